@@ -8,7 +8,7 @@ import keras
 from keras_strategies.keras_bridge.loops.binding import find_binding
 from keras_strategies.keras_bridge.steps.step_functions import Trained
 from keras_strategies.keras_bridge.variables.optimizer_values import (
-    steps_of_optimizer,
+    count_optimizer_steps,
 )
 
 STEPS = "global_step/sec"
@@ -76,7 +76,7 @@ class GlobalStep:
     def settle(self, model: keras.Model) -> None:
         """Starts from the optimizer's step count, if no start is known."""
         if self._start is None:
-            self.set(steps_of_optimizer(model))
+            self.set(count_optimizer_steps(model))
 
     def begin_epoch(self) -> None:
         """Notes that Keras numbers its batches from 0 again."""

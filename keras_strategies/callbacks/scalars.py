@@ -23,7 +23,7 @@ from keras_strategies.callbacks.global_step import (
 from keras_strategies.cluster.checks import check_number
 from keras_strategies.keras_bridge.loops.binding import find_binding
 from keras_strategies.keras_bridge.variables.optimizer_values import (
-    learning_rates,
+    read_learning_rates,
 )
 
 _MAX_ENTRIES = 100
@@ -249,7 +249,7 @@ class Scalars(keras.callbacks.Callback):
         values = self._flat(logs)
         if self._writes.is_due(step, is_last=is_last):
             speed = self._writes.take(now, step, rows)
-            rates = learning_rates(self._fitted)
+            rates = read_learning_rates(self._fitted)
             self._train.add(step, {**rates, **values, **speed})
         if self._logs.is_due(step, is_last=is_last):
             speed = self._logs.take(now, step, rows)

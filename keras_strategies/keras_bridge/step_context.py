@@ -268,8 +268,8 @@ class _Uses:
 def count_replica_uses() -> int:
     """Returns how often steps of this process used their replica context.
 
-    Traces are named by this count (`separate_trace`): a later trace does not reuse
-    inner functions that JAX cached in one that used its context.
+    Traces are named by this count (`separate_trace`): a later trace does not
+    reuse inner functions that JAX cached in one that used its context.
     """
     return _Uses.count
 

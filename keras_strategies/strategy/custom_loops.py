@@ -28,8 +28,8 @@ from keras_strategies.data.sources.from_function import (
 from keras_strategies.data.sources.numpy_dataset import NumpyDataset
 from keras_strategies.keras_bridge.inputs import agree_source
 from keras_strategies.keras_bridge.inputs.choose_source import (
-    dense,
-    source_of_dataset,
+    densify,
+    make_dataset_source,
 )
 from keras_strategies.strategy import current, reducing
 from keras_strategies.strategy.replica_context import ValueContext
@@ -211,7 +211,9 @@ class CustomLoops:
             nests = [value_fn(ValueContext(i, count)) for i in ids]
             return jax.tree.map(from_tensor, nests)
 
-        nests = agree_source.made_alike(mesh, f"`{_VALUES_FROM}`", make)
+        nests = agree_source.build_equal_replicas(
+            mesh, f"`{_VALUES_FROM}`", make
+        )
         if count == 1:
             return nests[0]
         structures = [jax.tree.structure(nest) for nest in nests]
@@ -267,7 +269,7 @@ class CustomLoops:
             if options.distribute is not None:
                 policy = options.distribute.policy
         return self._make_distributed(
-            source_of_dataset(dataset, mesh, policy=policy)
+            make_dataset_source(dataset, mesh, policy=policy)
         )
 
     def experimental_make_numpy_dataset(self, arrays: Tree) -> NumpyDataset:
@@ -312,11 +314,11 @@ class CustomLoops:
             is InputReplicationMode.PER_REPLICA
         )
         mesh = self._runtime.mesh
-        source = agree_source.made_together(
+        source = agree_source.build_on_all_processes(
             mesh,
             "`distribute_datasets_from_function`",
             lambda _: FunctionSource(
-                dataset_fn, mesh, is_per_replica=is_per_replica, prepare=dense
+                dataset_fn, mesh, is_per_replica=is_per_replica, prepare=densify
             ),
         )
         return self._make_distributed(source)

@@ -9,7 +9,7 @@ import jax
 from keras_strategies._core.mesh import ReplicaMesh
 from keras_strategies.data.distributed import DistributedDataset
 from keras_strategies.data.source import Source
-from keras_strategies.keras_bridge.inputs.plain_feed import in_plain_loops
+from keras_strategies.keras_bridge.inputs.plain_feed import adapt_to_plain_loops
 from keras_strategies.strategy import current
 from keras_strategies.strategy.replica_context import ReplicaContext
 from keras_strategies.strategy.scope import Scope
@@ -27,7 +27,9 @@ class DefaultStrategy(Strategy):
         return DefaultScope(self)
 
     def _make_distributed(self, source: Source) -> DistributedDataset:
-        return in_plain_loops(super()._make_distributed(source), self.mesh)
+        return adapt_to_plain_loops(
+            super()._make_distributed(source), self.mesh
+        )
 
 
 class DefaultScope(Scope):

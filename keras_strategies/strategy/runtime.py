@@ -7,7 +7,7 @@ from typing import Any
 from keras_strategies._core.mesh import ReplicaMesh
 from keras_strategies.keras_bridge.variables.partitioners import (
     PartitionerLike,
-    bound_partitioner,
+    bind_partitioner,
 )
 from keras_strategies.keras_bridge.variables.shardings import Placements
 from keras_strategies.keras_bridge.variables.variable_creator import (
@@ -43,7 +43,7 @@ class Runtime:
     ) -> "Runtime":
         """Makes the runtime of a strategy over `mesh`."""
         registry = Registry()
-        partitioner, mesh = bound_partitioner(variable_partitioner, mesh)
+        partitioner, mesh = bind_partitioner(variable_partitioner, mesh)
         placements = Placements(mesh, layout_map, partitioner)
         return cls(
             mesh=mesh,

@@ -85,7 +85,8 @@ RELIED_ON = {
     "_layout",
     "_shape",
     "_value",
-    # Models.
+    # Models. `train_function` and its like are public; this is their ending.
+    "_function",
     "_assert_compile_called",
     "_compile_config",
     "_flatten_layers",

@@ -149,7 +149,9 @@ def test_two_entries_for_a_variable_are_refused():
     )
     with (
         strategy.scope(),
-        pytest.raises(ValueError, match="one entry in `layout_map`") as caught,
+        pytest.raises(
+            ValueError, match="only one entry of `layout_map`"
+        ) as caught,
     ):
         make_model()
     assert "dense/kernel" in str(caught.value)

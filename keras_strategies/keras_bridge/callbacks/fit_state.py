@@ -19,7 +19,7 @@ from keras_strategies.cluster.exchange.message_forms import (
 from keras_strategies.cluster.exchange.rounds import Rounds
 from keras_strategies.keras_bridge.callbacks import callback_states
 from keras_strategies.keras_bridge.hooks.seeds import is_seed
-from keras_strategies.keras_bridge.steps.step_functions import Functions
+from keras_strategies.keras_bridge.steps.step_functions import StepFunctionCache
 
 State = dict[str, Any]
 
@@ -97,7 +97,7 @@ class FitState:
         self,
         *,
         variables: Sequence[keras.Variable],
-        functions: Functions,
+        functions: StepFunctionCache,
         feed: Any,
         call: Any,
     ) -> None:

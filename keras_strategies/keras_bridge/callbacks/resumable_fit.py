@@ -20,7 +20,7 @@ from keras_strategies.keras_bridge.callbacks.fit_state import (
     FitState,
     fetch_logs,
 )
-from keras_strategies.keras_bridge.steps.step_functions import Functions
+from keras_strategies.keras_bridge.steps.step_functions import StepFunctionCache
 
 _LOOP = "_ks_loop"
 
@@ -167,7 +167,7 @@ def run_resumable_fit(
     call: Any,
     feed: Any,
     variables: list[keras.Variable],
-    functions: Functions,
+    functions: StepFunctionCache,
 ) -> keras.callbacks.History:
     """Runs a fit that a callback checkpoints.
 

@@ -1,4 +1,4 @@
-"""Agreement on a source: all processes make theirs, or none does."""
+"""Sources that all processes make together, or none does."""
 
 import itertools
 from collections.abc import Callable
@@ -31,7 +31,7 @@ _SHAPES = message_forms.Either(
 _SAME = {"checksum": message_forms.is_count}
 
 
-def made_together(
+def build_on_all_processes(
     mesh: ReplicaMesh,
     name: str,
     make: Callable[[int], Source],
@@ -41,27 +41,31 @@ def made_together(
 ) -> Source:
     """Makes a source in every process. Collective.
 
-    All take the chief's seed, unless the rows are the process's own. If one
-    process cannot make its source, all raise; nobody waits for it later on.
+    All use the chief's seed, unless the rows are process-local. If one
+    process cannot make its source, all raise, so that none waits for it later.
 
     Args:
       mesh: The replicas.
-      name: The call that it is for, for messages.
-      make: Makes it, from a number that is the same in all processes.
-      facts: What else must be the same in all, by name; what JSON can hold.
-      draws: Whether the number is drawn, so that the next one is another.
+      name: The call that the source is for, for messages.
+      make: A function that makes the source from a number, which is equal in
+        all processes.
+      facts: JSON values that must also be equal in all processes, by name.
+      draws: Whether the number is random, so that each call gets a new one;
+        otherwise it is 0.
 
     Raises:
-      ValueError: the processes are in different calls, or were given
+      ValueError: if the processes are in different calls, or received
         different data or numbers.
-      RuntimeError: another process could not make it.
+      RuntimeError: if another process could not make its source.
     """
     number = int(np.random.randint(_MAX_NUMBER)) if draws else 0
     if mesh.num_processes == 1:
         return make(number)
-    with _rounds(mesh, name, f"preparing the data of {name}") as rounds:
+    with _start_rounds(mesh, name, f"preparing the data of {name}") as rounds:
         numbers = rounds.exchange({"number": number}, _NUMBER)
-        source, error, message = _tried(lambda: make(numbers[0]["number"]))
+        source, error, message = _try_to_make(
+            lambda: make(numbers[0]["number"])
+        )
         if source is not None:
             all_facts = (facts or {}) | source.facts()
             message = {"facts": all_facts, "seed": source.seed}
@@ -73,39 +77,39 @@ def made_together(
     if not source.is_process_local:
         source.restart(seeds[0])
     elif mesh.spans_processes:
-        # They read the same rows of their own.
+        # Processes that share replicas read the same process-local rows.
         source.restart(mesh.first_of_readers(seeds)[mesh.reader_index])
     return source
 
 
-def made_alike(
+def build_equal_replicas(
     mesh: ReplicaMesh, name: str, make: Callable[[], list[Any]]
 ) -> list[Any]:
     """Makes one nest of arrays for each local replica. Collective.
 
     Args:
       mesh: The replicas.
-      name: The call that it is for, for messages.
-      make: Makes the nests.
+      name: The call that the values are for, for messages.
+      make: A function that makes the nests.
 
     Raises:
-      ValueError: they differ in shapes, dtypes or structure, here or between
-        processes; all raise.
-      RuntimeError: another process could not make them.
+      ValueError: if they differ in shapes, dtypes or structure, here or
+        between processes; all raise.
+      RuntimeError: if another process could not make its nests.
     """
     if mesh.num_processes == 1:
         return make()
 
-    def outlined() -> tuple[list[Any], dict[str, Any]]:
+    def make_outlined() -> tuple[list[Any], dict[str, Any]]:
         nests = make()
         checksum = data_checksum(nests) if mesh.spans_processes else None
-        outlines = [_shapes_of(nest) for nest in nests]
+        outlines = [_describe_shapes(nest) for nest in nests]
         return nests, {"outlines": outlines, "checksum": checksum}
 
-    with _rounds(mesh, name, f"making the values of {name}") as rounds:
-        made, error, message = _tried(outlined)
-        if made is not None:
-            message = made[1]
+    with _start_rounds(mesh, name, f"making the values of {name}") as rounds:
+        values, error, message = _try_to_make(make_outlined)
+        if values is not None:
+            message = values[1]
         received = rounds.exchange(message, _SHAPES)
     raise_everywhere(mesh, f"Making the values of {name}", received, error)
     of_readers = mesh.first_of_readers(received)
@@ -117,24 +121,24 @@ def made_alike(
         )
         more = ", ..." * (len(outlines) > _MAX_SHOWN)
         raise ValueError(
-            f"On several processes {name} makes values of the same structure, "
-            f"shapes and dtypes for all replicas. Received: {shown}{more}. "
-            "Make them alike: pad the rows, or distribute a dataset, whose "
+            f"On several processes {name} must make values of the same "
+            "structure, shapes and dtypes for all replicas. Received: "
+            f"{shown}{more}. Pad the rows, or distribute a dataset, whose "
             "batches may differ."
         )
     _check_same_values(mesh, name, received)
-    assert made is not None
-    return made[0]
+    assert values is not None
+    return values[0]
 
 
 def check_same_rows(mesh: ReplicaMesh, batch: Batch) -> None:
-    """Compares a batch that every process was given. Collective.
+    """Checks that processes that share replicas have one batch. Collective.
 
     Raises:
-      ValueError: processes that share replicas were given other rows.
+      ValueError: if processes that share replicas received different rows.
     """
     name = "a call with one batch"
-    with _rounds(mesh, name, name) as rounds:
+    with _start_rounds(mesh, name, name) as rounds:
         message = {"checksum": data_checksum(batch)}
         received = rounds.exchange(message, _SAME)
     _check_same_values(mesh, name, received)
@@ -147,25 +151,25 @@ def _check_same_values(
     group = find_unequal_readers(mesh, checksums)
     if group is not None:
         raise ValueError(
-            "Processes that have cores of one replica must give it the same "
-            f"values, in {name} too. Received: values of the checksums "
+            "All processes of a replica must provide equal values to "
+            f"{name}. Received: values with the checksums "
             f"{list_values(mesh, checksums)}, where the processes {group} "
-            "share replicas. Make them the same in all processes, and draw "
-            "with one seed."
+            "share replicas. Make the values equal in all processes; draw "
+            "random ones with one seed."
         )
 
 
-def _tried(
+def _try_to_make(
     make: Callable[[], _T],
 ) -> tuple[_T | None, Exception | None, dict[str, Any]]:
-    """What was made; or an error, and the message of it."""
+    """Returns a new value; or None, the error, and the message to send."""
     try:
         return make(), None, {}
     except Exception as error:
         return None, error, {"error": f"{type(error).__name__}: {error}"}
 
 
-def _shapes_of(nest: Tree) -> str:
+def _describe_shapes(nest: Tree) -> str:
     leaves, structure = jax.tree.flatten(nest)
     arrays = [np.asarray(leaf) for leaf in leaves]
     shapes = ", ".join(f"{a.dtype}{list(a.shape)}" for a in arrays)
@@ -177,16 +181,16 @@ def _check_facts(
     mesh: ReplicaMesh, name: str, facts: list[dict[str, Any]]
 ) -> None:
     for fact in dict.fromkeys(itertools.chain(*facts)):
-        values = [given.get(fact) for given in facts]
+        values = [one.get(fact) for one in facts]
         if any(value != values[0] for value in values):
             raise ValueError(
                 f"All processes must give {name} the same data, batch size "
                 f"and numbers of steps and epochs. Received: {fact} of "
-                f"{list_values(mesh, values)}. Give all processes the same; of "
-                "rows that are each process's own, with `AutoShardPolicy.OFF`, "
-                "the number may differ."
+                f"{list_values(mesh, values)}. Pass the same in all processes; "
+                "only the number of process-local rows (with "
+                "`AutoShardPolicy.OFF`) may differ."
             )
 
 
-def _rounds(mesh: ReplicaMesh, name: str, doing: str) -> Rounds:
+def _start_rounds(mesh: ReplicaMesh, name: str, doing: str) -> Rounds:
     return Rounds(mesh.processes, doing, f"the data of {name}")

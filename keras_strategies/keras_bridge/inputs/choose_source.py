@@ -40,7 +40,9 @@ from keras_strategies.data.sources.files import Files
 from keras_strategies.data.sources.numpy_dataset import NumpyDataset, RowsSource
 from keras_strategies.data.sources.torch_data import TorchSource
 from keras_strategies.data.tfdata.tf_data import TfDataSource
-from keras_strategies.keras_bridge.inputs.agree_source import made_together
+from keras_strategies.keras_bridge.inputs.agree_source import (
+    build_on_all_processes,
+)
 from keras_strategies.keras_bridge.inputs.keras_sources import (
     AdapterSource,
     ArraySource,
@@ -49,44 +51,46 @@ from keras_strategies.keras_bridge.inputs.keras_sources import (
 from keras_strategies.keras_bridge.inputs.loop_data import LoopData
 
 
-def source_of_loop(
-    mesh: ReplicaMesh, given: LoopData, *, name: str, facts: dict[str, Any]
+def make_loop_source(
+    mesh: ReplicaMesh, data: LoopData, *, name: str, facts: dict[str, Any]
 ) -> Source:
-    """The source of what was given to `fit` and its like. Collective.
+    """Makes the source of a loop's data (`fit`, `evaluate`...). Collective.
 
     Raises:
-      ValueError: arguments that do not go together, as in Keras.
-      RuntimeError: they do not in another process.
+      ValueError: if arguments do not go together, as in Keras.
+      RuntimeError: if another process could not make its source.
     """
-    choose = functools.partial(_of_loop, mesh, given=given)
-    draws = _draws_orders(given.x)
-    return made_together(mesh, f"`{name}`", choose, facts, draws=draws)
+    choose = functools.partial(_choose_source, mesh, data=data)
+    draws = _draws_orders(data.x)
+    return build_on_all_processes(mesh, f"`{name}`", choose, facts, draws=draws)
 
 
-def source_of_dataset(
+def make_dataset_source(
     dataset: Dataset,
     mesh: ReplicaMesh,
     *,
     policy: AutoShardPolicy | None = None,
 ) -> Source:
-    """The source of a dataset that yields batches. Collective.
+    """Makes the source of a dataset that yields batches. Collective.
 
     Args:
       dataset: The dataset.
       mesh: The replicas.
-      policy: How several processes share it; None for what it says itself.
+      policy: How several processes share it; None for the dataset's policy.
 
     Raises:
-      TypeError: not a dataset.
-      ValueError: a policy that the dataset has no use for.
-      RuntimeError: another process cannot read its dataset.
+      TypeError: if `dataset` is not a dataset.
+      ValueError: if the policy does not apply to the dataset.
+      RuntimeError: if another process cannot read its dataset.
     """
-    choose = functools.partial(local_source, dataset, mesh, policy=policy)
+    choose = functools.partial(make_local_source, dataset, mesh, policy=policy)
     name = "`experimental_distribute_dataset`"
-    return made_together(mesh, name, choose, draws=_draws_orders(dataset))
+    return build_on_all_processes(
+        mesh, name, choose, draws=_draws_orders(dataset)
+    )
 
 
-def local_source(
+def make_local_source(
     dataset: Dataset,
     mesh: ReplicaMesh,
     seed: int,
@@ -95,20 +99,20 @@ def local_source(
     batch_size: int | None = None,
     shuffle: bool = False,
 ) -> Source:
-    """What this process reads of a dataset; the others are not asked.
+    """Makes this process's source of a dataset. Not collective.
 
     Args:
       dataset: The dataset.
       mesh: The replicas.
-      seed: The orders', where the dataset has none. The same in all
+      seed: The seed of the orders, if the dataset has none. Equal in all
         processes.
-      policy: See `source_of_dataset`.
-      batch_size: For torch datasets without a loader.
-      shuffle: For those, too.
+      policy: See `make_dataset_source`.
+      batch_size: The batch size of torch datasets without a loader.
+      shuffle: Whether to shuffle such torch datasets.
 
     Raises:
-      TypeError: not a dataset.
-      ValueError: a policy that the dataset has no use for.
+      TypeError: if `dataset` is not a dataset.
+      ValueError: if the policy does not apply to the dataset.
     """
     places: dict[str, Any] = {
         "num_processes": mesh.num_readers,
@@ -117,34 +121,37 @@ def local_source(
     }
     if is_tf_dataset(dataset):
         copy = mesh.place_among_readers if mesh.spans_processes else None
-        return TfDataSource(dense(dataset), policy=policy, copy=copy, **places)
+        return TfDataSource(
+            densify(dataset), policy=policy, copy=copy, **places
+        )
     chosen = AutoShardPolicy.AUTO if policy is None else policy
     if isinstance(dataset, Source):
         if chosen is not AutoShardPolicy.AUTO:
             raise ValueError(
-                "A `ks.data.Source` decides itself what each process reads. "
-                f"Received: `AutoShardPolicy.{chosen.name}` beside one. Leave "
-                "the policy out, or set the source's `is_process_local`."
+                "The policy of a `ks.data.Source` must be AUTO: the source "
+                "decides itself what each process reads. Received: "
+                f"`AutoShardPolicy.{chosen.name}`. Leave the policy out, or "
+                "set the source's `is_process_local`."
             )
         return dataset
     if isinstance(dataset, Files):
         return FilesSource(dataset, policy=chosen, **places)
     if _is_torch(dataset):
-        alone = {"batch_size": batch_size, "shuffle": shuffle}
-        return TorchSource(dataset, policy=chosen, **alone, **places)
+        loading = {"batch_size": batch_size, "shuffle": shuffle}
+        return TorchSource(dataset, policy=chosen, **loading, **places)
     if is_grain_dataset(dataset):
         return GrainSource(dataset, policy=chosen, **places)
-    return _source_of_batches(dataset, mesh, chosen)
+    return _make_batch_source(dataset, mesh, chosen)
 
 
-def _source_of_batches(
+def _make_batch_source(
     dataset: Dataset, mesh: ReplicaMesh, chosen: AutoShardPolicy
 ) -> Source:
-    """What every process reads of arrays, a `PyDataset` or an iterable."""
+    """Makes the source of arrays, a `PyDataset` or another iterable."""
     is_process_local = mesh.num_readers > 1 and chosen is AutoShardPolicy.OFF
     if chosen in (AutoShardPolicy.FILE, AutoShardPolicy.HINT):
         raise ValueError(
-            f"`{chosen.name}` is a policy for datasets that read files with "
+            f"`{chosen.name}` only applies to datasets that read files with "
             f"tf.data or `ks.data.files`. Received: an object of type "
             f"{type(dataset).__name__}. Use AUTO, DATA or OFF."
         )
@@ -159,23 +166,23 @@ def _source_of_batches(
     return iterables.IterableSource(dataset, **shared)
 
 
-def _of_loop(mesh: ReplicaMesh, seed: int, *, given: LoopData) -> Source:
-    for array in tree.flatten((given.x, given.y, given.sample_weight)):
+def _choose_source(mesh: ReplicaMesh, seed: int, *, data: LoopData) -> Source:
+    for array in tree.flatten((data.x, data.y, data.sample_weight)):
         if isinstance(array, np.ndarray):
             check_numbers(array)
-    if _is_read_without_keras(given.x):
-        source = _of_dataset(mesh, seed, given)
-        return _weighted(source, given.class_weight)
-    adapter: Any = get_data_adapter(**vars(given))
+    if _is_read_without_keras(data.x):
+        source = _make_without_adapter(mesh, seed, data)
+        return _add_class_weights(source, data.class_weight)
+    adapter: Any = get_data_adapter(**vars(data))
     if type(adapter) is ArrayDataAdapter:
         return ArraySource(adapter)
     if isinstance(adapter, PyDatasetAdapter):
         return PyDatasetSource(adapter, has_checksums=mesh.num_processes > 1)
     if isinstance(adapter, TFDatasetAdapter):
-        source = local_source(given.x, mesh, seed)
-        source.passes = _passes_of(given.x)
-        _check_ends(source, given.steps_per_epoch)
-        return _weighted(source, given.class_weight)
+        source = make_local_source(data.x, mesh, seed)
+        source.passes = _get_passes(data.x)
+        _check_ends(source, data.steps_per_epoch)
+        return _add_class_weights(source, data.class_weight)
     is_generator = isinstance(adapter, GeneratorDataAdapter)
     return AdapterSource(
         adapter,
@@ -185,37 +192,39 @@ def _of_loop(mesh: ReplicaMesh, seed: int, *, given: LoopData) -> Source:
     )
 
 
-def _of_dataset(mesh: ReplicaMesh, seed: int, given: LoopData) -> Source:
-    """The source of a dataset that Keras has no adapter for."""
-    x, shuffle = given.x, given.shuffle
-    if given.y is not None or given.sample_weight is not None:
+def _make_without_adapter(
+    mesh: ReplicaMesh, seed: int, data: LoopData
+) -> Source:
+    """Makes the source of a dataset that is read without Keras's adapters."""
+    x, shuffle = data.x, data.shuffle
+    if data.y is not None or data.sample_weight is not None:
         raise ValueError(
-            "A dataset yields targets and sample weights itself. "
-            f"Received: `y` or `sample_weight` beside x of type "
+            "Targets and sample weights must be in the batches of a dataset. "
+            "Received: `y` or `sample_weight` with an `x` of type "
             f"{type(x).__name__}. Let it yield (x, y, sample_weight)."
         )
     if isinstance(x, DistributedDataset):
         source = x.source
     else:
-        size = given.batch_size
-        source = local_source(
+        size = data.batch_size
+        source = make_local_source(
             x, mesh, seed, batch_size=size, shuffle=bool(shuffle)
         )
-        source.passes = _passes_of(x)
-    _check_ends(source, given.steps_per_epoch)
+        source.passes = _get_passes(x)
+    _check_ends(source, data.steps_per_epoch)
     if shuffle and (is_grain_dataset(x) or is_torch_dataloader(x)):
         warnings.warn(
             "`shuffle=True` was passed, but is ignored: a "
-            f"{type(x).__name__} has an order of its own.",
+            f"{type(x).__name__} sets its order itself.",
             stacklevel=2,
         )
     return source
 
 
 class _Weighted:
-    """A source whose rows are given the weights of their classes.
+    """A source that adds class weights to the batches of another source.
 
-    In all else it is the source that it is made of.
+    It forwards everything else to that source.
     """
 
     def __init__(self, source: Source, class_weight: dict[int, float]) -> None:
@@ -231,7 +240,7 @@ class _Weighted:
             data = part.data
             if not isinstance(data, list | tuple) or len(data) != 2:
                 raise ValueError(
-                    "`class_weight` is for data of inputs and one target, "
+                    "`class_weight` needs batches of inputs and one target, "
                     "without sample weights. Received: batches of "
                     f"{len(data)} entries. Multiply the class weights into "
                     "the sample weights."
@@ -243,7 +252,9 @@ class _Weighted:
             yield dataclasses.replace(part, data=data)
 
 
-def _weighted(source: Source, class_weight: dict[int, float] | None) -> Source:
+def _add_class_weights(
+    source: Source, class_weight: dict[int, float] | None
+) -> Source:
     if not class_weight:
         return source
     return cast(Source, _Weighted(source, class_weight))
@@ -253,47 +264,47 @@ def _check_ends(source: Source, steps_per_epoch: int | None) -> None:
     if source.is_infinite and not steps_per_epoch:
         raise ValueError(
             "An epoch of an infinite dataset needs an end. Received: a "
-            "dataset that repeats for ever, and no number of steps. Pass "
+            "dataset that repeats forever, and no number of steps. Pass "
             "`steps_per_epoch` (to evaluate and predict: `steps`), or leave "
-            "`.repeat()` out."
+            "out `.repeat()`."
         )
 
 
-def dense(dataset: Dataset) -> Dataset:
-    """Returns a dataset; one of tf.data with its sparse elements made dense.
+def densify(dataset: Dataset) -> Dataset:
+    """Makes the sparse elements of a tf.data dataset dense.
 
     Returns:
-      A dataset of the same elements.
+      A dataset of the same elements; other datasets unchanged.
     """
     if not is_tf_dataset(dataset):
         return dataset
     tensorflow = sys.modules["tensorflow"]
 
-    def dense_leaf(leaf: Tree) -> Tree:
+    def densify_leaf(leaf: Tree) -> Tree:
         is_sparse = isinstance(leaf, tensorflow.SparseTensor)
         return tensorflow.sparse.to_dense(leaf) if is_sparse else leaf
 
-    def made_dense(*element: Tree) -> Tree:
-        made = tensorflow.nest.map_structure(dense_leaf, element)
-        return made if len(made) > 1 else made[0]
+    def densify_element(*element: Tree) -> Tree:
+        leaves = tensorflow.nest.map_structure(densify_leaf, element)
+        return leaves if len(leaves) > 1 else leaves[0]
 
     specs = tensorflow.nest.flatten(dataset.element_spec)
     if any(isinstance(s, tensorflow.SparseTensorSpec) for s in specs):
-        return dataset.map(made_dense)
+        return dataset.map(densify_element)
     return dataset
 
 
 def _draws_orders(x: Dataset) -> bool:
-    """Whether a dataset may ask us for the seed of its shuffling."""
+    """Returns whether a dataset may shuffle with a seed from here."""
     return isinstance(x, Files) or is_tf_dataset(x) or _is_torch(x)
 
 
-# Of datasets whose orders depend on the number of the pass, by their ids.
+# The passes over datasets whose orders depend on the pass, by their ids.
 _passes: dict[int, Passes] = {}
 
 
-def _passes_of(dataset: Dataset) -> Passes:
-    """The passes over a dataset, counted for as long as it lives."""
+def _get_passes(dataset: Dataset) -> Passes:
+    """Returns the count of passes over a dataset, kept while it lives."""
     key = id(dataset)
     if key not in _passes:
         _passes[key] = Passes()
@@ -302,10 +313,10 @@ def _passes_of(dataset: Dataset) -> Passes:
 
 
 def _is_read_without_keras(x: Dataset) -> bool:
-    """Whether Keras has no adapter for it, or one that reads it at once.
+    """Returns whether Keras has no adapter for it, or one that reads at once.
 
-    That of a grain `MapDataset` lets grain read 500 batches ahead, for the
-    shapes of the first; that of a torch loader starts its workers.
+    Keras's adapter of a grain `MapDataset` makes grain read 500 batches ahead
+    to learn the shapes of the first; that of a torch loader starts workers.
     """
     is_ours = isinstance(x, DistributedDataset | Files | Source)
     return is_ours or _is_torch(x) or is_grain_dataset(x)
@@ -316,7 +327,7 @@ def _is_torch(x: Dataset) -> bool:
 
 
 def _is_torch_dataset(value: Dataset) -> bool:
-    """Whether it is a dataset of torch that any row can be asked of."""
+    """Returns whether it is a torch dataset with random access to its rows."""
     torch = sys.modules.get("torch.utils.data")
     return (
         torch is not None

@@ -1,8 +1,8 @@
 """The data of fit, evaluate and predict, as executions on the devices.
 
-Keras passes a `DataAdapter` given as `x` through untouched: that is the door.
-Behind it a source reads the user's data, `data.steps` makes steps of it that
-all processes take, and a thread moves them to the devices ahead of time.
+Keras uses a `DataAdapter` passed as `x` unchanged; `Feed` is such an adapter.
+Its source reads the user's data, `data.steps` makes steps of it that all
+processes take, and a thread moves them to the devices ahead of time.
 """
 
 import dataclasses
@@ -25,7 +25,7 @@ from keras_strategies.data import batch_spec
 from keras_strategies.data.steps import Steps
 from keras_strategies.keras_bridge.inputs import keras_sources
 from keras_strategies.keras_bridge.inputs.agree_source import check_same_rows
-from keras_strategies.keras_bridge.inputs.choose_source import source_of_loop
+from keras_strategies.keras_bridge.inputs.choose_source import make_loop_source
 from keras_strategies.keras_bridge.inputs.feed_position import (
     Division,
     FeedPosition,
@@ -38,13 +38,13 @@ from keras_strategies.keras_bridge.inputs.loop_data import (
 
 
 class Feed(FeedAdapter):
-    """Reads host batches and yields executions of up to K of them.
+    """A Keras adapter that yields executions of up to K host batches.
 
     Args:
       steps: The steps of the user's data.
       steps_per_execution: K.
-      steps_per_epoch: Where an epoch ends before the data does; no execution
-        reaches over it.
+      steps_per_epoch: The steps of an epoch that ends before the data does;
+        no execution crosses an epoch's end.
     """
 
     def __init__(
@@ -63,7 +63,7 @@ class Feed(FeedAdapter):
         self._steps_per_execution = steps_per_execution
         self._steps_per_epoch = steps_per_epoch
         self._division = Division(
-            # Where rows are process-local, nobody knows the longest.
+            # With process-local rows no process knows the longest pass.
             num_batches=None if source.is_process_local else source.num_batches,
             steps_per_epoch=max(steps_per_epoch or 0, 0) or None,
             steps_per_execution=steps_per_execution,
@@ -72,15 +72,15 @@ class Feed(FeedAdapter):
             source.order.set_epochs_per_pass(self._division.epochs_of_a_pass)
         self._signature: Any = None
         self._first: Tree = None
-        self._at = FeedPosition.at(Place(source.passes.next, 0))
-        # For a resumed feed: what stands for the steps of the loop's epoch
-        # that were computed before.
+        self._at = FeedPosition.begin_at(Place(source.passes.next, 0))
+        # In a resumed feed: empty executions in the place of those steps of
+        # the loop's epoch that were computed before.
         self._is_resumed = False
         self.is_other_kind = False
         self._done: list[Execution] = []
 
     def get_numpy_iterator(self) -> Iterator[Tree]:
-        """Host batches with the rows of all processes, to build a model on."""
+        """Yields host batches as large as global ones, to build a model."""
         has_rows = False
         self._source.is_peeked = True
         for batch in self._steps.read_epoch(*self._at.next):
@@ -95,49 +95,53 @@ class Feed(FeedAdapter):
     def get_jax_iterator(
         self, super_batch: object = None
     ) -> Iterator[Execution]:
-        """Executions whose arrays lie on the devices.
+        """Yields executions whose arrays are on the devices.
 
         Args:
-          super_batch: K, of Keras 3.16, which would have K batches stacked: an
+          super_batch: K, for which Keras 3.16 expects K stacked batches; an
             execution holds them already.
         """
         del super_batch
-        # Keras makes iterators that it never asks for anything.
+        # Nothing happens before this line is reached: Keras also makes
+        # iterators from which it never reads.
         epoch, start = self._at.next
-        self._at = self._at.reading(epoch)
+        self._at = self._at.begin_pass(epoch)
         self._source.is_peeked = False
         self._source.passes.reach(epoch + 1)
         done, self._done = self._done, []
         yield from done
+        # One round reads one pass. Usually there is one; a resumed feed may
+        # have to go on with the next pass in the same iterator.
         while not self.is_pass_over:
             executions = self._executions_ahead(epoch, start)
             try:
                 for execution, stop in executions:
-                    self._at = self._at.gave(epoch, stop)
+                    self._at = self._at.advance(epoch, stop)
                     if is_last := self._continues_after(stop):
-                        # Keras, which counts from where the loop went on, asks
-                        # for no iterator of the next epoch: it is begun here.
+                        # Keras counts from where the loop was resumed, and so
+                        # does not ask for an iterator of the next pass: it
+                        # begins here.
                         epoch, start = epoch + 1, 0
-                        self._at = self._at.stopped(Place(epoch, start))
+                        self._at = self._at.stop(Place(epoch, start))
                     yield execution
                     if is_last or self.is_pass_over:
                         break
                 else:
                     is_last = False
             finally:
-                self._at = self._at.stopped()
+                self._at = self._at.stop()
                 executions.close()
             if not is_last:
                 break
-            self._at = self._at.reading(epoch)
+            self._at = self._at.begin_pass(epoch)
             self._source.passes.reach(epoch + 1)
-        self._at = self._at.stopped().gave(epoch + 1, 0)
+        self._at = self._at.stop().advance(epoch + 1, 0)
 
     def _continues_after(self, stop: int) -> bool:
-        """Whether the next epoch follows where this one ends, in one iterator.
+        """Returns whether this iterator goes on with the next pass.
 
-        Where several epochs of the loop are one of the data, and the loop went
-        on in the middle of one.
+        True where a pass of several loop epochs ends, if the loop was resumed
+        in the middle of one.
         """
         return (
             self._is_resumed
@@ -147,11 +151,11 @@ class Feed(FeedAdapter):
 
     @property
     def is_pass_over(self) -> bool:
-        """Whether a resumed feed has nothing more for this epoch.
+        """Whether a resumed feed has no more batches for this epoch.
 
-        Keras, which knows of no number of batches then, still asks for it.
+        Keras does not know the number of batches then, and still asks for one.
         """
-        stop = self._at.given.step
+        stop = self._at.yielded.step
         return (
             self._is_resumed
             and not self._division.ends_epoch(stop)
@@ -160,24 +164,24 @@ class Feed(FeedAdapter):
 
     @property
     def position(self) -> dict[str, Any]:
-        """Where the loop is; what JSON can hold.
+        """The position of the loop in the data, as JSON values.
 
-        An epoch here is one pass over the data: with `steps_per_epoch` it may
-        last for several of the loop's. "step" is the number of its steps that
-        were given out. Each process has its own position in data that are
-        process-local.
+        "epoch" counts passes over the data: with `steps_per_epoch` one may
+        last for several of the loop's epochs. "step" is the number of steps of
+        the pass that were yielded. With process-local data each process has
+        another position.
         """
-        epoch, step = self._at.given
+        epoch, step = self._at.yielded
         count = self._division.num_batches
         if count is not None and step >= count:
             epoch, step = epoch + 1, 0
         return self.position_at((epoch, step))
 
     def next_position(self, place: tuple[int, int] | None) -> dict[str, Any]:
-        """As `position`, with a loop's epoch done: where its next one begins.
+        """Returns the position where the loop's next epoch begins.
 
         Args:
-          place: The last execution's that was computed, if there was one.
+          place: The place after the last computed execution, if any.
         """
         if not (self._at.is_reading and self._steps_per_epoch and place):
             # Keras makes an iterator for each epoch.
@@ -187,17 +191,17 @@ class Feed(FeedAdapter):
         return self.position_at(place)
 
     def position_at(self, place: tuple[int, int]) -> dict[str, Any]:
-        """As `position`, in the middle of a loop's epoch.
+        """Returns the position in the middle of a loop's epoch.
 
         Args:
-          place: The last execution's that was computed. On accelerators
-            Keras asks for one ahead.
+          place: The place after the last computed execution. It may differ
+            from that of `position`: on accelerators Keras reads one ahead.
         """
         return {"epoch": place[0], "step": place[1], "seed": self._source.seed}
 
     @property
     def is_process_local(self) -> bool:
-        """Whether the data, and so a position, are this process's own."""
+        """Whether the data, and so a position, are process-local."""
         return self._source.is_process_local
 
     def resume(
@@ -206,19 +210,19 @@ class Feed(FeedAdapter):
         done_steps: int = 0,
         logs: Logs | None = None,
     ) -> None:
-        """Begins the next epoch that is read where another feed was.
+        """Makes the next iterator continue where another feed was.
 
-        That one may have been in another process, and, unless the data are
-        each process's own, in a job with another number of them.
+        That feed may have been in another process, and, unless the data are
+        process-local, in a job with another number of processes.
 
         Args:
-          position: What `position` of a feed of the same data was.
-          done_steps: How many steps of the loop's first epoch were done
-            before. The loop is given executions of none for them, so that it
-            counts as the other one did.
-          logs: What the last of them returned.
+          position: The `position` of a feed of the same data.
+          done_steps: The number of steps of the loop's first epoch that were
+            done before. The loop gets empty executions for them, so that its
+            count of steps continues.
+          logs: The logs that the last of them returned.
         """
-        # Data of another kind begin an order and a pass of their own.
+        # Another kind of data begins with a new order and a new pass.
         seed = position["seed"]
         self.is_other_kind = (seed is None) != (self._source.seed is None)
         try:
@@ -226,13 +230,15 @@ class Feed(FeedAdapter):
         except ValueError:
             self.is_other_kind = True
         start = 0 if self.is_other_kind and not done_steps else position["step"]
-        self._at = self._at.resumed(Place(position["epoch"], start))
-        begun = position["epoch"] + (start > 0)
-        if self._source.order is not None and begun:
-            # A fit after this one finds the generator as its orders left it.
-            self._source.order.compute(begun - 1)
-        # Keras counts the batches of an epoch of the data from its iterator's
-        # first: so it does not get their number, and the feed ends the epochs.
+        self._at = self._at.resume(Place(position["epoch"], start))
+        num_begun = position["epoch"] + (start > 0)
+        if self._source.order is not None and num_begun:
+            # Draws the earlier orders, so that the generator is where the
+            # other feed left it, also for a later fit.
+            self._source.order.compute(num_begun - 1)
+        # Keras counts a pass's batches from the first of its iterator, which
+        # is in the middle here. So `num_batches` hides their number from it,
+        # and the feed ends the epochs.
         self._is_resumed = self._steps_per_epoch is not None
         count = done_steps // self._steps_per_execution
         self._done = [Execution(segments=(), logs=logs)] * count
@@ -249,7 +255,7 @@ class Feed(FeedAdapter):
     def _executions(
         self, batches: Iterator[HostBatch], epoch: int, start: int
     ) -> Iterator[tuple[Execution, int]]:
-        """Executions, and the number of steps after each."""
+        """Yields executions, each with the number of steps after it."""
         group: list[HostBatch] = []
         stop = start
         for batch in batches:
@@ -257,14 +263,14 @@ class Feed(FeedAdapter):
             group.append(batch)
             stop += 1
             if self._division.ends_execution(stop):
-                yield self._placed(group, epoch, stop), stop
+                yield self._place(group, epoch, stop), stop
                 group = []
         if group:
-            yield self._placed(group, epoch, stop), stop
+            yield self._place(group, epoch, stop), stop
         if not stop:
             raise ValueError(_NO_ROWS)
 
-    def _placed(
+    def _place(
         self, group: list[HostBatch], epoch: int, stop: int
     ) -> Execution:
         execution = place(group, self._mesh)
@@ -295,7 +301,7 @@ class Feed(FeedAdapter):
 
     @property
     def sizes(self) -> dict[str, int | None]:
-        """What a position counts in, by its name; None where not known."""
+        """The size of each unit of a position, by name; None if unknown."""
         known = self._source.summary()
         return {
             "rows a batch": self.batch_size or known.first_rows,
@@ -304,12 +310,12 @@ class Feed(FeedAdapter):
         }
 
     def on_epoch_begin(self) -> None:
-        """Called by Keras before each epoch."""
-        self._at = self._at.epoch_begun()
-        self._source.begin_epoch(*self._at.begun)
+        """Begins an epoch of the source; Keras calls it before each epoch."""
+        self._at = self._at.begin_epoch()
+        self._source.begin_epoch(*self._at.epoch_start)
 
     def on_epoch_end(self) -> None:
-        """Called by Keras after each epoch."""
+        """Ends an epoch of the source; Keras calls it after each epoch."""
         self._source.end_epoch()
 
 
@@ -321,46 +327,45 @@ def make_feed(
     facts: dict[str, Any] | None = None,
     **data: Any,
 ) -> Any:
-    """The feed of what was given to fit, evaluate or predict. Collective.
+    """Makes the feed of the data of fit, evaluate or predict. Collective.
 
     Args:
       mesh: The replicas.
-      steps_per_execution: Steps of an execution.
-      name: The loop, for messages.
-      facts: Numbers that must be the same in every process.
-      **data: The attributes of `LoopData`; an `x` that is a Keras adapter
-        already (a feed) is returned as it is.
+      steps_per_execution: The number of steps of an execution.
+      name: The name of the loop, for messages.
+      facts: Numbers that must be equal in every process.
+      **data: The attributes of `LoopData`.
 
     Returns:
-      A `Feed`, or the adapter that `x` is.
+      A `Feed`; or `x`, if it is a Keras adapter already.
     """
-    given = LoopData(**data)
-    if isinstance(given.x, DataAdapter):
-        return given.x
+    loop_data = LoopData(**data)
+    if isinstance(loop_data.x, DataAdapter):
+        return loop_data.x
     facts = (facts or {}) | {
-        "steps_per_epoch": given.steps_per_epoch,
+        "steps_per_epoch": loop_data.steps_per_epoch,
         "steps_per_execution": steps_per_execution,
     }
     return Feed(
         Steps(
-            source=source_of_loop(mesh, given, name=name, facts=facts),
+            source=make_loop_source(mesh, loop_data, name=name, facts=facts),
             mesh=mesh,
             name=name,
         ),
         steps_per_execution=steps_per_execution,
-        steps_per_epoch=given.steps_per_epoch,
+        steps_per_epoch=loop_data.steps_per_epoch,
     )
 
 
 def place_batch(batch: Tree, mesh: ReplicaMesh) -> Execution:
     """Moves one batch of a `*_on_batch` call to the devices.
 
-    Every process gives the rows of all.
+    Every process passes the rows of all processes.
 
     Raises:
-      ValueError: processes that share replicas give other rows.
+      ValueError: if processes that share replicas pass different rows.
     """
-    batch = keras_sources.host_batch(batch)
+    batch = keras_sources.to_host_batch(batch)
     if mesh.spans_processes:
         check_same_rows(mesh, batch)
     return place([global_batch(batch, mesh)], mesh)

@@ -1,11 +1,11 @@
-"""The position of a feed in its data, and how a loop's epochs divide those."""
+"""The position of a feed in its data, and the division of passes by epochs."""
 
 import dataclasses
 from typing import NamedTuple
 
 
 class Place(NamedTuple):
-    """A place between two steps: a pass over the data, and steps of it."""
+    """A place between two steps: a pass's index, and its steps before it."""
 
     epoch: int
     step: int
@@ -13,60 +13,61 @@ class Place(NamedTuple):
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class FeedPosition:
-    """Where a feed is.
+    """The position of a feed. Its methods return later positions.
 
     Attributes:
-      next: Where the next iterator begins.
-      given: After the execution that was given out last.
-      begun: Where the loop's epoch began.
-      is_reading: An iterator is in the middle of its data.
+      next: The place where the next iterator begins.
+      yielded: The place after the last execution that was yielded.
+      epoch_start: The place where the loop's epoch began.
+      is_reading: Whether an iterator is in the middle of its data.
     """
 
     next: Place
-    given: Place
-    begun: Place
+    yielded: Place
+    epoch_start: Place
     is_reading: bool = False
 
     @classmethod
-    def at(cls, place: Place) -> "FeedPosition":
-        """The position of a feed that begins at a place."""
-        return cls(next=place, given=place, begun=place)
+    def begin_at(cls, place: Place) -> "FeedPosition":
+        """Returns the position of a feed that begins at a place."""
+        return cls(next=place, yielded=place, epoch_start=place)
 
-    def reading(self, epoch: int) -> "FeedPosition":
-        """An iterator reads a pass; the next one reads that after it."""
+    def begin_pass(self, epoch: int) -> "FeedPosition":
+        """Notes that an iterator reads a pass; the next begins after it."""
         after = Place(epoch + 1, 0)
         return dataclasses.replace(self, next=after, is_reading=True)
 
-    def gave(self, epoch: int, step: int) -> "FeedPosition":
-        """An execution was given out."""
-        return dataclasses.replace(self, given=Place(epoch, step))
+    def advance(self, epoch: int, step: int) -> "FeedPosition":
+        """Notes the place after an execution that was yielded."""
+        return dataclasses.replace(self, yielded=Place(epoch, step))
 
-    def stopped(self, at: Place | None = None) -> "FeedPosition":
-        """The iterator has ended; the next one begins where it says, if so."""
+    def stop(self, at: Place | None = None) -> "FeedPosition":
+        """Notes that the iterator ended; the next begins at `at`, if given."""
         return dataclasses.replace(self, next=at or self.next, is_reading=False)
 
-    def resumed(self, at: Place) -> "FeedPosition":
-        """The next iterator begins where another feed was."""
-        return dataclasses.replace(self, next=at, given=at)
+    def resume(self, at: Place) -> "FeedPosition":
+        """Makes the next iterator begin where another feed was."""
+        return dataclasses.replace(self, next=at, yielded=at)
 
-    def epoch_begun(self) -> "FeedPosition":
-        """The loop begins an epoch; unless it is read already, at `next`."""
+    def begin_epoch(self) -> "FeedPosition":
+        """Notes that an epoch begins at `next`, unless it is being read."""
         if self.is_reading:
             return self
-        return dataclasses.replace(self, begun=self.next)
+        return dataclasses.replace(self, epoch_start=self.next)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Division:
-    """How Keras divides passes over the data into a loop's epochs.
+    """Keras's division of passes over the data into a loop's epochs.
 
-    A pass begins where an epoch begins. `stop` is how many of its batches were
-    given out.
+    A pass begins where an epoch begins. In all methods `stop` is the number of
+    its batches that were yielded.
 
     Attributes:
-      num_batches: Of a pass, if it is known.
-      steps_per_epoch: As given to fit; None for a pass in each epoch.
-      steps_per_execution: No execution reaches over an epoch's end.
+      num_batches: The number of batches in a pass, if known.
+      steps_per_epoch: The argument of `fit`; None for a pass in each epoch.
+      steps_per_execution: The most steps of an execution, which ends where
+        the epoch does.
     """
 
     num_batches: int | None
@@ -74,35 +75,35 @@ class Division:
     steps_per_execution: int
 
     def ends_execution(self, stop: int) -> bool:
-        """Whether the batches given out are an execution now."""
+        """Returns whether an execution ends after `stop` batches."""
         steps = self.steps_per_epoch
         in_epoch = stop % steps if steps else stop
         return in_epoch % self.steps_per_execution == 0
 
     def ends_epoch(self, stop: int) -> bool:
-        """Whether an epoch with a given number of steps has them."""
+        """Returns whether an epoch of `steps_per_epoch` steps ends there."""
         return bool(self.steps_per_epoch) and stop % self.steps_per_epoch == 0
 
     def is_over(self, stop: int) -> bool:
-        """Whether Keras makes a new iterator before it continues.
+        """Returns whether Keras makes a new iterator before it continues.
 
-        It counts an execution as so many steps, also where it had fewer, and
-        may so leave out the last batches.
+        Keras counts `steps_per_execution` steps for every execution, even if
+        it had fewer, and so may leave out the last batches.
         """
         if self.num_batches is None:
             return False
         epochs, rest = divmod(stop, self.steps_per_epoch or max(stop, 1))
-        of_epoch = self._counted(self.steps_per_epoch or stop)
-        seen = epochs * of_epoch + self._counted(rest)
+        of_epoch = self._round_up(self.steps_per_epoch or stop)
+        seen = epochs * of_epoch + self._round_up(rest)
         return seen >= self.num_batches
 
     @property
     def epochs_of_a_pass(self) -> int:
-        """How many of the loop's epochs a pass lasts for; 1 if not known."""
+        """The number of the loop's epochs in a pass; 1 if unknown."""
         if not (self.num_batches and self.steps_per_epoch):
             return 1
-        return -(-self.num_batches // self._counted(self.steps_per_epoch))
+        return -(-self.num_batches // self._round_up(self.steps_per_epoch))
 
-    def _counted(self, steps: int) -> int:
+    def _round_up(self, steps: int) -> int:
         each = self.steps_per_execution
         return -(-steps // each) * each

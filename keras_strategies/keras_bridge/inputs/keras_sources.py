@@ -1,8 +1,8 @@
-"""Sources that read through Keras's own adapters of the user's data.
+"""Sources that read the user's data through Keras's adapters.
 
-Keras's rules (what counts as an array, class weights, workers, a generator's
-first batches) hold as they are; what is ours is which rows a process reads,
-and orders that can be found again.
+Keras's rules apply (what counts as an array, class weights, workers, a
+generator's first batches). The sources here only choose the rows that a
+process reads, and use orders that can be reproduced.
 """
 
 import contextlib
@@ -38,10 +38,10 @@ from keras_strategies.keras_bridge.keras_names import BATCH_ORDER, ROW_ORDER
 
 
 class ArraySource(IndexedSource):
-    """Arrays in memory (or mapped into it).
+    """A source of arrays in memory (or mapped into it).
 
     Args:
-      adapter: Keras's adapter of them.
+      adapter: Keras's adapter of the arrays.
     """
 
     kind = "arrays"
@@ -49,39 +49,41 @@ class ArraySource(IndexedSource):
     def __init__(self, adapter: Any) -> None:
         rows, size = adapter._num_samples, adapter.batch_size
         super().__init__(rows, size, adapter.num_batches)
-        inputs = keras.tree.map_structure(_sliceable, adapter._inputs)
-        # Keras takes the rows one array after the other through its nests,
-        # which would cost as much as a small step.
+        inputs = keras.tree.map_structure(_make_sliceable, adapter._inputs)
+        # Flattened once: Keras takes the rows array by array through its
+        # nests, which would cost as much as a small step.
         self._leaves, self._structure = jax.tree.flatten(inputs)
         if adapter._shuffle:
             window = size if adapter._shuffle == "batch" else None
             self.order = ROW_ORDER(rows, window)
 
     def rows_at(self, indices: slice | np.ndarray) -> Tree:
-        """See `IndexedSource.rows_at`."""
-        leaves = [_rows_of(leaf, indices) for leaf in self._leaves]
+        """Returns the rows at `indices`; see `IndexedSource.rows_at`."""
+        leaves = [_take_rows(leaf, indices) for leaf in self._leaves]
         return jax.tree.unflatten(self._structure, leaves)
 
 
-def _rows_of(
+def _take_rows(
     leaf: array_slicing.Sliceable, indices: slice | np.ndarray
 ) -> Array:
     if type(leaf) is not array_slicing.NumpySliceable:
-        return as_numpy(leaf.convert_to_numpy(leaf[indices]))
+        return to_numpy(leaf.convert_to_numpy(leaf[indices]))
     if isinstance(indices, slice):
         return leaf.array[indices]
     return host_arrays.take_rows(leaf.array, indices)
 
 
-def _sliceable(array: Array) -> Any:
+def _make_sliceable(array: Array) -> Any:
     if is_mapped(array):
         return _MappedRows(array)
     return array_slicing.convert_to_sliceable(array, target_backend="numpy")
 
 
 class _MappedRows(array_slicing.NumpySliceable):
-    """Rows of an array that lies in a file, which stay in memory no longer
-    than they are needed. Keras would cast all of them at once."""
+    """Rows of an array that is mapped from a file.
+
+    They stay in memory only while needed; Keras would cast all at once.
+    """
 
     def __init__(self, array: np.ndarray) -> None:
         super().__init__(array)
@@ -98,14 +100,14 @@ class _MappedRows(array_slicing.NumpySliceable):
 
 
 class AdapterSource(Source):
-    """Whatever Keras has an adapter for, read batch by batch.
+    """A source of the batches of any of Keras's adapters.
 
     Args:
       adapter: The adapter.
-      kind: What it reads, for messages.
+      kind: The kind of data, for messages.
       has_checksums: See `take`.
-      is_copied: Whether user code may fill the same buffers again while a
-        batch is still needed.
+      is_copied: Whether to copy batches, because user code may reuse their
+        buffers while a batch is still needed.
     """
 
     kind = "batches"
@@ -123,25 +125,25 @@ class AdapterSource(Source):
         self._is_copied = is_copied
         self.kind = kind  # pyright: ignore[reportAttributeAccessIssue]
         self.num_batches = adapter.num_batches
-        # A generator's is that of its first batch, whatever follows.
+        # A generator's batch size is that of its first batch.
         self.batch_size = adapter.batch_size
 
     def begin_epoch(self, epoch: int, start: int) -> None:
-        """See `Source.begin_epoch`."""
+        """Begins an epoch of the adapter; see `Source.begin_epoch`."""
         self._adapter.on_epoch_begin()
 
     def end_epoch(self) -> None:
-        """See `Source.end_epoch`."""
+        """Ends an epoch of the adapter; see `Source.end_epoch`."""
         self._adapter.on_epoch_end()
 
     def read(self, epoch: int, start: int, cut: Cut) -> Iterator[Part]:
-        """See `Source.read`."""
+        """Yields this process's parts of the batches; see `Source.read`."""
         del epoch
         for index, batch in enumerate(self._adapter.get_jax_iterator()):
             if index < start:
                 continue
             yield take(
-                host_batch(batch),
+                to_host_batch(batch),
                 cut,
                 has_checksums=self._has_checksums,
                 is_copied=self._is_copied,
@@ -149,14 +151,14 @@ class AdapterSource(Source):
 
 
 class PyDatasetSource(Source):
-    """A `keras.utils.PyDataset`, with its workers.
+    """A source of the batches of a `keras.utils.PyDataset`, with its workers.
 
     Args:
-      adapter: Keras's adapter of it.
-      is_process_local: Whether each process has rows of its own.
-      has_checksums: Whether the processes compare their batches: the targets
-        and weights, where there are some, since inputs may be augmented in
-        another way by each.
+      adapter: Keras's adapter of the dataset.
+      is_process_local: Whether the rows are process-local.
+      has_checksums: Whether the processes compare their batches: only targets
+        and weights, if there are any, since each process may augment the
+        inputs differently.
     """
 
     kind = "a PyDataset"
@@ -178,23 +180,23 @@ class PyDatasetSource(Source):
             self.order = BATCH_ORDER(self.num_batches)
 
     def begin_epoch(self, epoch: int, start: int) -> None:
-        """See `Source.begin_epoch`."""
+        """Begins an epoch of the dataset; see `Source.begin_epoch`."""
         self._error = None
         try:
             self._dataset.on_epoch_begin()
         except Exception as error:
-            # Raised where it is read: there it is sent to all processes.
+            # Raised by `read`, whose errors are sent to all processes.
             self._error = error
 
     def end_epoch(self) -> None:
-        """See `Source.end_epoch`."""
+        """Ends an epoch of the dataset; see `Source.end_epoch`."""
         self._dataset.on_epoch_end()
 
     def read(self, epoch: int, start: int, cut: Cut) -> Iterator[Part]:
-        """See `Source.read`."""
+        """Yields this process's parts of the batches; see `Source.read`."""
         order = None
         if self.order is not None:
-            # It may have become another one at the end of the epoch before.
+            # The number of batches may have changed at the last epoch's end.
             self.order.resize(self._dataset.num_batches)
             order = self.order.compute(epoch)
         view = _View(self._dataset, start, order)
@@ -202,29 +204,29 @@ class PyDatasetSource(Source):
             raise self._error
         if view.num_batches == 0:
             return
-        # One adapter for each pass: what the workers of one that was left
-        # have read is yielded by the next pass of the same adapter.
+        # A new adapter for each pass: if a pass is left early, the same
+        # adapter would yield what its workers have read in the next pass.
         adapter = PyDatasetAdapter(view, class_weight=self._class_weight)
         try:
             yield from self._parts(adapter, cut)
         finally:
             if adapter.enqueuer is not None:
-                # Nobody waits for what the workers raise now.
+                # The pass is over, so errors of the workers do not matter.
                 with contextlib.suppress(Exception):
                     adapter.enqueuer.stop()
 
     def _parts(self, adapter: PyDatasetAdapter, cut: Cut) -> Iterator[Part]:
         for batch in adapter.get_jax_iterator():
-            batch = host_batch(batch)
+            batch = to_host_batch(batch)
             part = take(batch, cut, is_copied=True)
             checksum = (
-                _checksum_of_targets(batch) if self._has_checksums else None
+                _compute_target_checksum(batch) if self._has_checksums else None
             )
             yield dataclasses.replace(part, checksum=checksum)
 
 
 class _View(keras.utils.PyDataset):
-    """A PyDataset's batches in another order, from one of them on."""
+    """A PyDataset whose batches begin at `first`, in the order `order`."""
 
     def __init__(
         self,
@@ -253,39 +255,39 @@ class _View(keras.utils.PyDataset):
         return self._dataset[index]
 
 
-def _checksum_of_targets(batch: Tree) -> int:
+def _compute_target_checksum(batch: Tree) -> int:
     if isinstance(batch, tuple) and len(batch) > 1:
         batch = batch[1:]
     return rows_checksum(batch, rows_to_checksum(num_rows(batch)))
 
 
-def source_of_arrays(arrays: Tree, batch_size: int) -> ArraySource:
-    """The source of a nest of arrays, in their order."""
+def make_array_source(arrays: Tree, batch_size: int) -> ArraySource:
+    """Makes the source of a nest of arrays, in the order of their rows."""
     return ArraySource(ArrayDataAdapter(arrays, batch_size=batch_size))
 
 
 def are_arrays(values: Tree) -> bool:
-    """Whether all values of a nest are what Keras takes for arrays."""
+    """Returns whether Keras treats all values of a nest as arrays."""
     return can_convert_arrays(values)
 
 
-def host_batch(batch: Tree) -> Tree:
-    """The batch with its leaves as numpy arrays; sparse ones made dense.
+def to_host_batch(batch: Tree) -> Tree:
+    """Converts the leaves of a batch to NumPy arrays; sparse ones to dense.
 
-    Arrays that lie on several devices are left alone: they may be where they
-    are wanted.
+    Arrays on several devices are not converted: they may already be where
+    they are needed.
 
     Returns:
       A batch of the same structure.
     """
-    return jax.tree.map(as_numpy, batch, is_leaf=_is_sparse)
+    return jax.tree.map(to_numpy, batch, is_leaf=_is_sparse)
 
 
-def as_numpy(leaf: Array) -> Array:
-    """An array of numpy, for `host_batch`.
+def to_numpy(leaf: Array) -> Array:
+    """Converts one leaf of a batch; see `to_host_batch`.
 
     Returns:
-      An array of numpy, or one that lies on several devices as it is.
+      A NumPy array; or `leaf`, if it is on several devices.
     """
     if type(leaf) is np.ndarray or _is_distributed(leaf):
         return leaf
@@ -301,5 +303,5 @@ def _is_distributed(leaf: object) -> bool:
 
 
 def _is_sparse(value: object) -> bool:
-    # Of jax too, whose sparse arrays are nests of their parts elsewhere.
+    # JAX's sparse arrays too: elsewhere they are pytrees of their parts.
     return hasattr(value, "todense")

@@ -1,4 +1,4 @@
-"""The data arguments of `fit`, `evaluate` and `predict`, and their parts."""
+"""The data arguments of `fit`, `evaluate` and `predict`."""
 
 import dataclasses
 from collections.abc import Mapping
@@ -12,16 +12,16 @@ from keras_strategies._types import Tree
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class LoopData:
-    """The data that a loop was given: arguments of Keras's `get_data_adapter`.
+    """The data of a loop: the arguments of Keras's `get_data_adapter`.
 
     Attributes:
-      x: Inputs: a nest of arrays, or a dataset of batches.
-      y: Targets, beside arrays.
-      sample_weight: A weight for each row, beside arrays.
-      class_weight: Weights by class, given to the rows of each.
-      batch_size: Rows of a global batch, of arrays.
-      shuffle: Whether rows of arrays are put in another order each epoch.
-      steps_per_epoch: Steps of an epoch; None for a whole pass.
+      x: The inputs: a nest of arrays, or a dataset of batches.
+      y: The targets, if `x` is arrays.
+      sample_weight: A weight for each row, if `x` is arrays.
+      class_weight: The weights of rows by class.
+      batch_size: The number of rows of a global batch, if `x` is arrays.
+      shuffle: Whether to shuffle the rows of arrays in each epoch.
+      steps_per_epoch: The steps of an epoch; None for a full pass.
     """
 
     x: Any
@@ -34,7 +34,7 @@ class LoopData:
 
 
 class FeedAdapter(DataAdapter):
-    """An adapter of Keras whose steps are all that Keras need know."""
+    """A Keras adapter that reports no shorter last batch."""
 
     @property
     def has_partial_batch(self) -> bool | None:
@@ -47,10 +47,10 @@ class FeedAdapter(DataAdapter):
         return None
 
 
-def batch_weights(
+def compute_batch_weights(
     y: Tree, sample_weight: Tree, class_weight: Mapping[int, float] | None
 ) -> Tree:
-    """The sample weights of `train_on_batch`, with its class weights.
+    """Computes the sample weights of `train_on_batch` from class weights.
 
     Returns:
       Weights of shape (rows,), a nest of them, or None.
@@ -59,28 +59,28 @@ def batch_weights(
         return sample_weight
     if sample_weight is not None:
         raise ValueError(
-            "Arguments `sample_weight` and `class_weight` cannot be given "
+            "Arguments `sample_weight` and `class_weight` cannot be passed "
             "together. Received both. Multiply the class weights into "
             "`sample_weight`."
         )
     return data_adapter_utils.class_weight_to_sample_weights(y, class_weight)
 
 
-def hold_out(call: Any) -> None:
-    """Splits off the last rows for validation, where a call of fit says so.
+def split_validation(call: Any) -> None:
+    """Splits off the last rows for validation, by a fit's `validation_split`.
 
     Args:
-      call: Its arguments by name, and `set`.
+      call: The call of `fit`: its arguments by name, and `set`.
 
     Raises:
-      ValueError: its `validation_split` is no fraction.
+      ValueError: if `validation_split` is not in [0, 1).
     """
     fraction = call["validation_split"]
     if fraction and not 0 < fraction < 1:
         raise ValueError(
-            "`validation_split` is the fraction of rows held out for "
-            f"validation, in [0, 1). Received: validation_split={fraction!r}. "
-            "Pass 0.2 for a fifth of them."
+            "`validation_split` must be a fraction of the rows, in [0, 1). "
+            f"Received: validation_split={fraction!r}. Pass 0.2 to validate "
+            "on a fifth of them."
         )
     if fraction and call["validation_data"] is None:
         data = call["x"], call["y"], call["sample_weight"]

@@ -1,8 +1,8 @@
-"""Distributed datasets in the loops of models that no strategy holds.
+"""Distributed datasets in the loops of models without a strategy.
 
-The default strategy distributes a dataset as any other does, and its models
-are plain ones of Keras, whose loops have no adapter for it. They are given
-one for as long as there is such a dataset.
+The default strategy distributes datasets like any other, but its models are
+plain Keras models, whose loops have no adapter for such a dataset. While one
+is alive, a patch adds the adapter.
 """
 
 import contextlib
@@ -17,7 +17,7 @@ from keras.src.trainers import data_adapters
 from keras_strategies._core.mesh import ReplicaMesh
 from keras_strategies._types import Dataset, Tree
 from keras_strategies.data.distributed import DistributedDataset
-from keras_strategies.keras_bridge.inputs.choose_source import source_of_loop
+from keras_strategies.keras_bridge.inputs.choose_source import make_loop_source
 from keras_strategies.keras_bridge.inputs.loop_data import (
     FeedAdapter,
     LoopData,
@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 
 
 class PlainFeed(FeedAdapter):
-    """Reads a distributed dataset of one replica for Keras's own loops.
+    """A Keras adapter of a distributed dataset of one replica.
 
     Args:
       dataset: The dataset; each iteration is an epoch.
@@ -37,7 +37,7 @@ class PlainFeed(FeedAdapter):
 
     def __init__(self, dataset: DistributedDataset) -> None:
         self._dataset = dataset
-        self._begun: tuple[Tree, Iterator[Tree]] | None = None
+        self._started: tuple[Tree, Iterator[Tree]] | None = None
 
     def get_numpy_iterator(self) -> Iterator[Tree]:
         """Yields batches of host arrays."""
@@ -46,13 +46,14 @@ class PlainFeed(FeedAdapter):
     def get_jax_iterator(self, super_batch: object = None) -> Iterator[Tree]:
         """Yields batches on the device; see `Feed.get_jax_iterator`."""
         del super_batch
-        begun, self._begun = self._begun, None
-        batches = begun[1] if begun else iter(self._dataset)
-        for first in [begun[0]] if begun else batches:
-            # Keras takes one batch to build a model; it is trained on it, too.
-            self._begun = first, batches
+        started, self._started = self._started, None
+        batches = started[1] if started else iter(self._dataset)
+        for first in [started[0]] if started else batches:
+            # Keras reads one batch to build a model. It is kept, so that the
+            # model is also trained on it.
+            self._started = first, batches
             yield first
-            self._begun = None
+            self._started = None
             yield from batches
 
     @property
@@ -66,18 +67,21 @@ class PlainFeed(FeedAdapter):
         return self._dataset.source.batch_size
 
 
-def in_plain_loops(
+def adapt_to_plain_loops(
     dataset: DistributedDataset, mesh: ReplicaMesh
 ) -> DistributedDataset:
-    """Returns a dataset of one replica, which Keras's own loops take.
+    """Patches Keras's loops to accept a dataset of one replica.
 
     Args:
-      dataset: The dataset.
+      dataset: The dataset; the patch lasts as long as it is alive.
       mesh: Its replica.
+
+    Returns:
+      `dataset`.
     """
-    held = contextlib.ExitStack()
-    held.enter_context(_patches.hold())
-    weakref.finalize(dataset, held.close)
+    patched = contextlib.ExitStack()
+    patched.enter_context(_patches.hold())
+    weakref.finalize(dataset, patched.close)
     _meshes[dataset] = mesh
     return dataset
 
@@ -86,7 +90,7 @@ _meshes: weakref.WeakKeyDictionary[DistributedDataset, ReplicaMesh]
 _meshes = weakref.WeakKeyDictionary()
 
 
-def _adapting(original: Callable[..., Any]) -> Callable[..., Any]:
+def _add_adapter(original: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(original)
     def get_data_adapter(
         x: Dataset, *args: Any, **kwargs: Any
@@ -94,11 +98,11 @@ def _adapting(original: Callable[..., Any]) -> Callable[..., Any]:
         mesh = _meshes.get(x) if isinstance(x, DistributedDataset) else None
         if mesh is None:
             return original(x, *args, **kwargs)
-        given = LoopData(x=x, **kwargs)
-        source = source_of_loop(mesh, given, name="fit", facts={})
+        data = LoopData(x=x, **kwargs)
+        source = make_loop_source(mesh, data, name="fit", facts={})
         return PlainFeed(DistributedDataset(source, mesh))
 
     return get_data_adapter
 
 
-_patches = Patches(lambda: [(data_adapters, "get_data_adapter", _adapting)])
+_patches = Patches(lambda: [(data_adapters, "get_data_adapter", _add_adapter)])

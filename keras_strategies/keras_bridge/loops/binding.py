@@ -44,9 +44,11 @@ from keras_strategies.keras_bridge.loops.scope_hooks import (
     STRATEGY,
 )
 from keras_strategies.keras_bridge.step_context import ReplicaScope, building
-from keras_strategies.keras_bridge.steps.step_functions import Functions
+from keras_strategies.keras_bridge.steps.step_functions import StepFunctionCache
 from keras_strategies.keras_bridge.variables import variable_creator
-from keras_strategies.keras_bridge.variables.abstract_models import as_made
+from keras_strategies.keras_bridge.variables.abstract_models import (
+    creating_like,
+)
 from keras_strategies.keras_bridge.variables.abstract_variables import (
     inferring_shapes,
 )
@@ -91,7 +93,7 @@ class Binding:
         self.check_context = check_context
         self.is_chief = mesh.is_chief
         keeps_outputs = mesh.is_chief or not runtime.outputs_on_chief
-        self._functions = Functions(
+        self._functions = StepFunctionCache(
             model,
             mesh,
             keeps_outputs=keeps_outputs,
@@ -158,7 +160,7 @@ class Binding:
         call = self._make_call("fit", args, kwargs)
         with contextlib.ExitStack() as stack:
             stack.enter_context(self._session("train"))
-            loop_data.hold_out(call)
+            loop_data.split_validation(call)
             feed = self._make_feed(call, steps=call["steps_per_epoch"])
             stack.enter_context(self._validating(call["validation_data"]))
             call.set(validation_data=self._make_validation_feed(call))
@@ -210,7 +212,7 @@ class Binding:
 
     def _on_batch(self, kind: str, *args: Any, **kwargs: Any) -> Any:
         call = Call(self.model, f"{kind}_on_batch", args, kwargs)
-        weight = loop_data.batch_weights(
+        weight = loop_data.compute_batch_weights(
             call["y"], call["sample_weight"], call["class_weight"]
         )
         batch = (call["x"], call["y"], weight)
@@ -291,7 +293,7 @@ class Binding:
     def _building(self) -> Iterator[None]:
         with (
             variable_creator.distribution_scope(self._distribution),
-            as_made(self.model),
+            creating_like(self.model),
             building(self._mesh, self.replica_scope),
         ):
             yield

@@ -30,7 +30,9 @@ from keras_strategies.keras_bridge.steps import (
     variants,
 )
 from keras_strategies.keras_bridge.variables import shardings
-from keras_strategies.keras_bridge.variables.deferred_creation import deferred
+from keras_strategies.keras_bridge.variables.deferred_creation import (
+    defer_creation,
+)
 
 
 def debug_run(
@@ -56,7 +58,7 @@ def debug_run(
       The results as one nest, like that of a compiled `run`.
     """
     keras_state = dict(vars(global_state.GLOBAL_STATE_TRACKER))
-    shares = variants.shares_of(rows)
+    shares = variants.compute_shares(rows)
     lockstep = Lockstep(mesh.num_replicas, mesh.all_replicas)
 
     def replica(index: int) -> "_Ended":
@@ -70,10 +72,10 @@ def debug_run(
         )
         step = replica_trace.make_step(mesh, is_update=is_update)
         if rows:
-            rows_of_all = variants.rows_of_all(rows[index], rows)
+            rows_of_all = variants.group_rows_of_all(rows[index], rows)
             step = step.with_facts(rows_of_all=rows_of_all)
         seen = _SeenScope(step, mesh, index)
-        with scope(), deferred(), seen:
+        with scope(), defer_creation(), seen:
             with replica_trace.replica_tracing(step, replica_scope):
                 results = fn(index)
             share = None if shares is None else shares[index]
@@ -99,7 +101,7 @@ class _Ended(NamedTuple):
 
     written: list[tuple[keras.Variable, Any]]
     copies: dict[int, Any]
-    called: uneven_rows.Called
+    called: uneven_rows.BranchResult
 
 
 def _set_variables(ended: list[_Ended], mesh: ReplicaMesh) -> None:
@@ -128,13 +130,13 @@ def _merge_writes(
     variables = list(IdentitySet(v for each in of_all for v in each))
     folded = [seen.get_current_value_before(v) for v in variables]
     called = replica_trace.collect_call(step, seen, results, variables, folded)
-    notes: list[replica_merge.Note] = turn.meet(called.note)
+    notes: list[replica_merge.BranchFacts] = turn.meet(called.note)
     unchecked = replica_trace.find_unaggregated(notes)
     for k in unchecked:
         if not bool(replica_trace.is_same(called.new[k], step.axis)):
             replica_trace.refuse_difference(variables[k])
     old = [seen.old[v] for v in variables]
-    values, copies, _ = replica_merge.merged_state(
+    values, copies, _ = replica_merge.merge_state(
         merging, variables, old, folded, called, notes, []
     )
     copied = [id(v) for v in variables if on_read.is_on_read(v)]
@@ -200,7 +202,7 @@ class _SeenScope(CollectingScope):
 
 
 def _regroup_results(
-    ended: list[uneven_rows.Called], mesh: ReplicaMesh
+    ended: list[uneven_rows.BranchResult], mesh: ReplicaMesh
 ) -> Tree:
     """Returns the replicas' results as one nest, like a compiled `run`."""
     notes = [called.note.structure for called in ended]

@@ -30,7 +30,7 @@ from keras_strategies.keras_bridge.step_context import (
 )
 from keras_strategies.keras_bridge.steps import replica_merge
 from keras_strategies.keras_bridge.steps.attention import attention_for
-from keras_strategies.keras_bridge.steps.uneven_rows import Called
+from keras_strategies.keras_bridge.steps.uneven_rows import BranchResult
 from keras_strategies.keras_bridge.variables.shardings import placement_of
 
 _SUMMED = 64
@@ -66,7 +66,7 @@ def collect_call(
     results: Tree,
     variables: list[keras.Variable],
     folded: list[Any],
-) -> Called:
+) -> BranchResult:
     """Collects the results and new values of a call of the user's function.
 
     Args:
@@ -89,7 +89,7 @@ def collect_call(
         for leaf, constant in zip(leaves, constants, strict=True)
         if constant is None
     ]
-    return replica_merge.called(
+    return replica_merge.make_branch_result(
         step, variables, (folded, new), outputs, (structure, constants)
     )
 
@@ -97,7 +97,7 @@ def collect_call(
 def make_report(
     mesh: ReplicaMesh,
     outputs: list[Any],
-    notes: list[replica_merge.Note],
+    notes: list[replica_merge.BranchFacts],
     shapes: list[list[tuple[int, ...]]] | None,
     num_written: int,
 ) -> run_results.TraceReport:
@@ -146,7 +146,7 @@ def is_same(value: Array, axis: Axis) -> jax.Array:
     return jnp.all((highest == lowest) & same_nans)
 
 
-def find_unaggregated(notes: list[replica_merge.Note]) -> list[int]:
+def find_unaggregated(notes: list[replica_merge.BranchFacts]) -> list[int]:
     """Returns positions of variables whose replicas' values must be equal."""
     return [
         k

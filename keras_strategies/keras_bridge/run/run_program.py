@@ -39,29 +39,26 @@ from keras_strategies.keras_bridge.hooks.variables_used import (
     CollectingScope,
     LiftingScope,
 )
-from keras_strategies.keras_bridge.run import replica_trace
-from keras_strategies.keras_bridge.run.run_results import (
-    TraceReport,
-    rebuild_nest,
-)
+from keras_strategies.keras_bridge.run import replica_trace, run_results
 from keras_strategies.keras_bridge.step_context import ReplicaScope
 from keras_strategies.keras_bridge.steps import output_shardings, replica_merge
-from keras_strategies.keras_bridge.steps.mapped_program import jitted
-from keras_strategies.keras_bridge.steps.replica_merge import Note
-from keras_strategies.keras_bridge.steps.trace_checks import sums_combined
+from keras_strategies.keras_bridge.steps.mapped_program import jit_named
+from keras_strategies.keras_bridge.steps.trace_checks import combine_sums
 from keras_strategies.keras_bridge.steps.uneven_rows import (
-    Called,
+    BranchResult,
     call_unevenly,
 )
 from keras_strategies.keras_bridge.steps.variants import (
     Variant,
-    own_share,
-    rows_of_all,
-    variants_of,
-    with_rows,
+    compute_local_share,
+    cut_to_rows,
+    find_variants,
+    group_rows_of_all,
 )
 from keras_strategies.keras_bridge.variables import ownership, shardings
-from keras_strategies.keras_bridge.variables.deferred_creation import deferred
+from keras_strategies.keras_bridge.variables.deferred_creation import (
+    defer_creation,
+)
 
 
 class RunProgram:
@@ -104,13 +101,11 @@ class RunProgram:
         ]
         self._is_uneven = [counts is not None for counts in rows]
         # Each replica's numbers of rows, or shapes, of all uneven arguments.
-        self._variant_of = list(
-            zip(*[counts for counts in rows if counts is not None], strict=True)
-        )
+        uneven = [counts for counts in rows if counts is not None]
+        self._variant_of = list(zip(*uneven, strict=True))
         self.lifted: list[keras.Variable] = []
         self._trainable: list[tuple[Any, bool]] = []
-        # The lifted variables: written ones, those with a copy on each
-        # replica, and those that are only read.
+        # The lifted variables: written ones, those with copies, and the rest.
         self._written: list[keras.Variable] = []
         self._on_read: list[keras.Variable] = []
         self._read: list[keras.Variable] = []
@@ -134,7 +129,7 @@ class RunProgram:
         """
         scope = self._find_variables(leaves)
         self.lifted = list(scope.variables)
-        shardings.follow_by_names(self.lifted, self._mesh)
+        shardings.shard_slots_by_names(self.lifted, self._mesh)
         known = {id(v): v for v in (*others, *self.lifted)}
         self._trainable = [
             (weakref.ref(v), v.trainable) for v in known.values()
@@ -161,7 +156,9 @@ class RunProgram:
         def abstract(*components: Array) -> Any:
             leaves = list(components)
             if self._variant_of:
-                leaves = with_rows(self._variant_of[0], self._is_uneven, leaves)
+                leaves = cut_to_rows(
+                    self._variant_of[0], self._is_uneven, leaves
+                )
             with replica_trace.replica_tracing(step, self._replica_scope):
                 self._fn(leaves)
             return jnp.zeros((1,))
@@ -173,7 +170,7 @@ class RunProgram:
             out_specs=split_spec(mesh),
         )
         shapes = [jax.ShapeDtypeStruct(a.shape, a.dtype) for a in leaves]
-        with deferred(), scope:
+        with defer_creation(), scope:
             jax.eval_shape(mapped, *shapes)
         return scope
 
@@ -185,13 +182,15 @@ class RunProgram:
         )
         new = written + [replicated] * len(self._on_read)
         program = sharded_map(
-            sums_combined(self._body, replica_trace.make_step(self._mesh)),
+            combine_sums(self._body, replica_trace.make_step(self._mesh)),
             self._mesh,
             in_specs=(written, split, read, self._specs),
             out_specs=(split, split, replicated, replicated, new, replicated),
         )
-        program = output_shardings.run(program, self.written, self._mesh)
-        self._program = jitted(program, "run", donate_argnums=(0, 1))
+        program = output_shardings.constrain_run(
+            program, self.written, self._mesh
+        )
+        self._program = jit_named(program, "run", donate_argnums=(0, 1))
 
     def lower(self, leaves: list[Any]) -> jax.stages.Lowered:
         """Lowers the program for the arguments' shapes; reads no values."""
@@ -216,7 +215,7 @@ class RunProgram:
             for reference, flag in self._trainable
         )
 
-    def __call__(self, leaves: list[Any], last: ownership.Made) -> Tree:
+    def __call__(self, leaves: list[Any], last: ownership.Owned) -> Tree:
         """Runs the function once on every replica.
 
         Args:
@@ -248,7 +247,7 @@ class RunProgram:
         return self._make_results(report, arrays, sums)
 
     def _collect_state(
-        self, last: ownership.Made
+        self, last: ownership.Owned
     ) -> tuple[list[Any], list[Any]]:
         """Returns the values of written and read variables to pass."""
         written, read, mesh = self._written, self._read, self._mesh
@@ -257,16 +256,18 @@ class RunProgram:
         is_rivalled = ownership.has_rivals(mesh)
         # Arrays that a program returned and only the variables hold can be
         # donated at once. Others are checked, and copied if in use elsewhere.
-        if is_rivalled or not ownership.are_alone(taken, known):
+        if is_rivalled or not ownership.are_unshared(taken, known):
             pairs = zip(map(id, taken), known, strict=True)
             returned = None if is_rivalled else {k: r for k, r in pairs if r}
-            ownership.own(taken, written, (), returned, mesh, donate=True)
+            ownership.take_ownership(
+                taken, written, (), returned, mesh, donate=True
+            )
         shared = [v._value for v in read]
-        if not ownership.are(self._last_read, shared):
+        if not ownership.refer_to(self._last_read, shared):
             references = list(map(weakref.ref, shared))
-            ownership.own(shared, read, (), None, mesh, donate=False)
+            ownership.take_ownership(shared, read, (), None, mesh, donate=False)
             # If arrays had to be moved, check all again at the next call.
-            are_moved = not ownership.are(references, shared)
+            are_moved = not ownership.refer_to(references, shared)
             self._last_read = [] if are_moved else references
         return taken, shared
 
@@ -278,20 +279,23 @@ class RunProgram:
                 replica_trace.refuse_difference(variable)
 
     def _make_results(
-        self, report: TraceReport, arrays: list[Any], sums: list[Any]
+        self,
+        report: run_results.TraceReport,
+        arrays: list[Any],
+        sums: list[Any],
     ) -> Tree:
         totals = dict(zip(report.summed, sums, strict=True))
         wrapped = (
             self._wrap_array(array, totals.get(k), report.shapes_of(k))
             for k, array in enumerate(arrays)
         )
-        return rebuild_nest(
+        return run_results.rebuild_nest(
             report.structure, report.constants, wrapped, self._wrap_differing
         )
 
     def _wrap_differing(self, values: list[Any]) -> PerReplica:
         """Wraps a number that differs between replicas with other rows."""
-        variants = variants_of(self._variant_of)
+        variants = find_variants(self._variant_of)
         mesh, of = self._mesh, self._variant_of
         local = [values[variants.index(of[r])] for r in mesh.local_replicas]
         return PerReplica.of(stack_replicas(local, mesh), STACKED)
@@ -320,13 +324,13 @@ class RunProgram:
         folded = seeds.fold_seeds(variables, old, step)
         step = step.with_facts(
             is_uneven=bool(self._variant_of),
-            share=own_share(self._variant_of, step.axis),
+            share=compute_local_share(self._variant_of, step.axis),
         )
         called, notes, shapes = self._call_variants(variables, folded, leaves)
         report = replica_trace.make_report(
             self._mesh, called.outputs, notes, shapes, len(self._written)
         )
-        values, new_copies, sums = replica_merge.merged_state(
+        values, new_copies, sums = replica_merge.merge_state(
             step,
             variables,
             old,
@@ -353,7 +357,7 @@ class RunProgram:
         variables: list[keras.Variable],
         folded: list[Any],
         leaves: list[Any],
-    ) -> Called:
+    ) -> BranchResult:
         """Calls the function with one replica's arguments."""
         step = replica_trace.make_step(self._mesh, is_update=self._is_update)
         sizes = [
@@ -362,7 +366,7 @@ class RunProgram:
             if uneven
         ]
         step = step.with_facts(
-            rows_of_all=rows_of_all(tuple(sizes), self._variant_of)
+            rows_of_all=group_rows_of_all(tuple(sizes), self._variant_of)
         )
         step.notes.replica_seeds.update(filter(seeds.is_seed, variables))
         step.notes.before = IdentityMap(zip(variables, folded, strict=True))
@@ -379,7 +383,7 @@ class RunProgram:
         variables: list[keras.Variable],
         folded: list[Any],
         leaves: list[Any],
-    ) -> tuple[Called, list[Note], list[list[tuple[int, ...]]] | None]:
+    ) -> tuple[BranchResult, list[Any], list[list[tuple[int, ...]]] | None]:
         """Returns the call's results, all notes, and each replica's shapes."""
         if not self._variant_of:
             called = self._call(variables, folded, leaves)

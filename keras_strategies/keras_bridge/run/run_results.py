@@ -64,7 +64,7 @@ def merge_constants(structures: list[Any]) -> list[list[Any] | None]:
     """Merges the results that are not arrays, of the variants of a function.
 
     Args:
-      structures: Each variant's `Note.structure`.
+      structures: Each variant's `BranchFacts.structure`.
 
     Returns:
       For each leaf None if it is an array, else a list of its one value, or

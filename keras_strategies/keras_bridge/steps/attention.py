@@ -1,11 +1,10 @@
-"""Attention in steps for TPUs, as their layers define it.
+"""Attention in steps for TPUs, as the layers define it.
 
-On a TPU, Keras 3.15 gives attention without a mask to a kernel (JAX's splash
-attention). It calls the kernel as if each entry saw those before it alone, and
-without the scale of the scores; with a mask, or of causal attention, a traced
-step takes XLA's attention instead, without the cap of the scores that was
-asked for. So in a step for TPUs attention is XLA's, with the cap, and the same
-where the step is planned without a TPU.
+On a TPU, Keras 3.15 computes attention without a mask in a kernel (JAX's
+splash attention), but always causally, and without the scale of the scores.
+With a mask, or for causal attention, a traced step uses XLA's attention, but
+without the cap of the scores that the layer asked for. So a step for TPUs
+always uses XLA's attention, with the cap, also if it is planned without a TPU.
 """
 
 import contextlib
@@ -42,19 +41,19 @@ class _Thread(threading.local):
 _thread = _Thread()
 
 
-def _wrapped(original: Callable[..., Any]) -> Callable[..., Any]:
+def _wrap_attention(original: Callable[..., Any]) -> Callable[..., Any]:
     signature = inspect.signature(original)
 
     @functools.wraps(original)
     def attention(*args: Any, **kwargs: Any) -> Array:
         if not _thread.is_for_tpus:
             return original(*args, **kwargs)
-        given = signature.bind(*args, **kwargs).arguments
-        given["flash_attention"] = False
-        if given.get("attn_logits_soft_cap") is None:
-            return original(**given)
-        del given["flash_attention"]
-        return capped_attention(**given)
+        arguments = signature.bind(*args, **kwargs).arguments
+        arguments["flash_attention"] = False
+        if arguments.get("attn_logits_soft_cap") is None:
+            return original(**arguments)
+        del arguments["flash_attention"]
+        return capped_attention(**arguments)
 
     return attention
 
@@ -70,21 +69,21 @@ def capped_attention(
     *,
     attn_logits_soft_cap: float,
 ) -> jax.Array:
-    """Attention whose scores s become `cap * tanh(s / cap)`.
+    """Computes attention whose scores s become `cap * tanh(s / cap)`.
 
     Args:
-      query: Of shape (batch, T, heads, depth).
-      key: Of shape (batch, S, heads or a divisor of them, depth).
-      value: As the key.
-      bias: What is added to the scores; broadcast to (batch, heads, T, S).
-      mask: Which of them count; broadcast as the bias, or (batch, T, S) if
-        the batch is not as many as the heads.
-      scale: Of the scores; None: 1 / sqrt(depth).
-      is_causal: Whether an entry sees none that is after it.
+      query: An array of shape (batch, T, heads, depth).
+      key: An array of shape (batch, S, heads or a divisor of it, depth).
+      value: An array of the key's shape.
+      bias: An addend of the scores, broadcast to (batch, heads, T, S).
+      mask: The scores that count, broadcast like the bias; or of shape
+        (batch, T, S), if the batch's size is not the number of heads.
+      scale: The factor of the scores; None for 1 / sqrt(depth).
+      is_causal: Whether to ignore later entries.
       attn_logits_soft_cap: The cap.
 
     Returns:
-      Of the query's shape, and of the dtype that the three have in common.
+      An array of the query's shape, of the common dtype of the three.
 
     References:
       - Gemma Team, Gemma 2 (2024), section 2: https://arxiv.org/abs/2408.00118
@@ -116,5 +115,5 @@ def capped_attention(
 
 
 _patches = Patches(
-    lambda: [(keras_names.NN, "dot_product_attention", _wrapped)]
+    lambda: [(keras_names.NN, "dot_product_attention", _wrap_attention)]
 )

@@ -33,29 +33,29 @@ def lower_step(
       model: The model.
       mesh: The replicas.
       kind: "train", "test" or "predict".
-      batch: What a dataset yields, of a global batch: `(x, y)`, `x` or
-        `(x, y, sample_weight)`, nests of arrays or of what has a shape and a
-        dtype.
-      build: Builds the model, given the batch's shapes.
-      steps: Of a program, as `steps_per_execution` says; a train step that
-        is not run so is lowered alone.
-      replica_scope: Makes a step's replica context current for a block.
+      batch: A global batch, as a dataset yields it: `(x, y)`, `x` or
+        `(x, y, sample_weight)`, nests of arrays or of objects with a shape
+        and a dtype.
+      build: A function that builds the model from the batch's shapes.
+      steps: The steps of a program, as in `steps_per_execution`; a train step
+        that cannot run so is lowered alone.
+      replica_scope: A context in which a step's replica context is current.
 
     Raises:
-      ValueError: an unknown kind; a batch without rows, or with different
-        numbers of them.
-      TypeError: an entry of the batch without shape and dtype.
+      ValueError: if the kind is unknown, or the batch has no rows, or
+        different numbers of rows.
+      TypeError: if an entry of the batch has no shape and dtype.
     """
     if kind not in KINDS:
         raise ValueError(
-            "A model has a train, a test and a predict step. Received: "
+            "`kind` must be that of a model's step. Received: "
             f"kind={kind!r}. Pass one of {', '.join(map(repr, KINDS))}."
         )
     data = tuple(batch) if isinstance(batch, list) else batch
     parts = keras.utils.unpack_x_y_sample_weight(data)
     if kind == "predict":
         data = parts = parts[:1]
-    # An own step is given what it would be in `fit`: `(x, y)`, say.
+    # A user-defined step gets the structure of `fit`, such as `(x, y)`.
     data, parts = jax.tree.map(shape_of, (data, parts))
     rows = num_rows(data)
     build(parts)
@@ -63,7 +63,7 @@ def lower_step(
     variables = step_functions.step_variables(model, kind)
     state = tuple(shardings.shapes_of(group, mesh) for group in variables)
 
-    def lowered(steps: int) -> jax.stages.Lowered:
+    def lower(steps: int) -> jax.stages.Lowered:
         leading = (padded,) if steps == 1 else (steps, padded)
         sharding = mesh.split if steps == 1 else mesh.stacked
         placed = trace_checks.with_leading(leading, data, sharding)
@@ -74,22 +74,22 @@ def lower_step(
         return program.lower(state, segment)
 
     try:
-        return lowered(steps)
+        return lower(steps)
     except trace_checks.StepsNotFused:
-        return lowered(1)
+        return lower(1)
 
 
 def shape_of(leaf: object) -> jax.ShapeDtypeStruct:
-    """The shape and dtype of an array, or of what stands for one.
+    """Returns the shape and dtype of an array, or of an abstract one.
 
     Raises:
-      TypeError: it has none.
+      TypeError: if `leaf` has no shape and dtype.
     """
     shape, dtype = getattr(leaf, "shape", None), getattr(leaf, "dtype", None)
     if shape is None or dtype is None or None in tuple(shape):
         raise TypeError(
-            "What is compiled for is given by arrays or by their shapes and "
-            f"dtypes. Received: {leaf!r} of type {type(leaf).__name__}. Pass "
+            "Data to compile for must be arrays, or their shapes and dtypes. "
+            f"Received: {leaf!r} of type {type(leaf).__name__}. Pass "
             "`jax.ShapeDtypeStruct((rows, ...), 'float32')`."
         )
     dtype = jax.dtypes.canonicalize_dtype(np.dtype(dtype))

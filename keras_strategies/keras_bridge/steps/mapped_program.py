@@ -1,4 +1,4 @@
-"""A model's step as compiled programs: mapped over the replicas, or whole."""
+"""A step's compiled programs: over the replicas, or over the global batch."""
 
 import contextlib
 import dataclasses
@@ -28,10 +28,10 @@ Body = Callable[[Any, Any, Any], Any]
 
 
 class NotMapped(Exception):
-    """Raised by a trace: the step is to run over the global batch.
+    """The error of a trace whose step must run over the global batch.
 
     Args:
-      reason: Why, for a warning; None if there is nothing to say.
+      reason: The reason, for a warning; None for no warning.
     """
 
     def __init__(self, reason: str | None) -> None:
@@ -55,7 +55,9 @@ def mapped_trace(
         trace_checks.forget_losses(model_step)
         if isinstance(error, NotMapped):
             raise
-        reason = step.notes.global_batch_reason or trace_checks.reason_of(error)
+        reason = step.notes.global_batch_reason or trace_checks.describe_error(
+            error
+        )
         raise NotMapped(reason) from error
 
 
@@ -63,20 +65,21 @@ def mapped_trace(
 class MappedProgram:
     """The programs of one step: of a batch, of several, of the global batch.
 
-    A step whose mapped trace fails runs over the global batch from then on,
-    once that could be traced: the error of a user's code comes from there, in
-    the shapes of the batch as the user made it, and says nothing of the next.
+    If the mapped trace of a step fails, the step is traced over the global
+    batch. If that works, it runs so from then on. Otherwise this second trace
+    raises the error of the user's code, with the shapes of the user's batch,
+    and the next batch is tried again.
 
     Attributes:
-      one: The jitted program of a batch that the replicas share.
-      many: The same of several stacked batches.
-      whole: The same over all rows, of one or several batches; it takes their
-        `RowShape`, too.
-      uneven: As `whole`, with each replica's rows for itself.
-      is_global: Whether the step must see the global batch, or it turned out
-        so.
+      one: The jitted program of a batch that the replicas share evenly.
+      many: The jitted program of several stacked batches.
+      whole: The jitted program over all rows of one or several batches; it
+        also takes their `RowShape`.
+      uneven: Like `whole`, but each replica has its rows.
+      is_global: Whether the step must see the global batch, as known before
+        or found by a trace.
       is_uneven: Whether indivisible batches run with each replica's rows.
-      reason: Why the step must see the global batch.
+      reason: The reason why the step must see the global batch.
     """
 
     one: jax.stages.Wrapped
@@ -98,10 +101,10 @@ class MappedProgram:
         """Calls `call(program, *args)` with the program of a segment.
 
         Args:
-          call: Runs a jitted function, or lowers it.
-          args: Two parts of the state, and the segment's data.
-          segment: What the data is.
-          is_shared: Whether the replicas can share its rows.
+          call: A function that runs a jitted function, or lowers it.
+          args: The two parts of the state, and the segment's data.
+          segment: The segment.
+          is_shared: Whether the replicas can share its rows evenly.
 
         Returns:
           What `call` returns.
@@ -113,11 +116,11 @@ class MappedProgram:
             except NotMapped as error:
                 reason, cause = error.reason, error.__cause__
             self.reason = reason or (
-                "it does not return as many rows as the batch has"
+                "its outputs do not have as many rows as the batch"
             )
             with needing_no_replica(self.reason, cause):
                 self.whole.trace(*args, segment.shape)
-            # Before the step takes its state, should warnings be errors.
+            # Before the step takes its state: a warning may be an error.
             if reason is not None:
                 trace_checks.warn_of_global_batch(reason)
             self.is_global = True
@@ -129,14 +132,14 @@ class MappedProgram:
         args: tuple[Any, Any, Any],
         segment: Segment,
     ) -> Any:
-        """As `start`, with the program over all rows.
+        """Calls `call(program, *args)` with the program over all rows.
 
         Returns:
           What `call` returns.
 
         Raises:
-          RuntimeError: the step must see the global batch, and asks for what
-            one replica alone has.
+          RuntimeError: if the step must see the global batch, but uses the
+            context of a single replica.
         """
         if self.is_global:
             with needing_no_replica(self.reason):
@@ -153,15 +156,16 @@ class MappedProgram:
 def needing_no_replica(
     reason: str, fault: BaseException | None = None
 ) -> Iterator[None]:
-    """Refuses what one replica alone has, in a trace over the global batch.
+    """Refuses uses of a single replica in a trace over the global batch.
 
     Args:
-      reason: Why the step must see the global batch.
-      fault: What ended the step's trace with a replica's rows, if that is why.
+      reason: The reason why the step must see the global batch.
+      fault: The error of the step's trace with a replica's rows, if that is
+        the reason.
 
     Raises:
-      RuntimeError: the step asks its replica context for such a thing. Where
-        the step's own code failed, that error is raised instead.
+      RuntimeError: if the step uses its replica context so. If the step's code
+        failed, its error is raised instead.
     """
     try:
         yield
@@ -173,7 +177,7 @@ def needing_no_replica(
             )
             raise fault from None
         raise RuntimeError(
-            "A step that runs over the global batch has no replica "
+            "A step that runs over the global batch must not use a replica "
             f"context. Received: `{needed.name}` of one, in a step that "
             f"must run over the global batch: {reason}. Remove one of the two."
         ) from None
@@ -186,13 +190,13 @@ def global_batch_trace(
     model_step: Callable[..., Any],
     step: StepContext | None = None,
 ) -> Iterator[None]:
-    """What is in place while a step is traced over the global batch.
+    """Prepares the trace of a step over the global batch, for a block.
 
     Args:
       mesh: The replicas.
-      replica_scope: Makes a step's replica context current.
+      replica_scope: A context in which a step's replica context is current.
       model_step: The model's step that is traced.
-      step: The trace of the one replica, where that is mapped.
+      step: The trace's context, if it is mapped over a single replica.
     """
     if mesh.num_replicas > 1:
         facts = StepFacts(mesh=mesh, rows=1, is_global_batch=True)
@@ -217,17 +221,18 @@ def in_replica(
     kind = "whole" if is_global else "step"
     with contextlib.ExitStack() as stack:
         if is_tracing():
-            # What has asked its replica context is traced again, and asks.
+            # JAX must trace inner functions again that have asked their
+            # replica context, and not reuse a trace made in another context.
             name = f"ks.{kind}.{count_replica_uses()}"
             stack.enter_context(separate_trace(name))
         stack.enter_context(replica_scope(step))
         yield
 
 
-def jitted(
+def jit_named(
     fn: Callable[..., Any], name: str, **options: Any
 ) -> jax.stages.Wrapped:
-    """`jax.jit` under a name that profiles and dumps show."""
+    """Compiles a function under a name that profiles and dumps show."""
 
     def program(*args: Tree) -> Tree:
         return fn(*args)

@@ -1,8 +1,8 @@
-"""The compiled programs of one kind of step: what all kinds share.
+"""The base class of the compiled programs of a kind of step.
 
-A batch that the replicas share evenly goes through the model's own step,
-mapped over the replicas. Any other batch goes through the same step once,
-over the global batch, with its rows still sharded over the devices by XLA:
+A batch that the replicas share evenly goes through the model's step, mapped
+over the replicas. Any other batch goes through the same step once, over the
+global batch, with its rows still sharded over the devices by XLA. This is
 exact for every loss, metric and layer, and no device holds more than its
 share (docs/architecture.md).
 """
@@ -38,7 +38,7 @@ from keras_strategies.keras_bridge.steps.mapped_program import (
     MappedProgram,
     global_batch_trace,
     in_replica,
-    jitted,
+    jit_named,
     mapped_trace,
 )
 from keras_strategies.keras_bridge.steps.trace_checks import (
@@ -59,18 +59,18 @@ class ModelProgram:
     changed), where `changed` maps positions in a read group to new values.
 
     Args:
-      step: The model's own step: `step(state, data) -> (results, state)`.
+      step: The model's step: `step(state, data) -> (results, state)`.
       name: The programs' name, in profiles.
       variables: The groups of the model's variables, aligned with the state.
-      written: Indices of the groups that the step writes as a rule; they are
-        donated. Of other groups only what changed is returned.
+      written: The indices of the groups that the step usually writes; they
+        are donated. Of other groups only changed values are returned.
       mesh: The replicas.
       is_global: Whether the step must see the global batch.
-      replica_scope: Makes a step's replica context current for a block.
+      replica_scope: A context in which a step's replica context is current.
     """
 
-    # Whether the results have the batch's rows; else they are of metrics, whose
-    # variables are the last group.
+    # Whether the results have the batch's rows. Otherwise they are logs of
+    # metrics, whose variables are the last group.
     _returns_rows = False
 
     def __init__(
@@ -94,60 +94,67 @@ class ModelProgram:
         self._is_sharded = any(
             isinstance(spec, Sharded) for group in self._specs for spec in group
         )
-        self._programs = self._made(name, is_global)
+        self._programs = self._make_programs(name, is_global)
 
-    def _made(self, name: str, is_global: bool) -> MappedProgram:
+    def _make_programs(self, name: str, is_global: bool) -> MappedProgram:
         mesh, has_rows = self._mesh, self._returns_rows
         is_sharded, has_cores = self._is_sharded, mesh.cores_per_replica > 1
         written, read = self._divide(self._variables)
 
-        def placed(
+        def constrain(
             body: Callable[..., Any], results: NamedSharding = mesh.whole
         ) -> Callable[..., Any]:
             if not (has_cores or (is_sharded and not has_rows)):
                 return body
-            return output_shardings.step(body, written, read, mesh, results)
+            return output_shardings.constrain_step(
+                body, written, read, mesh, results
+            )
 
         of_one, of_many = (
             (mesh.split, mesh.stacked) if has_rows else (mesh.whole,) * 2
         )
-        one = self._mapped(self._replica_step, stacked=False)
-        many = self._mapped(self._replica_step, stacked=True)
-        whole, each = self._over_global_batch, self._over_uneven_rows
+        one = self._map_step(self._replica_step, stacked=False)
+        many = self._map_step(self._replica_step, stacked=True)
+        whole, each = self._run_global_batch, self._run_uneven_rows
         of_whole, of_uneven = (f"{name}_{of}" for of in ("whole", "uneven"))
-        of_shapes = functools.partial(
-            jitted, donate_argnums=0, static_argnums=3
+        jit_for_shape = functools.partial(
+            jit_named, donate_argnums=0, static_argnums=3
         )
         return MappedProgram(
-            one=jitted(placed(one, of_one), name, donate_argnums=0),
-            many=jitted(placed(many, of_many), f"{name}s", donate_argnums=0),
-            whole=of_shapes(
-                placed(whole),
+            one=jit_named(constrain(one, of_one), name, donate_argnums=0),
+            many=jit_named(
+                constrain(many, of_many), f"{name}s", donate_argnums=0
+            ),
+            whole=jit_for_shape(
+                constrain(whole),
                 of_whole,
                 out_shardings=None if is_sharded or has_cores else mesh.whole,
             ),
-            uneven=of_shapes(each if has_rows else placed(each), of_uneven),
+            uneven=jit_for_shape(
+                each if has_rows else constrain(each), of_uneven
+            ),
             is_global=is_global,
         )
 
-    def _mapped(self, step: Body, *, stacked: bool) -> Body:
-        """A step of one batch, or of several, mapped over the replicas."""
-        whole = replicated_spec()
-        # Of a step of several batches, which are mapped as one.
+    def _map_step(self, step: Body, *, stacked: bool) -> Body:
+        """Maps a step of one batch, or of several, over the replicas."""
+        replicated = replicated_spec()
+        # Several batches are mapped as one, around the loop over them. With
+        # sharded variables the loop is around the mapped step.
         is_inner = stacked and not self._is_sharded
         split = split_spec(self._mesh, dim=int(is_inner))
-        specs, results = (whole, whole), whole
+        specs, results = (replicated, replicated), replicated
         if self._is_sharded:
             specs, results = self._divide(self._specs), self._result_specs
         elif self._returns_rows:
-            results = (split, whole, whole)
+            results = (split, replicated, replicated)
         body = sharded_map(
-            self._scanned(step) if is_inner else step,
+            self._scan_steps(step) if is_inner else step,
             self._mesh,
             in_specs=(*specs, split),
             out_specs=results,
         )
-        return self._scanned(body) if stacked and self._is_sharded else body
+        return self._scan_steps(body) if stacked and self._is_sharded else body
 
     def _result_specs(self, results: tuple[Any, ...]) -> tuple[Any, ...]:
         _, _, changed = results
@@ -160,25 +167,25 @@ class ModelProgram:
         of_results = split_spec(self._mesh) if has_rows else replicated_spec()
         return of_results, written, of_changed
 
-    def _over_global_batch(
+    def _run_global_batch(
         self, written: Group, read: Group, data: Batch, shape: RowShape
     ) -> tuple[Any, ...]:
-        """The step of all rows of a padded batch, or of several."""
+        """Runs the step on all rows of a padded batch, or of several."""
         body = self._global_body
-        fn = self._scanned(body) if shape.steps > 1 else body
+        fn = self._scan_steps(body) if shape.steps > 1 else body
         return call_on_global_batch(
             fn, (written, read), data, shape, self._mesh
         )
 
-    def _over_uneven_rows(
+    def _run_uneven_rows(
         self, written: Group, read: Group, data: Batch, shape: RowShape
     ) -> tuple[Any, ...]:
-        """The step of which each replica runs its rows of a padded batch."""
+        """Runs the step on each replica's rows of a padded batch."""
         mesh, axis = self._mesh, int(shape.steps > 1)
         padded = jax.tree.leaves(data)[0].shape[axis]
         rows = UnevenRows.of(shape, padded, mesh.num_replicas)
-        of_counts = functools.partial(self._uneven_step, rows.counts)
-        body = self._mapped(of_counts, stacked=shape.steps > 1)
+        step = functools.partial(self._uneven_step, rows.counts)
+        body = self._map_step(step, stacked=shape.steps > 1)
         results, *state = body(written, read, rows.take(data, axis, mesh))
         if self._returns_rows:
             results = rows.put_back(results, axis, mesh)
@@ -193,7 +200,7 @@ class ModelProgram:
             merge_lib.apply_changes(state[i], values) if values else state[i]
             for i, values in zip(self._read, changed, strict=True)
         ]
-        return results, tuple(self._ordered(new, read))
+        return results, tuple(self._order_groups(new, read))
 
     def _start(
         self, call: Callable[..., Any], state: Groups, segment: Segment
@@ -204,7 +211,7 @@ class ModelProgram:
         )
 
     def lower(self, state: Groups, segment: Segment) -> jax.stages.Lowered:
-        """Lowers the program that a call would run; of abstract arrays, too."""
+        """Lowers the program that a call would run, also of abstract arrays."""
         return self._start(
             lambda program, *args: program.lower(*args), state, segment
         )
@@ -213,12 +220,12 @@ class ModelProgram:
         written = [groups[i] for i in self._written]
         return written, [groups[i] for i in self._read]
 
-    def _ordered(self, written: Group, read: Group) -> list[Any]:
+    def _order_groups(self, written: Group, read: Group) -> list[Any]:
         places = (*self._written, *self._read)
         groups = dict(zip(places, (*written, *read), strict=True))
         return [groups[i] for i in range(len(places))]
 
-    def _output(
+    def _select_changes(
         self, old: Sequence[Group], new: Sequence[Group]
     ) -> tuple[list[Any], list[Any]]:
         written = [
@@ -236,7 +243,7 @@ class ModelProgram:
         """Calls the model's step."""
         return self._step(tuple(map(list, state)), data)
 
-    def _traced(
+    def _call_in_replica(
         self, step: StepContext, state: Sequence[Group], data: Batch
     ) -> tuple[Any, Any]:
         """Calls the model's step in a replica's trace."""
@@ -265,18 +272,18 @@ class ModelProgram:
         data: Batch,
         step: StepContext | None = None,
     ) -> tuple[Any, ...]:
-        old = self._ordered(written, read)
+        old = self._order_groups(written, read)
         with global_batch_trace(
             self._mesh, self._replica_scope, self._step, step
         ):
             results, new = self._call(old, data)
-        return results, *self._output(old, new)
+        return results, *self._select_changes(old, new)
 
     def _uneven_step(
         self, counts: tuple[int, ...], written: Group, read: Group, data: Batch
     ) -> tuple[Any, ...]:
-        """The step of a replica, which may have fewer rows than others."""
-        old = self._ordered(written, read)
+        """Runs the step of a replica, which may have fewer rows than others."""
+        old = self._order_groups(written, read)
         called = call_step(
             self._on_rows,
             self._variables,
@@ -286,24 +293,25 @@ class ModelProgram:
             counts=counts,
             metrics=None if self._returns_rows else self._variables[-1],
         )
-        return self._uneven_results(called), *self._output(old, called.state)
+        results = self._uneven_results(called)
+        return results, *self._select_changes(old, called.state)
 
     def _mapped_body(
         self, step: StepContext, written: Group, read: Group, data: Batch
     ) -> tuple[Any, ...]:
-        """The step of a replica, with the replicas' states merged."""
+        """Runs the step of a replica, and merges the replicas' states."""
         raise NotImplementedError
 
     def _on_rows(
         self, step: StepContext, state: Sequence[Group], data: Batch
     ) -> tuple[Any, Any]:
-        """The model's step on a replica's rows: (results, state)."""
+        """Runs the model's step on a replica's rows: (results, state)."""
         raise NotImplementedError
 
     def _uneven_results(self, called: UnevenCall) -> Tree:
-        """Its results, of all replicas."""
+        """Returns the results of all replicas from a call on uneven rows."""
         raise NotImplementedError
 
-    def _scanned(self, body: Body) -> Body:
-        """The steps of several stacked batches as one program."""
+    def _scan_steps(self, body: Body) -> Body:
+        """Makes one step of several stacked batches from a batch's step."""
         raise NotImplementedError

@@ -1,8 +1,8 @@
-"""Output shardings of programs: results stay where the next call wants them.
+"""Output shardings of programs, which the next call expects.
 
-With several cores per replica, XLA chooses which results it divides over the
-cores, and the next call would compile another program for them. With one core
-a replica there is nothing to choose, and programs stay as they are.
+With several cores per replica, XLA would choose which results to shard over
+the cores, and the next call would compile another program for them. With one
+core per replica there is no choice, and programs are not changed.
 """
 
 from collections.abc import Callable, Sequence
@@ -24,43 +24,49 @@ Program = Callable[..., Any]
 Variables = Sequence[keras.Variable]
 
 
-def step(
+def constrain_step(
     body: Program,
     written: Sequence[Variables],
     read: Sequence[Variables],
     mesh: ReplicaMesh,
     results: NamedSharding,
 ) -> Program:
-    """A step: `(...) -> (results, new values, changed values by position)`.
+    """Constrains the shardings of a step's outputs.
 
     Args:
-      body: The step.
-      written: Groups of variables, of the new values.
-      read: Groups of variables, of the changed values.
+      body: The step: `(...) -> (results, new values, changed values by
+        position)`.
+      written: The groups of variables of the new values.
+      read: The groups of variables of the changed values.
       mesh: The replicas.
       results: The sharding of logs or outputs.
     """
 
     def with_shardings(*args: Tree) -> tuple[Any, ...]:
-        found, new, changed = body(*args)
+        outputs, new, changed = body(*args)
         new = [
-            _values(*group, mesh) for group in zip(new, written, strict=True)
+            _constrain_values(*group, mesh)
+            for group in zip(new, written, strict=True)
         ]
         changed = [
-            _changes(*group, mesh) for group in zip(changed, read, strict=True)
+            _constrain_changes(*group, mesh)
+            for group in zip(changed, read, strict=True)
         ]
-        return _whole(found, results), new, changed
+        return _constrain(outputs, results), new, changed
 
     return with_shardings
 
 
-def run(program: Program, variables: Variables, mesh: ReplicaMesh) -> Program:
-    """A program of `RunProgram`.
+def constrain_run(
+    program: Program, variables: Variables, mesh: ReplicaMesh
+) -> Program:
+    """Constrains the shardings of the outputs of a `RunProgram`'s program.
 
     Args:
-      program: It returns results and copies of variables, split over the
-        replicas; sums and comparisons; values; and what holds no arrays.
-      variables: Those of the values.
+      program: A function that returns results and copies of variables, split
+        over the replicas; sums and comparisons; values; and a report without
+        arrays.
+      variables: The variables of the values.
       mesh: The replicas.
     """
     if mesh.cores_per_replica == 1 and not any_sharded(variables, mesh):
@@ -68,26 +74,26 @@ def run(program: Program, variables: Variables, mesh: ReplicaMesh) -> Program:
 
     def with_shardings(*args: Tree) -> tuple[Any, ...]:
         results, copies, sums, same, values, report = program(*args)
-        split, whole = mesh.split, mesh.whole
+        split, replicated = mesh.split, mesh.whole
         return (
-            _whole(results, split),
-            _whole(copies, split),
-            _whole(sums, whole),
-            _whole(same, whole),
-            _values(values, variables, mesh),
+            _constrain(results, split),
+            _constrain(copies, split),
+            _constrain(sums, replicated),
+            _constrain(same, replicated),
+            _constrain_values(values, variables, mesh),
             report,
         )
 
     return with_shardings
 
 
-def _whole(values: Tree, sharding: NamedSharding) -> Tree:
+def _constrain(values: Tree, sharding: NamedSharding) -> Tree:
     return jax.tree.map(
         lambda a: jax.lax.with_sharding_constraint(a, sharding), values
     )
 
 
-def _values(
+def _constrain_values(
     values: Group, variables: Variables, mesh: ReplicaMesh
 ) -> list[Any]:
     return [
@@ -96,9 +102,9 @@ def _values(
     ]
 
 
-def _changes(
+def _constrain_changes(
     changes: dict[str, Any], variables: Variables, mesh: ReplicaMesh
 ) -> dict[str, Any]:
     changed = [variables[int(k)] for k in changes]
-    values = _values(list(changes.values()), changed, mesh)
+    values = _constrain_values(list(changes.values()), changed, mesh)
     return dict(zip(changes, values, strict=True))

@@ -1,9 +1,10 @@
 """The compiled programs of predict steps.
 
-A batch that the replicas cannot share evenly runs with its padding, which no
-row's prediction can see, and the padding is cut off on the host. A model
-with an output that is not one entry for each row (several, or none) runs its
-step once over the global batch: only so is the order of the entries known.
+A batch that the replicas cannot share evenly runs with its padding, which does
+not affect the prediction of any row, and the padding is cut off on the host.
+A model with an output that does not have one entry for each row (several, or
+none) runs its step once over the global batch: only then is the order of the
+entries known.
 """
 
 import functools
@@ -29,24 +30,24 @@ class PredictProgram(ModelProgram):
     """The programs of a model's predict step; their results are outputs.
 
     The state is that of the trainable and of the other variables. The model's
-    step returns the second alone.
+    step returns only the second.
     """
 
     _returns_rows = True
 
     def __init__(self, *args: Any, **options: Any) -> None:
         super().__init__(*args, **options)
-        # Each of several processes returns all rows.
+        # Each process returns the rows of all.
         self._gather = jax.jit(_same, out_shardings=self._mesh.whole)
 
     def __call__(
         self, state: Groups, segment: Segment
     ) -> Iterator[tuple[Any, Groups]]:
-        """Predicts the segment's rows; yields outputs, rows first, state."""
+        """Predicts a segment's rows; yields (outputs, rows first; state)."""
         outputs, state = self._run(state, segment)
-        yield self._rows(outputs, segment), state
+        yield self._cut_rows(outputs, segment), state
 
-    def _rows(self, outputs: Tree, segment: Segment) -> Tree:
+    def _cut_rows(self, outputs: Tree, segment: Segment) -> Tree:
         is_by_rows = not self._programs.is_global
         is_padded = is_by_rows and segment.is_padded
         if is_by_rows and self._mesh.num_processes > 1:
@@ -73,7 +74,7 @@ class PredictProgram(ModelProgram):
             result = programs.start(call, args, segment)
             if not (segment.is_padded and programs.is_uneven):
                 return result
-        # A replica must not meet others with its padding.
+        # Padding must not take part in collectives of the replicas.
         return programs.start_global(call, args, segment)
 
     def _call(self, state: Sequence[Group], data: Batch) -> tuple[Any, Any]:
@@ -87,14 +88,14 @@ class PredictProgram(ModelProgram):
         folded = seeds.fold_seeds(self._variables[1], old, step)
         state = (trainable, folded)
         if not self._has_known_outputs():
-            # Their number may be that of the rows by chance, so it is looked
-            # at with twice as many.
+            # The outputs may have the number of rows by chance, so the check
+            # uses twice the rows.
             probe = step.make_probe(2 * rows)
-            body = functools.partial(self._traced, probe)
+            body = functools.partial(self._call_in_replica, probe)
             more, _ = eval_with_rows(2 * rows, body, (state,), data)
             if not _is_by_rows(more, 2 * rows):
                 raise NotMapped(None)
-        outputs, (_, new) = self._traced(step, state, data)
+        outputs, (_, new) = self._call_in_replica(step, state, data)
         if step.notes.replica_uses:
             self._programs.is_uneven = True
         if not _is_by_rows(outputs, rows):
@@ -104,12 +105,12 @@ class PredictProgram(ModelProgram):
             plan, self._variables[1], old, folded, new
         )
         merged = (trainable, finish(plan.compute_sums()))
-        return outputs, *self._output(read, merged)
+        return outputs, *self._select_changes(read, merged)
 
     def _on_rows(
         self, step: StepContext, state: Sequence[Group], data: Batch
     ) -> tuple[Any, Any]:
-        outputs, new = self._traced(step, state, data)
+        outputs, new = self._call_in_replica(step, state, data)
         if not _is_by_rows(outputs, step.facts.rows):
             raise RuntimeError(
                 "A predict step that asks its replica context for other "
@@ -124,7 +125,7 @@ class PredictProgram(ModelProgram):
         return jax.tree.unflatten(called.structure, called.outputs)
 
     def _has_known_outputs(self) -> bool:
-        """Whether Keras says that all outputs have rows: a functional model."""
+        """Returns whether all outputs have rows, as of a functional model."""
         model = getattr(self._step, "__self__", None)
         if any(
             {"predict_step", "call"} & vars(cls).keys()
@@ -135,8 +136,8 @@ class PredictProgram(ModelProgram):
         outputs = getattr(model, "outputs", None)
         return bool(outputs) and all(o.shape[:1] == (None,) for o in outputs)
 
-    def _scanned(self, body: Body) -> Body:
-        """The steps of several stacked batches as one program; all outputs."""
+    def _scan_steps(self, body: Body) -> Body:
+        """Makes one step of several stacked batches; returns all outputs."""
 
         def many(written: Group, read: Group, data: Batch) -> tuple[Any, ...]:
             keys: list[str] = []

@@ -1,4 +1,4 @@
-"""Merge of what replicas wrote in a call into one state for all."""
+"""The merge of the state that each replica wrote in a call."""
 
 import dataclasses
 from typing import Any
@@ -9,18 +9,18 @@ from jax.tree_util import PyTreeDef
 from keras_strategies.keras_bridge.hooks import merge as merge_lib
 from keras_strategies.keras_bridge.hooks import on_read
 from keras_strategies.keras_bridge.step_context import StepContext
-from keras_strategies.keras_bridge.steps.uneven_rows import Called
+from keras_strategies.keras_bridge.steps.uneven_rows import BranchResult
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Note:
-    """What is known of a call when it is traced.
+class BranchFacts:
+    """The facts about a call that are known when it is traced.
 
     Attributes:
-      structure: The results' structure, and which of them are not arrays.
+      structure: The results' structure, and the results that are not arrays.
       is_changed: Whether each variable was written.
-      is_equal: Whether it was written the same on every replica.
-      rules: How the variables of metrics are merged; None of others.
+      is_equal: Whether each has an equal new value on every replica.
+      rules: The merge rule of each variable of a metric; None for others.
       is_unaggregated: Whether the replicas must have written the same value.
     """
 
@@ -31,25 +31,26 @@ class Note:
     is_unaggregated: list[bool]
 
 
-def called(
+def make_branch_result(
     step: StepContext,
     variables: list[keras.Variable],
     values: tuple[list[Any], list[Any]],
     outputs: list[Any],
     structure: tuple[PyTreeDef, Any],
-) -> Called:
-    """Returns what a traced call left behind, with its note.
+) -> BranchResult:
+    """Makes the result of a traced call, with its facts.
 
     Args:
-      step: The step that it ran in.
-      variables: The variables that are of interest.
-      values: Their values before it, with the replica's seeds, and after it.
+      step: The step in which the call ran.
+      variables: The variables that the call may write.
+      values: Their values before the call, with the replica's seeds, and
+        after it.
       outputs: The results that are arrays.
-      structure: That of its results.
+      structure: The structure of its results.
     """
     folded, new = values
     start = [step.notes.before[v] for v in variables]
-    note = Note(
+    note = BranchFacts(
         structure=structure,
         is_changed=[
             n is not f or s is not f
@@ -59,16 +60,16 @@ def called(
         rules=[step.notes.metric_rules.get(v) for v in variables],
         is_unaggregated=[v in step.notes.unaggregated for v in variables],
     )
-    return Called(outputs=outputs, new=new, start=start, note=note)
+    return BranchResult(outputs=outputs, new=new, start=start, note=note)
 
 
-def merged_state(
+def merge_state(
     step: StepContext,
     variables: list[keras.Variable],
     old: list[Any],
     folded: list[Any],
-    called: Called,
-    notes: list[Note],
+    called: BranchResult,
+    notes: list[BranchFacts],
     summands: list[Any],
 ) -> tuple[list[Any], list[Any], list[Any]]:
     """Merges the variables' values after a call over the replicas.
@@ -77,14 +78,14 @@ def merged_state(
       step: The step of the merge.
       variables: The variables.
       old: Their values before the call.
-      folded: As `old`, with the seeds that the replica used.
-      called: What the call computed.
-      notes: Of every variant of the call.
-      summands: Arrays to be summed over the replicas beside.
+      folded: Like `old`, but with the seeds that the replica used.
+      called: The result of the call.
+      notes: The facts of every variant of the call.
+      summands: Other arrays to sum over the replicas.
 
     Returns:
-      The values, aggregated ones for variables with a copy on each replica;
-      the copies of those, in their order; the sums.
+      The values, aggregated for variables with a copy on each replica; the
+      copies of these variables, in their order; the sums.
     """
     new, start = list(called.new), list(called.start)
     for k, variable in enumerate(variables):

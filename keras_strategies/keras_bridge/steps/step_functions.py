@@ -38,35 +38,35 @@ _GROUPS = {
     "test": (*_OF_MODEL, "metrics_variables"),
     "predict": _OF_MODEL,
 }
-"""Which groups of variables are the state of a kind of step."""
+"""The groups of variables that are the state of each kind of step."""
 
 _DONATED = {"train": (0, 1, 2, 3), "test": (2,), "predict": ()}
 
 
 @dataclasses.dataclass(kw_only=True)
 class Trained:
-    """What train steps have done with a model so far.
+    """The counts of the train steps of a model so far.
 
     Attributes:
-      steps: Number of train steps.
-      rows: Number of rows that they trained on, of all processes and without
-        padding.
+      steps: The number of train steps.
+      rows: The number of rows that they trained on, of all processes and
+        without padding.
     """
 
     steps: int = 0
     rows: int = 0
 
     def add(self, execution: Execution) -> None:
-        """Counts what one call of a train function has done."""
+        """Adds the steps and rows of one call of a train function."""
         for segment in execution.segments:
             self.steps += segment.steps
             self.rows += segment.steps * segment.rows
 
 
-class Values(Sequence[Any]):
-    """A group's arrays as Keras's loop holds them.
+class ArrayGroup(Sequence[Any]):
+    """A group's arrays in a sequence that Keras does not track.
 
-    Keras stores the state on the model after every step and would wrap each
+    Keras stores the state on the model after every step. It would wrap each
     entry of a list to track it, which costs more than a small step.
     """
 
@@ -80,17 +80,17 @@ class Values(Sequence[Any]):
         return self._arrays[index]
 
 
-class Functions:
-    """Makes and keeps one model's step functions.
+class StepFunctionCache:
+    """The step functions of one model, made when they are needed.
 
     Args:
       model: A compiled or plain Keras model.
       mesh: The replicas.
-      keeps_outputs: Whether this process returns what `predict` computes.
-      replica_scope: Makes a step's replica context current for a block.
+      keeps_outputs: Whether `predict` returns its outputs in this process.
+      replica_scope: A context in which a step's replica context is current.
 
     Attributes:
-      trained: What the train functions have done.
+      trained: The counts of the train steps.
       places: The place in its feed of the last execution of each kind.
     """
 
@@ -108,34 +108,34 @@ class Functions:
         self._keeps_outputs = keeps_outputs
         self.mesh = mesh
         self._keys: dict[str, Any] = {}
-        # What the last step of each kind returned: passed back unchanged, it
-        # needs no check.
+        # The state that the last step of each kind returned. If it comes back
+        # unchanged, it needs no check.
         self._last: dict[str, Any] = {}
-        # What the loops before returned, weakly and by id.
-        self._made: ownership.Made = {}
+        # The arrays that earlier loops returned.
+        self._arrays: ownership.Owned = {}
         self.places: dict[str, tuple[int, int] | None] = {}
         ownership.note_devices(mesh)
         deferred_creation.models_in_loops.add(model)
 
     def makers(self) -> dict[str, Callable[..., StepFunction]]:
-        """Returns what replaces a model's `make_train_function` and so on."""
+        """Returns replacements of a model's `make_train_function` etc."""
         return {
             f"make_{kind}_function": functools.partial(self._make, kind)
             for kind in _GROUPS
         }
 
     def forget(self, kind: str) -> None:
-        """Lets go of the last step's arrays, at the end of a loop.
+        """Releases the last step's arrays at the end of a loop.
 
         Args:
           kind: `"train"`, `"test"` or `"predict"`.
         """
         last = self._last.pop(kind, None)
         if last is not None:
-            self._made = ownership.still_held(self._made, last)
+            self._arrays = ownership.update_owned(self._arrays, last)
 
     def reset(self) -> None:
-        """Forgets all functions; the next use compiles anew."""
+        """Forgets all functions, so that the next use compiles them again."""
         self._last.clear()
         self._keys.clear()
         for kind in _GROUPS:
@@ -146,7 +146,7 @@ class Functions:
         model = self.model
         name = f"{kind}_function"
         variables = step_variables(model, kind)
-        # `trainable` may have been flipped: then the groups are others.
+        # The groups change if a layer's `trainable` does.
         key = (
             tuple(tuple(map(id, group)) for group in variables),
             model.run_eagerly,
@@ -155,12 +155,14 @@ class Functions:
         is_known = self._keys.get(kind) == key
         if getattr(model, name) is None or not is_known or force:
             self._keys[kind] = key
-            setattr(model, name, self._function(kind, variables))
+            setattr(model, name, self._make_function(kind, variables))
         return getattr(model, name)
 
-    def _function(self, kind: str, variables: tuple[Any, ...]) -> StepFunction:
+    def _make_function(
+        self, kind: str, variables: tuple[Any, ...]
+    ) -> StepFunction:
         model, mesh, groups = self.model, self.mesh, _GROUPS[kind]
-        program = self._program(kind, variables)
+        program = self._make_program(kind, variables)
         donated = () if model.run_eagerly else _DONATED[kind]
 
         def function(
@@ -169,65 +171,65 @@ class Functions:
             outputs: Any = None
             done: list[Any] = []
             try:
-                execution = _execution(
+                execution = _read_execution(
                     iterator, mesh, model.steps_per_execution
                 )
-                state = self._owned(kind, state, variables, donated)
+                state = self._take_ownership(kind, state, variables, donated)
                 for segment in execution.segments:
                     for new in program(state, segment):
                         outputs, state = new
                     done.append(outputs)
                 self.places[kind] = execution.place
             except BaseException:
-                # Keras took the values out of the variables and would lose
-                # them; this is where its `jax_state_sync` looks for them.
+                # Keras has taken the values out of the variables and would
+                # lose them. Its `jax_state_sync` reads them from here.
                 model._jax_state = dict(zip(groups, state, strict=True))
                 model._jax_state_synced = False
                 raise
             if kind == "train":
                 self.trained.add(execution)
-            state = tuple(map(Values, state))
+            state = tuple(map(ArrayGroup, state))
             self._last[kind] = state
             outputs = done[-1] if done else execution.logs
             if kind == "predict" and len(done) > 1:
-                outputs = _concatenated(done)
+                outputs = _concatenate(done)
             if kind == "predict" and not self._keeps_outputs:
                 outputs = jax.tree.map(lambda a: np.asarray(a)[:0], outputs)
             return outputs, state
 
         return function
 
-    def _owned(
+    def _take_ownership(
         self,
         kind: str,
         state: Sequence[Any],
         variables: tuple[Any, ...],
         donated: Container[int],
     ) -> Sequence[Any]:
-        """Returns a state whose donated arrays nothing else holds.
+        """Returns a state of which nothing else holds the donated arrays.
 
-        The others are copied, in the lists of `state`.
+        Arrays with other holders are copied, in the lists of `state`.
         """
         last = self._last.pop(kind, None)
         if state is last:
             return tuple(map(list, state))
-        made = None if ownership.has_rivals(self.mesh) else self._made
+        owned = None if ownership.has_rivals(self.mesh) else self._arrays
         holders = _holders(self.model, _GROUPS[kind], last)
         for g, group in enumerate(state):
-            ownership.own(
+            ownership.take_ownership(
                 group,
                 variables[g],
                 [holder[g] for holder in holders],
-                made,
+                owned,
                 self.mesh,
                 donate=g in donated,
             )
         return state
 
-    def _program(self, kind: str, variables: tuple[Any, ...]) -> Program:
+    def _make_program(self, kind: str, variables: tuple[Any, ...]) -> Program:
         model, mesh = self.model, self.mesh
         if model.run_eagerly:
-            return self._eager(kind)
+            return self._make_eager(kind)
         if not model.jit_compile:
             warnings.warn(
                 "`jit_compile=False` has no effect on distributed steps: "
@@ -238,14 +240,14 @@ class Functions:
         scope = self.replica_scope
         return make_program(model, mesh, kind, variables, scope)
 
-    def _eager(self, kind: str) -> Program:
+    def _make_eager(self, kind: str) -> Program:
         step = getattr(self.model, f"{kind}_step")
         mesh = self.mesh
 
         def run(
             state: Sequence[Any], segment: Segment
         ) -> Iterator[tuple[Any, Any]]:
-            data = cut_padding(_on_all(segment.data, mesh), segment.shape)
+            data = cut_padding(_replicate(segment.data, mesh), segment.shape)
             steps, done = segment.steps, []
             for batch in [data] if steps == 1 else unstack_steps(data, steps):
                 with (
@@ -255,7 +257,7 @@ class Functions:
                     outputs, new = step(state, batch)
                 state = (state[0], new) if kind == "predict" else new
                 done.append(outputs)
-            outputs = _concatenated(done) if kind == "predict" else done[-1]
+            outputs = _concatenate(done) if kind == "predict" else done[-1]
             yield outputs, state
 
         return run
@@ -268,7 +270,7 @@ def make_program(
     variables: tuple[list[keras.Variable], ...] | None = None,
     replica_scope: ReplicaScope | None = None,
 ) -> PredictProgram | StepProgram:
-    """The compiled program of a built model's train, test or predict step."""
+    """Makes the program of a built model's train, test or predict step."""
     if variables is None:
         variables = step_variables(model, kind)
     step = getattr(model, f"{kind}_step")
@@ -284,7 +286,7 @@ def make_program(
 
 
 def _has_fixed_batch(model: keras.Model) -> bool:
-    """Whether the model's state is a batch's: that of a stateful RNN."""
+    """Returns whether the model's state is a batch's, as of a stateful RNN."""
     layers = model._flatten_layers()
     return any(getattr(layer, "stateful", False) for layer in layers)
 
@@ -292,7 +294,7 @@ def _has_fixed_batch(model: keras.Model) -> bool:
 def step_variables(
     model: keras.Model, kind: str
 ) -> tuple[list[keras.Variable], ...]:
-    """The groups of variables that a kind of step takes."""
+    """Returns the groups of variables that a kind of step takes."""
 
     def group(name: str) -> list[keras.Variable]:
         if name != "optimizer_variables":
@@ -305,26 +307,26 @@ def step_variables(
 def _holders(
     model: keras.Model, groups: tuple[str, ...], last: Sequence[Any] | None
 ) -> list[Any]:
-    """State that hold the last step's arrays: ours and Keras's."""
+    """Returns the states, here and in Keras, that hold the last arrays."""
     holders = [] if last is None else [last]
-    kept = getattr(model, "_jax_state", None)
-    if kept and all(name in kept for name in groups):
-        kept = [kept[name] for name in groups]
-        if last is None or kept[0] is not last[0]:
-            holders.append(kept)
+    keras_state = getattr(model, "_jax_state", None)
+    if keras_state and all(name in keras_state for name in groups):
+        keras_state = [keras_state[name] for name in groups]
+        if last is None or keras_state[0] is not last[0]:
+            holders.append(keras_state)
     return holders
 
 
-def _execution(
+def _read_execution(
     iterator: Iterator[Any], mesh: ReplicaMesh, num_steps: int
 ) -> Execution:
-    """What is computed next: a feed's execution, or batches that are not ours.
+    """Reads the next execution from a feed, or makes it of the next batches.
 
     Args:
-      iterator: Of a feed; or of batches, where a model's class calls Keras's
-        loop with data of its own.
+      iterator: An iterator of a feed; or of batches, if a model's class calls
+        Keras's loop with other data.
       mesh: The replicas.
-      num_steps: How many batches an execution has.
+      num_steps: The number of batches in an execution.
     """
     data = next(iterator)
     if isinstance(data, tuple) and data and isinstance(data[0], Execution):
@@ -337,14 +339,14 @@ def _execution(
     return dataclasses.replace(placed[0], segments=segments)
 
 
-def _on_all(data: Batch, mesh: ReplicaMesh) -> Batch:
-    """The arrays whole on every device."""
+def _replicate(data: Batch, mesh: ReplicaMesh) -> Batch:
+    """Replicates arrays on every device."""
     if mesh.num_processes == 1:
         return jax.device_put(data, mesh.whole)
     return jax.jit(lambda value: value, out_shardings=mesh.whole)(data)
 
 
-def _concatenated(outputs: list[Any]) -> Tree:
+def _concatenate(outputs: list[Any]) -> Tree:
     return jax.tree.map(
         lambda *parts: np.concatenate([np.asarray(p) for p in parts]), *outputs
     )

@@ -1,4 +1,4 @@
-"""Logs of a replica's step as those of the global batch."""
+"""The logs of the global batch, from those of a replica's step."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -13,8 +13,8 @@ from keras_strategies.keras_bridge.hooks.metric_hooks import Result
 from keras_strategies.keras_bridge.step_context import StepContext
 
 
-def averaged_logs(step: StepContext, logs: Logs) -> IdentitySet:
-    """Returns the logs that are averaged: those that no metric returned."""
+def find_averaged_logs(step: StepContext, logs: Logs) -> IdentitySet:
+    """Returns the logs to average: those that no metric returned."""
     return IdentitySet(
         leaf
         for leaf in jax.tree.leaves(logs)
@@ -22,50 +22,52 @@ def averaged_logs(step: StepContext, logs: Logs) -> IdentitySet:
     )
 
 
-def merged_logs(
+def merge_logs(
     step: StepContext,
     logs: Logs,
     metrics: list[keras.Variable],
     states: tuple[list[Any], list[Any]],
     means: IdentityMap[Any],
 ) -> Logs:
-    """Returns logs of all rows: results read from the merged metrics.
+    """Returns the logs of all rows, with results of the merged metrics.
 
     Args:
       step: The step that was traced.
-      logs: What it returned.
+      logs: The logs that it returned.
       metrics: The variables of metrics.
       states: Their values on this replica, and the merged ones.
-      means: By the logs of `averaged_logs`, their means over the replicas.
+      means: The means over the replicas of the logs that
+        `find_averaged_logs` returned.
     """
-    own, merged = states
-    new = IdentityMap(zip(metrics, own, strict=True))
+    local, merged = states
+    new = IdentityMap(zip(metrics, local, strict=True))
     leaves, structure = jax.tree.flatten(logs)
-    found = read_logs(
+    merged_leaves = read_logs(
         leaves,
         [means.get(leaf) for leaf in leaves],
-        [current_result(step, leaf, new) for leaf in leaves],
+        [find_result(step, leaf, new) for leaf in leaves],
         list(zip(metrics, merged, strict=True)),
     )
-    return jax.tree.unflatten(structure, found)
+    return jax.tree.unflatten(structure, merged_leaves)
 
 
-def current_result(
+def find_result(
     step: StepContext, value: object, state: IdentityMap[Any]
 ) -> Result | None:
     """Returns the metric's result that a value is, or None.
 
-    None, too, where it was read before a later update: it was merged then.
+    Also None if the metric was updated after the result was read: the result
+    was merged when it was read.
 
     Args:
       step: The step that was traced.
-      value: What it returned.
-      state: The values of metrics' variables on this replica, in the end.
+      value: A value that it returned.
+      state: The final values of metrics' variables on this replica.
     """
     result = step.notes.results.get(value)
     if result is None or any(
-        state[v] is not mine
-        for v, mine in zip(result.variables, result.state, strict=True)
+        state[v] is not read
+        for v, read in zip(result.variables, result.state, strict=True)
     ):
         return None
     return result
@@ -77,14 +79,14 @@ def read_logs(
     results: Sequence[Result | None],
     metrics: list[tuple[keras.Variable, Any]],
 ) -> list[Any]:
-    """Returns what a step logs, of the rows of all replicas.
+    """Returns the logs of a step for the rows of all replicas.
 
     Args:
-      outputs: What it returned on this replica.
-      means: Of each the mean over the replicas, or None.
-      results: Of each the metric's result that it is, or None.
-      metrics: Metrics' variables and their merged values, which results are
-        read from.
+      outputs: The outputs of the step on this replica.
+      means: The mean of each output over the replicas, or None.
+      results: The metric's result that each output is, or None.
+      metrics: The metrics' variables and their merged values, from which
+        results are read.
     """
     cache: IdentityMap[Any] = IdentityMap()
 

@@ -1,4 +1,4 @@
-"""Checks of a step's trace before it is used."""
+"""Checks of a step's trace, made before it is used."""
 
 import functools
 import warnings
@@ -30,15 +30,15 @@ from keras_strategies.keras_bridge.step_context import (
 
 
 class StepsNotFused(Exception):
-    """Raised by a trace: the steps are faster one by one.
+    """The error of a trace whose steps are faster one by one.
 
-    XLA computes gradients of convolutions up to twenty times slower inside of
-    a loop on CPU (jaxlib 0.10.2).
+    On CPU, XLA computes gradients of convolutions up to twenty times slower
+    inside a loop (jaxlib 0.10.2).
     """
 
 
 class Traced:
-    """A function that was traced once, to be looked at before it is used.
+    """A function that is traced once, so that its trace can be checked.
 
     Args:
       fn: The function.
@@ -51,7 +51,7 @@ class Traced:
         self._compute = jaxpr_as_fun(self.jaxpr)
 
     def combine_sums(self, step: StepContext) -> None:
-        """Makes sums over the replicas together (combined_sums.py)."""
+        """Combines sums over the replicas (combined_sums.py)."""
         self._compute = with_combined_sums(
             self.jaxpr,
             step.axis,
@@ -64,42 +64,43 @@ class Traced:
         return jax.tree.unflatten(self._structure, leaves)
 
 
-def traced_once(
+def trace_and_check(
     step: StepContext,
     body: Callable[..., Any],
     state: Sequence[Group],
     data: Batch,
 ) -> tuple[Any, ...]:
-    """Traces `body(step, *state, data)` and looks at it before it is used.
+    """Computes `body(step, *state, data)` after checks of its trace.
 
     Raises:
-      GlobalBatchNeeded: the replicas would communicate in a branch or a loop
-        that not all of them need take, and wait for each other for ever; or
-        something was taken for the batch's rows, or not, by its size alone.
+      GlobalBatchNeeded: if the replicas would communicate in a branch or a
+        loop that not all of them need enter, and wait for each other forever;
+        or if something has, or has not, the size of the batch's rows by
+        chance.
     """
     args = (*state, data)
     traced = Traced(functools.partial(body, step), *args)
-    # Where replicas meet is said by who asks for others in a step.
-    is_own = not step.notes.replica_uses
-    if is_own and has_unsure_collectives(traced.jaxpr):
+    # A step that uses its replica context is responsible for its collectives.
+    is_unaware = not step.notes.replica_uses
+    if is_unaware and has_unsure_collectives(traced.jaxpr):
         step.demand_global_batch(
-            "gradients or metrics are reduced over the replicas inside of a "
+            "gradients or metrics are reduced over the replicas inside a "
             "`cond`, `switch` or `while_loop`, which not every replica may "
             "enter. Apply optimizers and update metrics outside of it"
         )
     if step.notes.sizes:
         _check_sizes(step, body, state, data)
-    if is_own and step.num_replicas > 1:
+    if is_unaware and step.num_replicas > 1:
         _check_losses(step, body, state, data, traced.jaxpr)
     if _are_sums_expensive(step):
         traced.combine_sums(step)
     return traced(*args)
 
 
-def sums_combined(
+def combine_sums(
     fn: Callable[..., Any], step: StepContext
 ) -> Callable[..., Any]:
-    """A function with its sums over the replicas made together."""
+    """Wraps a function so that its sums over the replicas are combined."""
     if not _are_sums_expensive(step):
         return fn
 
@@ -112,7 +113,7 @@ def sums_combined(
 
 
 def _are_sums_expensive(step: StepContext) -> bool:
-    """Whether each array costs much; compilers elsewhere combine them."""
+    """Returns whether each sum is slow; elsewhere compilers combine them."""
     mesh = step.facts.mesh
     is_between = mesh.num_processes > 1 and mesh.num_replicas > 1
     return mesh.platform == "cpu" and is_between
@@ -139,24 +140,24 @@ def _check_sizes(
     state: Sequence[Group],
     data: Batch,
 ) -> None:
-    """Traces with twice the rows: what counts rows doubles, no other size."""
+    """Traces with twice the rows, where only sizes of rows should double."""
     probe = step.make_probe(2 * step.facts.rows)
     try:
         probed = functools.partial(body, probe)
         eval_with_rows(probe.facts.rows, probed, state, data)
     except Exception as error:
         step.demand_global_batch(
-            "metrics or marked losses are given arrays in a step of your own, "
-            "and whether those have rows shows only in a trace with another "
-            f"number of rows, which failed: {reason_of(error)}"
+            "metrics or marked losses get arrays in a user-defined step, and "
+            "only a trace with another number of rows shows whether these "
+            f"have rows. It failed: {describe_error(error)}"
         )
     sizes = [size for size, _, _ in probe.notes.sizes]
     for k, (size, is_rows, of) in enumerate(step.notes.sizes):
         if sizes[k : k + 1] != [2 * size if is_rows else size]:
             step.demand_global_batch(
-                f"{of} is given an array or a number that is as large as the "
-                "batch's rows by chance, or counts them. Give it arrays with "
-                "rows; `keras.metrics.Mean` takes a mean over rows, too"
+                f"{of} gets an array or a number that has the size of the "
+                "batch's rows by chance, or counts them. Pass arrays with "
+                "rows; `keras.metrics.Mean` also takes a mean over rows"
             )
 
 
@@ -167,19 +168,19 @@ def _check_losses(
     data: Batch,
     jaxpr: ClosedJaxpr,
 ) -> None:
-    """Checks that the losses are means over the rows; traces again if need be.
+    """Checks that the losses are means over the rows.
 
-    The second trace has the rows of the global batch, which tells what is
-    made of their number: constants, shapes, and what code of the user's does
-    for some numbers alone.
+    If one trace does not show it, a second one has the rows of the global
+    batch. It shows what depends on their number: constants, shapes, and user
+    code for certain numbers.
     """
     inputs = len(jaxpr.jaxpr.invars)
     of_rows = range(inputs - len(jax.tree.leaves(data)), inputs)
     rows, num_replicas = step.facts.rows, step.num_replicas
     finding = Finding(verdict=Verdict.UNSURE)
-    is_own = traces.has_user_code(jaxpr, losses.LOSS)
+    is_user_code = traces.has_user_code(jaxpr, losses.LOSS)
     try:
-        if not is_own:
+        if not is_user_code:
             finding = losses.losses_in(jaxpr, of_rows, rows)
         is_unsure = finding.verdict is Verdict.UNSURE
         if is_unsure or (rows == 1 and finding.verdict is Verdict.MIXED):
@@ -187,23 +188,25 @@ def _check_losses(
             if is_one:
                 # A dimension of one row looks like any other of size one.
                 rows = 2
-                jaxpr = _traced_with(step, body, state, data, rows)
-            twin = _traced_with(step, body, state, data, num_replicas * rows)
+                jaxpr = _trace_with_rows(step, body, state, data, rows)
+            rows_of_twin = num_replicas * rows
+            twin = _trace_with_rows(step, body, state, data, rows_of_twin)
             finding = losses.losses_in(jaxpr, of_rows, rows, twin)
-            if is_one and is_own and not _goes_on(of_one, jaxpr, twin):
+            if is_one and is_user_code and not _agrees(of_one, jaxpr, twin):
                 finding = Finding(verdict=Verdict.MIXED)
     except Exception:
-        # Its shapes are those of this batch, so nothing more is known.
+        # The step works only with this batch's shapes: nothing is known.
         finding = Finding(verdict=Verdict.MIXED)
     if finding.verdict is not Verdict.MEAN:
-        step.demand_global_batch(_LOSS_REASON.format(place=_shown(finding.why)))
+        place = _describe_place(finding.why)
+        step.demand_global_batch(_LOSS_REASON.format(place=place))
 
 
-def _goes_on(one: Any, two: Any, more: Any) -> bool:
-    """Whether a trace of one row is as those of two and of more rows.
+def _agrees(one: Any, two: Any, more: Any) -> bool:
+    """Returns whether a trace of one row agrees with those of more rows.
 
-    A number of theirs that is a power of the number of rows is 1, times what
-    does not depend on it, where there is one.
+    A number that is c * rows**p in the traces of two and of more rows must be
+    c in that of one row.
     """
     computed = [traces.computations_in(j, losses.LOSS) for j in (one, two)]
     if computed[0] != computed[1]:
@@ -214,7 +217,7 @@ def _goes_on(one: Any, two: Any, more: Any) -> bool:
     rows = [j.jaxpr.invars[-1].aval.shape[0] for j in (two, more)]
     for low, high in zip(small, large, strict=True):
         if low == high or low != low:
-            continue
+            continue  # It does not depend on the rows, or is NaN.
         power = np.log(high / low) / np.log(rows[1] / rows[0])
         if not np.isclose(known, low / rows[0] ** power, rtol=1e-4).any():
             return False
@@ -229,7 +232,7 @@ _LOSS_REASON = (
 )
 
 
-def _shown(why: JaxprEqn | None) -> str:
+def _describe_place(why: JaxprEqn | None) -> str:
     """Describes the equation that mixes rows, for messages."""
     if why is None:
         return ""
@@ -238,7 +241,7 @@ def _shown(why: JaxprEqn | None) -> str:
     return f" ({operation}{f' at {place}' if place else ''})"
 
 
-def _traced_with(
+def _trace_with_rows(
     step: StepContext,
     body: Callable[..., Any],
     state: Sequence[Group],
@@ -248,7 +251,7 @@ def _traced_with(
     """Traces the step with another number of rows."""
     twin = StepContext(facts=StepFacts(mesh=step.facts.mesh, rows=rows))
     with collect_updates(), warnings.catch_warnings():
-        # What there is to say was said in the first trace.
+        # The first trace has warned already.
         warnings.simplefilter("ignore")
         fn = functools.partial(body, twin)
         return jax.make_jaxpr(fn)(*state, with_leading((rows,), data))
@@ -262,9 +265,9 @@ def with_leading(
     """Returns the shapes of a batch with other leading dimensions.
 
     Args:
-      sizes: What takes the place of the number of rows.
+      sizes: The dimensions that replace the number of rows.
       data: The batch.
-      sharding: Of the shapes; None: none.
+      sharding: The sharding of the shapes, or None.
 
     Returns:
       A nest of `jax.ShapeDtypeStruct`, of shapes (*sizes, ...).
@@ -280,7 +283,7 @@ def with_leading(
 def eval_with_rows(
     rows: int, body: Callable[..., Any], state: Sequence[Any], data: Batch
 ) -> Tree:
-    """The shapes that `body(*state, data)` has for another number of rows.
+    """Computes the shapes of `body(*state, data)` for other rows.
 
     Returns:
       A nest of `jax.ShapeDtypeStruct`.
@@ -289,10 +292,10 @@ def eval_with_rows(
 
 
 def forget_losses(step: Callable[..., Any]) -> None:
-    """Clears what a failed trace left on its model.
+    """Clears the losses that a failed trace left on its model.
 
     Keras keeps the losses of a call on the model until its `compute_loss` has
-    read them, and would read those of the failed trace in the next one.
+    read them; the next trace would read those of the failed one.
 
     Args:
       step: A model's train, test or predict step.
@@ -312,8 +315,8 @@ def warn_of_global_batch(reason: str) -> None:
     )
 
 
-def reason_of(error: Exception) -> str:
-    """Why a step is not mapped over the replicas, from a trace's error."""
+def describe_error(error: Exception) -> str:
+    """Describes a trace's error as the reason why a step is not mapped."""
     lines = [line for line in str(error).splitlines() if line.strip()]
     return (
         "it cannot be traced with one replica's share of the rows "

@@ -20,7 +20,7 @@ from keras_strategies.keras_bridge.steps.model_program import ModelProgram
 from keras_strategies.keras_bridge.steps.trace_checks import (
     StepsNotFused,
     Traced,
-    traced_once,
+    trace_and_check,
 )
 from keras_strategies.keras_bridge.steps.uneven_step import UnevenCall
 
@@ -41,8 +41,8 @@ class StepProgram(ModelProgram):
         """Runs the segment's steps, in one program or in several.
 
         Yields:
-          After each program its last step's logs, and the state: the one
-          before is gone, so whoever is interrupted must have taken this one.
+          After each program the logs of its last step, and the state. The
+          earlier state is donated, so a caller must keep this one at once.
         """
         if segment.steps == 1 or self._is_fused:
             try:
@@ -61,12 +61,12 @@ class StepProgram(ModelProgram):
     def _mapped_body(
         self, step: StepContext, written: Group, read: Group, data: Batch
     ) -> tuple[Any, ...]:
-        return traced_once(step, self._replica_body, (written, read), data)
+        return trace_and_check(step, self._replica_body, (written, read), data)
 
     def _replica_body(
         self, step: StepContext, written: Group, read: Group, data: Batch
     ) -> tuple[Any, ...]:
-        old = self._ordered(written, read)
+        old = self._order_groups(written, read)
         folded = [
             seeds.fold_seeds(variables, values, step)
             for variables, values in zip(self._variables, old, strict=True)
@@ -75,18 +75,19 @@ class StepProgram(ModelProgram):
         step.notes.before = IdentityMap(zip(metrics, folded[-1], strict=True))
         logs, new = self._on_rows(step, folded, data)
         if step.facts.is_probe:
-            # Metrics have no rules in it, and nothing is merged.
+            # In a probe metrics have no rules, and nothing is merged.
             return logs
-        # A metric that the step has reset started anew.
+        # The change of a metric counts from its last reset in the step.
         folded[-1] = [step.notes.before[v] for v in metrics]
-        return self._merged(step, old, folded, new, logs)
+        return self._merge(step, old, folded, new, logs)
 
     def _on_rows(
         self, step: StepContext, state: Sequence[Group], data: Batch
     ) -> tuple[Any, Any]:
         model = getattr(self._step, "__self__", None)
         tracker = getattr(model, "_loss_tracker", None)
-        return self._traced(step.with_facts(loss_tracker=tracker), state, data)
+        step = step.with_facts(loss_tracker=tracker)
+        return self._call_in_replica(step, state, data)
 
     def _uneven_results(self, called: UnevenCall) -> Logs:
         metrics = zip(self._variables[-1], called.state[-1], strict=True)
@@ -95,7 +96,7 @@ class StepProgram(ModelProgram):
         )
         return jax.tree.unflatten(called.structure, logs)
 
-    def _merged(
+    def _merge(
         self,
         step: StepContext,
         old: Sequence[Group],
@@ -112,18 +113,18 @@ class StepProgram(ModelProgram):
         ]
         places = [
             (v, plan.add(v / step.num_replicas))
-            for v in step_logs.averaged_logs(step, logs)
+            for v in step_logs.find_averaged_logs(step, logs)
         ]
         sums = plan.compute_sums()
         merged = [finish(sums) for finish in finishers]
         means = IdentityMap((v, sums[place]) for v, place in places)
-        logs = step_logs.merged_logs(
+        logs = step_logs.merge_logs(
             step, logs, metrics, (new[-1], merged[-1]), means
         )
-        return logs, *self._output(old, merged)
+        return logs, *self._select_changes(old, merged)
 
-    def _scanned(self, body: Body) -> Body:
-        """The steps of several stacked batches as one program; last logs."""
+    def _scan_steps(self, body: Body) -> Body:
+        """Makes one step of several stacked batches; returns the last logs."""
 
         def many(written: Group, read: Group, data: Batch) -> tuple[Any, ...]:
             changed_keys: list[list[str]] = []

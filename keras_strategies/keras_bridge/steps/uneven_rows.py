@@ -1,7 +1,7 @@
-"""A replica function whose replicas hold different numbers of rows.
+"""A replica function whose replicas have different numbers of rows.
 
-One program: a switch over the different numbers, each branch on exactly its
-rows; see `_core/jaxprs/replay.py` for the collectives in it.
+One program switches over the different numbers, and each branch runs on exactly
+its rows; see `_core/jaxprs/replay.py` for the collectives in the branches.
 """
 
 import dataclasses
@@ -22,22 +22,22 @@ from keras_strategies._core.values import pad_to
 from keras_strategies._types import Array, Tree
 from keras_strategies.keras_bridge.steps.variants import (
     Variant,
-    variants_of,
-    with_rows,
+    cut_to_rows,
+    find_variants,
 )
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Called:
-    """What one branch computed.
+class BranchResult:
+    """The result of one branch.
 
     Attributes:
       outputs: The results that are arrays.
-      new: The variables' values after it.
-      start: What the change of each is counted from.
-      note: Anything that is known when the branch is traced.
-      is_alike: Whether each new value was computed by the code that all
-        replicas run, from values that are equal on all.
+      new: The variables' values after the call.
+      start: The values from which changes of the variables are counted.
+      note: The facts that are known when the branch is traced.
+      is_alike: Whether each new value was computed by code that all replicas
+        run, from values that are equal on all.
     """
 
     outputs: list[Any]
@@ -48,50 +48,51 @@ class Called:
 
 
 def call_unevenly(
-    call: Callable[[list[Any], list[Any]], Called],
+    call: Callable[[list[Any], list[Any]], BranchResult],
     rows: Sequence[Variant],
     is_uneven: list[bool],
     axis: Axis,
     state: list[Any],
     leaves: list[Any],
-    are_own: list[bool],
-) -> tuple[Called, list[Any], list[list[tuple[int, ...]]]]:
-    """Calls a function on each replica's own rows.
+    are_local: list[bool],
+) -> tuple[BranchResult, list[Any], list[list[tuple[int, ...]]]]:
+    """Calls a function on each replica's rows.
 
-    A stage is what can be computed from the results of so many collectives,
-    and each output is computed in the first stage that it can be; what a later
-    one needs besides is computed again. What all variants compute by the same
-    code (an optimizer's update, from reduced gradients) is computed outside of
-    the branches, so that the compiler cannot round it in different ways.
+    Collectives must be outside of the switch, so the function is computed in
+    stages: stage n uses the results of the first n collectives. Each output is
+    computed in the first possible stage; values that a later stage needs too
+    are computed again. Code that is the same in all variants (an optimizer's
+    update, from reduced gradients) is outside of the branches, so that the
+    compiler cannot round it in different ways.
 
     Args:
       call: The function, of the state and the arguments.
       rows: Each replica's numbers of rows, of the uneven arguments.
-      is_uneven: Which arguments are.
+      is_uneven: Whether each argument is uneven.
       axis: The replica axis.
       state: The values of variables.
       leaves: The arguments; uneven ones padded, (1, rows, ...).
-      are_own: Whether each value of the state, and then each argument, may
+      are_local: Whether each value of the state, and then each argument, may
         differ between the replicas.
 
     Returns:
-      What was computed, outputs padded to one shape; the notes of all
-      variants; and the true shapes of each replica's outputs.
+      The result, with outputs padded to one shape; the facts of all variants;
+      and the true shapes of each replica's outputs.
 
     Raises:
-      ValueError: the replicas' functions do not call the same collectives
+      ValueError: if the replicas' functions do not call the same collectives
         or return the same structure.
     """
-    variants = variants_of(rows)
+    variants = find_variants(rows)
     places = [variants.index(of_replica) for of_replica in rows]
     index = jnp.array(places)[replica_id(axis)]
 
     def trace(variant: Variant, reduces: list[Reduce]) -> _Trace:
         return _Trace(call, variant, is_uneven, (state, leaves), reduces)
 
-    traces = _traced_to_the_end(trace, variants, places)
-    collectives = _cut(traces)
-    staged = _Stages(traces, (state, leaves), are_own)
+    traces = _trace_to_the_end(trace, variants, places)
+    collectives = _cut_traces(traces)
+    staged = _Stages(traces, (state, leaves), are_local)
     known: list[list[Any]] = []
     for collective in [*collectives, None]:
         staged.compute(index, (state, leaves, known))
@@ -104,17 +105,19 @@ def call_unevenly(
     return called, notes, [shapes[place] for place in places]
 
 
-def _traced_to_the_end(
+def _trace_to_the_end(
     trace: Callable[[Variant, list[Reduce]], "_Trace"],
     variants: list[Variant],
     places: list[int],
 ) -> list["_Trace"]:
-    """Traces the variants until they reach no collective that is not known.
+    """Traces the variants again until they reach no unknown collective.
+
+    The shape of a collective's result may depend on all variants' operands.
 
     Args:
-      trace: Traces one, of the collectives that all have reached before.
+      trace: A function that traces a variant with the known collectives.
       variants: The different numbers of rows.
-      places: Each replica's variant, by its place.
+      places: The index of each replica's variant.
     """
     reduces: list[Reduce] = []
     while True:
@@ -124,32 +127,32 @@ def _traced_to_the_end(
         if not reached:
             return traces
         operands = [r.shapes for r in reached]
-        reduces.append(_of_shapes(reached[0].reduce, operands, places))
+        reduces.append(_adapt_shapes(reached[0].reduce, operands, places))
 
 
 class _Trace:
-    """A variant's trace, to its end or to a collective that is not known.
+    """A variant's trace, to its end or to an unknown collective.
 
     Args:
       call: The function; see `call_unevenly`.
       variant: The numbers of rows.
-      is_uneven: Which arguments are uneven.
+      is_uneven: Whether each argument is uneven.
       inputs: The values of variables, and the arguments.
       known: The collectives that all variants have reached before.
 
     Attributes:
-      reached: The collective that it ended at, or None.
-      called: What was computed, if it did not.
-      jaxpr: The program: of the state and the arguments, and once it is cut
-        of the collectives' results; its outputs are the collectives' operands
-        then, and the results' arrays, the new values and those that changes
-        are counted from.
+      reached: The unknown collective where the trace ended, or None.
+      called: The result, if the trace did not end there.
+      jaxpr: The program. Its inputs are the state, the arguments and, once it
+        is cut, the collectives' results. Its outputs are then the collectives'
+        operands, the results' arrays, the new values and the values from which
+        changes are counted.
       shapes: The outputs' shapes, in the same structure.
     """
 
     def __init__(
         self,
-        call: Callable[[list[Any], list[Any]], Called],
+        call: Callable[[list[Any], list[Any]], BranchResult],
         variant: Variant,
         is_uneven: list[bool],
         inputs: tuple[list[Any], list[Any]],
@@ -162,11 +165,11 @@ class _Trace:
         self.is_empty = not any(variant)
 
         def traced(state: list[Any], leaves: list[Any]) -> tuple[Any, ...]:
-            own = with_rows(variant, is_uneven, leaves)
+            rows = cut_to_rows(variant, is_uneven, leaves)
             replay = replay_lib.Replay(known)
             try:
                 with replay_lib.replay_scope(replay):
-                    called = call(state, own)
+                    called = call(state, rows)
                 replay.check_not_swallowed()
             except replay_lib.Reached as reached:
                 self.reached = reached
@@ -183,13 +186,13 @@ class _Trace:
         return self.cut.collectives
 
     def meet_as(self, other: "_Trace") -> list[Any]:
-        """Meets at another's collectives, too, where this one has no rows."""
+        """Adds another's collectives, without rows; returns all of them."""
         if self.is_empty and len(self.cut.collectives) < len(
             other.cut.collectives
         ):
-            found = collective_cut.add_collectives(self.cut, other.cut)
-            if found is not None:
-                self._use(found)
+            cut = collective_cut.add_collectives(self.cut, other.cut)
+            if cut is not None:
+                self._use(cut)
         return self.cut.collectives
 
     def _use(self, cut: collective_cut.Cut) -> None:
@@ -197,7 +200,7 @@ class _Trace:
         self.shapes = (cut.operands, *self.shapes[1:])
 
 
-def _cut(traces: list[_Trace]) -> list[Any]:
+def _cut_traces(traces: list[_Trace]) -> list[Any]:
     """Cuts the variants' programs at the collectives that all of them have."""
     most = max(traces, key=lambda trace: len(trace.cut_at_collectives()))
     first, *others = [trace.meet_as(most) for trace in traces]
@@ -212,19 +215,19 @@ def _cut(traces: list[_Trace]) -> list[Any]:
 
 
 class _Stages:
-    """What the variants compute, in stages.
+    """The variants' computations, in stages.
 
     Args:
-      traces: The variants' whole traces.
+      traces: The variants' complete traces.
       inputs: Their inputs.
-      are_own: See `call_unevenly`.
+      are_local: See `call_unevenly`.
     """
 
     def __init__(
         self,
         traces: list[_Trace],
         inputs: tuple[list[Any], list[Any]],
-        are_own: list[bool],
+        are_local: list[bool],
     ) -> None:
         self._traces = traces
         state, leaves = inputs
@@ -238,7 +241,8 @@ class _Stages:
         ]
         self._stages = list(map(max, zip(*of_each, strict=True)))
         if any(stages.has_answers(t.jaxpr.jaxpr) for t in traces):
-            # Asked again in each stage: one answer in all outputs.
+            # Each stage calls Python callbacks again. So all outputs but the
+            # operands come from the last stage, with the same answers.
             last = [len(self._expected)] * len(self._stages)
             operands = jax.tree.leaves(traces[0].shapes[0])
             last[: len(operands)] = self._stages[: len(operands)]
@@ -247,30 +251,33 @@ class _Stages:
         of_each = [numbers.number_outputs(trace.jaxpr) for trace in traces]
         columns = zip(*of_each, strict=True)
         self._are_common = [len(set(column)) == 1 for column in columns]
-        own = are_own + [False] * (len(self._inputs) - len(are_own))
-        differ = stages.find_differing_outputs(traces[0].jaxpr.jaxpr, own)
+        num_results = len(self._inputs) - len(are_local)
+        are_local = are_local + [False] * num_results
+        differ = stages.find_differing_outputs(traces[0].jaxpr.jaxpr, are_local)
         self._are_alike = [
             is_common and not differs
             for is_common, differs in zip(self._are_common, differ, strict=True)
         ]
-        # Of the outputs, by place; one shape of all variants.
-        self._shapes = _largest([jax.tree.leaves(t.shapes) for t in traces])
+        # A common shape of all variants for each output.
+        self._shapes = _find_largest(
+            [jax.tree.leaves(t.shapes) for t in traces]
+        )
         self._values: dict[int, Any] = {}
 
-    def compute(self, index: Array, given: tuple[Any, Any, list[Any]]) -> None:
+    def compute(self, index: Array, inputs: tuple[Any, Any, list[Any]]) -> None:
         """Computes the next stage.
 
         Args:
           index: This replica's variant, a traced integer.
-          given: The values of variables, the arguments, and the results of
+          inputs: The values of variables, the arguments, and the results of
             the collectives so far.
         """
-        stage = len(given[2])
+        stage = len(inputs[2])
         now = [k for k, s in enumerate(self._stages) if s == stage]
         common = [k for k in now if self._are_common[k]]
         others = [k for k in now if not self._are_common[k]]
         shared = stages.select_outputs(self._traces[0].jaxpr, common)
-        values = self._branch(shared, common)(*given)
+        values = self._make_branch(shared, common)(*inputs)
         self._values.update(zip(common, values, strict=True))
         parts = []
         for trace in self._traces:
@@ -278,38 +285,38 @@ class _Stages:
             parts.append(stages.select_outputs(trace.jaxpr, others, acting))
         if not any(part.jaxpr.eqns or others for part in parts):
             return
-        branches = [self._branch(part, others) for part in parts]
-        values = jax.lax.switch(index, branches, *given)
+        branches = [self._make_branch(part, others) for part in parts]
+        values = jax.lax.switch(index, branches, *inputs)
         self._values.update(zip(others, values, strict=True))
 
-    def _branch(
+    def _make_branch(
         self, part: ClosedJaxpr, places: list[int]
     ) -> Callable[..., list[Any]]:
         def branch(state: Tree, leaves: Tree, known: Tree) -> list[Any]:
-            # What is wanted does not depend on the others.
+            # The part does not use the results of later collectives.
             unknown = jax.tree.map(
                 lambda shape: jnp.zeros(shape.shape, shape.dtype),
                 self._expected[len(known) :],
             )
-            given = jax.tree.leaves((state, leaves, known, unknown))
+            inputs = jax.tree.leaves((state, leaves, known, unknown))
             return [
-                _padded(value, self._shapes[k])
+                _pad(value, self._shapes[k])
                 for k, value in zip(
-                    places, jaxpr_as_fun(part)(*given), strict=True
+                    places, jaxpr_as_fun(part)(*inputs), strict=True
                 )
             ]
 
         return branch
 
     def operands(self, collective: int) -> list[Any]:
-        """This replica's arrays for a collective, padded to one shape."""
-        return self._structured(self._values)[0][collective]
+        """Returns this replica's operands of a collective, padded."""
+        return self._unflatten(self._values)[0][collective]
 
-    def results(self) -> Called:
-        """Returns what was computed in all stages, without a note."""
-        _, outputs, new, start = self._structured(self._values)
-        are_alike = self._structured(dict(enumerate(self._are_alike)))
-        return Called(
+    def results(self) -> BranchResult:
+        """Returns the result of all stages, without facts."""
+        _, outputs, new, start = self._unflatten(self._values)
+        are_alike = self._unflatten(dict(enumerate(self._are_alike)))
+        return BranchResult(
             outputs=outputs,
             new=new,
             start=start,
@@ -317,16 +324,16 @@ class _Stages:
             is_alike=are_alike[2],
         )
 
-    def _structured(self, values: dict[int, Any]) -> Tree:
+    def _unflatten(self, values: dict[int, Any]) -> Tree:
         structure = jax.tree.structure(self._traces[0].shapes)
         every = [values.get(k) for k in range(len(self._stages))]
         return jax.tree.unflatten(structure, every)
 
 
-def _largest(
+def _find_largest(
     columns: Sequence[list[jax.ShapeDtypeStruct]],
 ) -> list[jax.ShapeDtypeStruct]:
-    """The shapes into which each variant's arrays can be padded."""
+    """Returns the shapes to which all variants' arrays can be padded."""
     return [
         jax.ShapeDtypeStruct(
             tuple(map(max, zip(*[s.shape for s in column], strict=True))),
@@ -336,23 +343,23 @@ def _largest(
     ]
 
 
-def _of_shapes(
+def _adapt_shapes(
     reduce: Reduce,
     operands: list[list[jax.ShapeDtypeStruct]],
     places: list[int],
 ) -> Reduce:
-    """A collective for operands of each variant's shapes.
+    """Adapts a collective to operands of each variant's shapes.
 
     Raises:
-      ValueError: it takes operands of one shape, and they differ.
+      ValueError: if the shapes differ and it needs operands of one shape.
     """
     shapes = [[leaf.shape for leaf in variant] for variant in operands]
     if all(s == shapes[0] for s in shapes):
         return reduce
     if isinstance(reduce, replay_lib.Concatenation):
-        whole = reduce.with_shapes([shapes[k][0] for k in places])
+        uneven = reduce.with_shapes([shapes[k][0] for k in places])
         return replay_lib.uneven_concatenation(
-            whole.axis, whole.dim, whole.sizes or ()
+            uneven.axis, uneven.dim, uneven.sizes or ()
         )
     raise ValueError(
         "A collective's value must have one shape on all replicas. "
@@ -362,8 +369,8 @@ def _of_shapes(
     )
 
 
-def _padded(array: Array, most: jax.ShapeDtypeStruct) -> jax.Array:
-    # A number's type is one of Python's where it is a literal.
+def _pad(array: Array, most: jax.ShapeDtypeStruct) -> jax.Array:
+    # A literal has a Python type.
     array = jnp.asarray(array, most.dtype)
     return array if array.shape == most.shape else pad_to(array, most.shape)
 
@@ -388,7 +395,7 @@ def _check_alike(traces: list[_Trace]) -> None:
 def _refuse() -> NoReturn:
     raise ValueError(
         "All replicas must call the same collectives in the same order, "
-        "and return results of one structure. Received: a function that does "
-        "something else for another number of rows. Make the batch even "
-        "(`drop_remainder`), or treat all alike."
+        "and return results of one structure. Received: a function that "
+        "behaves differently for another number of rows. Make the batch even "
+        "(`drop_remainder`), or treat all numbers of rows in the same way."
     )

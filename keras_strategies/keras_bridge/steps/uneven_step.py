@@ -1,9 +1,9 @@
-"""A model's step whose replicas hold different numbers of rows.
+"""A model's step whose replicas have different numbers of rows.
 
 A batch that the replicas cannot share evenly runs over all rows at once, unless
-the step asks its replica context for what one replica alone has: then each
-replica runs the step on its own rows, in one program (`uneven_rows`). A
-replica's loss is weighted by its rows, and one without rows counts nothing.
+the step uses the context of a single replica. Then each replica runs the step
+on its rows, in one program (`uneven_rows`). A replica's loss is weighted by its
+number of rows, so a replica without rows does not count.
 """
 
 import dataclasses
@@ -30,25 +30,25 @@ from keras_strategies.keras_bridge.step_context import (
 )
 from keras_strategies.keras_bridge.steps import replica_merge, step_logs
 from keras_strategies.keras_bridge.steps.uneven_rows import (
-    Called,
+    BranchResult,
     call_unevenly,
 )
 from keras_strategies.keras_bridge.steps.variants import (
     Variant,
-    own_share,
-    rows_of_all,
+    compute_local_share,
+    group_rows_of_all,
 )
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class UnevenRows:
-    """How the rows of an indivisible batch go to the replicas.
+    """The distribution of an indivisible batch's rows to the replicas.
 
     Attributes:
       counts: Each replica's number of rows.
-      taken: Where in the padded batch each replica's rows are, all padded to
+      taken: The indices in the padded batch of each replica's rows, padded to
         the most rows of a replica.
-      returned: Where among those each row of the padded batch is.
+      returned: The indices in `taken` of each row of the padded batch.
     """
 
     counts: tuple[int, ...]
@@ -64,7 +64,7 @@ class UnevenRows:
         Args:
           shape: The batch; each process's rows stay with its replicas.
           padded: The number of rows with the padding.
-          num_replicas: Number of replicas.
+          num_replicas: The number of replicas.
         """
         parts = shape.parts or (shape.rows,)
         block, share = padded // len(parts), num_replicas // len(parts)
@@ -75,34 +75,34 @@ class UnevenRows:
         ]
         taken, returned, start = [], np.zeros(padded, int), 0
         for replica, count in enumerate(counts):
-            own = places[start : start + count]
-            returned[own] = replica * most + np.arange(count)
-            taken += own + [own[-1] if own else 0] * (most - count)
+            of_replica = places[start : start + count]
+            returned[of_replica] = replica * most + np.arange(count)
+            # The padding repeats the replica's last row.
+            last = of_replica[-1] if of_replica else 0
+            taken += of_replica + [last] * (most - count)
             start += count
         return cls(
             counts=tuple(counts), taken=np.asarray(taken), returned=returned
         )
 
     def take(self, data: Batch, axis: int, mesh: ReplicaMesh) -> Batch:
-        """Moves each replica's rows to it; to be compiled.
+        """Moves each replica's rows to it. To be compiled.
 
         Returns:
-          A batch in which each replica has as many rows as the one with most.
+          A batch in which each replica's rows are padded to the most.
         """
-        return _moved(data, self.taken, axis, mesh)
+        return _move(data, self.taken, axis, mesh)
 
     def put_back(self, outputs: Tree, axis: int, mesh: ReplicaMesh) -> Tree:
-        """Puts the replicas' outputs where the batch's rows were.
+        """Moves the replicas' outputs to the positions of the batch's rows.
 
         Returns:
           The outputs of shape (rows, ...), or (steps, rows, ...).
         """
-        return _moved(outputs, self.returned, axis, mesh)
+        return _move(outputs, self.returned, axis, mesh)
 
 
-def _moved(
-    rows: Tree, places: np.ndarray, axis: int, mesh: ReplicaMesh
-) -> Tree:
+def _move(rows: Tree, places: np.ndarray, axis: int, mesh: ReplicaMesh) -> Tree:
     sharding = mesh.stacked if axis else mesh.split
     moved = jax.tree.map(lambda a: jnp.take(a, places, axis), rows)
     return jax.lax.with_sharding_constraint(moved, sharding)
@@ -114,15 +114,15 @@ Step = Callable[[StepContext, list[list[Any]], Batch], tuple[Any, Any]]
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class UnevenCall:
-    """What the replicas computed, and the state that it was merged into.
+    """The result of a step on uneven rows, with the merged state.
 
     Attributes:
-      outputs: The step's arrays, padded to one shape; of its own structure.
-      structure: That structure.
-      results: Of each output the metric's result that it is, if it is one.
+      outputs: The step's output arrays, padded to one shape.
+      structure: The structure of the outputs.
+      results: The metric's result that each output is, or None.
       state: The groups' new values.
-      means: Each output's mean over the replicas that have rows; of outputs
-        that are numbers.
+      means: The mean of each output over the replicas that have rows, if the
+        outputs are numbers.
     """
 
     outputs: list[Any]
@@ -142,7 +142,7 @@ def call_step(
     counts: tuple[int, ...],
     metrics: list[keras.Variable] | None,
 ) -> UnevenCall:
-    """Calls a model's step on each replica's own rows; in a mapped function.
+    """Calls a model's step on each replica's rows, in a mapped function.
 
     Args:
       step_fn: The step.
@@ -151,8 +151,8 @@ def call_step(
       data: A replica's rows, padded to the most.
       mesh: The replicas.
       counts: Each replica's number of rows.
-      metrics: The variables of metrics; the outputs are then numbers to be
-        averaged. None: neither.
+      metrics: The variables of metrics, if the outputs are numbers to average;
+        None for outputs with rows.
     """
     leaves, structure = jax.tree.flatten(data)
     rows = [(count,) * len(leaves) for count in counts]
@@ -172,7 +172,7 @@ def call_step(
     )
     averaged = [] if metrics is None else called.outputs
     means = [merge_lib.compute_mean_share(output, step) for output in averaged]
-    values, _, means = replica_merge.merged_state(
+    values, _, means = replica_merge.merge_state(
         step, flat, before, folded, called, notes, means
     )
     structure, results = notes[0].structure
@@ -180,7 +180,7 @@ def call_step(
         outputs=called.outputs,
         structure=structure,
         results=results,
-        state=_grouped(values, variables),
+        state=_group(values, variables),
         means=means,
     )
 
@@ -194,7 +194,7 @@ def _merging_step(
         rows=max(counts),
         is_uneven=True,
         rows_of_replicas=counts,
-        share=own_share(rows, mesh.all_replicas),
+        share=compute_local_share(rows, mesh.all_replicas),
     )
     return StepContext(facts=facts)
 
@@ -205,11 +205,11 @@ class _OneReplica:
 
     Attributes:
       step_fn: The step.
-      facts: Those of the step in which the states are merged.
+      facts: The facts of the step in which the states are merged.
       rows: Each replica's numbers of rows, of all arrays of the batch.
       variables: The groups of variables.
-      metrics: Those of metrics, if the outputs are numbers to be averaged.
-      structure: The batch's.
+      metrics: The variables of metrics, if the outputs are numbers to average.
+      structure: The structure of the batch.
     """
 
     step_fn: Step
@@ -219,10 +219,10 @@ class _OneReplica:
     metrics: list[keras.Variable] | None
     structure: PyTreeDef
 
-    def call(self, state: list[Any], leaves: list[Any]) -> Called:
+    def call(self, state: list[Any], leaves: list[Any]) -> BranchResult:
         """Calls the step on a state and a batch's arrays: (1, rows, ...)."""
         count = leaves[0].shape[1]
-        of_all = rows_of_all((count,) * len(leaves), self.rows)
+        of_all = group_rows_of_all((count,) * len(leaves), self.rows)
         step = StepContext(facts=self.facts).with_facts(
             rows=count, rows_of_all=of_all, share=None
         )
@@ -230,18 +230,18 @@ class _OneReplica:
         step.notes.replica_seeds.update(filter(seeds.is_seed, variables))
         step.notes.before = IdentityMap(zip(variables, state, strict=True))
         batch = jax.tree.unflatten(self.structure, [a[0] for a in leaves])
-        groups = _grouped(state, self.variables)
+        groups = _group(state, self.variables)
         outputs, groups = self.step_fn(step, groups, batch)
         new = [value for group in groups for value in group]
         new = [s if n is None else n for n, s in zip(new, state, strict=True)]
         for variable in self.metrics or ():
-            # By default what the replicas added to a metric is added up.
+            # By default the replicas' additions to a metric are summed.
             if variable not in step.notes.metric_rules:
                 step.notes.metric_rules[variable] = metric_rules.SUM
         after = IdentityMap(zip(variables, new, strict=True))
         flat, structure = jax.tree.flatten(outputs)
-        results = [step_logs.current_result(step, out, after) for out in flat]
-        return replica_merge.called(
+        results = [step_logs.find_result(step, out, after) for out in flat]
+        return replica_merge.make_branch_result(
             step,
             variables,
             (state, new),
@@ -250,9 +250,7 @@ class _OneReplica:
         )
 
 
-def _grouped(
-    values: list[Any], like: Sequence[Sequence[Any]]
-) -> list[list[Any]]:
-    """Returns values in groups of as many as those of another nest."""
+def _group(values: list[Any], like: Sequence[Sequence[Any]]) -> list[list[Any]]:
+    """Groups values like those of another nest."""
     rest = iter(values)
     return [list(itertools.islice(rest, len(group))) for group in like]

@@ -1,4 +1,4 @@
-"""Models that are made without values, and given them later."""
+"""Models that are created without values, and may get them later."""
 
 import contextlib
 import functools
@@ -20,7 +20,7 @@ from keras_strategies.keras_bridge.variables.abstract_variables import (
     is_creating_abstract,
     make_abstract,
     make_real,
-    shapes_alone,
+    shapes_only,
     slots_of,
 )
 from keras_strategies.keras_bridge.variables.variable_creator import (
@@ -31,28 +31,28 @@ from keras_strategies.keras_bridge.variables.variable_creator import (
 
 _MARK = "_ks_abstract"
 _BY_SHAPES = ("int8", "int4", "float8")
-"""Quantizations whose shapes and dtypes depend on no value."""
+"""Quantizations whose shapes and dtypes do not depend on values."""
 
 
 @contextlib.contextmanager
 def abstract() -> Iterator[None]:
-    """Models and optimizers that are made in the block have no values.
+    """Creates the block's models and optimizers without values.
 
     Their variables take no memory. `strategy.compile_step` and `compile_run`
     compile for them, so that a model that no machine here could hold is
     built in seconds, and measured for the slice that it is meant for.
-    Shapes, dtypes, paths and layouts are those of the model as ever, and so is
-    the program. A variable of up to 64 entries (a seed, a counter, a learning
-    rate) has its value, and so has one that a layer assigns in its `build`
-    without reading others, up to 1 MB, such as positions. The optimizer's
-    slots, and variables that such a model makes later, have none. Holds for
+    Shapes, dtypes, paths, layouts and the program are those of an ordinary
+    model. A variable of up to 64 entries (a seed, a counter, a learning rate)
+    has its value, and so has one of up to 1 MB that a layer assigns in its
+    `build` without reading others, such as positions. The optimizer's slots,
+    and variables that such a model creates later, have no values. Applies to
     this thread.
 
-    What needs values raises RuntimeError, which names the variable:
+    Code that needs values raises RuntimeError, which names the variable:
     `get_weights`, `set_weights`, `load_weights`, `save`, `fit`,
-    `numpy.asarray(variable)`, a pretrained model; also a variable that a step
-    reads and that is no part of its state. `strategy.materialize(model)`
-    gives the model its initial values. Not in tf.
+    `numpy.asarray(variable)`, a pretrained model; also a step that reads a
+    variable outside of its state. `strategy.materialize(model)` gives the
+    model its initial values. Not in tf.
 
     Example:
       ```python
@@ -70,9 +70,13 @@ def abstract() -> Iterator[None]:
         yield
 
 
-def as_made(model: keras.Model) -> contextlib.AbstractContextManager[None]:
-    """In which variables are created as a model's are: without values, if it
-    was made in `abstract`."""
+def creating_like(
+    model: keras.Model,
+) -> contextlib.AbstractContextManager[None]:
+    """Creates the block's variables like a model's.
+
+    They have no values if the model was created in `abstract`.
+    """
     return creating(abstract=hasattr(model, _MARK))
 
 
@@ -88,60 +92,63 @@ def materialize(
       model: The model.
       variables: Its variables, those of its optimizer included.
       mesh: The replicas.
-      distribution: Lays them out.
+      distribution: The distribution that places them.
 
     Raises:
-      ValueError: one was given a value that was not kept.
+      ValueError: if one was assigned a value that was not kept.
     """
-    # Of an optimizer of a loop of one's own, too, which is no part of it.
+    # The slots of a custom loop's optimizer too, which the model does not have.
     slots = [slot for variable in variables for slot in slots_of(variable)]
-    found = {id(variable): variable for variable in (*variables, *slots)}
-    waiting = list(filter(is_abstract, found.values()))
+    by_id = {id(variable): variable for variable in (*variables, *slots)}
+    waiting = list(filter(is_abstract, by_id.values()))
     lost = [v.path for v in waiting if has_lost_value(v)]
     if lost:
         raise ValueError(
-            "An abstract model is given the values of its variables' "
-            f"initializers. Received: {model.name!r}, of which {lost[:8]} were "
-            "assigned others: of more than 1 MB, or made of values that are "
-            "not there, as `quantize` does. Make it without `ks.abstract()`."
+            "The variables of an abstract model must start with the values of "
+            f"their initializers. Received: {model.name!r}, of which "
+            f"{lost[:8]} were assigned other values: of more than 1 MB, or "
+            "computed from missing values, as `quantize` does. Create it "
+            "without `ks.abstract()`."
         )
-    # A model in a model, too: what it makes from now on has values.
+    # Nested models too: variables that they create from now on have values.
     for layer in model._flatten_layers():
         layer.__dict__.pop(_MARK, None)
     with distribution_scope(distribution), creating(abstract=False):
         for variable in waiting:
-            initializer = initial_values.alike(make_real(variable), mesh)
+            initializer = initial_values.make_chief_initializer(
+                make_real(variable), mesh
+            )
             variable._layout = None
             variable._initialize_with_initializer(initializer)
 
 
-def _building(
+def _wrap_build(
     model: keras.Model, build: Callable[..., None]
 ) -> Callable[..., None]:
-    """A model's `build`, or what calls it, also after the block."""
+    """Wraps a model's `build` (or `_maybe_build`) to create no values."""
 
     @functools.wraps(build)
-    def build_as_made(*args: Any, **kwargs: Any) -> None:
-        with as_made(model):
+    def build_like_model(*args: Any, **kwargs: Any) -> None:
+        with creating_like(model):
             build(*args, **kwargs)
         if not hasattr(model, _MARK):
             return
         for variable in model.variables:
-            # In a trace Keras gives it a value only where that ends.
+            # In a trace Keras would give it a value when the trace ends.
             is_waiting = variable._value is None and not is_abstract(variable)
             if is_waiting and math.prod(variable.shape) > MAX_REAL_SIZE:
                 make_abstract(variable, variable._initializer)
 
-    return build_as_made
+    return build_like_model
 
 
-def _quantizing(
+def _wrap_quantize(
     model: keras.Model, quantize: Callable[..., Any]
 ) -> Callable[..., Any]:
-    """A model's `quantize`, by shapes and dtypes."""
+    """Wraps a model's `quantize` to use only shapes and dtypes."""
 
     @functools.wraps(quantize)
-    def quantize_as_made(
+    def quantize_like_model(
         mode: Any = None, config: Any = None, *args: Any, **kwargs: Any
     ) -> Any:
         if not hasattr(model, _MARK):
@@ -150,18 +157,18 @@ def _quantizing(
         if name not in _BY_SHAPES:
             raise ValueError(
                 "A model that was made in `ks.abstract()` has no values to "
-                f"calibrate by. Received: quantize({name!r}) of "
+                f"calibrate with. Received: quantize({name!r}) of "
                 f"{model.name!r}. Choose one of {', '.join(_BY_SHAPES)}, or "
-                "make it without `ks.abstract()`."
+                "create it without `ks.abstract()`."
             )
-        with shapes_alone():
+        with shapes_only():
             return quantize(mode, config, *args, **kwargs)
 
-    return quantize_as_made
+    return quantize_like_model
 
 
-def _marking(original: Callable[..., None]) -> Callable[..., None]:
-    """Marks the models of the block: what they make later has no values."""
+def _wrap_init(original: Callable[..., None]) -> Callable[..., None]:
+    """Wraps `__init__` to mark the block's models, which stay abstract."""
 
     @functools.wraps(original)
     def init(model: keras.Model, *args: Any, **kwargs: Any) -> None:
@@ -170,9 +177,9 @@ def _marking(original: Callable[..., None]) -> Callable[..., None]:
             return
         of_model = {
             _MARK: True,
-            "build": _building(model, model.build),
-            "_maybe_build": _building(model, model._maybe_build),
-            "quantize": _quantizing(model, model.quantize),
+            "build": _wrap_build(model, model.build),
+            "_maybe_build": _wrap_build(model, model._maybe_build),
+            "quantize": _wrap_quantize(model, model.quantize),
         }
         for name, value in of_model.items():
             object.__setattr__(model, name, value)
@@ -180,4 +187,4 @@ def _marking(original: Callable[..., None]) -> Callable[..., None]:
     return init
 
 
-_patches = Patches(lambda: [(TRAINER, "__init__", _marking)])
+_patches = Patches(lambda: [(TRAINER, "__init__", _wrap_init)])

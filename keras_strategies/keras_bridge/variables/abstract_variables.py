@@ -1,9 +1,9 @@
-"""Variables without values, of models that are only compiled.
+"""Variables without values, for models that are only compiled.
 
-A variable that is made from an initializer stays uninitialized, as Keras's own
-are in a StatelessScope. Keras reads zeros of it while it infers shapes, in
-traces, where they cost nothing; and the value that a step's state has. Any
-other read raises: in a trace it would be a constant of zeros.
+A variable with an initializer stays uninitialized, like Keras's variables in a
+StatelessScope. It reads as zeros while Keras infers shapes, in traces, where
+zeros cost nothing; in a step it reads as the value in the state. Any other
+read raises: in a trace it would become a constant of zeros.
 """
 
 import contextlib
@@ -34,11 +34,10 @@ if TYPE_CHECKING:
     from numpy.typing import DTypeLike
 
 MAX_REAL_SIZE = 64
-"""Entries of the largest variables that have values as ever: seeds, counters,
-learning rates."""
+"""The most entries of a variable that still gets a value, such as a seed."""
 
 MAX_GIVEN_BYTES = 2**20
-"""Bytes of the largest values that are kept where a layer computes them."""
+"""The most bytes of a value that is kept when a layer assigns it."""
 
 _LAYER = "_ks_layer"
 _LOST = "_ks_lost_value"
@@ -47,8 +46,8 @@ _SLOTS = "_ks_abstract_slots"
 
 class _Thread(threading.local):
     is_abstract = False
-    # Whether no variable is real, not even a small one.
-    is_shapes_alone = False
+    # Whether even small variables get no values.
+    is_shapes_only = False
     is_inferring = False
 
 
@@ -56,11 +55,11 @@ _thread = _Thread()
 
 
 class AbstractVariable(keras.Variable):
-    """A variable that has a shape and no value; made by `make_abstract`."""
+    """A variable with a shape and without a value; see `make_abstract`."""
 
     @property
     def value(self) -> Array:
-        """The value that a step's state has; zeros for Keras's shapes.
+        """The value in a step's state; zeros while shapes are inferred.
 
         Returns:
           An array of the variable's shape.
@@ -76,14 +75,14 @@ class AbstractVariable(keras.Variable):
         raise RuntimeError(_message(self, in_step=scope is not None))
 
     def __array__(self, dtype: "DTypeLike | None" = None) -> np.ndarray:
-        """The value; zeros that take no memory where shapes alone count."""
-        if not _thread.is_shapes_alone:
+        """Returns the value; in `shapes_only` zeros that take no memory."""
+        if not _thread.is_shapes_only:
             return super().__array__(dtype)
         zero = np.zeros((), dtype or jax.numpy.dtype(self._dtype))
         return np.broadcast_to(zero, self.shape)
 
     def assign(self, value: Array) -> Array:
-        """Writes in a step's state, or what a layer that is built computes.
+        """Writes to a step's state, or makes the variable real with the value.
 
         Returns:
           The value, in the variable's dtype.
@@ -93,7 +92,7 @@ class AbstractVariable(keras.Variable):
         if not _thread.is_abstract:
             raise RuntimeError(_message(self, in_step=False))
         value = self._convert_to_tensor(value, dtype=self._dtype)
-        if _thread.is_shapes_alone or value.nbytes > MAX_GIVEN_BYTES:
+        if _thread.is_shapes_only or value.nbytes > MAX_GIVEN_BYTES:
             setattr(self, _LOST, True)
             return value
         if tuple(value.shape) == tuple(self.shape):
@@ -101,17 +100,17 @@ class AbstractVariable(keras.Variable):
         return keras.Variable.assign(self, value)
 
     def _deferred_initialize(self) -> None:
-        """Keras's StatelessScope has ended: there is still no value."""
+        """Sets only the layout: Keras would create the value here."""
         self._initialize_layout()
 
 
 def is_abstract(variable: object) -> bool:
-    """Whether a variable has no value."""
+    """Returns whether a variable has no value."""
     return isinstance(variable, AbstractVariable)
 
 
 def has_lost_value(variable: object) -> bool:
-    """Whether an abstract variable was given a value that was not kept."""
+    """Returns whether a value assigned to an abstract variable was dropped."""
     return getattr(variable, _LOST, False)
 
 
@@ -122,18 +121,18 @@ def creating_layer() -> Any:
 
 
 def is_creating_abstract() -> bool:
-    """Whether variables that are created now have no values."""
+    """Returns whether variables that are created now have no values."""
     return _thread.is_abstract
 
 
 def make_abstract(
     variable: keras.Variable, initializer: Callable[..., Any] | None
 ) -> None:
-    """Makes a variable one without a value.
+    """Makes a variable abstract.
 
     Args:
-      variable: One that is new.
-      initializer: What gives it a value where it is made real.
+      variable: A new variable.
+      initializer: The initializer of its value, for when it is made real.
     """
     make_plain(variable)
     variable._value, variable._initializer = None, initializer
@@ -141,7 +140,7 @@ def make_abstract(
 
 
 def make_real(variable: keras.Variable) -> Callable[..., Any] | None:
-    """Makes an abstract variable one of Keras's, which must be given a value.
+    """Makes an abstract variable a plain one, which must then get a value.
 
     Returns:
       The initializer that it was created with.
@@ -150,20 +149,20 @@ def make_real(variable: keras.Variable) -> Callable[..., Any] | None:
     variable.__class__ = keras.Variable
     for name in (_LAYER, _LOST, _SLOTS):
         variable.__dict__.pop(name, None)
-    held = placement_of(variable)
-    if held is not None:
-        make_sharded(variable, held.mesh)
+    placement = placement_of(variable)
+    if placement is not None:
+        make_sharded(variable, placement.mesh)
     return initializer
 
 
 def note_slot(weight: keras.Variable, slot: keras.Variable) -> None:
-    """Notes an optimizer's slot that has no value, as its weight has none."""
+    """Notes an abstract optimizer slot of an abstract weight."""
     slots = weight.__dict__.setdefault(_SLOTS, [])
     slots.append(weakref.ref(slot))
 
 
 def slots_of(weight: keras.Variable) -> list[keras.Variable]:
-    """The slots that were noted, of whatever optimizers there still are."""
+    """Returns the noted slots of a weight that are still alive."""
     slots = [slot() for slot in weight.__dict__.get(_SLOTS, ())]
     return [slot for slot in slots if slot is not None]
 
@@ -177,10 +176,10 @@ def refuse_abstract(variables: Iterable[keras.Variable]) -> None:
 
 @contextlib.contextmanager
 def creating(*, abstract: bool) -> Iterator[None]:
-    """In which this thread's variables are created without values, or with.
+    """Creates the block's variables without values, or with. For this thread.
 
     Args:
-      abstract: Whether they are without.
+      abstract: Whether to create them without values.
     """
     patched = _patches.hold() if abstract else contextlib.nullcontext()
     with patched, temporary_attribute(_thread, "is_abstract", abstract):
@@ -189,19 +188,21 @@ def creating(*, abstract: bool) -> Iterator[None]:
 
 @contextlib.contextmanager
 def inferring_shapes() -> Iterator[None]:
-    """In which abstract variables read as zeros, for a trace of shapes."""
+    """Reads abstract variables as zeros in the block, to trace shapes."""
     with temporary_attribute(_thread, "is_inferring", True):
         yield
 
 
 @contextlib.contextmanager
-def shapes_alone() -> Iterator[None]:
-    """In which abstract variables read as zeros, and what is computed of them
-    becomes no variable's value."""
+def shapes_only() -> Iterator[None]:
+    """Computes only shapes in the block.
+
+    Abstract variables read as zeros, and variables keep no computed values.
+    """
     with (
         creating(abstract=True),
         inferring_shapes(),
-        temporary_attribute(_thread, "is_shapes_alone", True),
+        temporary_attribute(_thread, "is_shapes_only", True),
     ):
         yield
 
@@ -213,27 +214,27 @@ def _message(variable: keras.Variable, *, in_step: bool) -> str:
         received += f", of layer {layer}"
     if in_step:
         return (
-            "A variable that was made in `ks.abstract()` has no value but the "
-            "one that a step's state gives it. Received: a step that reads "
-            f"{received}, which is no part of its state, and would be zeros. "
-            "Make its layer an attribute of the model or of one of its "
-            "layers, or create it outside of `ks.abstract()`."
+            "A step must read a variable that was made in `ks.abstract()` from "
+            f"its state. Received: a step that reads {received}, which is not "
+            "in its state, and would be zeros. Make its layer an attribute of "
+            "the model or of one of its layers, or create it outside of "
+            "`ks.abstract()`."
         )
     return (
         "A variable that was made in `ks.abstract()` has a shape and no value. "
-        f"Received: a read or write of {received}. Compile for the model by "
+        f"Received: a read or write of {received}. Compile for the model with "
         "`strategy.compile_step(model, batch)`, which needs no values; or "
-        "give it initial values by `strategy.materialize(model)`."
+        "give it initial values with `strategy.materialize(model)`."
     )
 
 
-def _leaving_out(original: Callable[..., None]) -> Callable[..., None]:
+def _wrap_initialize(original: Callable[..., None]) -> Callable[..., None]:
     @functools.wraps(original)
     def initialize(
         variable: keras.Variable, initializer: Callable[..., Any]
     ) -> None:
         is_small = math.prod(variable.shape) <= MAX_REAL_SIZE
-        is_real = is_small and not _thread.is_shapes_alone
+        is_real = is_small and not _thread.is_shapes_only
         if not _thread.is_abstract or is_real:
             original(variable, initializer)
         else:
@@ -242,11 +243,13 @@ def _leaving_out(original: Callable[..., None]) -> Callable[..., None]:
     return initialize
 
 
-def _keeping_small(original: Callable[..., None]) -> Callable[..., None]:
+def _wrap_initialize_with_value(
+    original: Callable[..., None],
+) -> Callable[..., None]:
     @functools.wraps(original)
     def initialize(variable: keras.Variable, value: Array) -> None:
         size = math.prod(value.shape) * np.dtype(value.dtype).itemsize
-        is_kept = size <= MAX_GIVEN_BYTES and not _thread.is_shapes_alone
+        is_kept = size <= MAX_GIVEN_BYTES and not _thread.is_shapes_only
         if not _thread.is_abstract or is_kept:
             original(variable, value)
             return
@@ -260,7 +263,7 @@ def _keeping_small(original: Callable[..., None]) -> Callable[..., None]:
 def _leave_out(
     variable: keras.Variable, initializer: Callable[..., Any] | None
 ) -> None:
-    """Makes a new variable abstract, and notes its layer for errors."""
+    """Makes a new variable abstract, and notes its layer for messages."""
     variable._initialize_layout()
     make_abstract(variable, initializer)
     layer = creating_layer()
@@ -271,7 +274,7 @@ def _leave_out(
 
 _patches = Patches(
     lambda: [
-        (keras.Variable, "_initialize_with_initializer", _leaving_out),
-        (keras.Variable, "_initialize", _keeping_small),
+        (keras.Variable, "_initialize_with_initializer", _wrap_initialize),
+        (keras.Variable, "_initialize", _wrap_initialize_with_value),
     ]
 )

@@ -1,6 +1,6 @@
-"""The dimensions that variables are divided along, the same in all processes.
+"""The dimensions along which variables are sharded, equal in all processes.
 
-Processes that divide a variable differently would place parts of different
+Processes that shard a variable differently would place parts of different
 shapes, and wait for each other in different programs.
 """
 
@@ -21,11 +21,11 @@ from keras_strategies.keras_bridge.variables.partitioners import (
 
 _DIVIDING = "dividing variables"
 _CURE = (
-    "Give all processes the same `variable_partitioner`, whose answer depends "
-    "on a variable's path, shape and dtype alone."
+    "Pass the same `variable_partitioner` in all processes; its result must "
+    "depend only on a variable's path, shape and dtype."
 )
 _MAX_ERROR = 500
-# Of each variable its path, its shape and the dimension.
+# An answer is a variable's path, shape and dimension.
 _FORM = message_forms.Either(
     (
         {"error": str},
@@ -34,41 +34,41 @@ _FORM = message_forms.Either(
 )
 
 
-def dimensions_of(
+def choose_dimensions(
     partitioner: Partitioner,
     variables: Sequence[keras.Variable],
     over_cores: Sequence[Any],
 ) -> list[Dimension]:
-    """What a partitioner says of variables; see `Partitioner.dimension`."""
+    """Returns a partitioner's dimensions for variables."""
     return [
-        partitioner.dimension(v.path, tuple(v.shape), v.dtype, axes)
+        partitioner.choose_dimension(v.path, tuple(v.shape), v.dtype, axes)
         for v, axes in zip(variables, over_cores, strict=True)
     ]
 
 
-def agreed_dimensions(
+def agree_on_dimensions(
     partitioner: Partitioner,
     mesh: ReplicaMesh,
     variables: Sequence[keras.Variable],
     over_cores: Sequence[Any],
 ) -> list[Dimension]:
-    """As `dimensions_of`, for replicas of several processes. Collective.
+    """Returns the dimensions after comparing all processes'. Collective.
 
     Args:
       partitioner: The partitioner.
       mesh: The replicas.
-      variables: Of the same shapes in all processes.
-      over_cores: Of each, see `Partitioner.dimension`.
+      variables: Variables of the same shapes in all processes.
+      over_cores: The axes of each, as in `Partitioner.choose_dimension`.
 
     Raises:
-      ValueError: processes divide a variable differently; all raise.
-      RuntimeError: another process's partitioner raised.
+      ValueError: if processes shard a variable differently; all raise.
+      RuntimeError: if another process's partitioner raised.
     """
     dims: list[Dimension] = []
     error: Exception | None = None
     name = f"{partitioner.name} over {partitioner.shards}"
     try:
-        dims = dimensions_of(partitioner, variables, over_cores)
+        dims = choose_dimensions(partitioner, variables, over_cores)
         answers = [
             [variable.path, list(variable.shape), dim]
             for variable, dim in zip(variables, dims, strict=True)
@@ -85,21 +85,21 @@ def agreed_dimensions(
     received = message_forms.read_messages(
         texts, _FORM, processes=mesh.processes, about=_DIVIDING
     )
-    what = "Asking `variable_partitioner`"
-    raise_everywhere(mesh, what, received, error, cure=_CURE)
-    shown = _differing(received)
+    action = "Calling `variable_partitioner`"
+    raise_everywhere(mesh, action, received, error, cure=_CURE)
+    shown = _find_difference(received)
     if shown:
         raise ValueError(
-            "All processes must divide variables alike. Received: "
+            "All processes must divide variables in the same way. Received: "
             f"{list_values(mesh, shown)}. {_CURE}"
         )
     return dims
 
 
-def _differing(received: list[dict[str, Any]]) -> list[str]:
-    """What each process has said where they differ first; nothing: they agree.
+def _find_difference(received: list[dict[str, Any]]) -> list[str]:
+    """Describes the first difference, by process; empty if all agree.
 
-    Paths may differ: they have numbers of what a process has made before.
+    Paths may differ: their numbers count the layers that a process has made.
     """
     names = [message["partitioner"] for message in received]
     if len(set(names)) > 1:
@@ -111,7 +111,7 @@ def _differing(received: list[dict[str, Any]]) -> list[str]:
     for column in columns:
         if any(answer[1:] != column[0][1:] for answer in column):
             return [
-                f"{'whole' if dim is None else f'dimension {dim}'} of "
+                f"{'no dimension' if dim is None else f'dimension {dim}'} of "
                 f"{path!r}, shape {tuple(shape)}"
                 for path, shape, dim in column
             ]

@@ -1,4 +1,4 @@
-"""Variables that a function creates on its first call, and those of a fit."""
+"""Variables that are created in a trace, and those of a running fit."""
 
 import contextlib
 import weakref
@@ -17,14 +17,14 @@ from keras_strategies.keras_bridge.variables.variable_creator import (
 )
 
 models_in_loops: "weakref.WeakSet[keras.Model]" = weakref.WeakSet()
-"""Models whose variables one of Keras's loops has taken the values of."""
+"""Models in a Keras loop, which has taken the values of their variables."""
 
 
 @contextlib.contextmanager
-def deferred() -> Iterator[None]:
-    """Lets variables be created in a trace: they get their values after it.
+def defer_creation() -> Iterator[None]:
+    """Lets a trace create variables, which get their values after it.
 
-    Keras defers those that have an initializer; a value is made one.
+    Keras defers variables that have an initializer, so a value becomes one.
     """
 
     def create(
@@ -47,10 +47,10 @@ def deferred() -> Iterator[None]:
 
 
 def sync_fits(variables: Sequence[keras.Variable]) -> None:
-    """Gives variables the values that a running fit has taken from them.
+    """Gives variables back the values that a running fit has taken.
 
     Raises:
-      RuntimeError: one has none, as it was made in `ks.abstract()`.
+      RuntimeError: if one was made in `ks.abstract()` and has no value.
     """
     if any(v._value is None for v in variables):
         sync_all_fits()
@@ -58,7 +58,7 @@ def sync_fits(variables: Sequence[keras.Variable]) -> None:
 
 
 def sync_all_fits() -> None:
-    """Gives all variables the values that running fits have taken."""
+    """Gives all variables back the values that running fits have taken."""
     for model in list(models_in_loops):
         if any(v._value is None for v in model.variables):
             model.jax_state_sync()

@@ -1,7 +1,7 @@
 """Initial values of variables: the chief's, in all processes.
 
-Each process draws the initial values of its variables itself, from a random
-state of its own. Before they are placed, the chief's are sent to all.
+Each process draws the initial values of its variables itself, from a
+process-local random state. Before they are placed, the chief's are sent to all.
 """
 
 import copy
@@ -18,7 +18,7 @@ from keras_strategies._core.jaxprs.traces import is_tracing
 from keras_strategies._core.mesh import ReplicaMesh
 from keras_strategies._types import Array, Shape
 
-# In what JAX raises (tests/multi_process/test_startup.py).
+# A part of JAX's error message (tests/multi_process/test_startup.py).
 _NOT_THE_SAME = "not the same on each process"
 _CONSTANTS = (
     keras.initializers.Zeros,
@@ -28,44 +28,49 @@ _CONSTANTS = (
 
 
 VariableCreator = Callable[..., keras.Variable]
-"""Of the keywords of `keras.Variable`; maybe of the next creator, too."""
+"""A function of `keras.Variable`'s keywords, maybe after the next creator."""
 
 
 def create(
     mesh: ReplicaMesh, next_creator: VariableCreator, **kwargs: Any
 ) -> keras.Variable:
-    """A variable creator: initializers give the chief's value.
+    """Creates a variable with the chief's value; a variable creator.
 
     Raises:
-      ValueError: a number or an array that differs from the chief's.
+      ValueError: if its number or array differs from the chief's.
     """
     if kwargs.get("layout") is None:
-        kwargs |= {"initializer": alike(kwargs.get("initializer"), mesh)}
+        kwargs |= {
+            "initializer": make_chief_initializer(
+                kwargs.get("initializer"), mesh
+            )
+        }
     try:
         return next_creator(**kwargs)
     except AssertionError as error:
-        # JAX's `device_put` compares what it is to spread over processes.
+        # JAX's `device_put` compares the values that it puts on the devices
+        # of several processes.
         if _NOT_THE_SAME not in str(error):
             raise
         raise ValueError(
             "All processes must create a variable with the same value. "
             f"Received: {kwargs.get('initializer')!r} for variable "
             f"{kwargs.get('name')!r} in process {jax.process_index()}, and "
-            "another value in another process. Give it the same number (a "
+            "another value in another process. Pass the same number (a "
             "learning rate, for example) everywhere, or a function of "
             "(shape, dtype): the chief's result is sent to all."
         ) from error
 
 
-def alike(initializer: Any, mesh: ReplicaMesh) -> Any:
-    """An initializer that gives the chief's value on all processes.
+def make_chief_initializer(initializer: Any, mesh: ReplicaMesh) -> Any:
+    """Makes an initializer that returns the chief's value in all processes.
 
     Args:
-      initializer: A function, a name of Keras's, or a value, which stays.
+      initializer: A function, the name of a Keras initializer, or a value.
       mesh: The replicas.
 
     Returns:
-      A function of shape and dtype, or the value as given.
+      A function of shape and dtype; or `initializer`, if it is a value.
     """
     if mesh.num_processes == 1:
         return initializer
@@ -80,10 +85,10 @@ def alike(initializer: Any, mesh: ReplicaMesh) -> Any:
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class _FromChief:
-    """An initializer that gives the chief's value on all processes.
+    """An initializer that returns the chief's value in all processes.
 
     Attributes:
-      initializer: Gives this process's value.
+      initializer: The initializer of this process's value.
       mesh: The replicas.
     """
 
@@ -96,18 +101,19 @@ class _FromChief:
         if not is_tracing():
             value = self.initializer(shape, dtype=dtype, **kwargs)
             return broadcast([value], self.mesh)[0]
-        # Keras compiles it, for a large variable: all processes must trace the
-        # same, and none need hold the value.
+        # Keras compiles the initializer of a large variable. All processes
+        # must trace the same program, in which none need hold the value: so
+        # the chief sends only the seed, if there is one.
         seed = getattr(self.initializer, "seed", None)
         if isinstance(seed, int):
-            alike = copy.copy(self.initializer)
-            alike.seed = int(self._of_chief(np.int64(seed)))
-            return alike(shape, dtype=dtype, **kwargs)
+            seeded = copy.copy(self.initializer)
+            seeded.seed = int(self._read_chief_value(np.int64(seed)))
+            return seeded(shape, dtype=dtype, **kwargs)
         with jax.ensure_compile_time_eval():
             value = self.initializer(shape, dtype=dtype, **kwargs)
-        return jax.numpy.asarray(self._of_chief(value))
+        return jax.numpy.asarray(self._read_chief_value(value))
 
-    def _of_chief(self, value: Array) -> np.ndarray:
+    def _read_chief_value(self, value: Array) -> np.ndarray:
         with jax.ensure_compile_time_eval():
             (array,) = broadcast([value], self.mesh)
             return np.asarray(array.addressable_data(0))

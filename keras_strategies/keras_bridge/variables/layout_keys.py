@@ -15,10 +15,10 @@ class LayoutKeys:
     """The keys of a strategy's `layout_map` that have matched nothing yet.
 
     Args:
-      keys: Paths of variables, or regular expressions for whole paths.
+      keys: Paths of variables, or regular expressions for full paths.
 
     Raises:
-      ValueError: a key is neither.
+      ValueError: if a key is neither.
     """
 
     def __init__(self, keys: Iterable[Any]) -> None:
@@ -32,10 +32,10 @@ class LayoutKeys:
         """Warns once about each key that no variable has matched so far.
 
         Args:
-          variables: All of the strategy's, before a step.
+          variables: All variables of the strategy, before a step.
 
         Raises:
-          ValueError: no key has matched a path, or a part of one.
+          ValueError: if no key has matched a path, or a part of one.
         """
         divisible = [v for v in variables if v.shape]
         paths = [v.path for v in divisible]
@@ -43,16 +43,16 @@ class LayoutKeys:
             return
         unmatched = [k for k in self._unmatched if not _is_key_of(k, paths)]
         self._has_matched |= len(unmatched) < len(self._unmatched)
-        has_part = any(_with_part(key, paths) for key in unmatched)
-        # Of a weight's slots the weight is enough.
+        has_part = any(_find_partial_matches(key, paths) for key in unmatched)
+        # Weights suffice as examples: slots are placed like their weights.
         weights = [v.path for v in divisible if v.trainable] or paths
-        shown = _shown(unmatched, list(dict.fromkeys(weights)))
+        shown = _describe_keys(unmatched, list(dict.fromkeys(weights)))
         if not self._has_matched and not has_part:
             raise ValueError(
                 "A key of `layout_map` must match the whole path of a "
-                "variable. Received: keys that match none, so that the cores "
-                f"would divide no variable: {shown}. Change the keys, or "
-                "leave `layout_map` out."
+                "variable. Received: keys that match none, so that no "
+                f"variable would be divided over cores: {shown}. Change the "
+                "keys, or leave `layout_map` out."
             )
         self._unmatched = []
         if unmatched:
@@ -69,18 +69,18 @@ def _is_key_of(key: str, paths: list[str]) -> bool:
     return any(key == path or re.fullmatch(key, path) for path in paths)
 
 
-def _with_part(key: str, paths: list[str]) -> list[str]:
-    """The paths of which a key matches a part, as Keras's own maps do."""
+def _find_partial_matches(key: str, paths: list[str]) -> list[str]:
+    """Returns the paths that a key matches in part, as in Keras's maps."""
     return [path for path in paths if re.search(key, path)]
 
 
-def _shown(keys: list[str], paths: list[str]) -> str:
-    """The keys, each with the paths that are most like it."""
+def _describe_keys(keys: list[str], paths: list[str]) -> str:
+    """Describes keys, each with the paths that are most like it."""
     shown = []
     for key in keys:
-        # Without what regular expressions have and paths have not.
+        # Drops the characters of regular expressions that paths do not have.
         words = re.sub(r"[^\w/]+", "", key)
-        near = _with_part(key, paths) or difflib.get_close_matches(
+        near = _find_partial_matches(key, paths) or difflib.get_close_matches(
             words, paths, _MAX_NEAR, 0.0
         )
         names = ", ".join(map(repr, near[:_MAX_NEAR]))
@@ -93,7 +93,7 @@ def _check_key(key: str) -> None:
         re.compile(key)
     except (TypeError, re.error) as error:
         raise ValueError(
-            "A key of `layout_map` is a variable's path or a regular "
+            "A key of `layout_map` must be a variable's path or a regular "
             f"expression. Received: {key!r} ({error}). Write for example "
             "'.*/kernel'."
         ) from error

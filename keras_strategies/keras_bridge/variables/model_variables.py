@@ -1,4 +1,4 @@
-"""The variables of a model and of what it is compiled with."""
+"""The variables of a model, its optimizers, metrics and losses."""
 
 from collections.abc import Iterable
 from typing import Any
@@ -7,24 +7,24 @@ import keras
 
 
 def all_variables(model: keras.Model) -> list[keras.Variable]:
-    """Every variable of a model, its optimizers, metrics and losses."""
-    found: dict[int, keras.Variable] = {}
+    """Returns every variable of a model, its optimizers, metrics and losses."""
+    by_id: dict[int, keras.Variable] = {}
     owners: list[Any] = [model, *model.metrics]
     for layer in model._flatten_layers():
-        owners += _optimizers(vars(layer).values())
+        owners += _find_optimizers(vars(layer).values())
     for owner in owners:
-        found |= {id(v): v for v in owner.variables}
-    found |= {id(v): v for v in model.metrics_variables}
-    return list(found.values())
+        by_id |= {id(v): v for v in owner.variables}
+    by_id |= {id(v): v for v in model.metrics_variables}
+    return list(by_id.values())
 
 
-def _optimizers(values: Iterable[Any]) -> list[keras.optimizers.Optimizer]:
+def _find_optimizers(values: Iterable[Any]) -> list[keras.optimizers.Optimizer]:
     found = []
     for value in values:
         if isinstance(value, keras.optimizers.Optimizer):
             found.append(value)
         elif isinstance(value, list | tuple):
-            found += _optimizers(value)
+            found += _find_optimizers(value)
         elif isinstance(value, dict):
-            found += _optimizers(value.values())
+            found += _find_optimizers(value.values())
     return found

@@ -1,7 +1,7 @@
 """Current values of a model's optimizer, also during fit.
 
-Keras's loop takes the values out of the variables. Setting them all back for
-the sake of one number would cost more than a small step.
+Keras's loop takes the values out of the variables. Putting all of them back to
+read one number would cost more than a small step.
 """
 
 from collections.abc import Sequence
@@ -14,44 +14,46 @@ import numpy as np
 from keras_strategies._types import Array
 
 
-def learning_rates(model: keras.Model) -> dict[str, float]:
-    """The learning rates of the step that comes next.
+def read_learning_rates(model: keras.Model) -> dict[str, float]:
+    """Returns the learning rates of the next step.
 
-    Nothing is computed on the strategy's devices, so one process may ask.
+    Nothing is computed on the strategy's devices, so one process may call it.
 
     Args:
       model: A compiled model, in a fit or not.
 
     Returns:
       {"learning_rate": rate}; {"learning_rate/0": ..., "learning_rate/1":
-      ...} of a MultiOptimizer; nothing where there is no optimizer of Keras,
-      or its rate is no number.
+      ...} of a MultiOptimizer; an empty dict without a Keras optimizer, or if
+      its rate is not a scalar.
     """
-    optimizer = _innermost(model)
+    optimizer = _unwrap_optimizer(model)
     if optimizer is None:
         return {}
     if isinstance(optimizer, keras.optimizers.MultiOptimizer):
         parts = enumerate(optimizer.optimizers)
-        asked = {f"learning_rate/{k}": part for k, part in parts}
+        optimizers = {f"learning_rate/{k}": part for k, part in parts}
     else:
-        asked = {"learning_rate": optimizer}
-    rates = {name: _rate(model, one) for name, one in asked.items()}
+        optimizers = {"learning_rate": optimizer}
+    rates = {
+        name: _compute_rate(model, one) for name, one in optimizers.items()
+    }
     return {n: float(rate) for n, rate in rates.items() if np.ndim(rate) == 0}
 
 
-def steps_of_optimizer(model: keras.Model) -> int:
-    """How many train steps the model's optimizer has taken part in.
+def count_optimizer_steps(model: keras.Model) -> int:
+    """Returns the number of train steps of the model's optimizer.
 
-    Steps that accumulate gradients count; those that loss scaling leaves out
-    do not. 0 where there is no optimizer of Keras.
+    Steps that accumulate gradients count; those that loss scaling skips do
+    not. 0 without a Keras optimizer.
     """
-    optimizer = _innermost(model)
+    optimizer = _unwrap_optimizer(model)
     if optimizer is None:
         return 0
-    return int(_present(model, [optimizer._iterations])[0])
+    return int(_read_values(model, [optimizer._iterations])[0])
 
 
-def _innermost(model: keras.Model) -> keras.optimizers.Optimizer | None:
+def _unwrap_optimizer(model: keras.Model) -> keras.optimizers.Optimizer | None:
     optimizer = model.optimizer
     if isinstance(optimizer, keras.optimizers.LossScaleOptimizer):
         optimizer = optimizer.inner_optimizer
@@ -59,25 +61,28 @@ def _innermost(model: keras.Model) -> keras.optimizers.Optimizer | None:
     return optimizer if is_known else None
 
 
-def _rate(model: keras.Model, optimizer: keras.optimizers.Optimizer) -> Array:
+def _compute_rate(
+    model: keras.Model, optimizer: keras.optimizers.Optimizer
+) -> Array:
     rate = optimizer._learning_rate
     if isinstance(rate, keras.Variable):
-        return _present(model, [rate])[0]
-    # A schedule computes it of the optimizer's step; a function may of others.
+        return _read_values(model, [rate])[0]
+    # A schedule computes the rate from the optimizer's step; a function may
+    # read its other scalars.
     scalars = [v for v in model.optimizer.variables if v.shape == ()]
-    values = _present(model, scalars)
+    values = _read_values(model, scalars)
     with keras.StatelessScope(list(zip(scalars, values, strict=True))):
         return keras.ops.convert_to_numpy(optimizer.learning_rate)
 
 
-def _present(
+def _read_values(
     model: keras.Model, variables: Sequence[keras.Variable]
 ) -> list[Any]:
-    """The values of variables of the model's optimizer, on the host."""
+    """Reads current values of the model's optimizer, on the host."""
     values: Any = [v._value for v in variables]
     state = getattr(model, "_jax_state", None) or {}
     if "optimizer_variables" in state and not model._jax_state_synced:
         places = {id(v): k for k, v in enumerate(model.optimizer.variables)}
-        held = state["optimizer_variables"]
-        values = [held[places[id(v)]] for v in variables]
+        current = state["optimizer_variables"]
+        values = [current[places[id(v)]] for v in variables]
     return jax.device_get(values)

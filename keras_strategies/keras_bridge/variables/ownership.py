@@ -1,4 +1,4 @@
-"""Ownership of arrays: which a step may take in place."""
+"""Ownership of arrays: which ones a step may update in place."""
 
 import sys
 import weakref
@@ -16,38 +16,40 @@ from keras_strategies._core.mesh import (
 from keras_strategies.keras_bridge.step_context import Group
 from keras_strategies.keras_bridge.variables.shardings import sharding_of
 
-Made = dict[int, "weakref.ref[Any]"]
-"""Group that steps returned, weakly and by id: no one shares their buffers."""
+Owned = dict[int, "weakref.ref[Any]"]
+"""Weak references, by id, to arrays that steps returned: no other array shares
+their buffers."""
 
 
-def own(
+def take_ownership(
     group: Group,
     variables: Sequence[keras.Variable],
     holders: Sequence[Group],
-    made: Made | None,
+    owned: Owned | None,
     mesh: ReplicaMesh,
     *,
     donate: bool,
 ) -> None:
-    """Makes a group's arrays ones that a step may take, in place.
+    """Replaces arrays of a group that a step may not update in place.
 
-    An array that lies elsewhere is moved. Of a group that the step donates,
-    one that somebody else holds (a user's `v.value`, a target network after
-    `assign`, a second variable) is copied, and so is one that no step of
-    ours returned: moving a user's array to the devices, which `assign` does,
-    shares its buffer. jaxlib crashes on a buffer that is donated twice.
+    An array with another sharding is moved. If the step donates the group, an
+    array with another holder (a user's `v.value`, a target network after
+    `assign`, a second variable) is copied. So is one that no step returned:
+    moving a user's array to the devices, as `assign` does, shares its buffer.
+    jaxlib crashes if a buffer is donated twice.
 
     Args:
-      group: The values of variables.
+      group: The values of variables; changed in place.
       variables: The variables.
-      holders: Lists of Keras and ours that may hold the same arrays and
-        never read them again.
-      made: Group that steps returned in earlier loops, or None where even
+      holders: Lists, of Keras and of this package, that may hold the same
+        arrays and never read them again.
+      owned: Arrays that steps returned in earlier loops, or None if even
         those may share their buffers.
-      mesh: The replicas, where every array must lie.
+      mesh: The replicas, on whose devices every array must be.
       donate: Whether the step donates the group.
     """
-    alone = _count_references([object()])[0]
+    # The references that `_count_references` adds itself.
+    baseline = _count_references([object()])[0]
     counts = _count_references(group) if donate else []
     pointers: set[int] = set()
     for i, variable in enumerate(variables):
@@ -56,11 +58,13 @@ def own(
             value = copy_with_sharding(value, sharding)
         elif donate:
             known = sum(i < len(h) and h[i] is value for h in holders)
-            is_ours = made is not None and (known or _is_among(value, made))
-            num_others = counts[i] - alone - known
+            is_ours = owned is not None and (known or _is_among(value, owned))
+            num_others = counts[i] - baseline - known
+            # The variable may be a holder too; any other one forbids donation.
             if not is_ours or num_others > (variable._value is value):
                 value = copy_with_sharding(value, sharding)
             elif not known:
+                # Two variables of the group may still share one buffer.
                 pointer = _pointer(value)
                 if pointer in pointers:
                     value = copy_with_sharding(value, sharding)
@@ -69,60 +73,60 @@ def own(
 
 
 _device_sets: set[frozenset[jax.Device]] = set()
-"""The devices of every strategy whose steps took some state."""
+"""The devices of every strategy whose steps have donated their state."""
 
 
 def note_devices(mesh: ReplicaMesh) -> None:
-    """Notes the devices of a strategy whose steps donate what they take."""
+    """Notes the devices of a strategy whose steps donate their state."""
     _device_sets.add(frozenset(mesh.devices))
 
 
 def has_rivals(mesh: ReplicaMesh) -> bool:
-    """Whether another strategy uses some of the devices, and not the same.
+    """Returns whether another strategy has some, but not all, of the devices.
 
     A variable of one that is assigned to the other's then shares its buffers
     on the common devices, which neither array shows.
     """
     if len(_device_sets) < 2:
         return False
-    mine = frozenset(mesh.devices)
-    return any(mine != other and mine & other for other in _device_sets)
+    devices = frozenset(mesh.devices)
+    return any(devices != other and devices & other for other in _device_sets)
 
 
-def are_alone(values: Group, known: Sequence[Any]) -> bool:
-    """Whether a step may take arrays that are held by their variables alone.
+def are_unshared(values: Group, known: Sequence[Any]) -> bool:
+    """Returns whether steps returned the arrays and only variables hold them.
 
     Args:
       values: The arrays, those of variables.
-      known: For each, a weak reference to the array that a step of ours
-        returned for the variable last, or None.
+      known: For each variable, a weak reference to the array that a step last
+        returned for it, or None.
     """
-    alone = _count_references([object()])[0]
+    baseline = _count_references([object()])[0]
     counts = _count_references(values)
     return all(
-        count == alone + 1 and reference is not None and reference() is value
+        count == baseline + 1 and reference is not None and reference() is value
         for count, reference, value in zip(counts, known, values, strict=True)
     )
 
 
-def are(references: list[Any], values: Group) -> bool:
-    """Whether weak references are to these very arrays."""
+def refer_to(references: list[Any], values: Group) -> bool:
+    """Returns whether each weak reference points to the array at its index."""
     return len(references) == len(values) and all(
         reference() is value
         for reference, value in zip(references, values, strict=True)
     )
 
 
-def still_held(made: Made, state: Sequence[Group]) -> Made:
-    """Adds a state's arrays to `made`, without those that are gone."""
-    held = {key: array for key, array in made.items() if array() is not None}
+def update_owned(owned: Owned, state: Sequence[Group]) -> Owned:
+    """Returns the owned arrays that still exist, and those of a state."""
+    owned = {key: array for key, array in owned.items() if array() is not None}
     for group in state:
-        held |= {id(array): weakref.ref(array) for array in group}
-    return held
+        owned |= {id(array): weakref.ref(array) for array in group}
+    return owned
 
 
-def _is_among(array: object, made: Made) -> bool:
-    reference = made.get(id(array))
+def _is_among(array: object, owned: Owned) -> bool:
+    reference = owned.get(id(array))
     return reference is not None and reference() is array
 
 

@@ -1,4 +1,4 @@
-"""Partitioners: which variables the replicas divide, and along what.
+"""Partitioners, which choose the variables to shard and their dimensions.
 
 References:
   - Rajbhandari et al., ZeRO: Memory Optimizations Toward Training Trillion
@@ -19,35 +19,36 @@ from keras_strategies._core.mesh import ReplicaMesh
 from keras_strategies.cluster.checks import check_number
 
 MIN_SIZE = 2**14
-"""Entries of the smallest variable that is divided, if nothing else is said."""
+"""The default number of entries of the smallest variable that is sharded."""
 
 Dimension = int | None
 
 
 @dataclasses.dataclass(frozen=True)
 class FullySharded:
-    """Divides weights, their gradients and the optimizer's slots.
+    """A partitioner that shards weights, their gradients and slots.
 
     For `variable_partitioner` of a strategy: ZeRO-3, or fully sharded data
-    parallelism. A step gathers a weight where a layer reads it, and the
-    numbers are those of whole variables. A variable is divided along its first
-    dimension that `shards` divides, and that a `layout_map` does not divide
-    over a replica's cores.
+    parallelism. A step gathers a weight where a layer reads it, and computes
+    the numbers of replicated variables. A variable is sharded along the first
+    dimension whose size is a multiple of `shards`, and that a `layout_map`
+    does not shard over a replica's cores.
 
     Args:
-      shards: How many replicas divide the variables: they are divided in
-        groups of so many replicas, which follow each other, and every group
-        holds all. None: the replicas of a process, which are close to each
-        other, or all where a process has one; on TPUs those of a slice, or of
-        a box of 64 chips of a large one.
-      min_size: Variables with fewer entries stay whole.
-      reduce_dtype: The float dtype in which gradients of divided variables
-        travel and are summed, such as "bfloat16": half the bytes, and sums
-        that are rounded to its 8 bits. None: the gradients' own.
+      shards: The number of replicas in a group. Consecutive replicas form
+        groups, and each group holds all variables, one shard in each replica.
+        None: the replicas of a process, which are close to each other, or all
+        replicas if each process has one; on TPUs those of a slice, or of a
+        box of 64 chips of a large one.
+      min_size: The least number of entries of a variable that is sharded;
+        smaller ones are replicated.
+      reduce_dtype: The float dtype in which gradients of sharded variables
+        are sent and summed, such as "bfloat16": half the bytes, but sums that
+        are rounded to its 8 bits. None: the dtype of the gradients.
 
     Raises:
-      TypeError, ValueError: they are no numbers of at least 1, or no float
-        dtype.
+      TypeError, ValueError: if `shards` or `min_size` is not an integer of at
+        least 1, or `reduce_dtype` is not a float dtype.
 
     Example:
       ```python
@@ -67,7 +68,7 @@ class FullySharded:
     def __post_init__(self) -> None:
         cure = "Leave it out for all replicas of a process."
         check_number("shards", self.shards, cure, least=1)
-        cure = "Pass 1 to divide all that can be divided."
+        cure = "Pass 1 to shard every variable that can be sharded."
         check_number(
             "min_size", self.min_size, cure, least=1, is_optional=False
         )
@@ -77,10 +78,10 @@ class FullySharded:
 
 @dataclasses.dataclass(frozen=True)
 class SlotsOnly(FullySharded):
-    """Divides the optimizer's slots and the gradients; weights stay whole.
+    """A partitioner that shards gradients and slots; weights are replicated.
 
     For `variable_partitioner` of a strategy: ZeRO-2. A step gathers each
-    weight once, when it was updated.
+    weight once, after its update.
 
     Args:
       shards: See `FullySharded`.
@@ -100,25 +101,25 @@ class SlotsOnly(FullySharded):
 
 
 PartitionerLike = FullySharded | Callable[..., Any]
-"""What strategies take as `variable_partitioner`."""
+"""The types that strategies accept as `variable_partitioner`."""
 
 
 class Partitioner:
-    """A strategy's `variable_partitioner`, for its replicas.
+    """A strategy's `variable_partitioner`, bound to its replicas.
 
     Args:
-      partitioner: `FullySharded`, `SlotsOnly`, or a function: of the path,
-        shape and dtype of a variable, or as tf's of `shape` and `dtype`.
+      partitioner: `FullySharded`, `SlotsOnly`, or a function of a variable's
+        path, shape and dtype, or, as in tf, of `shape` and `dtype`.
       mesh: The strategy's replicas.
 
     Attributes:
-      shards: How many replicas divide a variable.
-      has_replicated_weights: Whether slots alone are divided.
+      shards: The number of replicas that share a variable.
+      has_replicated_weights: Whether only slots are sharded.
       sum_dtype: The dtype in which gradients are summed; None for theirs.
 
     Raises:
-      TypeError: it is no partitioner.
-      ValueError: its shards do not divide the replicas.
+      TypeError: if `partitioner` is not a partitioner.
+      ValueError: if its `shards` do not divide the number of replicas.
     """
 
     def __init__(self, partitioner: PartitionerLike, mesh: ReplicaMesh) -> None:
@@ -134,35 +135,35 @@ class Partitioner:
         self.shards = shards or mesh.shards or default
         if num_replicas % self.shards:
             raise ValueError(
-                "Shards are divided over groups of equally many replicas. "
+                "`shards` must divide the number of replicas. "
                 f"Received: shards={self.shards} of {num_replicas} replicas. "
                 "Choose a number that divides them."
             )
         self._is_named = not isinstance(partitioner, FullySharded) and (
-            _is_of_tf(partitioner)
+            _has_tf_signature(partitioner)
         )
 
-    def dimension(
+    def choose_dimension(
         self,
         path: str,
         shape: tuple[int, ...],
         dtype: str,
         over_cores: Sequence[str | None] = (),
     ) -> Dimension:
-        """The dimension of a variable that is divided; None: whole.
+        """Returns the dimension along which to shard a variable, or None.
 
         Args:
           path: The variable's path.
           shape: Its shape, of any rank.
           dtype: Its dtype.
-          over_cores: For each dimension (or for the first ones) the axis of a
-            replica's cores that divide it, or None.
+          over_cores: For each dimension (or for the first ones) the axis of
+            cores over which it is sharded, or None.
 
         Raises:
-          TypeError: the partitioner returned something else.
-          Exception: what a function of the caller's raises.
-          ValueError: a dimension that is not there, that the shards do not
-            divide, or that a replica's cores divide.
+          TypeError: if the partitioner returned another type.
+          ValueError: if the dimension does not exist, is not a multiple of
+            the shards, or is sharded over a replica's cores.
+          Exception: if a user-defined function raises it.
         """
         if self.shards == 1 or not shape:
             return None
@@ -170,7 +171,7 @@ class Partitioner:
         if isinstance(partitioner, FullySharded):
             if math.prod(shape) < partitioner.min_size:
                 return None
-            return self._first(shape, over_cores)
+            return self._find_first(shape, over_cores)
         try:
             if self._is_named:
                 answer = partitioner(shape=shape, dtype=dtype)
@@ -178,28 +179,28 @@ class Partitioner:
                 answer = partitioner(path, shape, dtype)
         except Exception as error:
             error.add_note(
-                f"`variable_partitioner` was asked about variable {path!r} of "
+                f"`variable_partitioner` was called for variable {path!r} of "
                 f"shape {shape}."
             )
             raise
-        dim = self._checked(answer, path, shape)
+        dim = self._check_answer(answer, path, shape)
         if dim is not None and any(over_cores[dim : dim + 1]):
             raise ValueError(
-                "A dimension is divided over the replicas, or over a replica's "
-                f"cores. Received: {answer!r} for variable {path!r} of shape "
-                f"{shape}, whose dimension {dim} `layout_map` divides over "
-                f"{over_cores[dim]!r}. Return another dimension, or None."
+                "A dimension must not be divided over both the replicas and a "
+                f"replica's cores. Received: {answer!r} for variable {path!r} "
+                f"of shape {shape}, whose dimension {dim} `layout_map` divides "
+                f"over {over_cores[dim]!r}. Return another dimension, or None."
             )
         return dim
 
     @property
     def is_function(self) -> bool:
-        """Whether a function of the caller's says what is divided."""
+        """Whether the partitioner is a user-defined function."""
         return not isinstance(self._partitioner, FullySharded)
 
     @property
     def name(self) -> str:
-        """The partitioner, as its caller wrote it."""
+        """The partitioner's name, with its options but without `shards`."""
         partitioner = self._partitioner
         if isinstance(partitioner, FullySharded):
             dtype = self.sum_dtype
@@ -208,41 +209,44 @@ class Partitioner:
             return f"{type(partitioner).__name__}({size}{rest})"
         return getattr(partitioner, "__name__", type(partitioner).__name__)
 
-    def why_replicated(
+    def explain_replicated(
         self, shape: tuple[int, ...], over_cores: Sequence[Any] = ()
     ) -> tuple[str, str] | None:
-        """Why no replicas divide a variable, in a word and in a line.
+        """Returns why a variable is not sharded: a word, and a sentence.
 
         Args:
-          shape: Its shape, of any rank; nothing is to be said of a scalar.
-          over_cores: See `dimension`.
+          shape: The variable's shape, of any rank.
+          over_cores: See `choose_dimension`.
+
+        Returns:
+          None for a scalar, and for a variable that is sharded.
         """
         partitioner = self._partitioner
         if not shape:
             return None
         if self.shards == 1:
-            return "1 shard", "A replica is a group by itself."
+            return "1 shard", "Each replica is a group by itself."
         if not isinstance(partitioner, FullySharded):
             return "chosen", f"{self.name} returned None for it."
         if math.prod(shape) < partitioner.min_size:
             least = f"{partitioner.min_size:,}"
             return "small", f"It has fewer entries than min_size={least}."
-        if self._first(shape) is None:
+        if self._find_first(shape) is None:
             return (
                 "indivisible",
                 f"No dimension is a multiple of the {self.shards} shards.",
             )
-        if self._first(shape, over_cores) is None:
+        if self._find_first(shape, over_cores) is None:
             return (
                 "over cores",
-                "Cores divide the one dimension that is a multiple of the "
+                "Cores divide the only dimension that is a multiple of the "
                 f"{self.shards} shards.",
             )
         if self.has_replicated_weights:
-            return "weight", "Slots alone are divided."
+            return "weight", "Only its slots are divided."
         return None
 
-    def _first(
+    def _find_first(
         self, shape: tuple[int, ...], over_cores: Sequence[Any] = ()
     ) -> Dimension:
         free = (
@@ -255,13 +259,14 @@ class Partitioner:
     def _fits(self, size: int) -> bool:
         return size > 0 and size % self.shards == 0
 
-    def _checked(
+    def _check_answer(
         self, answer: Any, path: str, shape: tuple[int, ...]
     ) -> Dimension:
         if answer is None:
             return None
         dim = answer
         if isinstance(answer, list | tuple):
+            # tf's partitioners return the number of parts of each dimension.
             counts = list(answer)
             dims = [d for d, count in enumerate(counts) if count != 1]
             if not dims and len(counts) == len(shape):
@@ -270,17 +275,17 @@ class Partitioner:
             dim = dims[0] if is_one and counts[dims[0]] == self.shards else -1
         elif isinstance(answer, bool) or not hasattr(answer, "__index__"):
             raise TypeError(
-                "A partitioner returns the dimension of a variable that is "
-                f"divided, or None. Received: {answer!r} of type "
-                f"{type(answer).__name__} for variable {path!r}. Return a "
-                "whole number."
+                "A partitioner must return the dimension of a variable to "
+                f"divide, or None. Received: {answer!r} of type "
+                f"{type(answer).__name__} for variable {path!r}. Return an "
+                "integer."
             )
         if not 0 <= dim < len(shape) or not self._fits(shape[dim]):
             raise ValueError(
-                "A variable is divided along one of its dimensions, whose "
+                "A variable must be divided along one of its dimensions, whose "
                 f"size is a multiple of the shards. Received: {answer!r} for "
                 f"variable {path!r} of shape {shape}, {self.shards} shards. "
-                "Return such a dimension, or None to leave it whole."
+                "Return such a dimension, or None to replicate it."
             )
         return int(dim)
 
@@ -288,7 +293,7 @@ class Partitioner:
 def _check_partitioner(partitioner: object) -> None:
     if not callable(partitioner) and not isinstance(partitioner, FullySharded):
         raise TypeError(
-            "`variable_partitioner` says which variables the replicas divide. "
+            "`variable_partitioner` must be a partitioner or a function. "
             f"Received: {partitioner!r} of type {type(partitioner).__name__}. "
             "Pass `ks.experimental.FullySharded()`, `SlotsOnly()`, or a "
             "function of a variable's path, shape and dtype that returns a "
@@ -297,9 +302,10 @@ def _check_partitioner(partitioner: object) -> None:
     cls = partitioner if isinstance(partitioner, type) else type(partitioner)
     if cls.__module__.startswith("tensorflow"):
         raise TypeError(
-            "Partitioners are those of `ks.experimental`. Received: tf's "
-            f"{cls.__name__}, which counts shards of parameter servers. Pass "
-            "`ks.experimental.FullySharded()`, with `min_size` in entries."
+            "`variable_partitioner` must be a `ks.experimental` partitioner. "
+            f"Received: tf's {cls.__name__}, which counts shards of parameter "
+            "servers. Pass `ks.experimental.FullySharded()`, with `min_size` "
+            "in entries."
         )
     if cls is partitioner:
         raise TypeError(
@@ -316,17 +322,17 @@ def _check_float(reduce_dtype: object) -> None:
         dtype = None
     if dtype not in ("bfloat16", "float16", "float32", "float64"):
         raise ValueError(
-            "`reduce_dtype` is the float dtype in which gradients are summed. "
+            "`reduce_dtype` must be the float dtype to sum gradients in. "
             f"Received: {reduce_dtype!r} of type {type(reduce_dtype).__name__}."
-            " Pass 'bfloat16', or None for the gradients' own."
+            " Pass 'bfloat16', or None for the gradients' dtype."
         )
 
 
-def _is_of_tf(partitioner: Callable[..., Any]) -> bool:
-    """Whether it takes `shape` and `dtype` alone, as tf's do.
+def _has_tf_signature(partitioner: Callable[..., Any]) -> bool:
+    """Returns whether a function takes only `shape` and `dtype`, as in tf.
 
     Raises:
-      TypeError: it takes neither those nor (path, shape, dtype).
+      TypeError: if it takes neither these nor (path, shape, dtype).
     """
     try:
         signature = inspect.signature(partitioner)
@@ -341,18 +347,18 @@ def _is_of_tf(partitioner: Callable[..., Any]) -> bool:
         signature.bind(shape=(1,), dtype="float32")
     except TypeError as error:
         raise TypeError(
-            "A partitioner is a function of a variable's path, shape and "
-            f"dtype. Received: {partitioner!r} with the arguments "
-            f"{signature}. Write `def partitioner(path, shape, dtype)`."
+            "A partitioner must take a variable's path, shape and dtype. "
+            f"Received: {partitioner!r} with the arguments {signature}. Write "
+            "`def partitioner(path, shape, dtype)`."
         ) from error
     return True
 
 
-def bound_partitioner(
+def bind_partitioner(
     partitioner: PartitionerLike | None, mesh: ReplicaMesh
 ) -> tuple[Partitioner | None, ReplicaMesh]:
-    """A strategy's partitioner, and its mesh with the groups' size."""
+    """Returns a strategy's partitioner, and its mesh with the groups' size."""
     if partitioner is None:
         return None, mesh
-    found = Partitioner(partitioner, mesh)
-    return found, dataclasses.replace(mesh, shards=found.shards)
+    bound = Partitioner(partitioner, mesh)
+    return bound, dataclasses.replace(mesh, shards=bound.shards)

@@ -1,8 +1,8 @@
-"""A variable that replicas divide, read as one array of numpy.
+"""A sharded variable that reads as one NumPy array.
 
-Keras reads variables so to save them and to return weights. JAX would keep the
-whole array on the host for as long as the variable has the value, and gives a
-process the shards of its own devices alone.
+Keras reads variables this way to save them and to return weights. JAX would
+keep the full array on the host as long as the variable has the value, and
+returns to a process only the shards on its devices.
 """
 
 from typing import TYPE_CHECKING
@@ -23,38 +23,38 @@ _MESH = "_ks_mesh"
 
 
 class ShardedVariable(keras.Variable):
-    """A variable whose value is divided; made by `divide`."""
+    """A variable whose value is sharded; see `make_sharded`."""
 
     def __array__(self, dtype: "DTypeLike | None" = None) -> np.ndarray:
-        """The whole value. Collective, if no process has all shards."""
+        """Returns the full value. Collective if no process has all shards."""
         value = self.value
         if not isinstance(value, jax.Array) or isinstance(value, Tracer):
             return super().__array__(dtype)
-        return np.asarray(_whole(value, getattr(self, _MESH)), dtype)
+        return np.asarray(_gather(value, getattr(self, _MESH)), dtype)
 
 
 def make_sharded(variable: keras.Variable, mesh: ReplicaMesh) -> None:
-    """Lets a variable be read as one array."""
+    """Makes a sharded variable readable as one array."""
     if type(variable) is keras.Variable:
         variable.__class__ = ShardedVariable
         setattr(variable, _MESH, mesh)
 
 
 def make_plain(variable: keras.Variable) -> None:
-    """Makes a variable one of Keras's again."""
+    """Makes a variable a plain Keras variable again."""
     if isinstance(variable, ShardedVariable):
         delattr(variable, _MESH)
         variable.__class__ = keras.Variable
 
 
-def _whole(array: jax.Array, mesh: ReplicaMesh) -> np.ndarray:
+def _gather(array: jax.Array, mesh: ReplicaMesh) -> np.ndarray:
     parts = {str(index): (index, data) for index, data in local_shards(array)}
     if sum(data.size for _, data in parts.values()) == array.size:
-        # This process has a whole copy.
-        found = np.empty(array.shape, array.dtype)
+        # This process has a complete copy.
+        full = np.empty(array.shape, array.dtype)
         for index, data in parts.values():
-            found[index] = data
-        return found
+            full[index] = data
+        return full
     gather = jax.jit(list, out_shardings=[mesh.whole])
-    (whole,) = dispatch(mesh, gather, [array])
-    return np.asarray(whole.addressable_data(0))
+    (replicated,) = dispatch(mesh, gather, [array])
+    return np.asarray(replicated.addressable_data(0))

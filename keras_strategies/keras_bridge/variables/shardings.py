@@ -1,9 +1,9 @@
-"""Shardings of variables: replicated, or divided over cores and replicas.
+"""Shardings of variables: replicated, or sharded over cores and replicas.
 
-A replica of several cores may divide its variables over them. Which ones is
-said by paths, as `keras.distribution.LayoutMap` does; XLA divides the work
-that uses them. What a partitioner says is divided over the replicas, along
-another dimension.
+A layout map shards variables over the cores of a replica. It selects them by
+path, like a `keras.distribution.LayoutMap`; XLA divides the work that uses
+them. A partitioner shards variables over the replicas, along another
+dimension.
 """
 
 import dataclasses
@@ -19,8 +19,8 @@ from keras_strategies._core.jaxprs.specs import OverCores, Sharded, Spec
 from keras_strategies._core.mesh import ReplicaMesh
 from keras_strategies._core.replica_map import replicated_spec
 from keras_strategies.keras_bridge.variables.agreed_dimensions import (
-    agreed_dimensions,
-    dimensions_of,
+    agree_on_dimensions,
+    choose_dimensions,
 )
 from keras_strategies.keras_bridge.variables.layout_keys import LayoutKeys
 from keras_strategies.keras_bridge.variables.partitioners import Partitioner
@@ -30,11 +30,11 @@ from keras_strategies.keras_bridge.variables.sharded_variable import (
 )
 
 Axes = tuple[str | None, ...]
-"""What each dimension of a variable is divided over; None: it is not."""
+"""The mesh axis over which each dimension of a variable is sharded, or None."""
 
 _PLACEMENT = "_ks_placement"
 _UPDATED_REPLICATED = "_ks_updated_replicated"
-# The mesh whose partitioner was asked about a variable.
+# The mesh whose partitioner has decided about a variable.
 _ASKED = "_ks_asked_by"
 # The state of a `keras.random.SeedGenerator`.
 _SEED = "seed_generator_state"
@@ -42,12 +42,12 @@ _SEED = "seed_generator_state"
 
 @dataclasses.dataclass(frozen=True, eq=False, kw_only=True)
 class Placement:
-    """Where a strategy has put a variable that is not whole on each device.
+    """The placement of a variable that is not replicated on all devices.
 
     Attributes:
       mesh: The strategy's replicas.
-      sharding: Of the variable.
-      of_slots: Of an optimizer's slots for it, and of its gradient's sum.
+      sharding: The variable's sharding.
+      of_slots: The sharding of its optimizer slots and of its summed gradient.
       sum_dtype: The dtype in which its gradients are summed; None for theirs.
     """
 
@@ -58,12 +58,12 @@ class Placement:
 
 
 def placement_of(variable: keras.Variable) -> Placement | None:
-    """Where some strategy has put a variable; None: whole on each device."""
+    """Returns a variable's placement, or None if it is replicated."""
     return getattr(variable, _PLACEMENT, None)
 
 
 def forget_placement(variable: keras.Variable) -> None:
-    """Makes a variable whole again for `sharding_of`."""
+    """Makes a variable replicated again for `sharding_of`."""
     variable.__dict__.pop(_ASKED, None)
     if hasattr(variable, _PLACEMENT):
         delattr(variable, _PLACEMENT)
@@ -72,31 +72,31 @@ def forget_placement(variable: keras.Variable) -> None:
 
 
 def sharding_of(variable: keras.Variable, mesh: ReplicaMesh) -> NamedSharding:
-    """Where a variable lies in a strategy's mesh."""
-    held = placement_of(variable)
-    if held is None or held.mesh is not mesh:
+    """Returns a variable's sharding in a strategy's mesh."""
+    placement = placement_of(variable)
+    if placement is None or placement.mesh is not mesh:
         return mesh.whole
-    return held.sharding
+    return placement.sharding
 
 
 def spec_of(variable: keras.Variable, mesh: ReplicaMesh) -> Spec:
-    """What a variable's value is to a function mapped over the replicas."""
+    """Returns a variable's spec in a function mapped over the replicas."""
     return _spec(sharding_of(variable, mesh), mesh)
 
 
 def gradient_spec_of(variable: keras.Variable, mesh: ReplicaMesh) -> Spec:
-    """Where the sum of a weight's gradients lies: where its slots do."""
-    held = placement_of(variable)
-    if held is None or held.mesh is not mesh:
+    """Returns the spec of a weight's summed gradient: that of its slots."""
+    placement = placement_of(variable)
+    if placement is None or placement.mesh is not mesh:
         return replicated_spec()
-    spec = _spec(held.of_slots, mesh)
-    if isinstance(spec, Sharded) and held.sum_dtype is not None:
-        return dataclasses.replace(spec, sum_dtype=held.sum_dtype)
+    spec = _spec(placement.of_slots, mesh)
+    if isinstance(spec, Sharded) and placement.sum_dtype is not None:
+        return dataclasses.replace(spec, sum_dtype=placement.sum_dtype)
     return spec
 
 
 def any_sharded(variables: Iterable[keras.Variable], mesh: ReplicaMesh) -> bool:
-    """Whether the replicas divide some of the variables among them."""
+    """Returns whether any of the variables is sharded over the replicas."""
     placed = [v for v in variables if placement_of(v) is not None]
     return any(isinstance(spec_of(v, mesh), Sharded) for v in placed)
 
@@ -109,21 +109,21 @@ def _spec(sharding: NamedSharding, mesh: ReplicaMesh) -> Spec:
 
 
 def note_replicated_update(variables: Iterable[keras.Variable]) -> None:
-    """Notes that a step updates divided variables whole, on each replica."""
+    """Notes that a step updates sharded variables in full on each replica."""
     for variable in variables:
         if placement_of(variable) is not None:
             setattr(variable, _UPDATED_REPLICATED, True)
 
 
 def is_updated_replicated(variable: keras.Variable) -> bool:
-    """Whether a traced step updates a divided variable whole."""
+    """Returns whether a traced step updates a sharded variable in full."""
     return getattr(variable, _UPDATED_REPLICATED, False)
 
 
 def shapes_of(
     variables: Iterable[keras.Variable], mesh: ReplicaMesh
 ) -> list[jax.ShapeDtypeStruct]:
-    """What a program is lowered with in the place of variables' values."""
+    """Returns abstract values of variables, to lower a program with."""
     return [
         jax.ShapeDtypeStruct(
             tuple(v.shape), v.dtype, sharding=sharding_of(v, mesh)
@@ -133,21 +133,21 @@ def shapes_of(
 
 
 class Placements:
-    """Places a strategy's variables: replicated, or sharded.
+    """The placements of a strategy's variables: replicated, or sharded.
 
     Args:
       mesh: The replicas.
-      layout_map: Maps paths of variables, or regular expressions that match a
-        whole path, to the axes of their dimensions: the mesh's model axis or
-        None. A `keras.distribution.LayoutMap`, of whose layouts only the axes
-        count, or a dict of tuples, and of functions of a shape that return
-        them.
-      partitioner: Shards variables over the replicas, along other dimensions
-        than their cores; None: none.
+      layout_map: A mapping from paths of variables, or regular expressions
+        that match a full path, to the axes of their dimensions: the mesh's
+        model axis or None. Either a `keras.distribution.LayoutMap`, of whose
+        layouts only the axes count, or a dict of tuples and of functions from
+        a shape to a tuple.
+      partitioner: The partitioner that shards variables over the replicas,
+        along other dimensions than those over cores; None without one.
 
     Raises:
-      TypeError: `layout_map` is something else.
-      ValueError: it names another axis, or one twice.
+      TypeError: if `layout_map` is not a mapping.
+      ValueError: if it names another axis, or one twice.
     """
 
     def __init__(
@@ -164,8 +164,8 @@ class Placements:
             layout_map = {}
         if not isinstance(layout_map, Mapping):
             raise TypeError(
-                "`layout_map` maps paths of variables to axes. Received: an "
-                f"object of type {type(layout_map).__name__}. Pass for "
+                "`layout_map` must map paths of variables to axes. Received: "
+                f"an object of type {type(layout_map).__name__}. Pass for "
                 f"example {{'.*/kernel': (None, {mesh.model_axis!r})}}."
             )
         self._keys = LayoutKeys(layout_map)
@@ -173,84 +173,85 @@ class Placements:
             layout = layout_map[path]
             is_function = callable(layout) and not hasattr(layout, "axes")
             self._map[path] = (
-                layout if is_function else self._axes_of(path, layout)
+                layout if is_function else self._read_axes(path, layout)
             )
         self._has_map = bool(self._map) and mesh.cores_per_replica > 1
         self._shardings: dict[Axes, NamedSharding] = {}
 
     def check_keys(self, variables: Iterable[keras.Variable]) -> None:
-        """Warns of keys of the layout map that match no variable.
+        """Warns about keys of the layout map that match no variable.
 
         Raises:
-          ValueError: none matches any.
+          ValueError: if none of the keys matches a variable.
         """
         if self._has_map:
             self._keys.check(variables)
 
     def assign(self, variables: Iterable[keras.Variable]) -> None:
-        """Notes where variables lie, for `sharding_of`.
+        """Chooses the placements of variables, for `sharding_of`.
 
-        A slot that an optimizer made before follows its weight by its name,
-        as one that is made in the strategy's scope does (`follow`).
-        Collective, where replicas of several processes divide variables.
+        Slots that an optimizer created before are found by their names, and
+        sharded like those that are created in the scope (`shard_like`).
+        Collective if replicas of several processes shard variables.
 
         Raises:
-          ValueError: a layout that a variable cannot have, or two for one;
-            processes that divide a variable differently.
-          RuntimeError: another process could not divide a variable.
+          ValueError: if a variable cannot have its layout, or has two; or if
+            processes shard a variable differently.
+          RuntimeError: if another process could not shard a variable.
         """
         if not self._has_map and self.partitioner is None:
             return
         variables = list(variables)
         if self.partitioner is not None:
-            self._divide(variables, self.partitioner)
+            self._partition(variables, self.partitioner)
         else:
             for variable in variables:
                 self._assign_one(variable)
-        follow_by_names(variables, self._mesh)
+        shard_slots_by_names(variables, self._mesh)
 
     def _assign_one(self, variable: keras.Variable) -> None:
         shape = variable.shape
         if variable.synchronization == "on_read" or shape is None:
             return
-        axes = self._axes_over_cores(variable)
+        axes = self._find_axes(variable)
         if any(axes):
             self._place(variable, self._sharding(axes))
 
-    def _axes_over_cores(self, variable: keras.Variable) -> Axes:
-        """What a variable's dimensions are divided over by the layout map."""
+    def _find_axes(self, variable: keras.Variable) -> Axes:
+        """Returns the axes of a variable's dimensions by the layout map."""
         shape, cores = variable.shape, self._mesh.cores_per_replica
-        path = self._pattern_of(variable.path) if self._has_map else None
+        path = self._find_key(variable.path) if self._has_map else None
         if path is None:
             return (None,) * len(shape)
         axes = self._map[path]
         if callable(axes):
-            axes = self._axes_of(path, axes(tuple(shape)))
+            axes = self._read_axes(path, axes(tuple(shape)))
         is_possible = len(axes) == len(shape) and all(
             axis is None or size % cores == 0
             for axis, size in zip(axes, shape, strict=True)
         )
         if not is_possible:
             raise ValueError(
-                "A layout has an axis or None for each dimension of its "
-                "variable, and the dimension of an axis is a multiple of a "
-                f"replica's cores. Received: layout {axes} for variable "
+                "A layout must have an axis or None for each dimension of its "
+                "variable, and a dimension with an axis must be a multiple of "
+                f"a replica's cores. Received: layout {axes} for variable "
                 f"{variable.path!r} of shape {tuple(shape)}, "
                 f"{cores} cores. Change its entry in `layout_map`."
             )
         return axes
 
-    def _pattern_of(self, path: str) -> str | None:
-        """The map's key for a variable; None if there is none."""
+    def _find_key(self, path: str) -> str | None:
+        """Returns the map's key for a variable's path, or None."""
         if path in self._map:
             return path
-        found = [key for key in self._map if re.fullmatch(key, path)]
-        if len(found) > 1:
+        keys = [key for key in self._map if re.fullmatch(key, path)]
+        if len(keys) > 1:
             raise ValueError(
-                "A variable has one entry in `layout_map`. Received: variable "
-                f"{path!r}, which {found} match. Change one of them."
+                "A variable must match only one entry of `layout_map`. "
+                f"Received: variable {path!r}, which {keys} match. Change one "
+                "of them."
             )
-        return found[0] if found else None
+        return keys[0] if keys else None
 
     def _place(
         self,
@@ -277,24 +278,24 @@ class Placements:
             )
         return self._shardings[axes]
 
-    def _divide(
+    def _partition(
         self, variables: list[keras.Variable], partitioner: Partitioner
     ) -> None:
-        """Lets the replicas divide variables, as the partitioner says.
+        """Places variables by the partitioner's choices.
 
-        It is asked once about each, so that a variable stays where it lies.
+        It chooses once for each variable, so that a placement never changes.
         """
-        asked = [v for v in variables if self._is_to_ask(v)]
-        over_cores = list(map(self._axes_over_cores, asked))
-        dims = self._dimensions(partitioner, asked, over_cores)
+        new = [v for v in variables if self._needs_choice(v)]
+        over_cores = list(map(self._find_axes, new))
+        dims = self._choose_dimensions(partitioner, new, over_cores)
         is_replicated = partitioner.has_replicated_weights
-        for variable, axes, dim in zip(asked, over_cores, dims, strict=True):
+        for variable, axes, dim in zip(new, over_cores, dims, strict=True):
             setattr(variable, _ASKED, self._mesh)
             if dim is None and not any(axes):
                 continue
             of_slots = axes
             if dim is not None:
-                of_slots = _without_end(
+                of_slots = _strip_trailing(
                     (*axes[:dim], self._mesh.axis, *axes[dim + 1 :])
                 )
             self._place(
@@ -304,67 +305,68 @@ class Placements:
                 partitioner.sum_dtype,
             )
 
-    def _dimensions(
+    def _choose_dimensions(
         self,
         partitioner: Partitioner,
         variables: list[keras.Variable],
         over_cores: list[Axes],
     ) -> list[int | None]:
-        """What the partitioner says; compared between processes.
+        """Returns the partitioner's choices, compared between processes.
 
-        A rule is compared once; a function may say anything each time.
+        A `FullySharded` is compared once; a function may return anything in
+        each call.
         """
         mesh = self._mesh
-        is_alone = mesh.num_processes == 1 or mesh.is_abstract
+        is_single = mesh.num_processes == 1 or mesh.is_abstract
         is_known = self._is_compared and not partitioner.is_function
-        # Of scalars there is nothing to ask.
-        if is_alone or is_known or not any(tuple(v.shape) for v in variables):
-            return dimensions_of(partitioner, variables, over_cores)
-        dims = agreed_dimensions(partitioner, mesh, variables, over_cores)
+        # Scalars are never sharded.
+        if is_single or is_known or not any(tuple(v.shape) for v in variables):
+            return choose_dimensions(partitioner, variables, over_cores)
+        dims = agree_on_dimensions(partitioner, mesh, variables, over_cores)
         self._is_compared = True
         return dims
 
-    def _is_to_ask(self, variable: keras.Variable) -> bool:
+    def _needs_choice(self, variable: keras.Variable) -> bool:
         if variable.synchronization == "on_read" or variable.shape is None:
             return False
-        held = placement_of(variable)
-        is_placed = held is not None and held.mesh is self._mesh
-        is_asked = getattr(variable, _ASKED, None) is self._mesh
-        return not (is_placed or is_asked or variable.name == _SEED)
+        placement = placement_of(variable)
+        is_placed = placement is not None and placement.mesh is self._mesh
+        is_decided = getattr(variable, _ASKED, None) is self._mesh
+        return not (is_placed or is_decided or variable.name == _SEED)
 
-    def _axes_of(self, path: str, layout: Any) -> Axes:
-        model, given = self._mesh.model_axis, getattr(layout, "axes", layout)
-        is_nest = isinstance(given, Iterable) and not isinstance(given, str)
-        axes: tuple[Any, ...] = tuple(given) if is_nest else ()
+    def _read_axes(self, path: str, layout: Any) -> Axes:
+        model, value = self._mesh.model_axis, getattr(layout, "axes", layout)
+        is_nest = isinstance(value, Iterable) and not isinstance(value, str)
+        axes: tuple[Any, ...] = tuple(value) if is_nest else ()
         named = [axis for axis in axes if axis is not None]
         if not is_nest or set(named) - {model} or len(named) > 1:
             raise ValueError(
-                "A variable is divided over a replica's cores, along one "
-                f"dimension. Received: layout_map[{path!r}] = {given!r}. "
-                f"It is a tuple of None, and {model!r} once at most."
+                "A layout must divide a variable over a replica's cores along "
+                f"at most one dimension. Received: layout_map[{path!r}] = "
+                f"{value!r}. Use a tuple of None with at most one {model!r}."
             )
         return axes
 
 
-def _without_end(axes: Axes) -> Axes:
-    """Axes without None at the end, as JAX writes them."""
+def _strip_trailing(axes: Axes) -> Axes:
+    """Removes None at the end of axes, as JAX does."""
     last = max(i for i, axis in enumerate(axes) if axis is not None)
     return axes[: last + 1]
 
 
-def follow(slot: keras.Variable, weight: keras.Variable) -> None:
-    """Lays an optimizer's slot where the slots of its weight lie."""
-    held = placement_of(weight)
-    if held is not None and tuple(slot.shape) == tuple(weight.shape):
-        placement = dataclasses.replace(held, sharding=held.of_slots)
-        setattr(slot, _PLACEMENT, placement)
-        make_sharded(slot, held.mesh)
+def shard_like(slot: keras.Variable, weight: keras.Variable) -> None:
+    """Shards an optimizer slot as the slots of its weight are to be."""
+    placement = placement_of(weight)
+    if placement is not None and tuple(slot.shape) == tuple(weight.shape):
+        of_slot = dataclasses.replace(placement, sharding=placement.of_slots)
+        setattr(slot, _PLACEMENT, of_slot)
+        make_sharded(slot, placement.mesh)
 
 
-def follow_by_names(
+def shard_slots_by_names(
     variables: Iterable[keras.Variable], mesh: ReplicaMesh
 ) -> None:
-    """Lays slots that were made outside of the scope where their weights' lie.
+    """Shards slots that were created outside of the scope like their weights.
 
     Args:
       variables: Weights, and slots with the names that optimizers give them.
@@ -373,15 +375,18 @@ def follow_by_names(
     variables = list(variables)
     axes_of_slots: dict[str, tuple[keras.Variable, set[Any]]] = {}
     for weight in variables:
-        held = placement_of(weight)
-        if held is not None and held.mesh is mesh:
+        placement = placement_of(weight)
+        if placement is not None and placement.mesh is mesh:
             prefix = weight.path.replace("/", "_") + "_"
-            axes_of_slots[prefix] = weight, set(held.of_slots.spec)
+            axes_of_slots[prefix] = weight, set(placement.of_slots.spec)
     if not axes_of_slots:
         return
     for slot in variables:
+        # A slot is named after its weight's path ("dense_kernel_momentum"),
+        # which may have "_" itself: each prefix may be a weight's.
         ends = (i + 1 for i, letter in enumerate(slot.name) if letter == "_")
         for end in ends:
             weight, axes = axes_of_slots.get(slot.name[:end], (slot, set()))
+            # Only an axis that the slot does not have yet needs a change.
             if axes - set(sharding_of(slot, mesh).spec) - {None}:
-                follow(slot, weight)
+                shard_like(slot, weight)

@@ -1,7 +1,7 @@
-"""A layout map for transformers: which dimension of what the cores divide.
+"""A layout map that shards a transformer's variables over cores.
 
-Heads of attention, and columns and then rows of two dense layers, are
-computed apart and meet once, in an all-reduce behind the second layer.
+Cores compute different attention heads, and different columns and then rows of
+two dense layers. One all-reduce after the second layer combines their results.
 
 References:
   - Shoeybi et al., Megatron-LM (2019): https://arxiv.org/abs/1909.08053
@@ -19,7 +19,7 @@ from keras_strategies.cluster.checks import check_number
 
 Axes = tuple[str | None, ...]
 Layout = Any
-"""What a layout map holds: axes, or a function of a shape that gives them."""
+"""An entry of a layout map: axes, or a function from a shape to axes."""
 
 _MODEL = "model"
 _OF = r"(_?(dense|proj|projector|projection))?"
@@ -30,12 +30,13 @@ _OUT_OF_HEADS = re.compile(rf"(attention_output|attn_output|output|out|o){_OF}")
 
 @dataclasses.dataclass(frozen=True)
 class ByShape:
-    """Axes of variables that one pattern matches, and that differ in shape.
+    """The axes of variables that one pattern matches, by their shape.
 
     Attributes:
-      wider: Axes of those whose last dimension is not less than the first.
-      narrower: Axes of the others.
-      cores: A variable stays whole where this does not divide its dimension.
+      wider: The axes of those whose last dimension is not less than the first.
+      narrower: The axes of the others.
+      cores: The number of cores; a variable is replicated if its dimension is
+        not a multiple.
     """
 
     wider: Axes
@@ -43,43 +44,43 @@ class ByShape:
     cores: int
 
     def __call__(self, shape: Sequence[int]) -> Axes:
-        """The axes of a variable's dimensions."""
+        """Returns the axes of a variable's dimensions."""
         axes = self.wider if shape[-1] >= shape[0] else self.narrower
         return axes if _fits(axes, shape, self.cores) else (None,) * len(shape)
 
 
 def transformer_layout(model: keras.Model, cores: int) -> dict[str, Layout]:
-    """A `layout_map` that divides a transformer over a replica's cores.
+    """Makes a `layout_map` that shards a transformer over a replica's cores.
 
-    Divided are the heads of attention (of the projections of queries, keys
-    and values, and of the one behind them), the columns of dense layers that
-    widen and the rows of those that narrow again, beside each other in one
-    layer (so, too, of experts whose kernels are stacked), and the rows of
-    tables of `keras.layers.Embedding`. Biases and LoRA weights follow their
-    kernels. Whole on every core are norms, positions,
-    scales of quantized kernels, and whatever `cores` does not divide, such as
-    the projections of fewer heads of keys and values.
+    It shards attention heads (in the projections of queries, keys and values,
+    and in the output projection), the columns of dense layers that widen and
+    the rows of those that narrow again next to them in the same layer (also
+    of experts whose kernels are stacked), and the rows of tables of
+    `keras.layers.Embedding`. Biases and LoRA weights follow their kernels.
+    Norms, positions, scales of quantized kernels, and dimensions that are not
+    a multiple of `cores`, such as the projections of fewer heads of keys and
+    values, are replicated on every core.
 
-    Attention is known by the names of its layers: those of Keras's
+    Attention is recognized by the names of its layers: those of Keras's
     `MultiHeadAttention` and `GroupQueryAttention`, and of keras-hub's models.
 
     Args:
       model: A built model, such as one made outside of the strategy's scope;
-        it is only looked at. Its paths become patterns in which numbers are
-        left open, so they hold for another model of its architecture, and of
-        other sizes: that of a small one for a large one.
-      cores: How many cores a replica has; of an assignment
+        it is not changed. Its paths become patterns that match any number of
+        a layer, so the map also fits other models of its architecture, and of
+        other sizes: the map of a small one fits a large one.
+      cores: The number of cores of a replica; in a device assignment
         `num_cores_per_replica`.
 
     Returns:
-      For `layout_map` of `TPUStrategy`: for each pattern None or "model" for
-      each dimension, or a function of the shape that returns them, where
-      layers of one name are divided in different ways.
+      A mapping for `layout_map` of `TPUStrategy`: for each pattern a tuple of
+      None or "model" for each dimension, or a function of the shape that
+      returns one, if layers of one name are sharded in different ways.
 
     Raises:
-      TypeError: no model, or no number of cores.
-      ValueError: the model is not built, has no attention, or nothing that
-        the cores divide.
+      TypeError: if `model` is not a model, or `cores` is not an integer.
+      ValueError: if the model is not built, has no attention, or nothing that
+        can be sharded over `cores`.
 
     Example:
       ```python
@@ -96,55 +97,56 @@ def transformer_layout(model: keras.Model, cores: int) -> dict[str, Layout]:
     _check_model(model)
     cure = "Pass the number of cores of a replica."
     check_number("cores", cores, cure, least=1, is_optional=False)
-    wanted = _wanted_axes(model)
+    chosen = _choose_axes(model)
     groups: dict[str, list[tuple[Axes, keras.Variable]]] = {}
     for variable in model.variables:
-        axes = wanted.get(id(variable), (None,) * len(variable.shape))
-        groups.setdefault(_pattern(variable.path), []).append((axes, variable))
-    layouts = {p: _layout(group, cores) for p, group in groups.items()}
+        axes = chosen.get(id(variable), (None,) * len(variable.shape))
+        pattern = _make_pattern(variable.path)
+        groups.setdefault(pattern, []).append((axes, variable))
+    layouts = {p: _make_layout(group, cores) for p, group in groups.items()}
     layouts = {p: layout for p, layout in layouts.items() if layout is not None}
     if not layouts:
         raise ValueError(
-            "The cores of a replica divide what is a multiple of them. "
-            f"Received: cores={cores} for the model {model.name!r}, of which "
-            "no heads, no width of dense layers and no vocabulary is one. "
-            "Choose cores that divide its heads."
+            "`cores` must divide a model's heads, width of dense layers or "
+            f"vocabulary. Received: cores={cores} for the model "
+            f"{model.name!r}, of which it divides none. Choose a number that "
+            "divides its heads."
         )
-    return _anywhere(layouts, [v.path for v in model.variables])
+    return _match_nested(layouts, [v.path for v in model.variables])
 
 
 def _check_model(model: object) -> None:
     if not isinstance(model, keras.Model):
         raise TypeError(
-            "A transformer's layout is that of a model. Received: an object "
-            f"of type {type(model).__name__}. Pass a `keras.Model`."
+            "`transformer_layout` expects a `keras.Model`. Received: an object "
+            f"of type {type(model).__name__}. Pass a model."
         )
     if not model.built or not model.variables:
         raise ValueError(
-            "A transformer's layout is that of a built model. Received: the "
-            f"model {model.name!r} without variables. Call it on one batch "
-            "first, or begin it with `keras.Input`."
+            "`transformer_layout` expects a built model. Received: the model "
+            f"{model.name!r} without variables. Call it on one batch first, or "
+            "begin it with `keras.Input`."
         )
 
 
-def _wanted_axes(model: keras.Model) -> dict[int, Axes]:
-    """The axes of variables that would be divided, by their ids.
+def _choose_axes(model: keras.Model) -> dict[int, Axes]:
+    """Returns the axes of variables to shard, by their ids, for any cores.
 
     Raises:
-      ValueError: there is no attention.
+      ValueError: if the model has no attention.
     """
-    found: dict[int, Axes] = {}
+    by_id: dict[int, Axes] = {}
     has_attention = False
     for parent in model._flatten_layers():
         if isinstance(parent, keras.layers.Embedding):
-            found |= _of_table(parent)
+            by_id |= _find_table(parent)
         children = list(
             parent._flatten_layers(include_self=False, recursive=False)
         )
         if not children:
-            found |= _of_experts(parent)
-        projections = list(_projections(children))
-        in_attention = _attention_of(projections)
+            by_id |= _find_experts(parent)
+        projections = list(_find_projections(children))
+        in_attention = _find_attention(projections)
         has_attention |= bool(in_attention)
         for projection in projections:
             if id(projection) in in_attention:
@@ -152,27 +154,27 @@ def _wanted_axes(model: keras.Model) -> dict[int, Axes]:
             else:
                 is_first = _is_first_of_two(projection, projections)
             if is_first is not None:
-                found |= projection.axes(over_columns=is_first)
+                by_id |= projection.make_axes(over_columns=is_first)
     if not has_attention:
         raise ValueError(
-            "A transformer has layers with projections of queries and values. "
-            f"Received: the model {model.name!r}, in which no layer has a "
-            "`query` and a `value`. Name those of attention of your own "
-            "'query', 'key', 'value' and 'attention_output', or write "
-            "`layout_map` for the model."
+            "A transformer must have layers with projections of queries and "
+            f"values. Received: the model {model.name!r}, in which no layer "
+            "has a `query` and a `value`. Name the layers of user-defined "
+            "attention 'query', 'key', 'value' and 'attention_output', or "
+            "write `layout_map` for the model."
         )
-    return found
+    return by_id
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class _Projection:
-    """A dense layer: its kernel, and which dimensions it adds and sums over.
+    """A dense layer, with the roles of its kernel's dimensions.
 
     Attributes:
       layer: A `Dense` or `EinsumDense`.
       kernel: Its kernel.
-      columns: The kernel's dimensions that the output has, in its order.
-      rows: Those that are summed over, in the input's order.
+      columns: The kernel's dimensions that are in the output, in its order.
+      rows: The kernel's dimensions that are summed over, in the input's order.
     """
 
     layer: Any
@@ -183,11 +185,11 @@ class _Projection:
     @property
     def name(self) -> str:
         """The layer's name without its number."""
-        return _without_number(self.layer.name)
+        return _strip_number(self.layer.name)
 
     @property
     def sizes(self) -> tuple[int, int]:
-        """The sizes of the input and of the output, all dimensions each."""
+        """The sizes of the input and of the output, over all dimensions."""
         shape = self.kernel.shape
         size_in, size_out = (
             math.prod(shape[dim] for dim in dims)
@@ -195,8 +197,8 @@ class _Projection:
         )
         return size_in, size_out
 
-    def axes(self, *, over_columns: bool) -> dict[int, Axes]:
-        """Axes of the layer's variables, of divided columns or rows."""
+    def make_axes(self, *, over_columns: bool) -> dict[int, Axes]:
+        """Makes the axes of the layer's variables, over columns or rows."""
         dim = (self.columns if over_columns else self.rows)[0]
         rank = len(self.kernel.shape)
         of_kernel = tuple(_MODEL if d == dim else None for d in range(rank))
@@ -207,42 +209,42 @@ class _Projection:
         }
         bias = getattr(self.layer, "bias", None)
         if bias is not None and over_columns:
-            # Of the output's last dimensions; the columns are among them.
+            # A bias has the output's last dimensions, among them the columns.
             num_others = len(bias.shape) - len(self.columns)
             if num_others >= 0:
                 by_name["bias"] = (
                     *[None] * num_others,
                     *(of_kernel[column] for column in self.columns),
                 )
-        return _by_name(self.layer, by_name)
+        return _select_by_name(self.layer, by_name)
 
 
-def _projections(layers: Iterable[Any]) -> Iterator[_Projection]:
+def _find_projections(layers: Iterable[Any]) -> Iterator[_Projection]:
     for layer in layers:
         kernels = [v for v in layer.variables if v.name == "kernel"]
         if isinstance(layer, keras.layers.Dense):
             columns, rows = (1,), (0,)
         elif isinstance(layer, keras.layers.EinsumDense):
-            columns, rows = _dims_of(layer.equation)
+            columns, rows = _parse_equation(layer.equation)
         else:
             continue
         if len(kernels) != 1 or not columns or not rows:
             continue
-        # One that is packed, as of four bits, has other dimensions.
+        # A packed kernel, such as one of four bits, has other dimensions.
         if len(kernels[0].shape) == len(columns) + len(rows):
             yield _Projection(layer, kernels[0], columns, rows)
 
 
-def _dims_of(equation: str) -> tuple[tuple[int, ...], tuple[int, ...]]:
-    """Which of a kernel's dimensions are columns, and which rows."""
+def _parse_equation(equation: str) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    """Returns the kernel's dimensions that are columns, and those of rows."""
     inputs, kernel, output = re.split(",|->", re.sub(r"[.\s]", "", equation))
     columns = [kernel.index(a) for a in output if a in kernel]
     rows = [kernel.index(a) for a in inputs if a in kernel and a not in output]
     return tuple(columns), tuple(rows)
 
 
-def _attention_of(projections: Sequence[_Projection]) -> dict[int, bool]:
-    """Those of attention among a layer's, by id: whether heads are columns."""
+def _find_attention(projections: Sequence[_Projection]) -> dict[int, bool]:
+    """Finds attention's projections: by id, whether heads are columns."""
     first = [
         p
         for p in projections
@@ -259,22 +261,23 @@ def _attention_of(projections: Sequence[_Projection]) -> dict[int, bool]:
 
 
 def _is_first_of_two(
-    projection: _Projection, beside: Sequence[_Projection]
+    projection: _Projection, siblings: Sequence[_Projection]
 ) -> bool | None:
-    """Whether a dense layer widens what another narrows again; or does it.
+    """Returns whether a dense layer is the widening one of a pair.
 
-    None: it has no such other one.
+    Returns:
+      False for the one that narrows again; None if it is not in a pair.
     """
     size_in, size_out = projection.sizes
     if size_in == size_out:
         return None
-    if not any(p.sizes == (size_out, size_in) for p in beside):
+    if not any(p.sizes == (size_out, size_in) for p in siblings):
         return None
     return size_out > size_in
 
 
-def _of_table(layer: keras.layers.Embedding) -> dict[int, Axes]:
-    return _by_name(
+def _find_table(layer: keras.layers.Embedding) -> dict[int, Axes]:
+    return _select_by_name(
         layer,
         {
             "embeddings": (_MODEL, None),
@@ -284,20 +287,22 @@ def _of_table(layer: keras.layers.Embedding) -> dict[int, Axes]:
     )
 
 
-def _of_experts(layer: keras.Layer) -> dict[int, Axes]:
-    """Of kernels that are stacked: (experts, rows, columns)."""
+def _find_experts(layer: keras.Layer) -> dict[int, Axes]:
+    """Returns the axes of stacked kernels: (experts, rows, columns)."""
     stacked = [v for v in layer.variables if len(v.shape) == 3]
     sizes = {tuple(v.shape) for v in stacked}
-    found: dict[int, Axes] = {}
+    by_id: dict[int, Axes] = {}
     for variable in stacked:
         experts, rows, columns = variable.shape
         if rows != columns and (experts, columns, rows) in sizes:
             over = (_MODEL, None) if rows > columns else (None, _MODEL)
-            found[id(variable)] = (None, *over)
-    return found
+            by_id[id(variable)] = (None, *over)
+    return by_id
 
 
-def _by_name(layer: keras.Layer, axes: dict[str, Axes]) -> dict[int, Axes]:
+def _select_by_name(
+    layer: keras.Layer, axes: dict[str, Axes]
+) -> dict[int, Axes]:
     return {
         id(v): axes[v.name]
         for v in layer.variables
@@ -305,17 +310,17 @@ def _by_name(layer: keras.Layer, axes: dict[str, Axes]) -> dict[int, Axes]:
     }
 
 
-def _layout(
+def _make_layout(
     group: Sequence[tuple[Axes, keras.Variable]], cores: int
 ) -> Layout | None:
-    """What a layout map says of the variables that one pattern matches.
+    """Makes the layout map's entry for variables that one pattern matches.
 
     Args:
-      group: Each with the axes that are wanted for it.
+      group: The variables, each after its axes.
       cores: See `ByShape`.
 
     Returns:
-      None: nothing, they stay whole.
+      The entry; None if the variables are replicated.
     """
     kinds = {axes for axes, _ in group if any(axes)}
     fit = [_fits(axes, variable.shape, cores) for axes, variable in group]
@@ -325,7 +330,7 @@ def _layout(
         (axes,) = kinds
         if all(fit) and all(a == axes for a, _ in group):
             return axes
-        # One dimension says too little.
+        # The size of a vector does not show whether it is to be sharded.
         return ByShape(axes, axes, cores) if len(axes) > 1 else None
     if kinds == {(None, _MODEL), (_MODEL, None)}:
         return ByShape((None, _MODEL), (_MODEL, None), cores)
@@ -339,25 +344,29 @@ def _fits(axes: Axes, shape: Sequence[int], cores: int) -> bool:
     )
 
 
-def _pattern(path: str) -> str:
-    """A regular expression for a path, whatever its layers' numbers are."""
+def _make_pattern(path: str) -> str:
+    """Makes a regular expression for a path with any numbers of layers."""
     *layers, name = path.split("/")
-    parts = [re.escape(_without_number(part)) + r"(_\d+)?" for part in layers]
+    parts = [re.escape(_strip_number(part)) + r"(_\d+)?" for part in layers]
     return "/".join([*parts, re.escape(name)])
 
 
-def _without_number(name: str) -> str:
+def _strip_number(name: str) -> str:
     return re.sub(r"_\d+$", "", name)
 
 
-def _anywhere(
+def _match_nested(
     layouts: dict[str, Layout], paths: Sequence[str]
 ) -> dict[str, Layout]:
-    """Patterns that match inside of other layers, too, if no other one does."""
-    found = {}
+    """Lets patterns match inside other layers, unless they match other paths.
+
+    Returns:
+      The layouts by the new patterns.
+    """
+    nested = {}
     for pattern, layout in layouts.items():
-        own = {path for path in paths if re.fullmatch(pattern, path)}
+        matched = {path for path in paths if re.fullmatch(pattern, path)}
         inner = rf"(.*/)?{pattern}"
-        is_clear = own == {p for p in paths if re.fullmatch(inner, p)}
-        found[inner if is_clear else pattern] = layout
-    return found
+        is_clear = matched == {p for p in paths if re.fullmatch(inner, p)}
+        nested[inner if is_clear else pattern] = layout
+    return nested

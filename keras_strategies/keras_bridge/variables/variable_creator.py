@@ -1,8 +1,8 @@
-"""The variable creator: every variable made in a scope lies on the mesh.
+"""The variable creator, which places variables of a scope on the mesh.
 
-Keras asks the current `Distribution` for the layout of each variable it
-creates (weights, optimizer slots, metrics, seeds). Ours answers with the
-replicated sharding of the mesh and remembers the variable.
+Keras asks the current `Distribution` for the layout of each variable that it
+creates (weights, optimizer slots, metrics, seeds). `ReplicaDistribution`
+returns the variable's sharding over the mesh, and registers the variable.
 """
 
 import contextlib
@@ -36,23 +36,22 @@ from keras_strategies.keras_bridge.variables.abstract_variables import (
     make_abstract,
     note_slot,
 )
-from keras_strategies.keras_bridge.variables.initial_values import (
-    VariableCreator,
-)
 from keras_strategies.keras_bridge.variables.shardings import (
     Placements,
-    follow,
     forget_placement,
     placement_of,
+    shard_like,
     sharding_of,
 )
+
+VariableCreator = initial_values.VariableCreator
 
 
 class Registry:
     """The variables that were created in a strategy's scope, held weakly."""
 
     def __init__(self) -> None:
-        # By id: variables compare elementwise, so they are no dict keys.
+        # By id: variables compare elementwise, so they cannot be dict keys.
         self._variables: weakref.WeakValueDictionary[int, keras.Variable]
         self._variables = weakref.WeakValueDictionary()
 
@@ -68,7 +67,7 @@ class Registry:
 
 
 class ReplicaDistribution(Distribution):
-    """Lays every variable out over a mesh and registers it."""
+    """A Keras distribution that places new variables and registers them."""
 
     def __init__(
         self, mesh: ReplicaMesh, registry: Registry, placements: Placements
@@ -93,33 +92,33 @@ class ReplicaDistribution(Distribution):
     def get_variable_layout(
         self, variable: keras.Variable
     ) -> NamedSharding | None:
-        """The layout of a variable that is being created."""
+        """Registers a variable that is being created; returns its layout."""
         self._registry.add(variable)
         self.placements.assign([variable])
-        # Where a slice is only compiled for, variables stay on the host.
+        # For a slice that is only compiled for, variables stay on the host.
         mesh = self._mesh
         return None if mesh.is_abstract else sharding_of(variable, mesh)
 
-    def alike(self) -> contextlib.AbstractContextManager[None]:
-        """While it is open, processes create variables with equal values."""
+    def creating_equal(self) -> contextlib.AbstractContextManager[None]:
+        """Creates the block's variables with equal values in all processes."""
         if self._mesh.num_processes == 1 or self._mesh.is_abstract:
             return contextlib.nullcontext()
         create = functools.partial(initial_values.create, self._mesh)
         return variable_creator_scope(create)
 
     def get_data_layout(self, data_shape: Iterable[int]) -> NamedSharding:
-        """Where others lay data out in a scope, as keras-hub's `generate`.
+        """Returns the layout of data that others place in a scope.
 
-        The feed of a loop does not ask. Rows that the replicas cannot share
-        lie whole on each; and all rows where there are several processes, of
-        which each can read only what lies on its own devices.
+        keras-hub's `generate` does; the feed of a loop does not ask. Rows that
+        the replicas cannot share evenly are replicated. With several processes
+        all rows are, because a process can read only from its devices.
         """
         mesh, rows = self._mesh, next(iter(data_shape), 0)
         shares = rows and rows % mesh.num_replicas == 0
         return mesh.split if shares and mesh.num_processes == 1 else mesh.whole
 
     def get_tensor_layout(self, path: str) -> None:
-        """Activations keep the layout that the step gives them."""
+        """Returns None: activations keep the layout that the step chose."""
         return
 
 
@@ -133,15 +132,16 @@ def distribution_scope(
     try:
         with contextlib.ExitStack() as stack:
             if distribution is not None:
-                # Optimizer slots take their weight's layout: no one is asked.
+                # Keras copies a slot's layout from its weight, without asking
+                # the distribution.
                 stack.enter_context(_slots_registered.hold())
-                stack.enter_context(distribution.alike())
+                stack.enter_context(distribution.creating_equal())
             yield
     finally:
         keras.distribution.set_distribution(before)
 
 
-def _registering(
+def _wrap_slot_creation(
     make_slot: Callable[..., keras.Variable],
 ) -> Callable[..., keras.Variable]:
     @functools.wraps(make_slot)
@@ -151,23 +151,23 @@ def _registering(
         *args: Any,
         **kwargs: Any,
     ) -> keras.Variable:
-        # The calling thread's, if any.
+        # That of the calling thread, if any.
         distribution = keras.distribution.distribution()
         layouts = contextlib.nullcontext()
         if isinstance(distribution, ReplicaDistribution):
             if _is_made_later(reference_variable):
                 distribution.get_variable_layout(reference_variable)
-            layouts = _with_layout_of_slots(reference_variable, distribution)
+            layouts = _set_layout_of_slots(reference_variable, distribution)
         abstract = is_abstract(reference_variable)
         with layouts, creating(abstract=abstract):
             slot = make_slot(optimizer, reference_variable, *args, **kwargs)
         if abstract and slot._value is None and not is_abstract(slot):
-            # Keras would give it a value where a trace ends.
+            # Keras would give it a value when the trace ends.
             make_abstract(slot, slot._initializer)
         if is_abstract(slot):
             note_slot(reference_variable, slot)
         if isinstance(distribution, ReplicaDistribution):
-            follow(slot, reference_variable)
+            shard_like(slot, reference_variable)
             distribution.get_variable_layout(slot)
         return slot
 
@@ -175,36 +175,35 @@ def _registering(
 
 
 def _is_made_later(weight: keras.Variable) -> bool:
-    """Whether a weight is placed after its slots: both are made in a trace."""
+    """Returns whether a weight, created in a trace, has not been placed."""
     has_nothing = getattr(weight, "_value", None) is None
     return has_nothing and getattr(weight, "_layout", None) is None
 
 
-def _with_layout_of_slots(
+def _set_layout_of_slots(
     weight: keras.Variable, distribution: ReplicaDistribution
 ) -> contextlib.AbstractContextManager[None]:
-    """Shows Keras the layout of a weight's slots, where it is another one.
+    """Shows Keras the layout of a weight's slots, if it differs.
 
-    None, where the replicas divide variables and not this weight: then the
-    distribution is asked for the slot's own.
+    It is None if the replicas shard variables, but not this weight: then
+    Keras asks the distribution for the slot's layout.
     """
-    held = placement_of(weight)
-    if held is None and distribution.placements.partitioner is None:
+    placement = placement_of(weight)
+    if placement is None and distribution.placements.partitioner is None:
         return contextlib.nullcontext()
-    layout = None if held is None else held.of_slots
+    layout = None if placement is None else placement.of_slots
     is_same = layout is getattr(weight, "_layout", None)
-    if is_same or (held is not None and held.mesh.is_abstract):
+    if is_same or (placement is not None and placement.mesh.is_abstract):
         return contextlib.nullcontext()
     return temporary_attribute(weight, "_layout", layout)
 
 
-_slots_registered = Patches(
-    lambda: [(BaseOptimizer, "add_variable_from_reference", _registering)]
-)
+_SLOTS = (BaseOptimizer, "add_variable_from_reference", _wrap_slot_creation)
+_slots_registered = Patches(lambda: [_SLOTS])
 
 
 def slots_follow_weights() -> contextlib.AbstractContextManager[None]:
-    """In which slots have values, or none, as their weights."""
+    """Creates the block's slots without values if their weights have none."""
     return _slots_registered.hold()
 
 
@@ -215,18 +214,18 @@ def adopt(
 ) -> None:
     """Moves variables that were created elsewhere onto the mesh.
 
-    A variable gets its layout and a true copy of its value: a plain
+    A variable gets its layout and a real copy of its value: a plain
     `device_put` shares the source's buffer, which a donating step deletes.
-    For a mesh that is only compiled for nothing is moved.
+    If the mesh is only compiled for, nothing is moved.
 
     Raises:
-      ValueError: a variable that is laid out over the devices of another
-        strategy or distribution, or cannot have its layout.
+      ValueError: if a variable is on the devices of another strategy or
+        distribution, or cannot have its layout.
     """
     variables = list(variables)
     for variable in variables:
-        held = placement_of(variable)
-        if held is not None and held.mesh is not mesh:
+        placement = placement_of(variable)
+        if placement is not None and placement.mesh is not mesh:
             forget_placement(variable)
     placements.assign(variables)
     if mesh.is_abstract:
@@ -246,29 +245,28 @@ def adopt(
         return
     shardings = [sharding_of(v, mesh) for v in moved]
     values = [v._value for v in moved]
-    copies = (
-        list(map(copy_with_sharding, values, shardings))
-        if mesh.num_processes == 1
-        else _from_chief(values, shardings, mesh)
-    )
+    if mesh.num_processes == 1:
+        copies = list(map(copy_with_sharding, values, shardings))
+    else:
+        copies = _place_from_chief(values, shardings, mesh)
     for variable, value, sharding in zip(moved, copies, shardings, strict=True):
         variable._value, variable._layout = value, sharding
 
 
-def _from_chief(
+def _place_from_chief(
     values: list[Any], shardings: list[Any], mesh: ReplicaMesh
 ) -> list[Any]:
-    """The chief's values; divided ones one by one, as each is whole first."""
-    are_whole = [sharding is mesh.whole for sharding in shardings]
-    whole = broadcast(list(itertools.compress(values, are_whole)), mesh)
-    found = []
+    """Places the chief's values; sharded ones one by one, replicated first."""
+    is_replicated = [sharding is mesh.whole for sharding in shardings]
+    sent = broadcast(list(itertools.compress(values, is_replicated)), mesh)
+    placed = []
     for value, sharding in zip(values, shardings, strict=True):
         if sharding is mesh.whole:
-            found.append(whole.pop(0))
+            placed.append(sent.pop(0))
             continue
         divide = jax.jit(list, out_shardings=[sharding])
-        found += dispatch(mesh, divide, broadcast([value], mesh))
-    return found
+        placed += dispatch(mesh, divide, broadcast([value], mesh))
+    return placed
 
 
 def check_home(variables: Iterable[keras.Variable], mesh: ReplicaMesh) -> None:
@@ -293,13 +291,13 @@ def check_home(variables: Iterable[keras.Variable], mesh: ReplicaMesh) -> None:
 def release(variables: Iterable[keras.Variable]) -> None:
     """Moves variables back to the default device, without a layout.
 
-    Collective, where no process has all shards of one.
+    Collective if no process has all shards of one.
     """
     home = jax.sharding.SingleDeviceSharding(jax.local_devices()[0])
     for variable in variables:
         value = variable._value
         if value is not None and not value.is_fully_addressable:
-            # JAX moves nothing from devices of several processes to one.
+            # JAX cannot move an array from several processes to one device.
             is_replicated = value.sharding.is_fully_replicated
             value = (
                 value.addressable_data(0) if is_replicated else variable.numpy()
@@ -319,12 +317,14 @@ _creators = _Creators()
 
 
 @contextlib.contextmanager
-def variable_creator_scope(creator: VariableCreator) -> Iterator[None]:
+def variable_creator_scope(
+    creator: VariableCreator,
+) -> Iterator[None]:
     """Calls `creator` for every Keras variable created in the block.
 
-    As `tf.variable_creator_scope`: creators stack, the innermost is called
-    first and passes on by calling `next_creator(**kwargs)`, with its keywords
-    changed as it likes. Holds for this thread.
+    Like `tf.variable_creator_scope`: creators stack; the innermost is called
+    first, and passes on by calling `next_creator(**kwargs)`, with any changes
+    to its keywords. Applies to this thread.
 
     Differs from tf: the variable that `next_creator` returns must be
     returned; another object cannot take its place.
@@ -344,29 +344,29 @@ def variable_creator_scope(creator: VariableCreator) -> Iterator[None]:
           layer.build((None, 2))
       ```
     """
-    # An object of its own, since a creator may be entered again.
-    entered = functools.partial(creator)
-    _creators.stack.append(entered)
+    # A new object for each entry, since a creator may be entered again.
+    entry = functools.partial(creator)
+    _creators.stack.append(entry)
     try:
         with _creation.hold():
             yield
     finally:
-        is_nested = innermost_creator() is entered
-        _creators.stack.remove(entered)
+        is_nested = innermost_creator() is entry
+        _creators.stack.remove(entry)
         if not is_nested:
             raise RuntimeError(
                 "Exiting variable_creator_scope without proper nesting: scopes "
                 "must be left in the reverse order of their entry. Received: "
-                "an exit while another scope is open in it. Leave that first."
+                "an exit while an inner scope is open. Leave that one first."
             )
 
 
 def innermost_creator() -> object:
-    """Returns what stands for the innermost open creator of this thread."""
+    """Returns this thread's innermost open creator's entry, or None."""
     return _creators.stack[-1] if _creators.stack else None
 
 
-def _creating_init(original: Callable[..., None]) -> Callable[..., None]:
+def _wrap_init(original: Callable[..., None]) -> Callable[..., None]:
     signature = inspect.signature(original)
 
     @functools.wraps(original)
@@ -397,4 +397,4 @@ def _creating_init(original: Callable[..., None]) -> Callable[..., None]:
     return init
 
 
-_creation = Patches(lambda: [(keras.Variable, "__init__", _creating_init)])
+_creation = Patches(lambda: [(keras.Variable, "__init__", _wrap_init)])

@@ -24,8 +24,10 @@ from keras_strategies.cluster.resolvers.simple_resolver import (
 from keras_strategies.cluster.spec import ClusterSpec
 from keras_strategies.data.sources.from_function import InputContext
 from keras_strategies.keras_bridge.inputs import feed as feed_lib
-from keras_strategies.keras_bridge.inputs.choose_source import source_of_dataset
-from keras_strategies.keras_bridge.inputs.loop_data import hold_out
+from keras_strategies.keras_bridge.inputs.choose_source import (
+    make_dataset_source,
+)
+from keras_strategies.keras_bridge.inputs.loop_data import split_validation
 from keras_strategies.keras_bridge.loops.binding import Binding
 from keras_strategies.keras_bridge.loops.loop_call import Call
 from keras_strategies.keras_bridge.steps.lower_step import shape_of
@@ -222,7 +224,7 @@ class Capture:
     def _distribute(
         self, strategy: Strategy, dataset: Dataset, options: object = None
     ) -> CapturedData:
-        source = source_of_dataset(dataset, self._host)
+        source = make_dataset_source(dataset, self._host)
         factor = self._find_factor(strategy)
         return CapturedData(source, self._host, strategy.mesh, factor)
 
@@ -231,7 +233,7 @@ class Capture:
     ) -> CapturedData:
         replicas = strategy.num_replicas_in_sync
         context = InputContext(num_replicas_in_sync=replicas)
-        source = source_of_dataset(dataset_fn(context), self._host)
+        source = make_dataset_source(dataset_fn(context), self._host)
         return CapturedData(source, self._host, strategy.mesh, replicas)
 
     def _read_shapes(
@@ -239,7 +241,7 @@ class Capture:
     ) -> tuple[Any, int | None]:
         """Returns the first batch's shapes, and the batches of an epoch."""
         strategy = binding.owner
-        hold_out(call)
+        split_validation(call)
         if isinstance(call["x"], CapturedData):
             data = call["x"]
             number = call["steps_per_epoch"] or data.source.num_batches

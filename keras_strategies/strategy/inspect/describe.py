@@ -121,7 +121,7 @@ def _find_remark(
     axes = () if placement is None else tuple(placement.sharding.spec)
     if placement is not None and placement.mesh.axis in axes:
         return None
-    return partitioner.why_replicated(tuple(variable.shape), axes)
+    return partitioner.explain_replicated(tuple(variable.shape), axes)
 
 
 def draw_mesh(mesh: ReplicaMesh) -> Group:

@@ -197,7 +197,7 @@ def _guess_size(
         return None, []
     size = summary.first_rows
     if isinstance(dataset, PyDataset):
-        size = num_rows(keras_sources.host_batch(dataset[0]))
+        size = num_rows(keras_sources.to_host_batch(dataset[0]))
     return size, ["Batches may have other sizes than the first."] * bool(size)
 
 
@@ -297,11 +297,11 @@ def _make_source(
     if x := _list_arrays(dataset):
         if not all(map(np.shape, x)):
             num_rows(x)  # Raises if an array has no rows.
-        return keras_sources.source_of_arrays(x, size or 32)
+        return keras_sources.make_array_source(x, size or 32)
     if isinstance(dataset, Files) and dataset.count is True:
         # Counting the rows would read the files.
         dataset = dataclasses.replace(dataset, count=False)
-    return choose_source.local_source(
+    return choose_source.make_local_source(
         dataset, mesh, 0, policy=policy, batch_size=size
     )
 

@@ -20,7 +20,9 @@ from keras_strategies.data.options import AutoShardPolicy
 from keras_strategies.data.sources.file_source import FilesSource
 from keras_strategies.data.sources.files import files as files_of
 from keras_strategies.data.sources.iterables import IterableSource
-from keras_strategies.keras_bridge.inputs.choose_source import source_of_dataset
+from keras_strategies.keras_bridge.inputs.choose_source import (
+    make_dataset_source,
+)
 from keras_strategies.keras_bridge.inputs.feed import make_feed
 from keras_strategies.keras_bridge.inputs.keras_sources import (
     ArraySource,
@@ -453,7 +455,7 @@ def test_a_left_iterator_does_not_disturb_the_next(seed_of_others):
 
 def test_sources_say_what_must_be_alike():
     mesh = ks.MirroredStrategy(jax.devices()[:2])._runtime.mesh
-    source = source_of_dataset(Dataset(), mesh)
+    source = make_dataset_source(Dataset(), mesh)
     assert source.facts() == {
         "data": "a PyDataset",
         "own rows": False,

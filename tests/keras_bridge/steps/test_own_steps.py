@@ -559,7 +559,7 @@ class Careful(OwnStep):
 def test_an_optimizer_in_a_branch(replicas, steps_per_execution):
     check_own(
         Careful,
-        warns="inside of a `cond`",
+        warns="inside a `cond`",
         replicas=replicas,
         optimizer=lambda: keras.optimizers.SGD(0.1),
         steps_per_execution=steps_per_execution,

@@ -60,7 +60,8 @@ def test_fully_sharded():
 
 @pytest.mark.parametrize("dtype", ["int8", "bf16", 3, "", object(), np.int32])
 def test_gradients_are_summed_in_a_float_dtype(dtype):
-    with pytest.raises(ValueError, match="`reduce_dtype` is the float dtype"):
+    text = "`reduce_dtype` must be the float dtype"
+    with pytest.raises(ValueError, match=text):
         FullySharded(reduce_dtype=dtype)
 
 
@@ -244,7 +245,7 @@ def test_a_function_may_not_name_a_dimension_of_the_cores():
 
     with (
         of_cores(2, 2, LAYOUT_MAP, last).scope(),
-        pytest.raises(ValueError, match="over the replicas, or over") as error,
+        pytest.raises(ValueError, match="over both the replicas and") as error,
     ):
         keras.layers.Dense(16, name="one").build((None, 6))
     assert "one/kernel" in str(error.value)
