@@ -183,7 +183,7 @@ def evaluate(
             input_fn,
             hooks,
             _restoring(path),
-            step=0 if path is None else reading.step_of(path),
+            step=0 if path is None else reading.parse_step(path),
             steps=steps,
             name=name,
         )
@@ -313,12 +313,14 @@ def _input(estimator: Settings, input_fn: InputFn, mode: str) -> inputs.Input:
 def _newest(estimator: Settings, strategy: Strategy) -> str | None:
     """Returns the newest good checkpoint, the same in all processes."""
     mesh = strategy.mesh
-    found = reading.newest_good(estimator.model_dir) if mesh.is_chief else None
+    found = (
+        reading.find_newest_good(estimator.model_dir) if mesh.is_chief else None
+    )
     found = train_callback.value_of_chief(
         mesh, "the newest checkpoint", found, str | None
     )
     if found is None and mesh.is_chief:
-        reading.warn_of_none(estimator.model_dir)
+        reading.warn_no_checkpoint(estimator.model_dir)
     return found
 
 

@@ -230,7 +230,7 @@ class Estimator(Settings):
 
     def latest_checkpoint(self) -> str | None:
         """The folder of the newest checkpoint; None if there is none."""
-        return reading.newest_complete(self.model_dir)
+        return reading.find_newest_complete(self.model_dir)
 
     def get_variable_names(self) -> list[str]:
         """The names of all variables of the newest checkpoint.
@@ -241,7 +241,7 @@ class Estimator(Settings):
         Raises:
           ValueError: there is no checkpoint.
         """
-        names = reading.variables_in(self._checkpoint())
+        names = reading.list_variables(self._checkpoint())
         return sorted({*names, records.GLOBAL_STEP})
 
     def get_variable_value(self, name: str) -> np.ndarray[Any, Any]:
@@ -255,8 +255,8 @@ class Estimator(Settings):
         """
         path = self._checkpoint()
         if name == records.GLOBAL_STEP:
-            return np.asarray(reading.step_of(path))
-        return reading.value_of(path, name)
+            return np.asarray(reading.parse_step(path))
+        return reading.read_variable(path, name)
 
     def export_saved_model(
         self,

@@ -151,7 +151,7 @@ def _train_locally(
             mesh, "whether to evaluate", evaluation.is_due(throttle_s), bool
         )
         if is_due:
-            evaluation.run(reading.path_of(estimator.model_dir, step))
+            evaluation.run(reading.make_path(estimator.model_dir, step))
         else:
             _logger.info("Step %d is not evaluated: throttle_secs.", step)
         return False
@@ -217,7 +217,7 @@ class _Watch:
 
     def is_last(self, path: str) -> bool:
         """Whether no checkpoint comes after this one."""
-        step = reading.step_of(path)
+        step = reading.parse_step(path)
         if self._max_steps is not None and step >= self._max_steps:
             return True
         mark = train_callback.mark_of(self._model_dir)
@@ -243,7 +243,7 @@ class _Watch:
                 "log; all tasks need the same `model_dir` on a shared disk."
             )
         # A training that ended before this process came here.
-        step = reading.step_of(path)
+        step = reading.parse_step(path)
         return train_callback.ended_at(self._model_dir) == step
 
 

@@ -97,8 +97,8 @@ def apply(settings: WarmStartSettings | None, model: keras.Model) -> None:
         return
     path = _checkpoint_of(os.fspath(settings.ckpt_to_initialize_from))
     names = settings.var_name_to_prev_var_name or {}
-    saved = reading.variables_in(path)
-    shapes = contents.document_of(path)["variables"]
+    saved = reading.list_variables(path)
+    shapes = contents.load_document(path)["variables"]
     wanted: dict[str, dict[str, Any]] = {}
     pairs: list[tuple[keras.Variable, str, str]] = []
     chosen = _chosen(model, settings.vars_to_warm_start)
@@ -135,7 +135,7 @@ def settings_of(given: Any) -> WarmStartSettings | None:
 def _checkpoint_of(path: str) -> str:
     """A checkpoint, or the newest one in a folder."""
     # A checkpoint is named by its step, and so may a folder of some be.
-    latest = reading.newest_good(path) if os.path.isdir(path) else None
+    latest = reading.find_newest_good(path) if os.path.isdir(path) else None
     if latest is not None:
         return latest
     try:

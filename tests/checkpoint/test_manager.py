@@ -260,7 +260,7 @@ def test_one_manager_at_a_time(tmp_path):
     found = parts(1)
     with manager_of(tmp_path, found):
         checkpoint = ks.checkpoint.Checkpoint(**found)
-        with pytest.raises(RuntimeError, match="One run at a time"):
+        with pytest.raises(RuntimeError, match="Only one run at a time"):
             ks.checkpoint.CheckpointManager(checkpoint, tmp_path)
     manager_of(tmp_path, found).close()
 
@@ -296,7 +296,7 @@ def test_an_error_in_the_background_is_raised_at_the_next_call(tmp_path):
         (
             lambda: ks.checkpoint.CheckpointManager(3, "x"),
             TypeError,
-            "is a `ks.checkpoint.Checkpoint`",
+            "must be a `ks.checkpoint.Checkpoint`",
         ),
     ],
 )
@@ -356,7 +356,7 @@ def test_weights_are_loaded_and_exported(tmp_path):
         ks.checkpoint.load_weights(plain, directory, step=3)
     with pytest.raises(ks.checkpoint.DamagedCheckpoint, match=text):
         ks.checkpoint.load_weights(plain, directory / "3")
-    with pytest.raises(TypeError, match="takes the model first"):
+    with pytest.raises(TypeError, match="must be a model"):
         ks.checkpoint.load_weights(directory, plain)
     unbuilt = keras.Sequential([keras.layers.Dense(2)], name="late")
     with pytest.raises(ValueError, match="'late', which is not built"):

@@ -14,21 +14,21 @@ from typing import Any
 
 from keras_strategies.checkpoint.directory.corruption import (
     DamagedCheckpoint,
-    shown,
+    quote_name,
 )
 from keras_strategies.checkpoint.directory.documents import (
     VERSION,
     read_document,
 )
-from keras_strategies.checkpoint.directory.files import size_of
-from keras_strategies.checkpoint.directory.lock import Writer, writer_of
+from keras_strategies.checkpoint.directory.files import measure_size
+from keras_strategies.checkpoint.directory.lock import Writer, find_writer
 from keras_strategies.checkpoint.directory.names import (
     DELETING,
     MANIFEST,
     RUN,
     find_entries,
-    partial_saves,
-    put_aside,
+    find_partial_saves,
+    find_quarantined,
     step_path,
 )
 from keras_strategies.checkpoint.directory.verify import verify
@@ -156,7 +156,7 @@ def look_at(
       OSError: it cannot be listed.
     """
     os.listdir(directory)  # Not there, or not to be read, is an error here.
-    writer = writer_of(directory)
+    writer = find_writer(directory)
     entries: list[Entry] = []
     found = find_entries(directory)
     for step, _ in found:
@@ -196,12 +196,12 @@ def _entry(
             step=step,
             state=State.UNDER_WAY if is_under_way else State.DAMAGED,
             fault="" if is_under_way else error.fault,
-            num_bytes=size_of(path),
+            num_bytes=measure_size(path),
         )
     return Entry(
         step=step,
         state=State.SAME_SIZES if is_quick else State.VERIFIED,
-        num_bytes=manifest.num_bytes + size_of(path / MANIFEST),
+        num_bytes=manifest.num_bytes + measure_size(path / MANIFEST),
         created=manifest.created,
         facts=manifest.facts,
         contents=contents,
@@ -231,13 +231,17 @@ def _left_behind(
     directory: str, writer: Writer | None
 ) -> tuple[LeftBehind, ...]:
     found: list[tuple[pathlib.Path, str]] = []
-    for path in partial_saves(directory):
+    for path in find_partial_saves(directory):
         act = "deletion" if DELETING in path.name else "save"
         how = "stopped" if writer is None else "stopped, or under way"
         found.append((path, f"{act}, {how}"))
-    found += [(path, "damaged, put aside") for path in put_aside(directory)]
+    found += [
+        (path, "damaged, put aside") for path in find_quarantined(directory)
+    ]
     return tuple(
-        LeftBehind(name=shown(p.name), reason=reason, num_bytes=size_of(p))
+        LeftBehind(
+            name=quote_name(p.name), reason=reason, num_bytes=measure_size(p)
+        )
         for p, reason in found
     )
 

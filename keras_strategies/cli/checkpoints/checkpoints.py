@@ -9,8 +9,8 @@ from rich.filesize import decimal
 from rich.table import Table
 from rich.text import Text
 
-from keras_strategies.checkpoint.directory.corruption import shown
-from keras_strategies.checkpoint.directory.names import MANIFEST, step_of
+from keras_strategies.checkpoint.directory.corruption import quote_name
+from keras_strategies.checkpoint.directory.names import MANIFEST, parse_step
 from keras_strategies.cli.checkpoints.checkpoint_list import (
     Entry,
     Listing,
@@ -122,14 +122,14 @@ def _fault_of(directory: str) -> str | None:
         names = os.listdir(directory)
     except OSError as error:
         return (
-            f"{shown(directory)} cannot be listed: {error.strerror}. Give the "
-            "directory of a run's checkpoints."
+            f"{quote_name(directory)} cannot be listed: {error.strerror}. Give "
+            "the directory of a run's checkpoints."
         )
     name = os.path.basename(os.path.abspath(directory))
-    if MANIFEST in names and step_of(name) is not None:
+    if MANIFEST in names and parse_step(name) is not None:
         above = os.path.dirname(os.path.abspath(directory))
         return (
-            f"{shown(directory)} is one checkpoint. Give the directory that it "
-            f"is in: {shown(above)}."
+            f"{quote_name(directory)} is one checkpoint. Give the directory that "
+            f"it is in: {quote_name(above)}."
         )
     return None
