@@ -402,7 +402,7 @@ def test_disk_that_is_too_small_is_told_before_the_save(tmp_path):
     with pytest.raises(OSError, match=r"needs 1000000000\.000 GB") as caught:
         check_free_space(tmp_path / "a" / "b", 10**18)
     assert caught.value.errno == errno.ENOSPC
-    assert "GB. Delete files" in str(caught.value)
+    assert "free. Delete files" in str(caught.value)
     assert "GB are free" in str(caught.value)
 
 
