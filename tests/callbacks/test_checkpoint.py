@@ -330,7 +330,7 @@ def test_a_file_in_place_of_the_directory(runner, tmp_path):
 
 
 def test_a_directory_that_nobody_can_make(runner):
-    with pytest.raises(OSError, match="'/proc/run', which cannot be made: "):
+    with pytest.raises(OSError, match="'/proc/run', which cannot be created: "):
         fit(runner, Checkpoint("/proc/run"))
 
 
@@ -339,7 +339,7 @@ def test_a_directory_that_is_read_only(runner, tmp_path):
     try:
         if os.access(tmp_path, os.W_OK):
             pytest.skip("modes say nothing to this user")
-        with pytest.raises(PermissionError, match="may write"):
+        with pytest.raises(PermissionError, match="must be writable"):
             fit(runner, Checkpoint(tmp_path))
     finally:
         os.chmod(tmp_path, 0o700)

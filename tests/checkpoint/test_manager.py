@@ -291,7 +291,7 @@ def test_an_error_in_the_background_is_raised_at_the_next_call(tmp_path):
 @pytest.mark.parametrize(
     ("made", "error", "match"),
     [
-        (lambda: ks.checkpoint.Checkpoint(), ValueError, "by name"),
+        (lambda: ks.checkpoint.Checkpoint(), ValueError, "named object"),
         (lambda: ks.checkpoint.Checkpoint(a=3), TypeError, "type int"),
         (
             lambda: ks.checkpoint.CheckpointManager(3, "x"),
@@ -349,7 +349,7 @@ def test_weights_are_loaded_and_exported(tmp_path):
     plain.save(tmp_path / "model.keras")
     loaded = keras.models.load_model(tmp_path / "model.keras")
     np.testing.assert_array_equal(loaded(ROWS), plain(ROWS))
-    with pytest.raises(FileNotFoundError, match="none that is good"):
+    with pytest.raises(FileNotFoundError, match="no valid checkpoint"):
         ks.checkpoint.load_weights(plain, tmp_path)
     text = "no checkpoint of step 3 in .*run'; there are 2, 4[.]$"
     with pytest.raises(ks.checkpoint.DamagedCheckpoint, match=text):
