@@ -91,7 +91,7 @@ def test_report_of_one_process():
     assert ks.__version__ in shown
     assert "2 x cpu" in shown
     assert re.search(r"all-reduce, 4 MiB [\d.]+ ms over 2 devices", shown)
-    assert "An all-reduce over this machine's devices is right." in shown
+    assert "An all-reduce over this machine's devices is correct." in shown
     assert "import keras_strategies" in shown
 
 
@@ -147,11 +147,11 @@ def test_doctor_starts_whatever_is_wrong(environ, expected):
     [
         (
             {"JAX_PLATFORMS": "cuda"},
-            "JAX_PLATFORMS=cuda asks for devices that JAX does not find",
+            "JAX_PLATFORMS=cuda selects devices that JAX does not find",
         ),
         (
             {"XLA_FLAGS": "--xla_cpu_enable_fast_math=false --xla_nonsense=3"},
-            "Unknown flag in XLA_FLAGS: --xla_nonsense=3 XLA ends every",
+            "Unknown flag in XLA_FLAGS: --xla_nonsense=3 XLA aborts the",
         ),
     ],
 )
@@ -465,7 +465,7 @@ def test_an_address_at_which_all_have_met_is_no_fault(monkeypatch, has_met):
     environ = {"TF_CONFIG": tf_config([address, "127.0.0.2:1"], 0)}
     findings = (run_probe._MET,) if has_met else ()
     job = Part(title="Job", findings=findings)
-    monkeypatch.setattr(doctor, "_started", lambda *_: [job])
+    monkeypatch.setattr(doctor, "_check_jax", lambda *_: [job])
     report = doctor.examine(environ, quick=False, timeout_s=1.0)
     text = " ".join(finding.text for finding in report.findings)
     assert ("processes on other machines cannot reach" in text) != has_met
