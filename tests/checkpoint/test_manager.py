@@ -127,7 +127,7 @@ def test_steps_are_saved_in_their_order(tmp_path):
         with pytest.raises(ValueError, match="saved once. Received: step=5"):
             manager.save(5)
         manager.save(np.int64(7))
-        with pytest.raises(ValueError, match="step=6, and step 7 is in"):
+        with pytest.raises(ValueError, match="step=6, but step 7 is in"):
             manager.save(6)
         manager.wait()
         names = [os.path.basename(path) for path in manager.checkpoints]
@@ -224,7 +224,7 @@ def test_another_model_is_refused_and_its_differences_are_listed(tmp_path):
     more = parts(2) | {"noted": Noted({})}
     with (
         manager_of(tmp_path, more) as manager,
-        pytest.raises(ValueError, match="no state of 'noted'"),
+        pytest.raises(ValueError, match="without a state of 'noted'"),
     ):
         manager.restore_or_initialize()
 
@@ -606,7 +606,7 @@ def test_weights_of_a_managers_checkpoint_are_loaded(tmp_path):
     np.testing.assert_array_equal(
         wide.weights[0].numpy(), other.weights[0].numpy()
     )
-    with pytest.raises(ValueError, match="there are 'step', 'other', 'net'"):
+    with pytest.raises(ValueError, match="contains 'step', 'other', 'net'"):
         ks.checkpoint.load_weights(plain, tmp_path, name="gone")
     with pytest.raises(ValueError, match="of another other"):
         ks.checkpoint.load_weights(plain, tmp_path, name="other")
