@@ -31,7 +31,7 @@ def gather_states(
     if len(processes) == 1:
         return {"all": states}
     agreement = Agreement(processes, "keeping states")
-    # States may be long: hashes tell first whether they need to be sent.
+    # States may be long: hashes show first whether they must be sent.
     hashes = agreement.exchange(hashlib.sha256(text.encode()).hexdigest())
     are_equal = len(set(hashes)) == 1
     received = [] if are_equal else agreement.exchange(text)

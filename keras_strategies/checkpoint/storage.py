@@ -63,7 +63,7 @@ class Storage:
     Args:
       directory: The directory of the checkpoints, created if missing.
       processes: JAX's ids of the processes; the first is the chief.
-      keep: Which checkpoints are retained.
+      keep: The retention rules.
     """
 
     def __init__(
