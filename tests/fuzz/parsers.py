@@ -756,7 +756,7 @@ PARSERS: dict[str, Parser] = {
     ),
     "doctor's child": Parser(
         documents=['{"stage": "jax", "begins": true}\n{"stage": "jax"}\n'],
-        prepared=of(run_probe._answers_in),
+        prepared=of(run_probe._parse_answers),
         is_text=False,
     ),
 }
