@@ -159,7 +159,7 @@ class Checkpoint(CheckpointCallback):
             self.directory, processes=loop.mesh.processes, keep=self._keep
         )
         self._storage.open()
-        step = self._storage.newest()
+        step = self._storage.find_newest()
         self._check_resume(step)
         self._saved = None
         if step is not None:
@@ -247,7 +247,7 @@ class Checkpoint(CheckpointCallback):
 
     def _resume_from(self, loop: FitState, step: int) -> None:
         storage = self._storage
-        document = storage.document(step)
+        document = storage.load_document(step)
         where = str(storage.path(step))
         groups = loop.groups()
         is_new = self.begins_anew(loop, step, document)
@@ -258,14 +258,14 @@ class Checkpoint(CheckpointCallback):
             saved = document["variables"]
             known = {n: v for n, v in saved.items() if n in groups}
             document = document | {"variables": known}
-        found = contents.matched(groups, document, where)
-        wanted = contents.targets(found, document, loop.mesh)
+        found = contents.match_variables(groups, document, where)
+        wanted = contents.make_targets(found, document, loop.mesh)
         arrays = storage.restore(step, wanted, is_part=is_new)
         contents.assign(found, arrays)
         if is_new:
             loop.num_steps = self._saved = step
             return
-        state = nests.joined(document["state"], arrays.get(contents.STATE, {}))
+        state = nests.join(document["state"], arrays.get(contents.STATE, {}))
         loop.resume(state)
         self._saved = loop.num_steps
         self._announce(loop, step)
@@ -311,7 +311,7 @@ class Checkpoint(CheckpointCallback):
         self.before_save(loop)
         loop.sync()
         state = loop.state(is_epoch_over=loop.step == 0)
-        arrays, document = contents.packed(loop.groups(), state)
+        arrays, document = contents.pack_checkpoint(loop.groups(), state)
         facts = {
             "epoch": loop.epoch,
             "step_in_epoch": loop.step,

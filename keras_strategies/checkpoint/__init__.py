@@ -4,8 +4,8 @@
     manager = ks.checkpoint.CheckpointManager(checkpoint, "run", keep=3)
     step = manager.restore_or_initialize() or 0
 
-`fit` has a callback for it, `ks.callbacks.Checkpoint`. A name is imported when
-it is first asked for.
+For `fit`, use the callback `ks.callbacks.Checkpoint`. Names are imported on
+first use.
 """
 
 from keras_strategies._core.names.lazy_names import lazy_names as _lazy_names

@@ -1,7 +1,8 @@
-"""A wait for unfinished saves when Python ends.
+"""A wait for pending saves at interpreter exit.
 
-A script may end right after a save. Python lets no thread start others then,
-which Orbax needs: so what is being saved is waited for before that.
+A script may end right after a save. At that point Python no longer lets
+threads start other threads, which Orbax needs to do, so pending saves are
+awaited before.
 """
 
 import functools
@@ -20,7 +21,7 @@ class _Saving(Protocol):
 
 
 def wait_at_exit(storage: _Saving) -> None:
-    """Waits for its save when Python ends, and reports an error."""
+    """Waits for the storage's save at exit, and logs an error if it fails."""
     _register()
     _open.add(storage)
 
@@ -30,15 +31,17 @@ _open: weakref.WeakSet[_Saving] = weakref.WeakSet()
 
 @functools.cache
 def _register() -> None:
-    """Has Python wait for them before it ends its pools of threads.
+    """Registers the wait to run before Python shuts down its thread pools.
 
-    `atexit` comes after these, which `concurrent.futures` ends by what it has
-    registered here when it was imported. The last that registered is first.
+    `atexit` handlers run too late: `concurrent.futures` shuts down its pools
+    in a function that it registers with `threading._register_atexit` on
+    import. These functions run in reverse order of registration, so
+    `concurrent.futures` must be imported first.
     """
     importlib.import_module("concurrent.futures.thread")
     threading._register_atexit(_wait_for_all)  # pyright: ignore
     if hasattr(os, "register_at_fork"):
-        # What a parent's threads do, a child would wait for in vain.
+        # A child has none of its parent's threads: it would wait forever.
         os.register_at_fork(after_in_child=_open.clear)
 
 

@@ -1,6 +1,7 @@
 """Averages of weights (`use_ema=True`) in the checkpoint of a fit.
 
-Keras keeps them in the optimizer and gives them to the model when a fit ends.
+Keras stores them in the optimizer and assigns them to the model when a fit
+ends.
 """
 
 from collections.abc import Mapping
@@ -15,43 +16,50 @@ from keras_strategies.keras_bridge.callbacks.callback_states import (
 _WEIGHTS, _OPTIMIZER = "weights", "optimizer"
 _SUFFIX = "_average"
 
-Found = Mapping[str, Mapping[str, keras.Variable]]
+NamedVariables = Mapping[str, Mapping[str, keras.Variable]]
+"""Variables by group and name of their arrays in a checkpoint."""
 
 
-def with_averages(found: Found, document: Document, where: str) -> Found:
-    """Returns which array each variable gets: a weight its average.
+def substitute_averages(
+    variables: NamedVariables, document: Document, where: str
+) -> NamedVariables:
+    """Replaces the arrays of weights by those of their averages.
 
     Args:
-      found: The variables by group and name of the arrays.
-      document: That of a fit's checkpoint.
+      variables: The variables by group and name of their arrays.
+      document: The document of a fit's checkpoint.
       where: The checkpoint, for messages.
 
+    Returns:
+      The same variables; a weight that has an average is under the name of
+      the average's array.
+
     Raises:
-      ValueError: a weight has averages of several optimizers.
+      ValueError: if several optimizers have averages of one weight.
     """
     state = document["state"]
     if isinstance(state, dict) and has_swapped_averages(state.get("callbacks")):
-        return found
+        return variables
     saved = document["variables"]
     slots: dict[str, list[str]] = {}
     for name in saved.get(_OPTIMIZER, {}):
-        # "adam.dense_kernel_average", of the weight "dense.kernel".
+        # "adam.dense_kernel_average" is the average of "dense.kernel".
         _, _, slot = name.partition(".")
         slots.setdefault(slot.replace(".", "_"), []).append(name)
     weights, averages = {}, {}
-    for name, variable in found.get(_WEIGHTS, {}).items():
+    for name, variable in variables.get(_WEIGHTS, {}).items():
         path, mark, number = name.partition("~")
         slot = f"{path.replace('.', '_')}{_SUFFIX}{mark}{number}"
-        named = slots.get(slot, ())
-        if len(named) > 1:
+        matches = slots.get(slot, ())
+        if len(matches) > 1:
             raise ValueError(
                 "A weight must have the average of one optimizer. Received: "
-                f"{where}, where {name!r} has {named}. Pass "
+                f"{where}, where {name!r} has {matches}. Pass "
                 "`averages=False` for the weights that were trained."
             )
         kind = saved[_WEIGHTS][name]
-        if named and saved[_OPTIMIZER][named[0]] == kind:
-            averages[named[0]] = variable
+        if matches and saved[_OPTIMIZER][matches[0]] == kind:
+            averages[matches[0]] = variable
         else:
             weights[name] = variable
-    return {**found, _WEIGHTS: weights, _OPTIMIZER: averages}
+    return {**variables, _WEIGHTS: weights, _OPTIMIZER: averages}

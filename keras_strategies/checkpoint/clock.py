@@ -11,14 +11,14 @@ _ANSWER = {"is_due": bool, "wait": is_count}
 
 
 class Clock:
-    """When it is time to save, the same in all processes.
+    """A timer that makes all processes save after the same step.
 
-    The chief's clock decides. The others receive it where all ask, which is
-    at steps that the chief chooses by how long steps take: so one or two
-    questions are asked for each save.
+    The chief's clock decides. All processes ask it at steps that the chief
+    chooses from the measured duration of a step, so that there are only one
+    or two exchanges for each save.
 
     Args:
-      seconds: Between saves.
+      seconds: The time between saves.
       step: The number of steps done.
       processes: JAX's ids of the processes.
     """
@@ -31,31 +31,32 @@ class Clock:
         self.restart(step)
 
     def restart(self, step: int) -> None:
-        """A checkpoint was saved."""
+        """Restarts the timer after a save."""
         self._begun = self._asked_at = time.monotonic()
         self._asked = step
         self._next = step + 1
         self.is_waiting = False
 
     def is_due(self, step: int) -> bool:
-        """Whether to save after this step. Collective."""
+        """Returns whether to save after this step. Collective."""
         if self.is_waiting or step < self._next:
             return self.is_waiting
         now = time.monotonic()
         left = self._begun + self._seconds - now
         per_step = (now - self._asked_at) / max(step - self._asked, 1)
-        # Steps may get slower: not more than twice as many as were measured.
+        # Steps may get slower, so the estimate is trusted for at most twice
+        # the number of steps that were measured.
         most = 2 * (step - self._asked)
         wait = min(most, math.ceil(left / max(per_step, 1e-6)))
-        answer = self._agreed({"is_due": left <= 0, "wait": max(wait, 1)})
+        answer = self._agree({"is_due": left <= 0, "wait": max(wait, 1)})
         self._asked, self._asked_at = step, now
         self._next = step + answer["wait"]
         self.is_waiting = answer["is_due"]
         return self.is_waiting
 
-    def _agreed(self, answer: dict[str, Any]) -> dict[str, Any]:
+    def _agree(self, answer: dict[str, Any]) -> dict[str, Any]:
         if len(self._processes) == 1:
-            # Looking at the clock costs nothing.
+            # Without an exchange, the clock can be read at every step.
             return answer | {"wait": 1}
         with Rounds(self._processes, "the time of a checkpoint") as rounds:
             return rounds.exchange(answer, _ANSWER)[0]

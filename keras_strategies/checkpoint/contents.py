@@ -1,8 +1,9 @@
 """The contents of a checkpoint: arrays by group and name, and a JSON document.
 
-The arrays are what `weights`, `optimizer` and so on are made of, under the
-paths of their variables, so that plain Orbax reads them. The document says
-all else; arrays in it (a callback's best weights) are a group of their own.
+The arrays are the values of `weights`, `optimizer` and so on, named by the
+paths of their variables, so that plain Orbax can read them. The document
+contains everything else; arrays in it (a callback's best weights) form a
+separate group.
 """
 
 import os
@@ -32,95 +33,100 @@ Arrays = dict[str, dict[str, Any]]
 Document = dict[str, Any]
 
 STATE = "state_arrays"
-"""The group of the arrays that the document's state holds."""
+"""The group of the arrays that belong to the document's state."""
 
 _WEIGHTS = "weights"
 _MAX_SHOWN = 8
 
 
-def arrays_of(groups: Groups) -> Arrays:
-    """The values of variables, by group and name, for `Storage.save`."""
+def collect_arrays(groups: Groups) -> Arrays:
+    """Collects the values of variables by group and name, to be saved."""
     return {
         group: {
             name: set_apart(variable.value)
-            for name, variable in named(variables).items()
+            for name, variable in name_variables(variables).items()
         }
         for group, variables in groups.items()
         if variables
     }
 
 
-def processes_of(groups: Groups) -> tuple[int, ...]:
-    """JAX's ids of the processes that hold variables."""
-    found = {
+def find_processes(groups: Groups) -> tuple[int, ...]:
+    """Returns JAX's ids of the processes that hold variables, sorted."""
+    indices = {
         device.process_index
         for variables in groups.values()
         for variable in variables
         for device in variable.value.sharding.device_set
     }
-    return tuple(sorted(found)) or (jax.process_index(),)
+    return tuple(sorted(indices)) or (jax.process_index(),)
 
 
-def named(variables: Sequence[keras.Variable]) -> dict[str, keras.Variable]:
-    """Variables by their paths, with dots; numbered where paths are equal.
+def name_variables(
+    variables: Sequence[keras.Variable],
+) -> dict[str, keras.Variable]:
+    """Maps dotted paths to variables; equal paths are numbered ("~1").
 
-    Those without any value are left out: Orbax keeps none of size zero.
+    Variables of size zero are left out, since Orbax does not store them.
     """
-    found: dict[str, keras.Variable] = {}
+    by_name: dict[str, keras.Variable] = {}
     for variable in variables:
         if not variable.value.size:
             continue
         path = name = variable.path.replace("/", ".")
         number = 1
-        while name in found:
+        while name in by_name:
             name = f"{path}~{number}"
             number += 1
-        found[name] = variable
-    return found
+        by_name[name] = variable
+    return by_name
 
 
-def packed(groups: Groups, state: Tree) -> tuple[Arrays, Document]:
-    """Returns the arrays and the document of a checkpoint, to be saved.
+def pack_checkpoint(groups: Groups, state: Tree) -> tuple[Arrays, Document]:
+    """Builds the arrays and the document of a checkpoint, to be saved.
 
     Args:
       groups: The variables.
-      state: All else: nests of what JSON can hold and numpy arrays.
+      state: Everything else: nests of JSON values and numpy arrays.
     """
     state, extra = nests.split(state)
-    arrays = arrays_of(groups)
+    arrays = collect_arrays(groups)
     if extra or not arrays:
-        # Orbax keeps no tree without any array.
+        # Orbax does not store a tree without arrays.
         arrays[STATE] = extra or {"none": np.zeros(1)}
-    variables = described(arrays)
+    variables = describe_arrays(arrays)
     document = {"version": VERSION, "variables": variables, "state": state}
     return arrays, document
 
 
-def document_of(path: str | os.PathLike[str]) -> Document:
-    """What a checkpoint holds beside arrays, and the shapes of these.
+def load_document(path: str | os.PathLike[str]) -> Document:
+    """Reads the document of a checkpoint of a known version.
 
     Args:
       path: The checkpoint's folder.
 
+    Returns:
+      Everything but the arrays, and the shapes and dtypes of these.
+
     Raises:
-      DamagedCheckpoint: it is no document.
-      ValueError: another version has written it.
+      DamagedCheckpoint: if it is not a valid document.
+      ValueError: if it has the format of another version.
     """
-    with verify.reading(path):
+    with verify.guard_read(path):
         document = read_document(path)
     version = document.get("version")
     if version != VERSION:
         raise ValueError(
-            "A checkpoint is read by the version of keras_strategies that "
-            f"knows its format. Received: {os.fspath(path)} of format "
-            f"{ascii(version)[:80]}, known is {VERSION}. Install the version "
-            "that wrote it."
+            "A checkpoint must have a format that this version of "
+            f"keras_strategies can read. Received: {os.fspath(path)} of "
+            f"format {ascii(version)[:80]}; the readable format is {VERSION}. "
+            "Install the version that wrote it."
         )
     return document
 
 
-def described(arrays: Arrays) -> dict[str, dict[str, list[Any]]]:
-    """The shape and dtype of each array, for the document."""
+def describe_arrays(arrays: Arrays) -> dict[str, dict[str, list[Any]]]:
+    """Describes each array by its shape and dtype, for the document."""
     return {
         group: {
             name: [list(np.shape(array)), str(array.dtype)]
@@ -130,109 +136,114 @@ def described(arrays: Arrays) -> dict[str, dict[str, list[Any]]]:
     }
 
 
-def matched(
+def match_variables(
     groups: Groups, document: Document, where: str
 ) -> dict[str, dict[str, keras.Variable]]:
-    """The variable for each array of a checkpoint, by group and saved name.
+    """Matches the arrays of a checkpoint with a model's variables.
 
-    Keras numbers the layers of a process: names that differ by numbers alone
-    are the same, in their order.
+    Keras numbers the layers of a process, so names that differ only in
+    numbers match, in their order.
 
     Args:
-      groups: Those of the model that is to have the values.
-      document: The checkpoint's.
+      groups: The variables to be restored.
+      document: The checkpoint's document.
       where: The checkpoint, for messages.
 
+    Returns:
+      The variable for each array, by group and saved name.
+
     Raises:
-      ValueError: names, shapes or dtypes differ; they are listed.
+      ValueError: if names, shapes or dtypes differ; they are listed.
     """
-    kept = document["variables"]
+    all_saved = document["variables"]
     faults: list[str] = []
-    found: dict[str, dict[str, keras.Variable]] = {}
+    matches: dict[str, dict[str, keras.Variable]] = {}
     names = {group for group, variables in groups.items() if variables}
-    # Weights first: what differs there explains what the others lack.
+    # Weights come first: their differences explain those of other groups.
     for group in sorted(
-        names | set(kept) - {STATE}, key=lambda name: (name != _WEIGHTS, name)
+        names | set(all_saved) - {STATE},
+        key=lambda name: (name != _WEIGHTS, name),
     ):
-        saved = kept.get(group, {})
-        present = named(groups.get(group, ()))
-        pairs = _pairs(saved, present)
+        saved = all_saved.get(group, {})
+        present = name_variables(groups.get(group, ()))
+        pairs = _pair_variables(saved, present)
         if pairs is None:
-            faults += _differences(group, saved, present)
+            faults += _list_differences(group, saved, present)
         else:
-            faults += _other_kinds(group, saved, pairs)
-            found[group] = pairs
+            faults += _find_mismatches(group, saved, pairs)
+            matches[group] = pairs
     if faults:
-        raise _of_another_model(where, faults)
-    return found
+        raise _make_mismatch_error(where, faults)
+    return matches
 
 
-def subset(
+def select_arrays(
     saved: Mapping[str, Any], variables: Sequence[keras.Variable]
 ) -> dict[str, Any] | None:
-    """The saved arrays of some variables, which come in the same order.
+    """Selects the saved arrays of some variables, which are in that order.
 
     Args:
-      saved: The shape and dtype of arrays by name; of others, too.
+      saved: The shapes and dtypes of all arrays, by name.
       variables: The variables.
 
     Returns:
-      Their entries of `saved`; None if one is not there.
+      The variables' entries of `saved`; None if one is missing.
     """
-    found: dict[str, Any] = {}
+    selected: dict[str, Any] = {}
     entries = iter(saved.items())
-    for name, variable in named(variables).items():
-        wanted = without_numbers(name)
-        kind = _kind_of(variable)
+    for name, variable in name_variables(variables).items():
+        wanted = strip_numbers(name)
+        kind = _describe_variable(variable)
+        # `entries` is one iterator: each search goes on after the last match.
         for other, entry in entries:
-            if without_numbers(other) == wanted and entry == kind:
-                found[other] = entry
+            if strip_numbers(other) == wanted and entry == kind:
+                selected[other] = entry
                 break
         else:
             return None
-    return found or None
+    return selected or None
 
 
-def without_numbers(name: str) -> str:
-    """A name without those that Keras gives the layers of a process."""
+def strip_numbers(name: str) -> str:
+    """Removes the numbers that Keras appends to the names of layers."""
     return re.sub(r"_\d+", "", name)
 
 
-def targets(
-    found: Mapping[str, Mapping[str, keras.Variable]],
+def make_targets(
+    matches: Mapping[str, Mapping[str, keras.Variable]],
     document: Document,
     mesh: ReplicaMesh | None,
 ) -> Arrays:
-    """What Orbax restores: shapes, dtypes and where each array is to lie."""
-    wanted: Arrays = {}
-    for group, entries in found.items():
+    """Makes the targets of a restore: shapes, dtypes and shardings."""
+    restored: Arrays = {}
+    for group, entries in matches.items():
         if entries:
-            wanted[group] = {
-                name: _target(variable, mesh)
+            restored[group] = {
+                name: _make_target(variable, mesh)
                 for name, variable in entries.items()
             }
     for name, (shape, dtype) in document["variables"].get(STATE, {}).items():
         kind = dtype_named(dtype)
         if kind is None:
             raise ValueError(
-                "A checkpoint holds arrays of known dtypes. "
+                "The arrays of a checkpoint must have known dtypes. "
                 f"Received: {shown(dtype)}. Use an earlier checkpoint, or the "
                 "versions of jax and numpy that wrote it."
             )
-        wanted.setdefault(STATE, {})[name] = np.empty(shape, kind)
-    return wanted
+        restored.setdefault(STATE, {})[name] = np.empty(shape, kind)
+    return restored
 
 
 def assign(
-    found: Mapping[str, Mapping[str, keras.Variable]], arrays: Arrays
+    matches: Mapping[str, Mapping[str, keras.Variable]], arrays: Arrays
 ) -> None:
-    """Gives variables the values that were restored for them."""
-    for group, entries in found.items():
+    """Assigns restored values to their variables."""
+    for group, entries in matches.items():
         for name, variable in entries.items():
             variable.assign(arrays[group][name])
 
 
-def _target(
+def _make_target(
     variable: keras.Variable, mesh: ReplicaMesh | None
 ) -> np.ndarray | jax.ShapeDtypeStruct:
     shape, dtype = tuple(variable.shape), variable.value.dtype
@@ -240,33 +251,35 @@ def _target(
     if mesh is not None:
         sharding = sharding_of(variable, mesh)
     if jax.process_count() > 1 and sharding.is_fully_addressable:
-        # Every process has one of its own, and gets the chief's value.
+        # A process-local variable; every process gets the chief's value.
         return np.empty(shape, dtype)
     return jax.ShapeDtypeStruct(shape, dtype, sharding=sharding)
 
 
-def _pairs(
+def _pair_variables(
     saved: Mapping[str, Any], present: Mapping[str, keras.Variable]
 ) -> dict[str, keras.Variable] | None:
-    """The variable for each saved name; None if they do not match."""
+    """Pairs saved names with variables; returns None if they do not match."""
     if set(saved) == set(present):
         return {name: present[name] for name in saved}
-    without = list(map(without_numbers, saved))
-    if without != list(map(without_numbers, present)):
+    without = list(map(strip_numbers, saved))
+    if without != list(map(strip_numbers, present)):
         return None
     return dict(zip(saved, present.values(), strict=True))
 
 
-def _kind_of(variable: keras.Variable) -> list[Any]:
-    """The shape and dtype of a variable, as a document has them."""
+def _describe_variable(variable: keras.Variable) -> list[Any]:
+    """Returns the shape and dtype of a variable, as in a document."""
     return [list(variable.shape), str(variable.value.dtype)]
 
 
-def _other_kinds(
+def _find_mismatches(
     group: str, saved: Mapping[str, Any], pairs: Mapping[str, keras.Variable]
 ) -> list[str]:
-    """What is wrong with the shapes and dtypes of variables."""
-    kinds = [(name, saved[name], _kind_of(pairs[name])) for name in pairs]
+    """Lists the variables whose shape or dtype differs from the saved one."""
+    kinds = [
+        (name, saved[name], _describe_variable(pairs[name])) for name in pairs
+    ]
     return [
         f"{group} {name}: {there[1]}{there[0]} in the checkpoint, "
         f"{here[1]}{here[0]} here"
@@ -275,20 +288,20 @@ def _other_kinds(
     ]
 
 
-def _of_another_model(where: str, faults: list[str]) -> ValueError:
+def _make_mismatch_error(where: str, faults: list[str]) -> ValueError:
     groups = {fault.partition(" ")[0] for fault in faults}
     what = "model" if _WEIGHTS in groups else " or ".join(sorted(groups))
     more = len(faults) - _MAX_SHOWN
     return ValueError(
-        "A checkpoint is restored into a model with the same variables. "
+        "A checkpoint must be restored into a model with the same variables. "
         f"Received: {where}, which is of another {what}: "
         f"{'; '.join(faults[:_MAX_SHOWN])}"
-        f"{f'; and {more} more' if more > 0 else ''}. Make the model as "
-        "it was, or give another directory to this one."
+        f"{f'; and {more} more' if more > 0 else ''}. Build the model as "
+        "it was saved, or give this one another directory."
     )
 
 
-def _differences(
+def _list_differences(
     group: str, saved: Mapping[str, Any], present: Mapping[str, Any]
 ) -> list[str]:
     return [

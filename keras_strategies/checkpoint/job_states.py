@@ -14,56 +14,61 @@ from keras_strategies.cluster.exchange.message_forms import Either, fault_of
 _STATES = Either(({"all": dict}, {"each": [dict]}))
 
 
-def shared(
+def gather_states(
     states: Mapping[str, Any], processes: tuple[int, ...]
 ) -> Mapping[str, Any]:
-    """The states of all processes; one, if they are alike. Collective.
+    """Gathers the states of all processes. Collective.
 
     Args:
-      states: Those of this process.
-      processes: JAX's ids of all.
+      states: The states of this process.
+      processes: JAX's ids of all processes.
+
+    Returns:
+      {"all": the states} if they are equal on all processes, else
+      {"each": a list of them, by process}.
     """
-    text = nests.packed(states)
+    text = nests.pack(states)
     if len(processes) == 1:
         return {"all": states}
     agreement = Agreement(processes, "keeping states")
-    marks = agreement.exchange(hashlib.sha256(text.encode()).hexdigest())
-    is_alike = len(set(marks)) == 1
-    received = [] if is_alike else agreement.exchange(text)
+    # States may be long: hashes show first whether they must be sent.
+    hashes = agreement.exchange(hashlib.sha256(text.encode()).hexdigest())
+    are_equal = len(set(hashes)) == 1
+    received = [] if are_equal else agreement.exchange(text)
     agreement.end()
-    if is_alike:
+    if are_equal:
         return {"all": states}
-    return {"each": [nests.unpacked(one) for one in received]}
+    return {"each": [nests.unpack(one) for one in received]}
 
 
-def own(
+def select_local_states(
     state: Tree, processes: tuple[int, ...], where: str
 ) -> Mapping[str, Any]:
-    """The states of this process, of what `shared` gave.
+    """Selects the states of this process from those of a checkpoint.
 
     Args:
-      state: What a checkpoint says.
-      processes: JAX's ids of all that there are now.
+      state: The state in a checkpoint, not yet checked.
+      processes: JAX's ids of all processes of this job.
       where: The checkpoint, for messages.
 
     Raises:
-      ValueError: it says something else, or has those of another number of
-        processes.
+      ValueError: if `state` is not a result of `gather_states`, or has the
+        states of another number of processes.
     """
     fault = fault_of(state, _STATES)
     if fault is not None:
         raise ValueError(
-            "Objects resume with the states that a checkpoint of objects has. "
-            f"Received: {where}, of whose state {fault}. Give a checkpoint "
-            "that a manager, or `Checkpoint.save`, has written."
+            "Objects must be restored from a checkpoint that contains their "
+            f"states. Received: {where}, of whose state {fault}. Give a "
+            "checkpoint that a manager, or `Checkpoint.save`, has written."
         )
     if "all" in state:
         return state["all"]
     if len(state["each"]) != len(processes):
         raise ValueError(
-            "Where every process has a state of its own, a run resumes with "
-            "as many processes as it had. Received: states of "
-            f"{len(state['each'])} processes, now {len(processes)}. Start as "
-            "many, or give all processes the same data."
+            "A run whose processes have different states must resume with the "
+            "same number of processes. Received: states of "
+            f"{len(state['each'])} processes, now {len(processes)}. Start the "
+            "same number, or give all processes the same data."
         )
     return state["each"][processes.index(jax.process_index())]

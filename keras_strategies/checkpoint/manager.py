@@ -1,4 +1,4 @@
-"""Checkpoints of loops of one's own, in the manner of tf.train's."""
+"""Checkpoints of custom training loops, as in `tf.train`."""
 
 import os
 from collections.abc import Mapping
@@ -19,24 +19,24 @@ _UNSET: Any = object()
 
 
 class CheckpointManager:
-    """Keeps checkpoints in a directory, as `tf.train.CheckpointManager`.
+    """A directory of checkpoints, like `tf.train.CheckpointManager`.
 
-    Saving copies the arrays to the host, and writes them while the loop goes
-    on. On several processes every call is collective, in a directory that all
-    of them share.
+    Saving copies the arrays to the host and writes them while the loop
+    continues. On several processes every call is collective, and all of them
+    must share the directory.
 
-    Differs from tf: a checkpoint's name is its step alone;
+    Differs from tf: the name of a checkpoint is just its step, and
     `restore_or_initialize` returns a step.
 
     Args:
-      checkpoint: What to keep.
-      directory: Where; made if it is not there. One directory for each run.
-      keep: How many checkpoints are retained, or a `ks.checkpoint.Keep`.
-      max_to_keep: tf's name of `keep`; None keeps all.
+      checkpoint: The objects to save.
+      directory: The directory of this run's checkpoints, created if missing.
+      keep: The number of checkpoints to retain, or a `ks.checkpoint.Keep`.
+      max_to_keep: tf's name of `keep`; None retains all.
 
     Raises:
-      OSError: the directory cannot be written to.
-      RuntimeError: another job writes to it.
+      OSError: if the directory is not writable.
+      RuntimeError: if another job is writing to it.
 
     Example:
       ```python
@@ -61,14 +61,14 @@ class CheckpointManager:
     ) -> None:
         if not isinstance(checkpoint, Checkpoint):
             raise TypeError(
-                "`checkpoint` is a `ks.checkpoint.Checkpoint`. Received: an "
-                f"object of type {type(checkpoint).__name__}. Write "
+                "`checkpoint` must be a `ks.checkpoint.Checkpoint`. Received: "
+                f"an object of type {type(checkpoint).__name__}. Write "
                 "`Checkpoint(model=model)`."
             )
         if max_to_keep is not _UNSET:
             keep = Keep(last=None) if max_to_keep is None else max_to_keep
         self._checkpoint = checkpoint
-        self._processes = contents.processes_of(checkpoint.groups())
+        self._processes = contents.find_processes(checkpoint.groups())
         self._storage = Storage(
             directory,
             processes=self._processes,
@@ -85,14 +85,14 @@ class CheckpointManager:
 
     @property
     def directory(self) -> str:
-        """Where the checkpoints are."""
+        """The directory of the checkpoints."""
         return str(self._storage.directory)
 
     @property
     def latest_checkpoint(self) -> str | None:
-        """The path of the newest checkpoint that was not found damaged.
+        """The path of the newest checkpoint that is not set aside as damaged.
 
-        What this process is saving is waited for.
+        Waits for a pending save of this process.
         """
         self.wait()
         steps = find_steps(self.directory)
@@ -115,19 +115,19 @@ class CheckpointManager:
         """Saves a checkpoint. Collective.
 
         Args:
-          step: The number of train steps done, from 0. None: one more than
+          step: The number of train steps done, from 0; None for one more than
             the highest in the directory, as tf counts.
-          metrics: Values that `Keep(best=...)` chooses by, and that people see.
+          metrics: Values for `Keep(best=...)`, which listings show, too.
           checkpoint_number: tf's name of `step`.
 
         Returns:
-          Its path; it is there when `wait` returns.
+          The path of the checkpoint, which is complete once `wait` returns.
 
         Raises:
-          ValueError: there is a checkpoint of that step, or of a later one.
-          OSError: it does not fit on the disk, or the last one could not be
-            written.
-          RuntimeError: the manager is closed.
+          ValueError: if there is a checkpoint of that step, or a later one.
+          OSError: if it does not fit on the disk, or the previous checkpoint
+            could not be written.
+          RuntimeError: if the manager is closed.
 
         Example:
           ```python
@@ -140,15 +140,15 @@ class CheckpointManager:
         """
         if self._is_closed:
             raise RuntimeError(
-                "A manager saves until it is closed, since others may write "
-                f"to its directory then. Received: `save` into "
+                "A manager cannot save after it was closed, since another run "
+                "may write to its directory. Received: `save` into "
                 f"{self.directory!r} after `close`. Make another manager."
             )
         current.check_outside("CheckpointManager.save")
         if step is None:
             step = checkpoint_number
         if step is None:
-            step = max(self._storage.highest(), 0) + 1
+            step = max(self._storage.find_highest(), 0) + 1
         path = self._storage.path(step)
         step = int(path.name)
         self._check_is_next(step)
@@ -156,15 +156,16 @@ class CheckpointManager:
         return str(path)
 
     def restore_or_initialize(self) -> int | None:
-        """Restores the newest good checkpoint, if there is one. Collective.
+        """Restores the newest good checkpoint, if any. Collective.
 
-        Damaged ones that are newer are named in a warning, and put aside.
+        Newer ones that are damaged are logged in a warning and renamed.
 
         Returns:
-          Its step; None if there is none, and nothing was changed.
+          The restored step; None if there was no good checkpoint, and nothing
+          was changed.
 
         Raises:
-          ValueError: it is of other objects; they are listed.
+          ValueError: if it does not match the objects; differences are listed.
 
         Example:
           ```python
@@ -173,7 +174,7 @@ class CheckpointManager:
           assert step == 0
           ```
         """
-        step = self._storage.newest()
+        step = self._storage.find_newest()
         if step is not None:
             read_into(self._checkpoint, self._storage, step, is_part=False)
         return step
@@ -182,11 +183,11 @@ class CheckpointManager:
         """Restores one checkpoint. Collective.
 
         Args:
-          step: Which one.
+          step: The step of the checkpoint.
 
         Raises:
-          DamagedCheckpoint: it is damaged, or not there.
-          ValueError: it is of other objects.
+          DamagedCheckpoint: if it is damaged or missing.
+          ValueError: if it does not match the objects.
 
         Example:
           ```python
@@ -199,10 +200,10 @@ class CheckpointManager:
         read_into(self._checkpoint, self._storage, step, is_part=False)
 
     def wait(self) -> None:
-        """Until what was saved is on the disk.
+        """Blocks until pending saves are on disk.
 
         Raises:
-          OSError: it could not be written.
+          OSError: if a checkpoint could not be written.
 
         Example:
           ```python
@@ -215,22 +216,22 @@ class CheckpointManager:
         self._storage.wait()
 
     def close(self) -> None:
-        """Waits for the last save, and lets others write to the directory."""
+        """Waits for pending saves and releases the directory."""
         self._is_closed = True
         self._storage.close()
 
     def _check_is_next(self, step: int) -> None:
-        newest = self._storage.highest()
+        newest = self._storage.find_highest()
         if step == newest:
             raise ValueError(
-                "A step is saved once. Received: "
-                f"step={step}, which is in {self.directory!r}. Give the next "
-                "step, or another directory."
+                "A step can only be saved once. Received: "
+                f"step={step}, which is already in {self.directory!r}. Give "
+                "the next step, or another directory."
             )
         if step < newest:
             raise ValueError(
-                "Steps are saved in their order: a restart resumes from the "
-                f"highest. Received: step={step}, and step {newest} is in "
-                f"{self.directory!r}. Restore it first, or give another "
-                "directory."
+                "Steps must be saved in increasing order, since a restart "
+                f"resumes from the highest. Received: step={step}, but step "
+                f"{newest} is in {self.directory!r}. Restore it first, or "
+                "give another directory."
             )

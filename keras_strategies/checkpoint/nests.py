@@ -1,4 +1,4 @@
-"""Nests of a checkpoint's state: as JSON with arrays beside it, and as text."""
+"""Encodings of a checkpoint's state: as JSON and arrays, and as text."""
 
 import base64
 import json
@@ -22,7 +22,8 @@ _EMPTY = "__empty_array__"
 _TUPLE = "__tuple__"
 _SCALAR = "__scalar__"
 _DICT = "__dict__"
-# What is beside each mark.
+# Values that JSON cannot represent are dicts of one key, a mark. These are the
+# forms of what each mark marks.
 _FORMS = {
     _ARRAY: str,
     _EMPTY: (is_shape, dtype_named),
@@ -36,22 +37,25 @@ _ARRAY_FORM = (dtype_named, is_shape, str)
 
 
 def split(state: Tree) -> tuple[Tree, dict[str, np.ndarray]]:
-    """A nest as JSON, and the arrays that it held.
+    """Splits a nest into JSON and the arrays in it.
 
     Args:
       state: Dicts with strings as keys, lists, tuples, arrays, numbers,
         strings, booleans, None.
 
+    Returns:
+      The nest as JSON, with marks in place of arrays; and the arrays by name.
+
     Raises:
-      TypeError: something else is in it.
+      TypeError: if it contains anything else.
     """
     arrays: dict[str, np.ndarray] = {}
 
     def encode(value: Tree, path: str) -> Tree:
         if value is None or isinstance(value, bool | int | float | str):
-            return _plain(value)
+            return _to_plain(value)
         if isinstance(value, np.generic) and _is_real(value.dtype):
-            # What is computed with it has its dtype.
+            # Its dtype is stored: results computed with it depend on that.
             return {_SCALAR: [value.item(), str(value.dtype)]}
         if isinstance(value, np.ndarray | jax.Array) and (
             _is_real(value.dtype) or value.dtype.kind == "c"
@@ -77,7 +81,7 @@ def split(state: Tree) -> tuple[Tree, dict[str, np.ndarray]]:
         if dtype is not None:
             kind += f" with dtype {dtype}"
         raise TypeError(
-            "A checkpoint's state is made of dicts with strings as "
+            "A checkpoint's state must consist of dicts with strings as "
             "keys, lists, tuples, arrays of numbers, numbers, strings, "
             f"booleans and None. Received: an object of type {kind} at "
             f"{path or 'the top'}. Change what `get_state` returns."
@@ -86,47 +90,47 @@ def split(state: Tree) -> tuple[Tree, dict[str, np.ndarray]]:
     return encode(state, ""), arrays
 
 
-def joined(state: Tree, arrays: Mapping[str, Any]) -> Tree:
-    """The nest that `split` has split.
+def join(state: Tree, arrays: Mapping[str, Any]) -> Tree:
+    """Restores a nest from the two results of `split`.
 
     Args:
-      state: JSON that `load_json` gave; a file may say anything.
-      arrays: Those that it names.
+      state: JSON from `load_json`; it is not trusted.
+      arrays: The arrays, by the names in `state`.
 
     Returns:
-      Dicts, lists, tuples, arrays of numpy and numbers, as `split` was given.
+      Dicts, lists, tuples, numpy arrays and numbers, as passed to `split`.
 
     Raises:
-      ValueError: it is no such nest.
+      ValueError: if `state` does not have that form.
     """
     if isinstance(state, list):
-        return [joined(v, arrays) for v in state]
+        return [join(v, arrays) for v in state]
     if not isinstance(state, dict):
         return state
     mark = next(iter(state), None) if len(state) == 1 else None
     if mark not in _FORMS:
-        return {key: joined(v, arrays) for key, v in state.items()}
-    held = state[mark]
-    if fault_of(held, _FORMS[mark]) is not None:
-        raise _no_nest(f"what {mark!r} marks is something else")
+        return {key: join(v, arrays) for key, v in state.items()}
+    content = state[mark]
+    if fault_of(content, _FORMS[mark]) is not None:
+        raise _make_error(f"the value of {mark!r} has another form")
     if mark == _ARRAY:
-        if held not in arrays:
-            raise _no_nest("an array is missing")
-        return np.asarray(arrays[held])
+        if content not in arrays:
+            raise _make_error("an array is missing")
+        return np.asarray(arrays[content])
     if mark == _TUPLE:
-        return tuple(joined(v, arrays) for v in held)
+        return tuple(join(v, arrays) for v in content)
     if mark == _DICT:
-        return {key: joined(v, arrays) for key, v in held.items()}
+        return {key: join(v, arrays) for key, v in content.items()}
     if mark == _SCALAR:
-        return _scalar(*held)
-    shape, dtype = held
+        return _decode_scalar(*content)
+    shape, dtype = content
     if 0 not in shape:
-        raise _no_nest("an array without entries has some")
+        raise _make_error("an empty array has entries")
     return np.empty(shape, dtype_named(dtype))
 
 
-def packed(state: Tree) -> str:
-    """A nest, its arrays too, as text that other processes read."""
+def pack(state: Tree) -> str:
+    """Encodes a nest with its arrays as text for other processes."""
     plain, arrays = split(state)
     arrays_sent = {
         name: [
@@ -139,64 +143,66 @@ def packed(state: Tree) -> str:
     return json.dumps([plain, arrays_sent])
 
 
-def unpacked(text: str) -> Tree:
-    """The nest that `packed` has packed.
+def unpack(text: str) -> Tree:
+    """Decodes a nest that another process encoded with `pack`.
 
     Returns:
-      See `joined`.
+      The nest; see `join`.
 
     Raises:
-      ValueError: another process has said something else.
+      ValueError: if the text does not have that form.
     """
     try:
         message = load_json(text, max_characters=MAX_MESSAGE, has_nan=True)
     except ValueError as error:
-        raise _no_nest(str(error)) from None
+        raise _make_error(str(error)) from None
     fault = fault_of(message, (object, dict)) or fault_of(
         list(message[1].values()), [_ARRAY_FORM]
     )
     if fault is not None:
-        raise _no_nest(fault)
+        raise _make_error(fault)
     plain, arrays_sent = message
-    arrays = {name: _array(*array) for name, array in arrays_sent.items()}
-    return joined(plain, arrays)
+    arrays = {
+        name: _decode_array(*array) for name, array in arrays_sent.items()
+    }
+    return join(plain, arrays)
 
 
-def _array(dtype: str, shape: list[int], raw: str) -> np.ndarray:
+def _decode_array(dtype: str, shape: list[int], raw: str) -> np.ndarray:
     try:
         data = base64.b64decode(raw, validate=True)
         return np.frombuffer(data, dtype_named(dtype)).reshape(shape)
     except ValueError:
-        raise _no_nest("an array has another size") from None
+        raise _make_error("an array has another size") from None
 
 
-def _scalar(value: float, dtype: str) -> np.generic:
+def _decode_scalar(value: float, dtype: str) -> np.generic:
     kind = dtype_named(dtype)
     try:
         if kind is None or not _is_real(kind):
             raise ValueError
         return kind.type(value)
     except (ValueError, OverflowError):
-        raise _no_nest("a number is not of its dtype") from None
+        raise _make_error("a number does not have its dtype") from None
 
 
-def _no_nest(fault: str) -> ValueError:
+def _make_error(fault: str) -> ValueError:
     return ValueError(
-        "A checkpoint holds a nest as `get_state` returned it. "
+        "A checkpoint's state must be a nest as `get_state` returned it. "
         f"Received: one of which {fault}. Use an earlier checkpoint, and "
         "start all processes with one version of keras_strategies."
     )
 
 
 def _is_real(dtype: np.dtype) -> bool:
-    """Whether it is of booleans, integers or floats, bfloat16 too."""
+    """Returns whether it is a boolean, integer or float type (or bfloat16)."""
     return dtype.kind in "biuf" or (
         dtype.kind == "V" and jnp.issubdtype(dtype, np.number)
     )
 
 
-def _plain(value: object) -> bool | float | str | None:
-    """Without subclasses (of numpy's float64, for one)."""
+def _to_plain(value: object) -> bool | float | str | None:
+    """Converts subclasses (such as numpy's float64) to Python's types."""
     if isinstance(value, bool) or value is None:
         return value
     kinds = (int, float, str)

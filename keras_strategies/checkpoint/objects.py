@@ -1,4 +1,4 @@
-"""Objects that are saved together, in the manner of tf.train's."""
+"""Objects that are saved together, as in `tf.train`."""
 
 import contextlib
 import os
@@ -11,7 +11,7 @@ from keras_strategies.checkpoint import contents, job_states, nests, unbuilt
 from keras_strategies.checkpoint.directory.names import find_steps
 from keras_strategies.checkpoint.directory.retention import Keep
 from keras_strategies.checkpoint.storage import Storage
-from keras_strategies.checkpoint.weights import opened
+from keras_strategies.checkpoint.weights import open_checkpoint
 from keras_strategies.cluster.addresses import shown
 from keras_strategies.keras_bridge.variables.model_variables import (
     all_variables,
@@ -20,18 +20,18 @@ from keras_strategies.strategy import current
 
 
 class Checkpoint:
-    """Objects whose values are saved together, as `tf.train.Checkpoint`.
+    """Objects whose values are saved together, like `tf.train.Checkpoint`.
 
     Args:
-      **objects: By the names that they have in the checkpoint: Keras models
+      **objects: The objects, by their names in the checkpoint: Keras models
         (with their optimizers and metrics), layers, optimizers, metrics, seed
-        generators and variables; lists and dicts of these; and whatever has
-        `get_state()` and `set_state(state)`: an iterator over a distributed
-        dataset, a callback.
+        generators and variables; lists and dicts of these; and objects with
+        `get_state()` and `set_state(state)`, such as an iterator over a
+        distributed dataset or a callback.
 
     Raises:
-      TypeError: an object is none of them.
-      ValueError: there is none.
+      TypeError: if an object has another type.
+      ValueError: if there are no objects.
 
     Example:
       ```python
@@ -42,30 +42,32 @@ class Checkpoint:
       checkpoint.save("run/ckpt")
       checkpoint.restore(ks.checkpoint.latest_checkpoint("run"))
       ```
-      A run that saves some, and resumes where it was, has a
+      For a run that saves several and resumes from the newest, use
       `CheckpointManager`.
     """
 
     def __init__(self, **objects: Any) -> None:
         if not objects:
             raise ValueError(
-                "A checkpoint keeps objects by name. Received: none. Write "
-                "`Checkpoint(model=model, optimizer=optimizer)`."
+                "A checkpoint must have at least one named object. Received: "
+                "none. Write `Checkpoint(model=model, optimizer=optimizer)`."
             )
         for name, value in objects.items():
             if not _has_state(value):
-                list(_variables(value, name))
+                list(_iter_variables(value, name))
         self._objects = objects
 
     def groups(self) -> dict[str, list[keras.Variable]]:
-        """The variables, by the name of their object; each once."""
+        """Returns the variables by the name of their object, each once."""
         seen: set[int] = set()
         groups: dict[str, list[keras.Variable]] = {}
         for name, value in self._objects.items():
             if _has_state(value):
                 continue
             new = {
-                id(v): v for v in _variables(value, name) if id(v) not in seen
+                id(v): v
+                for v in _iter_variables(value, name)
+                if id(v) not in seen
             }
             seen |= set(new)
             groups[name] = list(new.values())
@@ -77,7 +79,7 @@ class Checkpoint:
         return self._objects
 
     def states(self) -> dict[str, Any]:
-        """What the others' `get_state` returns, by name."""
+        """Returns the results of the other objects' `get_state`, by name."""
         return {
             name: value.get_state()
             for name, value in self._objects.items()
@@ -85,116 +87,118 @@ class Checkpoint:
         }
 
     def set_states(self, states: Mapping[str, Any]) -> None:
-        """Gives them what `states` returned."""
+        """Passes the results of `states` to the objects' `set_state`."""
         for name, value in self._objects.items():
             if not _has_state(value):
                 continue
             if name not in states:
                 raise ValueError(
-                    "A checkpoint has what its objects had. Received: no "
-                    f"state of {name!r} in it. Leave it out, or give another "
-                    "directory."
+                    "A checkpoint must contain the states of all objects to "
+                    f"restore. Received: one without a state of {name!r}. "
+                    "Leave that object out, or give another directory."
                 )
             value.set_state(states[name])
 
     def save(self, file_prefix: str | os.PathLike[str]) -> str:
         """Saves a checkpoint with the next number. Collective.
 
-        As `tf.train.Checkpoint.save`; but it is a folder, named by the number
-        alone: `save("run/ckpt")` writes `run/1`, then `run/2`.
+        Like `tf.train.Checkpoint.save`, but the checkpoint is a folder named
+        just by the number: `save("run/ckpt")` writes `run/1`, then `run/2`.
 
         Args:
-          file_prefix: The folder that it is put into, and a name, which has
-            no effect.
+          file_prefix: The folder to save in, followed by a name, which has no
+            effect.
 
         Returns:
-          Its path, when it is on the disk.
+          The path of the checkpoint, which is on disk.
 
         Raises:
-          OSError: it cannot be written.
-          RuntimeError: another job writes there.
+          OSError: if it cannot be written.
+          RuntimeError: if another job is writing there.
         """
         directory, _ = os.path.split(os.fspath(file_prefix))
-        return self._written(directory or os.curdir, Keep(last=None))
+        return self._write(directory or os.curdir, Keep(last=None))
 
     def write(self, file_prefix: str | os.PathLike[str]) -> str:
-        """Writes one checkpoint, over one of that name. Collective.
+        """Writes a checkpoint in place of the previous one. Collective.
 
         Args:
-          file_prefix: The folder that is to hold it, alone.
+          file_prefix: The folder for this checkpoint alone.
 
         Returns:
           The folder, for `read` and `restore`.
 
         Raises:
-          OSError: it cannot be written.
-          RuntimeError: another job writes there.
-          ValueError: several checkpoints are there, which it would delete.
+          OSError: if it cannot be written.
+          RuntimeError: if another job is writing there.
+          ValueError: if the folder has several checkpoints, which `write`
+            would delete.
         """
         steps = find_steps(file_prefix)
-        # Two, where a `write` was ended before it deleted the old one.
+        # There are two if a `write` was killed before it deleted the old one.
         if len(steps) > 2:
             raise ValueError(
-                "`write` has a folder of its own, where it writes over what "
-                f"was written before. Received: {shown(str(file_prefix))}, "
-                f"which has {len(steps)} checkpoints. Use `save`, or give "
-                "another folder."
+                "`write` must have a folder for one checkpoint, which it "
+                f"replaces. Received: {shown(str(file_prefix))}, which has "
+                f"{len(steps)} checkpoints. Use `save`, or give another "
+                "folder."
             )
-        self._written(file_prefix, Keep(last=1))
+        self._write(file_prefix, Keep(last=1))
         return os.fspath(file_prefix)
 
     def restore(
         self, save_path: str | os.PathLike[str] | None
     ) -> "CheckpointStatus":
-        """Gives the objects the values of a checkpoint. Collective.
+        """Restores the objects from a checkpoint. Collective.
 
-        It may have more objects than these; all of these must be in it, with
-        the same variables. An optimizer that has no variables yet gets them
-        from the model that is compiled with it, or the only one beside it.
+        The checkpoint must contain all of these objects, with the same
+        variables, and may contain others. An optimizer without variables is
+        built for the model that is compiled with it, or else for the only
+        model among the objects.
 
-        Differs from tf: models must be built, since nothing is kept back for
-        variables that come later.
+        Differs from tf: models must be built, since values are not kept for
+        variables that are created later.
 
         Args:
-          save_path: What `save`, `write`, `latest_checkpoint` or a manager
-            returned: a checkpoint, or a folder of them, of which the newest
-            good one is taken. None: nothing is done, as in tf.
+          save_path: The result of `save`, `write`, `latest_checkpoint` or a
+            manager: a checkpoint, or a folder of checkpoints, of which the
+            newest good one is restored. None does nothing, as in tf.
 
         Returns:
-          What tf calls a load status.
+          The load status, as in tf.
 
         Raises:
-          FileNotFoundError: there is none.
-          DamagedCheckpoint: it is damaged.
-          ValueError: it is of other objects; they are listed.
+          FileNotFoundError: if there is no good checkpoint.
+          DamagedCheckpoint: if the checkpoint is damaged.
+          ValueError: if it does not match the objects; differences are listed.
         """
         if save_path is None:
             return CheckpointStatus(self, "", [])
         current.check_outside("Checkpoint.restore")
         unbuilt.check_models(self._objects)
-        processes = contents.processes_of(self.groups())
-        with opened(save_path, None, processes) as (storage, step):
+        processes = contents.find_processes(self.groups())
+        with open_checkpoint(save_path, None, processes) as (storage, step):
             others = read_into(self, storage, step, is_part=True)
             return CheckpointStatus(self, str(storage.path(step)), others)
 
     read = restore
 
-    def _written(self, directory: str | os.PathLike[str], keep: Keep) -> str:
+    def _write(self, directory: str | os.PathLike[str], keep: Keep) -> str:
         current.check_outside("Checkpoint.save")
-        processes = contents.processes_of(self.groups())
+        processes = contents.find_processes(self.groups())
         storage = Storage(directory, processes=processes, keep=keep)
         storage.open()
         with contextlib.closing(storage):
-            # It also learns which ones `keep` is to delete.
-            storage.newest()
-            step = max(storage.highest(), 0) + 1
+            # Called so that the storage knows the checkpoints to delete.
+            storage.find_newest()
+            step = max(storage.find_highest(), 0) + 1
             write_from(self, storage, step, {})
             storage.wait()
             return str(storage.path(step))
 
 
 class CheckpointStatus:
-    """What was restored; as the load status of tf.train.Checkpoint."""
+    """The result of a restore, like the load status of tf.train.Checkpoint."""
 
     def __init__(
         self, checkpoint: Checkpoint, path: str, others: list[str]
@@ -204,11 +208,11 @@ class CheckpointStatus:
         self._others = others
 
     def assert_consumed(self) -> "CheckpointStatus":
-        """Raises ValueError if the checkpoint has more than was restored."""
+        """Raises ValueError if parts of the checkpoint were not restored."""
         self.assert_existing_objects_matched()
         if self._others:
             raise ValueError(
-                "All that a checkpoint has was to be restored. Received: "
+                "All values of a checkpoint must be restored. Received: "
                 f"{self._path}, which also has "
                 f"{', '.join(map(shown, self._others))}. Give them to "
                 "`Checkpoint`, or call `expect_partial()`."
@@ -216,11 +220,14 @@ class CheckpointStatus:
         return self
 
     def assert_existing_objects_matched(self) -> "CheckpointStatus":
-        """Raises ValueError if nothing was restored: all else has raised."""
+        """Raises ValueError if nothing was restored.
+
+        `restore` raises for all other mismatches.
+        """
         if not self._path:
             raise ValueError(
-                "A checkpoint was to be restored. Received: None as its path, "
-                "which restores nothing. Look whether there is one: "
+                "A checkpoint must have been restored. Received: None as its "
+                "path, which restores nothing. Check that there is one: "
                 "`latest_checkpoint(directory)`."
             )
         return self
@@ -230,7 +237,7 @@ class CheckpointStatus:
         return self.assert_existing_objects_matched()
 
     def expect_partial(self) -> "CheckpointStatus":
-        """Does nothing: what a checkpoint has beside is left out silently."""
+        """Does nothing; extra values in the checkpoint are ignored anyway."""
         return self
 
 
@@ -240,11 +247,11 @@ def write_from(
     step: int,
     metrics: Mapping[str, float],
 ) -> None:
-    """Begins to write what the objects of a checkpoint hold. Collective."""
+    """Starts to save the values of a checkpoint's objects. Collective."""
     groups = checkpoint.groups()
-    processes = contents.processes_of(groups)
-    state = job_states.shared(checkpoint.states(), processes)
-    arrays, document = contents.packed(groups, state)
+    processes = contents.find_processes(groups)
+    state = job_states.gather_states(checkpoint.states(), processes)
+    arrays, document = contents.pack_checkpoint(groups, state)
     facts = {"logs": dict(metrics), "num_processes": len(processes)}
     storage.save(step, arrays, document, facts)
 
@@ -252,21 +259,21 @@ def write_from(
 def read_into(
     checkpoint: Checkpoint, storage: Storage, step: int, *, is_part: bool
 ) -> list[str]:
-    """Gives the objects of a checkpoint what a verified one holds.
+    """Restores the objects of a checkpoint from a saved, verified one.
 
     Args:
       checkpoint: The objects.
-      storage: Where it is.
-      step: Which one.
-      is_part: Whether it may have more objects.
+      storage: The directory of the saved checkpoint.
+      step: The step of the saved checkpoint.
+      is_part: Whether it may contain other objects.
 
     Returns:
-      The names of what it has beside.
+      The names of the values that were not restored.
 
     Raises:
-      ValueError: it is of other objects; they are listed.
+      ValueError: if it does not match the objects; differences are listed.
     """
-    document = storage.document(step)
+    document = storage.load_document(step)
     where = str(storage.path(step))
     saved = document["variables"]
     unbuilt.check_models(checkpoint.objects)
@@ -277,26 +284,28 @@ def read_into(
         others = [g for g in saved if g not in groups and g != contents.STATE]
         document = document | {
             "variables": {
-                group: contents.subset(entries, groups.get(group, ()))
+                group: contents.select_arrays(entries, groups.get(group, ()))
                 or entries
                 for group, entries in saved.items()
                 if group not in others
             }
         }
-    found = contents.matched(groups, document, where)
-    others += unbuilt.left_out(checkpoint.objects, saved, found)
-    wanted = contents.targets(found, document, None)
-    arrays = storage.restore(step, wanted, is_part=is_part)
-    contents.assign(found, arrays)
-    state = nests.joined(document["state"], arrays.get(contents.STATE, {}))
-    processes = contents.processes_of(groups)
-    checkpoint.set_states(job_states.own(state, processes, where))
+    matches = contents.match_variables(groups, document, where)
+    others += unbuilt.list_unrestored(checkpoint.objects, saved, matches)
+    targets = contents.make_targets(matches, document, None)
+    arrays = storage.restore(step, targets, is_part=is_part)
+    contents.assign(matches, arrays)
+    state = nests.join(document["state"], arrays.get(contents.STATE, {}))
+    processes = contents.find_processes(groups)
+    checkpoint.set_states(
+        job_states.select_local_states(state, processes, where)
+    )
     return others
 
 
-def _variables(value: object, name: str) -> Iterator[keras.Variable]:
-    """The variables of an object of a checkpoint."""
-    for part in unbuilt.leaves_of(value):
+def _iter_variables(value: object, name: str) -> Iterator[keras.Variable]:
+    """Yields the variables of an object of a checkpoint."""
+    for part in unbuilt.iter_leaves(value):
         if isinstance(part, keras.Model):
             yield from all_variables(part)
         elif isinstance(part, keras.Variable):
@@ -310,9 +319,9 @@ def _variables(value: object, name: str) -> Iterator[keras.Variable]:
             yield from part.variables
         else:
             raise TypeError(
-                "A checkpoint keeps Keras models, layers, optimizers, metrics, "
-                "seed generators, variables, lists and dicts of them, and "
-                "objects with `get_state` and `set_state`. Received: "
+                "The objects of a checkpoint must be Keras models, layers, "
+                "optimizers, metrics, seed generators, variables, lists and "
+                "dicts of them, or have `get_state` and `set_state`. Received: "
                 f"{name} of type {type(part).__name__}. Leave it out, or give "
                 "it these methods."
             )

@@ -13,10 +13,11 @@ if TYPE_CHECKING:
 
 
 def make_checkpointer(processes: tuple[int, ...]) -> "ocp.AsyncCheckpointer":
-    """What writes and reads a step's folder: arrays and a document.
+    """Makes the Orbax checkpointer of a step's folder: arrays and a document.
 
-    Weights that were trained are nearly random: compression makes them a tenth
-    smaller, for twice the work of a save and three times that of a restore.
+    Compression is off. Trained weights are nearly random: compression makes
+    them a tenth smaller, but saves take twice and restores three times the
+    work.
 
     Args:
       processes: JAX's ids of the processes; the first is the chief.
@@ -27,7 +28,8 @@ def make_checkpointer(processes: tuple[int, ...]) -> "ocp.AsyncCheckpointer":
     among = (
         options.MultiprocessingOptions()
         if jax.process_count() == 1
-        # Naming them has Orbax wait on the host, not on the devices.
+        # With named processes, Orbax synchronizes on the host instead of by
+        # a program on the devices.
         else options.MultiprocessingOptions(
             primary_host=processes[0], active_processes=set(processes)
         )
@@ -39,7 +41,7 @@ def make_checkpointer(processes: tuple[int, ...]) -> "ocp.AsyncCheckpointer":
             use_compression=False,
             multiprocessing_options=among,
             type_handler_registry=types.create_type_handler_registry(
-                # `on_host` has copied what may change.
+                # `copy_to_host` has copied the arrays that may change.
                 (np.ndarray, types.NumpyHandler(deepcopy_host_arrays=False)),
                 (jax.Array, types.get_type_handler(jax.Array)),
             ),
@@ -53,40 +55,41 @@ def make_checkpointer(processes: tuple[int, ...]) -> "ocp.AsyncCheckpointer":
     )
 
 
-def on_host(arrays: Arrays, *, is_alone: bool) -> Arrays:
-    """The arrays as Orbax writes them soonest, for as long as it takes.
+def copy_to_host(arrays: Arrays, *, is_alone: bool) -> Arrays:
+    """Converts arrays to numpy where one process has all of their values.
 
-    Those that one process holds whole are numpy's: Orbax takes half the time
-    for them. On CPU devices they share the devices' memory, which a step does
-    not write to while they live: it copies what it would have taken.
+    Orbax writes numpy arrays in half the time. On CPU devices they share the
+    memory of the JAX arrays. That is safe: while they exist, a step copies
+    these buffers instead of donating them.
 
     Args:
       arrays: Arrays of JAX and of numpy; the latter may change afterwards.
       is_alone: Whether no other process has variables.
     """
 
-    def is_taken(leaf: jax.Array) -> bool:
-        # One that only this process has, as a variable that was made outside
-        # of the scope, is the chief's.
-        is_here = is_alone or leaf.is_fully_addressable
-        return is_here and leaf.sharding.is_fully_replicated
+    def is_converted(leaf: jax.Array) -> bool:
+        # A process-local array, such as a variable that was created outside
+        # of the scope, is saved by the chief.
+        is_local = is_alone or leaf.is_fully_addressable
+        return is_local and leaf.sharding.is_fully_replicated
 
-    def host(leaf: Array) -> Array:
+    def convert(leaf: Array) -> Array:
         if not isinstance(leaf, jax.Array):
             return np.array(leaf)
-        return np.asarray(leaf) if is_taken(leaf) else leaf
+        return np.asarray(leaf) if is_converted(leaf) else leaf
 
+    # All transfers start before the first one is awaited.
     for leaf in jax.tree.leaves(arrays):
-        if isinstance(leaf, jax.Array) and is_taken(leaf):
+        if isinstance(leaf, jax.Array) and is_converted(leaf):
             leaf.copy_to_host_async()
-    return jax.tree.map(host, arrays)
+    return jax.tree.map(convert, arrays)
 
 
-def restore_args(wanted: Arrays) -> Tree:
-    """Where the arrays are to lie that Orbax restores.
+def make_restore_args(targets: Arrays) -> Tree:
+    """Builds Orbax restore arguments with the shardings of the targets.
 
     Args:
-      wanted: Shapes, dtypes and shardings, or arrays of numpy, by group and
+      targets: Shapes, dtypes and shardings, or numpy arrays, by group and
         name.
 
     Returns:
@@ -94,7 +97,7 @@ def restore_args(wanted: Arrays) -> Tree:
     """
     import orbax.checkpoint as ocp
 
-    def args(leaf: np.ndarray | jax.ShapeDtypeStruct) -> "ocp.RestoreArgs":
+    def make_args(leaf: np.ndarray | jax.ShapeDtypeStruct) -> "ocp.RestoreArgs":
         if isinstance(leaf, np.ndarray):
             return ocp.RestoreArgs(restore_type=np.ndarray, dtype=leaf.dtype)
         return ocp.ArrayRestoreArgs(
@@ -103,4 +106,4 @@ def restore_args(wanted: Arrays) -> Tree:
             dtype=leaf.dtype,
         )
 
-    return jax.tree.map(args, wanted)
+    return jax.tree.map(make_args, targets)

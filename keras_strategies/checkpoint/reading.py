@@ -1,6 +1,6 @@
 """Reads the checkpoints of a fit while another process may write them.
 
-Nothing here locks the directory, or changes a file in it.
+This module neither locks the directory nor changes files in it.
 """
 
 import logging
@@ -13,13 +13,13 @@ import keras
 import numpy as np
 
 from keras_strategies.checkpoint import contents
-from keras_strategies.checkpoint.averages import with_averages
+from keras_strategies.checkpoint.averages import substitute_averages
 from keras_strategies.checkpoint.directory import names, orbax_files, verify
 from keras_strategies.checkpoint.directory.corruption import (
     DamagedCheckpoint,
-    damaged,
+    make_damage_error,
 )
-from keras_strategies.checkpoint.orbax_io import restore_args
+from keras_strategies.checkpoint.orbax_io import make_restore_args
 from keras_strategies.cluster.exchange.message_forms import fault_of, is_count
 from keras_strategies.keras_bridge.callbacks.fit_state import group_variables
 from keras_strategies.keras_bridge.variables.model_variables import (
@@ -31,11 +31,11 @@ _PLACE = {"epoch": is_count, "step": is_count}
 _logger = logging.getLogger(__name__)
 
 
-def newest_complete(directory: str) -> str | None:
+def find_newest_complete(directory: str) -> str | None:
     """Returns the folder of the newest complete checkpoint, or None.
 
-    Names and sizes are compared with its manifest; checksums are when it is
-    read.
+    Compares names and sizes of files with the manifest; checksums are only
+    compared when the checkpoint is read.
     """
     for step in reversed(names.find_steps(directory)):
         path = names.step_path(directory, step)
@@ -47,17 +47,17 @@ def newest_complete(directory: str) -> str | None:
     return None
 
 
-def newest_good(directory: str) -> str | None:
+def find_newest_good(directory: str) -> str | None:
     """Returns the folder of the newest good checkpoint, or None.
 
-    Every file of it is read once.
+    Reads each of its files once.
     """
-    manifest, _ = verify.newest_good(directory)
-    return None if manifest is None else path_of(directory, manifest.step)
+    manifest, _ = verify.find_newest_good(directory)
+    return None if manifest is None else make_path(directory, manifest.step)
 
 
-def warn_of_none(directory: str) -> None:
-    """Warns that a model has its initial weights."""
+def warn_no_checkpoint(directory: str) -> None:
+    """Logs a warning that a model has its initial weights."""
     _logger.warning(
         "No %scheckpoint in %s: initial weights are used.",
         "good " if names.find_steps(directory) else "",
@@ -65,74 +65,74 @@ def warn_of_none(directory: str) -> None:
     )
 
 
-def step_of(path: str | os.PathLike[str]) -> int:
-    """The global step of a checkpoint's folder.
+def parse_step(path: str | os.PathLike[str]) -> int:
+    """Returns the global step of a checkpoint's folder.
 
     Raises:
-      ValueError: it has no step's name.
+      ValueError: if the folder's name is not a step.
     """
-    step = names.step_of(pathlib.Path(path).name)
+    step = names.parse_step(pathlib.Path(path).name)
     if step is None:
         raise ValueError(
-            "A checkpoint is a folder named by its step. Received: "
+            "A checkpoint must be a folder named by its step. Received: "
             f"{os.fspath(path)!r}. Give, for example, "
             "`estimator.latest_checkpoint()`."
         )
     return step
 
 
-def path_of(directory: str, step: int) -> str:
+def make_path(directory: str, step: int) -> str:
     """Returns the folder of a step."""
     return str(names.step_path(directory, step))
 
 
-def place_in(document: contents.Document, path: str) -> tuple[int, int]:
+def read_position(document: contents.Document, path: str) -> tuple[int, int]:
     """Returns the epoch of a fit's checkpoint, and the steps done in it.
 
     Args:
-      document: That of the checkpoint.
+      document: The document of the checkpoint.
       path: The checkpoint, for the error.
 
     Raises:
-      DamagedCheckpoint: the document has no such numbers.
+      DamagedCheckpoint: if the document lacks these numbers.
     """
     state = document["state"]
     fault = fault_of(state, _PLACE, "its state")
     if fault is not None:
-        raise damaged(path, names.RUN, fault)
+        raise make_damage_error(path, names.RUN, fault)
     return state["epoch"], state["step"]
 
 
 def check(path: str) -> None:
-    """Raises unless a checkpoint is there and good.
+    """Checks that a checkpoint exists and is good.
 
     Raises:
-      ValueError: there is no such folder, or it is damaged.
+      ValueError: if the folder does not exist, or is damaged.
     """
-    step_of(path)
+    parse_step(path)
     if not os.path.isdir(path):
         raise ValueError(
-            f"Couldn't find trained model at {path}. Received: a path where "
-            "there is no checkpoint. Train first, or give another path."
+            f"Couldn't find trained model at {path}. Received: a path without "
+            "a checkpoint. Train first, or give another path."
         )
     verify.verify(path)
 
 
 def restore(model: keras.Model, path: str) -> None:
-    """Gives a built model the weights and seeds of a checkpoint.
+    """Restores the weights and seeds of a built model from a checkpoint.
 
-    Weights that the optimizer has averaged (`use_ema=True`) get their averages.
-    Optimizers and metrics keep what they have. Every process that calls it
-    reads for itself.
+    Weights with an average in the optimizer (`use_ema=True`) get the average.
+    Optimizers and metrics do not change. Every calling process reads the
+    files; it is not collective.
 
     Args:
       model: The model.
-      path: The checkpoint, which was verified.
+      path: The checkpoint, already verified.
 
     Raises:
-      ValueError: it is of another model; names and shapes are listed.
+      ValueError: if it is of another model; names and shapes are listed.
     """
-    saved = contents.document_of(path)
+    saved = contents.load_document(path)
     groups = _groups(model)
     known = {
         name: entries
@@ -140,21 +140,21 @@ def restore(model: keras.Model, path: str) -> None:
         if name in groups
     }
     document = saved | {"variables": known}
-    found = contents.matched(groups, document, path)
-    found = with_averages(found, saved, path)
+    matches = contents.match_variables(groups, document, path)
+    matches = substitute_averages(matches, saved, path)
     wanted = {
         group: {name: saved["variables"][group][name] for name in entries}
-        for group, entries in found.items()
+        for group, entries in matches.items()
     }
-    contents.assign(found, read_arrays(path, wanted))
+    contents.assign(matches, read_arrays(path, wanted))
 
 
 def copy_weights(source: keras.Model, target: keras.Model) -> None:
-    """Gives a built model the weights of another one of the same layers.
+    """Copies the weights of a model to another one with the same layers.
 
     Args:
-      source: A model, whose variables have their values.
-      target: The other one; maybe of another strategy.
+      source: A model whose variables have values.
+      target: The model to change, possibly of another strategy.
     """
     for group, variables in _groups(target).items():
         values = [np.asarray(v.value) for v in _groups(source)[group]]
@@ -165,11 +165,11 @@ def copy_weights(source: keras.Model, target: keras.Model) -> None:
 def read_arrays(
     path: str, wanted: dict[str, dict[str, Any]]
 ) -> dict[str, dict[str, np.ndarray]]:
-    """Arrays of a checkpoint on the host.
+    """Reads arrays of a checkpoint to the host.
 
     Args:
       path: The checkpoint.
-      wanted: Shape and dtype by group and name.
+      wanted: Shapes and dtypes by group and name.
     """
     import orbax.checkpoint as ocp
 
@@ -185,7 +185,7 @@ def read_arrays(
         return {}
     options = ocp.options.MultiprocessingOptions()
     if jax.process_count() > 1:
-        # This process reads alone: others need not call.
+        # Limits Orbax's barriers to this process: others may not call this.
         me = jax.process_index()
         options = ocp.options.MultiprocessingOptions(
             primary_host=me,
@@ -194,53 +194,53 @@ def read_arrays(
         )
     handler = ocp.PyTreeCheckpointHandler(multiprocessing_options=options)
     checkpointer = ocp.Checkpointer(handler, multiprocessing_options=options)
-    with orbax_files.restoring(path, item), checkpointer:
+    with orbax_files.guard_restore(path, item), checkpointer:
         return checkpointer.restore(
             pathlib.Path(path).absolute() / "state",
             args=ocp.args.PyTreeRestore(
                 item=item,
-                restore_args=restore_args(item),
+                restore_args=make_restore_args(item),
                 partial_restore=True,
             ),
         )
 
 
-def variables_in(path: str) -> dict[str, tuple[str, str]]:
-    """The group and the name in it of each variable, by its public name.
+def list_variables(path: str) -> dict[str, tuple[str, str]]:
+    """Returns each variable's group and name in it, by public name.
 
-    Those of the model have their Keras paths ("dense/kernel"), others have
-    their group in front ("optimizer/adam/learning_rate").
+    The public name of a model's variable is its Keras path ("dense/kernel");
+    others have a prefix, their group ("optimizer/adam/learning_rate").
     """
-    found: dict[str, tuple[str, str]] = {}
-    for group, entries in contents.document_of(path)["variables"].items():
+    by_public_name: dict[str, tuple[str, str]] = {}
+    for group, entries in contents.load_document(path)["variables"].items():
         if group == contents.STATE:
             continue
         prefix = "" if group == _WEIGHTS else f"{group}/"
         for name in entries:
-            found[prefix + name.replace(".", "/")] = (group, name)
-    return found
+            by_public_name[prefix + name.replace(".", "/")] = (group, name)
+    return by_public_name
 
 
-def value_of(path: str, name: str) -> np.ndarray:
-    """The value of a variable of a checkpoint.
+def read_variable(path: str, name: str) -> np.ndarray:
+    """Reads the value of a variable of a checkpoint.
 
     Raises:
-      ValueError: there is none of that name.
+      ValueError: if there is no variable of that name.
     """
-    found = variables_in(path)
+    variables = list_variables(path)
     name = name.replace(".", "/")
-    if name not in found:
+    if name not in variables:
         raise ValueError(
-            f"A variable of the checkpoint is named. Received: {name!r}; "
-            f"{path} has {', '.join(sorted(found)[:8])}, ... "
+            "The name must be that of a variable in the checkpoint. Received: "
+            f"{name!r}; {path} has {', '.join(sorted(variables)[:8])}, ... "
             "`get_variable_names()` lists them."
         )
-    group, entry = found[name]
-    facts = contents.document_of(path)["variables"][group][entry]
+    group, entry = variables[name]
+    facts = contents.load_document(path)["variables"][group][entry]
     return np.asarray(read_arrays(path, {group: {entry: facts}})[group][entry])
 
 
 def _groups(model: keras.Model) -> dict[str, list[keras.Variable]]:
-    """The variables of a model that it needs to compute its outputs."""
+    """Returns the variables that a model needs to compute its outputs."""
     groups = group_variables(model, all_variables(model))
     return {name: groups[name] for name in (_WEIGHTS, _SEEDS)}

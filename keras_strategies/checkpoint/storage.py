@@ -1,8 +1,8 @@
-"""A directory of checkpoints: Orbax writes and reads their arrays.
+"""A directory of checkpoints, whose arrays Orbax writes and reads.
 
-A save takes the arrays to the host and returns; a thread has Orbax write them,
-adds the manifest, and deletes what no rule retains. The chief decides what
-is restored, and all processes restore it.
+A save copies the arrays to the host and returns; a thread has Orbax write them,
+adds the manifest, and deletes the checkpoints that no rule retains. The chief
+decides which checkpoint is restored, and all processes restore it.
 """
 
 import contextlib
@@ -26,18 +26,18 @@ from keras_strategies.checkpoint.directory.manifest import (
     Manifest,
     write_manifest,
 )
-from keras_strategies.checkpoint.directory.orbax_files import restoring
+from keras_strategies.checkpoint.directory.orbax_files import guard_restore
 from keras_strategies.checkpoint.directory.retention import (
     Keep,
     delete,
     delete_partial_saves,
-    set_aside,
-    to_delete,
+    find_deletable,
+    quarantine,
 )
 from keras_strategies.checkpoint.orbax_io import (
+    copy_to_host,
     make_checkpointer,
-    on_host,
-    restore_args,
+    make_restore_args,
 )
 from keras_strategies.cluster.exchange.greetings import readable
 from keras_strategies.cluster.exchange.host_exchange import Agreement
@@ -55,14 +55,15 @@ _POLL_S = 0.1
 
 
 class Storage:
-    """A directory of checkpoints, as the processes of a job use it.
+    """A directory of checkpoints that all processes of a job use together.
 
-    All methods but `wait` are collective, in one order.
+    All processes must call its methods in the same order, as they are
+    collective; `wait`, `close`, `path` and `load_document` are not.
 
     Args:
-      directory: Where checkpoints are; made if it is not there.
+      directory: The directory of the checkpoints, created if missing.
       processes: JAX's ids of the processes; the first is the chief.
-      keep: Which checkpoints are retained.
+      keep: The retention rules.
     """
 
     def __init__(
@@ -87,29 +88,29 @@ class Storage:
     # Opening and closing.
 
     def open(self) -> None:
-        """Takes the directory: nobody else may write to it.
+        """Locks the directory, so that no other job writes to it.
 
         Raises:
-          OSError: it cannot be written to.
-          RuntimeError: another job writes to it.
-          ValueError: not all processes see it, or a name with "*", "?" or
-            "["; or processes without the job's first.
+          OSError: if the directory is not writable.
+          RuntimeError: if another job is writing to it.
+          ValueError: if not all processes see it, its name contains "*", "?"
+            or "[", or the job's process 0 is not among the processes.
         """
         if self._processes[0] != 0:
-            # Orbax has arrays of numpy written by process 0 alone.
+            # In Orbax, only process 0 of a job writes numpy arrays.
             raise ValueError(
-                "Checkpoints of a job are written by its process 0. Received: "
-                f"variables of the processes {list(self._processes)}. Use a "
-                "strategy that has process 0, or a job of its own for these "
-                "processes."
+                "Process 0 must have variables, since it writes a job's "
+                "checkpoints. Received: variables of the processes "
+                f"{list(self._processes)}. Use a strategy that has process 0, "
+                "or a separate job for these processes."
             )
-        self._by_chief("opening", self._take)
+        self._run_on_chief("opening", self._acquire)
         self._check_shared()
-        # Importing Orbax takes a second, which the first save would wait.
-        self._orbax()
+        # Imports Orbax now, which takes a second, and not in the first save.
+        self._get_checkpointer()
         wait_at_exit(self)
 
-    def _take(self) -> None:
+    def _acquire(self) -> None:
         from keras_strategies.checkpoint.directory.lock import DirectoryLock
 
         disk_space.check_name(self.directory)
@@ -119,7 +120,7 @@ class Storage:
         lock.acquire()
         self._lock = lock
         delete_partial_saves(self.directory)
-        # A script may continue without asking for the newest one.
+        # A script may save without having called `find_newest`.
         self._note_good()
 
     def _check_shared(self) -> None:
@@ -130,19 +131,19 @@ class Storage:
         while not mark.exists() and time.monotonic() < end:
             time.sleep(_POLL_S)
         received = self._exchange("looking at", str(mark.exists()))
-        found = dict(zip(self._processes, received, strict=True))
-        blind = [process for process in found if found[process] == "False"]
+        answers = dict(zip(self._processes, received, strict=True))
+        blind = [process for process in answers if answers[process] == "False"]
         if blind:
             raise ValueError(
-                "All processes of a job keep their checkpoints in one "
-                f"directory. Received: {str(self.directory)!r}, where "
+                "All processes of a job must share the directory of their "
+                f"checkpoints. Received: {str(self.directory)!r}, where "
                 f"processes {blind} do not see what process "
                 f"{self._processes[0]} wrote. Give a directory on a disk that "
                 "all of them share."
             )
 
     def close(self) -> None:
-        """Waits for what is being saved, and lets others write. Local."""
+        """Waits for a pending save and releases the directory. Local."""
         try:
             self.wait()
         finally:
@@ -155,59 +156,59 @@ class Storage:
 
     # Restoring.
 
-    def newest(self) -> int | None:
-        """The newest good checkpoint; damaged ones are put aside, and named.
+    def find_newest(self) -> int | None:
+        """Finds the newest good checkpoint and renames newer, damaged ones.
 
-        A file of each is read once, by the chief; what is being saved is
-        waited for.
+        The chief reads each file once, after it waited for a pending save.
+        Each renamed checkpoint is logged in a warning.
         """
         self.wait()
 
         def find() -> int | None:
-            manifest, faults = verify.newest_good(self.directory)
+            manifest, faults = verify.find_newest_good(self.directory)
             for fault in faults:
-                aside = set_aside(fault)
+                aside = quarantine(fault)
                 _logger.warning("%s It is now %s.", fault, aside)
             self._note_good()
             return None if manifest is None else manifest.step
 
-        return self._by_chief(_NEWEST, find, int | None)
+        return self._run_on_chief(_NEWEST, find, int | None)
 
-    def highest(self) -> int:
-        """The highest step, good or not; -1 if there is none. Collective.
+    def find_highest(self) -> int:
+        """Returns the highest step, good or damaged; -1 without checkpoints.
 
-        What is being saved is waited for.
+        Waits for a pending save.
         """
         self.wait()
-        return self._by_chief(
+        return self._run_on_chief(
             "looking for the highest step in",
             lambda: max(names.find_steps(self.directory), default=-1),
             int,
         )
 
-    def newest_to_read(self) -> int | None:
-        """The newest good checkpoint; nothing is put aside."""
+    def peek_newest(self) -> int | None:
+        """Finds the newest good checkpoint and changes nothing."""
 
         def find() -> int | None:
-            manifest, _ = verify.newest_good(self.directory)
+            manifest, _ = verify.find_newest_good(self.directory)
             return None if manifest is None else manifest.step
 
-        return self._by_chief(_NEWEST, find, int | None)
+        return self._run_on_chief(_NEWEST, find, int | None)
 
     def check(self, step: int) -> None:
-        """Raises DamagedCheckpoint if a checkpoint is, or is not there.
+        """Raises DamagedCheckpoint if a checkpoint is damaged or missing.
 
-        What is being saved is waited for.
+        Waits for a pending save.
         """
         self.wait()
 
         def look() -> None:
             verify.verify(self.path(step))
 
-        self._by_chief(f"verifying step {step} of", look)
+        self._run_on_chief(f"verifying step {step} of", look)
 
     def _note_good(self) -> None:
-        """Looks which checkpoints there are, and when the run began."""
+        """Notes the good checkpoints, and the time when the run started."""
         self._good = {}
         for step in names.find_steps(self.directory):
             with contextlib.suppress(DamagedCheckpoint):
@@ -218,38 +219,38 @@ class Storage:
                 self._started = started
 
     def path(self, step: int) -> pathlib.Path:
-        """The folder of a step."""
+        """Returns the folder of a step."""
         return names.step_path(self.directory, step)
 
-    def document(self, step: int) -> contents.Document:
-        """What a checkpoint of a version that is known holds beside arrays."""
-        return contents.document_of(self.path(step))
+    def load_document(self, step: int) -> contents.Document:
+        """Reads the document of a checkpoint of a known version."""
+        return contents.load_document(self.path(step))
 
     def restore(
-        self, step: int, wanted: contents.Arrays, *, is_part: bool = False
+        self, step: int, targets: contents.Arrays, *, is_part: bool = False
     ) -> contents.Arrays:
-        """Reads arrays of a checkpoint that was verified.
+        """Reads arrays of a verified checkpoint.
 
         Args:
-          step: Which one.
-          wanted: Shapes, dtypes and shardings, by group and name.
-          is_part: Whether it has more than these.
+          step: The step of the checkpoint.
+          targets: Shapes, dtypes and shardings, by group and name.
+          is_part: Whether the checkpoint may contain other arrays.
         """
         import orbax.checkpoint as ocp
 
         path = self.path(step)
-        with restoring(path, wanted):
-            restored = self._orbax().restore(
+        with guard_restore(path, targets):
+            restored = self._get_checkpointer().restore(
                 path,
                 args=ocp.args.Composite(
                     state=ocp.args.PyTreeRestore(
-                        item=wanted,
-                        restore_args=restore_args(wanted),
+                        item=targets,
+                        restore_args=make_restore_args(targets),
                         partial_restore=is_part,
                     )
                 ),
             )
-        # The chief must not delete what others still read.
+        # The chief must not delete files that others still read.
         self._exchange("restoring", "done")
         return restored.state
 
@@ -262,12 +263,12 @@ class Storage:
         document: contents.Document,
         facts: Mapping[str, Any],
     ) -> None:
-        """Saves a checkpoint; returns when its arrays may change.
+        """Starts to save a checkpoint; returns once its arrays may change.
 
         Raises:
-          OSError: it does not fit on the disk; or the last one could not be
-            written.
-          RuntimeError: another run has taken the directory meanwhile.
+          OSError: if it does not fit on the disk, or the previous checkpoint
+            could not be written.
+          RuntimeError: if another run has locked the directory since.
         """
         import orbax.checkpoint as ocp
 
@@ -278,9 +279,9 @@ class Storage:
             leaves = jax.tree.leaves(arrays)
             num_bytes = sum(leaf.nbytes for leaf in leaves)
             disk_space.check_free_space(self.directory, num_bytes)
-        arrays = on_host(arrays, is_alone=self._is_alone)
+        arrays = copy_to_host(arrays, is_alone=self._is_alone)
         write = functools.partial(
-            self._orbax().save,
+            self._get_checkpointer().save,
             self.path(step),
             args=ocp.args.Composite(
                 state=ocp.args.PyTreeSave(arrays),
@@ -288,7 +289,8 @@ class Storage:
             ),
         )
         if any(isinstance(leaf, jax.Array) for leaf in jax.tree.leaves(arrays)):
-            # The devices' arrays change when this returns.
+            # Steps may donate the buffers of these arrays once `save` has
+            # returned, so Orbax has to copy them to the host before.
             write()
             write = None
         facts = {**facts, "started": self._started}
@@ -307,20 +309,20 @@ class Storage:
         write: Callable[[], None] | None,
         finished: threading.Event,
     ) -> None:
-        """Makes a checkpoint complete, in a thread."""
+        """Completes a checkpoint, in a thread."""
         try:
             if write is not None:
                 write()
-            self._orbax().wait_until_finished()
+            self._get_checkpointer().wait_until_finished()
             if not self.is_chief:
                 return
             manifest = write_manifest(self.path(step), step, facts)
             self._good[step] = manifest
-            for old in to_delete(self._good.values(), self._keep):
+            for old in find_deletable(self._good.values(), self._keep):
                 delete(self.directory, old)
                 del self._good[old]
         except Exception as error:
-            self._error = disk_space.not_written(
+            self._error = disk_space.make_save_error(
                 self.directory, step, max(self._good, default=None), error
             )
         except BaseException as error:
@@ -329,14 +331,15 @@ class Storage:
             finished.set()
 
     def wait(self) -> None:
-        """Until what was saved is on the disk. Local.
+        """Blocks until pending saves are on disk. Local.
 
         Raises:
-          OSError: it could not be written. The checkpoints before it are
-            good.
+          OSError: if a checkpoint could not be written. Earlier ones are
+            still good.
         """
         if self._finished is not None:
-            # Joining a thread again shows nothing after a Ctrl-C in it.
+            # Not `Thread.join`: after a Ctrl-C during a join, the next one
+            # returns at once (Python 3.11).
             self._finished.wait()
             self._finished = None
         error, self._error = self._error, None
@@ -345,15 +348,18 @@ class Storage:
 
     # All processes together.
 
-    def _orbax(self) -> Any:
+    def _get_checkpointer(self) -> Any:
         if self._checkpointer is None:
             self._checkpointer = make_checkpointer(self._processes)
         return self._checkpointer
 
-    def _by_chief(
+    def _run_on_chief(
         self, doing: str, compute: Callable[[], Any], form: Form = None
     ) -> Any:
-        """What the chief computes, in all processes. Its error is all's."""
+        """Runs a function on the chief and returns its result everywhere.
+
+        An error of the chief is raised in every process.
+        """
         if self._is_alone:
             return compute()
         answer: dict[str, Any] = {}

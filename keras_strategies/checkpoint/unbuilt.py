@@ -1,17 +1,17 @@
-"""Objects without variables yet when a checkpoint is restored into them."""
+"""Restoration of objects whose variables do not exist yet."""
 
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import keras
 
-from keras_strategies.checkpoint.contents import STATE, without_numbers
+from keras_strategies.checkpoint.contents import STATE, strip_numbers
 
 Objects = Mapping[str, Any]
-"""Those of a checkpoint, by name."""
+"""The objects of a checkpoint, by name."""
 
 Names = Mapping[str, Mapping[str, Any]]
-"""Variables of a checkpoint: by the name of their object, and their own."""
+"""Variables of a checkpoint, by the names of object and variable."""
 
 _MAX_SHOWN = 8
 
@@ -19,69 +19,74 @@ _MAX_SHOWN = 8
 def check_models(objects: Objects) -> None:
     """Raises ValueError for a model that has no variables yet."""
     for name, value in objects.items():
-        for model in _found(keras.Model, value):
+        for model in _find_instances(keras.Model, value):
             if not model.built:
                 raise ValueError(
-                    "A checkpoint is restored into a model that has its "
-                    f"variables. Received: {name}={model.name!r}, which is "
-                    "not built. Call it on one batch, or begin it with "
+                    "A model must have its variables before a checkpoint is "
+                    f"restored. Received: {name}={model.name!r}, which is not "
+                    "built. Call it on one batch, or begin it with "
                     "`keras.Input`."
                 )
 
 
 def build_optimizers(objects: Objects, saved: Names) -> None:
-    """Gives optimizers their variables where a checkpoint has them.
+    """Builds optimizers whose variables are in a checkpoint.
 
-    The one that a model is compiled with gets those of its model, any other
-    those of the only model beside it.
+    The optimizer that a model is compiled with is built for that model, any
+    other one for the only model among the objects.
 
     Args:
-      objects: Those that are to have the values.
-      saved: What the checkpoint has.
+      objects: The objects to restore.
+      saved: The variables in the checkpoint.
     """
     models = [
-        m for value in objects.values() for m in _found(keras.Model, value)
+        m
+        for value in objects.values()
+        for m in _find_instances(keras.Model, value)
     ]
     for name, value in objects.items():
         entries = list(saved.get(name, ()))
-        for model in _found(keras.Model, value):
+        for model in _find_instances(keras.Model, value):
             optimizer = getattr(model, "optimizer", None)
-            if optimizer is not None and _lacks(optimizer, entries):
+            if optimizer is not None and _lacks_variables(optimizer, entries):
                 optimizer.build(model.trainable_variables)
-        for optimizer in _found(keras.optimizers.Optimizer, value):
-            if len(models) == 1 and _lacks(optimizer, entries):
+        for optimizer in _find_instances(keras.optimizers.Optimizer, value):
+            if len(models) == 1 and _lacks_variables(optimizer, entries):
                 optimizer.build(models[0].trainable_variables)
 
 
-def left_out(objects: Objects, saved: Names, found: Names) -> list[str]:
-    """What a checkpoint has of objects beside the variables that they have.
+def list_unrestored(
+    objects: Objects, saved: Names, matches: Names
+) -> list[str]:
+    """Lists variables in a checkpoint that the objects do not have.
 
-    Metrics that a compiled model has not made yet do not count: each epoch
-    resets them.
+    Metrics that a compiled model has not created yet do not count, since each
+    epoch resets them.
 
     Args:
-      objects: Those that are to have the values.
-      saved: What the checkpoint has.
-      found: What of it is restored.
+      objects: The objects to restore.
+      saved: The variables in the checkpoint.
+      matches: The variables that are restored.
 
     Raises:
-      ValueError: an optimizer is not built, and it has its variables.
+      ValueError: if the checkpoint has variables of an optimizer that is not
+        built.
     """
     names: list[str] = []
-    for group, entries in found.items():
+    for group, entries in matches.items():
         others = [e for e in saved.get(group, ()) if e not in entries]
         if group == STATE or not others:
             continue
         value = objects[group]
-        for optimizer in _optimizers(value):
-            if _lacks(optimizer, list(saved[group])):
+        for optimizer in _iter_optimizers(value):
+            if _lacks_variables(optimizer, list(saved[group])):
                 raise ValueError(
-                    "A checkpoint is restored into an optimizer that has its "
-                    f"variables. Received: {optimizer.name!r} of {group}, "
-                    "which is not built, and it is not known for which model. "
-                    "Call `optimizer.build(model.trainable_variables)` first."
+                    "An optimizer must have its variables before a checkpoint "
+                    f"is restored. Received: {optimizer.name!r} of {group}, "
+                    "which is not built, and its model is unknown. Call "
+                    "`optimizer.build(model.trainable_variables)` first."
                 )
-        if any(map(_awaits_metrics, _found(keras.Model, value))):
+        if any(map(_awaits_metrics, _find_instances(keras.Model, value))):
             known = set(map(_first_word, entries))
             others = [e for e in others if _first_word(e) in known]
         names += [f"{group} {entry}" for entry in others]
@@ -89,17 +94,17 @@ def left_out(objects: Objects, saved: Names, found: Names) -> list[str]:
     return names[:_MAX_SHOWN] + [f"{more} more"] * (more > 0)
 
 
-def _lacks(
+def _lacks_variables(
     optimizer: keras.optimizers.Optimizer, entries: Sequence[str]
 ) -> bool:
-    """Whether it is not built, and a checkpoint has more of it."""
+    """Returns whether an optimizer has fewer variables than a checkpoint."""
     if optimizer.built:
         return False
-    own = [
-        without_numbers(v.path.replace("/", ".")) for v in optimizer.variables
+    present = [
+        strip_numbers(v.path.replace("/", ".")) for v in optimizer.variables
     ]
-    words = set(map(_first_word, own)) | {without_numbers(optimizer.name)}
-    return sum(_first_word(e) in words for e in entries) > len(own)
+    words = set(map(_first_word, present)) | {strip_numbers(optimizer.name)}
+    return sum(_first_word(e) in words for e in entries) > len(present)
 
 
 def _awaits_metrics(model: keras.Model) -> bool:
@@ -107,25 +112,25 @@ def _awaits_metrics(model: keras.Model) -> bool:
 
 
 def _first_word(name: str) -> str:
-    return without_numbers(name).partition(".")[0]
+    return strip_numbers(name).partition(".")[0]
 
 
-def _optimizers(value: object) -> Iterator[keras.optimizers.Optimizer]:
-    """Optimizers among values, those that models hold too."""
-    yield from _found(keras.optimizers.Optimizer, value)
-    for model in _found(keras.Model, value):
-        held = [list(vars(part).values()) for part in (model, *model.layers)]
-        yield from _found(keras.optimizers.Optimizer, held)
+def _iter_optimizers(value: object) -> Iterator[keras.optimizers.Optimizer]:
+    """Yields the optimizers in a value, and in attributes of its models."""
+    yield from _find_instances(keras.optimizers.Optimizer, value)
+    for model in _find_instances(keras.Model, value):
+        parts = [list(vars(part).values()) for part in (model, *model.layers)]
+        yield from _find_instances(keras.optimizers.Optimizer, parts)
 
 
-def leaves_of(value: object) -> Iterator[Any]:
+def iter_leaves(value: object) -> Iterator[Any]:
     """Yields the objects in lists and dicts."""
     if not isinstance(value, Mapping | list | tuple):
         yield value
         return
     for part in value.values() if isinstance(value, Mapping) else value:
-        yield from leaves_of(part)
+        yield from iter_leaves(part)
 
 
-def _found(kind: type, value: object) -> Iterator[Any]:
-    return (leaf for leaf in leaves_of(value) if isinstance(leaf, kind))
+def _find_instances(kind: type, value: object) -> Iterator[Any]:
+    return (leaf for leaf in iter_leaves(value) if isinstance(leaf, kind))

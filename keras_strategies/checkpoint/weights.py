@@ -1,4 +1,4 @@
-"""The newest checkpoint of a directory, and the weights of one."""
+"""The newest checkpoint of a directory, and the weights of a checkpoint."""
 
 import contextlib
 import os
@@ -9,8 +9,11 @@ from typing import Any
 import keras
 
 from keras_strategies.checkpoint import contents
-from keras_strategies.checkpoint.averages import Found, with_averages
-from keras_strategies.checkpoint.directory.names import find_steps, step_of
+from keras_strategies.checkpoint.averages import (
+    NamedVariables,
+    substitute_averages,
+)
+from keras_strategies.checkpoint.directory.names import find_steps, parse_step
 from keras_strategies.checkpoint.directory.retention import Keep
 from keras_strategies.checkpoint.storage import Storage
 from keras_strategies.cluster.addresses import shown
@@ -20,9 +23,9 @@ _WEIGHTS = ("weights", "seeds")
 
 
 def latest_checkpoint(directory: str | os.PathLike[str]) -> str | None:
-    """The path of the newest checkpoint in a directory, None without any.
+    """Returns the path of a directory's newest checkpoint, or None.
 
-    As `tf.train.latest_checkpoint`. What is in it is not looked at.
+    Like `tf.train.latest_checkpoint`. The checkpoint is not verified.
 
     Example:
       ```python
@@ -37,34 +40,38 @@ def latest_checkpoint(directory: str | os.PathLike[str]) -> str | None:
 
 
 @contextlib.contextmanager
-def opened(
+def open_checkpoint(
     path: str | os.PathLike[str],
     step: int | None,
     processes: tuple[int, ...],
 ) -> Iterator[tuple[Storage, int]]:
-    """Opens a checkpoint for reading: its directory, and its step. Collective.
+    """Opens a checkpoint for reading. Collective.
 
     Args:
-      path: A directory of checkpoints, or one of these.
-      step: Which one; None for that of `path`, or the newest good one.
+      path: A directory of checkpoints, or a checkpoint.
+      step: The step to open; None for the checkpoint at `path`, or the newest
+        good one in it.
       processes: JAX's ids of the processes.
 
+    Yields:
+      The storage of the directory, and the step.
+
     Raises:
-      FileNotFoundError: there is none.
-      DamagedCheckpoint: it is damaged, or not there.
+      FileNotFoundError: if there is no good checkpoint.
+      DamagedCheckpoint: if the given one is damaged or missing.
     """
     directory = pathlib.Path(path)
-    named = step_of(directory.name)
-    if step is None and named is not None and not find_steps(directory):
-        directory, step = directory.parent, named
+    own_step = parse_step(directory.name)
+    if step is None and own_step is not None and not find_steps(directory):
+        directory, step = directory.parent, own_step
     storage = Storage(directory, processes=processes, keep=Keep(last=None))
     with contextlib.closing(storage):
         if step is not None:
             storage.check(step)
-        elif (step := storage.newest_to_read()) is None:
+        elif (step := storage.peek_newest()) is None:
             raise FileNotFoundError(
-                "A checkpoint is read from where one was saved. Received: "
-                f"{shown(str(path))}, where there is none that is good. Give "
+                "The path must contain a valid checkpoint. Received: "
+                f"{shown(str(path))}, which contains no valid checkpoint. Give "
                 "`latest_checkpoint(directory)`."
             )
         yield storage, step
@@ -78,33 +85,34 @@ def load_weights(
     *,
     averages: bool = True,
 ) -> int:
-    """Gives a model the weights of a checkpoint, and nothing else.
+    """Loads only the weights of a checkpoint into a model.
 
-    To predict with them, or to export them: `model.save("model.keras")`,
-    `model.save_weights("model.weights.h5")`. The checkpoint is verified first.
-    On several processes collective, of a model that all of them hold.
+    Use it to predict with the weights, or to export them:
+    `model.save("model.keras")`, `model.save_weights("model.weights.h5")`. The
+    checkpoint is verified first. On several processes the call is collective,
+    and all of them must have the model.
 
     Args:
       model: A built model.
       path: The directory of `ks.callbacks.Checkpoint` or of a
         `CheckpointManager`, or one checkpoint in it.
-      step: Which one; None for the newest that is good.
-      name: Of a manager's checkpoint, what the model is called in it
-        (`Checkpoint(generator=model)`); None where only one fits.
-      averages: Of a fit whose optimizer has `use_ema=True`: whether weights
-        get their averages, which `fit` gives the model when it ends, or the
-        values that were trained. A manager's checkpoint has the weights that
-        the model had.
+      step: The step to load; None for the newest good one.
+      name: The model's name in a manager's checkpoint
+        (`Checkpoint(generator=model)`); None if only one object matches.
+      averages: Whether weights of a fit whose optimizer has `use_ema=True` get
+        their averages, which `fit` assigns to the model when it ends, instead
+        of the trained values. A manager's checkpoint always contains the
+        weights that the model had.
 
     Returns:
-      Its step.
+      The step that was loaded.
 
     Raises:
-      FileNotFoundError: there is none.
-      DamagedCheckpoint: the one that was asked for is damaged, or not there.
-      ValueError: it is of another model; what differs is listed. Or several
-        objects in it fit; or the model is not built.
-      TypeError: the first argument is no model.
+      FileNotFoundError: if there is no good checkpoint.
+      DamagedCheckpoint: if the given checkpoint is damaged or missing.
+      ValueError: if it is of another model (the differences are listed), if
+        several objects in it match, or if the model is not built.
+      TypeError: if the first argument is not a model.
 
     Example:
       ```python
@@ -116,97 +124,100 @@ def load_weights(
     """
     if not isinstance(model, keras.Model):
         raise TypeError(
-            "`load_weights` takes the model first, and then the path. "
-            f"Received: {shown(model)} of type {type(model).__name__} as the "
-            "model. Write `load_weights(model, path)`."
+            "The first argument of `load_weights` must be a model. Received: "
+            f"{shown(model)} of type {type(model).__name__}. Write "
+            "`load_weights(model, path)`."
         )
-    groups = _groups_of(model)
-    processes = contents.processes_of(groups)
-    with opened(path, step, processes) as (storage, chosen):
-        document = storage.document(chosen)
+    groups = _make_groups(model)
+    processes = contents.find_processes(groups)
+    with open_checkpoint(path, step, processes) as (storage, chosen):
+        document = storage.load_document(chosen)
         where = str(storage.path(chosen))
-        found = _found(model, groups, document, name, where)
+        matches = _match(model, groups, document, name, where)
         if averages and _is_of_fit(document):
-            found = with_averages(found, document, where)
-        wanted = contents.targets(found, document, None)
-        contents.assign(found, storage.restore(chosen, wanted, is_part=True))
+            matches = substitute_averages(matches, document, where)
+        targets = contents.make_targets(matches, document, None)
+        arrays = storage.restore(chosen, targets, is_part=True)
+        contents.assign(matches, arrays)
     return chosen
 
 
-def _groups_of(model: keras.Model) -> dict[str, list[keras.Variable]]:
+def _make_groups(model: keras.Model) -> dict[str, list[keras.Variable]]:
     groups = group_variables(model, model.variables)
     return {name: groups[name] for name in _WEIGHTS}
 
 
-def _found(
+def _match(
     model: keras.Model,
     groups: contents.Groups,
     document: contents.Document,
     name: str | None,
     where: str,
-) -> Found:
-    """The variables that get an array, by group and name of the arrays."""
+) -> NamedVariables:
+    """Matches a checkpoint's arrays with the weights, by group and name."""
     saved = document["variables"]
     if not _is_of_fit(document):
-        saved, groups = _of_object(model, groups, saved, name, where)
+        saved, groups = _select_object(model, groups, saved, name, where)
     wanted = {k: saved[k] for k in (*groups, *_WEIGHTS) if k in saved}
     document = document | {"variables": wanted}
     try:
-        return contents.matched(groups, document, where)
+        return contents.match_variables(groups, document, where)
     except ValueError:
         if model.built:
             raise
         raise ValueError(
-            "Weights are given to a model that has its variables. Received: "
-            f"{model.name!r}, which is not built. Call it on a batch, or begin "
-            "it with `keras.Input`."
+            "A model must have its variables before weights are loaded. "
+            f"Received: {model.name!r}, which is not built. Call it on a "
+            "batch, or begin it with `keras.Input`."
         ) from None
 
 
 def _is_of_fit(document: contents.Document) -> bool:
-    """Whether `ks.callbacks.Checkpoint` wrote it, and not a manager."""
-    # A manager says whose states it has: of all processes, or of each.
+    """Returns whether `ks.callbacks.Checkpoint` wrote it, not a manager."""
+    # A manager's state has one of these keys; see `job_states.gather_states`.
     state = document["state"]
     is_managers = isinstance(state, dict) and len(state) == 1
     return not (is_managers and state.keys() <= {"all", "each"})
 
 
-def _of_object(
+def _select_object(
     model: keras.Model,
     groups: contents.Groups,
     saved: dict[str, Any],
     name: str | None,
     where: str,
 ) -> tuple[dict[str, Any], dict[str, list[keras.Variable]]]:
-    """The arrays of a manager's checkpoint that are a model's weights.
+    """Selects a model's weights from the arrays of a manager's checkpoint.
 
-    An object's group also has its optimizer's variables and its metrics'.
+    The group of an object also contains the variables of its optimizer and
+    its metrics.
 
     Returns:
       The arrays by group and name, and the variables by group.
     """
-    own = {id(v) for group in groups.values() for v in group}
-    variables = [v for v in model.variables if id(v) in own]
+    weights = {id(v) for group in groups.values() for v in group}
+    variables = [v for v in model.variables if id(v) in weights]
     names = [g for g in saved if g != contents.STATE]
     if name is not None:
         if name not in names:
             raise ValueError(
-                "`name` is what the model is called in the checkpoint. "
-                f"Received: {shown(name)}, in {where} there are "
+                "`name` must be the model's name in the checkpoint. Received: "
+                f"{shown(name)}; {where} contains "
                 f"{', '.join(map(shown, names))}. Give one of them."
             )
         names = [name]
     fitting = {
-        group: found
+        group: entries
         for group in names
-        if (found := contents.subset(saved[group], variables)) is not None
+        if (entries := contents.select_arrays(saved[group], variables))
+        is not None
     }
     if len(fitting) > 1:
         raise ValueError(
-            "Weights are given by one object of a checkpoint. Received: "
-            f"{where}, where {', '.join(map(shown, fitting))} fit "
-            f"{model.name!r}. Say which one: `name={next(iter(fitting))!r}`."
+            "Weights must come from one object of a checkpoint. Received: "
+            f"{where}, where {', '.join(map(shown, fitting))} match "
+            f"{model.name!r}. Choose one: `name={next(iter(fitting))!r}`."
         )
-    # What differs is said of the one that was meant.
+    # If none matches, the error lists the differences from the named group.
     group = next(iter(fitting or names), _WEIGHTS[0])
     return {group: fitting.get(group, saved.get(group, {}))}, {group: variables}

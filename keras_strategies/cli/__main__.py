@@ -1,4 +1,4 @@
-"""`python -m keras_strategies.cli`, where the command is not on the PATH."""
+"""The entry point of `python -m keras_strategies.cli`, for use off the PATH."""
 
 import sys
 

@@ -1,7 +1,7 @@
 """The command line: its commands and their arguments.
 
-Nothing here imports jax or keras, so that `--help` is quick and the command
-starts where they do not.
+This module imports neither jax nor keras, so that `--help` is fast and the
+command starts even if they fail to import.
 """
 
 import argparse
@@ -22,10 +22,10 @@ from keras_strategies.cli.options import (
 _LAUNCH = """\
 Starts several local processes of one script: a cluster on this machine.
 
-Each process finds TF_CONFIG set (workers only; worker 0 is the chief) and runs
-on virtual CPU devices. The chief's lines are shown as they are, those of the
-others with their number. When one process fails all are ended, and its exit
-code is this command's.
+Sets TF_CONFIG for each process (workers only; worker 0 is the chief), which
+runs on virtual CPU devices. The chief's output is shown unchanged, that of the
+others with their number. If one process fails, all of them are ended, and this
+command exits with its exit code.
 """
 _EXAMPLES = """\
 examples:
@@ -37,13 +37,14 @@ examples:
 """
 _DOCTOR = """\
 Shows what keras_strategies finds on this machine and in its cluster, and what
-to change. Run in all processes of a cluster (through srun, launch, ...), they
-meet and time an all-reduce. The exit code is 1 if there is a fault.
+to change. If it runs in all processes of a cluster (through srun, launch, ...),
+they connect and time an all-reduce. The exit code is 1 if there is a fault.
 """
 _CHECKPOINTS = """\
-Shows the checkpoints of a directory: which are good, what they hold, and what
-else is there. Every file is read once and compared with its checksum; a run
-may write there meanwhile. The exit code is 1 if a checkpoint is damaged.
+Shows the checkpoints of a directory: which are good, what they contain, and
+what else is there. Every file is read once and compared with its checksum. A
+run may write there at the same time. The exit code is 1 if a checkpoint is
+damaged.
 """
 _REST = {"nargs": argparse.REMAINDER}
 _LAUNCH_OPTIONS: tuple[Option, ...] = (
@@ -56,12 +57,12 @@ _LAUNCH_OPTIONS: tuple[Option, ...] = (
     (
         "--evaluator",
         "start one more process, TF_CONFIG's evaluator, which is not part "
-        "of the cluster; its first process is the chief then",
+        "of the cluster; the first process is then the chief",
         FLAG,
     ),
     (
         "--platform",
-        "what JAX runs on (JAX_PLATFORMS); default: cpu",
+        "the platform of JAX (JAX_PLATFORMS); default: cpu",
         {"default": "cpu"},
     ),
     (
@@ -78,27 +79,27 @@ _LAUNCH_OPTIONS: tuple[Option, ...] = (
 _DOCTOR_OPTIONS: tuple[Option, ...] = (
     (
         "--quick",
-        "what is known without starting JAX: no devices, no all-reduce",
+        "skip everything that starts JAX: no devices, no all-reduce",
         FLAG,
     ),
     ("--json", "print the report as JSON (in a cluster, the chief does)", FLAG),
     (
         "--timeout",
-        "how long to wait for the other processes; default: 30",
+        "the time to wait for the other processes; default: 30",
         {"type": float, "default": 30.0, "metavar": "SECONDS"},
     ),
 )
 _CHECKPOINTS_OPTIONS: tuple[Option, ...] = (
     (
         "directory",
-        "where a run keeps them: what `ks.callbacks.Checkpoint` was given, or "
-        "an Estimator's `model_dir`",
+        "the directory of a run's checkpoints, as for "
+        "`ks.callbacks.Checkpoint`, or an Estimator's `model_dir`",
         {"metavar": "DIR"},
     ),
 )
 _HOW_TO_VERIFY: tuple[Option, ...] = (
-    ("--verify", "compare checksums, too: the default", FLAG),
-    ("--quick", "compare names and sizes alone", FLAG),
+    ("--verify", "also compare checksums (the default)", FLAG),
+    ("--quick", "compare only names and sizes", FLAG),
 )
 
 
@@ -106,30 +107,30 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Runs the command `keras-strategies`.
 
     Args:
-      arguments: The words after the command's name; those of the process if
-        left out.
+      arguments: The words after the command's name; None for the arguments of
+        this process.
 
     Returns:
-      The exit status. `doctor`: 0, or 1 if it found a fault. `launch`: that of
-      the process that failed first, else 0. `checkpoints`: 0, or 1 if one is
-      damaged. `plan`: 0, or 1 if nothing could be planned. 2 for wrong
-      arguments; 1 as well if nobody reads the output to its end (`| head`), as
-      rich does.
+      The exit status. `doctor`: 0, or 1 if it found a fault. `launch`: the
+      exit code of the process that failed first, else 0. `checkpoints`: 0, or
+      1 if one is damaged. `plan`: 0, or 1 if nothing could be planned. 2 for
+      wrong arguments; 1 if the output is closed before its end (`| head`), as
+      in rich.
 
     Raises:
-      SystemExit: for `--help`, `--version` and wrong options.
+      SystemExit: if the arguments are `--help` or `--version`, or wrong.
     """
     parser = _make_parser()
     words = list(sys.argv[1:] if arguments is None else arguments)
     if words[:1] == ["plan"]:
-        options = plan_command.parsed(parser, words)
+        options = plan_command.parse_options(parser, words)
     else:
         options = parser.parse_args(words)
     try:
         status = _run(parser, options)
         sys.stdout.flush()
     except BrokenPipeError:
-        # Python flushes once more at its end.
+        # Python flushes stdout at exit, too, which must not fail.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 1
     return status

@@ -1,4 +1,4 @@
-"""Commands and their arguments, which tables describe."""
+"""Commands whose options are described by tables."""
 
 import argparse
 from collections.abc import Sequence
@@ -6,7 +6,7 @@ from typing import Any, TypeAlias
 
 Commands: TypeAlias = "argparse._SubParsersAction[argparse.ArgumentParser]"
 Option = tuple[str, str | None, dict[str, Any]]
-"""An option's names, help and further arguments of `add_argument`."""
+"""An option's names, help, and other arguments of `add_argument`."""
 
 FLAG = {"action": "store_true"}
 MANY = {"action": "append"}
@@ -26,13 +26,13 @@ def add_command(
     """Adds a command.
 
     Args:
-      commands: The others.
-      name: Its name.
-      summary: A line on it, for the list of commands.
-      description: A paragraph on it.
-      options: Its options and arguments.
-      usage: How it is called; None: as argparse has it.
-      epilog: What its help ends with.
+      commands: The group of commands to add it to.
+      name: The name of the command.
+      summary: The line of help in the list of commands.
+      description: The description in the command's help.
+      options: The options and arguments.
+      usage: The usage line; None for argparse's.
+      epilog: The text at the end of the command's help.
     """
     parser = commands.add_parser(
         name,

@@ -1,4 +1,4 @@
-"""The arguments of `keras-strategies plan`, checked before anything starts."""
+"""The command `keras-strategies plan` and the checks of its arguments."""
 
 import argparse
 import contextlib
@@ -29,44 +29,45 @@ examples:
 --model models:make_7b --batch 1024x4096:int32 --batch 1024x4096:int32
 """
 _PLAN = """\
-Says whether, how and how fast a script's model trains on TPU slices, without
-one: the slice's compiler compiles its step here. The script runs unchanged up
-to its first `fit` or `strategy.run`; its strategies are the slice's, its models
-have no values, nothing is trained and no checkpoint is opened. Needs libtpu
-(`pip install 'keras-strategies[tpu]'`), on Linux.
+Predicts whether, how and how fast a script's model trains on TPU slices,
+without a TPU: the compiler for the slice compiles its step on this machine. The
+script runs unchanged up to its first `fit` or `strategy.run`, with strategies
+for the slice. Its models have no values, nothing is trained and no checkpoint
+is opened. Needs libtpu (`pip install 'keras-strategies[tpu]'`), on Linux.
 """
 _OPTIONS: tuple[Option, ...] = (
     (
         "--topology",
-        "a slice, as v5e:16x16; several times for several",
+        "a slice, such as v5e:16x16; may be repeated",
         MANY | {"metavar": "NAME"},
     ),
     (
         "--layout",
-        "replicated, slots[:N], sharded[:N], model:N, or with +; several "
-        "times for several; default: those that suit the slice",
+        "replicated, slots[:N], sharded[:N], model:N, or several joined by +; "
+        "may be repeated; default: the layouts that suit the slice",
         MANY | {"metavar": "WORDS"},
     ),
     (
         "--scale",
-        "whose rows the script's batches have: the default, global, takes "
-        "them as they are; replica has each replica of the slice get as many",
+        "the meaning of the script's batch size: global (the default) keeps "
+        "it as the size of the global batch; replica makes it the number of "
+        "rows of each replica of the slice",
         {"choices": ("global", "replica"), "default": "global"},
     ),
     (
         "--effort",
-        "how programs are compiled; default: fast, and near the limit "
-        "as they would be run, too",
+        "the compiler's effort; default (auto): low, and near the memory "
+        "limit also full, as in a run",
         {"choices": ("auto", "low", "full"), "default": "auto"},
     ),
     (
         "--verify",
-        "compile the most rows that fit, and one more, at full effort",
+        "compile the largest batch that fits, and one row more, at full effort",
         FLAG,
     ),
     (
         "--whole",
-        "compile deep models as they are, not by a few of their blocks",
+        "compile all blocks of deep models, instead of only a few",
         FLAG,
     ),
     (
@@ -76,17 +77,21 @@ _OPTIONS: tuple[Option, ...] = (
     ),
     (
         "--batch",
-        "of --model: x, and y with a second one; as 8x2048:int32",
+        "with --model: x, such as 8x2048:int32; repeat it for y",
         MANY | {"metavar": "SHAPE:DTYPE"},
     ),
-    ("--processes", "candidates at once", {"type": int, "metavar": "N"}),
+    (
+        "--processes",
+        "the number of candidates to plan at once",
+        {"type": int, "metavar": "N"},
+    ),
     ("--no-cache", None, FLAG),
     JSON,
     ("--html", "also write the plan as a page", {"metavar": "FILE"}),
     ("-m", "run a module", {"dest": "module", "metavar": "MODULE"}),
     (
         "script",
-        "the script; its own arguments come after --",
+        "the script; its arguments come after --",
         {"nargs": "?", "metavar": "SCRIPT"},
     ),
 )
@@ -97,7 +102,7 @@ def add_parser(commands: Commands) -> None:
     add_command(
         commands,
         "plan",
-        "say whether and how fast a script's model trains on TPU slices",
+        "predict whether and how fast a script's model trains on TPU slices",
         _PLAN,
         _OPTIONS,
         usage="keras-strategies plan (SCRIPT | -m MODULE) --topology NAME "
@@ -108,21 +113,21 @@ def add_parser(commands: Commands) -> None:
     )
 
 
-def parsed(
+def parse_options(
     parser: argparse.ArgumentParser, words: list[str]
 ) -> argparse.Namespace:
-    """The options of the command, and the script's arguments after `--`.
+    """Parses the command's options, and the script's arguments after `--`.
 
     Args:
-      parser: That of all commands.
-      words: Those of the command line, from "plan" on.
+      parser: The parser of all commands.
+      words: The words of the command line, from "plan" on.
     """
     end = words.index("--") if "--" in words else len(words)
     options, unknown = parser.parse_known_args(words[:end])
     if unknown:
         parser.error(
-            f"unrecognized arguments: {' '.join(unknown)}. The script's own "
-            "come after --"
+            f"unrecognized arguments: {' '.join(unknown)}. The script's "
+            "arguments must come after --"
         )
     options.arguments = words[end + 1 :]
     return options
@@ -136,7 +141,7 @@ def run(options: argparse.Namespace) -> int:
       arguments.
     """
     try:
-        requests = _requests(options)
+        requests = _make_requests(options)
     except (ValueError, TypeError, ImportError) as error:
         print(f"keras-strategies plan: {error}", file=sys.stderr)
         return _WRONG_ARGUMENTS
@@ -154,22 +159,23 @@ def run(options: argparse.Namespace) -> int:
     return 0 if any(step.error is None for step in plan.steps) else 1
 
 
-def _requests(options: argparse.Namespace) -> list[Any]:
-    """Returns the request of each candidate."""
+def _make_requests(options: argparse.Namespace) -> list[Any]:
+    """Makes the request of each candidate."""
     from keras_strategies.planning.capture.request import (
         ENVIRONMENT,
         Request,
         parse_shape_and_dtype,
     )
 
-    common = _common(options)
+    common = _make_common_fields(options)
     for text in common["batch"]:
         parse_shape_and_dtype(text)
-    # Here JAX is needed for the slices' names; it uses no device.
+    # From here on JAX is needed, to look up slices by name. The variables keep
+    # it from using a device.
     for name, value in ENVIRONMENT.items():
         os.environ.setdefault(name, value)
     _require_libtpu()
-    candidates = _candidates(options)
+    candidates = _list_candidates(options)
     return [
         Request(
             topology=name,
@@ -182,7 +188,7 @@ def _requests(options: argparse.Namespace) -> list[Any]:
     ]
 
 
-def _candidates(options: argparse.Namespace) -> list[tuple[str, str]]:
+def _list_candidates(options: argparse.Namespace) -> list[tuple[str, str]]:
     """Returns the slice and the layout of each candidate."""
     from keras_strategies.planning.compile import layouts as lib
     from keras_strategies.planning.compile.candidates import (
@@ -191,7 +197,7 @@ def _candidates(options: argparse.Namespace) -> list[tuple[str, str]]:
     from keras_strategies.tpu.topology_devices import devices_by_name
 
     names = lib.check_topologies(options.topology)
-    with _quiet():
+    with _silence_stderr():
         devices = {name: devices_by_name(name) for name in names}
     layouts = options.layout and list(map(lib.parse_layout, options.layout))
     return [
@@ -210,8 +216,8 @@ def _require_libtpu() -> None:
 
 
 @contextlib.contextmanager
-def _quiet() -> Iterator[None]:
-    """Without what libtpu writes where there is no TPU."""
+def _silence_stderr() -> Iterator[None]:
+    """Hides the messages that libtpu writes on machines without a TPU."""
     sys.stderr.flush()
     before = os.dup(2)
     with open(os.devnull, "wb") as nowhere:
@@ -223,8 +229,8 @@ def _quiet() -> Iterator[None]:
         os.close(before)
 
 
-def _common(options: argparse.Namespace) -> dict[str, Any]:
-    """Returns what the requests of all candidates have."""
+def _make_common_fields(options: argparse.Namespace) -> dict[str, Any]:
+    """Makes the fields that the requests of all candidates share."""
     _check(options)
     batch = list(options.batch or [])
     return {
@@ -242,34 +248,36 @@ def _common(options: argparse.Namespace) -> dict[str, Any]:
 
 
 def _check(options: argparse.Namespace) -> None:
-    given = [
+    subjects = [
         name for name in ("script", "module", "model") if getattr(options, name)
     ]
-    if len(given) != 1:
+    if len(subjects) != 1:
         raise ValueError(
-            "A plan is for a script, a module (-m) or a function (--model). "
-            f"Received: {', '.join(given) or 'none of them'}. Name one."
+            "A plan must be for a script, a module (-m) or a function "
+            f"(--model). Received: {', '.join(subjects) or 'none of them'}. "
+            "Name one."
         )
     if bool(options.model) != bool(options.batch):
         raise ValueError(
-            "--model and --batch go together: the function makes the model, "
-            "the batch says what it trains on. Received: one of them."
+            "--model and --batch must be used together: the function makes "
+            "the model, the batch has the shapes of its data. Received: one "
+            "of them. Give both."
         )
     if options.model:
         module, _, function = options.model.partition(":")
         if not module or not function.isidentifier():
             raise ValueError(
-                "--model names a function of a module. Received: "
+                "--model must name a function of a module. Received: "
                 f"{options.model!r}. Write module:function."
             )
     if not options.topology:
         raise ValueError(
-            "A plan is for slices. Received: no --topology. Name one, as "
-            "--topology v5e:4x4. GPUs are not planned for: their programs are "
-            "compiled on a machine that has one."
+            "A plan must name a slice. Received: no --topology. Name one, for "
+            "example --topology v5e:4x4. Plans do not support GPUs: programs "
+            "for them can only be compiled on a machine with a GPU."
         )
     script = options.script or options.module or ""
-    if "script" in given and not os.path.isfile(script):
+    if "script" in subjects and not os.path.isfile(script):
         raise ValueError(
-            f"There is no such script. Received: {script!r}. Give its path."
+            f"The script must exist. Received: {script!r}. Give its path."
         )

@@ -189,7 +189,7 @@ def evaluate(
             input_fn,
             hooks,
             _make_restore(path),
-            step=0 if path is None else reading.step_of(path),
+            step=0 if path is None else reading.parse_step(path),
             steps=steps,
             name=name,
         )
@@ -329,12 +329,14 @@ def _call_input_fn(
 def _find_newest(estimator: Settings, strategy: Strategy) -> str | None:
     """Returns the newest valid checkpoint, the same in all processes."""
     mesh = strategy.mesh
-    path = reading.newest_good(estimator.model_dir) if mesh.is_chief else None
+    path = (
+        reading.find_newest_good(estimator.model_dir) if mesh.is_chief else None
+    )
     path = train_callback.broadcast_from_chief(
         mesh, "the newest checkpoint", path, str | None
     )
     if path is None and mesh.is_chief:
-        reading.warn_of_none(estimator.model_dir)
+        reading.warn_no_checkpoint(estimator.model_dir)
     return path
 
 

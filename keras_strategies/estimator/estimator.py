@@ -234,7 +234,7 @@ class Estimator(Settings):
 
     def latest_checkpoint(self) -> str | None:
         """Returns the folder of the newest checkpoint, or None."""
-        return reading.newest_complete(self.model_dir)
+        return reading.find_newest_complete(self.model_dir)
 
     def get_variable_names(self) -> list[str]:
         """Returns the names of all variables of the newest checkpoint.
@@ -246,7 +246,7 @@ class Estimator(Settings):
         Raises:
           ValueError: if `model_dir` contains no checkpoint.
         """
-        names = reading.variables_in(self._find_checkpoint())
+        names = reading.list_variables(self._find_checkpoint())
         return sorted({*names, records.GLOBAL_STEP})
 
     def get_variable_value(self, name: str) -> np.ndarray[Any, Any]:
@@ -261,8 +261,8 @@ class Estimator(Settings):
         """
         path = self._find_checkpoint()
         if name == records.GLOBAL_STEP:
-            return np.asarray(reading.step_of(path))
-        return reading.value_of(path, name)
+            return np.asarray(reading.parse_step(path))
+        return reading.read_variable(path, name)
 
     def export_saved_model(
         self,

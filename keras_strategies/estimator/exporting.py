@@ -71,7 +71,7 @@ def export(
         )
     writes_saved_model = _writes_saved_model(saved_model)
     files = _check_files(assets_extra)
-    path = checkpoint_path or reading.newest_good(model_dir)
+    path = checkpoint_path or reading.find_newest_good(model_dir)
     if path is None:
         raise ValueError(
             f"Couldn't find trained model at {model_dir}. Received: "

@@ -64,11 +64,11 @@ def read_progress(model_dir: str) -> Progress:
 
     It reads no arrays.
     """
-    path = reading.newest_complete(model_dir)
+    path = reading.find_newest_complete(model_dir)
     if path is None:
         return Progress()
-    step = reading.step_of(path)
-    epoch, steps = reading.place_in(contents.document_of(path), path)
+    step = reading.parse_step(path)
+    epoch, steps = reading.read_position(contents.load_document(path), path)
     if is_done_at(model_dir, step, epoch):
         return Progress(step=step, begun=step)
     return Progress(step=step, begun=step - steps, is_done=False)
@@ -302,8 +302,8 @@ class TrainCheckpoint(Checkpoint):
         self, loop: FitState, step: int, document: dict[str, Any]
     ) -> bool:
         """Returns whether the last call of `train` ended."""
-        where = reading.path_of(self.directory, step)
-        epoch, _ = reading.place_in(document, where)
+        where = reading.make_path(self.directory, step)
+        epoch, _ = reading.read_position(document, where)
         is_done = is_done_at(self.directory, step, epoch)
         is_done = broadcast_from_chief(loop.mesh, _WHERE, is_done, bool)
         if is_done:

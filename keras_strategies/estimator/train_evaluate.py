@@ -154,7 +154,7 @@ def _train_locally(
             mesh, "whether to evaluate", evaluation.is_due(throttle_s), bool
         )
         if is_due:
-            evaluation.run(reading.path_of(estimator.model_dir, step))
+            evaluation.run(reading.make_path(estimator.model_dir, step))
         else:
             _logger.info("Step %d is not evaluated: throttle_secs.", step)
         return False
@@ -220,7 +220,7 @@ class _Watch:
 
     def is_last(self, path: str) -> bool:
         """Returns whether a checkpoint is the last one of the training."""
-        step = reading.step_of(path)
+        step = reading.parse_step(path)
         if self._max_steps is not None and step >= self._max_steps:
             return True
         mark = train_callback.identify_mark(self._model_dir)
@@ -247,7 +247,7 @@ class _Watch:
                 f"and no checkpoint in {self._model_dir}. Check the chief's "
                 "log; all tasks need the same `model_dir` on a shared disk."
             )
-        step = reading.step_of(path)
+        step = reading.parse_step(path)
         return train_callback.read_end_step(self._model_dir) == step
 
 

@@ -99,8 +99,8 @@ def apply(settings: WarmStartSettings | None, model: keras.Model) -> None:
         return
     path = _find_checkpoint(os.fspath(settings.ckpt_to_initialize_from))
     names = settings.var_name_to_prev_var_name or {}
-    saved = reading.variables_in(path)
-    shapes = contents.document_of(path)["variables"]
+    saved = reading.list_variables(path)
+    shapes = contents.load_document(path)["variables"]
     entries: dict[str, dict[str, Any]] = {}
     pairs: list[tuple[keras.Variable, str, str]] = []
     weights = _choose_weights(model, settings.vars_to_warm_start)
@@ -141,7 +141,7 @@ def _find_checkpoint(path: str) -> str:
       ValueError: if there is no checkpoint.
     """
     # The name does not decide: a folder of checkpoints may be a number too.
-    latest = reading.newest_good(path) if os.path.isdir(path) else None
+    latest = reading.find_newest_good(path) if os.path.isdir(path) else None
     if latest is not None:
         return latest
     try:

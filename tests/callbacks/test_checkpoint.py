@@ -330,7 +330,7 @@ def test_a_file_in_place_of_the_directory(runner, tmp_path):
 
 
 def test_a_directory_that_nobody_can_make(runner):
-    with pytest.raises(OSError, match="'/proc/run', which cannot be made: "):
+    with pytest.raises(OSError, match="'/proc/run', which cannot be created: "):
         fit(runner, Checkpoint("/proc/run"))
 
 
@@ -339,7 +339,7 @@ def test_a_directory_that_is_read_only(runner, tmp_path):
     try:
         if os.access(tmp_path, os.W_OK):
             pytest.skip("modes say nothing to this user")
-        with pytest.raises(PermissionError, match="may write"):
+        with pytest.raises(PermissionError, match="must be writable"):
             fit(runner, Checkpoint(tmp_path))
     finally:
         os.chmod(tmp_path, 0o700)
@@ -357,7 +357,7 @@ def test_a_read_only_disk(runner, tmp_path):
     )
     if disk is None:
         pytest.skip("no disk is mounted read-only")
-    with pytest.raises(OSError, match="Checkpoints are written to"):
+    with pytest.raises(OSError, match="must be writable"):
         fit(runner, Checkpoint(disk))
 
 
@@ -415,7 +415,7 @@ def test_two_runs_in_one_directory(runner, tmp_path, monkeypatch):
     monkeypatch.setattr(
         DirectoryLock, "acquire", lambda self: acquire(self, 0.1)
     )
-    with lock, pytest.raises(RuntimeError, match="One run at a time"):
+    with lock, pytest.raises(RuntimeError, match="Only one run at a time"):
         fit(runner, Checkpoint(tmp_path))
     fit(runner, Checkpoint(tmp_path))
 
@@ -725,13 +725,13 @@ def test_a_checkpoint_deleted_while_it_is_read(
     from keras_strategies.checkpoint import contents
 
     shutil.copytree(whole[0] / "kept" / "12", tmp_path / "12")
-    targets = contents.targets
+    targets = contents.make_targets
 
     def after_deletion(*args):
         shutil.rmtree(tmp_path / "12")
         return targets(*args)
 
-    monkeypatch.setattr(contents, "targets", after_deletion)
+    monkeypatch.setattr(contents, "make_targets", after_deletion)
     start = time.monotonic()
     with pytest.raises(ks.checkpoint.DamagedCheckpoint, match="deleted"):
         fit(runner, Checkpoint(tmp_path))

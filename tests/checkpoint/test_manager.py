@@ -127,7 +127,7 @@ def test_steps_are_saved_in_their_order(tmp_path):
         with pytest.raises(ValueError, match="saved once. Received: step=5"):
             manager.save(5)
         manager.save(np.int64(7))
-        with pytest.raises(ValueError, match="step=6, and step 7 is in"):
+        with pytest.raises(ValueError, match="step=6, but step 7 is in"):
             manager.save(6)
         manager.wait()
         names = [os.path.basename(path) for path in manager.checkpoints]
@@ -224,7 +224,7 @@ def test_another_model_is_refused_and_its_differences_are_listed(tmp_path):
     more = parts(2) | {"noted": Noted({})}
     with (
         manager_of(tmp_path, more) as manager,
-        pytest.raises(ValueError, match="no state of 'noted'"),
+        pytest.raises(ValueError, match="without a state of 'noted'"),
     ):
         manager.restore_or_initialize()
 
@@ -260,7 +260,7 @@ def test_one_manager_at_a_time(tmp_path):
     found = parts(1)
     with manager_of(tmp_path, found):
         checkpoint = ks.checkpoint.Checkpoint(**found)
-        with pytest.raises(RuntimeError, match="One run at a time"):
+        with pytest.raises(RuntimeError, match="Only one run at a time"):
             ks.checkpoint.CheckpointManager(checkpoint, tmp_path)
     manager_of(tmp_path, found).close()
 
@@ -291,12 +291,12 @@ def test_an_error_in_the_background_is_raised_at_the_next_call(tmp_path):
 @pytest.mark.parametrize(
     ("made", "error", "match"),
     [
-        (lambda: ks.checkpoint.Checkpoint(), ValueError, "by name"),
+        (lambda: ks.checkpoint.Checkpoint(), ValueError, "named object"),
         (lambda: ks.checkpoint.Checkpoint(a=3), TypeError, "type int"),
         (
             lambda: ks.checkpoint.CheckpointManager(3, "x"),
             TypeError,
-            "is a `ks.checkpoint.Checkpoint`",
+            "must be a `ks.checkpoint.Checkpoint`",
         ),
     ],
 )
@@ -349,14 +349,14 @@ def test_weights_are_loaded_and_exported(tmp_path):
     plain.save(tmp_path / "model.keras")
     loaded = keras.models.load_model(tmp_path / "model.keras")
     np.testing.assert_array_equal(loaded(ROWS), plain(ROWS))
-    with pytest.raises(FileNotFoundError, match="none that is good"):
+    with pytest.raises(FileNotFoundError, match="no valid checkpoint"):
         ks.checkpoint.load_weights(plain, tmp_path)
     text = "no checkpoint of step 3 in .*run'; there are 2, 4[.]$"
     with pytest.raises(ks.checkpoint.DamagedCheckpoint, match=text):
         ks.checkpoint.load_weights(plain, directory, step=3)
     with pytest.raises(ks.checkpoint.DamagedCheckpoint, match=text):
         ks.checkpoint.load_weights(plain, directory / "3")
-    with pytest.raises(TypeError, match="takes the model first"):
+    with pytest.raises(TypeError, match="must be a model"):
         ks.checkpoint.load_weights(directory, plain)
     unbuilt = keras.Sequential([keras.layers.Dense(2)], name="late")
     with pytest.raises(ValueError, match="'late', which is not built"):
@@ -606,7 +606,7 @@ def test_weights_of_a_managers_checkpoint_are_loaded(tmp_path):
     np.testing.assert_array_equal(
         wide.weights[0].numpy(), other.weights[0].numpy()
     )
-    with pytest.raises(ValueError, match="there are 'step', 'other', 'net'"):
+    with pytest.raises(ValueError, match="contains 'step', 'other', 'net'"):
         ks.checkpoint.load_weights(plain, tmp_path, name="gone")
     with pytest.raises(ValueError, match="of another other"):
         ks.checkpoint.load_weights(plain, tmp_path, name="other")

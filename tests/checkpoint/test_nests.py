@@ -28,7 +28,7 @@ pytestmark = pytest.mark.quick
 def test_numpy_s_numbers_keep_their_types(value):
     # What is computed with them is rounded as before.
     state, arrays = nests.split({"nest": [(value, 1.5)]})
-    ours = nests.joined(json.loads(json.dumps(state)), arrays)
+    ours = nests.join(json.loads(json.dumps(state)), arrays)
     (one, other) = ours["nest"][0]
     np.testing.assert_array_equal(one, value)
     assert (value * 3).dtype == np.asarray(one * 3).dtype
@@ -61,7 +61,7 @@ def test_dicts_of_users_may_have_our_keys(mark):
     state = {"a": {mark: [{mark: (1, {mark: None})}]}, mark: {mark: {}}}
     kept, arrays = nests.split([state, {mark: 2}])
     text = json.dumps(kept)
-    assert nests.joined(json.loads(text), arrays) == [state, {mark: 2}]
+    assert nests.join(json.loads(text), arrays) == [state, {mark: 2}]
 
 
 def test_other_processes_read_arrays_too():
@@ -71,7 +71,7 @@ def test_other_processes_read_arrays_too():
         "half": [jnp.bfloat16.dtype.type(1.5), (np.float32(0.1), "a")],
         "array": jnp.ones(2, "bfloat16"),
     }
-    ours = nests.unpacked(nests.packed(state))
+    ours = nests.unpack(nests.pack(state))
     assert ours["half"] == state["half"]
     for name in ("rows", "none", "array"):
         np.testing.assert_array_equal(ours[name], state[name])

@@ -218,7 +218,7 @@ def test_no_path_restores_nothing(tmp_path):
     assert float(variable.value) == 1.0
     with pytest.raises(ValueError, match="Received: None as its path"):
         status.assert_existing_objects_matched()
-    with pytest.raises(FileNotFoundError, match="none that is good"):
+    with pytest.raises(FileNotFoundError, match="no valid checkpoint"):
         checkpoint.restore(tmp_path)
 
 

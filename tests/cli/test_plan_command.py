@@ -17,8 +17,8 @@ from tests.support import strangers
     [
         (["train.py"], "no --topology"),
         (["--topology", "v5e:4x4"], "none of them"),
-        (["--topology", "v5e:4x4", "nowhere.py"], "no such script"),
-        (["--topology", "v5e:4x4", "--model", "a:b"], "go together"),
+        (["--topology", "v5e:4x4", "nowhere.py"], "script must exist"),
+        (["--topology", "v5e:4x4", "--model", "a:b"], "used together"),
         (
             ["--topology", "v5e:4x4", "--model", "a", "--batch", "2:int32"],
             "module:function",

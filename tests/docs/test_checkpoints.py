@@ -9,9 +9,9 @@ import pytest
 from rich.console import Console
 
 from keras_strategies.checkpoint.directory.names import (
-    partial_saves,
-    put_aside,
-    step_of,
+    find_partial_saves,
+    find_quarantined,
+    parse_step,
 )
 from keras_strategies.checkpoint.directory.retention import Keep
 from keras_strategies.cli.checkpoints.checkpoint_list import look_at
@@ -60,9 +60,9 @@ def test_names_on_disk_are_known(tmp_path):
     for name in names:
         (tmp_path / name).mkdir()
     assert len(names) == 4
-    assert [name for name in names if step_of(name) is not None] == ["1200"]
-    assert len(partial_saves(tmp_path)) == 2
-    assert len(put_aside(tmp_path)) == 1
+    assert [name for name in names if parse_step(name) is not None] == ["1200"]
+    assert len(find_partial_saves(tmp_path)) == 2
+    assert len(find_quarantined(tmp_path)) == 1
 
 
 def test_table_has_every_rule_with_its_default():

@@ -21,7 +21,7 @@ from keras_strategies.checkpoint.directory import lock
 from keras_strategies.checkpoint.directory.corruption import DamagedCheckpoint
 from keras_strategies.checkpoint.directory.documents import read_document
 from keras_strategies.checkpoint.directory.manifest import read_manifest
-from keras_strategies.checkpoint.directory.orbax_files import restoring
+from keras_strategies.checkpoint.directory.orbax_files import guard_restore
 from keras_strategies.checkpoint.storage import Storage
 from keras_strategies.cli.checkpoints.checkpoint_list import look_at
 from keras_strategies.cli.checkpoints.checkpoints import print_listing
@@ -295,7 +295,7 @@ def _restoring(name: str) -> Callable[[Any], Parse]:
         tree.write_text(ORBAX_TREE)
 
         def parse(text: bytes) -> object:
-            with restoring(folder / "7", {"m": ["a"]}):
+            with guard_restore(folder / "7", {"m": ["a"]}):
                 return None
 
         return parse
@@ -307,7 +307,7 @@ def _writer(folder: Any) -> Parse:
     def parse(text: bytes) -> object:
         descriptor = os.open(folder / ".lock", os.O_RDONLY)
         try:
-            return str(lock._read(descriptor))
+            return str(lock._read_writer(descriptor))
         finally:
             os.close(descriptor)
 
@@ -381,13 +381,13 @@ def _heard_by_storage(folder: Any) -> Parse:
 
     def parse(text: str) -> object:
         storage._exchange = lambda doing, said: [text]
-        return storage._by_chief("opening", lambda: None, int | None)
+        return storage._run_on_chief("opening", lambda: None, int | None)
 
     return parse
 
 
 def _fit_state(text: str) -> object:
-    state = nests.joined(load_json(text, max_characters=1 << 26), {})
+    state = nests.join(load_json(text, max_characters=1 << 26), {})
     loop: Any = object.__new__(fit_state.FitState)
     loop.feed = loop._validation = None
     loop._epochs, loop.mesh = 3, _MESH
@@ -395,8 +395,8 @@ def _fit_state(text: str) -> object:
 
 
 def _object_states(text: str) -> object:
-    state = nests.joined(load_json(text, max_characters=1 << 26), {})
-    return job_states.own(state, (0, 1), "a checkpoint")
+    state = nests.join(load_json(text, max_characters=1 << 26), {})
+    return job_states.select_local_states(state, (0, 1), "a checkpoint")
 
 
 def _seed(order: Any) -> Parse:
@@ -596,15 +596,15 @@ PARSERS: dict[str, Parser] = {
     "nest": Parser(
         documents=[json.dumps(NEST)],
         prepared=of(
-            lambda text: nests.joined(
+            lambda text: nests.join(
                 load_json(text, max_characters=1 << 26), _ARRAYS
             )
         ),
         errors=(ValueError,),
     ),
     "nest of a process": Parser(
-        documents=[nests.packed({"a": _ROWS, "b": (np.float32(1), [None])})],
-        prepared=of(nests.unpacked),
+        documents=[nests.pack({"a": _ROWS, "b": (np.float32(1), [None])})],
+        prepared=of(nests.unpack),
         errors=(ValueError,),
     ),
     "seed of rows": Parser(
@@ -760,7 +760,7 @@ PARSERS: dict[str, Parser] = {
     ),
     "doctor's child": Parser(
         documents=['{"stage": "jax", "begins": true}\n{"stage": "jax"}\n'],
-        prepared=of(run_probe._answers_in),
+        prepared=of(run_probe._parse_answers),
         is_text=False,
     ),
 }

@@ -1,4 +1,4 @@
-"""The errors of a checkpoint that is not as it was written."""
+"""Errors for corrupted checkpoints."""
 
 import os
 import pathlib
@@ -11,12 +11,14 @@ _CURE = (
 
 
 class DamagedCheckpoint(ValueError):
-    """A checkpoint that is not what was saved, and is not restored.
+    """The error for a checkpoint that differs from what was saved.
+
+    Such a checkpoint is not restored.
 
     Attributes:
-      path: The checkpoint's folder; None if it is not known.
-      file: The file at fault, relative to it; None for the whole.
-      fault: What is wrong, in short: for a table.
+      path: The checkpoint's folder; None if unknown.
+      file: The damaged file, relative to `path`; None for the folder.
+      fault: A short description of the damage, for a table.
 
     Example:
       ```python
@@ -44,31 +46,32 @@ class DamagedCheckpoint(ValueError):
         self.fault = fault or message
 
 
-def damaged(
+def make_damage_error(
     path: str | os.PathLike[str],
     file: str | None,
     fault: str,
     cure: str = _CURE,
 ) -> DamagedCheckpoint:
-    """The error for a checkpoint.
+    """Makes the error for a damaged checkpoint.
 
     Args:
       path: The checkpoint's folder.
-      file: The file or folder at fault, relative to it; None for the whole.
-      fault: What is wrong with it: "its checksum differs".
-      cure: What to do.
+      file: The damaged file or folder, relative to `path`; None for `path`.
+      fault: The damage: "its checksum differs".
+      cure: The advice to the user.
     """
-    short = fault if file is None else f"{shown(file)}: {fault}"
+    short = fault if file is None else f"{quote_name(file)}: {fault}"
+    name = quote_name(os.fspath(path))
     return DamagedCheckpoint(
-        f"The checkpoint {shown(os.fspath(path))} is damaged: {short}. {cure}",
+        f"The checkpoint {name} is damaged: {short}. {cure}",
         path=pathlib.Path(path),
         file=file,
         fault=short,
     )
 
 
-def shown(name: str) -> str:
-    """A name for a text: as it is, or its repr if it has odd characters."""
+def quote_name(name: str) -> str:
+    """Formats a name for a message, quoted if it has unusual characters."""
     if name.isprintable() and name.isascii() and " " not in name and name:
         return name if len(name) <= _MAX_SHOWN else f"{name[:_MAX_SHOWN]}..."
     text = ascii(name[: _MAX_SHOWN + 1])

@@ -1,4 +1,4 @@
-"""A check that a directory can be written to, before it is needed."""
+"""Early checks that a directory is writable and has enough space."""
 
 import errno
 import glob
@@ -9,62 +9,62 @@ import tempfile
 
 from keras_strategies.checkpoint.directory.names import (
     MANIFEST,
-    not_a_directory,
-    step_of,
+    make_directory_error,
+    parse_step,
 )
 
 _GB = 1e9
 
 
 def check_free_space(directory: str | os.PathLike[str], num_bytes: int) -> None:
-    """Raises if what is to be saved does not fit on the disk.
+    """Raises if a checkpoint does not fit on the disk.
 
     Args:
-      directory: Where it goes; it need not exist.
-      num_bytes: How much is to be written.
+      directory: The directory of the checkpoint; it need not exist.
+      num_bytes: The size of the checkpoint.
 
     Raises:
-      OSError: (ENOSPC) less is free.
-      NotADirectoryError: there is something else in its place.
+      OSError: (ENOSPC) if there is less free space.
+      NotADirectoryError: if the path, or a part of it, is not a directory.
     """
-    free = shutil.disk_usage(_existing(pathlib.Path(directory))).free
+    free = shutil.disk_usage(_find_existing(pathlib.Path(directory))).free
     if num_bytes <= free:
         return
     raise OSError(
         errno.ENOSPC,
         f"A checkpoint does not fit on the disk of {os.fspath(directory)!r}. "
-        f"It needs {num_bytes / _GB:.3f} GB; free are {free / _GB:.3f} GB. "
+        f"It needs {num_bytes / _GB:.3f} GB; {free / _GB:.3f} GB are free. "
         "Delete files there, keep fewer checkpoints, or give another "
         "directory",
     )
 
 
-def not_written(
+def make_save_error(
     directory: str | os.PathLike[str],
     step: int,
     good: int | None,
     error: Exception,
 ) -> OSError:
-    """The error of a save that failed in the middle, as on a full disk.
+    """Makes the error for a save that failed halfway, as on a full disk.
 
     Args:
-      directory: Where it was to go.
-      step: Which one it was.
-      good: The newest that is whole; None without any.
-      error: What has happened.
+      directory: The directory of checkpoints.
+      step: The step of the failed checkpoint.
+      good: The step of the newest complete checkpoint; None without any.
+      error: The cause.
     """
     kept = (
-        "No checkpoint was complete before it"
+        "There is no earlier complete checkpoint"
         if good is None
-        else f"Those before it are good, the newest is of step {good}"
+        else f"Earlier checkpoints are good; the newest is of step {good}"
     )
     number = getattr(error, "errno", None)
     received = str(error).strip().rstrip(".") or type(error).__name__
     new = OSError(
         errno.EIO if number is None else number,
         f"The checkpoint of step {step} could not be written to "
-        f"{os.fspath(directory)!r}. {kept}. Received: {received}. See that "
-        "there is space and that the disk answers, and start again",
+        f"{os.fspath(directory)!r}. {kept}. Received: {received}. Make sure "
+        "that the disk works and has enough space, and start again",
     )
     new.__cause__ = error
     return new
@@ -74,15 +74,15 @@ def check_writable(directory: str | os.PathLike[str]) -> None:
     """Raises unless checkpoints can be written to a directory.
 
     Args:
-      directory: Where they go; it need not exist, and is not made.
+      directory: The directory; it need not exist, and is not created.
 
     Raises:
-      NotADirectoryError: it, or what it is to be in, is something else.
-      PermissionError: this user may not write there.
-      OSError: it is on a disk that is read-only, or full.
+      NotADirectoryError: if the path, or a part of it, is not a directory.
+      PermissionError: if this user may not write there.
+      OSError: if the disk is read-only or full.
     """
     path = pathlib.Path(directory)
-    existing = _existing(path)
+    existing = _find_existing(path)
     if existing != path:
         is_writable = os.access(existing, os.W_OK | os.X_OK)
         fault = None
@@ -93,48 +93,49 @@ def check_writable(directory: str | os.PathLike[str]) -> None:
     if fault is not None:
         raise OSError(
             fault.errno,
-            "Checkpoints are written to a directory that this user may write "
-            f"to. Received: {str(path)!r}, where {str(existing)!r} refuses it: "
+            "The directory of checkpoints must be writable for this user. "
+            f"Received: {str(path)!r}, where {str(existing)!r} is not: "
             f"{fault.strerror}. Give another directory, or change its mode",
         )
 
 
 def check_name(directory: str | os.PathLike[str]) -> None:
-    """Raises ValueError for a checkpoint, or a name that is a pattern to Orbax.
+    """Raises ValueError for a checkpoint, or a path that is a glob pattern.
 
-    Orbax 0.12 looks for what it saved by a pattern and finds nothing then, so
-    the checkpoint is without arrays: tests/contract/test_orbax_contract.py.
+    Orbax 0.12 searches for its files by a pattern that contains the path. In
+    such a path it finds nothing, and the checkpoint has no arrays:
+    tests/contract/test_orbax_contract.py.
 
     Args:
       directory: An absolute path.
     """
     if glob.has_magic(os.fspath(directory)):
         raise ValueError(
-            "The path of a directory of checkpoints has no '*', '?' or '['. "
-            f"Received: {os.fspath(directory)!r}. Give another name, for "
-            "example 'lr=0.1' instead of 'lr=[0.1]'."
+            "The path of a directory of checkpoints must not contain '*', '?' "
+            f"or '['. Received: {os.fspath(directory)!r}. Give another name, "
+            "for example 'lr=0.1' instead of 'lr=[0.1]'."
         )
     path = pathlib.Path(directory)
-    if step_of(path.name) is not None and (path / MANIFEST).exists():
+    if parse_step(path.name) is not None and (path / MANIFEST).exists():
         raise ValueError(
-            "Checkpoints are saved in a directory. Received: "
-            f"{os.fspath(directory)!r}, which is one checkpoint. Give the "
-            f"directory that it is in: {os.fspath(path.parent)!r}."
+            "Checkpoints must be saved in a directory of checkpoints. "
+            f"Received: {os.fspath(directory)!r}, which is one checkpoint. "
+            f"Give the directory that it is in: {os.fspath(path.parent)!r}."
         )
 
 
-def _existing(path: pathlib.Path) -> pathlib.Path:
-    """The directory, or the nearest above it that exists."""
+def _find_existing(path: pathlib.Path) -> pathlib.Path:
+    """Returns the directory, or its nearest parent that exists."""
     for folder in (path, *path.absolute().parents):
         if folder.is_dir():
             return folder
         if os.path.lexists(folder):
-            raise not_a_directory(folder)
+            raise make_directory_error(folder)
     return path
 
 
 def _try_to_write(path: pathlib.Path) -> OSError | None:
-    # What a disk really allows: modes do not show it for every user.
+    # Modes do not show what the disk really allows to this user.
     try:
         with tempfile.TemporaryFile(dir=path, prefix=".probe-") as file:
             file.write(b"\0")

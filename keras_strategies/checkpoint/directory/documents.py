@@ -4,39 +4,41 @@ import os
 import pathlib
 from typing import Any
 
-from keras_strategies.checkpoint.directory.corruption import damaged
+from keras_strategies.checkpoint.directory.corruption import make_damage_error
 from keras_strategies.checkpoint.directory.files import load_object
 from keras_strategies.checkpoint.directory.names import RUN
 from keras_strategies.cluster.array_kinds import is_dtype_name, is_shape
 from keras_strategies.cluster.exchange.message_forms import fault_of
 
 VERSION = 1
-"""The version of the documents that are read here."""
+"""The readable version of documents."""
 
 MAX_BYTES = 64 << 20
-"""The longest document that is read."""
+"""The maximum length of a document."""
 
 
 def read_document(path: str | os.PathLike[str]) -> dict[str, Any]:
-    """What a checkpoint holds beside its arrays.
+    """Reads a checkpoint's document: everything but its arrays.
 
     Args:
       path: The checkpoint's folder.
 
     Returns:
-      The document. Of `VERSION` it has "variables", the shape and dtype of
-      each array by group and name, and "state"; of another version only
-      "version" is known.
+      The document. In `VERSION` it has "variables", the shape and dtype of
+      each array by group and name, and "state"; in another version it may
+      have any keys but always "version".
 
     Raises:
-      DamagedCheckpoint: it is not there, or is no document.
+      DamagedCheckpoint: if it is missing or not a valid document.
     """
     path = pathlib.Path(path)
     document = load_object(path, RUN, MAX_BYTES, "document")
     if "version" not in document:
-        raise damaged(path, RUN, "it has no version")
+        raise make_damage_error(path, RUN, "it has no version")
     if document["version"] == VERSION and not _is_complete(document):
-        raise damaged(path, RUN, "it has other entries than a document")
+        raise make_damage_error(
+            path, RUN, "its entries are not those of a document"
+        )
     return document
 
 

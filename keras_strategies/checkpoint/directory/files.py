@@ -12,13 +12,13 @@ from typing import Any
 
 from keras_strategies.checkpoint.directory.corruption import (
     DamagedCheckpoint,
-    damaged,
+    make_damage_error,
 )
 from keras_strategies.checkpoint.directory.names import (
     MANIFEST,
+    describe_kind,
     find_steps,
-    kind_of,
-    step_of,
+    parse_step,
 )
 from keras_strategies.cluster.untrusted import load_json
 
@@ -28,7 +28,7 @@ NO_LINKS = (
     | getattr(os, "O_NONBLOCK", 0)
     | getattr(os, "O_BINARY", 0)
 )
-"""With what files are opened: no link is followed, and no pipe waited for."""
+"""The flags for opening files without following links or awaiting pipes."""
 
 _NOT_KNOWN = (errno.EINVAL, errno.ENOSYS, errno.ENOTSUP, errno.EBADF)
 _MAX_STEPS = 8
@@ -36,7 +36,7 @@ _GONE = "it was deleted while it was read"
 
 
 def find_files(path: pathlib.Path) -> dict[str, int]:
-    """Sizes of a checkpoint's files but its manifest, by name.
+    """Finds the files of a checkpoint, except for its manifest.
 
     Args:
       path: The checkpoint's folder.
@@ -45,158 +45,172 @@ def find_files(path: pathlib.Path) -> dict[str, int]:
       Sizes in bytes by names relative to `path`, with `/`.
 
     Raises:
-      DamagedCheckpoint: there is a link, or something that is neither file
-        nor folder; the text names it.
+      DamagedCheckpoint: if there is a link, or anything that is neither file
+        nor folder; the message names it.
     """
     check_folder(path)
     sizes: dict[str, int] = {}
-    with reported(path):
+    with translate_errors(path):
         for name, status in _walk(path):
             if not stat.S_ISREG(status.st_mode):
-                fault = f"it is a {kind_of(status)}, which no checkpoint holds"
-                raise damaged(path, name, fault)
+                fault = (
+                    f"it is a {describe_kind(status)}, not a file or a folder"
+                )
+                raise make_damage_error(path, name, fault)
             if name != MANIFEST:
                 sizes[name] = status.st_size
     return sizes
 
 
 def check_folder(path: pathlib.Path) -> None:
-    """Raises unless a checkpoint's folder is a folder, and no link to one.
+    """Checks that a checkpoint's folder is a folder, and not a link to one.
 
     Raises:
-      DamagedCheckpoint: it is something else, or is not there.
+      DamagedCheckpoint: if it is anything else or missing.
     """
     try:
         status = path.lstat()
     except (FileNotFoundError, NotADirectoryError):
-        raise _not_there(path) from None
+        raise _make_missing_error(path) from None
     if not stat.S_ISDIR(status.st_mode):
-        raise damaged(path, None, f"it is a {kind_of(status)}, not a folder")
+        raise make_damage_error(
+            path, None, f"it is a {describe_kind(status)}, not a folder"
+        )
 
 
 @contextlib.contextmanager
-def reported(path: pathlib.Path, name: str | None = None) -> Iterator[None]:
-    """Says of errors of reading which checkpoint and file they are about.
+def translate_errors(
+    path: pathlib.Path, name: str | None = None
+) -> Iterator[None]:
+    """Converts errors of reading to ones that name checkpoint and file.
 
     Args:
       path: The checkpoint's folder.
-      name: The file, relative to it; None for the folder.
+      name: The file, relative to `path`; None for the folder.
 
     Raises:
-      DamagedCheckpoint: in place of an OSError.
+      DamagedCheckpoint: if the code raises an OSError, in its place.
     """
     try:
         yield
     except FileNotFoundError:
         fault = _GONE if not path.exists() else "it is missing"
-        raise damaged(path, name, fault) from None
+        raise make_damage_error(path, name, fault) from None
     except OSError as error:
         if error.errno == errno.ELOOP:
-            raise damaged(path, name, "it is a symbolic link") from None
+            raise make_damage_error(
+                path, name, "it is a symbolic link"
+            ) from None
         text = error.strerror or type(error).__name__
-        raise damaged(path, name, f"it cannot be read: {text}") from error
+        raise make_damage_error(
+            path, name, f"it cannot be read: {text}"
+        ) from error
 
 
 @contextlib.contextmanager
 def open_file(path: pathlib.Path, name: str) -> Iterator[io.FileIO]:
-    """Opens a file of a checkpoint, if it is one and no link to one.
+    """Opens a file of a checkpoint, if it is a file and not a link to one.
 
     Raises:
-      DamagedCheckpoint: it is missing, something else, or cannot be read.
+      DamagedCheckpoint: if it is missing, not a file, or cannot be read.
     """
     with (
-        reported(path, name),
+        translate_errors(path, name),
         io.FileIO(os.open(path / name, NO_LINKS), "rb") as file,
     ):
         status = os.fstat(file.fileno())
         if not stat.S_ISREG(status.st_mode):
-            fault = f"it is a {kind_of(status)}, not a file"
-            raise damaged(path, name, fault)
+            fault = f"it is a {describe_kind(status)}, not a file"
+            raise make_damage_error(path, name, fault)
         yield file
 
 
 def load_object(
     path: pathlib.Path, name: str, max_bytes: int, what: str
 ) -> dict[str, Any]:
-    """Returns what a checkpoint's file of JSON holds, of a bounded depth.
+    """Loads a JSON object of bounded depth from a checkpoint's file.
 
     Args:
       path: The checkpoint's folder.
-      name: The file, relative to it.
-      max_bytes: The longest that is read.
-      what: What it must be, for the error: "document".
+      name: The file, relative to `path`.
+      max_bytes: The maximum size of the file.
+      what: The expected content, for the error: "document".
 
     Raises:
-      DamagedCheckpoint: it is missing, cannot be read, or is something else.
+      DamagedCheckpoint: if it is missing, cannot be read, or is not a JSON
+        object.
     """
     with open_file(path, name) as file:
         text = file.read(max_bytes + 1) or b""
     try:
         content = load_json(text, max_characters=max_bytes, has_nan=True)
     except ValueError as error:
-        raise damaged(path, name, f"it is no {what}: {error}") from None
+        raise make_damage_error(
+            path, name, f"it is not a valid {what}: {error}"
+        ) from None
     if not isinstance(content, dict):
-        raise damaged(path, name, "it is no object of JSON")
+        raise make_damage_error(path, name, "it is not a JSON object")
     return content
 
 
-def digest(path: pathlib.Path, name: str) -> str:
-    """The sha256 of a checkpoint's file, in hexadecimal digits.
+def compute_digest(path: pathlib.Path, name: str) -> str:
+    """Computes the sha256 of a checkpoint's file, in hexadecimal digits.
 
     Args:
       path: The checkpoint's folder.
-      name: The file, relative to it.
+      name: The file, relative to `path`.
 
     Raises:
-      DamagedCheckpoint: it is missing, no file, or cannot be read.
+      DamagedCheckpoint: if it is missing, not a file, or cannot be read.
     """
     with open_file(path, name) as file:
         return hashlib.file_digest(file, "sha256").hexdigest()
 
 
-def size_of(path: pathlib.Path) -> int:
-    """The bytes of all files in a folder, or of a file; links are not followed.
+def measure_size(path: pathlib.Path) -> int:
+    """Returns the size of a file, or of all files in a folder, in bytes.
 
-    What goes while it is counted, or cannot be looked at, counts nothing.
+    Links are not followed. Files that disappear while they are counted, or
+    that cannot be examined, count as 0.
     """
     try:
         status = path.lstat()
         if not stat.S_ISDIR(status.st_mode):
             return status.st_size if stat.S_ISREG(status.st_mode) else 0
         with os.scandir(path) as entries:
-            return sum(size_of(path / entry.name) for entry in entries)
+            return sum(measure_size(path / entry.name) for entry in entries)
     except (OSError, RecursionError):
         return 0
 
 
 def flush(path: pathlib.Path) -> None:
-    """Has the disk hold a file's bytes, or a folder's names.
+    """Flushes a file's bytes, or a folder's names, to disk.
 
     Raises:
-      OSError: the disk failed, or is full.
+      OSError: if the disk failed or is full.
     """
     try:
         descriptor = os.open(path, NO_LINKS)
-    except PermissionError:  # Windows opens no folders.
+    except PermissionError:  # Windows cannot open folders.
         return
     try:
         os.fsync(descriptor)
     except OSError as error:
-        # Some file systems over a network know of no such thing.
+        # Some network file systems do not support fsync.
         if error.errno not in _NOT_KNOWN:
             raise
     finally:
         os.close(descriptor)
 
 
-def _not_there(path: pathlib.Path) -> DamagedCheckpoint:
-    fault = "there is no such folder"
-    step = step_of(path.name)
+def _make_missing_error(path: pathlib.Path) -> DamagedCheckpoint:
+    fault = "the folder does not exist"
+    step = parse_step(path.name)
     if step is None:
         cure = "It may have been deleted since it was listed. Use another step."
-        return damaged(path, None, fault, cure)
+        return make_damage_error(path, None, fault, cure)
     steps = find_steps(path.parent)
-    others = f"there {'are' if len(steps) > 1 else 'is'} {_listed(steps)}"
+    others = f"there {'are' if len(steps) > 1 else 'is'} {_list_steps(steps)}"
     return DamagedCheckpoint(
         f"There is no checkpoint of step {step} in {str(path.parent)!r}; "
         f"{others}.",
@@ -205,8 +219,8 @@ def _not_there(path: pathlib.Path) -> DamagedCheckpoint:
     )
 
 
-def _listed(steps: list[int]) -> str:
-    """Steps for a text; of many, the last ones."""
+def _list_steps(steps: list[int]) -> str:
+    """Lists steps for a message; if there are many, only the last ones."""
     if not steps:
         return "none"
     start = "..., " if len(steps) > _MAX_STEPS else ""
@@ -214,15 +228,16 @@ def _listed(steps: list[int]) -> str:
 
 
 def _walk(path: pathlib.Path) -> Iterator[tuple[str, os.stat_result]]:
-    """Yields all that is below a folder but folders; follows no link.
+    """Yields everything below a folder except folders; follows no links.
 
-    In the same order every time, so that an error is the same, too.
+    The order is always the same, so that errors are reproducible.
     """
     folders = [""]
-    for folder in folders:  # Grows: folders may be nested deeply.
+    # The list grows in the loop. Recursion could exceed Python's limit.
+    for folder in folders:
         with os.scandir(path / folder) as entries:
-            found = sorted(entries, key=lambda entry: entry.name)
-        for entry in found:
+            ordered = sorted(entries, key=lambda entry: entry.name)
+        for entry in ordered:
             name = f"{folder}/{entry.name}" if folder else entry.name
             status = entry.stat(follow_symlinks=False)
             if stat.S_ISDIR(status.st_mode):

@@ -1,4 +1,4 @@
-"""One writer for a directory of checkpoints."""
+"""The lock that allows one writer in a directory of checkpoints."""
 
 import contextlib
 import dataclasses
@@ -13,10 +13,10 @@ import stat
 import time
 import weakref
 
-from keras_strategies.checkpoint.directory.corruption import shown
+from keras_strategies.checkpoint.directory.corruption import quote_name
 from keras_strategies.checkpoint.directory.files import NO_LINKS
 from keras_strategies.checkpoint.directory.names import (
-    kind_of,
+    describe_kind,
     make_directory,
 )
 from keras_strategies.cluster.untrusted import load_json
@@ -27,7 +27,7 @@ except ImportError:  # Windows.
     fcntl = None
 
 LOCK = ".lock"
-"""The file, in the directory of checkpoints."""
+"""The name of the lock's file in the directory of checkpoints."""
 
 _logger = logging.getLogger(__name__)
 
@@ -40,13 +40,13 @@ _POLL_SECONDS = 0.05
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Writer:
-    """Who writes to a directory of checkpoints, as it said itself.
+    """The process that writes to a directory, according to its lock file.
 
     Attributes:
-      host: The machine's name; "" if it is not known.
-      process_id: Its number there; None if it is not known.
-      since: When it began, in seconds since 1970 (UTC); None if it is not
-        known.
+      host: The machine's name; "" if unknown.
+      process_id: The process's id on that machine; None if unknown.
+      since: The time at which it locked the directory, in seconds since 1970
+        (UTC); None if unknown.
     """
 
     host: str = ""
@@ -55,7 +55,7 @@ class Writer:
 
     def __str__(self) -> str:
         number = "" if self.process_id is None else f" {self.process_id}"
-        host = f" on {shown(self.host)}" if self.host else ""
+        host = f" on {quote_name(self.host)}" if self.host else ""
         since = ""
         if self.since:
             began = datetime.datetime.fromtimestamp(self.since, datetime.UTC)
@@ -64,27 +64,28 @@ class Writer:
 
 
 class DirectoryLock:
-    """Keeps other processes from writing to a directory of checkpoints.
+    """A lock against other writers of a directory of checkpoints.
 
-    The kernel frees it when the process ends, however it ends. It holds for
-    those that ask for it, on all machines that share the directory if their
-    file system passes it on (NFS does). Of a cluster's processes the chief
-    alone acquires it.
+    The kernel releases it when the process ends, even if it is killed. The
+    lock is advisory. It works across the machines that share the directory if
+    their file system supports that (NFS does). In a cluster, only the chief
+    acquires it.
 
-    The directory itself is locked beside the file, so that deleting the file
-    frees nothing. NFS locks no directories: there `renew` finds that the file
-    was deleted.
+    Not only the file but the directory, too, is locked, so that deleting the
+    file does not release the lock. NFS cannot lock directories: there, `renew`
+    detects that the file was deleted.
 
         with DirectoryLock(directory):
             ...
 
     Args:
-      directory: Where checkpoints are; made if there is none.
+      directory: The directory of checkpoints, created if missing.
     """
 
     def __init__(self, directory: str | os.PathLike[str]):
         self._directory = pathlib.Path(directory)
-        # Locked, or where nothing can be locked; None: not held.
+        # Descriptors that are locked, or only open where locks do not work;
+        # None: not held.
         self._folder: int | None = None
         self._file: int | None = None
 
@@ -94,30 +95,30 @@ class DirectoryLock:
         return self._file is not None
 
     def acquire(self, timeout_seconds: float = 5.0) -> None:
-        """Acquires it, or says who has it.
+        """Acquires the lock, or raises an error that names its holder.
 
-        Where the file system knows no locks, a warning is logged and nothing
-        is held.
+        If the file system does not support locks, logs a warning, and nothing
+        is locked.
 
         Args:
-          timeout_seconds: How long to wait for it: a killed process may take
-            a moment to be gone.
+          timeout_seconds: The maximum time to wait: a killed process may take
+            a moment to end.
 
         Raises:
-          RuntimeError: another process, or this one, has it.
-          OSError: the file cannot be written, is a link or a pipe, or has a
-            second name.
+          RuntimeError: if another process, or this one, holds it.
+          OSError: if the file cannot be written, is a link or a pipe, or has
+            a second name.
         """
         if self.is_held:
-            raise _taken(self._directory)
+            raise _make_taken_error(self._directory)
         self._lock(timeout_seconds)
 
     def renew(self) -> None:
         """Locks the file again if it was deleted or replaced while held.
 
         Raises:
-          RuntimeError: another process has it now.
-          OSError: the file cannot be written.
+          RuntimeError: if another process has acquired it since.
+          OSError: if the file cannot be written.
         """
         if self._file is not None:
             if _is_at(self._file, self._directory / LOCK):
@@ -127,14 +128,15 @@ class DirectoryLock:
         self._lock(0.0)
 
     def release(self) -> None:
-        """Releases it; does nothing if it is not held."""
+        """Releases the lock; does nothing if it is not held."""
         if self._file is not None:
             with contextlib.suppress(OSError):
                 os.ftruncate(self._file, 0)
         for descriptor in (self._file, self._folder):
             if descriptor is not None and fcntl is not None:
                 with contextlib.suppress(OSError):
-                    # A child that was not forked by Python has a copy.
+                    # Closing may not unlock: a child that was forked outside
+                    # of Python has a copy of the descriptor.
                     fcntl.flock(descriptor, fcntl.LOCK_UN)
         self._close()
 
@@ -149,18 +151,18 @@ class DirectoryLock:
         make_directory(self._directory)
         deadline = time.monotonic() + timeout_seconds
         try:
-            while not self._is_locked():
+            while not self._lock_once():
                 if time.monotonic() >= deadline:
-                    raise _taken(self._directory)
+                    raise _make_taken_error(self._directory)
                 time.sleep(_POLL_SECONDS)
             assert self._file is not None
-            _write(self._file)
+            _write_writer(self._file)
         except BaseException:
             self._close()
             raise
         _held.add(self)
 
-    def _is_locked(self) -> bool:
+    def _lock_once(self) -> bool:
         """Tries once to lock the directory, then the file."""
         if self._folder is None and fcntl is not None:
             folder = os.open(self._directory, os.O_RDONLY)
@@ -171,14 +173,15 @@ class DirectoryLock:
         path = self._directory / LOCK
         self._file = _open(path, os.O_RDWR | os.O_CREAT)
         is_taken = _try_lock(self._file, self._directory) is False
-        # It may have been deleted between its opening and its lock.
+        # The file may have been deleted after it was opened and before it was
+        # locked; then others would lock a new file.
         if not is_taken and _is_at(self._file, path):
             return True
         self._close()
         return False
 
     def _close(self) -> None:
-        """Closes the descriptors. After a fork the parent keeps its locks."""
+        """Closes the descriptors; a forked child does not unlock its parent."""
         for descriptor in (self._file, self._folder):
             if descriptor is not None:
                 os.close(descriptor)
@@ -186,8 +189,8 @@ class DirectoryLock:
         _held.discard(self)
 
 
-def writer_of(directory: str | os.PathLike[str]) -> Writer | None:
-    """Returns who writes to a directory; None if no process is known to."""
+def find_writer(directory: str | os.PathLike[str]) -> Writer | None:
+    """Returns the process that writes to a directory, or None."""
     folder = pathlib.Path(directory)
     with contextlib.ExitStack() as stack:
         opened: list[int] = []
@@ -196,7 +199,7 @@ def writer_of(directory: str | os.PathLike[str]) -> Writer | None:
                 opened.append(open_it(path, os.O_RDONLY))
                 stack.callback(os.close, opened[-1])
         if False in [_try_lock(d, None, is_shared=True) for d in opened]:
-            return _read(opened[-1])
+            return _read_writer(opened[-1])
     return None
 
 
@@ -204,7 +207,7 @@ _held: "weakref.WeakSet[DirectoryLock]" = weakref.WeakSet()
 
 
 def _forget_all() -> None:
-    # Else a forked child that outlives its parent would keep the directory.
+    # A forked child that outlives its parent would otherwise keep the lock.
     for lock in list(_held):
         lock._close()
 
@@ -218,9 +221,9 @@ def _open(path: pathlib.Path, flags: int) -> int:
     status = os.fstat(descriptor)
     fault = None
     if not stat.S_ISREG(status.st_mode):
-        fault = f"is a {kind_of(status)}"
+        fault = f"is a {describe_kind(status)}"
     elif status.st_nlink > 1:
-        # Writing to it would cut the file that has the other name.
+        # Writing to it would truncate a file that has another name, too.
         fault = f"is a hard link: its file has {status.st_nlink} names"
     if fault is None:
         return descriptor
@@ -228,7 +231,7 @@ def _open(path: pathlib.Path, flags: int) -> int:
     raise OSError(
         errno.EINVAL,
         "A directory's lock must be a file with one name. Received: "
-        f"{str(path)!r}, which {fault}. Delete it",
+        f"{str(path)!r}, which {fault}. Delete that file",
     )
 
 
@@ -243,12 +246,16 @@ def _is_at(descriptor: int, path: pathlib.Path) -> bool:
 def _try_lock(
     descriptor: int, directory: pathlib.Path | None, *, is_shared: bool = False
 ) -> bool | None:
-    """Whether it is locked now; None where there are no locks.
+    """Tries to lock a file and returns whether that succeeded.
 
     Args:
       descriptor: The file.
-      directory: Named in a warning where there are no locks; None for none.
-      is_shared: Whether others may have it in this way, too.
+      directory: The directory to name in a warning if locks are not
+        supported; None for no warning.
+      is_shared: Whether the lock allows other shared locks.
+
+    Returns:
+      Whether it is now locked; None if locks are not supported.
     """
     reason = "this system has no flock"
     if fcntl is not None:
@@ -263,7 +270,7 @@ def _try_lock(
             return True
     if directory is not None:
         _logger.warning(
-            "%s cannot be locked: %s. See to it that no other run writes "
+            "%s cannot be locked: %s. Make sure that no other run writes "
             "there.",
             directory,
             reason,
@@ -271,7 +278,7 @@ def _try_lock(
     return None
 
 
-def _write(descriptor: int) -> None:
+def _write_writer(descriptor: int) -> None:
     content = {
         "host": socket.gethostname(),
         "pid": os.getpid(),
@@ -282,8 +289,8 @@ def _write(descriptor: int) -> None:
     os.write(descriptor, json.dumps(content).encode("ascii"))
 
 
-def _read(descriptor: int) -> Writer:
-    """What a lock's file says; it may be anything."""
+def _read_writer(descriptor: int) -> Writer:
+    """Reads a lock's file, which is not trusted."""
     try:
         os.lseek(descriptor, 0, os.SEEK_SET)
         text = os.read(descriptor, _MAX_BYTES)
@@ -302,17 +309,17 @@ def _read(descriptor: int) -> Writer:
     )
 
 
-def _taken(directory: pathlib.Path) -> RuntimeError:
-    writer = writer_of(directory) or Writer()
+def _make_taken_error(directory: pathlib.Path) -> RuntimeError:
+    writer = find_writer(directory) or Writer()
     is_here = writer.host == socket.gethostname()
     if is_here and writer.process_id == os.getpid():
         cure = (
-            "That is this process: close what writes there first "
-            "(`manager.close()`), or use it."
+            "That is this process: close the manager that writes there first "
+            "(`manager.close()`), or use that manager."
         )
     else:
         cure = "Give this run another directory, or end the other one."
     return RuntimeError(
-        "One run at a time writes to a directory of checkpoints. "
+        "Only one run at a time may write to a directory of checkpoints. "
         f"Received: {str(directory)!r}, where {writer} writes. {cure}"
     )

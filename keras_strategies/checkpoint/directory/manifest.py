@@ -1,9 +1,9 @@
 """A checkpoint's manifest: the size and checksum of each of its files.
 
-It is written last and in one go, so a checkpoint without one is a save that
-did not end; and it has a checksum of itself, and one way to be written, so that
-no byte of it can change unnoticed. None of this is against somebody who can
-write to the directory: a checksum is no signature.
+It is written last and atomically, so a checkpoint without one is an unfinished
+save. It contains its checksum and has one canonical form, so that a change of
+any byte is noticed. This does not protect against an attacker with write
+access to the directory: a checksum is not a signature.
 """
 
 import contextlib
@@ -20,27 +20,30 @@ from collections.abc import Mapping
 from typing import Any
 
 from keras_strategies._types import Tree
-from keras_strategies.checkpoint.directory.corruption import damaged, shown
+from keras_strategies.checkpoint.directory.corruption import (
+    make_damage_error,
+    quote_name,
+)
 from keras_strategies.checkpoint.directory.files import (
     check_folder,
-    digest,
+    compute_digest,
     find_files,
     flush,
     open_file,
 )
 from keras_strategies.checkpoint.directory.names import (
     MANIFEST,
-    step_of,
+    parse_step,
     step_path,
 )
 from keras_strategies.cluster.exchange.message_forms import fault_of, is_count
 from keras_strategies.cluster.untrusted import load_json
 
 VERSION = 1
-"""The version of the format that is written."""
+"""The version of the format."""
 
 MAX_BYTES = 16 << 20
-"""A longer manifest is refused."""
+"""The maximum length of a manifest."""
 
 _SHA256 = re.compile(r"[0-9a-f]{64}", re.ASCII)
 _PARTIAL = (
@@ -55,17 +58,17 @@ _NEWER = (
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Manifest:
-    """What a checkpoint holds.
+    """The list of a checkpoint's files, with facts about the checkpoint.
 
     Attributes:
       version: The format's version.
-      step: Train steps done.
-      created: When it was written, in seconds since 1970 (UTC).
-      files: (size in bytes, sha256 in hexadecimal digits) of each file but the
-        manifest, by names relative to the checkpoint's folder, with `/`.
-      facts: JSON for people and for `retention.py`: "logs" with metrics,
-        "epoch", "started", "num_processes". Numbers that JSON has not are
-        strings: "NaN", "Infinity", "-Infinity".
+      step: The number of train steps done.
+      created: The time of the save, in seconds since 1970 (UTC).
+      files: (size in bytes, sha256 in hexadecimal digits) of each file except
+        the manifest, by names relative to the checkpoint's folder, with `/`.
+      facts: JSON for listings and for `retention.py`: "logs" with metrics,
+        "epoch", "started", "num_processes". Numbers that JSON cannot represent
+        are strings: "NaN", "Infinity", "-Infinity".
     """
 
     version: int = VERSION
@@ -76,12 +79,12 @@ class Manifest:
 
     @property
     def num_bytes(self) -> int:
-        """The size of all files but the manifest."""
+        """The size of all files except the manifest."""
         return sum(size for size, _ in self.files.values())
 
 
 def _is_step(value: object) -> bool:
-    return type(value) is int and step_of(str(value)) is not None
+    return type(value) is int and parse_step(str(value)) is not None
 
 
 _FORM = {
@@ -101,29 +104,30 @@ def write_manifest(
     *,
     created: float | None = None,
 ) -> Manifest:
-    """Makes a checkpoint complete: hashes its files and writes its manifest.
+    """Completes a checkpoint: hashes its files and writes its manifest.
 
-    On return everything is on the disk, and the checkpoint is good. To be
-    called by one process, when all have written their files. Reads every file
+    On return everything is on disk, and the checkpoint is good. One process
+    must call it, after all of them have written their files. Reads every file
     once (1 GB in about a second).
 
     Args:
       path: The checkpoint's folder, named by its step.
-      step: Train steps done.
-      facts: Short JSON: see `Manifest.facts`. Numpy's numbers are taken too.
-      created: When, in seconds since 1970 (UTC); None for now.
+      step: The number of train steps done.
+      facts: Short JSON, see `Manifest.facts`; may contain numpy numbers.
+      created: The time of the save, in seconds since 1970 (UTC); None for now.
 
     Raises:
-      DamagedCheckpoint: the folder is missing, or holds something that no
-        checkpoint holds: a link, a pipe.
-      TypeError: a fact is no JSON.
-      ValueError: the folder is not named by the step; too many facts.
-      OSError: it cannot be written.
+      DamagedCheckpoint: if the folder is missing, or contains a link, a pipe
+        or the like.
+      TypeError: if a fact cannot be converted to JSON.
+      ValueError: if the folder is not named by the step, or the facts are too
+        long.
+      OSError: if the manifest cannot be written.
     """
     path = pathlib.Path(path)
     if path.name != step_path(path.parent, step).name:
         raise ValueError(
-            "A checkpoint's folder is named by its step. Received: "
+            "A checkpoint's folder must be named by its step. Received: "
             f"step={step}, path={str(path)!r}. Give the folder of that step."
         )
     sizes = find_files(path)
@@ -131,17 +135,17 @@ def write_manifest(
         step=int(step),
         created=time.time() if created is None else float(created),
         files={
-            name: (size, digest(path, name))
+            name: (size, compute_digest(path, name))
             for name, size in sorted(sizes.items())
         },
-        facts={name: _plain(value, name) for name, value in facts.items()},
+        facts={name: _to_json(value, name) for name, value in facts.items()},
     )
     text = _serialize(manifest)
     try:
         load_json(text, max_characters=MAX_BYTES)
     except ValueError as error:
         raise ValueError(
-            "A manifest is short JSON that is read again. Received: one of "
+            "A manifest must be short, valid JSON. Received: one of "
             f"{len(sizes)} files, of which {error}. Leave that out of `facts`."
         ) from None
     names = {path / name for name in sizes}
@@ -152,32 +156,32 @@ def write_manifest(
 
 
 def read_manifest(path: str | os.PathLike[str]) -> Manifest:
-    """Reads a checkpoint's manifest; its files are not looked at.
+    """Reads a checkpoint's manifest, and none of the other files.
 
     Args:
       path: The checkpoint's folder.
 
     Raises:
-      DamagedCheckpoint: the manifest is missing (the save did not end), of
-        another step or version, or changed since it was written.
+      DamagedCheckpoint: if the manifest is missing (the save did not finish),
+        is of another step or version, or was changed.
     """
     path = pathlib.Path(path)
     check_folder(path)
     if not os.path.lexists(path / MANIFEST):
         check_folder(path)  # It may have been deleted just now.
-        fault = "it is missing: the save did not end"
-        raise damaged(path, MANIFEST, fault, _PARTIAL)
+        fault = "it is missing: the save did not finish"
+        raise make_damage_error(path, MANIFEST, fault, _PARTIAL)
     with open_file(path, MANIFEST) as file:
         text = file.read(MAX_BYTES + 1) or b""
     manifest = _parse(path, text)
-    if manifest.step != step_of(path.name):
-        fault = f"it is that of step {manifest.step}"
-        raise damaged(path, MANIFEST, fault)
+    if manifest.step != parse_step(path.name):
+        fault = f"it is the manifest of step {manifest.step}"
+        raise make_damage_error(path, MANIFEST, fault)
     return manifest
 
 
 def _serialize(manifest: Manifest) -> bytes:
-    """The one way in which a manifest is written."""
+    """Serializes a manifest to its canonical form."""
     content: dict[str, Any] = {
         "version": manifest.version,
         "step": manifest.step,
@@ -195,8 +199,8 @@ def _dump(content: object) -> bytes:
 
 
 def _write(path: pathlib.Path, text: bytes) -> None:
-    """Writes the manifest in one go: it is there whole, or not at all."""
-    # Dropped if the process is killed: the folder is a partial save then.
+    """Writes the manifest atomically."""
+    # Stays there if the process is killed; the folder is a partial save then.
     temporary = path / f"{MANIFEST}.{secrets.token_hex(4)}.tmp"
     try:
         with open(temporary, "xb") as file:
@@ -214,20 +218,20 @@ def _write(path: pathlib.Path, text: bytes) -> None:
 
 def _parse(path: pathlib.Path, text: bytes) -> Manifest:
     if not text:
-        raise damaged(path, MANIFEST, "it is empty")
+        raise make_damage_error(path, MANIFEST, "it is empty")
     try:
         content = load_json(text, max_characters=MAX_BYTES)
     except ValueError as error:
-        fault = f"it is no JSON as we write it: {error}"
-        raise damaged(path, MANIFEST, fault) from None
+        fault = f"it is not JSON in the form of a manifest: {error}"
+        raise make_damage_error(path, MANIFEST, fault) from None
     if not isinstance(content, dict) or "version" not in content:
-        raise damaged(path, MANIFEST, "it has no version")
+        raise make_damage_error(path, MANIFEST, "it has no version")
     if content["version"] != VERSION or isinstance(content["version"], bool):
         fault = f"its version is not {VERSION}"
-        raise damaged(path, MANIFEST, fault, _NEWER)
-    fault = _fault_of(content)
+        raise make_damage_error(path, MANIFEST, fault, _NEWER)
+    fault = _find_fault(content)
     if fault:
-        raise damaged(path, MANIFEST, fault)
+        raise make_damage_error(path, MANIFEST, fault)
     manifest = Manifest(
         step=content["step"],
         created=content["created"],
@@ -237,22 +241,25 @@ def _parse(path: pathlib.Path, text: bytes) -> Manifest:
         },
         facts=content["facts"],
     )
+    # Compares all bytes, so that a changed space or order is found, too.
     if _serialize(manifest) != text:
         fault = "its checksum differs: it was changed after it was written"
-        raise damaged(path, MANIFEST, fault)
+        raise make_damage_error(path, MANIFEST, fault)
     return manifest
 
 
-def _fault_of(content: dict[str, Any]) -> str | None:
-    """What is wrong with the types in a manifest."""
+def _find_fault(content: dict[str, Any]) -> str | None:
+    """Returns the first fault of the types in a manifest, or None."""
     if set(content) != set(_FORM):
-        return "it has other keys than a manifest"
+        return "its keys are not those of a manifest"
     fault = fault_of(content, _FORM)
     if fault is not None:
         return fault
     for name, entry in content["files"].items():
         if fault_of(entry, (is_count, _is_sha256)) is not None:
-            return f"what it says of {shown(name)} is no size and checksum"
+            return (
+                f"its entry of {quote_name(name)} is not a size and a checksum"
+            )
     return None
 
 
@@ -260,16 +267,16 @@ def _is_sha256(value: object) -> bool:
     return isinstance(value, str) and _SHA256.fullmatch(value) is not None
 
 
-def _plain(value: Tree, name: str) -> Tree:
-    """A fact as JSON has it."""
+def _to_json(value: Tree, name: str) -> Tree:
+    """Converts a fact to JSON."""
     if value is None or isinstance(value, bool | str):
         return value
     if isinstance(value, Mapping):
-        return {str(key): _plain(part, name) for key, part in value.items()}
+        return {str(key): _to_json(part, name) for key, part in value.items()}
     if isinstance(value, list | tuple):
-        return [_plain(part, name) for part in value]
+        return [_to_json(part, name) for part in value]
     if hasattr(value, "tolist"):  # Numpy's and jax's numbers and arrays.
-        return _plain(value.tolist(), name)
+        return _to_json(value.tolist(), name)
     if isinstance(value, int):
         return int(value)
     if isinstance(value, float):
@@ -281,7 +288,7 @@ def _plain(value: Tree, name: str) -> Tree:
             else f"{value}".replace("inf", "Infinity")
         )
     raise TypeError(
-        "Facts of a checkpoint are JSON: numbers, strings, lists, mappings. "
-        f"Received: an object of type {type(value).__name__} in {name!r}. "
-        "Turn it into a number or a string."
+        "Facts of a checkpoint must be JSON: numbers, strings, lists, "
+        f"mappings. Received: an object of type {type(value).__name__} in "
+        f"{name!r}. Convert it to a number or a string."
     )

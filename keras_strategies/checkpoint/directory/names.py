@@ -7,19 +7,19 @@ import stat
 from typing import Any
 
 MANIFEST = "manifest.json"
-"""The file that lists the others, in a checkpoint's folder."""
+"""The file in a checkpoint's folder that lists the others."""
 
 RUN = "run/metadata"
-"""The file with everything that is no array, in a checkpoint's folder."""
+"""The file in a checkpoint's folder with everything but arrays."""
 
 MAX_STEP = 2**63 - 1
 """The highest step."""
 
 DELETING = ".deleting-"
-"""Between the step and what is random, in the name of what is deleted."""
+"""The text between step and random digits in the name of a deleted folder."""
 
 DAMAGED = ".damaged-"
-"""Between the step and a number, in the name of what was put aside."""
+"""The text between step and number in the name of a quarantined folder."""
 
 _STEP = re.compile(r"0|[1-9][0-9]{0,18}", re.ASCII)
 _PARTIAL = re.compile(
@@ -32,8 +32,8 @@ _ASIDE = re.compile(
 )
 
 
-def step_of(name: str) -> int | None:
-    """The step of a folder's name, None if it is no checkpoint's name.
+def parse_step(name: str) -> int | None:
+    """Parses the step in a folder's name; returns None for other names.
 
     Args:
       name: The last part of a path. Decimal digits without leading zeros are
@@ -45,34 +45,34 @@ def step_of(name: str) -> int | None:
 
 
 def step_path(directory: str | os.PathLike[str], step: int) -> pathlib.Path:
-    """The folder of a step in a directory, whether or not it exists.
+    """Returns the folder of a step in a directory; it need not exist.
 
     Raises:
-      TypeError: the step is no integer.
-      ValueError: the step is negative or too high.
+      TypeError: if the step is not an integer.
+      ValueError: if the step is negative or too high.
     """
     if isinstance(step, bool) or not hasattr(step, "__index__"):
         raise TypeError(
-            "A checkpoint's step is an integer. Received: an object of type "
-            f"{type(step).__name__}. Give the number of train steps done."
+            "A checkpoint's step must be an integer. Received: an object of "
+            f"type {type(step).__name__}. Give the number of train steps done."
         )
     if not 0 <= int(step) <= MAX_STEP:
         raise ValueError(
-            f"A checkpoint's step is in [0, 2**63). Received: {int(step)}. "
-            "Give the number of train steps done."
+            "A checkpoint's step must be in [0, 2**63). Received: "
+            f"{int(step)}. Give the number of train steps done."
         )
     return pathlib.Path(directory) / str(int(step))
 
 
 def find_steps(directory: str | os.PathLike[str]) -> list[int]:
-    """The steps with a folder in a directory, ascending, good or damaged.
+    """Finds the steps with a folder in a directory, good or damaged, sorted.
 
     Args:
-      directory: Where checkpoints are; it need not exist. Links in it are not
-        followed, so a link to a checkpoint is none.
+      directory: The directory of checkpoints; it need not exist. Links in it
+        are not followed, so a link to a checkpoint does not count.
 
     Raises:
-      NotADirectoryError: it is something else than a directory.
+      NotADirectoryError: if it is not a directory.
     """
     return [step for step, is_folder in find_entries(directory) if is_folder]
 
@@ -80,39 +80,39 @@ def find_steps(directory: str | os.PathLike[str]) -> list[int]:
 def find_entries(
     directory: str | os.PathLike[str],
 ) -> list[tuple[int, bool]]:
-    """Everything in a directory that has a step's name, ascending.
+    """Finds everything in a directory that is named by a step, sorted.
 
     Returns:
-      (step, whether it is a folder); a link to a folder is none.
+      (step, whether it is a folder); a link to a folder is not a folder.
     """
     steps: list[tuple[int, bool]] = []
     for entry in _scan(directory):
-        step = step_of(entry.name)
+        step = parse_step(entry.name)
         if step is not None:
             steps.append((step, entry.is_dir(follow_symlinks=False)))
     return sorted(steps)
 
 
-def partial_saves(directory: str | os.PathLike[str]) -> list[pathlib.Path]:
-    """What killed saves and deletions left behind in a directory, by name.
+def find_partial_saves(directory: str | os.PathLike[str]) -> list[pathlib.Path]:
+    """Finds what killed saves and deletions left in a directory, by name.
 
-    A save that is under way looks the same: only who holds the directory's
-    lock, and is not saving, may remove them.
+    A running save looks the same: only the process that holds the directory's
+    lock may remove them, while it is not saving.
     """
-    return _matching(directory, _PARTIAL)
+    return _find_matching(directory, _PARTIAL)
 
 
-def put_aside(directory: str | os.PathLike[str]) -> list[pathlib.Path]:
-    """Damaged checkpoints that a run has put aside in a directory, by name."""
-    return _matching(directory, _ASIDE)
+def find_quarantined(directory: str | os.PathLike[str]) -> list[pathlib.Path]:
+    """Finds damaged checkpoints that a run has set aside, sorted by name."""
+    return _find_matching(directory, _ASIDE)
 
 
 def make_directory(directory: str | os.PathLike[str]) -> pathlib.Path:
-    """Makes a directory of checkpoints, for its owner alone, if there is none.
+    """Creates a directory of checkpoints (mode 0700) unless it exists.
 
     Raises:
-      NotADirectoryError: there is something else.
-      OSError: it cannot be made.
+      NotADirectoryError: if the path is not a directory.
+      OSError: if it cannot be created.
     """
     path = pathlib.Path(directory)
     try:
@@ -120,19 +120,19 @@ def make_directory(directory: str | os.PathLike[str]) -> pathlib.Path:
         path.mkdir(mode=0o700)
     except FileExistsError:
         if not path.is_dir():
-            raise not_a_directory(path) from None
+            raise make_directory_error(path) from None
     except OSError as error:
         raise OSError(
             error.errno,
-            "A directory of checkpoints is made if there is none. Received: "
-            f"{str(path)!r}, which cannot be made: {error.strerror}. Give "
-            "another directory",
+            "The directory of checkpoints must exist or be creatable. "
+            f"Received: {str(path)!r}, which cannot be created: "
+            f"{error.strerror}. Give another directory",
         ) from error
     return path
 
 
-def kind_of(status: os.stat_result) -> str:
-    """What something is: "file", "folder", "symbolic link", "pipe" or other."""
+def describe_kind(status: os.stat_result) -> str:
+    """Returns "file", "folder", "symbolic link", "pipe", "socket", "device"."""
     kinds: list[tuple[Any, str]] = [
         (stat.S_ISREG, "file"),
         (stat.S_ISDIR, "folder"),
@@ -141,19 +141,19 @@ def kind_of(status: os.stat_result) -> str:
         (stat.S_ISSOCK, "socket"),
     ]
     return next(
-        (kind for is_it, kind in kinds if is_it(status.st_mode)), "device"
+        (kind for is_kind, kind in kinds if is_kind(status.st_mode)), "device"
     )
 
 
-def not_a_directory(path: pathlib.Path) -> NotADirectoryError:
-    """The error for a path that is to be a directory of checkpoints."""
+def make_directory_error(path: pathlib.Path) -> NotADirectoryError:
+    """Makes the error for a path that is not a directory of checkpoints."""
     return NotADirectoryError(
-        f"Checkpoints are in a directory. Received: {str(path)!r}, which is "
-        "something else. Give a directory, which need not exist."
+        f"Checkpoints must be in a directory. Received: {str(path)!r}, which "
+        "is not a directory. Give a directory; it need not exist."
     )
 
 
-def _matching(
+def _find_matching(
     directory: str | os.PathLike[str], pattern: re.Pattern[str]
 ) -> list[pathlib.Path]:
     return sorted(
@@ -171,4 +171,4 @@ def _scan(directory: str | os.PathLike[str]) -> list["os.DirEntry[str]"]:
     except FileNotFoundError:
         return []
     except NotADirectoryError:
-        raise not_a_directory(path) from None
+        raise make_directory_error(path) from None

@@ -1,4 +1,4 @@
-"""The verification of the checkpoints of a directory."""
+"""Verification of the checkpoints of a directory."""
 
 import contextlib
 import os
@@ -7,9 +7,12 @@ from collections.abc import Iterator
 
 from keras_strategies.checkpoint.directory.corruption import (
     DamagedCheckpoint,
-    damaged,
+    make_damage_error,
 )
-from keras_strategies.checkpoint.directory.files import digest, find_files
+from keras_strategies.checkpoint.directory.files import (
+    compute_digest,
+    find_files,
+)
 from keras_strategies.checkpoint.directory.manifest import (
     Manifest,
     read_manifest,
@@ -21,61 +24,61 @@ from keras_strategies.checkpoint.directory.names import (
 )
 
 _DELETED = (
-    "Somebody's keep rule, or a person, has deleted it. Use the newest "
-    "checkpoint that is there."
+    "A run's keep rule, or a person, has deleted it. Use the newest "
+    "checkpoint that still exists."
 )
 
 
 def verify(path: str | os.PathLike[str], *, is_quick: bool = False) -> Manifest:
-    """Checks that a checkpoint is what was saved.
+    """Checks that a checkpoint is as it was saved.
 
-    To be called before anything else reads it: no link in it is followed, and
-    nothing of a file's content is used but its checksum.
+    Must be called before anything else reads the checkpoint: it follows no
+    links, and uses a file's content only for its checksum.
 
     Args:
       path: The checkpoint's folder, named by its step.
-      is_quick: Whether to compare names and sizes alone, not checksums, for
-        which every file is read once (1 GB in about a second).
+      is_quick: Whether to compare only names and sizes. Checksums require
+        reading every file once (1 GB in about a second).
 
     Returns:
-      Its manifest.
+      The checkpoint's manifest.
 
     Raises:
-      DamagedCheckpoint: a file is missing, changed, not in the manifest, a
-        link or a pipe; or the manifest is missing or changed. The text names
-        the file.
+      DamagedCheckpoint: if a file is missing, changed, not in the manifest, a
+        link or a pipe; or the manifest is missing or changed. The message
+        names the file.
     """
     path = pathlib.Path(path)
     manifest = read_manifest(path)
     sizes = find_files(path)
     for name in sorted(manifest.files.keys() | sizes.keys()):
         if name not in manifest.files:
-            raise damaged(path, name, "it is not in the manifest")
+            raise make_damage_error(path, name, "it is not in the manifest")
         if name not in sizes:
-            raise damaged(path, name, "it is missing")
+            raise make_damage_error(path, name, "it is missing")
         size = manifest.files[name][0]
         if sizes[name] != size:
-            fault = f"it has {sizes[name]} bytes in place of {size}"
-            raise damaged(path, name, fault)
+            fault = f"it has {sizes[name]} bytes instead of {size}"
+            raise make_damage_error(path, name, fault)
     if is_quick:
         return manifest
     for name, (_, checksum) in manifest.files.items():
-        if digest(path, name) != checksum:
-            raise damaged(path, name, "its checksum differs")
+        if compute_digest(path, name) != checksum:
+            raise make_damage_error(path, name, "its checksum differs")
     return manifest
 
 
-def newest_good(
+def find_newest_good(
     directory: str | os.PathLike[str],
 ) -> tuple[Manifest | None, list[DamagedCheckpoint]]:
-    """Finds the newest checkpoint that is good.
+    """Finds the newest good checkpoint.
 
     Args:
-      directory: Where checkpoints are; it need not exist.
+      directory: The directory of checkpoints; it need not exist.
 
     Returns:
-      Its manifest, None if there is none; and what is wrong with those that
-      are newer, newest first.
+      Its manifest, or None without one; and the errors of newer, damaged
+      checkpoints, newest first.
     """
     faults: list[DamagedCheckpoint] = []
     for step, _ in reversed(find_entries(directory)):
@@ -87,11 +90,11 @@ def newest_good(
 
 
 @contextlib.contextmanager
-def reading(path: str | os.PathLike[str]) -> Iterator[None]:
-    """Around code that reads a checkpoint: says so if it is deleted meanwhile.
+def guard_read(path: str | os.PathLike[str]) -> Iterator[None]:
+    """Reports the deletion of a checkpoint while the enclosed code reads it.
 
     Raises:
-      DamagedCheckpoint: the code failed, and the checkpoint is gone.
+      DamagedCheckpoint: if the code fails and the checkpoint no longer exists.
     """
     try:
         yield
@@ -99,4 +102,4 @@ def reading(path: str | os.PathLike[str]) -> Iterator[None]:
         if os.path.lexists(pathlib.Path(path) / MANIFEST):
             raise
         fault = "it was deleted while it was read"
-        raise damaged(path, None, fault, _DELETED) from error
+        raise make_damage_error(path, None, fault, _DELETED) from error

@@ -1,1 +1,1 @@
-"""`keras-strategies checkpoints`."""
+"""The command `keras-strategies checkpoints`."""

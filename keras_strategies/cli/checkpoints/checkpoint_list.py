@@ -1,6 +1,7 @@
-"""A directory of checkpoints, read without restoring any.
+"""The list of a directory's checkpoints, read without restoring any.
 
-A run may write there at the same time. Nothing here imports jax or keras.
+A run may write there at the same time. This module imports neither jax nor
+keras.
 """
 
 import dataclasses
@@ -14,21 +15,21 @@ from typing import Any
 
 from keras_strategies.checkpoint.directory.corruption import (
     DamagedCheckpoint,
-    shown,
+    quote_name,
 )
 from keras_strategies.checkpoint.directory.documents import (
     VERSION,
     read_document,
 )
-from keras_strategies.checkpoint.directory.files import size_of
-from keras_strategies.checkpoint.directory.lock import Writer, writer_of
+from keras_strategies.checkpoint.directory.files import measure_size
+from keras_strategies.checkpoint.directory.lock import Writer, find_writer
 from keras_strategies.checkpoint.directory.names import (
     DELETING,
     MANIFEST,
     RUN,
     find_entries,
-    partial_saves,
-    put_aside,
+    find_partial_saves,
+    find_quarantined,
     step_path,
 )
 from keras_strategies.checkpoint.directory.verify import verify
@@ -37,7 +38,7 @@ Contents = dict[str, dict[str, int]]
 
 
 class State(enum.StrEnum):
-    """How a checkpoint is."""
+    """The state of a checkpoint."""
 
     VERIFIED = "verified"
     SAME_SIZES = "sizes match"
@@ -47,19 +48,18 @@ class State(enum.StrEnum):
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Entry:
-    """A checkpoint.
+    """A checkpoint in a list.
 
     Attributes:
-      step: Train steps done.
-      state: How it is.
-      fault: What is wrong with it; empty if nothing is.
-      num_bytes: Its size.
-      created: When it was written, in seconds since 1970 (UTC); None if it
-        does not say.
-      facts: What it says of itself: "epoch", "logs", "num_processes".
-      contents: By group of arrays ("model", "optimizer"), how many there are,
-        "num_arrays", of how many numbers, "num_values"; empty if it does not
-        say.
+      step: The number of train steps done.
+      state: Whether it is good, damaged or being saved.
+      fault: The damage; empty if it is not damaged.
+      num_bytes: The size in bytes.
+      created: The time of the save, in seconds since 1970 (UTC); None if
+        unknown.
+      facts: The facts in its manifest: "epoch", "logs", "num_processes".
+      contents: The number of arrays, "num_arrays", and of their entries,
+        "num_values", for each group ("model", "optimizer"); empty if unknown.
     """
 
     step: int
@@ -77,19 +77,19 @@ class Entry:
 
     @property
     def logs(self) -> dict[str, Any]:
-        """Its metrics by name: numbers, or strings for what JSON has not."""
+        """The metrics by name: numbers, or strings such as "NaN"."""
         logs = self.facts.get("logs")
         return logs if isinstance(logs, dict) else {}
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class LeftBehind:
-    """A folder that is no checkpoint.
+    """A file or folder that is not a checkpoint.
 
     Attributes:
-      name: Its name.
-      reason: What it is: "save, stopped".
-      num_bytes: Its size.
+      name: The name.
+      reason: The origin: "save, stopped".
+      num_bytes: The size in bytes.
     """
 
     name: str
@@ -99,13 +99,13 @@ class LeftBehind:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Listing:
-    """A directory of checkpoints.
+    """The contents of a directory of checkpoints.
 
     Attributes:
-      directory: Its path.
-      entries: Its checkpoints, by step.
-      left_behind: What killed processes left there, and what was put aside.
-      writer: Who writes there now; None for nobody.
+      directory: The path.
+      entries: The checkpoints, by step.
+      left_behind: The remains of killed processes, and quarantined checkpoints.
+      writer: The process that is writing there; None without one.
     """
 
     directory: str
@@ -120,18 +120,19 @@ class Listing:
 
     @property
     def num_bytes(self) -> int:
-        """The size of all of it."""
+        """The total size in bytes."""
         parts = (*self.entries, *self.left_behind)
         return sum(part.num_bytes for part in parts)
 
     def as_dict(self) -> dict[str, Any]:
-        """The same as JSON has it."""
+        """Returns the list in the form of JSON."""
         return {
             "directory": self.directory,
             "num_bytes": self.num_bytes,
             "num_damaged": len(self.damaged),
             "checkpoints": [
-                dataclasses.asdict(entry) | {"created": moment(entry.created)}
+                dataclasses.asdict(entry)
+                | {"created": format_time(entry.created)}
                 for entry in self.entries
             ],
             "left_behind": list(map(dataclasses.asdict, self.left_behind)),
@@ -145,24 +146,24 @@ def look_at(
     is_quick: bool = False,
     report: Callable[[int], object] = lambda step: None,
 ) -> Listing:
-    """Looks at all checkpoints of a directory.
+    """Verifies and lists all checkpoints of a directory.
 
     Args:
-      directory: Where they are.
-      is_quick: Whether to compare names and sizes alone, not checksums.
-      report: Called with each step before it is looked at.
+      directory: The directory of checkpoints.
+      is_quick: Whether to compare only names and sizes, not checksums.
+      report: The function to call with each step before it is verified.
 
     Raises:
-      OSError: it cannot be listed.
+      OSError: if the directory cannot be listed.
     """
-    os.listdir(directory)  # Not there, or not to be read, is an error here.
-    writer = writer_of(directory)
+    os.listdir(directory)  # Raises if it is missing or not readable.
+    writer = find_writer(directory)
     entries: list[Entry] = []
-    found = find_entries(directory)
-    for step, _ in found:
+    steps = [step for step, _ in find_entries(directory)]
+    for step in steps:
         report(step)
-        is_newest = step == found[-1][0]
-        entry = _entry(
+        is_newest = step == steps[-1]
+        entry = _make_entry(
             step_path(directory, step),
             step,
             is_quick=is_quick,
@@ -173,18 +174,18 @@ def look_at(
     return Listing(
         directory=os.path.abspath(directory),
         entries=tuple(entries),
-        left_behind=_left_behind(directory, writer),
+        left_behind=_find_left_behind(directory, writer),
         writer=writer,
     )
 
 
-def _entry(
+def _make_entry(
     path: pathlib.Path, step: int, *, is_quick: bool, may_be_under_way: bool
 ) -> Entry | None:
-    """A checkpoint; None if it was deleted meanwhile."""
+    """Verifies a checkpoint; returns None if it was deleted in between."""
     try:
         manifest = verify(path, is_quick=is_quick)
-        contents = _contents(path)
+        contents = _read_contents(path)
     except DamagedCheckpoint as error:
         if not os.path.lexists(path):
             return None
@@ -196,20 +197,20 @@ def _entry(
             step=step,
             state=State.UNDER_WAY if is_under_way else State.DAMAGED,
             fault="" if is_under_way else error.fault,
-            num_bytes=size_of(path),
+            num_bytes=measure_size(path),
         )
     return Entry(
         step=step,
         state=State.SAME_SIZES if is_quick else State.VERIFIED,
-        num_bytes=manifest.num_bytes + size_of(path / MANIFEST),
+        num_bytes=manifest.num_bytes + measure_size(path / MANIFEST),
         created=manifest.created,
         facts=manifest.facts,
         contents=contents,
     )
 
 
-def _contents(path: pathlib.Path) -> Contents:
-    """What a checkpoint says that it holds; empty if it is not understood."""
+def _read_contents(path: pathlib.Path) -> Contents:
+    """Reads the contents of a checkpoint; empty if not readable."""
     if not os.path.lexists(path / RUN):
         return {}
     try:
@@ -227,31 +228,35 @@ def _contents(path: pathlib.Path) -> Contents:
     }
 
 
-def _left_behind(
+def _find_left_behind(
     directory: str, writer: Writer | None
 ) -> tuple[LeftBehind, ...]:
     found: list[tuple[pathlib.Path, str]] = []
-    for path in partial_saves(directory):
+    for path in find_partial_saves(directory):
         act = "deletion" if DELETING in path.name else "save"
         how = "stopped" if writer is None else "stopped, or under way"
         found.append((path, f"{act}, {how}"))
-    found += [(path, "damaged, put aside") for path in put_aside(directory)]
+    found += [
+        (path, "damaged, put aside") for path in find_quarantined(directory)
+    ]
     return tuple(
-        LeftBehind(name=shown(p.name), reason=reason, num_bytes=size_of(p))
+        LeftBehind(
+            name=quote_name(p.name), reason=reason, num_bytes=measure_size(p)
+        )
         for p, reason in found
     )
 
 
-def moment(seconds: float | None) -> str | None:
-    """Returns a time in ISO format (UTC); None if it is not one.
+def format_time(seconds: float | None) -> str | None:
+    """Formats a time in ISO format (UTC); returns None for invalid times.
 
     Args:
-      seconds: The time since 1970 (UTC).
+      seconds: The time in seconds since 1970 (UTC).
     """
     if seconds is None:
         return None
     try:
-        moment = datetime.datetime.fromtimestamp(seconds, datetime.UTC)
+        time = datetime.datetime.fromtimestamp(seconds, datetime.UTC)
     except (ValueError, OverflowError, OSError):
         return None
-    return moment.isoformat(timespec="seconds")
+    return time.isoformat(timespec="seconds")

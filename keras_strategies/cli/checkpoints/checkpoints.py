@@ -1,4 +1,4 @@
-"""`keras-strategies checkpoints`: the list of a directory's checkpoints."""
+"""The command `keras-strategies checkpoints`, which prints a list."""
 
 import json
 import os
@@ -9,13 +9,13 @@ from rich.filesize import decimal
 from rich.table import Table
 from rich.text import Text
 
-from keras_strategies.checkpoint.directory.corruption import shown
-from keras_strategies.checkpoint.directory.names import MANIFEST, step_of
+from keras_strategies.checkpoint.directory.corruption import quote_name
+from keras_strategies.checkpoint.directory.names import MANIFEST, parse_step
 from keras_strategies.cli.checkpoints.checkpoint_list import (
     Entry,
     Listing,
+    format_time,
     look_at,
-    moment,
 )
 from keras_strategies.cluster.untrusted import printable
 
@@ -26,24 +26,24 @@ _WRONG_ARGUMENTS = 2
 def checkpoints(
     directory: str, *, quick: bool = False, as_json: bool = False
 ) -> int:
-    """Looks at all checkpoints of a directory and prints them.
+    """Verifies and prints all checkpoints of a directory.
 
-    A run may write there meanwhile: nothing is changed.
+    It changes nothing, so a run may write there at the same time.
 
     Args:
-      directory: Where they are; the `model_dir` of an Estimator is one, too.
-      quick: Whether to compare names and sizes alone, not checksums.
-      as_json: Whether to print JSON in place of the table.
+      directory: The directory of checkpoints, or an Estimator's `model_dir`.
+      quick: Whether to compare only names and sizes, not checksums.
+      as_json: Whether to print JSON instead of the table.
 
     Returns:
-      The exit status: 0; 1 if a checkpoint is damaged; 2 if the directory
-      cannot be looked at.
+      The exit status: 0; 1 if a checkpoint is damaged; 2 if `directory` is
+      not a directory of checkpoints.
     """
-    fault = _fault_of(directory)
+    fault = _find_fault(directory)
     if fault:
         print(f"keras-strategies checkpoints: {fault}", file=sys.stderr)
         return _WRONG_ARGUMENTS
-    with Console(stderr=True).status("") as status:  # On terminals alone.
+    with Console(stderr=True).status("") as status:  # Only on terminals.
         listing = look_at(
             directory,
             is_quick=quick,
@@ -57,11 +57,11 @@ def checkpoints(
 
 
 def print_listing(listing: Listing, console: Console) -> None:
-    """Prints a table of checkpoints, what is wrong, and a summary.
+    """Prints a table of checkpoints, their faults, and a summary.
 
     Args:
       listing: The directory's checkpoints.
-      console: Where to print.
+      console: The console to print to.
     """
     _print(console, listing.directory, "bold")
     if listing.entries:
@@ -73,7 +73,7 @@ def print_listing(listing: Listing, console: Console) -> None:
         table.add_column("metrics", overflow="fold")
         for entry in listing.entries:
             style = "bold red" if entry.is_damaged else ""
-            table.add_row(*map(Text, _cells(entry)), style=style)
+            table.add_row(*map(Text, _make_cells(entry)), style=style)
         console.print(table)
     for left in listing.left_behind:
         size = decimal(left.num_bytes)
@@ -94,42 +94,42 @@ def _print(console: Console, text: str, style: str = "") -> None:
     console.print(Text(printable(text), style=style, overflow="fold"))
 
 
-def _cells(entry: Entry) -> list[str]:
-    """Returns a checkpoint's row of the table."""
+def _make_cells(entry: Entry) -> list[str]:
+    """Makes a checkpoint's row of the table."""
     epoch = entry.facts.get("epoch")
     count = sum(group["num_values"] for group in entry.contents.values())
-    # A line break within a metric would part its name from its value.
-    metrics = (f"{printable(k)}={_short(v)}" for k, v in entry.logs.items())
+    # A line break in a metric would separate its name from its value.
+    metrics = (f"{printable(k)}={_format(v)}" for k, v in entry.logs.items())
     return [
         str(entry.step),
         decimal(entry.num_bytes),
-        (moment(entry.created) or "")[:16].replace("T", " "),
+        (format_time(entry.created) or "")[:16].replace("T", " "),
         entry.state.value,
-        "" if epoch is None else _short(epoch),
+        "" if epoch is None else _format(epoch),
         f"{count:,}" if entry.contents else "",
         ", ".join(metrics),
     ]
 
 
-def _short(value: object) -> str:
+def _format(value: object) -> str:
     text = f"{value:.4g}" if isinstance(value, float) else str(value)
     return printable(text)
 
 
-def _fault_of(directory: str) -> str | None:
-    """What is wrong with the argument."""
+def _find_fault(directory: str) -> str | None:
+    """Returns the fault of the argument, or None."""
     try:
         names = os.listdir(directory)
     except OSError as error:
         return (
-            f"{shown(directory)} cannot be listed: {error.strerror}. Give the "
-            "directory of a run's checkpoints."
+            f"{quote_name(directory)} cannot be listed: {error.strerror}. Give "
+            "the directory of a run's checkpoints."
         )
     name = os.path.basename(os.path.abspath(directory))
-    if MANIFEST in names and step_of(name) is not None:
+    if MANIFEST in names and parse_step(name) is not None:
         above = os.path.dirname(os.path.abspath(directory))
         return (
-            f"{shown(directory)} is one checkpoint. Give the directory that it "
-            f"is in: {shown(above)}."
+            f"{quote_name(directory)} is one checkpoint. Give the directory "
+            f"that it is in: {quote_name(above)}."
         )
     return None

@@ -1,1 +1,1 @@
-"""`keras-strategies doctor`."""
+"""The command `keras-strategies doctor`."""

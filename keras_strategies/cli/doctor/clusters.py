@@ -1,4 +1,4 @@
-"""The cluster that the variables of a process describe, and who set them."""
+"""The cluster that environment variables describe, and the checks of it."""
 
 import dataclasses
 import errno
@@ -46,14 +46,15 @@ _SETTERS = {
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Cluster:
-    """A cluster that some variables describe.
+    """A cluster that environment variables describe.
 
     Attributes:
-      name: What set the variables: "SLURM".
-      variables: The names of those that were found.
-      use: What a script takes for it.
-      info: This process's place; None if JAX alone can tell, or for a fault.
-      error: Why the variables cannot be followed; empty if they can.
+      name: The launcher that set the variables: "SLURM".
+      variables: The names of the variables that are set.
+      use: The strategy or resolver that a script uses for it.
+      info: This process's task; None after an error, or if only JAX can
+        determine it.
+      error: The error of the variables; empty if they are valid.
     """
 
     name: str
@@ -64,7 +65,7 @@ class Cluster:
 
     @property
     def address(self) -> str | None:
-        """Where the processes meet; None for one alone, and if unknown."""
+        """The address where processes meet; None for one process or unknown."""
         if self.info is None or self.info.num_processes == 1:
             return None
         return self.info.coordinator_address
@@ -73,13 +74,13 @@ class Cluster:
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class _Kind:
     name: str
-    marks: tuple[str, ...]  # All of them are set.
+    marks: tuple[str, ...]  # All of them are set in such a cluster.
     shown: tuple[str, ...]
     use: str
     resolver: Callable[..., ClusterResolver] | None = None
 
 
-# The one that comes first is taken, as MultiWorkerMirroredStrategy() would.
+# The first that is set counts, as in MultiWorkerMirroredStrategy().
 _KINDS = (
     _Kind(
         name="TF_CONFIG",
@@ -102,7 +103,7 @@ _KINDS = (
     ),
     _Kind(
         name="Kubernetes",
-        marks=(),  # Several names: `has_job_variables` knows.
+        marks=(),  # There are several sets of names: `has_job_variables`.
         shown=(
             "JOB_COMPLETION_INDEX",
             "JAX_PROCESS_COUNT",
@@ -139,45 +140,49 @@ _KINDS = (
 
 
 def find_clusters(environ: Mapping[str, str]) -> list[Cluster]:
-    """The clusters that variables describe, the one to be taken first."""
-    return [_read(kind, environ) for kind in _KINDS if _is_set(kind, environ)]
+    """Finds the clusters that variables describe; the first one counts."""
+    return [
+        _read_cluster(kind, environ)
+        for kind in _KINDS
+        if _is_set(kind, environ)
+    ]
 
 
 def check_clusters(environ: Mapping[str, str]) -> tuple[Part, Cluster | None]:
-    """What the variables say of a cluster, without connecting to anybody.
+    """Checks the variables of a cluster, without connecting to a process.
 
     Returns:
-      The part of the report, and the cluster that is taken; None for none.
+      The part of the report, and the cluster; None without a cluster.
     """
-    found = find_clusters(environ)
-    if not found:
+    clusters = find_clusters(environ)
+    if not clusters:
         alone = ("variables", "none of a cluster: this process is alone")
-        findings = tuple(_of_half_clusters(environ))
+        findings = tuple(_check_incomplete(environ))
         return Part(title="Cluster", rows=(alone,), findings=findings), None
-    taken = found[0]
+    chosen = clusters[0]
     rows = (
-        ("variables", ", ".join(taken.variables)),
-        ("set by", _setter(taken, environ)),
-        ("use", taken.use),
-        *_rows_of(taken.info),
+        ("variables", ", ".join(chosen.variables)),
+        ("set by", _find_setter(chosen, environ)),
+        ("use", chosen.use),
+        *_make_rows(chosen.info),
     )
-    findings = (*map(_finding_of, found), *_of_several(found))
-    return Part(title="Cluster", rows=rows, findings=findings), taken
+    findings = (*map(_make_finding, clusters), *_check_several(clusters))
+    return Part(title="Cluster", rows=rows, findings=findings), chosen
 
 
 def check_address(
     info: TaskInfo, environ: Mapping[str, str], *, connects: bool
 ) -> Iterator[Finding]:
-    """Whether processes can meet at the chief's address.
+    """Checks whether processes can meet at the coordinator's address.
 
-    Process 0 tries to listen there, and lets go of it; the others look its
-    name up and, if they are to, connect.
+    Process 0 tries to listen there and closes the socket again; the others
+    resolve the host name and connect if asked to.
 
     Args:
-      info: This process's place.
-      environ: The environment variables: JAX_COORDINATOR_BIND_ADDRESS says
-        where process 0 listens, if elsewhere.
-      connects: Whether the others connect, too: process 0 has to be there.
+      info: This process's task.
+      environ: The environment variables. JAX_COORDINATOR_BIND_ADDRESS is the
+        address where process 0 listens, if it differs.
+      connects: Whether the others connect, which needs a running process 0.
     """
     address = info.coordinator_address
     if address is None or info.num_processes == 1 or info.process_id is None:
@@ -189,9 +194,9 @@ def check_address(
         places = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)
     except (OSError, UnicodeError) as error:
         yield fault(
-            f"The name of the coordinator, {host!r}, is not known here: "
+            f"The name of the coordinator, {host!r}, cannot be resolved here: "
             f"{getattr(error, 'strerror', None) or error}.",
-            "Give a name that all machines know, or an IP address.",
+            "Give a name that all machines can resolve, or an IP address.",
         )
         return
     if info.process_id == 0:
@@ -216,23 +221,22 @@ def _try_to_listen(
             yield fault(
                 f"Another process listens at the coordinator's address, "
                 f"{address}.",
-                "If that is no job that is to run now, end it; or give "
-                "process 0 another port.",
+                "End it if it is not needed, or give process 0 another port.",
             )
         else:
             yield fault(
                 f"Process 0 cannot listen at {address}: "
                 f"{error.strerror or error}.",
-                "The coordinator's address is one of the machine that runs "
-                "process 0, with a port from 1024. Correct the cluster.",
+                "The coordinator's address must belong to the machine that "
+                "runs process 0, with a port from 1024. Correct the cluster.",
             )
         return
     yield good(f"Process 0 can listen at {address}.")
     others = {a.rpartition(":")[0] for a in info.addresses if a}
     if len(others) > 1 and _is_loopback(place):
         yield fault(
-            f"{address} is an address of this machine for itself "
-            f"({place[4][0]}): processes on other machines cannot reach it.",
+            f"{address} is a loopback address ({place[4][0]}): processes on "
+            "other machines cannot reach it.",
             "Correct this machine's /etc/hosts, or give its IP address.",
         )
 
@@ -244,17 +248,17 @@ def _try_to_connect(address: str, place: Place) -> Finding:
             connection.connect(place[4])
     except ConnectionRefusedError:
         return warning(
-            f"The machine of the coordinator answers, but nobody listens "
+            f"The machine of the coordinator answers, but no process listens "
             f"at {address}.",
-            "Start process 0; it listens once it has come to its strategy.",
+            "Start process 0; it listens once it has created its strategy.",
         )
     except OSError as error:
         what = error.strerror or "no answer"
         return fault(
             f"The coordinator at {address} cannot be reached within "
             f"{_CONNECT_S:.0f} s: {what}.",
-            "Look for a firewall or network policy between the machines, "
-            "and whether the address is the right one.",
+            "Check that the address is correct, and look for a firewall or "
+            "network policy between the machines.",
         )
     return good(f"The coordinator at {address} can be reached.")
 
@@ -269,7 +273,7 @@ def _is_set(kind: _Kind, environ: Mapping[str, str]) -> bool:
     return all(environ.get(name) for name in kind.marks)
 
 
-def _read(kind: _Kind, environ: Mapping[str, str]) -> Cluster:
+def _read_cluster(kind: _Kind, environ: Mapping[str, str]) -> Cluster:
     info, error = None, ""
     if kind.resolver is not None:
         try:
@@ -285,13 +289,13 @@ def _read(kind: _Kind, environ: Mapping[str, str]) -> Cluster:
     )
 
 
-def _setter(cluster: Cluster, environ: Mapping[str, str]) -> str:
+def _find_setter(cluster: Cluster, environ: Mapping[str, str]) -> str:
     if cluster.name == "TF_CONFIG" and environ.get(LAUNCHER_FD):
         return "keras-strategies launch"
     return _SETTERS.get(cluster.name, cluster.name)
 
 
-def _rows_of(info: TaskInfo | None) -> Iterator[Row]:
+def _make_rows(info: TaskInfo | None) -> Iterator[Row]:
     if info is None:
         return
     process = "none (an evaluator trains nothing)"
@@ -303,12 +307,11 @@ def _rows_of(info: TaskInfo | None) -> Iterator[Row]:
         yield "coordinator", info.coordinator_address
 
 
-def _finding_of(cluster: Cluster) -> Finding:
+def _make_finding(cluster: Cluster) -> Finding:
     if cluster.error:
         return fault(
-            f"The variables of {cluster.name} cannot be followed: "
-            f"{cluster.error}",
-            f"{_DOCUMENT} says what {cluster.name} sets.",
+            f"The variables of {cluster.name} are not valid: {cluster.error}",
+            f"See {_DOCUMENT} for the variables that {cluster.name} sets.",
         )
     if cluster.info is None:
         return note(
@@ -321,26 +324,27 @@ def _finding_of(cluster: Cluster) -> Finding:
     )
 
 
-def _of_several(found: list[Cluster]) -> Iterator[Finding]:
-    if len(found) > 1:
-        names = " and ".join(cluster.name for cluster in found)
+def _check_several(clusters: list[Cluster]) -> Iterator[Finding]:
+    if len(clusters) > 1:
+        names = " and ".join(cluster.name for cluster in clusters)
         yield warning(
             f"The variables of {names} are all set.",
-            f"{found[0].name} is taken here. Unset the others', or give the "
-            f"strategy the resolver that is meant ({_DOCUMENT}).",
+            f"Those of {clusters[0].name} are used. Unset the others, or give "
+            f"the strategy the intended resolver ({_DOCUMENT}).",
         )
 
 
-def _of_half_clusters(environ: Mapping[str, str]) -> Iterator[Finding]:
-    """Variables of a cluster that do not say which process this is."""
+def _check_incomplete(environ: Mapping[str, str]) -> Iterator[Finding]:
+    """Checks for variables of a cluster that lack this process's number."""
     if environ.get("SLURM_JOB_ID"):
         yield warning(
-            "This is a SLURM job, but no step of it: the process is alone.",
+            "This process is in a SLURM job but not in a step of it, so it is "
+            "alone.",
             "Start the script with `srun`.",
         )
     elif environ.get("KUBERNETES_SERVICE_HOST"):
         yield note(
-            "This is a pod that is not of an indexed Job: the process is "
+            "This pod does not belong to an indexed Job, so the process is "
             "alone.",
             f"For several pods set `completionMode: Indexed` ({_DOCUMENT}).",
         )

@@ -1,7 +1,7 @@
-"""`keras-strategies doctor`: a report on this machine, with advice.
+"""The command `keras-strategies doctor`: a report on this machine.
 
-Nothing here imports jax or keras: what needs them runs in processes of its own,
-so that this one starts and reports whatever is wrong with them.
+This process imports neither jax nor keras: checks that need them run in child
+processes, so that the report appears even if they crash or hang.
 """
 
 import dataclasses
@@ -44,12 +44,12 @@ _WIDEST = 100
 def doctor(
     *, quick: bool = False, as_json: bool = False, timeout_s: float = 30.0
 ) -> int:
-    """Looks at everything and prints a report. Collective in a cluster.
+    """Runs all checks and prints a report. Collective in a cluster.
 
     Args:
-      quick: Whether to look only at what is known without starting JAX.
-      as_json: Whether to print JSON in place of the text.
-      timeout_s: How long to wait for the other processes, in seconds.
+      quick: Whether to skip the checks that start JAX.
+      as_json: Whether to print JSON instead of text.
+      timeout_s: The time to wait for the other processes, in seconds.
 
     Returns:
       The exit status: 0, or 1 if there is a fault.
@@ -65,23 +65,24 @@ def doctor(
 def examine(
     environ: Mapping[str, str], *, quick: bool, timeout_s: float
 ) -> Report:
-    """Everything that can be found out. Collective, unless it is quick.
+    """Runs all checks. Collective, unless `quick`.
 
     Args:
       environ: The environment variables.
-      quick: Whether to leave out what starts JAX.
-      timeout_s: How long to wait for the other processes, in seconds.
+      quick: Whether to skip the checks that start JAX.
+      timeout_s: The time to wait for the other processes, in seconds.
     """
     cluster_part, cluster = check_clusters(environ)
     info = None if cluster is None else cluster.info
-    # In a meeting all ask process 0, which need not be tried out.
     findings = []
     if info is not None:
+        # Connecting is only tried if no job is started below: that connects
+        # to process 0 anyway.
         findings += check_address(info, environ, connects=quick)
-    started = [] if quick else _started(environ, cluster, timeout_s)
-    if any(has_met(part) for part in started):
-        # So the address serves, whatever it looks like: machines that share
-        # one, as tasks or virtual nodes do, meet at one of its own.
+    jax_parts = [] if quick else _check_jax(environ, cluster, timeout_s)
+    if any(has_met(part) for part in jax_parts):
+        # So the address works, even if it is a loopback address: the tasks or
+        # virtual nodes are on one machine.
         findings = [f for f in findings if f.level is not Level.FAULT]
     number = None if info is None else info.process_id
     process = ""
@@ -98,17 +99,17 @@ def examine(
             dataclasses.replace(
                 cluster_part, findings=(*cluster_part.findings, *findings)
             ),
-            *started,
+            *jax_parts,
         ),
     )
 
 
 def print_report(report: Report, console: Console | None = None) -> None:
-    """Prints a report; of a process that is not the chief, what is wrong.
+    """Prints a report; only its problems if this is not the chief.
 
     Args:
-      report: What was found.
-      console: Where to print; None for stdout.
+      report: The report.
+      console: The console to print to; None for stdout.
     """
     if console is None:
         console = Console(highlight=False)
@@ -116,17 +117,17 @@ def print_report(report: Report, console: Console | None = None) -> None:
             console.width = min(console.width, _WIDEST)
     if report.is_chief:
         for part in report.parts:
-            # The rest is said at the end.
-            if part.rows or part.calm:
-                console.print(_of_part(part))
-    console.print(_of_result(report))
+            # Problems of all parts follow at the end.
+            if part.rows or part.harmless:
+                console.print(_format_part(part))
+    console.print(_format_result(report))
 
 
-def _started(
+def _check_jax(
     environ: Mapping[str, str], cluster: Cluster | None, timeout_s: float
 ) -> list[Part]:
-    """What is found out by starting JAX."""
-    # Without an `info` JAX reads the variables itself.
+    """Runs the checks that start JAX."""
+    # A cluster without `info` and `error` stays: JAX reads its variables.
     if cluster and (cluster.error or (cluster.info and not cluster.address)):
         cluster = None
     part, has_devices = check_devices(environ, is_alone=cluster is None)
@@ -142,27 +143,27 @@ def _num_cores() -> int:
         return os.cpu_count() or 1
 
 
-def _of_part(part: Part) -> Group:
+def _format_part(part: Part) -> Group:
     title = Text(part.title, style="bold")
     table = Table(box=None, show_header=False, pad_edge=False)
     table.add_column(no_wrap=True, style="dim", min_width=22)
     table.add_column(overflow="fold")
     for name, value in part.rows:
-        # Neither is markup.
+        # Rich would read plain strings as markup.
         table.add_row(Text(name), Text(value))
-    parts = [table, *map(_of_finding, part.calm)]
+    parts = [table, *map(_format_finding, part.harmless)]
     return Group(title, *(Padding(p, (0, 0, 0, 2)) for p in parts), Text())
 
 
-def _of_result(report: Report) -> Group:
-    """The line with the result, after what is wrong."""
-    where, wrong = report.process or report.host, report.wrong
-    style = "green" if not wrong else _MARKS[wrong[0].level][1]
+def _format_result(report: Report) -> Group:
+    """Formats the problems, followed by a line with the result."""
+    where, problems = report.process or report.host, report.problems
+    style = "green" if not problems else _MARKS[problems[0].level][1]
     result = Text(f"{where}: {report.summary}", style=style)
-    return Group(*map(_of_finding, wrong), result)
+    return Group(*map(_format_finding, problems), result)
 
 
-def _of_finding(finding: Finding) -> Table:
+def _format_finding(finding: Finding) -> Table:
     mark, style = _MARKS[finding.level]
     text = Text(finding.text)
     if finding.fix:

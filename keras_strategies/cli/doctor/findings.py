@@ -1,4 +1,4 @@
-"""The findings of `doctor`, before they are shown."""
+"""The findings of `doctor`, before they are printed."""
 
 import collections
 import dataclasses
@@ -8,7 +8,7 @@ from keras_strategies.cluster.untrusted import printable
 
 
 class Level(enum.StrEnum):
-    """How bad a finding is."""
+    """The severity of a finding."""
 
     FAULT = "fault"
     WARNING = "warning"
@@ -18,12 +18,12 @@ class Level(enum.StrEnum):
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Finding:
-    """One thing that was looked at.
+    """The result of one check.
 
     Attributes:
-      level: How bad it is. A fault keeps a program from running.
-      text: What was found, in a sentence.
-      fix: What to do about it; empty for what is good.
+      level: The severity. A fault keeps a program from running.
+      text: The finding, in a sentence.
+      fix: The advice; empty if nothing needs to change.
     """
 
     level: Level
@@ -35,18 +35,18 @@ class Finding:
             object.__setattr__(self, name, _safe(getattr(self, name)))
 
 
-WRONG = (Level.FAULT, Level.WARNING)
+PROBLEMS = (Level.FAULT, Level.WARNING)
 Row = tuple[str, str]
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Part:
-    """What was found about one subject.
+    """The part of a report about one subject.
 
     Attributes:
       title: The subject: "Cluster".
       rows: Names and values, for a table.
-      findings: What is good and bad about it.
+      findings: The results of its checks.
     """
 
     title: str
@@ -58,21 +58,21 @@ class Part:
         object.__setattr__(self, "rows", rows)
 
     @property
-    def calm(self) -> list[Finding]:
-        """What is not wrong; the rest is told once, for all parts."""
-        return [f for f in self.findings if f.level not in WRONG]
+    def harmless(self) -> list[Finding]:
+        """The findings that are not problems; a report lists problems once."""
+        return [f for f in self.findings if f.level not in PROBLEMS]
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Report:
-    """All that was found.
+    """The results of all checks.
 
     Attributes:
       host: The machine's name.
       when: The local time, as text.
       process: "process 0 of 2", or empty outside of a cluster.
-      is_chief: Whether this process shows the whole report.
-      parts: By subject.
+      is_chief: Whether this process prints the complete report.
+      parts: The parts, by subject.
     """
 
     host: str
@@ -83,20 +83,20 @@ class Report:
 
     @property
     def findings(self) -> list[Finding]:
-        """Those of all parts, the worst first."""
+        """The findings of all parts, the worst first."""
         order = list(Level)
-        found = [finding for part in self.parts for finding in part.findings]
-        return sorted(found, key=lambda finding: order.index(finding.level))
+        findings = [f for part in self.parts for f in part.findings]
+        return sorted(findings, key=lambda finding: order.index(finding.level))
 
     @property
-    def wrong(self) -> list[Finding]:
-        """What is to be changed, the worst first."""
-        return [f for f in self.findings if f.level in WRONG]
+    def problems(self) -> list[Finding]:
+        """The findings that need a change, the worst first."""
+        return [f for f in self.findings if f.level in PROBLEMS]
 
     @property
     def summary(self) -> str:
-        """ "1 fault, 2 warnings", or that there is nothing to change."""
-        levels = collections.Counter(finding.level for finding in self.wrong)
+        """The number of problems: "1 fault, 2 warnings"."""
+        levels = collections.Counter(finding.level for finding in self.problems)
         counts = [
             f"{count} {level}{'s' * (count > 1)}"
             for level, count in levels.items()
@@ -109,7 +109,7 @@ class Report:
         return any(f.level is Level.FAULT for f in self.findings)
 
     def as_dict(self) -> dict[str, object]:
-        """The report as what JSON can hold."""
+        """Returns the report in the form of JSON."""
         return {
             "host": self.host,
             "when": self.when,
@@ -120,25 +120,25 @@ class Report:
 
 
 def fault(text: str, fix: str) -> Finding:
-    """A finding that keeps programs from running."""
+    """Makes a finding that keeps programs from running."""
     return Finding(level=Level.FAULT, text=text, fix=fix)
 
 
 def warning(text: str, fix: str) -> Finding:
-    """A finding that may be meant, and mostly is not."""
+    """Makes a finding that may be intended but mostly is not."""
     return Finding(level=Level.WARNING, text=text, fix=fix)
 
 
 def note(text: str, fix: str = "") -> Finding:
-    """A finding that is neither good nor bad."""
+    """Makes a finding that is neither good nor bad."""
     return Finding(level=Level.NOTE, text=text, fix=fix)
 
 
 def good(text: str) -> Finding:
-    """A finding that is as it should be."""
+    """Makes a finding that confirms a correct state."""
     return Finding(level=Level.GOOD, text=text)
 
 
 def _safe(text: str) -> str:
-    # Much of it comes from the environment, and goes to a terminal.
+    # Values from the environment must not send control codes to a terminal.
     return printable(text, keeps="\n")

@@ -1,7 +1,7 @@
-"""Installed packages, and the variables that change what Keras and JAX do.
+"""Checks of installed packages, and of the variables that Keras and JAX read.
 
-Pure functions of an environment and of what looks for packages; nothing is
-imported.
+Pure functions of the environment and a lookup of packages, which they do not
+import.
 """
 
 import importlib.util
@@ -24,7 +24,7 @@ from keras_strategies.cluster.exchange import job_secret
 from keras_strategies.keras_bridge.backend import is_switched_on
 
 LEAST_PYTHON = (3, 11)
-# What is imported by name, the extra that brings it, and what for.
+# Modules, the extras that install them, and their purposes.
 _EXTRAS = (
     ("tensorflow", "tensorflow", "datasets of tf.data"),
     ("grain", "grain", "datasets of grain"),
@@ -43,10 +43,10 @@ def check_packages(
     version_of: Version = versions.installed_version,
     python: tuple[int, ...] = sys.version_info[:2],
 ) -> Part:
-    """Versions, and which extras there are.
+    """Checks versions, and which extras are installed.
 
     Args:
-      version_of: Tells the version of a package.
+      version_of: A function that returns the version of a package, or None.
       python: Python's version.
     """
     rows = [
@@ -64,20 +64,20 @@ def check_packages(
     for package in versions.LEAST:
         version = version_of(package)
         rows.append((package, version or "not installed"))
-        findings += _of_package(package, version)
-    found, missing = [], []
+        findings += _check_package(package, version)
+    installed, missing = [], []
     for module, extra, purpose in _EXTRAS:
         if importlib.util.find_spec(module):
-            found.append(module)
+            installed.append(module)
         else:
             missing.append(f"{module} ({purpose}: extra '{extra}')")
-    rows.append(("optional", ", ".join(found) or "none"))
+    rows.append(("optional", ", ".join(installed) or "none"))
     if missing:
         rows.append(("not installed", "\n".join(missing)))
     return Part(title="Packages", rows=tuple(rows), findings=tuple(findings))
 
 
-def _of_package(package: str, version: str | None) -> Iterator[Finding]:
+def _check_package(package: str, version: str | None) -> Iterator[Finding]:
     cure = f"pip install --upgrade '{versions.make_requirement(package)}'"
     least = versions.LEAST[package]
     if version is None:
@@ -85,25 +85,25 @@ def _of_package(package: str, version: str | None) -> Iterator[Finding]:
     elif versions.parse_version(version) < least:
         yield fault(
             f"{package} {version} is older than "
-            f"{versions.format_version(least)}, the oldest that works.",
+            f"{versions.format_version(least)}, the oldest supported version.",
             cure,
         )
     elif versions.parse_version(version) >= versions.BELOW.get(
         package, (10**9,)
     ):
         yield warning(
-            f"{package} {version} is newer than those that were tested: see "
+            f"{package} {version} is newer than the tested versions: see "
             "docs/versions.md.",
             cure,
         )
 
 
 def check_variables(environ: Mapping[str, str], num_cores: int) -> Part:
-    """The variables that Keras and JAX read.
+    """Checks the variables that Keras and JAX read.
 
     Args:
       environ: The environment variables.
-      num_cores: Cores that this process may use.
+      num_cores: The number of cores that this process may use.
     """
     flags = split_flags(environ.get("XLA_FLAGS", ""))
     rows: list[Row] = [
@@ -114,27 +114,27 @@ def check_variables(environ: Mapping[str, str], num_cores: int) -> Part:
     if flags:
         rows.append(("XLA_FLAGS", "\n".join(flags)))
     if environ.get(job_secret.VARIABLE):
-        rows.append((job_secret.VARIABLE, "set; it is not shown"))
+        rows.append((job_secret.VARIABLE, "set (not shown)"))
     rows.append(("CPU cores", str(num_cores)))
     findings = (
-        *_of_keras(environ),
-        *_of_platforms(environ.get("JAX_PLATFORMS", "")),
-        *_of_virtual_devices(flags, num_cores),
-        *_of_secret(environ),
+        *_check_keras(environ),
+        *_check_platforms(environ.get("JAX_PLATFORMS", "")),
+        *_check_virtual_devices(flags, num_cores),
+        *_check_secret(environ),
     )
     return Part(title="Environment", rows=tuple(rows), findings=findings)
 
 
 def split_flags(text: str) -> list[str]:
-    """The flags of a value of XLA_FLAGS."""
+    """Splits a value of XLA_FLAGS into its flags."""
     try:
-        # It takes the square of the time for a word that is so long.
+        # `shlex` takes quadratic time for a long word.
         return shlex.split(text) if len(text) < _MAX_FLAGS else text.split()
     except ValueError:
         return text.split()
 
 
-def _of_secret(environ: Mapping[str, str]) -> Iterator[Finding]:
+def _check_secret(environ: Mapping[str, str]) -> Iterator[Finding]:
     try:
         job_secret.read_secret(environ)
     except ValueError as error:
@@ -142,35 +142,37 @@ def _of_secret(environ: Mapping[str, str]) -> Iterator[Finding]:
         yield fault(f"{rule}. {received}.", cure)
 
 
-def _of_keras(environ: Mapping[str, str]) -> Iterator[Finding]:
+def _check_keras(environ: Mapping[str, str]) -> Iterator[Finding]:
     backend = environ.get("KERAS_BACKEND", "jax")
     if backend != "jax":
         yield fault(
-            f"KERAS_BACKEND is {backend!r}; importing keras_strategies raises "
-            "an error.",
+            f"KERAS_BACKEND is {backend!r}, so importing keras_strategies "
+            "raises an error.",
             "Set KERAS_BACKEND=jax, or unset it.",
         )
     if is_switched_on(environ.get("KERAS_NNX_ENABLED", "")):
         yield fault(
-            "KERAS_NNX_ENABLED is on; importing keras_strategies raises an "
+            "KERAS_NNX_ENABLED is on, so importing keras_strategies raises an "
             "error.",
-            "Unset it: strategies need Keras's own variables.",
+            "Unset it: strategies need Keras variables, not those of NNX.",
         )
 
 
-def _of_platforms(text: str) -> Iterator[Finding]:
+def _check_platforms(text: str) -> Iterator[Finding]:
     unknown = [
         name for name in text.split(",") if name and name not in _PLATFORMS
     ]
     if unknown:
         yield note(
-            f"JAX_PLATFORMS asks for {', '.join(map(repr, unknown))}, which "
-            "is not one of JAX's own platforms.",
-            "Look for a typing mistake, unless a plugin brings it.",
+            f"JAX_PLATFORMS contains {', '.join(map(repr, unknown))}, which "
+            "is not a built-in platform of JAX.",
+            "Check the spelling, unless a plugin adds it.",
         )
 
 
-def _of_virtual_devices(flags: list[str], num_cores: int) -> Iterator[Finding]:
+def _check_virtual_devices(
+    flags: list[str], num_cores: int
+) -> Iterator[Finding]:
     counts = [
         flag.removeprefix(DEVICE_COUNT)
         for flag in flags
@@ -179,14 +181,14 @@ def _of_virtual_devices(flags: list[str], num_cores: int) -> Iterator[Finding]:
     for count in counts[-1:]:  # The last one counts.
         if not (count.isascii() and count.isdigit()):
             yield fault(
-                "XLA_FLAGS gives a number of virtual devices that is not a "
-                "number.",
+                "XLA_FLAGS sets the number of virtual devices to something "
+                "that is not a number.",
                 f"Write {DEVICE_COUNT}4, for example.",
             )
         elif int(count) > num_cores:
             yield warning(
                 f"{count} virtual CPU devices share {num_cores} "
-                f"core{'s' * (num_cores > 1)}: right for trying a script, no "
-                "faster than fewer.",
+                f"core{'s' * (num_cores > 1)}: useful to try a script, but no "
+                "faster than fewer devices.",
                 f"For speed use {DEVICE_COUNT}{num_cores} or an accelerator.",
             )

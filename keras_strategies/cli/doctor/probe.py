@@ -1,8 +1,8 @@
 """The part of `doctor` that runs in another process: JAX, devices, all-reduces.
 
-XLA ends a process that it does not like, and drivers may hang: `doctor` has to
-live on and tell. Each stage writes a line of JSON to a file when it is done, so
-that what is missing says where the process ended.
+XLA may abort the process, for example at an unknown flag, and drivers may hang,
+but `doctor` has to survive and report that. Each stage writes a line of JSON to
+a file when it is done, so that missing lines show where the process ended.
 """
 
 import collections
@@ -20,26 +20,27 @@ _LONGEST_ERROR = 2000
 
 
 def main(path: str, question: str) -> int:
-    """Goes through the stages and writes what they find.
+    """Runs stages and writes their results.
 
     Args:
       path: The file to write to.
-      question: As JSON: "stages", names of functions here; "join", the
-        attributes of a `TaskInfo` or None; "timeout_s".
+      question: JSON with "stages", their names; "join", the attributes of a
+        `TaskInfo` or None; "timeout_s".
 
     Returns:
-      The exit status: 1 if a stage raised an error, which is written, too.
+      The exit status: 0, or 1 if a stage raised an error, which is written,
+      too.
     """
-    asked = json.loads(question)
+    request = json.loads(question)
     stages: dict[str, Callable[[], dict[str, Any]]] = {
         "jax": _import_jax,
-        "join": lambda: _join(asked["join"], asked["timeout_s"]),
-        "devices": _devices,
-        "all_reduce": _all_reduce,
+        "join": lambda: _join(request["join"], request["timeout_s"]),
+        "devices": _describe_devices,
+        "all_reduce": _time_all_reduce,
         "keras": _import_keras,
     }
     with open(path, "w", encoding="utf-8", buffering=1) as file:
-        for name in asked["stages"]:
+        for name in request["stages"]:
             file.write(json.dumps({"stage": name, "begins": True}) + "\n")
             start = time.perf_counter()
             try:
@@ -69,7 +70,7 @@ def _import_keras() -> dict[str, Any]:
 
 
 def _join(join: dict[str, Any] | None, timeout_s: float) -> dict[str, Any]:
-    """Starts the job; JAX looks for one by itself if none is given."""
+    """Joins the job; if `join` is None, JAX detects the cluster."""
     import jax
 
     from keras_strategies.cluster.job import bootstrap
@@ -86,7 +87,7 @@ def _join(join: dict[str, Any] | None, timeout_s: float) -> dict[str, Any]:
     return {"process": jax.process_index()}
 
 
-def _devices() -> dict[str, Any]:
+def _describe_devices() -> dict[str, Any]:
     import jax
 
     devices = jax.devices()
@@ -96,12 +97,12 @@ def _devices() -> dict[str, Any]:
         "kinds": [[*kind, count] for kind, count in sorted(kinds.items())],
         "by_process": [counts[index] for index in sorted(counts)],
         "process": jax.process_index(),
-        "hosts": _hosts(),
+        "hosts": _gather_hosts(),
     }
 
 
-def _hosts() -> list[str]:
-    """The names of the machines by process. Collective."""
+def _gather_hosts() -> list[str]:
+    """Gathers the names of the machines by process. Collective."""
     import jax
     import numpy as np
     from jax.experimental import multihost_utils
@@ -114,24 +115,25 @@ def _hosts() -> list[str]:
     return [bytes(row).rstrip(b"\0").decode(errors="replace") for row in rows]
 
 
-def _all_reduce() -> dict[str, Any]:
-    """Times the sum over all devices of this job. Collective."""
+def _time_all_reduce() -> dict[str, Any]:
+    """Times and checks a sum over all devices of this job. Collective."""
     import jax
     import numpy as np
     from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
     mesh = Mesh(np.array(jax.devices()), ("replica",))
-    split = NamedSharding(mesh, PartitionSpec("replica"))
-    whole = NamedSharding(mesh, PartitionSpec())
-    add = jax.jit(lambda rows: rows.sum(0), out_shardings=whole)
+    sharded = NamedSharding(mesh, PartitionSpec("replica"))
+    replicated = NamedSharding(mesh, PartitionSpec())
+    add = jax.jit(lambda rows: rows.sum(0), out_shardings=replicated)
     count = mesh.size
     answer: dict[str, Any] = {"devices": count, "repeats": _REPEATS}
     for name, width in (("small", _SMALL), ("large", _LARGE)):
         rows = jax.make_array_from_callback(
-            (count, width), split, lambda index, w=width: _numbered(index, w)
+            (count, width), sharded, lambda index, w=width: _make_row(index, w)
         )
+        # The first call compiles, so it is not timed.
         total = jax.block_until_ready(add(rows))
-        found = float(np.asarray(total.addressable_data(0))[-1])
+        last = float(np.asarray(total.addressable_data(0))[-1])
         seconds = []
         for _ in range(_REPEATS):
             start = time.perf_counter()
@@ -140,13 +142,13 @@ def _all_reduce() -> dict[str, Any]:
         answer[name] = {
             "bytes": 4 * width,
             "ms": statistics.median(seconds) * 1e3,
-            "is_right": found == count * (count + 1) / 2,
+            "is_right": last == count * (count + 1) / 2,
         }
     return answer
 
 
-def _numbered(index: Any, width: int) -> Any:
-    """Rows of a device's number, from 1."""
+def _make_row(index: Any, width: int) -> Any:
+    """Makes a row filled with the device's number, from 1."""
     import numpy as np
 
     first = index[0].start or 0

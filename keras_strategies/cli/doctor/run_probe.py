@@ -1,4 +1,4 @@
-"""The start of `probe`, and the findings in its answers."""
+"""Runs of `probe` in child processes, and the findings from its answers."""
 
 import dataclasses
 import json
@@ -18,7 +18,7 @@ from keras_strategies.cli.doctor.findings import (
     note,
 )
 from keras_strategies.cli.doctor.installed import DEVICE_COUNT
-from keras_strategies.cli.launch.local_job import described
+from keras_strategies.cli.launch.local_job import describe_exit
 from keras_strategies.cluster.child_program import command_line
 from keras_strategies.cluster.exchange.message_forms import fault_of
 from keras_strategies.cluster.exchange.rendezvous import RendezvousError
@@ -26,12 +26,12 @@ from keras_strategies.cluster.untrusted import load_json
 from keras_strategies.cluster.watchdog.launcher_pipe import LAUNCHER_FD
 
 _PROBE = "keras_strategies.cli.doctor.probe"
-# To start JAX's devices, which takes long on a large slice.
+# The time for JAX to start its devices, which is slow on a large slice.
 _DEVICES_S = 90.0
 _LAST_LINES = 3
 _CURE_OF_FLAGS = (
-    "XLA ends every process at a flag of XLA_FLAGS that it does not know: "
-    "remove or correct it. Flags for TPUs belong into LIBTPU_INIT_ARGS."
+    "XLA aborts the process if XLA_FLAGS contains an unknown flag: remove or "
+    "correct it. Flags for TPUs belong in LIBTPU_INIT_ARGS."
 )
 _LONGEST = 600
 _MAX_LINE = 1 << 20
@@ -53,11 +53,11 @@ Answers = dict[str, dict[str, Any]]
 def check_devices(
     environ: Mapping[str, str], *, is_alone: bool
 ) -> tuple[Part, bool]:
-    """JAX, this machine's devices and an all-reduce over them.
+    """Checks JAX, this machine's devices and an all-reduce over them.
 
     Args:
       environ: The environment variables.
-      is_alone: Whether there is no other process with devices.
+      is_alone: Whether this process is not in a cluster.
 
     Returns:
       The part of the report, and whether JAX has devices.
@@ -68,14 +68,14 @@ def check_devices(
     devices = answers.get("devices", {})
     rows, findings = [], []
     if "kinds" in devices:
-        rows.append(("devices", _kinds(devices["kinds"])))
-        rows += _rows_of_all_reduce(answers.get("all_reduce", {}))
-        findings += [_of_devices(devices["kinds"])] if is_alone else []
+        rows.append(("devices", _format_kinds(devices["kinds"])))
+        rows += _make_all_reduce_rows(answers.get("all_reduce", {}))
+        findings += [_check_kinds(devices["kinds"])] if is_alone else []
     for stage, name in _TIMED.items():
         if "seconds" in answers.get(stage, {}):
             rows.append((name, f"{answers[stage]['seconds']:.1f} s"))
-    findings += _of_all_reduce(answers, "this machine's devices")
-    findings += _of_end(answers, end, environ)
+    findings += _check_all_reduce(answers, "this machine's devices")
+    findings += _check_end(answers, end, environ)
     part = Part(title="Devices", rows=tuple(rows), findings=tuple(findings))
     return part, "kinds" in devices
 
@@ -84,19 +84,19 @@ _MET = good("All processes have met, and JAX joined them.")
 
 
 def has_met(part: Part) -> bool:
-    """Whether `check_job` found that all processes have met."""
+    """Returns whether `check_job` found that all processes have met."""
     return _MET in part.findings
 
 
 def check_job(
     cluster: Cluster, environ: Mapping[str, str], timeout_s: float
 ) -> Part:
-    """All processes meet, join and time an all-reduce. Collective.
+    """Joins all processes and times an all-reduce over them. Collective.
 
     Args:
-      cluster: The cluster, of more than one process or of JAX's own finding.
+      cluster: A cluster of more than one process, or one that JAX detects.
       environ: The environment variables.
-      timeout_s: How long to wait for the others, in seconds.
+      timeout_s: The time to wait for the other processes, in seconds.
     """
     join = cluster.info and dataclasses.asdict(cluster.info)
     stages = ["jax", "join", "devices", "all_reduce"]
@@ -109,12 +109,12 @@ def check_job(
         hosts = devices["hosts"]
         rows.append(("processes", str(len(hosts))))
         rows.append(("machines", str(len(set(hosts)))))
-        rows.append(("devices", _kinds(devices["kinds"])))
-        findings += _of_counts(devices["by_process"])
-    rows += _rows_of_all_reduce(answers.get("all_reduce", {}))
-    findings += _of_all_reduce(answers, "all processes")
-    findings += _of_meeting(answers, cluster, environ)
-    findings += _of_end(answers, end, environ)
+        rows.append(("devices", _format_kinds(devices["kinds"])))
+        findings += _check_counts(devices["by_process"])
+    rows += _make_all_reduce_rows(answers.get("all_reduce", {}))
+    findings += _check_all_reduce(answers, "all processes")
+    findings += _check_meeting(answers, cluster, environ)
+    findings += _check_end(answers, end, environ)
     return Part(title="Job", rows=tuple(rows), findings=tuple(findings))
 
 
@@ -124,18 +124,18 @@ def _probe(
     timeout_s: float,
     environ: Mapping[str, str],
 ) -> tuple[Answers, tuple[int | None, str]]:
-    """Runs stages: their answers, the exit status and the last lines."""
+    """Runs stages; returns their answers, the exit status and last lines."""
     question = {"stages": stages, "join": join, "timeout_s": timeout_s}
     with tempfile.TemporaryDirectory() as folder:
-        path = pathlib.Path(folder) / "told"
+        path = pathlib.Path(folder) / "answers"
         words = command_line(_PROBE, str(path), json.dumps(question))
-        code, text = _run(words, timeout_s + _DEVICES_S, environ)
-        answers = _answers_in(path.read_bytes() if path.exists() else b"")
+        code, text = _run_child(words, timeout_s + _DEVICES_S, environ)
+        answers = _parse_answers(path.read_bytes() if path.exists() else b"")
     return answers, (code, text)
 
 
-def _answers_in(text: bytes) -> Answers:
-    """What a child wrote; its last line may be half a one."""
+def _parse_answers(text: bytes) -> Answers:
+    """Parses the answers of a child, whose last line may be incomplete."""
     answers: Answers = {}
     for line in text.splitlines():
         try:
@@ -147,38 +147,38 @@ def _answers_in(text: bytes) -> Answers:
     return answers
 
 
-def _run(
+def _run_child(
     words: Sequence[str], timeout_s: float, environ: Mapping[str, str]
 ) -> tuple[int | None, str]:
-    """Exit status, None for one that took too long, and the last lines."""
-    own = {"KERAS_BACKEND": "jax", "TF_CPP_MIN_LOG_LEVEL": "1"}
+    """Runs a command; returns its exit status (None: late), last lines."""
+    added = {"KERAS_BACKEND": "jax", "TF_CPP_MIN_LOG_LEVEL": "1"}
     dropped = (LAUNCHER_FD, "KERAS_NNX_ENABLED")
     inherited = {k: v for k, v in environ.items() if k not in dropped}
     try:
         ended = subprocess.run(
             words,
-            env=inherited | own,
+            env=inherited | added,
             stdin=subprocess.DEVNULL,
             stdout=subprocess.DEVNULL,
             stderr=subprocess.PIPE,
             timeout=timeout_s,
         )
-        code, told = ended.returncode, ended.stderr
+        code, output = ended.returncode, ended.stderr
     except subprocess.TimeoutExpired as late:
-        code, told = None, late.stderr or b""
-    text = told.decode(errors="replace")
+        code, output = None, late.stderr or b""
+    text = output.decode(errors="replace")
     last = [line for line in text.splitlines() if line.strip()][-_LAST_LINES:]
     return code, "\n".join(last)[:_LONGEST]
 
 
-def _kinds(kinds: Sequence[Sequence[Any]]) -> str:
+def _format_kinds(kinds: Sequence[Sequence[Any]]) -> str:
     return "\n".join(
         f"{count} x {name}" + (f" ({kind})" if kind != name else "")
         for name, kind, count in kinds
     )
 
 
-def _rows_of_all_reduce(answers: dict[str, Any]) -> Iterator[Row]:
+def _make_all_reduce_rows(answers: dict[str, Any]) -> Iterator[Row]:
     if "large" not in answers or answers["devices"] < 2:
         return
     for name in ("small", "large"):
@@ -188,7 +188,7 @@ def _rows_of_all_reduce(answers: dict[str, Any]) -> Iterator[Row]:
         yield f"all-reduce, {shown}", took
 
 
-def _of_devices(kinds: Sequence[Sequence[Any]]) -> Finding:
+def _check_kinds(kinds: Sequence[Sequence[Any]]) -> Finding:
     (name, _, count), *_ = kinds
     if count > 1 or len(kinds) > 1:
         return good(f"JAX has {sum(kind[2] for kind in kinds)} devices.")
@@ -200,37 +200,38 @@ def _of_devices(kinds: Sequence[Sequence[Any]]) -> Finding:
     )
 
 
-def _of_counts(counts: list[int]) -> Iterator[Finding]:
+def _check_counts(counts: list[int]) -> Iterator[Finding]:
     if len(set(counts)) > 1:
         yield fault(
-            "The processes have other numbers of devices: "
+            "The processes have different numbers of devices: "
             f"{', '.join(map(str, counts))}.",
-            "Give all the same: a strategy divides batches evenly.",
+            "Give all of them the same number: a strategy divides batches "
+            "evenly.",
         )
 
 
-def _of_all_reduce(answers: Answers, over: str) -> Iterator[Finding]:
+def _check_all_reduce(answers: Answers, over: str) -> Iterator[Finding]:
     answer = answers.get("all_reduce", {})
     if "large" not in answer or answer["devices"] < 2:
         return
     if answer["small"]["is_right"] and answer["large"]["is_right"]:
-        yield good(f"An all-reduce over {over} is right.")
+        yield good(f"An all-reduce over {over} is correct.")
     else:
         yield fault(
-            f"An all-reduce over {over} gives a wrong sum.",
-            "Do not train on it: look for a device or a link that is broken.",
+            f"An all-reduce over {over} returns a wrong sum.",
+            "Do not train there: look for a broken device or link.",
         )
 
 
-def _is_apart(answers: Answers) -> bool:
-    """Whether the processes did not meet, or differ."""
+def _failed_to_meet(answers: Answers) -> bool:
+    """Returns whether the processes did not meet, or did not agree."""
     return answers.get("join", {}).get("kind") == RendezvousError.__name__
 
 
-def _of_meeting(
+def _check_meeting(
     answers: Answers, cluster: Cluster, environ: Mapping[str, str]
 ) -> Iterator[Finding]:
-    if cluster.info is None or not _is_apart(answers):
+    if cluster.info is None or not _failed_to_meet(answers):
         return
     yield fault(
         f"The processes did not meet. {answers['join']['error']}",
@@ -243,12 +244,12 @@ def _of_meeting(
             yield finding
 
 
-def _of_end(
+def _check_end(
     answers: Answers, end: tuple[int | None, str], environ: Mapping[str, str]
 ) -> Iterator[Finding]:
-    """What went wrong in the stage that came last."""
+    """Reports the failure of the last stage, if it failed."""
     code, text = end
-    if code == 0 or _is_apart(answers):
+    if code == 0 or _failed_to_meet(answers):
         return
     stage = list(answers)[-1] if answers else "jax"
     error = answers.get(stage, {}).get("error")
@@ -256,8 +257,9 @@ def _of_end(
     if code is None:
         what = f"It took too long until {_NAMES[stage]}."
     elif error is None:
-        what = f"The process {described(code)} before {_NAMES[stage]}."
+        what = f"The process {describe_exit(code)} before {_NAMES[stage]}."
         if code < 0:
+            # XLA aborts its process; "killed" would point to another one.
             what = what.replace("was killed by", "was ended by")
     else:
         kind = answers[stage].get("kind", "an error")
@@ -267,16 +269,16 @@ def _of_end(
     if code and error is None and stage == "devices" and flags:
         yield fault(what, _CURE_OF_FLAGS)
     else:
-        yield fault(what, _cure_of(stage, environ.get("JAX_PLATFORMS")))
+        yield fault(what, _choose_cure(stage, environ.get("JAX_PLATFORMS")))
 
 
-def _cure_of(stage: str, platforms: str | None) -> str:
+def _choose_cure(stage: str, platforms: str | None) -> str:
     if stage == "keras":
-        return "Install the packages again: see Packages."
+        return "Reinstall the packages that Packages lists as wrong or missing."
     if stage == "devices" and platforms:
         return (
-            f"JAX_PLATFORMS={platforms} asks for devices that JAX does not "
-            "find. Install what drives them ('.[cuda]', '.[tpu]'), or set "
+            f"JAX_PLATFORMS={platforms} selects devices that JAX does not "
+            "find. Install support for them ('.[cuda]', '.[tpu]'), or set "
             "JAX_PLATFORMS=cpu."
         )
     if stage == "all_reduce":
@@ -285,6 +287,6 @@ def _cure_of(stage: str, platforms: str | None) -> str:
             "coordinator's: look for a firewall between them."
         )
     return (
-        "Look at the drivers of the devices and for other processes that use "
-        "them; JAX_PLATFORMS=cpu takes the CPU."
+        "Check the drivers of the devices, and whether other processes use "
+        "them; JAX_PLATFORMS=cpu selects the CPU."
     )

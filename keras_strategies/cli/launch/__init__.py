@@ -1,1 +1,1 @@
-"""`keras-strategies launch`."""
+"""The command `keras-strategies launch`."""

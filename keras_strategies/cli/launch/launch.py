@@ -1,4 +1,4 @@
-"""`keras-strategies launch`: a cluster of processes on this machine."""
+"""The command `keras-strategies launch`: a cluster on this machine."""
 
 import importlib.machinery
 import json
@@ -14,7 +14,7 @@ from keras_strategies.cluster.job.free_ports import free_ports
 _FLAGS = "XLA_FLAGS"
 _DEVICE_COUNT = "--xla_force_host_platform_device_count"
 _HOST = "127.0.0.1"
-# Two for output, one that ends when this process does.
+# Two pipes for output, and one that closes when this process ends.
 _FILES_PER_PROCESS = 3
 _OTHER_FILES = 64
 _WRONG_ARGUMENTS = 2
@@ -32,16 +32,17 @@ def launch(
 ) -> int:
     """Runs a script in several processes of one cluster, and waits for them.
 
-    Called in the main thread: it handles the process's signals meanwhile.
+    Must be called in the main thread, as it handles signals until it returns.
 
     Args:
-      command: The script, or the module's name, and its arguments.
-      is_module: Whether it is a module.
-      num_processes: How many processes.
-      devices_per_process: Virtual CPU devices of each; None for one.
-      platform: JAX_PLATFORMS of the processes.
-      has_evaluator: Whether one more process is started, an evaluator outside
-        of the cluster, whose first process is then a "chief".
+      command: The script or the module's name, followed by its arguments.
+      is_module: Whether the command is a module.
+      num_processes: The number of processes.
+      devices_per_process: The number of virtual CPU devices of each process;
+        None for one.
+      platform: The processes' JAX_PLATFORMS.
+      has_evaluator: Whether to start one more process, an evaluator outside of
+        the cluster; the first process of the cluster is then a "chief".
 
     Returns:
       The exit code of the process that failed first (128 + n for signal n),
@@ -56,7 +57,7 @@ def launch(
         return _WRONG_ARGUMENTS
     words = [sys.executable, "-u", *(["-m"] if is_module else []), *command]
     addresses = [f"{_HOST}:{port}" for port in free_ports(num_processes)]
-    # Its processes know each other by a secret of this job alone.
+    # The processes authenticate each other by a secret of this job.
     environ = {job_secret.VARIABLE: job_secret.make()} | os.environ
     environments = [
         make_environment(
@@ -69,7 +70,7 @@ def launch(
         )
         for index in range(num_processes + has_evaluator)
     ]
-    names = task_names(num_processes, has_evaluator=has_evaluator)
+    names = make_task_names(num_processes, has_evaluator=has_evaluator)
     return run_job(words, environments, names)
 
 
@@ -80,52 +81,53 @@ def find_fault(
     devices_per_process: int | None,
     platform: str,
 ) -> str:
-    """What is wrong with the arguments of `launch`, and the cure; else ""."""
+    """Returns the fault of the arguments of `launch` with its cure, or ""."""
     if os.name != "posix":
-        return "runs on Linux and macOS. Start the processes by hand here."
+        return "runs only on Linux and macOS. Start the processes by hand here."
     if not 1 <= num_processes <= _MOST_PROCESSES:
         return (
-            f"--processes is from 1 to {_MOST_PROCESSES}. Received: "
+            f"--processes must be from 1 to {_MOST_PROCESSES}. Received: "
             f"{num_processes}. Give, for example, --processes 2."
         )
     if devices_per_process is not None and devices_per_process < 1:
         return (
-            "--devices-per-process is 1 or more. Received: "
+            "--devices-per-process must be 1 or more. Received: "
             f"{devices_per_process}. Leave it out for one device each."
         )
     if devices_per_process is not None and platform != "cpu":
         return (
-            "--devices-per-process makes virtual devices of the CPU. "
+            "--devices-per-process can only be used on the CPU. "
             f"Received: --platform {platform}. Leave one of the two out."
         )
     if not command:
         kind = "a module after -m" if is_module else "a script"
         return (
-            f"{kind} is missing. Give what the processes run: "
+            f"{kind} is missing. Give the command of the processes: "
             "`keras-strategies launch --processes 2 train.py`."
         )
-    return _fault_of_command(command[0], is_module) or _fault_of_limits(
+    return _find_command_fault(command[0], is_module) or _find_limit_fault(
         num_processes
     )
 
 
-def _fault_of_command(name: str, is_module: bool) -> str:
+def _find_command_fault(name: str, is_module: bool) -> str:
     if is_module:
-        # Only its first part: to look further would import that.
+        # Looks up only the root package: searching in it would import it.
         path = [os.getcwd(), *sys.path]
         root = name.split(".")[0]
         if root in sys.builtin_module_names or root in sys.modules:
             return ""
         if importlib.machinery.PathFinder.find_spec(root, path) is None:
             return (
-                f"there is no module {name!r}. Install it, or go to its folder."
+                f"the module {name!r} does not exist. Install it, or change to "
+                "its folder."
             )
         return ""
     path = pathlib.Path(name)
     if not path.exists():
         return (
-            f"there is no file {name!r} in {os.getcwd()!r}. Give the path of "
-            "a Python script, after all options."
+            f"the file {name!r} does not exist in {os.getcwd()!r}. Give the "
+            "path of a Python script, after all options."
         )
     if path.is_dir() and not (path / "__main__.py").exists():
         return f"{name!r} is a folder. Give the path of a Python script."
@@ -134,7 +136,7 @@ def _fault_of_command(name: str, is_module: bool) -> str:
     return ""
 
 
-def _fault_of_limits(num_processes: int) -> str:
+def _find_limit_fault(num_processes: int) -> str:
     import resource  # Not on Windows.
 
     needed = _FILES_PER_PROCESS * num_processes + _OTHER_FILES
@@ -151,14 +153,16 @@ def _fault_of_limits(num_processes: int) -> str:
     )
 
 
-def task_names(num_processes: int, *, has_evaluator: bool) -> list[str]:
-    """What the processes are called in front of their lines."""
-    tasks = _tasks(num_processes, has_evaluator)
+def make_task_names(num_processes: int, *, has_evaluator: bool) -> list[str]:
+    """Makes the names of the processes that precede their lines."""
+    tasks = _list_tasks(num_processes, has_evaluator)
     return [f"{kind} {i}" if kind == "worker" else kind for kind, i in tasks]
 
 
-def _tasks(num_processes: int, has_evaluator: bool) -> list[tuple[str, int]]:
-    """The type and the index of each process's task, as tf has them."""
+def _list_tasks(
+    num_processes: int, has_evaluator: bool
+) -> list[tuple[str, int]]:
+    """Lists the type and index of each process's task, as in tf."""
     if not has_evaluator:
         return [("worker", index) for index in range(num_processes)]
     workers = [("worker", index) for index in range(num_processes - 1)]
@@ -174,17 +178,17 @@ def make_environment(
     platform: str,
     has_evaluator: bool = False,
 ) -> dict[str, str]:
-    """The variables of one process.
+    """Makes the environment variables of one process.
 
     Args:
-      environ: Those of this process.
-      addresses: `host:port` of all processes, by number.
+      environ: The variables of this process.
+      addresses: The `host:port` of each process, by number.
       index: The number of the process.
-      num_devices: Its virtual devices; used on the CPU.
-      platform: What JAX runs on.
-      has_evaluator: Whether there is one; it comes after all others.
+      num_devices: The number of virtual devices; used only on the CPU.
+      platform: The platform of JAX.
+      has_evaluator: Whether there is an evaluator, which is the last process.
     """
-    tasks = _tasks(len(addresses), has_evaluator)
+    tasks = _list_tasks(len(addresses), has_evaluator)
     cluster: dict[str, list[str]] = {}
     # The evaluator, which comes last, has no address.
     for (kind, _), address in zip(tasks, addresses, strict=False):

@@ -1,7 +1,7 @@
 """The supervision of a job's local processes until all have ended.
 
-What happens to one of them decides what is done with the others: the rules
-are in `_Job`, as plans of what to do at which time.
+The end of one process decides the fate of the others. The rules are methods of
+`_Job`, which make plans: lists of actions and their times.
 """
 
 import collections
@@ -16,35 +16,37 @@ from types import FrameType
 from keras_strategies.cli.launch.local_process import Child, Output
 from keras_strategies.cluster.exchange.exit_codes import ExitCode
 
-# Exit codes of processes that ended by themselves, though asked to end.
+# Exit codes of processes that ended by themselves, even if sent a signal.
 _SELF_MADE = (ExitCode.FAILED, ExitCode.STALLED, ExitCode.PEER_FAILED)
 _CLOSED_OUTPUT = 141
 _FAILED_OUTPUT = 74  # EX_IOERR
 _POLL_S = 0.02
 _SHOW_S = 2.0
-# Survivors hear of a failure at once, and have this long to say it and go.
+# Times from a failure to SIGTERM and SIGKILL for the survivors: they learn of
+# it at once, print an error and exit.
 _FAILED = (0.6, 0.9)
-# Who ends itself has told the others more than the launcher knows.
+# Delay of the launcher's line to survivors if the failed process ended itself:
+# it has sent them its error, which has more details than the launcher.
 _REPORTS_ITSELF_S = 0.4
-# A process that says that a peer failed may be ahead of that peer, which
-# waits a second for others to hear its error.
+# Delay after a process ended because of a failed peer: the peer may still be
+# running, as it waits a second for the others to receive its error.
 _PEER_FAILED = 1.0
 # Kubernetes and SLURM kill 30 seconds after SIGTERM.
 _PREEMPTED = 25.0
 _INTERRUPTED = (5.0, 8.0)
-_SEND_LINE = "tell"
+_SEND_LINE = "send line"
 Action = int | str
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Ending:
-    """How one process ended.
+    """The end of one process.
 
     Attributes:
-      process: Its number.
-      code: Its exit status; negative for a signal.
-      sent: The signals it had been sent by the launcher.
-      name: What it is called; "process" and its number if "".
+      process: The number of the process.
+      code: The exit status; negative for a signal.
+      sent: The signals that the launcher had sent.
+      name: The name for messages; "process" and its number if "".
     """
 
     process: int
@@ -54,7 +56,7 @@ class Ending:
 
     @property
     def rank(self) -> int:
-        """How far it is from being a cause; 0 is one, 4 no failure."""
+        """The distance from a cause: 0 is a cause, 4 is not a failure."""
         if self.code == 0:
             return 4
         if self.code == ExitCode.PREEMPTED:
@@ -62,14 +64,14 @@ class Ending:
         if -self.code in self.sent:
             return 2
         if self.sent and self.code not in _SELF_MADE:
-            # It may have ended itself when it was told to.
+            # It may have handled the signal and exited.
             return 2
         return 1 if self.code == ExitCode.PEER_FAILED else 0
 
     def describe(self) -> str:
-        """ "process 1 was killed by SIGKILL", for messages."""
+        """Describes it for messages: "process 1 was killed by SIGKILL"."""
         name = self.name or f"process {self.process}"
-        return f"{name} {described(self.code)}"
+        return f"{name} {describe_exit(self.code)}"
 
 
 def run_job(
@@ -79,12 +81,14 @@ def run_job(
 ) -> int:
     """Runs one command in several processes until all have ended.
 
-    Called in the main thread, whose signal handlers it sets meanwhile.
+    Must be called in the main thread, as it sets signal handlers until it
+    returns.
 
     Args:
       words: The command line.
       environments: The variables of each process; the first is the chief.
-      names: What is shown in front of the lines of each other process.
+      names: The names that precede the lines of the processes, except those
+        of the chief.
 
     Returns:
       The exit code for the launcher.
@@ -92,21 +96,21 @@ def run_job(
     return _Job(names).run(words, environments)
 
 
-def first_cause(endings: Sequence[Ending]) -> Ending | None:
-    """The ending that explains the others; None if nothing failed.
+def find_first_cause(endings: Sequence[Ending]) -> Ending | None:
+    """Finds the ending that explains the others; None without a failure.
 
     Args:
-      endings: In the order of time.
+      endings: The endings in the order of time.
     """
     failed = [ending for ending in endings if ending.code]
     return min(failed, key=lambda ending: ending.rank, default=None)
 
 
-def described(code: int) -> str:
-    """How a process ended: "was killed by SIGKILL", "ended with exit code 1".
+def describe_exit(code: int) -> str:
+    """Describes an exit: "was killed by SIGKILL", "ended with exit code 1".
 
     Args:
-      code: Its exit status; negative for a signal, as in `subprocess`.
+      code: The exit status; negative for a signal, as in `subprocess`.
     """
     if code >= 0:
         return f"ended with exit code {code}"
@@ -132,10 +136,10 @@ class _Job:
         self, words: Sequence[str], environments: Sequence[Mapping[str, str]]
     ) -> int:
         try:
-            with self._handlers():
+            with self._record_signals():
                 fault = self._start(words, environments)
-                while self._running():
-                    self._look()
+                while self._find_running():
+                    self._collect_events()
                     self._act()
                     time.sleep(_POLL_S)
         finally:
@@ -159,7 +163,7 @@ class _Job:
         except OSError as error:
             fault = (
                 f"process {len(self._children)} could not be started: {error}. "
-                "Start fewer processes, or look at the limits of this machine "
+                "Start fewer processes, or check the limits of this machine "
                 "(`ulimit -a`)."
             )
             self._follow((0.0, signal.SIGKILL))
@@ -168,8 +172,8 @@ class _Job:
         return fault
 
     @contextlib.contextmanager
-    def _handlers(self) -> Iterator[None]:
-        """Signals are noted, and looked at between two looks at children."""
+    def _record_signals(self) -> Iterator[None]:
+        """Records signals, which `_collect_events` handles later."""
 
         def note(number: int, frame: FrameType | None) -> None:
             del frame
@@ -183,25 +187,26 @@ class _Job:
             for number, handler in old.items():
                 signal.signal(number, handler)
 
-    def _running(self) -> list[Child]:
+    def _find_running(self) -> list[Child]:
         return [child for child in self._children if child.code is None]
 
-    def _look(self) -> None:
-        """Notes who has ended since the last look, and which signals came."""
-        found = [
+    def _collect_events(self) -> None:
+        """Handles processes that ended and signals that came since."""
+        endings = [
             Ending(
                 process=child.index,
                 code=child.code or 0,
                 sent=self._sent[child.index],
                 name="the evaluator" if child.name == "evaluator" else "",
             )
-            for child in self._running()
+            for child in self._find_running()
             if child.poll() is not None
         ]
-        # If several ended in one moment, one that was killed came first.
-        found.sort(key=lambda ending: (ending.rank, ending.code))
-        self._endings += found
-        for ending in found:
+        # Of several that ended since the last call, killed ones (with negative
+        # codes) come first: they are likely to be the cause.
+        endings.sort(key=lambda ending: (ending.rank, ending.code))
+        self._endings += endings
+        for ending in endings:
             self._answer(ending)
         while self._signals:
             self._obey(self._signals.pop(0))
@@ -210,7 +215,7 @@ class _Job:
             self._follow((0.0, signal.SIGTERM), (1.0, signal.SIGKILL))
 
     def _answer(self, ending: Ending) -> None:
-        """Plans what follows from the end of one process."""
+        """Plans the consequences of the end of one process."""
         end, kill = _FAILED
         if ending.rank in (0, 1):
             later = _PEER_FAILED if ending.rank else 0.0
@@ -224,7 +229,7 @@ class _Job:
             self._follow((_PREEMPTED, _SEND_LINE), (_PREEMPTED, signal.SIGKILL))
 
     def _obey(self, number: int) -> None:
-        """Plans what follows from a signal to the launcher."""
+        """Plans the consequences of a signal to the launcher."""
         if number != signal.SIGINT:
             self._follow((0.0, signal.SIGTERM), (_PREEMPTED, signal.SIGKILL))
         elif self._is_interrupted:
@@ -239,9 +244,12 @@ class _Job:
             )
 
     def _follow(self, *steps: tuple[float, Action]) -> None:
-        """Takes a plan, in seconds from now, unless the present one is faster.
+        """Replaces the plan, unless the present one ends earlier.
 
-        What it does at once is done in any case.
+        Steps of the new plan that are due at once are kept in any case.
+
+        Args:
+          *steps: Seconds from now, and the action.
         """
         now = time.monotonic()
         plan = [(now + seconds, action) for seconds, action in steps]
@@ -251,22 +259,22 @@ class _Job:
             self._plan[:0] = [step for step in plan if step[0] <= now]
 
     def _act(self) -> None:
-        """Does what is due."""
+        """Performs the actions that are due."""
         now = time.monotonic()
         while self._plan and self._plan[0][0] <= now:
             _, action = self._plan.pop(0)
-            for child in self._running():
+            for child in self._find_running():
                 if isinstance(action, str):
-                    cause = first_cause(self._endings)
-                    told = cause.describe() if cause else "the job ends"
-                    child.send_line(told)
+                    cause = find_first_cause(self._endings)
+                    line = cause.describe() if cause else "the job ends"
+                    child.send_line(line)
                 else:
                     self._sent[child.index] += (action,)
                     child.send(action)
 
     def _conclude(self) -> int:
-        """Says how it ended, in one line if something failed."""
-        cause, fault = first_cause(self._endings), self._output.fault
+        """Prints a line if something failed, and returns the exit code."""
+        cause, fault = find_first_cause(self._endings), self._output.fault
         if self._is_interrupted:
             self._print_line("interrupted; all processes have ended.")
             return ExitCode.INTERRUPTED
@@ -277,16 +285,16 @@ class _Job:
         if cause is None:
             return 0
         if cause.code == ExitCode.PREEMPTED:
-            said = "preempted: the processes have stopped (exit code 75)."
+            line = "preempted: the processes have stopped (exit code 75)."
         elif cause.code == ExitCode.PEER_FAILED:
-            # No process failed by itself: one may have ended too early, with 0.
-            said = (
-                "the processes ended with exit code 71; their last lines say "
-                "why; the job has ended."
+            # All failures blame a peer: one may have ended too early, with 0.
+            line = (
+                "the processes ended with exit code 71; see their last lines "
+                "for the cause; the job has ended."
             )
         else:
-            said = f"{cause.describe()}; the job has ended."
-        self._print_line(said)
+            line = f"{cause.describe()}; the job has ended."
+        self._print_line(line)
         return cause.code if cause.code > 0 else 128 - cause.code
 
     def _print_line(self, text: str) -> None:

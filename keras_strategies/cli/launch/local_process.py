@@ -1,4 +1,4 @@
-"""One local process of a job: starting it, its output, its end."""
+"""A local process of a job: its start, its output, its end."""
 
 import contextlib
 import ctypes
@@ -15,7 +15,7 @@ from typing import BinaryIO
 from keras_strategies.cluster.watchdog.launcher_pipe import LAUNCHER_FD
 
 _CHUNK = 65536
-# A line that is longer is shown in parts, so that it cannot fill the memory.
+# Longer lines are printed in parts, so that they cannot fill the memory.
 _LONGEST_LINE = 1 << 20
 _PR_SET_PDEATHSIG = 1
 _STDOUT, _STDERR = 1, 2
@@ -23,7 +23,7 @@ _NAMES = {_STDOUT: "stdout", _STDERR: "stderr"}
 
 
 class Output:
-    """Where lines of all processes go, each of them in one piece."""
+    """The shared output of all processes, which does not mix their lines."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
@@ -32,17 +32,17 @@ class Output:
 
     @property
     def is_closed(self) -> bool:
-        """Whether stdout or stderr takes nothing any more."""
+        """Whether stdout or stderr can no longer be written."""
         return bool(self._errors)
 
     @property
     def is_writing(self) -> bool:
-        """Whether a line is being written, whose reader may be slow."""
+        """Whether a line is being written; its reader may be slow."""
         return self._lock.locked()
 
     @property
     def fault(self) -> str:
-        """Why one of them takes nothing; "" if its reader is just gone."""
+        """The error of stdout or stderr; "" if only their reader is gone."""
         for file, error in self._errors.items():
             if error.errno != errno.EPIPE:
                 return f"{_NAMES[file]} cannot be written: {error.strerror}"
@@ -51,8 +51,8 @@ class Output:
     def write(self, file: int, line: bytes) -> None:
         """Writes a line to stdout (1) or stderr (2).
 
-        Once that is not possible, what comes for it is dropped and
-        `is_closed` is true.
+        After an error, lines for that file are dropped and `is_closed` is
+        true.
         """
         with self._lock:
             self.num_lines += 1
@@ -68,18 +68,18 @@ class Output:
 
 
 class Child:
-    """A process of a job, in a process group of its own.
+    """A process of a job, in a separate process group.
 
-    Started in the main thread, and before any other thread: a function runs
-    between fork and exec. It is sent SIGTERM by the system (Linux) when this
-    thread ends.
+    It must be started in the main thread and before any other thread exists,
+    since a Python function runs between fork and exec. On Linux the system
+    sends it SIGTERM when this thread ends.
 
     Args:
-      index: Its number in the job.
-      words: Its command line.
-      environ: Its variables.
-      output: Where its lines go.
-      name: What is shown in front of them, but for the chief's.
+      index: The number of the process in the job.
+      words: The command line.
+      environ: The environment variables.
+      output: The output for its lines.
+      name: The name that precedes its lines, except for the chief.
     """
 
     def __init__(
@@ -96,7 +96,7 @@ class Child:
         self._output = output
         watched, self._news = os.pipe()
         os.set_blocking(self._news, False)
-        # A terminal is given to the chief: it may draw a progress bar there.
+        # The chief inherits a terminal, as it may draw a progress bar there.
         is_shared = [
             index == 0 and os.isatty(file) for file in (_STDOUT, _STDERR)
         ]
@@ -104,13 +104,13 @@ class Child:
             self._process = subprocess.Popen(
                 words,
                 env=dict(environ) | {LAUNCHER_FD: str(watched)},
-                stdin=_stdin_of_chief() if index == 0 else subprocess.DEVNULL,
+                stdin=_choose_stdin() if index == 0 else subprocess.DEVNULL,
                 stdout=None if is_shared[0] else subprocess.PIPE,
                 stderr=None if is_shared[1] else subprocess.PIPE,
                 bufsize=0,
                 pass_fds=(watched,),
                 process_group=0,
-                preexec_fn=_end_with(os.getpid()),
+                preexec_fn=_make_preexec(os.getpid()),
             )
         except BaseException:
             os.close(self._news)
@@ -125,7 +125,7 @@ class Child:
         return self._process.pid
 
     def show_output(self) -> None:
-        """Starts to show its lines, in threads."""
+        """Starts threads that print its lines."""
         for stream, file in (
             (self._process.stdout, _STDOUT),
             (self._process.stderr, _STDERR),
@@ -139,25 +139,25 @@ class Child:
             self._threads.append(thread)
 
     def poll(self) -> int | None:
-        """Its exit status once it has ended, negative for a signal.
+        """Returns the exit status (negative for a signal), None if it runs.
 
-        It is left unreaped until `close`, so that its process group's number
-        stays its own.
+        Does not reap the process before `close`, so that the system cannot
+        reuse the number of its process group.
         """
         if self.code is None:
-            found = os.waitid(
+            result = os.waitid(
                 os.P_PID, self.pid, os.WEXITED | os.WNOHANG | os.WNOWAIT
             )
-            if found is not None:
-                has_exited = found.si_code == os.CLD_EXITED
-                self.code = found.si_status * (1 if has_exited else -1)
+            if result is not None:
+                has_exited = result.si_code == os.CLD_EXITED
+                self.code = result.si_status * (1 if has_exited else -1)
         return self.code
 
     def send(self, number: int) -> None:
-        """Sends a signal if it still runs.
+        """Sends a signal if the process is still running.
 
-        SIGTERM is the process's own to pass on; others are for all that it
-        has started, too.
+        SIGTERM goes only to the process, which may pass it on; other signals
+        go to its process group.
         """
         if self.poll() is None:
             send = os.kill if number == signal.SIGTERM else os.killpg
@@ -165,16 +165,16 @@ class Child:
                 send(self.pid, number)
 
     def send_line(self, line: str) -> None:
-        """Writes a line to the file that it watches."""
-        # It may have closed it, or not read for long.
+        """Writes a line to the pipe that the process watches."""
+        # The process may have closed the pipe, or not have read it for long.
         with contextlib.suppress(OSError):
             os.write(self._news, f"{line}\n".encode())
 
     def close(self, timeout_s: float) -> None:
-        """Ends what it has left behind, and shows the rest of its output.
+        """Kills the rest of its process group, and prints the last output.
 
         Args:
-          timeout_s: How long to wait for more of it, in seconds.
+          timeout_s: The time to wait for more output, in seconds.
         """
         with contextlib.suppress(ProcessLookupError, PermissionError):
             os.killpg(self.pid, signal.SIGKILL)
@@ -184,7 +184,8 @@ class Child:
             while thread.is_alive() and (
                 self._output.is_writing or self._output.num_lines != before
             ):
-                # The reader of our output may be slow.
+                # Waits again as long as lines are printed: the reader of our
+                # output may be slow.
                 before = self._output.num_lines
                 thread.join(timeout_s)
         os.close(self._news)
@@ -196,20 +197,20 @@ class Child:
             if len(rest) > _LONGEST_LINE:
                 lines, rest = [*lines, rest], b""
             for line in lines:
-                self._output.write(file, self._shown(line))
+                self._output.write(file, self._format_line(line))
         if rest:
-            self._output.write(file, self._shown(rest))
+            self._output.write(file, self._format_line(rest))
 
-    def _shown(self, line: bytes) -> bytes:
+    def _format_line(self, line: bytes) -> bytes:
         if self.index == 0:
             return line + b"\n"
-        # What a terminal shows of a line that was drawn over, as a bar is.
-        drawn = line.rstrip(b"\r").rpartition(b"\r")[2]
-        return f"[{self.name}] ".encode() + drawn + b"\n"
+        # Progress bars overwrite their line; a terminal shows the last part.
+        last = line.rstrip(b"\r").rpartition(b"\r")[2]
+        return f"[{self.name}] ".encode() + last + b"\n"
 
 
-def _stdin_of_chief() -> int | None:
-    # A process in a group of its own is stopped when it reads a terminal.
+def _choose_stdin() -> int | None:
+    # A process in a background group is stopped when it reads a terminal.
     try:
         is_terminal = os.isatty(0)
     except OSError:
@@ -217,15 +218,15 @@ def _stdin_of_chief() -> int | None:
     return subprocess.DEVNULL if is_terminal else None
 
 
-def _end_with(launcher: int):
-    """What a new process runs before its program: SIGTERM if we are killed."""
+def _make_preexec(launcher: int):
+    """Makes the `preexec_fn` that requests SIGTERM when the launcher dies."""
     if not sys.platform.startswith("linux"):
         return None
     prctl = ctypes.CDLL(None, use_errno=True).prctl
 
     def prepare() -> None:
         prctl(_PR_SET_PDEATHSIG, signal.SIGTERM, 0, 0, 0)
-        if os.getppid() != launcher:  # Killed before that.
+        if os.getppid() != launcher:  # The launcher died before `prctl`.
             os._exit(1)
 
     return prepare

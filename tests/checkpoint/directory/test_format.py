@@ -27,15 +27,15 @@ from keras_strategies.checkpoint.directory.manifest import (
     write_manifest,
 )
 from keras_strategies.checkpoint.directory.names import (
+    find_partial_saves,
     find_steps,
     make_directory,
-    partial_saves,
-    step_of,
+    parse_step,
     step_path,
 )
 from keras_strategies.checkpoint.directory.verify import (
-    newest_good,
-    reading,
+    find_newest_good,
+    guard_read,
     verify,
 )
 from tests.support.checkpoint.damages import DAMAGES, MANIFEST, find, flip
@@ -97,7 +97,7 @@ def directory(pristine, tmp_path):
     ],
 )
 def test_step_of_a_name(name, expected):
-    assert step_of(name) == expected
+    assert parse_step(name) == expected
 
 
 @pytest.mark.parametrize(
@@ -127,7 +127,7 @@ def test_steps_are_folders_in_order(tmp_path):
     (tmp_path / "13").symlink_to(tmp_path / "9")
     assert find_steps(tmp_path) == [9, 10]
     assert find_steps(tmp_path / "none") == []
-    with pytest.raises(NotADirectoryError, match="are in a directory"):
+    with pytest.raises(NotADirectoryError, match="must be in a directory"):
         find_steps(tmp_path / "12")
 
 
@@ -136,13 +136,13 @@ def test_partial_saves_are_what_killed_processes_leave(tmp_path):
     others = ("3", "x.orbax-checkpoint-tmp", ".lock", "03.deleting-0a")
     for name in (*partial, *others):
         (tmp_path / name).mkdir()
-    assert [path.name for path in partial_saves(tmp_path)] == list(partial)
-    assert partial_saves(tmp_path / "none") == []
+    assert [path.name for path in find_partial_saves(tmp_path)] == list(partial)
+    assert find_partial_saves(tmp_path / "none") == []
 
 
 @pytest.mark.parametrize("name", ["lr=[0.1]", "a*", "what?"])
 def test_a_path_that_orbax_takes_for_a_pattern_is_refused(tmp_path, name):
-    with pytest.raises(ValueError, match="has no"):
+    with pytest.raises(ValueError, match="must not contain"):
         check_name(tmp_path / name)
     check_name(tmp_path / "lr=0.1 (b)]")
 
@@ -165,7 +165,7 @@ def test_new_directory_is_for_its_owner_alone(tmp_path):
     # Somebody chose that.
     assert stat.S_IMODE(path.stat().st_mode) == 0o755
     (tmp_path / "file").write_bytes(b"")
-    with pytest.raises(NotADirectoryError, match="are in a directory"):
+    with pytest.raises(NotADirectoryError, match="must be in a directory"):
         make_directory(tmp_path / "file")
 
 
@@ -285,7 +285,7 @@ def test_folders_may_be_nested_deeper_than_functions(tmp_path):
         (name,) = write_manifest(folders[0], 1, {}).files
         assert name.count("/") == len(folders) - 1
         verify(folders[0])
-        assert files.size_of(folders[0]) >= 0
+        assert files.measure_size(folders[0]) >= 0
     finally:
         # pytest would delete them with a function that calls itself.
         (folders[-1] / "file").unlink()
@@ -322,7 +322,7 @@ def test_damaged_checkpoint_is_refused_and_the_one_before_used(
     assert text.isprintable()
     assert text.endswith(".")
     assert caught.value.path == path
-    good, faults = newest_good(directory)
+    good, faults = find_newest_good(directory)
     assert good.step == 3
     assert [str(fault) for fault in faults] == [text]
     assert verify(directory / "3") == good
@@ -334,14 +334,14 @@ def test_damaged_checkpoint_is_refused_and_the_one_before_used(
 
 
 def test_newest_good_is_the_newest(directory):
-    assert newest_good(directory)[0].step == 12
-    assert newest_good(directory / "none") == (None, [])
+    assert find_newest_good(directory)[0].step == 12
+    assert find_newest_good(directory / "none") == (None, [])
 
 
 def test_without_a_good_one_all_faults_are_told(directory):
     (directory / "3" / MANIFEST).unlink()
     flip(find(directory / "12", "state/d/*"))
-    good, faults = newest_good(directory)
+    good, faults = find_newest_good(directory)
     assert good is None
     assert [fault.path.name for fault in faults] == ["12", "3"]
     assert [fault.file for fault in faults][1] == MANIFEST
@@ -352,7 +352,7 @@ def test_pipe_that_takes_a_files_place_does_not_block(directory):
     (path / "run" / "metadata").unlink()
     os.mkfifo(path / "run" / "metadata")
     with pytest.raises(DamagedCheckpoint, match="pipe"):
-        files.digest(path, "run/metadata")
+        files.compute_digest(path, "run/metadata")
 
 
 def test_link_that_takes_a_files_place_is_not_followed(directory):
@@ -360,14 +360,14 @@ def test_link_that_takes_a_files_place_is_not_followed(directory):
     (path / "run" / "metadata").unlink()
     (path / "run" / "metadata").symlink_to("/etc/hostname")
     with pytest.raises(DamagedCheckpoint, match="symbolic link"):
-        files.digest(path, "run/metadata")
+        files.compute_digest(path, "run/metadata")
 
 
 def test_deleted_while_it_is_read_is_said(directory):
     path = directory / "12"
 
     def read():
-        with reading(path):
+        with guard_read(path):
             shutil.rmtree(path)
             (path / "state" / "_METADATA").read_bytes()
 
@@ -375,15 +375,15 @@ def test_deleted_while_it_is_read_is_said(directory):
         read()
     assert isinstance(caught.value.__cause__, FileNotFoundError)
     with pytest.raises(DamagedCheckpoint, match="was deleted while"):
-        files.digest(path, "run/metadata")
+        files.compute_digest(path, "run/metadata")
     text = "no checkpoint of step 12 in .*; there (are|is)"
     with pytest.raises(DamagedCheckpoint, match=text) as caught:
         verify(path)
-    assert caught.value.fault == "there is no such folder"
+    assert caught.value.fault == "the folder does not exist"
 
 
 def test_other_errors_while_it_is_read_are_kept(directory):
-    with pytest.raises(KeyError), reading(directory / "12"):
+    with pytest.raises(KeyError), guard_read(directory / "12"):
         raise KeyError("x")
 
 
@@ -402,16 +402,16 @@ def test_disk_that_is_too_small_is_told_before_the_save(tmp_path):
     with pytest.raises(OSError, match=r"needs 1000000000\.000 GB") as caught:
         check_free_space(tmp_path / "a" / "b", 10**18)
     assert caught.value.errno == errno.ENOSPC
-    assert "GB. Delete files" in str(caught.value)
-    assert "free are" in str(caught.value)
+    assert "free. Delete files" in str(caught.value)
+    assert "GB are free" in str(caught.value)
 
 
 def test_path_that_is_no_directory_is_told(tmp_path):
     (tmp_path / "file").write_bytes(b"")
     for path in (tmp_path / "file", tmp_path / "file" / "a" / "b"):
-        with pytest.raises(NotADirectoryError, match="are in a directory"):
+        with pytest.raises(NotADirectoryError, match="must be in a directory"):
             check_writable(path)
-        with pytest.raises(NotADirectoryError, match="are in a directory"):
+        with pytest.raises(NotADirectoryError, match="must be in a directory"):
             check_free_space(path, 1)
 
 
@@ -446,7 +446,7 @@ def _check_denied(path, user):
         "except PermissionError as error: print(error)\n"
     )
     done = python("-c", code, path, ROOT, user, timeout=30)
-    assert "may write to" in done.stdout, done.stderr
+    assert "must be writable" in done.stdout, done.stderr
     assert "Permission denied. Give another directory" in done.stdout
     assert path.rstrip("/") in done.stdout
 

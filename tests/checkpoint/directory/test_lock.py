@@ -16,7 +16,7 @@ from keras_strategies.checkpoint.directory import lock as lock_module
 from keras_strategies.checkpoint.directory.lock import (
     LOCK,
     DirectoryLock,
-    writer_of,
+    find_writer,
 )
 
 pytestmark = pytest.mark.quick
@@ -70,25 +70,25 @@ def other(tmp_path):
 
 def test_second_process_is_told_who_writes(tmp_path, other):
     lock = DirectoryLock(tmp_path)
-    with pytest.raises(RuntimeError, match="One run at a time") as caught:
+    with pytest.raises(RuntimeError, match="Only one run at a time") as caught:
         lock.acquire(timeout_seconds=0)
     text = str(caught.value)
     assert f"process {other.pid} on {os.uname().nodename} since 20" in text
     assert str(tmp_path) in text
     assert "another directory" in text
     assert not lock.is_held
-    assert writer_of(tmp_path).process_id == other.pid
+    assert find_writer(tmp_path).process_id == other.pid
 
 
 def test_killed_writer_frees_the_directory(tmp_path, other):
     other.send_signal(signal.SIGKILL)
     with DirectoryLock(tmp_path):
-        assert writer_of(tmp_path).process_id == os.getpid()
+        assert find_writer(tmp_path).process_id == os.getpid()
 
 
 def test_a_deleted_file_lets_nobody_else_write(tmp_path, other):
     (tmp_path / LOCK).unlink()
-    assert writer_of(tmp_path) is not None
+    assert find_writer(tmp_path) is not None
     with pytest.raises(RuntimeError, match="where process writes"):
         DirectoryLock(tmp_path).acquire(timeout_seconds=0)
     assert not (tmp_path / LOCK).exists()
@@ -101,8 +101,8 @@ def test_a_deleted_file_is_written_again(tmp_path):
         number = (tmp_path / LOCK).stat().st_ino
         lock.renew()
         assert (tmp_path / LOCK).stat().st_ino == number
-        assert writer_of(tmp_path).process_id == os.getpid()
-    assert writer_of(tmp_path) is None
+        assert find_writer(tmp_path).process_id == os.getpid()
+    assert find_writer(tmp_path) is None
 
 
 def test_where_folders_cannot_be_locked_a_taken_file_is_found(
@@ -122,15 +122,17 @@ def test_where_folders_cannot_be_locked_a_taken_file_is_found(
 
     monkeypatch.setattr(lock_module, "fcntl", WithoutFolders)
     with DirectoryLock(tmp_path) as first:
-        with pytest.raises(RuntimeError, match="One run at a time"):
+        with pytest.raises(RuntimeError, match="Only one run at a time"):
             DirectoryLock(tmp_path).acquire(timeout_seconds=0)
         (tmp_path / LOCK).unlink()
         with DirectoryLock(tmp_path):
             for _ in range(2):
-                with pytest.raises(RuntimeError, match="One run at a time"):
+                with pytest.raises(
+                    RuntimeError, match="Only one run at a time"
+                ):
                     first.renew()
         first.renew()
-        assert writer_of(tmp_path).process_id == os.getpid()
+        assert find_writer(tmp_path).process_id == os.getpid()
 
 
 def test_a_file_deleted_while_it_is_locked_is_made_again(tmp_path, monkeypatch):
@@ -155,26 +157,26 @@ def test_a_hard_link_is_refused_and_its_file_left_whole(tmp_path):
     os.link(tmp_path / "notes", directory / LOCK)
     with pytest.raises(OSError, match="must be a file with one name.*2 names"):
         DirectoryLock(directory).acquire(timeout_seconds=0)
-    assert writer_of(directory) is None
+    assert find_writer(directory) is None
     assert (tmp_path / "notes").read_text() == text
 
 
 def test_second_object_of_a_process_is_refused(tmp_path):
     with DirectoryLock(tmp_path):
-        with pytest.raises(RuntimeError, match="close what writes there first"):
+        with pytest.raises(RuntimeError, match="close the manager"):
             DirectoryLock(tmp_path).acquire(timeout_seconds=0)
-        assert writer_of(tmp_path).process_id == os.getpid()
+        assert find_writer(tmp_path).process_id == os.getpid()
 
 
 def test_an_object_that_holds_it_keeps_it_when_it_is_refused_again(tmp_path):
     lock = DirectoryLock(tmp_path)
     with lock:
-        with pytest.raises(RuntimeError, match="close what writes there first"):
+        with pytest.raises(RuntimeError, match="close the manager"):
             lock.acquire(timeout_seconds=0)
         assert lock.is_held
-        assert writer_of(tmp_path)
+        assert find_writer(tmp_path)
     assert not lock.is_held
-    assert writer_of(tmp_path) is None
+    assert find_writer(tmp_path) is None
     lock.release()
     with lock:
         assert lock.is_held
@@ -233,12 +235,12 @@ def test_lock_that_is_no_file_is_refused(tmp_path, kind):
         path.mkdir()
     with pytest.raises(OSError, match=r"\.lock"):
         DirectoryLock(tmp_path).acquire(timeout_seconds=0)
-    assert writer_of(tmp_path) is None
+    assert find_writer(tmp_path) is None
     assert not (tmp_path / "elsewhere").exists()
 
 
 def test_nobody_writes_to_a_directory_that_is_not_there(tmp_path):
-    assert writer_of(tmp_path / "none") is None
+    assert find_writer(tmp_path / "none") is None
 
 
 def test_without_locks_it_goes_on_with_a_warning(tmp_path, caplog):
@@ -254,5 +256,5 @@ def test_without_locks_it_goes_on_with_a_warning(tmp_path, caplog):
         patch.setattr(lock_module, "fcntl", WithoutLocks)
         with DirectoryLock(tmp_path) as lock:
             assert lock.is_held
-            assert writer_of(tmp_path) is None
+            assert find_writer(tmp_path) is None
     assert "cannot be locked: Operation not supported" in caplog.text

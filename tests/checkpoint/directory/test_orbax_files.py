@@ -15,7 +15,10 @@ import keras_strategies as ks
 from keras_strategies.checkpoint.directory.corruption import DamagedCheckpoint
 from keras_strategies.checkpoint.directory.manifest import write_manifest
 from keras_strategies.checkpoint.directory.retention import Keep
-from keras_strategies.checkpoint.directory.verify import newest_good, verify
+from keras_strategies.checkpoint.directory.verify import (
+    find_newest_good,
+    verify,
+)
 from keras_strategies.checkpoint.reading import read_arrays
 from keras_strategies.checkpoint.storage import Storage
 from tests.fuzz.hostile import inputs
@@ -86,7 +89,7 @@ def test_files_that_a_later_orbax_writes_are_no_damage(tmp_path, read):
     assert {"_ORBAX_VERSION", "state/checksums/process_0.json"} < set(
         manifest.files
     )
-    assert newest_good(tmp_path) == (manifest, [])
+    assert find_newest_good(tmp_path) == (manifest, [])
     assert len(jax.tree.leaves(read(tmp_path))) == 3
     (path / "_ORBAX_VERSION").write_text("0.14")
     with pytest.raises(DamagedCheckpoint, match="_ORBAX_VERSION: its checksum"):

@@ -12,14 +12,14 @@ import pytest
 
 from keras_strategies.checkpoint.directory.manifest import Manifest
 from keras_strategies.checkpoint.directory.names import (
+    find_partial_saves,
     find_steps,
-    partial_saves,
 )
 from keras_strategies.checkpoint.directory.retention import (
     Keep,
     delete,
     delete_partial_saves,
-    to_delete,
+    find_deletable,
 )
 
 pytestmark = pytest.mark.quick
@@ -117,8 +117,8 @@ def losses(*values):
     ],
 )
 def test_to_delete(keep, manifests, expected):
-    assert to_delete(manifests, keep) == expected
-    assert to_delete(reversed(manifests), keep) == expected
+    assert find_deletable(manifests, keep) == expected
+    assert find_deletable(reversed(manifests), keep) == expected
 
 
 def test_logs_may_be_missing():
@@ -126,7 +126,7 @@ def test_logs_may_be_missing():
         dataclasses.replace(made(step), facts=facts)
         for step, facts in enumerate([{}, {"logs": 3}, {"logs": {"loss": 1}}])
     ]
-    assert to_delete(odd, Keep(last=1, best="loss")) == [0, 1]
+    assert find_deletable(odd, Keep(last=1, best="loss")) == [0, 1]
 
 
 @pytest.mark.parametrize("seed", range(5))
@@ -140,7 +140,7 @@ def test_rules_hold_over_a_whole_run(seed):
         manifest = made(step, hour, started=0, loss=chance.random())
         saved.append(manifest)
         left.append(manifest)
-        gone = to_delete(left, keep)
+        gone = find_deletable(left, keep)
         left = [entry for entry in left if entry.step not in gone]
         assert left[-1] is manifest
         assert saved[-3:] == left[-3:]
@@ -165,10 +165,10 @@ def test_rules_hold_over_a_whole_run(seed):
         ({"every_n_hours": math.inf}, ValueError, "must be finite"),
         ({"every_n_hours": "1"}, TypeError, "must be a number"),
         ({"every_n_hours": True}, TypeError, "must be a number"),
-        ({"best": ""}, ValueError, "`best` is a metric's name"),
-        ({"best": 3}, TypeError, "`best` is a metric's name"),
-        ({"mode": "best"}, ValueError, '`mode` is "auto", "min" or "max"'),
-        ({"mode": None}, ValueError, '`mode` is "auto", "min" or "max"'),
+        ({"best": ""}, ValueError, "`best` must be a metric's name"),
+        ({"best": 3}, TypeError, "`best` must be a metric's name"),
+        ({"mode": "best"}, ValueError, '`mode` must be "auto", "min" or "max"'),
+        ({"mode": None}, ValueError, '`mode` must be "auto", "min" or "max"'),
     ],
 )
 def test_wrong_rules_are_refused(arguments, error, text):
@@ -272,7 +272,7 @@ def test_step_whose_files_stay_is_no_checkpoint(tmp_path, caplog, monkeypatch):
         delete(tmp_path, 1)
     assert "cannot be deleted: Directory not empty" in caplog.text
     assert find_steps(tmp_path) == []
-    (left,) = partial_saves(tmp_path)
+    (left,) = find_partial_saves(tmp_path)
     assert delete_partial_saves(tmp_path) == [left.name]
     assert not list(tmp_path.iterdir())
 

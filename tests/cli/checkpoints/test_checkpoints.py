@@ -71,7 +71,7 @@ def test_table_tells_all(directory):
         "Left behind: 24.orbax-checkpoint-tmp, 1.0 kB: save, stopped.",
         "Left behind: 2.damaged-1, 1.0 kB: damaged, put aside.",
         "Step 20 is damaged: manifest.json: it is missing: the save did not "
-        "end.",
+        "finish.",
         "3 checkpoints, 1 damaged, 7.5 kB.",
         "",
     ]

@@ -16,7 +16,7 @@ import pytest
 
 from keras_strategies.cli import main
 from keras_strategies.cli.launch.launch import make_environment
-from keras_strategies.cli.launch.local_job import Ending, first_cause
+from keras_strategies.cli.launch.local_job import Ending, find_first_cause
 from keras_strategies.cluster.job.free_ports import free_ports
 from keras_strategies.cluster.resolvers.tf_config_resolver import (
     TFConfigClusterResolver,
@@ -243,7 +243,9 @@ def test_flags_are_left_alone_on_another_platform():
     ],
     ids=lambda value: "_".join(value) if isinstance(value, list) else None,
 )
-def test_exit_code_is_that_of_the_first_cause(words, code, cause, tmp_path):
+def test_exit_code_is_that_of_the_find_first_cause(
+    words, code, cause, tmp_path
+):
     start = time.monotonic()
     out, err, found = run(
         "--processes",
@@ -390,16 +392,19 @@ def test_reader_that_goes_away_ends_the_job():
     [
         ([], "a script is missing"),
         (["-m"], "a module after -m is missing"),
-        (["no_such_file.py"], "no file 'no_such_file.py'"),
+        (["no_such_file.py"], "the file 'no_such_file.py' does not exist"),
         (["tests"], "'tests' is a folder"),
-        (["-m", "no_such_module.main"], "no module 'no_such_module.main'"),
-        (["--processes", "0", "run"], "--processes is from 1"),
+        (
+            ["-m", "no_such_module.main"],
+            "module 'no_such_module.main' does not",
+        ),
+        (["--processes", "0", "run"], "--processes must be from 1"),
         (["--processes", "-3", "run"], "Received: -3"),
-        (["--processes", "9999", "run"], "--processes is from 1 to"),
+        (["--processes", "9999", "run"], "--processes must be from 1 to"),
         (["--devices-per-process", "0", "run"], "1 or more. Received: 0"),
         (
             ["--platform", "gpu", "--devices-per-process", "2", "run"],
-            "virtual devices of the CPU",
+            "only be used on the CPU",
         ),
     ],
 )
@@ -448,8 +453,8 @@ def ending(process, code, *sent):
         ([ending(0, 71), ending(1, -6, 15)], 0),
     ],
 )
-def test_first_cause(endings, expected):
-    found = first_cause(endings)
+def test_find_first_cause(endings, expected):
+    found = find_first_cause(endings)
     assert (found and found.process) == expected
 
 

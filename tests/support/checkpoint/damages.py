@@ -295,12 +295,12 @@ DAMAGES = (
     Damage(
         "manifest of another step",
         _copy_manifest_of_another_step,
-        f"{MANIFEST}: it is that of step",
+        f"{MANIFEST}: it is the manifest of step",
     ),
     Damage(
         "huge manifest",
         _make_manifest_huge,
-        f"{MANIFEST}: it is no JSON as we write it: it has",
+        f"{MANIFEST}: it is not JSON in the form of a manifest: it has",
     ),
     Damage(
         "manifest of another version",
