@@ -186,11 +186,11 @@ def _candidates(options: argparse.Namespace) -> list[tuple[str, str]]:
     """Returns the slice and the layout of each candidate."""
     from keras_strategies.planning.compile import layouts as lib
     from keras_strategies.planning.compile.candidates import default_layouts
-    from keras_strategies.tpu.topology_devices import devices_by_name
+    from keras_strategies.tpu.topology_devices import make_tpu_devices
 
     names = lib.check_topologies(options.topology)
     with _quiet():
-        devices = {name: devices_by_name(name) for name in names}
+        devices = {name: make_tpu_devices(name) for name in names}
     layouts = options.layout and list(map(lib.layout_of, options.layout))
     return [
         (name, str(layout))

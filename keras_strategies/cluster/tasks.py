@@ -196,9 +196,7 @@ def _make_lone_task(task_type: str | None, task_id: int | None) -> TaskInfo:
     )
 
 
-def _check_task(
-    task_type: str | None, task_id: int | None
-) -> tuple[str, int]:
+def _check_task(task_type: str | None, task_id: int | None) -> tuple[str, int]:
     if task_type is None or task_id is None:
         missing = "type" if task_type is None else "index"
         raise ValueError(

@@ -12,7 +12,7 @@ import jax
 import numpy as np
 
 from keras_strategies._types import Array, Shape, Tree
-from keras_strategies.cluster.array_kinds import dtype_named, is_shape
+from keras_strategies.cluster.array_kinds import is_shape, parse_dtype
 from keras_strategies.cluster.exchange.message_forms import fault_of
 from keras_strategies.cluster.untrusted import load_json
 
@@ -178,7 +178,7 @@ def _pairs(value: object) -> list[tuple[Any, Any]]:
 def _without_rows(name: object, shape: object) -> np.ndarray:
     if not is_shape(shape):
         raise _no_structure("a shape is not one of an array")
-    dtype = dtype_named(name)
+    dtype = parse_dtype(name)
     if dtype is None:
         raise _no_structure("a dtype is not one that `spec_of` writes")
     try:

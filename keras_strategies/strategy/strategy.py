@@ -395,4 +395,4 @@ def _watch_job() -> None:
 
     # A mesh of a topology's devices has no job.
     if kv_store.is_available():
-        dispatch.start_with(watchdog.start().start)
+        dispatch.start_with(watchdog.start().run)

@@ -9,7 +9,7 @@ from typing import Any
 from keras_strategies.checkpoint.directory.corruption import damaged, shown
 from keras_strategies.checkpoint.directory.files import load_object, reported
 from keras_strategies.checkpoint.directory.verify import reading
-from keras_strategies.cluster.untrusted import printable
+from keras_strategies.cluster.untrusted import escape_controls
 
 MAX_BYTES = 64 << 20
 """The longest file that is read."""
@@ -65,7 +65,7 @@ def restoring(
         try:
             yield
         except _FAULTS as error:
-            text = printable(str(error)[:_MAX_SHOWN])
+            text = escape_controls(str(error)[:_MAX_SHOWN])
             fault = f"Orbax cannot read it: {type(error).__name__}: {text}"
             raise damaged(path, _STATE, fault, _CURE) from error
 

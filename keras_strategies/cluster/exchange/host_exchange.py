@@ -17,7 +17,7 @@ import jax
 from keras_strategies.cluster.addresses import shown
 from keras_strategies.cluster.exchange.exit_codes import Stalled
 from keras_strategies.cluster.exchange.greetings import readable
-from keras_strategies.cluster.exchange.kv_store import client as _client
+from keras_strategies.cluster.exchange.kv_store import get_client
 from keras_strategies.cluster.exchange.message_forms import (
     MAX_MESSAGE,
     Either,
@@ -91,7 +91,7 @@ class Agreement:
         """Ends the rounds; other processes can still read the last one."""
         last = self._round - 1
         if last >= 0:
-            _ended[self._number] = lambda: self._forget(_client(), last)
+            _ended[self._number] = lambda: self._forget(get_client(), last)
 
     def exchange(
         self, text: str, is_stopped: IsStopped | None = None
@@ -112,7 +112,7 @@ class Agreement:
           RuntimeError: if a process sent a malformed message.
           InterruptedError: if `is_stopped` returned True.
         """
-        client = _client()
+        client = get_client()
         me = jax.process_index()
         number, self._round = self._round, self._round + 1
         # Sends before it waits: even if this process times out, the others

@@ -9,7 +9,7 @@ from typing import Any
 
 import jax
 
-from keras_strategies.cluster.exchange.rendezvous import split
+from keras_strategies.cluster.exchange.rendezvous import split_address
 
 _PROBE_S = 1.0
 
@@ -44,7 +44,7 @@ def is_reachable() -> bool:
     """Returns whether a process listens at the service's address.
 
     False only if the connection is refused: the service's process has ended.
-    A stopped process, or a slow network, proves nothing, and returns True.
+    With a stopped process or a slow network the result is True.
     """
     address = _address()
     if address is None:
@@ -78,4 +78,4 @@ def _address() -> tuple[str, int] | None:
     from jax._src import distributed
 
     address = distributed.global_state.coordinator_address
-    return None if address is None else split(address)
+    return None if address is None else split_address(address)

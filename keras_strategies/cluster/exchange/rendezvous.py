@@ -178,7 +178,7 @@ class _Host:
             server.setblocking(False)
             stack.callback(self._close)
             listens = False
-            while len(self._hellos) < self._most and self._left() > 0:
+            while len(self._hellos) < self._most and self._seconds_left() > 0:
                 # Stops accepting while too many connections are pending.
                 if listens != (len(self._pending) < _MAX_PENDING):
                     listens = not listens
@@ -191,12 +191,12 @@ class _Host:
                         self._accept(server)
                     elif key.fileobj in self._pending:
                         self._read(key.fileobj)
-                self._hang_up_on_late_ones()
+                self._drop_late()
             verdict = self._problem or self._describe_missing(timeout_s)
             self._send_verdict(verdict)
         return verdict
 
-    def _left(self) -> float:
+    def _seconds_left(self) -> float:
         return max(self._end - time.monotonic(), 0.0)
 
     def _next_s(self) -> float:
@@ -217,12 +217,12 @@ class _Host:
         self._pending[connection] = _Pending(time.monotonic() + _PENDING_S)
         self._selector.register(connection, selectors.EVENT_READ)
 
-    def _hang_up_on_late_ones(self) -> None:
+    def _drop_late(self) -> None:
         now = time.monotonic()
         for connection, pending in list(self._pending.items()):
             if pending.end > now:
                 return
-            self._leave(connection)
+            self._drop(connection)
 
     def _read(self, connection: Any) -> None:
         try:
@@ -232,7 +232,7 @@ class _Host:
         pending = self._pending[connection]
         pending.text += data
         if not data or len(pending.text) > MAX_BYTES:
-            self._leave(connection)
+            self._drop(connection)
         elif pending.text.endswith(b"\n"):
             text, pending.text = pending.text, b""
             if pending.hello is None:
@@ -245,16 +245,16 @@ class _Host:
     ) -> None:
         hello = parse_hello(text)
         if hello is None:  # A stranger: a port scanner, a health check.
-            self._leave(connection)
+            self._drop(connection)
             return
         nonce = hello.get("nonce")
         if self._secret is None:
-            self._take(connection, hello, pending.nonces)
+            self._admit(connection, hello, pending.nonces)
             return
         if nonce is None:
             self._note_unproved(hello)
             self._send(connection, {"verdict": NOT_THERE})
-            self._leave(connection)
+            self._drop(connection)
             return
         pending.hello, pending.line = hello, text
         pending.nonces = job_secret.make_nonce(), nonce
@@ -270,11 +270,11 @@ class _Host:
         assert pending.hello is not None
         proof = self._secret.prove(PROCESS, pending.nonces, pending.line)
         if job_secret.is_same(message.get("proof"), proof):
-            self._take(connection, pending.hello, pending.nonces)
+            self._admit(connection, pending.hello, pending.nonces)
         else:
-            self._leave(connection)
+            self._drop(connection)
 
-    def _take(
+    def _admit(
         self,
         connection: socket.socket,
         hello: dict[str, Any],
@@ -284,7 +284,7 @@ class _Host:
         self._selector.unregister(connection)
         del self._pending[connection]
         self._joined[connection] = nonces
-        self._send(connection, {"left_s": min(self._left(), MOST)})
+        self._send(connection, {"left_s": min(self._seconds_left(), MOST)})
         process = hello["process"]
         problem = self._find_problem(process, hello)
         self._hellos.setdefault(process, hello)
@@ -293,9 +293,7 @@ class _Host:
             self._most = max(self._most, hello["count"])
             self._end = min(self._end, time.monotonic() + _LINGER_S)
 
-    def _send(
-        self, connection: socket.socket, message: dict[str, Any]
-    ) -> None:
+    def _send(self, connection: socket.socket, message: dict[str, Any]) -> None:
         nonces = self._joined.get(connection)
         if self._secret is not None and nonces is not None:
             proof = prove_message(self._secret, nonces, message)
@@ -311,7 +309,7 @@ class _Host:
             )
         if hello["count"] != self._count:
             return (
-                "All processes must have the same number of processes. "
+                "All processes must be given the same number of processes. "
                 f"Received: {self._count} in process 0, {hello['count']} in "
                 f"{self._name(process)}. Pass the same cluster to all."
             )
@@ -378,7 +376,7 @@ class _Host:
                 connection.settimeout(max(end - time.monotonic(), 0.001))
                 connection.recv(1)
 
-    def _leave(self, connection: socket.socket) -> None:
+    def _drop(self, connection: socket.socket) -> None:
         self._selector.unregister(connection)
         pending = self._pending.pop(connection)
         if pending.hello is not None:

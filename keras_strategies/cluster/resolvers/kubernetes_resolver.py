@@ -163,12 +163,12 @@ class KubernetesClusterResolver(ClusterResolver):
     def _find_task_id(self) -> int | None:
         return self._read().index if self._is_job else None
 
-    def _address_of_task(
+    def _find_address(
         self, task_type: str | None, task_id: int | None
     ) -> str | None:
         if self._is_job and (task_type is None or task_id is None):
             task_type, task_id = "worker", 0
-        return super()._address_of_task(task_type, task_id)
+        return super()._find_address(task_type, task_id)
 
     def _read(self) -> PodOfJob:
         return read_pod_of_job(self._environ, self._port)
@@ -228,9 +228,7 @@ def read_pod_of_job(environ: Mapping[str, str], port: int) -> PodOfJob:
     return PodOfJob(index=index, count=count, coordinator=coordinator)
 
 
-def _find_coordinator(
-    environ: Mapping[str, str], index: int, port: int
-) -> str:
+def _find_coordinator(environ: Mapping[str, str], index: int, port: int) -> str:
     name = _find_first(environ, _COORDINATORS)
     if name is not None:
         address = environ[name]

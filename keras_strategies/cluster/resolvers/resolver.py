@@ -78,7 +78,7 @@ class ClusterResolver(abc.ABC):
         Raises:
           ValueError: if there is no such task, or its address is unknown.
         """
-        address = self._address_of_task(task_type, task_id)
+        address = self._find_address(task_type, task_id)
         if address is None:
             return ""
         return add_rpc_layer(address, self._choose_layer(rpc_layer))
@@ -158,7 +158,7 @@ class ClusterResolver(abc.ABC):
     def _choose_layer(self, rpc_layer: str | None) -> str | None:
         return rpc_layer or self._rpc_layer
 
-    def _address_of_task(
+    def _find_address(
         self, task_type: str | None, task_id: int | None
     ) -> str | None:
         """Returns the address for `master`, or None for ""."""

@@ -58,9 +58,9 @@ class SimpleClusterResolver(ClusterResolver):
         """The argument `environment`."""
         return self._environment
 
-    def _address_of_task(
+    def _find_address(
         self, task_type: str | None, task_id: int | None
     ) -> str | None:
         if task_type is None or task_id is None:
             return self._master
-        return super()._address_of_task(task_type, task_id)
+        return super()._find_address(task_type, task_id)

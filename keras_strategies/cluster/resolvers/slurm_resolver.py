@@ -124,7 +124,7 @@ class SlurmClusterResolver(ClusterResolver):
         return self.task_type, self.task_id
 
     def gpu_ids(self) -> tuple[int, ...]:
-        """Returns the indices of this task's GPUs among its host's visible ones.
+        """Returns this task's GPUs, as indices into its host's visible GPUs.
 
         tf writes these to CUDA_VISIBLE_DEVICES; `jax.distributed.initialize`
         accepts them as `local_device_ids`.

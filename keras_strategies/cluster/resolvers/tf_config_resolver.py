@@ -139,7 +139,7 @@ class TFConfigClusterResolver(ClusterResolver):
             return None
         return self.rpc_layer if rpc_layer is None else rpc_layer
 
-    def _address_of_task(
+    def _find_address(
         self, task_type: str | None, task_id: int | None
     ) -> str | None:
         config = self._read()

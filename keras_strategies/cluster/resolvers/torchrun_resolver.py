@@ -91,12 +91,12 @@ class TorchrunClusterResolver(ClusterResolver):
         last = self.num_processes - 1
         return read_number(self._environ, _PROCESS_ID, _SETTER, most=last)
 
-    def _address_of_task(
+    def _find_address(
         self, task_type: str | None, task_id: int | None
     ) -> str | None:
         if task_type is None or task_id is None:
             task_type, task_id = "worker", 0
-        return super()._address_of_task(task_type, task_id)
+        return super()._find_address(task_type, task_id)
 
     @property
     def local_rank(self) -> int:

@@ -2,7 +2,7 @@
 
 from typing import Any
 
-from keras_strategies.cluster.addresses import shown, with_rpc_layer
+from keras_strategies.cluster.addresses import add_rpc_layer, shown
 from keras_strategies.cluster.checks import check_type
 from keras_strategies.cluster.resolvers.resolver import ClusterResolver
 from keras_strategies.cluster.spec import ClusterSpec
@@ -93,7 +93,7 @@ class UnionResolver(ClusterResolver):
         rpc_layer = rpc_layer or self._rpc_layer
         if task_type is not None and task_id is not None:
             address = self.cluster_spec().task_address(task_type, task_id)
-            return with_rpc_layer(address, rpc_layer)
+            return add_rpc_layer(address, rpc_layer)
         return self._resolvers[0].master(rpc_layer=rpc_layer)
 
     def num_accelerators(

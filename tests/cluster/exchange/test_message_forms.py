@@ -4,7 +4,7 @@ import json
 
 import pytest
 
-from keras_strategies.cluster.array_kinds import dtype_named, is_shape
+from keras_strategies.cluster.array_kinds import is_shape, parse_dtype
 from keras_strategies.cluster.exchange.message_forms import (
     Either,
     fault_of,
@@ -31,8 +31,8 @@ pytestmark = pytest.mark.quick
         ({"a?": int}, [{"a": 1}, {}], [{"a": "1"}]),
         (Either((None, {"a": [int]})), [None, {"a": [1]}], [{}, {"a": [""]}]),
         (is_shape, [[], [3, 0]], [[-1], [True], [1.5], [2**40] * 3, [1] * 40]),
-        (dtype_named, ["float32", "bfloat16", "<U5"], ["f4,f4", "(2,)f4", 3]),
-        (dtype_named, ["bool"], ["float", "<U999999999", "x" * 99, "os"]),
+        (parse_dtype, ["float32", "bfloat16", "<U5"], ["f4,f4", "(2,)f4", 3]),
+        (parse_dtype, ["bool"], ["float", "<U999999999", "x" * 99, "os"]),
     ],
 )
 def test_only_what_has_the_form_has_no_fault(form, good, bad):
