@@ -65,7 +65,7 @@ class ClusterSpec:
 
     def as_dict(self) -> dict[str, list[str] | dict[int, str]]:
         """Returns each job's addresses; a dict where some tasks are missing."""
-        return {job: _as_list(tasks) for job, tasks in self._tasks.items()}
+        return {job: _list_tasks(tasks) for job, tasks in self._tasks.items()}
 
     @property
     def jobs(self) -> list[str]:
@@ -78,7 +78,7 @@ class ClusterSpec:
         Raises:
           ValueError: if there is no such job.
         """
-        return len(self._job(job_name))
+        return len(self._find_job(job_name))
 
     def task_indices(self, job_name: str) -> list[int]:
         """Returns the indices of a job's tasks, in order.
@@ -86,7 +86,7 @@ class ClusterSpec:
         Raises:
           ValueError: if there is no such job.
         """
-        return sorted(self._job(job_name))
+        return sorted(self._find_job(job_name))
 
     def task_address(self, job_name: str, task_index: int) -> str:
         """Returns the address of a task.
@@ -94,7 +94,7 @@ class ClusterSpec:
         Raises:
           ValueError: if there is no such job, or no such task in it.
         """
-        tasks = self._job(job_name)
+        tasks = self._find_job(job_name)
         if isinstance(task_index, bool) or task_index not in tasks:
             raise ValueError(
                 f"No task with index {shown(task_index)} in job "
@@ -109,10 +109,10 @@ class ClusterSpec:
         Raises:
           ValueError: if there is no such job.
         """
-        tasks = self._job(job_name)
+        tasks = self._find_job(job_name)
         return [tasks.get(index) for index in range(max(tasks, default=-1) + 1)]
 
-    def _job(self, name: object) -> dict[int, str]:
+    def _find_job(self, name: object) -> dict[int, str]:
         if not isinstance(name, str) or name not in self._tasks:
             raise ValueError(
                 f"No such job in cluster: {shown(name)}. The cluster has the "
@@ -202,7 +202,7 @@ def _read_tasks(job: str, tasks: object) -> dict[int, str]:
     return dict(pairs)
 
 
-def _as_list(tasks: dict[int, str]) -> list[str] | dict[int, str]:
+def _list_tasks(tasks: dict[int, str]) -> list[str] | dict[int, str]:
     # As in tf, a job without tasks is an empty dict.
     if tasks and max(tasks) + 1 == len(tasks):
         return [tasks[index] for index in range(len(tasks))]

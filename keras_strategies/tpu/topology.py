@@ -176,7 +176,7 @@ class Topology:
           IndexError: if the coordinates are outside the mesh.
           ValueError: if no device is there. Differs from tf, which returns -1.
         """
-        return self._owner_at(device_coordinates)[0]
+        return self._find_owner(device_coordinates)[0]
 
     def tpu_device_ordinal_at_coordinates(
         self, device_coordinates: Sequence[int]
@@ -185,21 +185,21 @@ class Topology:
 
         Raises: see `task_ordinal_at_coordinates`.
         """
-        return self._owner_at(device_coordinates)[1]
+        return self._find_owner(device_coordinates)[1]
 
     def cpu_device_name_at_coordinates(
         self, device_coordinates: Sequence[int], job: str | None = None
     ) -> str:
         """Returns tf's name of the host of the device at (x, y, z, core)."""
         task = self.task_ordinal_at_coordinates(device_coordinates)
-        return f"{_job(job)}/task:{task}/device:CPU:0"
+        return f"{_format_job(job)}/task:{task}/device:CPU:0"
 
     def tpu_device_name_at_coordinates(
         self, device_coordinates: Sequence[int], job: str | None = None
     ) -> str:
         """Returns tf's name of the device at (x, y, z, core)."""
-        task, device = self._owner_at(device_coordinates)
-        return f"{_job(job)}/task:{task}/device:TPU:{device}"
+        task, device = self._find_owner(device_coordinates)
+        return f"{_format_job(job)}/task:{task}/device:TPU:{device}"
 
     def device_at_coordinates(
         self, device_coordinates: Sequence[int]
@@ -211,7 +211,7 @@ class Topology:
             is there.
           IndexError: if the coordinates are outside the mesh.
         """
-        self._owner_at(device_coordinates)
+        self._find_owner(device_coordinates)
         if not self._devices:
             raise ValueError(
                 "The topology must be made from devices. Received: a topology "
@@ -234,7 +234,7 @@ class Topology:
         }
         return json.dumps(content).encode()
 
-    def _owner_at(self, coordinates: Sequence[int]) -> tuple[int, int]:
+    def _find_owner(self, coordinates: Sequence[int]) -> tuple[int, int]:
         cell = read_integers("device_coordinates", coordinates)
         is_inside = cell.shape == (_RANK,) and bool(
             ((cell >= 0) & (cell < self._mesh_shape)).all()
@@ -375,5 +375,5 @@ def _parse(serialized: bytes | str) -> tuple[Any, Any]:
     return content["mesh_shape"], content["device_coordinates"]
 
 
-def _job(job: str | None) -> str:
+def _format_job(job: str | None) -> str:
     return "" if job is None else f"/job:{job}"

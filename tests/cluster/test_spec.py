@@ -95,7 +95,7 @@ def test_what_a_spec_gives_can_be_changed_without_changing_it():
 @pytest.mark.parametrize(
     ("cluster", "words"),
     [
-        (None, ["NoneType", "maps"]),
+        (None, ["NoneType", "must map"]),
         (["a:1"], ["list"]),
         ("a:1", ["str"]),
         ({"worker": "a:1"}, ["list of addresses", "str"]),

@@ -472,7 +472,7 @@ PARSERS: dict[str, Parser] = {
         documents=["A text.\n"],
         prepared=of(
             lambda text: (
-                greetings.readable(text),
+                greetings.clean_text(text),
                 greetings.shorten_ascii(text),
             )
         ),

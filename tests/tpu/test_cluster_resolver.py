@@ -117,7 +117,7 @@ def test_a_coordinator_is_a_job_of_its_own():
         (GKE | {"TPU_WORKER_ID": "x"}, ["TPU_WORKER_ID", "'x'"]),
         (
             SLICES | {"MEGASCALE_SLICE_ID": "2"},
-            ["MEGASCALE_SLICE_ID", "1", "MEGASCALE_NUM_SLICES gives 2"],
+            ["MEGASCALE_SLICE_ID", "1", "MEGASCALE_NUM_SLICES is 2"],
         ),
         (SLICES | {"MEGASCALE_SLICE_ID": ""}, ["MEGASCALE_SLICE_ID not"]),
         (SLICES | {"MEGASCALE_NUM_SLICES": "two"}, ["MEGASCALE_NUM_SLICES"]),

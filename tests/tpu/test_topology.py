@@ -106,7 +106,7 @@ def test_a_wrong_rank_is_named_where_tf_fails_to(places):
         ((4, 4, 1, 1), [[[float("nan"), 0, 0, 0]]], "32-bit integers"),
         # tf tries to make arrays of that size.
         ((2**30, 2**30, 2, 2), [[[0, 0, 0, 0]]], "at most"),
-        ((2**40, 1, 1, 1), [[[0, 0, 0, 0]]], "32 bits"),
+        ((2**40, 1, 1, 1), [[[0, 0, 0, 0]]], "32-bit"),
     ],
 )
 def test_what_tf_takes_by_mistake_is_refused(mesh_shape, places, text):

@@ -5,7 +5,7 @@ import dataclasses
 import enum
 import json
 
-from keras_strategies.cluster.exchange.greetings import readable
+from keras_strategies.cluster.exchange.greetings import clean_text
 from keras_strategies.cluster.exchange.message_forms import load_form
 
 _MAX_CHARACTERS = 1 << 20
@@ -68,5 +68,5 @@ class Cause:
         with contextlib.suppress(ValueError):
             sent = load_form(text, form, max_characters=_MAX_CHARACTERS)
             # The text will be printed on a terminal.
-            return cls(text=readable(sent["text"]), code=sent["code"])
+            return cls(text=clean_text(sent["text"]), code=sent["code"])
         return cls(text="another process ended with an unreadable message")

@@ -74,7 +74,7 @@ def shorten_ascii(value: object) -> str:
     return text if len(text) <= _MAX_SHOWN else f"{text[:_MAX_SHOWN]}..."
 
 
-def readable(text: str) -> str:
+def clean_text(text: str) -> str:
     """Replaces control characters in another process's text; truncates it."""
     text = "".join(c if c.isprintable() or c == "\n" else "?" for c in text)
     return text if len(text) <= _MAX_TEXT else f"{text[:_MAX_TEXT]}..."

@@ -16,7 +16,7 @@ import jax
 
 from keras_strategies.cluster.addresses import shown
 from keras_strategies.cluster.exchange.exit_codes import Stalled
-from keras_strategies.cluster.exchange.greetings import readable
+from keras_strategies.cluster.exchange.greetings import clean_text
 from keras_strategies.cluster.exchange.kv_store import get_client
 from keras_strategies.cluster.exchange.message_forms import (
     MAX_MESSAGE,
@@ -118,7 +118,7 @@ class Agreement:
         # Sends before it waits: even if this process times out, the others
         # receive its text when they get here.
         sent = json.dumps([self._name, text])
-        client.key_value_set(self._key(number, me), sent)
+        client.key_value_set(self._make_key(number, me), sent)
         thread = threading.get_ident()
         _waits[thread] = (self._name, time.monotonic())
         try:
@@ -134,7 +134,7 @@ class Agreement:
         names, texts = zip(*messages, strict=True)
         if len(set(names)) > 1:
             calls = ", ".join(
-                f"{readable(name)} (process {process})"
+                f"{clean_text(name)} (process {process})"
                 for process, name in zip(self._processes, names, strict=True)
             )
             raise ValueError(f"{_SAME_CALLS} Received: {calls}. {_CURE}")
@@ -162,10 +162,10 @@ class Agreement:
             received = self._receive_all(client, number, sent, is_stopped)
         except TimeoutError as error:
             client.key_value_set(
-                self._key(number, _ALL), json.dumps(str(error))
+                self._make_key(number, _ALL), json.dumps(str(error))
             )
             raise
-        client.key_value_set(self._key(number, _ALL), json.dumps(received))
+        client.key_value_set(self._make_key(number, _ALL), json.dumps(received))
         return received
 
     def _receive_from_first(
@@ -196,10 +196,10 @@ class Agreement:
 
     def _forget(self, client: Any, number: int) -> None:
         me = jax.process_index()
-        client.key_value_delete(self._key(number, me))
+        client.key_value_delete(self._make_key(number, me))
         is_many = len(self._processes) > _MOST_RECEIVED_BY_ALL
         if is_many and me == self._processes[0]:
-            client.key_value_delete(self._key(number, _ALL))
+            client.key_value_delete(self._make_key(number, _ALL))
 
     def _receive(
         self,
@@ -211,7 +211,7 @@ class Agreement:
     ) -> str:
         timeout_s = self._timeout_s if timeout_s is None else timeout_s
         end = time.monotonic() + timeout_s
-        key = self._key(number, process)
+        key = self._make_key(number, process)
         if process == _ALL:
             process = self._processes[0]
         while True:
@@ -232,7 +232,7 @@ class Agreement:
                     "more seconds."
                 )
 
-    def _key(self, number: int, process: int | str) -> str:
+    def _make_key(self, number: int, process: int | str) -> str:
         return f"keras_strategies/{self._number}/{number}/{process}"
 
 

@@ -12,10 +12,10 @@ from keras_strategies.cluster.exchange.greetings import (
     ONLY_HERE,
     PROCESS,
     PROCESS_0,
+    clean_text,
     encode_line,
     parse_line,
     prove_message,
-    readable,
 )
 from keras_strategies.cluster.exchange.job_secret import Secret
 
@@ -96,7 +96,7 @@ class _Guest:
                 if not self._is_proved(message):
                     return None
                 if isinstance(message.get("verdict"), str):
-                    return readable(message["verdict"])
+                    return clean_text(message["verdict"])
                 left_s: Any = message.get("left_s")
                 if type(left_s) not in (int, float) or not 0 <= left_s <= MOST:
                     return None

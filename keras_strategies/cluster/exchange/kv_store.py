@@ -46,7 +46,7 @@ def is_reachable() -> bool:
     False only if the connection is refused: the service's process has ended.
     With a stopped process or a slow network the result is True.
     """
-    address = _address()
+    address = _get_address()
     if address is None:
         return True
     try:
@@ -64,7 +64,7 @@ def is_speaking() -> bool:
     The kernel accepts connections for a stopped process, but a running gRPC
     server sends the first bytes.
     """
-    address = _address()
+    address = _get_address()
     if address is None:
         return True
     try:
@@ -74,7 +74,7 @@ def is_speaking() -> bool:
         return False
 
 
-def _address() -> tuple[str, int] | None:
+def _get_address() -> tuple[str, int] | None:
     from jax._src import distributed
 
     address = distributed.global_state.coordinator_address

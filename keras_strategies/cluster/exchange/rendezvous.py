@@ -36,11 +36,11 @@ from keras_strategies.cluster.exchange.greetings import (
     PROCESS_0,
     SAME,
     SET,
+    clean_text,
     encode_line,
     parse_hello,
     parse_line,
     prove_message,
-    readable,
     shorten_ascii,
 )
 from keras_strategies.cluster.exchange.job_secret import VARIABLE, Secret
@@ -163,7 +163,7 @@ class _Host:
             try:
                 server = socket.create_server(
                     (host, port),
-                    family=_family(host),
+                    family=_choose_family(host),
                     backlog=max(self._count, _MAX_PENDING),
                 )
             except OSError as error:
@@ -178,7 +178,7 @@ class _Host:
             server.setblocking(False)
             stack.callback(self._close)
             listens = False
-            while len(self._hellos) < self._most and self._seconds_left() > 0:
+            while len(self._hellos) < self._most and self._compute_left_s() > 0:
                 # Stops accepting while too many connections are pending.
                 if listens != (len(self._pending) < _MAX_PENDING):
                     listens = not listens
@@ -186,7 +186,7 @@ class _Host:
                         self._selector.register(server, selectors.EVENT_READ)
                     else:
                         self._selector.unregister(server)
-                for key, _ in self._selector.select(self._next_s()):
+                for key, _ in self._selector.select(self._compute_wait_s()):
                     if key.fileobj is server:
                         self._accept(server)
                     elif key.fileobj in self._pending:
@@ -196,10 +196,10 @@ class _Host:
             self._send_verdict(verdict)
         return verdict
 
-    def _seconds_left(self) -> float:
+    def _compute_left_s(self) -> float:
         return max(self._end - time.monotonic(), 0.0)
 
-    def _next_s(self) -> float:
+    def _compute_wait_s(self) -> float:
         """Returns the seconds until the next deadline."""
         ends = [pending.end for pending in self._pending.values()]
         until = min([self._end, *ends[:1]])
@@ -284,7 +284,7 @@ class _Host:
         self._selector.unregister(connection)
         del self._pending[connection]
         self._joined[connection] = nonces
-        self._send(connection, {"left_s": min(self._seconds_left(), MOST)})
+        self._send(connection, {"left_s": min(self._compute_left_s(), MOST)})
         process = hello["process"]
         problem = self._find_problem(process, hello)
         self._hellos.setdefault(process, hello)
@@ -325,13 +325,13 @@ class _Host:
                 "task index, and end processes of earlier runs."
             )
         if hello["problem"]:
-            return f"{self._name(process)}: {readable(hello['problem'])}"
+            return f"{self._name(process)}: {clean_text(hello['problem'])}"
         mine = self._hellos[0]["facts"]
         other = hello["facts"]
         for name in sorted(mine.keys() | other.keys()):
             if mine.get(name) != other.get(name):
                 return (
-                    f"All processes must have the same {readable(name)}. "
+                    f"All processes must have the same {clean_text(name)}. "
                     f"Received: {shorten_ascii(mine.get(name))} in process 0, "
                     f"{shorten_ascii(other.get(name))} in "
                     f"{self._name(process)}. Start "
@@ -393,5 +393,5 @@ class _Host:
             connection.close()
 
 
-def _family(host: str) -> socket.AddressFamily:
+def _choose_family(host: str) -> socket.AddressFamily:
     return socket.AF_INET6 if ":" in host else socket.AF_INET

@@ -18,7 +18,7 @@ import numpy as np
 
 from keras_strategies._types import Array
 from keras_strategies.cluster.addresses import name_processes
-from keras_strategies.cluster.exchange.greetings import readable
+from keras_strategies.cluster.exchange.greetings import clean_text
 from keras_strategies.cluster.exchange.host_exchange import Agreement
 
 if TYPE_CHECKING:
@@ -184,7 +184,7 @@ def _describe_difference(
     groups: dict[str, list[int]] = {}
     for process, digest in zip(processes, digests, strict=True):
         groups.setdefault(digest, []).append(process)
-    there = dict(zip(processes, map(readable, shown), strict=True))
+    there = dict(zip(processes, map(clean_text, shown), strict=True))
     parts = [
         f"{name_processes(group)} at `{there[group[0]]}`"
         for group in groups.values()

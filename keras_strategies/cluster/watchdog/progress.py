@@ -65,7 +65,7 @@ class ProgramRunner:
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._num_processes = num_processes
-        self._is_preempted = is_preempted or _reached_sync_point
+        self._is_preempted = is_preempted or _has_reached_sync_point
         self._clock = clock
         self._main = threading.main_thread().ident
         # Mostly one thread at a time starts programs; the watchdog's thread
@@ -140,10 +140,10 @@ class ProgramRunner:
         now = self._clock()
         flights = [self._oldest, self._last]
         waiting = [now - f.since for f in flights if f and not f.has_ended()]
-        starting_s, executing_s = self._starting_s(now)
+        starting_s, executing_s = self._measure_starting(now)
         waiting.append(executing_s)
         agreeing, agreeing_s = host_exchange.find_longest_wait()
-        comparing_s = self._comparing_s(now)
+        comparing_s = self._measure_comparing(now)
         if comparing_s > agreeing_s:
             agreeing, agreeing_s = _COMPARED, comparing_s
         return Heartbeat(
@@ -157,7 +157,7 @@ class ProgramRunner:
             is_done=self.is_done,
         )
 
-    def _comparing_s(self, now: float) -> float:
+    def _measure_comparing(self, now: float) -> float:
         """Returns the time JAX has been comparing a host value, in seconds.
 
         `device_put` of a value to several processes compares it between them,
@@ -172,7 +172,7 @@ class ProgramRunner:
             self._comparing_since = now
         return now - self._comparing_since
 
-    def _starting_s(self, now: float) -> tuple[float, float]:
+    def _measure_starting(self, now: float) -> tuple[float, float]:
         """Returns the times a program has been starting and executing.
 
         Both in seconds; at least one is 0. A program executes before its call
@@ -301,7 +301,7 @@ def is_user_code(file: str) -> bool:
     return not any(name in file for name in _LIBRARIES)
 
 
-def _reached_sync_point(number: int) -> bool:
+def _has_reached_sync_point(number: int) -> bool:
     # Imported here: a process without others need not spend the time.
     from jax.experimental import multihost_utils
 

@@ -78,7 +78,7 @@ def start(timeout_s: float | None = None) -> ProgramRunner:
     """Starts the watchdog of this process, once. Not collective.
 
     Called when a strategy over several processes is created. From then on this
-    process ends when another one fails, dies or hangs, and reports its own end
+    process ends when another one fails, dies or hangs, and reports its end
     to the others.
 
     Args:

@@ -45,7 +45,7 @@ def test_a_job_whose_process_0_is_not_known_says_what_gives_it():
 def test_a_number_of_slices_is_named_where_processes_are_missing(monkeypatch):
     address = f"127.0.0.1:{find_free_ports(1)[0]}"
     task = dataclasses.replace(TASK, addresses=(address, None))
-    monkeypatch.setattr(bootstrap, "_problem", str)
+    monkeypatch.setattr(bootstrap, "_find_problem", str)
     monkeypatch.setenv("MEGASCALE_NUM_SLICES", "2")
     text = "nothing from process 1.*MEGASCALE_NUM_SLICES is '2' here"
     with pytest.raises(RendezvousError, match=text):

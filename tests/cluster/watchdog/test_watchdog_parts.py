@@ -312,7 +312,7 @@ def test_a_program_that_runs_before_its_call_returns_is_waited_for(clock):
     progress = made(clock)
     queue_of_outputs = queue.SimpleQueue()
     starting = threading.Thread(
-        target=progress.start, args=(2, queue_of_outputs.get, ())
+        target=progress.run, args=(2, queue_of_outputs.get, ())
     )
     starting.start()
     try:
@@ -335,7 +335,7 @@ def test_it_is_known_which_threads_train(clock):
     progress.run(1, lambda: ([],), ())
     assert not progress.threads
     training = threading.Thread(
-        target=progress.start, args=(2, lambda: ([],), ())
+        target=progress.run, args=(2, lambda: ([],), ())
     )
     training.start()
     training.join()
