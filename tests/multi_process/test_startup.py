@@ -72,7 +72,7 @@ def cases(taken):
     # Nothing comes after it in this process.
     yield (
         {"0": told(0, g[:2]), "1": told(1, g[:2], uses_devices=True)},
-        ["process 1", "Make the strategy first"],
+        ["process 1", "Create the strategy first"],
     )
 
 
