@@ -191,7 +191,7 @@ def _answer_of(text: str) -> object:
         guest = joining._Guest(_Line(text), secret)  # pyright: ignore[reportArgumentType]
         hello = {"process": 1, "count": 2, "facts": {}, "problem": ""}
         with contextlib.suppress(ConnectionError):
-            guest.say(hello, 0.0)
+            guest.ask(hello, 0.0)
     return None
 
 
