@@ -1,7 +1,7 @@
 """Cluster resolvers, under the names of `tf.distribute.cluster_resolver`.
 
-docs/clusters.md says which resolver is for which cluster. A name is imported
-when it is first asked for: most programs need none.
+docs/clusters.md lists the resolver for each kind of cluster. A name is
+imported at its first use: most programs use none of them.
 """
 
 from keras_strategies._core.names import tf_names as _tf_names

@@ -164,7 +164,9 @@ class Checkpoint(CheckpointCallback):
         self._saved = None
         if step is not None:
             self._resume_from(loop, step)
-        progress = watchdog.progress() if loop.mesh.num_processes > 1 else None
+        progress = (
+            watchdog.get_runner() if loop.mesh.num_processes > 1 else None
+        )
         self._notice = PreemptionNotice(progress).__enter__()
         if self._every_seconds is not None:
             self._clock = Clock(

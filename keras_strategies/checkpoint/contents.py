@@ -25,7 +25,7 @@ from keras_strategies.checkpoint.directory.documents import (
     read_document,
 )
 from keras_strategies.cluster.addresses import shown
-from keras_strategies.cluster.array_kinds import dtype_named
+from keras_strategies.cluster.array_kinds import parse_dtype
 from keras_strategies.keras_bridge.variables.shardings import sharding_of
 
 Groups = Mapping[str, Sequence[keras.Variable]]
@@ -223,7 +223,7 @@ def make_targets(
                 for name, variable in entries.items()
             }
     for name, (shape, dtype) in document["variables"].get(STATE, {}).items():
-        kind = dtype_named(dtype)
+        kind = parse_dtype(dtype)
         if kind is None:
             raise ValueError(
                 "The arrays of a checkpoint must have known dtypes. "

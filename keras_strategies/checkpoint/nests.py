@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from keras_strategies._types import Tree
-from keras_strategies.cluster.array_kinds import dtype_named, is_shape
+from keras_strategies.cluster.array_kinds import is_shape, parse_dtype
 from keras_strategies.cluster.exchange.message_forms import (
     MAX_MESSAGE,
     fault_of,
@@ -26,14 +26,14 @@ _DICT = "__dict__"
 # forms of what each mark marks.
 _FORMS = {
     _ARRAY: str,
-    _EMPTY: (is_shape, dtype_named),
+    _EMPTY: (is_shape, parse_dtype),
     _TUPLE: list,
-    _SCALAR: (bool | int | float, dtype_named),
+    _SCALAR: (bool | int | float, parse_dtype),
     _DICT: dict,
 }
 _MARKS = tuple({mark} for mark in _FORMS)
 # An array between processes: its dtype, shape, and bytes.
-_ARRAY_FORM = (dtype_named, is_shape, str)
+_ARRAY_FORM = (parse_dtype, is_shape, str)
 
 
 def split(state: Tree) -> tuple[Tree, dict[str, np.ndarray]]:
@@ -126,7 +126,7 @@ def join(state: Tree, arrays: Mapping[str, Any]) -> Tree:
     shape, dtype = content
     if 0 not in shape:
         raise _make_error("an empty array has entries")
-    return np.empty(shape, dtype_named(dtype))
+    return np.empty(shape, parse_dtype(dtype))
 
 
 def pack(state: Tree) -> str:
@@ -171,13 +171,13 @@ def unpack(text: str) -> Tree:
 def _decode_array(dtype: str, shape: list[int], raw: str) -> np.ndarray:
     try:
         data = base64.b64decode(raw, validate=True)
-        return np.frombuffer(data, dtype_named(dtype)).reshape(shape)
+        return np.frombuffer(data, parse_dtype(dtype)).reshape(shape)
     except ValueError:
         raise _make_error("an array has another size") from None
 
 
 def _decode_scalar(value: float, dtype: str) -> np.generic:
-    kind = dtype_named(dtype)
+    kind = parse_dtype(dtype)
     try:
         if kind is None or not _is_real(kind):
             raise ValueError

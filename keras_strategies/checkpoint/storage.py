@@ -39,7 +39,7 @@ from keras_strategies.checkpoint.orbax_io import (
     make_checkpointer,
     make_restore_args,
 )
-from keras_strategies.cluster.exchange.greetings import readable
+from keras_strategies.cluster.exchange.greetings import clean_text
 from keras_strategies.cluster.exchange.host_exchange import Agreement
 from keras_strategies.cluster.exchange.message_forms import (
     Either,
@@ -383,7 +383,7 @@ class Storage:
             kind = DamagedCheckpoint if received["is_damage"] else RuntimeError
             raise kind(
                 f"Process {self._processes[0]} failed in {doing} "
-                f"{str(self.directory)!r}: {readable(received['error'])}"
+                f"{str(self.directory)!r}: {clean_text(received['error'])}"
             )
         return received["value"]
 

@@ -194,11 +194,11 @@ def _list_candidates(options: argparse.Namespace) -> list[tuple[str, str]]:
     from keras_strategies.planning.compile.candidates import (
         list_default_layouts,
     )
-    from keras_strategies.tpu.topology_devices import devices_by_name
+    from keras_strategies.tpu.topology_devices import make_tpu_devices
 
     names = lib.check_topologies(options.topology)
     with _silence_stderr():
-        devices = {name: devices_by_name(name) for name in names}
+        devices = {name: make_tpu_devices(name) for name in names}
     layouts = options.layout and list(map(lib.parse_layout, options.layout))
     return [
         (name, str(layout))

@@ -1,1 +1,1 @@
-"""Clusters: their tasks, and the agreement of their processes."""
+"""Clusters: tasks, resolvers, and communication between processes."""

@@ -1,14 +1,14 @@
-"""Addresses and numbers as the variables of a cluster give them."""
+"""Parsers of addresses and numbers in a cluster's environment variables."""
 
 import re
 from collections.abc import Callable, Mapping, Sequence
 from ipaddress import IPv4Address, IPv6Address
 
 MAX_TASKS = 1_000_000
-"""Indices of tasks are below this."""
+"""The exclusive upper bound of task indices."""
 
 MAX_PORT = 65535
-"""The greatest number of a port."""
+"""The highest port number."""
 
 _MAX_SHOWN = 60
 _MOST_NAMES = 8
@@ -18,9 +18,9 @@ _CURE = "Write it as `host:port`, with an IPv6 address as `[::1]:2222`."
 
 
 def shown(value: object) -> str:
-    """A value for an error's text: its repr, cut short."""
+    """Returns a value's repr for an error message, truncated."""
     if isinstance(value, int) and abs(value) >= 10**_MAX_SHOWN:
-        # Python refuses to write a number of thousands of digits.
+        # Python refuses to convert an int with thousands of digits to a str.
         return f"a number of more than {_MAX_SHOWN} digits"
     if isinstance(value, str) and len(value) > _MAX_SHOWN:
         value = value[: _MAX_SHOWN + 1]
@@ -29,13 +29,13 @@ def shown(value: object) -> str:
 
 
 def join_few(names: Sequence[object]) -> str:
-    """Joins the first of many names for an error: "0, 1, ..."."""
+    """Joins the first few names for an error message: "0, 1, ..."."""
     more = ", ..." * (len(names) > _MOST_NAMES)
     return ", ".join(map(str, names[:_MOST_NAMES])) + more
 
 
 def name_processes(numbers: Sequence[int]) -> str:
-    """Names processes for an error: "process 0", "processes 1, 2"."""
+    """Returns the processes as text: "process 0", "processes 1, 2"."""
     word = "process" if len(numbers) == 1 else "processes"
     return f"{word} {join_few(numbers)}"
 
@@ -46,44 +46,44 @@ def check_address(address: str, what: str) -> None:
     Args:
       address: A host name, an IPv4 address or an IPv6 address in brackets,
         a colon and a port from 1 to 65535.
-      what: Whose address it is, for the error.
+      what: The address's owner, for the error message.
 
     Raises:
-      ValueError: it is something else.
+      ValueError: if it is not such an address.
     """
-    fault = _fault_of(address)
+    fault = _find_fault(address)
     if fault:
         raise ValueError(
-            f"The address of {what} is no `host:port`: {fault}. Received: "
-            f"{shown(address)}. {_CURE}"
+            f"The address of {what} must be `host:port`, but {fault}. "
+            f"Received: {shown(address)}. {_CURE}"
         )
 
 
 def join_address(host: str, port: int) -> str:
-    """`host:port`, with brackets around an IPv6 address."""
+    """Returns `host:port`, with brackets around an IPv6 address."""
     is_bare_ipv6 = ":" in host and not host.startswith("[")
     return f"[{host}]:{port}" if is_bare_ipv6 else f"{host}:{port}"
 
 
-def with_rpc_layer(address: str, rpc_layer: str | None) -> str:
-    """An address as tf's `master()` gives it: `grpc://host:port`."""
+def add_rpc_layer(address: str, rpc_layer: str | None) -> str:
+    """Returns an address as tf's `master()` does: `grpc://host:port`."""
     return f"{rpc_layer}://{address}" if rpc_layer else address
 
 
 def parse_index(value: object, what: str) -> int:
-    """A task's index from an int or from decimal digits.
+    """Parses a task's index from an int or from decimal digits.
 
     Args:
-      value: What was given; `"3"` is 3, `"03"`, `True` and `3.0` are refused.
-      what: What it is the index of, for the error.
+      value: The index: `"3"` is 3; `"03"`, `True` and `3.0` are rejected.
+      what: The index's name, for the error message.
 
     Raises:
-      TypeError: neither an int nor a text.
-      ValueError: not in [0, `MAX_TASKS`).
+      TypeError: if `value` is neither an int nor a str.
+      ValueError: if it is not in [0, `MAX_TASKS`).
     """
     if isinstance(value, bool) or not isinstance(value, int | str):
         raise TypeError(
-            f"{what} is an integer. Received: {shown(value)} of type "
+            f"{what} must be an integer. Received: {shown(value)} of type "
             f"{type(value).__name__}. Write it as 0, 1, 2, ..."
         )
     if isinstance(value, str):
@@ -94,29 +94,29 @@ def parse_index(value: object, what: str) -> int:
         index = value
     if not 0 <= index < MAX_TASKS:
         raise ValueError(
-            f"{what} is from 0 to {MAX_TASKS - 1}. Received: "
-            f"{shown(value)}. Count the tasks of a job as 0, 1, 2, ..."
+            f"{what} must be from 0 to {MAX_TASKS - 1}. Received: "
+            f"{shown(value)}. Number the tasks of a job 0, 1, 2, ..."
         )
     return index
 
 
 def read_text(environ: Mapping[str, str], name: str, setter: str) -> str:
-    """The value of a variable that must be set.
+    """Returns the value of an environment variable that must be set.
 
     Args:
       environ: The environment variables.
-      name: Which one.
-      setter: Who sets it, for the error.
+      name: The variable's name.
+      setter: The program that sets it, for the error message.
 
     Raises:
-      RuntimeError: it is not set, or empty.
+      RuntimeError: if it is not set, or empty.
     """
     value = environ.get(name, "")
     if not value:
         raise RuntimeError(
             f"{name} not found in environment. It is set by {setter}. "
             f"Received: {'an empty value' if name in environ else 'nothing'}. "
-            "Start the program that way, or choose the resolver of your "
+            "Start the program that way, or choose the resolver for your "
             "cluster (docs/clusters.md)."
         )
     return value
@@ -130,58 +130,58 @@ def read_number(
     least: int = 0,
     most: int = MAX_TASKS,
 ) -> int:
-    """The whole number that a variable must hold.
+    """Returns the integer in an environment variable that must be set.
 
     Args:
       environ: The environment variables.
-      name: Which one.
-      setter: Who sets it, for the error.
-      least: The least number allowed.
-      most: The greatest number allowed.
+      name: The variable's name.
+      setter: The program that sets it, for the error message.
+      least: The smallest number allowed.
+      most: The largest number allowed.
 
     Raises:
-      RuntimeError: it is not set, or empty.
-      ValueError: it holds something else.
+      RuntimeError: if it is not set, or empty.
+      ValueError: if it is not an integer in this range.
     """
     text = read_text(environ, name, setter)
     number = _parse_digits(text)
     if number < 0 or not least <= number <= most:
         raise ValueError(
-            f"{name} is a whole number from {least} to {most}. Received: "
-            f"{shown(text)}. It is set by {setter}: look at what else does."
+            f"{name} must be an integer from {least} to {most}. Received: "
+            f"{shown(text)}. It is set by {setter}: check what else sets it."
         )
     return number
 
 
 def read_port(environ: Mapping[str, str], name: str, setter: str) -> int:
-    """The port that a variable must hold; raises as `read_number`."""
+    """Returns the port in a variable; raises like `read_number`."""
     return read_number(environ, name, setter, least=1, most=MAX_PORT)
 
 
-def _fault_of(address: str) -> str:
-    """What is wrong with an address; empty if nothing is."""
+def _find_fault(address: str) -> str:
+    """Returns the fault of an address, or "" if it is valid."""
     if "://" in address:
-        return "a scheme such as grpc:// does not belong to it"
+        return "it has a scheme such as grpc://"
     host, colon, port = address.rpartition(":")
     if not colon:
         return "the port is missing"
     if not 1 <= _parse_digits(port) <= MAX_PORT:
-        return f"the port is no number from 1 to {MAX_PORT}"
-    return _fault_of_host(host)
+        return f"the port is not a number from 1 to {MAX_PORT}"
+    return _find_host_fault(host)
 
 
-def _fault_of_host(host: str) -> str:
+def _find_host_fault(host: str) -> str:
     if not host:
         return "the host is missing"
     if host.startswith("[") and host.endswith("]"):
         is_ipv6 = _is_ip(IPv6Address, host[1:-1])
-        return "" if is_ipv6 else "what is in brackets is no IPv6"
+        return "" if is_ipv6 else "the host in brackets is not an IPv6 address"
     if ":" in host:
         return "an IPv6 address needs brackets"
     if len(host) > _MAX_HOST or not _HOST.fullmatch(host) or ".." in host:
         return "the host is neither a name nor an IP address"
     if re.fullmatch(r"[0-9.]+", host) and not _is_ip(IPv4Address, host):
-        return "the host is no IPv4 address"
+        return "the host is not an IPv4 address"
     return ""
 
 
@@ -194,6 +194,6 @@ def _is_ip(kind: Callable[[str], object], host: str) -> bool:
 
 
 def _parse_digits(text: str) -> int:
-    """The number that ASCII digits mean; -1 for any other text."""
+    """Returns the number in ASCII digits; -1 for any other text."""
     is_number = text.isascii() and text.isdigit() and len(text) <= 18
     return int(text) if is_number else -1

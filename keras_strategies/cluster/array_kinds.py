@@ -1,4 +1,4 @@
-"""Dtypes and shapes of arrays, as a file or another process names them."""
+"""Validation of dtypes and shapes from a file or another process."""
 
 import math
 import re
@@ -9,17 +9,17 @@ if TYPE_CHECKING:
 
 
 _MAX_DTYPE = 64
-# Of one entry, as a dtype of texts may be of any length.
+# Of one entry: a string dtype may have any length.
 _MAX_BYTES = 1 << 20
 _MAX_RANK = 31
 _MAX_ENTRIES = 2.0**48
-# None of those that numpy reads as a list of dtypes, for which it compiles
-# what is in parentheses.
+# Excludes what numpy parses as a list of dtypes: it would evaluate an
+# expression in parentheses.
 _DTYPE = re.compile(r"[<>|=]?[A-Za-z][A-Za-z0-9_]*(\[[A-Za-z0-9]+\])?", re.A)
 
 
 def is_dtype_name(name: object) -> TypeGuard[str]:
-    """Whether something may be what `str` of a dtype wrote. Imports nothing."""
+    """Returns whether `name` looks like `str(dtype)`. Imports nothing."""
     return (
         isinstance(name, str)
         and len(name) <= _MAX_DTYPE
@@ -27,9 +27,9 @@ def is_dtype_name(name: object) -> TypeGuard[str]:
     )
 
 
-def dtype_named(name: object) -> "np.dtype | None":
-    """The dtype that `str` wrote; None of anything else."""
-    # Here, so that who looks at names alone needs no JAX.
+def parse_dtype(name: object) -> "np.dtype | None":
+    """Returns the dtype whose `str` is `name`, or None if there is none."""
+    # Imported here, so that callers which only check names need no JAX.
     import jax
 
     if not is_dtype_name(name):
@@ -38,13 +38,14 @@ def dtype_named(name: object) -> "np.dtype | None":
         dtype = jax.numpy.dtype(name)
     except (TypeError, ValueError, SyntaxError):
         return None
-    # One way to write each, and no compound ones.
-    is_so = str(dtype) == name and not dtype.fields and not dtype.subdtype
-    return dtype if is_so and dtype.itemsize <= _MAX_BYTES else None
+    # Only the canonical name of each dtype, and no compound dtypes.
+    is_canonical = str(dtype) == name
+    is_simple = is_canonical and not dtype.fields and not dtype.subdtype
+    return dtype if is_simple and dtype.itemsize <= _MAX_BYTES else None
 
 
 def is_shape(value: object) -> TypeGuard[list[int]]:
-    """Whether something is the shape of an array that may be somewhere."""
+    """Returns whether `value` is the shape of an array of plausible size."""
     return (
         isinstance(value, list)
         and len(value) <= _MAX_RANK

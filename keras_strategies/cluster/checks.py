@@ -1,4 +1,4 @@
-"""The checks of numbers and types that users give."""
+"""Validation of the numbers and types of users' arguments."""
 
 import math
 import numbers
@@ -24,18 +24,18 @@ def check_number(
     """Raises unless a value is a finite number within bounds.
 
     Args:
-      name: What it is, for the error, which begins with it.
-      value: What was given. numpy's numbers are numbers, booleans are none.
-      cure: The last sentence of the error.
-      least: It is this or more.
-      above: It is more than this.
-      most: It is this or less.
-      is_whole: Whether it is an integer.
+      name: The value's name, with which the error message begins.
+      value: The value. numpy's numbers are allowed, booleans are not.
+      cure: The last sentence of the error message.
+      least: The inclusive lower bound.
+      above: The exclusive lower bound.
+      most: The inclusive upper bound.
+      is_whole: Whether it must be an integer.
       is_optional: Whether None is allowed.
 
     Raises:
-      TypeError: it is not such a number.
-      ValueError: it is out of bounds, infinite or NaN.
+      TypeError: if it is not such a number.
+      ValueError: if it is out of bounds, infinite or NaN.
     """
     if value is None and is_optional:
         return
@@ -66,11 +66,11 @@ def check_type(
     """Raises TypeError unless a value is of a type.
 
     Args:
-      name: What it is, for the error, which begins with it.
-      value: What was given.
-      kind: The type, or several, as of `isinstance`.
+      name: The value's name, with which the error message begins.
+      value: The value.
+      kind: The type or types, as for `isinstance`.
       what: The type in words: "a str".
-      cure: The last sentence of the error.
+      cure: The last sentence of the error message.
     """
     if not isinstance(value, kind):
         raise TypeError(
@@ -80,7 +80,7 @@ def check_type(
 
 
 def check_port(port: int, name: str) -> int:
-    """Returns a port from 1 to 65535; raises as `check_number`."""
-    cure = "Give a port that is free on the hosts, as 8888."
+    """Returns a port from 1 to 65535; raises like `check_number`."""
+    cure = "Pass a port that is free on the hosts, such as 8888."
     check_number(name, port, cure, least=1, most=MAX_PORT, is_optional=False)
     return port

@@ -1,10 +1,10 @@
-"""The command line of a Python process that runs one of our modules."""
+"""Command lines of Python processes that run a module of this package."""
 
 import pathlib
 import sys
 
 _FOLDER = str(pathlib.Path(__file__).parents[2])
-# At the end of the path: the folder may be one of many packages.
+# Appended to the path: the folder may contain many other packages.
 _PROGRAM = """
 import sys
 sys.path.append({folder!r})
@@ -13,11 +13,11 @@ sys.exit(main(*sys.argv[1:]))
 """
 
 
-def command_line(module: str, *words: str) -> list[str]:
+def make_command_line(module: str, *words: str) -> list[str]:
     """Returns the command line of a process that calls a module's `main`.
 
-    Without the current folder on its path (`-P`), which `-m` and `-c` put
-    first: files there may have the names of modules.
+    `-P` keeps the current folder off the path, where `-m` and `-c` would put
+    it first: files there may have the names of modules.
 
     Args:
       module: The module's full name.

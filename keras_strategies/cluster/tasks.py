@@ -1,4 +1,4 @@
-"""This process's place in a job, from a resolver's answers."""
+"""This process's place in a job, computed from a resolver."""
 
 from typing import Any, Protocol
 
@@ -10,7 +10,7 @@ from keras_strategies.cluster.addresses import (
 from keras_strategies.cluster.spec import ClusterSpec, TaskInfo
 
 ROLES = ("chief", "worker", "evaluator", "ps")
-"""The jobs that `tf.distribute` knows."""
+"""The names of jobs in `tf.distribute`."""
 
 _SERVERS = (
     "Parameter servers are not supported: every process trains, and keeps all "
@@ -21,7 +21,7 @@ _SERVERS = (
 
 
 class AnyResolver(Protocol):
-    """What is asked of a resolver, ours or tf's."""
+    """The interface used of a resolver, of this package or of tf."""
 
     @property
     def task_type(self) -> str | None:
@@ -34,33 +34,28 @@ class AnyResolver(Protocol):
         ...
 
     def cluster_spec(self) -> Any:
-        """All jobs.
-
-        Returns:
-          A `ClusterSpec`, ours or tf's.
-        """
+        """Returns all jobs, as a `ClusterSpec` of this package or of tf."""
         ...
 
 
 def task_info(resolver: AnyResolver) -> TaskInfo:
-    """What a process needs to know to start, from its resolver.
+    """Returns this process's place in a job, from its resolver.
 
     Training processes are numbered: the chief first, then the workers by
-    index. Without a chief, worker 0 is it. An evaluator is no training
-    process. Without a cluster, this process is alone.
+    index. Without a chief, worker 0 is the chief. An evaluator does not count
+    as a training process. Without a cluster, this process is the only one.
 
     Args:
-      resolver: A `ClusterResolver`, or one of tf's.
+      resolver: A `ClusterResolver`, of this package or of tf.
 
     Returns:
-      This process's task, the number of processes, and the chief's address.
+      This process's task, the number of processes, and their addresses.
 
     Raises:
-      ValueError: the cluster has a job 'ps', an unknown job, no training
-        task, several chiefs, an address that is no `host:port` or that is
-        given twice, or a gap; or this process's task is not in it or not
-        known.
-      TypeError: the task's index is no integer.
+      ValueError: if the cluster has a job 'ps', an unknown job, no training
+        task, several chiefs, an address that is not `host:port`, a duplicate
+        address or a gap; or if this process's task is unknown or not in it.
+      TypeError: if the task's index is not an integer.
 
     Example:
       >>> spec = ClusterSpec({"chief": ["a:2222"], "worker": ["b:2222"]})
@@ -72,26 +67,26 @@ def task_info(resolver: AnyResolver) -> TaskInfo:
     spec = ClusterSpec(resolver.cluster_spec().as_dict())
     task_type, task_id = resolver.task_type, resolver.task_id
     if not spec:
-        return _alone(task_type, task_id)
+        return _make_lone_task(task_type, task_id)
     check_roles(spec)
     if "ps" in spec.jobs and spec.num_tasks("ps"):
         raise ValueError(_SERVERS)
     check_addresses(spec)
-    task_type, index = _checked_task(task_type, task_id)
-    addresses = _training_addresses(
+    task_type, index = _check_task(task_type, task_id)
+    addresses = _list_training_addresses(
         spec, getattr(resolver, "num_processes", None)
     )
-    num_chiefs = num_tasks(spec, "chief")
+    num_chiefs = count_tasks(spec, "chief")
     limits = {
         "chief": num_chiefs,
         "worker": len(addresses) - num_chiefs,
-        "evaluator": max(num_tasks(spec, "evaluator"), 1),
+        "evaluator": max(count_tasks(spec, "evaluator"), 1),
     }
     if index >= limits[task_type]:
         raise ValueError(
-            "This process's task is one of the cluster's. Received: task "
+            "This process's task must be in the cluster. Received: task "
             f"{index} of job {task_type!r}, which has {limits[task_type]} "
-            "tasks. Correct the index, or the cluster; both count from 0."
+            "tasks. Correct the index or the cluster; indices start at 0."
         )
     process_id = None
     if task_type != "evaluator":
@@ -106,19 +101,19 @@ def task_info(resolver: AnyResolver) -> TaskInfo:
     )
 
 
-def task_of_process(
+def make_task_info(
     coordinator_address: str, num_processes: int, process_id: int
 ) -> TaskInfo:
-    """The place of a process that was given JAX's three numbers.
+    """Returns a process's place from `jax.distributed.initialize`'s arguments.
 
     Args:
       coordinator_address: `host:port` of process 0.
-      num_processes: How many processes there are.
-      process_id: Which of them this one is.
+      num_processes: The number of processes.
+      process_id: This process's number.
 
     Raises:
-      TypeError: a number that is no integer.
-      ValueError: one that is negative or too large, or an address that is no
+      TypeError: if a number is not an integer.
+      ValueError: if a number is negative or too large, or the address is not
         `host:port`.
     """
     check_address(coordinator_address, "process 0")
@@ -135,30 +130,31 @@ def task_of_process(
 
 
 def check_roles(spec: ClusterSpec) -> None:
-    """Raises for a job that `tf.distribute` does not know.
+    """Raises unless a cluster has the jobs of `tf.distribute` only.
 
     Raises:
-      ValueError: there is one; or several chiefs or evaluators.
+      ValueError: if it has another job, or several chiefs or evaluators.
     """
     for job in spec.jobs:
         if job not in ROLES:
             raise ValueError(
-                f"A cluster has the jobs {', '.join(map(repr, ROLES))}. "
-                f"Received: a job {shown(job)}. {_cure_of_role(job)}"
+                "The jobs of a cluster must be among "
+                f"{', '.join(map(repr, ROLES))}. "
+                f"Received: a job {shown(job)}. {_suggest_role(job)}"
             )
     for job in ("chief", "evaluator"):
-        if num_tasks(spec, job) > 1:
+        if count_tasks(spec, job) > 1:
             raise ValueError(
-                f"There is at most one {job!r} task. Received: "
+                f"There must be at most one {job!r} task. Received: "
                 f"{spec.num_tasks(job)}. Make the others workers."
             )
 
 
 def check_addresses(spec: ClusterSpec) -> None:
-    """Raises for an address that is no `host:port`, and for one given twice.
+    """Raises unless all addresses are `host:port`, and different.
 
     Raises:
-      ValueError: there is one.
+      ValueError: if one is not `host:port`, or two tasks have the same.
     """
     owners: dict[str, str] = {}
     for job in spec.jobs:
@@ -169,25 +165,25 @@ def check_addresses(spec: ClusterSpec) -> None:
             first = owners.setdefault(address.lower(), owner)
             if first != owner:
                 raise ValueError(
-                    "Each task has an address of its own. Received: "
+                    "Tasks must have different addresses. Received: "
                     f"{shown(address)} for {first} and for {owner}. Give "
                     "tasks of one host different ports."
                 )
 
 
-def num_tasks(spec: ClusterSpec, job: str) -> int:
-    """Returns how many tasks a job has; 0 if there is no such job."""
+def count_tasks(spec: ClusterSpec, job: str) -> int:
+    """Returns the number of a job's tasks; 0 if there is no such job."""
     return spec.num_tasks(job) if job in spec.jobs else 0
 
 
-def _alone(task_type: str | None, task_id: int | None) -> TaskInfo:
-    """The task of a process without a cluster."""
+def _make_lone_task(task_type: str | None, task_id: int | None) -> TaskInfo:
+    """Returns the task of a process without a cluster."""
     if task_id not in (None, 0):
         raise ValueError(
-            "A process without a cluster is task 0. Received: task "
+            "A process without a cluster must be task 0. Received: task "
             f"{shown(task_id)} and no cluster: several processes would train "
-            "apart, and write to the same files. Give the cluster (in "
-            'TF_CONFIG: its "cluster"), or leave the task out.'
+            "separately, and write to the same files. Pass the cluster (in "
+            'TF_CONFIG: its "cluster"), or omit the task.'
         )
     is_evaluator = task_type == "evaluator"
     return TaskInfo(
@@ -200,13 +196,11 @@ def _alone(task_type: str | None, task_id: int | None) -> TaskInfo:
     )
 
 
-def _checked_task(
-    task_type: str | None, task_id: int | None
-) -> tuple[str, int]:
+def _check_task(task_type: str | None, task_id: int | None) -> tuple[str, int]:
     if task_type is None or task_id is None:
         missing = "type" if task_type is None else "index"
         raise ValueError(
-            "A process in a cluster must know its task, type and index. "
+            "A process in a cluster needs the type and index of its task. "
             f"Received: a cluster, and no {missing}. Set the resolver's "
             "`task_type` and `task_id` (in TF_CONFIG: "
             '"task": {"type": "worker", "index": 0}).'
@@ -216,16 +210,16 @@ def _checked_task(
         raise ValueError(_SERVERS)
     if task_type not in ROLES:
         raise ValueError(
-            f"The type of a task is one of {', '.join(map(repr, ROLES))}. "
-            f"Received: {shown(task_type)}. {_cure_of_role(task_type)}"
+            f"A task's type must be one of {', '.join(map(repr, ROLES))}. "
+            f"Received: {shown(task_type)}. {_suggest_role(task_type)}"
         )
     return task_type, index
 
 
-def _training_addresses(
+def _list_training_addresses(
     spec: ClusterSpec, num_processes: int | None
 ) -> tuple[str | None, ...]:
-    """The addresses by process number, None for those that are not known."""
+    """Returns the addresses by process number, None for unknown ones."""
     if num_processes is not None:
         known = spec.job_tasks("worker")
         return tuple(known + [None] * (num_processes - len(known)))
@@ -237,19 +231,19 @@ def _training_addresses(
     ]
     if not addresses:
         raise ValueError(
-            "A cluster has a 'chief' or a 'worker' task. Received: the jobs "
-            f"{shown(spec.jobs)}. Add the processes that train."
+            "A cluster must have a 'chief' or a 'worker' task. Received: the "
+            f"jobs {shown(spec.jobs)}. Add the processes that train."
         )
     if None in addresses:
         raise ValueError(
-            "The tasks of a job are 0, 1, 2, ... without a gap. Received: "
+            "The tasks of a job must be 0, 1, 2, ... without a gap. Received: "
             f"{addresses.index(None)} tasks, then none of the next index. "
-            "Give the addresses of all tasks."
+            "Pass the addresses of all tasks."
         )
     return tuple(addresses)
 
 
-def _cure_of_role(name: str) -> str:
+def _suggest_role(name: str) -> str:
     if name == "master":
-        return "Rename it to 'chief', as tf 1's 'master' is called since."
+        return "Rename it to 'chief', the new name of tf 1's 'master'."
     return "Rename it: processes that train are 'worker'."

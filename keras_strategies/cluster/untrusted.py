@@ -1,4 +1,4 @@
-"""Input from files, the environment and sockets, which is not trusted."""
+"""Readers of untrusted input: files, the environment and sockets."""
 
 import collections
 import errno
@@ -12,17 +12,17 @@ from typing import Any, NoReturn
 from keras_strategies.cluster.addresses import shown
 
 MAX_DEPTH = 64
-"""Levels of arrays and objects in each other."""
+"""The maximum nesting of arrays and objects."""
 
 
 def load_json(
     text: str | bytes, *, max_characters: int, has_nan: bool = False
 ) -> Any:
-    """What a text of JSON says; nothing else is done with it.
+    """Parses untrusted JSON, within limits of size and depth.
 
     Args:
       text: The text, or bytes of UTF-8.
-      max_characters: The longest that is read.
+      max_characters: The length above which the text is rejected.
       has_nan: Whether numbers may be NaN and infinite, as Python writes them.
 
     Returns:
@@ -30,8 +30,8 @@ def load_json(
       at most `MAX_DEPTH` levels deep.
 
     Raises:
-      ValueError: it is something else. The message says what, and repeats
-        nothing of the text but a key that it says twice, cut short.
+      ValueError: if it is anything else. The message describes the fault. It
+        quotes nothing from the text except a duplicate key, truncated.
     """
     if len(text) > max_characters:
         raise ValueError(
@@ -39,16 +39,16 @@ def load_json(
             "are read"
         )
     try:
-        # Python would take bytes for UTF-16 where they look like it.
+        # Decoded here, because `json.loads` would also detect UTF-16.
         text = text.decode("utf-8") if isinstance(text, bytes) else text
         value = json.loads(
             text,
-            object_pairs_hook=_object,
+            object_pairs_hook=_make_dict,
             parse_constant=float if has_nan else _refuse_constant,
-            parse_float=_finite,
+            parse_float=_parse_finite,
         )
     except json.JSONDecodeError as error:
-        # Without its cause, which has the whole text as an attribute.
+        # Raised below without this cause, whose `doc` is the entire text.
         fault = f"{error.msg} at line {error.lineno}, column {error.colno}"
     except UnicodeDecodeError:
         fault = "it is not UTF-8"
@@ -66,12 +66,12 @@ def load_json(
 
 
 def open_regular(path: str | os.PathLike[str]) -> io.BufferedReader:
-    """Opens a file for reading, if it is a file or a link to one.
+    """Opens a regular file, or a link to one, for reading.
 
-    A pipe is not waited for, and of a device nothing is read.
+    Opening a pipe does not block, and a device is never read.
 
     Raises:
-      OSError: it is something else, or cannot be opened.
+      OSError: if it is not a regular file, or cannot be opened.
     """
     return open(path, "rb", opener=_open_if_regular)
 
@@ -84,12 +84,12 @@ def _open_if_regular(path: str, flags: int) -> int:
     raise OSError(errno.EINVAL, "it must be a file", path)
 
 
-def printable(text: str, *, keeps: str = "") -> str:
+def escape_controls(text: str, *, keeps: str = "") -> str:
     """Returns a text with its control characters escaped, as `ascii` does.
 
     Args:
-      text: What is to be printed on a terminal.
-      keeps: Characters that stay: "\\n" where a text has lines.
+      text: The text to print on a terminal.
+      keeps: Characters to keep, such as "\\n" in a text of several lines.
     """
     return "".join(
         c if c.isprintable() or c in keeps else ascii(c)[1:-1] for c in text
@@ -100,23 +100,23 @@ _TOO_DEEP = "it is nested too deeply"
 
 
 class _FaultError(ValueError):
-    """What is wrong, for a message."""
+    """A fault of the text, worded for a message."""
 
 
-def _object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    found = dict(pairs)
-    if len(found) < len(pairs):
+def _make_dict(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    entries = dict(pairs)
+    if len(entries) < len(pairs):
         counts = collections.Counter(name for name, _ in pairs)
         name = counts.most_common(1)[0][0]
-        raise _FaultError(f"it says the key {shown(name)} twice")
-    return found
+        raise _FaultError(f"it contains the key {shown(name)} twice")
+    return entries
 
 
 def _refuse_constant(name: str) -> NoReturn:
-    raise _FaultError(f"{name} is no number of JSON")
+    raise _FaultError(f"{name} is not a number in JSON")
 
 
-def _finite(text: str) -> float:
+def _parse_finite(text: str) -> float:
     value = float(text)
     if not math.isfinite(value):
         raise _FaultError("it has a number that is too large")

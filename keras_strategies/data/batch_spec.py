@@ -12,7 +12,7 @@ import jax
 import numpy as np
 
 from keras_strategies._types import Array, Shape, Tree
-from keras_strategies.cluster.array_kinds import dtype_named, is_shape
+from keras_strategies.cluster.array_kinds import is_shape, parse_dtype
 from keras_strategies.cluster.exchange.message_forms import fault_of
 from keras_strategies.cluster.untrusted import load_json
 
@@ -189,7 +189,7 @@ def _read_pairs(value: object) -> list[tuple[Any, Any]]:
 def _make_empty_leaf(name: object, shape: object) -> np.ndarray:
     if not is_shape(shape):
         raise _make_error("a shape is invalid")
-    dtype = dtype_named(name)
+    dtype = parse_dtype(name)
     if dtype is None:
         raise _make_error("a dtype is not one that `make_spec` writes")
     try:

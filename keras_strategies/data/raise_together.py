@@ -3,13 +3,13 @@
 from typing import Any
 
 from keras_strategies._core.mesh import ReplicaMesh
-from keras_strategies.cluster.exchange.greetings import readable
+from keras_strategies.cluster.exchange.greetings import clean_text
 
 
 def list_values(mesh: ReplicaMesh, values: list[Any]) -> str:
     """Returns each process's value with its number, for messages."""
     return ", ".join(
-        f"{readable(str(value))} (process {process})"
+        f"{clean_text(str(value))} (process {process})"
         for process, value in zip(mesh.processes, values, strict=True)
     )
 
@@ -36,7 +36,7 @@ def raise_everywhere(
       RuntimeError: if another process failed.
     """
     failed = [
-        f"process {process}: {readable(message['error']).rstrip(' .')}"
+        f"process {process}: {clean_text(message['error']).rstrip(' .')}"
         for process, message in zip(mesh.processes, received, strict=True)
         if "error" in message
     ]

@@ -5,7 +5,7 @@ from typing import Any, Self
 
 from keras_strategies.keras_bridge.variables.partitioners import PartitionerLike
 from keras_strategies.strategy.strategy import Strategy
-from keras_strategies.tpu.replica_meshes import mesh_of_topology
+from keras_strategies.tpu.replica_meshes import make_topology_mesh
 
 
 class CompileOnlyStrategy(Strategy):
@@ -60,7 +60,7 @@ class CompileOnlyStrategy(Strategy):
           print(strategy.compile_step(model, batch))
           ```
         """
-        mesh = mesh_of_topology(
+        mesh = make_topology_mesh(
             name, num_slices, computation_shape, variable_partitioner
         )
         strategy = cls.__new__(cls)

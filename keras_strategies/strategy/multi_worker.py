@@ -84,7 +84,7 @@ class MultiWorkerMirroredStrategy(Strategy):
         self._cluster_resolver = place.join(
             cluster_resolver, numbers, type(self).__name__, startup_timeout_s
         )
-        mesh = ReplicaMesh(devices=place.devices())
+        mesh = ReplicaMesh(devices=place.list_devices())
         options.check_platform(mesh.platform)
         super().__init__(
             mesh,

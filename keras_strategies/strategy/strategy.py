@@ -397,4 +397,4 @@ def _watch_job() -> None:
 
     # A mesh of a named topology's devices has no job to watch.
     if kv_store.is_available():
-        dispatch.set_starter(watchdog.start().start)
+        dispatch.set_starter(watchdog.start().run)

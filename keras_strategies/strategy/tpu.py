@@ -9,8 +9,8 @@ from keras_strategies.tpu.cluster_resolver import TPUClusterResolver
 from keras_strategies.tpu.replica_meshes import (
     Assignments,
     check_resolver,
-    mesh_of_devices,
-    the_one_given,
+    choose_assignment,
+    make_mesh,
 )
 
 
@@ -79,11 +79,11 @@ class TPUStrategy(CompileOnlyStrategy):
         experimental_spmd_xla_partitioning: bool = True,
     ) -> None:
         del experimental_spmd_xla_partitioning
-        assignment = the_one_given(
+        assignment = choose_assignment(
             device_assignment, experimental_device_assignment
         )
         self._resolver = check_resolver(tpu_cluster_resolver)
-        mesh = mesh_of_devices(self._resolver, assignment, variable_partitioner)
+        mesh = make_mesh(self._resolver, assignment, variable_partitioner)
         super().__init__(
             mesh,
             layout_map=layout_map,

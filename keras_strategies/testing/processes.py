@@ -17,7 +17,7 @@ import traceback
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from keras_strategies.cluster.job.free_ports import free_ports
+from keras_strategies.cluster.job.free_ports import find_free_ports
 
 _POLL_S = 0.05
 _GRACE_S = 20.0
@@ -96,7 +96,7 @@ def run_processes(
       assert results[0].value == results[1].value
       ```
     """
-    (port,) = free_ports(1)
+    (port,) = find_free_ports(1)
     address = f"127.0.0.1:{port}"
     environ = _make_environment(devices_per_process, env)
     with tempfile.TemporaryDirectory() as folder:

@@ -1,4 +1,4 @@
-"""Coordinates of TPU cores: of jax devices, and as users pass them."""
+"""Coordinates of TPU cores, of JAX devices and in users' arguments."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -9,33 +9,33 @@ import numpy.typing as npt
 
 IntArray = npt.NDArray[np.int32]
 Cell = tuple[int, ...]
-"""A place on a grid: (x, y, z) of a chip, (x, y, z, core) of a core."""
+"""A position in a grid: (x, y, z) of a chip, (x, y, z, core) of a core."""
 
 
 def has_coordinates(device: jax.Device) -> bool:
-    """Whether a device knows its chip's place, as TPUs do."""
+    """Returns whether a device has coordinates, as TPUs do."""
     return getattr(device, "coords", None) is not None
 
 
-def chip_of(device: jax.Device) -> Cell:
+def get_chip(device: jax.Device) -> Cell:
     """Returns the (x, y, z) of a TPU's chip."""
-    described: Any = device
-    x, y, z = described.coords
+    tpu: Any = device
+    x, y, z = tpu.coords
     return int(x), int(y), int(z)
 
 
-def core_of(device: jax.Device) -> int:
-    """Returns which core of its chip a TPU is."""
+def get_core(device: jax.Device) -> int:
+    """Returns the index of a TPU core in its chip."""
     return int(getattr(device, "core_on_chip", None) or 0)
 
 
-def slice_of(device: jax.Device) -> int:
-    """Returns the slice of a device; slices are joined by the data centre."""
+def get_slice(device: jax.Device) -> int:
+    """Returns a device's slice index; the data center connects slices."""
     return int(getattr(device, "slice_index", None) or 0)
 
 
-def box_of(cells: Sequence[Cell]) -> tuple[Cell, Cell]:
-    """Returns the lowest corner and the shape of the box around cells."""
+def compute_box(cells: Sequence[Cell]) -> tuple[Cell, Cell]:
+    """Returns the lowest corner and the shape of the cells' bounding box."""
     dims = list(zip(*cells, strict=True))
     corner = tuple(min(dim) for dim in dims)
     shape = tuple(max(dim) - min(dim) + 1 for dim in dims)
@@ -43,35 +43,37 @@ def box_of(cells: Sequence[Cell]) -> tuple[Cell, Cell]:
 
 
 def read_integers(name: str, value: object) -> IntArray:
-    """Returns an argument as a read-only array of integers of our own.
+    """Returns an argument as a new read-only array of integers.
 
     Raises:
-      TypeError: it is None.
-      ValueError: it is ragged, or holds anything but whole numbers.
+      TypeError: if it is None.
+      ValueError: if it is ragged, or contains anything but integers.
     """
     if value is None:
         raise TypeError(
-            f"`{name}` is needed. Received: None. Pass a sequence of integers."
+            f"`{name}` must not be None. Received: None. Pass a sequence of "
+            "integers."
         )
     try:
-        given = np.asarray(value)
-        # A wrong number is found below, by what became of it.
+        array = np.asarray(value)
+        # An invalid number does not equal its cast, which is checked below.
         with np.errstate(invalid="ignore"):
-            integers = given.astype(np.int32)
-        is_whole = given.dtype.kind in "iuf" and bool((given == integers).all())
+            integers = array.astype(np.int32)
+        is_equal = array.dtype.kind in "iuf" and bool((array == integers).all())
     except (TypeError, ValueError, OverflowError) as error:
-        raise ValueError(_not_integers(name, value)) from error
-    if not is_whole and given.size:
-        raise ValueError(_not_integers(name, value))
+        raise ValueError(_describe_fault(name, value)) from error
+    if not is_equal and array.size:
+        raise ValueError(_describe_fault(name, value))
     integers.flags.writeable = False
     return integers
 
 
-def _not_integers(name: str, value: object) -> str:
-    shown = repr(value)
-    if len(shown) > 200:
-        shown = f"{shown[:200]}..."
+def _describe_fault(name: str, value: object) -> str:
+    text = repr(value)
+    if len(text) > 200:
+        text = f"{text[:200]}..."
     return (
-        f"`{name}` holds whole numbers of 32 bits, in rows of equal length. "
-        f"Received: {shown}. Pass a nest of integers or an integer array."
+        f"`{name}` must contain 32-bit integers, in rows of equal length. "
+        f"Received: {text}. Pass nested sequences of integers or an integer "
+        "array."
     )

@@ -1,4 +1,4 @@
-"""DeviceAssignment: which cores of a TPU slice form which replica."""
+"""DeviceAssignment: the cores of each replica on a TPU slice."""
 
 import numpy as np
 import numpy.typing as npt
@@ -14,15 +14,15 @@ SINGLE_CORE_ASSIGNMENT = [[[0, 0, 0, 0]]]
 class DeviceAssignment:
     """The cores of each replica, as coordinates in a topology.
 
-    `DeviceAssignment.build` makes one from the shape of a replica.
+    `DeviceAssignment.build` creates one from the shape of a replica.
 
     Args:
-      topology: The slice.
+      topology: The slice's topology.
       core_assignment: Coordinates, of shape (replicas, cores, 4).
 
     Raises:
-      ValueError: not a topology; a wrong shape; a core outside the topology,
-        missing in it, or used twice.
+      ValueError: if `topology` is not a `Topology`, the shape is wrong, or a
+        core is outside the topology, missing in it or used twice.
 
     Example:
       ```python
@@ -55,23 +55,24 @@ class DeviceAssignment:
         num_replicas: int = 1,
         device_order_mode: DeviceOrderMode = DeviceOrderMode.AUTO,
     ) -> "DeviceAssignment":
-        """Returns an assignment of equal blocks of cores, one a replica.
+        """Returns an assignment of equal blocks of cores, one per replica.
+
+        If devices are missing in the topology, replicas take cores in the
+        order of the tasks, and a stride is rejected.
 
         Args:
-          topology: The slice, or what its `serialized()` returned.
-          computation_shape: A replica's cores in each dimension,
-            (x, y, z, core); one core if left out.
-          computation_stride: The distance of a replica's cores in each
-            dimension; 1 if left out.
+          topology: The slice's topology, or the bytes of its `serialized()`.
+          computation_shape: A replica's number of cores in each dimension,
+            (x, y, z, core); by default one core.
+          computation_stride: The distance between a replica's cores in each
+            dimension; by default 1.
           num_replicas: The number of replicas.
-          device_order_mode: Accepted for tf's signature. Every mode gives
-            rows, x first: XLA's programs are the same for any order.
-
-        Where the topology misses devices, replicas take cores in the order of
-        the tasks, and a stride is refused.
+          device_order_mode: Accepted for tf's signature. Every mode orders
+            replicas in rows, x first: XLA's programs are the same for any
+            order.
 
         Raises:
-          ValueError: the replicas do not fit, or are not possible so.
+          ValueError: if the replicas do not fit, or an argument is invalid.
         """
         if isinstance(topology, bytes):
             topology = Topology(serialized=topology)
@@ -87,7 +88,7 @@ class DeviceAssignment:
 
     @property
     def topology(self) -> Topology:
-        """The slice."""
+        """The slice's topology."""
         return self._topology
 
     @property
@@ -102,20 +103,20 @@ class DeviceAssignment:
 
     @property
     def core_assignment(self) -> IntArray:
-        """Coordinates of every core, of shape (replicas, cores, 4)."""
+        """The coordinates of every core, of shape (replicas, cores, 4)."""
         return self._core_assignment
 
     def coordinates(self, replica: int, logical_core: int) -> Cell:
         """Returns the (x, y, z, core) of a replica's core.
 
         Raises:
-          IndexError: no such replica or core.
+          IndexError: if there is no such replica or core.
         """
         counts = self._core_assignment.shape[:2]
         if not (0 <= replica < counts[0] and 0 <= logical_core < counts[1]):
             raise IndexError(
-                "A core is one of a replica of the assignment. Received: "
-                f"replica={replica} of {counts[0]}, logical_core="
+                "`replica` and `logical_core` must be in the assignment. "
+                f"Received: replica={replica} of {counts[0]}, logical_core="
                 f"{logical_core} of {counts[1]}."
             )
         return tuple(self._core_assignment[replica, logical_core].tolist())
@@ -124,16 +125,16 @@ class DeviceAssignment:
         """Returns the replicas whose core of that number is in a task.
 
         Raises:
-          ValueError: there is none.
+          ValueError: if there are none.
         """
-        found = self._replicas.get((task_id, logical_core))
-        if found is None:
+        replicas = self._replicas.get((task_id, logical_core))
+        if replicas is None:
             raise ValueError(
                 "No replica has that core in that task. Received: task_id="
                 f"{task_id} of {self._topology.num_tasks}, logical_core="
                 f"{logical_core} of {self.num_cores_per_replica}."
             )
-        return list(found)
+        return list(replicas)
 
     def tpu_ordinal(self, replica: int = 0, logical_core: int = 0) -> int:
         """Returns the number of a core's device in its task."""
@@ -168,16 +169,16 @@ class DeviceAssignment:
 def replica_mesh_devices(
     assignment: DeviceAssignment,
 ) -> npt.NDArray[np.object_]:
-    """Returns the jax devices of an assignment, for a mesh of two axes.
+    """Returns the JAX devices of an assignment, for a mesh of two axes.
 
     Args:
-      assignment: One whose topology was made from devices.
+      assignment: An assignment whose topology was made from devices.
 
     Returns:
       Devices, of shape (num_replicas, num_cores_per_replica).
 
     Raises:
-      ValueError: the topology knows no devices.
+      ValueError: if the topology was not made from devices.
     """
     shape = (assignment.num_replicas, assignment.num_cores_per_replica)
     devices = np.empty(shape, dtype=object)
@@ -192,7 +193,8 @@ def replica_mesh_devices(
 def _check_topology(topology: object) -> Topology:
     if not isinstance(topology, Topology):
         raise ValueError(
-            f"`topology` is a Topology. Received: {type(topology).__name__}. "
+            "`topology` must be a Topology. Received: "
+            f"{type(topology).__name__}. "
             "Make one with `Topology.from_devices(jax.devices())`."
         )
     return topology
@@ -202,13 +204,13 @@ def _check_cores(topology: Topology, value: object) -> IntArray:
     cores = read_integers("core_assignment", value)
     if cores.ndim != 3 or cores.shape[2] != topology.mesh_rank:
         raise ValueError(
-            "`core_assignment` has the shape (replicas, cores, 4). Received "
-            f"the shape {cores.shape}."
+            "`core_assignment` must have the shape (replicas, cores, 4). "
+            f"Received: the shape {cores.shape}."
         )
     if not cores.size:
         raise ValueError(
-            "An assignment has at least one replica of one core. Received "
-            f"`core_assignment` of the shape {cores.shape}."
+            "An assignment must have at least one replica of one core. "
+            f"Received: `core_assignment` of the shape {cores.shape}."
         )
     owners: dict[Cell, tuple[int, int]] = {}
     for replica, core in np.ndindex(cores.shape[:2]):
@@ -223,7 +225,7 @@ def _check_cores(topology: Topology, value: object) -> IntArray:
         other = owners.setdefault(place, (replica, core))
         if other != (replica, core):
             raise ValueError(
-                "A core belongs to one replica, once. Received: "
+                "Each core may be used only once. Received: "
                 f"core_assignment with {list(place)} as core {other[1]} of "
                 f"replica {other[0]} and core {core} of replica {replica}."
             )

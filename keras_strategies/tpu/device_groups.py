@@ -1,8 +1,9 @@
 """Orders of TPU devices, and groups of replicas that shard variables.
 
-The chips of a group are a box of the slice, of whole hosts: XLA's collectives
-over it then use links of its own. Over a whole large slice they would become
-all-reduces of whole arrays, and of other sets of chips XLA compiles none.
+The chips of a group are a box in the slice, made of complete hosts, so that
+XLA's collectives over the group use only links inside it. Over an entire large
+slice they would become all-reduces of full arrays, and for other sets of chips
+XLA compiles no collectives.
 """
 
 import itertools
@@ -16,157 +17,161 @@ import numpy as np
 
 from keras_strategies.tpu.coordinates import (
     Cell,
-    box_of,
-    chip_of,
+    compute_box,
+    get_chip,
+    get_slice,
     has_coordinates,
-    slice_of,
 )
 
 _MOST = 64
-"""Chips of a group, if nothing else is said."""
+"""The default maximum number of chips in a group."""
 
 
 def default_device_order(
     devices: Iterable[jax.Device],
 ) -> tuple[jax.Device, ...]:
-    """Returns devices slice after slice, in each process after process.
+    """Returns devices ordered by slice, and within a slice by process.
 
-    The rows of each process are then one piece of a batch. Devices without
+    The rows of each process are then contiguous in a batch. Devices without
     coordinates (CPUs, GPUs) keep their order.
 
     Args:
-      devices: Devices of one platform, none twice; of each slice equally many.
+      devices: Unique devices of one platform; the same number of each slice.
 
     Raises:
-      ValueError: no devices, or slices of different sizes.
+      ValueError: if there are no devices, or slices differ in size.
     """
     devices = tuple(devices)
     if not devices:
         raise ValueError(
-            "An order needs at least one device. Received: devices=(). Pass "
+            "There must be at least one device. Received: devices=(). Pass "
             "`jax.devices()`."
         )
     if not all(map(has_coordinates, devices)):
         return devices
-    sizes = Counter(map(slice_of, devices))
+    sizes = Counter(map(get_slice, devices))
     if len(set(sizes.values())) > 1:
         raise ValueError(
             "All slices must have the same number of devices. Received: number "
-            f"of devices by slice {dict(sizes)}. Choose as many of each slice."
+            f"of devices by slice {dict(sizes)}. Use the same number of each."
         )
-    return tuple(sorted(devices, key=lambda d: (slice_of(d), d.process_index)))
+    return tuple(sorted(devices, key=lambda d: (get_slice(d), d.process_index)))
 
 
-def grouped_device_order(
+def group_devices(
     devices: Sequence[jax.Device], shards: int | None
 ) -> tuple[tuple[jax.Device, ...], int | None]:
-    """Devices in the order of their groups, and how many a group has.
+    """Returns devices ordered by group, and the size of a group.
 
     Args:
-      devices: Devices of one platform, none twice; of each slice equally many.
-      shards: How many devices a group has. None: those of a slice, or of a
-        large slice the most that are a box of at most 64 chips.
+      devices: Unique devices of one platform; the same number of each slice.
+      shards: The number of devices in a group. None: those of a slice, or in
+        a large slice those of the largest box of at most 64 chips.
 
     Returns:
-      The devices, and their number in a group; of devices without coordinates
-      (CPUs, GPUs) as it was given.
+      The devices, and the number in a group; for devices without coordinates
+      (CPUs, GPUs) the argument `shards`.
 
     Raises:
-      ValueError: no boxes of so many devices fill the slices.
+      ValueError: if no boxes with this number of devices fill the slices.
     """
     ordered = default_device_order(devices)
     if not all(map(has_coordinates, ordered)):
         return ordered, shards
     slices: dict[int, list[jax.Device]] = {}
     for device in ordered:
-        slices.setdefault(slice_of(device), []).append(device)
-    found: list[jax.Device] = []
+        slices.setdefault(get_slice(device), []).append(device)
+    grouped: list[jax.Device] = []
     for of_slice in slices.values():
         replicas = np.array(of_slice, dtype=object)[:, None]
-        groups, shards = _grouped(replicas, shards)
+        groups, shards = _group_slice(replicas, shards)
         for group in groups:
-            found += group.flat
-    return tuple(found), shards
+            grouped += group.flat
+    return tuple(grouped), shards
 
 
-def grouped_replicas(
+def group_replicas(
     replicas: np.ndarray, shards: int | None
 ) -> tuple[np.ndarray, int | None]:
-    """As `grouped_device_order`, of replicas of several cores in one slice.
+    """Returns one slice's replicas ordered by group, and the size of a group.
+
+    Like `group_devices`, for replicas of several cores.
 
     Args:
-      replicas: Their devices, (replicas, cores).
-      shards: How many replicas a group has.
+      replicas: The replicas' devices, of shape (replicas, cores).
+      shards: The number of replicas in a group; None for the default.
 
     Returns:
-      The replicas, those of a group after each other, and their number.
+      The replicas, and the number in a group.
 
     Raises:
-      ValueError: no boxes of so many replicas fill the slice.
+      ValueError: if no boxes with this number of replicas fill the slice.
     """
     if not all(map(has_coordinates, replicas.flat)):
         return replicas, shards
-    groups, shards = _grouped(replicas, shards)
+    groups, shards = _group_slice(replicas, shards)
     return np.concatenate(groups), shards
 
 
-def _grouped(
+def _group_slice(
     replicas: np.ndarray, shards: int | None
 ) -> tuple[list[np.ndarray], int]:
-    """The replicas of each group in a slice, and how many a group has.
+    """Returns the replicas of each group in a slice, and a group's size.
 
     Args:
-      replicas: Their devices, (replicas, cores).
-      shards: How many replicas a group has; None for the default.
+      replicas: The replicas' devices, of shape (replicas, cores).
+      shards: The number of replicas in a group; None for the default.
     """
     size, cores = replicas.shape
     if shards is not None and shards % size == 0:
         return [replicas], shards
-    origin, _ = box_of([chip_of(device) for device in replicas.flat])
+    origin, _ = compute_box([get_chip(device) for device in replicas.flat])
+    # By number of replicas: the last box that `_iter_boxes` yields for it.
     boxes = {
         count // cores: box
-        for count, box in _boxes(list(replicas.flat))
+        for count, box in _iter_boxes(list(replicas.flat))
         if all(_is_in_one(replica, origin, box) for replica in replicas)
     }
-    of_chip = replicas.size // len(set(map(chip_of, replicas.flat)))
-    fit = [n for n in boxes if n * cores <= _MOST * of_chip]
+    per_chip = replicas.size // len(set(map(get_chip, replicas.flat)))
+    fit = [n for n in boxes if n * cores <= _MOST * per_chip]
     count = max(fit, default=size) if shards is None else shards
     if count == size:
         return [replicas], count
     if count not in boxes:
         raise ValueError(
-            "On TPUs a group that divides variables is a box of whole hosts, "
-            "with all cores of its replicas. Received: "
-            f"shards={count} of slices with {size} replicas. "
+            "On TPUs a group that shards variables must be a box of complete "
+            "hosts, with all cores of its replicas. Received: "
+            f"shards={count} in slices with {size} replicas. "
             f"Choose one of {sorted(boxes)}, or None."
         )
-    return _groups(replicas, boxes[count]), count
+    return _split_into_boxes(replicas, boxes[count]), count
 
 
-def _boxes(devices: Sequence[jax.Device]) -> Iterator[tuple[int, Cell]]:
-    """Numbers of devices and boxes of chips that fill a slice.
+def _iter_boxes(devices: Sequence[jax.Device]) -> Iterator[tuple[int, Cell]]:
+    """Yields the boxes of chips that fill a slice, with their device counts.
 
-    Of several with as many devices, one that spans most dimensions comes
-    last, as there chips are linked to rings.
+    Among boxes with the same number of devices, the one that spans the most
+    dimensions comes last, because its chips are linked in rings.
     """
-    chips = {chip_of(device) for device in devices}
+    chips = {get_chip(device) for device in devices}
     cores = len(devices) // len(chips)
-    _, whole = box_of(sorted(chips))
-    if math.prod(whole) != len(chips):
+    _, slice_shape = compute_box(sorted(chips))
+    if math.prod(slice_shape) != len(chips):
         return
     hosts: dict[int, set[Cell]] = {}
     for device in devices:
-        hosts.setdefault(device.process_index, set()).add(chip_of(device))
-    sizes = [box_of(sorted(of_host))[1] for of_host in hosts.values()]
-    host = np.max(sizes, axis=0).tolist()
+        hosts.setdefault(device.process_index, set()).add(get_chip(device))
+    sizes = [compute_box(sorted(of_host))[1] for of_host in hosts.values()]
+    host_shape = np.max(sizes, axis=0).tolist()
+    # A box's side divides the slice's and is a multiple of a host's.
     sides = [
-        [n for n in range(1, size + 1) if size % n == 0 and n % own == 0]
-        for size, own in zip(whole, host, strict=True)
+        [n for n in range(1, size + 1) if size % n == 0 and n % step == 0]
+        for size, step in zip(slice_shape, host_shape, strict=True)
     ]
     boxes = sorted(
         itertools.product(*sides),
         key=lambda box: (
-            sum(a == b for a, b in zip(box, whole, strict=True)),
+            sum(a == b for a, b in zip(box, slice_shape, strict=True)),
             -max(box),
         ),
     )
@@ -174,24 +179,24 @@ def _boxes(devices: Sequence[jax.Device]) -> Iterator[tuple[int, Cell]]:
         yield math.prod(box) * cores, box
 
 
-def _groups(replicas: np.ndarray, box: Cell) -> list[np.ndarray]:
-    """The replicas in each box, in the order of the boxes."""
-    origin, _ = box_of([chip_of(device) for device in replicas.flat])
+def _split_into_boxes(replicas: np.ndarray, box: Cell) -> list[np.ndarray]:
+    """Returns the replicas in each box, in the order of the boxes."""
+    origin, _ = compute_box([get_chip(device) for device in replicas.flat])
     groups: dict[Cell, list[Any]] = {}
     for replica in replicas:
-        place = _place(replica[0], origin, box)
+        place = _find_box(replica[0], origin, box)
         groups.setdefault(place, []).append(replica)
     return [np.array(groups[place]) for place in sorted(groups)]
 
 
 def _is_in_one(replica: np.ndarray, origin: Cell, box: Cell) -> bool:
-    """Whether all cores of a replica lie in one box."""
-    return len({_place(device, origin, box) for device in replica}) == 1
+    """Returns whether all cores of a replica are in one box."""
+    return len({_find_box(device, origin, box) for device in replica}) == 1
 
 
-def _place(device: jax.Device, origin: Cell, box: Cell) -> Cell:
-    """Which of the boxes that fill a slice a device is in."""
+def _find_box(device: jax.Device, origin: Cell, box: Cell) -> Cell:
+    """Returns the position of a device's box among the boxes of a slice."""
     return tuple(
         (at - start) // side
-        for at, start, side in zip(chip_of(device), origin, box, strict=True)
+        for at, start, side in zip(get_chip(device), origin, box, strict=True)
     )

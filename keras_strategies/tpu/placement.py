@@ -1,4 +1,4 @@
-"""The placement of equal blocks of cores, one a replica, on a TPU slice."""
+"""Placement of replicas on a TPU slice, as equal blocks of cores."""
 
 import enum
 import math
@@ -13,9 +13,9 @@ from keras_strategies.tpu.topology import Topology
 class DeviceOrderMode(enum.IntEnum):
     """The order of replicas and their cores on the chips.
 
-    Differs from tf: every mode gives rows, x first for replicas and the core
-    first for a replica's cores. XLA finds the links itself, and compiles the
-    same program for rings.
+    Differs from tf: every mode orders replicas in rows, x first, and a
+    replica's cores with the core first. XLA finds the links itself, and
+    compiles the same program for rings.
 
     Example:
       ```python
@@ -49,8 +49,8 @@ def place_replicas(
     _check_mode(device_order_mode)
     count = _read_count(topology, shape, stride, num_replicas)
     if topology.missing_devices.size:
-        return _in_task_order(topology, shape, stride, count)
-    return _in_rows(topology, shape, stride, count)
+        return _place_in_task_order(topology, shape, stride, count)
+    return _place_in_rows(topology, shape, stride, count)
 
 
 def _read_sizes(name: str, value: object) -> Cell:
@@ -59,8 +59,8 @@ def _read_sizes(name: str, value: object) -> Cell:
     sizes = read_integers(name, value)
     if sizes.shape != (4,) or (sizes < 1).any():
         raise ValueError(
-            f"`{name}` is four positive integers: x, y, z, core. Received: "
-            f"{sizes.tolist()}."
+            f"`{name}` must be four positive integers: x, y, z, core. "
+            f"Received: {sizes.tolist()}."
         )
     return tuple(sizes.tolist())
 
@@ -71,7 +71,7 @@ def _check_mode(value: object) -> None:
     except ValueError as error:
         raise ValueError(
             "`device_order_mode` must be a DeviceOrderMode: AUTO, RING or "
-            f"MESH. Received: {value!r}. Leave it out for AUTO."
+            f"MESH. Received: {value!r}. Omit it for AUTO."
         ) from error
 
 
@@ -81,17 +81,17 @@ def _read_count(
     count = read_integers("num_replicas", value)
     if count.ndim or count < 1:
         raise ValueError(
-            f"`num_replicas` is a positive integer. Received: {value!r}."
+            f"`num_replicas` must be a positive integer. Received: {value!r}."
         )
     mesh = topology.mesh_shape.tolist()
-    most = math.prod(_replicas_in_each_dim(mesh, shape, stride))
+    most = math.prod(_count_replicas(mesh, shape, stride))
     if topology.missing_devices.size:
         present = topology.num_tasks * topology.num_tpus_per_task
         most = min(most, present // math.prod(shape))
     if count > most:
         raise ValueError(
-            f"Only {most} replicas fit in the topology, with a "
-            "computation_shape times computation_stride in it each. Received: "
+            f"Only {most} replicas fit in the topology, each of "
+            "computation_shape times computation_stride. Received: "
             f"num_replicas={value}, computation_shape={list(shape)}, "
             f"computation_stride={list(stride)}, mesh_shape={mesh}, "
             f"{len(topology.missing_devices)} devices missing. Use fewer "
@@ -100,27 +100,32 @@ def _read_count(
     return int(count)
 
 
-def _replicas_in_each_dim(
+def _count_replicas(
     mesh: Sequence[int], shape: Cell, stride: Cell
 ) -> list[int]:
-    """With strides, replicas lie between each other's cores."""
+    """Returns how many replicas fit in each dimension.
+
+    With a stride, the cores of replicas are interleaved.
+    """
     return [
         size // (cores * step) * step
         for size, cores, step in zip(mesh, shape, stride, strict=True)
     ]
 
 
-def _in_rows(
+def _place_in_rows(
     topology: Topology, shape: Cell, stride: Cell, count: int
 ) -> IntArray:
     mesh = topology.mesh_shape.tolist()
-    grid = _choose_grid(_replicas_in_each_dim(mesh, shape, stride), count)
+    grid = _choose_grid(_count_replicas(mesh, shape, stride), count)
     # The core number runs fastest, then x, y and z.
     order = np.unravel_index(
         np.arange(count), (grid[2], grid[1], grid[0], grid[3])
     )
     z, y, x, core = order
     position = np.stack([x, y, z, core], axis=1)
+    # `stride` neighboring replicas in a dimension are interleaved: the
+    # remainder is a replica's offset in their common block.
     outer, inner = position // stride, position % stride
     starts = outer * np.multiply(shape, stride) + inner
     cells = np.array(list(np.ndindex(shape))) * stride
@@ -128,10 +133,10 @@ def _in_rows(
 
 
 def _choose_grid(most: Sequence[int], count: int) -> list[int]:
-    """The replicas in each dimension: as near to a cube as they fit.
+    """Returns the replicas in each dimension, as close to a cube as they fit.
 
-    The narrowest dimension is chosen first, and of equal ones the core
-    number, then x: replicas are near each other on a chip, then on a host.
+    The narrowest dimension is filled first; among equal ones the core, then x:
+    replicas are close to each other on a chip, then on a host.
     """
     grid = [1] * len(most)
     last = len(most) - 1
@@ -139,26 +144,26 @@ def _choose_grid(most: Sequence[int], count: int) -> list[int]:
         range(len(most)), key=lambda d: (most[d], -1 if d == last else d)
     )
     for remaining, dim in zip(range(len(dims), 0, -1), dims, strict=True):
-        grid[dim] = min(_ceil_of_root(count, remaining), most[dim])
+        grid[dim] = min(_ceil_root(count, remaining), most[dim])
         count = -(-count // grid[dim])
     return grid
 
 
-def _ceil_of_root(value: int, degree: int) -> int:
+def _ceil_root(value: int, degree: int) -> int:
     root = round(value ** (1 / degree))
     return root if root**degree >= value else root + 1
 
 
-def _in_task_order(
+def _place_in_task_order(
     topology: Topology, shape: Cell, stride: Cell, count: int
 ) -> IntArray:
     if math.prod(stride) != 1:
         raise ValueError(
-            "Where devices are missing, replicas take those that are left in "
-            "the order of the tasks, without strides. Received: "
-            f"computation_stride={list(stride)}, "
-            f"{len(topology.missing_devices)} devices missing. Leave the "
-            "stride out."
+            "`computation_stride` must be 1 where devices are missing: "
+            "replicas take the present ones in the order of the tasks. "
+            f"Received: computation_stride={list(stride)}, "
+            f"{len(topology.missing_devices)} devices missing. Omit the "
+            "stride."
         )
     places = topology.device_coordinates.reshape(-1, topology.mesh_rank)
     size = math.prod(shape)

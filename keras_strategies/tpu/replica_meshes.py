@@ -1,4 +1,4 @@
-"""Replica meshes of TPU devices, of assignments, and of topologies."""
+"""Replica meshes of TPU devices, assignments and topologies."""
 
 import itertools
 from collections.abc import Iterable, Sequence
@@ -9,114 +9,118 @@ import numpy as np
 
 from keras_strategies._core.mesh import ReplicaMesh
 from keras_strategies.tpu.cluster_resolver import TPUClusterResolver
-from keras_strategies.tpu.coordinates import slice_of
+from keras_strategies.tpu.coordinates import get_slice
 from keras_strategies.tpu.device_assignment import (
     DeviceAssignment,
     replica_mesh_devices,
 )
 from keras_strategies.tpu.device_groups import (
     default_device_order,
-    grouped_device_order,
-    grouped_replicas,
+    group_devices,
+    group_replicas,
 )
 from keras_strategies.tpu.topology import Topology
-from keras_strategies.tpu.topology_devices import devices_by_name
+from keras_strategies.tpu.topology_devices import make_tpu_devices
 
 Assignments = DeviceAssignment | Sequence[DeviceAssignment]
 
 
-def the_one_given(
+def choose_assignment(
     assignment: Assignments | None, experimental: Assignments | None
 ) -> Assignments | None:
-    """The assignment, under whichever of its two names it was given.
+    """Returns the assignment, whichever of its two names was used.
 
     Raises:
-      ValueError: it was given under both.
+      ValueError: if both names were used.
     """
     if assignment is not None and experimental is not None:
         raise ValueError(
-            "`experimental_device_assignment` is another name of "
-            "`device_assignment`. Received: both. Give one."
+            "`experimental_device_assignment` is another name for "
+            "`device_assignment`. Received: both. Pass only one."
         )
     return experimental if assignment is None else assignment
 
 
-def mesh_of_devices(
+def make_mesh(
     resolver: TPUClusterResolver | None,
     assignments: Assignments | None,
     partitioner: object = None,
 ) -> ReplicaMesh:
-    """The mesh of an assignment, or of a replica on each core.
+    """Makes the mesh of an assignment, or with a replica on each core.
 
     Args:
-      resolver: Whose devices are used without an assignment; None for all.
-      assignments: See `mesh_of_assignments`.
-      partitioner: Says which variables groups of replicas divide, or None.
+      resolver: The resolver whose devices are used if there is no assignment;
+        None for all devices.
+      assignments: See `make_assigned_mesh`.
+      partitioner: The partitioner of variables over groups of replicas, or
+        None.
     """
     if assignments is not None:
-        return mesh_of_assignments(assignments, partitioner)
+        return make_assigned_mesh(assignments, partitioner)
     devices = jax.devices() if resolver is None else resolver.devices()
-    return _mesh_of_cores(devices, partitioner)
+    return _make_core_mesh(devices, partitioner)
 
 
-def _mesh_of_cores(
+def _make_core_mesh(
     devices: Sequence[jax.Device], partitioner: object, **kwargs: Any
 ) -> ReplicaMesh:
-    """A replica on each core."""
+    """Makes a mesh with a replica on each core."""
     if partitioner is None:
         return ReplicaMesh(devices=default_device_order(devices), **kwargs)
     shards = getattr(partitioner, "shards", None)
-    ordered, shards = grouped_device_order(devices, shards)
+    ordered, shards = group_devices(devices, shards)
     return ReplicaMesh(devices=ordered, shards=shards, **kwargs)
 
 
-def mesh_of_topology(
+def make_topology_mesh(
     name: str,
     num_slices: int,
     computation_shape: Sequence[int] | None,
     partitioner: object = None,
 ) -> ReplicaMesh:
-    """The abstract mesh of slices by their name; see `for_topology`."""
-    devices = devices_by_name(name, num_slices=num_slices)
-    return abstract_mesh(devices, computation_shape, partitioner)
+    """Makes the abstract mesh of slices by their name; see `for_topology`."""
+    devices = make_tpu_devices(name, num_slices=num_slices)
+    return make_abstract_mesh(devices, computation_shape, partitioner)
 
 
-def abstract_mesh(
+def make_abstract_mesh(
     devices: Sequence[jax.Device],
     computation_shape: Sequence[int] | None,
     partitioner: object = None,
 ) -> ReplicaMesh:
-    """The mesh of replicas that fill slices, which is compiled for only."""
+    """Makes the mesh of replicas that fill slices, for compilation only."""
     if computation_shape is None:
-        return _mesh_of_cores(devices, partitioner, is_abstract=True)
+        return _make_core_mesh(devices, partitioner, is_abstract=True)
     blocks = [
-        replica_mesh_devices(_filling(part, computation_shape))
-        for part in _slices(devices)
+        replica_mesh_devices(_fill_slice(part, computation_shape))
+        for part in _split_slices(devices)
     ]
-    return _mesh_of_blocks(blocks, partitioner, is_abstract=True)
+    return _make_block_mesh(blocks, partitioner, is_abstract=True)
 
 
-def mesh_of_assignments(
+def make_assigned_mesh(
     assignments: Assignments,
     partitioner: object = None,
     *,
     is_abstract: bool = False,
 ) -> ReplicaMesh:
-    """The mesh of an assignment, or of one for each slice.
+    """Makes the mesh of an assignment, or of one for each slice.
 
-    The replicas of a process follow each other, as do those of processes that
-    share replicas, and those that divide variables: where an assignment's do
-    not, they are sorted, else in its order.
+    In the mesh, the replicas of a process are contiguous, as are those of
+    processes that share replicas, and those that shard variables. Replicas
+    keep the assignment's order if it has this property; otherwise they are
+    sorted.
 
     Args:
       assignments: The assignment, or one for each slice.
-      partitioner: Says which variables groups of replicas divide, or None.
-      is_abstract: Whether the devices are compiled for only.
+      partitioner: The partitioner of variables over groups of replicas, or
+        None.
+      is_abstract: Whether the mesh is for compilation only.
 
     Raises:
-      ValueError: an assignment without devices, or of other replicas than the
-        first; what `ReplicaMesh` refuses.
-      TypeError: no assignment.
+      ValueError: if an assignment has no devices, or its replicas differ from
+        the first one's; or if `ReplicaMesh` raises it.
+      TypeError: if `assignments` is not an assignment or a list of them.
     """
     if isinstance(assignments, DeviceAssignment):
         assignments = [assignments]
@@ -124,50 +128,58 @@ def mesh_of_assignments(
         isinstance(a, DeviceAssignment) for a in assignments
     ):
         raise TypeError(
-            "`device_assignment` is a DeviceAssignment, or a list of one for "
-            f"each slice. Received: {assignments!r}. Make one with "
+            "`device_assignment` must be a DeviceAssignment, or a list of one "
+            f"per slice. Received: {assignments!r}. Make one with "
             "`ks.tpu.experimental.DeviceAssignment.build`."
         )
     shapes = {a.num_cores_per_replica for a in assignments}
     if len(shapes) != 1:
         raise ValueError(
-            "Replicas have equally many cores in all slices, and there is at "
-            "least one. Received: assignments with cores per replica "
+            "`device_assignment` must have at least one assignment, and the "
+            "same number of cores per replica in all slices. Received: "
+            "assignments with cores per replica "
             f"{[a.num_cores_per_replica for a in assignments]}. Build all "
             "with one `computation_shape`."
         )
     blocks = map(replica_mesh_devices, assignments)
-    return _mesh_of_blocks(blocks, partitioner, is_abstract=is_abstract)
+    return _make_block_mesh(blocks, partitioner, is_abstract=is_abstract)
 
 
-def _mesh_of_blocks(
+def _make_block_mesh(
     blocks: Iterable[np.ndarray], partitioner: object, **kwargs: Any
 ) -> ReplicaMesh:
-    """The mesh of the devices of each slice, (replicas, cores)."""
+    """Makes the mesh of each slice's devices, of shape (replicas, cores)."""
     shards = getattr(partitioner, "shards", None)
     parts = []
     for part in blocks:
         if partitioner is not None:
-            part, shards = grouped_replicas(part, shards)
+            part, shards = group_replicas(part, shards)
         parts.append(part)
-    ordered, cores = _in_order(np.concatenate(parts))
+    ordered, cores = _sort_by_process(np.concatenate(parts))
     return ReplicaMesh(
         devices=ordered, cores_per_replica=cores, shards=shards, **kwargs
     )
 
 
-def _in_order(devices: np.ndarray) -> tuple[tuple[jax.Device, ...], int]:
-    """Replicas' devices, those of a process after each other."""
+def _sort_by_process(
+    devices: np.ndarray,
+) -> tuple[tuple[jax.Device, ...], int]:
+    """Returns the devices, with each process's replicas contiguous.
+
+    Returns:
+      The devices, and the number of cores per replica.
+    """
     owners = [frozenset(d.process_index for d in cores) for cores in devices]
+    # Stable: processes are in the order of their first replicas.
     first = {owner: i for i, owner in reversed(list(enumerate(owners)))}
     order = sorted(range(len(owners)), key=lambda r: first[owners[r]])
     return tuple(devices[order].flat), devices.shape[1]
 
 
-def _filling(
+def _fill_slice(
     devices: Sequence[jax.Device], computation_shape: Sequence[int]
 ) -> DeviceAssignment:
-    """The assignment of as many replicas as a slice has room for."""
+    """Returns the assignment with the most replicas that fit in a slice."""
     topology = Topology.from_devices(devices)
     cores = int(np.prod(computation_shape)) or 1
     count = max(int(topology.mesh_shape.prod()) // cores, 1)
@@ -176,22 +188,22 @@ def _filling(
     )
 
 
-def _slices(devices: Iterable[jax.Device]) -> list[list[jax.Device]]:
-    ordered = sorted(devices, key=slice_of)
-    return [list(part) for _, part in itertools.groupby(ordered, slice_of)]
+def _split_slices(devices: Iterable[jax.Device]) -> list[list[jax.Device]]:
+    ordered = sorted(devices, key=get_slice)
+    return [list(part) for _, part in itertools.groupby(ordered, get_slice)]
 
 
 def check_resolver(resolver: object) -> TPUClusterResolver | None:
     """Returns the resolver of a TPUStrategy.
 
     Raises:
-      TypeError: it is of another kind.
+      TypeError: if it is not a `TPUClusterResolver` or None.
     """
     if resolver is None or isinstance(resolver, TPUClusterResolver):
         return resolver
     raise TypeError(
-        "`tpu_cluster_resolver` is a TPUClusterResolver or None. Received: "
-        f"an object of type {type(resolver).__name__}. Where another resolver "
-        "describes the cluster, call `jax.distributed.initialize` with it and "
-        "leave it out, or use `MultiWorkerMirroredStrategy`."
+        "`tpu_cluster_resolver` must be a TPUClusterResolver or None. "
+        f"Received: an object of type {type(resolver).__name__}. If another "
+        "resolver describes the cluster, call `jax.distributed.initialize` "
+        "with its values and omit it, or use `MultiWorkerMirroredStrategy`."
     )

@@ -1,4 +1,4 @@
-"""The TPU system: finding it, and freeing what was compiled for it."""
+"""Initialization and shutdown of the TPU system, with tf's names."""
 
 from collections.abc import Iterable
 
@@ -16,20 +16,20 @@ def initialize_tpu_system(
 ) -> Topology:
     """Returns the topology of the TPUs that JAX sees.
 
-    JAX starts the TPUs when it is first asked for devices. A
-    `TPUClusterResolver` joins the hosts before; else call
-    `jax.distributed.initialize` on several.
+    JAX starts the TPUs at the first request for devices. A
+    `TPUClusterResolver` joins the hosts first; without one, call
+    `jax.distributed.initialize` if there are several hosts.
 
     Args:
       cluster_resolver: A `TPUClusterResolver`, whose hosts are joined and
-        whose devices are taken; another resolver, of which nothing is read
-        since JAX finds the TPUs itself; or None.
-      devices: The devices to take instead of all TPUs; of any platform, so
-        that a script can be tried where there is no TPU.
+        whose devices are used; another resolver, which is ignored since JAX
+        finds the TPUs itself; or None.
+      devices: The devices to use instead of all TPUs; of any platform, so
+        that a script can be tried without a TPU.
 
     Raises:
-      RuntimeError: JAX sees no TPU and `devices` is not given.
-      TypeError: `cluster_resolver` is no resolver.
+      RuntimeError: if JAX finds no TPU and `devices` is not passed.
+      TypeError: if `cluster_resolver` is not a resolver.
 
     Example:
       ```python
@@ -42,29 +42,29 @@ def initialize_tpu_system(
     if devices is not None:
         return Topology.from_devices(devices)
     is_tpu = isinstance(cluster_resolver, TPUClusterResolver)
-    found = cluster_resolver.devices() if is_tpu else jax.devices()
-    if found[0].platform != "tpu":
+    tpus = cluster_resolver.devices() if is_tpu else jax.devices()
+    if tpus[0].platform != "tpu":
         raise RuntimeError(
             "A TPU system needs TPUs. Received: "
-            f"{len(found)} devices of the platform '{found[0].platform}'. On "
-            "a TPU machine run `pip install 'jax[tpu]'` and leave "
+            f"{len(tpus)} devices of the platform '{tpus[0].platform}'. "
+            "On a TPU machine run `pip install 'jax[tpu]'` and leave "
             "JAX_PLATFORMS unset; elsewhere pass `devices=jax.devices()`, or "
             "use `Topology.from_name('v5e:4x4')` to compile only."
         )
-    return Topology.from_devices(found)
+    return Topology.from_devices(tpus)
 
 
 def shutdown_tpu_system(cluster_resolver: AnyResolver | None = None) -> None:
-    """Drops all compiled programs, and with them the memory they hold.
+    """Drops all compiled programs and frees their memory.
 
-    Differs from tf: the process keeps its TPUs. JAX gives them back when the
-    process ends. Arrays stay; what is called next is compiled again.
+    Differs from tf: the process keeps its TPUs, which JAX releases when the
+    process ends. Arrays are kept; later calls are compiled again.
 
     Args:
       cluster_resolver: See `initialize_tpu_system`.
 
     Raises:
-      TypeError: `cluster_resolver` is no resolver.
+      TypeError: if `cluster_resolver` is not a resolver.
 
     Example:
       ```python
@@ -79,7 +79,7 @@ def _check_resolver(cluster_resolver: object) -> None:
     if cluster_resolver is None or hasattr(cluster_resolver, "cluster_spec"):
         return
     raise TypeError(
-        "`cluster_resolver` is a cluster resolver or None. Received: "
+        "`cluster_resolver` must be a cluster resolver or None. Received: "
         f"{cluster_resolver!r} of type {type(cluster_resolver).__name__}. "
-        "Leave it out."
+        "Omit it."
     )

@@ -1,4 +1,4 @@
-"""Topology: where the cores of a TPU slice are, and whose they are."""
+"""Topology: the coordinates and tasks of a TPU slice's cores."""
 
 import functools
 import json
@@ -15,17 +15,17 @@ from keras_strategies.cluster.exchange.message_forms import load_form
 from keras_strategies.tpu.coordinates import (
     Cell,
     IntArray,
-    box_of,
-    chip_of,
-    core_of,
+    compute_box,
+    get_chip,
+    get_core,
+    get_slice,
     has_coordinates,
     read_integers,
-    slice_of,
 )
-from keras_strategies.tpu.topology_devices import devices_by_name
+from keras_strategies.tpu.topology_devices import make_tpu_devices
 
 _RANK = 4
-# More than any slice has; the arrays of a topology stay small.
+# More than any slice has; it bounds the arrays of a topology.
 _MOST_CORES = 2**20
 _FORMAT = "keras_strategies.tpu.Topology"
 _MOST_CHARACTERS = 64 * _MOST_CORES
@@ -47,21 +47,23 @@ _CONTENT = {
 class Topology:
     """The cores of a TPU slice: their coordinates, tasks and ordinals.
 
-    A core's coordinates are (x, y, z, core): its chip's place in the slice
-    and which core of the chip it is. A task is a process; an ordinal counts
-    the devices of a task.
+    A core's coordinates are (x, y, z, core): its chip's position in the slice
+    and its index in the chip. A task is a process; an ordinal is a device's
+    index in its task.
 
     Args:
-      serialized: What `serialized()` of a topology returned, or None. If
-        given, the other arguments are ignored. Differs from tf: JSON, no
-        protocol buffer.
+      serialized: The bytes of a topology's `serialized()`, or None. If passed,
+        the other arguments are ignored. Differs from tf: JSON, not a protocol
+        buffer.
       mesh_shape: The number of cores in each dimension, (x, y, z, core).
-      device_coordinates: Coordinates of every device, (tasks, devices, 4).
+      device_coordinates: The coordinates of every device, of shape
+        (tasks, devices, 4).
 
     Raises:
-      TypeError: nothing is given.
-      ValueError: a wrong shape, coordinates outside the mesh, or two devices
-        at the same coordinates; `serialized` is not ours.
+      TypeError: if no argument is passed.
+      ValueError: if a shape is wrong, coordinates are outside the mesh, two
+        devices have the same coordinates, or `serialized` is not the result
+        of `serialized()`.
 
     Example:
       ```python
@@ -87,28 +89,28 @@ class Topology:
 
     @classmethod
     def from_devices(cls, devices: Iterable[jax.Device]) -> "Topology":
-        """Returns the topology of jax devices, which it keeps.
+        """Returns the topology of JAX devices, which it keeps.
 
         A process is a task, in the order of the processes' indices; its
-        devices are in the order of their ids. Coordinates count from the
-        lowest corner of the box around the devices. Devices without
-        coordinates (CPUs, GPUs) lie in a line along x, process by process.
+        devices are in the order of their ids. Coordinates are relative to the
+        lowest corner of the devices' bounding box. Devices without coordinates
+        (CPUs, GPUs) are in a line along x, process by process.
 
         Args:
-          devices: Devices of one slice, equally many of each process.
+          devices: Devices of one slice, the same number of each process.
 
         Raises:
-          ValueError: no devices, one twice, several slices, or processes
-            with different numbers of devices.
+          ValueError: if there are no devices, a duplicate, several slices, or
+            processes with different numbers of devices.
         """
         devices = sorted(devices, key=lambda d: (d.process_index, d.id))
         _check_devices(devices)
-        places = _places_of(devices)
+        places = _compute_places(devices)
         tasks: dict[int, list[Cell]] = {}
         for device, place in zip(devices, places, strict=True):
             tasks.setdefault(device.process_index, []).append(place)
         topology = cls(
-            mesh_shape=box_of(places)[1],
+            mesh_shape=compute_box(places)[1],
             device_coordinates=list(tasks.values()),
         )
         topology._devices = dict(zip(places, devices, strict=True))
@@ -118,18 +120,18 @@ class Topology:
     def from_name(cls, name: str) -> "Topology":
         """Returns the topology of a TPU slice by its name, without a TPU.
 
-        The devices it keeps can be compiled for, not run on. Needs libtpu,
-        the extra `tpu`.
+        Its devices can be compiled for, but not run on. Needs libtpu, the
+        extra `tpu`.
 
         Args:
-          name: Generation and number of chips in each dimension: "v5e:4x4",
-            "v5p:2x2x2", "v6e:4x4", "tpu7x:2x2x1".
+          name: The generation and the number of chips in each dimension:
+            "v5e:4x4", "v5p:2x2x2", "v6e:4x4", "tpu7x:2x2x1".
 
         Raises:
-          ImportError: libtpu is not installed.
-          ValueError: no such slice.
+          ImportError: if libtpu is not installed.
+          ValueError: if there is no such slice.
         """
-        return cls.from_devices(devices_by_name(name))
+        return cls.from_devices(make_tpu_devices(name))
 
     @property
     def mesh_shape(self) -> IntArray:
@@ -148,7 +150,7 @@ class Topology:
 
     @functools.cached_property
     def missing_devices(self) -> npt.NDArray[np.intp]:
-        """Coordinates in the mesh where no device is, of shape (n, 4)."""
+        """The coordinates in the mesh without a device, of shape (n, 4)."""
         is_missing = np.ones(self._mesh_shape, dtype=bool)
         is_missing[tuple(self._device_coordinates.reshape(-1, _RANK).T)] = False
         missing = np.argwhere(is_missing)
@@ -171,48 +173,49 @@ class Topology:
         """Returns the task of the device at (x, y, z, core).
 
         Raises:
-          IndexError: the coordinates are outside the mesh.
-          ValueError: no device is there. Differs from tf: it returns -1.
+          IndexError: if the coordinates are outside the mesh.
+          ValueError: if no device is there. Differs from tf, which returns -1.
         """
-        return self._owner_at(device_coordinates)[0]
+        return self._find_owner(device_coordinates)[0]
 
     def tpu_device_ordinal_at_coordinates(
         self, device_coordinates: Sequence[int]
     ) -> int:
-        """Returns the number of the device at (x, y, z, core) in its task.
+        """Returns the index of the device at (x, y, z, core) in its task.
 
         Raises: see `task_ordinal_at_coordinates`.
         """
-        return self._owner_at(device_coordinates)[1]
+        return self._find_owner(device_coordinates)[1]
 
     def cpu_device_name_at_coordinates(
         self, device_coordinates: Sequence[int], job: str | None = None
     ) -> str:
         """Returns tf's name of the host of the device at (x, y, z, core)."""
         task = self.task_ordinal_at_coordinates(device_coordinates)
-        return f"{_job(job)}/task:{task}/device:CPU:0"
+        return f"{_format_job(job)}/task:{task}/device:CPU:0"
 
     def tpu_device_name_at_coordinates(
         self, device_coordinates: Sequence[int], job: str | None = None
     ) -> str:
         """Returns tf's name of the device at (x, y, z, core)."""
-        task, device = self._owner_at(device_coordinates)
-        return f"{_job(job)}/task:{task}/device:TPU:{device}"
+        task, device = self._find_owner(device_coordinates)
+        return f"{_format_job(job)}/task:{task}/device:TPU:{device}"
 
     def device_at_coordinates(
         self, device_coordinates: Sequence[int]
     ) -> jax.Device:
-        """Returns the jax device at (x, y, z, core).
+        """Returns the JAX device at (x, y, z, core).
 
         Raises:
-          ValueError: the topology was not made from devices, or none is there.
-          IndexError: the coordinates are outside the mesh.
+          ValueError: if the topology was not made from devices, or no device
+            is there.
+          IndexError: if the coordinates are outside the mesh.
         """
-        self._owner_at(device_coordinates)
+        self._find_owner(device_coordinates)
         if not self._devices:
             raise ValueError(
-                "Only a topology made from devices knows them. Received: a "
-                f"topology made from coordinates: {self!r}. Make it with "
+                "The topology must be made from devices. Received: a topology "
+                f"made from coordinates: {self!r}. Make it with "
                 "`Topology.from_devices(jax.devices())` or "
                 "`Topology.from_name(name)`."
             )
@@ -221,7 +224,7 @@ class Topology:
     def serialized(self) -> bytes:
         """Returns the topology as JSON, for `Topology(serialized=...)`.
 
-        The jax devices are left out. Differs from tf: no protocol buffer.
+        The JAX devices are omitted. Differs from tf: not a protocol buffer.
         """
         content = {
             "format": _FORMAT,
@@ -231,22 +234,22 @@ class Topology:
         }
         return json.dumps(content).encode()
 
-    def _owner_at(self, coordinates: Sequence[int]) -> tuple[int, int]:
-        given = read_integers("device_coordinates", coordinates)
-        is_inside = given.shape == (_RANK,) and bool(
-            ((given >= 0) & (given < self._mesh_shape)).all()
+    def _find_owner(self, coordinates: Sequence[int]) -> tuple[int, int]:
+        cell = read_integers("device_coordinates", coordinates)
+        is_inside = cell.shape == (_RANK,) and bool(
+            ((cell >= 0) & (cell < self._mesh_shape)).all()
         )
         if not is_inside:
             raise IndexError(
-                "Coordinates are four integers, each from 0 to the mesh's size"
-                f" - 1. Received: device_coordinates={given.tolist()}, "
+                "Coordinates must be four integers, each from 0 to the mesh's "
+                f"size - 1. Received: device_coordinates={cell.tolist()}, "
                 f"mesh_shape={self._mesh_shape.tolist()}."
             )
-        place = tuple(given.tolist())
+        place = tuple(cell.tolist())
         if place not in self._owners:
             raise ValueError(
                 "No device is at these coordinates. Received: "
-                f"device_coordinates={place}. Leave out the coordinates in "
+                f"device_coordinates={place}. Skip the coordinates in "
                 "`missing_devices`."
             )
         return self._owners[place]
@@ -275,12 +278,12 @@ def _check_mesh_shape(value: object) -> IntArray:
     shape = read_integers("mesh_shape", value)
     if shape.shape != (_RANK,) or (shape < 1).any():
         raise ValueError(
-            "`mesh_shape` is four positive integers: x, y, z, core. Received: "
-            f"{shape.tolist()}."
+            "`mesh_shape` must be four positive integers: x, y, z, core. "
+            f"Received: {shape.tolist()}."
         )
     if shape.prod(dtype=float) > _MOST_CORES:
         raise ValueError(
-            f"A topology has at most {_MOST_CORES} cores. Received: "
+            f"A topology must have at most {_MOST_CORES} cores. Received: "
             f"mesh_shape={shape.tolist()}."
         )
     return shape
@@ -290,28 +293,28 @@ def _check_coordinates(value: object, mesh_shape: IntArray) -> IntArray:
     coordinates = read_integers("device_coordinates", value)
     if coordinates.ndim != 3 or coordinates.shape[2] != _RANK:
         raise ValueError(
-            "`device_coordinates` has the shape (tasks, devices, 4). Received "
-            f"the shape {coordinates.shape}."
+            "`device_coordinates` must have the shape (tasks, devices, 4). "
+            f"Received: the shape {coordinates.shape}."
         )
     is_outside = ((coordinates < 0) | (coordinates >= mesh_shape)).any(axis=2)
     if is_outside.any():
         raise ValueError(
-            "Every device is in the mesh. Received: mesh_shape="
-            f"{mesh_shape.tolist()} and a device at "
+            "`device_coordinates` must be inside `mesh_shape`. Received: "
+            f"mesh_shape={mesh_shape.tolist()} and a device at "
             f"{coordinates[is_outside][0].tolist()}."
         )
     return coordinates
 
 
 def _find_owners(coordinates: IntArray) -> dict[Cell, tuple[int, int]]:
-    """Task and ordinal by coordinates."""
+    """Returns the task and ordinal of each device by its coordinates."""
     owners: dict[Cell, tuple[int, int]] = {}
     for task, devices in enumerate(coordinates.tolist()):
         for ordinal, place in enumerate(devices):
             other = owners.setdefault(tuple(place), (task, ordinal))
             if other != (task, ordinal):
                 raise ValueError(
-                    "Two devices cannot be at the same coordinates. Received: "
+                    "Devices must have different coordinates. Received: "
                     f"device_coordinates with {place} for device {other[1]} "
                     f"of task {other[0]} and device {ordinal} of task {task}."
                 )
@@ -326,29 +329,30 @@ def _check_devices(devices: Sequence[jax.Device]) -> None:
         )
     if len(set(devices)) != len(devices):
         raise ValueError(
-            "A topology holds each device once. Received: "
-            f"{[str(device) for device in devices]}. Name each once."
+            "`devices` must not contain duplicates. Received: "
+            f"{[str(device) for device in devices]}. Pass each device once."
         )
-    slices = sorted({slice_of(device) for device in devices})
+    slices = sorted({get_slice(device) for device in devices})
     if len(slices) > 1:
         raise ValueError(
-            "A topology is of one slice: coordinates are counted in each "
-            f"anew. Received: devices of slices {slices}. Make one for the "
-            "devices of each `slice_index`."
+            "The devices of a topology must be of one slice: each slice has "
+            f"separate coordinates. Received: devices of slices {slices}. Make "
+            "one topology per `slice_index`."
         )
     counts = Counter(device.process_index for device in devices)
     if len(set(counts.values())) > 1:
         raise ValueError(
-            "Every process has equally many devices. Received: number of "
-            f"devices by process {dict(counts)}. Choose as many of each."
+            "All processes must have the same number of devices. Received: "
+            f"number of devices by process {dict(counts)}. Use the same number "
+            "of each."
         )
 
 
-def _places_of(devices: Sequence[jax.Device]) -> list[Cell]:
+def _compute_places(devices: Sequence[jax.Device]) -> list[Cell]:
     if not all(has_coordinates(device) for device in devices):
         return [(i, 0, 0, 0) for i in range(len(devices))]
-    chips = [(*chip_of(device), core_of(device)) for device in devices]
-    corner, _ = box_of(chips)
+    chips = [(*get_chip(device), get_core(device)) for device in devices]
+    corner, _ = compute_box(chips)
     return [
         tuple(i - low for i, low in zip(chip, corner, strict=True))
         for chip in chips
@@ -356,7 +360,7 @@ def _places_of(devices: Sequence[jax.Device]) -> list[Cell]:
 
 
 def _parse(serialized: bytes | str) -> tuple[Any, Any]:
-    cure = "Pass what `Topology.serialized()` returned; tf's are not read."
+    cure = "Pass the result of `Topology.serialized()`; tf's is not supported."
     kinds = bytes | str
     check_type("`serialized`", serialized, kinds, "bytes or a str", cure)
     try:
@@ -365,11 +369,11 @@ def _parse(serialized: bytes | str) -> tuple[Any, Any]:
         )
     except ValueError as error:
         raise ValueError(
-            "`serialized` is JSON of a topology, version 1. Received: "
-            f"{serialized[:80]!r}, of which {error}. {cure}"
+            "`serialized` must be the JSON of a topology, version 1. Received: "
+            f"{serialized[:80]!r}, in which {error}. {cure}"
         ) from None
     return content["mesh_shape"], content["device_coordinates"]
 
 
-def _job(job: str | None) -> str:
+def _format_job(job: str | None) -> str:
     return "" if job is None else f"/job:{job}"

@@ -8,8 +8,8 @@ from keras_strategies.cluster.exchange.exit_codes import Cause, ExitCode
 from keras_strategies.cluster.untrusted import MAX_DEPTH, load_json
 from keras_strategies.cluster.watchdog.failure_detector import Heartbeat
 from keras_strategies.cluster.watchdog.heartbeat_thread import (
-    _heartbeats_of,
-    _processes_of,
+    _parse_heartbeats,
+    _parse_processes,
 )
 
 pytestmark = pytest.mark.quick
@@ -120,7 +120,7 @@ def test_foreign_entries_of_the_store_are_left_out():
     text = Heartbeat(number=2).to_json()
     told = [("beats/0", text), ("beats/1", "[" * 9999), ("beats/x", text)]
     told += [("beats/" + "9" * 5000, text), ("beats/\u0663", text)]
-    assert _heartbeats_of(told) == {0: Heartbeat(number=2)}
-    assert _processes_of("[1, 2]") == [1, 2]
+    assert _parse_heartbeats(told) == {0: Heartbeat(number=2)}
+    assert _parse_processes("[1, 2]") == [1, 2]
     for foreign in (*FOREIGN, "[true]", '["1"]'):
-        assert _processes_of(foreign) == []
+        assert _parse_processes(foreign) == []

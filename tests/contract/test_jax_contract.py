@@ -21,7 +21,7 @@ from keras_strategies.cluster.watchdog import progress
 from keras_strategies.planning.compile.chips import find_memory
 from keras_strategies.planning.compile.compiler import parse_misfit
 from keras_strategies.testing import run_processes
-from keras_strategies.tpu.topology_devices import devices_by_name
+from keras_strategies.tpu.topology_devices import make_tpu_devices
 from tests.support import compiling
 from tests.support.commands import python
 
@@ -281,7 +281,7 @@ def test_libtpu_says_what_a_program_needs_that_does_not_fit(
     name, gib, available
 ):
     """With its arguments and results: compiler.py, chips.py."""
-    device = devices_by_name(name)[0]
+    device = make_tpu_devices(name)[0]
     rows = jax.ShapeDtypeStruct(
         (gib, 2**28), "float32", sharding=SingleDeviceSharding(device)
     )

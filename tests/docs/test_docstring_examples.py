@@ -16,7 +16,7 @@ ELSEWHERE = {
         "waits for a second process; tests/multi_process has two"
     ),
     "keras_strategies.cluster_resolver.KubernetesClusterResolver": (
-        "asks Kubernetes for pods; tests/cluster has a client that answers"
+        "queries Kubernetes for pods; tests/cluster has a client that answers"
     ),
     "keras_strategies.cluster_resolver.KubernetesExecutableLocation": (
         "loads credentials; tests/cluster has a client that answers"

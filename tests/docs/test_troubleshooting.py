@@ -299,7 +299,7 @@ OF_SEVERAL = {
     "All processes must be given",
     "All processes must give",
     "Process ... did not take part",
-    "All processes must run",
+    "All processes must make",
     "All processes must divide",
     "Calling `variable_partitioner`",
     "A function that is compiled for several",

@@ -456,7 +456,7 @@ def test_worker_zero_is_the_chief_of_a_strategy_s_cluster(monkeypatch):
         (task("worker", -1), ValueError, '"index" of the task'),
         (task("worker", 1.5), TypeError, '"index" of the task'),
         (task("master"), ValueError, "Rename it to 'chief'"),
-        (task("cook"), ValueError, "A cluster has the jobs"),
+        (task("cook"), ValueError, "jobs of a cluster must be"),
         (
             {
                 "cluster": {"chief": ["a:1"]},
@@ -497,5 +497,5 @@ def test_model_dir_agrees_with_tf_config(monkeypatch):
 
 def test_text_that_is_no_json_is_refused(monkeypatch):
     monkeypatch.setenv("TF_CONFIG", "{")
-    with pytest.raises(ValueError, match="no JSON"):
+    with pytest.raises(ValueError, match="valid JSON"):
         RunConfig()

@@ -12,7 +12,7 @@ import yaml
 
 import keras_strategies as ks
 from keras_strategies._core.names import versions
-from keras_strategies.cluster.job.free_ports import free_ports
+from keras_strategies.cluster.job.free_ports import find_free_ports
 from tests.support import compiling
 
 ROOT = pathlib.Path(__file__).parents[2]
@@ -187,7 +187,7 @@ def test_script_trains_through_launch():
 
 @pytest.mark.slow
 def test_script_trains_with_tf_config():
-    hosts = " ".join(f"127.0.0.1:{port}" for port in free_ports(2))
+    hosts = " ".join(f"127.0.0.1:{port}" for port in find_free_ports(2))
     shown = run_all(
         *[
             (["./tf_config.sh", str(number)], environment(HOSTS=hosts))
@@ -202,7 +202,7 @@ def test_script_trains_in_a_slurm_job(tmp_path):
     srun = tmp_path / "srun"
     srun.write_text(SRUN.format(python=sys.executable))
     srun.chmod(0o755)
-    environ = environment(SLURM_JOB_ID=str(free_ports(1)[0] - 20000))
+    environ = environment(SLURM_JOB_ID=str(find_free_ports(1)[0] - 20000))
     environ["PATH"] = f"{tmp_path}{os.pathsep}{environ['PATH']}"
     shown = run_all((["bash", "train.sbatch"], environ))
     assert len(re.findall(DONE, shown)) == 1, shown
@@ -212,7 +212,7 @@ def test_script_trains_in_a_slurm_job(tmp_path):
 def test_script_trains_in_pods():
     (container,) = pod_of(manifests("jobset.yaml")[0])[2]["containers"]
     words = [sys.executable, "train.py", *container["command"][2:]]
-    address = f"127.0.0.1:{free_ports(1)[0]}"
+    address = f"127.0.0.1:{find_free_ports(1)[0]}"
     shown = run_all(
         *[
             (
@@ -236,7 +236,7 @@ def test_script_trains_under_torchrun():
         HOST="127.0.0.1",
         NODES="1",
         PROCESSES="2",
-        PORT=str(free_ports(1)[0]),
+        PORT=str(find_free_ports(1)[0]),
     )
     shown = run_all((["./torchrun.sh"], environ))
     assert len(re.findall(DONE, shown)) == 1, shown

@@ -40,7 +40,7 @@ from keras_strategies.cluster.exchange.message_forms import (
     read_messages,
 )
 from keras_strategies.cluster.exchange.rounds import Rounds
-from keras_strategies.cluster.job.place import unjoined_job
+from keras_strategies.cluster.job.place import find_unjoined_job
 from keras_strategies.cluster.resolvers.kubernetes_resolver import (
     has_job_variables,
     read_pod_of_job,
@@ -56,8 +56,8 @@ from keras_strategies.cluster.tasks import task_info
 from keras_strategies.cluster.untrusted import load_json
 from keras_strategies.cluster.watchdog.failure_detector import Heartbeat
 from keras_strategies.cluster.watchdog.heartbeat_thread import (
-    _heartbeats_of,
-    _processes_of,
+    _parse_heartbeats,
+    _parse_processes,
 )
 from keras_strategies.data import batch_spec
 from keras_strategies.data.raise_together import raise_everywhere
@@ -191,7 +191,7 @@ def _answer_of(text: str) -> object:
         guest = joining._Guest(_Line(text), secret)  # pyright: ignore[reportArgumentType]
         hello = {"process": 1, "count": 2, "facts": {}, "problem": ""}
         with contextlib.suppress(ConnectionError):
-            guest.say(hello, 0.0)
+            guest.ask(hello, 0.0)
     return None
 
 
@@ -457,7 +457,7 @@ PARSERS: dict[str, Parser] = {
         errors=(ValueError, TypeError),
     ),
     "rendezvous: hello": Parser(
-        documents=HELLOS, prepared=of(greetings.parsed), is_text=False
+        documents=HELLOS, prepared=of(greetings.parse_hello), is_text=False
     ),
     "rendezvous: answer": Parser(
         documents=[
@@ -473,7 +473,10 @@ PARSERS: dict[str, Parser] = {
     "rendezvous: text": Parser(
         documents=["A text.\n"],
         prepared=of(
-            lambda text: (greetings.readable(text), greetings.shown(text))
+            lambda text: (
+                greetings.clean_text(text),
+                greetings.shorten_ascii(text),
+            )
         ),
     ),
     "job secret": Parser(
@@ -635,8 +638,8 @@ PARSERS: dict[str, Parser] = {
         prepared=of(
             lambda text: (
                 Heartbeat.from_json(text),
-                _heartbeats_of([("a/1", text), (text, text)]),
-                _processes_of(text),
+                _parse_heartbeats([("a/1", text), (text, text)]),
+                _parse_processes(text),
             )
         ),
     ),
@@ -741,7 +744,7 @@ PARSERS: dict[str, Parser] = {
     ),
     "another launcher": Parser(
         documents=[_TORCHRUN, _SLURM],
-        prepared=of(lambda text: unjoined_job(_variables(text))),
+        prepared=of(lambda text: find_unjoined_job(_variables(text))),
     ),
     "address": Parser(
         documents=["host:2222", "[::1]:2222", "10.0.0.1:1"],
@@ -751,7 +754,9 @@ PARSERS: dict[str, Parser] = {
     "time to wait": Parser(
         documents=["600", "1.5"],
         prepared=of(
-            _with_environ(host_exchange.waiting_limit_s, host_exchange.TIMEOUT)
+            _with_environ(
+                host_exchange.read_waiting_limit, host_exchange.TIMEOUT
+            )
         ),
         errors=(ValueError,),
     ),

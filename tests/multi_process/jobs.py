@@ -11,7 +11,7 @@ import subprocess
 import sys
 import time
 
-from keras_strategies.cluster.job.free_ports import free_ports
+from keras_strategies.cluster.job.free_ports import find_free_ports
 from keras_strategies.testing import processes
 
 _POLL_S = 0.02
@@ -68,7 +68,7 @@ def run_job(
     Returns:
       How each ended.
     """
-    address = f"127.0.0.1:{free_ports(1)[0]}"
+    address = f"127.0.0.1:{find_free_ports(1)[0]}"
     logs = [pathlib.Path(folder) / f"{index}.log" for index in range(count)]
     variables = processes._make_environment(devices, dict(env))
     running, ends = [], []

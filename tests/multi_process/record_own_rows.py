@@ -26,7 +26,7 @@ os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "3")
 import numpy as np
 import tensorflow as tf
 
-from keras_strategies.cluster.job.free_ports import free_ports
+from keras_strategies.cluster.job.free_ports import find_free_ports
 from tests.multi_process import own_rows
 
 TABLE = pathlib.Path(__file__).with_name("own_rows.json")
@@ -73,7 +73,7 @@ def record():
 
 
 def _run_workers(folder):
-    cluster = {"worker": [f"127.0.0.1:{port}" for port in free_ports(2)]}
+    cluster = {"worker": [f"127.0.0.1:{port}" for port in find_free_ports(2)]}
     running = []
     try:
         for index in (0, 1):

@@ -132,7 +132,7 @@ def test_a_stranger_takes_a_process_place_in_jaxs_service(tmp_path):
         assert ended.code == 71, ended.output
         # JAX's own words, which the cause points at.
         assert "unexpectedly tried to connect" in ended.output
-        assert "has given the job up" in ended.last_lines
+        assert "has aborted the job" in ended.last_lines
         assert ended.seconds < DETECTION_S
 
 

@@ -5,7 +5,7 @@ import socket
 
 import pytest
 
-from keras_strategies.cluster.job.free_ports import free_ports
+from keras_strategies.cluster.job.free_ports import find_free_ports
 from keras_strategies.testing import run_processes
 from tests.multi_process.startup import ALONE_S, TOGETHER_S, train
 
@@ -27,7 +27,7 @@ def in_turn(target, count, *args, limit_s=400.0, **options):
 
 def free_addresses(count):
     """Addresses of ports that are free, each another one."""
-    return [f"127.0.0.1:{port}" for port in free_ports(count)]
+    return [f"127.0.0.1:{port}" for port in find_free_ports(count)]
 
 
 def told(index, addresses, **more):
@@ -42,7 +42,7 @@ def cases(taken):
     )
     yield (
         {"0": told(0, c), "1": told(1, c), "2": told(1, c)},
-        ["two processes that say they are process 1 (worker 1", "task index"],
+        ["two processes that claim to be process 1 (worker 1", "task index"],
     )
     yield (
         {"0": told(0, d[:2]), "1": told(1, d)},
@@ -72,7 +72,7 @@ def cases(taken):
     # Nothing comes after it in this process.
     yield (
         {"0": told(0, g[:2]), "1": told(1, g[:2], uses_devices=True)},
-        ["process 1", "Make the strategy first"],
+        ["process 1", "Create the strategy first"],
     )
 
 

@@ -14,7 +14,7 @@ from rich.console import Console
 import keras_strategies as ks
 from keras_strategies._core.mesh import ReplicaMesh
 from keras_strategies.strategy.inspect import describe
-from keras_strategies.tpu.replica_meshes import mesh_of_assignments
+from keras_strategies.tpu.replica_meshes import make_assigned_mesh
 from tests.support.slices import make_slice
 
 DeviceAssignment = ks.tpu.experimental.DeviceAssignment
@@ -90,7 +90,7 @@ def test_an_assignment_makes_replicas_of_its_cores(make):
                 "experimental_device_assignment": assignment_of(2, 2),
             },
             ValueError,
-            ["both", "Give one"],
+            ["both", "Pass only one"],
         ),
         (
             {
@@ -300,7 +300,7 @@ def test_replicas_of_a_process_follow_each_other():
     devices = make_slice((4, 4, 1))
     topology = Topology.from_devices(devices)
     built = DeviceAssignment.build(topology, [2, 1, 1, 1], num_replicas=8)
-    mesh = mesh_of_assignments(built)
+    mesh = make_assigned_mesh(built)
     assert mesh.num_replicas == 8
     assert mesh.num_processes == 4
     owners = [device.process_index for device in mesh.first_devices]
@@ -322,7 +322,7 @@ def test_replicas_of_whole_processes(shape, readers):
     topology = Topology.from_devices(make_slice((4, 4, 1)))
     count = 16 // int(np.prod(shape))
     built = DeviceAssignment.build(topology, shape, num_replicas=count)
-    mesh = mesh_of_assignments(built)
+    mesh = make_assigned_mesh(built)
     assert [set(group) for group in mesh.readers] == readers
     assert mesh.replicas_per_process == count // len(readers)
     assert mesh.spans_processes
@@ -339,7 +339,7 @@ def test_replicas_that_share_processes_in_part_are_refused():
     with pytest.raises(
         ValueError, match="share all of their replicas"
     ) as error:
-        mesh_of_assignments(built)
+        make_assigned_mesh(built)
     assert "[[0], [1], [0, 1]]" in str(error.value)
 
 
@@ -351,22 +351,22 @@ def test_replicas_that_divide_variables_are_boxes_of_whole_hosts(cores):
         topology, cores, num_replicas=32 // num_cores
     )
     kind = ks.experimental.FullySharded
-    mesh = mesh_of_assignments(built, kind(8 // num_cores))
+    mesh = make_assigned_mesh(built, kind(8 // num_cores))
     devices = np.array(mesh.devices, dtype=object)
     for group in devices.reshape(4, 8):
         places = np.array([device.coords for device in group])
         assert sorted(np.ptp(places, axis=0) + 1) == [1, 2, 4]
         assert len({device.process_index for device in group}) == 2
     replicas = {frozenset(cores) for cores in devices.reshape(-1, num_cores)}
-    given = mesh_of_assignments(built).devices
+    given = make_assigned_mesh(built).devices
     assert replicas == {
         frozenset(given[i : i + num_cores]) for i in range(0, 32, num_cores)
     }
     # Left out, a group is a slice of at most 64 chips.
-    assert mesh_of_assignments(built, kind()).shards == 32 // num_cores
-    with pytest.raises(ValueError, match="whole hosts") as caught:
-        mesh_of_assignments(built, kind(3))
-    assert f"of slices with {32 // num_cores} replicas" in str(caught.value)
+    assert make_assigned_mesh(built, kind()).shards == 32 // num_cores
+    with pytest.raises(ValueError, match="complete hosts") as caught:
+        make_assigned_mesh(built, kind(3))
+    assert f"in slices with {32 // num_cores} replicas" in str(caught.value)
 
 
 def test_an_assignment_of_each_slice():
@@ -380,7 +380,7 @@ def test_an_assignment_of_each_slice():
         )
         for s in slices
     ]
-    mesh = mesh_of_assignments(built)
+    mesh = make_assigned_mesh(built)
     assert [d.slice_index for d in mesh.first_devices] == [0] * 4 + [1] * 4
     assert mesh.num_processes == 8
 

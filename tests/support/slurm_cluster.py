@@ -16,7 +16,7 @@ import socket
 import subprocess
 import time
 
-from keras_strategies.cluster.job.free_ports import free_ports
+from keras_strategies.cluster.job.free_ports import find_free_ports
 from tests.support.commands import call
 
 NODES = ("127.0.0.2", "127.0.0.3")
@@ -93,7 +93,7 @@ def slurm_cluster(folder, **environ):
     key.touch(0o600)
     key.write_bytes(os.urandom(256))
     host = socket.gethostname().partition(".")[0]
-    control, *ports = free_ports(1 + len(NODES))
+    control, *ports = find_free_ports(1 + len(NODES))
     text = CONFIGURATION.format(
         host=host, control=control, user=getpass.getuser(), folder=folder
     )

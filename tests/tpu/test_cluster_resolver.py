@@ -117,7 +117,7 @@ def test_a_coordinator_is_a_job_of_its_own():
         (GKE | {"TPU_WORKER_ID": "x"}, ["TPU_WORKER_ID", "'x'"]),
         (
             SLICES | {"MEGASCALE_SLICE_ID": "2"},
-            ["MEGASCALE_SLICE_ID", "1", "MEGASCALE_NUM_SLICES gives 2"],
+            ["MEGASCALE_SLICE_ID", "1", "MEGASCALE_NUM_SLICES is 2"],
         ),
         (SLICES | {"MEGASCALE_SLICE_ID": ""}, ["MEGASCALE_SLICE_ID not"]),
         (SLICES | {"MEGASCALE_NUM_SLICES": "two"}, ["MEGASCALE_NUM_SLICES"]),
@@ -149,7 +149,7 @@ def test_variables_of_slices_are_checked_before_jax_reads_them(environ):
 @pytest.mark.parametrize("environ", [{}, GKE])
 @pytest.mark.parametrize("tpu", ["other", "grpc://10.0.0.1:8470", " "])
 def test_another_tpu_is_refused(tpu, environ):
-    with pytest.raises(ValueError, match="Accepted are ''") as caught:
+    with pytest.raises(ValueError, match="Pass ''") as caught:
         Resolver(tpu, environ=environ)
     text = str(caught.value)
     assert repr(tpu) in text

@@ -181,7 +181,7 @@ def test_what_replicas_cannot_divide_is_refused_when_it_is_made():
         keras.layers.Dense(8).build((None, 6))
         with pytest.raises(ValueError, match="multiple of the shards"):
             keras.layers.Dense(6).build((None, 8))
-    with pytest.raises(ValueError, match="shards=3 of slices"):
+    with pytest.raises(ValueError, match="shards=3 in slices"):
         ks.TPUStrategy.for_topology(
             "v5e:2x2", variable_partitioner=ks.experimental.FullySharded(3)
         )

@@ -219,7 +219,7 @@ def test_what_is_no_topology_is_refused_as_in_tf(topology):
         lambda: DeviceAssignment(topology, SINGLE_CORE_ASSIGNMENT),
         lambda: DeviceAssignment.build(topology),
     ):
-        with pytest.raises(ValueError, match="`topology` is a Topology"):
+        with pytest.raises(ValueError, match="`topology` must be a Topology"):
             make()
     with pytest.raises(ValueError, match="Topology"):
         Theirs(topology, SINGLE_CORE_ASSIGNMENT)
@@ -246,7 +246,7 @@ def test_a_wrong_shape_is_refused_as_in_tf(cores):
         ([[[0, 0, 0, 0]], [[0, 0, 0, 0]]], "core 0 of replica 1"),
         ([[[0, 0, 0, 0], [0, 0, 0, 0]]], "core 1 of replica 0"),
         (np.zeros((0, 1, 4), int), "at least one"),
-        ([[[0.5, 0, 0, 0]]], "whole numbers"),
+        ([[[0.5, 0, 0, 0]]], "32-bit integers"),
     ],
 )
 def test_impossible_assignments_are_refused(cores, text):

@@ -7,7 +7,7 @@ import pytest
 
 from keras_strategies.tpu.device_groups import (
     default_device_order,
-    grouped_device_order,
+    group_devices,
 )
 from tests.support.slices import Tpu, make_slice
 
@@ -79,7 +79,7 @@ def test_a_slice_with_holes_keeps_each_process_together():
 def test_groups_have_one_order_of_their_chips():
     """XLA refuses sums between groups of which each has another order."""
     devices = make_slice((16, 16, 1))
-    ordered, shards = grouped_device_order(devices, 16)
+    ordered, shards = group_devices(devices, 16)
     assert shards == 16
     groups = [ordered[i : i + 16] for i in range(0, 256, 16)]
     shifted = {

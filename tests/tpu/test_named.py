@@ -12,10 +12,10 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from keras_strategies.tpu.device_assignment import replica_mesh_devices
 from keras_strategies.tpu.device_groups import (
     default_device_order,
-    grouped_device_order,
+    group_devices,
 )
 from keras_strategies.tpu.experimental import DeviceAssignment, Topology
-from keras_strategies.tpu.topology_devices import devices_by_name
+from keras_strategies.tpu.topology_devices import make_tpu_devices
 from tests.support.slices import make_slice
 
 pytestmark = pytest.mark.tpu
@@ -55,12 +55,12 @@ def test_the_tests_own_slices_are_as_real_ones(name, mesh_shape, tasks):
         ]
 
     made = make_slice(mesh_shape[:3], num_cores=mesh_shape[3])
-    assert facts(made) == facts(devices_by_name(name))
+    assert facts(made) == facts(make_tpu_devices(name))
 
 
 @pytest.mark.parametrize(("name", "mesh_shape", "tasks"), SLICES)
 def test_default_order_keeps_processes_together(name, mesh_shape, tasks):
-    devices = devices_by_name(name)
+    devices = make_tpu_devices(name)
     ordered = default_device_order(devices)
     assert sorted(ordered, key=devices.index) == list(devices)
     assert num_runs(ordered) == tasks
@@ -83,7 +83,7 @@ def test_an_all_reduce_over_a_whole_slice_is_the_same_in_any_order(name):
         mean = jax.jit(lambda x: x.mean(axis=0), out_shardings=whole)
         return mean.lower(rows).compile().as_text()
 
-    devices = list(devices_by_name(name))
+    devices = list(make_tpu_devices(name))
     shuffled = np.random.default_rng(0).permutation(np.array(devices))
     orders = (default_device_order(devices), shuffled.tolist())
     texts = {compile_for(order) for order in orders}
@@ -121,7 +121,7 @@ def test_collectives_of_groups_are_the_same_in_any_order(name, shards):
         )
         return jax.jit(mapped).lower(*arguments).compile().as_text()
 
-    ordered, _ = grouped_device_order(devices_by_name(name), shards)
+    ordered, _ = group_devices(make_tpu_devices(name), shards)
     groups = np.array(ordered).reshape(-1, shards)
     shuffled = np.random.default_rng(0).permutation(shards)
     texts = {compile_for(order) for order in (groups, groups[:, shuffled])}
@@ -152,7 +152,7 @@ def test_a_program_compiles_for_replicas_of_several_cores(shape):
 
 
 def test_slices_are_joined_slice_after_slice():
-    devices = devices_by_name("v5e:4x4", num_slices=2)
+    devices = make_tpu_devices("v5e:4x4", num_slices=2)
     assert len(devices) == 32
     ordered = default_device_order(devices)
     slices = [device.slice_index for device in ordered]

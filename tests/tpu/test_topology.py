@@ -96,17 +96,17 @@ def test_a_wrong_rank_is_named_where_tf_fails_to(places):
     ("mesh_shape", "places", "text"),
     [
         # tf reads a negative coordinate from the other end.
-        ((4, 4, 1, 1), [[[-1, 0, 0, 0]]], "is in the mesh"),
+        ((4, 4, 1, 1), [[[-1, 0, 0, 0]]], "must be inside"),
         # tf: a bare IndexError.
-        ((4, 4, 1, 1), [[[4, 0, 0, 0]]], "is in the mesh"),
+        ((4, 4, 1, 1), [[[4, 0, 0, 0]]], "must be inside"),
         # tf keeps the last.
         ((4, 4, 1, 1), [[[1, 0, 0, 0], [1, 0, 0, 0]]], "device 0 of task 0"),
         # tf cuts it to 1.
-        ((4, 4, 1, 1), [[[1.5, 0, 0, 0]]], "whole numbers"),
-        ((4, 4, 1, 1), [[[float("nan"), 0, 0, 0]]], "whole numbers"),
+        ((4, 4, 1, 1), [[[1.5, 0, 0, 0]]], "32-bit integers"),
+        ((4, 4, 1, 1), [[[float("nan"), 0, 0, 0]]], "32-bit integers"),
         # tf tries to make arrays of that size.
         ((2**30, 2**30, 2, 2), [[[0, 0, 0, 0]]], "at most"),
-        ((2**40, 1, 1, 1), [[[0, 0, 0, 0]]], "32 bits"),
+        ((2**40, 1, 1, 1), [[[0, 0, 0, 0]]], "32-bit"),
     ],
 )
 def test_what_tf_takes_by_mistake_is_refused(mesh_shape, places, text):
@@ -172,7 +172,7 @@ def test_serialized_content_is_checked():
     ours, _ = make_both((4, 4, 1, 1), (2, 2, 1))
     content = json.loads(ours.serialized())
     content["device_coordinates"][0][0][0] = 9
-    with pytest.raises(ValueError, match="is in the mesh"):
+    with pytest.raises(ValueError, match="must be inside"):
         Topology(serialized=json.dumps(content))
     with pytest.raises(TypeError, match="bytes or a str"):
         Topology(serialized=5)
@@ -252,5 +252,5 @@ Topology.from_name("v5e:2x2")
 """
     done = run_python(code, KERAS_BACKEND="jax")
     assert done.returncode != 0
-    assert "ImportError: A topology by name comes from libtpu" in done.stderr
+    assert "ImportError: A topology by name needs libtpu" in done.stderr
     assert "pip install 'jax[tpu]'" in done.stderr

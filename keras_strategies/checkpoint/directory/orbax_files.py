@@ -15,7 +15,7 @@ from keras_strategies.checkpoint.directory.files import (
     translate_errors,
 )
 from keras_strategies.checkpoint.directory.verify import guard_read
-from keras_strategies.cluster.untrusted import printable
+from keras_strategies.cluster.untrusted import escape_controls
 
 MAX_BYTES = 64 << 20
 """The maximum size of a file."""
@@ -73,7 +73,7 @@ def guard_restore(
         try:
             yield
         except _FAULTS as error:
-            text = printable(str(error)[:_MAX_SHOWN])
+            text = escape_controls(str(error)[:_MAX_SHOWN])
             fault = f"Orbax cannot read it: {type(error).__name__}: {text}"
             raise make_damage_error(path, _STATE, fault, _CURE) from error
 

@@ -17,7 +17,7 @@ from keras_strategies.cli.checkpoints.checkpoint_list import (
     format_time,
     look_at,
 )
-from keras_strategies.cluster.untrusted import printable
+from keras_strategies.cluster.untrusted import escape_controls
 
 _DAMAGED = 1
 _WRONG_ARGUMENTS = 2
@@ -91,7 +91,7 @@ def print_listing(listing: Listing, console: Console) -> None:
 
 
 def _print(console: Console, text: str, style: str = "") -> None:
-    console.print(Text(printable(text), style=style, overflow="fold"))
+    console.print(Text(escape_controls(text), style=style, overflow="fold"))
 
 
 def _make_cells(entry: Entry) -> list[str]:
@@ -99,7 +99,9 @@ def _make_cells(entry: Entry) -> list[str]:
     epoch = entry.facts.get("epoch")
     count = sum(group["num_values"] for group in entry.contents.values())
     # A line break in a metric would separate its name from its value.
-    metrics = (f"{printable(k)}={_format(v)}" for k, v in entry.logs.items())
+    metrics = (
+        f"{escape_controls(k)}={_format(v)}" for k, v in entry.logs.items()
+    )
     return [
         str(entry.step),
         decimal(entry.num_bytes),
@@ -113,7 +115,7 @@ def _make_cells(entry: Entry) -> list[str]:
 
 def _format(value: object) -> str:
     text = f"{value:.4g}" if isinstance(value, float) else str(value)
-    return printable(text)
+    return escape_controls(text)
 
 
 def _find_fault(directory: str) -> str | None:

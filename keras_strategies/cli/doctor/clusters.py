@@ -15,7 +15,7 @@ from keras_strategies.cli.doctor.findings import (
     note,
     warning,
 )
-from keras_strategies.cluster.exchange.rendezvous import split
+from keras_strategies.cluster.exchange.rendezvous import split_address
 from keras_strategies.cluster.resolvers.kubernetes_resolver import (
     KubernetesClusterResolver,
     has_job_variables,
@@ -189,7 +189,7 @@ def check_address(
         return
     if info.process_id == 0:
         address = environ.get(_BIND_ADDRESS) or address
-    host, port = split(address)
+    host, port = split_address(address)
     try:
         places = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)
     except (OSError, UnicodeError) as error:

@@ -4,7 +4,7 @@ import collections
 import dataclasses
 import enum
 
-from keras_strategies.cluster.untrusted import printable
+from keras_strategies.cluster.untrusted import escape_controls
 
 
 class Level(enum.StrEnum):
@@ -141,4 +141,4 @@ def good(text: str) -> Finding:
 
 def _safe(text: str) -> str:
     # Values from the environment must not send control codes to a terminal.
-    return printable(text, keeps="\n")
+    return escape_controls(text, keeps="\n")

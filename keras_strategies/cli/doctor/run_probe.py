@@ -19,7 +19,7 @@ from keras_strategies.cli.doctor.findings import (
 )
 from keras_strategies.cli.doctor.installed import DEVICE_COUNT
 from keras_strategies.cli.launch.local_job import describe_exit
-from keras_strategies.cluster.child_program import command_line
+from keras_strategies.cluster.child_program import make_command_line
 from keras_strategies.cluster.exchange.message_forms import fault_of
 from keras_strategies.cluster.exchange.rendezvous import RendezvousError
 from keras_strategies.cluster.untrusted import load_json
@@ -128,7 +128,7 @@ def _probe(
     question = {"stages": stages, "join": join, "timeout_s": timeout_s}
     with tempfile.TemporaryDirectory() as folder:
         path = pathlib.Path(folder) / "answers"
-        words = command_line(_PROBE, str(path), json.dumps(question))
+        words = make_command_line(_PROBE, str(path), json.dumps(question))
         code, text = _run_child(words, timeout_s + _DEVICES_S, environ)
         answers = _parse_answers(path.read_bytes() if path.exists() else b"")
     return answers, (code, text)

@@ -9,7 +9,7 @@ from collections.abc import Mapping, Sequence
 
 from keras_strategies.cli.launch.local_job import run_job
 from keras_strategies.cluster.exchange import job_secret
-from keras_strategies.cluster.job.free_ports import free_ports
+from keras_strategies.cluster.job.free_ports import find_free_ports
 
 _FLAGS = "XLA_FLAGS"
 _DEVICE_COUNT = "--xla_force_host_platform_device_count"
@@ -56,7 +56,7 @@ def launch(
         print(f"keras-strategies launch: {fault}", file=sys.stderr)
         return _WRONG_ARGUMENTS
     words = [sys.executable, "-u", *(["-m"] if is_module else []), *command]
-    addresses = [f"{_HOST}:{port}" for port in free_ports(num_processes)]
+    addresses = [f"{_HOST}:{port}" for port in find_free_ports(num_processes)]
     # The processes authenticate each other by a secret of this job.
     environ = {job_secret.VARIABLE: job_secret.make()} | os.environ
     environments = [

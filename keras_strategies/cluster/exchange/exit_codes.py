@@ -5,17 +5,17 @@ import dataclasses
 import enum
 import json
 
-from keras_strategies.cluster.exchange.greetings import readable
+from keras_strategies.cluster.exchange.greetings import clean_text
 from keras_strategies.cluster.exchange.message_forms import load_form
 
 _MAX_CHARACTERS = 1 << 20
 
 
 class ExitCode(enum.IntEnum):
-    """Why a process of a job has ended.
+    """The exit code of a process of a job.
 
-    Those of `sysexits.h` where it has one that fits. `sys.exit(n)` keeps its
-    number, and Ctrl-C gives what shells give it.
+    Uses the codes of `sysexits.h` where one fits, and the shells' code for
+    Ctrl-C. A process that calls `sys.exit(n)` exits with n.
     """
 
     DONE = 0
@@ -27,10 +27,10 @@ class ExitCode(enum.IntEnum):
 
 
 class Preempted(SystemExit):
-    """SIGTERM came to a process of the job: all stop before one program.
+    """A stop of all processes at the same program, after a SIGTERM to one.
 
-    A `SystemExit`, so that `finally` blocks run, `except Exception` lets it
-    through, and the process ends with `ExitCode.PREEMPTED`.
+    A `SystemExit`, so that `finally` blocks run, `except Exception` does not
+    catch it, and the process ends with `ExitCode.PREEMPTED`.
     """
 
     def __init__(self) -> None:
@@ -38,7 +38,7 @@ class Preempted(SystemExit):
 
 
 class Stalled(TimeoutError):
-    """Other processes did not do their part in time."""
+    """A timeout while waiting for other processes of the job."""
 
 
 def _is_code(value: object) -> bool:
@@ -47,10 +47,10 @@ def _is_code(value: object) -> bool:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Cause:
-    """Why a job ends.
+    """The cause of a job's end.
 
     Attributes:
-      text: A sentence without its full stop; names the process.
+      text: A sentence without its period, which names the process.
       code: The exit code of the processes that receive it.
     """
 
@@ -58,15 +58,15 @@ class Cause:
     code: int = ExitCode.PEER_FAILED
 
     def to_json(self) -> str:
-        """The cause, as it is sent to other processes."""
+        """Returns the cause as it is sent to other processes."""
         return json.dumps(dataclasses.asdict(self))
 
     @classmethod
     def from_json(cls, text: str) -> "Cause":
-        """What `to_json` of another process gave; of anything else, that."""
+        """Parses another process's cause; an unreadable one becomes a cause."""
         form = {"text": str, "code": _is_code}
         with contextlib.suppress(ValueError):
             sent = load_form(text, form, max_characters=_MAX_CHARACTERS)
-            # It goes to a terminal.
-            return cls(text=readable(sent["text"]), code=sent["code"])
+            # The text will be printed on a terminal.
+            return cls(text=clean_text(sent["text"]), code=sent["code"])
         return cls(text="another process ended with an unreadable message")

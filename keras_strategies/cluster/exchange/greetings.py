@@ -1,4 +1,4 @@
-"""The messages of processes that meet: lines of JSON."""
+"""The messages of the rendezvous: lines of JSON."""
 
 import json
 from typing import Any
@@ -18,14 +18,14 @@ HELLO_KINDS = {
 _OURS = {"job": lambda job: job == HELLO}
 MAX_BYTES = 65_536
 _MAX_SHOWN, _MAX_TEXT = 160, 4000
-# Of numbers of processes, and of seconds.
+# The highest number of a process, of processes, and of seconds.
 MOST = 2**31
 
 
-# Who proves something.
+# The roles in proofs. They are part of the protocol: both sides hash them.
 PROCESS_0, PROCESS, _SENDS = "process 0", "process", "process 0 tells"
-SAME = f"All processes of a job have the same {VARIABLE}, or none has one. "
-SET = f"Set it in all of them: `{job_secret.MAKE}` makes one."
+SAME = f"All processes of a job must have the same {VARIABLE}, or none. "
+SET = f"Set it in all of them; `{job_secret.MAKE}` makes one."
 NOT_THERE = f"{SAME}Received: one in process 0, and none here. {SET}"
 ONLY_HERE = f"{SAME}Received: one here, and none in process 0. {SET}"
 ANOTHER = (
@@ -34,22 +34,22 @@ ANOTHER = (
 )
 
 
-def proof_of(
-    secret: Secret, nonces: tuple[str, str], words: dict[str, Any]
+def prove_message(
+    secret: Secret, nonces: tuple[str, str], message: dict[str, Any]
 ) -> str:
-    """The proof that process 0 sends this."""
-    message = json.dumps(words, sort_keys=True).encode()
-    return secret.proof(_SENDS, nonces, message)
+    """Returns the proof that process 0 sent a message."""
+    content = json.dumps(message, sort_keys=True).encode()
+    return secret.prove(_SENDS, nonces, content)
 
 
-def as_line(words: dict[str, Any]) -> bytes:
-    """Words as they are sent."""
-    return f"{json.dumps({'job': HELLO, **words})}\n".encode()
+def encode_line(message: dict[str, Any]) -> bytes:
+    """Encodes a message as a line of JSON."""
+    return f"{json.dumps({'job': HELLO, **message})}\n".encode()
 
 
-def parsed(text: bytes) -> dict[str, Any] | None:
-    """What a process says; None if it is no process of ours."""
-    message = message_in(text)
+def parse_hello(text: bytes) -> dict[str, Any] | None:
+    """Parses a process's first message; None for anything else."""
+    message = parse_line(text)
     if message is None or message.keys() - {"nonce"} != HELLO_KINDS.keys():
         return None
     form = HELLO_KINDS | {"nonce?": job_secret.is_nonce}
@@ -60,21 +60,21 @@ def parsed(text: bytes) -> dict[str, Any] | None:
     return message
 
 
-def message_in(text: bytes) -> dict[str, Any] | None:
-    """One of our lines; None for anything else."""
+def parse_line(text: bytes) -> dict[str, Any] | None:
+    """Parses a line that `encode_line` wrote; None for anything else."""
     try:
         return load_form(text, _OURS, max_characters=MAX_BYTES)
     except ValueError:
         return None
 
 
-def shown(value: object) -> str:
-    """What another process says, for a message: short, and printable."""
+def shorten_ascii(value: object) -> str:
+    """Returns a value's ASCII repr for an error message, truncated."""
     text = ascii(value)
     return text if len(text) <= _MAX_SHOWN else f"{text[:_MAX_SHOWN]}..."
 
 
-def readable(text: str) -> str:
-    """A text of another process, without what a terminal takes for orders."""
+def clean_text(text: str) -> str:
+    """Replaces control characters in another process's text; truncates it."""
     text = "".join(c if c.isprintable() or c == "\n" else "?" for c in text)
     return text if len(text) <= _MAX_TEXT else f"{text[:_MAX_TEXT]}..."

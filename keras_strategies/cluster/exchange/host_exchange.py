@@ -1,7 +1,7 @@
-"""The exchange of texts between the processes of a job, on the host.
+"""Exchange of texts between the processes of a job, on the host.
 
-Goes through the key-value store of JAX's coordination service, never through
-the devices: so it may be called from any thread, at any time.
+Uses the key-value store of JAX's coordination service, never the devices, so
+any thread may call it at any time.
 """
 
 import itertools
@@ -16,8 +16,8 @@ import jax
 
 from keras_strategies.cluster.addresses import shown
 from keras_strategies.cluster.exchange.exit_codes import Stalled
-from keras_strategies.cluster.exchange.greetings import readable
-from keras_strategies.cluster.exchange.kv_store import client as _client
+from keras_strategies.cluster.exchange.greetings import clean_text
+from keras_strategies.cluster.exchange.kv_store import get_client
 from keras_strategies.cluster.exchange.message_forms import (
     MAX_MESSAGE,
     Either,
@@ -26,28 +26,29 @@ from keras_strategies.cluster.exchange.message_forms import (
 )
 
 TIMEOUT = "KERAS_STRATEGIES_TIMEOUT_S"
-"""The environment variable that says how long to wait for other processes,
-in seconds."""
+"""The environment variable with the timeout for other processes, in
+seconds."""
 
 _SLICE_MS = 250
 _TIMEOUT_S = 600.0
-# Later agreements after which nobody can still be hearing an ended one.
+# The number of later agreements after which no process can still be reading
+# the messages of one that has ended.
 _NUM_KEPT = 64
-# So many processes hear each other. Of more, the first hears all and tells
-# all: reads of the store grow with their number, not with its square.
+# Up to this many processes read each other's messages. With more, the first
+# reads all and sends them to all: the number of reads then grows linearly.
 _MOST_RECEIVED_BY_ALL = 4
 _SAME_CALLS = (
-    "All processes must run the same calls of fit, evaluate, predict and of "
-    "datasets in the same order, with as many epochs."
+    "All processes must make the same calls of fit, evaluate, predict and of "
+    "datasets in the same order, with the same number of epochs."
 )
-_CURE = "Look at the logs of all processes for the call that differs."
+_CURE = "Look in the logs of all processes for the call that differs."
 _ALL = "all"
 _numbers = itertools.count()
-# What this process waits for, by thread: a name and since when.
+# The agreement that each thread waits in, and the time when it began.
 _waits: dict[int, tuple[str, float]] = {}
-# Agreements by their numbers, each with what forgets its last round.
+# By number of an ended agreement: a function that deletes its last round.
 _ended: dict[int, Callable[[], None]] = {}
-# What `limit_waiting` was given.
+# The argument of `limit_waiting`.
 _limit_s: float | None = None
 IsStopped = Callable[[], bool]
 
@@ -55,14 +56,17 @@ IsStopped = Callable[[], bool]
 class Agreement:
     """Rounds in which every process sends a text and receives all others.
 
-    All processes make their agreements in one order, and go through the
-    rounds of each in one order.
+    All processes must create their agreements in the same order, and go
+    through the rounds of each in the same order.
 
     Args:
       processes: JAX's ids of the processes that take part.
-      name: What it is about; the same in all, which is checked.
-      timeout_s: How long to wait for the others in a round, in seconds; None
-        for what `KERAS_STRATEGIES_TIMEOUT_S` says, else 600.
+      name: The subject; it must be the same in all processes.
+      timeout_s: The timeout of a round, in seconds; None for the value of
+        `KERAS_STRATEGIES_TIMEOUT_S`, else 600.
+
+    Raises:
+      ValueError: see `read_waiting_limit`.
     """
 
     def __init__(
@@ -74,44 +78,47 @@ class Agreement:
     ) -> None:
         self._processes = processes
         self._name = name
-        self._timeout_s = waiting_limit_s() if timeout_s is None else timeout_s
+        self._timeout_s = (
+            read_waiting_limit() if timeout_s is None else timeout_s
+        )
         self._number = next(_numbers)
         self._round = 0
-        forgotten = _ended.pop(self._number - _NUM_KEPT, None)
-        if forgotten is not None:
-            forgotten()
+        forget = _ended.pop(self._number - _NUM_KEPT, None)
+        if forget is not None:
+            forget()
 
     def end(self) -> None:
-        """Takes part in no further round; its messages stay a while."""
+        """Ends the rounds; other processes can still read the last one."""
         last = self._round - 1
         if last >= 0:
-            _ended[self._number] = lambda: self._forget(_client(), last)
+            _ended[self._number] = lambda: self._forget(get_client(), last)
 
     def exchange(
         self, text: str, is_stopped: IsStopped | None = None
     ) -> list[str]:
-        """One round. Collective over the processes, not over the devices.
+        """Runs one round. Collective over the processes, not the devices.
 
         Args:
-          text: What this process says; short.
-          is_stopped: Asked about a few times a second; True gives up waiting.
+          text: This process's text; short.
+          is_stopped: A function called a few times a second; waiting ends
+            when it returns True.
 
         Returns:
-          What each process says, in the order of `processes`.
+          The texts of all processes, in the order of `processes`.
 
         Raises:
-          ValueError: the processes are in different agreements; all raise.
-          TimeoutError: a process said nothing in time; it is named.
-          RuntimeError: a process said something else than this one would.
-          InterruptedError: `is_stopped` said so.
+          ValueError: if the processes are in different agreements; all raise.
+          TimeoutError: if a process sent nothing in time; it is named.
+          RuntimeError: if a process sent a malformed message.
+          InterruptedError: if `is_stopped` returned True.
         """
-        client = _client()
+        client = get_client()
         me = jax.process_index()
         number, self._round = self._round, self._round + 1
-        # One that does not receive the others' in time has sent its own still:
-        # they receive it as soon as they get here.
+        # Sends before it waits: even if this process times out, the others
+        # receive its text when they get here.
         sent = json.dumps([self._name, text])
-        client.key_value_set(self._key(number, me), sent)
+        client.key_value_set(self._make_key(number, me), sent)
         thread = threading.get_ident()
         _waits[thread] = (self._name, time.monotonic())
         try:
@@ -127,13 +134,13 @@ class Agreement:
         names, texts = zip(*messages, strict=True)
         if len(set(names)) > 1:
             calls = ", ".join(
-                f"{readable(name)} (process {process})"
+                f"{clean_text(name)} (process {process})"
                 for process, name in zip(self._processes, names, strict=True)
             )
             raise ValueError(f"{_SAME_CALLS} Received: {calls}. {_CURE}")
         if number:
-            # All have said something in this round, so all have heard all of
-            # the last one.
+            # All have sent a text in this round, so all have read the last
+            # round.
             self._forget(client, number - 1)
         return list(texts)
 
@@ -155,22 +162,21 @@ class Agreement:
             received = self._receive_all(client, number, sent, is_stopped)
         except TimeoutError as error:
             client.key_value_set(
-                self._key(number, _ALL), json.dumps(str(error))
+                self._make_key(number, _ALL), json.dumps(str(error))
             )
             raise
-        client.key_value_set(self._key(number, _ALL), json.dumps(received))
+        client.key_value_set(self._make_key(number, _ALL), json.dumps(received))
         return received
 
     def _receive_from_first(
         self, client: Any, number: int, is_stopped: IsStopped | None
     ) -> list[str]:
-        # The first may wait for another one, for as long as it may itself be
-        # waited for.
+        # The first process may itself wait for another one until its timeout.
         text = self._receive(
             client, number, _ALL, is_stopped, 2 * self._timeout_s
         )
-        all_of_them = (str,) * len(self._processes)
-        form = Either((str, all_of_them))
+        all_texts = (str,) * len(self._processes)
+        form = Either((str, all_texts))
         (received,) = self._read([text], form, self._processes[:1])
         if isinstance(received, str):
             raise Stalled(received)
@@ -184,16 +190,16 @@ class Agreement:
             form,
             processes=processes,
             about=self._name,
-            # A text in a text in a text: its quotes are written twice.
+            # JSON in JSON in JSON: each level escapes quotes once more.
             max_characters=4 * MAX_MESSAGE * len(self._processes),
         )
 
     def _forget(self, client: Any, number: int) -> None:
         me = jax.process_index()
-        client.key_value_delete(self._key(number, me))
+        client.key_value_delete(self._make_key(number, me))
         is_many = len(self._processes) > _MOST_RECEIVED_BY_ALL
         if is_many and me == self._processes[0]:
-            client.key_value_delete(self._key(number, _ALL))
+            client.key_value_delete(self._make_key(number, _ALL))
 
     def _receive(
         self,
@@ -205,7 +211,7 @@ class Agreement:
     ) -> str:
         timeout_s = self._timeout_s if timeout_s is None else timeout_s
         end = time.monotonic() + timeout_s
-        key = self._key(number, process)
+        key = self._make_key(number, process)
         if process == _ALL:
             process = self._processes[0]
         while True:
@@ -221,19 +227,20 @@ class Agreement:
                     f"Process {process} did not take part in {self._name} "
                     f"within {timeout_s:.0f} s. {_SAME_CALLS} Received: "
                     f"nothing from process {process} in round {number}. "
-                    f"{_CURE} If it has no error and needs longer (to read "
+                    f"{_CURE} If it has no error and needs more time (to read "
                     f"its data), set the environment variable {TIMEOUT} to "
                     "more seconds."
                 )
 
-    def _key(self, number: int, process: int | str) -> str:
+    def _make_key(self, number: int, process: int | str) -> str:
         return f"keras_strategies/{self._number}/{number}/{process}"
 
 
-def longest_wait() -> tuple[str, float]:
-    """What this process waits for others in, and for how many seconds.
+def find_longest_wait() -> tuple[str, float]:
+    """Returns the agreement in which this process has waited longest.
 
-    The name of the agreement that waits longest; "" and 0.0 for none.
+    Returns:
+      Its name and the seconds waited so far; "" and 0.0 if none waits.
     """
     now = time.monotonic()
     waits = [(now - since, name) for name, since in list(_waits.values())]
@@ -242,20 +249,20 @@ def longest_wait() -> tuple[str, float]:
 
 
 def limit_waiting(seconds: float) -> None:
-    """Says how long to wait for other processes, in place of the environment.
+    """Sets the timeout for other processes, which overrides the environment.
 
     Args:
-      seconds: A positive number; of this process, for all of its strategies.
+      seconds: A positive number, for all strategies of this process.
     """
     global _limit_s
     _limit_s = seconds
 
 
-def waiting_limit_s() -> float:
-    """How long to wait for other processes, in seconds.
+def read_waiting_limit() -> float:
+    """Returns the timeout for other processes, in seconds.
 
     Raises:
-      ValueError: the environment variable is no positive number.
+      ValueError: if the environment variable is not a positive number.
     """
     if _limit_s is not None:
         return _limit_s
@@ -266,8 +273,8 @@ def waiting_limit_s() -> float:
         seconds = 0.0
     if not seconds > 0:
         raise ValueError(
-            f"The environment variable {TIMEOUT} is a positive number of "
-            f"seconds. Received: {shown(text)}. Leave it out for "
+            f"The environment variable {TIMEOUT} must be a positive number of "
+            f"seconds. Received: {shown(text)}. Unset it for the default of "
             f"{_TIMEOUT_S:.0f}."
         )
     return seconds

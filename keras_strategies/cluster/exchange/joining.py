@@ -1,4 +1,4 @@
-"""The client's part of a meeting: a process that connects to process 0."""
+"""The client side of the rendezvous: a process that connects to process 0."""
 
 import socket
 import time
@@ -12,18 +12,18 @@ from keras_strategies.cluster.exchange.greetings import (
     ONLY_HERE,
     PROCESS,
     PROCESS_0,
-    as_line,
-    message_in,
-    proof_of,
-    readable,
+    clean_text,
+    encode_line,
+    parse_line,
+    prove_message,
 )
 from keras_strategies.cluster.exchange.job_secret import Secret
 
 _RETRY_S = 0.1
-# What a verdict may take beyond the time for all to come.
+# How long the verdict may take after the timeout for all to arrive.
 _GRACE_S = 2.0
-# An attempt that begins at the very end is given this long, so that it says
-# more than that time was over.
+# The minimum time for an attempt that begins just before the timeout, so that
+# its error reports more than the timeout.
 _LAST_TRY_S = 1.0
 
 
@@ -33,7 +33,7 @@ def join(
     timeout_s: float,
     secret: Secret | None,
 ) -> str:
-    """Goes to process 0, and returns what it finds wrong."""
+    """Meets process 0; returns its verdict, or "" if nothing is wrong."""
     end = time.monotonic() + timeout_s + _GRACE_S
     reason = "no answer"
     while (left := end - time.monotonic()) > 0:
@@ -41,7 +41,7 @@ def join(
         until = time.monotonic() + left
         try:
             with socket.create_connection(address, timeout=left) as connection:
-                verdict = _Guest(connection, secret).say(hello, until)
+                verdict = _Guest(connection, secret).ask(hello, until)
         except OSError as error:
             reason = error.strerror or str(error)
         else:
@@ -52,13 +52,13 @@ def join(
     host, port = address
     return (
         f"Process {hello['process']} must reach process 0 at {host}:{port} "
-        f"within {timeout_s:.0f} s. Received: {reason}. Look whether process 0 "
-        "was started there, and for a firewall between the machines."
+        f"within {timeout_s:.0f} s. Received: {reason}. Check that process 0 "
+        "was started there, and that no firewall is between the machines."
     )
 
 
 class _Guest:
-    """A process that says to process 0 who it is."""
+    """The client of one connection to process 0."""
 
     def __init__(
         self, connection: socket.socket, secret: Secret | None
@@ -67,16 +67,16 @@ class _Guest:
         self._secret = secret
         self._nonces: tuple[str, str] | None = None
 
-    def say(self, hello: dict[str, Any], end: float) -> str | None:
-        """Returns what process 0 says; None if that is no process of ours.
+    def ask(self, hello: dict[str, Any], end: float) -> str | None:
+        """Returns the verdict of process 0; None from another service.
 
         Args:
-          hello: Who this process is.
-          end: Until when to wait, by `time.monotonic`.
+          hello: The description of this process.
+          end: The deadline, in seconds of `time.monotonic`.
         """
         nonce = job_secret.make_nonce()
-        words = as_line(hello | ({"nonce": nonce} if self._secret else {}))
-        self._connection.sendall(words)
+        line = encode_line(hello | ({"nonce": nonce} if self._secret else {}))
+        self._connection.sendall(line)
         text, num_bytes = b"", 0
         while True:
             self._connection.settimeout(max(end - time.monotonic(), 0.001))
@@ -85,40 +85,40 @@ class _Guest:
             num_bytes += len(data)
             if not data or num_bytes > MAX_BYTES:
                 return None
-            *lines, text = text.split(b"\n")
-            for line in lines:
-                message = message_in(line) or {}
+            *answers, text = text.split(b"\n")
+            for answer in answers:
+                message = parse_line(answer) or {}
                 if self._secret is not None and self._nonces is None:
-                    problem = self._prove(self._secret, message, words, nonce)
+                    problem = self._prove(self._secret, message, line, nonce)
                     if problem is not None:
                         return problem
                     continue
                 if not self._is_proved(message):
                     return None
                 if isinstance(message.get("verdict"), str):
-                    return readable(message["verdict"])
+                    return clean_text(message["verdict"])
                 left_s: Any = message.get("left_s")
                 if type(left_s) not in (int, float) or not 0 <= left_s <= MOST:
                     return None
-                # It has begun later, and waits for the others as long.
+                # Process 0 may have begun later: its timeout counts.
                 end = time.monotonic() + left_s + 2 * _GRACE_S
 
     def _prove(
-        self, secret: Secret, message: dict[str, Any], words: bytes, nonce: str
+        self, secret: Secret, message: dict[str, Any], hello: bytes, nonce: str
     ) -> str | None:
-        """Answers the challenge; what is wrong if it is none of ours."""
+        """Answers the challenge; returns an error if the secrets differ."""
         if "left_s" in message or "verdict" in message:
             return ONLY_HERE
         if not job_secret.is_nonce(message.get("nonce")):
             raise ConnectionError("it is another service")
         nonces = message["nonce"], nonce
         if not job_secret.is_same(
-            message.get("proof"), secret.proof(PROCESS_0, nonces, words)
+            message.get("proof"), secret.prove(PROCESS_0, nonces, hello)
         ):
             return ANOTHER
         self._nonces = nonces
-        proof = secret.proof(PROCESS, nonces, words)
-        self._connection.sendall(as_line({"proof": proof}))
+        proof = secret.prove(PROCESS, nonces, hello)
+        self._connection.sendall(encode_line({"proof": proof}))
         return None
 
     def _is_proved(self, message: dict[str, Any]) -> bool:
@@ -127,5 +127,5 @@ class _Guest:
         if self._secret is None or self._nonces is None:
             return True
         return job_secret.is_same(
-            proof, proof_of(self._secret, self._nonces, message)
+            proof, prove_message(self._secret, self._nonces, message)
         )

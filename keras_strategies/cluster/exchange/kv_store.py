@@ -1,7 +1,7 @@
 """The key-value store of JAX's coordination service.
 
-JAX has no public name for the store's client, nor for the service's address;
-this is their only user.
+JAX has no public name for the store's client, nor for the service's address.
+Only this module uses the private ones.
 """
 
 import socket
@@ -9,44 +9,44 @@ from typing import Any
 
 import jax
 
-from keras_strategies.cluster.exchange.rendezvous import split
+from keras_strategies.cluster.exchange.rendezvous import split_address
 
 _PROBE_S = 1.0
 
 
-def client() -> Any:
-    """The client of the store.
+def get_client() -> Any:
+    """Returns the client of the store.
 
     Returns:
       JAX's `DistributedRuntimeClient`, whose module has no types.
 
     Raises:
-      RuntimeError: this process is in no job.
+      RuntimeError: if this process has not joined a job.
     """
     from jax._src import distributed
 
-    found = distributed.global_state.client
-    if found is None:
+    client = distributed.global_state.client
+    if client is None:
         raise RuntimeError(
             "Several processes need JAX's coordination service. Received: a "
             "strategy over their devices without it. Call "
             "`jax.distributed.initialize` first."
         )
-    return found
+    return client
 
 
 def is_available() -> bool:
-    """Whether this process is part of a job of `jax.distributed`."""
+    """Returns whether this process is part of a job of `jax.distributed`."""
     return jax.distributed.is_initialized()
 
 
 def is_reachable() -> bool:
-    """Whether somebody listens where the service should be.
+    """Returns whether a process listens at the service's address.
 
     False only if the connection is refused: the service's process has ended.
-    One that is stopped, or a network that is slow, is no answer.
+    With a stopped process or a slow network the result is True.
     """
-    address = _address()
+    address = _get_address()
     if address is None:
         return True
     try:
@@ -59,11 +59,12 @@ def is_reachable() -> bool:
 
 
 def is_speaking() -> bool:
-    """Whether the service's process runs: a server of gRPC speaks first.
+    """Returns whether the service's process runs, and is not just stopped.
 
-    Connections to one that is stopped are accepted still, by the kernel.
+    The kernel accepts connections for a stopped process, but a running gRPC
+    server sends the first bytes.
     """
-    address = _address()
+    address = _get_address()
     if address is None:
         return True
     try:
@@ -73,8 +74,8 @@ def is_speaking() -> bool:
         return False
 
 
-def _address() -> tuple[str, int] | None:
+def _get_address() -> tuple[str, int] | None:
     from jax._src import distributed
 
     address = distributed.global_state.coordinator_address
-    return None if address is None else split(address)
+    return None if address is None else split_address(address)

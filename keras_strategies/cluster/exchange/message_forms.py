@@ -1,4 +1,4 @@
-"""The forms of JSON messages, and the one reader of them."""
+"""Forms of JSON messages, and the function that checks them."""
 
 import dataclasses
 from collections.abc import Callable, Sequence
@@ -8,19 +8,19 @@ from typing import Any, TypeGuard
 from keras_strategies.cluster.untrusted import load_json
 
 Form = Any
-"""What a value of JSON must be like:
+"""The form of a JSON value:
 
-- `int`, `str`, `bool`, `list`, `dict`: of that type exactly; `float`: an int,
-  too; `None`: null; `object`: anything; a union of these: one of them;
-- `[form]`: an array of such; `(form, form)`: an array of just these;
-- `{"name": form}`: an object with these entries. One whose name ends in "?"
-  may be missing, and others may be there;
+- `int`, `str`, `bool`, `list`, `dict`: exactly that type; `float`: a float or
+  an int; `None`: null; `object`: anything; a union: one of its types;
+- `[form]`: an array of such values; `(form, form)`: an array of exactly these;
+- `{"name": form}`: an object with these entries. An entry whose name ends in
+  "?" is optional, and other entries are allowed;
 - `Either((form, form))`: one of these;
-- a function: what it is true for.
+- a function: any value for which it returns true.
 """
 
 MAX_MESSAGE = 64 << 20
-"""The longest text of another process that is read."""
+"""The maximum length of another process's text, in characters."""
 
 _MOST = 2**53
 
@@ -33,38 +33,41 @@ class Either:
 
 
 def is_count(value: object) -> TypeGuard[int]:
-    """A form: a whole number from 0 that a float can hold."""
+    """Returns whether `value` is an int >= 0 that a float represents exactly.
+
+    Usable as a form.
+    """
     return type(value) is int and 0 <= value < _MOST
 
 
 def fault_of(value: object, form: Form, name: str = "it") -> str | None:
-    """Where a value has not its form, for a message; None if it has it.
+    """Returns the first mismatch of a value and a form, or None.
 
     Args:
-      value: What `load_json` gave.
+      value: A value that `load_json` returned.
       form: See `Form`.
-      name: What the value is called.
+      name: The value's name, for the returned text.
     """
     if isinstance(form, dict):
-        return _fault_of_entries(value, form, name)
+        return _find_entry_fault(value, form, name)
     if isinstance(form, list):
         if not isinstance(value, list):
-            return f"{name} is no array"
-        return _first(value, form * len(value), name)
+            return f"{name} is not an array"
+        return _find_first_fault(value, form * len(value), name)
     if isinstance(form, tuple):
         if not isinstance(value, list) or len(value) != len(form):
-            return f"{name} is no array of {len(form)}"
-        return _first(value, form, name)
+            return f"{name} is not an array of {len(form)}"
+        return _find_first_fault(value, form, name)
     if isinstance(form, Either):
         faults = [fault_of(value, one, name) for one in form.forms]
         return None if None in faults else faults[-1]
-    return None if _is_simple(value, form) else f"{name} is another value"
+    return None if _is_simple(value, form) else f"{name} has a wrong value"
 
 
 def load_form(
     text: str | bytes, form: Form, *, max_characters: int, has_nan: bool = False
 ) -> Any:
-    """Returns what a text of JSON says, if that has a form.
+    """Parses JSON and checks its form.
 
     Args:
       text: See `load_json`.
@@ -73,11 +76,11 @@ def load_form(
       has_nan: See `load_json`.
 
     Returns:
-      The value, as `load_json` gives it.
+      The value, as `load_json` returns it.
 
     Raises:
-      ValueError: it is something else. The message says what, as
-        `load_json`'s.
+      ValueError: if the text is not JSON of this form. The message describes
+        the fault, as `load_json`'s does.
     """
     value = load_json(text, max_characters=max_characters, has_nan=has_nan)
     fault = fault_of(value, form)
@@ -94,30 +97,30 @@ def read_messages(
     about: str,
     max_characters: int = MAX_MESSAGE,
 ) -> list[Any]:
-    """The messages of processes to each other, as JSON of one form.
+    """Parses the messages that processes sent to each other.
 
     Args:
-      texts: What each has said.
-      form: What each must be like.
-      processes: Who said it, in the same order.
-      about: What they talk about, for messages: "reading the data of `fit`".
-      max_characters: The longest text that is read.
+      texts: The text of each process.
+      form: The form of each message.
+      processes: The senders, in the same order.
+      about: The subject, for errors: "reading the data of `fit`".
+      max_characters: The length above which a text is rejected.
 
     Raises:
-      RuntimeError: one has said something else. The message does not repeat
+      RuntimeError: if a message has another form. The error does not quote
         it.
     """
     received: list[Any] = []
     for process, text in zip(processes, texts, strict=True):
         try:
-            # Metrics, and what users keep, may be NaN.
+            # Metrics and users' values may be NaN.
             value = load_form(
                 text, form, max_characters=max_characters, has_nan=True
             )
         except ValueError as error:
             raise RuntimeError(
-                f"Processes tell each other about {about} in one form. "
-                f"Received: a message of process {process}, of which {error}. "
+                f"The messages of processes about {about} must have one form. "
+                f"Received: a message of process {process} in which {error}. "
                 "Start all processes with one version of keras_strategies, "
                 "and let no other program reach the job's port."
             ) from None
@@ -125,11 +128,11 @@ def read_messages(
     return received
 
 
-def _fault_of_entries(
+def _find_entry_fault(
     value: object, form: dict[str, Form], name: str
 ) -> str | None:
     if not isinstance(value, dict):
-        return f"{name} is no object"
+        return f"{name} is not an object"
     for key, inner in form.items():
         entry = key.removesuffix("?")
         if entry in value:
@@ -142,7 +145,7 @@ def _fault_of_entries(
     return None
 
 
-def _first(
+def _find_first_fault(
     values: Sequence[Any], forms: Sequence[Form], name: str
 ) -> str | None:
     for index, (value, form) in enumerate(zip(values, forms, strict=True)):

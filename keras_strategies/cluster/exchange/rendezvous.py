@@ -1,21 +1,21 @@
-"""A meeting of all processes of a job before `jax.distributed` starts.
+"""The rendezvous of all processes of a job before `jax.distributed` starts.
 
-JAX ends a process, uncatchably and without names, where one is missing, there
-twice, or of another opinion about their number. So all meet on the chief's
-address first, over plain TCP: each says who it is, and all hear the same: go
-on, or what is wrong. The port is free again for JAX's coordination service
-when they part.
+If a process is missing, starts twice or expects another number of processes,
+JAX aborts the others, uncatchably and without naming it. So all processes
+first meet at the chief's address, over plain TCP: each describes itself, and
+all receive the same verdict: continue, or an error. Afterwards the port is
+free again for JAX's coordination service.
 
-Where the processes share a secret, each proves to the other that it has it,
-and who cannot is a stranger; without one nothing that a stranger says is
-believed but who it claims to be. This guards the meeting alone: the network
-has to be trusted, as JAX's service and gloo need it.
+If the processes share a secret, each side proves to the other that it knows
+it, and connections without a proof are dropped. Without a secret, any client
+can claim to be a process. The secret protects only the rendezvous: JAX's
+service and gloo need a trusted network anyway.
 
-What is said, a line of JSON each:
-  a process: hello (and a nonce, where it has a secret);
-  process 0, where it has a secret: its nonce, and its proof;
+The protocol, one line of JSON per message:
+  a process: hello (and a nonce, if it has a secret);
+  process 0, if it has a secret: its nonce and its proof;
   a process: its proof;
-  process 0: how long it waits; at last its verdict (each with a proof).
+  process 0: how long it waits; finally the verdict (each with a proof).
 """
 
 import contextlib
@@ -36,30 +36,31 @@ from keras_strategies.cluster.exchange.greetings import (
     PROCESS_0,
     SAME,
     SET,
-    as_line,
-    message_in,
-    parsed,
-    proof_of,
-    readable,
-    shown,
+    clean_text,
+    encode_line,
+    parse_hello,
+    parse_line,
+    prove_message,
+    shorten_ascii,
 )
 from keras_strategies.cluster.exchange.job_secret import VARIABLE, Secret
 from keras_strategies.cluster.exchange.joining import join
 
-# Connections that have not said who they are: so many, and each for so long.
-# More of them wait until one is gone: no stranger takes a process's time.
+# The number of connections that may be pending, before their hello, and how
+# long each may be. Further ones wait in the backlog, so that strangers cannot
+# block the processes.
 _MAX_PENDING = 512
 _PENDING_S = 5.0
-# Until the next try, where this process has no file left for a connection.
+# The pause before another try when this process is out of file descriptors.
 _NO_FILES_S = 0.05
-# What a verdict may take beyond the time for all to come.
+# How long the verdict may take after the timeout for all to arrive.
 _GRACE_S = 2.0
-# How long to wait for others once something is wrong, to inform them too.
+# How long to wait for the others after an error, to inform them too.
 _LINGER_S = 5.0
 
 
 class RendezvousError(RuntimeError):
-    """The processes of a job did not meet as they should."""
+    """A failure of the processes of a job to meet."""
 
 
 def meet(
@@ -74,24 +75,25 @@ def meet(
     names: Sequence[str] = (),
     secret: Secret | None = None,
 ) -> None:
-    """Waits until all processes are there and agree. Collective.
+    """Waits until all processes have arrived and agree. Collective.
 
     Args:
       address: `host:port` of process 0, where all meet.
       process_id: This process's number.
-      num_processes: How many there are, in this process's opinion.
-      facts: What must be the same in all: versions, the strategy. What JSON
-        can hold.
-      timeout_s: How long to wait for all, in seconds.
-      problem: Why this process cannot continue, sent to all; or nothing.
-      bind_address: Where process 0 listens, if not at `address`.
-      names: The processes for messages, in the order of their numbers.
-      secret: What all prove that they share, if anything.
+      num_processes: The number of processes that this process expects.
+      facts: Values that must be the same in all processes: versions, the
+        strategy. JSON values.
+      timeout_s: The timeout for all to arrive, in seconds.
+      problem: An error that keeps this process from continuing, sent to all;
+        or "".
+      bind_address: The address at which process 0 listens, if not `address`.
+      names: The processes' names in messages, in the order of their numbers.
+      secret: The secret that all prove that they share, if any.
 
     Raises:
-      RendezvousError: some did not come, one came twice, they differ, or one
-        cannot continue. All that are there raise the same text; but for a
-        process without the secret of process 0, which alone is informed.
+      RendezvousError: if a process is missing, arrived twice, differs or
+        cannot continue. All that arrived raise the same text, except a process
+        without the secret of process 0: only that process learns of it.
     """
     if num_processes == 1:
         return
@@ -102,34 +104,35 @@ def meet(
         "problem": problem,
     }
     if process_id == 0:
-        host, port = split(bind_address or address)
+        host, port = split_address(bind_address or address)
         verdict = _Host(hello, names, secret).run(host, port, timeout_s)
     else:
-        verdict = join(split(address), hello, timeout_s, secret)
+        verdict = join(split_address(address), hello, timeout_s, secret)
     if verdict:
         raise RendezvousError(verdict)
 
 
-def split(address: str) -> tuple[str, int]:
-    """The host and the port of `host:port` or `[host]:port`."""
+def split_address(address: str) -> tuple[str, int]:
+    """Returns the host and the port of `host:port` or `[host]:port`."""
     host, _, port = address.rpartition(":")
     return host.removeprefix("[").removesuffix("]"), int(port)
 
 
 @dataclasses.dataclass
 class _Pending:
-    """A connection to process 0 that has not shown who it is."""
+    """A connection to process 0 that has not yet identified itself."""
 
     end: float
     text: bytes = b""
-    # Of who said it, and is to prove the secret: its words, and both nonces.
+    # While the proof of the secret is awaited: the hello, parsed and as it was
+    # sent, and both nonces.
     hello: dict[str, Any] | None = None
-    words: bytes = b""
+    line: bytes = b""
     nonces: tuple[str, str] = ("", "")
 
 
 class _Host:
-    """Process 0: receives from all, finds what is wrong, sends it to all."""
+    """The server in process 0, which sends all processes the verdict."""
 
     def __init__(
         self,
@@ -142,9 +145,9 @@ class _Host:
         self._names = names
         self._end = 0.0
         self._hellos: dict[int, dict[str, Any]] = {0: hello}
-        # Who has not shown yet who it is, the oldest first.
+        # Connections that have not yet identified themselves, oldest first.
         self._pending: dict[socket.socket, _Pending] = {}
-        # The nonces by which the message to each is proved.
+        # The identified ones, with the nonces for proofs of messages to them.
         self._joined: dict[socket.socket, tuple[str, str]] = {}
         self._unproved: set[int] = set()
         self._problem = ""
@@ -152,7 +155,7 @@ class _Host:
             self._problem = f"{self._name(0)}: {hello['problem']}"
 
     def run(self, host: str, port: int, timeout_s: float) -> str:
-        """Returns what is wrong, or an empty text."""
+        """Returns the verdict: an error, or "" if nothing is wrong."""
         self._end = time.monotonic() + timeout_s
         if self._problem:
             self._end = min(self._end, time.monotonic() + _LINGER_S)
@@ -160,43 +163,44 @@ class _Host:
             try:
                 server = socket.create_server(
                     (host, port),
-                    family=_family(host),
+                    family=_choose_family(host),
                     backlog=max(self._count, _MAX_PENDING),
                 )
             except OSError as error:
                 raise RendezvousError(
                     f"Process 0 cannot listen at {host}:{port}. Its address "
                     "must be one of this machine, with a free port. Received: "
-                    f"{error.strerror or error}. Look for another job on the "
-                    "port, or for the address of another machine."
+                    f"{error.strerror or error}. Check whether another job "
+                    "uses the port, or the address is another machine's."
                 ) from error
             stack.enter_context(server)
             self._selector = stack.enter_context(selectors.DefaultSelector())
             server.setblocking(False)
             stack.callback(self._close)
             listens = False
-            while len(self._hellos) < self._most and self._left() > 0:
+            while len(self._hellos) < self._most and self._compute_left_s() > 0:
+                # Stops accepting while too many connections are pending.
                 if listens != (len(self._pending) < _MAX_PENDING):
                     listens = not listens
                     if listens:
                         self._selector.register(server, selectors.EVENT_READ)
                     else:
                         self._selector.unregister(server)
-                for key, _ in self._selector.select(self._next_s()):
+                for key, _ in self._selector.select(self._compute_wait_s()):
                     if key.fileobj is server:
                         self._accept(server)
                     elif key.fileobj in self._pending:
                         self._read(key.fileobj)
-                self._hang_up_on_late_ones()
-            verdict = self._problem or self._missing(timeout_s)
+                self._drop_late()
+            verdict = self._problem or self._describe_missing(timeout_s)
             self._send_verdict(verdict)
         return verdict
 
-    def _left(self) -> float:
+    def _compute_left_s(self) -> float:
         return max(self._end - time.monotonic(), 0.0)
 
-    def _next_s(self) -> float:
-        """Until when to wait for somebody to say something."""
+    def _compute_wait_s(self) -> float:
+        """Returns the seconds until the next deadline."""
         ends = [pending.end for pending in self._pending.values()]
         until = min([self._end, *ends[:1]])
         return max(until - time.monotonic(), 0.0)
@@ -213,12 +217,12 @@ class _Host:
         self._pending[connection] = _Pending(time.monotonic() + _PENDING_S)
         self._selector.register(connection, selectors.EVENT_READ)
 
-    def _hang_up_on_late_ones(self) -> None:
+    def _drop_late(self) -> None:
         now = time.monotonic()
         for connection, pending in list(self._pending.items()):
             if pending.end > now:
                 return
-            self._leave(connection)
+            self._drop(connection)
 
     def _read(self, connection: Any) -> None:
         try:
@@ -228,7 +232,7 @@ class _Host:
         pending = self._pending[connection]
         pending.text += data
         if not data or len(pending.text) > MAX_BYTES:
-            self._leave(connection)
+            self._drop(connection)
         elif pending.text.endswith(b"\n"):
             text, pending.text = pending.text, b""
             if pending.hello is None:
@@ -239,64 +243,65 @@ class _Host:
     def _receive(
         self, connection: socket.socket, pending: _Pending, text: bytes
     ) -> None:
-        hello = parsed(text)
+        hello = parse_hello(text)
         if hello is None:  # A stranger: a port scanner, a health check.
-            self._leave(connection)
+            self._drop(connection)
             return
         nonce = hello.get("nonce")
         if self._secret is None:
-            self._take(connection, hello, pending.nonces)
+            self._admit(connection, hello, pending.nonces)
             return
         if nonce is None:
             self._note_unproved(hello)
             self._send(connection, {"verdict": NOT_THERE})
-            self._leave(connection)
+            self._drop(connection)
             return
-        pending.hello, pending.words = hello, text
+        pending.hello, pending.line = hello, text
         pending.nonces = job_secret.make_nonce(), nonce
-        proof = self._secret.proof(PROCESS_0, pending.nonces, text)
+        proof = self._secret.prove(PROCESS_0, pending.nonces, text)
         challenge = {"nonce": pending.nonces[0], "proof": proof}
         self._send(connection, challenge)
 
     def _check_proof(
         self, connection: socket.socket, pending: _Pending, text: bytes
     ) -> None:
-        message = message_in(text) or {}
+        message = parse_line(text) or {}
         assert self._secret is not None
         assert pending.hello is not None
-        proof = self._secret.proof(PROCESS, pending.nonces, pending.words)
+        proof = self._secret.prove(PROCESS, pending.nonces, pending.line)
         if job_secret.is_same(message.get("proof"), proof):
-            self._take(connection, pending.hello, pending.nonces)
+            self._admit(connection, pending.hello, pending.nonces)
         else:
-            self._leave(connection)
+            self._drop(connection)
 
-    def _take(
+    def _admit(
         self,
         connection: socket.socket,
         hello: dict[str, Any],
         nonces: tuple[str, str],
     ) -> None:
-        """Believes who a process says it is."""
+        """Accepts a process as the one that it claims to be."""
         self._selector.unregister(connection)
         del self._pending[connection]
         self._joined[connection] = nonces
-        self._send(connection, {"left_s": min(self._left(), MOST)})
+        self._send(connection, {"left_s": min(self._compute_left_s(), MOST)})
         process = hello["process"]
-        problem = self._problem_of(process, hello)
+        problem = self._find_problem(process, hello)
         self._hellos.setdefault(process, hello)
         if problem and not self._problem:
             self._problem = problem
             self._most = max(self._most, hello["count"])
             self._end = min(self._end, time.monotonic() + _LINGER_S)
 
-    def _send(self, connection: socket.socket, words: dict[str, Any]) -> None:
+    def _send(self, connection: socket.socket, message: dict[str, Any]) -> None:
         nonces = self._joined.get(connection)
         if self._secret is not None and nonces is not None:
-            words |= {"proof": proof_of(self._secret, nonces, words)}
+            proof = prove_message(self._secret, nonces, message)
+            message |= {"proof": proof}
         with contextlib.suppress(OSError):
-            connection.sendall(as_line(words))
+            connection.sendall(encode_line(message))
 
-    def _problem_of(self, process: int, hello: dict[str, Any]) -> str:
+    def _find_problem(self, process: int, hello: dict[str, Any]) -> str:
         if "nonce" in hello and self._secret is None:
             return (
                 f"{SAME}Received: one in {self._name(process)}, and none in "
@@ -306,34 +311,35 @@ class _Host:
             return (
                 "All processes must be given the same number of processes. "
                 f"Received: {self._count} in process 0, {hello['count']} in "
-                f"{self._name(process)}. Give all the same cluster."
+                f"{self._name(process)}. Pass the same cluster to all."
             )
         if not 0 <= process < self._count:
             return (
-                "The processes of a job are numbered from 0. Received: process "
-                f"{process} of {self._count}. Give each its own number."
+                "The processes of a job must be numbered from 0. Received: "
+                f"process {process} of {self._count}. Number them 0, 1, 2, ..."
             )
         if process in self._hellos:
             return (
-                "Each process of a job has a number of its own. Received: two "
-                f"processes that say they are {self._name(process)}. Give each "
-                "its own task index, and end processes of earlier runs."
+                "Process ids must be unique. Received: two processes that "
+                f"claim to be {self._name(process)}. Give each a different "
+                "task index, and end processes of earlier runs."
             )
         if hello["problem"]:
-            return f"{self._name(process)}: {readable(hello['problem'])}"
+            return f"{self._name(process)}: {clean_text(hello['problem'])}"
         mine = self._hellos[0]["facts"]
         other = hello["facts"]
         for name in sorted(mine.keys() | other.keys()):
             if mine.get(name) != other.get(name):
                 return (
-                    f"All processes must have the same {readable(name)}. "
-                    f"Received: {shown(mine.get(name))} in process 0, "
-                    f"{shown(other.get(name))} in {self._name(process)}. Start "
+                    f"All processes must have the same {clean_text(name)}. "
+                    f"Received: {shorten_ascii(mine.get(name))} in process 0, "
+                    f"{shorten_ascii(other.get(name))} in "
+                    f"{self._name(process)}. Start "
                     "all from one environment and one script."
                 )
         return ""
 
-    def _missing(self, timeout_s: float) -> str:
+    def _describe_missing(self, timeout_s: float) -> str:
         missing = [i for i in range(self._count) if i not in self._hellos]
         if not missing:
             return ""
@@ -349,8 +355,8 @@ class _Host:
         )
         return (
             f"All {self._count} processes must start within {timeout_s:.0f} s. "
-            f"Received: nothing from {names}{others}. Look at the logs there, "
-            "whether it was started, and whether it reaches process 0."
+            f"Received: nothing from {names}{others}. Check its logs, that it "
+            "was started, and that it can reach process 0."
         )
 
     def _name(self, process: int) -> str:
@@ -362,14 +368,15 @@ class _Host:
         for connection in self._joined:
             connection.settimeout(_GRACE_S)
             self._send(connection, {"verdict": verdict})
-        # They close first, so that the port is not kept by the system.
+        # The clients close first: otherwise the kernel would keep this port
+        # in TIME_WAIT, and JAX needs it next.
         end = time.monotonic() + _GRACE_S
         for connection in self._joined:
             with contextlib.suppress(OSError):
                 connection.settimeout(max(end - time.monotonic(), 0.001))
                 connection.recv(1)
 
-    def _leave(self, connection: socket.socket) -> None:
+    def _drop(self, connection: socket.socket) -> None:
         self._selector.unregister(connection)
         pending = self._pending.pop(connection)
         if pending.hello is not None:
@@ -377,7 +384,7 @@ class _Host:
         connection.close()
 
     def _note_unproved(self, hello: dict[str, Any]) -> None:
-        # Of others it need not be known, and strangers may name any number.
+        # A stranger may claim any number; the set must stay bounded.
         if 0 <= hello["process"] < self._count:
             self._unproved.add(hello["process"])
 
@@ -386,5 +393,5 @@ class _Host:
             connection.close()
 
 
-def _family(host: str) -> socket.AddressFamily:
+def _choose_family(host: str) -> socket.AddressFamily:
     return socket.AF_INET6 if ":" in host else socket.AF_INET

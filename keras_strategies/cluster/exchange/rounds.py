@@ -1,4 +1,4 @@
-"""Rounds of JSON messages, each of a given form, between processes."""
+"""Rounds of JSON messages between processes, each of a given form."""
 
 import json
 from collections.abc import Callable
@@ -12,17 +12,17 @@ from keras_strategies.cluster.exchange.message_forms import Form, read_messages
 
 
 class Rounds:
-    """Sends a message in each round, and receives those of all processes.
+    """Rounds in which every process sends a message and receives all.
 
         with Rounds(mesh.processes, "the time of a checkpoint") as rounds:
             received = rounds.exchange({"wait": 3}, {"wait": is_count})
 
     Args:
       processes: JAX's ids of the processes that take part.
-      name: What they do together; the same in all, which is checked.
-      about: What the messages are about, for errors; `name` if left out.
+      name: The name of the `Agreement`; it must be the same in all processes.
+      about: The subject of the messages, for errors; by default `name`.
       is_stopped: See `Agreement.exchange`.
-      agree: Makes the `Agreement`; tests have another.
+      agree: A factory of the `Agreement`, which tests replace.
     """
 
     def __init__(
@@ -49,11 +49,12 @@ class Rounds:
         """Sends a message; returns those of all processes. Collective.
 
         Args:
-          message: What JSON can hold; anything else in it is sent as a text.
-          form: What each of them must be like.
+          message: A JSON value; anything else in it is sent as a str.
+          form: The form of every process's message.
 
         Raises:
-          RuntimeError: one is not. `Agreement.exchange` says what else.
+          RuntimeError: if a message has another form; also see
+            `Agreement.exchange`.
         """
         texts = self._agreement.exchange(
             json.dumps(message, default=str), self._is_stopped

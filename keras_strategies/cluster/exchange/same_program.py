@@ -1,8 +1,8 @@
 """The check that all processes are about to run the same program.
 
-Processes that run different programs do not fail: the collectives of one take
-what the other sends for something else, and a step's numbers are wrong before
-anything ends. So each compares what it has traced before it runs it first.
+Processes that run different programs do not fail: a collective of one receives
+what another one sent for something else, and computes wrong numbers silently.
+So the processes compare each traced program before its first run.
 """
 
 import dataclasses
@@ -18,23 +18,23 @@ import numpy as np
 
 from keras_strategies._types import Array
 from keras_strategies.cluster.addresses import name_processes
-from keras_strategies.cluster.exchange.greetings import readable
+from keras_strategies.cluster.exchange.greetings import clean_text
 from keras_strategies.cluster.exchange.host_exchange import Agreement
 
 if TYPE_CHECKING:
     from jax.extend.core import ClosedJaxpr, Jaxpr
 
 
-# Constants above this are compared by their shape and type alone.
+# Larger constants are compared by shape and dtype only.
 _MAX_CONSTANT_BYTES = 1 << 26
 _MAX_LINES = 20_000
 _MAX_SHOWN = 160
 _ADDRESS = re.compile(r"0x[0-9a-f]+")
 _CURE = (
-    "Look for what differs between the processes: the script, an environment "
+    "Find the difference between the processes: the script, an environment "
     "variable, the order of a set, a file that a layer was made from."
 )
-# By program: the arguments (shapes and types) that it was compared for.
+# By program: the shapes and dtypes of arguments that it was compared for.
 _compared: weakref.WeakKeyDictionary[Any, set[Any]] = (
     weakref.WeakKeyDictionary()
 )
@@ -42,12 +42,12 @@ _compared: weakref.WeakKeyDictionary[Any, set[Any]] = (
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Traced:
-    """A program that is to be compared.
+    """A traced program, for `compare`.
 
     Attributes:
       program: The function.
-      key: The structure, shapes and types of its arguments.
-      text: What it computes.
+      key: The structure, shapes and dtypes of its arguments.
+      text: Its jaxpr and its constants, as text.
     """
 
     program: Any
@@ -55,83 +55,86 @@ class Traced:
     text: str
 
 
-def traced(program: Any, args: tuple[Any, ...]) -> Traced | None:
-    """A program to `compare`; None if that was done before.
+def trace_program(program: Any, args: tuple[Any, ...]) -> Traced | None:
+    """Traces a program for `compare`; returns None if it was compared before.
 
-    It is compared once for the shapes of its arguments. Nothing is compiled,
-    and the program need not be traced again.
+    A program is compared once for each signature of its arguments. Nothing is
+    compiled, and JAX reuses the trace when the program runs.
 
     Args:
-      program: A function made by `jax.jit`; another one is not compared.
+      program: A function from `jax.jit`; other functions are not compared.
       args: Its arguments.
 
     Raises:
-      ValueError: it has captured an array that no process holds whole, which
-        JAX could not make a constant.
+      ValueError: if it has captured an array that is sharded over several
+        processes, which JAX cannot make a constant.
     """
     if not hasattr(program, "trace"):
         return None
     leaves, structure = jax.tree.flatten(args)
-    key = (structure, *map(_signature, leaves))
+    key = (structure, *map(_make_signature, leaves))
     if key in _compared.setdefault(program, set()):
         return None
     closed = program.trace(*args).jaxpr
-    for value in _constants(closed):
+    for value in _iter_constants(closed):
         _check_captured(value)
-    text = _text(closed)
+    text = _describe_program(closed)
     return Traced(program=program, key=key, text=text)
 
 
 def compare(processes: tuple[int, ...], traced: Traced) -> None:
     """Raises unless all processes run one program. Collective on the host.
 
-    Waits for as long as the others trace theirs; the guard of the job sees
-    whether one is stuck.
+    Waits without a timeout while the others trace theirs; the watchdog
+    detects one that is stuck.
 
     Args:
       processes: JAX's ids of the processes that run it.
-      traced: What `traced` returned.
+      traced: The value that `trace_program` returned.
 
     Raises:
-      RuntimeError: processes have different programs; all raise.
+      RuntimeError: if processes have different programs; all raise.
     """
     agreement = Agreement(
         processes, "the comparison of programs", timeout_s=math.inf
     )
     text = traced.text
-    digests = agreement.exchange(_digest(text))
+    digests = agreement.exchange(_compute_digest(text))
     if len(set(digests)) > 1:
-        raise RuntimeError(_difference(agreement, processes, digests, text))
+        raise RuntimeError(
+            _describe_difference(agreement, processes, digests, text)
+        )
     agreement.end()
     _compared[traced.program].add(traced.key)
 
 
 def _check_captured(value: Array) -> None:
-    is_whole = getattr(value, "is_fully_replicated", True)
-    if is_whole or value.is_fully_addressable:
+    is_replicated = getattr(value, "is_fully_replicated", True)
+    if is_replicated or value.is_fully_addressable:
         return
     raise ValueError(
-        "A function that is compiled for several processes takes arrays that "
-        "are divided over them as arguments. Received: one that has captured "
-        f"{value.dtype}{list(value.shape)}, such as a `variable.value`. Pass "
-        "it to `run` in `args`, read the variable inside of the function, or "
-        "keep a copy in a `keras.Variable`."
+        "A function that is compiled for several processes must take arrays "
+        "that are sharded over them as arguments. Received: a function that "
+        f"has captured {value.dtype}{list(value.shape)}, such as a "
+        "`variable.value`. Pass it to `run` in `args`, read the variable "
+        "inside the function, or keep a copy in a `keras.Variable`."
     )
 
 
-def _signature(leaf: Array) -> object:
+def _make_signature(leaf: Array) -> object:
     return (leaf.shape, leaf.dtype) if hasattr(leaf, "dtype") else leaf
 
 
-def _text(closed: "ClosedJaxpr") -> str:
-    """A traced program with its constants, the same in every process."""
+def _describe_program(closed: "ClosedJaxpr") -> str:
+    """Returns a program and its constants as text, equal in every process."""
+    # Addresses of Python objects differ between processes.
     lines = [_ADDRESS.sub("", str(closed.jaxpr))]
-    lines += [_constant(value) for value in _constants(closed)]
+    lines += [_describe_constant(value) for value in _iter_constants(closed)]
     return "\n".join(lines)
 
 
-def _constants(closed: "ClosedJaxpr | Jaxpr") -> Iterator[Any]:
-    """The arrays that a program holds, those of inner ones too."""
+def _iter_constants(closed: "ClosedJaxpr | Jaxpr") -> Iterator[Any]:
+    """Yields the constant arrays of a program and of its inner programs."""
     yield from getattr(closed, "consts", ())
     for equation in getattr(closed, "jaxpr", closed).eqns:
         for operand in equation.invars:
@@ -141,32 +144,35 @@ def _constants(closed: "ClosedJaxpr | Jaxpr") -> Iterator[Any]:
         for value in equation.params.values():
             for inner in value if isinstance(value, tuple | list) else [value]:
                 if hasattr(inner, "eqns") or hasattr(inner, "jaxpr"):
-                    yield from _constants(inner)
+                    yield from _iter_constants(inner)
 
 
-def _constant(value: Array) -> str:
+def _describe_constant(value: Array) -> str:
     text = f"constant {getattr(value, 'dtype', '')}{list(np.shape(value))}"
     is_here = getattr(value, "is_fully_addressable", True)
     if not is_here or getattr(value, "nbytes", 0) > _MAX_CONSTANT_BYTES:
         return text
     is_numeric = jax.numpy.issubdtype(np.result_type(value), np.generic)
-    return f"{text} {_digest(np.asarray(value))}" if is_numeric else text
+    if not is_numeric:
+        return text
+    return f"{text} {_compute_digest(np.asarray(value))}"
 
 
-def _digest(content: str | np.ndarray) -> str:
+def _compute_digest(content: str | np.ndarray) -> str:
     data = content.encode() if isinstance(content, str) else content.tobytes()
     return hashlib.sha256(data).hexdigest()
 
 
-def _difference(
+def _describe_difference(
     agreement: Agreement,
     processes: tuple[int, ...],
     digests: list[str],
     text: str,
 ) -> str:
-    """What differs, found by all: the first line that is not the same."""
+    """Returns an error that quotes the first line that differs. Collective."""
     lines = text.splitlines()[:_MAX_LINES]
-    received = agreement.exchange(" ".join(_digest(line)[:8] for line in lines))
+    hashes = " ".join(_compute_digest(line)[:8] for line in lines)
+    received = agreement.exchange(hashes)
     columns = [words.split() for words in received]
     length = min(map(len, columns))
     first = next(
@@ -178,7 +184,7 @@ def _difference(
     groups: dict[str, list[int]] = {}
     for process, digest in zip(processes, digests, strict=True):
         groups.setdefault(digest, []).append(process)
-    there = dict(zip(processes, map(readable, shown), strict=True))
+    there = dict(zip(processes, map(clean_text, shown), strict=True))
     parts = [
         f"{name_processes(group)} at `{there[group[0]]}`"
         for group in groups.values()

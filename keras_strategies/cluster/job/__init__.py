@@ -1,1 +1,1 @@
-"""The start of JAX's job, from a process's place in a cluster."""
+"""Startup of JAX's job, from a process's place in a cluster."""

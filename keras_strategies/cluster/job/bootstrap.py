@@ -1,4 +1,4 @@
-"""The start of JAX's job, from a process's place in a cluster."""
+"""Startup of JAX's job, from a process's place in a cluster."""
 
 import contextlib
 import importlib.metadata
@@ -17,43 +17,43 @@ from keras_strategies.cluster.exchange.job_secret import read_secret
 from keras_strategies.cluster.exchange.rendezvous import (
     RendezvousError,
     meet,
-    split,
+    split_address,
 )
 from keras_strategies.cluster.spec import TaskInfo
 from keras_strategies.cluster.watchdog import watchdog
 
 BIND_ADDRESS = "JAX_COORDINATOR_BIND_ADDRESS"
-"""The environment variable, one of JAX, that says where process 0 listens."""
+"""JAX's environment variable with the address where process 0 listens."""
 
-# So much longer than the meeting may JAX take for what it does itself.
+# JAX's timeout for its part of the startup, after the rendezvous.
 _JAX_TIMEOUT_S = 60
 _NUM_SLICES = "MEGASCALE_NUM_SLICES"
 _PACKAGES = ("keras_strategies", "keras", "jax", "jaxlib")
 
 
 def join(task: TaskInfo, *, strategy: str, timeout_s: float) -> None:
-    """Makes this process part of the job. Collective.
+    """Joins this process to the job. Collective.
 
-    All processes meet first and say who they are, so that what is wrong is
-    an error in each of them: JAX would end them without a name.
+    All processes meet first, so that a mistake raises an error in each of
+    them: JAX would abort them without naming the process at fault.
 
     Args:
-      task: This process's place. A process that is alone, or an evaluator,
+      task: This process's place. A process without others, or an evaluator,
         joins nothing.
-      strategy: The name of the strategy, which is the same in all.
-      timeout_s: How long to wait for all processes, in seconds.
+      strategy: The name of the strategy; it must be the same in all.
+      timeout_s: The timeout for all processes to arrive, in seconds.
 
     Raises:
-      RuntimeError: the processes did not meet in time or differ; or one uses
-        JAX's devices already; or a child that was spawned imports its script.
-      ValueError: this process is part of another job; the time is no
-        positive number; the job's secret is too short; the address of
-        process 0 is not known.
+      RuntimeError: if the processes did not meet in time or differ; if one
+        uses JAX's devices already; or if a spawned child imports its script.
+      ValueError: if this process is part of another job, the timeout is not
+        positive, the job's secret is too short, or the address of process 0
+        is unknown.
     """
     if not timeout_s > 0:
         raise ValueError(
-            "The time to wait for all processes is a positive number of "
-            f"seconds. Received: {timeout_s!r}. Leave it out for the default."
+            "The timeout for all processes must be a positive number of "
+            f"seconds. Received: {timeout_s!r}. Omit it for the default."
         )
     if task.process_id is None or task.num_processes == 1:
         return
@@ -63,17 +63,17 @@ def join(task: TaskInfo, *, strategy: str, timeout_s: float) -> None:
     check_main_guard()
     secret = read_secret(os.environ)
     address = task.coordinator_address or _fail_without_address(task)
-    bind_address = _bind_address(task, address)
-    with _named_slices():
+    bind_address = _find_bind_address(task, address)
+    with _add_slices_to_error():
         meet(
             address,
             process_id=task.process_id,
             num_processes=task.num_processes,
-            facts={**_versions(), "strategy": strategy},
-            problem=_problem(),
+            facts={**_read_versions(), "strategy": strategy},
+            problem=_find_problem(),
             timeout_s=timeout_s,
             bind_address=bind_address,
-            names=_names(task),
+            names=_name_tasks(task),
             secret=secret,
         )
     jax.distributed.initialize(
@@ -87,19 +87,19 @@ def join(task: TaskInfo, *, strategy: str, timeout_s: float) -> None:
 
 
 def check_main_guard() -> None:
-    """Raises where a spawned child of `multiprocessing` imports its script.
+    """Raises if a spawned child of `multiprocessing` is importing its script.
 
     It would join the job in its parent's place.
 
     Raises:
-      RuntimeError: it does.
+      RuntimeError: if it is.
     """
-    # As `multiprocessing` itself finds that a script has no guard.
+    # `multiprocessing` itself detects a missing guard by this attribute.
     if not getattr(multiprocessing.current_process(), "_inheriting", False):
         return
     raise RuntimeError(
-        "A process of a job must not join it again in its children. Received: "
-        "a strategy made while a child that `multiprocessing` has spawned "
+        "The children of a job's process must not join the job. Received: a "
+        "strategy created while a child that `multiprocessing` spawned "
         "imports the script. Put the script's code under "
         "`if __name__ == '__main__':`."
     )
@@ -107,25 +107,25 @@ def check_main_guard() -> None:
 
 def _fail_without_address(task: TaskInfo) -> NoReturn:
     raise ValueError(
-        "Processes of a job must know the address of process 0. Received: "
-        f"none, in process {task.process_id} of {task.num_processes}. Of "
-        "several TPU slices MEGASCALE_COORDINATOR_ADDRESS gives it: set that, "
-        "or call `TPUClusterResolver.connect()` first, by which JAX finds it."
+        "Processes of a job need the address of process 0. Received: no "
+        f"address, in process {task.process_id} of {task.num_processes}. With "
+        "several TPU slices, set MEGASCALE_COORDINATOR_ADDRESS to it, or call "
+        "`TPUClusterResolver.connect()` first: then JAX finds it."
     )
 
 
-def _bind_address(task: TaskInfo, address: str) -> str:
-    """Returns where process 0 listens; it warns of strangers there."""
-    found = os.environ.get(BIND_ADDRESS) or address
-    check_address(found, f"process 0, which {BIND_ADDRESS} may give,")
+def _find_bind_address(task: TaskInfo, address: str) -> str:
+    """Returns the address where process 0 listens; warns if it is exposed."""
+    bind_address = os.environ.get(BIND_ADDRESS) or address
+    check_address(bind_address, f"process 0 (or {BIND_ADDRESS})")
     if task.process_id == 0:
-        _warn_of_strangers(found)
-    return found
+        _warn_of_strangers(bind_address)
+    return bind_address
 
 
 @contextlib.contextmanager
-def _named_slices() -> Iterator[None]:
-    """Adds the number of TPU slices, if given, to what is wrong in a job."""
+def _add_slices_to_error() -> Iterator[None]:
+    """Adds the number of TPU slices, if set, to a rendezvous error."""
     try:
         yield
     except RendezvousError as error:
@@ -133,24 +133,24 @@ def _named_slices() -> Iterator[None]:
         if not text:
             raise
         raise RendezvousError(
-            f"{error} {_NUM_SLICES} is {shown(text)} here: it must be the "
+            f"{error} {_NUM_SLICES} is {shown(text)} here; it must be the "
             "number of slices that were started."
         ) from error
 
 
 def _check_joined(task: TaskInfo) -> None:
-    known = (jax.process_count(), jax.process_index())
-    if known != (task.num_processes, task.process_id):
+    joined = (jax.process_count(), jax.process_index())
+    if joined != (task.num_processes, task.process_id):
         raise ValueError(
             "This process is part of a job already. Received: process "
             f"{task.process_id} of {task.num_processes}, in a job of "
-            f"{known[0]} as process {known[1]}. Make the strategy without "
+            f"{joined[0]} as process {joined[1]}. Create the strategy without "
             "a cluster, or do not call `jax.distributed.initialize` before."
         )
 
 
-def _versions() -> dict[str, str]:
-    """What must be the same in all: programs differ otherwise."""
+def _read_versions() -> dict[str, str]:
+    """Returns the versions that must agree, or programs would differ."""
     python = ".".join(platform.python_version_tuple()[:2])
     versions = {"version of Python": python}
     for package in _PACKAGES:
@@ -162,22 +162,22 @@ def _versions() -> dict[str, str]:
     return versions
 
 
-def _problem() -> str:
-    """Why this process cannot be part of a job; empty if it can."""
-    # JAX has no public name for it (tests/contract/test_jax_contract.py).
+def _find_problem() -> str:
+    """Returns an error if this process cannot join a job, or ""."""
+    # JAX has no public name for this (tests/contract/test_jax_contract.py).
     from jax._src import xla_bridge
 
     if not xla_bridge.backends_are_initialized():
         return ""
     return (
-        "A job of several processes starts before any of them uses JAX's "
-        "devices. Received: devices in use already. Make the strategy first, "
-        "before models, arrays of JAX and `jax.devices()`."
+        "A job of several processes must start before any of them uses JAX's "
+        "devices. Received: devices in use already. Create the strategy first, "
+        "before models, JAX arrays and `jax.devices()`."
     )
 
 
-def _names(task: TaskInfo) -> tuple[str, ...]:
-    """The processes for messages: their tasks, with their addresses."""
+def _name_tasks(task: TaskInfo) -> tuple[str, ...]:
+    """Returns each process's task and address, for messages."""
     num_chiefs = int(task.type == "chief" or task.index != task.process_id)
     tasks = ["chief"] * num_chiefs
     tasks += [f"worker {i}" for i in range(task.num_processes - num_chiefs)]
@@ -188,11 +188,11 @@ def _names(task: TaskInfo) -> tuple[str, ...]:
 
 
 def _warn_of_strangers(address: str) -> None:
-    """Warns where process 0 listens to more than the cluster's network."""
-    host, _ = split(address)
+    """Warns if process 0 listens to more than the cluster's network."""
+    host, _ = split_address(address)
     try:
         ip = ipaddress.ip_address(host)
-    except ValueError:  # A name: who can reach it is not known here.
+    except ValueError:  # A name, which may resolve to any network.
         return
     if ip.is_unspecified:
         reason = "all networks of this machine"
@@ -202,8 +202,8 @@ def _warn_of_strangers(address: str) -> None:
         return
     warnings.warn(
         f"JAX's coordination service listens at {address}, for {reason}. "
-        "It asks for no password: whoever reaches it can stop the job. Give "
-        "process 0 an address of the cluster's own network, or keep others "
-        "out by a firewall.",
+        "It has no authentication: anyone who reaches it can stop the job. "
+        "Give process 0 an address of the cluster's internal network, or "
+        "block other hosts with a firewall.",
         stacklevel=2,
     )

@@ -1,26 +1,26 @@
-"""Ports of this machine for the processes of a job."""
+"""Free ports of this machine, for the processes of a job."""
 
 import random
 import socket
 
 _HOST = "127.0.0.1"
-# Below the ports that systems give to outgoing connections, one of which could
-# take a port between its choice here and its use.
+# Below the ephemeral ports of outgoing connections, one of which could take a
+# port between its choice here and its use.
 _PORTS = range(20000, 32000)
 
 
-def free_ports(count: int) -> list[int]:
-    """Ports of 127.0.0.1 that nobody listens on now, all different."""
-    found: list[int] = []
+def find_free_ports(count: int) -> list[int]:
+    """Returns different ports of 127.0.0.1 that are free now."""
+    ports: list[int] = []
     for port in random.SystemRandom().sample(_PORTS, len(_PORTS)):
-        if len(found) == count:
+        if len(ports) == count:
             break
         with socket.socket() as probe:
-            # As JAX's service binds: ports in TIME_WAIT can be taken.
+            # JAX's service binds like this: ports in TIME_WAIT are usable.
             probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
             try:
                 probe.bind((_HOST, port))
             except OSError:
                 continue
-            found.append(port)
-    return found
+            ports.append(port)
+    return ports

@@ -21,12 +21,12 @@ _MAX_DIGITS = 9
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class UnjoinedJob:
-    """A job of several processes, by its launcher.
+    """A launcher's job that this process has not joined.
 
     Attributes:
-      variable: The environment variable that says how many there are.
-      count: How many.
-      cure: What to give the strategy to join them.
+      variable: The environment variable with the number of processes.
+      count: The number of processes.
+      cure: The argument of the strategy with which it joins them.
     """
 
     variable: str
@@ -34,8 +34,8 @@ class UnjoinedJob:
     cure: str
 
 
-# The variable of the number of processes, others that it comes with, and how
-# to join: SLURM's steps, Open MPI and torchrun.
+# SLURM's steps, Open MPI and torchrun: the variable with the number of
+# processes, other variables of the launcher, and the arguments to join.
 _LAUNCHERS = (
     (
         "SLURM_STEP_NUM_TASKS",
@@ -65,49 +65,50 @@ def join(
     """Joins the job that a resolver, numbers or TF_CONFIG describe. Collective.
 
     Args:
-      resolver: The cluster resolver given, or None.
-      numbers: The coordinator's address, the number of processes, and which of
-        them this is; None for what was not given.
-      strategy: The name of the strategy, which is the same in all.
-      timeout_s: How long to wait for all processes, in seconds.
+      resolver: The user's cluster resolver, or None.
+      numbers: The coordinator's address, the number of processes, and this
+        process's number; None for each that the user omitted.
+      strategy: The name of the strategy; it must be the same in all.
+      timeout_s: The timeout for all processes to arrive, in seconds.
 
     Returns:
-      The resolver, or one of this process's place in the job.
+      The resolver, or one that describes this process's place in the job.
 
     Raises:
-      TypeError: the resolver is none.
-      ValueError: a resolver and numbers, or some of the numbers.
+      TypeError: if `resolver` is not a resolver.
+      ValueError: if both a resolver and numbers are passed, or only some of
+        the numbers.
       RuntimeError: see `bootstrap.join`.
     """
     names = "coordinator_address", "num_processes", "process_id"
-    named: dict[str, Any] = dict(zip(names, numbers, strict=True))
-    _check_one_way(resolver, named)
-    resolver, task = _resolved(resolver, named)
+    by_name: dict[str, Any] = dict(zip(names, numbers, strict=True))
+    _check_one_way(resolver, by_name)
+    resolver, task = _resolve(resolver, by_name)
     if task is not None:
         bootstrap.join(task, strategy=strategy, timeout_s=float(timeout_s))
     if resolver is None:
         _warn_if_alone()
-        resolver = _resolver_of_job()
+        resolver = _make_job_resolver()
     return resolver
 
 
-def devices() -> tuple[jax.Device, ...]:
-    """The devices of all processes, each process's after each other."""
-    found = jax.devices()
-    return tuple(sorted(found, key=lambda d: (d.process_index, d.id)))
+def list_devices() -> tuple[jax.Device, ...]:
+    """Returns the devices of all processes, ordered by process."""
+    devices = jax.devices()
+    return tuple(sorted(devices, key=lambda d: (d.process_index, d.id)))
 
 
 def set_timeout(seconds: float | None) -> None:
-    """Sets how long a program may be waited for, where there are several."""
+    """Sets the watchdog's timeout for programs, if a watchdog runs."""
     if watchdog.is_running() and seconds is not None:
         watchdog.start(seconds)
 
 
-def unjoined_job(environ: Mapping[str, str]) -> UnjoinedJob | None:
-    """The job of several processes that a launcher has started, if any.
+def find_unjoined_job(environ: Mapping[str, str]) -> UnjoinedJob | None:
+    """Returns the job of several processes that a launcher started, if any.
 
     Args:
-      environ: The environment.
+      environ: The environment variables.
     """
     for variable, others, cure in _LAUNCHERS:
         text = environ.get(variable, "")
@@ -120,64 +121,64 @@ def unjoined_job(environ: Mapping[str, str]) -> UnjoinedJob | None:
 
 
 def _check_one_way(resolver: object, numbers: dict[str, Any]) -> None:
-    """Raises unless a job is described in one way, and wholly."""
+    """Raises unless a job is described in one way, and completely."""
     missing = [name for name, value in numbers.items() if value is None]
     if len(missing) == len(numbers):
         return
     if resolver is not None:
-        given = ", ".join(f"`{n}`" for n in numbers if n not in missing)
+        passed = ", ".join(f"`{n}`" for n in numbers if n not in missing)
         raise ValueError(
-            "A job is described by a resolver or by numbers. Received: "
-            f"`cluster_resolver` and {given}. Give one of the two."
+            "A job must be described by a resolver or by numbers, not both. "
+            f"Received: `cluster_resolver` and {passed}. Pass one of the two."
         )
     if missing:
         raise ValueError(
-            "A job of several processes is described by "
-            "`coordinator_address`, `num_processes` and `process_id` together. "
-            f"Received: {numbers}. Give {' and '.join(missing)} as well."
+            "`coordinator_address`, `num_processes` and `process_id` must be "
+            "passed together. "
+            f"Received: {numbers}. Pass {' and '.join(missing)} as well."
         )
 
 
-def _resolved(
+def _resolve(
     resolver: tasks.AnyResolver | None, numbers: dict[str, Any]
 ) -> tuple[tasks.AnyResolver | None, spec.TaskInfo | None]:
-    """A resolver and this process's `TaskInfo`; None where neither is given."""
+    """Returns the resolver and this process's place; None if unspecified."""
     if resolver is None and numbers["num_processes"] is not None:
-        return None, tasks.task_of_process(**numbers)
+        return None, tasks.make_task_info(**numbers)
     if resolver is None:
         if not os.environ.get("TF_CONFIG"):
             return None, None
         resolver = tf_config_resolver.TFConfigClusterResolver()
     if not hasattr(resolver, "cluster_spec"):
         raise TypeError(
-            "`cluster_resolver` gives the processes of the job, by "
-            "`cluster_spec()`, `task_type` and `task_id`. Received: an object "
-            f"of type {type(resolver).__name__}. Pass one of "
-            "`ks.cluster_resolver`, or none for what TF_CONFIG says."
+            "`cluster_resolver` must have `cluster_spec()`, `task_type` and "
+            "`task_id`, which describe the job. Received: an object of type "
+            f"{type(resolver).__name__}. Pass a resolver of "
+            "`ks.cluster_resolver`, or omit it to use TF_CONFIG."
         )
     return resolver, tasks.task_info(resolver)
 
 
 def _warn_if_alone() -> None:
-    """Warns where each process of a job would train a model of its own."""
-    job = unjoined_job(os.environ)
+    """Warns if each process of a launcher's job would train separately."""
+    job = find_unjoined_job(os.environ)
     is_launched = launcher_pipe.LAUNCHER_FD in os.environ
     if job is None or is_launched or jax.distributed.is_initialized():
         return
     if os.environ.get("TF_CONFIG"):
         return
     warnings.warn(
-        "`MultiWorkerMirroredStrategy` joins the processes that it is given. "
-        f"Received: nothing, in one of {job.count} processes "
-        f"({job.variable}={job.count}), each of which now trains a model of "
-        f"its own. Pass {job.cure}.",
+        "`MultiWorkerMirroredStrategy` needs a cluster to join its processes. "
+        f"Received: no cluster, in one of {job.count} processes "
+        f"({job.variable}={job.count}), each of which now trains a separate "
+        f"model. Pass {job.cure}.",
         UserWarning,
         stacklevel=4,
     )
 
 
-def _resolver_of_job() -> simple_resolver.SimpleClusterResolver:
-    """A resolver of a process whose place is known to JAX alone."""
+def _make_job_resolver() -> simple_resolver.SimpleClusterResolver:
+    """Returns a resolver with this process's place as JAX knows it."""
     is_alone = jax.process_count() == 1
     return simple_resolver.SimpleClusterResolver(
         spec.ClusterSpec({}),

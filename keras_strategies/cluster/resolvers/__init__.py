@@ -1,1 +1,1 @@
-"""Cluster resolvers: the tasks of a cluster, read from its variables."""
+"""Cluster resolvers, which read a cluster's tasks from its variables."""

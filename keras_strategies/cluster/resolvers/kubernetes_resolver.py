@@ -1,7 +1,7 @@
-"""The cluster of pods that Kubernetes runs.
+"""A resolver for the pods of a Kubernetes cluster.
 
-Kubernetes sets the index and the name of a pod of an indexed Job or JobSet;
-the other variables are the manifest's, by the names that JAX, MaxText and
+Kubernetes sets the index and the name of each pod of an indexed Job or JobSet.
+The manifest sets the other variables, with the names that JAX, MaxText and
 Kubeflow's JAXJob use.
 """
 
@@ -21,7 +21,7 @@ from keras_strategies.cluster.addresses import (
 from keras_strategies.cluster.checks import check_port
 from keras_strategies.cluster.resolvers.resolver import (
     ClusterResolver,
-    environ_or_own,
+    choose_environ,
 )
 from keras_strategies.cluster.spec import ClusterSpec
 
@@ -40,8 +40,8 @@ class PodOfJob:
     """One pod of an indexed Job.
 
     Attributes:
-      index: Which one, in [0, count).
-      count: How many pods the Job has.
+      index: The pod's index, in [0, count).
+      count: The number of the Job's pods.
       coordinator: `host:port` of pod 0.
     """
 
@@ -51,11 +51,11 @@ class PodOfJob:
 
 
 class KubernetesExecutableLocation(enum.Enum):
-    """Where the program runs, which tells whose credentials it takes.
+    """The place where the program runs, which determines its credentials.
 
     Attributes:
-      WITHIN_CLUSTER: In a pod: its service account's.
-      OFF_CLUSTER: Elsewhere: those of `~/.kube/config`.
+      WITHIN_CLUSTER: In a pod, with its service account.
+      OFF_CLUSTER: Elsewhere, with the credentials in `~/.kube/config`.
 
     Example:
       ```python
@@ -72,35 +72,35 @@ class KubernetesExecutableLocation(enum.Enum):
 
 
 class KubernetesClusterResolver(ClusterResolver):
-    """Knows the pods of an indexed Job, or asks Kubernetes for pods; as tf's.
+    """A resolver for the pods of an indexed Job, or with given labels; as tf's.
 
         KubernetesClusterResolver()  # In a pod of an indexed Job or a JobSet.
         KubernetesClusterResolver({"worker": ["job-name=train"]})
 
     Without arguments, in a pod of an indexed Job, the variables are read at
-    each call (docs/clusters.md names them): all pods are workers, pod 0 is the
-    chief, and `cluster_spec` has its address only. Otherwise the running pods
-    that have the labels are asked for at each call, which needs the package
-    `kubernetes`; `task_type` and `task_id` are then the program's to set.
+    each call (see docs/clusters.md): all pods are workers, pod 0 is the chief,
+    and `cluster_spec` contains only its address. Otherwise each call queries
+    the running pods that have the labels. This needs the package `kubernetes`,
+    and the program must set `task_type` and `task_id`.
 
     Differs from tf: without labels, a pod's variables are read; a task's
-    address is its pod's IP, as tf's documentation says, where the client
-    tells it; credentials are loaded once, for the location given.
+    address is its pod's IP, as tf documents it, if the client returns one;
+    credentials are loaded once, for the given location.
 
     Args:
-      job_to_label_mapping: Maps jobs to label selectors. Pods of a selector
-        are in the order of their names. None: the pod's variables, else
+      job_to_label_mapping: A mapping from jobs to label selectors. The pods of
+        a selector are ordered by name. None: the pod's variables, else
         `{"worker": ["job-name=tensorflow"]}`.
-      tf_server_port: The port of every task, where no variable says another.
-      rpc_layer: What `master()` puts before addresses.
-      override_client: A `kubernetes.client.CoreV1Api` to ask, in place of one
-        that is made here.
-      executable_location: Whose credentials that one takes.
+      tf_server_port: The port of every task, unless a variable sets another.
+      rpc_layer: The protocol that `master()` prepends to addresses.
+      override_client: The `kubernetes.client.CoreV1Api` to query; None to
+        create one.
+      executable_location: The location whose credentials a new client uses.
       environ: The variables to read; None for those of this process.
 
     Raises:
-      ImportError: `kubernetes` is not installed, and no client was given.
-      ValueError: `executable_location` or `tf_server_port` is none.
+      ImportError: if `kubernetes` is not installed, and no client is passed.
+      ValueError: if `executable_location` or `tf_server_port` is not one.
 
     References:
       https://www.tensorflow.org/api_docs/python/tf/distribute/cluster_resolver/KubernetesClusterResolver
@@ -120,9 +120,9 @@ class KubernetesClusterResolver(ClusterResolver):
         environ: Mapping[str, str] | None = None,
     ) -> None:
         self._port = check_port(tf_server_port, "`tf_server_port`")
-        self._labels = _checked_labels(job_to_label_mapping)
+        self._labels = _check_labels(job_to_label_mapping)
         self._rpc_layer = rpc_layer
-        self._environ = environ_or_own(environ)
+        self._environ = choose_environ(environ)
         self._client = override_client
         self._is_job = (
             not job_to_label_mapping
@@ -133,11 +133,11 @@ class KubernetesClusterResolver(ClusterResolver):
             self._client = _make_client(executable_location)
 
     def cluster_spec(self) -> ClusterSpec:
-        """The addresses of all pods; in an indexed Job, of its pod 0.
+        """Returns the addresses of all pods; in an indexed Job, of pod 0.
 
         Raises:
-          RuntimeError: a pod is not running, or a variable is not set.
-          ValueError: a variable cannot be followed.
+          RuntimeError: if a pod is not running, or a variable is not set.
+          ValueError: if a variable is invalid.
         """
         if self._is_job:
             return ClusterSpec({"worker": {0: self._read().coordinator}})
@@ -146,7 +146,7 @@ class KubernetesClusterResolver(ClusterResolver):
                 job: [
                     address
                     for selector in selectors
-                    for address in self._ask(selector)
+                    for address in self._list_addresses(selector)
                 ]
                 for job, selectors in self._labels.items()
             }
@@ -154,7 +154,7 @@ class KubernetesClusterResolver(ClusterResolver):
 
     @property
     def num_processes(self) -> int | None:
-        """How many pods an indexed Job has; None by labels."""
+        """The number of an indexed Job's pods; None for pods with labels."""
         return self._read().count if self._is_job else None
 
     def _find_task_type(self) -> str | None:
@@ -163,18 +163,18 @@ class KubernetesClusterResolver(ClusterResolver):
     def _find_task_id(self) -> int | None:
         return self._read().index if self._is_job else None
 
-    def _address_of_task(
+    def _find_address(
         self, task_type: str | None, task_id: int | None
     ) -> str | None:
         if self._is_job and (task_type is None or task_id is None):
             task_type, task_id = "worker", 0
-        return super()._address_of_task(task_type, task_id)
+        return super()._find_address(task_type, task_id)
 
     def _read(self) -> PodOfJob:
         return read_pod_of_job(self._environ, self._port)
 
-    def _ask(self, selector: str) -> list[str]:
-        """The addresses of the pods that a selector finds, by their names."""
+    def _list_addresses(self, selector: str) -> list[str]:
+        """Returns the addresses of a selector's pods, ordered by name."""
         pods = self._client.list_pod_for_all_namespaces(
             label_selector=selector
         ).items
@@ -183,15 +183,15 @@ class KubernetesClusterResolver(ClusterResolver):
             if pod.status.phase != "Running":
                 raise RuntimeError(
                     f'Pod "{pod.metadata.name}" is not running; phase: '
-                    f'"{pod.status.phase}". All pods of the label '
+                    f'"{pod.status.phase}". All pods with the label '
                     f"{shown(selector)} must run. Received: one that does "
-                    "not. Wait for it, or choose labels without it."
+                    "not. Wait for it, or choose labels that exclude it."
                 )
-        return [join_address(_ip_of(pod), self._port) for pod in pods]
+        return [join_address(_read_ip(pod), self._port) for pod in pods]
 
 
 def has_job_variables(environ: Mapping[str, str]) -> bool:
-    """Whether this is a pod of an indexed Job, or of a JAXJob."""
+    """Returns whether this is a pod of an indexed Job, or of a JAXJob."""
     is_jax_job = bool(environ.get("PROCESS_ID")) and any(
         environ.get(name) for name in _COORDINATORS
     )
@@ -203,45 +203,45 @@ def read_pod_of_job(environ: Mapping[str, str], port: int) -> PodOfJob:
 
     Args:
       environ: The environment variables.
-      port: Where pod 0 listens, unless a variable says so.
+      port: The port of pod 0, unless a variable sets another.
 
     Raises:
-      RuntimeError: one is missing.
-      ValueError: one cannot be followed.
+      RuntimeError: if a variable is missing.
+      ValueError: if a variable is invalid.
     """
-    name = _first(environ, _COUNTS)
+    name = _find_first(environ, _COUNTS)
     if name is None:
         raise RuntimeError(
-            f"{_COUNTS[0]} not found in environment. A pod does not know how "
-            "many its Job has. Received: a pod's index, and no number of "
+            f"{_COUNTS[0]} not found in environment. A pod cannot know how "
+            "many pods its Job has. Received: a pod's index, and no number of "
             f"pods. Set {_COUNTS[0]} in the manifest to the Job's "
             "`parallelism` (docs/clusters.md)."
         )
     count = read_number(environ, name, "the manifest", least=1)
-    name = _first(environ, _INDICES) or _INDICES[0]
+    name = _find_first(environ, _INDICES) or _INDICES[0]
     index = read_number(environ, name, _SETTER, most=count - 1)
-    name = _first(environ, _PORTS)
+    name = _find_first(environ, _PORTS)
     if name is not None:
         port = read_port(environ, name, "the manifest")
-    coordinator = _coordinator(environ, index, port)
+    coordinator = _find_coordinator(environ, index, port)
     check_address(coordinator, "pod 0")
     return PodOfJob(index=index, count=count, coordinator=coordinator)
 
 
-def _coordinator(environ: Mapping[str, str], index: int, port: int) -> str:
-    name = _first(environ, _COORDINATORS)
+def _find_coordinator(environ: Mapping[str, str], index: int, port: int) -> str:
+    name = _find_first(environ, _COORDINATORS)
     if name is not None:
         address = environ[name]
         has_port = address.rpartition("]")[2].count(":") == 1
         return address if has_port else join_address(address, port)
-    # The pods of an indexed Job are called job-0, job-1, ..., those of a
-    # JobSet are found below its name.
+    # The pods of an indexed Job are named job-0, job-1, ...; the pods of a
+    # JobSet have the DNS names job-0.jobset, ...
     pod, job_set = environ.get(_POD, ""), environ.get(_JOB_SET, "")
     job, dash, number = pod.rpartition("-")
     if not job_set or not dash or number != str(index):
         raise RuntimeError(
-            f"{_COORDINATORS[0]} not found in environment. Pods must know "
-            f"where pod 0 is. Received: {_POD}={shown(pod)}, "
+            f"{_COORDINATORS[0]} not found in environment. Pods need the "
+            f"address of pod 0. Received: {_POD}={shown(pod)}, "
             f"{_JOB_SET}={shown(job_set)}. Set {_COORDINATORS[0]} in the "
             "manifest to the name of pod 0 in the headless service, or "
             f"{_JOB_SET} to the JobSet's name (docs/clusters.md)."
@@ -249,11 +249,13 @@ def _coordinator(environ: Mapping[str, str], index: int, port: int) -> str:
     return join_address(f"{job}-0.{job_set}", port)
 
 
-def _first(environ: Mapping[str, str], names: tuple[str, ...]) -> str | None:
+def _find_first(
+    environ: Mapping[str, str], names: tuple[str, ...]
+) -> str | None:
     return next((name for name in names if environ.get(name)), None)
 
 
-def _ip_of(pod: Any) -> str:
+def _read_ip(pod: Any) -> str:
     ip = getattr(pod.status, "pod_ip", None)
     return ip if isinstance(ip, str) else pod.status.host_ip
 
@@ -264,9 +266,9 @@ def _make_client(location: KubernetesExecutableLocation) -> Any:
         client = importlib.import_module("kubernetes.client")
     except ImportError as error:
         raise ImportError(
-            "The Kubernetes Python client must be installed to ask for pods. "
+            "The Kubernetes Python client must be installed to query pods. "
             "Received: no module `kubernetes`. Run `pip install kubernetes`, "
-            "give `override_client`, or start the program in an indexed Job, "
+            "pass `override_client`, or start the program in an indexed Job, "
             "whose variables are read without it (docs/clusters.md)."
         ) from error
     if location == KubernetesExecutableLocation.OFF_CLUSTER:
@@ -275,19 +277,19 @@ def _make_client(location: KubernetesExecutableLocation) -> Any:
         config.load_incluster_config()
     else:
         raise ValueError(
-            "`executable_location` is a `KubernetesExecutableLocation`. "
+            "`executable_location` must be a `KubernetesExecutableLocation`. "
             f"Received: {shown(location)}. Use .WITHIN_CLUSTER in a pod."
         )
     return client.CoreV1Api()
 
 
-def _checked_labels(labels: object) -> Mapping[str, Sequence[str]]:
+def _check_labels(labels: object) -> Mapping[str, Sequence[str]]:
     if not labels:
         return _LABELS
     is_mapping = isinstance(labels, Mapping)
     if not is_mapping or any(isinstance(v, str) for v in labels.values()):
         raise TypeError(
-            "`job_to_label_mapping` maps jobs to lists of label selectors. "
-            f"Received: {shown(labels)}. Give, for example, {_LABELS}."
+            "`job_to_label_mapping` must map jobs to lists of label selectors. "
+            f"Received: {shown(labels)}. Pass, for example, {_LABELS}."
         )
     return labels

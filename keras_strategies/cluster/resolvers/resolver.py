@@ -1,23 +1,24 @@
-"""The interface of cluster resolvers, with tf's names."""
+"""The base class of cluster resolvers, with tf's names."""
 
 import abc
 import os
 from collections.abc import Mapping
 
-from keras_strategies.cluster.addresses import with_rpc_layer
+from keras_strategies.cluster.addresses import add_rpc_layer
 from keras_strategies.cluster.spec import ClusterSpec
 
 
 class ClusterResolver(abc.ABC):
-    """Answers who is in the cluster and which task this process is.
+    """The tasks of a cluster, and the task of this process.
 
-    Base class of all resolvers, and of users' own: a subclass gives
-    `cluster_spec`, and sets `task_type` and `task_id` or overrides them. A
-    resolver reads the environment variables of its cluster and nothing else:
-    it starts no devices and connects to nobody.
+    The base class of all resolvers, also of user-defined ones: a subclass
+    defines `cluster_spec`, and sets `task_type` and `task_id` or overrides
+    them. A resolver reads only the environment variables of its cluster: it
+    starts no devices and opens no connections.
 
-    Differs from tf: `num_accelerators` is what the resolver was given, since
-    counting would start JAX's devices; it takes no `config_proto`.
+    Differs from tf: `num_accelerators` returns a number that was passed to the
+    resolver, since counting would start JAX's devices; it takes no
+    `config_proto`.
 
     References:
       https://www.tensorflow.org/api_docs/python/tf/distribute/cluster_resolver/ClusterResolver
@@ -40,10 +41,10 @@ class ClusterResolver(abc.ABC):
 
     @abc.abstractmethod
     def cluster_spec(self) -> ClusterSpec:
-        """The addresses of all tasks that are known; empty without a cluster.
+        """Returns the known addresses of all tasks; empty without a cluster.
 
         Returns:
-          The `ClusterSpec` of this moment: the variables are read again.
+          The current `ClusterSpec`: each call reads the variables again.
         """
 
     def master(
@@ -54,65 +55,65 @@ class ClusterResolver(abc.ABC):
     ) -> str:
         """Returns the address of a task, for tf 1.
 
-        Without a task it is this process's, but:
+        By default, the address of this process's task, except:
 
-        - `SimpleClusterResolver`: the `master` that it was given;
+        - `SimpleClusterResolver`: its argument `master`;
         - `TFConfigClusterResolver`: "" in a cluster of a single task. A
           "session_master" of TF_CONFIG is returned for every task;
         - `TorchrunClusterResolver`, and `KubernetesClusterResolver` in an
-          indexed Job: the chief's;
-        - `UnionResolver`: the first resolver's answer.
+          indexed Job: the chief's address;
+        - `UnionResolver`: the first resolver's result.
 
         Args:
           task_type: The task's job.
-          task_id: The task's index in it. Of a task that is named by one of
-            the two alone, the resolvers above ignore it, and others take the
-            missing one from this process.
-          rpc_layer: What goes before the address: "grpc" gives
-            "grpc://host:port", as always for a TPU.
+          task_id: The task's index in it. If only one of the two is passed,
+            the resolvers above ignore it, and others take the missing one
+            from this process.
+          rpc_layer: The protocol to prepend: "grpc" returns
+            "grpc://host:port", as a TPU resolver always does.
 
         Returns:
           The address, or "" without a cluster.
 
         Raises:
-          ValueError: there is no such task, or its address is not known.
+          ValueError: if there is no such task, or its address is unknown.
         """
-        address = self._address_of_task(task_type, task_id)
+        address = self._find_address(task_type, task_id)
         if address is None:
             return ""
-        return with_rpc_layer(address, self._chosen_layer(rpc_layer))
+        return add_rpc_layer(address, self._choose_layer(rpc_layer))
 
     def num_accelerators(
         self, task_type: str | None = None, task_id: int | None = None
     ) -> dict[str, int]:
-        """Returns how many accelerators a task has, by kind.
+        """Returns the number of a task's accelerators, by kind.
 
         Args:
           task_type: The task's job. Not used: all tasks have the same number.
           task_id: The task's index in it. Not used.
 
         Returns:
-          Such as `{"GPU": 4}`; empty where the resolver was given none.
+          A dict such as `{"GPU": 4}`; empty if the resolver has no number.
         """
         del task_type, task_id
         return self._num_accelerators or {}
 
     @property
     def num_processes(self) -> int | None:
-        """How many processes train, where the addresses of some are unknown.
+        """The number of training processes, if some addresses are unknown.
 
-        None where `cluster_spec` has all of them. Not in tf.
+        None if `cluster_spec` contains all of them. Not in tf.
         """
         return None
 
     @property
     def environment(self) -> str | None:
-        """Where the program runs: "" outside of Google."""
+        """The environment in which the program runs: "" outside Google."""
         return ""
 
     @property
     def task_type(self) -> str | None:
-        """The job of this process: as set, else as found; None if unknown."""
+        """The job of this process, as set or detected; None if unknown."""
         if self._task_type is None:
             return self._find_task_type()
         return self._task_type
@@ -123,7 +124,7 @@ class ClusterResolver(abc.ABC):
 
     @property
     def task_id(self) -> int | None:
-        """The index in its job: as set, else as found; None if unknown."""
+        """The index in its job, as set or detected; None if unknown."""
         if self._task_id is None:
             return self._find_task_id()
         return self._task_id
@@ -134,7 +135,7 @@ class ClusterResolver(abc.ABC):
 
     @property
     def rpc_layer(self) -> str | None:
-        """What `master` puts before addresses; JAX does not use it."""
+        """The protocol that `master` prepends; JAX does not use it."""
         if self._rpc_layer is None:
             return self._find_rpc_layer()
         return self._rpc_layer
@@ -143,7 +144,7 @@ class ClusterResolver(abc.ABC):
     def rpc_layer(self, rpc_layer: str | None) -> None:
         self._rpc_layer = rpc_layer
 
-    # What a kind of cluster knows, where nothing was set.
+    # Detected by each kind of cluster, for values that are not set.
 
     def _find_task_type(self) -> str | None:
         return None
@@ -154,10 +155,10 @@ class ClusterResolver(abc.ABC):
     def _find_rpc_layer(self) -> str | None:
         return None
 
-    def _chosen_layer(self, rpc_layer: str | None) -> str | None:
+    def _choose_layer(self, rpc_layer: str | None) -> str | None:
         return rpc_layer or self._rpc_layer
 
-    def _address_of_task(
+    def _find_address(
         self, task_type: str | None, task_id: int | None
     ) -> str | None:
         """Returns the address for `master`, or None for ""."""
@@ -168,6 +169,6 @@ class ClusterResolver(abc.ABC):
         return self.cluster_spec().task_address(task_type, task_id)
 
 
-def environ_or_own(environ: Mapping[str, str] | None) -> Mapping[str, str]:
-    """The mapping to read; None is this process's environment variables."""
+def choose_environ(environ: Mapping[str, str] | None) -> Mapping[str, str]:
+    """Returns the variables to read; by default those of this process."""
     return os.environ if environ is None else environ

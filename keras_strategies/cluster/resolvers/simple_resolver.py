@@ -1,4 +1,4 @@
-"""A resolver with a cluster that it was given."""
+"""A resolver for a cluster that the program describes."""
 
 from keras_strategies.cluster.checks import check_type
 from keras_strategies.cluster.resolvers.resolver import ClusterResolver
@@ -13,16 +13,17 @@ class SimpleClusterResolver(ClusterResolver):
 
     Args:
       cluster_spec: All tasks.
-      master: What `master()` answers when no task is named.
+      master: The result of `master()` without a task.
       task_type: The job of this process.
       task_id: The index of this process in it.
-      environment: What `environment` answers.
-      num_accelerators: What `num_accelerators()` answers, such as
+      environment: The value of `environment`.
+      num_accelerators: The result of `num_accelerators()`, such as
         `{"GPU": 4}`.
-      rpc_layer: What `master()` puts before addresses.
+      rpc_layer: The protocol that `master()` prepends to addresses.
 
     Raises:
-      TypeError: `cluster_spec` is no `ClusterSpec`, `master` no str.
+      TypeError: if `cluster_spec` is not a `ClusterSpec`, or `master` is not
+        a str.
     """
 
     def __init__(
@@ -35,10 +36,10 @@ class SimpleClusterResolver(ClusterResolver):
         num_accelerators: dict[str, int] | None = None,
         rpc_layer: str | None = None,
     ) -> None:
-        cure = "Make one of a dict, or of `spec.as_dict()` for one of tf's."
+        cure = "Make one from a dict; from a tf one, use `spec.as_dict()`."
         kind = "a `ks.cluster_resolver.ClusterSpec`"
         check_type("`cluster_spec`", cluster_spec, ClusterSpec, kind, cure)
-        cure = "Leave it out, or give an address."
+        cure = "Omit it, or pass an address."
         check_type("`master`", master, str, "a str", cure)
         self._cluster_spec = cluster_spec
         self._master = master
@@ -49,17 +50,17 @@ class SimpleClusterResolver(ClusterResolver):
         self._rpc_layer = rpc_layer
 
     def cluster_spec(self) -> ClusterSpec:
-        """The `ClusterSpec` given."""
+        """Returns the argument `cluster_spec`."""
         return self._cluster_spec
 
     @property
     def environment(self) -> str:
-        """What was given."""
+        """The argument `environment`."""
         return self._environment
 
-    def _address_of_task(
+    def _find_address(
         self, task_type: str | None, task_id: int | None
     ) -> str | None:
         if task_type is None or task_id is None:
             return self._master
-        return super()._address_of_task(task_type, task_id)
+        return super()._find_address(task_type, task_id)

@@ -1,4 +1,4 @@
-"""The cluster of a SLURM job step."""
+"""A resolver for the tasks of a SLURM job step."""
 
 from collections.abc import Mapping
 
@@ -11,13 +11,13 @@ from keras_strategies.cluster.addresses import (
 from keras_strategies.cluster.checks import check_number, check_port
 from keras_strategies.cluster.resolvers.resolver import (
     ClusterResolver,
-    environ_or_own,
+    choose_environ,
 )
 from keras_strategies.cluster.resolvers.slurm_step import (
     SETTER,
     expand_hostlist,
     expand_tasks_per_node,
-    places_of_tasks,
+    place_tasks,
 )
 from keras_strategies.cluster.spec import ClusterSpec
 
@@ -30,40 +30,41 @@ _NUM_GPUS = "SLURM_GPUS_ON_NODE"
 
 
 class SlurmClusterResolver(ClusterResolver):
-    """Reads the variables of a SLURM step, once; as tf's.
+    """The tasks of a SLURM step, from its variables at construction; as tf's.
 
     ```sh
     srun --nodes 2 --ntasks-per-node 4 python train.py
     ```
 
-    Tasks are numbered as SLURM does by SLURM_DISTRIBUTION (srun's -m): in
+    Tasks are numbered as SLURM does, by SLURM_DISTRIBUTION (srun's -m): in
     blocks, host by host in SLURM's order (the default), cyclic or in planes.
 
     Differs from tf: `task_type` and `task_id` are known from the start, hosts
-    keep SLURM's order and distributions other than block are known,
-    CUDA_VISIBLE_DEVICES is not written (`gpu_ids` says what is this task's),
-    nvidia-smi is not run, and a step without GPUs works.
+    keep SLURM's order and distributions other than block are supported,
+    CUDA_VISIBLE_DEVICES is not written (use `gpu_ids`), nvidia-smi is not run,
+    and a step without GPUs works.
 
     Args:
-      jobs: How many tasks each job has, such as `{"chief": 1, "worker": 7}`;
-        numbered in the alphabetical order of their names. None: all tasks are
-        workers.
-      port_base: The port of the first task of a host; others follow.
-      gpus_per_node: None: as many as CUDA_VISIBLE_DEVICES has, else
-        SLURM_GPUS_ON_NODE, else 0.
-      gpus_per_task: None: a host's GPUs divided by the most tasks of a host.
+      jobs: The number of tasks of each job, such as
+        `{"chief": 1, "worker": 7}`; numbered in the alphabetical order of
+        their names. None: all tasks are workers.
+      port_base: The port of a host's first task; others use the next ports.
+      gpus_per_node: The number of a host's GPUs. None: the number in
+        CUDA_VISIBLE_DEVICES, else SLURM_GPUS_ON_NODE, else 0.
+      gpus_per_task: The number of a task's GPUs. None: a host's GPUs divided
+        by the most tasks of a host.
       tasks_per_node: One number for all hosts, or a dict from hosts; None:
         SLURM_STEP_TASKS_PER_NODE.
       auto_set_gpu: Not used; for tf's signature.
-      rpc_layer: What `master()` puts before addresses.
+      rpc_layer: The protocol that `master()` prepends to addresses.
       environ: The variables to read; None for those of this process.
 
     Raises:
-      RuntimeError: a variable is not set, `jobs` has another number of tasks
-        than SLURM, a host has fewer GPUs than its tasks ask for, or this task
-        runs elsewhere than its rank says (an arbitrary distribution).
-      ValueError: a variable or a number cannot be followed.
-      TypeError: a number is none.
+      RuntimeError: if a variable is not set, `jobs` has another number of
+        tasks than SLURM, a host has fewer GPUs than its tasks request, or this
+        task's host is not the one of its rank (an arbitrary distribution).
+      ValueError: if a variable or a number is invalid.
+      TypeError: if a number is not an integer.
 
     References:
       https://www.tensorflow.org/api_docs/python/tf/distribute/cluster_resolver/SlurmClusterResolver
@@ -92,20 +93,20 @@ class SlurmClusterResolver(ClusterResolver):
         environ: Mapping[str, str] | None = None,
     ) -> None:
         del auto_set_gpu
-        environ = environ_or_own(environ)
+        environ = choose_environ(environ)
         rank = read_number(environ, _PROCESS_ID, SETTER)
         if jobs is None:
             num_tasks = read_number(environ, _NUM_TASKS, SETTER, least=1)
             jobs = {"worker": num_tasks}
-        hosts = _hosts(environ, tasks_per_node)
+        hosts = _read_hosts(environ, tasks_per_node)
         _check_counts(jobs, hosts, rank)
         most_on_host = max(count for _, count in hosts)
-        gpus = _gpus_per_task(
+        gpus = _compute_gpus_per_task(
             environ, gpus_per_node, gpus_per_task, most_on_host
         )
         check_port(port_base, "`port_base`")
         check_port(port_base + most_on_host - 1, "The last task's port")
-        places = places_of_tasks(environ, hosts, rank)
+        places = place_tasks(environ, hosts, rank)
         local = places[rank][1]
         self._num_accelerators = {"GPU": gpus}
         self._gpu_ids = tuple(range(local * gpus, (local + 1) * gpus))
@@ -115,26 +116,26 @@ class SlurmClusterResolver(ClusterResolver):
         self._rpc_layer = rpc_layer
 
     def cluster_spec(self) -> ClusterSpec:
-        """The addresses of all tasks of the step."""
+        """Returns the addresses of all tasks of the step."""
         return self._spec
 
     def get_task_info(self) -> tuple[str | None, int | None]:
-        """The job of this process and its index in it."""
+        """Returns the job of this process and its index in it."""
         return self.task_type, self.task_id
 
     def gpu_ids(self) -> tuple[int, ...]:
-        """Which of its host's visible GPUs are this task's, from 0.
+        """Returns this task's GPUs, as indices into its host's visible GPUs.
 
-        What tf writes to CUDA_VISIBLE_DEVICES; `jax.distributed.initialize`
-        takes it as `local_device_ids`.
+        tf writes these to CUDA_VISIBLE_DEVICES; `jax.distributed.initialize`
+        accepts them as `local_device_ids`.
         """
         return self._gpu_ids
 
 
-def _hosts(
+def _read_hosts(
     environ: Mapping[str, str], tasks_per_node: int | Mapping[str, int] | None
 ) -> list[tuple[str, int]]:
-    """The hosts of the step and how many tasks each has, in SLURM's order."""
+    """Returns the step's hosts and their numbers of tasks, in SLURM's order."""
     if isinstance(tasks_per_node, Mapping):
         hosts = list(tasks_per_node.items())
         if environ.get(_HOSTS):
@@ -151,10 +152,10 @@ def _hosts(
             )
         if len(counts) != len(names):
             raise ValueError(
-                f"{_HOSTS} and {_TASKS_PER_NODE} have one entry for each "
+                f"{_HOSTS} and {_TASKS_PER_NODE} must have one entry for each "
                 f"host. Received: {len(names)} hosts and {len(counts)} "
-                "numbers. Both are set by srun: look at what else does, or "
-                "give `tasks_per_node`."
+                "numbers. Both are set by srun: check what else sets them, or "
+                "pass `tasks_per_node`."
             )
         hosts = list(zip(names, counts, strict=True))
     for _, count in hosts:
@@ -167,26 +168,27 @@ def _check_counts(
 ) -> None:
     for job, count in jobs.items():
         _check_count(count, f"The number of tasks of job {shown(job)}")
-    wanted, given = sum(jobs.values()), sum(count for _, count in hosts)
-    if wanted != given or not given:
+    requested = sum(jobs.values())
+    assigned = sum(count for _, count in hosts)
+    if requested != assigned or not assigned:
         raise RuntimeError(
-            "The jobs have as many tasks as SLURM runs. Requested "
-            f"{wanted} tasks but {given} were assigned. Received: the jobs "
-            f"{shown(dict(jobs))}. Correct `jobs`, or srun's --ntasks."
+            "The jobs must have the number of tasks that SLURM runs. Requested "
+            f"{requested} tasks but {assigned} were assigned. Received: the "
+            f"jobs {shown(dict(jobs))}. Correct `jobs`, or srun's --ntasks."
         )
-    if rank >= given:
+    if rank >= assigned:
         raise RuntimeError(
-            f"{_PROCESS_ID} is below the number of tasks. Received: {rank} "
-            f"of {given} tasks. Start the program with srun, and correct "
-            "`tasks_per_node` if it is given."
+            f"{_PROCESS_ID} must be below the number of tasks. Received: "
+            f"{rank} of {assigned} tasks. Start the program with srun, and "
+            "correct `tasks_per_node` if you pass it."
         )
 
 
 def _check_count(count: object, what: str) -> None:
-    check_number(what, count, "Give a number such as 4.", least=0)
+    check_number(what, count, "Pass a number such as 4.", least=0)
 
 
-def _gpus_per_task(
+def _compute_gpus_per_task(
     environ: Mapping[str, str],
     gpus_per_node: int | None,
     gpus_per_task: int | None,
@@ -195,20 +197,20 @@ def _gpus_per_task(
     _check_count(gpus_per_node, "`gpus_per_node`")
     _check_count(gpus_per_task, "`gpus_per_task`")
     if gpus_per_node is None:
-        gpus_per_node = _num_visible_gpus(environ)
+        gpus_per_node = _count_visible_gpus(environ)
     if gpus_per_task is None:
         return gpus_per_node // most_on_host
     if most_on_host * gpus_per_task > gpus_per_node:
         raise RuntimeError(
-            "Requested more GPUs per node than available: each of a host's "
-            f"tasks has its own. Received: {most_on_host} tasks with "
-            f"{gpus_per_task} GPUs each on a host of {gpus_per_node}. Lower "
-            "`gpus_per_task`, or give `gpus_per_node`."
+            "Requested more GPUs per node than available: the tasks of a host "
+            f"do not share GPUs. Received: {most_on_host} tasks with "
+            f"{gpus_per_task} GPUs each on a host with {gpus_per_node}. Lower "
+            "`gpus_per_task`, or pass `gpus_per_node`."
         )
     return gpus_per_task
 
 
-def _num_visible_gpus(environ: Mapping[str, str]) -> int:
+def _count_visible_gpus(environ: Mapping[str, str]) -> int:
     if _VISIBLE_GPUS in environ:
         return len([gpu for gpu in environ[_VISIBLE_GPUS].split(",") if gpu])
     if not environ.get(_NUM_GPUS):
@@ -219,7 +221,7 @@ def _num_visible_gpus(environ: Mapping[str, str]) -> int:
 def _allocate(
     jobs: Mapping[str, int], addresses: list[str], rank: int
 ) -> tuple[ClusterSpec, str | None, int | None]:
-    """All tasks, and which of them the one of this rank is."""
+    """Returns the cluster, and the job and index of the task of a rank."""
     cluster: dict[str, list[str]] = {}
     task_type, task_id, start = None, None, 0
     for job, count in sorted(jobs.items()):

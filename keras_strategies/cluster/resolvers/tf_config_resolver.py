@@ -1,7 +1,7 @@
-"""The cluster that the variable TF_CONFIG describes, parsed strictly.
+"""A resolver for the variable TF_CONFIG, which is parsed strictly.
 
-It comes from outside and holds the addresses of a cluster: nothing but the
-value at fault, cut short, goes into an error.
+TF_CONFIG is untrusted input and contains a cluster's addresses: errors quote
+only the invalid value, truncated.
 """
 
 import dataclasses
@@ -11,7 +11,7 @@ from typing import Any
 from keras_strategies.cluster.addresses import parse_index, shown
 from keras_strategies.cluster.resolvers.resolver import (
     ClusterResolver,
-    environ_or_own,
+    choose_environ,
 )
 from keras_strategies.cluster.spec import ClusterSpec
 from keras_strategies.cluster.tasks import check_addresses, check_roles
@@ -21,7 +21,7 @@ VARIABLE = "TF_CONFIG"
 """The environment variable."""
 
 MAX_CHARACTERS = 1 << 20
-"""A longer text is refused."""
+"""The maximum length of TF_CONFIG."""
 
 _EXAMPLE = (
     'Write it as {"cluster": {"worker": ["host0:2222", "host1:2222"]}, '
@@ -31,14 +31,14 @@ _EXAMPLE = (
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class TFConfig:
-    """What TF_CONFIG says.
+    """The contents of TF_CONFIG.
 
     Attributes:
-      cluster: All tasks; empty if it does not say.
-      task_type: The job of this process, None if it does not say.
-      task_id: The index of this process in it, None if it does not say.
-      rpc_layer: What goes before addresses, None if it does not say.
-      session_master: tf 1's, None if it does not say.
+      cluster: All tasks; empty if unset.
+      task_type: The job of this process; None if unset.
+      task_id: The index of this process in it; None if unset.
+      rpc_layer: The protocol to prepend to addresses; None if unset.
+      session_master: tf 1's session master; None if unset.
     """
 
     cluster: ClusterSpec
@@ -49,7 +49,7 @@ class TFConfig:
 
 
 class TFConfigClusterResolver(ClusterResolver):
-    """Reads TF_CONFIG, at each call; as tf's.
+    """The cluster in TF_CONFIG, which is read at each call; as tf's.
 
     ```sh
     TF_CONFIG='{"cluster": {"chief": ["host0:2222"],
@@ -57,19 +57,19 @@ class TFConfigClusterResolver(ClusterResolver):
                 "task": {"type": "worker", "index": 1}}'
     ```
 
-    A cluster of workers only has worker 0 for its chief. Without TF_CONFIG,
-    or with `{}`, there is no cluster.
+    In a cluster of workers only, worker 0 is the chief. Without TF_CONFIG, or
+    with `{}`, there is no cluster.
 
-    Differs from tf: the whole text is checked at each call (docs/parity.md).
-    Everything but `environment` raises ValueError or TypeError for a TF_CONFIG
-    that cannot be followed; the error does not repeat it.
+    Differs from tf: the entire text is checked at each call (docs/parity.md).
+    Everything but `environment` raises ValueError or TypeError for an invalid
+    TF_CONFIG; the error does not quote it.
 
     Args:
-      task_type: The job of this process, in place of TF_CONFIG's.
-      task_id: The index of this process in it, in place of TF_CONFIG's.
-      rpc_layer: What `master()` puts before addresses, in place of
-        TF_CONFIG's.
-      environment: What `environment` answers.
+      task_type: The job of this process, instead of TF_CONFIG's.
+      task_id: The index of this process in it, instead of TF_CONFIG's.
+      rpc_layer: The protocol that `master()` prepends to addresses, instead
+        of TF_CONFIG's.
+      environment: The value of `environment`.
       environ: The variables to read; None for those of this process.
 
     References:
@@ -98,20 +98,20 @@ class TFConfigClusterResolver(ClusterResolver):
         self._task_id = task_id
         self._rpc_layer = rpc_layer
         self._environment = environment
-        self._environ = environ_or_own(environ)
+        self._environ = choose_environ(environ)
 
     def cluster_spec(self) -> ClusterSpec:
-        """The jobs of TF_CONFIG; empty if it has none."""
+        """Returns the jobs of TF_CONFIG; empty if there are none."""
         return self._read().cluster
 
     @property
     def environment(self) -> str | None:
-        """What was given."""
+        """The argument `environment`."""
         return self._environment
 
     @property
     def task_type(self) -> str | None:
-        """The job of this process: as given, else TF_CONFIG's."""
+        """The job of this process: as set, else TF_CONFIG's."""
         if self._task_type is None:
             return self._read().task_type
         return str(self._task_type)
@@ -122,7 +122,7 @@ class TFConfigClusterResolver(ClusterResolver):
 
     @property
     def task_id(self) -> int | None:
-        """The index of this process: as given, else TF_CONFIG's."""
+        """The index of this process: as set, else TF_CONFIG's."""
         if self._task_id is None:
             return self._read().task_id
         return parse_index(self._task_id, "`task_id`")
@@ -134,12 +134,12 @@ class TFConfigClusterResolver(ClusterResolver):
     def _find_rpc_layer(self) -> str | None:
         return self._read().rpc_layer
 
-    def _chosen_layer(self, rpc_layer: str | None) -> str | None:
+    def _choose_layer(self, rpc_layer: str | None) -> str | None:
         if self._read().session_master is not None:
             return None
         return self.rpc_layer if rpc_layer is None else rpc_layer
 
-    def _address_of_task(
+    def _find_address(
         self, task_type: str | None, task_id: int | None
     ) -> str | None:
         config = self._read()
@@ -150,7 +150,7 @@ class TFConfigClusterResolver(ClusterResolver):
             return None
         task_type = self.task_type if task_type is None else task_type
         task_id = self.task_id if task_id is None else task_id
-        # What is not known is refused there.
+        # It raises for an unknown task, None included.
         return spec.task_address(task_type, task_id)  # pyright: ignore[reportArgumentType]
 
     def _read(self) -> TFConfig:
@@ -158,22 +158,22 @@ class TFConfigClusterResolver(ClusterResolver):
 
 
 def parse_tf_config(text: str) -> TFConfig:
-    """Parses the value of TF_CONFIG. Keys that it does not know are let be.
+    """Parses the value of TF_CONFIG, and ignores unknown keys.
 
     Args:
-      text: A JSON object, or nothing.
+      text: A JSON object, or "".
 
     Raises:
-      ValueError: it is no JSON, too long, says a key twice, or has a job,
-        an address or an index that cannot be.
-      TypeError: something in it is of another type than it should be.
+      ValueError: if it is not JSON, is too long, has a duplicate key, or has
+        an invalid job, address or index.
+      TypeError: if a value in it has a wrong type.
     """
     config = load_tf_config(text)
     task = config.get("task", {})
     if not isinstance(task, dict):
         raise TypeError(
-            f'"task" in {VARIABLE} is an object with "type" and "index". '
-            f"Received: {_named(task)}. {_EXAMPLE}"
+            f'"task" in {VARIABLE} must be an object with "type" and "index". '
+            f"Received: {_describe_json(task)}. {_EXAMPLE}"
         )
     index = None
     if "index" in task:
@@ -182,66 +182,66 @@ def parse_tf_config(text: str) -> TFConfig:
         cluster=_parse_cluster(config.get("cluster", {})),
         task_type=_parse_type(task),
         task_id=index,
-        rpc_layer=text_in(config, "rpc_layer"),
-        session_master=text_in(config, "session_master"),
+        rpc_layer=read_string(config, "rpc_layer"),
+        session_master=read_string(config, "session_master"),
     )
 
 
 def load_tf_config(text: str) -> dict[str, Any]:
-    """The JSON object that a TF_CONFIG is; `{}` for nothing.
+    """Parses the JSON object in TF_CONFIG; `{}` if it is empty.
 
     Args:
-      text: A JSON object, or nothing.
+      text: A JSON object, or "".
 
     Raises:
-      ValueError: it is no JSON, too long, or says a key twice.
-      TypeError: it is another JSON value.
+      ValueError: if it is not JSON, is too long or has a duplicate key.
+      TypeError: if it is another JSON value.
     """
     if not text.strip():
         return {}
     config = _load(text)
     if not isinstance(config, dict):
         raise TypeError(
-            f"{VARIABLE} is a JSON object. Received: {_named(config)}. "
-            f"{_EXAMPLE}"
+            f"{VARIABLE} must be a JSON object. Received: "
+            f"{_describe_json(config)}. {_EXAMPLE}"
         )
     return config
 
 
-def text_in(config: dict[str, Any], name: str) -> str | None:
-    """Returns an entry of a TF_CONFIG that is a text; None without one.
+def read_string(config: dict[str, Any], name: str) -> str | None:
+    """Returns an entry of TF_CONFIG that must be a str; None if missing.
 
     Raises:
-      TypeError: it is another value.
+      TypeError: if it is another value.
     """
     text = config.get(name)
     if text is not None and not isinstance(text, str):
         raise TypeError(
-            f'"{name}" in {VARIABLE} is a string. Received: {_named(text)}. '
-            "Leave it out, or give a string."
+            f'"{name}" in {VARIABLE} must be a string. Received: '
+            f"{_describe_json(text)}. Omit it, or set it to a string."
         )
     return text
 
 
 def has_one_task(spec: ClusterSpec) -> bool:
-    """Returns whether a cluster, which has a job, is of a single task."""
-    # As tf: {"worker": {"1": ...}} has a place for task 0, too.
+    """Returns whether a cluster, which is not empty, has a single task."""
+    # As in tf, {"worker": {"1": ...}} also has a slot for task 0.
     return len(spec.jobs) == 1 and len(spec.job_tasks(spec.jobs[0])) == 1
 
 
 def _load(text: str) -> Any:
     if len(text) > MAX_CHARACTERS:
         raise ValueError(
-            f"{VARIABLE} has at most {MAX_CHARACTERS} characters. Received: "
-            f"{len(text)} characters. Leave out what is not the cluster or "
-            "the task."
+            f"{VARIABLE} must have at most {MAX_CHARACTERS} characters. "
+            f"Received: {len(text)} characters. Remove everything except the "
+            "cluster and the task."
         )
     try:
         return load_json(text, max_characters=MAX_CHARACTERS)
     except ValueError as error:
         fault = str(error)
     raise ValueError(
-        f"{VARIABLE} is no JSON that is read: {fault}. Received: {len(text)} "
+        f"{VARIABLE} must be valid JSON, but {fault}. Received: {len(text)} "
         f"characters. {_EXAMPLE}"
     )
 
@@ -249,8 +249,8 @@ def _load(text: str) -> Any:
 def _parse_cluster(cluster: object) -> ClusterSpec:
     if not isinstance(cluster, dict):
         raise TypeError(
-            f'"cluster" in {VARIABLE} maps jobs to addresses. Received: '
-            f"{_named(cluster)}. {_EXAMPLE}"
+            f'"cluster" in {VARIABLE} must map jobs to addresses. Received: '
+            f"{_describe_json(cluster)}. {_EXAMPLE}"
         )
     spec = ClusterSpec(cluster)
     check_roles(spec)
@@ -264,15 +264,15 @@ def _parse_type(task: dict[str, Any]) -> str | None:
     name = task["type"]
     if not isinstance(name, str):
         raise TypeError(
-            f'"type" of the task in {VARIABLE} is a string. Received: '
-            f"{_named(name)}. {_EXAMPLE}"
+            f'"type" of the task in {VARIABLE} must be a string. Received: '
+            f"{_describe_json(name)}. {_EXAMPLE}"
         )
     check_roles(ClusterSpec({name: []}))
     return name
 
 
-def _named(value: object) -> str:
-    """What kind of JSON a value is; itself only if it is short and simple."""
+def _describe_json(value: object) -> str:
+    """Returns the type of a JSON object or array; other values, truncated."""
     if isinstance(value, dict):
         return "an object"
     if isinstance(value, list):

@@ -1,4 +1,4 @@
-"""The cluster that torchrun's variables describe."""
+"""A resolver for torchrun's variables."""
 
 from collections.abc import Mapping
 
@@ -12,7 +12,7 @@ from keras_strategies.cluster.addresses import (
 from keras_strategies.cluster.checks import check_port
 from keras_strategies.cluster.resolvers.resolver import (
     ClusterResolver,
-    environ_or_own,
+    choose_environ,
 )
 from keras_strategies.cluster.spec import ClusterSpec
 
@@ -23,29 +23,30 @@ _PROCESS_ID = "RANK"
 _NUM_PROCESSES = "WORLD_SIZE"
 _LOCAL_RANK = "LOCAL_RANK"
 _JAX_PORT = "JAX_COORDINATOR_PORT"
-# torchrun sets it where its agent listens on MASTER_PORT itself.
+# torchrun sets this if its agent itself listens on MASTER_PORT.
 _AGENT_LISTENS = "TORCHELASTIC_USE_AGENT_STORE"
 
 
 class TorchrunClusterResolver(ClusterResolver):
-    """Reads RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT, at each call.
+    """The processes of torchrun, from its variables at each call.
 
     ```sh
     torchrun --nnodes 2 --nproc-per-node 4 ... train.py
     ```
 
-    All processes are workers, numbered by RANK; rank 0 is the chief. The
-    addresses of the others are not known: `cluster_spec` has task 0 only,
-    `num_processes` says how many there are. Not in tf.
+    Reads RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT. All processes are
+    workers, numbered by RANK; rank 0 is the chief. The addresses of the others
+    are unknown: `cluster_spec` contains only task 0, and `num_processes` is
+    WORLD_SIZE. Not in tf.
 
     Everything but `environment` and `num_accelerators` raises RuntimeError if
-    a variable is not set and ValueError if it cannot be followed.
+    a variable is not set and ValueError if it is invalid.
 
     Args:
-      port: Where the chief listens. None: JAX_COORDINATOR_PORT, else
-        MASTER_PORT, or the next one where torchrun's agent listens there
-        itself (it says so in TORCHELASTIC_USE_AGENT_STORE).
-      rpc_layer: What `master()` puts before the address.
+      port: The chief's port. None: JAX_COORDINATOR_PORT, else MASTER_PORT, or
+        the next port if torchrun's agent itself listens there (then
+        TORCHELASTIC_USE_AGENT_STORE is "True").
+      rpc_layer: The protocol that `master()` prepends to the address.
       environ: The variables to read; None for those of this process.
 
     References:
@@ -69,10 +70,10 @@ class TorchrunClusterResolver(ClusterResolver):
     ) -> None:
         self._port = None if port is None else check_port(port, "`port`")
         self._rpc_layer = rpc_layer
-        self._environ = environ_or_own(environ)
+        self._environ = choose_environ(environ)
 
     def cluster_spec(self) -> ClusterSpec:
-        """The address of worker 0."""
+        """Returns the address of worker 0."""
         host = read_text(self._environ, _HOST, _SETTER)
         address = join_address(host, self._read_port())
         check_address(address, f"worker 0 ({_HOST})")
@@ -80,7 +81,7 @@ class TorchrunClusterResolver(ClusterResolver):
 
     @property
     def num_processes(self) -> int:
-        """WORLD_SIZE: how many processes train."""
+        """The number of training processes: WORLD_SIZE."""
         return read_number(self._environ, _NUM_PROCESSES, _SETTER, least=1)
 
     def _find_task_type(self) -> str:
@@ -90,16 +91,16 @@ class TorchrunClusterResolver(ClusterResolver):
         last = self.num_processes - 1
         return read_number(self._environ, _PROCESS_ID, _SETTER, most=last)
 
-    def _address_of_task(
+    def _find_address(
         self, task_type: str | None, task_id: int | None
     ) -> str | None:
         if task_type is None or task_id is None:
             task_type, task_id = "worker", 0
-        return super()._address_of_task(task_type, task_id)
+        return super()._find_address(task_type, task_id)
 
     @property
     def local_rank(self) -> int:
-        """LOCAL_RANK: the number of this process on its host."""
+        """The number of this process on its host: LOCAL_RANK."""
         return read_number(self._environ, _LOCAL_RANK, _SETTER)
 
     def _read_port(self) -> int:
@@ -110,5 +111,5 @@ class TorchrunClusterResolver(ClusterResolver):
         port = read_port(self._environ, _PORT, _SETTER)
         if self._environ.get(_AGENT_LISTENS) != "True":
             return port
-        # The last port has no next one.
+        # No port follows the last one.
         return port + 1 if port < 65535 else port - 1

@@ -1,34 +1,34 @@
-"""Several resolvers as one."""
+"""A resolver that combines several."""
 
 from typing import Any
 
-from keras_strategies.cluster.addresses import shown, with_rpc_layer
+from keras_strategies.cluster.addresses import add_rpc_layer, shown
 from keras_strategies.cluster.checks import check_type
 from keras_strategies.cluster.resolvers.resolver import ClusterResolver
 from keras_strategies.cluster.spec import ClusterSpec
 
 
 class UnionResolver(ClusterResolver):
-    """The jobs of several resolvers; the first one answers the rest; as tf's.
+    """The jobs of several resolvers; the rest is the first one's; as tf's.
 
         first = TFConfigClusterResolver()
         more = SimpleClusterResolver(ClusterSpec({"evaluator": ["host9:2222"]}))
         UnionResolver(first, more)
 
-    Differs from tf: a `task_id` of 0 and an empty `task_type` are followed, a
-    `rpc_layer` also by `master()` without a task.
+    Differs from tf: a `task_id` of 0 and an empty `task_type` take effect, and
+    `rpc_layer` also applies to `master()` without a task.
 
     Args:
-      *resolvers: One or more.
-      task_type: The job of this process, in place of the first's.
-      task_id: The index of this process in it, in place of the first's.
-      rpc_layer: What `master()` puts before addresses, in place of the
-        first's.
-      **unexpected: Refused.
+      *resolvers: One or more resolvers.
+      task_type: The job of this process, instead of the first's.
+      task_id: The index of this process in it, instead of the first's.
+      rpc_layer: The protocol that `master()` prepends to addresses, instead
+        of the first's.
+      **unexpected: Rejected.
 
     Raises:
-      TypeError: one is no `ClusterResolver`.
-      ValueError: there is none, or an unknown keyword.
+      TypeError: if an argument is not a `ClusterResolver`.
+      ValueError: if there are no resolvers, or an unknown keyword.
     """
 
     def __init__(
@@ -41,16 +41,16 @@ class UnionResolver(ClusterResolver):
     ) -> None:
         if unexpected:
             raise ValueError(
-                "`UnionResolver` takes the keywords task_type, task_id and "
-                f"rpc_layer. Received: {shown(sorted(unexpected))}. Leave "
-                "them out."
+                "`UnionResolver` accepts only the keywords task_type, task_id "
+                f"and rpc_layer. Received: {shown(sorted(unexpected))}. "
+                "Remove them."
             )
         if not resolvers:
             raise ValueError(
                 "At least one ClusterResolver is required. Received: none. "
-                "Give the resolvers to unite as positional arguments."
+                "Pass the resolvers to combine as positional arguments."
             )
-        cure = "Give resolvers of `ks.cluster_resolver`."
+        cure = "Pass resolvers of `ks.cluster_resolver`."
         for resolver in resolvers:
             kind = "a `ClusterResolver`"
             check_type("Each argument", resolver, ClusterResolver, kind, cure)
@@ -60,14 +60,14 @@ class UnionResolver(ClusterResolver):
         self._rpc_layer = rpc_layer
 
     def cluster_spec(self) -> ClusterSpec:
-        """The jobs of all resolvers.
+        """Returns the jobs of all resolvers.
 
-        Lists of one job are put one after the other. If one of them is a
-        dict, the indices stay what they are.
+        Lists of one job are concatenated. If one of them is a dict, the
+        indices are kept.
 
         Raises:
-          KeyError: two resolvers have a task of one index, and one of them
-            has its job as a dict.
+          KeyError: if two resolvers have a task with the same index, and one
+            of them has its job as a dict.
         """
         parts = [
             (job, tasks)
@@ -89,22 +89,22 @@ class UnionResolver(ClusterResolver):
         task_id: int | None = None,
         rpc_layer: str | None = None,
     ) -> str:
-        """See `ClusterResolver.master`."""
+        """Returns the address of a task; see `ClusterResolver.master`."""
         rpc_layer = rpc_layer or self._rpc_layer
         if task_type is not None and task_id is not None:
             address = self.cluster_spec().task_address(task_type, task_id)
-            return with_rpc_layer(address, rpc_layer)
+            return add_rpc_layer(address, rpc_layer)
         return self._resolvers[0].master(rpc_layer=rpc_layer)
 
     def num_accelerators(
         self, task_type: str | None = None, task_id: int | None = None
     ) -> dict[str, int]:
-        """The first resolver's answer."""
+        """Returns the first resolver's numbers."""
         return self._resolvers[0].num_accelerators(task_type, task_id)
 
     @property
     def num_processes(self) -> int | None:
-        """The first answer that is not None."""
+        """The first resolver's number that is not None."""
         for resolver in self._resolvers:
             if resolver.num_processes is not None:
                 return resolver.num_processes
@@ -112,12 +112,12 @@ class UnionResolver(ClusterResolver):
 
     @property
     def environment(self) -> str | None:
-        """The first resolver's answer."""
+        """The first resolver's environment."""
         return self._resolvers[0].environment
 
     @property
     def rpc_layer(self) -> str | None:
-        """As given, else the first resolver's."""
+        """The protocol as set, else the first resolver's."""
         return self._rpc_layer or self._resolvers[0].rpc_layer
 
     @rpc_layer.setter
@@ -132,7 +132,7 @@ class UnionResolver(ClusterResolver):
 
 
 UnionClusterResolver = UnionResolver
-"""The name that tf's own sources give it."""
+"""The name in tf's sources."""
 
 
 def _merge(
@@ -141,8 +141,8 @@ def _merge(
     tasks = dict(enumerate(tasks)) if isinstance(tasks, list) else tasks
     if twice := sorted(merged.keys() & tasks.keys()):
         raise KeyError(
-            "Duplicate keys: resolvers that are united have different tasks. "
+            "Duplicate keys: the combined resolvers must have different tasks. "
             f"Received: the indices {shown(twice)} of job {shown(job)} twice. "
-            "Give each task in one resolver."
+            "Define each task in one resolver."
         )
     merged.update(tasks)

@@ -1,1 +1,1 @@
-"""The watchdog of each process: none runs on, or hangs, alone."""
+"""The watchdog: if one process of a job dies or hangs, all of them exit."""

@@ -1,12 +1,12 @@
-"""A delay of aborts, in which the watchdog can say why they come.
+"""A delay of aborts, in which the watchdog can report their cause.
 
-JAX's runtime aborts a process from C++ when a peer is taken for dead, or when
-the process that hosts its coordination service is: at once, uncatchably, and
-without a cause that users can read. A handler of SIGABRT in Python would need
-the interpreter from a thread in an unknown state. So the handler is the C
-library's own `sleep`: called with the signal's number, 6, it holds the
-aborting thread for six seconds, in which the watchdog finds the cause and ends
-the process; if there is none, the abort continues as if nothing had been.
+JAX's runtime aborts a process from C++ when it considers a peer, or the host
+of its coordination service, dead: at once, uncatchably, and without a readable
+cause. A SIGABRT handler in Python would need the interpreter from a thread in
+an unknown state. So the handler is the C library's `sleep`: called with the
+signal's number, 6, it blocks the aborting thread for six seconds. In this time
+the watchdog finds the cause and ends the process; if there is none, the abort
+continues normally.
 """
 
 import ctypes
@@ -15,8 +15,8 @@ import os
 import pathlib
 import signal
 
-POSTPONED_S = int(signal.SIGABRT)
-"""For how long an abort is held, in seconds."""
+DELAY_S = int(signal.SIGABRT)
+"""The delay of an abort, in seconds."""
 
 
 _THREADS = pathlib.Path("/proc/self/task")
@@ -26,10 +26,11 @@ _ABORT, _OTHER = (
 
 
 def is_aborting() -> bool:
-    """Whether an abort of this process is held; False where that is unknown.
+    """Returns whether a thread of this process is in a delayed abort.
 
-    While a handler runs, its signal is blocked in its thread, as Linux shows.
-    A thread that takes no signals at all has others blocked, too.
+    While a handler runs, its signal is blocked in its thread, which Linux
+    shows in `/proc`; elsewhere the result is False. A thread that blocks
+    other signals, too, does not count: it just takes no signals.
     """
     for thread in _THREADS.glob("*/status"):
         try:
@@ -39,21 +40,22 @@ def is_aborting() -> bool:
                 for line in lines
                 if line.startswith("SigBlk:")
             )
-        except (OSError, ValueError, IndexError):  # It has ended.
+        except (OSError, ValueError, IndexError):  # The thread has ended.
             continue
         if mask & _ABORT and not mask & _OTHER:
             return True
     return False
 
 
-def postpone() -> bool:
-    """Holds aborts of this process for a moment; whether that is possible."""
+def install() -> bool:
+    """Installs the delay of aborts; returns whether the system supports it."""
     if os.name != "posix":
         return False
     library = ctypes.CDLL(None)
     library.signal.argtypes = [ctypes.c_int, ctypes.c_void_p]
     library.signal.restype = ctypes.c_void_p
-    # It dumps tracebacks at an abort, and calls the handler before it then.
+    # `faulthandler` dumps tracebacks at an abort and then calls the handler
+    # that was there when it was enabled. So ours is installed first.
     is_dumping = faulthandler.is_enabled()
     faulthandler.disable()
     sleep = ctypes.cast(library.sleep, ctypes.c_void_p)

@@ -1,8 +1,7 @@
-"""The exit hooks of a process, which send its end to the others.
+"""The exit hooks of a process, which report its end to the others.
 
-The hooks of a process of a job: on an uncaught exception (in a thread that
-trains, too), on `sys.exit`, at the end of the script, and before
-`jax.distributed.shutdown`.
+They run on an uncaught exception (also in a thread that trains), on
+`sys.exit`, at the end of the script, and before `jax.distributed.shutdown`.
 """
 
 import atexit
@@ -28,15 +27,15 @@ from keras_strategies.cluster.watchdog import progress
 
 _MAX_TEXT = 2000
 _FLUSH_S = 1.0
-# XLA's errors come from JAX's lines, or from ours that start a program.
+# XLA's errors are raised in JAX's files, or in the file that runs programs.
 _RAISING = (os.path.dirname(jax.__file__), progress.__file__)
 
 
 class _Watchdog(Protocol):
-    """What the hooks use of this process's `watchdog.Watchdog`."""
+    """The part of this process's `watchdog.Watchdog` that the hooks use."""
 
     process: int
-    progress: progress.Progress
+    runner: progress.ProgramRunner
 
     def explain(self) -> None: ...
 
@@ -66,14 +65,14 @@ def install(watchdog: _Watchdog) -> None:
 
 
 def end(process: int, text: str, code: int) -> None:
-    """Ends this process at once, past JAX's shutdown barrier.
+    """Ends this process at once, without JAX's shutdown barrier.
 
     Args:
-      process: Its number.
-      text: Why, for the last line of its stderr.
-      code: Its exit code.
+      process: The process's number.
+      text: The reason, for the last line of its stderr.
+      code: The exit code.
     """
-    # A thread that hangs may hold what flushing waits for.
+    # Flushing may hang on a lock that a hung thread holds.
     flushing = threading.Thread(target=_flush, daemon=True)
     flushing.start()
     flushing.join(_FLUSH_S)
@@ -82,7 +81,7 @@ def end(process: int, text: str, code: int) -> None:
 
 
 def write(line: str) -> None:
-    """Writes a line to stderr, also where Python's is held by a thread."""
+    """Writes a line to stderr, even if a thread holds the lock of Python's."""
     with contextlib.suppress(OSError):
         os.write(2, f"\nkeras_strategies: {line}\n".encode())
 
@@ -91,8 +90,8 @@ class _Hooks:
     def __init__(self, watchdog: _Watchdog) -> None:
         self._watchdog = watchdog
         self._process_id = os.getpid()
-        # What `sys.exit` was called with, and after how many programs: who
-        # starts more has caught it.
+        # The argument of `sys.exit`, and the number of programs then: if more
+        # start later, the script has caught the exception.
         self._status: tuple[Any, int] = (None, 0)
         self._is_over = False
 
@@ -103,44 +102,43 @@ class _Hooks:
         error: BaseException,
         trace: types.TracebackType | None,
     ) -> None:
-        """In the place of `sys.excepthook`."""
+        """Replaces `sys.excepthook`."""
         previous(kind, error, trace)
         self._fail(error, trace)
 
     def on_thread_exception(
         self, previous: Callable[..., object], args: threading.ExceptHookArgs, /
     ) -> None:
-        """In the place of `threading.excepthook`.
+        """Replaces `threading.excepthook`.
 
-        Python continues after it. A job does not, if the thread was training:
-        nobody starts its next program.
+        Python continues after it. A job cannot, if the thread was training:
+        no other thread starts its next program.
         """
         previous(args)
         thread, error = args.thread, args.exc_value
         has_trained = (
-            thread is not None
-            and thread.ident in self._watchdog.progress.threads
+            thread is not None and thread.ident in self._watchdog.runner.threads
         )
         if has_trained and isinstance(error, Exception):
             self._fail(error, args.exc_traceback)
-            # The script, which may continue for long, has no part in it.
+            # Does not wait for the script, which may continue for long.
             self._watchdog.end_soon()
 
     def _fail(
         self, error: BaseException, trace: types.TracebackType | None
     ) -> None:
-        """Tells of an exception that nobody caught."""
+        """Reports an uncaught exception to the other processes."""
         if not self._is_here() or _is_interactive():
             return
         if _is_suspect(error):
             self._watchdog.explain()
         if isinstance(error, Stalled):
-            # It names those who are to blame: others.
+            # Its text names the processes at fault, which are others.
             name = str(error).rstrip(".")
             cause = Cause(text=name, code=ExitCode.STALLED)
             self._watchdog.fail(name, ExitCode.STALLED, cause)
             return
-        name, code = _described(error, trace), ExitCode.FAILED
+        name, code = _describe_error(error, trace), ExitCode.FAILED
         if isinstance(error, KeyboardInterrupt):
             code = ExitCode.INTERRUPTED
         reason = f"process {self._watchdog.process} failed: {name}"
@@ -149,29 +147,29 @@ class _Hooks:
     def on_exit(
         self, previous: Callable[..., object], status: object = None, /
     ) -> None:
-        """In the place of `sys.exit`."""
+        """Replaces `sys.exit`."""
         is_main = threading.current_thread() is threading.main_thread()
         if is_main and self._is_here():
-            self._status = (status, self._watchdog.progress.num_started)
+            self._status = (status, self._watchdog.runner.num_started)
         previous(status)
 
     def on_shutdown(self, previous: Callable[..., object]) -> None:
-        """In the place of `jax.distributed.shutdown`."""
+        """Replaces `jax.distributed.shutdown`."""
         self._leave()
         previous()
 
     def at_exit(self) -> None:
-        """At the end of the script, however it ended."""
+        """Runs at the end of the script, however it ended."""
         watchdog = self._watchdog
         if not self._is_here():
             return
         watchdog.end_failed()
         status, programs = self._status
-        done = watchdog.progress
+        done = watchdog.runner
         if done.was_preempted:
             write(
                 f"process {watchdog.process} was stopped by SIGTERM after "
-                f"{done.num_started} programs, as all others; exit code "
+                f"{done.num_started} programs, like all others; exit code "
                 f"{int(ExitCode.PREEMPTED)}."
             )
         elif status not in (None, 0) and programs == done.num_started:
@@ -188,7 +186,7 @@ class _Hooks:
         except KeyboardInterrupt:
             end(watchdog.process, "KeyboardInterrupt", ExitCode.INTERRUPTED)
         if done.was_preempted and not done.was_preempted_in_main:
-            # Python forgets a SystemExit of another thread.
+            # Python ignores a SystemExit in another thread.
             sys.stdout.flush()
             sys.stderr.flush()
             os._exit(ExitCode.PREEMPTED)
@@ -200,27 +198,32 @@ class _Hooks:
             self._watchdog.stop()
 
     def _is_here(self) -> bool:
-        """Whether this is the process of the watchdog, and it still runs."""
+        """Returns whether this process has the watchdog, and it still runs."""
         return os.getpid() == self._process_id and not self._is_over
 
 
-def _described(error: BaseException, trace: types.TracebackType | None) -> str:
-    """As in "ValueError: user bug (train.py:42 in on_batch_end)"."""
+def _describe_error(
+    error: BaseException, trace: types.TracebackType | None
+) -> str:
+    """Returns, e.g., "ValueError: user bug (train.py:42 in on_batch_end)"."""
     text = "".join(traceback.format_exception_only(error)).strip()
-    notes = text[:_MAX_TEXT].rstrip(".")
-    frames = traceback.extract_tb(trace)
-    users = [frame for frame in frames if progress.is_users(frame.filename)]
+    summary = text[:_MAX_TEXT].rstrip(".")
+    users = [
+        frame
+        for frame in traceback.extract_tb(trace)
+        if progress.is_user_code(frame.filename)
+    ]
     if users:
         last = users[-1]
         file = os.path.basename(last.filename)
-        notes += f" ({file}:{last.lineno} in {last.name})"
-    return notes
+        summary += f" ({file}:{last.lineno} in {last.name})"
+    return summary
 
 
 def _is_suspect(error: BaseException | None) -> bool:
-    """Whether it may come of another process's end: JAX or XLA raised it.
+    """Returns whether another process's end may have caused an error.
 
-    Errors of a collective have no type of their own.
+    True if JAX or XLA raised it: errors of collectives have no specific type.
     """
     seen: set[int] = set()
     while error is not None and id(error) not in seen:
@@ -235,7 +238,7 @@ def _is_suspect(error: BaseException | None) -> bool:
 
 
 def _is_interactive() -> bool:
-    """Whether the process continues after an uncaught exception."""
+    """Returns whether the process continues after an uncaught exception."""
     return hasattr(sys, "ps1") or bool(sys.flags.interactive)
 
 

@@ -1,4 +1,4 @@
-"""The failure detector: heartbeats of the processes, and its verdicts.
+"""The failure detector, which finds failed processes from heartbeats.
 
 Pure: the caller passes heartbeats and the time, so tests need no clock.
 
@@ -16,11 +16,11 @@ from keras_strategies.cluster.addresses import name_processes
 from keras_strategies.cluster.exchange.exit_codes import Cause, ExitCode
 from keras_strategies.cluster.exchange.message_forms import load_form
 
-# A process that is done takes part in nothing more; those that wait for it are
-# given a moment, in case it has failed and sends the cause.
+# A process that is done takes part in nothing more. Those that wait for it do
+# so a moment longer, in case it has failed and sends the cause.
 _DONE_S = 1.0
 _AGREEING_S = 1.0
-# The most that a beat may be on its way after its process's death.
+# How long a heartbeat may be in transit after its process's death.
 _ON_ITS_WAY_S = 0.1
 _SILENT_S = 4.0
 _SHOWN = 8
@@ -29,18 +29,19 @@ _MAX_CHARACTERS = 1 << 16
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Heartbeat:
-    """What a process does at one moment.
+    """A snapshot of a process's activity.
 
     Attributes:
-      number: How many heartbeats it has sent before this one.
-      programs: How many programs over all processes it has started.
-      waiting_s: For how long the oldest of them has been running; 0 if all
-        have ended.
-      starting_s: For how long it has been tracing, compiling or starting
-        one; 0 if it does not.
-      agreeing: What it waits for others in, on the host; "" for nothing.
-      agreeing_s: For how long.
-      where: Where its main thread is.
+      number: The number of heartbeats sent before this one.
+      programs: The number of programs over all processes that it has started.
+      waiting_s: The time since the start of the oldest program in flight, in
+        seconds; 0 if all have ended.
+      starting_s: The time it has been tracing, compiling or starting a
+        program, in seconds; 0 if it is not.
+      agreeing: The name of the host agreement in which it waits for others;
+        "" if it does not.
+      agreeing_s: The time of that wait, in seconds.
+      where: The position of its main thread in the code.
       is_done: Whether its script has ended.
     """
 
@@ -54,12 +55,12 @@ class Heartbeat:
     is_done: bool = False
 
     def to_json(self) -> str:
-        """The heartbeat as it is sent."""
+        """Returns the heartbeat as it is sent."""
         return json.dumps(dataclasses.asdict(self))
 
     @classmethod
     def from_json(cls, text: str) -> "Heartbeat | None":
-        """What `to_json` of another process gave; None of anything else."""
+        """Parses another process's heartbeat; None for anything else."""
         form = {f.name: type(f.default) for f in dataclasses.fields(cls)}
         try:
             sent = load_form(
@@ -74,31 +75,33 @@ class Heartbeat:
 class _Received:
     heartbeat: Heartbeat
     at: float
-    # When it was first seen as it is: in user code, or done.
+    # Since when `programs` and `is_done` have not changed.
     same_since: float
 
 
-def died(processes: Sequence[int], why: str) -> Cause:
-    """The cause that is the end of some processes."""
+def make_death_cause(processes: Sequence[int], why: str) -> Cause:
+    """Returns the cause for processes that died or stopped."""
     return Cause(text=f"{name_processes(processes)} died or stopped: {why}")
 
 
 class FailureDetector:
-    """Finds from all processes' heartbeats what keeps a job from continuing.
+    """Decides from all heartbeats which processes keep a job from continuing.
 
     Args:
-      timeout_s: How long a program may run, or be waited for, in seconds.
-      host: The process without heartbeats here: it hosts the store.
+      timeout_s: The maximum time for a program, or for a wait for others, in
+        seconds.
+      host: The process that hosts the store. It is never reported as silent:
+        without it no heartbeats arrive.
     """
 
     def __init__(self, *, timeout_s: float, host: int = 0) -> None:
         self.timeout_s = timeout_s
         self._host = host
         self._received: dict[int, _Received] = {}
-        # What was the last word when `all_live` was first asked: (since, by
-        # process its beat's number).
-        self._last_words: tuple[float, dict[int, int]] | None = None
-        # When one of them last traced or compiled.
+        # From the first call of `all_live`: its `since`, and the number of
+        # each process's last heartbeat.
+        self._baseline: tuple[float, dict[int, int]] | None = None
+        # The time when a process last traced or compiled.
         self._compiled_at = -math.inf
 
     @property
@@ -109,7 +112,7 @@ class FailureDetector:
         )
 
     def receive(self, heartbeats: Mapping[int, Heartbeat], now: float) -> None:
-        """Takes in the processes' heartbeats, at a time in seconds."""
+        """Records the processes' heartbeats, received at a time in seconds."""
         for process, heartbeat in heartbeats.items():
             known = self._received.get(process)
             if known is None:
@@ -126,28 +129,28 @@ class FailureDetector:
                 self._received[process] = _Received(heartbeat, now, since)
 
     def all_live(self, since: float, now: float) -> bool:
-        """Whether all others have sent a heartbeat after a time.
+        """Returns whether all others have sent a heartbeat after a time.
 
-        What is received after it may have been sent before: so the first time
-        that it is asked only notes what was sent last.
+        A heartbeat received after this time may have been sent before it, so
+        the first call only records the last heartbeats and returns False.
         """
         numbers = {
             process: received.heartbeat.number
             for process, received in self._received.items()
             if process != self._host
         }
-        if self._last_words is None or self._last_words[0] != since:
+        if self._baseline is None or self._baseline[0] != since:
             if now > since + _ON_ITS_WAY_S:
-                self._last_words = since, numbers
+                self._baseline = since, numbers
             return False
-        before = self._last_words[1]
+        before = self._baseline[1]
         return all(n > before.get(p, -1) for p, n in numbers.items())
 
-    def silent(self, now: float) -> list[int]:
-        """The processes without new heartbeats for some time.
+    def find_silent(self, now: float) -> list[int]:
+        """Returns the processes without new heartbeats for some time.
 
-        Such a process may be dead, stopped, or in a call that lets no other
-        thread of Python run: it takes more to tell which.
+        Such a process may be dead, stopped, or in a call that holds the GIL;
+        heartbeats alone cannot distinguish these.
         """
         return [
             process
@@ -156,11 +159,11 @@ class FailureDetector:
         ]
 
     def find(self, now: float) -> Cause | None:
-        """What keeps the job from continuing; None for nothing."""
-        return self._find_left() or self._find_stalled(now)
+        """Returns what keeps the job from continuing, or None."""
+        return self._find_done() or self._find_stalled(now)
 
-    def _find_left(self) -> Cause | None:
-        """One is done that others wait for."""
+    def _find_done(self) -> Cause | None:
+        """Returns the cause if a process is done and others wait for it."""
         done = [
             p for p, h in sorted(self._received.items()) if h.heartbeat.is_done
         ]
@@ -181,7 +184,7 @@ class FailureDetector:
                     text=f"process {gone} has ended its script after "
                     f"{programs} programs, and process {process} waits for "
                     f"it in {waits_in} (at {heartbeat.where}); all processes "
-                    "must make the same calls and take as many steps"
+                    "must make the same calls and take the same steps"
                 )
         return None
 
@@ -191,14 +194,14 @@ class FailureDetector:
             for p, received in sorted(self._received.items())
         }
         waits = max((b.waiting_s for b in heartbeats.values()), default=0.0)
-        # A first program may compile for as long as it takes.
+        # Compilation has no time limit, and the others wait for it: their
+        # timeout begins when all have compiled.
         if any(b.starting_s for b in heartbeats.values()):
             self._compiled_at = now
-        # Those that wait for it have waited for nobody else till then.
         if now - self._compiled_at <= self.timeout_s:
             return None
         if waits <= self.timeout_s:
-            return self._find_silent(heartbeats, now)
+            return self._find_absent(heartbeats, now)
         most = max(heartbeat.programs for heartbeat in heartbeats.values())
         behind = [
             p
@@ -208,10 +211,10 @@ class FailureDetector:
         if not behind:
             text = (
                 f"all processes wait for program {most} for {waits:.0f} s; it "
-                "takes so long, or they have started different programs"
+                "is too slow, or they have started different programs"
             )
         else:
-            lines = [self._described(p, now) for p in behind[:_SHOWN]]
+            lines = [self._describe(p, now) for p in behind[:_SHOWN]]
             ahead = next(p for p in heartbeats if p not in behind)
             text = (
                 f"{'; '.join(lines)}; process {ahead} has started {most} and "
@@ -219,10 +222,10 @@ class FailureDetector:
             )
         return Cause(text=text, code=ExitCode.STALLED)
 
-    def _find_silent(
+    def _find_absent(
         self, heartbeats: dict[int, Heartbeat], now: float
     ) -> Cause | None:
-        """Some wait on the host, for too long, for others that do not."""
+        """Returns the cause if some miss an agreement for too long."""
         waits = [
             p for p, heartbeat in heartbeats.items() if heartbeat.agreeing_s
         ]
@@ -232,18 +235,18 @@ class FailureDetector:
         if longest is None:
             return None
         heartbeat = heartbeats[longest]
-        # Agreements have a limit of their own, and say what they miss.
+        # Agreements have a timeout, too, whose error is more precise.
         if heartbeat.agreeing_s <= self.timeout_s + _AGREEING_S:
             return None
         others = [p for p in heartbeats if p not in waits][:_SHOWN]
-        lines = [self._described(p, now) for p in others]
+        lines = [self._describe(p, now) for p in others]
         lines.append(
             f"process {longest} waits for others in {heartbeat.agreeing} for "
             f"{heartbeat.agreeing_s:.0f} s (at {heartbeat.where})"
         )
         return Cause(text="; ".join(lines), code=ExitCode.STALLED)
 
-    def _described(self, process: int, now: float) -> str:
+    def _describe(self, process: int, now: float) -> str:
         received = self._received[process]
         heartbeat = received.heartbeat
         seconds = now - received.same_since

@@ -1,7 +1,7 @@
 """The pipe from the launcher of local processes to its children.
 
-Each child has the read end of a pipe. A line says why the job ends; the end
-of the file without one means that the launcher is gone.
+Each child has the read end of a pipe. A line contains the reason why the job
+ends; the end of the file without a line means that the launcher has died.
 """
 
 import os
@@ -11,7 +11,7 @@ import warnings
 from collections.abc import MutableMapping
 
 LAUNCHER_FD = "KERAS_STRATEGIES_LAUNCHER_FD"
-"""The environment variable with the pipe's number."""
+"""The environment variable with the pipe's file descriptor."""
 
 _GONE = "the launcher is gone"
 _MAX_BYTES = 4096
@@ -21,20 +21,20 @@ class LauncherPipe:
     """The read end of the launcher's pipe.
 
     Args:
-      fd: Its number; a pipe that nobody else reads.
+      fd: The file descriptor of a pipe with no other reader.
     """
 
     def __init__(self, fd: int) -> None:
         self._fd = fd
         self._text = b""
         self._has_ended = False
-        # What this process starts must not keep the pipe open.
+        # This process's children must not keep the pipe open.
         os.set_inheritable(fd, False)
         self._poll = select.poll()
         self._poll.register(fd, select.POLLIN)
 
     def read(self) -> str | None:
-        """The launcher's line; None for nothing. Never waits."""
+        """Returns the launcher's line, or None. Never blocks."""
         while not self._has_ended:
             if not self._poll.poll(0):
                 return None
@@ -51,11 +51,11 @@ class LauncherPipe:
 
 
 def find_pipe(environ: MutableMapping[str, str]) -> LauncherPipe | None:
-    """Takes the pipe that an environment names, if there is one.
+    """Returns the launcher's pipe, if an environment names one.
 
     Args:
-      environ: `os.environ`; the variable is taken out, as processes started
-        by this one do not have the pipe.
+      environ: `os.environ`. The variable is removed, since this process's
+        children do not inherit the pipe.
     """
     text = environ.pop(LAUNCHER_FD, None)
     if not text:
@@ -67,8 +67,8 @@ def find_pipe(environ: MutableMapping[str, str]) -> LauncherPipe | None:
         is_pipe, fd = False, -1
     if not is_pipe:
         warnings.warn(
-            f"{LAUNCHER_FD} must be the number of a pipe that the launcher "
-            f"has opened. Received: {text[:40]!r}. It is ignored: this "
+            f"{LAUNCHER_FD} must be the file descriptor of a pipe that the "
+            f"launcher opened. Received: {text[:40]!r}. It is ignored: this "
             "process receives nothing from a launcher.",
             stacklevel=2,
         )

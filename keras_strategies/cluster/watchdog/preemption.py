@@ -1,4 +1,4 @@
-"""The notice of preemption (SIGTERM), for what saves before the end."""
+"""The notice of preemption (SIGTERM), for code that saves before the end."""
 
 import atexit
 import functools
@@ -10,38 +10,38 @@ import types
 from collections.abc import Callable
 from typing import Any
 
-from keras_strategies.cluster.watchdog.progress import Progress
+from keras_strategies.cluster.watchdog.progress import ProgramRunner
 
-# Schedulers send SIGTERM again, and kill 30 seconds after the first.
+# Schedulers may repeat SIGTERM, and send SIGKILL 30 seconds after the first.
 _ENDING_S = 30.0
 
 _masks = threading.local()
 
 
 class PreemptionNotice:
-    """Whether this process must end (SIGTERM), while the context is open.
+    """A context that records SIGTERM, after which this process must end.
 
-    A process of a job learns it together with all others: `came` turns
-    true in all before the same program, and so between the same steps. One
-    that is alone has a handler of SIGTERM, if this is its main thread. If
-    SIGTERM came, the handler stays for 30 seconds after the context, so that
-    another one does not cut short what follows (`finally`, `atexit`).
+    In a job, `came` becomes true in all processes before the same program, and
+    so between the same steps. A process without others has a handler of
+    SIGTERM, if the context is entered in its main thread. After a SIGTERM the
+    handler stays for 30 seconds after the context, so that another SIGTERM
+    does not interrupt the cleanup (`finally`, `atexit`).
 
     Args:
-      progress: The programs of this process of a job; None where there are
-        no others.
+      runner: The runner of this process's programs in a job; None if there
+        are no other processes.
     """
 
-    def __init__(self, progress: Progress | None) -> None:
-        self._progress = progress
+    def __init__(self, runner: ProgramRunner | None) -> None:
+        self._runner = runner
         self._came = False
         self._previous: Any = None
         self._is_installed = False
         self._closed_at: float | None = None
 
     def __enter__(self) -> "PreemptionNotice":
-        if self._progress is not None:
-            self._progress.num_savers += 1
+        if self._runner is not None:
+            self._runner.num_savers += 1
         elif threading.current_thread() is threading.main_thread():
             reset_in_children()
             self._previous = signal.signal(signal.SIGTERM, self._on_signal)
@@ -49,8 +49,8 @@ class PreemptionNotice:
         return self
 
     def __exit__(self, *error: object) -> None:
-        if self._progress is not None:
-            self._progress.num_savers -= 1
+        if self._runner is not None:
+            self._runner.num_savers -= 1
         elif self._is_installed and self._came:
             self._closed_at = time.monotonic()
             atexit.register(self._ignore_at_exit)
@@ -60,9 +60,9 @@ class PreemptionNotice:
 
     @property
     def came(self) -> bool:
-        """Whether to save, and to raise `exit_codes.Preempted`."""
-        if self._progress is not None:
-            return self._progress.was_preempted
+        """Whether to save now, and then raise `exit_codes.Preempted`."""
+        if self._runner is not None:
+            return self._runner.was_preempted
         return self._came
 
     @property
@@ -96,10 +96,10 @@ class PreemptionNotice:
 
 @functools.cache
 def reset_in_children() -> None:
-    """Undoes this process's handling of SIGTERM in children that it forks.
+    """Resets the handling of SIGTERM in children that this process forks.
 
-    They inherit the handlers of notices, and JAX's of a job, which end
-    nothing. A child has what was there before: a user's handler, or none.
+    They inherit the handlers of notices, and JAX's in a job, which would not
+    end the child. The reset restores the user's handler or the default.
     """
     if hasattr(os, "register_at_fork"):
         os.register_at_fork(
@@ -110,7 +110,7 @@ def reset_in_children() -> None:
 
 
 def _hold_sigterm() -> None:
-    # One that comes before the child has reset its handler would be lost.
+    # A SIGTERM before the child has reset its handler would be lost.
     _masks.before = signal.pthread_sigmask(signal.SIG_BLOCK, (signal.SIGTERM,))
 
 
@@ -125,7 +125,8 @@ def _reset_sigterm() -> None:
         notice := getattr(handler, "__self__", None), PreemptionNotice
     ):
         handler = notice.previous
-    # JAX's is one of C++, which Python does not know; None is another's.
+    # Replaces JAX's handler, too: it is in C++, so Python still reports the
+    # previous one. None is a handler of other C code.
     if handler is not None:
         signal.signal(signal.SIGTERM, handler)
     _release_sigterm()

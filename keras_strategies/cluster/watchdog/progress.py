@@ -1,7 +1,7 @@
-"""The progress of this process: written where programs start, then watched.
+"""The runner of a process's programs, which records their progress.
 
-Only programs over all processes of the job count: they are the same in all,
-in one order, so their numbers can be compared.
+Only programs over all processes of the job count: all processes run the same
+ones in the same order, so their numbers can be compared.
 """
 
 import contextlib
@@ -20,19 +20,23 @@ import jax
 from keras_strategies._types import Array, Tree
 from keras_strategies.cluster.exchange import host_exchange
 from keras_strategies.cluster.exchange.exit_codes import Preempted
-from keras_strategies.cluster.exchange.same_program import compare, traced
+from keras_strategies.cluster.exchange.same_program import (
+    compare,
+    trace_program,
+)
 from keras_strategies.cluster.watchdog.failure_detector import Heartbeat
 
 _OURS = str(PurePath(__file__).parents[2])
-# No user's code; sub-folders of the last one are site-packages mostly.
+# Paths of code that is not the user's.
 _LIBRARIES = ("site-packages", "dist-packages", sysconfig.get_path("stdlib"))
 
-# Where JAX runs a program that it has just compiled.
+# The file in which JAX runs a program that it has just compiled.
 _EXECUTES = str(PurePath("jax", "_src", "interpreters", "pxla.py"))
-# Where JAX traces functions.
+# The file and functions in which JAX traces.
 _PARTIAL_EVAL = str(PurePath("jax", "_src", "interpreters", "partial_eval.py"))
 _TRACES = ("trace_to_jaxpr",)
-# Where JAX compares what `device_put` is given, and others with their own.
+# The file and functions in which JAX compares host values between processes,
+# such as those of `device_put`.
 _MULTIHOST = str(PurePath("jax", "experimental", "multihost_utils.py"))
 _COMPARES = (
     "assert_equal",
@@ -43,14 +47,14 @@ _COMPARES = (
 _COMPARED = "a value that JAX compares between processes (`assign`)"
 
 
-class Progress:
-    """The programs of this process.
+class ProgramRunner:
+    """A runner of this process's programs, which records their progress.
 
     Args:
-      num_processes: How many processes the job has.
-      is_preempted: Asked with the number of each program, which is the same
-        in all processes: whether all stop before it.
-      clock: Seconds, for tests.
+      num_processes: The number of the job's processes.
+      is_preempted: A function of the number of each program, which is the
+        same in all processes; returns whether all must stop before it.
+      clock: A function that returns seconds, which tests replace.
     """
 
     def __init__(
@@ -61,15 +65,15 @@ class Progress:
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._num_processes = num_processes
-        self._is_preempted = is_preempted or _reached_sync_point
+        self._is_preempted = is_preempted or _has_reached_sync_point
         self._clock = clock
         self._main = threading.main_thread().ident
-        # Programs are started by one thread at a time, mostly; the watchdog's
+        # Mostly one thread at a time starts programs; the watchdog's thread
         # only reads.
         self._asked = 0
         self.num_started = 0
         self.threads: set[int] = set()
-        # Since when a program is being started, and by which thread.
+        # The time since a program is being started, and the thread's id.
         self._starting: tuple[float, int] | None = None
         self._executing_since: float | None = None
         self._began = clock()
@@ -78,25 +82,30 @@ class Progress:
         self._last: _InFlight | None = None
         self.was_preempted = self.was_preempted_in_main = False
         self.is_done = False
-        # Who saves first, and raises `Preempted` then.
+        # The number of open notices, which save first and raise `Preempted`.
         self.num_savers = 0
 
-    def start(
+    def run(
         self,
         num_processes: int,
         program: Callable[..., Any],
         args: tuple[Any, ...],
     ) -> Tree:
-        """Calls a program over so many processes.
+        """Calls a program.
+
+        Args:
+          num_processes: The number of processes that the program runs over.
+          program: The compiled function.
+          args: Its arguments.
 
         Returns:
-          Its outputs, as the program returns them.
+          The program's outputs.
 
         Raises:
-          Preempted: one of the processes got SIGTERM; all raise it before
-            the same program. It is raised once, and not where somebody wants
-            to save first (`num_savers`).
-          RuntimeError: another process is about to run another program.
+          Preempted: if one of the processes received SIGTERM; all raise it
+            before the same program, once. Not raised if a notice is open,
+            which saves first (`num_savers`).
+          RuntimeError: if another process is about to run another program.
         """
         if num_processes != self._num_processes:
             return program(*args)
@@ -109,9 +118,9 @@ class Progress:
                 self._wait()
                 raise Preempted
         with self._in_start():
-            new = traced(program, args)
-        if new is not None:
-            compare(tuple(range(num_processes)), new)
+            traced = trace_program(program, args)
+        if traced is not None:
+            compare(tuple(range(num_processes)), traced)
         with self._in_start():
             outputs = program(*args)
         self.num_started += 1
@@ -127,14 +136,14 @@ class Progress:
             self._starting = self._executing_since = None
 
     def heartbeat(self, number: int = 0) -> Heartbeat:
-        """What this process does now, as its beat of this number."""
+        """Returns this process's activity now, as a heartbeat of a number."""
         now = self._clock()
         flights = [self._oldest, self._last]
         waiting = [now - f.since for f in flights if f and not f.has_ended()]
-        starting_s, executing_s = self._starting_s(now)
+        starting_s, executing_s = self._measure_starting(now)
         waiting.append(executing_s)
-        agreeing, agreeing_s = host_exchange.longest_wait()
-        comparing_s = self._comparing_s(now)
+        agreeing, agreeing_s = host_exchange.find_longest_wait()
+        comparing_s = self._measure_comparing(now)
         if comparing_s > agreeing_s:
             agreeing, agreeing_s = _COMPARED, comparing_s
         return Heartbeat(
@@ -144,15 +153,16 @@ class Progress:
             starting_s=starting_s,
             agreeing=agreeing,
             agreeing_s=agreeing_s,
-            where=where_is(self._main),
+            where=locate_thread(self._main),
             is_done=self.is_done,
         )
 
-    def _comparing_s(self, now: float) -> float:
-        """For how long JAX compares a value of the host between processes.
+    def _measure_comparing(self, now: float) -> float:
+        """Returns the time JAX has been comparing a host value, in seconds.
 
-        It does so where `device_put` spreads one, and so does `assign` of a
-        variable; with a program of its own, that nobody is told of.
+        `device_put` of a value to several processes compares it between them,
+        and so does `assign` of a variable. JAX runs a separate program for
+        this, which this class does not see; only the stack shows it.
         """
         frame = sys._current_frames().get(self._main or 0)
         if not _is_in(frame, _MULTIHOST, _COMPARES):
@@ -162,9 +172,12 @@ class Progress:
             self._comparing_since = now
         return now - self._comparing_since
 
-    def _starting_s(self, now: float) -> tuple[float, float]:
-        """For how long a program is being started, or runs before the call
-        returns: XLA does that on CPU with one device in each process."""
+    def _measure_starting(self, now: float) -> tuple[float, float]:
+        """Returns the times a program has been starting and executing.
+
+        Both in seconds; at least one is 0. A program executes before its call
+        returns on CPU with one device in each process.
+        """
         starting = self._starting
         if starting is None:
             main = sys._current_frames().get(self._main or 0)
@@ -175,31 +188,32 @@ class Progress:
             self._executing_since = None
             return now - starting[0], 0.0
         if self._executing_since is None:
-            is_first = frame.f_code is not Progress.start.__code__
+            is_first = frame.f_code is not ProgramRunner.run.__code__
             self._executing_since = now if is_first else starting[0]
         return 0.0, now - self._executing_since
 
     def _note(self, outputs: Tree) -> None:
-        # The first entry (logs, results) is donated to no program. Of another
-        # one nothing may be kept: a program looks who else holds its state.
+        # The first entry (logs, results) is never donated, so it may be kept.
+        # Other outputs may not: a program copies state that is referenced
+        # elsewhere before it donates it.
         first = jax.tree.leaves(outputs[0])
         leaves = first or jax.tree.leaves(outputs)
         if not leaves:
             return
         flight = _InFlight(leaves[0], self._clock(), keeps=bool(first))
-        # GPU and TPU queue programs: the oldest in flight shows how long.
+        # GPU and TPU queue programs: the oldest in flight determines the time.
         if self._oldest is None or self._oldest.has_ended():
             self._oldest = flight
         self._last = flight
 
     def _wait(self) -> None:
-        """Until the last program has ended, whatever became of it."""
+        """Blocks until the last program has ended, even with an error."""
         if self._last is not None:
             self._last.wait()
 
 
 class _InFlight:
-    """A program that was started, known by one of its outputs."""
+    """A program in flight, represented by one of its outputs."""
 
     def __init__(self, output: Array, since: float, *, keeps: bool) -> None:
         self.since = since
@@ -209,7 +223,7 @@ class _InFlight:
     def has_ended(self) -> bool:
         output = self._reference()
         if output is not None:
-            # One that is deleted was donated to a later program.
+            # A deleted output was donated to a later program.
             with contextlib.suppress(RuntimeError):
                 if not output.is_deleted() and not output.is_ready():
                     return False
@@ -223,43 +237,43 @@ class _InFlight:
                 output.block_until_ready()
 
 
-def where_is(thread: int | None) -> str:
-    """Where a thread's code is: "train.py:42 in on_batch_end".
+def locate_thread(thread: int | None) -> str:
+    """Returns a thread's position: "train.py:42 in on_batch_end".
 
-    The innermost of the user's lines; without one, the innermost line.
+    This is the innermost line of user code; without one, the innermost line.
 
     Args:
-      thread: Its identifier.
+      thread: The thread's identifier.
     """
     frame = sys._current_frames().get(thread or 0)
-    return where_in(frame)
+    return locate_frame(frame)
 
 
-def where_in(frame: types.FrameType | None) -> str:
-    """As `where_is`, of a frame."""
-    shown = ""
+def locate_frame(frame: types.FrameType | None) -> str:
+    """Returns a frame's position; see `locate_thread`."""
+    innermost = ""
     while frame is not None:
         file = frame.f_code.co_filename
         text = f"{PurePath(file).name}:{frame.f_lineno} in "
         text += frame.f_code.co_name
-        if is_users(file):
+        if is_user_code(file):
             return text
-        shown = shown or text
+        innermost = innermost or text
         frame = frame.f_back
-    return shown
+    return innermost
 
 
 def _is_executing(frame: types.FrameType) -> bool:
-    """Whether a program that is being started runs already.
+    """Returns whether a program that is being started already executes.
 
-    JAX's fast path calls it from C++; the first time its Python does, when
-    all is compiled.
+    JAX's fast path executes it from C++, with `run` as the innermost Python
+    frame. The first call executes it from JAX's Python, after compiling.
     """
     code = frame.f_code
     is_first = code.co_filename.endswith(_EXECUTES) and (
         code.co_name == "__call__"
     )
-    return is_first or code is Progress.start.__code__
+    return is_first or code is ProgramRunner.run.__code__
 
 
 def _is_in(
@@ -269,8 +283,8 @@ def _is_in(
 
     Args:
       frame: The thread's innermost frame.
-      file: How the file's path ends.
-      names: How the functions' names begin.
+      file: The end of the file's path.
+      names: The beginnings of the functions' names.
     """
     while frame is not None:
         code = frame.f_code
@@ -280,15 +294,15 @@ def _is_in(
     return False
 
 
-def is_users(file: str) -> bool:
-    """Whether a file is the user's: no library's, nor ours."""
+def is_user_code(file: str) -> bool:
+    """Returns whether a file is user code, not a library's or ours."""
     if file.startswith((_OURS, "<frozen")):
         return False
     return not any(name in file for name in _LIBRARIES)
 
 
-def _reached_sync_point(number: int) -> bool:
-    # Importing it takes time that one process without others need not spend.
+def _has_reached_sync_point(number: int) -> bool:
+    # Imported here: a process without others need not spend the time.
     from jax.experimental import multihost_utils
 
     try:

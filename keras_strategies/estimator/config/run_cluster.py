@@ -3,17 +3,17 @@
 import dataclasses
 from typing import Any
 
-from keras_strategies.cluster.addresses import shown, with_rpc_layer
+from keras_strategies.cluster.addresses import add_rpc_layer, shown
 from keras_strategies.cluster.checks import check_type
 from keras_strategies.cluster.resolvers.tf_config_resolver import (
     VARIABLE,
     has_one_task,
     load_tf_config,
     parse_tf_config,
-    text_in,
+    read_string,
 )
 from keras_strategies.cluster.spec import ClusterSpec
-from keras_strategies.cluster.tasks import num_tasks
+from keras_strategies.cluster.tasks import count_tasks
 
 CHIEF, WORKER, EVALUATOR, SERVER = "chief", "worker", "evaluator", "ps"
 _RPC_LAYER = "grpc"
@@ -76,7 +76,7 @@ def parse_cluster(text: str, *, needs_chief: bool) -> RunCluster:
     place = RunCluster(
         service=_read_service(raw),
         model_dir=_read_model_dir(raw),
-        evaluation_master=text_in(raw, "eval_session_master") or "",
+        evaluation_master=read_string(raw, "eval_session_master") or "",
         master=config.session_master or "",
     )
     spec, raw_task = config.cluster, (config.task_type, config.task_id)
@@ -96,8 +96,9 @@ def parse_cluster(text: str, *, needs_chief: bool) -> RunCluster:
         cluster_spec=spec,
         evaluation_master="",
         is_chief=_is_chief(spec, *task),
-        num_ps_replicas=num_tasks(spec, SERVER),
-        num_worker_replicas=num_tasks(spec, CHIEF) + num_tasks(spec, WORKER),
+        num_ps_replicas=count_tasks(spec, SERVER),
+        num_worker_replicas=count_tasks(spec, CHIEF)
+        + count_tasks(spec, WORKER),
         global_id_in_cluster=_compute_global_id(spec, *task),
     )
 
@@ -110,7 +111,7 @@ def _read_service(raw: dict[str, Any]) -> dict[str, Any] | None:
 
 
 def _read_model_dir(raw: dict[str, Any]) -> str | None:
-    directory = text_in(raw, "model_dir")
+    directory = read_string(raw, "model_dir")
     if directory == "":
         raise ValueError(
             f"model_dir in {VARIABLE} should be non-empty. Received: ''. Write "
@@ -140,8 +141,8 @@ def _validate_task(
     task_id: int | None,
     needs_chief: bool,
 ) -> tuple[str, int]:
-    if not num_tasks(spec, CHIEF) and (
-        needs_chief or not num_tasks(spec, WORKER)
+    if not count_tasks(spec, CHIEF) and (
+        needs_chief or not count_tasks(spec, WORKER)
     ):
         raise ValueError(
             f'If "cluster" is set in {VARIABLE}, it must have one "{CHIEF}" '
@@ -176,11 +177,11 @@ def _validate_task(
 def _find_address(spec: ClusterSpec, task_type: str, task_id: int) -> str:
     if has_one_task(spec):
         return ""
-    return with_rpc_layer(spec.task_address(task_type, task_id), _RPC_LAYER)
+    return add_rpc_layer(spec.task_address(task_type, task_id), _RPC_LAYER)
 
 
 def _is_chief(spec: ClusterSpec, task_type: str, task_id: int) -> bool:
-    if num_tasks(spec, CHIEF):
+    if count_tasks(spec, CHIEF):
         return task_type == CHIEF
     return task_type == WORKER and task_id == 0
 
@@ -193,4 +194,4 @@ def _compute_global_id(spec: ClusterSpec, task_type: str, task_id: int) -> int:
         WORKER: (CHIEF, EVALUATOR),
         SERVER: (CHIEF, EVALUATOR, WORKER),
     }
-    return task_id + sum(num_tasks(spec, job) for job in before[task_type])
+    return task_id + sum(count_tasks(spec, job) for job in before[task_type])

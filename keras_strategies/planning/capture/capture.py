@@ -53,7 +53,7 @@ from keras_strategies.strategy.runner import Runner
 from keras_strategies.strategy.strategy import Strategy
 from keras_strategies.strategy.tpu import TPUStrategy
 from keras_strategies.tpu import experimental
-from keras_strategies.tpu.replica_meshes import mesh_of_assignments
+from keras_strategies.tpu.replica_meshes import make_assigned_mesh
 from keras_strategies.tpu.topology import Topology
 
 _CLASSES = (
@@ -191,9 +191,7 @@ class Capture:
             )
         partitioner = layout.variable_partitioner
         if assignment is not None and layout.cores == 1:
-            mesh = mesh_of_assignments(
-                assignment, partitioner, is_abstract=True
-            )
+            mesh = make_assigned_mesh(assignment, partitioner, is_abstract=True)
         else:
             mesh = make_mesh(self._devices, layout)
         self.layout = str(layout)

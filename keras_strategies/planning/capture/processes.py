@@ -10,7 +10,7 @@ import time
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from keras_strategies.cluster.child_program import command_line
+from keras_strategies.cluster.child_program import make_command_line
 from keras_strategies.planning.capture.request import (
     ENVIRONMENT,
     MAX_ANSWER_BYTES,
@@ -123,7 +123,7 @@ class _Process:
             for name, value in os.environ.items()
             if not name.startswith(_NOT_ENTERED)
         }
-        words = command_line(
+        words = make_command_line(
             _WORKER, str(file), request.to_text(), str(os.getpid())
         )
         self._process = subprocess.Popen(

@@ -44,7 +44,7 @@ from keras_strategies.planning.compile.planner import (
 )
 from keras_strategies.planning.compile.step import Step
 from keras_strategies.strategy.mirrored import MirroredStrategy
-from keras_strategies.tpu.topology_devices import devices_by_name
+from keras_strategies.tpu.topology_devices import make_tpu_devices
 
 _MAX_LINES = 12
 _POLL_SECONDS = 1.0
@@ -111,7 +111,7 @@ class Worker:
         """Returns the candidate's step as a dict for JSON."""
         if self._request.function:
             return self._plan_candidate(_make_function_candidate(self._request))
-        return self.plan_script(devices_by_name(self._request.topology))
+        return self.plan_script(make_tpu_devices(self._request.topology))
 
     def plan_script(self, devices: Sequence[jax.Device]) -> dict[str, Any]:
         """Plans a script's first step, in the contexts that surround it.

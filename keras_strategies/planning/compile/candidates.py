@@ -21,10 +21,10 @@ from keras_strategies.planning.compile.fit_step import FitStep
 from keras_strategies.planning.compile.planner import Candidate
 from keras_strategies.planning.compile.step import Step, with_rows
 from keras_strategies.strategy.strategy import Strategy
-from keras_strategies.tpu.device_groups import grouped_device_order
-from keras_strategies.tpu.replica_meshes import abstract_mesh
+from keras_strategies.tpu.device_groups import group_devices
+from keras_strategies.tpu.replica_meshes import make_abstract_mesh
 from keras_strategies.tpu.topology import Topology
-from keras_strategies.tpu.topology_devices import devices_by_name
+from keras_strategies.tpu.topology_devices import make_tpu_devices
 
 
 class MakingFailed(Exception):  # noqa: N818
@@ -128,7 +128,7 @@ def iter_candidates(
         slices = {devices[0].device_kind: devices}
     else:
         names = lib.check_topologies(topologies)
-        slices = {name: devices_by_name(name) for name in names}
+        slices = {name: make_tpu_devices(name) for name in names}
     layout_maps = _LayoutMaps(maker)
     for name, devices in slices.items():
         layouts = strategies
@@ -151,7 +151,7 @@ def iter_candidates(
 
 def list_default_layouts(devices: Sequence[Any]) -> list[lib.Layout]:
     """Returns the layouts to try; the last one may be for transformers."""
-    shards = grouped_device_order(devices, None)[1]
+    shards = group_devices(devices, None)[1]
     layouts = lib.list_layouts(len(devices), shards)
     is_tpu = devices[0].platform == "tpu"
     if is_tpu and len(devices) >= _MODEL_AXIS**2:
@@ -249,7 +249,7 @@ def make_mesh(devices: Sequence[Any], layout: lib.Layout) -> ReplicaMesh:
                 "another number of cores."
             )
     if devices[0].platform == "tpu":
-        return abstract_mesh(devices, shape, partitioner)
+        return make_abstract_mesh(devices, shape, partitioner)
     shards = getattr(partitioner, "shards", None)
     return ReplicaMesh(devices=tuple(devices), shards=shards)
 

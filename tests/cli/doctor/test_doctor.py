@@ -24,7 +24,7 @@ from keras_strategies.cli.doctor import (
     run_probe,
 )
 from keras_strategies.cli.doctor.findings import Level, Part
-from keras_strategies.cluster.job.free_ports import free_ports
+from keras_strategies.cluster.job.free_ports import find_free_ports
 from keras_strategies.cluster.spec import TaskInfo
 from tests.support import strangers
 from tests.support.commands import python
@@ -132,7 +132,7 @@ print("loaded:", sorted(slow & set(sys.modules)))
     [
         ({"KERAS_BACKEND": "tensorflow"}, "KERAS_BACKEND is 'tensorflow'"),
         ({"KERAS_NNX_ENABLED": "true"}, "KERAS_NNX_ENABLED is on"),
-        ({"TF_CONFIG": '{"cluster": '}, "TF_CONFIG is no JSON"),
+        ({"TF_CONFIG": '{"cluster": '}, "TF_CONFIG must be valid JSON"),
     ],
 )
 def test_doctor_starts_whatever_is_wrong(environ, expected):
@@ -352,11 +352,11 @@ def test_launcher_is_named_as_the_one_who_set_tf_config():
 @pytest.mark.parametrize(
     ("environ", "expected"),
     [
-        ({"TF_CONFIG": "{"}, "TF_CONFIG is no JSON"),
+        ({"TF_CONFIG": "{"}, "TF_CONFIG must be valid JSON"),
         ({"TF_CONFIG": tf_config(["a:1", "b:1"], 2)}, "task 2 of job 'worker'"),
         ({"TF_CONFIG": tf_config(["a:1", "a:1"], 0)}, "'a:1' for task 0"),
-        (SLURM | {"SLURM_PROCID": "x"}, "SLURM_PROCID is a whole number"),
-        (TORCHRUN | {"RANK": "7"}, "RANK is a whole number from 0 to 1"),
+        (SLURM | {"SLURM_PROCID": "x"}, "SLURM_PROCID must be an integer"),
+        (TORCHRUN | {"RANK": "7"}, "RANK must be an integer from 0 to 1"),
         ({"JOB_COMPLETION_INDEX": "0"}, "JAX_PROCESS_COUNT not found"),
         (SLURM | TORCHRUN, "SLURM and torchrun are all set"),
         ({"SLURM_JOB_ID": "7"}, "Start the script with `srun`"),
@@ -414,7 +414,7 @@ def test_address_of_the_coordinator_in_use():
 
 
 def test_address_of_the_coordinator_that_nobody_listens_at():
-    address = f"127.0.0.1:{free_ports(1)[0]}"
+    address = f"127.0.0.1:{find_free_ports(1)[0]}"
     assert "no process listens at" in found_at(1, address)[1]
     # Others are on other machines, and 127.0.0.1 is each machine's own.
     levels, text = found_at(0, address)
@@ -461,7 +461,7 @@ def test_coordinator_that_does_not_answer(monkeypatch):
 
 @pytest.mark.parametrize("has_met", [True, False])
 def test_an_address_at_which_all_have_met_is_no_fault(monkeypatch, has_met):
-    address = f"127.0.0.1:{free_ports(1)[0]}"
+    address = f"127.0.0.1:{find_free_ports(1)[0]}"
     environ = {"TF_CONFIG": tf_config([address, "127.0.0.2:1"], 0)}
     findings = (run_probe._MET,) if has_met else ()
     job = Part(title="Job", findings=findings)
@@ -481,7 +481,7 @@ def test_a_secret_is_looked_at_and_not_shown():
 
 
 def test_processes_meet_join_and_time_an_all_reduce():
-    addresses = [f"127.0.0.1:{port}" for port in free_ports(2)]
+    addresses = [f"127.0.0.1:{port}" for port in find_free_ports(2)]
     environ = os.environ | {"XLA_FLAGS": ""}
 
     def check(process_id):
@@ -523,7 +523,7 @@ def test_report_of_a_job_is_the_chiefs():
 
 @pytest.mark.parametrize("process_id", [0, 1])
 def test_process_that_does_not_come_is_named(process_id):
-    addresses = [f"127.0.0.1:{port}" for port in free_ports(2)]
+    addresses = [f"127.0.0.1:{port}" for port in find_free_ports(2)]
     cluster = clusters.find_clusters(
         {"TF_CONFIG": tf_config(addresses, process_id)}
     )[0]

@@ -17,7 +17,7 @@ import pytest
 from keras_strategies.cli import main
 from keras_strategies.cli.launch.launch import make_environment
 from keras_strategies.cli.launch.local_job import Ending, find_first_cause
-from keras_strategies.cluster.job.free_ports import free_ports
+from keras_strategies.cluster.job.free_ports import find_free_ports
 from keras_strategies.cluster.resolvers.tf_config_resolver import (
     TFConfigClusterResolver,
 )
@@ -143,7 +143,7 @@ sys.stdout.write("no newline")
 
 
 def test_processes_are_tasks_of_one_cluster():
-    addresses = [f"127.0.0.1:{port}" for port in free_ports(3)]
+    addresses = [f"127.0.0.1:{port}" for port in find_free_ports(3)]
     assert len(set(addresses)) == 3
     before = {"XLA_FLAGS": "--xla_a=1 --xla_force_host_platform_device_count=8"}
     for index in range(3):
@@ -167,7 +167,7 @@ def test_processes_are_tasks_of_one_cluster():
 
 @pytest.mark.parametrize("count", [1, 3])
 def test_an_evaluator_is_none_of_the_cluster(count):
-    addresses = [f"127.0.0.1:{port}" for port in free_ports(count)]
+    addresses = [f"127.0.0.1:{port}" for port in find_free_ports(count)]
     infos = [
         task_info(
             TFConfigClusterResolver(

@@ -3,7 +3,7 @@
 import pytest
 
 from keras_strategies.cluster.exchange import joining, rendezvous
-from keras_strategies.cluster.job.free_ports import free_ports
+from keras_strategies.cluster.job.free_ports import find_free_ports
 
 
 @pytest.fixture(autouse=True)
@@ -16,4 +16,4 @@ def short_waits(monkeypatch):
 
 @pytest.fixture
 def address():
-    return f"127.0.0.1:{free_ports(1)[0]}"
+    return f"127.0.0.1:{find_free_ports(1)[0]}"

@@ -61,7 +61,7 @@ def run(monkeypatch):
 
     monkeypatch.setattr(host_exchange, "_numbers", Numbers())
     monkeypatch.setattr(host_exchange, "_ended", Ended())
-    monkeypatch.setattr(host_exchange, "_client", lambda: store)
+    monkeypatch.setattr(host_exchange, "get_client", lambda: store)
     monkeypatch.setattr(host_exchange.jax, "process_index", lambda: this.index)
 
     def start(function, count):

@@ -20,7 +20,7 @@ from keras_strategies.cluster.exchange.job_secret import (
     read_secret,
 )
 from keras_strategies.cluster.exchange.rendezvous import RendezvousError, meet
-from keras_strategies.cluster.job.free_ports import free_ports
+from keras_strategies.cluster.job.free_ports import find_free_ports
 from tests.support.waiting import connected
 
 ONE, OTHER = Secret("one" * 10), Secret("other" * 10)
@@ -160,7 +160,7 @@ def test_a_proof_of_an_earlier_meeting_is_worth_nothing(address):
     recorded = []
 
     def between():
-        host, port = rendezvous.split(address)
+        host, port = rendezvous.split_address(address)
         with (
             socket.create_server((host, free)) as server,
             contextlib.suppress(OSError),
@@ -177,7 +177,7 @@ def test_a_proof_of_an_earlier_meeting_is_worth_nothing(address):
                     near.sendall(far.recv(65_536))
         del port
 
-    free = free_ports(1)[0]
+    free = find_free_ports(1)[0]
     with concurrent.futures.ThreadPoolExecutor(9) as pool:
         proxy = pool.submit(between)
         first = pool.submit(said_to, address, 0, ONE)
@@ -210,7 +210,7 @@ def test_a_proof_of_an_earlier_meeting_is_worth_nothing(address):
     ids=lambda words: str(words[:60]),
 )
 def test_a_process_0_that_proves_nothing_is_not_believed(address, words):
-    host, port = rendezvous.split(address)
+    host, port = rendezvous.split_address(address)
 
     def answer():
         with contextlib.suppress(OSError):
@@ -233,7 +233,7 @@ def test_a_process_0_that_proves_nothing_is_not_believed(address, words):
 
 def test_what_process_0_says_is_proved_too(address):
     """A verdict is another one on its way."""
-    free = free_ports(1)[0]
+    free = find_free_ports(1)[0]
 
     def between():
         with socket.create_server(("127.0.0.1", free)) as server:
@@ -308,6 +308,6 @@ def test_ten_thousand_damaged_hellos(address):
         start = draw.randrange(len(good))
         piece = draw.choice(["", "[", '"', "nonce", "0", "é", "\\u0000"])
         text = good[:start] + piece + good[start + draw.randint(0, 9) :]
-        said = greetings.parsed(text.encode())
+        said = greetings.parse_hello(text.encode())
         if said is not None and "nonce" in said:
             assert job_secret.is_nonce(said["nonce"])

@@ -4,7 +4,7 @@ import json
 
 import pytest
 
-from keras_strategies.cluster.array_kinds import dtype_named, is_shape
+from keras_strategies.cluster.array_kinds import is_shape, parse_dtype
 from keras_strategies.cluster.exchange.message_forms import (
     Either,
     fault_of,
@@ -31,8 +31,8 @@ pytestmark = pytest.mark.quick
         ({"a?": int}, [{"a": 1}, {}], [{"a": "1"}]),
         (Either((None, {"a": [int]})), [None, {"a": [1]}], [{}, {"a": [""]}]),
         (is_shape, [[], [3, 0]], [[-1], [True], [1.5], [2**40] * 3, [1] * 40]),
-        (dtype_named, ["float32", "bfloat16", "<U5"], ["f4,f4", "(2,)f4", 3]),
-        (dtype_named, ["bool"], ["float", "<U999999999", "x" * 99, "os"]),
+        (parse_dtype, ["float32", "bfloat16", "<U5"], ["f4,f4", "(2,)f4", 3]),
+        (parse_dtype, ["bool"], ["float", "<U999999999", "x" * 99, "os"]),
     ],
 )
 def test_only_what_has_the_form_has_no_fault(form, good, bad):
@@ -43,7 +43,7 @@ def test_only_what_has_the_form_has_no_fault(form, good, bad):
 def test_a_fault_is_named_by_its_place():
     form = {"rows": [{"a": int}]}
     fault = fault_of({"rows": [{"a": 1}, {"a": "x" * 9999}]}, form)
-    assert fault == "it['rows'][1]['a'] is another value"
+    assert fault == "it['rows'][1]['a'] has a wrong value"
     assert fault_of({"rows": [{}]}, form) == "it['rows'][0] has no 'a'"
 
 
@@ -52,10 +52,10 @@ def test_a_fault_is_named_by_its_place():
     [
         ("", "line 1, column 1"),
         ("[" * 400 + "]" * 400, "nested too deeply"),
-        ('{"rows": "3"}', "it['rows'] is another value"),
+        ('{"rows": "3"}', "it['rows'] has a wrong value"),
         ('{"rows": 3, "rows": 4}', "the key 'rows' twice"),
         ('"' + "x" * 2000 + '"', "characters"),
-        ("3", "it is no object"),
+        ("3", "it is not an object"),
     ],
     ids=lambda text: text[:20],
 )

@@ -52,7 +52,7 @@ def test_all_meet(address, count):
     assert run(address, same(*range(count))) == ["met"] * count
     # The port is free at once.
     if count > 1:
-        host, port = rendezvous.split(address)
+        host, port = rendezvous.split_address(address)
         with socket.create_server((host, port)):
             pass
 
@@ -85,7 +85,7 @@ def test_a_missing_chief_is_named(address):
         (
             # The third never comes: nobody ends before it is noticed.
             same(0, 1, 1, count=3),
-            "two processes that say they are process 1 (worker 1)",
+            "two processes that claim to be process 1 (worker 1)",
         ),
         (
             [*same(0, 0, count=2), (2.0, 1, 2, {})],
@@ -166,7 +166,7 @@ def test_strangers_are_left_alone(address, words):
 
 
 def test_another_service_at_the_address_is_no_process_0(address):
-    host, port = rendezvous.split(address)
+    host, port = rendezvous.split_address(address)
     with socket.create_server((host, port)) as server:
         server.settimeout(LONG)
 
@@ -196,8 +196,8 @@ def test_an_address_of_another_machine_is_refused():
 
 
 def test_addresses():
-    assert rendezvous.split("host:1") == ("host", 1)
-    assert rendezvous.split("[::1]:22") == ("::1", 22)
+    assert rendezvous.split_address("host:1") == ("host", 1)
+    assert rendezvous.split_address("[::1]:22") == ("::1", 22)
 
 
 def test_who_came_early_hears_who_is_missing(address):
@@ -243,7 +243,7 @@ def test_a_thousand_idle_strangers_take_nobodys_time(
 ):
     """Of a process that is slow to say who it is."""
     monkeypatch.setattr(rendezvous, "_PENDING_S", 10.0)
-    host, port = rendezvous.split(address)
+    host, port = rendezvous.split_address(address)
     idle = []
 
     def crowd(num):
@@ -281,7 +281,7 @@ def test_a_thousand_idle_strangers_take_nobodys_time(
 def test_who_comes_after_many_idle_strangers_is_heard(address, monkeypatch):
     monkeypatch.setattr(rendezvous, "_MAX_PENDING", 32)
     monkeypatch.setattr(rendezvous, "_PENDING_S", 0.2)
-    host, port = rendezvous.split(address)
+    host, port = rendezvous.split_address(address)
     idle = []
 
     def crowd():
@@ -306,7 +306,7 @@ def test_who_comes_after_many_idle_strangers_is_heard(address, monkeypatch):
 
 def test_an_idle_stranger_is_hung_up_on(address, monkeypatch):
     monkeypatch.setattr(rendezvous, "_PENDING_S", 0.2)
-    host, port = rendezvous.split(address)
+    host, port = rendezvous.split_address(address)
 
     def waited():
         with connected(address) as stranger:
@@ -333,7 +333,7 @@ def test_ten_thousand_lines_are_ours_or_nobodys():
             start = draw.randrange(len(text) + 1)
             stop = min(start + draw.randint(0, 9), len(text))
             text = text[:start] + draw.choice(["", *pieces]) + text[stop:]
-        said = greetings.parsed(text.encode())
+        said = greetings.parse_hello(text.encode())
         if said is not None:
             kinds = {name: type(value) for name, value in said.items()}
             assert kinds == greetings.HELLO_KINDS

@@ -7,13 +7,13 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from keras_strategies.cluster.exchange.same_program import traced
+from keras_strategies.cluster.exchange.same_program import trace_program
 
 pytestmark = pytest.mark.quick
 
 
 def text_of(fn):
-    found = traced(jax.jit(fn), (np.ones(3, "float32"),))
+    found = trace_program(jax.jit(fn), (np.ones(3, "float32"),))
     assert found is not None
     return found.text
 
@@ -60,10 +60,10 @@ def test_constants_tell_programs_apart(make):
 
 def test_a_program_is_asked_for_until_it_was_compared():
     program = jax.jit(lambda x: x + 1)
-    assert traced(program, (np.ones(3),)) is not None
+    assert trace_program(program, (np.ones(3),)) is not None
     # Until the processes have agreed.
-    assert traced(program, (np.ones(3),)) is not None
-    assert traced(lambda x: x, (np.ones(3),)) is None
+    assert trace_program(program, (np.ones(3),)) is not None
+    assert trace_program(lambda x: x, (np.ones(3),)) is None
 
 
 def test_addresses_do_not_tell_programs_apart():

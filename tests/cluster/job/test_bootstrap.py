@@ -8,7 +8,7 @@ import pytest
 
 from keras_strategies.cluster.exchange.rendezvous import RendezvousError
 from keras_strategies.cluster.job import bootstrap
-from keras_strategies.cluster.job.free_ports import free_ports
+from keras_strategies.cluster.job.free_ports import find_free_ports
 from keras_strategies.cluster.spec import TaskInfo
 from tests.support.commands import python
 
@@ -31,7 +31,7 @@ def test_an_address_to_listen_at_is_checked(monkeypatch, address):
     monkeypatch.setenv(bootstrap.BIND_ADDRESS, address)
     with pytest.raises(ValueError, match=bootstrap.BIND_ADDRESS) as caught:
         bootstrap.join(TASK, strategy="A", timeout_s=1.0)
-    assert "no `host:port`" in str(caught.value)
+    assert "must be `host:port`" in str(caught.value)
 
 
 def test_a_job_whose_process_0_is_not_known_says_what_gives_it():
@@ -43,9 +43,9 @@ def test_a_job_whose_process_0_is_not_known_says_what_gives_it():
 
 
 def test_a_number_of_slices_is_named_where_processes_are_missing(monkeypatch):
-    address = f"127.0.0.1:{free_ports(1)[0]}"
+    address = f"127.0.0.1:{find_free_ports(1)[0]}"
     task = dataclasses.replace(TASK, addresses=(address, None))
-    monkeypatch.setattr(bootstrap, "_problem", str)
+    monkeypatch.setattr(bootstrap, "_find_problem", str)
     monkeypatch.setenv("MEGASCALE_NUM_SLICES", "2")
     text = "nothing from process 1.*MEGASCALE_NUM_SLICES is '2' here"
     with pytest.raises(RendezvousError, match=text):
@@ -72,7 +72,7 @@ ks.MultiWorkerMirroredStrategy(startup_timeout_s=2.0)
 def test_a_child_of_a_script_without_a_guard_is_told(tmp_path, method):
     script = tmp_path / "script.py"
     script.write_text(WITHOUT_GUARD)
-    addresses = [f"127.0.0.1:{port}" for port in free_ports(2)]
+    addresses = [f"127.0.0.1:{port}" for port in find_free_ports(2)]
     config = {
         "cluster": {"worker": addresses},
         "task": {"type": "worker", "index": 1},
@@ -85,5 +85,5 @@ def test_a_child_of_a_script_without_a_guard_is_told(tmp_path, method):
     )
     assert ended.returncode == 1
     last = ended.stderr.splitlines()[-1]
-    assert "RuntimeError: A process of a job must not join it again" in last
+    assert "RuntimeError: The children of a job's process must not join" in last
     assert "`if __name__ == '__main__':`" in last

@@ -6,7 +6,7 @@ import warnings
 import pytest
 
 import keras_strategies as ks
-from keras_strategies.cluster.job.place import unjoined_job
+from keras_strategies.cluster.job.place import find_unjoined_job
 from keras_strategies.cluster.watchdog.launcher_pipe import LAUNCHER_FD
 
 pytestmark = pytest.mark.quick
@@ -27,7 +27,7 @@ TORCHRUN = {"WORLD_SIZE": "8", "RANK": "3", "MASTER_ADDR": "a"}
     ],
 )
 def test_a_job_of_several_is_found(environ, count, cure):
-    job = unjoined_job(environ)
+    job = find_unjoined_job(environ)
     assert job is not None
     assert job.count == count
     assert cure in job.cure
@@ -50,7 +50,7 @@ def test_a_job_of_several_is_found(environ, count, cure):
     ids=lambda environ: str(environ)[:50],
 )
 def test_nothing_else_is_a_job(environ):
-    assert unjoined_job(environ) is None
+    assert find_unjoined_job(environ) is None
 
 
 def set_to(monkeypatch, environ):
@@ -63,7 +63,7 @@ def set_to(monkeypatch, environ):
 @pytest.mark.parametrize("environ", [SLURM, MPI, TORCHRUN])
 def test_a_strategy_that_joins_nobody_warns(monkeypatch, environ):
     set_to(monkeypatch, environ)
-    with pytest.warns(UserWarning, match="trains a model of its own") as told:
+    with pytest.warns(UserWarning, match="trains a separate model") as told:
         ks.MultiWorkerMirroredStrategy()
     assert told[0].filename == __file__
 

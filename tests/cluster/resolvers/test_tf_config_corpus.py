@@ -31,15 +31,19 @@ def task(**changed):
 # What TF_CONFIG is, the error's type, and words that the error must contain.
 CORPUS = {
     # No JSON.
-    "no JSON": (SECRET, ValueError, ["no JSON", "line 1, column 1"]),
-    "cut": (config()[:-1], ValueError, ["no JSON", "delimiter"]),
-    "Python's quotes": (str(json.loads(config())), ValueError, ["no JSON"]),
-    "trailing comma": (config()[:-1] + ",}", ValueError, ["no JSON"]),
-    "two values": (config() + config(), ValueError, ["no JSON", "Extra data"]),
-    "comment": ("// a\n" + config(), ValueError, ["no JSON"]),
+    "no JSON": (SECRET, ValueError, ["valid JSON", "line 1, column 1"]),
+    "cut": (config()[:-1], ValueError, ["valid JSON", "delimiter"]),
+    "Python's quotes": (str(json.loads(config())), ValueError, ["valid JSON"]),
+    "trailing comma": (config()[:-1] + ",}", ValueError, ["valid JSON"]),
+    "two values": (
+        config() + config(),
+        ValueError,
+        ["valid JSON", "Extra data"],
+    ),
+    "comment": ("// a\n" + config(), ValueError, ["valid JSON"]),
     "NaN": (task(index=float("nan")), ValueError, ["NaN"]),
     "Infinity": (task(index=float("inf")), ValueError, ["Infinity"]),
-    "nested deeply": ("[" * 200_000, ValueError, ["no JSON", "deeply"]),
+    "nested deeply": ("[" * 200_000, ValueError, ["valid JSON", "deeply"]),
     "key twice": (
         config()[:-1] + ', "cluster": {}}',
         ValueError,
@@ -214,7 +218,7 @@ CORPUS = {
     "same address of two jobs": (
         config({"chief": ["B:2222"], **WORKERS}),
         ValueError,
-        ["'chief'", "'worker'", "own"],
+        ["'chief'", "'worker'", "different"],
     ),
     "no port": (workers("b"), ValueError, ["'b'", "port is missing", "task 1"]),
     "empty address": (workers(""), ValueError, ["''", "port is missing"]),
@@ -229,8 +233,8 @@ CORPUS = {
         ValueError,
         ["brackets"],
     ),
-    "IPv6 that is none": (workers("[fe80::x]:1"), ValueError, ["no IPv6"]),
-    "IPv4 that is none": (workers("10.0.0.256:1"), ValueError, ["no IPv4"]),
+    "IPv6 that is none": (workers("[fe80::x]:1"), ValueError, ["not an IPv6"]),
+    "IPv4 that is none": (workers("10.0.0.256:1"), ValueError, ["not an IPv4"]),
     "line break": (workers("b\nc:1"), ValueError, [r"'b\nc:1'"]),
     "user": (workers("root@b:1"), ValueError, ["neither a name"]),
     "command": (workers("$(id):1"), ValueError, ["neither a name"]),

@@ -18,13 +18,13 @@ from keras_strategies.cluster.watchdog import progress as progress_lib
 from keras_strategies.cluster.watchdog.failure_detector import (
     FailureDetector,
     Heartbeat,
-    died,
+    make_death_cause,
 )
 from keras_strategies.cluster.watchdog.launcher_pipe import (
     LAUNCHER_FD,
     find_pipe,
 )
-from keras_strategies.cluster.watchdog.progress import Progress
+from keras_strategies.cluster.watchdog.progress import ProgramRunner
 from tests.support.waiting import wait_until
 
 pytestmark = pytest.mark.quick
@@ -172,7 +172,7 @@ def test_who_tells_nothing_new_is_silent(heartbeats, now, expected):
     detector = FailureDetector(timeout_s=TIMEOUT_S)
     for process, number, at in heartbeats:
         detector.receive({process: Heartbeat(number=number)}, at)
-    assert detector.silent(now) == expected
+    assert detector.find_silent(now) == expected
 
 
 def test_all_live_only_when_all_have_told_something_since():
@@ -202,8 +202,8 @@ def test_the_dead_are_not_taken_for_live_by_who_hears_them_late():
 
 
 def test_names_of_many_dead_are_cut_short():
-    assert died([3], "x").text == "process 3 died or stopped: x"
-    many = died(list(range(20)), "x").text
+    assert make_death_cause([3], "x").text == "process 3 died or stopped: x"
+    many = make_death_cause(list(range(20)), "x").text
     assert many.startswith("processes 0, 1, 2")
     assert many.endswith("7, ... died or stopped: x")
 
@@ -251,7 +251,7 @@ def clock():
 
 
 def made(clock, preempted_at=None):
-    return Progress(
+    return ProgramRunner(
         2, clock=clock, is_preempted=lambda number: number == preempted_at
     )
 
@@ -260,7 +260,7 @@ def test_the_oldest_program_in_flight_tells_how_long_it_is_waited_for(clock):
     progress = made(clock)
     outputs = [Output(), Output()]
     for output in outputs:
-        assert progress.start(2, lambda o: (o, "state"), (output,))[0] is output
+        assert progress.run(2, lambda o: (o, "state"), (output,))[0] is output
         clock.now += 10
     assert progress.heartbeat().waiting_s == 20
     outputs[0].has_ended = True
@@ -278,7 +278,7 @@ def test_the_oldest_program_in_flight_tells_how_long_it_is_waited_for(clock):
 def test_an_output_that_was_donated_is_waited_for_no_more(clock):
     progress = made(clock)
     output = Output()
-    progress.start(2, lambda: (output,), ())
+    progress.run(2, lambda: (output,), ())
     clock.now += 10
     output.is_gone = True
     assert progress.heartbeat().waiting_s == 0
@@ -288,9 +288,9 @@ def test_state_is_not_kept_from_being_donated(clock):
     progress = made(clock)
     output = Output()
     before = sys.getrefcount(output)
-    progress.start(2, lambda: ([], [output]), ())
+    progress.run(2, lambda: ([], [output]), ())
     assert sys.getrefcount(output) == before
-    progress.start(2, lambda: ([], []), ())
+    progress.run(2, lambda: ([], []), ())
 
 
 def test_starting_a_program_is_told(clock):
@@ -302,7 +302,7 @@ def test_starting_a_program_is_told(clock):
         raise ValueError
 
     with pytest.raises(ValueError):  # noqa: PT011
-        progress.start(2, program, ())
+        progress.run(2, program, ())
     heartbeat = progress.heartbeat()
     assert (heartbeat.starting_s, heartbeat.programs) == (0, 0)
 
@@ -312,7 +312,7 @@ def test_a_program_that_runs_before_its_call_returns_is_waited_for(clock):
     progress = made(clock)
     queue_of_outputs = queue.SimpleQueue()
     starting = threading.Thread(
-        target=progress.start, args=(2, queue_of_outputs.get, ())
+        target=progress.run, args=(2, queue_of_outputs.get, ())
     )
     starting.start()
     try:
@@ -332,10 +332,10 @@ def test_a_program_that_runs_before_its_call_returns_is_waited_for(clock):
 
 def test_it_is_known_which_threads_train(clock):
     progress = made(clock)
-    progress.start(1, lambda: ([],), ())
+    progress.run(1, lambda: ([],), ())
     assert not progress.threads
     training = threading.Thread(
-        target=progress.start, args=(2, lambda: ([],), ())
+        target=progress.run, args=(2, lambda: ([],), ())
     )
     training.start()
     training.join()
@@ -344,32 +344,34 @@ def test_it_is_known_which_threads_train(clock):
 
 def test_programs_of_some_processes_do_not_count(clock):
     progress = made(clock, preempted_at=1)
-    progress.start(1, lambda: ([],), ())
+    progress.run(1, lambda: ([],), ())
     assert progress.heartbeat().programs == 0
 
 
 def test_preempted_is_raised_once_before_a_program(clock):
     progress = made(clock, preempted_at=2)
     output = Output()
-    progress.start(2, lambda: (output,), ())
+    progress.run(2, lambda: (output,), ())
     with pytest.raises(Preempted) as caught:
-        progress.start(2, lambda: pytest.fail("was started"), ())
+        progress.run(2, lambda: pytest.fail("was started"), ())
     assert caught.value.code == 75
     assert output.waits == 1
     # What `finally` blocks start runs.
-    progress.start(2, lambda: ([],), ())
+    progress.run(2, lambda: ([],), ())
     assert progress.num_started == 2
     assert progress.was_preempted
 
 
 def test_where_is_the_users_line():
     frame = sys._getframe()
-    assert progress_lib.where_in(frame).startswith("test_watchdog_parts.py:")
-    assert progress_lib.where_in(None) == ""
-    assert not progress_lib.is_users(pytest.__file__)
-    assert not progress_lib.is_users(progress_lib.__file__)
-    assert not progress_lib.is_users(os.__file__)
-    assert progress_lib.is_users("/home/me/train.py")
+    assert progress_lib.locate_frame(frame).startswith(
+        "test_watchdog_parts.py:"
+    )
+    assert progress_lib.locate_frame(None) == ""
+    assert not progress_lib.is_user_code(pytest.__file__)
+    assert not progress_lib.is_user_code(progress_lib.__file__)
+    assert not progress_lib.is_user_code(os.__file__)
+    assert progress_lib.is_user_code("/home/me/train.py")
 
 
 @pytest.fixture
@@ -429,7 +431,7 @@ def test_no_launcher_no_pipe():
 def test_what_is_no_pipe_is_ignored_with_a_warning(text, tmp_path):
     with open(tmp_path / "file", "w") as file:
         text = str(file.fileno()) if text == "file" else text
-        with pytest.warns(UserWarning, match="must be the number of a pipe"):
+        with pytest.warns(UserWarning, match="must be the file descriptor"):
             assert find_pipe({LAUNCHER_FD: text}) is None
 
 

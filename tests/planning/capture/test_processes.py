@@ -8,7 +8,7 @@ import sys
 
 import pytest
 
-from keras_strategies.cluster.child_program import command_line
+from keras_strategies.cluster.child_program import make_command_line
 from keras_strategies.planning.capture import processes, worker
 from keras_strategies.planning.capture import request as request_lib
 from keras_strategies.planning.capture.request import Request
@@ -54,7 +54,7 @@ def test_a_process_ends_with_the_command(tmp_path, first):
     )
     request = Request(topology="v5e:4x4", layout="", function="sleeper:make")
     worker_words = [
-        *command_line(worker.__name__, "1", request.to_text()),
+        *make_command_line(worker.__name__, "1", request.to_text()),
     ]
     command = (
         "import os, subprocess, time\n"
@@ -208,7 +208,7 @@ def test_a_model_axis_is_for_scripts_without_threads(tmp_path):
     request = Request(topology="v5e:2x2", layout="model:2", script="script.py")
     words = ["1", request.to_text(), str(os.getpid())]
     ended = subprocess.run(
-        command_line(worker.__name__, *words),
+        make_command_line(worker.__name__, *words),
         cwd=tmp_path,
         capture_output=True,
         timeout=120,
