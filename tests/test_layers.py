@@ -49,7 +49,7 @@ ROOMS = {
     "estimator": [{"config"}, {""}, {"contrib"}],
     "keras_bridge": [
         {""},
-        {"inputs", "models", "variables"},
+        {"inputs", "variables"},
         {"hooks"},
         {"steps"},
         {"callbacks", "run"},

@@ -4,11 +4,11 @@ import logging
 import os
 from typing import Any, Literal
 
-from keras_strategies._core.checks import check_number
 from keras_strategies.checkpoint import contents, nests
 from keras_strategies.checkpoint.clock import Clock
 from keras_strategies.checkpoint.directory.retention import Keep, as_keep
 from keras_strategies.checkpoint.storage import Storage
+from keras_strategies.cluster.checks import check_number
 from keras_strategies.cluster.exchange.exit_codes import ExitCode, Preempted
 from keras_strategies.cluster.watchdog import watchdog
 from keras_strategies.cluster.watchdog.preemption import PreemptionNotice
@@ -73,6 +73,10 @@ class Checkpoint(CheckpointCallback):
       ```
     """
 
+    # While a fit runs.
+    _storage: Storage
+    _notice: PreemptionNotice
+
     def __init__(
         self,
         directory: str | os.PathLike[str],
@@ -107,8 +111,6 @@ class Checkpoint(CheckpointCallback):
         self._every_seconds = save_every_seconds and float(save_every_seconds)
         self._keep = as_keep(keep)
         self._resume = resume
-        self._storage: Storage | None = None
-        self._notice: PreemptionNotice | None = None
         self._clock: Clock | None = None
         self._saved: int | None = None
         self._is_best_known = False
@@ -143,7 +145,6 @@ class Checkpoint(CheckpointCallback):
 
     def wait(self) -> None:
         """Blocks until the last save is on disk."""
-        assert self._storage is not None
         self._storage.wait()
 
     # What fit calls.
@@ -168,7 +169,6 @@ class Checkpoint(CheckpointCallback):
 
     def after_batch(self, loop: FitState) -> None:
         """Saves if it is time to, or if the process must end."""
-        assert self._notice is not None
         every = self._every_steps
         is_due = every is not None and self._is_due(loop.num_steps, every)
         if self._clock is not None and self._clock.is_due(loop.num_steps):
@@ -192,7 +192,6 @@ class Checkpoint(CheckpointCallback):
 
     def after_epoch(self, loop: FitState, logs: dict[str, Any]) -> None:
         """Saves if it is time to, or if this was the last epoch."""
-        assert self._notice is not None
         every = self._every_epochs
         is_due = every is not None and loop.epoch % every == 0
         if self._every_steps is not None:
@@ -206,8 +205,8 @@ class Checkpoint(CheckpointCallback):
 
     def close(self, *, is_done: bool) -> None:
         """Waits for the last save."""
-        notice, self._notice = self._notice, None
-        storage, self._storage = self._storage, None
+        notice = vars(self).pop("_notice", None)
+        storage = vars(self).pop("_storage", None)
         self._clock = None
         if notice is not None:
             notice.__exit__(None, None, None)
@@ -242,7 +241,6 @@ class Checkpoint(CheckpointCallback):
             )
 
     def _resume_from(self, loop: FitState, step: int) -> None:
-        assert self._storage is not None
         storage = self._storage
         document = storage.document(step)
         where = str(storage.path(step))
@@ -266,7 +264,6 @@ class Checkpoint(CheckpointCallback):
         self._announce(loop, step)
 
     def _announce(self, loop: FitState, step: int) -> None:
-        assert self._storage is not None
         if not self._storage.is_chief:
             return
         if loop.other_batches is not None and not loop.is_over:
@@ -304,7 +301,6 @@ class Checkpoint(CheckpointCallback):
         """Saves, unless that was done after the same step."""
         if self._saved == loop.num_steps:
             return
-        assert self._storage is not None
         self.before_save(loop)
         loop.sync()
         state = loop.state(is_epoch_over=loop.step == 0)
@@ -326,7 +322,6 @@ class Checkpoint(CheckpointCallback):
 
     def _check_best(self, logs: dict[str, Any], *, is_last: bool) -> None:
         """Warns once if there is nothing that the best are chosen by."""
-        assert self._storage is not None
         best = self._keep.best
         if best is None or self._is_best_known:
             return
@@ -343,8 +338,6 @@ class Checkpoint(CheckpointCallback):
         )
 
     def _end_preempted(self, loop: FitState) -> None:
-        assert self._storage is not None
-        assert self._notice is not None
         self.wait()
         if loop.mesh.num_processes == 1:
             from keras_strategies.cluster.watchdog import exit_hooks

@@ -12,7 +12,6 @@ import jax
 import keras
 import numpy as np
 
-from keras_strategies._core.checks import check_number
 from keras_strategies._types import Logs
 from keras_strategies.callbacks.event_files import Points, check_installed
 from keras_strategies.callbacks.global_step import (
@@ -21,6 +20,7 @@ from keras_strategies.callbacks.global_step import (
     Every,
     GlobalStep,
 )
+from keras_strategies.cluster.checks import check_number
 from keras_strategies.keras_bridge.loops.binding import binding_of
 from keras_strategies.keras_bridge.variables.optimizer_values import (
     learning_rates,

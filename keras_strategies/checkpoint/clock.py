@@ -1,15 +1,13 @@
 """A timer for checkpoints, the same in all processes."""
 
-import json
 import math
 import time
 from typing import Any
 
-from keras_strategies.cluster.exchange.host_exchange import Agreement
-from keras_strategies.cluster.exchange.message_forms import (
-    is_count,
-    read_messages,
-)
+from keras_strategies.cluster.exchange.message_forms import is_count
+from keras_strategies.cluster.exchange.rounds import Rounds
+
+_ANSWER = {"is_due": bool, "wait": is_count}
 
 
 class Clock:
@@ -59,12 +57,5 @@ class Clock:
         if len(self._processes) == 1:
             # Looking at the clock costs nothing.
             return answer | {"wait": 1}
-        agreement = Agreement(self._processes, "the time of a checkpoint")
-        received = agreement.exchange(json.dumps(answer))
-        agreement.end()
-        return read_messages(
-            received,
-            {"is_due": bool, "wait": is_count},
-            processes=self._processes,
-            about="the time of a checkpoint",
-        )[0]
+        with Rounds(self._processes, "the time of a checkpoint") as rounds:
+            return rounds.exchange(answer, _ANSWER)[0]

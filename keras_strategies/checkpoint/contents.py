@@ -5,6 +5,7 @@ paths of their variables, so that plain Orbax reads them. The document says
 all else; arrays in it (a callback's best weights) are a group of their own.
 """
 
+import os
 import re
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -17,7 +18,11 @@ from keras_strategies._core.mesh import ReplicaMesh
 from keras_strategies._core.values import set_apart
 from keras_strategies._types import Tree
 from keras_strategies.checkpoint import nests
-from keras_strategies.checkpoint.directory.documents import VERSION
+from keras_strategies.checkpoint.directory import verify
+from keras_strategies.checkpoint.directory.documents import (
+    VERSION,
+    read_document,
+)
 from keras_strategies.cluster.addresses import shown
 from keras_strategies.cluster.array_kinds import dtype_named
 from keras_strategies.keras_bridge.variables.shardings import sharding_of
@@ -45,9 +50,7 @@ def arrays_of(groups: Groups) -> Arrays:
     }
 
 
-def processes_of(
-    groups: Groups,
-) -> tuple[int, ...]:
+def processes_of(groups: Groups) -> tuple[int, ...]:
     """JAX's ids of the processes that hold variables."""
     found = {
         device.process_index
@@ -93,16 +96,27 @@ def packed(groups: Groups, state: Tree) -> tuple[Arrays, Document]:
     return arrays, document
 
 
-def check_version(document: Document, where: str) -> None:
-    """Raises ValueError if another version has written the document."""
+def document_of(path: str | os.PathLike[str]) -> Document:
+    """What a checkpoint holds beside arrays, and the shapes of these.
+
+    Args:
+      path: The checkpoint's folder.
+
+    Raises:
+      DamagedCheckpoint: it is no document.
+      ValueError: another version has written it.
+    """
+    with verify.reading(path):
+        document = read_document(path)
     version = document.get("version")
     if version != VERSION:
         raise ValueError(
             "A checkpoint is read by the version of keras_strategies that "
-            f"knows its format. Received: {where} of format "
+            f"knows its format. Received: {os.fspath(path)} of format "
             f"{ascii(version)[:80]}, known is {VERSION}. Install the version "
             "that wrote it."
         )
+    return document
 
 
 def described(arrays: Arrays) -> dict[str, dict[str, list[Any]]]:
@@ -145,30 +159,11 @@ def matched(
         pairs = _pairs(saved, present)
         if pairs is None:
             faults += _differences(group, saved, present)
-            continue
-        for name, variable in pairs.items():
-            shape, dtype = saved[name]
-            here = [list(variable.shape), str(variable.value.dtype)]
-            if here != [shape, dtype]:
-                faults.append(
-                    f"{group} {name}: {dtype}{shape} in the checkpoint, "
-                    f"{here[1]}{here[0]} here"
-                )
-        found[group] = pairs
+        else:
+            faults += _other_kinds(group, saved, pairs)
+            found[group] = pairs
     if faults:
-        what = (
-            "model"
-            if any(fault.startswith(f"{_WEIGHTS} ") for fault in faults)
-            else " or ".join(sorted({f.partition(" ")[0] for f in faults}))
-        )
-        shown = "; ".join(faults[:_MAX_SHOWN])
-        more = len(faults) - _MAX_SHOWN
-        raise ValueError(
-            "A checkpoint is restored into a model with the same variables. "
-            f"Received: {where}, which is of another {what}: {shown}"
-            f"{f'; and {more} more' if more > 0 else ''}. Make the model as "
-            "it was, or give another directory to this one."
-        )
+        raise _of_another_model(where, faults)
     return found
 
 
@@ -188,7 +183,7 @@ def subset(
     entries = iter(saved.items())
     for name, variable in named(variables).items():
         wanted = without_numbers(name)
-        kind = [list(variable.shape), str(variable.value.dtype)]
+        kind = _kind_of(variable)
         for other, entry in entries:
             if without_numbers(other) == wanted and entry == kind:
                 found[other] = entry
@@ -241,19 +236,13 @@ def _target(
     variable: keras.Variable, mesh: ReplicaMesh | None
 ) -> np.ndarray | jax.ShapeDtypeStruct:
     shape, dtype = tuple(variable.shape), variable.value.dtype
-    sharding = _home(variable, mesh)
+    sharding = variable.value.sharding
+    if mesh is not None:
+        sharding = sharding_of(variable, mesh)
     if jax.process_count() > 1 and sharding.is_fully_addressable:
         # Every process has one of its own, and gets the chief's value.
         return np.empty(shape, dtype)
     return jax.ShapeDtypeStruct(shape, dtype, sharding=sharding)
-
-
-def _home(
-    variable: keras.Variable, mesh: ReplicaMesh | None
-) -> jax.sharding.Sharding:
-    if mesh is not None:
-        return sharding_of(variable, mesh)
-    return variable.value.sharding
 
 
 def _pairs(
@@ -268,11 +257,45 @@ def _pairs(
     return dict(zip(saved, present.values(), strict=True))
 
 
+def _kind_of(variable: keras.Variable) -> list[Any]:
+    """The shape and dtype of a variable, as a document has them."""
+    return [list(variable.shape), str(variable.value.dtype)]
+
+
+def _other_kinds(
+    group: str, saved: Mapping[str, Any], pairs: Mapping[str, keras.Variable]
+) -> list[str]:
+    """What is wrong with the shapes and dtypes of variables."""
+    kinds = [(name, saved[name], _kind_of(pairs[name])) for name in pairs]
+    return [
+        f"{group} {name}: {there[1]}{there[0]} in the checkpoint, "
+        f"{here[1]}{here[0]} here"
+        for name, there, here in kinds
+        if there != here
+    ]
+
+
+def _of_another_model(where: str, faults: list[str]) -> ValueError:
+    groups = {fault.partition(" ")[0] for fault in faults}
+    what = "model" if _WEIGHTS in groups else " or ".join(sorted(groups))
+    more = len(faults) - _MAX_SHOWN
+    return ValueError(
+        "A checkpoint is restored into a model with the same variables. "
+        f"Received: {where}, which is of another {what}: "
+        f"{'; '.join(faults[:_MAX_SHOWN])}"
+        f"{f'; and {more} more' if more > 0 else ''}. Make the model as "
+        "it was, or give another directory to this one."
+    )
+
+
 def _differences(
     group: str, saved: Mapping[str, Any], present: Mapping[str, Any]
 ) -> list[str]:
-    missing = [name for name in saved if name not in present]
-    added = [name for name in present if name not in saved]
-    return [f"{group} {name}: not in the model" for name in missing] + [
-        f"{group} {name}: not in the checkpoint" for name in added
+    return [
+        *(f"{group} {n}: not in the model" for n in saved if n not in present),
+        *(
+            f"{group} {n}: not in the checkpoint"
+            for n in present
+            if n not in saved
+        ),
     ]

@@ -1,16 +1,17 @@
 """Objects that are saved together, in the manner of tf.train's."""
 
+import contextlib
 import os
-import pathlib
 from collections.abc import Iterator, Mapping
 from typing import Any
 
 import keras
 
 from keras_strategies.checkpoint import contents, job_states, nests, unbuilt
-from keras_strategies.checkpoint.directory.names import find_steps, step_of
+from keras_strategies.checkpoint.directory.names import find_steps
 from keras_strategies.checkpoint.directory.retention import Keep
 from keras_strategies.checkpoint.storage import Storage
+from keras_strategies.checkpoint.weights import opened
 from keras_strategies.cluster.addresses import shown
 from keras_strategies.keras_bridge.variables.model_variables import (
     all_variables,
@@ -169,30 +170,12 @@ class Checkpoint:
         """
         if save_path is None:
             return CheckpointStatus(self, "", [])
-        path = pathlib.Path(save_path)
-        step = step_of(path.name)
-        if step is not None and not find_steps(path):
-            path = path.parent
-        else:
-            step = None
         current.check_outside("Checkpoint.restore")
         unbuilt.check_models(self._objects)
         processes = contents.processes_of(self.groups())
-        storage = Storage(path, processes=processes, keep=Keep(last=None))
-        try:
-            chosen = storage.newest_to_read() if step is None else step
-            if chosen is None:
-                raise FileNotFoundError(
-                    "A checkpoint is restored from where one was saved. "
-                    f"Received: {shown(str(save_path))}, where there is none "
-                    "that is good. Give `latest_checkpoint(directory)`."
-                )
-            if step is not None:
-                storage.check(step)
-            others = read_into(self, storage, chosen, is_part=True)
-            return CheckpointStatus(self, str(storage.path(chosen)), others)
-        finally:
-            storage.close()
+        with opened(save_path, None, processes) as (storage, step):
+            others = read_into(self, storage, step, is_part=True)
+            return CheckpointStatus(self, str(storage.path(step)), others)
 
     read = restore
 
@@ -201,15 +184,13 @@ class Checkpoint:
         processes = contents.processes_of(self.groups())
         storage = Storage(directory, processes=processes, keep=keep)
         storage.open()
-        try:
+        with contextlib.closing(storage):
             # It also learns which ones `keep` is to delete.
             storage.newest()
             step = max(storage.highest(), 0) + 1
             write_from(self, storage, step, {})
             storage.wait()
             return str(storage.path(step))
-        finally:
-            storage.close()
 
 
 class CheckpointStatus:
@@ -315,30 +296,26 @@ def read_into(
 
 def _variables(value: object, name: str) -> Iterator[keras.Variable]:
     """The variables of an object of a checkpoint."""
-    if isinstance(value, keras.Model):
-        yield from all_variables(value)
-    elif isinstance(value, keras.Variable):
-        yield value
-    elif isinstance(value, keras.random.SeedGenerator):
-        yield value.state
-    elif isinstance(
-        value, keras.Layer | keras.optimizers.Optimizer | keras.metrics.Metric
-    ):
-        yield from value.variables
-    elif isinstance(value, Mapping):
-        for part in value.values():
-            yield from _variables(part, name)
-    elif isinstance(value, list | tuple):
-        for part in value:
-            yield from _variables(part, name)
-    else:
-        raise TypeError(
-            "A checkpoint keeps Keras models, layers, optimizers, metrics, "
-            "seed generators, variables, lists and dicts of them, and objects "
-            "with `get_state` and `set_state`. Received: "
-            f"{name} of type {type(value).__name__}. Leave it out, or give it "
-            "these methods."
-        )
+    for part in unbuilt.leaves_of(value):
+        if isinstance(part, keras.Model):
+            yield from all_variables(part)
+        elif isinstance(part, keras.Variable):
+            yield part
+        elif isinstance(part, keras.random.SeedGenerator):
+            yield part.state
+        elif isinstance(
+            part,
+            keras.Layer | keras.optimizers.Optimizer | keras.metrics.Metric,
+        ):
+            yield from part.variables
+        else:
+            raise TypeError(
+                "A checkpoint keeps Keras models, layers, optimizers, metrics, "
+                "seed generators, variables, lists and dicts of them, and "
+                "objects with `get_state` and `set_state`. Received: "
+                f"{name} of type {type(part).__name__}. Leave it out, or give "
+                "it these methods."
+            )
 
 
 def _has_state(value: object) -> bool:

@@ -6,7 +6,6 @@ Nothing here locks the directory, or changes a file in it.
 import logging
 import os
 import pathlib
-from collections.abc import Sequence
 from typing import Any
 
 import jax
@@ -20,10 +19,9 @@ from keras_strategies.checkpoint.directory.corruption import (
     DamagedCheckpoint,
     damaged,
 )
-from keras_strategies.checkpoint.directory.documents import read_document
 from keras_strategies.checkpoint.orbax_io import restore_args
 from keras_strategies.cluster.exchange.message_forms import fault_of, is_count
-from keras_strategies.keras_bridge.hooks.seeds import is_seed
+from keras_strategies.keras_bridge.callbacks.fit_state import groups_of
 from keras_strategies.keras_bridge.variables.model_variables import (
     all_variables,
 )
@@ -88,14 +86,6 @@ def path_of(directory: str, step: int) -> str:
     return str(names.step_path(directory, step))
 
 
-def document_of(path: str) -> dict[str, Any]:
-    """What a checkpoint holds beside arrays, and the shapes of these."""
-    with verify.reading(path):
-        document = read_document(path)
-    contents.check_version(document, path)
-    return document
-
-
 def place_in(document: contents.Document, path: str) -> tuple[int, int]:
     """Returns the epoch of a fit's checkpoint, and the steps done in it.
 
@@ -142,7 +132,7 @@ def restore(model: keras.Model, path: str) -> None:
     Raises:
       ValueError: it is of another model; names and shapes are listed.
     """
-    saved = document_of(path)
+    saved = contents.document_of(path)
     groups = _groups(model)
     known = {
         name: entries
@@ -222,7 +212,7 @@ def variables_in(path: str) -> dict[str, tuple[str, str]]:
     their group in front ("optimizer/adam/learning_rate").
     """
     found: dict[str, tuple[str, str]] = {}
-    for group, entries in document_of(path)["variables"].items():
+    for group, entries in contents.document_of(path)["variables"].items():
         if group == contents.STATE:
             continue
         prefix = "" if group == _WEIGHTS else f"{group}/"
@@ -246,18 +236,11 @@ def value_of(path: str, name: str) -> np.ndarray:
             "`get_variable_names()` lists them."
         )
     group, entry = found[name]
-    facts = document_of(path)["variables"][group][entry]
+    facts = contents.document_of(path)["variables"][group][entry]
     return np.asarray(read_arrays(path, {group: {entry: facts}})[group][entry])
 
 
-def _groups(model: keras.Model) -> dict[str, Sequence[keras.Variable]]:
+def _groups(model: keras.Model) -> dict[str, list[keras.Variable]]:
     """The variables of a model that it needs to compute its outputs."""
-    metrics = {id(v) for v in model.metrics_variables}
-    own = {id(v) for v in model.variables}
-    groups: dict[str, list[keras.Variable]] = {_WEIGHTS: [], _SEEDS: []}
-    for variable in all_variables(model):
-        if is_seed(variable):
-            groups[_SEEDS].append(variable)
-        elif id(variable) in own and id(variable) not in metrics:
-            groups[_WEIGHTS].append(variable)
-    return dict(groups)
+    groups = groups_of(model, all_variables(model))
+    return {name: groups[name] for name in (_WEIGHTS, _SEEDS)}

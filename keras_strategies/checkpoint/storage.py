@@ -22,7 +22,6 @@ from keras_strategies.checkpoint import contents
 from keras_strategies.checkpoint.at_exit import wait_at_exit
 from keras_strategies.checkpoint.directory import disk_space, names, verify
 from keras_strategies.checkpoint.directory.corruption import DamagedCheckpoint
-from keras_strategies.checkpoint.directory.documents import read_document
 from keras_strategies.checkpoint.directory.manifest import (
     Manifest,
     write_manifest,
@@ -96,14 +95,6 @@ class Storage:
           ValueError: not all processes see it, or a name with "*", "?" or
             "["; or processes without the job's first.
         """
-        self._check_processes()
-        self._by_chief("opening", self._take)
-        self._check_shared()
-        # Importing Orbax takes a second, which the first save would wait.
-        self._orbax()
-        wait_at_exit(self)
-
-    def _check_processes(self) -> None:
         if self._processes[0] != 0:
             # Orbax has arrays of numpy written by process 0 alone.
             raise ValueError(
@@ -112,6 +103,11 @@ class Storage:
                 "strategy that has process 0, or a job of its own for these "
                 "processes."
             )
+        self._by_chief("opening", self._take)
+        self._check_shared()
+        # Importing Orbax takes a second, which the first save would wait.
+        self._orbax()
+        wait_at_exit(self)
 
     def _take(self) -> None:
         from keras_strategies.checkpoint.directory.lock import DirectoryLock
@@ -183,11 +179,11 @@ class Storage:
         What is being saved is waited for.
         """
         self.wait()
-
-        def find() -> int:
-            return max(names.find_steps(self.directory), default=-1)
-
-        return self._by_chief("looking for the highest step in", find, int)
+        return self._by_chief(
+            "looking for the highest step in",
+            lambda: max(names.find_steps(self.directory), default=-1),
+            int,
+        )
 
     def newest_to_read(self) -> int | None:
         """The newest good checkpoint; nothing is put aside."""
@@ -227,11 +223,7 @@ class Storage:
 
     def document(self, step: int) -> contents.Document:
         """What a checkpoint of a version that is known holds beside arrays."""
-        path = self.path(step)
-        with verify.reading(path):
-            document = read_document(path)
-        contents.check_version(document, str(path))
-        return document
+        return contents.document_of(self.path(step))
 
     def restore(
         self, step: int, wanted: contents.Arrays, *, is_part: bool = False

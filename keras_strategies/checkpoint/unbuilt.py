@@ -118,13 +118,14 @@ def _optimizers(value: object) -> Iterator[keras.optimizers.Optimizer]:
         yield from _found(keras.optimizers.Optimizer, held)
 
 
-def _found(kind: type, value: object) -> Iterator[Any]:
-    """Objects of a kind in lists and dicts."""
-    if isinstance(value, kind):
+def leaves_of(value: object) -> Iterator[Any]:
+    """Yields the objects in lists and dicts."""
+    if not isinstance(value, Mapping | list | tuple):
         yield value
-    elif isinstance(value, Mapping):
-        for part in value.values():
-            yield from _found(kind, part)
-    elif isinstance(value, list | tuple):
-        for part in value:
-            yield from _found(kind, part)
+        return
+    for part in value.values() if isinstance(value, Mapping) else value:
+        yield from leaves_of(part)
+
+
+def _found(kind: type, value: object) -> Iterator[Any]:
+    return (leaf for leaf in leaves_of(value) if isinstance(leaf, kind))

@@ -1,18 +1,20 @@
 """The newest checkpoint of a directory, and the weights of one."""
 
+import contextlib
 import os
 import pathlib
+from collections.abc import Iterator
 from typing import Any
 
 import keras
 
 from keras_strategies.checkpoint import contents
-from keras_strategies.checkpoint.averages import with_averages
+from keras_strategies.checkpoint.averages import Found, with_averages
 from keras_strategies.checkpoint.directory.names import find_steps, step_of
 from keras_strategies.checkpoint.directory.retention import Keep
 from keras_strategies.checkpoint.storage import Storage
 from keras_strategies.cluster.addresses import shown
-from keras_strategies.keras_bridge.hooks.seeds import is_seed
+from keras_strategies.keras_bridge.callbacks.fit_state import groups_of
 
 _WEIGHTS = ("weights", "seeds")
 
@@ -32,6 +34,40 @@ def latest_checkpoint(directory: str | os.PathLike[str]) -> str | None:
     """
     steps = find_steps(directory)
     return str(pathlib.Path(directory) / str(steps[-1])) if steps else None
+
+
+@contextlib.contextmanager
+def opened(
+    path: str | os.PathLike[str],
+    step: int | None,
+    processes: tuple[int, ...],
+) -> Iterator[tuple[Storage, int]]:
+    """Opens a checkpoint for reading: its directory, and its step. Collective.
+
+    Args:
+      path: A directory of checkpoints, or one of these.
+      step: Which one; None for that of `path`, or the newest good one.
+      processes: JAX's ids of the processes.
+
+    Raises:
+      FileNotFoundError: there is none.
+      DamagedCheckpoint: it is damaged, or not there.
+    """
+    directory = pathlib.Path(path)
+    named = step_of(directory.name)
+    if step is None and named is not None and not find_steps(directory):
+        directory, step = directory.parent, named
+    storage = Storage(directory, processes=processes, keep=Keep(last=None))
+    with contextlib.closing(storage):
+        if step is not None:
+            storage.check(step)
+        elif (step := storage.newest_to_read()) is None:
+            raise FileNotFoundError(
+                "A checkpoint is read from where one was saved. Received: "
+                f"{shown(str(path))}, where there is none that is good. Give "
+                "`latest_checkpoint(directory)`."
+            )
+        yield storage, step
 
 
 def load_weights(
@@ -84,56 +120,37 @@ def load_weights(
             f"Received: {shown(model)} of type {type(model).__name__} as the "
             "model. Write `load_weights(model, path)`."
         )
-    path = pathlib.Path(path)
-    if step is None and step_of(path.name) is not None and not find_steps(path):
-        path, step = path.parent, step_of(path.name)
     groups = _groups_of(model)
-    storage = Storage(
-        path, processes=contents.processes_of(groups), keep=Keep(last=None)
-    )
-    chosen = storage.newest_to_read() if step is None else step
-    if chosen is None:
-        raise FileNotFoundError(
-            "Weights are read from a checkpoint. Received: "
-            f"{str(path)!r}, where there is none that is good. Give the "
-            "directory of `ks.callbacks.Checkpoint`."
-        )
-    if step is not None:
-        storage.check(step)
-    document = storage.document(chosen)
-    where = str(storage.path(chosen))
-    saved = document["variables"]
-    is_of_fit, of_all = _is_of_fit(document), document
-    if not is_of_fit:
-        saved, groups = _of_object(model, groups, saved, name, where)
-    document = document | {
-        "variables": {k: saved[k] for k in (*groups, *_WEIGHTS) if k in saved}
-    }
-    found = _matched(model, groups, document, where)
-    if is_of_fit and averages:
-        found = with_averages(found, of_all, where)
-    wanted = contents.targets(found, document, None)
-    contents.assign(found, storage.restore(chosen, wanted, is_part=True))
-    storage.close()
+    processes = contents.processes_of(groups)
+    with opened(path, step, processes) as (storage, chosen):
+        document = storage.document(chosen)
+        where = str(storage.path(chosen))
+        found = _found(model, groups, document, name, where)
+        if averages and _is_of_fit(document):
+            found = with_averages(found, document, where)
+        wanted = contents.targets(found, document, None)
+        contents.assign(found, storage.restore(chosen, wanted, is_part=True))
     return chosen
 
 
 def _groups_of(model: keras.Model) -> dict[str, list[keras.Variable]]:
-    groups: dict[str, list[keras.Variable]] = {"weights": [], "seeds": []}
-    for variable in model.variables:
-        if not any(variable is v for v in model.metrics_variables):
-            group = "seeds" if is_seed(variable) else "weights"
-            groups[group].append(variable)
-    return groups
+    groups = groups_of(model, model.variables)
+    return {name: groups[name] for name in _WEIGHTS}
 
 
-def _matched(
+def _found(
     model: keras.Model,
     groups: contents.Groups,
     document: contents.Document,
+    name: str | None,
     where: str,
-) -> dict[str, dict[str, keras.Variable]]:
-    """The variables by name, of a model that has some."""
+) -> Found:
+    """The variables that get an array, by group and name of the arrays."""
+    saved = document["variables"]
+    if not _is_of_fit(document):
+        saved, groups = _of_object(model, groups, saved, name, where)
+    wanted = {k: saved[k] for k in (*groups, *_WEIGHTS) if k in saved}
+    document = document | {"variables": wanted}
     try:
         return contents.matched(groups, document, where)
     except ValueError:
@@ -168,9 +185,8 @@ def _of_object(
     Returns:
       The arrays by group and name, and the variables by group.
     """
-    variables = [v for group in groups.values() for v in group]
-    order = {id(v): k for k, v in enumerate(model.variables)}
-    variables.sort(key=lambda v: order[id(v)])
+    own = {id(v) for group in groups.values() for v in group}
+    variables = [v for v in model.variables if id(v) in own]
     names = [g for g in saved if g != contents.STATE]
     if name is not None:
         if name not in names:

@@ -8,12 +8,17 @@ import argparse
 import os
 import sys
 from collections.abc import Sequence
-from typing import TypeAlias
 
 import keras_strategies
 from keras_strategies.cli import plan_command
+from keras_strategies.cli.options import (
+    FLAG,
+    JSON,
+    Option,
+    add_command,
+    add_options,
+)
 
-_Commands: TypeAlias = "argparse._SubParsersAction[argparse.ArgumentParser]"
 _LAUNCH = """\
 Starts several local processes of one script: a cluster on this machine.
 
@@ -40,6 +45,61 @@ Shows the checkpoints of a directory: which are good, what they hold, and what
 else is there. Every file is read once and compared with its checksum; a run
 may write there meanwhile. The exit code is 1 if a checkpoint is damaged.
 """
+_REST = {"nargs": argparse.REMAINDER}
+_LAUNCH_OPTIONS: tuple[Option, ...] = (
+    ("--processes", "default: 2", {"type": int, "default": 2, "metavar": "N"}),
+    (
+        "--devices-per-process",
+        "virtual CPU devices of each process; default: 1",
+        {"type": int, "metavar": "D"},
+    ),
+    (
+        "--evaluator",
+        "start one more process, TF_CONFIG's evaluator, which is not part "
+        "of the cluster; its first process is the chief then",
+        FLAG,
+    ),
+    (
+        "--platform",
+        "what JAX runs on (JAX_PLATFORMS); default: cpu",
+        {"default": "cpu"},
+    ),
+    (
+        "-m",
+        "run a module, as `python -m` does; its arguments follow",
+        _REST | {"dest": "module", "metavar": "MODULE"},
+    ),
+    (
+        "script",
+        "the script; its arguments follow",
+        _REST | {"metavar": "SCRIPT"},
+    ),
+)
+_DOCTOR_OPTIONS: tuple[Option, ...] = (
+    (
+        "--quick",
+        "what is known without starting JAX: no devices, no all-reduce",
+        FLAG,
+    ),
+    ("--json", "print the report as JSON (in a cluster, the chief does)", FLAG),
+    (
+        "--timeout",
+        "how long to wait for the other processes; default: 30",
+        {"type": float, "default": 30.0, "metavar": "SECONDS"},
+    ),
+)
+_CHECKPOINTS_OPTIONS: tuple[Option, ...] = (
+    (
+        "directory",
+        "where a run keeps them: what `ks.callbacks.Checkpoint` was given, or "
+        "an Estimator's `model_dir`",
+        {"metavar": "DIR"},
+    ),
+)
+_HOW_TO_VERIFY: tuple[Option, ...] = (
+    ("--verify", "compare checksums, too: the default", FLAG),
+    ("--quick", "compare names and sizes alone", FLAG),
+)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -118,109 +178,32 @@ def _make_parser() -> argparse.ArgumentParser:
         version=f"keras-strategies {keras_strategies.__version__}",
     )
     commands = parser.add_subparsers(dest="command", metavar="COMMAND")
-    _add_launch(commands)
-    _add_doctor(commands)
-    _add_checkpoints(commands)
-    plan_command.add_parser(commands)
-    return parser
-
-
-def _add_launch(commands: _Commands):
-    parser = commands.add_parser(
+    add_command(
+        commands,
         "launch",
-        help="run a script in several local processes",
+        "run a script in several local processes",
+        _LAUNCH,
+        _LAUNCH_OPTIONS,
         usage="keras-strategies launch [OPTIONS] (SCRIPT | -m MODULE) "
         "[ARGUMENTS]",
-        description=_LAUNCH,
         epilog=_EXAMPLES,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-        allow_abbrev=False,
     )
-    parser.add_argument(
-        "--processes", type=int, default=2, metavar="N", help="default: 2"
-    )
-    parser.add_argument(
-        "--devices-per-process",
-        type=int,
-        metavar="D",
-        help="virtual CPU devices of each process; default: 1",
-    )
-    parser.add_argument(
-        "--evaluator",
-        action="store_true",
-        help="start one more process, TF_CONFIG's evaluator, which is not part "
-        "of the cluster; its first process is the chief then",
-    )
-    parser.add_argument(
-        "--platform",
-        default="cpu",
-        help="what JAX runs on (JAX_PLATFORMS); default: cpu",
-    )
-    parser.add_argument(
-        "-m",
-        dest="module",
-        nargs=argparse.REMAINDER,
-        metavar="MODULE",
-        help="run a module, as `python -m` does; its arguments follow",
-    )
-    parser.add_argument(
-        "script",
-        nargs=argparse.REMAINDER,
-        metavar="SCRIPT",
-        help="the script; its arguments follow",
-    )
-
-
-def _add_doctor(commands: _Commands):
-    parser = commands.add_parser(
+    add_command(
+        commands,
         "doctor",
-        help="show versions, devices, the cluster and advice",
-        description=_DOCTOR,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-        allow_abbrev=False,
+        "show versions, devices, the cluster and advice",
+        _DOCTOR,
+        _DOCTOR_OPTIONS,
     )
-    parser.add_argument(
-        "--quick",
-        action="store_true",
-        help="what is known without starting JAX: no devices, no all-reduce",
-    )
-    parser.add_argument(
-        "--json",
-        action="store_true",
-        help="print the report as JSON (in a cluster, the chief does)",
-    )
-    parser.add_argument(
-        "--timeout",
-        type=float,
-        default=30.0,
-        metavar="SECONDS",
-        help="how long to wait for the other processes; default: 30",
-    )
-
-
-def _add_checkpoints(commands: _Commands):
-    parser = commands.add_parser(
+    checkpoints = add_command(
+        commands,
         "checkpoints",
-        help="show the checkpoints of a directory and verify them",
-        description=_CHECKPOINTS,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-        allow_abbrev=False,
+        "show the checkpoints of a directory and verify them",
+        _CHECKPOINTS,
+        _CHECKPOINTS_OPTIONS,
     )
-    parser.add_argument(
-        "directory",
-        metavar="DIR",
-        help="where a run keeps them: what `ks.callbacks.Checkpoint` was "
-        "given, or an Estimator's `model_dir`",
-    )
-    how = parser.add_mutually_exclusive_group()
-    how.add_argument(
-        "--verify",
-        action="store_true",
-        help="compare checksums, too: the default",
-    )
-    how.add_argument(
-        "--quick",
-        action="store_true",
-        help="compare names and sizes alone",
-    )
-    parser.add_argument("--json", action="store_true", help="print it as JSON")
+    how = checkpoints.add_mutually_exclusive_group()
+    add_options(how, _HOW_TO_VERIFY)
+    add_options(checkpoints, [JSON])
+    plan_command.add_parser(commands)
+    return parser

@@ -7,8 +7,17 @@ import json
 import os
 import pathlib
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from typing import Any
+
+from keras_strategies.cli.options import (
+    FLAG,
+    JSON,
+    MANY,
+    Commands,
+    Option,
+    add_command,
+)
 
 _WRONG_ARGUMENTS = 2
 _EXAMPLES = """\
@@ -26,19 +35,17 @@ to its first `fit` or `strategy.run`; its strategies are the slice's, its models
 have no values, nothing is trained and no checkpoint is opened. Needs libtpu
 (`pip install 'keras-strategies[tpu]'`), on Linux.
 """
-_MANY = {"action": "append"}
-_FLAG = {"action": "store_true"}
-_OPTIONS: tuple[tuple[str, str | None, dict[str, Any]], ...] = (
+_OPTIONS: tuple[Option, ...] = (
     (
         "--topology",
         "a slice, as v5e:16x16; several times for several",
-        _MANY | {"metavar": "NAME"},
+        MANY | {"metavar": "NAME"},
     ),
     (
         "--layout",
         "replicated, slots[:N], sharded[:N], model:N, or with +; several "
         "times for several; default: those that suit the slice",
-        _MANY | {"metavar": "WORDS"},
+        MANY | {"metavar": "WORDS"},
     ),
     (
         "--scale",
@@ -55,12 +62,12 @@ _OPTIONS: tuple[tuple[str, str | None, dict[str, Any]], ...] = (
     (
         "--verify",
         "compile the most rows that fit, and one more, at full effort",
-        _FLAG,
+        FLAG,
     ),
     (
         "--whole",
         "compile deep models as they are, not by a few of their blocks",
-        _FLAG,
+        FLAG,
     ),
     (
         "--model",
@@ -70,11 +77,11 @@ _OPTIONS: tuple[tuple[str, str | None, dict[str, Any]], ...] = (
     (
         "--batch",
         "of --model: x, and y with a second one; as 8x2048:int32",
-        _MANY | {"metavar": "SHAPE:DTYPE"},
+        MANY | {"metavar": "SHAPE:DTYPE"},
     ),
     ("--processes", "candidates at once", {"type": int, "metavar": "N"}),
-    ("--no-cache", None, _FLAG),
-    ("--json", "print it as JSON", _FLAG),
+    ("--no-cache", None, FLAG),
+    JSON,
     ("--html", "also write the plan as a page", {"metavar": "FILE"}),
     ("-m", "run a module", {"dest": "module", "metavar": "MODULE"}),
     (
@@ -83,27 +90,22 @@ _OPTIONS: tuple[tuple[str, str | None, dict[str, Any]], ...] = (
         {"nargs": "?", "metavar": "SCRIPT"},
     ),
 )
-"""Each option's name, help and further arguments of `add_argument`."""
 
 
-def add_parser(
-    commands: "argparse._SubParsersAction[argparse.ArgumentParser]",
-) -> None:
+def add_parser(commands: Commands) -> None:
     """Adds the command to the others."""
-    parser = commands.add_parser(
+    add_command(
+        commands,
         "plan",
-        help="say whether and how fast a script's model trains on TPU slices",
+        "say whether and how fast a script's model trains on TPU slices",
+        _PLAN,
+        _OPTIONS,
         usage="keras-strategies plan (SCRIPT | -m MODULE) --topology NAME "
         "[OPTIONS] [-- ARGUMENTS]\n"
         "       keras-strategies plan --model MODULE:FUNCTION --batch "
         "SHAPE:DTYPE ... --topology NAME [OPTIONS]",
-        description=_PLAN,
         epilog=_EXAMPLES,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-        allow_abbrev=False,
     )
-    for name, words, options in _OPTIONS:
-        parser.add_argument(*name.split(), help=words, **options)
 
 
 def parsed(
@@ -153,7 +155,9 @@ def run(options: argparse.Namespace) -> int:
 
 
 def _requests(options: argparse.Namespace) -> list[Any]:
+    """Returns the request of each candidate."""
     from keras_strategies.planning.capture.request import (
+        ENVIRONMENT,
         Request,
         shape_and_dtype,
     )
@@ -162,37 +166,36 @@ def _requests(options: argparse.Namespace) -> list[Any]:
     for text in common["batch"]:
         shape_and_dtype(text)
     # Here JAX is needed for the slices' names; it uses no device.
-    os.environ.setdefault("JAX_PLATFORMS", "cpu")
-    os.environ.setdefault("KERAS_BACKEND", "jax")
-    os.environ.setdefault("TPU_SKIP_MDS_QUERY", "1")
-    os.environ.setdefault("ALLOW_MULTIPLE_LIBTPU_LOAD", "1")
+    for name, value in ENVIRONMENT.items():
+        os.environ.setdefault(name, value)
     _require_libtpu()
-    from keras_strategies.planning.compile import layouts as lib
-    from keras_strategies.planning.compile.candidates import (
-        default_layouts,
-    )
-    from keras_strategies.tpu.topology_devices import devices_by_name
-
-    names = lib.check_topologies(options.topology or [])
-    with _quiet():
-        devices = {name: devices_by_name(name) for name in names}
-    layouts: Sequence[Any] | None = options.layout
-    if layouts is not None:
-        layouts = [lib.layout_of(text) for text in layouts]
-    pairs = [
-        (name, str(layout))
-        for name in names
-        for layout in layouts or default_layouts(devices[name])
-    ]
+    candidates = _candidates(options)
     return [
         Request(
             topology=name,
             layout=layout,
-            is_default=layouts is None,
-            is_alone=len(pairs) == 1,
+            is_default=options.layout is None,
+            is_alone=len(candidates) == 1,
             **common,
         )
-        for name, layout in pairs
+        for name, layout in candidates
+    ]
+
+
+def _candidates(options: argparse.Namespace) -> list[tuple[str, str]]:
+    """Returns the slice and the layout of each candidate."""
+    from keras_strategies.planning.compile import layouts as lib
+    from keras_strategies.planning.compile.candidates import default_layouts
+    from keras_strategies.tpu.topology_devices import devices_by_name
+
+    names = lib.check_topologies(options.topology)
+    with _quiet():
+        devices = {name: devices_by_name(name) for name in names}
+    layouts = options.layout and list(map(lib.layout_of, options.layout))
+    return [
+        (name, str(layout))
+        for name in names
+        for layout in layouts or default_layouts(devices[name])
     ]
 
 

@@ -1,14 +1,17 @@
 """Addresses and numbers as the variables of a cluster give them."""
 
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from ipaddress import IPv4Address, IPv6Address
 
 MAX_TASKS = 1_000_000
 """Indices of tasks are below this."""
 
-_MAX_PORT = 65535
+MAX_PORT = 65535
+"""The greatest number of a port."""
+
 _MAX_SHOWN = 60
+_MOST_NAMES = 8
 _MAX_HOST = 253
 _HOST = re.compile(r"[A-Za-z0-9_]([A-Za-z0-9_.-]*[A-Za-z0-9_])?\.?", re.ASCII)
 _CURE = "Write it as `host:port`, with an IPv6 address as `[::1]:2222`."
@@ -16,10 +19,25 @@ _CURE = "Write it as `host:port`, with an IPv6 address as `[::1]:2222`."
 
 def shown(value: object) -> str:
     """A value for an error's text: its repr, cut short."""
+    if isinstance(value, int) and abs(value) >= 10**_MAX_SHOWN:
+        # Python refuses to write a number of thousands of digits.
+        return f"a number of more than {_MAX_SHOWN} digits"
     if isinstance(value, str) and len(value) > _MAX_SHOWN:
         value = value[: _MAX_SHOWN + 1]
     text = repr(value)
     return text if len(text) <= _MAX_SHOWN else f"{text[:_MAX_SHOWN]}..."
+
+
+def join_few(names: Sequence[object]) -> str:
+    """Joins the first of many names for an error: "0, 1, ..."."""
+    more = ", ..." * (len(names) > _MOST_NAMES)
+    return ", ".join(map(str, names[:_MOST_NAMES])) + more
+
+
+def name_processes(numbers: Sequence[int]) -> str:
+    """Names processes for an error: "process 0", "processes 1, 2"."""
+    word = "process" if len(numbers) == 1 else "processes"
+    return f"{word} {join_few(numbers)}"
 
 
 def check_address(address: str, what: str) -> None:
@@ -77,29 +95,9 @@ def parse_index(value: object, what: str) -> int:
     if not 0 <= index < MAX_TASKS:
         raise ValueError(
             f"{what} is from 0 to {MAX_TASKS - 1}. Received: "
-            f"{_shown_number(value)}. Count the tasks of a job as 0, 1, 2, ..."
+            f"{shown(value)}. Count the tasks of a job as 0, 1, 2, ..."
         )
     return index
-
-
-def check_port(port: object, what: str) -> int:
-    """The port, if it is one.
-
-    Raises:
-      TypeError: no int.
-      ValueError: not from 1 to 65535.
-    """
-    if isinstance(port, bool) or not isinstance(port, int):
-        raise TypeError(
-            f"{what} is an integer. Received: {shown(port)} of type "
-            f"{type(port).__name__}. Give a port as 8888."
-        )
-    if not 1 <= port <= _MAX_PORT:
-        raise ValueError(
-            f"{what} is from 1 to {_MAX_PORT}. Received: "
-            f"{_shown_number(port)}. Give a port that is free on the hosts."
-        )
-    return port
 
 
 def read_text(environ: Mapping[str, str], name: str, setter: str) -> str:
@@ -157,7 +155,7 @@ def read_number(
 
 def read_port(environ: Mapping[str, str], name: str, setter: str) -> int:
     """The port that a variable must hold; raises as `read_number`."""
-    return read_number(environ, name, setter, least=1, most=_MAX_PORT)
+    return read_number(environ, name, setter, least=1, most=MAX_PORT)
 
 
 def _fault_of(address: str) -> str:
@@ -167,8 +165,8 @@ def _fault_of(address: str) -> str:
     host, colon, port = address.rpartition(":")
     if not colon:
         return "the port is missing"
-    if not 1 <= _parse_digits(port) <= _MAX_PORT:
-        return f"the port is no number from 1 to {_MAX_PORT}"
+    if not 1 <= _parse_digits(port) <= MAX_PORT:
+        return f"the port is no number from 1 to {MAX_PORT}"
     return _fault_of_host(host)
 
 
@@ -199,10 +197,3 @@ def _parse_digits(text: str) -> int:
     """The number that ASCII digits mean; -1 for any other text."""
     is_number = text.isascii() and text.isdigit() and len(text) <= 18
     return int(text) if is_number else -1
-
-
-def _shown_number(value: int | str) -> str:
-    # Python refuses to write a number of thousands of digits.
-    if isinstance(value, int) and abs(value) >= 10**18:
-        return "a number of more than 18 digits"
-    return shown(value)

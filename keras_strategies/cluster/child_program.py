@@ -23,9 +23,5 @@ def command_line(module: str, *words: str) -> list[str]:
       module: The module's full name.
       words: The arguments of `main`.
     """
-    return [*python(_PROGRAM.format(folder=_FOLDER, module=module)), *words]
-
-
-def python(code: str) -> list[str]:
-    """Returns the command line that runs code, as `command_line`."""
-    return [sys.executable, "-P", "-c", code]
+    code = _PROGRAM.format(folder=_FOLDER, module=module)
+    return [sys.executable, "-P", "-c", code, *words]

@@ -5,6 +5,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from keras_strategies.cluster.addresses import parse_index, shown
+from keras_strategies.cluster.checks import check_type
 
 _CURE = 'Give, for example, {"worker": ["host0:2222", "host1:2222"]}.'
 
@@ -40,9 +41,10 @@ class ClusterSpec:
                 "`cluster` maps names of jobs to addresses. Received: an "
                 f"object of type {type(cluster).__name__}. {_CURE}"
             )
+        for job in cluster:
+            check_type("The name of a job", job, str, "a str", _CURE)
         self._tasks: dict[str, dict[int, str]] = {
-            _checked_job(job): _tasks_of(job, tasks)
-            for job, tasks in cluster.items()
+            job: _tasks_of(job, tasks) for job, tasks in cluster.items()
         }
 
     def __bool__(self) -> bool:
@@ -175,15 +177,6 @@ class TaskInfo:
         return self.addresses[0]
 
 
-def _checked_job(name: object) -> str:
-    if not isinstance(name, str):
-        raise TypeError(
-            "The name of a job is a str. Received: "
-            f"{shown(name)} of type {type(name).__name__}. {_CURE}"
-        )
-    return name
-
-
 def _tasks_of(job: str, tasks: object) -> dict[int, str]:
     if isinstance(tasks, list | tuple):
         pairs = list(enumerate(tasks))
@@ -199,12 +192,8 @@ def _tasks_of(job: str, tasks: object) -> dict[int, str]:
             f"{type(tasks).__name__}. {_CURE}"
         )
     for index, address in pairs:
-        if not isinstance(address, str):
-            raise TypeError(
-                "The address of a task is a str. Received: "
-                f"{shown(address)} of type {type(address).__name__} for task "
-                f"{index} of job {shown(job)}. {_CURE}"
-            )
+        name = f"The address of task {index} of job {shown(job)}"
+        check_type(name, address, str, "a str", _CURE)
     if len(dict(pairs)) != len(pairs):
         raise ValueError(
             f"A task of job {shown(job)} has one address. Received: an index "

@@ -1,5 +1,6 @@
 """Input from files, the environment and sockets, which is not trusted."""
 
+import collections
 import errno
 import io
 import json
@@ -104,13 +105,10 @@ class _FaultError(ValueError):
 
 def _object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     found = dict(pairs)
-    if len(found) == len(pairs):
-        return found
-    names: set[str] = set()
-    for name, _ in pairs:
-        if name in names:
-            raise _FaultError(f"it says the key {shown(name)} twice")
-        names.add(name)
+    if len(found) < len(pairs):
+        counts = collections.Counter(name for name, _ in pairs)
+        name = counts.most_common(1)[0][0]
+        raise _FaultError(f"it says the key {shown(name)} twice")
     return found
 
 

@@ -13,10 +13,13 @@ import numpy as np
 
 from keras_strategies._types import Array, Shape, Tree
 from keras_strategies.cluster.array_kinds import dtype_named, is_shape
+from keras_strategies.cluster.exchange.message_forms import fault_of
 from keras_strategies.cluster.untrusted import load_json
 
 _MAX_CHARACTERS = 1 << 20
 _MAX_NAME = 1024
+# An entry of a dict.
+_PAIR = (str | int | float | bool, object)
 
 
 def spec_of(batch: Tree) -> str:
@@ -163,14 +166,10 @@ def _items(value: object) -> list[Any]:
 
 
 def _pairs(value: object) -> list[tuple[Any, Any]]:
-    pairs = []
-    for pair in _items(value):
-        if not isinstance(pair, list) or len(pair) != 2:
-            raise _no_structure("an entry of a dict is no pair")
-        key, item = pair
-        if not isinstance(key, str | int | float):
-            raise _no_structure("a key of a dict is no string or number")
-        pairs.append((key, item))
+    fault = fault_of(value, [_PAIR], "a dict")
+    if fault is not None:
+        raise _no_structure(fault)
+    pairs = [(key, item) for key, item in _items(value)]
     if len({key for key, _ in pairs}) < len(pairs):
         raise _no_structure("it says a key of a dict twice")
     return pairs

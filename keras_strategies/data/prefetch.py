@@ -6,7 +6,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
-from typing import Any, Generic, TypeVar
+from typing import Generic, TypeVar
 
 Item = TypeVar("Item")
 
@@ -20,20 +20,6 @@ _QUICK_S = 0.0005
 _SLOW_S = 0.005
 
 
-class Stop:
-    """Whether to stop: asked by an iterator that is made before its thread.
-
-    Attributes:
-      asks: Tells it; nobody stops before that is set.
-    """
-
-    asks: Callable[[], bool] | None = None
-
-    def __call__(self) -> bool:
-        """Whether to stop."""
-        return self.asks is not None and self.asks()
-
-
 class Prefetched(Generic[Item]):
     """An iterator whose items a thread makes ahead of time.
 
@@ -42,8 +28,8 @@ class Prefetched(Generic[Item]):
     It starts with the first item, or when items turn out to be slow.
 
     Args:
-      make: Called with a function that returns whether to stop; returns the
-        iterator.
+      items: Makes them; where it waits, it asks `stop` whether to give up.
+      stop: Set when this object is closed.
       num_bytes: Memory that an item holds; the more, the fewer are made ahead.
       is_pause: Whether to make the next item only when it is asked for: so
         nothing is read that may never be wanted.
@@ -52,22 +38,19 @@ class Prefetched(Generic[Item]):
 
     def __init__(
         self,
-        make: Callable[[Callable[[], bool]], Iterator[Item]],
+        items: Iterator[Item],
+        stop: threading.Event,
         num_bytes: Callable[[Item], int],
         is_pause: Callable[[Item], bool],
         *,
         needs_thread: bool = True,
     ) -> None:
-        self._shared: _Shared[Item] = _Shared()
+        self._buffer = _Buffer(items, stop, num_bytes, is_pause)
         self._thread = threading.Thread(
-            target=_read,
-            args=(self._shared, make, num_bytes, is_pause),
+            target=self._buffer.fill,
             name="keras_strategies-prefetch",
             daemon=True,
         )
-        self._make = make
-        self._is_pause = is_pause
-        self._is_started = False
         self._is_quick = not needs_thread
         # How long an item takes, in seconds: a running mean.
         self._mean_s = 0.0
@@ -76,49 +59,30 @@ class Prefetched(Generic[Item]):
         return self
 
     def __next__(self) -> Item:
-        shared = self._shared
         if self._is_quick:
             return self._made_here()
-        if not self._is_started:
-            self._is_started = True
+        if self._thread.ident is None:
             self._thread.start()
-        with shared.changed:
-            shared.num_wanted += 1
-            if not shared.items:
-                shared.changed.notify_all()
-                shared.changed.wait_for(lambda: shared.items or shared.is_over)
-            if shared.items:
-                item = shared.items.popleft()
-                # Not for each item: a thread's turn takes as long as a batch.
-                if len(shared.items) <= shared.num_low:
-                    shared.changed.notify_all()
-                return item
-            error, shared.error = shared.error, None
-        if error is not None:
-            raise error
-        raise StopIteration
+        return self._buffer.take()
 
     def _made_here(self) -> Item:
         """The next item, made in this thread; the others' by their time."""
-        shared = self._shared
-        if shared.is_over:
+        buffer = self._buffer
+        if buffer.is_over:
             raise StopIteration
         start = time.perf_counter()
         try:
-            if shared.iterator is None:
-                shared.iterator = self._make(lambda: shared.is_closed)
-            item = next(shared.iterator)
+            item = next(buffer.iterator)
         except BaseException:
-            shared.is_over = True
+            buffer.is_over = True
             raise
         seconds = time.perf_counter() - start
         self._mean_s += 0.25 * (min(seconds, 2 * _QUICK_S) - self._mean_s)
-        shared.num_wanted += 1
-        shared.num_made += 1
+        buffer.num_wanted += 1
+        buffer.num_made += 1
         if seconds > _SLOW_S or self._mean_s > _QUICK_S:
             self._is_quick = False
-            self._is_started = True
-            shared.must_pause = self._is_pause(item)
+            buffer.must_pause = buffer.is_pause(item)
             self._thread.start()
         return item
 
@@ -128,11 +92,7 @@ class Prefetched(Generic[Item]):
         Waits a moment for the thread to be done with what it reads: it may be
         read by somebody else then.
         """
-        with self._shared.changed:
-            self._shared.is_closed = True
-            self._shared.is_over = True
-            self._shared.items.clear()
-            self._shared.changed.notify_all()
+        self._buffer.close()
         is_waited_for = (
             self._thread.is_alive()
             and self._thread is not threading.current_thread()
@@ -142,7 +102,7 @@ class Prefetched(Generic[Item]):
         if is_waited_for:
             self._thread.join(_LAST_ITEM_S)
         if self._is_quick:
-            _close(self._shared.iterator)
+            _close(self._buffer.iterator)
 
     def __del__(self) -> None:
         # At Python's end threads are stopped, and modules' names are gone.
@@ -150,72 +110,100 @@ class Prefetched(Generic[Item]):
             self.close()
 
 
-class _Shared(Generic[Item]):
+class _Buffer(Generic[Item]):
     """What the thread and its reader share; not the reader itself, so that
     it can be collected."""
 
-    def __init__(self) -> None:
-        self.changed = threading.Condition()
-        self.items: collections.deque[Item] = collections.deque()
-        # None before the first item.
-        self.iterator: Iterator[Item] | None = None
-        self.num_wanted = 0
-        self.num_made = 0
-        self.must_pause = False
-        # Items left when the thread makes more.
-        self.num_low = 0
-        self.is_over = False
-        self.is_closed = False
-        self.error: BaseException | None = None
+    def __init__(
+        self,
+        iterator: Iterator[Item],
+        stop: threading.Event,
+        num_bytes: Callable[[Item], int],
+        is_pause: Callable[[Item], bool],
+    ) -> None:
+        self.iterator = iterator
+        self.is_pause = is_pause
+        self.num_wanted = self.num_made = 0
+        self.must_pause = self.is_over = False
+        self._stop = stop
+        self._num_bytes = num_bytes
+        self._changed = threading.Condition()
+        self._items: collections.deque[Item] = collections.deque()
+        self._depth = 0  # Until the first item is measured.
+        self._error: BaseException | None = None
 
+    def take(self) -> Item:
+        """Waits for the next item."""
+        with self._changed:
+            self.num_wanted += 1
+            if not self._items:
+                self._changed.notify_all()
+                self._changed.wait_for(lambda: self._items or self.is_over)
+            if self._items:
+                item = self._items.popleft()
+                # Not for each item: a thread's turn takes as long as a batch.
+                if self._is_low():
+                    self._changed.notify_all()
+                return item
+            error, self._error = self._error, None
+        if error is not None:
+            raise error
+        raise StopIteration
 
-def _read(
-    shared: "_Shared[Any]",
-    make: Callable[[Callable[[], bool]], Iterator[Any]],
-    num_bytes: Callable[[Any], int],
-    is_pause: Callable[[Any], bool],
-) -> None:
-    depth = 0  # Until the first item is measured.
+    def close(self) -> None:
+        """Has the thread stop; no item is left."""
+        with self._changed:
+            self._stop.set()
+            self.is_over = True
+            self._items.clear()
+            self._changed.notify_all()
 
-    def may_continue() -> bool:
-        if shared.is_closed:
-            return True
-        if shared.must_pause:
-            return shared.num_wanted > shared.num_made
-        return len(shared.items) <= shared.num_low
-
-    try:
-        if shared.iterator is None:
-            shared.iterator = make(lambda: shared.is_closed)
-        with shared.changed:
-            shared.changed.wait_for(may_continue)
-        if shared.is_closed:
-            return
-        for item in shared.iterator:
-            if not depth:
-                depth = _depth(num_bytes(item))
-                shared.num_low = depth // 2
-            shared.num_made += 1
-            with shared.changed:
-                if shared.is_closed:
-                    return
-                shared.items.append(item)
-                shared.changed.notify_all()
-                shared.must_pause = is_pause(item)
+    def fill(self) -> None:
+        """Makes the items, in the thread."""
+        try:
+            if not self._is_next_wanted():
+                return
+            for item in self.iterator:
+                self._put(item)
                 del item
-                if shared.must_pause or len(shared.items) >= depth:
-                    shared.changed.wait_for(may_continue)
-                if shared.is_closed:
+                if not self._is_next_wanted():
                     return  # One more item might be read otherwise.
-    except BaseException as error:  # Raised again where the item is awaited.
-        if not shared.is_closed:  # Nobody waits then.
-            shared.error = error
-    finally:
-        if shared.is_closed:
-            _close(shared.iterator)
-        with shared.changed:
-            shared.is_over = True
-            shared.changed.notify_all()
+        except BaseException as error:  # Raised where the item is awaited.
+            if not self._stop.is_set():  # Nobody waits then.
+                self._error = error
+        finally:
+            if self._stop.is_set():
+                _close(self.iterator)
+            with self._changed:
+                self.is_over = True
+                self._changed.notify_all()
+
+    def _put(self, item: Item) -> None:
+        if not self._depth:
+            self._depth = _depth(self._num_bytes(item))
+        with self._changed:
+            self.num_made += 1
+            if not self._stop.is_set():
+                self._items.append(item)
+                self._changed.notify_all()
+                self.must_pause = self.is_pause(item)
+
+    def _is_next_wanted(self) -> bool:
+        """Waits until another item is to be made; False if none is."""
+        with self._changed:
+            if self.must_pause or len(self._items) >= self._depth:
+                self._changed.wait_for(self._may_continue)
+            return not self._stop.is_set()
+
+    def _may_continue(self) -> bool:
+        if self._stop.is_set():
+            return True
+        if self.must_pause:
+            return self.num_wanted > self.num_made
+        return self._is_low()
+
+    def _is_low(self) -> bool:
+        return len(self._items) <= self._depth // 2
 
 
 def _close(iterator: object) -> None:

@@ -3,6 +3,7 @@
 Every process has received the same, so all raise the same.
 """
 
+from collections.abc import Sequence
 from typing import Any
 
 from keras_strategies._core.mesh import ReplicaMesh
@@ -86,22 +87,35 @@ def check_readers(mesh: ReplicaMesh, received: Received, step: int) -> None:
         return
     facts = ("rows", "spec", "counts", "read")
     told = [[message.get(fact) for fact in facts] for message in received]
-    of_process = dict(zip(mesh.processes, told, strict=True))
+    group = unlike_readers(mesh, told)
+    if group is not None:
+        shown = [
+            "no rows" if rows is None else f"{rows} rows of checksum {checksum}"
+            for rows, _, _, checksum in told
+        ]
+        raise ValueError(
+            "Processes that have cores of the same replicas must read the "
+            f"same rows, in one order. Received: in step {step} "
+            f"{by_process(mesh, shown)}, where the processes {group} share "
+            "replicas. Shuffle and augment with one seed in all processes, or "
+            "choose replicas within one process."
+        )
+
+
+def unlike_readers(
+    mesh: ReplicaMesh, values: Sequence[object]
+) -> list[int] | None:
+    """Returns processes that share replicas and differ, or None.
+
+    Args:
+      mesh: The replicas.
+      values: What each process has, in the order of `mesh.processes`.
+    """
+    of_process = dict(zip(mesh.processes, values, strict=True))
     for group in mesh.readers:
         if any(of_process[p] != of_process[group[0]] for p in group):
-            shown = [
-                "no rows"
-                if rows is None
-                else f"{rows} rows of checksum {checksum}"
-                for rows, _, _, checksum in told
-            ]
-            raise ValueError(
-                "Processes that have cores of the same replicas must read the "
-                f"same rows, in one order. Received: in step {step} "
-                f"{by_process(mesh, shown)}, where the processes "
-                f"{list(group)} share replicas. Shuffle and augment with one "
-                "seed in all processes, or choose replicas within one process."
-            )
+            return list(group)
+    return None
 
 
 def _shown(spec: str | None) -> str:

@@ -2,7 +2,7 @@
 
 import dataclasses
 import itertools
-import json
+import threading
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -17,15 +17,14 @@ from keras_strategies._core.rows import (
     rows_of_replicas,
 )
 from keras_strategies._types import Tree
-from keras_strategies.cluster.exchange.host_exchange import Agreement
-from keras_strategies.cluster.exchange.message_forms import (
-    Either,
-    Form,
-    is_count,
-    read_messages,
+from keras_strategies.cluster.exchange.host_exchange import (
+    Agreement,
+    IsStopped,
 )
+from keras_strategies.cluster.exchange.message_forms import Either, is_count
+from keras_strategies.cluster.exchange.rounds import Rounds
 from keras_strategies.data import batch_spec, step_checks
-from keras_strategies.data.prefetch import Prefetched, Stop
+from keras_strategies.data.prefetch import Prefetched
 from keras_strategies.data.raise_together import raise_together
 from keras_strategies.data.regrouping import Rows, looked_at
 from keras_strategies.data.source import (
@@ -35,9 +34,6 @@ from keras_strategies.data.source import (
     checked_part,
     data_checksum,
 )
-
-IsStopped = Callable[[], bool]
-_Exchange = Callable[[dict[str, Any]], list[str]]
 
 
 def _is_size(value: object) -> bool:
@@ -122,14 +118,15 @@ class Steps:
         )
         # Made now and not when the first step is read: that may be in a thread,
         # and agreements are made in one order in all processes.
-        name = f"reading the data of `{self.name}`"
-        agreement = self.agree(self.mesh.processes, name)
-
-        def exchange(message: dict[str, Any]) -> list[str]:
-            return agreement.exchange(json.dumps(message), is_stopped)
-
-        steps = self._agreed(exchange, parts, epoch, start)
-        return _ending(agreement, steps)
+        about = f"the data of `{self.name}`"
+        rounds = Rounds(
+            self.mesh.processes,
+            f"reading {about}",
+            about,
+            is_stopped=is_stopped,
+            agree=self.agree,
+        )
+        return self._agreed(rounds, parts, epoch, start)
 
     def ahead(
         self,
@@ -152,18 +149,15 @@ class Steps:
         Returns:
           An iterator with a method `close`.
         """
-        stop = Stop()
-        items = items_of(self.epoch(epoch, start, stop))
+        stop = threading.Event()
+        items = items_of(self.epoch(epoch, start, stop.is_set))
         if self._needs_no_exchange:
             # Slicing arrays takes less time than a thread's turn.
             return items
-
-        def make(asks: IsStopped) -> Iterator[Any]:
-            stop.asks = asks
-            return items
-
         needs_thread = self.mesh.num_processes > 1
-        return Prefetched(make, num_bytes, is_pause, needs_thread=needs_thread)
+        return Prefetched(
+            items, stop, num_bytes, is_pause, needs_thread=needs_thread
+        )
 
     @property
     def _needs_no_exchange(self) -> bool:
@@ -203,17 +197,17 @@ class Steps:
         return self.source.batch_size or next(iter(self.found), None)
 
     def _own_parts(
-        self, exchange: _Exchange, parts: Iterator[Part], start: int
+        self, rounds: Rounds, parts: Iterator[Part], start: int
     ) -> Iterator[Part]:
         """This process's rows, in its share of each step."""
         if self.source.batch_size is None and not self.found:
-            parts = self._look_ahead(exchange, parts)
+            parts = self._look_ahead(rounds, parts)
         if self._size is None:
             return itertools.islice(parts, start, None)
         return self._in_shares(parts, self._size, start)
 
     def _look_ahead(
-        self, exchange: _Exchange, parts: Iterator[Part]
+        self, rounds: Rounds, parts: Iterator[Part]
     ) -> Iterator[Part]:
         """Finds the batch size by the first batches of all processes.
 
@@ -228,7 +222,7 @@ class Steps:
             "rows": [part.rows for part in first],
             "is_cut": all(part.counts is None for part in first),
         }
-        received = self._read(exchange(message), _LOOKED_AT)
+        received = rounds.exchange(message, _LOOKED_AT)
         rows = [h["rows"] for h in received if h["rows"]]
         if not all(h["is_cut"] for h in received):
             self.found.append(None)
@@ -255,53 +249,57 @@ class Steps:
         return rows_of_processes(counts, count)[mesh.reader_index]
 
     def _agreed(
-        self,
-        exchange: _Exchange,
-        parts: Iterator[Part],
-        epoch: int,
-        start: int,
+        self, rounds: Rounds, parts: Iterator[Part], epoch: int, start: int
     ) -> Iterator[HostBatch]:
-        spec: Any = None
-        all_counts = (is_count,) * self.mesh.replicas_per_process
-        counts = {"counts": Either((None, all_counts))}
-        what = f"Reading the data of `{self.name}`"
-        if self.source.is_process_local:
-            parts = self._own_parts(exchange, parts, start)
-        for step in itertools.count(start):
-            part, message, error = self._next(parts)
-            if step == start:
-                message["place"] = f"step {step} of epoch {epoch}"
-                if message.get("checksum") is None:
-                    message["checksum"] = self.source.checksum
-            texts = exchange(message)
-            received = self._read(texts, Either((_END, _ROWS | counts)))
-            raise_together(self.mesh, what, received, error)
-            if step == start:
-                self._read(texts, _PLACE)
-                step_checks.check_places(self.mesh, received)
-            step_checks.check_readers(self.mesh, received, step)
-            if all(h["rows"] is None for h in received):
-                return
-            step_checks.check_specs(self.mesh, received, step, spec)
-            spec = next(h["spec"] for h in received if "spec" in h)
-            if not self.source.is_process_local:
-                step_checks.check_whole(self.mesh, received, step)
-                assert part is not None
-                yield self._whole(part)
-                if self._needs_no_exchange:
-                    yield from map(self._whole, parts)
+        with rounds:
+            if self.source.is_process_local:
+                parts = self._own_parts(rounds, parts, start)
+            spec: Any = None
+            for step in itertools.count(start):
+                place = f"step {step} of epoch {epoch}"
+                part, received = self._exchanged(
+                    rounds, parts, place if step == start else None
+                )
+                step_checks.check_readers(self.mesh, received, step)
+                if all(h["rows"] is None for h in received):
                     return
-            elif any(h["rows"] for h in received):
-                data = batch_spec.empty(spec) if part is None else part.data
-                yield self._joined(data, received)
+                step_checks.check_specs(self.mesh, received, step, spec)
+                spec = next(h["spec"] for h in received if "spec" in h)
+                if not self.source.is_process_local:
+                    step_checks.check_whole(self.mesh, received, step)
+                    assert part is not None
+                    yield self._whole(part)
+                    if self._needs_no_exchange:
+                        yield from map(self._whole, parts)
+                        return
+                elif any(h["rows"] for h in received):
+                    data = batch_spec.empty(spec) if part is None else part.data
+                    yield self._joined(data, received)
 
-    def _read(self, texts: list[str], form: Form) -> list[Any]:
-        return read_messages(
-            texts,
-            form,
-            processes=self.mesh.processes,
-            about=f"the data of `{self.name}`",
-        )
+    def _exchanged(
+        self, rounds: Rounds, parts: Iterator[Part], place: str | None
+    ) -> tuple[Part | None, list[dict[str, Any]]]:
+        """The next part, and what all processes have sent of theirs.
+
+        Args:
+          rounds: The epoch's.
+          parts: This process's.
+          place: Of the first step: where it is, which all must have alike.
+        """
+        part, message, error = self._next(parts)
+        counts = Either((None, (is_count,) * self.mesh.replicas_per_process))
+        forms = (_END, _ROWS | {"counts": counts})
+        if place is not None:
+            message["place"] = place
+            if message.get("checksum") is None:
+                message["checksum"] = self.source.checksum
+            forms = tuple(form | _PLACE for form in forms)
+        received = rounds.exchange(message, Either(forms))
+        what = f"Reading the data of `{self.name}`"
+        raise_together(self.mesh, what, received, error)
+        if place is not None:
+            step_checks.check_places(self.mesh, received)
+        return part, received
 
     def _joined(self, data: Tree, received: list[dict[str, Any]]) -> HostBatch:
         """A batch to which each reader gives rows of its own."""
@@ -347,12 +345,3 @@ class Steps:
         except Exception as error:
             text = f"{type(error).__name__}: {error}"
             return None, {"rows": None, "error": text}, error
-
-
-def _ending(
-    agreement: Agreement, steps: Iterator[HostBatch]
-) -> Iterator[HostBatch]:
-    try:
-        yield from steps
-    finally:
-        agreement.end()

@@ -5,8 +5,8 @@ import inspect
 from collections.abc import Callable, Iterable
 from typing import Any
 
-from keras_strategies._core.checks import check_number
 from keras_strategies.cluster.addresses import shown
+from keras_strategies.cluster.checks import check_number, check_type
 
 _OF_SESSIONS = ("begin", "after_create_session", "before_run", "after_run")
 _OF_LISTENERS = ("begin", "before_save", "after_save", "end")
@@ -41,12 +41,9 @@ _CALLBACKS = {
 
 def check_kind(name: str, value: object, kind: type) -> None:
     """Raises TypeError for an argument that is not of a public class."""
-    if not isinstance(value, kind):
-        raise TypeError(
-            f"`{name}` must have type `ks.estimator.{kind.__name__}`. "
-            f"Received: {shown(value)} of type {type(value).__name__}. "
-            f"Make one: `ks.estimator.{kind.__name__}(...)`."
-        )
+    public = f"ks.estimator.{kind.__name__}"
+    cure = f"Make one: `{public}(...)`."
+    check_type(f"`{name}`", value, kind, f"a `{public}`", cure)
 
 
 def check_input_fn(input_fn: object) -> None:
@@ -78,7 +75,7 @@ def check_seconds(name: str, value: object) -> None:
     )
 
 
-def check_name(name: object) -> None:
+def check_name(name: str | None) -> None:
     """Raises unless an evaluation's name can be part of a folder's.
 
     Raises:
@@ -87,11 +84,8 @@ def check_name(name: object) -> None:
     """
     if name is None:
         return
-    if not isinstance(name, str):
-        raise TypeError(
-            f"`name` must be string. Received: {shown(name)} of type "
-            f"{type(name).__name__}. Give a name as 'test', or None."
-        )
+    cure = "Give a name as 'test', or None."
+    check_type("`name`", name, str, "a str", cure)
     if "/" in name or "\\" in name or "\0" in name:
         raise ValueError(
             "`name` becomes part of a folder's name. Received: "

@@ -6,16 +6,15 @@ import functools
 import logging
 import os
 import random
-import types
 import warnings
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import jax
-import keras
 import numpy as np
+from keras.callbacks import Callback, LambdaCallback
 
-from keras_strategies._types import Logs, Tree
+from keras_strategies._types import Tree
 from keras_strategies.checkpoint import DamagedCheckpoint, reading
 from keras_strategies.estimator import (
     exporting,
@@ -34,7 +33,7 @@ from keras_strategies.keras_bridge.fresh_names import fresh_names
 from keras_strategies.strategy.mirrored import OneDeviceStrategy
 from keras_strategies.strategy.strategy import Strategy
 
-Callbacks = tuple[keras.callbacks.Callback, ...]
+Callbacks = tuple[Callback, ...]
 InputFn = Callable[..., Any]
 Restore = Callable[[Any], None]
 _NUM_TRIES = 3
@@ -42,20 +41,15 @@ _SEEDS = 2**32
 _logger = logging.getLogger(__name__)
 
 
-class Engine:
-    """The runs of an Estimator, whose arguments were checked.
+class Settings:
+    """What an Estimator was made with, by tf's names.
 
     Args:
       model_fn: The `model_fn`.
       config: The RunConfig, with a `model_dir`.
       params: What functions are given copies of.
       warm_start_from: The initial weights, if any.
-
-    Attributes:
-      result_names: New names for results of evaluations.
     """
-
-    result_names: Mapping[str, str] = types.MappingProxyType({})
 
     def __init__(
         self,
@@ -70,6 +64,7 @@ class Engine:
         self._params = params
         self._warm_start = warm_start_from
         self._one_device: Strategy | None = None
+        self._result_names: Mapping[str, str] = {}
 
     @property
     def model_dir(self) -> str:
@@ -95,227 +90,236 @@ class Engine:
         """Returns the folder of the event files of an evaluation."""
         return os.path.join(self.model_dir, f"eval_{name}" if name else "eval")
 
-    def strategy_of(self, mode: str) -> Strategy:
-        """Returns the strategy of a mode; one device if none was given."""
-        given = self.config.eval_distribute
-        if mode == ModeKeys.TRAIN:
-            given = self.config.train_distribute
-        if given is not None:
-            return given
-        if self._one_device is None:
-            self._one_device = OneDeviceStrategy(jax.local_devices()[0])
-        return self._one_device
 
-    def make_plain(self, mode: str, features: Tree) -> model_fns.Made:
-        """Calls `model_fn` outside of any scope, for an export.
+def rename_results(estimator: Settings, names: Mapping[str, str]) -> None:
+    """Gives the results of an Estimator's evaluations new names."""
+    estimator._result_names = dict(names)
 
-        Args:
-          mode: One of `ModeKeys`.
-          features: Arrays, of which it is given what is symbolic; or None.
-        """
-        symbols = None
-        if features is not None:
-            symbols, _ = inputs.symbols_of((features,))
-        with _random_state():
-            return self._call_model_fn(mode, symbols, None)
 
-    def run_training(
-        self,
-        input_fn: InputFn,
-        hooks: Callbacks,
-        *,
-        steps: int | None = None,
-        max_steps: int | None = None,
-        listeners: tuple[Any, ...] = (),
-        after_save: Callable[[int], bool] | None = None,
-    ) -> None:
-        """See `Estimator.train`; `after_save` as of `TrainCheckpoint`."""
-        strategy = self.strategy_of(ModeKeys.TRAIN)
-        mesh = strategy.mesh
-        check_trains(self.config, mesh.num_processes)
-        progress = train_callback.progress_of_all(mesh, self.model_dir)
-        if max_steps is not None and progress.step >= max_steps:
-            if mesh.is_chief:
-                train_callback.warn_of_nothing(
-                    self.model_dir, progress.step, max_steps
-                )
-            return
-        seed, initial = self.config.tf_random_seed, self._warm_start
-        with _random_state(seed, moves_on=seed is None), _data_may_end():
-            data = self._input(input_fn, ModeKeys.TRAIN)
-            made = self._make(ModeKeys.TRAIN, data)
-            checkpointer = train_callback.TrainCheckpoint(
-                self.config,
-                listeners=listeners,
-                after_save=after_save,
-                initialize=functools.partial(warm_start.apply, initial),
-            )
-            wanted = train_callback.steps_of_call(
-                progress,
-                steps=steps,
-                max_steps=max_steps,
-                is_endless=data.is_endless,
-            )
-            callbacks = [
-                *(made.chief_hooks if mesh.is_chief else ()),
+def strategy_of(estimator: Settings, mode: str) -> Strategy:
+    """Returns the strategy of a mode; one device if none was given."""
+    given = estimator.config.eval_distribute
+    if mode == ModeKeys.TRAIN:
+        given = estimator.config.train_distribute
+    if given is not None:
+        return given
+    if estimator._one_device is None:
+        estimator._one_device = OneDeviceStrategy(jax.local_devices()[0])
+    return estimator._one_device
+
+
+def make_plain(
+    estimator: Settings, mode: str, features: Tree
+) -> model_fns.Made:
+    """Calls `model_fn` outside of any scope, for an export.
+
+    Args:
+      estimator: The Estimator.
+      mode: One of `ModeKeys`.
+      features: Arrays, of which it is given what is symbolic; or None.
+    """
+    symbols = None
+    if features is not None:
+        symbols, _ = inputs.symbols_of((features,))
+    with _random_state():
+        return _call_model_fn(estimator, mode, symbols, None)
+
+
+def train(
+    estimator: Settings,
+    input_fn: InputFn,
+    hooks: Callbacks,
+    *,
+    steps: int | None = None,
+    max_steps: int | None = None,
+    listeners: tuple[Any, ...] = (),
+    after_save: Callable[[int], bool] | None = None,
+) -> None:
+    """See `Estimator.train`; `after_save` as of `TrainCheckpoint`."""
+    config = estimator.config
+    mesh = strategy_of(estimator, ModeKeys.TRAIN).mesh
+    check_trains(config, mesh.num_processes)
+    progress = train_callback.progress_of_all(mesh, estimator.model_dir)
+    if not train_callback.has_steps(mesh, config, progress, max_steps):
+        return
+    initialize = functools.partial(warm_start.apply, estimator._warm_start)
+    seed = config.tf_random_seed
+    with _random_state(seed, moves_on=seed is None), _data_may_end():
+        data = _input(estimator, input_fn, ModeKeys.TRAIN)
+        made = _make(estimator, ModeKeys.TRAIN, data)
+        checkpointer = train_callback.TrainCheckpoint(
+            config,
+            listeners=listeners,
+            after_save=after_save,
+            initialize=initialize,
+        )
+        wanted = train_callback.steps_of_call(
+            progress, steps, max_steps, is_endless=data.is_endless
+        )
+        chief_hooks = made.chief_hooks if mesh.is_chief else ()
+        scalars = records.scalars(config, progress.step)
+        callbacks = [*chief_hooks, *made.hooks, *hooks, *scalars, checkpointer]
+        _fit(made.model, data, wanted, callbacks)
+    num_steps = checkpointer.num_steps
+    if not (data.is_dataset or made.model.stop_training):
+        train_callback.warn_of_end(num_steps - progress.begun, wanted)
+    _logger.info("Trained up to step %d.", num_steps)
+
+
+def evaluate(
+    estimator: Settings,
+    input_fn: InputFn,
+    hooks: Callbacks,
+    *,
+    steps: int | None,
+    path: str | None,
+    name: str | None,
+) -> dict[str, Any]:
+    """See `Estimator.evaluate`."""
+
+    def use(path: str | None) -> dict[str, Any]:
+        return evaluate_model(
+            estimator,
+            input_fn,
+            hooks,
+            _restoring(path),
+            step=0 if path is None else reading.step_of(path),
+            steps=steps,
+            name=name,
+        )
+
+    if path is not None:
+        reading.check(path)
+        return use(path)
+    strategy = strategy_of(estimator, ModeKeys.EVAL)
+    for _ in range(_NUM_TRIES - 1):
+        newest = _newest(estimator, strategy)
+        try:
+            return use(newest)
+        except DamagedCheckpoint:
+            # It may have been deleted, for newer ones.
+            if newest is None or os.path.isdir(newest):
+                raise
+    return use(_newest(estimator, strategy))
+
+
+def evaluate_model(
+    estimator: Settings,
+    input_fn: InputFn,
+    hooks: Callbacks,
+    restore: Restore,
+    *,
+    step: int,
+    steps: int | None,
+    name: str | None,
+) -> dict[str, Any]:
+    """Evaluates a new model, as `Estimator.evaluate`.
+
+    Args:
+      estimator: The Estimator.
+      input_fn: Makes the data.
+      hooks: Keras callbacks.
+      restore: Called with the model when it is built; gives it weights.
+      step: The global step of the weights.
+      steps: The number of batches; None for all.
+      name: The evaluation's.
+    """
+    config = estimator.config
+    with _random_state(config.tf_random_seed), _data_may_end():
+        data = _input(estimator, input_fn, ModeKeys.EVAL)
+        made = _make(estimator, ModeKeys.EVAL, data)
+        scalars = records.scalars(config, step, name or "")
+        found = made.model.evaluate(
+            **data.arguments(),
+            steps=steps,
+            verbose=0,
+            return_dict=True,
+            callbacks=[
+                LambdaCallback(on_test_begin=lambda logs: restore(made.model)),
                 *made.hooks,
                 *hooks,
-                *records.scalars(self.config, progress.step),
-                checkpointer,
-            ]
-            _fit(made.model, data, wanted, callbacks)
-        if not (data.is_dataset or made.model.stop_training):
-            train_callback.warn_of_end(
-                checkpointer.num_steps - progress.begun, wanted
-            )
-        _logger.info("Trained up to step %d.", checkpointer.num_steps)
+                *scalars,
+            ],
+        )
+    results = records.renamed(found, estimator._result_names)
+    results[records.GLOBAL_STEP] = step
+    if jax.process_index() == 0:
+        records.append(estimator.eval_dir(name), step, results)
+    _logger.info("Evaluated: %s", results)
+    return results
 
-    def run_evaluation(
-        self,
-        input_fn: InputFn,
-        hooks: Callbacks,
-        *,
-        steps: int | None,
-        path: str | None,
-        name: str | None,
-    ) -> dict[str, Any]:
-        """See `Estimator.evaluate`."""
 
-        def use(path: str | None) -> dict[str, Any]:
-            step = 0 if path is None else reading.step_of(path)
-            return self.evaluate_model(
-                input_fn,
-                hooks,
-                _restoring(path),
-                step=step,
-                steps=steps,
-                name=name,
-            )
+def predict(
+    estimator: Settings,
+    input_fn: InputFn,
+    hooks: Callbacks,
+    *,
+    keys: tuple[str, ...] | None,
+    path: str | None,
+    yields_rows: bool,
+) -> Iterator[Any]:
+    """See `Estimator.predict`."""
+    strategy = strategy_of(estimator, ModeKeys.PREDICT)
+    with _random_state(estimator.config.tf_random_seed):
+        data = _input(estimator, input_fn, ModeKeys.PREDICT)
+        made = _make(estimator, ModeKeys.PREDICT, data)
+    restore = _restoring(_newest(estimator, strategy) if path is None else path)
+    callbacks = [
+        LambdaCallback(on_predict_begin=lambda logs: restore(made.model)),
+        *made.hooks,
+        *hooks,
+    ]
+    for batch in predicting.batches_of(made, data, strategy, callbacks):
+        chosen = predicting.with_keys(made.predictions(batch), keys)
+        if yields_rows:
+            yield from predicting.rows_of(chosen)
+        else:
+            yield chosen
 
-        if path is not None:
-            reading.check(path)
-            return use(path)
-        strategy = self.strategy_of(ModeKeys.EVAL)
-        for left in reversed(range(_NUM_TRIES)):
-            newest = self._newest(strategy)
-            try:
-                return use(newest)
-            except DamagedCheckpoint:
-                # It may have been deleted, for newer ones.
-                if not left or newest is None or os.path.isdir(newest):
-                    raise
-        raise AssertionError("unreachable")
 
-    def evaluate_model(
-        self,
-        input_fn: InputFn,
-        hooks: Callbacks,
-        restore: Restore,
-        *,
-        step: int,
-        steps: int | None,
-        name: str | None,
-    ) -> dict[str, Any]:
-        """Evaluates a new model, as `Estimator.evaluate`.
+def _make(estimator: Settings, mode: str, data: inputs.Input) -> model_fns.Made:
+    """Calls `model_fn` in the scope of the mode's strategy."""
+    features, labels = inputs.symbols_of(data.example)
+    if mode == ModeKeys.TRAIN and jax.process_index() == 0:
+        exporting.note_features(estimator.model_dir, features)
+    with strategy_of(estimator, mode).scope():
+        return _call_model_fn(estimator, mode, features, labels)
 
-        Args:
-          input_fn: Makes the data.
-          hooks: Keras callbacks.
-          restore: Called with the model when it is built; gives it weights.
-          step: The global step of the weights.
-          steps: The number of batches; None for all.
-          name: The evaluation's.
-        """
-        seed = self.config.tf_random_seed
-        with _random_state(seed), _data_may_end():
-            data = self._input(input_fn, ModeKeys.EVAL)
-            made = self._make(ModeKeys.EVAL, data)
-            found = made.model.evaluate(
-                **data.arguments(),
-                steps=steps,
-                verbose=0,
-                return_dict=True,
-                callbacks=[
-                    _Restore(restore),
-                    *made.hooks,
-                    *hooks,
-                    *records.scalars(self.config, step, name or ""),
-                ],
-            )
-        results = records.renamed(found, self.result_names)
-        results[records.GLOBAL_STEP] = step
-        if jax.process_index() == 0:
-            records.append(self.eval_dir(name), step, results)
-        _logger.info("Evaluated: %s", results)
-        return results
 
-    def run_prediction(
-        self,
-        input_fn: InputFn,
-        hooks: Callbacks,
-        *,
-        keys: tuple[str, ...] | None,
-        path: str | None,
-        yields_rows: bool,
-    ) -> Iterator[Any]:
-        """See `Estimator.predict`."""
-        strategy = self.strategy_of(ModeKeys.PREDICT)
-        with _random_state(self.config.tf_random_seed):
-            data = self._input(input_fn, ModeKeys.PREDICT)
-            made = self._make(ModeKeys.PREDICT, data)
-        path = self._newest(strategy) if path is None else path
-        restore = _Restore(_restoring(path), made.model)
-        callbacks = [restore, *made.hooks, *hooks]
-        batches = predicting.batches_of(made, data, strategy, callbacks)
-        for batch in batches:
-            chosen = predicting.with_keys(made.predictions(batch), keys)
-            if yields_rows:
-                yield from predicting.rows_of(chosen)
-            else:
-                yield chosen
-
-    def _make(self, mode: str, data: inputs.Input) -> model_fns.Made:
-        """Calls `model_fn` in the scope of the mode's strategy."""
-        features, labels = inputs.symbols_of(data.example)
-        if mode == ModeKeys.TRAIN and jax.process_index() == 0:
-            exporting.note_features(self.model_dir, features)
-        with self.strategy_of(mode).scope():
-            return self._call_model_fn(mode, features, labels)
-
-    def _call_model_fn(
-        self, mode: str, features: Tree, labels: Tree
-    ) -> model_fns.Made:
-        with fresh_names():
-            return model_fns.make(
-                self.model_fn,
-                mode=mode,
-                features=features,
-                labels=None if mode == ModeKeys.PREDICT else labels,
-                params=self.params,
-                config=self.config,
-            )
-
-    def _input(self, input_fn: InputFn, mode: str) -> inputs.Input:
-        return inputs.call_input_fn(
-            input_fn,
+def _call_model_fn(
+    estimator: Settings, mode: str, features: Tree, labels: Tree
+) -> model_fns.Made:
+    with fresh_names():
+        return model_fns.make(
+            estimator.model_fn,
             mode=mode,
-            params=self.params,
-            config=self.config,
-            strategy=self.strategy_of(mode),
+            features=features,
+            labels=None if mode == ModeKeys.PREDICT else labels,
+            params=estimator.params,
+            config=estimator.config,
         )
 
-    def _newest(self, strategy: Strategy) -> str | None:
-        """The newest good checkpoint, the same in all processes."""
-        mesh = strategy.mesh
-        found = None
-        if mesh.is_chief:
-            found = reading.newest_good(self.model_dir)
-        found = train_callback.value_of_chief(
-            mesh, "the newest checkpoint", found, str | None
-        )
-        if found is None and mesh.is_chief:
-            reading.warn_of_none(self.model_dir)
-        return found
+
+def _input(estimator: Settings, input_fn: InputFn, mode: str) -> inputs.Input:
+    return inputs.call_input_fn(
+        input_fn,
+        mode=mode,
+        params=estimator.params,
+        config=estimator.config,
+        strategy=strategy_of(estimator, mode),
+    )
+
+
+def _newest(estimator: Settings, strategy: Strategy) -> str | None:
+    """Returns the newest good checkpoint, the same in all processes."""
+    mesh = strategy.mesh
+    found = reading.newest_good(estimator.model_dir) if mesh.is_chief else None
+    found = train_callback.value_of_chief(
+        mesh, "the newest checkpoint", found, str | None
+    )
+    if found is None and mesh.is_chief:
+        reading.warn_of_none(estimator.model_dir)
+    return found
 
 
 def _fit(
@@ -330,28 +334,6 @@ def _fit(
         verbose=0,
         callbacks=callbacks,
     )
-
-
-class _Restore(keras.callbacks.Callback):
-    """Gives a model its weights, once it is built.
-
-    Args:
-      restore: Called with the model.
-      model: The model, if it is not the callback's.
-    """
-
-    def __init__(
-        self, restore: Restore, model: keras.Model | None = None
-    ) -> None:
-        super().__init__()
-        self._apply = restore
-        self._given = model
-
-    def on_test_begin(self, logs: Logs | None = None) -> None:
-        self._apply(self.model if self._given is None else self._given)
-
-    def on_predict_begin(self, logs: Logs | None = None) -> None:
-        self._apply(self.model if self._given is None else self._given)
 
 
 def _restoring(path: str | None) -> Restore:

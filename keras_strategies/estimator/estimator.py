@@ -1,6 +1,7 @@
 """Estimator: a model_fn, trained and evaluated from checkpoints."""
 
 import copy
+import functools
 import logging
 import os
 import tempfile
@@ -12,6 +13,7 @@ import numpy as np
 from keras_strategies.checkpoint import reading
 from keras_strategies.cluster.addresses import shown
 from keras_strategies.estimator import (
+    engine,
     exporting,
     model_fns,
     predicting,
@@ -26,13 +28,13 @@ from keras_strategies.estimator.arguments import (
     check_positive,
 )
 from keras_strategies.estimator.config.run_config import RunConfig
-from keras_strategies.estimator.engine import Engine, InputFn
+from keras_strategies.estimator.engine import InputFn, Settings
 from keras_strategies.estimator.estimator_spec import ModeKeys
 
 _logger = logging.getLogger(__name__)
 
 
-class Estimator(Engine):
+class Estimator(Settings):
     """Trains, evaluates, predicts and exports a model; as tf's.
 
         def model_fn(features, labels, mode, params):
@@ -135,7 +137,8 @@ class Estimator(Engine):
         check_input_fn(input_fn)
         callbacks = check_hooks(hooks)
         listeners = check_listeners(saving_listeners)
-        self.run_training(
+        engine.train(
+            self,
             input_fn,
             callbacks,
             steps=steps,
@@ -175,8 +178,13 @@ class Estimator(Engine):
         check_input_fn(input_fn)
         check_name(name)
         callbacks = check_hooks(hooks)
-        return self.run_evaluation(
-            input_fn, callbacks, steps=steps, path=checkpoint_path, name=name
+        return engine.evaluate(
+            self,
+            input_fn,
+            callbacks,
+            steps=steps,
+            path=checkpoint_path,
+            name=name,
         )
 
     def predict(
@@ -211,7 +219,8 @@ class Estimator(Engine):
         keys = predicting.checked_keys(predict_keys)
         if checkpoint_path is not None:
             reading.check(checkpoint_path)
-        return self.run_prediction(
+        return engine.predict(
+            self,
             input_fn,
             callbacks,
             keys=keys,
@@ -287,7 +296,8 @@ class Estimator(Engine):
           ImportError: a SavedModel is asked for without TensorFlow.
         """
         return exporting.export(
-            self,
+            functools.partial(engine.make_plain, self),
+            self.model_dir,
             os.fspath(export_dir_base),
             checkpoint_path,
             serving_input_receiver_fn=serving_input_receiver_fn,
@@ -301,9 +311,8 @@ class Estimator(Engine):
         path = self.latest_checkpoint()
         if path is None:
             raise ValueError(
-                "Could not find trained model in model_dir: "
-                f"{self.model_dir}. Received: a folder without a checkpoint. "
-                "Train first."
+                f"Could not find trained model in model_dir: {self.model_dir}. "
+                "Received: a folder without a checkpoint. Train first."
             )
         return path
 

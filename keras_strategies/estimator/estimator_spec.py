@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING, Any
 
 from keras_strategies._types import Tree
 from keras_strategies.cluster.addresses import shown
+from keras_strategies.cluster.checks import check_type
 from keras_strategies.estimator.arguments import check_hooks
 
 if TYPE_CHECKING:
@@ -142,12 +143,8 @@ class EstimatorSpec:
 def _check_model(model: object) -> None:
     import keras
 
-    if not isinstance(model, keras.Model):
-        raise TypeError(
-            "An EstimatorSpec has a Keras model. Received: model="
-            f"{shown(model)} of type {type(model).__name__}. Make the layers "
-            "a `keras.Model`, and pass it as `model=`."
-        )
+    cure = "Make the layers a `keras.Model`, and pass it as `model=`."
+    check_type("`model`", model, keras.Model, "a Keras model", cure)
 
 
 def _check_compiled(spec: EstimatorSpec) -> None:
@@ -187,14 +184,13 @@ def _check_needed(spec: EstimatorSpec) -> None:
 def _check_train_op(train_op: object) -> None:
     import keras
 
-    kinds = (keras.optimizers.Optimizer, str)
-    if train_op is not None and not isinstance(train_op, kinds):
-        raise TypeError(
-            "train_op must be an optimizer of Keras, or its name. Received: "
-            f"{shown(train_op)} of type {type(train_op).__name__}. There is "
-            "no graph with operations: give `keras.optimizers.Adam(...)` "
-            "instead of what its `minimize` would return."
-        )
+    kinds = keras.optimizers.Optimizer | str | None
+    what = "an optimizer of Keras, or its name"
+    cure = (
+        "There is no graph with operations: give `keras.optimizers.Adam(...)` "
+        "instead of what its `minimize` would return."
+    )
+    check_type("train_op", train_op, kinds, what, cure)
 
 
 def _check_loss(loss: Tree) -> None:
@@ -233,18 +229,15 @@ def _check_predictions(predictions: Tree) -> None:
             )
 
 
-def _check_metrics(metrics: object) -> None:
+def _check_metrics(metrics: Mapping[str, Any] | None) -> None:
     import keras
 
-    if metrics is None:
-        return
-    if not isinstance(metrics, Mapping):
-        raise TypeError(
-            "eval_metric_ops must be a dict. Received: "
-            f"{shown(metrics)} of type {type(metrics).__name__}. Give metrics "
-            "by name: {'accuracy': keras.metrics.SparseCategoricalAccuracy()}."
-        )
-    for name, metric in metrics.items():
+    cure = (
+        "Give metrics by name: {'accuracy': "
+        "keras.metrics.SparseCategoricalAccuracy()}."
+    )
+    check_type("eval_metric_ops", metrics, Mapping | None, "a dict", cure)
+    for name, metric in (metrics or {}).items():
         if not isinstance(name, str) or not name:
             raise TypeError(
                 "Keys of eval_metric_ops are names. Received: "

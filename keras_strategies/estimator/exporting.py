@@ -1,5 +1,6 @@
 """Exports of an Estimator: a folder for each, named by the time."""
 
+import functools
 import importlib.util
 import logging
 import os
@@ -8,8 +9,7 @@ import secrets
 import shutil
 import time
 import warnings
-from collections.abc import Mapping
-from typing import Any
+from collections.abc import Callable, Mapping
 
 import keras
 import numpy as np
@@ -17,10 +17,12 @@ import numpy as np
 from keras_strategies._types import Array, Tree
 from keras_strategies.checkpoint import reading
 from keras_strategies.cluster.addresses import shown
+from keras_strategies.cluster.checks import check_type
 from keras_strategies.cluster.untrusted import open_regular
 from keras_strategies.data import batch_spec
 from keras_strategies.estimator.estimator_spec import MODES
 from keras_strategies.estimator.exporters import check_serving, exports_in
+from keras_strategies.estimator.model_fns import Made
 from keras_strategies.keras_bridge.loops.scope_hooks import is_built
 
 MODEL_FILE = "model.keras"
@@ -35,7 +37,8 @@ _logger = logging.getLogger(__name__)
 
 
 def export(
-    runs: Any,
+    make: Callable[[str, Tree], Made],
+    model_dir: str,
     base: str,
     checkpoint_path: str | None,
     *,
@@ -45,7 +48,19 @@ def export(
     mode: str,
     saved_model: bool | None,
 ) -> str:
-    """See `Estimator.export_saved_model`."""
+    """Exports a checkpoint; the rest as of `Estimator.export_saved_model`.
+
+    Args:
+      make: Calls the `model_fn` for a mode and features, outside of a scope.
+      model_dir: The Estimator's.
+      base: `export_dir_base`.
+      checkpoint_path: The checkpoint; None for the newest good one.
+      serving_input_receiver_fn: None.
+      assets_extra: Files to copy.
+      as_text: False.
+      mode: One of `ModeKeys`.
+      saved_model: Whether to write a SavedModel.
+    """
     check_serving(serving_input_receiver_fn, as_text)
     if mode not in MODES:
         raise ValueError(
@@ -54,26 +69,20 @@ def export(
         )
     writes_saved_model = _writes_saved_model(saved_model)
     files = _checked_files(assets_extra)
-    path = checkpoint_path or reading.newest_good(runs.model_dir)
+    path = checkpoint_path or reading.newest_good(model_dir)
     if path is None:
         raise ValueError(
-            f"Couldn't find trained model at {runs.model_dir}. Received: "
+            f"Couldn't find trained model at {model_dir}. Received: "
             "a folder without a good checkpoint. Train first."
         )
     reading.check(path)
-    model = _restored(runs, mode, path)
-    _make_base(base)
-    made = os.path.join(base, f"temp-{secrets.token_hex(8)}")
-    # As other folders are, and no more open than the umask has them.
-    os.mkdir(made, 0o755)
+    model = _restored(make, mode, path, noted_features(model_dir))
+    made = _make_folder(base)
     try:
         if writes_saved_model:
             _write_saved_model(model, made)
         model.save(os.path.join(made, MODEL_FILE))
-        for name, source in files.items():
-            target = pathlib.Path(made, _EXTRA, name)
-            target.parent.mkdir(parents=True, exist_ok=True)
-            shutil.copyfile(source, target)
+        _copy_files(files, made)
         return _put_in_place(made, base)
     except BaseException:
         shutil.rmtree(made, ignore_errors=True)
@@ -90,7 +99,7 @@ def note_features(model_dir: str, features: Tree) -> None:
     rows = [f for f in keras.tree.flatten(features) if f is not None]
     if any(None in row.shape[1:] for row in rows):
         return
-    example = keras.tree.map_structure(_without_rows, features)
+    example = keras.tree.map_structure(functools.partial(_zeros, 0), features)
     text = batch_spec.spec_of(example)
     try:
         batch_spec.empty(text, has_classes=False)
@@ -131,14 +140,11 @@ def _bytes_of(path: pathlib.Path) -> bytes | None:
         return None
 
 
-def _without_rows(feature: Array) -> np.ndarray:
-    return np.empty((0, *feature.shape[1:]), feature.dtype)
-
-
-def _restored(runs: Any, mode: str, path: str) -> keras.Model:
-    """The model of a checkpoint, on one device and of no strategy."""
-    features = noted_features(runs.model_dir)
-    made = runs.make_plain(mode, features)
+def _restored(
+    make: Callable[[str, Tree], Made], mode: str, path: str, features: Tree
+) -> keras.Model:
+    """Returns the model of a checkpoint, on one device, of no strategy."""
+    made = make(mode, features)
     model = made.model
     if not is_built(model):
         if features is None:
@@ -147,7 +153,7 @@ def _restored(runs: Any, mode: str, path: str) -> keras.Model:
                 f"Received: {model.name!r}, which was never called. Have "
                 "`model_fn` make it with `keras.Input`, or train it first."
             )
-        model(keras.tree.map_structure(_one_row, features))
+        model(keras.tree.map_structure(functools.partial(_zeros, 1), features))
     reading.restore(model, path)
     # What is served has no optimizer, and no loss that may be one's own.
     model.compiled, model.optimizer = False, None
@@ -172,20 +178,18 @@ def _write_saved_model(model: keras.Model, folder: str) -> None:
         model.export(folder, format="tf_saved_model", verbose=False)
 
 
-def _one_row(feature: Array) -> np.ndarray:
-    return np.zeros((1, *feature.shape[1:]), feature.dtype)
+def _zeros(num_rows: int, feature: Array) -> np.ndarray:
+    """Returns rows of zeros with the shape of a feature's."""
+    return np.zeros((num_rows, *feature.shape[1:]), feature.dtype)
 
 
-def _checked_files(files: object) -> dict[str, str]:
+def _checked_files(files: Mapping[str, str] | None) -> dict[str, str]:
     """The files for `assets.extra`: their names there, and where they are."""
     if files is None:
         return {}
-    if not isinstance(files, Mapping):
-        raise TypeError(
-            "`assets_extra` is a dict from paths in the export to files. "
-            f"Received: {shown(files)} of type {type(files).__name__}. Write "
-            "{'labels.txt': '/data/labels.txt'}."
-        )
+    what = "a dict from paths in the export to files"
+    cure = "Write {'labels.txt': '/data/labels.txt'}."
+    check_type("`assets_extra`", files, Mapping, what, cure)
     for name, source in files.items():
         parts = pathlib.PurePath(name).parts
         if not parts or ".." in parts or pathlib.PurePath(name).is_absolute():
@@ -201,7 +205,16 @@ def _checked_files(files: object) -> dict[str, str]:
     return dict(files)
 
 
-def _make_base(base: str) -> None:
+def _copy_files(files: Mapping[str, str], folder: str) -> None:
+    """Copies files into the folder of an export."""
+    for name, source in files.items():
+        target = pathlib.Path(folder, _EXTRA, name)
+        target.parent.mkdir(parents=True, exist_ok=True)
+        shutil.copyfile(source, target)
+
+
+def _make_folder(base: str) -> str:
+    """Makes the folder of an export that is not complete, and returns it."""
     try:
         os.makedirs(base, exist_ok=True)
     except (FileExistsError, NotADirectoryError):
@@ -210,6 +223,10 @@ def _make_base(base: str) -> None:
             f"Received: {base!r}, which is a file or in one. Give another "
             "path; it need not exist."
         ) from None
+    made = os.path.join(base, f"temp-{secrets.token_hex(8)}")
+    # As other folders are, and no more open than the umask has them.
+    os.mkdir(made, 0o755)
+    return made
 
 
 def _put_in_place(made: str, base: str) -> str:

@@ -267,10 +267,9 @@ def _is_endless(data: Dataset) -> bool:
     tensorflow = sys.modules.get("tensorflow")
     if tensorflow is not None and isinstance(data, tensorflow.data.Dataset):
         return int(data.cardinality()) == tensorflow.data.INFINITE_CARDINALITY
-    if isinstance(data, DistributedDataset):
-        return data.source.is_infinite
-    if isinstance(data, Source):
-        return data.is_infinite
+    source = data.source if isinstance(data, DistributedDataset) else data
+    if isinstance(source, Source):
+        return source.is_infinite
     if isinstance(data, keras.utils.PyDataset):
         num_batches: Any = data.num_batches
         return num_batches is None
@@ -292,9 +291,7 @@ def _mapped(function: Callable[[Any, str | None], Any], nest: Tree) -> Tree:
                 k: visit(v, str(k) if key is None else f"{key}_{k}")
                 for k, v in value.items()
             }
-        if _is_pair(value):
-            return function(value, key)
-        if isinstance(value, list | tuple):
+        if isinstance(value, list | tuple) and not _is_pair(value):
             names = [key and f"{key}_{index}" for index in range(len(value))]
             return type(value)(map(visit, value, names))
         return function(value, key)
@@ -326,9 +323,8 @@ def _shape_and_dtype(
         )
     if not len(shape):
         raise ValueError(
-            "Data come in batches of rows. Received: a scalar"
-            f"{_of_key(key)} of dtype {dtype}. Call `.batch(batch_size)` on "
-            "the dataset."
+            f"Data come in batches of rows. Received: a scalar{_of_key(key)} "
+            f"of dtype {dtype}. Call `.batch(batch_size)` on the dataset."
         )
     if str(getattr(dtype, "name", dtype)) in ("string", "object") or (
         getattr(dtype, "kind", None) in ("S", "U")

@@ -112,21 +112,21 @@ def make(
         "config": config,
     }
     result = model_fn(**{n: known[n] for n in names if n in known})
-    made = None
     if isinstance(result, keras.Model):
         made = _of_model(result, mode)
     elif isinstance(result, EstimatorSpec):
         made = _of_spec(result, mode)
-    if made is not None:
-        if mode != ModeKeys.PREDICT:
-            _check_labels(made.model, labels)
-            _check_new(made.model)
-        return made
-    raise ValueError(
-        "model_fn should return an EstimatorSpec, or a compiled keras.Model. "
-        f"Received: {shown(result)} of type {type(result).__name__}. Return "
-        "`ks.estimator.EstimatorSpec(mode, model=model, ...)`."
-    )
+    else:
+        raise ValueError(
+            "model_fn should return an EstimatorSpec, or a compiled "
+            f"keras.Model. Received: {shown(result)} of type "
+            f"{type(result).__name__}. Return "
+            "`ks.estimator.EstimatorSpec(mode, model=model, ...)`."
+        )
+    if mode != ModeKeys.PREDICT:
+        _check_labels(made.model, labels)
+        _check_new(made.model)
+    return made
 
 
 def _with_defaults(function: Callable[..., Any]) -> set[str]:
@@ -316,8 +316,7 @@ def _entry(model: keras.Model, outputs: Tree, name: str) -> Array:
         named = {_output_names(model, 1)[0]: named}
     if name not in named:
         raise ValueError(
-            "predictions name outputs of the model. Received: "
-            f"{name!r}; the model has {sorted(map(str, named))}. Give one of "
-            "these."
+            f"predictions name outputs of the model. Received: {name!r}; the "
+            f"model has {sorted(map(str, named))}. Give one of these."
         )
     return named[name]

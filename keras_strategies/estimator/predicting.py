@@ -14,7 +14,7 @@ from keras_strategies.keras_bridge.loops.scope_hooks import is_built
 from keras_strategies.strategy.strategy import Strategy
 
 
-def checked_keys(keys: object) -> tuple[str, ...] | None:
+def checked_keys(keys: Iterable[str] | str | None) -> tuple[str, ...] | None:
     """The names of predictions; None for all.
 
     Raises:
@@ -22,19 +22,14 @@ def checked_keys(keys: object) -> tuple[str, ...] | None:
     """
     if keys is None:
         return None
-    found = (keys,) if isinstance(keys, str) else keys
-    if not isinstance(found, Iterable):
-        raise TypeError(_KEYS.format(shown(keys)))
-    found = tuple(found)
+    is_many = isinstance(keys, Iterable) and not isinstance(keys, str)
+    found: tuple[Any, ...] = tuple(keys) if is_many else (keys,)
     if not all(isinstance(key, str) for key in found):
-        raise TypeError(_KEYS.format(shown(keys)))
+        raise TypeError(
+            "`predict_keys` are names of predictions. Received: "
+            f"{shown(keys)}. Give a str or a list of them, or None for all."
+        )
     return found or None
-
-
-_KEYS = (
-    "`predict_keys` are names of predictions. Received: {}. Give a str or a "
-    "list of them, or None for all."
-)
 
 
 def batches_of(
@@ -61,7 +56,8 @@ def batches_of(
     model.stop_predicting = False
     for index, batch in enumerate(data.batches()):
         if not has_begun:
-            _build(model, batch)
+            if not is_built(model):
+                model.predict_on_batch(batch)
             listeners.on_predict_begin()
             has_begun = True
         listeners.on_predict_batch_begin(index)
@@ -130,9 +126,3 @@ def rows_of(predictions: Tree) -> Iterator[Tree]:
 
 def _num_rows(value: Array) -> int:
     return np.shape(value)[0] if np.ndim(value) else 0
-
-
-def _build(model: keras.Model, batch: Tree) -> None:
-    """Makes the variables of a model that no one has called yet."""
-    if not is_built(model):
-        model.predict_on_batch(batch)

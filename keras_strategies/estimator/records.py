@@ -13,8 +13,12 @@ import pathlib
 from collections.abc import Iterator, Mapping
 from typing import Any, BinaryIO
 
-from keras_strategies.cluster.exchange.message_forms import is_count
-from keras_strategies.cluster.untrusted import load_json, open_regular
+from keras_strategies.cluster.exchange.message_forms import (
+    fault_of,
+    is_count,
+    load_form,
+)
+from keras_strategies.cluster.untrusted import open_regular
 from keras_strategies.estimator.config.run_config import RunConfig
 
 FILE = "evaluations.jsonl"
@@ -86,9 +90,8 @@ def renamed(
     for name in names:
         if name not in results:
             raise ValueError(
-                "`metric_names_map` names results of evaluations. "
-                f"Received: {name!r}; there are {sorted(results)}. "
-                "Correct it."
+                "`metric_names_map` names results of evaluations. Received: "
+                f"{name!r}; there are {sorted(results)}. Correct it."
             )
     return {names.get(name, name): value for name, value in results.items()}
 
@@ -170,17 +173,16 @@ def _last_byte(file: BinaryIO) -> bytes:
 
 def _parsed(line: bytes) -> tuple[int, dict[str, float]] | None:
     try:
-        entry = load_json(line, max_characters=_MAX_LINE, has_nan=True)
-    except ValueError:
+        entry = load_form(line, _ENTRY, max_characters=_MAX_LINE, has_nan=True)
+        metrics = {n: float(v) for n, v in entry["metrics"].items()}
+    except (ValueError, OverflowError):
         return None
-    if not isinstance(entry, dict):
-        return None
-    step, metrics = entry.get(GLOBAL_STEP), entry.get("metrics")
-    if not is_count(step) or not isinstance(metrics, dict):
-        return None
-    if any(type(value) not in (int, float) for value in metrics.values()):
-        return None
-    try:
-        return step, {name: float(value) for name, value in metrics.items()}
-    except OverflowError:
-        return None
+    return entry[GLOBAL_STEP], metrics
+
+
+def _are_numbers(value: object) -> bool:
+    is_dict = isinstance(value, dict)
+    return is_dict and fault_of([*value.values()], [float]) is None
+
+
+_ENTRY = {GLOBAL_STEP: is_count, "metrics": _are_numbers}

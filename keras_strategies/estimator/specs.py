@@ -5,6 +5,7 @@ from collections.abc import Callable, Iterable
 from typing import Any
 
 from keras_strategies.cluster.addresses import shown
+from keras_strategies.cluster.checks import check_type
 from keras_strategies.estimator.arguments import (
     check_hooks,
     check_input_fn,
@@ -157,20 +158,13 @@ def _checked_exporters(exporters: Any) -> tuple[Exporter, ...]:
     if exporters is None:
         return ()
     # A name is no iterable of its letters.
-    if isinstance(exporters, Exporter | str):
-        exporters = (exporters,)
-    try:
-        found = tuple(exporters)
-    except TypeError:
-        found = (exporters,)
+    is_one = isinstance(exporters, Exporter | str)
+    is_one |= not isinstance(exporters, Iterable)
+    found = (exporters,) if is_one else tuple(exporters)
     for exporter in found:
-        if not isinstance(exporter, Exporter):
-            raise TypeError(
-                "`exporters` must be an Exporter, an iterable of Exporter, or "
-                f"`None`. Received: {shown(exporter)} of type "
-                f"{type(exporter).__name__}. Use, for example, "
-                "`ks.estimator.BestExporter()`."
-            )
+        what = "an Exporter, an iterable of Exporter, or `None`"
+        cure = "Use, for example, `ks.estimator.BestExporter()`."
+        check_type("`exporters`", exporter, Exporter, what, cure)
     names = [exporter.name for exporter in found]
     for name in names:
         if not name:
@@ -180,9 +174,8 @@ def _checked_exporters(exporters: Any) -> tuple[Exporter, ...]:
             )
         if not isinstance(name, str):
             raise ValueError(
-                "An Exporter must have a string name. Received: "
-                f"{shown(name)} of type {type(name).__name__}. Give each a "
-                "name as 'best'."
+                f"An Exporter must have a string name. Received: {shown(name)} "
+                f"of type {type(name).__name__}. Give each a name as 'best'."
             )
         check_name(name)
     if len(set(names)) < len(names):

@@ -18,14 +18,15 @@ from typing import Any
 
 from keras_strategies._core.mesh import ReplicaMesh
 from keras_strategies.callbacks.checkpoint import Checkpoint
-from keras_strategies.checkpoint import Keep, reading
+from keras_strategies.checkpoint import Keep, contents, reading
 from keras_strategies.cluster.exchange.host_exchange import Agreement
 from keras_strategies.cluster.exchange.message_forms import (
     Form,
     is_count,
+    load_form,
     read_messages,
 )
-from keras_strategies.cluster.untrusted import load_json, open_regular
+from keras_strategies.cluster.untrusted import open_regular
 from keras_strategies.estimator.config.run_config import RunConfig
 from keras_strategies.keras_bridge.callbacks.resumable_fit import (
     FitState,
@@ -37,6 +38,7 @@ MARK = "training.json"
 
 _MAX_MARK_BYTES = 4096
 _WHERE = "where a training is"
+_MARK = {"ended_at_step": is_count}
 _PROGRESS = {"step": is_count, "begun": is_count, "is_done": bool}
 _logger = logging.getLogger(__name__)
 
@@ -63,7 +65,7 @@ def progress_in(model_dir: str) -> Progress:
     if path is None:
         return Progress()
     step = reading.step_of(path)
-    epoch, steps = reading.place_in(reading.document_of(path), path)
+    epoch, steps = reading.place_in(contents.document_of(path), path)
     if is_done_at(model_dir, step, epoch):
         return Progress(step=step, begun=step)
     return Progress(step=step, begun=step - steps, is_done=False)
@@ -93,11 +95,10 @@ def ended_at(model_dir: str) -> int | None:
     try:
         with open_regular(pathlib.Path(model_dir, MARK)) as file:
             text = file.read(_MAX_MARK_BYTES + 1)
-        mark = load_json(text, max_characters=_MAX_MARK_BYTES)
+        mark = load_form(text, _MARK, max_characters=_MAX_MARK_BYTES)
     except (OSError, ValueError):
         return None
-    step = mark.get("ended_at_step") if isinstance(mark, dict) else None
-    return step if is_count(step) else None
+    return mark["ended_at_step"]
 
 
 def mark_of(model_dir: str) -> tuple[int, int] | None:
@@ -152,9 +153,9 @@ def value_of_chief(
 
 def steps_of_call(
     progress: Progress,
-    *,
     steps: int | None,
     max_steps: int | None,
+    *,
     is_endless: bool,
 ) -> int | None:
     """How many steps a call of `train` has, those done before included.
@@ -175,21 +176,31 @@ def steps_of_call(
     return sys.maxsize if is_endless else None
 
 
-def warn_of_nothing(model_dir: str, step: int, max_steps: int) -> None:
-    """Warns that a call has no steps to train.
+def has_steps(
+    mesh: ReplicaMesh,
+    config: RunConfig,
+    progress: Progress,
+    max_steps: int | None,
+) -> bool:
+    """Returns whether a call has steps to train; warns if it has none.
 
     Args:
-      model_dir: The directory.
-      step: The global step of its newest checkpoint.
-      max_steps: Up to which the call was to train.
+      mesh: The replicas.
+      config: The RunConfig.
+      progress: Where the training is.
+      max_steps: Up to which the call is to train.
     """
-    _logger.warning(
-        "Nothing is trained: %s is at step %d, and max_steps=%d. Give more "
-        "`max_steps`, or another `model_dir`.",
-        model_dir,
-        step,
-        max_steps,
-    )
+    if max_steps is None or progress.step < max_steps:
+        return True
+    if mesh.is_chief:
+        _logger.warning(
+            "Nothing is trained: %s is at step %d, and max_steps=%d. Give more "
+            "`max_steps`, or another `model_dir`.",
+            config.model_dir,
+            progress.step,
+            max_steps,
+        )
+    return False
 
 
 def warn_of_end(num_steps: int, wanted: int | None) -> None:

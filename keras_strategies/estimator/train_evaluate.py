@@ -9,7 +9,7 @@ from typing import Any
 import jax
 
 from keras_strategies.checkpoint import DamagedCheckpoint, reading
-from keras_strategies.estimator import records, train_callback
+from keras_strategies.estimator import engine, records, train_callback
 from keras_strategies.estimator.arguments import check_kind
 from keras_strategies.estimator.config.run_cluster import (
     CHIEF,
@@ -120,8 +120,7 @@ def _check(
     if config.task_type == EVALUATOR and config.task_id > 0:
         raise ValueError(
             "For distributed training, there can only be one `evaluator` task "
-            f"(with task id 0). Received: task id {config.task_id}. Start "
-            "one."
+            f"(with task id 0). Received: task id {config.task_id}. Start one."
         )
 
 
@@ -130,7 +129,8 @@ def _train(
     spec: TrainSpec,
     after_save: Callable[[int], bool] | None,
 ) -> None:
-    estimator.run_training(
+    engine.train(
+        estimator,
         spec.input_fn,
         tuple(spec.hooks or ()),
         max_steps=spec.max_steps,
@@ -143,7 +143,7 @@ def _train_locally(
     estimator: Estimator, train_spec: TrainSpec, eval_spec: EvalSpec
 ) -> Results:
     evaluation = _Evaluation(estimator, eval_spec, train_spec.max_steps)
-    mesh = estimator.strategy_of(ModeKeys.TRAIN).mesh
+    mesh = engine.strategy_of(estimator, ModeKeys.TRAIN).mesh
     throttle_s = eval_spec.throttle_secs
 
     def after_save(step: int) -> bool:

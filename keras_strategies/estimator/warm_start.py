@@ -9,8 +9,9 @@ from typing import Any
 
 import keras
 
-from keras_strategies.checkpoint import reading
+from keras_strategies.checkpoint import contents, reading
 from keras_strategies.cluster.addresses import shown
+from keras_strategies.cluster.checks import check_type
 
 _logger = logging.getLogger(__name__)
 
@@ -53,15 +54,13 @@ class WarmStartSettings:
 
     def __post_init__(self) -> None:
         path = self.ckpt_to_initialize_from
-        if not isinstance(path, str | os.PathLike):
-            raise TypeError(
-                "`ckpt_to_initialize_from` is a path. Received: an object of "
-                f"type {type(path).__name__}. Give a checkpoint's folder."
-            )
+        cure = "Give a checkpoint's folder."
+        kind = (str, os.PathLike)
+        check_type("`ckpt_to_initialize_from`", path, kind, "a path", cure)
         if not os.fspath(path):
             raise ValueError(
                 "`ckpt_to_initialize_from` MUST be set in WarmStartSettings. "
-                f"Received: {path!r}. Give a checkpoint's folder."
+                f"Received: {path!r}. {cure}"
             )
         if self.var_name_to_vocab_info:
             raise ValueError(
@@ -70,11 +69,9 @@ class WarmStartSettings:
                 "the rows of an embedding before training."
             )
         for pattern in _listed(self.vars_to_warm_start):
-            if not isinstance(pattern, str):
-                raise TypeError(
-                    "`vars_to_warm_start` are regular expressions. Received: "
-                    f"{shown(pattern)}. Give a str, or a list of them."
-                )
+            name, what = "`vars_to_warm_start`", "regular expressions"
+            cure = "Give a str, or a list of them."
+            check_type(name, pattern, str, what, cure)
             try:
                 re.compile(pattern)
             except re.error as error:
@@ -83,13 +80,10 @@ class WarmStartSettings:
                     f"{pattern!r}: {error}. Correct it; any name is '.*'."
                 ) from None
         names = self.var_name_to_prev_var_name
-        if names is not None and not isinstance(names, Mapping):
-            raise TypeError(
-                "`var_name_to_prev_var_name` is a dict from names to those in "
-                f"the checkpoint. Received: {shown(names)} of type "
-                f"{type(names).__name__}. Write {{'dense/kernel': "
-                "'old/kernel'}."
-            )
+        name = "`var_name_to_prev_var_name`"
+        what = "a dict from names to those in the checkpoint"
+        cure = "Write {'dense/kernel': 'old/kernel'}."
+        check_type(name, names, Mapping | None, what, cure)
 
 
 def apply(settings: WarmStartSettings | None, model: keras.Model) -> None:
@@ -104,7 +98,7 @@ def apply(settings: WarmStartSettings | None, model: keras.Model) -> None:
     path = _checkpoint_of(os.fspath(settings.ckpt_to_initialize_from))
     names = settings.var_name_to_prev_var_name or {}
     saved = reading.variables_in(path)
-    shapes = reading.document_of(path)["variables"]
+    shapes = contents.document_of(path)["variables"]
     wanted: dict[str, dict[str, Any]] = {}
     pairs: list[tuple[keras.Variable, str, str]] = []
     chosen = _chosen(model, settings.vars_to_warm_start)
@@ -124,7 +118,7 @@ def apply(settings: WarmStartSettings | None, model: keras.Model) -> None:
     _logger.info("Warm-started %d weights from %s.", len(pairs), path)
 
 
-def settings_of(given: object) -> WarmStartSettings | None:
+def settings_of(given: Any) -> WarmStartSettings | None:
     """Returns what `warm_start_from` asks for, or None for nothing.
 
     Raises:
@@ -132,13 +126,10 @@ def settings_of(given: object) -> WarmStartSettings | None:
     """
     if given is None or isinstance(given, WarmStartSettings):
         return given
-    if isinstance(given, str | os.PathLike):
-        return WarmStartSettings(given)
-    raise TypeError(
-        "`warm_start_from` is a path or `WarmStartSettings`. Received: "
-        f"{shown(given)} of type {type(given).__name__}. Give a checkpoint's "
-        "folder."
-    )
+    kind, what = (str, os.PathLike), "a path or `WarmStartSettings`"
+    cure = "Give a checkpoint's folder."
+    check_type("`warm_start_from`", given, kind, what, cure)
+    return WarmStartSettings(given)
 
 
 def _checkpoint_of(path: str) -> str:
@@ -170,10 +161,9 @@ def _check_saved(name: str, saved: Mapping[str, Any], path: str) -> None:
 def _check_shape(variable: keras.Variable, shape: list[int], path: str) -> None:
     if list(variable.shape) != shape:
         raise ValueError(
-            "A weight that is warm-started has its shape in the "
-            f"checkpoint. Received: {variable.path!r} of shape "
-            f"{tuple(variable.shape)}, {tuple(shape)} in {path}. Leave "
-            "it out by `vars_to_warm_start`."
+            "A weight that is warm-started has its shape in the checkpoint. "
+            f"Received: {variable.path!r} of shape {tuple(variable.shape)}, "
+            f"{tuple(shape)} in {path}. Leave it out by `vars_to_warm_start`."
         )
 
 

@@ -15,18 +15,15 @@ _COUNTS = "object_name_uids"
 
 @contextlib.contextmanager
 def fresh_names() -> Iterator[None]:
-    """A context in which Keras counts names from their beginning."""
-    before = global_state.get_global_attribute(_COUNTS)
-    global_state.set_global_attribute(_COUNTS, collections.defaultdict(int))
-    try:
+    """Lets Keras count names from their beginning for a block."""
+    with names_kept():
+        global_state.set_global_attribute(_COUNTS, collections.defaultdict(int))
         yield
-    finally:
-        global_state.set_global_attribute(_COUNTS, before)
 
 
 @contextlib.contextmanager
 def names_kept() -> Iterator[None]:
-    """After which Keras gives the names that it would have given before."""
+    """Lets Keras give the names after a block that it would have before."""
     before = global_state.get_global_attribute(_COUNTS)
     if before is not None:
         before = before.copy()

@@ -54,9 +54,8 @@ class StepFacts:
         numbers of rows differ.
       rows_of_all: Of uneven arguments, by this replica's number of rows, those
         of all replicas; several where arguments differ.
-      total_rows: The rows of all replicas, where these run a model's step on
-        different numbers of rows.
-      num_with_rows: The number of replicas that have rows then.
+      rows_of_replicas: The rows of each replica, where these run a model's
+        step on different numbers of rows.
       is_global_batch: The trace is not a replica's: it sees the global batch.
       share: This replica's weight in averages of states, where some have no
         rows and so no say; a number or a traced scalar. None where all weigh
@@ -73,8 +72,7 @@ class StepFacts:
     rows_of_all: Mapping[int, set[tuple[int, ...]]] = dataclasses.field(
         default_factory=dict
     )
-    total_rows: int | None = None
-    num_with_rows: int | None = None
+    rows_of_replicas: tuple[int, ...] | None = None
     is_global_batch: bool = False
     share: Any = None
     loss_tracker: Any = None
@@ -175,19 +173,26 @@ class StepContext:
     @property
     def num_sharing(self) -> int:
         """Number of replicas that have rows: a mean of losses is over these."""
-        return self.facts.num_with_rows or self.num_replicas
+        of_replicas = self.facts.rows_of_replicas or ()
+        return sum(rows > 0 for rows in of_replicas) or self.num_replicas
 
     @property
     def weight(self) -> float:
         """The weight of this replica's mean over rows, of all; 1 if shared."""
-        if self.facts.total_rows is None:
+        of_replicas = self.facts.rows_of_replicas
+        if of_replicas is None:
             return 1.0
-        return self.facts.rows * self.num_sharing / self.facts.total_rows
+        return self.facts.rows * self.num_sharing / sum(of_replicas)
 
     @property
     def is_empty(self) -> bool:
         """Whether this replica has no rows; NaN in its gradients is ignored."""
         return set(self.facts.rows_of_all) == {0}
+
+    @property
+    def sees_own_rows(self) -> bool:
+        """Whether code sees this replica's rows, and in no metric."""
+        return not (self.flags.sees_global_batch or self.flags.in_metric)
 
     @property
     def buffering(self) -> Buffering | None:

@@ -15,7 +15,7 @@ from keras_strategies.planning.compile.planner import (
     iter_plans,
 )
 from keras_strategies.planning.report.planned_step import PlannedStep
-from keras_strategies.planning.report.table import NOTES, LiveTable, Plan
+from keras_strategies.planning.report.table import NOTES, Plan, Show, live_table
 from keras_strategies.strategy.strategy import Strategy
 
 if TYPE_CHECKING:
@@ -55,25 +55,35 @@ def make_plan(
         is_verified=verify,
         is_whole=whole,
     )
-    done: list[PlannedStep] = []
     try:
         with (
             Compiler(folder=cache_folder() if cache else None) as compiler,
-            _seeds_kept(),
-            names_kept(),
-            LiveTable(is_shown=progress) as live,
+            live_table(is_shown=progress) as show,
         ):
-
-            def on_stage(candidate: lib.Candidate, stage: str) -> None:
-                name = f"{candidate.topology} {candidate.layout}"
-                live.update(done, f"{name}: {stage}")
-
-            for step in iter_plans(candidates, compiler, thorough, on_stage):
-                done.append(step)
+            steps = _plan_all(candidates, compiler, thorough, show)
     except lib.MakingFailed as failed:
         # The user's own error.
         raise failed.__cause__ or failed from None
-    return Plan(steps=tuple(done), notes=NOTES)
+    return Plan(steps=steps, notes=NOTES)
+
+
+def _plan_all(
+    candidates: Sequence[lib.Candidate],
+    compiler: Compiler,
+    effort: Effort,
+    show: Show,
+) -> tuple[PlannedStep, ...]:
+    """Returns the candidates' steps, and shows those that are done."""
+    done: list[PlannedStep] = []
+
+    def on_stage(candidate: lib.Candidate, stage: str) -> None:
+        name = f"{candidate.topology} {candidate.layout}"
+        show(done, f"{name}: {stage}")
+
+    with _seeds_kept(), names_kept():
+        for step in iter_plans(candidates, compiler, effort, on_stage):
+            done.append(step)
+    return tuple(done)
 
 
 def _check_choice(name: str, value: str, choices: tuple[str, ...]) -> None:

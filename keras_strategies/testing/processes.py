@@ -112,10 +112,7 @@ def run_processes(
         try:
             is_late = not _wait(running, timeout_s)
         finally:
-            for process in running:
-                if process.poll() is None:
-                    process.kill()
-                process.wait()
+            _end(running)
         results = list(map(_result, running, paths))
     if is_late:
         raise TimeoutError(
@@ -146,24 +143,19 @@ def _start(
 def _environment(
     num_devices: int, env: Mapping[str, str] | None
 ) -> dict[str, str]:
-    flags = [
-        flag
-        for flag in os.environ.get("XLA_FLAGS", "").split()
-        if "device_count" not in flag
-    ]
+    flags = os.environ.get("XLA_FLAGS", "").split()
+    flags = [flag for flag in flags if "device_count" not in flag]
     flags.append(f"--xla_force_host_platform_device_count={num_devices}")
     path = [os.getcwd(), *os.environ.get("PYTHONPATH", "").split(os.pathsep)]
-    return (
-        dict(os.environ)
-        | {
-            "XLA_FLAGS": " ".join(flags),
-            "JAX_PLATFORMS": "cpu",
-            "KERAS_BACKEND": "jax",
-            "PYTHONPATH": os.pathsep.join(filter(None, path)),
-            "PYTHONUNBUFFERED": "1",
-        }
-        | dict(env or {})
-    )
+    return {
+        **os.environ,
+        "XLA_FLAGS": " ".join(flags),
+        "JAX_PLATFORMS": "cpu",
+        "KERAS_BACKEND": "jax",
+        "PYTHONPATH": os.pathsep.join(filter(None, path)),
+        "PYTHONUNBUFFERED": "1",
+        **(env or {}),
+    }
 
 
 def _wait(running: list[subprocess.Popen[bytes]], timeout_s: float) -> bool:
@@ -180,6 +172,13 @@ def _wait(running: list[subprocess.Popen[bytes]], timeout_s: float) -> bool:
                 return True
         time.sleep(_POLL_S)
     return True
+
+
+def _end(running: list[subprocess.Popen[bytes]]) -> None:
+    """Kills the processes that still run."""
+    for process in running:
+        process.kill()
+        process.wait()
 
 
 def _result(

@@ -13,11 +13,12 @@ import jax
 
 from keras_strategies.cluster.addresses import (
     check_address,
-    check_port,
     join_address,
     read_number,
+    read_port,
     shown,
 )
+from keras_strategies.cluster.checks import check_type
 from keras_strategies.cluster.resolvers.resolver import (
     ClusterResolver,
     environ_or_own,
@@ -112,8 +113,8 @@ class TPUClusterResolver(ClusterResolver):
         environ: Mapping[str, str] | None = None,
     ) -> None:
         del zone, project, credentials, service, discovery_url
-        self._environ = environ
-        self._tpu = _checked_name(tpu, environ_or_own(environ))
+        self._environ = environ_or_own(environ)
+        self._tpu = _checked_name(tpu, self._environ)
         self._task_type = job_name
         self._coordinator_name = coordinator_name
         self._coordinator_address = coordinator_address
@@ -249,9 +250,8 @@ class TPUClusterResolver(ClusterResolver):
     def _find_task_id(self) -> int | None:
         if self._tpu == LOCAL:
             return 0
-        environ = environ_or_own(self._environ)
-        if environ.get(_TASK_ID):
-            number = read_number(environ, _TASK_ID, _SETTER)
+        if self._environ.get(_TASK_ID):
+            number = read_number(self._environ, _TASK_ID, _SETTER)
             return number + self._slice_id() * len(self._addresses())
         is_joined = jax.distributed.is_initialized()
         return jax.process_index() if is_joined else None
@@ -271,8 +271,7 @@ class TPUClusterResolver(ClusterResolver):
 
     def _addresses(self) -> list[str]:
         """`host:port` of this slice's hosts; none if no variable has them."""
-        environ = environ_or_own(self._environ)
-        texts = [environ[name] for name in _HOSTS if environ.get(name)]
+        texts = [text for name in _HOSTS if (text := self._environ.get(name))]
         if not texts:
             return []
         hosts = enumerate(texts[0].split(","))
@@ -283,14 +282,13 @@ class TPUClusterResolver(ClusterResolver):
 
     def _coordinator(self) -> dict[int, str]:
         """The address of host 0 of the first of several slices, if known."""
-        host = environ_or_own(self._environ).get(_COORDINATOR)
+        host = self._environ.get(_COORDINATOR)
         return {0: self._address_of(host, _COORDINATOR)} if host else {}
 
     def _address_of(self, host: str, owner: str) -> str:
-        environ = environ_or_own(self._environ)
         port = _DEFAULT_PORT
-        if environ.get(_PORT):
-            port = check_port(read_number(environ, _PORT, "you"), _PORT)
+        if self._environ.get(_PORT):
+            port = read_port(self._environ, _PORT, "you")
         # libtpu's own port may be there; JAX meets at another.
         with_port = _WITH_PORT.fullmatch(host.strip())
         address = join_address(
@@ -300,13 +298,12 @@ class TPUClusterResolver(ClusterResolver):
         return address
 
     def _num_slices(self) -> int:
-        environ = environ_or_own(self._environ)
-        if not environ.get(_NUM_SLICES):
+        if not self._environ.get(_NUM_SLICES):
             return 1
-        return read_number(environ, _NUM_SLICES, _SETTER, least=1)
+        return read_number(self._environ, _NUM_SLICES, _SETTER, least=1)
 
     def _slice_id(self) -> int:
-        environ, count = environ_or_own(self._environ), self._num_slices()
+        environ, count = self._environ, self._num_slices()
         if not environ.get(_SLICE_ID) and count == 1:
             return 0
         try:
@@ -321,16 +318,13 @@ class TPUClusterResolver(ClusterResolver):
         return f"<TPUClusterResolver of {self._tpu or 'this host'!r}>"
 
 
-def _checked_name(tpu: object, environ: Mapping[str, str]) -> str:
+def _checked_name(tpu: str | None, environ: Mapping[str, str]) -> str:
     """The name: "local", "" or this TPU's own."""
     own = environ.get(_NAME, "")
     if tpu is None:
         return own
-    if not isinstance(tpu, str):
-        raise TypeError(
-            f"`tpu` is a str or None. Received: {shown(tpu)} of type "
-            f"{type(tpu).__name__}. Leave it out for the TPU of this host."
-        )
+    cure = "Leave it out for the TPU of this host."
+    check_type("`tpu`", tpu, str, "a str or None", cure)
     if tpu in ("", LOCAL) or tpu == own:
         return tpu
     known = f"{own!r}" if own else "not set"

@@ -192,9 +192,8 @@ def replica_mesh_devices(
 def _check_topology(topology: object) -> Topology:
     if not isinstance(topology, Topology):
         raise ValueError(
-            "`topology` is a Topology. Received: "
-            f"{type(topology).__name__}. Make one with "
-            "`Topology.from_devices(jax.devices())`."
+            f"`topology` is a Topology. Received: {type(topology).__name__}. "
+            "Make one with `Topology.from_devices(jax.devices())`."
         )
     return topology
 

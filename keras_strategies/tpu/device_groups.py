@@ -51,9 +51,8 @@ def default_device_order(
     sizes = Counter(map(slice_of, devices))
     if len(set(sizes.values())) > 1:
         raise ValueError(
-            "All slices must have the same number of devices. Received: "
-            f"number of devices by slice {dict(sizes)}. Choose as many of "
-            "each slice."
+            "All slices must have the same number of devices. Received: number "
+            f"of devices by slice {dict(sizes)}. Choose as many of each slice."
         )
     return tuple(sorted(devices, key=lambda d: (slice_of(d), d.process_index)))
 
@@ -158,13 +157,8 @@ def _boxes(devices: Sequence[jax.Device]) -> Iterator[tuple[int, Cell]]:
     hosts: dict[int, set[Cell]] = {}
     for device in devices:
         hosts.setdefault(device.process_index, set()).add(chip_of(device))
-    host = [
-        max(sizes)
-        for sizes in zip(
-            *(box_of(sorted(of_host))[1] for of_host in hosts.values()),
-            strict=True,
-        )
-    ]
+    sizes = [box_of(sorted(of_host))[1] for of_host in hosts.values()]
+    host = np.max(sizes, axis=0).tolist()
     sides = [
         [n for n in range(1, size + 1) if size % n == 0 and n % own == 0]
         for size, own in zip(whole, host, strict=True)

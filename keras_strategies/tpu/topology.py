@@ -10,8 +10,8 @@ import jax
 import numpy as np
 import numpy.typing as npt
 
-from keras_strategies.cluster.exchange.message_forms import fault_of
-from keras_strategies.cluster.untrusted import load_json
+from keras_strategies.cluster.checks import check_type
+from keras_strategies.cluster.exchange.message_forms import load_form
 from keras_strategies.tpu.coordinates import (
     Cell,
     IntArray,
@@ -357,22 +357,18 @@ def _places_of(devices: Sequence[jax.Device]) -> list[Cell]:
 
 def _parse(serialized: bytes | str) -> tuple[Any, Any]:
     cure = "Pass what `Topology.serialized()` returned; tf's are not read."
-    if not isinstance(serialized, bytes | str):
-        raise TypeError(
-            "`serialized` is bytes or a string. Received: "
-            f"{type(serialized).__name__}. {cure}"
-        )
+    kinds = bytes | str
+    check_type("`serialized`", serialized, kinds, "bytes or a str", cure)
     try:
-        content = load_json(serialized, max_characters=_MOST_CHARACTERS)
-        fault = fault_of(content, _CONTENT)
+        content = load_form(
+            serialized, _CONTENT, max_characters=_MOST_CHARACTERS
+        )
     except ValueError as error:
-        content, fault = {}, str(error)
-    if fault is None:
-        return content["mesh_shape"], content["device_coordinates"]
-    raise ValueError(
-        "`serialized` is JSON of a topology, version 1. Received: "
-        f"{serialized[:80]!r}, of which {fault}. {cure}"
-    )
+        raise ValueError(
+            "`serialized` is JSON of a topology, version 1. Received: "
+            f"{serialized[:80]!r}, of which {error}. {cure}"
+        ) from None
+    return content["mesh_shape"], content["device_coordinates"]
 
 
 def _job(job: str | None) -> str:

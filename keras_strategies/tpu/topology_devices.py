@@ -64,8 +64,7 @@ def devices_by_name(
 def _unknown(name: object, num_slices: int, reason: str) -> str:
     slices = "" if num_slices == 1 else f", num_slices={num_slices}"
     return (
-        "There is no such TPU slice to compile for. A name is a generation "
-        "and the chips in each dimension, and there is one slice or more. "
-        f"Received: {name!r}{slices} ({reason}). "
-        f"Write for example {_EXAMPLES}."
+        "There is no such TPU slice to compile for. A name is a generation and "
+        "the chips in each dimension, and there is one slice or more. "
+        f"Received: {name!r}{slices} ({reason}). Write for example {_EXAMPLES}."
     )

@@ -1,4 +1,4 @@
-"""What Keras does with attention on TPUs: keras_bridge/models/attention.py.
+"""What Keras does with attention on TPUs: keras_bridge/steps/attention.py.
 
 The kernel is interpreted here. When a test fails, Keras may call it as it
 should, and steps for TPUs may take it again.

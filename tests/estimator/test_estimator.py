@@ -110,6 +110,23 @@ def test_model_dir_is_that_of_the_argument_or_of_the_config(tmp_path):
     shutil.rmtree(temporary.model_dir)
 
 
+def test_an_estimator_has_the_names_of_tf_alone():
+    assert {name for name in dir(Estimator) if not name.startswith("_")} == {
+        "config",
+        "eval_dir",
+        "evaluate",
+        "export_saved_model",
+        "get_variable_names",
+        "get_variable_value",
+        "latest_checkpoint",
+        "model_dir",
+        "model_fn",
+        "params",
+        "predict",
+        "train",
+    }
+
+
 def test_parameters_are_copied(tmp_path):
     params = {"rate": [1]}
     estimator = estimator_of(tmp_path, params=params)
@@ -131,7 +148,7 @@ def test_parameters_are_copied(tmp_path):
         ("train", {"saving_listeners": [3]}, TypeError, "saving_listeners"),
         ("evaluate", {"steps": 0}, ValueError, "`steps` must be > 0"),
         ("evaluate", {"input_fn": None}, TypeError, "must be callable"),
-        ("evaluate", {"name": 3}, TypeError, "`name` must be string"),
+        ("evaluate", {"name": 3}, TypeError, "`name` must be a str"),
         ("evaluate", {"hooks": [3]}, TypeError, "All `hooks`"),
         (
             "evaluate",
@@ -1047,10 +1064,10 @@ def test_warm_start_takes_some_weights(tmp_path):
     ("settings", "error", "text"),
     [
         ({"ckpt_to_initialize_from": ""}, ValueError, "MUST be set"),
-        ({"ckpt_to_initialize_from": 3}, TypeError, "is a path"),
+        ({"ckpt_to_initialize_from": 3}, TypeError, "must be a path"),
         ({"vars_to_warm_start": [3]}, TypeError, "regular expressions"),
         ({"vars_to_warm_start": "*a"}, ValueError, "nothing to repeat"),
-        ({"var_name_to_prev_var_name": ["a"]}, TypeError, "is a dict"),
+        ({"var_name_to_prev_var_name": ["a"]}, TypeError, "must be a dict"),
         ({"var_name_to_vocab_info": {"a": 1}}, ValueError, "no meaning"),
     ],
 )

@@ -179,7 +179,7 @@ def test_replace_switches_between_steps_and_seconds(first, changes, expected):
             "cannot be both set",
         ),
         ({"model_dir": ""}, ValueError, "model_dir should be non-empty"),
-        ({"model_dir": 3}, TypeError, "`model_dir` is a path"),
+        ({"model_dir": 3}, TypeError, "`model_dir` must be a path"),
         ({"tf_random_seed": 1.0}, TypeError, "must be an integer"),
         ({"tf_random_seed": True}, TypeError, "must be an integer"),
         ({"save_summary_steps": -1}, ValueError, "must be >= 0"),

@@ -140,7 +140,7 @@ def test_eval_spec():
         (EvalSpec, {"input_fn": None}, TypeError, "must be callable"),
         (EvalSpec, {"steps": 0}, ValueError, "`steps` must be > 0"),
         (EvalSpec, {"steps": "1"}, TypeError, "must be an integer"),
-        (EvalSpec, {"name": 3}, TypeError, "must be string"),
+        (EvalSpec, {"name": 3}, TypeError, "must be a str"),
         (EvalSpec, {"name": "../a"}, ValueError, "slashes"),
         (EvalSpec, {"hooks": [3]}, TypeError, "All `hooks` must be"),
         (EvalSpec, {"start_delay_secs": -1}, ValueError, "must be >= 0"),
@@ -375,7 +375,7 @@ def test_wrong_estimator_spec_is_refused(mode, fields, error, text):
 
 @pytest.mark.parametrize("given", [None, 3, keras.Sequential])
 def test_an_estimator_spec_has_a_model(given):
-    with pytest.raises(TypeError, match="has a Keras model"):
+    with pytest.raises(TypeError, match="`model` must be a Keras model"):
         EstimatorSpec("train", loss="mse", train_op="sgd", model=given)
 
 

@@ -189,7 +189,7 @@ def modes_of(folder):
 @pytest.mark.parametrize(
     ("arguments", "error", "text"),
     [
-        ({"assets_extra": ["a"]}, TypeError, "is a dict"),
+        ({"assets_extra": ["a"]}, TypeError, "must be a dict"),
         ({"assets_extra": {"../a": "b"}}, ValueError, "relative path"),
         ({"assets_extra": {"/a": "b"}}, ValueError, "relative path"),
         ({"assets_extra": {"a": "/nowhere"}}, ValueError, "are files"),
@@ -459,7 +459,11 @@ def test_early_stopping_in_train_and_evaluate(tmp_path):
 @pytest.mark.parametrize(
     ("arguments", "error", "text"),
     [
-        ({"estimator": 3}, TypeError, "`estimator` must have type"),
+        (
+            {"estimator": 3},
+            TypeError,
+            "`estimator` must be a `ks.estimator.Estimator`",
+        ),
         ({"should_stop_fn": 3}, TypeError, "must be callable"),
         ({"run_every_steps": 3}, ValueError, "Only one of"),
         ({"run_every_secs": None}, ValueError, "Only one of"),
@@ -516,7 +520,11 @@ def test_in_memory_evaluation_is_that_of_a_checkpoint(tmp_path, replicas):
 @pytest.mark.parametrize(
     ("arguments", "error", "text"),
     [
-        ({"estimator": 3}, TypeError, "`estimator` must have type"),
+        (
+            {"estimator": 3},
+            TypeError,
+            "`estimator` must be a `ks.estimator.Estimator`",
+        ),
         ({"input_fn": 3}, TypeError, "must be callable"),
         ({"every_n_iter": None}, ValueError, "invalid every_n_iter"),
         ({"every_n_iter": 0}, ValueError, "`every_n_iter` must be > 0"),
@@ -597,8 +605,8 @@ def not_built():
             "has not been compiled",
         ),
         (lambda: {"keras_model": not_built()}, ValueError, "has none yet"),
-        (lambda: {"keras_model": 3}, TypeError, "is a Keras model"),
-        (lambda: {"keras_model_path": 3}, TypeError, "is a path"),
+        (lambda: {"keras_model": 3}, TypeError, "must be a Keras model"),
+        (lambda: {"keras_model_path": 3}, TypeError, "must be a path"),
         (lambda: {"keras_model_path": "a.h5"}, ValueError, "`.keras` file"),
         (
             lambda: {"keras_model_path": "nowhere.keras"},
@@ -621,7 +629,7 @@ def not_built():
         (
             lambda: {"keras_model": keras_model(), "metric_names_map": 3},
             TypeError,
-            "is a dict",
+            "must be a dict",
         ),
     ],
 )

@@ -39,6 +39,7 @@ from keras_strategies.cluster.exchange.message_forms import (
     Either,
     read_messages,
 )
+from keras_strategies.cluster.exchange.rounds import Rounds
 from keras_strategies.cluster.job.place import unjoined_job
 from keras_strategies.cluster.resolvers.kubernetes_resolver import (
     has_job_variables,
@@ -361,17 +362,17 @@ def _heard_by_steps(size: int | None) -> Parse:
 
 
 def _heard_by_makers(text: str) -> object:
-    talk: Any = _Talk(text)
+    rounds = Rounds((0, 1), "fit", agree=lambda processes, name: _Talk(text))
     for form in (
         agree_source._NUMBER,
         agree_source._MADE,
         agree_source._SHAPES,
     ):
         with contextlib.suppress(RuntimeError):
-            heard = agree_source._exchange(_MESH, "fit", talk, {}, form)
+            heard = rounds.exchange({}, form)
             raise_together(_MESH, "It", heard[1:] * 2, None)
     form = {"number": int}
-    return agree_source._exchange(_MESH, "fit", talk, {"number": 1}, form)
+    return rounds.exchange({"number": 1}, form)
 
 
 def _heard_by_storage(folder: Any) -> Parse:

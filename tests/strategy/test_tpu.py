@@ -267,7 +267,8 @@ def shown(renderable):
 
 def test_a_box_has_a_replicas_cores():
     devices = make_slice((4, 2, 1), host=(2, 2, 1))
-    text = shown(describe.draw_mesh(devices, "replica", 2))
+    mesh = ReplicaMesh(devices=devices, cores_per_replica=2)
+    text = shown(describe.draw_mesh(mesh))
     assert "4 replicas on axis 'replica', each of 2 cores on axis" in text
     assert text.count("process") == 3  # The heading's, and two.
     lines = text.splitlines()
@@ -536,7 +537,7 @@ def test_a_function_is_compiled(abstract):
         (
             lambda s, m: s.compile_step(m, (spec(4, 6), spec(8, 4))),
             ValueError,
-            ["(4, 6)", "(8, 4)"],
+            ["'[0]': 4", "'[1]': 8"],
         ),
         (
             lambda s, m: s.compile_step(m, (spec(0, 6), spec(0, 4))),

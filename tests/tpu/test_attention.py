@@ -8,7 +8,7 @@ import pytest
 
 import keras_strategies as ks
 from keras_strategies.keras_bridge.keras_names import NN as keras_nn
-from keras_strategies.keras_bridge.models import attention
+from keras_strategies.keras_bridge.steps import attention
 
 pytestmark = pytest.mark.tpu
 

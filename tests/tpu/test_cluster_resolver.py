@@ -159,7 +159,7 @@ def test_another_tpu_is_refused(tpu, environ):
 
 @pytest.mark.parametrize("tpu", [3, b"local", ["local"]])
 def test_a_name_of_another_type_is_refused(tpu):
-    with pytest.raises(TypeError, match="`tpu` is a str"):
+    with pytest.raises(TypeError, match="`tpu` must be a str"):
         Resolver(tpu)
 
 

@@ -174,7 +174,7 @@ def test_serialized_content_is_checked():
     content["device_coordinates"][0][0][0] = 9
     with pytest.raises(ValueError, match="is in the mesh"):
         Topology(serialized=json.dumps(content))
-    with pytest.raises(TypeError, match="bytes or a string"):
+    with pytest.raises(TypeError, match="bytes or a str"):
         Topology(serialized=5)
 
 

@@ -17,6 +17,7 @@ from jax.extend.core import ClosedJaxpr, JaxprEqn, jaxpr_as_fun
 
 from keras_strategies._core.jaxprs.replay import current_side
 from keras_strategies._core.jaxprs.specs import Spec
+from keras_strategies._core.jaxprs.stages import with_consts_as_inputs
 
 MAX = "max"
 """The reduction of a gradient that takes its variable's place."""
@@ -109,14 +110,9 @@ def marked_update(
     assert _collected.updates is not None
     traced = jax.make_jaxpr(update)(gradients, values)
     captured = traced.consts
-    num_captured = len(captured)
-    jaxpr = traced.jaxpr
-    jaxpr = jaxpr.replace(
-        constvars=[], invars=[*jaxpr.constvars, *jaxpr.invars]
-    )
     note = Update(
-        traced=traced.replace(jaxpr=jaxpr, consts=[]),
-        num_captured=num_captured,
+        traced=ClosedJaxpr(with_consts_as_inputs(traced), []),
+        num_captured=len(captured),
         gradients=tuple(reductions),
         values=tuple(specs),
         divisor=divisor,

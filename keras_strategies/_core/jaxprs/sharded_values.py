@@ -24,6 +24,7 @@ from keras_strategies._core.jaxprs.stages import (
     computed,
     is_reference,
     variables,
+    with_consts_as_inputs,
 )
 from keras_strategies._types import Array, Equation
 
@@ -139,7 +140,6 @@ class Values:
           scattered: How those of them are divided that are read by `sum`,
             and no other way.
         """
-        equations = list(equations)
         read = [v for e in equations for v in e.invars]
         uses = Counter(variables([*read, *outputs]))
         places = _sunk(equations, scattered, uses)
@@ -149,30 +149,29 @@ class Values:
             casts=_casts,
             gathers_again=_is_rematerialized,
         )
-        following = list(gathers.values())
+        following = iter(gathers.values())
         # What may still be gathered at any time.
-        free = [*following[0]] if following else []
+        free = [*next(following, ())]
         pending: list[Any] = []
         for place, equation in enumerate(equations):
             if place in gathers:
                 self._flush(pending, uses)
-                del following[0]
-                free += following[0] if following else []
+                free += next(following, ())
                 if self._tie(equation, free):
                     free = []
             if self._casts(equation):
                 self._cast(equation)
-            elif self._is_entered(equation, places):
+                continue
+            is_entered = self._is_entered(equation, places)
+            is_sum = _adds(equation) and equation.outvars[0] in places
+            reads_shards = any(map(self.is_sharded, equation.invars))
+            if is_entered or is_sum or reads_shards:
                 self._flush(pending, uses)
+            if is_entered:
                 self._enter(equation, places)
-            elif _adds(equation) and equation.outvars[0] in places:
-                self._flush(pending, uses)
-                spec = places[equation.outvars[0]]
-                a, b = (self.sum(v, spec) for v in equation.invars)
-                self._sums[equation.outvars[0]] = a + b
+            elif is_sum:
+                self._add(equation, places)
             else:
-                if any(map(self.is_sharded, equation.invars)):
-                    self._flush(pending, uses)
                 pending.append(equation)
         self._flush(pending, uses)
 
@@ -223,6 +222,12 @@ class Values:
         cast = jax.lax.convert_element_type(shard, equation.params["new_dtype"])
         self.set_shard(equation.outvars[0], cast, spec)
 
+    def _add(self, equation: Equation, places: dict[Var, Sharded]) -> None:
+        """Adds two values' shards of sums."""
+        (made,) = equation.outvars
+        a, b = (self.sum(v, places[made]) for v in equation.invars)
+        self._sums[made] = a + b
+
     def _is_entered(
         self, equation: JaxprEqn, places: dict[Var, Sharded]
     ) -> bool:
@@ -263,10 +268,7 @@ class Values:
             results = inner(*operands)
         else:
             traced = jax.make_jaxpr(inner)(*operands)
-            jaxpr = traced.jaxpr.replace(
-                constvars=[],
-                invars=[*traced.jaxpr.constvars, *traced.jaxpr.invars],
-            )
+            jaxpr = with_consts_as_inputs(traced)
             params = equation.params | {"jaxpr": jaxpr}
             results = equation.primitive.bind(
                 *traced.consts, *operands, **params
@@ -336,7 +338,9 @@ def _adds(equation: JaxprEqn) -> bool:
 
 
 def _sunk(
-    equations: list[Any], scattered: dict[Var, Sharded], uses: Counter[Var]
+    equations: Sequence[Any],
+    scattered: dict[Var, Sharded],
+    uses: Counter[Var],
 ) -> dict[Var, Sharded]:
     """The variables whose sums are scattered where they are made.
 

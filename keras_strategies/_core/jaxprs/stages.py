@@ -115,6 +115,12 @@ def computed(
     return jaxpr_as_fun(ClosedJaxpr(part, []))(*map(value_of, read))
 
 
+def with_consts_as_inputs(traced: ClosedJaxpr) -> Jaxpr:
+    """Returns the jaxpr whose first inputs are its constants."""
+    jaxpr = traced.jaxpr
+    return jaxpr.replace(constvars=[], invars=[*jaxpr.constvars, *jaxpr.invars])
+
+
 def variables(operands: Iterable[Any]) -> list[Var]:
     """Returns the operands that are no literals."""
     return [v for v in operands if not isinstance(v, Literal)]

@@ -59,10 +59,13 @@ class Call:
         """The shape of result `k`."""
         return self.equation.outvars[k].aval.shape
 
-    def grows(self, axes: Sequence[int]) -> bool:
-        """Whether one of operand 0's dimensions is larger in the twin."""
-        one, *twin = [e.invars[0].aval.shape for e in self.equations]
-        return any(one[axis] != two[axis] for two in twin for axis in axes)
+    def grown(self, k: int = 0) -> list[int]:
+        """Returns the dimensions of operand `k` that differ in the twin."""
+        return _changing([e.invars[k] for e in self.equations])
+
+    def out_grown(self, k: int = 0) -> list[int]:
+        """Returns the dimensions of result `k` that differ in the twin."""
+        return _changing([e.outvars[k] for e in self.equations])
 
     def mixed(self) -> Kind:
         """The kind of a result that mixes rows here."""
@@ -71,6 +74,17 @@ class Call:
     def inner(self, kind: Kind, k: int = 0) -> int:
         """How many entries of the rows' dimension a row has in a block."""
         return self.shape(k)[kind.axis] // (kind.outer * self.num_rows)
+
+
+def _changing(variables: Sequence[Any]) -> list[int]:
+    """Returns the dimensions in which variables of the traces differ."""
+    sizes = zip(*(v.aval.shape for v in variables), strict=True)
+    return [dim for dim, of_dim in enumerate(sizes) if len(set(of_dim)) > 1]
+
+
+def other_dims(shape: Sequence[int], dims: Sequence[int]) -> list[int]:
+    """Returns the dimensions of an array without some of them."""
+    return [dim for dim in range(len(shape)) if dim not in dims]
 
 
 def joined_plain(kinds: Sequence[Kind]) -> Kind:
@@ -128,6 +142,18 @@ def moved(
         blocks={axis: s for axis, s in moved.items() if axis is not None},
         index_of=index_of,
     )
+
+
+def without_dims(
+    call: Call, dims: Sequence[int], kind: Kind | None = None, out: int = 0
+) -> Kind:
+    """Returns a kind without some of operand 0's dimensions."""
+    kept = other_dims(call.shape(), dims)
+
+    def to(axis: int) -> int | None:
+        return kept.index(axis) if axis in kept else None
+
+    return moved(call, to, kind, out)
 
 
 def at_axis(kind: Kind, axis: int, outer: int | None = None) -> Kind:

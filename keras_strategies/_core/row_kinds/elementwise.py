@@ -1,7 +1,8 @@
 """Rules for primitives that compute entry by entry."""
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+import operator
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax.numpy as jnp
@@ -102,35 +103,36 @@ def _computed(call: Call) -> tuple[Any, ...] | None:
         return None
     results = []
     for k, equation in enumerate(call.equations):
-        operands = [
+        operands: list[Any] = [
             np.asarray((kind.values or ())[k], variable.aval.dtype)
             for kind, variable in zip(call.kinds, equation.invars, strict=True)
         ]
+        if call.name == "integer_pow":
+            operands.append(float(equation.params["y"]))
         with np.errstate(all="ignore"):
-            found = compute(equation.params, *operands)
+            found = compute(*operands)
         dtype = equation.outvars[0].aval.dtype
         results.append(np.asarray(found).astype(dtype).item())
     return tuple(results)
 
 
-def _divided(params: Mapping[str, Any], one: Array, two: Array) -> Array:
+def _divided(one: Array, two: Array) -> Array:
     if np.issubdtype(one.dtype, np.integer):
         return np.trunc(np.divide(one, two))
     return np.divide(one, two)
 
 
-def _numpy(fn: Callable[..., Any]) -> Callable[..., Any]:
-    return lambda params, *operands: fn(*operands)
-
-
 _SAME_NAMES = names_in("abs add ceil exp floor log sign sqrt square")
-_OTHER_NAMES: dict[str, Callable[..., Any]] = {
+_NUMPY: dict[str, Callable[..., Any]] = {
+    **{name: getattr(np, name) for name in _SAME_NAMES},
     "and": np.bitwise_and,
     "convert_element_type": np.asarray,
     "copy": np.asarray,
+    "div": _divided,
     "eq": np.equal,
     "ge": np.greater_equal,
     "gt": np.greater,
+    "integer_pow": operator.pow,
     "le": np.less_equal,
     "lt": np.less,
     "max": np.maximum,
@@ -144,12 +146,6 @@ _OTHER_NAMES: dict[str, Callable[..., Any]] = {
     "rsqrt": lambda x: 1 / np.sqrt(x),
     "select_n": lambda which, *cases: cases[int(which)],
     "sub": np.subtract,
-}
-_NUMPY: dict[str, Callable[..., Any]] = {
-    **{name: _numpy(getattr(np, name)) for name in _SAME_NAMES},
-    **{name: _numpy(fn) for name, fn in _OTHER_NAMES.items()},
-    "div": _divided,
-    "integer_pow": lambda params, x: x ** float(params["y"]),
 }
 """Primitives of known numbers, as numpy computes them."""
 

@@ -1,8 +1,11 @@
 """Rules for gathers and scatters."""
 
-from typing import TYPE_CHECKING
-
-from keras_strategies._core.row_kinds.call import Call, at_axis, joined_plain
+from keras_strategies._core.row_kinds.call import (
+    Call,
+    at_axis,
+    joined_plain,
+    other_dims,
+)
 from keras_strategies._core.row_kinds.kinds import (
     CONST,
     SUM,
@@ -13,18 +16,11 @@ from keras_strategies._core.row_kinds.kinds import (
     summed,
 )
 
-if TYPE_CHECKING:
-    import jax
-
 
 def gather(call: Call) -> Kind:
     operand, index = call.kinds
     numbers = call.params["dimension_numbers"]
-    places = [
-        dim
-        for dim in range(len(call.out_shape()))
-        if dim not in numbers.offset_dims
-    ]
+    places = other_dims(call.out_shape(), numbers.offset_dims)
     if operand.is_const and index.is_const:
         shape = call.shape(1)[:-1]
         blocks = {
@@ -42,30 +38,18 @@ def gather(call: Call) -> Kind:
             dim = numbers.operand_batching_dims[batching.index(index.axis)]
             size = call.shape(1)[index.axis] // index.outer
             is_row &= operand.is_flat(dim, size)
-        if call.twin is not None:
-            # A table with an entry for each row; see `iota` for the others.
-            is_row &= all(
-                size == other or operand.is_flat(dim, size)
-                for dim, (size, other) in enumerate(
-                    zip(
-                        *(e.invars[0].aval.shape for e in call.equations),
-                        strict=True,
-                    )
-                )
-            )
+        # A table with an entry for each row; see `iota` for the others.
+        is_row &= all(
+            operand.is_flat(dim, call.shape()[dim]) for dim in call.grown()
+        )
         return at_axis(index, places[index.axis]) if is_row else call.mixed()
-    return _gathered_rows(call, operand, index, numbers, places)
+    return _gathered_rows(call, places)
 
 
-def _gathered_rows(
-    call: Call,
-    operand: Kind,
-    index: Kind,
-    numbers: "jax.lax.GatherDimensionNumbers",
-    places: list[int],
-) -> Kind:
+def _gathered_rows(call: Call, places: list[int]) -> Kind:
+    operand, index = call.kinds[0].but(count=0), call.kinds[1]
+    numbers = call.params["dimension_numbers"]
     axis, shape = operand.axis, call.shape()
-    operand = operand.but(count=0)
     batching = tuple(numbers.operand_batching_dims)
     if axis in batching:
         dim = numbers.start_indices_batching_dims[batching.index(axis)]
@@ -80,7 +64,7 @@ def _gathered_rows(
         if not (index.is_const and is_all):
             return call.mixed()
         gone = (*numbers.collapsed_slice_dims, *batching)
-        kept = [d for d in range(len(shape)) if d not in gone]
+        kept = other_dims(shape, gone)
         return at_axis(operand, numbers.offset_dims[kept.index(axis)])
     column = tuple(numbers.start_index_map).index(axis)
     if index.is_rows and column in index.columns:
@@ -101,9 +85,9 @@ def scatter(call: Call) -> Kind:
         return _scattered_constants(call)
     if SUM in forms:
         return call.mixed()
-    numbers = call.params["dimension_numbers"]
     if operand.is_const:
-        return _scattered_into_constant(call, numbers)
+        return _scattered_into_constant(call)
+    numbers = call.params["dimension_numbers"]
     axis, shape = operand.axis, call.shape()
     batching = tuple(numbers.operand_batching_dims)
     if axis in batching:
@@ -141,14 +125,13 @@ def _window_dims(call: Call) -> list[int]:
     """The operand's dimensions that a scatter's windows have, in order."""
     numbers = call.params["dimension_numbers"]
     gone = (*numbers.inserted_window_dims, *numbers.operand_batching_dims)
-    return [d for d in range(len(call.shape())) if d not in gone]
+    return other_dims(call.shape(), gone)
 
 
 def _place_of_index(call: Call, dim: int) -> int:
     """The dimension of the updates that an index's dimension has."""
     window = call.params["dimension_numbers"].update_window_dims
-    dims = range(len(call.shape(2)))
-    return [d for d in dims if d not in window][dim]
+    return other_dims(call.shape(2), window)[dim]
 
 
 def _if_rows_meet(
@@ -172,10 +155,9 @@ def _if_rows_meet(
     return operand.but(count=0) if fits else call.mixed()
 
 
-def _scattered_into_constant(
-    call: Call, numbers: "jax.lax.ScatterDimensionNumbers"
-) -> Kind:
+def _scattered_into_constant(call: Call) -> Kind:
     """Rows that are added up in places, or each put into its own."""
+    numbers = call.params["dimension_numbers"]
     operand, index, update = call.kinds
     of_index = index.is_rows
     if of_index and index.axis < len(call.shape(1)) - 1:
@@ -198,23 +180,20 @@ def _scattered_into_constant(
         )
     else:
         window = numbers.update_window_dims
-        fits = not of_index and update.axis not in window
-        if fits:
-            places = [d for d in range(len(call.shape(2))) if d not in window]
-            dim = places.index(update.axis)
-            fits = index.is_flat(dim, call.shape(2)[update.axis])
         if not of_index and update.axis in window:
-            return _window_of_rows(call, numbers)
+            return _window_of_rows(call)
+        fits = not of_index
+        if fits:
+            dim = other_dims(call.shape(2), window).index(update.axis)
+            fits = index.is_flat(dim, call.shape(2)[update.axis])
     is_sum = call.name in ("scatter-add", "scatter_add") and operand.is_zero
     power = update.power if update.is_rows else 0.0
     return summed(power) if fits and is_sum else call.mixed()
 
 
-def _window_of_rows(
-    call: Call, numbers: "jax.lax.ScatterDimensionNumbers"
-) -> Kind:
+def _window_of_rows(call: Call) -> Kind:
     operand, _, update = call.kinds
-    window = tuple(numbers.update_window_dims)
+    window = tuple(call.params["dimension_numbers"].update_window_dims)
     axis = _window_dims(call)[window.index(update.axis)]
     is_all = call.shape(2)[update.axis] == call.shape()[axis]
     size = call.shape()[axis] // update.outer

@@ -255,7 +255,6 @@ class _Walk:
     def _settled(
         self,
         carry: list[Kind],
-        shapes: Sequence[Any],
         body: Callable[[list[Kind]], list[Kind]],
         why: JaxprEqn,
     ) -> list[Kind]:
@@ -264,7 +263,7 @@ class _Walk:
             # A kind changes a few times at most: const, rows or sum, mixed.
             for _ in range(2 + 2 * len(carry)):
                 after = body(carry)
-                new = _joined_each(carry, after, shapes, why)
+                new = _joined_each(carry, after, why)
                 if new == carry:
                     return carry
                 carry = new
@@ -282,8 +281,7 @@ class _Walk:
         def body(carry: list[Kind]) -> list[Kind]:
             return self.closed(jaxprs, [*consts, *carry, *slices])[:num_carry]
 
-        shapes = [v.aval.shape for v in equation.outvars]
-        carry = self._settled(carry, shapes[:num_carry], body, equation)
+        carry = self._settled(carry, body, equation)
         found = self.closed(jaxprs, [*consts, *carry, *slices])
         return [*carry, *map(_stacked, found[num_carry:])]
 
@@ -291,17 +289,12 @@ class _Walk:
         params = equations[0].params
         split = params["cond_nconsts"]
         start = split + params["body_nconsts"]
-        of_cond, of_body, carry = (
-            kinds[:split],
-            kinds[split:start],
-            kinds[start:],
-        )
+        of_cond, of_body = kinds[:split], kinds[split:start]
+        carry = kinds[start:]
         tests = [e.params["cond_jaxpr"] for e in equations]
         bodies = [e.params["body_jaxpr"] for e in equations]
-        shapes = [v.aval.shape for v in equations[0].outvars]
         carry = self._settled(
             carry,
-            shapes,
             lambda carry: self.closed(bodies, [*of_body, *carry]),
             equations[0],
         )
@@ -315,18 +308,19 @@ class _Walk:
         which, *operands = kinds
         columns = zip(*(e.params["branches"] for e in equations), strict=True)
         branches = [self.closed(list(pair), operands) for pair in columns]
-        shapes = [v.aval.shape for v in equations[0].outvars]
         if not which.is_const or not is_constant(which):
-            return [mixed(equations[0])] * len(shapes)
+            return [mixed(equations[0])] * len(branches[0])
         found = branches[0]
         for other in branches[1:]:
-            found = _joined_each(found, other, shapes, equations[0])
+            found = _joined_each(found, other, equations[0])
         return found
 
 
 def _joined_each(
-    ones: list[Kind], others: list[Kind], shapes: Sequence[Any], why: JaxprEqn
+    ones: list[Kind], others: list[Kind], why: Equation
 ) -> list[Kind]:
+    """Returns the kinds of an equation's first results, which are either."""
+    shapes = [variable.aval.shape for variable in why.outvars[: len(ones)]]
     columns = zip(ones, others, shapes, strict=True)
     return [joined(one, two, shape, why) for one, two, shape in columns]
 

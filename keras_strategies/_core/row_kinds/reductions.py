@@ -1,7 +1,7 @@
 """Rules for primitives that sum or compute along dimensions."""
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any
 
 from keras_strategies._core.row_kinds.call import (
@@ -9,9 +9,10 @@ from keras_strategies._core.row_kinds.call import (
     at_axis,
     joined_plain,
     kind_of_entries,
-    moved,
+    other_dims,
     scaled_power,
     sum_of_powers,
+    without_dims,
 )
 from keras_strategies._core.row_kinds.kinds import (
     CONST,
@@ -36,7 +37,7 @@ def reduce_sum(call: Call) -> Kind:
         return uniform(tuple(v * c for v, c in pairs), call.out_shape())
     if kind.is_rows and kind.axis in axes:
         return summed(kind.power)
-    if kind.is_const and kind.is_random and call.grows(axes):
+    if kind.is_const and kind.is_random and set(axes) & set(call.grown()):
         return summed(kind.power)
     reduced = reduce(call)
     count = math.prod(before[axis] for axis in axes) * max(kind.count, 1)
@@ -45,8 +46,6 @@ def reduce_sum(call: Call) -> Kind:
 
 def reduce(call: Call) -> Kind:
     """A reduction over other dimensions than that of the rows."""
-    axes = tuple(call.params["axes"])
-    kept = [a for a in range(len(call.shape())) if a not in axes]
     kind = call.kinds[0]
     if kind.is_sum and call.name != "reduce_sum":
         return call.mixed()
@@ -59,9 +58,7 @@ def reduce(call: Call) -> Kind:
     is_nonlinear = call.name != "reduce_sum" and kind.is_rows
     if is_nonlinear and kind.power not in (0.0, None):
         return call.mixed()
-    return moved(
-        call, lambda axis: kept.index(axis) if axis in kept else None, kind
-    )
+    return without_dims(call, call.params["axes"], kind)
 
 
 def along(axis_of: Callable[[Call], int]) -> Callable[[Call], Any]:
@@ -113,20 +110,18 @@ def dot_general(call: Call) -> Kind:
     one, two = call.kinds
     contracted, batch = call.params["dimension_numbers"]
     if one.is_const and two.is_const:
-        return _constant_product(call, contracted, batch)
+        return _constant_product(call)
     if SUM in (one.form, two.form):
         if CONST not in (one.form, two.form):
             return call.mixed()
         total, by = (one, two) if one.is_sum else (two, one)
         return summed(scaled_power(total.power, by, call))
     places = [
-        _place_of_dim(call, k, kind.axis, contracted, batch)
-        if kind.is_rows
-        else None
+        _place_of_dim(call, k, kind.axis) if kind.is_rows else None
         for k, kind in enumerate(call.kinds)
     ]
     if one.is_rows and two.is_rows:
-        return _product_of_rows(call, places, contracted, batch)
+        return _product_of_rows(call, places)
     k = 0 if one.is_rows else 1
     kind, other = call.kinds[k], call.kinds[1 - k]
     place = places[k]
@@ -146,53 +141,39 @@ def dot_general(call: Call) -> Kind:
     return summed(power)
 
 
-def _constant_product(
-    call: Call,
-    contracted: Sequence[Sequence[int]],
-    batch: Sequence[Sequence[int]],
-) -> Kind:
+def _constant_product(call: Call) -> Kind:
     if any(kind.is_zero for kind in call.kinds):
         zeros = (0,) * len(call.equations)
         return uniform(zeros, call.out_shape())
     blocks: dict[int, int] = {}
     for k, kind in enumerate(call.kinds):
         for dim, size in enumerate(call.shape(k)):
-            place = _place_of_dim(call, k, dim, contracted, batch)
+            place = _place_of_dim(call, k, dim)
             if place is not None:
                 known = size if kind.values else kind.blocks.get(dim, 1)
                 blocks[place] = math.gcd(blocks.get(place, known), known)
     return joined_plain(call.kinds).but(blocks=blocks)
 
 
-def _place_of_dim(
-    call: Call,
-    k: int,
-    dim: int,
-    contracted: Sequence[Sequence[int]],
-    batch: Sequence[Sequence[int]],
-) -> int | None:
+def _place_of_dim(call: Call, k: int, dim: int) -> int | None:
     """The dimension of a product that a dimension of operand `k` becomes."""
+    contracted, batch = call.params["dimension_numbers"]
     if dim in contracted[k]:
         return None
     if dim in batch[k]:
         return batch[k].index(dim)
 
     def free(side: int) -> list[int]:
-        dims = range(len(call.shape(side)))
         taken = (*contracted[side], *batch[side])
-        return [d for d in dims if d not in taken]
+        return other_dims(call.shape(side), taken)
 
     start = len(batch[0]) + (len(free(0)) if k == 1 else 0)
     return start + free(k).index(dim)
 
 
-def _product_of_rows(
-    call: Call,
-    places: list[int | None],
-    contracted: Sequence[Sequence[int]],
-    batch: Sequence[Sequence[int]],
-) -> Kind:
+def _product_of_rows(call: Call, places: list[int | None]) -> Kind:
     one, two = call.kinds
+    contracted, batch = call.params["dimension_numbers"]
     power = sum_of_powers(call.kinds)
     is_alike = one.outer == two.outer
     for pairs in (contracted, batch):

@@ -93,8 +93,8 @@ def _beside_twin(call: Call, kind: Kind, out: int) -> Kind:
     if call.twin is None or kind.is_mixed:
         return kind
     if kind.is_const:
-        grown = [len(_grown(call, "invars", k)) for k in range(len(call.kinds))]
-        is_lost = max(grown, default=0) > len(_grown(call, "outvars", out))
+        grown = [len(call.grown(k)) for k in range(len(call.kinds))]
+        is_lost = max(grown, default=0) > len(call.out_grown(out))
         if kind.is_random:
             if is_lost:
                 # What is drawn for rows, other than added up: `reduce_sum`.
@@ -111,17 +111,10 @@ def _beside_twin(call: Call, kind: Kind, out: int) -> Kind:
     if kind.is_rows and jnp.issubdtype(dtype, jnp.integer):
         # Places, of which the entries' scale makes no others.
         kind = kind.but(power=0.0)
-    if _grown(call, "outvars", out) != wanted:
+    if call.out_grown(out) != wanted:
         return call.mixed()
     is_same = _scalars(call.equation) == _scalars(call.twin)
     return kind if is_same else call.mixed()
-
-
-def _grown(call: Call, variables: str, k: int) -> list[int]:
-    """The dimensions that are larger, or others, in the other trace."""
-    one, two = (getattr(e, variables)[k].aval.shape for e in call.equations)
-    pairs = zip(one, two, strict=True)
-    return [dim for dim, (size, other) in enumerate(pairs) if size != other]
 
 
 def _scalars(equation: JaxprEqn) -> list[Any]:

@@ -9,6 +9,8 @@ from keras_strategies._core.row_kinds.call import (
     joined_plain,
     kind_of_entries,
     moved,
+    other_dims,
+    without_dims,
 )
 from keras_strategies._core.row_kinds.kinds import (
     CONST,
@@ -77,19 +79,11 @@ def transpose(call: Call) -> Kind:
 
 
 def squeeze(call: Call) -> Kind:
-    gone = call.params["dimensions"]
-
-    def to(axis: int) -> int | None:
-        if axis in gone:
-            return None
-        return axis - sum(dim < axis for dim in gone)
-
-    return moved(call, to)
+    return without_dims(call, call.params["dimensions"])
 
 
 def expand_dims(call: Call) -> Kind:
-    made = call.params["dimensions"]
-    kept = [a for a in range(len(call.out_shape())) if a not in made]
+    kept = other_dims(call.out_shape(), call.params["dimensions"])
     return moved(call, lambda axis: kept[axis])
 
 
@@ -103,12 +97,9 @@ def stack(call: Call) -> Kind:
 
 def unstack(call: Call) -> list[Kind]:
     """The entries along a dimension, of JAX 0.12."""
-    dim = call.params["axis"]
-
-    def to(axis: int) -> int | None:
-        return None if axis == dim else axis - (axis > dim)
-
-    return [moved(call, to, out=k) for k in range(len(call.equation.outvars))]
+    dims = [call.params["axis"]]
+    outputs = range(len(call.equation.outvars))
+    return [without_dims(call, dims, out=k) for k in outputs]
 
 
 def slice_(call: Call) -> Kind:

@@ -85,7 +85,9 @@ def check_writable(directory: str | os.PathLike[str]) -> None:
     existing = _existing(path)
     if existing != path:
         is_writable = os.access(existing, os.W_OK | os.X_OK)
-        fault = None if is_writable else _denied()
+        fault = None
+        if not is_writable:
+            fault = PermissionError(errno.EACCES, os.strerror(errno.EACCES))
     else:
         fault = _try_to_write(path)
     if fault is not None:
@@ -139,7 +141,3 @@ def _try_to_write(path: pathlib.Path) -> OSError | None:
     except OSError as error:
         return error
     return None
-
-
-def _denied() -> OSError:
-    return PermissionError(errno.EACCES, os.strerror(errno.EACCES))

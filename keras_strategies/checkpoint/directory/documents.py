@@ -5,11 +5,10 @@ import pathlib
 from typing import Any
 
 from keras_strategies.checkpoint.directory.corruption import damaged
-from keras_strategies.checkpoint.directory.files import open_file
+from keras_strategies.checkpoint.directory.files import load_object
 from keras_strategies.checkpoint.directory.names import RUN
 from keras_strategies.cluster.array_kinds import is_dtype_name, is_shape
 from keras_strategies.cluster.exchange.message_forms import fault_of
-from keras_strategies.cluster.untrusted import load_json
 
 VERSION = 1
 """The version of the documents that are read here."""
@@ -33,13 +32,8 @@ def read_document(path: str | os.PathLike[str]) -> dict[str, Any]:
       DamagedCheckpoint: it is not there, or is no document.
     """
     path = pathlib.Path(path)
-    with open_file(path, RUN) as file:
-        text = file.read(MAX_BYTES + 1) or b""
-    try:
-        document = load_json(text, max_characters=MAX_BYTES, has_nan=True)
-    except ValueError as error:
-        raise damaged(path, RUN, f"it is no document: {error}") from None
-    if not isinstance(document, dict) or "version" not in document:
+    document = load_object(path, RUN, MAX_BYTES, "document")
+    if "version" not in document:
         raise damaged(path, RUN, "it has no version")
     if document["version"] == VERSION and not _is_complete(document):
         raise damaged(path, RUN, "it has other entries than a document")

@@ -8,6 +8,7 @@ import os
 import pathlib
 import stat
 from collections.abc import Iterator
+from typing import Any
 
 from keras_strategies.checkpoint.directory.corruption import (
     DamagedCheckpoint,
@@ -19,15 +20,16 @@ from keras_strategies.checkpoint.directory.names import (
     kind_of,
     step_of,
 )
+from keras_strategies.cluster.untrusted import load_json
 
-# O_NONBLOCK: a pipe that took a file's place would wait for a writer.
-_FLAGS = (
+NO_LINKS = (
     os.O_RDONLY
     | getattr(os, "O_NOFOLLOW", 0)
     | getattr(os, "O_NONBLOCK", 0)
-    | getattr(os, "O_CLOEXEC", 0)
     | getattr(os, "O_BINARY", 0)
 )
+"""With what files are opened: no link is followed, and no pipe waited for."""
+
 _NOT_KNOWN = (errno.EINVAL, errno.ENOSYS, errno.ENOTSUP, errno.EBADF)
 _MAX_STEPS = 8
 _GONE = "it was deleted while it was read"
@@ -104,13 +106,38 @@ def open_file(path: pathlib.Path, name: str) -> Iterator[io.FileIO]:
     """
     with (
         reported(path, name),
-        io.FileIO(os.open(path / name, _FLAGS), "rb") as file,
+        io.FileIO(os.open(path / name, NO_LINKS), "rb") as file,
     ):
         status = os.fstat(file.fileno())
         if not stat.S_ISREG(status.st_mode):
             fault = f"it is a {kind_of(status)}, not a file"
             raise damaged(path, name, fault)
         yield file
+
+
+def load_object(
+    path: pathlib.Path, name: str, max_bytes: int, what: str
+) -> dict[str, Any]:
+    """Returns what a checkpoint's file of JSON holds, of a bounded depth.
+
+    Args:
+      path: The checkpoint's folder.
+      name: The file, relative to it.
+      max_bytes: The longest that is read.
+      what: What it must be, for the error: "document".
+
+    Raises:
+      DamagedCheckpoint: it is missing, cannot be read, or is something else.
+    """
+    with open_file(path, name) as file:
+        text = file.read(max_bytes + 1) or b""
+    try:
+        content = load_json(text, max_characters=max_bytes, has_nan=True)
+    except ValueError as error:
+        raise damaged(path, name, f"it is no {what}: {error}") from None
+    if not isinstance(content, dict):
+        raise damaged(path, name, "it is no object of JSON")
+    return content
 
 
 def digest(path: pathlib.Path, name: str) -> str:
@@ -149,7 +176,7 @@ def flush(path: pathlib.Path) -> None:
       OSError: the disk failed, or is full.
     """
     try:
-        descriptor = os.open(path, _FLAGS)
+        descriptor = os.open(path, NO_LINKS)
     except PermissionError:  # Windows opens no folders.
         return
     try:

@@ -14,6 +14,7 @@ import time
 import weakref
 
 from keras_strategies.checkpoint.directory.corruption import shown
+from keras_strategies.checkpoint.directory.files import NO_LINKS
 from keras_strategies.checkpoint.directory.names import (
     kind_of,
     make_directory,
@@ -35,11 +36,6 @@ _MOST_PROCESSES = 2**32
 # In seconds since 1970; dates end with the year 9999.
 _LAST_TIME = 2.0**37
 _POLL_SECONDS = 0.05
-_FLAGS = (
-    getattr(os, "O_NOFOLLOW", 0)
-    | getattr(os, "O_NONBLOCK", 0)
-    | getattr(os, "O_CLOEXEC", 0)
-)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -60,7 +56,10 @@ class Writer:
     def __str__(self) -> str:
         number = "" if self.process_id is None else f" {self.process_id}"
         host = f" on {shown(self.host)}" if self.host else ""
-        since = f" since {_time(self.since)}" if self.since else ""
+        since = ""
+        if self.since:
+            began = datetime.datetime.fromtimestamp(self.since, datetime.UTC)
+            since = f" since {began:%Y-%m-%d %H:%M:%S} UTC"
         return f"process{number}{host}{since}"
 
 
@@ -69,9 +68,8 @@ class DirectoryLock:
 
     The kernel frees it when the process ends, however it ends. It holds for
     those that ask for it, on all machines that share the directory if their
-    file system passes it on (NFS does). May be acquired several times, and is
-    then to be released as often. Of a cluster's processes the chief alone
-    acquires it.
+    file system passes it on (NFS does). Of a cluster's processes the chief
+    alone acquires it.
 
     The directory itself is locked beside the file, so that deleting the file
     frees nothing. NFS locks no directories: there `renew` finds that the file
@@ -89,12 +87,11 @@ class DirectoryLock:
         # Locked, or where nothing can be locked; None: not held.
         self._folder: int | None = None
         self._file: int | None = None
-        self._depth = 0
 
     @property
     def is_held(self) -> bool:
-        """Whether it is acquired, and not released as often."""
-        return self._depth > 0
+        """Whether it is acquired, and not released."""
+        return self._file is not None
 
     def acquire(self, timeout_seconds: float = 5.0) -> None:
         """Acquires it, or says who has it.
@@ -107,13 +104,13 @@ class DirectoryLock:
             a moment to be gone.
 
         Raises:
-          RuntimeError: another process, or another object of this one, has it.
+          RuntimeError: another process, or this one, has it.
           OSError: the file cannot be written, is a link or a pipe, or has a
             second name.
         """
-        if not self._depth:
-            self._lock(timeout_seconds)
-        self._depth += 1
+        if self.is_held:
+            raise _taken(self._directory)
+        self._lock(timeout_seconds)
 
     def renew(self) -> None:
         """Locks the file again if it was deleted or replaced while held.
@@ -130,19 +127,7 @@ class DirectoryLock:
         self._lock(0.0)
 
     def release(self) -> None:
-        """Releases it; once for each time that it was acquired.
-
-        Raises:
-          RuntimeError: it is not held.
-        """
-        if not self._depth:
-            raise RuntimeError(
-                "A lock is released as often as it was acquired. Received: "
-                f"one more for {str(self._directory)!r}. Leave out a release."
-            )
-        self._depth -= 1
-        if self._depth:
-            return
+        """Releases it; does nothing if it is not held."""
         if self._file is not None:
             with contextlib.suppress(OSError):
                 os.ftruncate(self._file, 0)
@@ -178,7 +163,7 @@ class DirectoryLock:
     def _is_locked(self) -> bool:
         """Tries once to lock the directory, then the file."""
         if self._folder is None and fcntl is not None:
-            folder = _open_folder(self._directory, os.O_RDONLY)
+            folder = os.open(self._directory, os.O_RDONLY)
             if _try_lock(folder, None) is False:
                 os.close(folder)
                 return False
@@ -200,17 +185,13 @@ class DirectoryLock:
         self._file = self._folder = None
         _held.discard(self)
 
-    def _forget(self) -> None:
-        self._close()
-        self._depth = 0
-
 
 def writer_of(directory: str | os.PathLike[str]) -> Writer | None:
     """Returns who writes to a directory; None if no process is known to."""
     folder = pathlib.Path(directory)
     with contextlib.ExitStack() as stack:
         opened: list[int] = []
-        for path, open_it in ((folder, _open_folder), (folder / LOCK, _open)):
+        for path, open_it in ((folder, os.open), (folder / LOCK, _open)):
             with contextlib.suppress(OSError):
                 opened.append(open_it(path, os.O_RDONLY))
                 stack.callback(os.close, opened[-1])
@@ -225,19 +206,15 @@ _held: "weakref.WeakSet[DirectoryLock]" = weakref.WeakSet()
 def _forget_all() -> None:
     # Else a forked child that outlives its parent would keep the directory.
     for lock in list(_held):
-        lock._forget()
+        lock._close()
 
 
 if hasattr(os, "register_at_fork"):
     os.register_at_fork(after_in_child=_forget_all)
 
 
-def _open_folder(path: pathlib.Path, flags: int) -> int:
-    return os.open(path, flags | getattr(os, "O_CLOEXEC", 0))
-
-
 def _open(path: pathlib.Path, flags: int) -> int:
-    descriptor = os.open(path, flags | _FLAGS, 0o600)
+    descriptor = os.open(path, flags | NO_LINKS, 0o600)
     status = os.fstat(descriptor)
     fault = None
     if not stat.S_ISREG(status.st_mode):
@@ -339,8 +316,3 @@ def _taken(directory: pathlib.Path) -> RuntimeError:
         "One run at a time writes to a directory of checkpoints. "
         f"Received: {str(directory)!r}, where {writer} writes. {cure}"
     )
-
-
-def _time(seconds: float | None) -> str:
-    moment = datetime.datetime.fromtimestamp(seconds or 0, datetime.UTC)
-    return moment.strftime("%Y-%m-%d %H:%M:%S UTC")

@@ -33,6 +33,7 @@ from keras_strategies.checkpoint.directory.names import (
     step_of,
     step_path,
 )
+from keras_strategies.cluster.exchange.message_forms import fault_of, is_count
 from keras_strategies.cluster.untrusted import load_json
 
 VERSION = 1
@@ -42,7 +43,6 @@ MAX_BYTES = 16 << 20
 """A longer manifest is refused."""
 
 _SHA256 = re.compile(r"[0-9a-f]{64}", re.ASCII)
-_KEYS = {"version", "step", "created", "files", "facts", "checksum"}
 _PARTIAL = (
     "It is not restored. Use an earlier step. If no run is saving it, the "
     "folder can be deleted."
@@ -78,6 +78,20 @@ class Manifest:
     def num_bytes(self) -> int:
         """The size of all files but the manifest."""
         return sum(size for size, _ in self.files.values())
+
+
+def _is_step(value: object) -> bool:
+    return type(value) is int and step_of(str(value)) is not None
+
+
+_FORM = {
+    "version": int,
+    "step": _is_step,
+    "created": lambda value: type(value) is float,
+    "files": dict,
+    "facts": dict,
+    "checksum": object,
+}
 
 
 def write_manifest(
@@ -123,12 +137,13 @@ def write_manifest(
         facts={name: _plain(value, name) for name, value in facts.items()},
     )
     text = _serialize(manifest)
-    if len(text) > MAX_BYTES:
+    try:
+        load_json(text, max_characters=MAX_BYTES)
+    except ValueError as error:
         raise ValueError(
-            f"A manifest has at most {MAX_BYTES} bytes. Received: {len(text)} "
-            f"bytes for {len(sizes)} files. Leave out long `facts`."
-        )
-    _check_readable(text)
+            "A manifest is short JSON that is read again. Received: one of "
+            f"{len(sizes)} files, of which {error}. Leave that out of `facts`."
+        ) from None
     names = {path / name for name in sizes}
     for flushed in sorted(names | {name.parent for name in names}):
         flush(flushed)
@@ -154,8 +169,6 @@ def read_manifest(path: str | os.PathLike[str]) -> Manifest:
         raise damaged(path, MANIFEST, fault, _PARTIAL)
     with open_file(path, MANIFEST) as file:
         text = file.read(MAX_BYTES + 1) or b""
-    if len(text) > MAX_BYTES:
-        raise damaged(path, MANIFEST, f"it has over {MAX_BYTES} bytes")
     manifest = _parse(path, text)
     if manifest.step != step_of(path.name):
         fault = f"it is that of step {manifest.step}"
@@ -174,16 +187,6 @@ def _serialize(manifest: Manifest) -> bytes:
     }
     content["checksum"] = hashlib.sha256(_dump(content)).hexdigest()
     return _dump(content) + b"\n"
-
-
-def _check_readable(text: bytes) -> None:
-    try:
-        load_json(text, max_characters=MAX_BYTES)
-    except ValueError as error:
-        raise ValueError(
-            "Facts of a checkpoint are short JSON that is read again. "
-            f"Received: `facts` of which {error}. Leave that out."
-        ) from None
 
 
 def _dump(content: object) -> bytes:
@@ -242,39 +245,19 @@ def _parse(path: pathlib.Path, text: bytes) -> Manifest:
 
 def _fault_of(content: dict[str, Any]) -> str | None:
     """What is wrong with the types in a manifest."""
-    if set(content) != _KEYS:
+    if set(content) != set(_FORM):
         return "it has other keys than a manifest"
-    step = content["step"]
-    if not _is_int(step) or step_of(str(step)) is None:
-        return "its step is no step"
-    created = content["created"]
-    if not isinstance(created, float) or not math.isfinite(created):
-        return "its time is no time"
-    if not isinstance(content["facts"], dict):
-        return "its facts are no object"
-    files = content["files"]
-    if not isinstance(files, dict):
-        return "its files are no object"
-    for name, entry in files.items():
-        if not _is_entry(entry):
+    fault = fault_of(content, _FORM)
+    if fault is not None:
+        return fault
+    for name, entry in content["files"].items():
+        if fault_of(entry, (is_count, _is_sha256)) is not None:
             return f"what it says of {shown(name)} is no size and checksum"
     return None
 
 
-def _is_entry(entry: object) -> bool:
-    if not isinstance(entry, list) or len(entry) != 2:
-        return False
-    size, checksum = entry
-    is_size = _is_int(size) and size >= 0
-    return (
-        is_size
-        and isinstance(checksum, str)
-        and bool(_SHA256.fullmatch(checksum))
-    )
-
-
-def _is_int(value: object) -> bool:
-    return isinstance(value, int) and not isinstance(value, bool)
+def _is_sha256(value: object) -> bool:
+    return isinstance(value, str) and _SHA256.fullmatch(value) is not None
 
 
 def _plain(value: Tree, name: str) -> Tree:

@@ -7,9 +7,9 @@ from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
 from keras_strategies.checkpoint.directory.corruption import damaged, shown
-from keras_strategies.checkpoint.directory.files import open_file, reported
+from keras_strategies.checkpoint.directory.files import load_object, reported
 from keras_strategies.checkpoint.directory.verify import reading
-from keras_strategies.cluster.untrusted import load_json, printable
+from keras_strategies.cluster.untrusted import printable
 
 MAX_BYTES = 64 << 20
 """The longest file that is read."""
@@ -78,17 +78,7 @@ def _array_files(path: pathlib.Path) -> list[str]:
 
 
 def _load(path: pathlib.Path, name: str) -> dict[str, Any]:
-    """Returns a file's object of JSON, of a bounded size and depth."""
-    with open_file(path, name) as file:
-        text = file.read(MAX_BYTES + 1) or b""
-    try:
-        content = load_json(text, max_characters=MAX_BYTES, has_nan=True)
-    except ValueError as error:
-        fault = f"it is no JSON as Orbax writes it: {error}"
-        raise damaged(path, name, fault) from None
-    if not isinstance(content, dict):
-        raise damaged(path, name, "it is no object of JSON")
-    return content
+    return load_object(path, name, MAX_BYTES, "JSON as Orbax writes it")
 
 
 def _names_in(content: dict[str, Any]) -> set[tuple[str, ...]]:

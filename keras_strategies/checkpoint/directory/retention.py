@@ -11,7 +11,6 @@ import stat
 from collections.abc import Iterable
 from typing import Literal
 
-from keras_strategies._core.checks import check_number
 from keras_strategies.checkpoint.directory.corruption import DamagedCheckpoint
 from keras_strategies.checkpoint.directory.files import flush
 from keras_strategies.checkpoint.directory.manifest import Manifest
@@ -20,6 +19,7 @@ from keras_strategies.checkpoint.directory.names import (
     partial_saves,
     step_path,
 )
+from keras_strategies.cluster.checks import check_number
 
 _logger = logging.getLogger(__name__)
 

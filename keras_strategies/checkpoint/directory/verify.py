@@ -66,13 +66,12 @@ def verify(path: str | os.PathLike[str], *, is_quick: bool = False) -> Manifest:
 
 
 def newest_good(
-    directory: str | os.PathLike[str], *, before: int | None = None
+    directory: str | os.PathLike[str],
 ) -> tuple[Manifest | None, list[DamagedCheckpoint]]:
     """Finds the newest checkpoint that is good.
 
     Args:
       directory: Where checkpoints are; it need not exist.
-      before: Look at lower steps than this alone; None for all.
 
     Returns:
       Its manifest, None if there is none; and what is wrong with those that
@@ -80,8 +79,6 @@ def newest_good(
     """
     faults: list[DamagedCheckpoint] = []
     for step, _ in reversed(find_entries(directory)):
-        if before is not None and step >= before:
-            continue
         try:
             return verify(step_path(directory, step)), faults
         except DamagedCheckpoint as error:

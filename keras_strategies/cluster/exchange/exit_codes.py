@@ -4,11 +4,9 @@ import contextlib
 import dataclasses
 import enum
 import json
-from typing import Any
 
 from keras_strategies.cluster.exchange.greetings import readable
-from keras_strategies.cluster.exchange.message_forms import fault_of
-from keras_strategies.cluster.untrusted import load_json
+from keras_strategies.cluster.exchange.message_forms import load_form
 
 _MAX_CHARACTERS = 1 << 20
 
@@ -43,6 +41,10 @@ class Stalled(TimeoutError):
     """Other processes did not do their part in time."""
 
 
+def _is_code(value: object) -> bool:
+    return type(value) is int and value in set(ExitCode)
+
+
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Cause:
     """Why a job ends.
@@ -62,11 +64,9 @@ class Cause:
     @classmethod
     def from_json(cls, text: str) -> "Cause":
         """What `to_json` of another process gave; of anything else, that."""
-        document: Any = None
+        form = {"text": str, "code": _is_code}
         with contextlib.suppress(ValueError):
-            document = load_json(text, max_characters=_MAX_CHARACTERS)
-        fault = fault_of(document, {"text": str, "code": int})
-        if fault is None and document["code"] in set(ExitCode):
+            sent = load_form(text, form, max_characters=_MAX_CHARACTERS)
             # It goes to a terminal.
-            return cls(text=readable(document["text"]), code=document["code"])
+            return cls(text=readable(sent["text"]), code=sent["code"])
         return cls(text="another process ended with an unreadable message")

@@ -5,8 +5,7 @@ from typing import Any
 
 from keras_strategies.cluster.exchange import job_secret
 from keras_strategies.cluster.exchange.job_secret import VARIABLE, Secret
-from keras_strategies.cluster.exchange.message_forms import fault_of
-from keras_strategies.cluster.untrusted import load_json
+from keras_strategies.cluster.exchange.message_forms import fault_of, load_form
 
 HELLO = "keras_strategies"
 HELLO_KINDS = {
@@ -16,6 +15,7 @@ HELLO_KINDS = {
     "facts": dict,
     "problem": str,
 }
+_OURS = {"job": lambda job: job == HELLO}
 MAX_BYTES = 65_536
 _MAX_SHOWN, _MAX_TEXT = 160, 4000
 # Of numbers of processes, and of seconds.
@@ -24,12 +24,12 @@ MOST = 2**31
 
 # Who proves something.
 PROCESS_0, PROCESS, _SENDS = "process 0", "process", "process 0 tells"
-_SAME = f"All processes of a job have the same {VARIABLE}, or none has one. "
-_SET = f"Set it in all of them: `{job_secret.MAKE}` makes one."
-NOT_THERE = f"{_SAME}Received: one in process 0, and none here. {_SET}"
-ONLY_HERE = f"{_SAME}Received: one here, and none in process 0. {_SET}"
+SAME = f"All processes of a job have the same {VARIABLE}, or none has one. "
+SET = f"Set it in all of them: `{job_secret.MAKE}` makes one."
+NOT_THERE = f"{SAME}Received: one in process 0, and none here. {SET}"
+ONLY_HERE = f"{SAME}Received: one here, and none in process 0. {SET}"
 ANOTHER = (
-    f"{_SAME}Received: another one in process 0. {_SET} If it is the same, "
+    f"{SAME}Received: another one in process 0. {SET} If it is the same, "
     "look for another job at process 0's address."
 )
 
@@ -63,11 +63,9 @@ def parsed(text: bytes) -> dict[str, Any] | None:
 def message_in(text: bytes) -> dict[str, Any] | None:
     """One of our lines; None for anything else."""
     try:
-        message = load_json(text, max_characters=MAX_BYTES)
+        return load_form(text, _OURS, max_characters=MAX_BYTES)
     except ValueError:
         return None
-    is_ours = isinstance(message, dict) and message.get("job") == HELLO
-    return message if is_ours else None
 
 
 def shown(value: object) -> str:

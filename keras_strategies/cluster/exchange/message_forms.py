@@ -61,6 +61,31 @@ def fault_of(value: object, form: Form, name: str = "it") -> str | None:
     return None if _is_simple(value, form) else f"{name} is another value"
 
 
+def load_form(
+    text: str | bytes, form: Form, *, max_characters: int, has_nan: bool = False
+) -> Any:
+    """Returns what a text of JSON says, if that has a form.
+
+    Args:
+      text: See `load_json`.
+      form: See `Form`.
+      max_characters: See `load_json`.
+      has_nan: See `load_json`.
+
+    Returns:
+      The value, as `load_json` gives it.
+
+    Raises:
+      ValueError: it is something else. The message says what, as
+        `load_json`'s.
+    """
+    value = load_json(text, max_characters=max_characters, has_nan=has_nan)
+    fault = fault_of(value, form)
+    if fault is not None:
+        raise ValueError(fault)
+    return value
+
+
 def read_messages(
     texts: Sequence[str],
     form: Form,
@@ -86,17 +111,16 @@ def read_messages(
     for process, text in zip(processes, texts, strict=True):
         try:
             # Metrics, and what users keep, may be NaN.
-            value = load_json(text, max_characters=max_characters, has_nan=True)
-            fault = fault_of(value, form)
+            value = load_form(
+                text, form, max_characters=max_characters, has_nan=True
+            )
         except ValueError as error:
-            value, fault = None, str(error)
-        if fault is not None:
             raise RuntimeError(
                 f"Processes tell each other about {about} in one form. "
-                f"Received: a message of process {process}, of which {fault}. "
+                f"Received: a message of process {process}, of which {error}. "
                 "Start all processes with one version of keras_strategies, "
                 "and let no other program reach the job's port."
-            )
+            ) from None
         received.append(value)
     return received
 

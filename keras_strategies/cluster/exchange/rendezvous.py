@@ -26,6 +26,7 @@ import time
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from keras_strategies.cluster.addresses import join_few
 from keras_strategies.cluster.exchange import job_secret
 from keras_strategies.cluster.exchange.greetings import (
     MAX_BYTES,
@@ -33,6 +34,8 @@ from keras_strategies.cluster.exchange.greetings import (
     NOT_THERE,
     PROCESS,
     PROCESS_0,
+    SAME,
+    SET,
     as_line,
     message_in,
     parsed,
@@ -296,10 +299,8 @@ class _Host:
     def _problem_of(self, process: int, hello: dict[str, Any]) -> str:
         if "nonce" in hello and self._secret is None:
             return (
-                f"All processes of a job have the same {VARIABLE}, or none "
-                f"has one. Received: one in {self._name(process)}, and none "
-                f"in process 0. Set it in all of them: `{job_secret.MAKE}` "
-                "makes one."
+                f"{SAME}Received: one in {self._name(process)}, and none in "
+                f"process 0. {SET}"
             )
         if hello["count"] != self._count:
             return (
@@ -326,11 +327,9 @@ class _Host:
             if mine.get(name) != other.get(name):
                 return (
                     f"All processes must have the same {readable(name)}. "
-                    "Received: "
-                    f"{shown(mine.get(name))} in process 0, "
-                    f"{shown(other.get(name))} in {self._name(process)}. "
-                    "Start all from one environment "
-                    "and one script."
+                    f"Received: {shown(mine.get(name))} in process 0, "
+                    f"{shown(other.get(name))} in {self._name(process)}. Start "
+                    "all from one environment and one script."
                 )
         return ""
 
@@ -338,8 +337,10 @@ class _Host:
         missing = [i for i in range(self._count) if i not in self._hellos]
         if not missing:
             return ""
-        names = self._few(missing)
-        unproved = self._few(sorted(self._unproved & set(missing)))
+        names = join_few([self._name(i) for i in missing])
+        unproved = join_few(
+            [self._name(i) for i in missing if i in self._unproved]
+        )
         others = (
             f" except a process that claimed to be {unproved} and did not "
             f"prove the job's {VARIABLE}"
@@ -351,10 +352,6 @@ class _Host:
             f"Received: nothing from {names}{others}. Look at the logs there, "
             "whether it was started, and whether it reaches process 0."
         )
-
-    def _few(self, processes: Sequence[int]) -> str:
-        names = ", ".join(map(self._name, processes[:8]))
-        return names + ", ..." * (len(processes) > 8)
 
     def _name(self, process: int) -> str:
         if 0 <= process < len(self._names):

@@ -10,13 +10,14 @@ import hashlib
 import math
 import re
 import weakref
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
 import jax
 import numpy as np
 
 from keras_strategies._types import Array
+from keras_strategies.cluster.addresses import name_processes
 from keras_strategies.cluster.exchange.greetings import readable
 from keras_strategies.cluster.exchange.host_exchange import Agreement
 
@@ -179,16 +180,10 @@ def _difference(
         groups.setdefault(digest, []).append(process)
     there = dict(zip(processes, map(readable, shown), strict=True))
     parts = [
-        f"{_processes(group)} at `{there[group[0]]}`"
+        f"{name_processes(group)} at `{there[group[0]]}`"
         for group in groups.values()
     ]
     return (
         "All processes must run the same program. Received: programs that "
         f"differ from line {first + 1} on; {'; '.join(parts)}. {_CURE}"
     )
-
-
-def _processes(numbers: Iterable[int]) -> str:
-    numbers = list(numbers)
-    names = ", ".join(map(str, numbers[:8])) + ", ..." * (len(numbers) > 8)
-    return f"process {names}" if len(numbers) == 1 else f"processes {names}"

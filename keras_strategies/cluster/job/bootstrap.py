@@ -31,12 +31,7 @@ _NUM_SLICES = "MEGASCALE_NUM_SLICES"
 _PACKAGES = ("keras_strategies", "keras", "jax", "jaxlib")
 
 
-def join(
-    task: TaskInfo,
-    *,
-    strategy: str,
-    timeout_s: float,
-) -> None:
+def join(task: TaskInfo, *, strategy: str, timeout_s: float) -> None:
     """Makes this process part of the job. Collective.
 
     All processes meet first and say who they are, so that what is wrong is
@@ -68,10 +63,7 @@ def join(
     check_main_guard()
     secret = read_secret(os.environ)
     address = task.coordinator_address or _fail_without_address(task)
-    bind_address = os.environ.get(BIND_ADDRESS) or address
-    check_address(bind_address, f"process 0, which {BIND_ADDRESS} may give,")
-    if task.process_id == 0:
-        _warn_of_strangers(bind_address)
+    bind_address = _bind_address(task, address)
     with _named_slices():
         meet(
             address,
@@ -120,6 +112,15 @@ def _fail_without_address(task: TaskInfo) -> NoReturn:
         "several TPU slices MEGASCALE_COORDINATOR_ADDRESS gives it: set that, "
         "or call `TPUClusterResolver.connect()` first, by which JAX finds it."
     )
+
+
+def _bind_address(task: TaskInfo, address: str) -> str:
+    """Returns where process 0 listens; it warns of strangers there."""
+    found = os.environ.get(BIND_ADDRESS) or address
+    check_address(found, f"process 0, which {BIND_ADDRESS} may give,")
+    if task.process_id == 0:
+        _warn_of_strangers(found)
+    return found
 
 
 @contextlib.contextmanager

@@ -13,12 +13,12 @@ from typing import Any
 
 from keras_strategies.cluster.addresses import (
     check_address,
-    check_port,
     join_address,
     read_number,
     read_port,
     shown,
 )
+from keras_strategies.cluster.checks import check_port
 from keras_strategies.cluster.resolvers.resolver import (
     ClusterResolver,
     environ_or_own,
@@ -122,12 +122,12 @@ class KubernetesClusterResolver(ClusterResolver):
         self._port = check_port(tf_server_port, "`tf_server_port`")
         self._labels = _checked_labels(job_to_label_mapping)
         self._rpc_layer = rpc_layer
-        self._environ = environ
+        self._environ = environ_or_own(environ)
         self._client = override_client
         self._is_job = (
             not job_to_label_mapping
             and override_client is None
-            and has_job_variables(environ_or_own(environ))
+            and has_job_variables(self._environ)
         )
         if not self._is_job and override_client is None:
             self._client = _make_client(executable_location)
@@ -171,7 +171,7 @@ class KubernetesClusterResolver(ClusterResolver):
         return super()._address_of_task(task_type, task_id)
 
     def _read(self) -> PodOfJob:
-        return read_pod_of_job(environ_or_own(self._environ), self._port)
+        return read_pod_of_job(self._environ, self._port)
 
     def _ask(self, selector: str) -> list[str]:
         """The addresses of the pods that a selector finds, by their names."""
@@ -220,10 +220,9 @@ def read_pod_of_job(environ: Mapping[str, str], port: int) -> PodOfJob:
     count = read_number(environ, name, "the manifest", least=1)
     name = _first(environ, _INDICES) or _INDICES[0]
     index = read_number(environ, name, _SETTER, most=count - 1)
-    for variable in _PORTS:
-        if environ.get(variable):
-            port = read_port(environ, variable, "the manifest")
-            break
+    name = _first(environ, _PORTS)
+    if name is not None:
+        port = read_port(environ, name, "the manifest")
     coordinator = _coordinator(environ, index, port)
     check_address(coordinator, "pod 0")
     return PodOfJob(index=index, count=count, coordinator=coordinator)
@@ -289,7 +288,6 @@ def _checked_labels(labels: object) -> Mapping[str, Sequence[str]]:
     if not is_mapping or any(isinstance(v, str) for v in labels.values()):
         raise TypeError(
             "`job_to_label_mapping` maps jobs to lists of label selectors. "
-            f"Received: {shown(labels)}. Give, for example, "
-            f"{_LABELS}."
+            f"Received: {shown(labels)}. Give, for example, {_LABELS}."
         )
     return labels

@@ -1,6 +1,6 @@
 """A resolver with a cluster that it was given."""
 
-from keras_strategies.cluster.addresses import shown
+from keras_strategies.cluster.checks import check_type
 from keras_strategies.cluster.resolvers.resolver import ClusterResolver
 from keras_strategies.cluster.spec import ClusterSpec
 
@@ -35,8 +35,13 @@ class SimpleClusterResolver(ClusterResolver):
         num_accelerators: dict[str, int] | None = None,
         rpc_layer: str | None = None,
     ) -> None:
-        self._cluster_spec = _checked_spec(cluster_spec)
-        self._master = _checked_master(master)
+        cure = "Make one of a dict, or of `spec.as_dict()` for one of tf's."
+        kind = "a `ks.cluster_resolver.ClusterSpec`"
+        check_type("`cluster_spec`", cluster_spec, ClusterSpec, kind, cure)
+        cure = "Leave it out, or give an address."
+        check_type("`master`", master, str, "a str", cure)
+        self._cluster_spec = cluster_spec
+        self._master = master
         self._task_type = task_type
         self._task_id = task_id
         self._environment = environment
@@ -58,22 +63,3 @@ class SimpleClusterResolver(ClusterResolver):
         if task_type is None or task_id is None:
             return self._master
         return super()._address_of_task(task_type, task_id)
-
-
-def _checked_spec(spec: object) -> ClusterSpec:
-    if not isinstance(spec, ClusterSpec):
-        raise TypeError(
-            "`cluster_spec` is a `ks.cluster_resolver.ClusterSpec`. Received: "
-            f"an object of type {type(spec).__name__}. Make one of a dict, or "
-            "of `spec.as_dict()` for one of tf's."
-        )
-    return spec
-
-
-def _checked_master(master: object) -> str:
-    if not isinstance(master, str):
-        raise TypeError(
-            f"`master` is a str. Received: {shown(master)} of type "
-            f"{type(master).__name__}. Leave it out, or give an address."
-        )
-    return master

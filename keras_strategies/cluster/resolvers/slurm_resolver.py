@@ -3,12 +3,12 @@
 from collections.abc import Mapping
 
 from keras_strategies.cluster.addresses import (
-    check_port,
     join_address,
     read_number,
     read_text,
     shown,
 )
+from keras_strategies.cluster.checks import check_number, check_port
 from keras_strategies.cluster.resolvers.resolver import (
     ClusterResolver,
     environ_or_own,
@@ -183,17 +183,7 @@ def _check_counts(
 
 
 def _check_count(count: object, what: str) -> None:
-    if count is None:
-        return
-    if isinstance(count, bool) or not isinstance(count, int):
-        raise TypeError(
-            f"{what} is an integer. Received: {shown(count)} of type "
-            f"{type(count).__name__}. Give a number such as 4."
-        )
-    if count < 0:
-        raise ValueError(
-            f"{what} is 0 or more. Received: {count}. Give a number such as 4."
-        )
+    check_number(what, count, "Give a number such as 4.", least=0)
 
 
 def _gpus_per_task(

@@ -98,7 +98,7 @@ class TFConfigClusterResolver(ClusterResolver):
         self._task_id = task_id
         self._rpc_layer = rpc_layer
         self._environment = environment
-        self._environ = environ
+        self._environ = environ_or_own(environ)
 
     def cluster_spec(self) -> ClusterSpec:
         """The jobs of TF_CONFIG; empty if it has none."""
@@ -146,7 +146,7 @@ class TFConfigClusterResolver(ClusterResolver):
         if config.session_master is not None:
             return config.session_master
         spec = config.cluster
-        if not spec or (len(spec.jobs) == 1 and _has_one_task(spec)):
+        if not spec or has_one_task(spec):
             return None
         task_type = self.task_type if task_type is None else task_type
         task_id = self.task_id if task_id is None else task_id
@@ -154,7 +154,7 @@ class TFConfigClusterResolver(ClusterResolver):
         return spec.task_address(task_type, task_id)  # pyright: ignore[reportArgumentType]
 
     def _read(self) -> TFConfig:
-        return parse_tf_config(environ_or_own(self._environ).get(VARIABLE, ""))
+        return parse_tf_config(self._environ.get(VARIABLE, ""))
 
 
 def parse_tf_config(text: str) -> TFConfig:
@@ -182,8 +182,8 @@ def parse_tf_config(text: str) -> TFConfig:
         cluster=_parse_cluster(config.get("cluster", {})),
         task_type=_parse_type(task),
         task_id=index,
-        rpc_layer=_parse_text(config, "rpc_layer"),
-        session_master=_parse_text(config, "session_master"),
+        rpc_layer=text_in(config, "rpc_layer"),
+        session_master=text_in(config, "session_master"),
     )
 
 
@@ -208,9 +208,25 @@ def load_tf_config(text: str) -> dict[str, Any]:
     return config
 
 
-def _has_one_task(spec: ClusterSpec) -> bool:
+def text_in(config: dict[str, Any], name: str) -> str | None:
+    """Returns an entry of a TF_CONFIG that is a text; None without one.
+
+    Raises:
+      TypeError: it is another value.
+    """
+    text = config.get(name)
+    if text is not None and not isinstance(text, str):
+        raise TypeError(
+            f'"{name}" in {VARIABLE} is a string. Received: {_named(text)}. '
+            "Leave it out, or give a string."
+        )
+    return text
+
+
+def has_one_task(spec: ClusterSpec) -> bool:
+    """Returns whether a cluster, which has a job, is of a single task."""
     # As tf: {"worker": {"1": ...}} has a place for task 0, too.
-    return len(spec.job_tasks(spec.jobs[0])) == 1
+    return len(spec.jobs) == 1 and len(spec.job_tasks(spec.jobs[0])) == 1
 
 
 def _load(text: str) -> Any:
@@ -253,16 +269,6 @@ def _parse_type(task: dict[str, Any]) -> str | None:
         )
     check_roles(ClusterSpec({name: []}))
     return name
-
-
-def _parse_text(config: dict[str, Any], name: str) -> str | None:
-    text = config.get(name)
-    if text is not None and not isinstance(text, str):
-        raise TypeError(
-            f'"{name}" in {VARIABLE} is a string. Received: {_named(text)}. '
-            "Leave it out, or give a string."
-        )
-    return text
 
 
 def _named(value: object) -> str:

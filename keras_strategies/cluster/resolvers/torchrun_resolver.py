@@ -4,12 +4,12 @@ from collections.abc import Mapping
 
 from keras_strategies.cluster.addresses import (
     check_address,
-    check_port,
     join_address,
     read_number,
     read_port,
     read_text,
 )
+from keras_strategies.cluster.checks import check_port
 from keras_strategies.cluster.resolvers.resolver import (
     ClusterResolver,
     environ_or_own,
@@ -69,30 +69,26 @@ class TorchrunClusterResolver(ClusterResolver):
     ) -> None:
         self._port = None if port is None else check_port(port, "`port`")
         self._rpc_layer = rpc_layer
-        self._environ = environ
+        self._environ = environ_or_own(environ)
 
     def cluster_spec(self) -> ClusterSpec:
         """The address of worker 0."""
-        environ = environ_or_own(self._environ)
-        host = read_text(environ, _HOST, _SETTER)
-        address = join_address(host, self._read_port(environ))
+        host = read_text(self._environ, _HOST, _SETTER)
+        address = join_address(host, self._read_port())
         check_address(address, f"worker 0 ({_HOST})")
         return ClusterSpec({"worker": {0: address}})
 
     @property
     def num_processes(self) -> int:
         """WORLD_SIZE: how many processes train."""
-        environ = environ_or_own(self._environ)
-        return read_number(environ, _NUM_PROCESSES, _SETTER, least=1)
+        return read_number(self._environ, _NUM_PROCESSES, _SETTER, least=1)
 
     def _find_task_type(self) -> str:
         return "worker"
 
     def _find_task_id(self) -> int:
-        environ = environ_or_own(self._environ)
-        return read_number(
-            environ, _PROCESS_ID, _SETTER, most=self.num_processes - 1
-        )
+        last = self.num_processes - 1
+        return read_number(self._environ, _PROCESS_ID, _SETTER, most=last)
 
     def _address_of_task(
         self, task_type: str | None, task_id: int | None
@@ -104,16 +100,15 @@ class TorchrunClusterResolver(ClusterResolver):
     @property
     def local_rank(self) -> int:
         """LOCAL_RANK: the number of this process on its host."""
-        environ = environ_or_own(self._environ)
-        return read_number(environ, _LOCAL_RANK, _SETTER)
+        return read_number(self._environ, _LOCAL_RANK, _SETTER)
 
-    def _read_port(self, environ: Mapping[str, str]) -> int:
+    def _read_port(self) -> int:
         if self._port is not None:
             return self._port
-        if environ.get(_JAX_PORT):
-            return read_port(environ, _JAX_PORT, "you")
-        port = read_port(environ, _PORT, _SETTER)
-        if environ.get(_AGENT_LISTENS) != "True":
+        if self._environ.get(_JAX_PORT):
+            return read_port(self._environ, _JAX_PORT, "you")
+        port = read_port(self._environ, _PORT, _SETTER)
+        if self._environ.get(_AGENT_LISTENS) != "True":
             return port
         # The last port has no next one.
         return port + 1 if port < 65535 else port - 1

@@ -3,6 +3,7 @@
 from typing import Any
 
 from keras_strategies.cluster.addresses import shown, with_rpc_layer
+from keras_strategies.cluster.checks import check_type
 from keras_strategies.cluster.resolvers.resolver import ClusterResolver
 from keras_strategies.cluster.spec import ClusterSpec
 
@@ -49,7 +50,11 @@ class UnionResolver(ClusterResolver):
                 "At least one ClusterResolver is required. Received: none. "
                 "Give the resolvers to unite as positional arguments."
             )
-        self._resolvers = tuple(map(_checked, resolvers))
+        cure = "Give resolvers of `ks.cluster_resolver`."
+        for resolver in resolvers:
+            kind = "a `ClusterResolver`"
+            check_type("Each argument", resolver, ClusterResolver, kind, cure)
+        self._resolvers = resolvers
         self._task_type = task_type
         self._task_id = task_id
         self._rpc_layer = rpc_layer
@@ -128,16 +133,6 @@ class UnionResolver(ClusterResolver):
 
 UnionClusterResolver = UnionResolver
 """The name that tf's own sources give it."""
-
-
-def _checked(resolver: object) -> ClusterResolver:
-    if not isinstance(resolver, ClusterResolver):
-        raise TypeError(
-            "All arguments must be a `ClusterResolver`. Received: an object "
-            f"of type {type(resolver).__name__}. Give resolvers of "
-            "`ks.cluster_resolver`."
-        )
-    return resolver
 
 
 def _merge(

@@ -212,8 +212,8 @@ def _described(error: BaseException, trace: types.TracebackType | None) -> str:
     users = [frame for frame in frames if progress.is_users(frame.filename)]
     if users:
         last = users[-1]
-        notes += f" ({os.path.basename(last.filename)}:{last.lineno} in "
-        notes += f"{last.name})"
+        file = os.path.basename(last.filename)
+        notes += f" ({file}:{last.lineno} in {last.name})"
     return notes
 
 
@@ -226,11 +226,8 @@ def _is_suspect(error: BaseException | None) -> bool:
     while error is not None and id(error) not in seen:
         if isinstance(error, jax.errors.JaxRuntimeError):
             return True
-        trace = error.__traceback__
-        while trace is not None and trace.tb_next is not None:
-            trace = trace.tb_next
-        file = trace.tb_frame.f_code.co_filename if trace else ""
-        if file.startswith(_RAISING):
+        frames = [frame for frame, _ in traceback.walk_tb(error.__traceback__)]
+        if frames and frames[-1].f_code.co_filename.startswith(_RAISING):
             return True
         seen.add(id(error))
         error = error.__cause__ or error.__context__

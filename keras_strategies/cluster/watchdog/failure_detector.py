@@ -12,9 +12,9 @@ import json
 import math
 from collections.abc import Mapping, Sequence
 
+from keras_strategies.cluster.addresses import name_processes
 from keras_strategies.cluster.exchange.exit_codes import Cause, ExitCode
-from keras_strategies.cluster.exchange.message_forms import fault_of
-from keras_strategies.cluster.untrusted import load_json
+from keras_strategies.cluster.exchange.message_forms import load_form
 
 # A process that is done takes part in nothing more; those that wait for it are
 # given a moment, in case it has failed and sends the cause.
@@ -62,12 +62,12 @@ class Heartbeat:
         """What `to_json` of another process gave; None of anything else."""
         form = {f.name: type(f.default) for f in dataclasses.fields(cls)}
         try:
-            sent = load_json(text, max_characters=_MAX_CHARACTERS, has_nan=True)
+            sent = load_form(
+                text, form, max_characters=_MAX_CHARACTERS, has_nan=True
+            )
         except ValueError:
             return None
-        if fault_of(sent, form) is not None or len(sent) != len(form):
-            return None
-        return cls(**sent)
+        return cls(**sent) if len(sent) == len(form) else None
 
 
 @dataclasses.dataclass
@@ -80,10 +80,7 @@ class _Received:
 
 def died(processes: Sequence[int], why: str) -> Cause:
     """The cause that is the end of some processes."""
-    names = ", ".join(str(process) for process in processes[:_SHOWN])
-    names += ", ..." * (len(processes) > _SHOWN)
-    word = "process" if len(processes) == 1 else "processes"
-    return Cause(text=f"{word} {names} died or stopped: {why}")
+    return Cause(text=f"{name_processes(processes)} died or stopped: {why}")
 
 
 class FailureDetector:

@@ -13,8 +13,7 @@ import jax
 
 from keras_strategies.cluster.exchange import kv_store
 from keras_strategies.cluster.exchange.exit_codes import Cause
-from keras_strategies.cluster.exchange.message_forms import fault_of
-from keras_strategies.cluster.untrusted import load_json
+from keras_strategies.cluster.exchange.message_forms import load_form
 from keras_strategies.cluster.watchdog.failure_detector import (
     FailureDetector,
     Heartbeat,
@@ -237,7 +236,6 @@ def _heartbeats_of(received: list[tuple[str, str]]) -> dict[int, Heartbeat]:
 def _processes_of(text: str) -> list[int]:
     """Numbers of processes, as process 0 sends them; none of anything else."""
     try:
-        processes = load_json(text, max_characters=_MAX_CHARACTERS)
+        return load_form(text, [int], max_characters=_MAX_CHARACTERS)
     except ValueError:
         return []
-    return [] if fault_of(processes, [int]) else processes

@@ -49,7 +49,7 @@ class GrainSource(LoadedSource):
     in grain, that of one process.
 
     Args:
-      dataset: What to read (`is_grain`); its elements are batches.
+      dataset: What to read; its elements are batches.
       num_processes: Number of processes that read it.
       process_index: This process's place among them.
       seed: Not used: grain asks for seeds of its own.
@@ -84,31 +84,6 @@ class GrainSource(LoadedSource):
         super().__init__(batches, num_processes, policy, is_divided=is_divided)
         self.is_infinite = batches.is_infinite
 
-    def state(self, start: int) -> Any | None:
-        """grain's own state after `start` batches of an epoch.
-
-        For a checkpoint, one of each process. None where none is kept: of a
-        `MapDataset`, which needs none, at 0, and not about where reading is.
-
-        Args:
-          start: Number of batches.
-        """
-        return self._batches.states.get(start)
-
-    def restore(self, start: int, state: Any) -> None:
-        """Lets `read` resume at `start` without reading what is before it.
-
-        Args:
-          start: Number of batches of an epoch.
-          state: What `state` returned for it.
-        """
-        self._batches.states[start] = state
-
-
-def is_grain(dataset: object) -> bool:
-    """Whether something is a grain dataset or loader."""
-    return _is_a(dataset, "MapDataset", "IterDataset", "DataLoader")
-
 
 class _MapBatches:
     """Batches of a `MapDataset`, in any order."""
@@ -122,7 +97,6 @@ class _MapBatches:
         self.is_by_rows = self.stacked is not None
         self._own = OwnRows()
         self._checksum = checksum_of(dataset)
-        self.states: dict[int, Any] = {}
         self.is_infinite = self._len >= _ENDLESS
         self.length = None if self.is_infinite else self._len
         self.batch_size = self.num_rows = None
@@ -181,7 +155,7 @@ class _IteratedBatches:
 
     def __init__(self, dataset: Dataset) -> None:
         self._dataset = dataset
-        self.states: dict[int, Any] = {}
+        self._states: dict[int, Any] = {}
         self._begun: tuple[Any, list[Tree]] | None = None
         self.batch_size = _size_of_operations(dataset)
         if self.batch_size is None:
@@ -212,16 +186,16 @@ class _IteratedBatches:
             begun, self._begun = self._begun, None
             return begun[0], 0, begun[1]
         iterator = iter(self._dataset)
-        position = max((p for p in self.states if p <= start), default=0)
+        position = max((p for p in self._states if p <= start), default=0)
         if position:
-            iterator.set_state(copy.deepcopy(self.states[position]))
+            iterator.set_state(copy.deepcopy(self._states[position]))
         return iterator, position, []
 
     def _keep(self, position: int, iterator: Any) -> None:
-        self.states.pop(position, None)
-        self.states[position] = iterator.get_state()
-        while len(self.states) > _NUM_STATES:
-            del self.states[next(iter(self.states))]
+        self._states.pop(position, None)
+        self._states[position] = iterator.get_state()
+        while len(self._states) > _NUM_STATES:
+            del self._states[next(iter(self._states))]
 
 
 def _size_of_operations(dataset: Dataset) -> int | None:

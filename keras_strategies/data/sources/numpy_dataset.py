@@ -1,8 +1,10 @@
 """Arrays as a dataset of their rows."""
 
+import abc
 import dataclasses
 import operator
 from collections.abc import Iterator
+from typing import Any
 
 import jax
 import numpy as np
@@ -80,29 +82,36 @@ class NumpyDataset:
             yield jax.tree.map(operator.itemgetter(part), self.arrays)
 
 
-class RowsSource(Source):
-    """A batched `NumpyDataset`: any row can be read.
+class IndexedSource(Source):
+    """Data of which any row can be read.
 
     Args:
-      dataset: The dataset.
-
-    Raises:
-      ValueError: it yields single rows.
+      num_rows: Number of rows.
+      batch_size: Rows of a global batch.
+      num_batches: Number of batches.
     """
 
-    kind = "a dataset of arrays"
     is_planned = True
 
-    def __init__(self, dataset: NumpyDataset) -> None:
-        if dataset.batch_size is None:
-            raise ValueError(
-                "A dataset yields global batches. Received: a dataset of "
-                "single rows. Call `.batch(global_batch_size)` first."
-            )
-        self._arrays = dataset.arrays
-        self._num_rows = num_rows(self._arrays)
-        self.batch_size = dataset.batch_size
-        self.num_batches = len(dataset)
+    def __init__(
+        self, num_rows: int, batch_size: int, num_batches: int
+    ) -> None:
+        self.batch_size = batch_size
+        self.num_batches = num_batches
+        self._num_rows = num_rows
+        self._firsts = range(0, num_batches * batch_size, batch_size)
+
+    @abc.abstractmethod
+    def rows_at(self, indices: slice | np.ndarray) -> Tree:
+        """A nest of arrays of some rows.
+
+        Args:
+          indices: The numbers of the rows.
+        """
+
+    def facts(self) -> dict[str, Any]:
+        """See `Source.facts`."""
+        return {"number of rows": self._num_rows, **super().facts()}
 
     def summary(self) -> Summary:
         """See `Source.summary`."""
@@ -113,19 +122,51 @@ class RowsSource(Source):
     @property
     def checksum(self) -> int:
         """See `Source.checksum`."""
-        return rows_checksum(self._arrays, rows_to_checksum(self._num_rows))
+        rows = rows_to_checksum(self._num_rows)
+        batch = self.rows_at(np.array(rows, int))
+        return rows_checksum(batch, range(len(rows)))
 
     def read(self, epoch: int, start: int, cut: Cut) -> Iterator[Part]:
         """See `Source.read`."""
-        del epoch
-        size, count = self.batch_size, self.num_batches
-        assert size is not None
-        assert count is not None
-        for first in range(start * size, count * size, size):
-            rows = min(size, self._num_rows - first)
+        order = None if self.order is None else self.order.of(epoch)
+        for first in self._firsts[start:]:
+            rows = min(self._firsts.step, self._num_rows - first)
             begin, end = cut(rows)
-            part = slice(first + begin, first + end)
-            data = jax.tree.map(operator.itemgetter(part), self._arrays)
+            indices = slice(first + begin, first + end)
+            data = self.rows_at(indices if order is None else order[indices])
             yield Part(data=data, rows=rows)
+
+
+class RowsSource(IndexedSource):
+    """A batched `NumpyDataset`.
+
+    Args:
+      dataset: The dataset.
+
+    Raises:
+      ValueError: it yields single rows.
+    """
+
+    kind = "a dataset of arrays"
+
+    def __init__(self, dataset: NumpyDataset) -> None:
+        if dataset.batch_size is None:
+            raise ValueError(
+                "A dataset yields global batches. Received: a dataset of "
+                "single rows. Call `.batch(global_batch_size)` first."
+            )
+        self._arrays = dataset.arrays
+        super().__init__(
+            num_rows(self._arrays), dataset.batch_size, len(dataset)
+        )
+
+    def rows_at(self, indices: slice | np.ndarray) -> Tree:
+        """See `IndexedSource.rows_at`."""
+        return jax.tree.map(operator.itemgetter(indices), self._arrays)
+
+    def read(self, epoch: int, start: int, cut: Cut) -> Iterator[Part]:
+        """See `Source.read`."""
+        for part in super().read(epoch, start, cut):
+            yield part
             for array in jax.tree.leaves(self._arrays):
                 let_go(array)

@@ -25,7 +25,7 @@ from keras_strategies.data.tfdata.tf_files import (
     missing_file,
     texts_of,
 )
-from keras_strategies.data.tfdata.tf_graph import graph_of, tensorflow
+from keras_strategies.data.tfdata.tf_graph import Graph, graph_of, tensorflow
 from keras_strategies.data.tfdata.tf_nodes import (
     changes_rows,
     has_variables,
@@ -122,58 +122,49 @@ class TfDataSource(Source):
     ) -> None:
         _check_elements(dataset.element_spec)
         self._process_index = process_index
-        if policy is None:
-            options = dataset.options().experimental_distribute
-            policy = _Policy(int(options.auto_shard_policy))
         graph = None if is_plain(dataset) else graph_of(dataset)
         self.plan, split = plan_shards(
             dataset, graph, policy, num_processes, process_index
         )
-        self.is_process_local = num_processes > 1 and self.plan.applied in (
-            _Policy.FILE,
-            _Policy.HINT,
-            _Policy.OFF,
+        is_shared = num_processes > 1 and self.plan.applied is _Policy.DATA
+        self.is_process_local = num_processes > 1 and not is_shared
+        self._note_sizes(dataset)
+        # Whether all processes must see the same, and can.
+        self._is_shared = is_shared or copy is not None
+        self._has_checksums = is_shared and _repeats_rows(dataset, graph)
+        self._dataset, self._epochs = dataset, None
+        if split is not None:
+            self._dataset, graph = split.dataset, split.graph
+        self._make_epochs = functools.partial(
+            EpochDatasets,
+            self._dataset,
+            num_processes=num_processes,
+            process_index=process_index,
+            is_whole=not self.is_process_local,
+            copy=copy,
         )
+        is_alone = num_processes == 1 and copy is None
+        self._seed: int | None = None
+        if graph is not None and (not is_alone or _is_seeded(graph)):
+            self._seed = seed
+            self._epochs = self._make_epochs(graph, seed=seed)
+        if split is not None and self._epochs is not None:
+            self._name_files(self._epochs)
+
+    def _note_sizes(self, dataset: Dataset) -> None:
         self.batch_size = _batch_size(dataset)
         self.likely_size = self.batch_size or likely_batch_size(dataset)
         count = int(dataset.cardinality())
         self.is_infinite = count == tensorflow().data.INFINITE_CARDINALITY
         if count >= 0 and not self.is_process_local:
             self.num_batches = count
-        # Whether all processes must see the same, and can: functions may
-        # draw, which changes rows but loses none.
-        is_shared = num_processes > 1 and not self.is_process_local
-        self._is_shared = is_shared or copy is not None
-        self._has_checksums = is_shared and (
-            is_plain(dataset, with_functions=False)
-            if graph is None
-            else not changes_rows(graph)
-        )
-        self._dataset, self._epochs = dataset, None
-        self._seed: int | None = None
-        if split is not None:
-            self._dataset, graph = split.dataset, split.graph
-        if graph is not None and (
-            num_processes > 1
-            or copy is not None
-            or hints_of(graph)
-            or (is_drawn(graph) and not has_variables(graph))
-        ):
-            self._make_epochs = functools.partial(
-                EpochDatasets,
-                self._dataset,
-                num_processes=num_processes,
-                process_index=process_index,
-                is_whole=not self.is_process_local,
-                copy=copy,
-            )
-            self._seed = seed
-            self._epochs = self._make_epochs(graph, seed=seed)
-        if split is not None and self._epochs is not None:
-            first, _ = self._epochs.graph(0)
-            if (files := files_of_part(first)) is not None:
-                named = {process_index: files}
-                self.plan = dataclasses.replace(self.plan, files=named)
+
+    def _name_files(self, epochs: EpochDatasets) -> None:
+        """Adds this process's files to the plan, where they are found."""
+        first, _ = epochs.graph(0)
+        if (files := files_of_part(first)) is not None:
+            named = {self._process_index: files}
+            self.plan = dataclasses.replace(self.plan, files=named)
 
     def summary(self) -> Summary:
         """See `Source.summary`."""
@@ -284,6 +275,23 @@ def _let_go(
         threading.Thread(target=held.clear).start()
     except RuntimeError:  # Python 3.12 and later say so a moment before.
         held.clear()
+
+
+def _repeats_rows(dataset: Dataset, graph: Graph | None) -> bool:
+    """Whether rows are surely the same each time that they are read.
+
+    Functions may draw, which changes rows but loses none.
+    """
+    if graph is None:
+        return is_plain(dataset, with_functions=False)
+    return not changes_rows(graph)
+
+
+def _is_seeded(graph: Graph) -> bool:
+    """Whether a process that reads alone makes each epoch's dataset anew."""
+    if hints_of(graph):
+        return True
+    return is_drawn(graph) and not has_variables(graph)
 
 
 def _check_elements(element_spec: Tree) -> None:

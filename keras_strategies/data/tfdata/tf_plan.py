@@ -22,7 +22,7 @@ _OR_FILES = ", or `AutoShardPolicy.FILE` to split the files all the same"
 def plan_shards(
     dataset: Dataset,
     graph: Graph | None,
-    policy: AutoShardPolicy,
+    policy: AutoShardPolicy | None,
     num_processes: int,
     process_index: int,
 ) -> tuple[Summary, FileSplit | None]:
@@ -32,7 +32,8 @@ def plan_shards(
       dataset: The dataset.
       graph: Its graph; None for one that is plain (see `is_plain`) or has
         none.
-      policy: The policy that was asked for.
+      policy: The policy that was asked for; None for what the dataset's
+        options say.
       num_processes: Number of processes.
       process_index: This process's place among them.
 
@@ -42,6 +43,9 @@ def plan_shards(
     Raises:
       ValueError: the policy and the dataset do not fit.
     """
+    if policy is None:
+        options = dataset.options().experimental_distribute
+        policy = _Policy(int(options.auto_shard_policy))
     if num_processes > 1 and policy is not _Policy.OFF:
         _check_known(dataset, graph)
     _check_shards(graph, policy, num_processes)

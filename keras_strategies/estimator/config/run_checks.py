@@ -2,10 +2,21 @@
 
 from typing import Any
 
-from keras_strategies._core.checks import check_number
 from keras_strategies.cluster.addresses import shown
+from keras_strategies.cluster.checks import check_number, check_type
 from keras_strategies.estimator.config.run_cluster import EVALUATOR, SERVER
 
+_NUMBERS: dict[str, dict[str, Any]] = {
+    "save_summary_steps": {"least": 0},
+    "save_checkpoints_steps": {"least": 0},
+    "keep_checkpoint_max": {"least": 0},
+    "log_step_count_steps": {"least": 1},
+    "save_checkpoints_secs": {"least": 0, "is_whole": False},
+    "keep_checkpoint_every_n_hours": {"above": 0, "is_whole": False},
+    "session_creation_timeout_secs": {"above": 0, "is_whole": False},
+    "tf_random_seed": {},
+    "experimental_max_worker_delay_secs": {},
+}
 # Fields of sessions and graphs, which JAX has not: what they may be, and
 # what to use instead.
 _WITHOUT_MEANING = {
@@ -35,21 +46,9 @@ _WITHOUT_MEANING = {
 def check_fields(config: Any) -> None:
     """Raises ValueError or TypeError for the first field that is wrong."""
     _check_model_dir(config.model_dir)
-    for name in (
-        "save_summary_steps",
-        "save_checkpoints_steps",
-        "keep_checkpoint_max",
-    ):
-        _check(config, name, least=0)
-    _check(config, "log_step_count_steps", least=1)
-    _check(config, "save_checkpoints_secs", least=0, is_whole=False)
-    for name in (
-        "keep_checkpoint_every_n_hours",
-        "session_creation_timeout_secs",
-    ):
-        _check(config, name, above=0, is_whole=False)
-    for name in ("tf_random_seed", "experimental_max_worker_delay_secs"):
-        _check(config, name)
+    for name, bounds in _NUMBERS.items():
+        cure = "Give such a number, or None."
+        check_number(f"`{name}`", getattr(config, name), cure, **bounds)
     for name, (default, cure) in _WITHOUT_MEANING.items():
         given = getattr(config, name)
         if given is not default:
@@ -71,10 +70,9 @@ def check_trains(config: Any, num_processes: int) -> None:
     if config.task_type in (SERVER, EVALUATOR):
         raise ValueError(
             "Train has been called with a wrong configuration: task type "
-            f"{config.task_type!r} does not train. Received: a TF_CONFIG "
-            "with that task. Call `ks.estimator.train_and_evaluate`, "
-            "which does what each task is for; parameter servers are not "
-            "supported."
+            f"{config.task_type!r} does not train. Received: a TF_CONFIG with "
+            "that task. Call `ks.estimator.train_and_evaluate`, which does "
+            "what each task is for; parameter servers are not supported."
         )
     if config.num_worker_replicas > 1 and num_processes == 1:
         raise ValueError(
@@ -86,14 +84,9 @@ def check_trains(config: Any, num_processes: int) -> None:
 
 
 def _check_model_dir(directory: object) -> None:
-    if directory is None:
-        return
-    if not isinstance(directory, str):
-        raise TypeError(
-            "`model_dir` is a path. Received: an object of type "
-            f"{type(directory).__name__}. Pass a str or a `pathlib.Path`."
-        )
-    if not directory:
+    cure = "Pass a str or a `pathlib.Path`."
+    check_type("`model_dir`", directory, str | None, "a path", cure)
+    if directory == "":
         raise ValueError(
             "model_dir should be non-empty. Received: ''. Give a path, or "
             "None for a temporary one."
@@ -117,8 +110,3 @@ def _check_strategy(name: str, strategy: object) -> None:
             f"`{name}` is a strategy of keras_strategies. Received: {given}. "
             f"{cure}"
         )
-
-
-def _check(config: Any, name: str, **bounds: Any) -> None:
-    cure = "Give such a number, or None."
-    check_number(f"`{name}`", getattr(config, name), cure, **bounds)

@@ -1,14 +1,16 @@
 """The cluster of a `RunConfig`, as TF_CONFIG describes it."""
 
 import dataclasses
-from collections.abc import Mapping
 from typing import Any
 
 from keras_strategies.cluster.addresses import shown, with_rpc_layer
+from keras_strategies.cluster.checks import check_type
 from keras_strategies.cluster.resolvers.tf_config_resolver import (
     VARIABLE,
+    has_one_task,
     load_tf_config,
     parse_tf_config,
+    text_in,
 )
 from keras_strategies.cluster.spec import ClusterSpec
 from keras_strategies.cluster.tasks import num_tasks
@@ -74,7 +76,7 @@ def cluster_of(text: str, *, needs_chief: bool) -> RunCluster:
     place = RunCluster(
         service=_checked_service(raw),
         model_dir=_checked_model_dir(raw),
-        evaluation_master=_checked_master(raw),
+        evaluation_master=text_in(raw, "eval_session_master") or "",
         master=config.session_master or "",
     )
     spec, asked = config.cluster, (config.task_type, config.task_id)
@@ -100,36 +102,16 @@ def cluster_of(text: str, *, needs_chief: bool) -> RunCluster:
     )
 
 
-def _checked_service(raw: Mapping[str, Any]) -> dict[str, Any] | None:
-    service = raw.get("service")
-    if service is not None and not isinstance(service, dict):
-        raise TypeError(
-            f'If "service" is set in {VARIABLE}, it must be a dict. Received: '
-            f"{shown(service)}. Write an object, or leave it out."
-        )
+def _checked_service(raw: dict[str, Any]) -> dict[str, Any] | None:
+    name, service = f'"service" in {VARIABLE}', raw.get("service")
+    cure = "Write an object, or leave it out."
+    check_type(name, service, dict | None, "a dict", cure)
     return service
 
 
-def _checked_master(raw: Mapping[str, Any]) -> str:
-    master = raw.get("eval_session_master", "")
-    if not isinstance(master, str):
-        raise TypeError(
-            f'"eval_session_master" in {VARIABLE} is a string. Received: '
-            f"{shown(master)}. Leave it out."
-        )
-    return master
-
-
-def _checked_model_dir(raw: Mapping[str, Any]) -> str | None:
-    directory = raw.get("model_dir")
-    if directory is None:
-        return None
-    if not isinstance(directory, str):
-        raise TypeError(
-            f'"model_dir" in {VARIABLE} is a string. Received: '
-            f"{shown(directory)}. Write a path, or leave it out."
-        )
-    if not directory:
+def _checked_model_dir(raw: dict[str, Any]) -> str | None:
+    directory = text_in(raw, "model_dir")
+    if directory == "":
         raise ValueError(
             f"model_dir in {VARIABLE} should be non-empty. Received: ''. Write "
             "a path, or leave it out."
@@ -192,8 +174,7 @@ def _checked_task(
 
 
 def _own_address(spec: ClusterSpec, task_type: str, task_id: int) -> str:
-    jobs = spec.jobs
-    if len(jobs) == 1 and len(spec.job_tasks(jobs[0])) == 1:
+    if has_one_task(spec):
         return ""
     return with_rpc_layer(spec.task_address(task_type, task_id), _RPC_LAYER)
 

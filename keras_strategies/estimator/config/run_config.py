@@ -2,6 +2,7 @@
 
 import copy
 import dataclasses
+import enum
 import os
 from typing import Any
 
@@ -15,20 +16,16 @@ DEFAULT_SAVE_SECONDS = 600
 """Seconds between checkpoints where neither steps nor seconds are given."""
 
 
-class _Default:
+class _Default(enum.Enum):
     """Stands for an argument that was not given."""
+
+    NOT_GIVEN = enum.auto()
 
     def __repr__(self) -> str:
         return "<default>"
 
-    def __copy__(self) -> "_Default":
-        return self
 
-    def __deepcopy__(self, memo: dict[int, Any]) -> "_Default":
-        return self
-
-
-_USE_DEFAULT: Any = _Default()
+_USE_DEFAULT: Any = _Default.NOT_GIVEN
 
 _BOTH = (
     "`save_checkpoints_steps` and `save_checkpoints_secs` cannot be both set. "
@@ -251,8 +248,7 @@ class RunConfig:
             raise ValueError(
                 "No client starts work on a remote cluster here. Received: "
                 "`experimental_distribute.remote_cluster`. Start the script "
-                "once for each process, with its TF_CONFIG "
-                "(docs/clusters.md)."
+                "once for each process, with its TF_CONFIG (docs/clusters.md)."
             )
 
 

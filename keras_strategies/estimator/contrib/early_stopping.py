@@ -9,15 +9,16 @@ from typing import Any
 
 import keras
 
-from keras_strategies._core.checks import check_number
 from keras_strategies._types import Logs
 from keras_strategies.cluster.addresses import shown
+from keras_strategies.cluster.checks import check_number, check_type
 from keras_strategies.estimator import records, train_callback
 from keras_strategies.estimator.arguments import (
     check_kind,
     check_positive,
     check_seconds,
 )
+from keras_strategies.estimator.engine import strategy_of
 from keras_strategies.estimator.estimator import Estimator
 from keras_strategies.estimator.estimator_spec import ModeKeys
 
@@ -79,7 +80,7 @@ def make_early_stopping_hook(
     check_positive("run_every_steps", run_every_steps)
     if run_every_secs is not None:
         check_seconds("run_every_secs", run_every_secs)
-        mesh = estimator.strategy_of(ModeKeys.TRAIN).mesh
+        mesh = strategy_of(estimator, ModeKeys.TRAIN).mesh
         if mesh.num_processes > 1:
             raise ValueError(
                 "run_every_secs should not be set when several processes "
@@ -275,7 +276,7 @@ class _Stopping(keras.callbacks.Callback):
         every_steps: int | None,
     ) -> None:
         super().__init__()
-        self._mesh = estimator.strategy_of(ModeKeys.TRAIN).mesh
+        self._mesh = strategy_of(estimator, ModeKeys.TRAIN).mesh
         self._should_stop_fn = should_stop_fn
         self._every_secs = every_secs
         self._every_steps = every_steps
@@ -309,17 +310,14 @@ class _Stopping(keras.callbacks.Callback):
 def _hook(
     rule: Callable[[Values], bool],
     estimator: Estimator,
-    name: object,
+    name: str,
     eval_dir: str | None,
     min_steps: int,
     every: tuple[float | None, int | None],
 ) -> keras.callbacks.Callback:
     """Returns a hook that asks a rule about the results of a name."""
-    if not isinstance(name, str):
-        raise TypeError(
-            "`metric_name` is a result of evaluations. Received: "
-            f"{shown(name)}. Give a name as 'accuracy'."
-        )
+    what, cure = "the name of a result", "Give a name as 'accuracy'."
+    check_type("`metric_name`", name, str, what, cure)
     _check_whole("`min_steps`", min_steps)
 
     def should_stop() -> bool:

@@ -12,7 +12,9 @@ from typing import Any
 import keras
 
 from keras_strategies.cluster.addresses import shown
+from keras_strategies.cluster.checks import check_type
 from keras_strategies.estimator.config.run_config import RunConfig
+from keras_strategies.estimator.engine import rename_results
 from keras_strategies.estimator.estimator import Estimator
 from keras_strategies.estimator.estimator_spec import EstimatorSpec, ModeKeys
 from keras_strategies.estimator.model_fns import output_names
@@ -83,7 +85,7 @@ def model_to_estimator(
     except BaseException:
         shutil.rmtree(folder, ignore_errors=True)
         raise
-    estimator.result_names = dict(metric_names_map or {})
+    rename_results(estimator, metric_names_map or {})
     weakref.finalize(estimator, shutil.rmtree, folder, ignore_errors=True)
     return estimator
 
@@ -102,23 +104,15 @@ def _check_options(
             f"{shown(export_outputs)}. Leave it out: a model is exported with "
             "its own outputs."
         )
-    if metric_names_map is not None and not isinstance(
-        metric_names_map, Mapping
-    ):
-        raise TypeError(
-            "`metric_names_map` is a dict from names of results to new ones. "
-            f"Received: {shown(metric_names_map)}. Write {{'acc': "
-            "'accuracy'}."
-        )
+    what = "a dict from names of results to new ones"
+    cure = "Write {'acc': 'accuracy'}."
+    name, names = "`metric_names_map`", metric_names_map
+    check_type(name, names, Mapping | None, what, cure)
 
 
-def _save(model: object, path: str) -> None:
-    if not isinstance(model, keras.Model):
-        raise TypeError(
-            "`keras_model` is a Keras model. Received: "
-            f"{shown(model)} of type {type(model).__name__}. Pass a "
-            "`keras.Model`."
-        )
+def _save(model: keras.Model, path: str) -> None:
+    cure = "Pass a `keras.Model`."
+    check_type("`keras_model`", model, keras.Model, "a Keras model", cure)
     _check_compiled(model)
     if not model.built:
         raise ValueError(
@@ -142,12 +136,9 @@ def _check_compiled(model: keras.Model) -> None:
         )
 
 
-def _copy(source: object, path: str) -> None:
-    if not isinstance(source, str | os.PathLike):
-        raise TypeError(
-            "`keras_model_path` is a path. Received: an object of type "
-            f"{type(source).__name__}. Give a `.keras` file."
-        )
+def _copy(source: Any, path: str) -> None:
+    cure = "Give a `.keras` file."
+    check_type("`keras_model_path`", source, (str, os.PathLike), "a path", cure)
     if pathlib.Path(source).suffix != _SUFFIX:
         raise ValueError(
             "`keras_model_path` is a `.keras` file. Received: "

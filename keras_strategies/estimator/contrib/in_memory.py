@@ -9,7 +9,7 @@ import keras
 
 from keras_strategies._types import Logs
 from keras_strategies.checkpoint import reading
-from keras_strategies.estimator import train_callback
+from keras_strategies.estimator import engine, train_callback
 from keras_strategies.estimator.arguments import (
     check_hooks,
     check_input_fn,
@@ -17,7 +17,8 @@ from keras_strategies.estimator.arguments import (
     check_name,
     check_positive,
 )
-from keras_strategies.estimator.estimator import Estimator, InputFn
+from keras_strategies.estimator.engine import InputFn
+from keras_strategies.estimator.estimator import Estimator
 from keras_strategies.estimator.estimator_spec import ModeKeys
 
 
@@ -75,7 +76,7 @@ class InMemoryEvaluatorHook(keras.callbacks.Callback):
         self._name = name
         self._every = every_n_iter
         self._evaluated = 0
-        mesh = estimator.strategy_of(ModeKeys.EVAL).mesh
+        mesh = engine.strategy_of(estimator, ModeKeys.EVAL).mesh
         self._is_here = mesh.num_processes > 1 or jax.process_index() == 0
 
     def on_train_begin(self, logs: Logs | None = None) -> None:
@@ -101,7 +102,8 @@ class InMemoryEvaluatorHook(keras.callbacks.Callback):
         model = self.model
         assert isinstance(model, keras.Model)
         model.jax_state_sync()
-        self._estimator.evaluate_model(
+        engine.evaluate_model(
+            self._estimator,
             self._input_fn,
             self._hooks,
             functools.partial(reading.copy_weights, model),

@@ -4,21 +4,19 @@ Its steps and epochs are counted here as the list of callbacks (`resumable_fit`)
 tells them.
 """
 
-import json
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import keras
 import numpy as np
 
 from keras_strategies._types import Array, Logs
-from keras_strategies.cluster.exchange.host_exchange import Agreement
 from keras_strategies.cluster.exchange.message_forms import (
     Either,
     fault_of,
     is_count,
-    read_messages,
 )
+from keras_strategies.cluster.exchange.rounds import Rounds
 from keras_strategies.keras_bridge.callbacks import callback_states
 from keras_strategies.keras_bridge.hooks.seeds import is_seed
 from keras_strategies.keras_bridge.steps.step_functions import Functions
@@ -39,6 +37,31 @@ _STATE = {
     "validation": _POSITIONS,
     "callbacks": dict,
 }
+
+
+def groups_of(
+    model: keras.Model, variables: Iterable[keras.Variable]
+) -> dict[str, list[keras.Variable]]:
+    """Returns variables by what they are for, in their order.
+
+    Args:
+      model: Their model.
+      variables: Some of the model, its optimizers and metrics.
+    """
+    metrics = {id(v) for v in model.metrics_variables}
+    own = {id(v) for v in model.variables}
+    groups: dict[str, list[keras.Variable]] = {
+        name: [] for name in ("weights", "seeds", "optimizer", "metrics")
+    }
+    for variable in variables:
+        if is_seed(variable):
+            name = "seeds"
+        elif id(variable) in metrics:
+            name = "metrics"
+        else:
+            name = "weights" if id(variable) in own else "optimizer"
+        groups[name].append(variable)
+    return groups
 
 
 class FitState:
@@ -102,22 +125,8 @@ class FitState:
     # What is saved.
 
     def groups(self) -> dict[str, list[keras.Variable]]:
-        """Every variable, by what it is for; in the order of the model."""
-        model = self.model
-        metrics = {id(v) for v in model.metrics_variables}
-        own = {id(v) for v in model.variables}
-        groups: dict[str, list[keras.Variable]] = {
-            name: [] for name in ("weights", "seeds", "optimizer", "metrics")
-        }
-        for variable in self.variables:
-            if is_seed(variable):
-                name = "seeds"
-            elif id(variable) in metrics:
-                name = "metrics"
-            else:
-                name = "weights" if id(variable) in own else "optimizer"
-            groups[name].append(variable)
-        return groups
+        """Every variable, by what it is for."""
+        return groups_of(self.model, self.variables)
 
     def sync(self) -> None:
         """Gives the variables the values that the steps have computed."""
@@ -158,15 +167,9 @@ class FitState:
             position = feed.position_at(place)
         if not feed.is_process_local or self.mesh.num_processes == 1:
             return {"position": position}
-        processes = self.mesh.processes
-        agreement = Agreement(processes, "keeping a position")
-        received = agreement.exchange(json.dumps(position))
-        agreement.end()
         about = "their positions in the data"
-        positions = read_messages(
-            received, _POSITION, processes=processes, about=about
-        )
-        return {"positions": positions}
+        with Rounds(self.mesh.processes, "keeping a position", about) as rounds:
+            return {"positions": rounds.exchange(position, _POSITION)}
 
     # Resuming.
 

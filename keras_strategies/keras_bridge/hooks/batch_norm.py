@@ -56,7 +56,7 @@ def accepting_init(
 def global_moments(
     layer: keras.layers.BatchNormalization, inputs: Array, mask: Array | None
 ) -> tuple[Any, Any]:
-    """Mean and variance of `inputs` over all axes but the layer's.
+    """Returns mean and variance of `inputs` over all axes but the layer's.
 
     In a replica-mapped step, and in `run`, over the rows of all replicas;
     elsewhere over the rows at hand. With a mask, as Keras does, over the
@@ -69,38 +69,51 @@ def global_moments(
     if step is not None and step.flags.sees_global_batch and not is_run:
         step = None  # It sees all rows.
 
-    def over_replicas(value: Array) -> Array:
-        return value if step is None else all_mean(value, step.axis)
-
     axes = list(layer._reduction_axes or ())
+    if mask is not None:
+        mean_of = _mean_of_kept(step, axes, inputs, mask)
+    else:
+        mean_of = _mean_of_rows(step, axes, is_uneven=is_uneven)
+    mean = mean_of(inputs)
+    variance = mean_of(ops.square(inputs - mean))
+    return ops.squeeze(mean, axes), ops.squeeze(variance, axes)
 
+
+def _mean_of_rows(
+    step: StepContext | None, axes: list[int], *, is_uneven: bool
+) -> Callable[[Array], Any]:
     def mean_of(value: Array) -> Array:
         if step is None or not is_uneven:
-            return over_replicas(ops.mean(value, axes, keepdims=True))
+            return _over_replicas(step, ops.mean(value, axes, keepdims=True))
         count = math.prod(value.shape[axis] for axis in axes)
-        total = over_replicas(ops.sum(value, axes, keepdims=True))
-        return total / over_replicas(ops.full_like(total, count))
+        total = _over_replicas(step, ops.sum(value, axes, keepdims=True))
+        return total / _over_replicas(step, ops.full_like(total, count))
 
-    if mask is None:
-        mean = mean_of(inputs)
-        variance = mean_of(ops.square(inputs - mean))
-        return ops.squeeze(mean, axes), ops.squeeze(variance, axes)
+    return mean_of
+
+
+def _mean_of_kept(
+    step: StepContext | None, axes: list[int], inputs: Array, mask: Array
+) -> Callable[[Array], Any]:
+    """Returns what takes the mean of the entries that a mask keeps."""
     kept = ops.cast(
         ops.broadcast_to(ops.expand_dims(mask, -1), ops.shape(inputs)), "bool"
     )
-
-    def weighted_mean(value: Array, weight: Array) -> Array:
-        total = ops.sum(ops.where(kept, value, 0), axes, keepdims=True)
-        return over_replicas(total) / weight
-
     count = ops.sum(ops.cast(kept, inputs.dtype), axes, keepdims=True)
-    count = over_replicas(count)
+    count = _over_replicas(step, count)
     # Keras adds epsilon to the count of the global batch.
     num_replicas = 1 if step is None else step.num_replicas
     weight = count + keras.config.epsilon() / num_replicas
-    mean = weighted_mean(inputs, weight)
-    variance = weighted_mean(ops.square(inputs - mean), weight)
-    return ops.squeeze(mean, axes), ops.squeeze(variance, axes)
+
+    def mean_of(value: Array) -> Array:
+        total = ops.sum(ops.where(kept, value, 0), axes, keepdims=True)
+        return _over_replicas(step, total) / weight
+
+    return mean_of
+
+
+def _over_replicas(step: StepContext | None, value: Array) -> Array:
+    return value if step is None else all_mean(value, step.axis)
 
 
 def call_layer(

@@ -60,11 +60,7 @@ def global_batch_loss(loss: Loss) -> Loss:
         @functools.wraps(loss)
         def on_all_rows(*args: Tree, **kwargs: Tree) -> Array:
             step = current_step()
-            if (
-                step is None
-                or step.flags.sees_global_batch
-                or step.flags.in_metric
-            ):
+            if step is None or not step.sees_own_rows:
                 return loss(*args, **kwargs)
             name = getattr(loss, "__qualname__", type(loss).__name__)
             note_rows(step, (args, kwargs), f"marked function {name!r}")

@@ -55,40 +55,51 @@ def value_and_grad(
     _check_variables(variables)
 
     def with_gradients(*args: Any, **kwargs: Any) -> tuple[Any, list[Any]]:
-        written: list[keras.Variable] = []
-        equal: list[bool] = []
-        inner: list[InnerScope] = []
-        step = current_step()
+        def call() -> tuple[Array, Any]:
+            result = fn(*args, **kwargs)
+            return result if has_aux else (result, None)
 
-        def pure(values: list[Any]) -> tuple[Array, Any]:
-            scope = InnerScope(zip(variables, values, strict=True))
-            with scopes_ask_outwards(), scope:
-                result = fn(*args, **kwargs)
-            value, aux = result if has_aux else (result, None)
-            written[:] = list(scope.written.values())
-            new = [scope.get_current_value(v) for v in written]
-            equal[:] = [step is not None and n in step.notes.equal for n in new]
-            inner[:] = [scope]
-            return value, (aux, new, scope.outputs())
-
-        start = [v.value for v in variables]
-        differentiated = jax.value_and_grad(pure, has_aux=True)
-        (value, (aux, new, losses)), grads = differentiated(start)
-        (scope,) = inner
-        scope.hand_out(losses)
-        if step is not None:
-            value = loss_hooks.mark_loss(step, value)
-        for variable, after, is_equal in zip(written, new, equal, strict=True):
-            if scope.original_scope is None:
-                variable.assign(after)
-                continue
-            # Not `assign`: what `fn` wrote was combined when it wrote it.
-            scope.original_scope.add_update((variable, after))
-            if step is not None and is_equal:
-                step.notes.equal.add(after)
+        value, aux, grads = _differentiate(call, variables)
         return ((value, aux) if has_aux else value), grads
 
     return with_gradients
+
+
+def _differentiate(
+    call: Callable[[], tuple[Array, Any]], variables: list[keras.Variable]
+) -> tuple[Array, Any, list[Any]]:
+    """Returns a call's value, what it returns beside, and the gradients."""
+    step = current_step()
+    traced: list[tuple[InnerScope, list[bool]]] = []
+
+    def pure(values: list[Any]) -> tuple[Array, Any]:
+        scope = InnerScope(zip(variables, values, strict=True))
+        with scopes_ask_outwards(), scope:
+            value, aux = call()
+        new = [scope.get_current_value(v) for v in scope.written]
+        equal = [step is not None and n in step.notes.equal for n in new]
+        traced.append((scope, equal))
+        return value, (aux, new, scope.outputs())
+
+    start = [v.value for v in variables]
+    differentiated = jax.value_and_grad(pure, has_aux=True)
+    (value, (aux, new, losses)), grads = differentiated(start)
+    scope, equal = traced[-1]
+    scope.hand_out(losses)
+    if step is not None:
+        value = loss_hooks.mark_loss(step, value)
+    outer = scope.original_scope
+    for variable, after, is_equal in zip(
+        scope.written, new, equal, strict=True
+    ):
+        if outer is None:
+            variable.assign(after)
+            continue
+        # Not `assign`: what `call` wrote was combined when it wrote it.
+        outer.add_update((variable, after))
+        if step is not None and is_equal:
+            step.notes.equal.add(after)
+    return value, aux, grads
 
 
 def _check_variables(variables: Sequence[object]) -> None:

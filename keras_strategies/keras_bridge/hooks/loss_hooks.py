@@ -40,7 +40,7 @@ def reduce_values(
     Returns:
       A scalar, or the values as they are where nothing reduces them.
     """
-    is_own = not (step.flags.sees_global_batch or step.flags.in_metric)
+    is_own = step.sees_own_rows
     if is_own and step.is_empty and reduction not in (None, "none"):
         if reduction == "mean_with_sample_weight" and sample_weight is not None:
             # The others take part in it.
@@ -83,12 +83,8 @@ def apply_mask(
     weighted = original(
         sample_weight, mask=mask, dtype=dtype, reduction=reduction
     )
-    if (
-        mask is None
-        or step.flags.sees_global_batch
-        or step.flags.in_metric
-        or reduction not in ("mean", "sum_over_batch_size")
-    ):
+    is_mean = reduction in ("mean", "sum_over_batch_size")
+    if mask is None or not step.sees_own_rows or not is_mean:
         return weighted
     mask = losses.mark(jnp.asarray(mask), losses.OWN)
     # Keras gives each kept entry the weight total / kept, of its own rows;
@@ -111,43 +107,38 @@ def call_loss(
     Returns:
       What the loss returns: a scalar, if it reduces its values.
     """
-    if step.flags.sees_global_batch or step.flags.in_metric:
+    if not step.sees_own_rows:
         return original(loss, *args, **kwargs)
     if isinstance(loss, CompileLoss):
         with step.flag("in_compiled"):
-            return _whole_loss(step, original, loss, *args, **kwargs)
+            return compute_loss(step, original, loss, *args, **kwargs)
     if not metric_rules.mixes_rows(loss, metric_rules.rank((args, kwargs))):
-        return _whole_loss(step, original, loss, *args, **kwargs)
+        return compute_loss(step, original, loss, *args, **kwargs)
     note_rows(step, (args, kwargs), f"loss {type(loss).__name__!r}")
     return call_with_all(step, original, loss, *args, **kwargs)
 
 
 def compute_loss(
-    step: StepContext,
-    original: _Method,
-    model: "keras.Model",
-    *args: Tree,
-    **kwargs: Tree,
+    step: StepContext, original: _Method, *args: Any, **kwargs: Any
 ) -> Array:
-    """Marks a model's loss, to be looked at once the step is traced.
+    """Marks a loss that is not part of another one, and weights it by the rows.
+
+    Args:
+      step: The step that is traced, which looks at marked losses in the end.
+      original: The method of a model or of a loss.
+      *args: The model or the loss, and what the method is called with.
+      **kwargs: The same, by name.
 
     Returns:
-      The loss, a scalar.
+      The loss, a scalar if it reduces its values.
     """
-    return _whole_loss(step, original, model, *args, **kwargs)
-
-
-def _whole_loss(
-    step: StepContext, original: _Method, *args: Tree, **kwargs: Tree
-) -> Array:
-    """A loss that is not part of another one: weighted by the rows, marked."""
     if step.flags.in_loss:
         return original(*args, **kwargs)
     num_uses = len(step.notes.replica_uses)
     with step.flag("in_loss"):
         loss = original(*args, **kwargs)
     is_scalar = isinstance(loss, jax.Array) and not loss.ndim
-    if not is_scalar or step.facts.total_rows is None:
+    if not is_scalar or step.facts.rows_of_replicas is None:
         return mark_loss(step, loss)
     if step.is_empty:
         # Nothing; but its gradient meets those of others.
@@ -176,11 +167,7 @@ def mark_loss(step: StepContext, value: Leaf) -> Leaf:
     Returns:
       The value, marked if it is such a scalar.
     """
-    is_own = not (
-        step.facts.is_local
-        or step.flags.sees_global_batch
-        or step.flags.in_metric
-    )
+    is_own = step.sees_own_rows and not step.facts.is_local
     if not is_own or not isinstance(value, jax.Array) or value.ndim:
         return value
     return losses.mark(value, losses.LOSS)

@@ -70,7 +70,12 @@ def merge(variable: keras.Variable, rule: str) -> keras.Variable:
 
 @dataclasses.dataclass(kw_only=True)
 class Merge:
-    """Collects what a step changed and reduces all of it at once."""
+    """Collects what a step changed and reduces all of it at once.
+
+    Attributes:
+      step: The step that is traced.
+      summands: What is to be summed over the replicas, by place.
+    """
 
     step: StepContext
     summands: list[Any] = dataclasses.field(default_factory=list)
@@ -145,6 +150,13 @@ def _finisher(
         drawn = all_max(new[1], step.axis) if step.facts.is_uneven else new[1]
         return lambda sums: jnp.stack([old[0], drawn])
     rule = _rule(variable, step, is_metric)
+    return _by_rule(plan, rule, old, new, is_metric)
+
+
+def _by_rule(
+    plan: Merge, rule: str, old: Array, new: Array, is_metric: bool
+) -> Callable[[list[Any]], Any]:
+    step = plan.step
     if rule in (metric_rules.SAME, metric_rules.IN_TURN):
         return lambda sums: new
     number = as_number(new)

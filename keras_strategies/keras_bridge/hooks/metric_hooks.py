@@ -159,7 +159,7 @@ def result(
         plan, variables, before, before, mine, are_metrics=True
     )
     # Where the result is only logged, it is read from the state that the
-    # step returns, and this is dead code (`StepProgram._merged_logs`).
+    # step returns, and this is dead code (`step_logs.merged_logs`).
     merged = finish(plan.sums())
     scope = _ResultScope(zip(variables, merged, strict=True))
     with step.flag("in_metric"), scope:
@@ -168,7 +168,7 @@ def result(
     reads_others = any(
         v in step.notes.before and v not in mine_alone for v in scope.read
     )
-    if scope.written or reads_others:
+    if len(scope.written) or reads_others:
         step.demand_global_batch(
             f"the result of {metric_rules.title(metric)} reads a metric that "
             "is not a part of it, or writes a variable. Make the other metric "

@@ -6,10 +6,10 @@ is updated on every replica with the rows of all of them. Which it is, is
 known for Keras's own metrics and tried out once for a user's.
 """
 
-import threading
 import warnings
 import weakref
 from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any, NamedTuple
 
 import keras
@@ -214,18 +214,10 @@ def _try_out(
 
 def _in_own_thread(question: Callable[[], bool]) -> bool:
     """The answer, found where nothing is known of the trace under way."""
-    answer: list[bool] = []
-
-    def try_out() -> None:
-        try:
-            answer.append(question())
-        except Exception:  # The user's code met data it was not made for.
-            answer.append(False)
-
-    thread = threading.Thread(target=try_out)
-    thread.start()
-    thread.join()
-    return answer[0]
+    with ThreadPoolExecutor(1) as pool:
+        answer = pool.submit(question)
+    # It failed where the user's code met data it was not made for.
+    return answer.exception() is None and answer.result()
 
 
 def _adds_the_same(

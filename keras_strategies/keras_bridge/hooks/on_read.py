@@ -12,13 +12,15 @@ from typing import Any, NoReturn
 import jax
 import keras
 import numpy as np
-from keras.src.backend.common import global_state
 
 from keras_strategies._core.mesh import ReplicaMesh
 from keras_strategies._core.replica_map import as_number, of_first
 from keras_strategies._types import Array
 from keras_strategies.keras_bridge.hooks import merge as merge_lib
 from keras_strategies.keras_bridge.step_context import StepContext
+from keras_strategies.keras_bridge.variables.abstract_variables import (
+    creating_layer,
+)
 from keras_strategies.keras_bridge.variables.initial_values import (
     VariableCreator,
 )
@@ -81,19 +83,13 @@ def create(
             f"variable: {name}. Choose 'auto', 'on_write' or 'on_read'."
         )
     variable = next_creator(**kwargs)
-    caller = _caller()
+    caller = creating_layer()
     variable._ks_users = caller is None
     is_metrics = isinstance(caller, keras.metrics.Metric)
     if variable.synchronization == "on_read" and not is_metrics:
         setattr(variable, _MARK, True)
         settle(variable, mesh)
     return variable
-
-
-def _caller() -> object:
-    """The layer, optimizer or metric that is making a variable, or None."""
-    stack = global_state.get_global_attribute("name_scope_stack")
-    return stack[-1].caller if stack else None
 
 
 def is_on_read(variable: object) -> bool:

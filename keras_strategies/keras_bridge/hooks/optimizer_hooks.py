@@ -22,7 +22,6 @@ from keras_strategies._core.jaxprs.marked_updates import (
     is_collecting,
     marked_update,
 )
-from keras_strategies._core.mesh import ReplicaMesh
 from keras_strategies._core.replica_map import all_max, all_sum
 from keras_strategies._types import Array
 from keras_strategies.keras_bridge.hooks import loss_hooks
@@ -181,23 +180,21 @@ def _updated(
         reduced = _reduce_gradients(step, optimizer, every(given), held)
         return [reduced[i] for i in present]
 
+    def reduction(variable: keras.Variable) -> Reduction:
+        is_largest = _is_overwritten(variable)
+        return MAX if is_largest else shardings.gradient_spec_of(variable, mesh)
+
     with step.flag("in_optimizer"):
         return marked_update(
             lambda given, values: update(every(given), values),
             reduce,
             [grads[i] for i in present],
             values,
-            reductions=[_reduction(held[i], mesh) for i in present],
+            reductions=[reduction(held[i]) for i in present],
             specs=[shardings.spec_of(v, mesh) for v in held],
             divisor=_divisor(step, optimizer),
             on_replicated=lambda: shardings.note_replicated_update(held),
         )
-
-
-def _reduction(variable: keras.Variable, mesh: ReplicaMesh) -> Reduction:
-    if _is_overwritten(variable):
-        return MAX
-    return shardings.gradient_spec_of(variable, mesh)
 
 
 def _divisor(step: StepContext, optimizer: keras.optimizers.Optimizer) -> int:

@@ -29,6 +29,9 @@ class CollectingScope(keras.StatelessScope):
       mapping: Pairs of a variable and its value.
       initialize_variables: Whether variables that are created in it get their
         values when it is left.
+
+    Attributes:
+      written: The variables that were written in it.
     """
 
     def __init__(
@@ -44,6 +47,7 @@ class CollectingScope(keras.StatelessScope):
         self._outer = IdentitySet()
         self._inner = IdentitySet()
         self._trace_state: Any = None
+        self.written = IdentitySet()
 
     def __enter__(self) -> Self:
         super().__enter__()
@@ -58,6 +62,11 @@ class CollectingScope(keras.StatelessScope):
         super().add_loss(loss)
         if get_opaque_trace_state() != self._trace_state:
             self._inner.add(loss)
+
+    def add_update(self, update: tuple[keras.Variable, Any]) -> None:
+        """Notes a variable that is written."""
+        self.written.add(update[0])
+        super().add_update(update)
 
     def ids_of(self, layer: keras.Layer) -> set[int]:
         """Returns the ids of a layer's losses, to be changed in place."""
@@ -118,8 +127,7 @@ class LiftingScope(CollectingScope):
 
     def __init__(self) -> None:
         super().__init__()
-        self.variables: dict[int, keras.Variable] = {}
-        self.written: dict[int, keras.Variable] = {}
+        self.variables = IdentitySet()
 
     def get_current_value(self, variable: keras.Variable) -> Array:
         """The value written last, or zeros.
@@ -130,15 +138,13 @@ class LiftingScope(CollectingScope):
         value = super().get_current_value(variable)
         if value is not None:
             return value
-        self.variables[id(variable)] = variable
+        self.variables.add(variable)
         # Not kept: the trace that asks may be an inner one.
         return jnp.zeros(variable.shape, variable.dtype)
 
     def add_update(self, update: tuple[keras.Variable, Any]) -> None:
         """Notes a variable that is written."""
-        variable, _ = update
-        self.variables[id(variable)] = variable
-        self.written[id(variable)] = variable
+        self.variables.add(update[0])
         super().add_update(update)
 
 
@@ -164,21 +170,12 @@ class InnerScope(CollectingScope):
 
     Args:
       mapping: Pairs of a variable and its value.
-
-    Attributes:
-      written: The variables that were written in it, by their ids.
     """
 
     def __init__(self, mapping: Iterable[tuple[keras.Variable, Any]]) -> None:
         super().__init__(mapping, initialize_variables=False)
-        self.written: dict[int, keras.Variable] = {}
 
     get_current_value = _asking_outwards(keras.StatelessScope.get_current_value)
-
-    def add_update(self, update: tuple[keras.Variable, Any]) -> None:
-        """Notes a variable that is written."""
-        self.written[id(update[0])] = update[0]
-        super().add_update(update)
 
 
 def scopes_ask_outwards() -> contextlib.AbstractContextManager[None]:

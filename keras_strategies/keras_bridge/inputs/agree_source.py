@@ -1,7 +1,6 @@
 """Agreement on a source: all processes make theirs, or none does."""
 
 import itertools
-import json
 from collections.abc import Callable
 from typing import Any, TypeVar
 
@@ -11,9 +10,10 @@ import numpy as np
 from keras_strategies._core.mesh import ReplicaMesh
 from keras_strategies._types import Batch, Tree
 from keras_strategies.cluster.exchange import message_forms
-from keras_strategies.cluster.exchange.host_exchange import Agreement
+from keras_strategies.cluster.exchange.rounds import Rounds
 from keras_strategies.data.raise_together import by_process, raise_together
 from keras_strategies.data.source import Source, data_checksum
+from keras_strategies.data.step_checks import unlike_readers
 
 _T = TypeVar("_T")
 _MAX_NUMBER = 2**31 - 1
@@ -59,26 +59,13 @@ def made_together(
     number = int(np.random.randint(_MAX_NUMBER)) if draws else 0
     if mesh.num_processes == 1:
         return make(number)
-    agreement = Agreement(mesh.processes, f"preparing the data of {name}")
-    try:
-        return _made(mesh, agreement, number, name, make, facts or {})
-    finally:
-        agreement.end()
-
-
-def _made(
-    mesh: ReplicaMesh,
-    agreement: Agreement,
-    number: int,
-    name: str,
-    make: Callable[[int], Source],
-    facts: dict[str, Any],
-) -> Source:
-    received = _exchange(mesh, name, agreement, {"number": number}, _NUMBER)
-    source, error, message = _tried(lambda: make(received[0]["number"]))
-    if source is not None:
-        message = {"facts": facts | source.facts(), "seed": source.seed}
-    received = _exchange(mesh, name, agreement, message, _MADE)
+    with _rounds(mesh, name, f"preparing the data of {name}") as rounds:
+        numbers = rounds.exchange({"number": number}, _NUMBER)
+        source, error, message = _tried(lambda: make(numbers[0]["number"]))
+        if source is not None:
+            all_facts = (facts or {}) | source.facts()
+            message = {"facts": all_facts, "seed": source.seed}
+        received = rounds.exchange(message, _MADE)
     raise_together(mesh, f"Preparing the data of {name}", received, error)
     _check_facts(mesh, name, [message["facts"] for message in received])
     assert source is not None
@@ -108,7 +95,6 @@ def made_alike(
     """
     if mesh.num_processes == 1:
         return make()
-    agreement = Agreement(mesh.processes, f"making the values of {name}")
 
     def outlined() -> tuple[list[Any], dict[str, Any]]:
         nests = make()
@@ -116,13 +102,11 @@ def made_alike(
         outlines = [_shapes_of(nest) for nest in nests]
         return nests, {"outlines": outlines, "checksum": checksum}
 
-    made, error, message = _tried(outlined)
-    if made is not None:
-        message = made[1]
-    try:
-        received = _exchange(mesh, name, agreement, message, _SHAPES)
-    finally:
-        agreement.end()
+    with _rounds(mesh, name, f"making the values of {name}") as rounds:
+        made, error, message = _tried(outlined)
+        if made is not None:
+            message = made[1]
+        received = rounds.exchange(message, _SHAPES)
     raise_together(mesh, f"Making the values of {name}", received, error)
     of_readers = mesh.first_of_readers(received)
     outlines = [text for one in of_readers for text in one["outlines"]]
@@ -150,12 +134,9 @@ def check_same_rows(mesh: ReplicaMesh, batch: Batch) -> None:
       ValueError: processes that share replicas were given other rows.
     """
     name = "a call with one batch"
-    agreement = Agreement(mesh.processes, name)
-    message = {"checksum": data_checksum(batch)}
-    try:
-        received = _exchange(mesh, name, agreement, message, _SAME)
-    finally:
-        agreement.end()
+    with _rounds(mesh, name, name) as rounds:
+        message = {"checksum": data_checksum(batch)}
+        received = rounds.exchange(message, _SAME)
     _check_same_values(mesh, name, received)
 
 
@@ -163,16 +144,15 @@ def _check_same_values(
     mesh: ReplicaMesh, name: str, received: list[dict[str, Any]]
 ) -> None:
     checksums = [one["checksum"] for one in received]
-    of_process = dict(zip(mesh.processes, checksums, strict=True))
-    for group in mesh.readers:
-        if len({of_process[process] for process in group}) > 1:
-            raise ValueError(
-                "Processes that have cores of one replica give it the same "
-                f"values, in {name} too. Received: values of the checksums "
-                f"{by_process(mesh, checksums)}, where the processes "
-                f"{list(group)} share replicas. Make them the same in all "
-                "processes, and draw with one seed."
-            )
+    group = unlike_readers(mesh, checksums)
+    if group is not None:
+        raise ValueError(
+            "Processes that have cores of one replica must give it the same "
+            f"values, in {name} too. Received: values of the checksums "
+            f"{by_process(mesh, checksums)}, where the processes {group} share "
+            "replicas. Make them the same in all processes, and draw with one "
+            "seed."
+        )
 
 
 def _tried(
@@ -208,15 +188,5 @@ def _check_facts(
             )
 
 
-def _exchange(
-    mesh: ReplicaMesh,
-    name: str,
-    agreement: Agreement,
-    message: dict[str, Any],
-    form: message_forms.Form,
-) -> list[dict[str, Any]]:
-    # Numbers of numpy's too, and what else arguments may be.
-    texts = agreement.exchange(json.dumps(message, default=str))
-    return message_forms.read_messages(
-        texts, form, processes=mesh.processes, about=f"the data of {name}"
-    )
+def _rounds(mesh: ReplicaMesh, name: str, doing: str) -> Rounds:
+    return Rounds(mesh.processes, doing, f"the data of {name}")

@@ -129,16 +129,9 @@ def local_source(
         return dataset
     if isinstance(dataset, Files):
         return FilesSource(dataset, policy=chosen, **places)
-    if _is_torch_dataset(dataset):
-        return TorchSource(
-            dataset,
-            batch_size=batch_size,
-            shuffle=shuffle,
-            policy=chosen,
-            **places,
-        )
-    if is_torch_dataloader(dataset):
-        return TorchSource(dataset, policy=chosen, **places)
+    if _is_torch(dataset):
+        alone = {"batch_size": batch_size, "shuffle": shuffle}
+        return TorchSource(dataset, policy=chosen, **alone, **places)
     if is_grain_dataset(dataset):
         return GrainSource(dataset, policy=chosen, **places)
     return _source_of_batches(dataset, mesh, chosen)
@@ -163,7 +156,6 @@ def _source_of_batches(
     }
     if isinstance(dataset, PyDataset):
         return PyDatasetSource(PyDatasetAdapter(dataset), **shared)
-    iterables.check_batches(dataset)
     return iterables.IterableSource(dataset, **shared)
 
 
@@ -174,7 +166,7 @@ def _of_loop(mesh: ReplicaMesh, seed: int, *, given: LoopData) -> Source:
     if _is_read_without_keras(given.x):
         source = _of_dataset(mesh, seed, given)
         return _weighted(source, given.class_weight)
-    adapter: Any = get_data_adapter(**given.as_keywords())
+    adapter: Any = get_data_adapter(**vars(given))
     if type(adapter) is ArrayDataAdapter:
         return ArraySource(adapter)
     if isinstance(adapter, PyDatasetAdapter):
@@ -276,19 +268,16 @@ def dense(dataset: Dataset) -> Dataset:
     if not is_tf_dataset(dataset):
         return dataset
     tensorflow = sys.modules["tensorflow"]
-    nest, sparse = tensorflow.nest, tensorflow.SparseTensor
+
+    def dense_leaf(leaf: Tree) -> Tree:
+        is_sparse = isinstance(leaf, tensorflow.SparseTensor)
+        return tensorflow.sparse.to_dense(leaf) if is_sparse else leaf
 
     def made_dense(*element: Tree) -> Tree:
-        made = [
-            tensorflow.sparse.to_dense(leaf)
-            if isinstance(leaf, sparse)
-            else leaf
-            for leaf in nest.flatten(element)
-        ]
-        made = nest.pack_sequence_as(element, made)
+        made = tensorflow.nest.map_structure(dense_leaf, element)
         return made if len(made) > 1 else made[0]
 
-    specs = nest.flatten(dataset.element_spec)
+    specs = tensorflow.nest.flatten(dataset.element_spec)
     if any(isinstance(s, tensorflow.SparseTensorSpec) for s in specs):
         return dataset.map(made_dense)
     return dataset

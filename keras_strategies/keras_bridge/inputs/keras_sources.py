@@ -32,82 +32,41 @@ from keras_strategies.data.source import (
     rows_to_checksum,
     take,
 )
-from keras_strategies.data.source_summary import Reading, Summary
 from keras_strategies.data.sources.mapped_arrays import is_mapped, let_go
+from keras_strategies.data.sources.numpy_dataset import IndexedSource
 from keras_strategies.keras_bridge.keras_names import BATCH_ORDER, ROW_ORDER
 
 
-class ArraySource(Source):
-    """Arrays in memory (or mapped into it): any row can be read.
+class ArraySource(IndexedSource):
+    """Arrays in memory (or mapped into it).
 
     Args:
       adapter: Keras's adapter of them.
     """
 
     kind = "arrays"
-    is_planned = True
 
     def __init__(self, adapter: Any) -> None:
+        rows, size = adapter._num_samples, adapter.batch_size
+        super().__init__(rows, size, adapter.num_batches)
         inputs = keras.tree.map_structure(_sliceable, adapter._inputs)
-        self._leaves, self._structure = jax.tree.flatten(inputs)
         # Keras takes the rows one array after the other through its nests,
         # which would cost as much as a small step.
-        self._is_plain = [
-            type(leaf) is array_slicing.NumpySliceable for leaf in self._leaves
-        ]
-        self._rows = adapter._num_samples
-        self.batch_size = adapter.batch_size
-        self.num_batches = adapter.num_batches
+        self._leaves, self._structure = jax.tree.flatten(inputs)
         if adapter._shuffle:
-            window = self.batch_size if adapter._shuffle == "batch" else None
-            self.order = ROW_ORDER(self._rows, window)
+            window = size if adapter._shuffle == "batch" else None
+            self.order = ROW_ORDER(rows, window)
 
-    def facts(self) -> dict[str, Any]:
-        """See `Source.facts`."""
-        return {"number of rows": self._rows, **super().facts()}
-
-    def summary(self) -> Summary:
-        """See `Source.summary`."""
-        return dataclasses.replace(
-            super().summary(), reading=Reading.ROWS, num_rows=self._rows
-        )
-
-    @property
-    def checksum(self) -> int:
-        """See `Source.checksum`."""
-        rows = rows_to_checksum(self._rows)
-        leaves = [
-            as_numpy(leaf.convert_to_numpy(leaf[np.array(rows)]))
-            for leaf in self._leaves
-        ]
-        return rows_checksum(leaves, range(len(rows)))
-
-    def read(self, epoch: int, start: int, cut: Cut) -> Iterator[Part]:
-        """See `Source.read`."""
-        size = self.batch_size
-        assert size is not None
-        order = None if self.order is None else self.order.of(epoch)
-        for first in range(start * size, self._rows, size):
-            rows = min(size, self._rows - first)
-            begin, end = cut(rows)
-            indices: Any = slice(first + begin, first + end)
-            if order is not None:
-                indices = order[indices]
-            leaves = [
-                _rows_of(leaf, indices, is_plain)
-                for leaf, is_plain in zip(
-                    self._leaves, self._is_plain, strict=True
-                )
-            ]
-            yield Part(
-                data=jax.tree.unflatten(self._structure, leaves), rows=rows
-            )
+    def rows_at(self, indices: slice | np.ndarray) -> Tree:
+        """See `IndexedSource.rows_at`."""
+        leaves = [_rows_of(leaf, indices) for leaf in self._leaves]
+        return jax.tree.unflatten(self._structure, leaves)
 
 
 def _rows_of(
-    leaf: array_slicing.Sliceable, indices: slice | np.ndarray, is_plain: bool
+    leaf: array_slicing.Sliceable, indices: slice | np.ndarray
 ) -> Array:
-    if not is_plain:
+    if type(leaf) is not array_slicing.NumpySliceable:
         return as_numpy(leaf.convert_to_numpy(leaf[indices]))
     if isinstance(indices, slice):
         return leaf.array[indices]

@@ -12,7 +12,7 @@ from keras_strategies._types import Tree
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class LoopData:
-    """The data that a loop was given, as Keras's `fit` names it.
+    """The data that a loop was given: arguments of Keras's `get_data_adapter`.
 
     Attributes:
       x: Inputs: a nest of arrays, or a dataset of batches.
@@ -31,13 +31,6 @@ class LoopData:
     batch_size: int | None = None
     shuffle: Any = False
     steps_per_epoch: int | None = None
-
-    def as_keywords(self) -> dict[str, Any]:
-        """The arguments of Keras's `get_data_adapter`."""
-        return {
-            field.name: getattr(self, field.name)
-            for field in dataclasses.fields(self)
-        }
 
 
 class FeedAdapter(DataAdapter):

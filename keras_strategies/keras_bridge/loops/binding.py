@@ -55,7 +55,6 @@ from keras_strategies.keras_bridge.variables.model_variables import (
 if TYPE_CHECKING:
     from keras.src.trainers.data_adapters.data_adapter import DataAdapter
 
-_MAKERS = tuple(f"make_{k}_function" for k in ("train", "test", "predict"))
 _DATA = ("x", "y", "sample_weight", "class_weight", "batch_size", "shuffle")
 _BUILDER = "_symbolic_build"
 _VALIDATES = "_use_cached_eval_dataset"
@@ -108,7 +107,7 @@ class Binding:
           ValueError: its variables lie on another strategy's devices.
         """
         self._adopt()
-        attributes = {n: getattr(self._functions, n) for n in _MAKERS}
+        attributes: dict[str, Any] = {**self._functions.makers()}
         for name in LOOPS:
             own = getattr(type(self.model), name)
             # Its author may have made something else of it.
@@ -129,7 +128,8 @@ class Binding:
     def remove(self) -> None:
         """Gives the model back as a plain Keras model on one device."""
         of_model = (_BUILDER, keras_names.MAYBE_BUILD, BINDING, STRATEGY)
-        for name in (*LOOPS, *_MAKERS, *of_model, *ON_USE, *SAVERS):
+        makers = self._functions.makers()
+        for name in (*LOOPS, *makers, *of_model, *ON_USE, *SAVERS):
             self.model.__dict__.pop(name, None)
         self._functions.reset()
         variable_creator.release(all_variables(self.model))

@@ -47,8 +47,16 @@ def _in_scope(
     entered: Callable[[], Any], before_compile: Callable[[keras.Model], None]
 ) -> Iterator[Patch]:
     norm = keras.layers.BatchNormalization
-    yield TRAINER, "__init__", lambda f: _claiming(f, entered)
-    yield TRAINER, "compile", lambda f: _binding(f, entered, before_compile)
+
+    def attach(model: keras.Model, strategy: Any) -> None:
+        strategy.attach(model)
+
+    yield TRAINER, "__init__", lambda f: _binding(f, entered, bind_on_use)
+    yield (
+        TRAINER,
+        "compile",
+        lambda f: _binding(f, entered, attach, before_compile),
+    )
     yield norm, "__init__", lambda f: batch_norm.accepting_init(f, entered)
 
 
@@ -203,32 +211,23 @@ def _routing(name: str, method: Callable[..., Any]) -> Callable[..., Any]:
     return call
 
 
-def _claiming(
-    init: Callable[..., None], entered: Callable[[], Any]
-) -> Callable[..., None]:
-    @functools.wraps(init)
-    def init_and_claim(model: keras.Model, *args: Any, **kwargs: Any) -> None:
-        init(model, *args, **kwargs)
-        if (strategy := entered()) is not None:
-            bind_on_use(model, strategy)
-
-    return init_and_claim
-
-
 def _binding(
     method: Callable[..., Any],
     entered: Callable[[], Any],
-    before_compile: Callable[[keras.Model], None],
+    bind: Callable[[keras.Model, Any], None],
+    before: Callable[[keras.Model], None] = lambda model: None,
 ) -> Callable[..., Any]:
+    """Wraps a method so that it binds its model to the scope's strategy."""
+
     @functools.wraps(method)
-    def compile_and_bind(model: keras.Model, *args: Any, **kwargs: Any) -> Any:
-        before_compile(model)
+    def call_and_bind(model: keras.Model, *args: Any, **kwargs: Any) -> Any:
+        before(model)
         result = method(model, *args, **kwargs)
         if (strategy := entered()) is not None:
-            strategy.attach(model)
+            bind(model, strategy)
         return result
 
-    return compile_and_bind
+    return call_and_bind
 
 
 def is_built(model: keras.Model) -> bool:

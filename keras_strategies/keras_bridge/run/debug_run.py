@@ -7,13 +7,14 @@ merged by the same code that the compiled program is made of.
 
 import contextlib
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import keras
 import numpy as np
 from keras.src.backend.common import global_state
 
+from keras_strategies._core.identity import IdentityMap, IdentitySet
 from keras_strategies._core.jaxprs.lockstep import Lockstep, Turn
 from keras_strategies._core.jaxprs.replay import current_side
 from keras_strategies._core.mesh import ReplicaMesh
@@ -58,7 +59,7 @@ def debug_run(
     shares = variants.shares_of(rows)
     lockstep = Lockstep(mesh.num_replicas, mesh.all_replicas)
 
-    def replica(index: int) -> tuple[Any, ...]:
+    def replica(index: int) -> "_Ended":
         # What is open is kept in lists: each thread has its own.
         vars(global_state.GLOBAL_STATE_TRACKER).update(
             {
@@ -78,29 +79,47 @@ def debug_run(
             merging = replica_trace.new_step(mesh).with_facts(
                 is_uneven=True, share=share
             )
-            return _ended(step, seen, results, merging)
+            return _merged(step, seen, results, merging)
 
-    ended = lockstep.run(replica)
-    variables, values, _, _ = ended[0]
-    for k, variable in enumerate(variables):
+    ended: list[_Ended] = lockstep.run(replica)
+    _hold(ended, mesh)
+    return _regrouped([e.called for e in ended], mesh)
+
+
+class _Ended(NamedTuple):
+    """What a replica's call has come to.
+
+    Attributes:
+      written: The variables that some replica wrote, with their merged values.
+      copies: Of those with a copy on each replica this one's, by their ids.
+      called: What the call left behind.
+    """
+
+    written: list[tuple[keras.Variable, Any]]
+    copies: dict[int, Any]
+    called: uneven_rows.Called
+
+
+def _hold(ended: list[_Ended], mesh: ReplicaMesh) -> None:
+    """Sets the variables to their merged values."""
+    for variable, value in ended[0].written:
         if on_read.is_on_read(variable):
             on_read.settle(variable, mesh)
-            copies = stacked([e[2][k] for e in ended], mesh)
-            on_read.hold(variable, copies, _whole(values[k], mesh))
+            copies = stacked([e.copies[id(variable)] for e in ended], mesh)
+            on_read.hold(variable, copies, _whole(value, mesh))
         else:
             held = shardings.sharding_of(variable, mesh)
-            variable._value = jax.device_put(values[k], held)
-    return _regrouped([e[3] for e in ended], mesh)
+            variable._value = jax.device_put(value, held)
 
 
-def _ended(
+def _merged(
     step: StepContext, seen: "_SeenScope", results: Tree, merging: StepContext
-) -> tuple[Any, ...]:
+) -> _Ended:
     """Merges what the replicas wrote, in the step `merging`; on each."""
     turn = current_side()
     assert isinstance(turn, Turn)
-    of_all = turn.meet(seen.variables)
-    variables = list({id(v): v for each in of_all for v in each}.values())
+    of_all = turn.meet(list(seen.old))
+    variables = list(IdentitySet(v for each in of_all for v in each))
     folded = [seen.get_current_value_before(v) for v in variables]
     called = replica_trace.called_in(step, seen, results, variables, folded)
     notes: list[replica_merge.Note] = turn.meet(called.note)
@@ -108,25 +127,17 @@ def _ended(
     for k in unchecked:
         if not bool(replica_trace.is_same(called.new[k], step.axis)):
             replica_trace.refuse_difference(variables[k])
-    old = [seen.old[id(v)] for v in variables]
-    written = [
-        k
-        for k, v in enumerate(variables)
-        if on_read.is_on_read(v) or any(n.is_changed[k] for n in notes)
-    ]
+    old = [seen.old[v] for v in variables]
     values, copies, _ = replica_merge.merged_state(
         merging, variables, old, folded, called, notes, []
     )
-    places = [k for k in written if on_read.is_on_read(variables[k])]
-    return (
-        [variables[k] for k in written],
-        [values[k] for k in written],
-        {
-            written.index(k): copy
-            for k, copy in zip(places, copies, strict=True)
-        },
-        called,
-    )
+    copied = [id(v) for v in variables if on_read.is_on_read(v)]
+    written = [
+        (v, values[k])
+        for k, v in enumerate(variables)
+        if on_read.is_on_read(v) or any(n.is_changed[k] for n in notes)
+    ]
+    return _Ended(written, dict(zip(copied, copies, strict=True)), called)
 
 
 class _SeenScope(CollectingScope):
@@ -145,9 +156,8 @@ class _SeenScope(CollectingScope):
         self._step = step
         self._mesh = mesh
         self._replica = replica
-        self.old: dict[int, Any] = {}
-        self._folded: dict[int, Any] = {}
-        self.variables: list[keras.Variable] = []
+        self.old: IdentityMap[Any] = IdentityMap()
+        self._folded: IdentityMap[Any] = IdentityMap()
 
     def get_current_value(self, variable: keras.Variable) -> Array:
         """The value written last, or that before the call."""
@@ -158,18 +168,14 @@ class _SeenScope(CollectingScope):
 
     def get_current_value_before(self, variable: keras.Variable) -> Array:
         """This replica's value before the call, its seed folded."""
-        key = id(variable)
-        if key not in self.old:
+        if variable not in self.old:
             # Not in the branch or loop that may be traced.
             with jax.ensure_compile_time_eval():
-                self.old[key] = self._start(variable)
-                (folded,) = seeds.fold_seeds(
-                    [variable], [self.old[key]], self._step
-                )
-            self.variables.append(variable)
+                self.old[variable] = old = self._start(variable)
+                (folded,) = seeds.fold_seeds([variable], [old], self._step)
             self._step.notes.before[variable] = folded
-            self._folded[key] = folded
-        return self._folded[key]
+            self._folded[variable] = folded
+        return self._folded[variable]
 
     def _start(self, variable: keras.Variable) -> Array:
         if on_read.is_on_read(variable) and variable._value is not None:

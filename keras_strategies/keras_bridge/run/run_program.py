@@ -130,7 +130,7 @@ class RunProgram:
           others: Variables whose being trainable the function may look at.
         """
         scope = self._lifting(leaves)
-        self.lifted = list(scope.variables.values())
+        self.lifted = list(scope.variables)
         shardings.follow_by_names(self.lifted, self._mesh)
         known = {id(v): v for v in (*others, *self.lifted)}
         self._trainable = [
@@ -140,7 +140,7 @@ class RunProgram:
             on_read.settle(variable, self._mesh)
             if on_read.is_on_read(variable):
                 self._on_read.append(variable)
-            elif id(variable) in scope.written:
+            elif variable in scope.written:
                 replica_trace.refuse_foreign(variable, self._mesh)
                 self._written.append(variable)
             else:
@@ -187,8 +187,7 @@ class RunProgram:
             in_specs=(written, split, read, self._specs),
             out_specs=(split, split, whole, whole, new, whole),
         )
-        returned = [*self._written, *self._on_read]
-        program = output_shardings.run(program, returned, self._mesh)
+        program = output_shardings.run(program, self.written, self._mesh)
         self._program = jitted(program, "run", donate_argnums=(0, 1))
 
     def lower(self, leaves: list[Any]) -> jax.stages.Lowered:
@@ -309,7 +308,7 @@ class RunProgram:
         leaves: list[Any],
     ) -> tuple[Any, ...]:
         step = replica_trace.new_step(self._mesh, is_update=self._is_update)
-        variables = [*self._written, *self._on_read, *self._read]
+        variables = [*self.written, *self._read]
         old = [*written, *[c[0] for c in copies], *read]
         folded = seeds.fold_seeds(variables, old, step)
         step = step.with_facts(
@@ -333,13 +332,12 @@ class RunProgram:
             replica_trace.is_same(called.new[k], step.axis)
             for k in report.unchecked
         ]
-        num_returned = len(self._written) + len(self._on_read)
         return (
             [output[None] for output in called.outputs],
             [copy[None] for copy in new_copies],
             sums,
             same,
-            values[:num_returned],
+            values[: len(self.written)],
             report,
         )
 

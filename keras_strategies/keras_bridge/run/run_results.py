@@ -41,15 +41,8 @@ class TraceReport:
         return shapes if len(set(shapes)) > 1 else None
 
 
-class Constant:
-    """A result that is no array: the same for every replica and call."""
-
-    def __init__(self, value: object) -> None:
-        self.value = value
-
-
-def constant_of(leaf: object) -> Constant | None:
-    """The constant that a result is, or None for an array.
+def constant_of(leaf: object) -> list[Any] | None:
+    """Returns None for a result that is an array, else a list of its value.
 
     Raises:
       TypeError: neither.
@@ -59,7 +52,7 @@ def constant_of(leaf: object) -> Constant | None:
     if leaf is None or isinstance(
         leaf, bool | int | float | complex | str | bytes | keras.Variable
     ):
-        return Constant(leaf)
+        return [leaf]
     raise TypeError(
         "A function given to `run` returns arrays, numbers, strings or None, "
         "in nests of tuples, lists and dicts. Received: a result of type "
@@ -89,7 +82,7 @@ def regrouped_constants(structures: list[Any]) -> list[list[Any] | None]:
         if column[0] is None:
             result.append(None)
             continue
-        values = [constant.value for constant in column]
+        values = [value for (value,) in column]
         if all(v is values[0] or _is_same(v, values[0]) for v in values):
             result.append(values[:1])
         elif all(isinstance(v, bool | int | float | complex) for v in values):

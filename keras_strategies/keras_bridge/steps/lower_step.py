@@ -7,7 +7,7 @@ import jax
 import keras
 import numpy as np
 
-from keras_strategies._core.batches import Segment
+from keras_strategies._core.batches import Segment, num_rows
 from keras_strategies._core.mesh import ReplicaMesh
 from keras_strategies._core.rows import padded_rows
 from keras_strategies._types import Batch
@@ -64,9 +64,9 @@ def lower_step(
     state = tuple(shardings.shapes_of(group, mesh) for group in variables)
 
     def lowered(steps: int) -> jax.stages.Lowered:
-        placed = trace_checks.with_rows(padded, data, mesh.split)
-        if steps > 1:
-            placed = _stacked(placed, steps, mesh.stacked)
+        leading = (padded,) if steps == 1 else (steps, padded)
+        sharding = mesh.split if steps == 1 else mesh.stacked
+        placed = trace_checks.with_leading(leading, data, sharding)
         program = step_functions.make_program(
             model, mesh, kind, variables, replica_scope
         )
@@ -77,15 +77,6 @@ def lower_step(
         return lowered(steps)
     except trace_checks.StepsNotFused:
         return lowered(1)
-
-
-def _stacked(data: Batch, steps: int, sharding: jax.sharding.Sharding) -> Batch:
-    return jax.tree.map(
-        lambda leaf: jax.ShapeDtypeStruct(
-            (steps, *leaf.shape), leaf.dtype, sharding=sharding
-        ),
-        data,
-    )
 
 
 def shape_of(leaf: object) -> jax.ShapeDtypeStruct:
@@ -103,20 +94,3 @@ def shape_of(leaf: object) -> jax.ShapeDtypeStruct:
         )
     dtype = jax.dtypes.canonicalize_dtype(np.dtype(dtype))
     return jax.ShapeDtypeStruct(tuple(shape), dtype)
-
-
-def num_rows(data: Batch) -> int:
-    """Returns the rows of a batch of arrays or shapes.
-
-    Raises:
-      ValueError: the arrays have none, or different numbers of them.
-    """
-    shapes = [leaf.shape for leaf in jax.tree.leaves(data)]
-    rows = {shape[:1] for shape in shapes}
-    if len(rows) != 1 or not all(shapes) or not all(rows.copy().pop()):
-        raise ValueError(
-            "The arrays of a batch have the global batch's number of rows, "
-            f"at least one, as their first dimension. Received: {shapes}. "
-            "Give all of them as many."
-        )
-    return rows.pop()[0]

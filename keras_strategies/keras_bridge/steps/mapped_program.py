@@ -1,6 +1,7 @@
 """A model's step as compiled programs: mapped over the replicas, or whole."""
 
 import contextlib
+import dataclasses
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -11,7 +12,6 @@ from keras_strategies._core.jaxprs.replay import own_trace
 from keras_strategies._core.jaxprs.traces import is_traced
 from keras_strategies._core.mesh import ReplicaMesh
 from keras_strategies._types import Tree
-from keras_strategies.keras_bridge.models.attention import attention_for
 from keras_strategies.keras_bridge.step_context import (
     GlobalBatchNeeded,
     ReplicaNeeded,
@@ -21,6 +21,7 @@ from keras_strategies.keras_bridge.step_context import (
     num_replica_uses,
 )
 from keras_strategies.keras_bridge.steps import trace_checks
+from keras_strategies.keras_bridge.steps.attention import attention_for
 
 Body = Callable[[Any, Any, Any], Any]
 """A step as a pure function: two parts of a state, and data."""
@@ -58,6 +59,7 @@ def mapped_trace(
         raise NotMapped(reason) from error
 
 
+@dataclasses.dataclass(kw_only=True, eq=False)
 class MappedProgram:
     """The programs of one step: of a batch, of several, of the global batch.
 
@@ -65,35 +67,25 @@ class MappedProgram:
     once that could be traced: the error of a user's code comes from there, in
     the shapes of the batch as the user made it, and says nothing of the next.
 
-    Args:
+    Attributes:
       one: The jitted program of a batch that the replicas share.
       many: The same of several stacked batches.
       whole: The same over all rows, of one or several batches; it takes their
         `RowShape`, too.
       uneven: As `whole`, with each replica's rows for itself.
-      is_global: Whether the step must see the global batch.
-
-    Attributes:
-      is_global: The same, or whether it turned out so.
+      is_global: Whether the step must see the global batch, or it turned out
+        so.
       is_uneven: Whether indivisible batches run with each replica's rows.
+      reason: Why the step must see the global batch.
     """
 
-    def __init__(
-        self,
-        *,
-        one: jax.stages.Wrapped,
-        many: jax.stages.Wrapped,
-        whole: jax.stages.Wrapped,
-        uneven: jax.stages.Wrapped,
-        is_global: bool,
-    ) -> None:
-        self.is_global = is_global
-        self.is_uneven = False
-        self._uneven = uneven
-        self._reason = "the model's state is that of the global batch"
-        self._one = one
-        self._many = many
-        self._whole = whole
+    one: jax.stages.Wrapped
+    many: jax.stages.Wrapped
+    whole: jax.stages.Wrapped
+    uneven: jax.stages.Wrapped
+    is_global: bool
+    is_uneven: bool = False
+    reason: str = "the model's state is that of the global batch"
 
     def start(
         self,
@@ -115,16 +107,16 @@ class MappedProgram:
           What `call` returns.
         """
         if is_shared and not self.is_global:
-            program = self._one if segment.steps == 1 else self._many
+            program = self.one if segment.steps == 1 else self.many
             try:
                 return call(program, *args)
             except NotMapped as error:
                 reason, cause = error.reason, error.__cause__
-            self._reason = reason or (
+            self.reason = reason or (
                 "it does not return as many rows as the batch has"
             )
-            with needing_no_replica(self._reason, cause):
-                self._whole.trace(*args, segment.shape)
+            with needing_no_replica(self.reason, cause):
+                self.whole.trace(*args, segment.shape)
             # Before the step takes its state, should warnings be errors.
             if reason is not None:
                 trace_checks.warn_of_global_batch(reason)
@@ -147,14 +139,14 @@ class MappedProgram:
             one replica alone has.
         """
         if self.is_global:
-            with needing_no_replica(self._reason):
-                return call(self._whole, *args, segment.shape)
+            with needing_no_replica(self.reason):
+                return call(self.whole, *args, segment.shape)
         if not self.is_uneven:
             try:
-                return call(self._whole, *args, segment.shape)
+                return call(self.whole, *args, segment.shape)
             except ReplicaNeeded:
                 self.is_uneven = True
-        return call(self._uneven, *args, segment.shape)
+        return call(self.uneven, *args, segment.shape)
 
 
 @contextlib.contextmanager

@@ -24,7 +24,6 @@ from keras_strategies._core.sharded_map import sharded_map
 from keras_strategies._types import Batch, Groups, Tree
 from keras_strategies.keras_bridge.hooks import merge as merge_lib
 from keras_strategies.keras_bridge.hooks.trace_hooks import trace_hooks
-from keras_strategies.keras_bridge.models.attention import attention_for
 from keras_strategies.keras_bridge.step_context import (
     Group,
     ReplicaScope,
@@ -33,6 +32,7 @@ from keras_strategies.keras_bridge.step_context import (
     step_scope,
 )
 from keras_strategies.keras_bridge.steps import output_shardings
+from keras_strategies.keras_bridge.steps.attention import attention_for
 from keras_strategies.keras_bridge.steps.mapped_program import (
     Body,
     MappedProgram,
@@ -62,7 +62,6 @@ class ModelProgram:
       step: The model's own step: `step(state, data) -> (results, state)`.
       name: The programs' name, in profiles.
       variables: The groups of the model's variables, aligned with the state.
-      metrics: Index of the group that holds metrics, or None.
       written: Indices of the groups that the step writes as a rule; they are
         donated. Of other groups only what changed is returned.
       mesh: The replicas.
@@ -70,7 +69,8 @@ class ModelProgram:
       replica_scope: Makes a step's replica context current for a block.
     """
 
-    # Whether the results have the batch's rows.
+    # Whether the results have the batch's rows; else they are of metrics, whose
+    # variables are the last group.
     _returns_rows = False
 
     def __init__(
@@ -79,7 +79,6 @@ class ModelProgram:
         name: str,
         variables: tuple[list[keras.Variable], ...],
         *,
-        metrics: int | None = None,
         written: tuple[int, ...] = (),
         mesh: ReplicaMesh,
         is_global: bool = False,
@@ -88,7 +87,6 @@ class ModelProgram:
         self._step = step
         self._replica_scope = replica_scope
         self._variables = variables
-        self._metrics = metrics
         self._written = written
         self._mesh = mesh
         self._read = tuple(i for i in range(len(variables)) if i not in written)
@@ -116,6 +114,7 @@ class ModelProgram:
         one = self._mapped(self._replica_step, stacked=False)
         many = self._mapped(self._replica_step, stacked=True)
         whole, each = self._over_global_batch, self._over_uneven_rows
+        of_whole, of_uneven = (f"{name}_{of}" for of in ("whole", "uneven"))
         of_shapes = functools.partial(
             jitted, donate_argnums=0, static_argnums=3
         )
@@ -124,12 +123,10 @@ class ModelProgram:
             many=jitted(placed(many, of_many), f"{name}s", donate_argnums=0),
             whole=of_shapes(
                 placed(whole),
-                f"{name}_whole",
+                of_whole,
                 out_shardings=None if is_sharded or has_cores else mesh.whole,
             ),
-            uneven=of_shapes(
-                each if has_rows else placed(each), f"{name}_uneven"
-            ),
+            uneven=of_shapes(each if has_rows else placed(each), of_uneven),
             is_global=is_global,
         )
 
@@ -287,7 +284,7 @@ class ModelProgram:
             data,
             mesh=self._mesh,
             counts=counts,
-            metrics=self._metrics,
+            metrics=None if self._returns_rows else self._variables[-1],
         )
         return self._uneven_results(called), *self._output(old, called.state)
 

@@ -126,12 +126,11 @@ class PredictProgram(ModelProgram):
     def _has_known_outputs(self) -> bool:
         """Whether Keras says that all outputs have rows: a functional model."""
         model = getattr(self._step, "__self__", None)
-        users = [
-            cls
+        if any(
+            {"predict_step", "call"} & vars(cls).keys()
             for cls in type(model).__mro__
             if not cls.__module__.startswith("keras.")
-        ]
-        if any({"predict_step", "call"} & vars(cls).keys() for cls in users):
+        ):
             return False
         outputs = getattr(model, "outputs", None)
         return bool(outputs) and all(o.shape[:1] == (None,) for o in outputs)

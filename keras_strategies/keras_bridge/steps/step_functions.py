@@ -1,6 +1,7 @@
 """The train, test and predict functions that Keras's loops call."""
 
 import dataclasses
+import functools
 import warnings
 from collections.abc import Callable, Container, Iterator, Sequence
 from typing import Any
@@ -116,22 +117,12 @@ class Functions:
         ownership.note_devices(mesh)
         deferred_creation.models_in_loops.add(model)
 
-    def make_train_function(self, force: bool = False) -> None:
-        """Replaces `model.make_train_function`; Keras calls it in fit."""
-        self._make("train", force)
-
-    def make_test_function(self, force: bool = False) -> None:
-        """Replaces `model.make_test_function`."""
-        self._make("test", force)
-
-    def make_predict_function(self, force: bool = False) -> Any:
-        """Replaces `model.make_predict_function`.
-
-        Returns:
-          The function, which is `model.predict_function` from now on.
-        """
-        self._make("predict", force)
-        return self.model.predict_function
+    def makers(self) -> dict[str, Callable[..., StepFunction]]:
+        """Returns what replaces a model's `make_train_function` and so on."""
+        return {
+            f"make_{kind}_function": functools.partial(self._make, kind)
+            for kind in _GROUPS
+        }
 
     def forget(self, kind: str) -> None:
         """Lets go of the last step's arrays, at the end of a loop.
@@ -150,7 +141,8 @@ class Functions:
         for kind in _GROUPS:
             setattr(self.model, f"{kind}_function", None)
 
-    def _make(self, kind: str, force: bool) -> None:
+    def _make(self, kind: str, force: bool = False) -> StepFunction:
+        """Sets the model's function of a kind, and returns it."""
         model = self.model
         name = f"{kind}_function"
         variables = step_variables(model, kind)
@@ -161,10 +153,10 @@ class Functions:
             model.jit_compile,
         )
         is_known = self._keys.get(kind) == key
-        if getattr(model, name) is not None and is_known and not force:
-            return
-        self._keys[kind] = key
-        setattr(model, name, self._function(kind, variables))
+        if getattr(model, name) is None or not is_known or force:
+            self._keys[kind] = key
+            setattr(model, name, self._function(kind, variables))
+        return getattr(model, name)
 
     def _function(self, kind: str, variables: tuple[Any, ...]) -> StepFunction:
         model, mesh, groups = self.model, self.mesh, _GROUPS[kind]
@@ -180,18 +172,11 @@ class Functions:
                 execution = _execution(
                     iterator, mesh, model.steps_per_execution
                 )
-                last = self._last.pop(kind, None)
-                if state is last:
-                    state = tuple(map(list, state))
-                else:
-                    self._own(state, last, groups, variables, donated)
-                last = None
+                state = self._owned(kind, state, variables, donated)
                 for segment in execution.segments:
                     for new in program(state, segment):
                         outputs, state = new
                     done.append(outputs)
-                if not execution.segments:
-                    outputs = execution.logs
                 self.places[kind] = execution.place
             except BaseException:
                 # Keras took the values out of the variables and would lose
@@ -203,6 +188,7 @@ class Functions:
                 self.trained.add(execution)
             state = tuple(map(Values, state))
             self._last[kind] = state
+            outputs = done[-1] if done else execution.logs
             if kind == "predict" and len(done) > 1:
                 outputs = _concatenated(done)
             if kind == "predict" and not self._keeps_outputs:
@@ -211,17 +197,22 @@ class Functions:
 
         return function
 
-    def _own(
+    def _owned(
         self,
+        kind: str,
         state: Sequence[Any],
-        last: Any,
-        groups: tuple[str, ...],
         variables: tuple[Any, ...],
         donated: Container[int],
-    ) -> None:
-        """Copies arrays of a state that others hold, too."""
+    ) -> Sequence[Any]:
+        """Returns a state whose donated arrays nothing else holds.
+
+        The others are copied, in the lists of `state`.
+        """
+        last = self._last.pop(kind, None)
+        if state is last:
+            return tuple(map(list, state))
         made = None if ownership.has_rivals(self.mesh) else self._made
-        holders = _holders(self.model, groups, last)
+        holders = _holders(self.model, _GROUPS[kind], last)
         for g, group in enumerate(state):
             ownership.own(
                 group,
@@ -231,6 +222,7 @@ class Functions:
                 self.mesh,
                 donate=g in donated,
             )
+        return state
 
     def _program(self, kind: str, variables: tuple[Any, ...]) -> Program:
         model, mesh = self.model, self.mesh
@@ -280,12 +272,10 @@ def make_program(
     if variables is None:
         variables = step_variables(model, kind)
     step = getattr(model, f"{kind}_step")
-    is_predict = kind == "predict"
-    return (PredictProgram if is_predict else StepProgram)(
+    return (PredictProgram if kind == "predict" else StepProgram)(
         step,
         f"{kind}_step",
         variables,
-        metrics=None if is_predict else len(variables) - 1,
         written=_DONATED[kind],
         mesh=mesh,
         is_global=_has_fixed_batch(model),

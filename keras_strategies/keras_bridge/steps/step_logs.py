@@ -1,13 +1,13 @@
 """Logs of a replica's step as those of the global batch."""
 
-from collections.abc import Callable
+from collections.abc import Sequence
 from typing import Any
 
 import jax
 import keras
 
 from keras_strategies._core.identity import IdentityMap, IdentitySet
-from keras_strategies._types import Array, Logs
+from keras_strategies._types import Array, Leaf, Logs
 from keras_strategies.keras_bridge.hooks import merge as merge_lib
 from keras_strategies.keras_bridge.hooks.metric_hooks import Result
 from keras_strategies.keras_bridge.step_context import StepContext
@@ -40,17 +40,14 @@ def merged_logs(
     """
     own, merged = states
     new = IdentityMap(zip(metrics, own, strict=True))
-    read = result_reader()
-
-    def whole(value: Array) -> Array:
-        if value in means:
-            return merge_lib.as_type_of(means[value], value)
-        result = current_result(step, value, new)
-        return value if result is None else read(result)
-
-    mapping = list(zip(metrics, merged, strict=True))
-    with keras.StatelessScope(state_mapping=mapping):
-        return jax.tree.map(whole, logs)
+    leaves, structure = jax.tree.flatten(logs)
+    found = read_logs(
+        leaves,
+        [means.get(leaf) for leaf in leaves],
+        [current_result(step, leaf, new) for leaf in leaves],
+        list(zip(metrics, merged, strict=True)),
+    )
+    return jax.tree.unflatten(structure, found)
 
 
 def current_result(
@@ -74,14 +71,31 @@ def current_result(
     return result
 
 
-def result_reader() -> Callable[[Result], Any]:
-    """Returns what computes results again, of the state in the scope."""
+def read_logs(
+    outputs: Sequence[Leaf],
+    means: Sequence[Array | None],
+    results: Sequence[Result | None],
+    metrics: list[tuple[keras.Variable, Any]],
+) -> list[Any]:
+    """Returns what a step logs, of the rows of all replicas.
+
+    Args:
+      outputs: What it returned on this replica.
+      means: Of each the mean over the replicas, or None.
+      results: Of each the metric's result that it is, or None.
+      metrics: Metrics' variables and their merged values, which results are
+        read from.
+    """
     cache: IdentityMap[Any] = IdentityMap()
 
-    def read(result: Result) -> Array:
-        metric, key = result.metric, result.key
-        if metric not in cache:
-            cache[metric] = metric.result()
-        return cache[metric][key] if key else cache[metric]
+    def log(output: Leaf, mean: Array | None, result: Result | None) -> Leaf:
+        if result is not None:
+            metric, key = result.metric, result.key
+            if metric not in cache:
+                cache[metric] = metric.result()
+            return cache[metric][key] if key else cache[metric]
+        return output if mean is None else merge_lib.as_type_of(mean, output)
 
-    return read
+    with keras.StatelessScope(state_mapping=metrics):
+        columns = zip(outputs, means, results, strict=True)
+        return [log(*column) for column in columns]

@@ -251,20 +251,27 @@ def _traced_with(
         # What there is to say was said in the first trace.
         warnings.simplefilter("ignore")
         fn = functools.partial(body, twin)
-        return jax.make_jaxpr(fn)(*state, with_rows(rows, data))
+        return jax.make_jaxpr(fn)(*state, with_leading((rows,), data))
 
 
-def with_rows(
-    rows: int, data: Batch, sharding: jax.sharding.Sharding | None = None
+def with_leading(
+    sizes: tuple[int, ...],
+    data: Batch,
+    sharding: jax.sharding.Sharding | None = None,
 ) -> Batch:
-    """The shapes of a batch with another number of rows.
+    """Returns the shapes of a batch with other leading dimensions.
+
+    Args:
+      sizes: What takes the place of the number of rows.
+      data: The batch.
+      sharding: Of the shapes; None: none.
 
     Returns:
-      A nest of `jax.ShapeDtypeStruct`, of shapes (rows, ...).
+      A nest of `jax.ShapeDtypeStruct`, of shapes (*sizes, ...).
     """
     return jax.tree.map(
         lambda leaf: jax.ShapeDtypeStruct(
-            (rows, *leaf.shape[1:]), leaf.dtype, sharding=sharding
+            (*sizes, *leaf.shape[1:]), leaf.dtype, sharding=sharding
         ),
         data,
     )
@@ -278,7 +285,7 @@ def eval_with_rows(
     Returns:
       A nest of `jax.ShapeDtypeStruct`.
     """
-    return jax.eval_shape(body, *state, with_rows(rows, data))
+    return jax.eval_shape(body, *state, with_leading((rows,), data))
 
 
 def forget_losses(step: Callable[..., Any]) -> None:

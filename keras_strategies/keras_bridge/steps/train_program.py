@@ -28,8 +28,6 @@ from keras_strategies.keras_bridge.steps.uneven_step import UnevenCall
 class StepProgram(ModelProgram):
     """The programs of a model's train or test step; their results are logs."""
 
-    _metrics: int
-
     def __init__(self, *args: Any, **options: Any) -> None:
         super().__init__(*args, **options)
         self._unstack = jax.jit(
@@ -46,15 +44,12 @@ class StepProgram(ModelProgram):
           After each program its last step's logs, and the state: the one
           before is gone, so whoever is interrupted must have taken this one.
         """
-        if segment.steps > 1 and self._is_fused:
+        if segment.steps == 1 or self._is_fused:
             try:
                 yield self._run(state, segment)
                 return
             except StepsNotFused:
                 self._is_fused = False
-        if segment.steps == 1:
-            yield self._run(state, segment)
-            return
         batches = dispatch(
             self._mesh, self._unstack, segment.data, segment.steps
         )
@@ -76,16 +71,14 @@ class StepProgram(ModelProgram):
             seeds.fold_seeds(variables, values, step)
             for variables, values in zip(self._variables, old, strict=True)
         ]
-        metrics = self._variables[self._metrics]
-        step.notes.before = IdentityMap(
-            zip(metrics, folded[self._metrics], strict=True)
-        )
+        metrics = self._variables[-1]
+        step.notes.before = IdentityMap(zip(metrics, folded[-1], strict=True))
         logs, new = self._on_rows(step, folded, data)
         if step.facts.is_probe:
             # Metrics have no rules in it, and nothing is merged.
             return logs
         # A metric that the step has reset started anew.
-        folded[self._metrics] = [step.notes.before[v] for v in metrics]
+        folded[-1] = [step.notes.before[v] for v in metrics]
         return self._merged(step, old, folded, new, logs)
 
     def _on_rows(
@@ -96,12 +89,11 @@ class StepProgram(ModelProgram):
         return self._traced(step.with_facts(loss_tracker=tracker), state, data)
 
     def _uneven_results(self, called: UnevenCall) -> Logs:
-        metrics = zip(
-            self._variables[self._metrics],
-            called.state[self._metrics],
-            strict=True,
+        metrics = zip(self._variables[-1], called.state[-1], strict=True)
+        logs = step_logs.read_logs(
+            called.outputs, called.means, called.results, list(metrics)
         )
-        return called.logs(list(metrics))
+        return jax.tree.unflatten(called.structure, logs)
 
     def _merged(
         self,
@@ -112,16 +104,11 @@ class StepProgram(ModelProgram):
         logs: Logs,
     ) -> tuple[Any, ...]:
         plan = merge_lib.Merge(step=step)
+        metrics, starts = self._variables[-1], [*old[:-1], folded[-1]]
+        groups = zip(self._variables, starts, folded, new, strict=True)
         finishers = [
-            merge_lib.plan_merge(
-                plan,
-                variables,
-                folded[i] if i == self._metrics else old[i],
-                folded[i],
-                new[i],
-                are_metrics=i == self._metrics,
-            )
-            for i, variables in enumerate(self._variables)
+            merge_lib.plan_merge(plan, *group, are_metrics=group[0] is metrics)
+            for group in groups
         ]
         places = [
             (v, plan.add(v / step.num_replicas))
@@ -130,13 +117,8 @@ class StepProgram(ModelProgram):
         sums = plan.sums()
         merged = [finish(sums) for finish in finishers]
         means = IdentityMap((v, sums[place]) for v, place in places)
-        metrics = self._variables[self._metrics]
         logs = step_logs.merged_logs(
-            step,
-            logs,
-            metrics,
-            (new[self._metrics], merged[self._metrics]),
-            means,
+            step, logs, metrics, (new[-1], merged[-1]), means
         )
         return logs, *self._output(old, merged)
 

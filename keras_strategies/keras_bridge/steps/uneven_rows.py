@@ -85,18 +85,11 @@ def call_unevenly(
     variants = variants_of(rows)
     places = [variants.index(of_replica) for of_replica in rows]
     index = jnp.array(places)[replica_id(axis)]
-    reduces: list[Any] = []
-    while True:
-        traces = [
-            _Trace(call, variant, is_uneven, (state, leaves), reduces)
-            for variant in variants
-        ]
-        _check_alike(traces)
-        reached = [trace.reached for trace in traces]
-        if reached[0] is None:
-            break
-        operands = [r.shapes for r in reached if r is not None]
-        reduces.append(_of_shapes(reached[0].reduce, operands, places))
+
+    def trace(variant: Variant, reduces: list[Reduce]) -> _Trace:
+        return _Trace(call, variant, is_uneven, (state, leaves), reduces)
+
+    traces = _traced_to_the_end(trace, variants, places)
     collectives = _cut(traces)
     staged = _Stages(traces, (state, leaves), are_own)
     known: list[list[Any]] = []
@@ -105,17 +98,33 @@ def call_unevenly(
         if collective is not None:
             operands = staged.operands(len(known))
             known.append(collective_cut.reduce(collective, operands))
-    outputs, new, start = staged.results()
-    called = Called(
-        outputs=outputs,
-        new=new,
-        start=start,
-        note=None,
-        is_alike=staged.are_alike(),
-    )
+    called = staged.results()
     shapes = [[leaf.shape for leaf in trace.shapes[1]] for trace in traces]
     notes = [trace.called.note for trace in traces]
     return called, notes, [shapes[place] for place in places]
+
+
+def _traced_to_the_end(
+    trace: Callable[[Variant, list[Reduce]], "_Trace"],
+    variants: list[Variant],
+    places: list[int],
+) -> list["_Trace"]:
+    """Traces the variants until they reach no collective that is not known.
+
+    Args:
+      trace: Traces one, of the collectives that all have reached before.
+      variants: The different numbers of rows.
+      places: Each replica's variant, by its place.
+    """
+    reduces: list[Reduce] = []
+    while True:
+        traces = [trace(variant, reduces) for variant in variants]
+        _check_alike(traces)
+        reached = [t.reached for t in traces if t.reached is not None]
+        if not reached:
+            return traces
+        operands = [r.shapes for r in reached]
+        reduces.append(_of_shapes(reached[0].reduce, operands, places))
 
 
 class _Trace:
@@ -144,7 +153,7 @@ class _Trace:
         variant: Variant,
         is_uneven: list[bool],
         inputs: tuple[list[Any], list[Any]],
-        known: list[Any],
+        known: list[Reduce],
     ) -> None:
         self.shapes: Any
         self.reached: replay_lib.Reached | None = None
@@ -295,14 +304,17 @@ class _Stages:
         """This replica's arrays for a collective, padded to one shape."""
         return self._structured(self._values)[0][collective]
 
-    def results(self) -> tuple[list[Any], list[Any], list[Any]]:
-        """The results' arrays, the new values and what they started from."""
+    def results(self) -> Called:
+        """Returns what was computed in all stages, without a note."""
         _, outputs, new, start = self._structured(self._values)
-        return outputs, new, start
-
-    def are_alike(self) -> list[bool]:
-        """Whether each new value is the same on all replicas."""
-        return self._structured(dict(enumerate(self._are_alike)))[2]
+        are_alike = self._structured(dict(enumerate(self._are_alike)))
+        return Called(
+            outputs=outputs,
+            new=new,
+            start=start,
+            note=None,
+            is_alike=are_alike[2],
+        )
 
     def _structured(self, values: dict[int, Any]) -> Tree:
         structure = jax.tree.structure(self._traces[0].shapes)

@@ -7,6 +7,7 @@ replica's loss is weighted by its rows, and one without rows counts nothing.
 """
 
 import dataclasses
+import itertools
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -14,17 +15,16 @@ import jax
 import jax.numpy as jnp
 import keras
 import numpy as np
+from jax.tree_util import PyTreeDef
 
 from keras_strategies._core.batches import RowShape
 from keras_strategies._core.identity import IdentityMap
 from keras_strategies._core.mesh import ReplicaMesh
 from keras_strategies._core.rows import rows_of_replicas
-from keras_strategies._types import Array, Batch, Logs, Tree
+from keras_strategies._types import Batch, Tree
 from keras_strategies.keras_bridge.hooks import merge as merge_lib
 from keras_strategies.keras_bridge.hooks import metric_rules, seeds
-from keras_strategies.keras_bridge.hooks.metric_hooks import Result
 from keras_strategies.keras_bridge.step_context import (
-    Group,
     StepContext,
     StepFacts,
 )
@@ -33,7 +33,11 @@ from keras_strategies.keras_bridge.steps.uneven_rows import (
     Called,
     call_unevenly,
 )
-from keras_strategies.keras_bridge.steps.variants import own_share, rows_of_all
+from keras_strategies.keras_bridge.steps.variants import (
+    Variant,
+    own_share,
+    rows_of_all,
+)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -85,9 +89,7 @@ class UnevenRows:
         Returns:
           A batch in which each replica has as many rows as the one with most.
         """
-        sharding = mesh.stacked if axis else mesh.split
-        moved = jax.tree.map(lambda a: jnp.take(a, self.taken, axis), data)
-        return jax.lax.with_sharding_constraint(moved, sharding)
+        return _moved(data, self.taken, axis, mesh)
 
     def put_back(self, outputs: Tree, axis: int, mesh: ReplicaMesh) -> Tree:
         """Puts the replicas' outputs where the batch's rows were.
@@ -95,11 +97,15 @@ class UnevenRows:
         Returns:
           The outputs of shape (rows, ...), or (steps, rows, ...).
         """
-        sharding = mesh.stacked if axis else mesh.split
-        moved = jax.tree.map(
-            lambda a: jnp.take(a, self.returned, axis), outputs
-        )
-        return jax.lax.with_sharding_constraint(moved, sharding)
+        return _moved(outputs, self.returned, axis, mesh)
+
+
+def _moved(
+    rows: Tree, places: np.ndarray, axis: int, mesh: ReplicaMesh
+) -> Tree:
+    sharding = mesh.stacked if axis else mesh.split
+    moved = jax.tree.map(lambda a: jnp.take(a, places, axis), rows)
+    return jax.lax.with_sharding_constraint(moved, sharding)
 
 
 Step = Callable[[StepContext, list[list[Any]], Batch], tuple[Any, Any]]
@@ -125,28 +131,6 @@ class UnevenCall:
     state: list[list[Any]]
     means: list[Any]
 
-    def logs(self, metrics: list[tuple[keras.Variable, Any]]) -> Logs:
-        """Returns the outputs as the logs of all rows.
-
-        Args:
-          metrics: Variables and their merged values, which metrics' results
-            are read from.
-
-        Returns:
-          Scalars by name.
-        """
-        read = step_logs.result_reader()
-
-        def log(mean: Array, output: Array, result: Result | None) -> Array:
-            if result is None:
-                return merge_lib.as_type_of(mean, output)
-            return read(result)
-
-        with keras.StatelessScope(state_mapping=metrics):
-            columns = zip(self.means, self.outputs, self.results, strict=True)
-            leaves = [log(*column) for column in columns]
-        return jax.tree.unflatten(self.structure, leaves)
-
 
 def call_step(
     step_fn: Step,
@@ -156,7 +140,7 @@ def call_step(
     *,
     mesh: ReplicaMesh,
     counts: tuple[int, ...],
-    metrics: int | None,
+    metrics: list[keras.Variable] | None,
 ) -> UnevenCall:
     """Calls a model's step on each replica's own rows; in a mapped function.
 
@@ -167,100 +151,108 @@ def call_step(
       data: A replica's rows, padded to the most.
       mesh: The replicas.
       counts: Each replica's number of rows.
-      metrics: Which group holds metrics; the outputs are then numbers to be
+      metrics: The variables of metrics; the outputs are then numbers to be
         averaged. None: neither.
     """
     leaves, structure = jax.tree.flatten(data)
     rows = [(count,) * len(leaves) for count in counts]
-    facts = _facts_of(counts, mesh)
-    step = StepContext(facts=facts)
-    step = step.with_facts(share=own_share(rows, step.axis))
-    folded = [
-        seeds.fold_seeds(group, values, step)
-        for group, values in zip(variables, old, strict=True)
-    ]
-    sizes = [len(group) for group in variables]
+    step = _merging_step(counts, rows, mesh)
     flat = [v for group in variables for v in group]
-    measured = [] if metrics is None else variables[metrics]
-
-    def call(state: list[Any], own: list[Any]) -> Called:
-        count = own[0].shape[1]
-        of_all = rows_of_all((count,) * len(own), rows)
-        inner = StepContext(
-            facts=dataclasses.replace(facts, rows=count, rows_of_all=of_all)
-        )
-        inner.notes.own_seeds.update(filter(seeds.is_seed, flat))
-        inner.notes.before = IdentityMap(zip(flat, state, strict=True))
-        batch = jax.tree.unflatten(structure, [leaf[0] for leaf in own])
-        outputs, new = step_fn(inner, _grouped(state, sizes), batch)
-        return _called(inner, flat, measured, state, outputs, new)
-
+    before = [value for group in old for value in group]
+    folded = seeds.fold_seeds(flat, before, step)
+    one = _OneReplica(step_fn, step.facts, rows, variables, metrics, structure)
     called, notes, _ = call_unevenly(
-        call,
+        one.call,
         rows,
         [True] * len(leaves),
-        mesh.all_replicas,
-        [value for group in folded for value in group],
+        step.axis,
+        folded,
         [leaf[None] for leaf in leaves],
         [seeds.is_seed(v) for v in flat] + [True] * len(leaves),
     )
     averaged = [] if metrics is None else called.outputs
+    means = [merge_lib.share_of_mean(output, step) for output in averaged]
     values, _, means = replica_merge.merged_state(
-        step,
-        flat,
-        [value for group in old for value in group],
-        [value for group in folded for value in group],
-        called,
-        notes,
-        [merge_lib.share_of_mean(output, step) for output in averaged],
+        step, flat, before, folded, called, notes, means
     )
-    found, results = notes[0].structure
+    structure, results = notes[0].structure
     return UnevenCall(
         outputs=called.outputs,
-        structure=found,
+        structure=structure,
         results=results,
-        state=_grouped(values, sizes),
+        state=_grouped(values, variables),
         means=means,
     )
 
 
-def _facts_of(counts: tuple[int, ...], mesh: ReplicaMesh) -> StepFacts:
-    return StepFacts(
+def _merging_step(
+    counts: tuple[int, ...], rows: Sequence[Variant], mesh: ReplicaMesh
+) -> StepContext:
+    """Returns the step in which the replicas' states are merged."""
+    facts = StepFacts(
         mesh=mesh,
         rows=max(counts),
         is_uneven=True,
-        total_rows=sum(counts),
-        num_with_rows=sum(count > 0 for count in counts),
+        rows_of_replicas=counts,
+        share=own_share(rows, mesh.all_replicas),
     )
+    return StepContext(facts=facts)
 
 
-def _called(
-    step: StepContext,
-    variables: list[keras.Variable],
-    metrics: list[keras.Variable],
-    state: list[Any],
-    outputs: Tree,
-    new: Sequence[Group],
-) -> Called:
-    """What a variant's step left behind."""
-    flat = [value for group in new for value in group]
-    flat = [s if n is None else n for n, s in zip(flat, state, strict=True)]
-    after = IdentityMap(zip(variables, flat, strict=True))
-    for variable in metrics:
-        # By default what the replicas added to a metric is added up.
-        if variable not in step.notes.metric_rules:
-            step.notes.metric_rules[variable] = metric_rules.SUM
-    leaves, structure = jax.tree.flatten(outputs)
-    results = [step_logs.current_result(step, leaf, after) for leaf in leaves]
-    return replica_merge.called(
-        step,
-        variables,
-        (state, flat),
-        list(map(jnp.asarray, leaves)),
-        (structure, results),
-    )
+@dataclasses.dataclass(frozen=True)
+class _OneReplica:
+    """A model's step on one replica's rows.
+
+    Attributes:
+      step_fn: The step.
+      facts: Those of the step in which the states are merged.
+      rows: Each replica's numbers of rows, of all arrays of the batch.
+      variables: The groups of variables.
+      metrics: Those of metrics, if the outputs are numbers to be averaged.
+      structure: The batch's.
+    """
+
+    step_fn: Step
+    facts: StepFacts
+    rows: Sequence[Variant]
+    variables: Sequence[list[keras.Variable]]
+    metrics: list[keras.Variable] | None
+    structure: PyTreeDef
+
+    def call(self, state: list[Any], leaves: list[Any]) -> Called:
+        """Calls the step on a state and a batch's arrays: (1, rows, ...)."""
+        count = leaves[0].shape[1]
+        of_all = rows_of_all((count,) * len(leaves), self.rows)
+        step = StepContext(facts=self.facts).with_facts(
+            rows=count, rows_of_all=of_all, share=None
+        )
+        variables = [v for group in self.variables for v in group]
+        step.notes.own_seeds.update(filter(seeds.is_seed, variables))
+        step.notes.before = IdentityMap(zip(variables, state, strict=True))
+        batch = jax.tree.unflatten(self.structure, [a[0] for a in leaves])
+        groups = _grouped(state, self.variables)
+        outputs, groups = self.step_fn(step, groups, batch)
+        new = [value for group in groups for value in group]
+        new = [s if n is None else n for n, s in zip(new, state, strict=True)]
+        for variable in self.metrics or ():
+            # By default what the replicas added to a metric is added up.
+            if variable not in step.notes.metric_rules:
+                step.notes.metric_rules[variable] = metric_rules.SUM
+        after = IdentityMap(zip(variables, new, strict=True))
+        flat, structure = jax.tree.flatten(outputs)
+        results = [step_logs.current_result(step, out, after) for out in flat]
+        return replica_merge.called(
+            step,
+            variables,
+            (state, new),
+            list(map(jnp.asarray, flat)),
+            (structure, results),
+        )
 
 
-def _grouped(values: list[Any], sizes: list[int]) -> list[list[Any]]:
+def _grouped(
+    values: list[Any], like: Sequence[Sequence[Any]]
+) -> list[list[Any]]:
+    """Returns values in groups of as many as those of another nest."""
     rest = iter(values)
-    return [[next(rest) for _ in range(size)] for size in sizes]
+    return [list(itertools.islice(rest, len(group))) for group in like]

@@ -10,7 +10,7 @@ import keras
 
 from keras_strategies._core.mesh import ReplicaMesh
 from keras_strategies.keras_bridge.keras_names import TRAINER
-from keras_strategies.keras_bridge.patches import Patch, Patches
+from keras_strategies.keras_bridge.patches import Patches
 from keras_strategies.keras_bridge.variables import initial_values
 from keras_strategies.keras_bridge.variables.abstract_variables import (
     MAX_REAL_SIZE,
@@ -180,8 +180,4 @@ def _marking(original: Callable[..., None]) -> Callable[..., None]:
     return init
 
 
-def _find() -> Iterator[Patch]:
-    yield TRAINER, "__init__", _marking
-
-
-_patches = Patches(_find)
+_patches = Patches(lambda: [(TRAINER, "__init__", _marking)])

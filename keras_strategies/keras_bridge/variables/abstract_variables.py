@@ -23,7 +23,7 @@ from keras.src.backend.common.symbolic_scope import in_symbolic_scope
 
 from keras_strategies._core.attributes import attribute_set
 from keras_strategies._types import Array
-from keras_strategies.keras_bridge.patches import Patch, Patches
+from keras_strategies.keras_bridge.patches import Patches
 from keras_strategies.keras_bridge.variables.sharded_variable import (
     make_plain,
     make_sharded,
@@ -113,6 +113,12 @@ def is_abstract(variable: object) -> bool:
 def has_lost_value(variable: object) -> bool:
     """Whether an abstract variable was given a value that was not kept."""
     return getattr(variable, _LOST, False)
+
+
+def creating_layer() -> Any:
+    """Returns the layer, optimizer or metric that makes a variable, or None."""
+    stack = global_state.get_global_attribute("name_scope_stack")
+    return getattr(stack[-1], "caller", None) if stack else None
 
 
 def is_creating_abstract() -> bool:
@@ -230,10 +236,8 @@ def _leaving_out(original: Callable[..., None]) -> Callable[..., None]:
         is_real = is_small and not _thread.is_shapes_alone
         if not _thread.is_abstract or is_real:
             original(variable, initializer)
-            return
-        variable._initialize_layout()
-        make_abstract(variable, initializer)
-        _note_layer(variable)
+        else:
+            _leave_out(variable, initializer)
 
     return initialize
 
@@ -247,26 +251,27 @@ def _keeping_small(original: Callable[..., None]) -> Callable[..., None]:
             original(variable, value)
             return
         variable._shape = tuple(value.shape)
-        variable._initialize_layout()
-        make_abstract(variable, None)
+        _leave_out(variable, None)
         setattr(variable, _LOST, True)
-        _note_layer(variable)
 
     return initialize
 
 
-def _note_layer(variable: keras.Variable) -> None:
-    """Notes who is creating a variable, for errors."""
-    stack = global_state.get_global_attribute("name_scope_stack")
-    layer = getattr(stack[-1], "caller", None) if stack else None
+def _leave_out(
+    variable: keras.Variable, initializer: Callable[..., Any] | None
+) -> None:
+    """Makes a new variable abstract, and notes its layer for errors."""
+    variable._initialize_layout()
+    make_abstract(variable, initializer)
+    layer = creating_layer()
     if layer is not None:
         name = f"{layer.name!r} ({type(layer).__name__})"
         setattr(variable, _LAYER, name)
 
 
-def _find() -> Iterator[Patch]:
-    yield keras.Variable, "_initialize_with_initializer", _leaving_out
-    yield keras.Variable, "_initialize", _keeping_small
-
-
-_patches = Patches(_find)
+_patches = Patches(
+    lambda: [
+        (keras.Variable, "_initialize_with_initializer", _leaving_out),
+        (keras.Variable, "_initialize", _keeping_small),
+    ]
+)

@@ -5,6 +5,7 @@ state of its own. Before they are placed, the chief's are sent to all.
 """
 
 import copy
+import dataclasses
 from collections.abc import Callable
 from typing import Any
 
@@ -77,38 +78,36 @@ def alike(initializer: Any, mesh: ReplicaMesh) -> Any:
     return _FromChief(initializer, mesh)
 
 
+@dataclasses.dataclass(frozen=True, eq=False)
 class _FromChief:
     """An initializer that gives the chief's value on all processes.
 
-    Args:
+    Attributes:
       initializer: Gives this process's value.
       mesh: The replicas.
     """
 
-    def __init__(
-        self, initializer: Callable[..., Any], mesh: ReplicaMesh
-    ) -> None:
-        self._initializer = initializer
-        self._mesh = mesh
+    initializer: Callable[..., Any]
+    mesh: ReplicaMesh
 
     def __call__(
         self, shape: Shape, dtype: str | None = None, **kwargs: Any
     ) -> Array:
         if not is_traced():
-            value = self._initializer(shape, dtype=dtype, **kwargs)
-            return from_chief([value], self._mesh)[0]
+            value = self.initializer(shape, dtype=dtype, **kwargs)
+            return from_chief([value], self.mesh)[0]
         # Keras compiles it, for a large variable: all processes must trace the
         # same, and none need hold the value.
-        seed = getattr(self._initializer, "seed", None)
+        seed = getattr(self.initializer, "seed", None)
         if isinstance(seed, int):
-            alike = copy.copy(self._initializer)
+            alike = copy.copy(self.initializer)
             alike.seed = int(self._of_chief(np.int64(seed)))
             return alike(shape, dtype=dtype, **kwargs)
         with jax.ensure_compile_time_eval():
-            value = self._initializer(shape, dtype=dtype, **kwargs)
+            value = self.initializer(shape, dtype=dtype, **kwargs)
         return jax.numpy.asarray(self._of_chief(value))
 
     def _of_chief(self, value: Array) -> np.ndarray:
         with jax.ensure_compile_time_eval():
-            (array,) = from_chief([value], self._mesh)
+            (array,) = from_chief([value], self.mesh)
             return np.asarray(array.addressable_data(0))

@@ -15,8 +15,8 @@ from typing import Any
 
 import keras
 
-from keras_strategies._core.checks import check_number
 from keras_strategies._core.mesh import ReplicaMesh
+from keras_strategies.cluster.checks import check_number
 
 MIN_SIZE = 2**14
 """Entries of the smallest variable that is divided, if nothing else is said."""
@@ -122,32 +122,7 @@ class Partitioner:
     """
 
     def __init__(self, partitioner: PartitionerLike, mesh: ReplicaMesh) -> None:
-        if not callable(partitioner) and not isinstance(
-            partitioner, FullySharded
-        ):
-            raise TypeError(
-                "`variable_partitioner` says which variables the replicas "
-                f"divide. Received: {partitioner!r} of type "
-                f"{type(partitioner).__name__}. Pass "
-                "`ks.experimental.FullySharded()`, `SlotsOnly()`, or a "
-                "function of a variable's path, shape and dtype that returns "
-                "a dimension or None."
-            )
-        is_class = isinstance(partitioner, type)
-        cls = partitioner if is_class else type(partitioner)
-        if cls.__module__.startswith("tensorflow"):
-            raise TypeError(
-                "Partitioners are those of `ks.experimental`. Received: "
-                f"tf's {cls.__name__}, which counts shards of "
-                "parameter servers. Pass `ks.experimental.FullySharded()`, "
-                "with `min_size` in entries."
-            )
-        if is_class:
-            raise TypeError(
-                "`variable_partitioner` must be an object or a function. "
-                f"Received: the class {cls.__name__}. Write "
-                f"`{cls.__name__}()`, with parentheses."
-            )
+        _check_partitioner(partitioner)
         self._partitioner = partitioner
         self.has_replicated_weights = isinstance(partitioner, SlotsOnly)
         shards = getattr(partitioner, "shards", None)
@@ -227,11 +202,10 @@ class Partitioner:
         """The partitioner, as its caller wrote it."""
         partitioner = self._partitioner
         if isinstance(partitioner, FullySharded):
-            name = f"{type(partitioner).__name__}(min_size="
-            name += f"{partitioner.min_size:,}"
-            if self.sum_dtype is not None:
-                name += f", reduce_dtype={self.sum_dtype!r}"
-            return name + ")"
+            dtype = self.sum_dtype
+            rest = "" if dtype is None else f", reduce_dtype={dtype!r}"
+            size = f"min_size={partitioner.min_size:,}"
+            return f"{type(partitioner).__name__}({size}{rest})"
         return getattr(partitioner, "__name__", type(partitioner).__name__)
 
     def why_replicated(
@@ -309,6 +283,30 @@ class Partitioner:
                 "Return such a dimension, or None to leave it whole."
             )
         return int(dim)
+
+
+def _check_partitioner(partitioner: object) -> None:
+    if not callable(partitioner) and not isinstance(partitioner, FullySharded):
+        raise TypeError(
+            "`variable_partitioner` says which variables the replicas divide. "
+            f"Received: {partitioner!r} of type {type(partitioner).__name__}. "
+            "Pass `ks.experimental.FullySharded()`, `SlotsOnly()`, or a "
+            "function of a variable's path, shape and dtype that returns a "
+            "dimension or None."
+        )
+    cls = partitioner if isinstance(partitioner, type) else type(partitioner)
+    if cls.__module__.startswith("tensorflow"):
+        raise TypeError(
+            "Partitioners are those of `ks.experimental`. Received: tf's "
+            f"{cls.__name__}, which counts shards of parameter servers. Pass "
+            "`ks.experimental.FullySharded()`, with `min_size` in entries."
+        )
+    if cls is partitioner:
+        raise TypeError(
+            "`variable_partitioner` must be an object or a function. "
+            f"Received: the class {cls.__name__}. Write `{cls.__name__}()`, "
+            "with parentheses."
+        )
 
 
 def _check_float(reduce_dtype: object) -> None:

@@ -168,7 +168,7 @@ class Placements:
                 f"object of type {type(layout_map).__name__}. Pass for "
                 f"example {{'.*/kernel': (None, {mesh.model_axis!r})}}."
             )
-        keys = LayoutKeys(layout_map)
+        self._keys = LayoutKeys(layout_map)
         for path in layout_map:
             layout = layout_map[path]
             is_function = callable(layout) and not hasattr(layout, "axes")
@@ -176,13 +176,7 @@ class Placements:
                 layout if is_function else self._axes_of(path, layout)
             )
         self._has_map = bool(self._map) and mesh.cores_per_replica > 1
-        self._keys = keys if self._has_map else None
         self._shardings: dict[Axes, NamedSharding] = {}
-
-    @property
-    def are_any(self) -> bool:
-        """Whether variables may be divided."""
-        return self._has_map or self.partitioner is not None
 
     def check_keys(self, variables: Iterable[keras.Variable]) -> None:
         """Warns of keys of the layout map that match no variable.
@@ -190,7 +184,7 @@ class Placements:
         Raises:
           ValueError: none matches any.
         """
-        if self._keys is not None:
+        if self._has_map:
             self._keys.check(variables)
 
     def assign(self, variables: Iterable[keras.Variable]) -> None:
@@ -205,7 +199,7 @@ class Placements:
             processes that divide a variable differently.
           RuntimeError: another process could not divide a variable.
         """
-        if not self.are_any:
+        if not self._has_map and self.partitioner is None:
             return
         variables = list(variables)
         if self.partitioner is not None:

@@ -8,13 +8,14 @@ References:
 """
 
 import dataclasses
+import math
 import re
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
 import keras
 
-from keras_strategies._core.checks import check_number
+from keras_strategies.cluster.checks import check_number
 
 Axes = tuple[str | None, ...]
 Layout = Any
@@ -187,11 +188,11 @@ class _Projection:
     @property
     def sizes(self) -> tuple[int, int]:
         """The sizes of the input and of the output, all dimensions each."""
-        size_in = size_out = 1
-        for dim in self.rows:
-            size_in *= self.kernel.shape[dim]
-        for dim in self.columns:
-            size_out *= self.kernel.shape[dim]
+        shape = self.kernel.shape
+        size_in, size_out = (
+            math.prod(shape[dim] for dim in dims)
+            for dims in (self.rows, self.columns)
+        )
         return size_in, size_out
 
     def axes(self, *, over_columns: bool) -> dict[int, Axes]:

@@ -59,9 +59,6 @@ class Registry:
     def __contains__(self, variable: object) -> bool:
         return self._variables.get(id(variable)) is variable
 
-    def __len__(self) -> int:
-        return len(self._variables)
-
     def __iter__(self) -> Iterator[keras.Variable]:
         return iter(list(self._variables.values()))
 

@@ -17,7 +17,7 @@ import keras
 from keras_strategies._core import values
 from keras_strategies._core.attributes import attribute_set
 from keras_strategies._core.mesh import ReplicaMesh
-from keras_strategies._types import Array, Batch, Dataset, Tree
+from keras_strategies._types import Array, Dataset, Tree
 from keras_strategies.cluster.resolvers.simple_resolver import (
     SimpleClusterResolver,
 )
@@ -33,7 +33,7 @@ from keras_strategies.keras_bridge.variables.abstract_models import abstract
 from keras_strategies.planning.capture import io_stubs
 from keras_strategies.planning.capture.captured_data import (
     CapturedData,
-    with_rows,
+    times_rows,
 )
 from keras_strategies.planning.compile.candidates import mesh_of
 from keras_strategies.planning.compile.fit_step import FitStep
@@ -245,7 +245,7 @@ class Capture:
         )
         batch = next(iter(feed.get_numpy_iterator()))
         number = call["steps_per_epoch"] or feed.num_batches
-        return _with_rows(batch, self._replicas(strategy)), number
+        return times_rows(batch, self._replicas(strategy)), number
 
     # Steps.
 
@@ -271,7 +271,7 @@ class Capture:
             steps = min(steps, number or steps)
         else:
             given = (call["x"], call["y"], call["sample_weight"])
-            batch, steps = _with_rows(given, self._replicas(strategy)), 1
+            batch, steps = times_rows(given, self._replicas(strategy)), 1
 
         if not jax.tree.leaves(batch):
             raise PlanError("`fit` was given no data.")
@@ -319,13 +319,6 @@ class Capture:
                 "of the default strategy or of `TPUStrategy.for_topology`. "
                 "Train in the scope of one of them."
             )
-
-
-def _with_rows(batch: Batch, factor: int) -> Batch:
-    """Returns the shapes of a batch with `factor` times as many rows."""
-    return jax.tree.map(
-        lambda leaf: with_rows(leaf, shape_of(leaf).shape[0] * factor), batch
-    )
 
 
 class _AbstractScope:

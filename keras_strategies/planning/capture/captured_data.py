@@ -14,6 +14,7 @@ from keras_strategies.data.distributed import (
 )
 from keras_strategies.data.source import Source
 from keras_strategies.keras_bridge.steps.lower_step import shape_of
+from keras_strategies.planning.compile.step import with_rows
 
 
 class CapturedData(DistributedDataset):
@@ -43,13 +44,10 @@ class CapturedData(DistributedDataset):
           A `jax.ShapeDtypeStruct` for each array of the global batch.
         """
         batch = next(super().iterator(self.source.passes.next))
-        return jax.tree.map(self._global, batch)
-
-    def _global(self, leaf: Array) -> jax.ShapeDtypeStruct:
-        return with_rows(leaf, leaf.shape[0] * self._factor)
+        return times_rows(batch, self._factor)
 
     def _stand_in(self, leaf: Array) -> values.PerReplica:
-        shape, mesh = self._global(leaf), self._replicas
+        shape, mesh = times_rows(leaf, self._factor), self._replicas
         replicas = mesh.num_replicas
         # As programs are compiled for: with rows that all share evenly.
         rows = max(-(-shape.shape[0] // replicas), 1) * replicas
@@ -72,7 +70,8 @@ class _ShapeIterator(DistributedIterator):
         return jax.tree.map(self._stand_in, super().__next__())
 
 
-def with_rows(leaf: Array, rows: int) -> jax.ShapeDtypeStruct:
-    """Returns the shape of an array with another number of rows."""
-    shape = shape_of(leaf)
-    return jax.ShapeDtypeStruct((rows, *shape.shape[1:]), shape.dtype)
+def times_rows(batch: Batch, factor: int) -> Batch:
+    """Returns the shapes of a batch with `factor` times as many rows."""
+    return jax.tree.map(
+        lambda leaf: with_rows(leaf, shape_of(leaf).shape[0] * factor), batch
+    )

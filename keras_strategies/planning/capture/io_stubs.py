@@ -10,6 +10,8 @@ from keras_strategies.estimator import exporting, train_callback
 Patch = tuple[Any, str, Any]
 """A class or module, the name of an attribute, and its value meanwhile."""
 
+_OF_MANAGER = ("save", "restore_or_initialize", "restore", "wait", "close")
+
 
 def patches() -> list[Patch]:
     """What is in the place of checkpoints, and of an Estimator's directory."""
@@ -23,11 +25,7 @@ def patches() -> list[Patch]:
         (kept, "directory", property(lambda self: self._ks_directory)),
         (kept, "latest_checkpoint", property(_nothing)),
         (kept, "checkpoints", property(lambda self: [])),
-        *(
-            (kept, name, _nothing)
-            for name in ("save", "restore_or_initialize", "restore")
-        ),
-        *((kept, name, _nothing) for name in ("wait", "close")),
+        *((kept, name, _nothing) for name in _OF_MANAGER),
         (train_callback, "progress_of_all", _no_progress),
         (exporting, "note_features", _nothing),
     ]

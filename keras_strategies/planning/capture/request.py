@@ -5,6 +5,15 @@ import json
 import re
 from typing import Any
 
+ENVIRONMENT = {
+    "JAX_PLATFORMS": "cpu",
+    "KERAS_BACKEND": "jax",
+    # libtpu asks nobody what machine this is, and several use it at once.
+    "TPU_SKIP_MDS_QUERY": "1",
+    "ALLOW_MULTIPLE_LIBTPU_LOAD": "1",
+    "TF_CPP_MIN_LOG_LEVEL": "2",
+}
+"""Variables of the processes that compile for slices that are not there."""
 MAX_ANSWER_BYTES = 1_000_000
 _BATCH = re.compile(
     r"(?P<sizes>\d{1,9}(x\d{1,9}){0,7}):(?P<dtype>[a-z]+\d{0,2})"

@@ -7,9 +7,10 @@ from typing import Any, NoReturn, cast
 import jax
 import keras
 
+from keras_strategies._core.batches import num_rows
 from keras_strategies._core.mesh import ReplicaMesh
 from keras_strategies._types import Tree
-from keras_strategies.keras_bridge.steps.lower_step import num_rows, shape_of
+from keras_strategies.keras_bridge.steps.lower_step import shape_of
 from keras_strategies.keras_bridge.variables.abstract_models import abstract
 from keras_strategies.keras_bridge.variables.transformer_layout import (
     transformer_layout,
@@ -18,7 +19,7 @@ from keras_strategies.planning.compile import layouts as lib
 from keras_strategies.planning.compile.clones import clone_from_config
 from keras_strategies.planning.compile.fit_step import FitStep
 from keras_strategies.planning.compile.planner import Candidate
-from keras_strategies.planning.compile.step import Step
+from keras_strategies.planning.compile.step import Step, with_rows
 from keras_strategies.strategy.strategy import Strategy
 from keras_strategies.tpu.device_groups import grouped_device_order
 from keras_strategies.tpu.replica_meshes import abstract_mesh
@@ -68,10 +69,7 @@ class Batch:
         rows = self._rows
         if not self._is_global:
             rows = lib.rows_of(rows / self._replicas, replicas)
-        return jax.tree.map(
-            lambda s: jax.ShapeDtypeStruct((rows, *s.shape[1:]), s.dtype),
-            self._shapes,
-        )
+        return with_rows(self._shapes, rows)
 
 
 def maker_of(model: object) -> Maker:
@@ -119,12 +117,11 @@ def candidates_of(
     Raises:
       ValueError, TypeError: no such slice or layout.
     """
-    given = None
     if strategies is not None:
         is_many = isinstance(strategies, Sequence)
         if isinstance(strategies, str) or not is_many:
             strategies = [strategies]
-        given = list(map(lib.layout_of, strategies))
+        strategies = list(map(lib.layout_of, strategies))
     if topologies is None:
         devices = own.mesh.devices
         slices = {devices[0].device_kind: devices}
@@ -133,13 +130,9 @@ def candidates_of(
         slices = {name: devices_by_name(name) for name in names}
     layout_maps = _LayoutMaps(maker)
     for name, devices in slices.items():
-        layouts = given
+        layouts = strategies
         if layouts is None:
-            layouts = [
-                layout
-                for layout in default_layouts(devices)
-                if layout.cores == 1 or layout_maps.has(layout.cores)
-            ]
+            layouts = layout_maps.possible(devices)
         for layout in layouts:
 
             def make(mesh: ReplicaMesh, layout: lib.Layout = layout) -> Step:
@@ -172,12 +165,16 @@ class _LayoutMaps:
         self._maker = maker
         self._model: keras.Model | None = None
 
-    def has(self, cores: int) -> bool:
-        """Whether there is one."""
-        try:
-            self.of(cores)
-        except (ValueError, TypeError, RuntimeError):
-            return False
+    def possible(self, devices: Sequence[Any]) -> list[lib.Layout]:
+        """Returns the default layouts without those that it has no map for."""
+        return [x for x in default_layouts(devices) if self._allows(x)]
+
+    def _allows(self, layout: lib.Layout) -> bool:
+        if layout.cores > 1:
+            try:
+                self.of(layout.cores)
+            except (ValueError, TypeError, RuntimeError):
+                return False
         return True
 
     def of(self, cores: int) -> Mapping[str, Any]:

@@ -23,6 +23,8 @@ import jax
 
 from keras_strategies._core.compiled import Figures, without_jax_cache
 from keras_strategies._core.jaxprs.hlo_text import COLLECTIVES
+from keras_strategies._types import Tree
+from keras_strategies.cluster.exchange.message_forms import Either, fault_of
 from keras_strategies.cluster.untrusted import load_json, open_regular
 
 _FOLDER = "keras_strategies"
@@ -31,8 +33,6 @@ _BYTES_OF_JOB = 3e9
 """What a large program takes to compile."""
 _VERSION = 1
 _MOST_BYTES = 10_000
-_MAPPINGS = {"counts", "sent"}
-_NUMBERS = {field.name for field in dataclasses.fields(Figures)} - _MAPPINGS
 _FLAGS = ("XLA_FLAGS", "LIBTPU_INIT_ARGS")
 """Variables of the environment that compilers read."""
 
@@ -243,28 +243,32 @@ def _read(path: pathlib.Path) -> Outcome | None:
         return None
 
 
-def _parsed(kept: object) -> Outcome | None:
-    if not isinstance(kept, dict):
-        return None
-    if set(kept) == {"misfit", "needed"}:
-        needed = kept["needed"]
-        is_good = isinstance(kept["misfit"], str) and (
-            needed is None or _is_number(needed)
-        )
-        return DoesNotFit(kept["misfit"], needed) if is_good else None
-    if set(kept) != _NUMBERS | _MAPPINGS:
-        return None
-    mappings = [kept[name] for name in _MAPPINGS]
-    is_good = all(_is_number(kept[name]) for name in _NUMBERS) and all(
-        isinstance(m, Mapping)
-        and set(m) <= set(COLLECTIVES)
-        and all(map(_is_number, m.values()))
-        for m in mappings
-    )
-    return Figures(**kept) if is_good else None
+def _parsed(kept: Tree) -> Outcome | None:
+    """Returns what a file's JSON says; None: it is not of our form."""
+    for form in (_MISFIT, _FIGURES):
+        if fault_of(kept, form) is None and set(kept) == set(form):
+            if form is _MISFIT:
+                return DoesNotFit(kept["misfit"], kept["needed"])
+            return Figures(**kept)
+    return None
 
 
 def _is_number(value: Any) -> bool:
     is_number = isinstance(value, int | float) and not isinstance(value, bool)
     # Whole numbers may be too large for a float.
     return is_number and 0 <= value <= sys.float_info.max
+
+
+def _is_by_collective(value: object) -> bool:
+    return (
+        isinstance(value, Mapping)
+        and set(value) <= set(COLLECTIVES)
+        and all(map(_is_number, value.values()))
+    )
+
+
+_MISFIT = {"misfit": str, "needed": Either((None, _is_number))}
+_FIGURES = {
+    field.name: _is_number for field in dataclasses.fields(Figures)
+} | dict.fromkeys(("counts", "sent"), _is_by_collective)
+"""The forms of what is kept, in `fault_of`'s words."""

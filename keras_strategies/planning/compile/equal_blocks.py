@@ -5,6 +5,7 @@ needs grows by the same for each block, so that two short ones tell of a deep
 one.
 """
 
+import collections
 import dataclasses
 import itertools
 import math
@@ -75,6 +76,10 @@ class _Node:
     kind: Any
 
 
+_Trunk = tuple[int, int, int]
+"""The position of a call, which of its outputs, and that tensor's id."""
+
+
 def find_blocks(model: keras.Model) -> Blocks | None:
     """The blocks that most of a model's variables are in.
 
@@ -119,7 +124,11 @@ def _blocks_of(model: keras.Model) -> Blocks | None:
         return None
     best: Blocks | None = None
     for start, length, count in _repetitions([node.kind for node in nodes]):
-        blocks = _checked(model, nodes, start, length, count)
+        stop = start + length * count
+        segments = [
+            range(first, first + length) for first in range(start, stop, length)
+        ]
+        blocks = _checked(model, nodes, segments)
         if blocks is None:
             continue
         size = len(blocks) * blocks.num_entries
@@ -166,52 +175,21 @@ def _repetitions(kinds: Sequence[Any]) -> Iterator[tuple[int, int, int]]:
 
 
 def _checked(
-    model: keras.Model,
-    nodes: Sequence[_Node],
-    start: int,
-    length: int,
-    count: int,
+    model: keras.Model, nodes: Sequence[_Node], segments: Sequence[range]
 ) -> Blocks | None:
-    """The repetitions as blocks, if they are alike and follow each other."""
-    consumers: dict[int, list[int]] = {}
-    for i, node in enumerate(nodes):
-        for tensor in node.inputs:
-            consumers.setdefault(tensor, []).append(i)
-    kept = {id(tensor) for tensor in model.outputs}
-    segments = [
-        range(start + j * length, start + (j + 1) * length)
-        for j in range(count)
-    ]
+    """Returns repetitions as blocks, if they are alike and follow each other.
 
-    def is_read_from(tensor: int, place: int) -> bool:
-        used = consumers.get(tensor, ())
-        return tensor in kept or any(c >= place for c in used)
-
-    trunks: list[tuple[int, int, int]] = []
-    for segment in segments:
-        leaving = [
-            (i, k, tensor)
-            for i in segment
-            for k, tensor in enumerate(nodes[i].outputs)
-            if is_read_from(tensor, segment.stop)
-        ]
-        if len(leaving) != 1:
-            return None
-        trunks += leaving
-    if any(
-        is_read_from(tensor, following.stop)
-        for (_, _, tensor), following in zip(trunks, segments[1:], strict=False)
-    ):
+    Args:
+      model: The model that has them.
+      nodes: Its calls, in order.
+      segments: The positions of each repetition's calls.
+    """
+    trunks = _trunks(model, nodes, segments)
+    if trunks is None or not _are_wired_alike(nodes, segments, trunks):
         return None
-    wirings = set()
-    previous = _entering(nodes, segments[0], trunks[0])
-    for segment, trunk in zip(segments, trunks, strict=True):
-        wirings.add(_wiring(nodes, segment, previous))
-        previous = trunk[2]
     operations = [[nodes[i].operation for i in segment] for segment in segments]
-    flat = [id(x) for segment in operations for x in segment]
-    others = [id(n.operation) for n in nodes]
-    if len(wirings) > 1 or any(others.count(x) > 1 for x in set(flat)):
+    calls = collections.Counter(id(node.operation) for node in nodes)
+    if any(calls[id(x)] > 1 for segment in operations for x in segment):
         return None
     variables = {
         id(v): v for x in operations[0] for v in getattr(x, "variables", ())
@@ -224,8 +202,50 @@ def _checked(
     )
 
 
+def _trunks(
+    model: keras.Model, nodes: Sequence[_Node], segments: Sequence[range]
+) -> list[_Trunk] | None:
+    """Returns each segment's only result that is read after it.
+
+    None: a segment has another number of them, or one is read after the
+    following segment.
+    """
+    last_reads = {t: i for i, node in enumerate(nodes) for t in node.inputs}
+    last_reads |= {id(tensor): len(nodes) for tensor in model.outputs}
+    trunks: list[_Trunk] = []
+    for segment in segments:
+        leaving = [
+            (i, k, tensor)
+            for i in segment
+            for k, tensor in enumerate(nodes[i].outputs)
+            if last_reads.get(tensor, -1) >= segment.stop
+        ]
+        if len(leaving) != 1:
+            return None
+        trunks += leaving
+    follow = all(
+        last_reads[tensor] < following.stop
+        for (_, _, tensor), following in zip(trunks, segments[1:], strict=False)
+    )
+    return trunks if follow else None
+
+
+def _are_wired_alike(
+    nodes: Sequence[_Node],
+    segments: Sequence[range],
+    trunks: Sequence[_Trunk],
+) -> bool:
+    """Returns whether the calls of all segments get the same inputs."""
+    entering = [
+        _entering(nodes, segments[0], trunks[0]),
+        *(tensor for _, _, tensor in trunks[:-1]),
+    ]
+    pairs = zip(segments, entering, strict=True)
+    return len({_wiring(nodes, *pair) for pair in pairs}) == 1
+
+
 def _entering(
-    nodes: Sequence[_Node], segment: range, trunk: tuple[int, int, int]
+    nodes: Sequence[_Node], segment: range, trunk: _Trunk
 ) -> int | None:
     """The tensor that the first block takes as the others take the trunk's.
 

@@ -7,6 +7,7 @@ from typing import Any
 
 import jax
 import keras
+from jax.sharding import NamedSharding
 from keras import tree
 
 from keras_strategies._core.jaxprs.flops import flops_of
@@ -34,6 +35,7 @@ from keras_strategies.planning.compile.step import (
     Step,
     shape_bytes,
     variable_bytes,
+    with_rows,
 )
 from keras_strategies.strategy.strategy import Strategy
 
@@ -108,7 +110,7 @@ class FitStep(Step):
                 model,
                 self.mesh,
                 "train",
-                self._with_rows(rows),
+                with_rows(self._batch, rows),
                 binding.build_for_shapes,
                 self.steps,
                 binding.replica_scope,
@@ -117,7 +119,9 @@ class FitStep(Step):
     def model_flops(self, rows: int, blocks: int | None) -> float | None:
         """See `Step`."""
         model, binding = self._model_of(blocks)
-        parts = keras.utils.unpack_x_y_sample_weight(self._with_rows(rows))
+        parts = keras.utils.unpack_x_y_sample_weight(
+            with_rows(self._batch, rows)
+        )
         binding.build_for_shapes(parts)
 
         def shapes(variables: Iterable[Any]) -> list[Any]:
@@ -154,7 +158,7 @@ class FitStep(Step):
         """See `Step`."""
         sizes = [
             math.prod(leaf.shape) * leaf.dtype.itemsize
-            for leaf in jax.tree.leaves(self._with_rows(rows))
+            for leaf in jax.tree.leaves(with_rows(self._batch, rows))
         ]
         return sum(sizes) / self.mesh.num_replicas
 
@@ -185,18 +189,14 @@ class FitStep(Step):
         # Weights that blocks share are not another block's, too.
         weights = [v for key, v in first.items() if key not in second]
         kept = size * dtype.itemsize
-        divided = [v for v in weights if _is_divided(v, self.mesh)]
+        divided = [
+            v
+            for v in weights
+            if self.mesh.axis in _gradient_sharding(v, self.mesh).spec
+        ]
         return (
             kept + _gradient_bytes(divided, self.mesh),
             kept + _gradient_bytes(weights, self.mesh),
-        )
-
-    def _with_rows(self, rows: int) -> Batch:
-        return jax.tree.map(
-            lambda leaf: jax.ShapeDtypeStruct(
-                (rows, *leaf.shape[1:]), leaf.dtype
-            ),
-            self._batch,
         )
 
 
@@ -219,21 +219,20 @@ def _gradient_bytes(
     weights: Iterable[keras.Variable], mesh: ReplicaMesh
 ) -> float:
     """Bytes of all gradients, where they are summed."""
-    total = 0.0
-    for variable in weights:
-        held = shardings.placement_of(variable)
-        is_held = held is not None and held.mesh is mesh
-        sharding = held.of_slots if held is not None and is_held else mesh.whole
-        shape = jax.ShapeDtypeStruct(
-            tuple(variable.shape), variable.dtype, sharding=sharding
+    shapes = (
+        jax.ShapeDtypeStruct(
+            tuple(v.shape), v.dtype, sharding=_gradient_sharding(v, mesh)
         )
-        total += shape_bytes(shape)
-    return total
+        for v in weights
+    )
+    return sum(map(shape_bytes, shapes), 0.0)
 
 
-def _is_divided(variable: keras.Variable, mesh: ReplicaMesh) -> bool:
-    """Whether replicas divide a weight's gradient."""
+def _gradient_sharding(
+    variable: keras.Variable, mesh: ReplicaMesh
+) -> NamedSharding:
+    """Returns where a weight's gradient lies once it is summed."""
     held = shardings.placement_of(variable)
     if held is None or held.mesh is not mesh:
-        return False
-    return mesh.axis in held.of_slots.spec
+        return mesh.whole
+    return held.of_slots

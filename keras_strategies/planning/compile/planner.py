@@ -111,29 +111,25 @@ def iter_plans(
         yield planning.finish()
 
 
+@dataclasses.dataclass(eq=False)
 class _Planning:
     """One candidate while it is compiled."""
 
-    def __init__(
-        self,
-        candidate: Candidate,
-        compiler: Compiler,
-        effort: Effort,
-        on_stage: Callable[[Candidate, str], None],
-        on_row: Callable[[PlannedStep], None],
-    ) -> None:
-        self._candidate, self._compiler = candidate, compiler
-        self._effort, self._on_stage = effort, on_stage
-        self._on_row = on_row
-        device = candidate.devices[0]
-        num_local = len(candidate.devices)
-        self._limit = memory_of(device, num_local)
-        self._chip = chip_of(device)
+    candidate: Candidate
+    compiler: Compiler
+    effort: Effort
+    on_stage: Callable[[Candidate, str], None]
+    on_row: Callable[[PlannedStep], None]
+
+    def __post_init__(self) -> None:
+        devices = self.candidate.devices
+        self._limit = memory_of(devices[0], len(devices))
+        self._chip = chip_of(devices[0])
         self._error: str | None = None
         self._notes: list[str] = []
         try:
-            self._step = candidate.make()
-            replicas = candidate.num_replicas
+            self._step = self.candidate.make()
+            replicas = self.candidate.num_replicas
             rows = self._step.rows
             each = max(-(-rows // replicas), 1) * replicas
             self._low = self._begun(rows, rows + _MORE * each)
@@ -157,10 +153,10 @@ class _Planning:
     ) -> Measuring:
         return Measuring(
             step or self._step,
-            self._candidate.devices,
-            self._compiler,
+            self.candidate.devices,
+            self.compiler,
             rows,
-            is_whole=self._effort.is_whole,
+            is_whole=self.effort.is_whole,
             limit=self._limit,
             **kwargs,
         )
@@ -176,7 +172,7 @@ class _Planning:
             return self._row(error=str(error).partition("\n")[0])
 
     def _finished(self) -> PlannedStep:
-        self._on_stage(self._candidate, "compiling")
+        self.on_stage(self.candidate, "compiling")
         first, second = self._low.outcomes()
         low = Line(
             rows=self._rows,
@@ -186,9 +182,9 @@ class _Planning:
         )
         line = low
         row = self._row_of(low, low)
-        self._on_row(row)
+        self.on_row(row)
         if self._is_in_doubt(low):
-            self._on_stage(self._candidate, "compiling at full effort")
+            self.on_stage(self.candidate, "compiling at full effort")
             full = self._measuring(self._rows[:1], is_full=True)
             (outcome,) = full.outcomes()
             line = Line(
@@ -198,17 +194,17 @@ class _Planning:
                 blocks=full.blocks,
             )
             row = self._row_of(low, line)
-        if self._effort.is_verified and self._is_tpu and self._limit:
+        if self.effort.is_verified and self._is_tpu and self._limit:
             row = self._with_verified_rows(row, line)
         return self._advised(row, first)
 
     def _is_in_doubt(self, line: Line) -> bool:
-        if not self._is_tpu or self._effort.is_full is False:
+        if not self._is_tpu or self.effort.is_full is False:
             return False
-        if self._effort.is_full:
+        if self.effort.is_full:
             return True
         figures = line.figures[0]
-        if self._effort.is_alone and self._is_quick(line):
+        if self.effort.is_alone and self._is_quick(line):
             return True
         if self._limit is None:
             return False
@@ -228,7 +224,7 @@ class _Planning:
 
     @property
     def _is_tpu(self) -> bool:
-        return self._candidate.devices[0].platform == "tpu"
+        return self.candidate.devices[0].platform == "tpu"
 
     def _row_of(self, low: Line, line: Line) -> PlannedStep:
         """What is known of the step.
@@ -259,7 +255,7 @@ class _Planning:
             return self._row(error=error, **facts)
         if self._is_tpu and line.is_full and line.blocks is None:
             facts["is_accepted"] = True
-            own = self._rows[0] // self._candidate.num_replicas
+            own = self._rows[0] // self.candidate.num_replicas
             if most is not None:
                 facts["most_rows"] = max(most, own)
         facts["counts"] = {k: round(n) for k, n in figures.counts.items()}
@@ -292,7 +288,7 @@ class _Planning:
         before, after = bytes_needed(low), None
         is_much = row.memory.get("activations", 0) > (row.bytes_in_all or 0) / 2
         if again is not None and (row.fits is False or is_much):
-            self._on_stage(self._candidate, "with keras.RematScope")
+            self.on_stage(self.candidate, "with keras.RematScope")
             (outcome,) = self._measuring(self._rows[:1], step=again).outcomes()
             after = bytes_needed(outcome)
         has_remat = again is None and self._step.blocks is not None
@@ -317,7 +313,7 @@ class _Planning:
         most = None if self._limit is None else line.most_rows(self._limit)
         if most is None:
             return None
-        rows = max(math.floor(most / self._candidate.num_replicas), 0)
+        rows = max(math.floor(most / self.candidate.num_replicas), 0)
         return rows if rows <= _HUGE else None
 
     def _with_verified_rows(self, row: PlannedStep, line: Line) -> PlannedStep:
@@ -343,17 +339,17 @@ class _Planning:
 
     def _try_rows(self, rows: int) -> tuple[bool, float | None]:
         """Compiles for so many rows a replica: whether they fit, and bytes."""
-        self._on_stage(self._candidate, f"trying {rows} rows a replica")
-        number = rows * self._candidate.num_replicas
-        outcome = self._compiler.submit(
+        self.on_stage(self.candidate, f"trying {rows} rows a replica")
+        number = rows * self.candidate.num_replicas
+        outcome = self.compiler.submit(
             self._step.lower(number, None),
-            self._candidate.devices,
+            self.candidate.devices,
             is_full=True,
         ).result()
         return isinstance(outcome, Figures), bytes_needed(outcome)
 
     def _row(self, **facts: Any) -> PlannedStep:
-        candidate = self._candidate
+        candidate = self.candidate
         rows = getattr(self, "_rows", (0,))[0]
         return PlannedStep(
             topology=candidate.topology,

@@ -8,6 +8,8 @@ import jax
 import keras
 
 from keras_strategies._core.mesh import ReplicaMesh
+from keras_strategies._types import Array, Batch
+from keras_strategies.keras_bridge.steps.lower_step import shape_of
 from keras_strategies.keras_bridge.variables import shardings
 from keras_strategies.planning.compile.equal_blocks import Blocks
 
@@ -63,6 +65,16 @@ class Step:
         On a device; the most are those with all of its gradients.
         """
         return 0.0, 0.0
+
+
+def with_rows(batch: Batch, rows: int) -> Batch:
+    """Returns the shapes of a batch, or of an array, of so many rows."""
+
+    def resized(leaf: Array) -> jax.ShapeDtypeStruct:
+        shape = shape_of(leaf)
+        return jax.ShapeDtypeStruct((rows, *shape.shape[1:]), shape.dtype)
+
+    return jax.tree.map(resized, batch)
 
 
 def variable_bytes(

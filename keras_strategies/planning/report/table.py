@@ -1,9 +1,10 @@
 """`Plan`: what a step needs on each candidate slice, as a table and as JSON."""
 
+import contextlib
 import dataclasses
 import io
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from html import escape
 from typing import Any
 
@@ -23,6 +24,7 @@ from keras_strategies.planning.report.planned_step import (
 _MANY = 10_000
 _WIDE = 100
 """Columns of a terminal that has room for the whole table."""
+Show = Callable[[Sequence[PlannedStep], str], None]
 NOTES = (
     "Bytes and collectives are the compiler's; times are estimates, and no "
     "step is faster than its bounds.",
@@ -93,37 +95,28 @@ class Plan:
     __repr__ = __str__
 
 
-class LiveTable:
-    """A table on the error output while it is filled, on a terminal.
+@contextlib.contextmanager
+def live_table(*, is_shown: bool = True) -> Iterator[Show]:
+    """Shows a table on the error output while it is filled, on a terminal.
 
     Args:
       is_shown: Whether it is shown at all.
+
+    Yields:
+      Shows the steps that are known, and what is being done.
     """
+    if not is_shown or not sys.stderr.isatty():
+        yield lambda steps, text: None
+        return
+    from rich.console import Group
+    from rich.live import Live
+    from rich.spinner import Spinner
 
-    def __init__(self, *, is_shown: bool = True) -> None:
-        self._live: Any = None
-        if is_shown and sys.stderr.isatty():
-            from rich.live import Live
+    def show(steps: Sequence[PlannedStep], text: str) -> None:
+        live.update(Group(Plan(steps=tuple(steps)), Spinner("dots", text)))
 
-            self._live = Live(console=Console(stderr=True), transient=True)
-
-    def __enter__(self) -> "LiveTable":
-        if self._live is not None:
-            self._live.start()
-        return self
-
-    def __exit__(self, *error: object) -> None:
-        if self._live is not None:
-            self._live.stop()
-
-    def update(self, steps: Sequence[PlannedStep], text: str) -> None:
-        """Shows the steps that are known, and what is being done."""
-        if self._live is not None:
-            from rich.console import Group
-            from rich.spinner import Spinner
-
-            table = Plan(steps=tuple(steps))
-            self._live.update(Group(table, Spinner("dots", text)))
+    with Live(console=Console(stderr=True), transient=True) as live:
+        yield show
 
 
 def _table(plan: Plan, is_wide: bool, is_stacked: bool) -> Table:

@@ -75,9 +75,8 @@ def describe_table(
       Something a `rich.console.Console` prints, in lines that the number of
       devices and of variables does not let grow without bound.
     """
-    cores = mesh.cores_per_replica
-    drawing = draw_mesh(mesh.devices, mesh.axis, cores, mesh.model_axis)
-    table = tabulate_variables(mesh.devices, variables, mesh, partitioner)
+    drawing = draw_mesh(mesh)
+    table = tabulate_variables(variables, mesh, partitioner)
     if partitioner is None:
         return Group(drawing, table)
     return Group(
@@ -125,37 +124,23 @@ def _remark(
     return partitioner.why_replicated(tuple(variable.shape), axes)
 
 
-def draw_mesh(
-    devices: Sequence[jax.Device],
-    axis_name: str,
-    cores_per_replica: int = 1,
-    model_axis: str = "model",
-) -> Group:
+def draw_mesh(mesh: ReplicaMesh) -> Group:
     """Draws a box for each replica, with a heading for each process.
 
     Args:
-      devices: The devices, in the order of the replica ids.
-      axis_name: Name of the mesh axis that the replicas lie on.
-      cores_per_replica: How many devices a replica has, one after the other.
-      model_axis: Name of the mesh axis of a replica's cores.
+      mesh: The replicas.
 
     Returns:
       A heading and the boxes; beyond 16 replicas or 4 processes the first
       few, "..." and the last.
     """
-    replicas = [
-        devices[i : i + cores_per_replica]
-        for i in range(0, len(devices), cores_per_replica)
-    ]
-    groups = _by_process(replicas)
-    is_many = len(replicas) > MAX_DEVICES
-    num_shown = len(replicas)
+    groups = _by_process(mesh)
+    num_shown, num_processes = mesh.num_replicas, mesh.num_processes
+    is_many = num_shown > MAX_DEVICES
     if is_many:
         # One process has the whole drawing to itself.
         num_shown = MAX_DEVICES_OF_PROCESS * (2 if len(groups) == 1 else 1)
-    num_processes = len({process for ids, _ in groups for process in ids})
-    heading = _heading(replicas, axis_name, model_axis, num_processes)
-    parts: list[RenderableType] = [heading]
+    parts: list[RenderableType] = [_heading(mesh)]
     for group in abbreviate(groups, MAX_PROCESSES if is_many else len(groups)):
         if group is None:
             parts.append(Text("..."))
@@ -172,18 +157,15 @@ def draw_mesh(
 
 
 def tabulate_variables(
-    devices: Sequence[jax.Device],
     variables: Sequence[keras.Variable],
-    mesh: ReplicaMesh | None = None,
+    mesh: ReplicaMesh,
     partitioner: Partitioner | None = None,
 ) -> Table:
     """Lists variables with where they lie and what they cost.
 
     Args:
-      devices: The devices of the mesh.
       variables: The variables; one given twice is listed once.
-      mesh: The mesh. Where it is only compiled for, variables are listed as
-        they would lie on it, and so are always those that have no values.
+      mesh: The replicas.
       partitioner: Which of them the replicas divide among them.
 
     Returns:
@@ -191,13 +173,7 @@ def tabulate_variables(
       that take most memory on a device.
     """
     distinct = {id(variable): variable for variable in variables}.values()
-    of_all = mesh if mesh is not None and mesh.is_abstract else None
-    rows = [
-        describe_variable(
-            v, devices, mesh if is_abstract(v) else of_all, partitioner
-        )
-        for v in distinct
-    ]
+    rows = [describe_variable(v, mesh, partitioner) for v in distinct]
     shown = rows
     if len(rows) > MAX_VARIABLES:
         shown = sorted(rows, key=lambda row: -row.num_bytes)[:MAX_VARIABLES]
@@ -252,16 +228,15 @@ def _table_of(
 
 def describe_variable(
     variable: keras.Variable,
-    devices: Sequence[jax.Device],
-    planned: ReplicaMesh | None = None,
+    mesh: ReplicaMesh,
     partitioner: Partitioner | None = None,
 ) -> VariableRow:
     """The facts of one variable.
 
     Args:
       variable: A variable, built or not.
-      devices: The devices of the mesh.
-      planned: The mesh it is to lie on, where it does not yet.
+      mesh: The replicas. Where they are only compiled for, or the variable has
+        no value, its row says where it would lie.
       partitioner: Which variables the replicas divide among them.
 
     Returns:
@@ -273,10 +248,10 @@ def describe_variable(
     dtype = keras.backend.standardize_dtype(variable.dtype)
     sharding, num_bytes = "not built", 0
     held = None if array is None else array.sharding
-    if planned is not None and (array is not None or is_abstract(variable)):
-        held = sharding_of(variable, planned)
+    if is_abstract(variable) or (array is not None and mesh.is_abstract):
+        held = sharding_of(variable, mesh)
     if held is not None and shape is not None:
-        sharding = describe_sharding(held, devices)
+        sharding = describe_sharding(held, mesh.devices)
         size = jax.dtypes.canonicalize_dtype(dtype).itemsize
         num_bytes = math.prod(held.shard_shape(shape)) * size
     return VariableRow(
@@ -329,28 +304,28 @@ def counted(number: int, noun: str) -> str:
     return f"{number:,} {noun}" + ("" if number == 1 else "s")
 
 
-def _heading(
-    replicas: Sequence[Sequence[jax.Device]],
-    axis_name: str,
-    model_axis: str,
-    num_processes: int,
-) -> Text:
-    kinds = sorted({d.device_kind for cores in replicas for d in cores})
-    text = f"Mesh: {counted(len(replicas), 'replica')} on axis {axis_name!r}"
-    if len(replicas[0]) > 1:
-        text += f", each of {len(replicas[0])} cores on axis {model_axis!r}"
+def _heading(mesh: ReplicaMesh) -> Text:
+    kinds = sorted({device.device_kind for device in mesh.devices})
+    cores = mesh.cores_per_replica
+    text = (
+        f"Mesh: {counted(mesh.num_replicas, 'replica')} on axis {mesh.axis!r}"
+    )
+    if cores > 1:
+        text += f", each of {cores} cores on axis {mesh.model_axis!r}"
     text += f", {', '.join(kinds)}"
-    if num_processes > 1:
-        text += f", {num_processes} processes"
+    if mesh.num_processes > 1:
+        text += f", {mesh.num_processes} processes"
     return Text(text)
 
 
 def _by_process(
-    replicas: Sequence[Sequence[jax.Device]],
+    mesh: ReplicaMesh,
 ) -> list[tuple[tuple[int, ...], list[tuple[int, Sequence[jax.Device]]]]]:
     """Neighbours of the same processes: [(processes, [(replica, cores)])]."""
+    cores = mesh.cores_per_replica
+    starts = range(0, len(mesh.devices), cores)
     grouped = itertools.groupby(
-        enumerate(replicas),
+        enumerate(mesh.devices[start : start + cores] for start in starts),
         key=lambda item: tuple(sorted({d.process_index for d in item[1]})),
     )
     return [(process_ids, list(items)) for process_ids, items in grouped]

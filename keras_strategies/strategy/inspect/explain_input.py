@@ -153,27 +153,17 @@ def explain_input(
         files = _files(summary, dataset, mesh, policy)
     notes = [str(w.message) for w in caught if w.category is UserWarning]
     notes += summary.notes
-    size, count = source.batch_size, source.num_batches
-    if size is None and not source.is_process_local and count != 0:
-        size = summary.first_rows
-        if isinstance(dataset, PyDataset):
-            size = num_rows(keras_sources.host_batch(dataset[0]))
-        notes += ["Batches may have other sizes than the first."] * bool(size)
-    if size is None and source.is_process_local:
-        size = source.likely_size
-        notes.append(
-            "Whole batches have as many rows as the first batch of a process, "
-            "whose rows the processes share."
-        )
+    size = source.batch_size
+    if size is None:
+        size, note = _likely_size(dataset, source, summary)
+        notes += note
     whole, last = _shares(source, summary, size, mesh)
-    is_distributed = isinstance(dataset, DistributedDataset)
-    policies = _policies(summary, is_distributed, mesh, policy)
     facts = {
         "data": source.kind,
-        "policy": policies,
+        "policy": _policies(summary, dataset, mesh, policy),
         "reading": _reading(source, summary, mesh.num_processes),
         "batch": _known(size, "row"),
-        "epoch": _known(count, "step"),
+        "epoch": _known(source.num_batches, "step"),
         "last batch": _known(last and sum(last[0]), "row"),
     }
     if notes:
@@ -188,6 +178,24 @@ def explain_input(
         last=last,
         files=files,
     )
+
+
+def _likely_size(
+    dataset: Dataset, source: Source, summary: Summary
+) -> tuple[int | None, list[str]]:
+    """Returns the rows of a whole batch by the first one, and a note on it."""
+    if source.is_process_local:
+        note = (
+            "Whole batches have as many rows as the first batch of a process, "
+            "whose rows the processes share."
+        )
+        return source.likely_size, [note]
+    if source.num_batches == 0:
+        return None, []
+    size = summary.first_rows
+    if isinstance(dataset, PyDataset):
+        size = num_rows(keras_sources.host_batch(dataset[0]))
+    return size, ["Batches may have other sizes than the first."] * bool(size)
 
 
 def _readers(mesh: ReplicaMesh) -> tuple[str, ...]:
@@ -343,7 +351,7 @@ def _shares(
 
 def _policies(
     summary: Summary,
-    is_distributed: bool,
+    dataset: Dataset,
     mesh: ReplicaMesh,
     policy: _Policy | None,
 ) -> str:
@@ -356,6 +364,7 @@ def _policies(
         if policy is applied:
             reason = "the policy was chosen"
         # What a distributed dataset was made with is not known any more.
+        is_distributed = isinstance(dataset, DistributedDataset)
         asked = applied if is_distributed else policy or _Policy.AUTO
     words = f"{applied.name}, because {reason}"
     return words if asked is applied else f"{asked.name}, applied as {words}"

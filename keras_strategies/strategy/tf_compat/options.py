@@ -4,7 +4,7 @@ import dataclasses
 import enum
 from typing import Any
 
-from keras_strategies._core.checks import check_number
+from keras_strategies.cluster.checks import check_number
 
 _MAX_SECONDS = 7 * 24 * 3600
 _CURE = "Leave it out for the default."

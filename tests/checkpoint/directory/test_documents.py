@@ -43,7 +43,7 @@ def changed(**entries):
         (b"[" * 100_000, "nested too deeply"),
         (b"\xff", "no document"),
         (b'{"version": 1, "version": 1}', "the key 'version' twice"),
-        (b"[]", "no version"),
+        (b"[]", "no object"),
         (b"{}", "no version"),
         (b'{"version": 1}', "other entries"),
         (changed(variables=[]), "other entries"),

@@ -227,7 +227,7 @@ def test_facts_are_turned_into_json(tmp_path):
     [
         (1, {"a": object()}, TypeError, "an object of type object in 'a'"),
         (1, {"a": {"b": b""}}, TypeError, "type bytes"),
-        (1, {"a": "x" * (17 << 20)}, ValueError, "at most 16777216 bytes"),
+        (1, {"a": "x" * (17 << 20)}, ValueError, "at most 16777216"),
         (1, {"a": json.loads("[" * 70 + "]" * 70)}, ValueError, "too deeply"),
         (2, {}, ValueError, "named by its step"),
         (-1, {}, ValueError, "A checkpoint's step"),
@@ -335,8 +335,6 @@ def test_damaged_checkpoint_is_refused_and_the_one_before_used(
 
 def test_newest_good_is_the_newest(directory):
     assert newest_good(directory)[0].step == 12
-    assert newest_good(directory, before=12)[0].step == 3
-    assert newest_good(directory, before=3) == (None, [])
     assert newest_good(directory / "none") == (None, [])
 
 

@@ -166,17 +166,18 @@ def test_second_object_of_a_process_is_refused(tmp_path):
         assert writer_of(tmp_path).process_id == os.getpid()
 
 
-def test_same_object_holds_until_it_is_released_as_often(tmp_path):
+def test_an_object_that_holds_it_keeps_it_when_it_is_refused_again(tmp_path):
     lock = DirectoryLock(tmp_path)
     with lock:
-        with lock:
-            pass
+        with pytest.raises(RuntimeError, match="close what writes there first"):
+            lock.acquire(timeout_seconds=0)
         assert lock.is_held
         assert writer_of(tmp_path)
     assert not lock.is_held
     assert writer_of(tmp_path) is None
-    with pytest.raises(RuntimeError, match="as often"):
-        lock.release()
+    lock.release()
+    with lock:
+        assert lock.is_held
 
 
 def test_directory_is_made_for_its_owner_alone(tmp_path):

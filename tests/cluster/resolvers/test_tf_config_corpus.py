@@ -128,9 +128,9 @@ CORPUS = {
     "index has a sign": (task(index="+1"), ValueError, ["'+1'"]),
     "index is huge": (task(index=10**12), ValueError, ["1000000000000"]),
     "index is larger": (
-        task(index=10**30),
+        task(index=10**80),
         ValueError,
-        ["more than 18 digits"],
+        ["more than 60 digits"],
     ),
     "index beyond the job": (task(index=2), ValueError, ["task 2", "2 tasks"]),
     "type not in the cluster": (

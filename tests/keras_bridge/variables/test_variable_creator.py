@@ -76,10 +76,10 @@ def test_strategy_does_not_keep_variables_alive():
     strategy = mirrored(2)
     with strategy.scope():
         variable = keras.Variable([1.0])
-        assert len(strategy._runtime.registry) == 1
+        assert len(list(strategy._runtime.registry)) == 1
     del variable
     gc.collect()
-    assert len(strategy._runtime.registry) == 0
+    assert len(list(strategy._runtime.registry)) == 0
 
 
 # Creators of a user's own.

@@ -12,6 +12,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from rich.console import Console
 
 import keras_strategies as ks
+from keras_strategies._core.mesh import ReplicaMesh
 from keras_strategies.strategy.inspect import describe
 
 
@@ -25,6 +26,10 @@ class FakeDevice:
 
 def fake_devices(count, per_process):
     return [FakeDevice(i, i // per_process) for i in range(count)]
+
+
+def mesh_of(devices=None):
+    return ReplicaMesh(devices=devices or jax.devices())
 
 
 def show(renderable, width=80):
@@ -41,12 +46,12 @@ def placed(value, sharding):
     return variable
 
 
-def row_of(variable, devices=None):
-    return describe.describe_variable(variable, devices or jax.devices())
+def row_of(variable):
+    return describe.describe_variable(variable, mesh_of())
 
 
 def test_eight_devices_are_drawn_in_a_grid():
-    lines = show(describe.draw_mesh(jax.devices(), "replica"))
+    lines = show(describe.draw_mesh(mesh_of()))
     assert lines[0] == "Mesh: 8 replicas on axis 'replica', cpu"
     # One row of boxes, of four lines.
     assert len(lines) == 5
@@ -54,13 +59,13 @@ def test_eight_devices_are_drawn_in_a_grid():
 
 
 def test_narrow_terminal_gets_more_rows_of_boxes():
-    lines = show(describe.draw_mesh(jax.devices(), "replica"), width=40)
+    lines = show(describe.draw_mesh(mesh_of()), width=40)
     assert len(lines) == 1 + 2 * 4
 
 
 def test_many_devices_of_one_process_are_abbreviated():
     devices = fake_devices(256, per_process=256)
-    text = "\n".join(show(describe.draw_mesh(devices, "replica")))
+    text = "\n".join(show(describe.draw_mesh(mesh_of(devices))))
     assert text.startswith("Mesh: 256 replicas")
     assert "..." in text
     assert "tpu:255" in text
@@ -69,7 +74,7 @@ def test_many_devices_of_one_process_are_abbreviated():
 
 def test_256_devices_of_64_processes_take_twenty_lines():
     devices = fake_devices(256, per_process=4)
-    lines = show(describe.draw_mesh(devices, "replica"))
+    lines = show(describe.draw_mesh(mesh_of(devices)))
     assert lines[0].endswith("64 processes")
     # A heading; three processes of a heading and four lines; one "...".
     assert len(lines) == 1 + 3 * 5 + 1
@@ -81,7 +86,7 @@ def test_256_devices_of_64_processes_take_twenty_lines():
 
 
 def test_few_devices_of_two_processes_are_all_drawn():
-    lines = show(describe.draw_mesh(fake_devices(8, per_process=4), "replica"))
+    lines = show(describe.draw_mesh(mesh_of(fake_devices(8, per_process=4))))
     assert len(lines) == 1 + 2 * 5
     assert all(f"tpu:{i}" in "\n".join(lines) for i in range(8))
 
@@ -127,14 +132,14 @@ def test_totals_are_in_the_footer():
     whole = NamedSharding(Mesh(jax.devices(), ("replica",)), PartitionSpec())
     twice = placed(np.zeros((500, 500), "float32"), whole)
     other = placed(np.zeros((250, 1000), "float32"), whole)
-    table = describe.tabulate_variables(jax.devices(), [twice, other, twice])
+    table = describe.tabulate_variables([twice, other, twice], mesh_of())
     footer = [line for line in show(table) if line.strip()][-1]
     assert footer.split() == ["2", "variables", "500,000", "2.000"]
 
 
 def test_largest_forty_of_many_variables_are_listed():
     variables = [keras.Variable(np.zeros(i + 1, "float32")) for i in range(100)]
-    lines = show(describe.tabulate_variables(jax.devices(), variables))
+    lines = show(describe.tabulate_variables(variables, mesh_of()))
     text = "\n".join(lines)
     assert "... and 60 more" in text
     assert "(100,)" in text
@@ -145,12 +150,12 @@ def test_largest_forty_of_many_variables_are_listed():
 
 def test_path_with_markup_is_shown_as_it_is():
     variable = keras.Variable(1.0, name="[red]x")
-    table = describe.tabulate_variables(jax.devices(), [variable])
+    table = describe.tabulate_variables([variable], mesh_of())
     assert "[red]x" in "\n".join(show(table))
 
 
 def test_no_variables_is_an_empty_table():
-    lines = show(describe.tabulate_variables(jax.devices(), []))
+    lines = show(describe.tabulate_variables([], mesh_of()))
     assert "0 variables" in "\n".join(lines)
 
 

@@ -297,7 +297,11 @@ DAMAGES = (
         _copy_manifest_of_another_step,
         f"{MANIFEST}: it is that of step",
     ),
-    Damage("huge manifest", _make_manifest_huge, f"{MANIFEST}: it has over"),
+    Damage(
+        "huge manifest",
+        _make_manifest_huge,
+        f"{MANIFEST}: it is no JSON as we write it: it has",
+    ),
     Damage(
         "manifest of another version",
         _forge_entry("version", 2),

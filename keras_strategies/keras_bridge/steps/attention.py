@@ -1,4 +1,4 @@
-"""Attention in steps for TPUs, as its layer says.
+"""Attention in steps for TPUs, as their layers define it.
 
 On a TPU, Keras 3.15 gives attention without a mask to a kernel (JAX's splash
 attention). It calls the kernel as if each entry saw those before it alone, and
@@ -25,11 +25,14 @@ from keras_strategies.keras_bridge import keras_names
 from keras_strategies.keras_bridge.patches import Patches
 
 
-def attention_for(mesh: ReplicaMesh) -> contextlib.AbstractContextManager[None]:
-    """In which this thread traces attention for the mesh's devices."""
+@contextlib.contextmanager
+def attention_for(mesh: ReplicaMesh) -> Iterator[None]:
+    """Makes this thread trace attention for the mesh's devices."""
     if mesh.platform != "tpu":
-        return contextlib.nullcontext()
-    return _for_tpus()
+        yield
+        return
+    with _patches.held(), attribute_set(_thread, "is_for_tpus", True):
+        yield
 
 
 class _Thread(threading.local):
@@ -37,12 +40,6 @@ class _Thread(threading.local):
 
 
 _thread = _Thread()
-
-
-@contextlib.contextmanager
-def _for_tpus() -> Iterator[None]:
-    with _patches.held(), attribute_set(_thread, "is_for_tpus", True):
-        yield
 
 
 def _wrapped(original: Callable[..., Any]) -> Callable[..., Any]:

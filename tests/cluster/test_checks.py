@@ -1,4 +1,4 @@
-"""The check of numbers that users give."""
+"""The checks of numbers and types that users give."""
 
 import decimal
 import fractions
@@ -7,7 +7,7 @@ import math
 import numpy as np
 import pytest
 
-from keras_strategies._core.checks import check_number
+from keras_strategies.cluster.checks import check_number, check_port, check_type
 
 pytestmark = pytest.mark.quick
 
@@ -66,3 +66,27 @@ def test_bounds(bounds, good, bad, rule):
         ValueError, match=f"`x` must be {rule}. Received: {bad}"
     ):
         check(bad, **bounds)
+
+
+@pytest.mark.parametrize("value", ["a", None])
+def test_value_of_a_type_is_taken(value):
+    check_type("`name`", value, str | None, "a str or None", "Leave it out.")
+
+
+def test_value_of_another_type_is_refused():
+    with pytest.raises(TypeError) as raised:
+        check_type("`name`", 3, str, "a str", "Give a name.")
+    assert str(raised.value) == (
+        "`name` must be a str. Received: 3 of type int. Give a name."
+    )
+
+
+@pytest.mark.parametrize("port", [1, 65535])
+def test_port_is_returned(port):
+    assert check_port(port, "`port`") == port
+
+
+@pytest.mark.parametrize("port", [0, 65536])
+def test_number_that_is_no_port_is_refused(port):
+    with pytest.raises(ValueError, match="`port` must be .*8888"):
+        check_port(port, "`port`")

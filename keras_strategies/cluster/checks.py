@@ -1,10 +1,13 @@
-"""The check of numbers that users give."""
+"""The checks of numbers and types that users give."""
 
 import math
 import numbers
+from types import UnionType
 from typing import Any
 
-from keras_strategies.cluster.addresses import shown
+from keras_strategies.cluster.addresses import MAX_PORT, shown
+
+Kind = type | UnionType | tuple[type, ...]
 
 
 def check_number(
@@ -55,3 +58,29 @@ def check_number(
             raise ValueError(
                 f"{name} must be {rule}. Received: {shown(value)}. {cure}"
             )
+
+
+def check_type(
+    name: str, value: object, kind: Kind, what: str, cure: str
+) -> None:
+    """Raises TypeError unless a value is of a type.
+
+    Args:
+      name: What it is, for the error, which begins with it.
+      value: What was given.
+      kind: The type, or several, as of `isinstance`.
+      what: The type in words: "a str".
+      cure: The last sentence of the error.
+    """
+    if not isinstance(value, kind):
+        raise TypeError(
+            f"{name} must be {what}. Received: {shown(value)} of type "
+            f"{type(value).__name__}. {cure}"
+        )
+
+
+def check_port(port: int, name: str) -> int:
+    """Returns a port from 1 to 65535; raises as `check_number`."""
+    cure = "Give a port that is free on the hosts, as 8888."
+    check_number(name, port, cure, least=1, most=MAX_PORT, is_optional=False)
+    return port

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from keras_strategies.keras_bridge.keras_names import NN as keras_nn
-from keras_strategies.keras_bridge.models.attention import attention_for
+from keras_strategies.keras_bridge.steps.attention import attention_for
 
 TPUS = types.SimpleNamespace(platform="tpu")
 CPUS = types.SimpleNamespace(platform="cpu")

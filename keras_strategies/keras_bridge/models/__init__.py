@@ -1,1 +1,0 @@
-"""Models like another one: attention as its layer says."""
