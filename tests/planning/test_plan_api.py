@@ -106,7 +106,11 @@ def test_models_whose_gradients_are_accumulated_are_compiled_whole():
     [
         ({"batch": SHAPE}, ValueError, "as `fit` trains on"),
         ({"batch": (1, 2)}, TypeError, "arrays or by their shapes"),
-        ({"batch": (SHAPE, SHAPE.update(shape=(8, 4)))}, ValueError, "as many"),
+        (
+            {"batch": (SHAPE, SHAPE.update(shape=(8, 4)))},
+            ValueError,
+            "the same number of rows",
+        ),
         ({"strategies": "tiny"}, ValueError, "'sharded:64'"),
         ({"strategies": 3}, TypeError, "words or partitioners"),
         ({"topologies": []}, ValueError, "at least one slice"),

@@ -147,7 +147,9 @@ class FunctionSource(Source):
             _check_alike(given)
             nothing = jax.tree.map(lambda leaf: leaf[:0], given[0])
             whole = [nothing if part is None else part for part in parts]
-            counts = tuple(map(num_rows, whole))
+            counts = tuple(
+                0 if part is None else num_rows(part) for part in parts
+            )
             data = jax.tree.map(lambda *leaves: np.concatenate(leaves), *whole)
             yield Part(data=data, rows=sum(counts), counts=counts)
 
