@@ -26,8 +26,8 @@ def patches() -> list[Patch]:
         (kept, "latest_checkpoint", property(_do_nothing)),
         (kept, "checkpoints", property(lambda self: [])),
         *((kept, name, _do_nothing) for name in _OF_MANAGER),
-        (train_callback, "progress_of_all", _make_progress),
-        (exporting, "note_features", _do_nothing),
+        (train_callback, "share_progress", _make_progress),
+        (exporting, "write_features", _do_nothing),
     ]
 
 

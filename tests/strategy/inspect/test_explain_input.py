@@ -538,7 +538,7 @@ class TestTfData:
         (X, {"batch_size": "8"}, "positive number.*Received: '8'"),
         (Pairs(), {"batch_size": 8}, "Received: 8 for a Pairs"),
         (X, {"policy": Policy.OFF}, "always split by rows"),
-        (Pairs(), {"policy": Policy.FILE}, "`FILE` is a policy for"),
+        (Pairs(), {"policy": Policy.FILE}, "`FILE` only applies to"),
         ((X, X[:3]), {}, "[Cc]ardinality"),
         ((X, np.float32(3)), {}, "must have a first dimension, its"),
     ],
