@@ -119,11 +119,7 @@ class CustomLoops:
         args: Sequence[Any] = (),
         kwargs: dict[str, Any] | None = None,
     ) -> Tree:
-        """Calls `run`, of which this is the old name; warns once.
-
-        Returns:
-          The result of `run`.
-        """
+        """Calls `run`, of which this is the old name; warns once."""
         current.warn_of_old_name("experimental_run_v2", "run")
         return self.run(fn, args, kwargs)
 
@@ -211,16 +207,15 @@ class CustomLoops:
             nests = [value_fn(ValueContext(i, count)) for i in ids]
             return jax.tree.map(from_tensor, nests)
 
-        nests = agree_source.build_equal_replicas(
-            mesh, f"`{_VALUES_FROM}`", make
-        )
+        name = f"`{_VALUES_FROM}`"
+        nests = agree_source.build_equal_replicas(mesh, name, make)
         if count == 1:
             return nests[0]
         structures = [jax.tree.structure(nest) for nest in nests]
         if any(one != structures[0] for one in structures):
             raise ValueError(
-                f"`{_VALUES_FROM}` must make nests of the same structure for "
-                f"all replicas. Received: {structures}. Make them equal."
+                f"{name} must make nests of the same structure for all "
+                f"replicas. Received: {structures}. Make them equal."
             )
         if mesh.num_processes == 1:
             return jax.tree.map(lambda *parts: PerReplica(parts), *nests)

@@ -202,11 +202,8 @@ class Runner:
         """
         values.check_home(value, self._mesh)
         if value.layout == values.PADDED:
-            return (
-                values.STACKED,
-                value.arrays[0],
-                _find_sizes(value.shapes or ()),
-            )
+            sizes = _find_sizes(value.shapes or ())
+            return values.STACKED, value.arrays[0], sizes
         if value.layout != values.PARTS:
             return value.layout, value.arrays[0], None
         parts = value.arrays
@@ -214,11 +211,8 @@ class Runner:
         dtypes = [str(jax.numpy.result_type(part)) for part in parts]
         sizes = _find_sizes(shapes, dtypes)
         if len(set(shapes)) == 1:
-            return (
-                values.STACKED,
-                values.stack_replicas(parts, self._mesh),
-                None,
-            )
+            stacked = values.stack_replicas(parts, self._mesh)
+            return values.STACKED, stacked, None
         most = tuple(map(max, zip(*shapes, strict=True)))
         equal = [values.pad_to(jax.numpy.asarray(part), most) for part in parts]
         return values.STACKED, values.stack_replicas(equal, self._mesh), sizes

@@ -284,7 +284,7 @@ CASES = {
     "This step runs over": run_whole,
     "The model's variables": of_another_strategy,
     "A model that is used": made_outside,
-    "A variable is divided along": not_divisible,
+    "A variable must be divided along": not_divisible,
     "The function has captured": captured_in_run,
     "The checkpoint ...": damaged,
     "Only one run at a time": second_writer,

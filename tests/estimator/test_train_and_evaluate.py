@@ -200,7 +200,7 @@ def modes_of(folder):
             "no meaning here",
         ),
         ({"experimental_mode": "a"}, ValueError, "must be one of"),
-        ({"checkpoint_path": "/nowhere/3"}, ValueError, "no checkpoint"),
+        ({"checkpoint_path": "/nowhere/3"}, ValueError, "without a checkpoint"),
     ],
 )
 def test_wrong_export_is_refused_and_leaves_nothing(

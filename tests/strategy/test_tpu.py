@@ -108,7 +108,11 @@ def test_an_assignment_makes_replicas_of_its_cores(make):
         ({"tpu_cluster_resolver": "local"}, TypeError, ["str", "resolver"]),
         ({"layout_map": ["kernel"]}, TypeError, ["list", "'model'"]),
         ({"layout_map": {"a": (None, "batch")}}, ValueError, ["'batch'"]),
-        ({"layout_map": {"a": ("model", "model")}}, ValueError, ["once"]),
+        (
+            {"layout_map": {"a": ("model", "model")}},
+            ValueError,
+            ["at most one"],
+        ),
         ({"layout_map": {"a": None}}, ValueError, ["'a'", "None", "tuple"]),
         ({"layout_map": {"(": ("model",)}}, ValueError, ["'('", "regular"]),
     ],

@@ -20,11 +20,8 @@ from keras_strategies._core.jaxprs.value_numbers import ValueNumbers
 from keras_strategies._core.replica_map import replica_id
 from keras_strategies._core.values import pad_to
 from keras_strategies._types import Array, Tree
-from keras_strategies.keras_bridge.steps.variants import (
-    Variant,
-    cut_to_rows,
-    find_variants,
-)
+from keras_strategies.keras_bridge.steps import variants as variants_lib
+from keras_strategies.keras_bridge.steps.variants import Variant
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -83,7 +80,7 @@ def call_unevenly(
       ValueError: if the replicas' functions do not call the same collectives
         or return the same structure.
     """
-    variants = find_variants(rows)
+    variants = variants_lib.find_variants(rows)
     places = [variants.index(of_replica) for of_replica in rows]
     index = jnp.array(places)[replica_id(axis)]
 
@@ -165,7 +162,7 @@ class _Trace:
         self.is_empty = not any(variant)
 
         def traced(state: list[Any], leaves: list[Any]) -> tuple[Any, ...]:
-            rows = cut_to_rows(variant, is_uneven, leaves)
+            rows = variants_lib.cut_to_rows(variant, is_uneven, leaves)
             replay = replay_lib.Replay(known)
             try:
                 with replay_lib.replay_scope(replay):
