@@ -2,8 +2,8 @@
 
 The only user of `jax.shard_map`. `check_vma` is off: layers of Keras do not
 trace under it, and it would sum gradients of replicated weights by itself
-(docs/architecture.md). It also hides replicas that disagree, so the tests
-compare all copies of every replicated array.
+(docs/decisions/01-mapped-programs.md). It also hides replicas that disagree,
+so the tests compare all copies of every replicated array.
 """
 
 import functools
