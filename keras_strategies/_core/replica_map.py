@@ -2,8 +2,8 @@
 
 Only this module uses `jax.shard_map`. `check_vma` is off: Keras layers do not
 trace under it, and it would sum gradients of replicated weights implicitly
-(docs/architecture.md). Without it, replicas that disagree go unnoticed, so the
-tests compare all copies of every replicated array.
+(docs/decisions/01-mapped-programs.md). Without it, replicas that disagree go
+unnoticed, so the tests compare all copies of every replicated array.
 """
 
 import functools

@@ -1,4 +1,4 @@
-"""docs/architecture.md's walks and file names, held against the code."""
+"""Walks, decisions and file names of docs/, compared with the code."""
 
 import dataclasses
 import gc
@@ -20,6 +20,8 @@ from keras_strategies.planning.capture.request import Request
 from keras_strategies.planning.capture.worker import Worker
 
 PAGE = pathlib.Path(__file__).parents[2] / "docs" / "architecture.md"
+DECISIONS = sorted((PAGE.parent / "decisions").glob("[0-9]*.md"))
+INDEX = PAGE.parent / "decisions" / "index.md"
 PACKAGE = pathlib.Path(ks.__file__).parent
 ENTRY = re.compile(r"^\d+\. `([\w/.]+)`", re.M)
 NAMED = re.compile(r"`([\w/]+\.py)`")
@@ -228,7 +230,7 @@ def test_a_recorder_sees_threads():
 
 @pytest.mark.quick
 def test_a_change_begins_in_three_files_at_most():
-    text = PAGE.read_text("utf-8").partition("## Where to change what")[2]
+    text = PAGE.read_text("utf-8").partition("## Where to change things")[2]
     pattern = r"^\| (.*) \| (`.*) \| `(.*)` \|$"
     rows = re.findall(pattern, text.split("\n## ")[0], re.M)
     assert len(rows) >= 25
@@ -239,18 +241,61 @@ def test_a_change_begins_in_three_files_at_most():
         assert all((PACKAGE / file).exists() for file in named), change
 
 
-@pytest.mark.quick
-def test_every_file_that_the_page_names_is_there():
-    text = PAGE.read_text("utf-8")
-    names = set(NAMED.findall(text))
+def missing_files(text):
+    """Returns the files that a page names and that do not exist."""
     files = [p.relative_to(PACKAGE).as_posix() for p in PACKAGE.rglob("*.py")]
     root = PAGE.parents[1]
-    missing = [
+    return [
         name
-        for name in names
+        for name in sorted(set(NAMED.findall(text)))
         if not any(f"/{file}".endswith(f"/{name}") for file in files)
         and not (root / name).exists()
         and not any(root.glob(f"*/**/{name}"))
     ]
-    assert len(names) > 60
-    assert not missing
+
+
+@pytest.mark.quick
+@pytest.mark.parametrize(
+    "page", [PAGE, INDEX, *DECISIONS], ids=lambda page: page.name
+)
+def test_files_that_a_page_names_exist(page):
+    assert missing_files(page.read_text("utf-8")) == []
+
+
+@pytest.mark.quick
+def test_missing_files_are_found():
+    text = (
+        "`_core/mesh.py`, `_core/no.py`, `tests/test_layers.py`, `tests/no.py`"
+    )
+    assert missing_files(text) == ["_core/no.py", "tests/no.py"]
+
+
+@pytest.mark.quick
+def test_pages_name_many_files():
+    pages = [PAGE, *DECISIONS]
+    texts = [page.read_text("utf-8") for page in pages]
+    named = [set(NAMED.findall(text)) for text in texts]
+    assert len(named[0]) > 60
+    assert sum(map(len, named[1:])) > 60
+
+
+@pytest.mark.quick
+@pytest.mark.parametrize("page", DECISIONS, ids=lambda page: page.name)
+def test_a_decision_has_its_sections(page):
+    lines = page.read_text("utf-8").splitlines()
+    assert [line for line in lines if line.startswith("#")][1:] == [
+        *("## Context", "## Decision", "## Alternatives", "## Reopen when")
+    ]
+    assert lines[0].startswith("# ")
+
+
+@pytest.mark.quick
+def test_the_index_lists_each_decision_once_in_order():
+    text = INDEX.read_text("utf-8")
+    rows = re.findall(r"^\| \[(\d+)\]\((.+?)\) \| .* \| `(.+)` \|$", text, re.M)
+    assert [file for _, file, _ in rows] == [page.name for page in DECISIONS]
+    numbers = [f"{number:02}" for number in range(1, len(DECISIONS) + 1)]
+    assert [number for number, _, _ in rows] == numbers
+    assert [page.name[:2] for page in DECISIONS] == numbers
+    for _, file, module in rows:
+        assert (PACKAGE / module / "__init__.py").exists(), file

@@ -4,7 +4,7 @@ A batch that the replicas share evenly goes through the model's step, mapped
 over the replicas. Any other batch goes through the same step once, over the
 global batch, with its rows still sharded over the devices by XLA. This is
 exact for every loss, metric and layer, and no device holds more than its
-share (docs/architecture.md).
+share (docs/decisions/05-indivisible-batches.md).
 """
 
 import functools
