@@ -20,7 +20,7 @@ from keras_strategies._core.names import versions as _versions
 from keras_strategies._core.names.lazy_names import lazy_names as _lazy_names
 from keras_strategies.keras_bridge import backend as _backend
 
-__version__ = "0.1.0.dev0"
+__version__ = "0.1.0"
 
 _MODULES = {
     "callbacks": "",

@@ -1011,7 +1011,7 @@ def test_stateless_apply_goes_through_apply():
 
 def test_loss_scaling_has_a_stateless_apply_of_its_own():
     cls = keras.optimizers.LossScaleOptimizer
-    assert "stateless_apply" in vars(cls), "it by-passes `apply`"
+    assert "stateless_apply" in vars(cls), "it bypasses `apply`"
     assert "scale_loss" in vars(cls)
     assert "scale_loss" in vars(BaseOptimizer)
 
