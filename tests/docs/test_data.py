@@ -77,7 +77,7 @@ def rows_of_table(heading):
 
 
 def test_every_kind_of_data_of_the_table_has_a_case():
-    for row in rows_of_table("What may be given"):
+    for row in rows_of_table("Supported inputs"):
         starts = [s for s in {*GIVEN, *ELSEWHERE} if row.startswith(s)]
         assert len(starts) == 1, row
 
