@@ -1,49 +1,195 @@
-"""The words of the package: each module's first line names its subject."""
+"""The words of the package: summaries, messages, comments and names."""
 
 import ast
+import io
 import pathlib
 import re
+import tokenize
 
 import pytest
 
 pytestmark = pytest.mark.quick
 
 FOLDER = pathlib.Path(__file__).parents[1] / "keras_strategies"
-# Questions, and verbs: what a module does is not what is in it.
-NO_NOUN = r"(What|How|Which|Who|Where|When|Whether|From|Lets|[A-Z][a-z]+ing)\b"
+FUNCTIONS = ast.FunctionDef | ast.AsyncFunctionDef
+QUESTIONS = (
+    r"(What|Where|Who|Whose|Whom|Why|How|When|Which|Of|As|Until|If|From|By)\b"
+)
+# Capitalized words that end in "s" and are not verbs.
+NO_VERB = re.compile(
+    r"(This|Its|As|Rows|Bytes|Names|Arrays|Files|Values|Figures|Batches|Steps"
+    r"|Variables|Shapes|Devices|Processes|Entries|Models|Numbers|Results|Slots"
+    r"|Seeds|Keys|Paths|Errors|Columns|Lines|Replicas|Positions|Messages|Facts"
+    r"|Layers|Losses|Metrics)\b"
+)
+# As "_made" and "shown": they name neither what is done nor what comes out.
+PARTICIPLE = re.compile(
+    r"_*([a-z]+ed|made|shown|told|held|given|taken|written|found|known|chosen"
+    r"|drawn|grown|sent|kept|left|built|said|laid|bound|hidden|broken)"
+)
+# Functions whose participle is an adjective or a verb that ends so.
+NAMED = re.compile(r"_*(feed|seed|need|set|serialized)")  # One is tf's.
+RULE = re.compile(
+    r"\b(must|should|cannot|can|could not|couldn't|may|not|no|only|needs?"
+    r"|expect\w*|requires?|required|unknown|invalid|too|missing|already"
+    r"|differ\w*|fail\w*|without|bound to another)\b",
+    re.I,
+)
+WORDS = {
+    r"\b(nobody|somebody)\b": "a person is meant by no code",
+    r"\b(lie|lies|lay|lays|laid|lying)\b": '"is", "is stored", "is placed"',
+    r"\b(alike|anew|meanwhile)\b": '"equally", "again", "in between"',
+    r"\b(as|equally) many\b": '"the same number of"',
+    r"\b[Ii]t is none\b": '"is not one"',
+}
 
 
-def find_fault(first):
-    """What is wrong with a module's first line, or None."""
-    if re.match(NO_NOUN, first):
-        return "does not begin with a noun"
-    if not re.match(r"[A-Z`]|(grain|torch|model_to|train_and)", first):
-        return "begins in the middle"
-    if not first.endswith((".", ":")):
-        return "goes on in a second line"
+def summary_fault(doc, kind):
+    """Returns what is wrong with a docstring's first line, or None."""
+    first = doc.splitlines()[0]
+    if re.match(QUESTIONS, first):
+        return "begins with a question word"
+    if kind == "function" and (
+        not re.match(r"([A-Z][a-z]+s|See|No-op)\b", first)
+        or NO_VERB.match(first)
+    ):
+        return "does not begin with a verb in the third person"
+    if kind == "module" and not first.endswith((".", ":")):
+        return "continues in a second line"
     return None
 
 
-def test_modules_begin_with_their_subject():
-    faults = []
-    for path in sorted(FOLDER.rglob("*.py")):
-        doc = ast.get_docstring(ast.parse(path.read_text("utf-8")))
-        first = doc.splitlines()[0]
-        if fault := find_fault(first):
-            faults.append(f"{path.relative_to(FOLDER)}: {fault}: {first}")
+def name_fault(name):
+    """Returns what is wrong with a function's name, or None."""
+    if PARTICIPLE.fullmatch(name) and not NAMED.fullmatch(name):
+        return "is a bare participle"
+    return None
+
+
+def message_fault(text):
+    """Returns what is wrong with an error's message, or None.
+
+    Its rule, in front of "Received", is an obligation or names the fault.
+    """
+    rule, is_there, _ = text.partition("Received")
+    if is_there and rule.strip() and not RULE.search(rule):
+        return 'states its rule as a fact: write "must be"'
+    return None
+
+
+def word_faults(text):
+    """Yields the words of a text that have a plainer one."""
+    for pattern, better in WORDS.items():
+        if match := re.search(pattern, text):
+            yield f"{match[0]!r}: {better}"
+
+
+def kinds_of(tree):
+    """Yields the documented nodes of a module: (node, kind)."""
+    yield tree, "module"
+    for node in ast.walk(tree):
+        if isinstance(node, ast.ClassDef):
+            yield node, "class"
+        elif isinstance(node, FUNCTIONS):
+            decorators = [ast.unparse(d) for d in node.decorator_list]
+            is_property = any("property" in name for name in decorators)
+            yield node, "property" if is_property else "function"
+
+
+def texts_of(source, tree):
+    """Yields the comments and strings of a module: (line, text)."""
+    for token in tokenize.generate_tokens(io.StringIO(source).readline):
+        if token.type == tokenize.COMMENT:
+            yield token.start[0], token.string
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Constant) and isinstance(node.value, str):
+            yield node.lineno, node.value
+
+
+def message_of(node):
+    """Returns the text of a raised error, without what is filled in."""
+    parts = [
+        part.value
+        for part in ast.walk(node)
+        if isinstance(part, ast.Constant) and isinstance(part.value, str)
+    ]
+    return "".join(parts)
+
+
+def faults_in(source):
+    """Yields the faults of a module: (line, fault)."""
+    tree = ast.parse(source)
+    for node, kind in kinds_of(tree):
+        line = getattr(node, "lineno", 1)
+        doc = ast.get_docstring(node)
+        if doc and (fault := summary_fault(doc, kind)):
+            yield line, f"{doc.splitlines()[0]!r} {fault}"
+        if kind == "function" and (fault := name_fault(node.name)):
+            yield line, f"{node.name} {fault}"
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Raise) and isinstance(node.exc, ast.Call):
+            text = message_of(node.exc)
+            if fault := message_fault(text):
+                yield node.lineno, f"{text[:60]!r} {fault}"
+    for line, text in texts_of(source, tree):
+        for fault in word_faults(text):
+            yield line, fault
+
+
+def test_the_package_reads_as_plain_english():
+    faults = [
+        f"{path.relative_to(FOLDER)}:{line}: {fault}"
+        for path in sorted(FOLDER.rglob("*.py"))
+        for line, fault in faults_in(path.read_text("utf-8"))
+    ]
     assert not faults, "\n".join(faults)
 
 
+SOURCE = """\
+"Values of a thing."
+
+
+class Thing:
+    "A thing."
+
+    @property
+    def size(self):
+        "The number of rows."
+
+    def {name}(self):
+        "{summary}"
+        # {comment}
+        raise ValueError("{message}")
+"""
+GOOD = {
+    "name": "make_rows",
+    "summary": "Returns the rows.",
+    "comment": "It is stored.",
+    "message": "`x` must be 3. Received: 4. Pass 3.",
+}
+
+
 @pytest.mark.parametrize(
-    ("first", "is_good"),
+    ("change", "fault"),
     [
-        ("The state of a running fit.", True),
-        ("`Strategy.describe`: the mesh drawn.", True),
-        ("What a fit is made of.", False),
-        ("Making a source in every process.", False),
-        ("The progress of this process, told by", False),
-        ("and others.", False),
+        ({}, None),
+        ({"name": "_made"}, "participle"),
+        ({"name": "seed"}, None),
+        ({"summary": "What the rows are."}, "question word"),
+        ({"summary": "Of each the rows."}, "question word"),
+        ({"summary": "The rows."}, "verb"),
+        ({"summary": "Rows of the batch."}, "verb"),
+        ({"comment": "Nobody, or somebody."}, "no code"),
+        ({"comment": "It lies there."}, "is stored"),
+        ({"comment": "It is none."}, "is not one"),
+        ({"message": "`x` is 3. Received: 4."}, "must be"),
+        ({"message": "There is no x. Received: 4."}, None),
     ],
 )
-def test_faults_are_found(first, is_good):
-    assert (find_fault(first) is None) == is_good
+def test_faults_are_found(change, fault):
+    found = [text for _, text in faults_in(SOURCE.format(**GOOD | change))]
+    if fault is None:
+        assert found == []
+    else:
+        assert len(found) == 1
+        assert fault in found[0]

@@ -24,7 +24,7 @@ from keras_strategies.checkpoint.directory.documents import (
     VERSION,
     read_document,
 )
-from keras_strategies.cluster.addresses import shown
+from keras_strategies.cluster.addresses import shorten
 from keras_strategies.cluster.array_kinds import parse_dtype
 from keras_strategies.keras_bridge.variables.shardings import sharding_of
 
@@ -227,8 +227,8 @@ def make_targets(
         if kind is None:
             raise ValueError(
                 "The arrays of a checkpoint must have known dtypes. "
-                f"Received: {shown(dtype)}. Use an earlier checkpoint, or the "
-                "versions of jax and numpy that wrote it."
+                f"Received: {shorten(dtype)}. Use an earlier checkpoint, or "
+                "the versions of jax and numpy that wrote it."
             )
         restored.setdefault(STATE, {})[name] = np.empty(shape, kind)
     return restored

@@ -12,7 +12,7 @@ from keras_strategies.checkpoint.directory.names import find_steps
 from keras_strategies.checkpoint.directory.retention import Keep
 from keras_strategies.checkpoint.storage import Storage
 from keras_strategies.checkpoint.weights import open_checkpoint
-from keras_strategies.cluster.addresses import shown
+from keras_strategies.cluster.addresses import shorten
 from keras_strategies.keras_bridge.variables.model_variables import (
     all_variables,
 )
@@ -139,7 +139,7 @@ class Checkpoint:
         if len(steps) > 2:
             raise ValueError(
                 "`write` must have a folder for one checkpoint, which it "
-                f"replaces. Received: {shown(str(file_prefix))}, which has "
+                f"replaces. Received: {shorten(str(file_prefix))}, which has "
                 f"{len(steps)} checkpoints. Use `save`, or give another "
                 "folder."
             )
@@ -214,7 +214,7 @@ class CheckpointStatus:
             raise ValueError(
                 "All values of a checkpoint must be restored. Received: "
                 f"{self._path}, which also has "
-                f"{', '.join(map(shown, self._others))}. Give them to "
+                f"{', '.join(map(shorten, self._others))}. Give them to "
                 "`Checkpoint`, or call `expect_partial()`."
             )
         return self

@@ -16,7 +16,7 @@ from keras_strategies.checkpoint.averages import (
 from keras_strategies.checkpoint.directory.names import find_steps, parse_step
 from keras_strategies.checkpoint.directory.retention import Keep
 from keras_strategies.checkpoint.storage import Storage
-from keras_strategies.cluster.addresses import shown
+from keras_strategies.cluster.addresses import shorten
 from keras_strategies.keras_bridge.callbacks.fit_state import group_variables
 
 _WEIGHTS = ("weights", "seeds")
@@ -71,8 +71,8 @@ def open_checkpoint(
         elif (step := storage.peek_newest()) is None:
             raise FileNotFoundError(
                 "The path must contain a valid checkpoint. Received: "
-                f"{shown(str(path))}, which contains no valid checkpoint. Give "
-                "`latest_checkpoint(directory)`."
+                f"{shorten(str(path))}, which contains no valid checkpoint. "
+                "Give `latest_checkpoint(directory)`."
             )
         yield storage, step
 
@@ -125,7 +125,7 @@ def load_weights(
     if not isinstance(model, keras.Model):
         raise TypeError(
             "The first argument of `load_weights` must be a model. Received: "
-            f"{shown(model)} of type {type(model).__name__}. Write "
+            f"{shorten(model)} of type {type(model).__name__}. Write "
             "`load_weights(model, path)`."
         )
     groups = _make_groups(model)
@@ -202,8 +202,8 @@ def _select_object(
         if name not in names:
             raise ValueError(
                 "`name` must be the model's name in the checkpoint. Received: "
-                f"{shown(name)}; {where} contains "
-                f"{', '.join(map(shown, names))}. Give one of them."
+                f"{shorten(name)}; {where} contains "
+                f"{', '.join(map(shorten, names))}. Give one of them."
             )
         names = [name]
     fitting = {
@@ -215,7 +215,7 @@ def _select_object(
     if len(fitting) > 1:
         raise ValueError(
             "Weights must come from one object of a checkpoint. Received: "
-            f"{where}, where {', '.join(map(shown, fitting))} match "
+            f"{where}, where {', '.join(map(shorten, fitting))} match "
             f"{model.name!r}. Choose one: `name={next(iter(fitting))!r}`."
         )
     # If none matches, the error lists the differences from the named group.

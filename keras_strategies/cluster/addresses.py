@@ -17,7 +17,7 @@ _HOST = re.compile(r"[A-Za-z0-9_]([A-Za-z0-9_.-]*[A-Za-z0-9_])?\.?", re.ASCII)
 _CURE = "Write it as `host:port`, with an IPv6 address as `[::1]:2222`."
 
 
-def shown(value: object) -> str:
+def shorten(value: object) -> str:
     """Returns a value's repr for an error message, truncated."""
     if isinstance(value, int) and abs(value) >= 10**_MAX_SHOWN:
         # Python refuses to convert an int with thousands of digits to a str.
@@ -55,7 +55,7 @@ def check_address(address: str, what: str) -> None:
     if fault:
         raise ValueError(
             f"The address of {what} must be `host:port`, but {fault}. "
-            f"Received: {shown(address)}. {_CURE}"
+            f"Received: {shorten(address)}. {_CURE}"
         )
 
 
@@ -83,7 +83,7 @@ def parse_index(value: object, what: str) -> int:
     """
     if isinstance(value, bool) or not isinstance(value, int | str):
         raise TypeError(
-            f"{what} must be an integer. Received: {shown(value)} of type "
+            f"{what} must be an integer. Received: {shorten(value)} of type "
             f"{type(value).__name__}. Write it as 0, 1, 2, ..."
         )
     if isinstance(value, str):
@@ -95,7 +95,7 @@ def parse_index(value: object, what: str) -> int:
     if not 0 <= index < MAX_TASKS:
         raise ValueError(
             f"{what} must be from 0 to {MAX_TASKS - 1}. Received: "
-            f"{shown(value)}. Number the tasks of a job 0, 1, 2, ..."
+            f"{shorten(value)}. Number the tasks of a job 0, 1, 2, ..."
         )
     return index
 
@@ -148,7 +148,7 @@ def read_number(
     if number < 0 or not least <= number <= most:
         raise ValueError(
             f"{name} must be an integer from {least} to {most}. Received: "
-            f"{shown(text)}. It is set by {setter}: check what else sets it."
+            f"{shorten(text)}. It is set by {setter}: check what else sets it."
         )
     return number
 

@@ -5,7 +5,7 @@ import numbers
 from types import UnionType
 from typing import Any
 
-from keras_strategies.cluster.addresses import MAX_PORT, shown
+from keras_strategies.cluster.addresses import MAX_PORT, shorten
 
 Kind = type | UnionType | tuple[type, ...]
 
@@ -44,7 +44,7 @@ def check_number(
     if value is None or isinstance(value, bool) or not is_number:
         kind = "an integer" if is_whole else "a number"
         raise TypeError(
-            f"{name} must be {kind}. Received: {shown(value)} of type "
+            f"{name} must be {kind}. Received: {shorten(value)} of type "
             f"{type(value).__name__}. {cure}"
         )
     number: Any = value
@@ -56,7 +56,7 @@ def check_number(
     ):
         if not is_met:
             raise ValueError(
-                f"{name} must be {rule}. Received: {shown(value)}. {cure}"
+                f"{name} must be {rule}. Received: {shorten(value)}. {cure}"
             )
 
 
@@ -74,7 +74,7 @@ def check_type(
     """
     if not isinstance(value, kind):
         raise TypeError(
-            f"{name} must be {what}. Received: {shown(value)} of type "
+            f"{name} must be {what}. Received: {shorten(value)} of type "
             f"{type(value).__name__}. {cure}"
         )
 

@@ -4,7 +4,7 @@ import dataclasses
 from collections.abc import Mapping
 from typing import Any
 
-from keras_strategies.cluster.addresses import parse_index, shown
+from keras_strategies.cluster.addresses import parse_index, shorten
 from keras_strategies.cluster.checks import check_type
 
 _CURE = 'Pass, for example, {"worker": ["host0:2222", "host1:2222"]}.'
@@ -97,8 +97,8 @@ class ClusterSpec:
         tasks = self._find_job(job_name)
         if isinstance(task_index, bool) or task_index not in tasks:
             raise ValueError(
-                f"No task with index {shown(task_index)} in job "
-                f"{shown(job_name)}, which has {len(tasks)}. Pass the index "
+                f"No task with index {shorten(task_index)} in job "
+                f"{shorten(job_name)}, which has {len(tasks)}. Pass the index "
                 "of one of its tasks."
             )
         return tasks[task_index]
@@ -115,10 +115,10 @@ class ClusterSpec:
     def _find_job(self, name: object) -> dict[int, str]:
         if not isinstance(name, str) or name not in self._tasks:
             raise ValueError(
-                f"No such job in cluster: {shown(name)}. The cluster has the "
-                f"jobs {shown(self.jobs)}. Pass one of them. If this process's "
-                "type and index are not known yet, set `task_type` and "
-                "`task_id`."
+                f"No such job in cluster: {shorten(name)}. The cluster has the "
+                f"jobs {shorten(self.jobs)}. Pass one of them. If this "
+                "process's type and index are not known yet, set `task_type` "
+                "and `task_id`."
             )
         return self._tasks[name]
 
@@ -182,21 +182,21 @@ def _read_tasks(job: str, tasks: object) -> dict[int, str]:
         pairs = list(enumerate(tasks))
     elif isinstance(tasks, Mapping):
         pairs = [
-            (parse_index(index, f"An index of job {shown(job)}"), address)
+            (parse_index(index, f"An index of job {shorten(job)}"), address)
             for index, address in tasks.items()
         ]
     else:
         raise TypeError(
-            f"The tasks of job {shown(job)} must be a list of addresses or a "
+            f"The tasks of job {shorten(job)} must be a list of addresses or a "
             "dict from indices to addresses. Received: an object of type "
             f"{type(tasks).__name__}. {_CURE}"
         )
     for index, address in pairs:
-        name = f"The address of task {index} of job {shown(job)}"
+        name = f"The address of task {index} of job {shorten(job)}"
         check_type(name, address, str, "a str", _CURE)
     if len(dict(pairs)) != len(pairs):
         raise ValueError(
-            f"Each task of job {shown(job)} must have one address. Received: "
+            f"Each task of job {shorten(job)} must have one address. Received: "
             f"an index twice, as a number and as text. {_CURE}"
         )
     return dict(pairs)

@@ -5,7 +5,7 @@ from typing import Any, Protocol
 from keras_strategies.cluster.addresses import (
     check_address,
     parse_index,
-    shown,
+    shorten,
 )
 from keras_strategies.cluster.spec import ClusterSpec, TaskInfo
 
@@ -140,7 +140,7 @@ def check_roles(spec: ClusterSpec) -> None:
             raise ValueError(
                 "The jobs of a cluster must be among "
                 f"{', '.join(map(repr, ROLES))}. "
-                f"Received: a job {shown(job)}. {_suggest_role(job)}"
+                f"Received: a job {shorten(job)}. {_suggest_role(job)}"
             )
     for job in ("chief", "evaluator"):
         if count_tasks(spec, job) > 1:
@@ -166,7 +166,7 @@ def check_addresses(spec: ClusterSpec) -> None:
             if first != owner:
                 raise ValueError(
                     "Tasks must have different addresses. Received: "
-                    f"{shown(address)} for {first} and for {owner}. Give "
+                    f"{shorten(address)} for {first} and for {owner}. Give "
                     "tasks of one host different ports."
                 )
 
@@ -181,7 +181,7 @@ def _make_lone_task(task_type: str | None, task_id: int | None) -> TaskInfo:
     if task_id not in (None, 0):
         raise ValueError(
             "A process without a cluster must be task 0. Received: task "
-            f"{shown(task_id)} and no cluster: several processes would train "
+            f"{shorten(task_id)} and no cluster: several processes would train "
             "separately, and write to the same files. Pass the cluster (in "
             'TF_CONFIG: its "cluster"), or omit the task.'
         )
@@ -211,7 +211,7 @@ def _check_task(task_type: str | None, task_id: int | None) -> tuple[str, int]:
     if task_type not in ROLES:
         raise ValueError(
             f"A task's type must be one of {', '.join(map(repr, ROLES))}. "
-            f"Received: {shown(task_type)}. {_suggest_role(task_type)}"
+            f"Received: {shorten(task_type)}. {_suggest_role(task_type)}"
         )
     return task_type, index
 
@@ -232,7 +232,7 @@ def _list_training_addresses(
     if not addresses:
         raise ValueError(
             "A cluster must have a 'chief' or a 'worker' task. Received: the "
-            f"jobs {shown(spec.jobs)}. Add the processes that train."
+            f"jobs {shorten(spec.jobs)}. Add the processes that train."
         )
     if None in addresses:
         raise ValueError(

@@ -9,7 +9,7 @@ import os
 import stat
 from typing import Any, NoReturn
 
-from keras_strategies.cluster.addresses import shown
+from keras_strategies.cluster.addresses import shorten
 
 MAX_DEPTH = 64
 """The maximum nesting of arrays and objects."""
@@ -108,7 +108,7 @@ def _make_dict(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     if len(entries) < len(pairs):
         counts = collections.Counter(name for name, _ in pairs)
         name = counts.most_common(1)[0][0]
-        raise _FaultError(f"it contains the key {shown(name)} twice")
+        raise _FaultError(f"it contains the key {shorten(name)} twice")
     return entries
 
 

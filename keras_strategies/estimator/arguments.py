@@ -5,7 +5,7 @@ import inspect
 from collections.abc import Callable, Iterable
 from typing import Any
 
-from keras_strategies.cluster.addresses import shown
+from keras_strategies.cluster.addresses import shorten
 from keras_strategies.cluster.checks import check_number, check_type
 
 _OF_SESSIONS = ("begin", "after_create_session", "before_run", "after_run")
@@ -50,7 +50,7 @@ def check_input_fn(input_fn: object) -> None:
     """Raises TypeError unless an `input_fn` is callable."""
     if not callable(input_fn):
         raise TypeError(
-            f"`input_fn` must be callable. Received: {shown(input_fn)} of "
+            f"`input_fn` must be callable. Received: {shorten(input_fn)} of "
             f"type {type(input_fn).__name__}. Wrap the data: "
             "`input_fn=lambda: (features, labels)`."
         )
@@ -89,7 +89,7 @@ def check_name(name: str | None) -> None:
     if "/" in name or "\\" in name or "\0" in name:
         raise ValueError(
             "`name` must be a valid part of a folder's name. Received: "
-            f"{shown(name)}. Remove the slashes."
+            f"{shorten(name)}. Remove the slashes."
         )
 
 
@@ -135,7 +135,7 @@ def check_listeners(listeners: object) -> tuple[Any, ...]:
         if missing or isinstance(listener, type):
             raise TypeError(
                 "All saving_listeners must be like `CheckpointSaverListener`. "
-                f"Received: {shown(listener)} of type "
+                f"Received: {shorten(listener)} of type "
                 f"{type(listener).__name__}, without "
                 f"{', '.join(missing) or 'an instance'}. Derive it from "
                 "`ks.estimator.CheckpointSaverListener`."
@@ -170,7 +170,7 @@ def _as_tuple(values: object, name: str) -> tuple[Any, ...]:
         return ()
     if isinstance(values, str) or not isinstance(values, Iterable):
         raise TypeError(
-            f"`{name}` must be a list. Received: {shown(values)} of type "
+            f"`{name}` must be a list. Received: {shorten(values)} of type "
             f"{type(values).__name__}. Put it in brackets: [{name[:-1]}]."
         )
     return tuple(values)
@@ -195,5 +195,5 @@ def _explain_refusal(hook: object, name: str) -> str:
         cure = "Derive it from `keras.callbacks.Callback`."
     return (
         f"All `{name}` must be `keras.callbacks.Callback` instances. "
-        f"Received: {shown(hook)} of type {kind.__name__}. {cure}"
+        f"Received: {shorten(hook)} of type {kind.__name__}. {cure}"
     )

@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 
 from keras_strategies.checkpoint import reading
-from keras_strategies.cluster.addresses import shown
+from keras_strategies.cluster.addresses import shorten
 from keras_strategies.estimator import (
     engine,
     exporting,
@@ -341,7 +341,7 @@ def _resolve_config(config: object, model_dir: object) -> RunConfig:
     if not isinstance(config, RunConfig):
         raise ValueError(
             "config must be an instance of `RunConfig`. Received: "
-            f"{shown(config)} of type {type(config).__name__}. Create one: "
+            f"{shorten(config)} of type {type(config).__name__}. Create one: "
             "`ks.estimator.RunConfig(...)`."
         )
     if isinstance(model_dir, os.PathLike):
@@ -350,8 +350,8 @@ def _resolve_config(config: object, model_dir: object) -> RunConfig:
         if config.model_dir is not None and config.model_dir != model_dir:
             raise ValueError(
                 "`model_dir` are set both in constructor and `RunConfig`, but "
-                f"with different values. Received: {shown(model_dir)} and "
-                f"{shown(config.model_dir)}. Pass it once."
+                f"with different values. Received: {shorten(model_dir)} and "
+                f"{shorten(config.model_dir)}. Pass it once."
             )
         return config.replace(model_dir=model_dir)
     if config.model_dir is not None:

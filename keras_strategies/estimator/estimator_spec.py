@@ -5,7 +5,7 @@ from collections.abc import Iterable, Mapping
 from typing import TYPE_CHECKING, Any
 
 from keras_strategies._types import Tree
-from keras_strategies.cluster.addresses import shown
+from keras_strategies.cluster.addresses import shorten
 from keras_strategies.cluster.checks import check_type
 from keras_strategies.estimator.arguments import check_hooks
 
@@ -127,7 +127,7 @@ class EstimatorSpec:
         if self.mode not in MODES:
             raise ValueError(
                 f"`mode` must be one of {MODES}. Received: "
-                f"{shown(self.mode)}. Pass on the `mode` of the `model_fn`."
+                f"{shorten(self.mode)}. Pass on the `mode` of the `model_fn`."
             )
         _check_model(self.model)
         _check_compiled(self)
@@ -205,7 +205,7 @@ def _check_loss(loss: Tree) -> None:
         if is_tensor(part) or not callable(part):
             raise TypeError(
                 "loss must be a loss of Keras, its name, or a function of "
-                f"(y_true, y_pred). Received: {shown(part)} of type "
+                f"(y_true, y_pred). Received: {shorten(part)} of type "
                 f"{type(part).__name__}. Graph tensors are not supported: "
                 "pass `keras.losses.MeanSquaredError()` instead of its value. "
                 "Add a loss of other tensors by `add_loss` of a layer or the "
@@ -226,7 +226,7 @@ def _check_predictions(predictions: Tree) -> None:
             raise TypeError(
                 "predictions must be names of the model's outputs, its "
                 "symbolic tensors, or functions of its outputs. Received: "
-                f"{shown(part)} of type {type(part).__name__}. Graph tensors "
+                f"{shorten(part)} of type {type(part).__name__}. Graph tensors "
                 "are not supported: pass `lambda outputs: outputs.argmax(-1)` "
                 "instead of a value."
             )
@@ -244,13 +244,13 @@ def _check_metrics(metrics: Mapping[str, Any] | None) -> None:
         if not isinstance(name, str) or not name:
             raise TypeError(
                 "Keys of eval_metric_ops must be names. Received: "
-                f"{shown(name)}. Use a name for each metric."
+                f"{shorten(name)}. Use a name for each metric."
             )
         if name in _RESERVED_RESULTS:
             raise ValueError(
                 f"Metric with name {name!r} is not allowed, because every "
                 "evaluation already has a result of that name. Received: "
-                f"{shown(metric)}. Use another name."
+                f"{shorten(metric)}. Use another name."
             )
         if isinstance(metric, keras.metrics.Metric | str):
             continue
@@ -258,7 +258,7 @@ def _check_metrics(metrics: Mapping[str, Any] | None) -> None:
             raise TypeError(
                 "Values of eval_metric_ops must be metrics of Keras, their "
                 "names, or functions of (y_true, y_pred). Received: "
-                f"{shown(metric)} of type {type(metric).__name__} for key: "
+                f"{shorten(metric)} of type {type(metric).__name__} for key: "
                 f"{name}. Graph tensors are not supported: pass "
                 "`keras.metrics.SparseCategoricalAccuracy()` instead of a "
                 "pair (value, update_op)."
@@ -271,7 +271,7 @@ def _check_export_outputs(outputs: object) -> None:
     if not isinstance(outputs, Mapping):
         raise TypeError(
             "export_outputs must be dict. Received: "
-            f"{shown(outputs)} of type {type(outputs).__name__}. Omit it: an "
+            f"{shorten(outputs)} of type {type(outputs).__name__}. Omit it: an "
             "export has the outputs of the model."
         )
     raise ValueError(
@@ -285,7 +285,7 @@ def _check_scaffold(scaffold: object) -> None:
     if scaffold is not None:
         raise TypeError(
             "`scaffold` has no meaning without sessions. Received: "
-            f"{shown(scaffold)} of type {type(scaffold).__name__}. Use "
+            f"{shorten(scaffold)} of type {type(scaffold).__name__}. Use "
             "`warm_start_from` for initial values, and `RunConfig` for "
             "checkpoints."
         )

@@ -9,7 +9,7 @@ import shutil
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from keras_strategies.cluster.addresses import shown
+from keras_strategies.cluster.addresses import shorten
 from keras_strategies.estimator import records
 from keras_strategies.estimator.arguments import (
     check_positive,
@@ -209,7 +209,7 @@ def has_smaller_loss(
         if not result or _LOSS not in result:
             raise ValueError(
                 f"{name} cannot be empty or without a loss. Received: "
-                f"{shown(result)}. Pass a `compare_fn` for the results of "
+                f"{shorten(result)}. Pass a `compare_fn` for the results of "
                 "your evaluations to `BestExporter`."
             )
     return best_eval_result[_LOSS] > current_eval_result[_LOSS]
@@ -306,8 +306,8 @@ def check_serving(serving_input_receiver_fn: object, as_text: object) -> None:
     if serving_input_receiver_fn is not None:
         raise ValueError(
             "`serving_input_receiver_fn` has no meaning here. Received: "
-            f"{shown(serving_input_receiver_fn)}. Omit it: the exported model "
-            "takes the same features as the model of the `model_fn`. Put "
+            f"{shorten(serving_input_receiver_fn)}. Omit it: the exported "
+            "model takes the same features as the model of the `model_fn`. Put "
             "preprocessing into the model's layers."
         )
     if as_text:
@@ -322,7 +322,7 @@ def _check_compare_fn(compare_fn: object) -> None:
     if compare_fn is None or not callable(compare_fn):
         raise ValueError(
             "`compare_fn` must be a function. Received: "
-            f"{shown(compare_fn)}. Omit it to compare losses."
+            f"{shorten(compare_fn)}. Omit it to compare losses."
         )
     expected = {"best_eval_result", "current_eval_result"}
     names = set(find_argument_names(compare_fn))

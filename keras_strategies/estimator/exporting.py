@@ -16,7 +16,7 @@ import numpy as np
 
 from keras_strategies._types import Array, Tree
 from keras_strategies.checkpoint import reading
-from keras_strategies.cluster.addresses import shown
+from keras_strategies.cluster.addresses import shorten
 from keras_strategies.cluster.checks import check_type
 from keras_strategies.cluster.untrusted import open_regular
 from keras_strategies.data import batch_spec
@@ -67,7 +67,7 @@ def export(
     if mode not in MODES:
         raise ValueError(
             f"`experimental_mode` must be one of {MODES}. Received: "
-            f"{shown(mode)}. Omit it to export for serving."
+            f"{shorten(mode)}. Omit it to export for serving."
         )
     writes_saved_model = _writes_saved_model(saved_model)
     files = _check_files(assets_extra)
@@ -210,12 +210,12 @@ def _check_files(files: Mapping[str, str] | None) -> dict[str, str]:
         if not parts or ".." in parts or pathlib.PurePath(name).is_absolute():
             raise ValueError(
                 "Keys of `assets_extra` must be paths in the export. "
-                f"Received: {shown(name)}. Use a relative path without '..'."
+                f"Received: {shorten(name)}. Use a relative path without '..'."
             )
         if not os.path.isfile(source):
             raise ValueError(
                 "Values of `assets_extra` must be paths of files. Received: "
-                f"{shown(source)}, which is not a file. Correct the path."
+                f"{shorten(source)}, which is not a file. Correct the path."
             )
     return dict(files)
 

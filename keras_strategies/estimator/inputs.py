@@ -10,7 +10,7 @@ import keras
 import numpy as np
 
 from keras_strategies._types import Array, Dataset, Tree
-from keras_strategies.cluster.addresses import shown
+from keras_strategies.cluster.addresses import shorten
 from keras_strategies.data.distributed import DistributedDataset
 from keras_strategies.data.source import Source, all_rows
 from keras_strategies.data.sources.from_function import InputContext
@@ -110,7 +110,7 @@ def call_input_fn(
         if not inputs[-1].is_dataset:
             raise ValueError(
                 "An `input_fn` with `input_context` must return a dataset. "
-                f"Received: arrays, from {shown(input_fn)}. {_CURE}"
+                f"Received: arrays, from {shorten(input_fn)}. {_CURE}"
             )
         x = inputs[-1].x
         return _Replayable(x) if isinstance(x, Iterator) else x
@@ -173,7 +173,7 @@ def _make_input(data: Dataset, mode: str) -> Input:
     is_data &= not isinstance(data, str | bytes | tuple | Mapping)
     if not is_data:
         raise TypeError(
-            f"An `input_fn` must return data. Received: {shown(data)} of "
+            f"An `input_fn` must return data. Received: {shorten(data)} of "
             f"type {type(data).__name__}. {_CURE}"
         )
     return Input(

@@ -10,7 +10,7 @@ from typing import Any
 import keras
 
 from keras_strategies._types import Array, Tree
-from keras_strategies.cluster.addresses import shown
+from keras_strategies.cluster.addresses import shorten
 from keras_strategies.estimator.arguments import find_argument_names
 from keras_strategies.estimator.config.run_config import RunConfig
 from keras_strategies.estimator.estimator_spec import EstimatorSpec, ModeKeys
@@ -59,7 +59,7 @@ def check_model_fn(model_fn: object, params: object) -> None:
         )
     if not callable(model_fn):
         raise TypeError(
-            f"model_fn must be a function. Received: {shown(model_fn)} of "
+            f"model_fn must be a function. Received: {shorten(model_fn)} of "
             f"type {type(model_fn).__name__}. For an existing model use "
             "`ks.estimator.model_to_estimator`."
         )
@@ -122,7 +122,7 @@ def make(
     else:
         raise ValueError(
             "model_fn should return an EstimatorSpec, or a compiled "
-            f"keras.Model. Received: {shown(result)} of type "
+            f"keras.Model. Received: {shorten(result)} of type "
             f"{type(result).__name__}. Return "
             "`ks.estimator.EstimatorSpec(mode, model=model, ...)`."
         )
@@ -163,7 +163,7 @@ def _check_labels(model: keras.Model, labels: Tree) -> None:
     if labels is None and not has_custom_steps and getattr(model, "loss", None):
         raise ValueError(
             "The data must contain labels for the loss. Received: data "
-            f"without labels, and the loss {shown(model.loss)}. Have the "
+            f"without labels, and the loss {shorten(model.loss)}. Have the "
             "`input_fn` return (features, labels); if the features are also "
             "the labels, (features, features)."
         )

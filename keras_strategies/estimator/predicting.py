@@ -7,7 +7,7 @@ import keras
 import numpy as np
 
 from keras_strategies._types import Array, Tree
-from keras_strategies.cluster.addresses import shown
+from keras_strategies.cluster.addresses import shorten
 from keras_strategies.estimator.inputs import Input
 from keras_strategies.estimator.model_fns import ModelBundle
 from keras_strategies.keras_bridge.loops.scope_hooks import is_built
@@ -27,7 +27,7 @@ def check_keys(keys: Iterable[str] | str | None) -> tuple[str, ...] | None:
     if not all(isinstance(name, str) for name in names):
         raise TypeError(
             "`predict_keys` must be names of predictions. Received: "
-            f"{shown(keys)}. Pass a str or a list of them, or None for all."
+            f"{shorten(keys)}. Pass a str or a list of them, or None for all."
         )
     return names or None
 
@@ -109,7 +109,7 @@ def iter_rows(predictions: Tree) -> Iterator[Tree]:
     if isinstance(predictions, tuple) or not np.iterable(predictions):
         raise ValueError(
             "Predictions must be an array or a dict of arrays to be split "
-            f"into rows. Received: {shown(predictions)} of type "
+            f"into rows. Received: {shorten(predictions)} of type "
             f"{type(predictions).__name__}. Have `predictions` of the "
             "EstimatorSpec name them in a dict, or pass "
             "`yield_single_examples=False` to get batches."

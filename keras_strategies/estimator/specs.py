@@ -4,7 +4,7 @@ import dataclasses
 from collections.abc import Callable, Iterable
 from typing import Any
 
-from keras_strategies.cluster.addresses import shown
+from keras_strategies.cluster.addresses import shorten
 from keras_strategies.cluster.checks import check_type
 from keras_strategies.estimator.arguments import (
     check_hooks,
@@ -175,8 +175,8 @@ def _check_exporters(exporters: Any) -> tuple[Exporter, ...]:
             )
         if not isinstance(name, str):
             raise ValueError(
-                f"An Exporter must have a string name. Received: {shown(name)} "
-                f"of type {type(name).__name__}. Use a name such as 'best'."
+                "An Exporter must have a string name. Received: "
+                f"{shorten(name)} of type {type(name).__name__}. Use a name such as 'best'."
             )
         check_name(name)
     if len(set(names)) < len(names):

@@ -10,7 +10,7 @@ from typing import Any
 import keras
 
 from keras_strategies.checkpoint import contents, reading
-from keras_strategies.cluster.addresses import shown
+from keras_strategies.cluster.addresses import shorten
 from keras_strategies.cluster.checks import check_type
 
 _logger = logging.getLogger(__name__)
@@ -66,7 +66,7 @@ class WarmStartSettings:
         if self.var_name_to_vocab_info:
             raise ValueError(
                 "`var_name_to_vocab_info` has no meaning here. Received: "
-                f"{shown(self.var_name_to_vocab_info)}. Omit it, and reorder "
+                f"{shorten(self.var_name_to_vocab_info)}. Omit it, and reorder "
                 "the rows of the embedding before training."
             )
         for pattern in _list_patterns(self.vars_to_warm_start):

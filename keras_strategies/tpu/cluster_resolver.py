@@ -15,7 +15,7 @@ from keras_strategies.cluster.addresses import (
     join_address,
     read_number,
     read_port,
-    shown,
+    shorten,
 )
 from keras_strategies.cluster.checks import check_type
 from keras_strategies.cluster.resolvers.resolver import (
@@ -329,7 +329,7 @@ def _check_name(tpu: str | None, environ: Mapping[str, str]) -> str:
     known = f"{this_tpu!r}" if this_tpu else "not set"
     raise ValueError(
         "`tpu` must be this host's TPU: a program cannot connect to another "
-        f"one. Received: tpu={shown(tpu)}, and TPU_NAME is {known}. Pass '' "
+        f"one. Received: tpu={shorten(tpu)}, and TPU_NAME is {known}. Pass '' "
         "(this host's TPU with all its hosts), 'local' (only this host) or "
         "the value of TPU_NAME. To compile for another TPU, use "
         "`ks.TPUStrategy.for_topology('v5e:4x4')`."

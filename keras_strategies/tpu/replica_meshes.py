@@ -35,8 +35,8 @@ def choose_assignment(
     """
     if assignment is not None and experimental is not None:
         raise ValueError(
-            "`experimental_device_assignment` is another name for "
-            "`device_assignment`. Received: both. Pass only one."
+            "`experimental_device_assignment` and `device_assignment` must not "
+            "be passed together. Received: both. Pass only one."
         )
     return experimental if assignment is None else assignment
 

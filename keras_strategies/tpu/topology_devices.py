@@ -45,8 +45,8 @@ def make_tpu_devices(
         reason = str(error).splitlines()[0]
         if _IN_USE in reason:
             raise RuntimeError(
-                "libtpu, which compiles for TPUs, supports one process per "
-                f"machine at a time. Received: name={name!r}, while another "
+                "libtpu, which compiles for TPUs, supports only one process at "
+                f"a time on a machine. Received: name={name!r}, while another "
                 "process uses it. Wait for that process, or set the "
                 "environment variable ALLOW_MULTIPLE_LIBTPU_LOAD=1 on a "
                 "machine without a TPU."

@@ -265,7 +265,7 @@ def ks_testing():
     return testing
 
 
-def shown(renderable):
+def shorten(renderable):
     out = io.StringIO()
     Console(file=out, width=100).print(renderable)
     return out.getvalue()
@@ -274,7 +274,7 @@ def shown(renderable):
 def test_a_box_has_a_replicas_cores():
     devices = make_slice((4, 2, 1), host=(2, 2, 1))
     mesh = ReplicaMesh(devices=devices, cores_per_replica=2)
-    text = shown(describe.draw_mesh(mesh))
+    text = shorten(describe.draw_mesh(mesh))
     assert "4 replicas on axis 'replica', each of 2 cores on axis" in text
     assert text.count("process") == 3  # The heading's, and two.
     lines = text.splitlines()

@@ -14,7 +14,7 @@ from typing import Any
 
 import jax
 
-from keras_strategies.cluster.addresses import shown
+from keras_strategies.cluster.addresses import shorten
 from keras_strategies.cluster.exchange.exit_codes import Stalled
 from keras_strategies.cluster.exchange.greetings import clean_text
 from keras_strategies.cluster.exchange.kv_store import get_client
@@ -274,7 +274,7 @@ def read_waiting_limit() -> float:
     if not seconds > 0:
         raise ValueError(
             f"The environment variable {TIMEOUT} must be a positive number of "
-            f"seconds. Received: {shown(text)}. Unset it for the default of "
+            f"seconds. Received: {shorten(text)}. Unset it for the default of "
             f"{_TIMEOUT_S:.0f}."
         )
     return seconds

@@ -12,7 +12,7 @@ from typing import NoReturn
 
 import jax
 
-from keras_strategies.cluster.addresses import check_address, shown
+from keras_strategies.cluster.addresses import check_address, shorten
 from keras_strategies.cluster.exchange.job_secret import read_secret
 from keras_strategies.cluster.exchange.rendezvous import (
     RendezvousError,
@@ -133,7 +133,7 @@ def _add_slices_to_error() -> Iterator[None]:
         if not text:
             raise
         raise RendezvousError(
-            f"{error} {_NUM_SLICES} is {shown(text)} here; it must be the "
+            f"{error} {_NUM_SLICES} is {shorten(text)} here; it must be the "
             "number of slices that were started."
         ) from error
 

@@ -16,7 +16,7 @@ from keras_strategies.cluster.addresses import (
     join_address,
     read_number,
     read_port,
-    shown,
+    shorten,
 )
 from keras_strategies.cluster.checks import check_port
 from keras_strategies.cluster.resolvers.resolver import (
@@ -184,7 +184,7 @@ class KubernetesClusterResolver(ClusterResolver):
                 raise RuntimeError(
                     f'Pod "{pod.metadata.name}" is not running; phase: '
                     f'"{pod.status.phase}". All pods with the label '
-                    f"{shown(selector)} must run. Received: one that does "
+                    f"{shorten(selector)} must run. Received: one that does "
                     "not. Wait for it, or choose labels that exclude it."
                 )
         return [join_address(_read_ip(pod), self._port) for pod in pods]
@@ -241,8 +241,8 @@ def _find_coordinator(environ: Mapping[str, str], index: int, port: int) -> str:
     if not job_set or not dash or number != str(index):
         raise RuntimeError(
             f"{_COORDINATORS[0]} not found in environment. Pods need the "
-            f"address of pod 0. Received: {_POD}={shown(pod)}, "
-            f"{_JOB_SET}={shown(job_set)}. Set {_COORDINATORS[0]} in the "
+            f"address of pod 0. Received: {_POD}={shorten(pod)}, "
+            f"{_JOB_SET}={shorten(job_set)}. Set {_COORDINATORS[0]} in the "
             "manifest to the name of pod 0 in the headless service, or "
             f"{_JOB_SET} to the JobSet's name (docs/clusters.md)."
         )
@@ -278,7 +278,7 @@ def _make_client(location: KubernetesExecutableLocation) -> Any:
     else:
         raise ValueError(
             "`executable_location` must be a `KubernetesExecutableLocation`. "
-            f"Received: {shown(location)}. Use .WITHIN_CLUSTER in a pod."
+            f"Received: {shorten(location)}. Use .WITHIN_CLUSTER in a pod."
         )
     return client.CoreV1Api()
 
@@ -290,6 +290,6 @@ def _check_labels(labels: object) -> Mapping[str, Sequence[str]]:
     if not is_mapping or any(isinstance(v, str) for v in labels.values()):
         raise TypeError(
             "`job_to_label_mapping` must map jobs to lists of label selectors. "
-            f"Received: {shown(labels)}. Pass, for example, {_LABELS}."
+            f"Received: {shorten(labels)}. Pass, for example, {_LABELS}."
         )
     return labels

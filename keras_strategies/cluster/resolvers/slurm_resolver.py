@@ -6,7 +6,7 @@ from keras_strategies.cluster.addresses import (
     join_address,
     read_number,
     read_text,
-    shown,
+    shorten,
 )
 from keras_strategies.cluster.checks import check_number, check_port
 from keras_strategies.cluster.resolvers.resolver import (
@@ -167,14 +167,14 @@ def _check_counts(
     jobs: Mapping[str, int], hosts: list[tuple[str, int]], rank: int
 ) -> None:
     for job, count in jobs.items():
-        _check_count(count, f"The number of tasks of job {shown(job)}")
+        _check_count(count, f"The number of tasks of job {shorten(job)}")
     requested = sum(jobs.values())
     assigned = sum(count for _, count in hosts)
     if requested != assigned or not assigned:
         raise RuntimeError(
             "The jobs must have the number of tasks that SLURM runs. Requested "
             f"{requested} tasks but {assigned} were assigned. Received: the "
-            f"jobs {shown(dict(jobs))}. Correct `jobs`, or srun's --ntasks."
+            f"jobs {shorten(dict(jobs))}. Correct `jobs`, or srun's --ntasks."
         )
     if rank >= assigned:
         raise RuntimeError(

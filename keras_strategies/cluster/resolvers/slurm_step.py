@@ -5,7 +5,7 @@ import math
 import re
 from collections.abc import Iterator, Mapping, Sequence
 
-from keras_strategies.cluster.addresses import read_number, shown
+from keras_strategies.cluster.addresses import read_number, shorten
 
 SETTER = "srun, in a SLURM step"
 """The program that sets the variables, for messages."""
@@ -65,8 +65,8 @@ def expand_tasks_per_node(tasks_per_node: str) -> list[int]:
         if not match or len(counts) + repeats > _MAX_HOSTS:
             raise ValueError(
                 "Invalid tasks-per-node list format: it must be numbers such "
-                f"as '3(x2),2,1'. Received: {shown(tasks_per_node)}. It is set "
-                "by srun: check what else sets SLURM_STEP_TASKS_PER_NODE."
+                f"as '3(x2),2,1'. Received: {shorten(tasks_per_node)}. It is "
+                "set by srun: check what else sets SLURM_STEP_TASKS_PER_NODE."
             )
         counts += [int(match[1])] * repeats
     return counts
@@ -133,7 +133,7 @@ def _expand_ranges(ranges: str, hostlist: str) -> Iterator[str]:
 
 def _make_error(hostlist: str, fault: str) -> ValueError:
     return ValueError(
-        f"Invalid hostlist format: {fault}. Received: {shown(hostlist)}. It "
+        f"Invalid hostlist format: {fault}. Received: {shorten(hostlist)}. It "
         "is set by srun as 'n[1-4],m5': check what else sets "
         "SLURM_STEP_NODELIST."
     )
@@ -169,11 +169,11 @@ def _make_place_error(
     expected: tuple[str, int],
     actual: tuple[str, int],
 ) -> RuntimeError:
-    distribution = shown(environ.get(_DISTRIBUTION, "block"))
+    distribution = shorten(environ.get(_DISTRIBUTION, "block"))
     return RuntimeError(
         "Tasks must be numbered in blocks, in turns (cyclic) or in planes of "
         f"hosts. Received: task {rank}, which runs as task {actual[1]} of "
-        f"{shown(actual[0])}, but by the distribution {distribution} is task "
-        f"{expected[1]} of {shown(expected[0])}. Start the program with "
+        f"{shorten(actual[0])}, but by the distribution {distribution} is task "
+        f"{expected[1]} of {shorten(expected[0])}. Start the program with "
         "`srun -m block`, or use TF_CONFIG and TFConfigClusterResolver."
     )

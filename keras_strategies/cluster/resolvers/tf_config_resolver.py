@@ -8,7 +8,7 @@ import dataclasses
 from collections.abc import Mapping
 from typing import Any
 
-from keras_strategies.cluster.addresses import parse_index, shown
+from keras_strategies.cluster.addresses import parse_index, shorten
 from keras_strategies.cluster.resolvers.resolver import (
     ClusterResolver,
     choose_environ,
@@ -277,4 +277,4 @@ def _describe_json(value: object) -> str:
         return "an object"
     if isinstance(value, list):
         return "an array"
-    return "null" if value is None else shown(value)
+    return "null" if value is None else shorten(value)

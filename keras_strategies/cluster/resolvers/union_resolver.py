@@ -2,7 +2,7 @@
 
 from typing import Any
 
-from keras_strategies.cluster.addresses import add_rpc_layer, shown
+from keras_strategies.cluster.addresses import add_rpc_layer, shorten
 from keras_strategies.cluster.checks import check_type
 from keras_strategies.cluster.resolvers.resolver import ClusterResolver
 from keras_strategies.cluster.spec import ClusterSpec
@@ -42,7 +42,7 @@ class UnionResolver(ClusterResolver):
         if unexpected:
             raise ValueError(
                 "`UnionResolver` accepts only the keywords task_type, task_id "
-                f"and rpc_layer. Received: {shown(sorted(unexpected))}. "
+                f"and rpc_layer. Received: {shorten(sorted(unexpected))}. "
                 "Remove them."
             )
         if not resolvers:
@@ -142,7 +142,7 @@ def _merge(
     if twice := sorted(merged.keys() & tasks.keys()):
         raise KeyError(
             "Duplicate keys: the combined resolvers must have different tasks. "
-            f"Received: the indices {shown(twice)} of job {shown(job)} twice. "
-            "Define each task in one resolver."
+            f"Received: the indices {shorten(twice)} of job {shorten(job)} "
+            "twice. Define each task in one resolver."
         )
     merged.update(tasks)

@@ -154,7 +154,7 @@ def _is_by_file(
     """Returns whether each process reads entire files."""
     if policy is AutoShardPolicy.HINT:
         raise ValueError(
-            "HINT is for a `tf.data.Dataset` with `shard(SHARD_HINT, ...)`. "
+            "HINT needs a `tf.data.Dataset` with `shard(SHARD_HINT, ...)`. "
             "Received: AutoShardPolicy.HINT for files. Use AUTO, FILE, DATA or "
             "OFF."
         )

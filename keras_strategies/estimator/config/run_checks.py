@@ -2,7 +2,7 @@
 
 from typing import Any
 
-from keras_strategies.cluster.addresses import shown
+from keras_strategies.cluster.addresses import shorten
 from keras_strategies.cluster.checks import check_number, check_type
 from keras_strategies.estimator.config.run_cluster import EVALUATOR, SERVER
 
@@ -54,7 +54,7 @@ def check_fields(config: Any) -> None:
         if value is not default:
             raise ValueError(
                 f"`{name}` has no meaning on JAX. Received: {name}="
-                f"{shown(value)}. Omit it. {cure}"
+                f"{shorten(value)}. Omit it. {cure}"
             )
     for name in ("train_distribute", "eval_distribute"):
         _check_strategy(name, getattr(config, name))
@@ -80,7 +80,7 @@ def check_trains(config: Any, num_processes: int) -> None:
             "All training processes of a cluster must train together. "
             "Received: a TF_CONFIG with "
             f"{config.num_worker_replicas} training processes, and "
-            f"train_distribute={shown(config.train_distribute)} on one. "
+            f"train_distribute={shorten(config.train_distribute)} on one. "
             "Pass `train_distribute=ks.MultiWorkerMirroredStrategy()`."
         )
 

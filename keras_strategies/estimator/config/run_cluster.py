@@ -3,7 +3,7 @@
 import dataclasses
 from typing import Any
 
-from keras_strategies.cluster.addresses import add_rpc_layer, shown
+from keras_strategies.cluster.addresses import add_rpc_layer, shorten
 from keras_strategies.cluster.checks import check_type
 from keras_strategies.cluster.resolvers.tf_config_resolver import (
     VARIABLE,
@@ -124,7 +124,7 @@ def _check_local(task_type: str | None, task_id: int | None) -> None:
     if task_type not in (None, WORKER):
         raise ValueError(
             f'If "cluster" is not set in {VARIABLE}, task type must be '
-            f"'{WORKER}'. Received: {shown(task_type)}. Add the cluster, or "
+            f"'{WORKER}'. Received: {shorten(task_type)}. Add the cluster, or "
             "omit the task for a local run."
         )
     if task_id not in (None, 0):
@@ -146,7 +146,7 @@ def _validate_task(
     ):
         raise ValueError(
             f'If "cluster" is set in {VARIABLE}, it must have one "{CHIEF}" '
-            f"node. Received: the jobs {shown(spec.jobs)}. Rename one worker "
+            f"node. Received: the jobs {shorten(spec.jobs)}. Rename one worker "
             "to 'chief', or pass `train_distribute="
             "MultiWorkerMirroredStrategy()`, whose worker 0 is the chief."
         )
@@ -161,8 +161,8 @@ def _validate_task(
         return task_type, task_id
     if task_type not in spec.jobs:
         raise ValueError(
-            f"{shown(task_type)} is not a valid task_type in the cluster_spec."
-            f" Received: a cluster with the jobs {shown(spec.jobs)}. These "
+            f"{shorten(task_type)} is not a valid task_type in the "
+            f"cluster_spec. Received: a cluster with the jobs {shorten(spec.jobs)}. These "
             f"values come from {VARIABLE}: correct its task or its cluster."
         )
     if task_id not in spec.task_indices(task_type):

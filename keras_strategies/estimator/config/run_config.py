@@ -6,7 +6,7 @@ import enum
 import os
 from typing import Any
 
-from keras_strategies.cluster.addresses import shown
+from keras_strategies.cluster.addresses import shorten
 from keras_strategies.cluster.resolvers.tf_config_resolver import VARIABLE
 from keras_strategies.cluster.spec import ClusterSpec
 from keras_strategies.estimator.config.run_checks import check_fields
@@ -159,7 +159,7 @@ class RunConfig:
                 raise ValueError(
                     f"Replacing {name} is not supported. Allowed properties "
                     f"are {', '.join(_FIELDS)}. Received: {name}="
-                    f"{shown(changes[name])}. Properties that TF_CONFIG sets "
+                    f"{shorten(changes[name])}. Properties that TF_CONFIG sets "
                     "are read when a `RunConfig` is created."
                 )
         if _MODEL_DIR in changes:
@@ -275,7 +275,7 @@ def _choose_save_rule(steps: object, secs: object) -> tuple[object, object]:
     steps = None if steps is _USE_DEFAULT else steps
     secs = None if secs is _USE_DEFAULT else secs
     if steps is not None and secs is not None:
-        raise ValueError(_BOTH.format(shown(steps), shown(secs)))
+        raise ValueError(_BOTH.format(shorten(steps), shorten(secs)))
     return steps, secs
 
 
@@ -287,7 +287,7 @@ def _switch_save_rule(changes: dict[str, Any]) -> dict[str, Any]:
     """
     steps, secs = changes.get(_STEPS), changes.get(_SECS)
     if steps is not None and secs is not None:
-        raise ValueError(_BOTH.format(shown(steps), shown(secs)))
+        raise ValueError(_BOTH.format(shorten(steps), shorten(secs)))
     if steps is not None:
         return changes | {_SECS: None}
     if secs is not None:
@@ -305,8 +305,8 @@ def _choose_model_dir(directory: object, cluster: RunCluster) -> object:
     if of_cluster and directory and of_cluster != directory:
         raise ValueError(
             "`model_dir` of RunConfig, if set, must have the same value as "
-            f"model_dir in TF_CONFIG. Received: {shown(directory)}, and "
-            f"{shown(of_cluster)} in TF_CONFIG. Omit one of the two."
+            f"model_dir in TF_CONFIG. Received: {shorten(directory)}, and "
+            f"{shorten(of_cluster)} in TF_CONFIG. Omit one of the two."
         )
     # "" is kept, so that `check_fields` raises an error for it.
     return of_cluster if directory is None else directory

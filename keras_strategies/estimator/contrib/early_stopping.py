@@ -10,7 +10,7 @@ from typing import Any
 import keras
 
 from keras_strategies._types import Logs
-from keras_strategies.cluster.addresses import shown
+from keras_strategies.cluster.addresses import shorten
 from keras_strategies.cluster.checks import check_number, check_type
 from keras_strategies.estimator import records, train_callback
 from keras_strategies.estimator.arguments import (
@@ -69,7 +69,7 @@ def make_early_stopping_hook(
     if not callable(should_stop_fn):
         raise TypeError(
             "`should_stop_fn` must be callable. Received: "
-            f"{shown(should_stop_fn)}. Pass a function without arguments."
+            f"{shorten(should_stop_fn)}. Pass a function without arguments."
         )
     if (run_every_secs is None) == (run_every_steps is None):
         raise ValueError(
@@ -335,7 +335,7 @@ def _make_threshold_rule(
     if isinstance(threshold, bool) or not isinstance(threshold, numbers.Real):
         raise TypeError(
             "`threshold` must be a number. Received: "
-            f"{shown(threshold)}. Pass, for example, 0.95."
+            f"{shorten(threshold)}. Pass, for example, 0.95."
         )
     return lambda values: is_beyond(values, float(threshold), is_better)
 

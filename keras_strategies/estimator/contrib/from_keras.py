@@ -11,7 +11,7 @@ from typing import Any
 
 import keras
 
-from keras_strategies.cluster.addresses import shown
+from keras_strategies.cluster.addresses import shorten
 from keras_strategies.cluster.checks import check_type
 from keras_strategies.estimator.config.run_config import RunConfig
 from keras_strategies.estimator.engine import rename_results
@@ -68,8 +68,8 @@ def model_to_estimator(
     if (keras_model is None) == (keras_model_path is None):
         raise ValueError(
             "Either `keras_model` or `keras_model_path` needs to be provided, "
-            f"and not both. Received: {shown(keras_model)} and "
-            f"{shown(keras_model_path)}. Pass one."
+            f"and not both. Received: {shorten(keras_model)} and "
+            f"{shorten(keras_model_path)}. Pass one."
         )
     _check_options(checkpoint_format, export_outputs, metric_names_map)
     folder = tempfile.mkdtemp(prefix="keras-strategies-model-")
@@ -97,12 +97,12 @@ def _check_options(
     if checkpoint_format not in _FORMATS:
         raise ValueError(
             f"`checkpoint_format` must be one of {_FORMATS}. Received: "
-            f"{shown(checkpoint_format)}. Omit it: it has no effect."
+            f"{shorten(checkpoint_format)}. Omit it: it has no effect."
         )
     if export_outputs is not None:
         raise ValueError(
             "`export_outputs` has no meaning here. Received: "
-            f"{shown(export_outputs)}. Omit it: an export has the outputs of "
+            f"{shorten(export_outputs)}. Omit it: an export has the outputs of "
             "the model."
         )
     what = "a dict from names of results to new ones"

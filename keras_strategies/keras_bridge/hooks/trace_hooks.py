@@ -88,13 +88,13 @@ def _make_hook(wrapper: Callable[..., Any]) -> Callable[..., Any]:
 
     def wrap(original: Callable[..., Any]) -> Callable[..., Any]:
         @functools.wraps(original)
-        def hooked(*args: Any, **kwargs: Any) -> Any:
+        def call_hooked(*args: Any, **kwargs: Any) -> Any:
             step = current_step()
             if step is None:
                 return original(*args, **kwargs)
             return wrapper(step, original, *args, **kwargs)
 
-        return hooked
+        return call_hooked
 
     return wrap
 

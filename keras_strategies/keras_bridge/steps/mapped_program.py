@@ -116,7 +116,7 @@ class MappedProgram:
             except NotMapped as error:
                 reason, cause = error.reason, error.__cause__
             self.reason = reason or (
-                "its outputs do not have as many rows as the batch"
+                "its outputs do not have the number of rows of the batch"
             )
             with needing_no_replica(self.reason, cause):
                 self.whole.trace(*args, segment.shape)

@@ -104,12 +104,12 @@ def combine_sums(
     if not _are_sums_expensive(step):
         return fn
 
-    def combined(*args: Tree) -> Tree:
+    def call_combined(*args: Tree) -> Tree:
         traced = Traced(fn, *args)
         traced.combine_sums(step)
         return traced(*args)
 
-    return combined
+    return call_combined
 
 
 def _are_sums_expensive(step: StepContext) -> bool:

@@ -161,7 +161,7 @@ class _Trace:
         self.cut: Any = None
         self.is_empty = not any(variant)
 
-        def traced(state: list[Any], leaves: list[Any]) -> tuple[Any, ...]:
+        def trace(state: list[Any], leaves: list[Any]) -> tuple[Any, ...]:
             rows = variants_lib.cut_to_rows(variant, is_uneven, leaves)
             replay = replay_lib.Replay(known)
             try:
@@ -174,7 +174,7 @@ class _Trace:
             self.called = called
             return [], called.outputs, called.new, called.start
 
-        tracing = jax.make_jaxpr(traced, return_shape=True)
+        tracing = jax.make_jaxpr(trace, return_shape=True)
         self.jaxpr, self.shapes = tracing(*inputs)
 
     def cut_at_collectives(self) -> list[Any]:

@@ -432,7 +432,7 @@ def test_other_rows_than_the_batch_has_are_not_returned(rows):
         return context().all_gather(x, axis=0)
 
     model, _ = model_of(mirrored(2), rows_of_all)
-    with pytest.raises(RuntimeError, match="as many rows as the batch"):
+    with pytest.raises(RuntimeError, match="the number of rows of the batch"):
         model.predict(batch(rows), batch_size=rows, verbose=0)
 
 
