@@ -176,7 +176,8 @@ def _check_exporters(exporters: Any) -> tuple[Exporter, ...]:
         if not isinstance(name, str):
             raise ValueError(
                 "An Exporter must have a string name. Received: "
-                f"{shorten(name)} of type {type(name).__name__}. Use a name such as 'best'."
+                f"{shorten(name)} of type {type(name).__name__}. Use a name "
+                "such as 'best'."
             )
         check_name(name)
     if len(set(names)) < len(names):

@@ -162,8 +162,8 @@ def _validate_task(
     if task_type not in spec.jobs:
         raise ValueError(
             f"{shorten(task_type)} is not a valid task_type in the "
-            f"cluster_spec. Received: a cluster with the jobs {shorten(spec.jobs)}. These "
-            f"values come from {VARIABLE}: correct its task or its cluster."
+            "cluster_spec. Received: a cluster with the jobs "
+            f"{shorten(spec.jobs)}. These values come from {VARIABLE}: correct its task or its cluster."
         )
     if task_id not in spec.task_indices(task_type):
         raise ValueError(
