@@ -610,7 +610,7 @@ def _(strategy):
 @row(VARIABLES, "on_read NONE: a cross read is an error")
 def _(strategy):
     variable = variable_of(strategy, synchronization="on_read")
-    with pytest.raises(ValueError, match="has no one value"):
+    with pytest.raises(ValueError, match="must have an aggregation"):
         float(variable.value)
 
 

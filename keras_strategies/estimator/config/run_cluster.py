@@ -163,8 +163,8 @@ def _validate_task(
         raise ValueError(
             f"{shorten(task_type)} is not a valid task_type in the "
             "cluster_spec. Received: a cluster with the jobs "
-            f"{shorten(spec.jobs)}. These values come from {VARIABLE}: correct its task or its cluster."
-        )
+            f"{shorten(spec.jobs)}. These values come from {VARIABLE}: correct "
+            "its task or its cluster."
     if task_id not in spec.task_indices(task_type):
         raise ValueError(
             f"{task_id} is not a valid task_id for task_type {task_type} in "
