@@ -165,6 +165,7 @@ def _validate_task(
             "cluster_spec. Received: a cluster with the jobs "
             f"{shorten(spec.jobs)}. These values come from {VARIABLE}: correct "
             "its task or its cluster."
+        )
     if task_id not in spec.task_indices(task_type):
         raise ValueError(
             f"{task_id} is not a valid task_id for task_type {task_type} in "
