@@ -13,7 +13,7 @@ from tests.support.commands import python
 DOCUMENT = pathlib.Path(__file__).parents[2] / "docs/index.md"
 TEXT = DOCUMENT.read_text("utf-8")
 BLOCKS = dict(
-    re.findall(r"^## (.+?)\n[^#]*?^```python\n(.*?)^```", TEXT, re.M | re.S)
+    re.findall(r"^## ([^\n]+)\n[^#]*?^```python\n(.*?)^```", TEXT, re.M | re.S)
 )
 
 
