@@ -472,5 +472,5 @@ def test_a_process_that_tells_of_no_batch_is_named(rows):
         name="fit",
         agree=Agreement,
     )
-    with pytest.raises(RuntimeError, match=r"of process 1, of which it\['rows"):
+    with pytest.raises(RuntimeError, match=r"of process 1 in which it\['rows"):
         next(steps.read_epoch(0))

@@ -242,7 +242,7 @@ def test_numbers_that_depend_on_the_rows(is_debug):
         lambda x: "two" if len(x) == 2 else "one",
         lambda x: 1.0 if len(x) == 2 else jnp.sum(x),
     ):
-        with pytest.raises(ValueError, match="one structure"):
+        with pytest.raises(ValueError, match="the same structure"):
             run(fn)
 
 
