@@ -20,7 +20,6 @@ from keras_strategies.cluster.addresses import (
 from keras_strategies.cluster.checks import check_type
 from keras_strategies.cluster.resolvers.resolver import (
     ClusterResolver,
-    choose_environ,
 )
 from keras_strategies.cluster.spec import ClusterSpec
 from keras_strategies.tpu.coordinates import get_slice
@@ -112,8 +111,8 @@ class TPUClusterResolver(ClusterResolver):
         environ: Mapping[str, str] | None = None,
     ) -> None:
         del zone, project, credentials, service, discovery_url
-        self._environ = choose_environ(environ)
-        self._tpu = _check_name(tpu, self._environ)
+        self._environ = environ
+        self._tpu = _check_name(tpu, self._environ_now)
         self._task_type = job_name
         self._coordinator_name = coordinator_name
         self._coordinator_address = coordinator_address
@@ -249,8 +248,8 @@ class TPUClusterResolver(ClusterResolver):
     def _find_task_id(self) -> int | None:
         if self._tpu == LOCAL:
             return 0
-        if self._environ.get(_TASK_ID):
-            number = read_number(self._environ, _TASK_ID, _SETTER)
+        if self._environ_now.get(_TASK_ID):
+            number = read_number(self._environ_now, _TASK_ID, _SETTER)
             return number + self._read_slice_id() * len(self._read_addresses())
         is_joined = jax.distributed.is_initialized()
         return jax.process_index() if is_joined else None
@@ -270,7 +269,9 @@ class TPUClusterResolver(ClusterResolver):
 
     def _read_addresses(self) -> list[str]:
         """Returns this slice's hosts as `host:port`; [] if they are unset."""
-        texts = [text for name in _HOSTS if (text := self._environ.get(name))]
+        texts = [
+            text for name in _HOSTS if (text := self._environ_now.get(name))
+        ]
         if not texts:
             return []
         hosts = enumerate(texts[0].split(","))
@@ -281,13 +282,13 @@ class TPUClusterResolver(ClusterResolver):
 
     def _read_coordinator(self) -> dict[int, str]:
         """Returns the address of host 0 of the first slice, if known."""
-        host = self._environ.get(_COORDINATOR)
+        host = self._environ_now.get(_COORDINATOR)
         return {0: self._make_address(host, _COORDINATOR)} if host else {}
 
     def _make_address(self, host: str, owner: str) -> str:
         port = _DEFAULT_PORT
-        if self._environ.get(_PORT):
-            port = read_port(self._environ, _PORT, "you")
+        if self._environ_now.get(_PORT):
+            port = read_port(self._environ_now, _PORT, "you")
         # The variable may contain libtpu's port; JAX uses another one.
         with_port = _WITH_PORT.fullmatch(host.strip())
         address = join_address(
@@ -297,12 +298,12 @@ class TPUClusterResolver(ClusterResolver):
         return address
 
     def _read_num_slices(self) -> int:
-        if not self._environ.get(_NUM_SLICES):
+        if not self._environ_now.get(_NUM_SLICES):
             return 1
-        return read_number(self._environ, _NUM_SLICES, _SETTER, least=1)
+        return read_number(self._environ_now, _NUM_SLICES, _SETTER, least=1)
 
     def _read_slice_id(self) -> int:
-        environ, count = self._environ, self._read_num_slices()
+        environ, count = self._environ_now, self._read_num_slices()
         if not environ.get(_SLICE_ID) and count == 1:
             return 0
         try:

@@ -21,7 +21,6 @@ from keras_strategies.cluster.addresses import (
 from keras_strategies.cluster.checks import check_port
 from keras_strategies.cluster.resolvers.resolver import (
     ClusterResolver,
-    choose_environ,
 )
 from keras_strategies.cluster.spec import ClusterSpec
 
@@ -122,12 +121,12 @@ class KubernetesClusterResolver(ClusterResolver):
         self._port = check_port(tf_server_port, "`tf_server_port`")
         self._labels = _check_labels(job_to_label_mapping)
         self._rpc_layer = rpc_layer
-        self._environ = choose_environ(environ)
+        self._environ = environ
         self._client = override_client
         self._is_job = (
             not job_to_label_mapping
             and override_client is None
-            and has_job_variables(self._environ)
+            and has_job_variables(self._environ_now)
         )
         if not self._is_job and override_client is None:
             self._client = _make_client(executable_location)
@@ -171,7 +170,7 @@ class KubernetesClusterResolver(ClusterResolver):
         return super()._find_address(task_type, task_id)
 
     def _read(self) -> PodOfJob:
-        return read_pod_of_job(self._environ, self._port)
+        return read_pod_of_job(self._environ_now, self._port)
 
     def _list_addresses(self, selector: str) -> list[str]:
         """Returns the addresses of a selector's pods, ordered by name."""

@@ -38,6 +38,12 @@ class ClusterResolver(abc.ABC):
     _task_id: int | None = None
     _rpc_layer: str | None = None
     _num_accelerators: dict[str, int] | None = None
+    _environ: Mapping[str, str] | None = None
+
+    @property
+    def _environ_now(self) -> Mapping[str, str]:
+        # Not kept: `os.environ` has no pickle, and its copies grow old.
+        return choose_environ(self._environ)
 
     @abc.abstractmethod
     def cluster_spec(self) -> ClusterSpec:

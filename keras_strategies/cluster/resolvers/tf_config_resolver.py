@@ -11,7 +11,6 @@ from typing import Any
 from keras_strategies.cluster.addresses import parse_index, shorten
 from keras_strategies.cluster.resolvers.resolver import (
     ClusterResolver,
-    choose_environ,
 )
 from keras_strategies.cluster.spec import ClusterSpec
 from keras_strategies.cluster.tasks import check_addresses, check_roles
@@ -98,7 +97,7 @@ class TFConfigClusterResolver(ClusterResolver):
         self._task_id = task_id
         self._rpc_layer = rpc_layer
         self._environment = environment
-        self._environ = choose_environ(environ)
+        self._environ = environ
 
     def cluster_spec(self) -> ClusterSpec:
         """Returns the jobs of TF_CONFIG; empty if there are none."""
@@ -154,7 +153,7 @@ class TFConfigClusterResolver(ClusterResolver):
         return spec.task_address(task_type, task_id)  # pyright: ignore[reportArgumentType]
 
     def _read(self) -> TFConfig:
-        return parse_tf_config(self._environ.get(VARIABLE, ""))
+        return parse_tf_config(self._environ_now.get(VARIABLE, ""))
 
 
 def parse_tf_config(text: str) -> TFConfig:

@@ -12,7 +12,6 @@ from keras_strategies.cluster.addresses import (
 from keras_strategies.cluster.checks import check_port
 from keras_strategies.cluster.resolvers.resolver import (
     ClusterResolver,
-    choose_environ,
 )
 from keras_strategies.cluster.spec import ClusterSpec
 
@@ -70,11 +69,11 @@ class TorchrunClusterResolver(ClusterResolver):
     ) -> None:
         self._port = None if port is None else check_port(port, "`port`")
         self._rpc_layer = rpc_layer
-        self._environ = choose_environ(environ)
+        self._environ = environ
 
     def cluster_spec(self) -> ClusterSpec:
         """Returns the address of worker 0."""
-        host = read_text(self._environ, _HOST, _SETTER)
+        host = read_text(self._environ_now, _HOST, _SETTER)
         address = join_address(host, self._read_port())
         check_address(address, f"worker 0 ({_HOST})")
         return ClusterSpec({"worker": {0: address}})
@@ -82,14 +81,14 @@ class TorchrunClusterResolver(ClusterResolver):
     @property
     def num_processes(self) -> int:
         """The number of training processes: WORLD_SIZE."""
-        return read_number(self._environ, _NUM_PROCESSES, _SETTER, least=1)
+        return read_number(self._environ_now, _NUM_PROCESSES, _SETTER, least=1)
 
     def _find_task_type(self) -> str:
         return "worker"
 
     def _find_task_id(self) -> int:
         last = self.num_processes - 1
-        return read_number(self._environ, _PROCESS_ID, _SETTER, most=last)
+        return read_number(self._environ_now, _PROCESS_ID, _SETTER, most=last)
 
     def _find_address(
         self, task_type: str | None, task_id: int | None
@@ -101,15 +100,15 @@ class TorchrunClusterResolver(ClusterResolver):
     @property
     def local_rank(self) -> int:
         """The number of this process on its host: LOCAL_RANK."""
-        return read_number(self._environ, _LOCAL_RANK, _SETTER)
+        return read_number(self._environ_now, _LOCAL_RANK, _SETTER)
 
     def _read_port(self) -> int:
         if self._port is not None:
             return self._port
-        if self._environ.get(_JAX_PORT):
-            return read_port(self._environ, _JAX_PORT, "you")
-        port = read_port(self._environ, _PORT, _SETTER)
-        if self._environ.get(_AGENT_LISTENS) != "True":
+        if self._environ_now.get(_JAX_PORT):
+            return read_port(self._environ_now, _JAX_PORT, "you")
+        port = read_port(self._environ_now, _PORT, _SETTER)
+        if self._environ_now.get(_AGENT_LISTENS) != "True":
             return port
         # No port follows the last one.
         return port + 1 if port < 65535 else port - 1

@@ -5,9 +5,11 @@ docs/parity.md.
 """
 
 import ast
+import copy
 import itertools
 import json
 import os
+import pickle
 
 import pytest
 import tensorflow as tf
@@ -374,3 +376,24 @@ def test_task_of_a_tf_config(config, expected):
         info.coordinator_address,
         info.is_chief,
     ) == expected
+
+
+@pytest.mark.parametrize(
+    "copied", [copy.deepcopy, lambda r: pickle.loads(pickle.dumps(r))]
+)
+def test_copies_read_the_environment_of_where_they_are(copied, monkeypatch):
+    monkeypatch.setenv("TF_CONFIG", "")
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    resolvers = [
+        ours.TFConfigClusterResolver(),
+        ours.TorchrunClusterResolver(),
+        ours.TPUClusterResolver(),
+    ]
+    of_tf_config, of_torchrun, of_tpu = map(copied, resolvers)
+    config = {"cluster": {"worker": ["a:1", "b:1"]}}
+    monkeypatch.setenv("TF_CONFIG", json.dumps(config))
+    monkeypatch.setenv("WORLD_SIZE", "3")
+    monkeypatch.setenv("TPU_WORKER_HOSTNAMES", "host0,host1")
+    assert of_tf_config.cluster_spec().as_dict() == config["cluster"]
+    assert of_torchrun.num_processes == 3
+    assert len(of_tpu.cluster_spec().as_dict()["worker"]) == 2
