@@ -31,16 +31,16 @@ SKIPPED = {
     tokenize.ENDMARKER,
 }
 FUNCTIONS = ast.FunctionDef | ast.AsyncFunctionDef
-# The project's own words, and the field's.
+# Words that read as translated: docs and code use the plain ones.
 WORDS = {
-    "go on": r"\bgo(es|ing)? on\b",
-    "resume": r"\bresum",
-    "keeper, kept": r"\b(keeper|kept)\b",
-    "laid out, lies": r"\b(laid out|lies|lie)\b",
-    "told, heard, said": r"\b(told|heard|said)\b",
+    "is no, is none": r"\b(is|are|was|were) (no|none)\b",
+    "says, said, told": r"\b(says?|said|tells?|told)\b",
+    "own": r"\bown\b",
+    "nobody, somebody": r"\b([Nn]obody|[Ss]omebody)\b",
+    "lies, laid (of things)": r"\b(lies?|lays?|laid|lying)\b",
     "who (of things)": r"\bwho\b",
-    "sentences that begin with Of": r"(^|[.:]\s+)Of\b",
-    "is none, is no": r"\bis (none|no)\b",
+    "alike, anew, meanwhile": r"\b(alike|anew|meanwhile)\b",
+    "as many, equally many": r"\b(as|equally) many\b",
 }
 
 
@@ -150,7 +150,7 @@ def figures(root):
     for name, pattern in WORDS.items():
         yield (
             f"words: {name}",
-            sum(len(re.findall(pattern, t, re.I | re.M)) for t in texts),
+            sum(len(re.findall(pattern, t)) for t in texts),
         )
 
 

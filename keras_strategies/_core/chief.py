@@ -20,7 +20,6 @@ def broadcast(values: Sequence[Any], mesh: ReplicaMesh) -> list[jax.Array]:
       values: This process's values, with the shapes and dtypes of the chief's.
       mesh: The replicas.
     """
-
     split = _split(mesh)
 
     def column(value: Array) -> jax.Array:

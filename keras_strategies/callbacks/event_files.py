@@ -103,7 +103,7 @@ class Points:
                 self._flushed = time.monotonic()
 
     def close(self) -> None:
-        """Closes the file, if one is open; a bucket's file is sent."""
+        """Closes an open file; one in a bucket is uploaded."""
         records, self._records = self._records, None
         with self._giving_up():
             if records is not None:

@@ -145,7 +145,7 @@ class Every:
         self._mark, self._left_out = (now, step, rows), 0.0
 
     def leave_out(self, seconds: float) -> None:
-        """Excludes time without training from the speed."""
+        """Excludes time that is not spent on training from the speed."""
         self._left_out += seconds
 
     def take(self, now: float, step: int, rows: int | None) -> dict[str, float]:

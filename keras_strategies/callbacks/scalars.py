@@ -233,7 +233,7 @@ class Scalars(keras.callbacks.Callback):
         )
 
     def _resume_writing(self) -> None:
-        """Restarts the files and the schedules after the present step."""
+        """Starts new files and schedules after the current step."""
         step = self._step.value
         if self._eval_step is None:
             self._eval_step = step

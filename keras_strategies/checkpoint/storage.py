@@ -358,7 +358,7 @@ class Storage:
     ) -> Any:
         """Runs a function on the chief and returns its result everywhere.
 
-        An error of the chief is raised in every process.
+        If it fails on the chief, every process raises the error.
         """
         if self._is_alone:
             return compute()

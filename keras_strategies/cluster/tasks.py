@@ -34,7 +34,11 @@ class AnyResolver(Protocol):
         ...
 
     def cluster_spec(self) -> Any:
-        """Returns all jobs, as a `ClusterSpec` of this package or of tf."""
+        """Returns all jobs.
+
+        Returns:
+          A `ClusterSpec` of this package or of tf.
+        """
         ...
 
 

@@ -89,7 +89,7 @@ def escape_controls(text: str, *, keeps: str = "") -> str:
 
     Args:
       text: The text to print on a terminal.
-      keeps: Characters to keep, such as "\\n" in a text of several lines.
+      keeps: Characters to keep, such as newlines in a text of several lines.
     """
     return "".join(
         c if c.isprintable() or c in keeps else ascii(c)[1:-1] for c in text

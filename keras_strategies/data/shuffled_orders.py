@@ -287,7 +287,7 @@ def _permute_windows(
     Args:
       rows: Number of rows.
       size: Number of rows of a window; None for one window of all rows.
-      permuted: A function of a window's number and number of rows that returns
+      permute: A function of a window's number and number of rows that returns
         the order within the window.
     """
     if size is None:

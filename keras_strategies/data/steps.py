@@ -144,7 +144,7 @@ class Steps:
         Args:
           epoch: Number of the epoch, from 0.
           start: Number of steps to skip at the beginning.
-          items_of: A function from an iterator over steps to one over items.
+          make_items: A function from an iterator over steps to one over items.
           num_bytes: See `Prefetched`.
           is_pause: See `Prefetched`.
 

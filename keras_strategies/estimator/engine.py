@@ -147,10 +147,8 @@ def train(
         return
     initialize = functools.partial(warm_start.apply, estimator._warm_start)
     seed = config.tf_random_seed
-    with (
-        _isolate_random_state(seed, moves_on=seed is None),
-        _allow_data_to_end(),
-    ):
+    isolated = _isolate_random_state(seed, moves_on=seed is None)
+    with isolated, _allow_data_to_end():
         data = _call_input_fn(estimator, input_fn, ModeKeys.TRAIN)
         bundle = _make(estimator, ModeKeys.TRAIN, data)
         checkpointer = train_callback.TrainCheckpoint(

@@ -22,7 +22,7 @@ DEFAULT_EVAL_STEPS = 100
 
 @dataclasses.dataclass(frozen=True)
 class TrainSpec:
-    """The training of `train_and_evaluate`; as tf's.
+    """The training part of `train_and_evaluate`, as in tf.
 
     Attributes:
       input_fn: Function that returns the training data; see `Estimator.train`.

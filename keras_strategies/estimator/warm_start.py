@@ -170,7 +170,7 @@ def _check_shape(variable: keras.Variable, shape: list[int], path: str) -> None:
         raise ValueError(
             "A warm-started weight must have the same shape in the checkpoint. "
             f"Received: {variable.path!r} of shape {tuple(variable.shape)}, "
-            f"{tuple(shape)} in {path}. Exclude it by `vars_to_warm_start`."
+            f"{tuple(shape)} in {path}. Exclude it with `vars_to_warm_start`."
         )
 
 

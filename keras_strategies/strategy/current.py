@@ -24,7 +24,11 @@ class AnyStrategy(Protocol):
 
     @property
     def extended(self) -> Any:
-        """The strategy's `StrategyExtended`: tf's names for libraries."""
+        """The strategy's names for libraries.
+
+        Returns:
+          A `StrategyExtended`.
+        """
         ...
 
     def scope(self) -> contextlib.AbstractContextManager[Any]:

@@ -100,6 +100,7 @@ class MultiWorkerMirroredStrategy(Strategy):
     def cluster_resolver(self) -> Any:
         """The resolver that was passed, or one made for this process's job.
 
-        It is an object of `ks.cluster_resolver`, or one of tf's if passed.
+        Returns:
+          A resolver of `ks.cluster_resolver`, or the one of tf that was passed.
         """
         return self._cluster_resolver

@@ -99,7 +99,7 @@ class Strategy(CustomLoops, PlanMixin):
         return self._runtime.mesh
 
     @property
-    def cluster_resolver(self) -> Any:
+    def cluster_resolver(self) -> object | None:
         """The resolver of the strategy's cluster; None on one machine."""
         return
 

@@ -190,7 +190,7 @@ class Topology:
     def cpu_device_name_at_coordinates(
         self, device_coordinates: Sequence[int], job: str | None = None
     ) -> str:
-        """Returns tf's name of the host of the device at (x, y, z, core)."""
+        """Returns tf's name for the host of the device at (x, y, z, core)."""
         task = self.task_ordinal_at_coordinates(device_coordinates)
         return f"{_format_job(job)}/task:{task}/device:CPU:0"
 

@@ -465,8 +465,8 @@ def test_early_stopping_in_train_and_evaluate(tmp_path):
             "`estimator` must be a `ks.estimator.Estimator`",
         ),
         ({"should_stop_fn": 3}, TypeError, "must be callable"),
-        ({"run_every_steps": 3}, ValueError, "Only one of"),
-        ({"run_every_secs": None}, ValueError, "Only one of"),
+        ({"run_every_steps": 3}, ValueError, "Exactly one of"),
+        ({"run_every_secs": None}, ValueError, "Exactly one of"),
         (
             {"run_every_secs": None, "run_every_steps": 0},
             ValueError,

@@ -105,7 +105,7 @@ def test_models_whose_gradients_are_accumulated_are_compiled_whole():
     ("change", "error", "message"),
     [
         ({"batch": SHAPE}, ValueError, "as `fit` trains on"),
-        ({"batch": (1, 2)}, TypeError, "arrays or by their shapes"),
+        ({"batch": (1, 2)}, TypeError, "arrays, or their shapes"),
         (
             {"batch": (SHAPE, SHAPE.update(shape=(8, 4)))},
             ValueError,
@@ -135,7 +135,7 @@ def test_wrong_arguments(change, error, message):
     ("layout", "message"),
     [
         ("sharded:3", "must divide the number"),
-        ("model:2", "those of TPU slices"),
+        ("model:2", "need a TPU slice"),
     ],
 )
 def test_what_is_wrong_with_a_candidate_is_said_in_its_row(layout, message):

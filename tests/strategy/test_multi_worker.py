@@ -124,7 +124,7 @@ def test_options_of_gpus(value):
             {"cluster_resolver": object(), "num_processes": 2},
             ["a resolver or by numbers", "`num_processes`"],
         ),
-        ({"num_processes": 2}, ["Give coordinator_address and process_id"]),
+        ({"num_processes": 2}, ["Pass coordinator_address and process_id"]),
         ({"predict_in": "some"}, ["'some'", "'chief'"]),
     ],
 )

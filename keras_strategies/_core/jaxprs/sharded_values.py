@@ -154,12 +154,10 @@ class ShardedInterpreter:
         pending: list[Any] = []
         for place, equation in enumerate(equations):
             if place in gathers:
-                # Ties the next equation's values to this equation: they may be
-                # gathered while it is computed, but no earlier.
+                # What the next one reads is gathered during this equation.
                 self._flush(pending, uses)
                 free += next(following, ())
-                if self._tie(equation, free):
-                    free = []
+                free = [] if self._tie(equation, free) else free
             if self._casts(equation):
                 self._cast(equation)
                 continue

@@ -18,8 +18,8 @@ from keras_strategies._core.jaxprs import stages
 def is_tracing() -> bool:
     """Returns whether JAX is tracing the current function to compile it.
 
-    In a trace, values from Python are read once and not in every call. A
-    gradient that is computed eagerly is not such a trace.
+    In a trace, values from Python are read once and not in every call.
+    Computing a gradient eagerly does not count as tracing.
     """
     from jax._src import core
 

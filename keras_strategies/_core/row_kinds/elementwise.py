@@ -76,7 +76,7 @@ def _spread(kind: Kind, before: Sequence[int], after: Sequence[int]) -> Kind:
 
 
 def _power_of_constants(call: Call) -> float:
-    """Returns a constant's power of the number of rows, or NaN if not a power.
+    """Returns p if a constant scales as rows**p, or NaN if it does not.
 
     With only one trace it is unknown, and assumed to be 0.
     """

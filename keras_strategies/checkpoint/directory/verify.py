@@ -77,8 +77,8 @@ def find_newest_good(
       directory: The directory of checkpoints; it need not exist.
 
     Returns:
-      Its manifest, or None without one; and the errors of newer, damaged
-      checkpoints, newest first.
+      Its manifest, or None if there is no good checkpoint; and the errors of
+      newer, damaged checkpoints, newest first.
     """
     faults: list[DamagedCheckpoint] = []
     for step, _ in reversed(find_entries(directory)):

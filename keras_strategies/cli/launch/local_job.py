@@ -87,8 +87,7 @@ def run_job(
     Args:
       words: The command line.
       environments: The variables of each process; the first is the chief.
-      names: The names that precede the lines of the processes, except those
-        of the chief.
+      names: Prefixes of the processes' lines; the chief's lines have none.
 
     Returns:
       The exit code for the launcher.

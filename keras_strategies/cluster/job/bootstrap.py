@@ -145,7 +145,7 @@ def _check_joined(task: TaskInfo) -> None:
             "This process is part of a job already. Received: process "
             f"{task.process_id} of {task.num_processes}, in a job of "
             f"{joined[0]} as process {joined[1]}. Create the strategy without "
-            "a cluster, or do not call `jax.distributed.initialize` before."
+            "a cluster, or without a call of `jax.distributed.initialize`."
         )
 
 

@@ -260,7 +260,7 @@ def _warn_of_slices(dataset: Dataset, count: int, process_index: int) -> None:
 
 
 def _warn_of_lost_rows(dataset: Dataset) -> None:
-    """Warns of a `DataLoader` whose shards together lack rows."""
+    """Warns about a `DataLoader` whose shards do not cover all rows."""
     options = getattr(dataset, "_shard_options", None)
     sampler: Any = getattr(dataset, "_sampler", None)
     if options is None or options.drop_remainder or options.shard_count == 1:

@@ -73,8 +73,8 @@ def make_early_stopping_hook(
         )
     if (run_every_secs is None) == (run_every_steps is None):
         raise ValueError(
-            "Only one of `run_every_secs` and `run_every_steps` must be set. "
-            f"Received: run_every_secs={run_every_secs}, run_every_steps="
+            "Exactly one of `run_every_secs` and `run_every_steps` must be "
+            f"set. Received: run_every_secs={run_every_secs}, run_every_steps="
             f"{run_every_steps}. Set the other one to None."
         )
     check_positive("run_every_steps", run_every_steps)

@@ -262,7 +262,7 @@ def _compute_target_checksum(batch: Tree) -> int:
 
 
 def make_array_source(arrays: Tree, batch_size: int) -> ArraySource:
-    """Makes the source of a nest of arrays, in the order of their rows."""
+    """Makes a source that reads a nest of arrays in row order."""
     return ArraySource(ArrayDataAdapter(arrays, batch_size=batch_size))
 
 

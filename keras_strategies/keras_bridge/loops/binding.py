@@ -265,7 +265,7 @@ class Binding:
 
     @contextlib.contextmanager
     def _session(self, kind: str) -> Iterator[None]:
-        """Clears Keras's distribution, or its loops would place the data."""
+        """Clears Keras's distribution, whose loops would place the data."""
         self.check_context()
         try:
             with (

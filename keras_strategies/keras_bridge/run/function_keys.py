@@ -64,12 +64,8 @@ def make_function_key(
         return tuple((name, key(value)) for name, value in pairs)
 
     if isinstance(fn, functools.partial):
-        return (
-            "partial",
-            make_function_key(fn.func, inside),
-            tuple(map(key, fn.args)),
-            keys_of(fn.keywords),
-        )
+        arguments = (tuple(map(key, fn.args)), keys_of(fn.keywords))
+        return ("partial", make_function_key(fn.func, inside), *arguments)
     if inspect.ismethod(fn):
         return (
             "method",

@@ -164,8 +164,8 @@ def needing_no_replica(
         the reason.
 
     Raises:
-      RuntimeError: if the step uses its replica context so. If the step's code
-        failed, its error is raised instead.
+      RuntimeError: if the step uses its replica context this way. If the
+        step's code failed, its error is raised instead.
     """
     try:
         yield

@@ -73,7 +73,7 @@ def abstract() -> Iterator[None]:
 def creating_like(
     model: keras.Model,
 ) -> contextlib.AbstractContextManager[None]:
-    """Creates the block's variables like a model's.
+    """Creates the block's variables in the same way as a model's.
 
     They have no values if the model was created in `abstract`.
     """

@@ -115,7 +115,11 @@ def has_lost_value(variable: object) -> bool:
 
 
 def creating_layer() -> Any:
-    """Returns the layer, optimizer or metric that makes a variable, or None."""
+    """Finds the object whose `__init__` or `build` creates a variable.
+
+    Returns:
+      A layer, optimizer or metric, or None.
+    """
     stack = global_state.get_global_attribute("name_scope_stack")
     return getattr(stack[-1], "caller", None) if stack else None
 

@@ -24,7 +24,8 @@ models_in_loops: "weakref.WeakSet[keras.Model]" = weakref.WeakSet()
 def defer_creation() -> Iterator[None]:
     """Lets a trace create variables, which get their values after it.
 
-    Keras defers variables that have an initializer, so a value becomes one.
+    Keras defers only variables with an initializer, so a value is wrapped in
+    one.
     """
 
     def create(

@@ -86,7 +86,7 @@ def parse_shape_and_dtype(text: str) -> tuple[tuple[int, ...], str]:
     sizes = tuple(map(int, match["sizes"].split("x"))) if match else ()
     if match is None or 0 in sizes:
         raise ValueError(
-            "A batch must be sizes and a dtype. Received: "
+            "A batch must be given as sizes and a dtype. Received: "
             f"{text!r}. Write for example 8x2048:int32."
         )
     return sizes, match["dtype"]

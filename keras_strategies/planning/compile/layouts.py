@@ -44,7 +44,11 @@ class Layout:
 
     @property
     def variable_partitioner(self) -> Any:
-        """The strategy's `variable_partitioner`; None: replicated variables."""
+        """The strategy's `variable_partitioner`.
+
+        Returns:
+          A partitioner, or None for replicated variables.
+        """
         if self.partitioner is not None:
             return self.partitioner
         if self.divides == "slots":
