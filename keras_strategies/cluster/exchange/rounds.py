@@ -1,6 +1,7 @@
 """Rounds of JSON messages between processes, each of a given form."""
 
 import json
+import operator
 from collections.abc import Callable
 from typing import Any
 
@@ -49,7 +50,8 @@ class Rounds:
         """Sends a message; returns those of all processes. Collective.
 
         Args:
-          message: A JSON value; anything else in it is sent as a str.
+          message: A JSON value. NumPy integers in it are sent as numbers,
+            other objects as a str.
           form: The form of every process's message.
 
         Raises:
@@ -57,8 +59,16 @@ class Rounds:
             `Agreement.exchange`.
         """
         texts = self._agreement.exchange(
-            json.dumps(message, default=str), self._is_stopped
+            json.dumps(message, default=_make_plain), self._is_stopped
         )
         return read_messages(
             texts, form, processes=self._processes, about=self._about
         )
+
+
+def _make_plain(value: Any) -> int | str:
+    """Returns what is sent for a value that JSON has not."""
+    try:
+        return operator.index(value)
+    except TypeError:
+        return str(value)

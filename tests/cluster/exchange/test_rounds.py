@@ -46,6 +46,12 @@ def test_a_message_of_another_form_names_its_process_and_ends_the_rounds():
     assert echo.is_ended
 
 
+def test_numbers_of_numpy_are_numbers():
+    # Rows of a user's source, say.
+    with Rounds((0, 1), "counting", agree=Echo("[1]")) as rounds:
+        assert rounds.exchange([np.int64(2)], [is_count]) == [[2], [1]]
+
+
 def test_what_json_has_not_is_sent_as_a_text():
     with Rounds((0, 1), "counting", agree=Echo('"1"')) as rounds:
-        assert rounds.exchange(np.int64(2), str) == ["2", "1"]
+        assert rounds.exchange(np.float32(0.5), str) == ["0.5", "1"]
