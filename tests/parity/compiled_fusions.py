@@ -100,7 +100,7 @@ def one_flat_buffer():
     """Lets arrays travel as they once did: all of a dtype concatenated."""
     flat = buffers.Buffering(max_entries=2**62, max_arrays=None)
     buffers.IN_PROCESS = flat
-    replica_map.packed = lambda arrays: jnp.concatenate(
+    replica_map.pack = lambda arrays: jnp.concatenate(
         [array.ravel() for array in arrays]
     )
 
