@@ -160,7 +160,7 @@ def result(
         plan, variables, before, before, mine, are_metrics=True
     )
     # If the result is only logged, it is computed from the state that the
-    # step returns, and this is dead code (`step_logs.merged_logs`).
+    # step returns, and this is dead code (`step_logs.merge_logs`).
     merged = finish(plan.compute_sums())
     scope = _ResultScope(zip(variables, merged, strict=True))
     with step.flag("in_metric"), scope:
