@@ -180,6 +180,11 @@ def _check_exporters(exporters: Any) -> tuple[Exporter, ...]:
                 "such as 'best'."
             )
         check_name(name)
+        if name in (".", ".."):
+            raise ValueError(
+                "An Exporter must have the name of a folder. Received: "
+                f"{name!r}. Use a name such as 'best'."
+            )
     if len(set(names)) < len(names):
         raise ValueError(
             "`exporters` must have unique names. Received: the names "
