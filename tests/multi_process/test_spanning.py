@@ -88,8 +88,14 @@ def test_rows_that_differ_within_a_replica_are_refused():
     )
     for result in results:
         found = result.value
-        for name in ("generator", "arrays", "on_batch", "values"):
-            assert found[name].startswith("ValueError: Processes that have")
+        beginnings = {
+            "generator": "Processes that have cores of the same replicas",
+            "arrays": "Processes that have cores of the same replicas",
+            "on_batch": "All processes of a replica must provide equal",
+            "values": "All processes of a replica must provide equal",
+        }
+        for name, beginning in beginnings.items():
+            assert found[name].startswith(f"ValueError: {beginning}")
             assert "[0, 1] share replicas" in found[name]
         assert "in step 1 8 rows of checksum" in found["generator"]
         assert "in step 3 40 rows of checksum" in found["arrays"]

@@ -392,7 +392,7 @@ def _check_alike(traces: list[_Trace]) -> None:
 def _refuse() -> NoReturn:
     raise ValueError(
         "All replicas must call the same collectives in the same order, "
-        "and return results of one structure. Received: a function that "
+        "and return results of the same structure. Received: a function that "
         "behaves differently for another number of rows. Make the batch even "
         "(`drop_remainder`), or treat all numbers of rows in the same way."
     )
