@@ -1,4 +1,4 @@
-"""The messages of the rendezvous: lines of JSON."""
+"""The messages that processes send at the rendezvous, as lines of JSON."""
 
 import json
 from typing import Any
@@ -18,7 +18,8 @@ HELLO_KINDS = {
 _OURS = {"job": lambda job: job == HELLO}
 MAX_BYTES = 65_536
 _MAX_SHOWN, _MAX_TEXT = 160, 4000
-# The highest number of a process, of processes, and of seconds.
+# The upper bound of process numbers, of the number of processes, and of times
+# in seconds.
 MOST = 2**31
 
 
@@ -37,7 +38,7 @@ ANOTHER = (
 def prove_message(
     secret: Secret, nonces: tuple[str, str], message: dict[str, Any]
 ) -> str:
-    """Returns the proof that process 0 sent a message."""
+    """Returns the proof with which process 0 signs a message."""
     content = json.dumps(message, sort_keys=True).encode()
     return secret.prove(_SENDS, nonces, content)
 
@@ -48,7 +49,7 @@ def encode_line(message: dict[str, Any]) -> bytes:
 
 
 def parse_hello(text: bytes) -> dict[str, Any] | None:
-    """Parses a process's first message; None for anything else."""
+    """Parses a process's first message; returns None if it is malformed."""
     message = parse_line(text)
     if message is None or message.keys() - {"nonce"} != HELLO_KINDS.keys():
         return None
@@ -61,7 +62,7 @@ def parse_hello(text: bytes) -> dict[str, Any] | None:
 
 
 def parse_line(text: bytes) -> dict[str, Any] | None:
-    """Parses a line that `encode_line` wrote; None for anything else."""
+    """Parses a line from `encode_line`; returns None if it is malformed."""
     try:
         return load_form(text, _OURS, max_characters=MAX_BYTES)
     except ValueError:
