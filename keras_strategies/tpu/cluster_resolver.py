@@ -348,7 +348,12 @@ def _check_name(tpu: str | None, environ: Mapping[str, str]) -> str:
 
 
 def _check_alone(num_hosts: int | None, error: RuntimeError) -> None:
-    """Re-raises an error of `initialize` unless this is the only host."""
+    """Raises `RuntimeError` from an error unless this is the only host.
+
+    Args:
+      num_hosts: The number of hosts, if known.
+      error: The error that `jax.distributed.initialize` raised.
+    """
     is_started = not isinstance(error, jax.errors.JaxRuntimeError)
     if num_hosts is None and is_started and jax.process_count() == 1:
         return

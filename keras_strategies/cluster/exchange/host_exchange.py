@@ -101,6 +101,8 @@ class Agreement:
     ) -> list[str]:
         """Sends a text and receives the texts of all processes. Collective.
 
+        All processes must call it, but no devices are used.
+
         Args:
           text: This process's text, which should be short.
           is_stopped: A function that is called a few times per second while

@@ -1,7 +1,7 @@
 """Access to the key-value store of JAX's coordination service.
 
 JAX has no public API for the store's client, nor for the service's address.
-This is the only module that uses the private API.
+This is the only module that gets them through JAX's private modules.
 """
 
 import socket

@@ -199,7 +199,7 @@ class KubernetesClusterResolver(ClusterResolver):
 
 
 def has_job_variables(environ: Mapping[str, str]) -> bool:
-    """Returns whether the variables are those of a pod of a Job or JAXJob."""
+    """Returns whether this is a pod of an indexed Job or of a JAXJob."""
     is_jax_job = bool(environ.get("PROCESS_ID")) and any(
         environ.get(name) for name in _COORDINATORS
     )
