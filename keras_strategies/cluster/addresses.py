@@ -29,7 +29,7 @@ def shorten(value: object) -> str:
 
 
 def join_few(names: Sequence[object]) -> str:
-    """Joins the first few names for an error message: "0, 1, ..."."""
+    """Joins names for an error message, at most eight: "0, 1, ..."."""
     more = ", ..." * (len(names) > _MOST_NAMES)
     return ", ".join(map(str, names[:_MOST_NAMES])) + more
 
@@ -107,10 +107,10 @@ def read_text(environ: Mapping[str, str], name: str, setter: str) -> str:
     Args:
       environ: The environment variables.
       name: The variable's name.
-      setter: The program that sets it, for the error message.
+      setter: The program that sets the variable, for the error message.
 
     Raises:
-      RuntimeError: if it is not set, or empty.
+      RuntimeError: if the variable is not set, or is empty.
     """
     value = environ.get(name, "")
     if not value:
@@ -136,13 +136,13 @@ def read_number(
     Args:
       environ: The environment variables.
       name: The variable's name.
-      setter: The program that sets it, for the error message.
+      setter: The program that sets the variable, for the error message.
       least: The smallest number allowed.
       most: The largest number allowed.
 
     Raises:
-      RuntimeError: if it is not set, or empty.
-      ValueError: if it is not an integer in this range.
+      RuntimeError: if the variable is not set, or is empty.
+      ValueError: if its value is not an integer in this range.
     """
     text = read_text(environ, name, setter)
     number = _parse_digits(text)

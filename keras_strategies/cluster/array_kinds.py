@@ -1,4 +1,4 @@
-"""Validation of dtypes and shapes from a file or another process."""
+"""Checks of dtypes and shapes that came from a file or another process."""
 
 import math
 import re
@@ -31,7 +31,7 @@ def is_dtype_name(name: object) -> TypeGuard[str]:
 
 
 def parse_dtype(name: object) -> "np.dtype | None":
-    """Returns the dtype whose `str` is `name`, or None if there is none."""
+    """Returns the dtype whose `str` is `name`, or None if no dtype matches."""
     # Imported here, so that callers which only check names need no JAX.
     import jax
 
@@ -48,7 +48,10 @@ def parse_dtype(name: object) -> "np.dtype | None":
 
 
 def is_shape(value: object) -> TypeGuard[list[int]]:
-    """Returns whether `value` is the shape of an array of plausible size."""
+    """Returns whether `value` is the shape of an array that could exist.
+
+    Shapes with too many dimensions or entries are rejected.
+    """
     return (
         isinstance(value, list)
         and len(value) <= _MAX_RANK

@@ -1,4 +1,4 @@
-"""Validation of the numbers and types of users' arguments."""
+"""Checks that users' arguments have the right types and are within bounds."""
 
 import math
 import numbers

@@ -1,4 +1,4 @@
-"""Command lines of Python processes that run a module of this package."""
+"""Command lines for child processes that run a module of this package."""
 
 import pathlib
 import sys

@@ -79,7 +79,7 @@ class ClusterSpec:
         return list(self._tasks)
 
     def num_tasks(self, job_name: str) -> int:
-        """Returns the number of a job's tasks.
+        """Returns the number of tasks in a job.
 
         Raises:
           ValueError: if there is no such job.
@@ -98,7 +98,7 @@ class ClusterSpec:
         """Returns the address of a task.
 
         Raises:
-          ValueError: if there is no such job, or no such task in it.
+          ValueError: if the job does not exist, or has no such task.
         """
         tasks = self._find_job(job_name)
         if isinstance(task_index, bool) or task_index not in tasks:

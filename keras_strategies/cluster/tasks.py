@@ -183,7 +183,7 @@ def check_addresses(spec: ClusterSpec) -> None:
 
 
 def count_tasks(spec: ClusterSpec, job: str) -> int:
-    """Returns the number of a job's tasks; 0 if there is no such job."""
+    """Returns the number of tasks in a job; 0 if the job does not exist."""
     return spec.num_tasks(job) if job in spec.jobs else 0
 
 

@@ -1,4 +1,4 @@
-"""Readers of untrusted input: files, the environment and sockets."""
+"""Safe readers of untrusted input from files, the environment and sockets."""
 
 import collections
 import errno
@@ -42,7 +42,7 @@ def load_json(
             "are read"
         )
     try:
-        # Decoded here, because `json.loads` would also detect UTF-16.
+        # Decoded here, because `json.loads` would also accept UTF-16.
         text = text.decode("utf-8") if isinstance(text, bytes) else text
         value = json.loads(
             text,

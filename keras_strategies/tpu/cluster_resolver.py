@@ -158,7 +158,8 @@ class TPUClusterResolver(ClusterResolver):
         num_hosts = self.num_processes
         if num_hosts == 1:
             return
-        # Imported here: it would add a tenth to this package's import time.
+        # Imported here, because these modules would add a tenth to the time
+        # that importing this package takes.
         from keras_strategies.cluster.job import bootstrap
         from keras_strategies.cluster.watchdog import watchdog
 

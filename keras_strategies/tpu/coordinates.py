@@ -13,7 +13,7 @@ Cell = tuple[int, ...]
 
 
 def has_coordinates(device: jax.Device) -> bool:
-    """Returns whether a device has coordinates, as TPUs do."""
+    """Returns whether a device has coordinates; TPU devices have them."""
     return getattr(device, "coords", None) is not None
 
 
@@ -35,7 +35,11 @@ def get_slice(device: jax.Device) -> int:
 
 
 def compute_box(cells: Sequence[Cell]) -> tuple[Cell, Cell]:
-    """Returns the lowest corner and the shape of the cells' bounding box."""
+    """Computes the smallest box that contains all cells.
+
+    Returns:
+      The lowest corner of the box, and its size in each dimension.
+    """
     dims = list(zip(*cells, strict=True))
     corner = tuple(min(dim) for dim in dims)
     shape = tuple(max(dim) - min(dim) + 1 for dim in dims)

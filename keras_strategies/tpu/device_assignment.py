@@ -110,10 +110,10 @@ class DeviceAssignment:
         return self._core_assignment
 
     def coordinates(self, replica: int, logical_core: int) -> Cell:
-        """Returns the (x, y, z, core) of a replica's core.
+        """Returns the coordinates (x, y, z, core) of a core of a replica.
 
         Raises:
-          IndexError: if there is no such replica or core.
+          IndexError: if the replica or the core does not exist.
         """
         counts = self._core_assignment.shape[:2]
         if not (0 <= replica < counts[0] and 0 <= logical_core < counts[1]):

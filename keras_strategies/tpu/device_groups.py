@@ -24,7 +24,7 @@ from keras_strategies.tpu.coordinates import (
 )
 
 _MOST = 64
-"""The default maximum number of chips in a group."""
+"""The maximum number of chips in a group whose size the user did not set."""
 
 
 def default_device_order(
@@ -206,7 +206,11 @@ def _is_in_one(replica: np.ndarray, origin: Cell, box: Cell) -> bool:
 
 
 def _find_box(device: jax.Device, origin: Cell, box: Cell) -> Cell:
-    """Returns the position of a device's box among the boxes of a slice."""
+    """Returns the position of the box that contains a device.
+
+    The position counts boxes, not chips. For example, it is (1, 0, 0) for the
+    second box along x.
+    """
     return tuple(
         (at - start) // side
         for at, start, side in zip(get_chip(device), origin, box, strict=True)

@@ -128,8 +128,9 @@ def _place_in_rows(
     )
     z, y, x, core = order
     position = np.stack([x, y, z, core], axis=1)
-    # `stride` neighboring replicas in a dimension are interleaved: the
-    # remainder is a replica's offset in their common block.
+    # In each dimension, `stride` neighboring replicas are interleaved in one
+    # block of cores. The quotient is the index of the block, and the remainder
+    # is the replica's offset in the block.
     outer, inner = position // stride, position % stride
     starts = outer * np.multiply(shape, stride) + inner
     cells = np.array(list(np.ndindex(shape))) * stride

@@ -71,7 +71,7 @@ def make_mesh(
 def _make_core_mesh(
     devices: Sequence[jax.Device], partitioner: object, **kwargs: Any
 ) -> ReplicaMesh:
-    """Makes a mesh with a replica on each core."""
+    """Makes a mesh in which each core is a replica."""
     if partitioner is None:
         return ReplicaMesh(devices=default_device_order(devices), **kwargs)
     shards = getattr(partitioner, "shards", None)
@@ -197,7 +197,7 @@ def _sort_by_process(
 def _fill_slice(
     devices: Sequence[jax.Device], computation_shape: Sequence[int]
 ) -> DeviceAssignment:
-    """Returns the assignment with the most replicas that fit in a slice."""
+    """Makes an assignment with the most replicas that fit in a slice."""
     topology = Topology.from_devices(devices)
     cores = int(np.prod(computation_shape)) or 1
     count = max(int(topology.mesh_shape.prod()) // cores, 1)

@@ -143,7 +143,7 @@ class Topology:
 
     @property
     def mesh_rank(self) -> int:
-        """The number of dimensions: four."""
+        """The number of dimensions of the mesh, which is always four."""
         return len(self._mesh_shape)
 
     @property
@@ -185,7 +185,7 @@ class Topology:
     def tpu_device_ordinal_at_coordinates(
         self, device_coordinates: Sequence[int]
     ) -> int:
-        """Returns the index of the device at (x, y, z, core) in its task.
+        """Returns the index, in its task, of the device at (x, y, z, core).
 
         Raises: see `task_ordinal_at_coordinates`.
         """
@@ -228,7 +228,8 @@ class Topology:
     def serialized(self) -> bytes:
         """Returns the topology as JSON, for `Topology(serialized=...)`.
 
-        The JAX devices are omitted. Differs from tf: not a protocol buffer.
+        References to JAX devices are omitted. Differs from tf: the result is
+        not a protocol buffer.
         """
         content = {
             "format": _FORMAT,

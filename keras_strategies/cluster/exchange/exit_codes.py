@@ -71,6 +71,6 @@ class Cause:
         form = {"text": str, "code": _is_code}
         with contextlib.suppress(ValueError):
             sent = load_form(text, form, max_characters=_MAX_CHARACTERS)
-            # The text will be printed on a terminal.
+            # Cleaned, because the text will be printed on a terminal.
             return cls(text=clean_text(sent["text"]), code=sent["code"])
         return cls(text="another process ended with an unreadable message")

@@ -23,7 +23,8 @@ _MAX_SHOWN, _MAX_TEXT = 160, 4000
 MOST = 2**31
 
 
-# The roles in proofs. They are part of the protocol: both sides hash them.
+# The senders' roles in proofs. They are part of the protocol, because both
+# sides include them in the hash.
 PROCESS_0, PROCESS, _SENDS = "process 0", "process", "process 0 tells"
 SAME = f"All processes of a job must have the same {VARIABLE}, or none. "
 SET = f"Set it in all of them; `{job_secret.MAKE}` makes one."
@@ -76,6 +77,9 @@ def shorten_ascii(value: object) -> str:
 
 
 def clean_text(text: str) -> str:
-    """Replaces control characters in another process's text; truncates it."""
+    """Makes another process's text safe to print.
+
+    Replaces control characters by "?", and truncates the text.
+    """
     text = "".join(c if c.isprintable() or c == "\n" else "?" for c in text)
     return text if len(text) <= _MAX_TEXT else f"{text[:_MAX_TEXT]}..."

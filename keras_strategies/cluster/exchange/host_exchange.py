@@ -51,7 +51,7 @@ _waits: dict[int, tuple[str, float]] = {}
 # By the number of an ended agreement: a function that deletes the messages of
 # its last round.
 _ended: dict[int, Callable[[], None]] = {}
-# The argument of `limit_waiting`.
+# The timeout that `limit_waiting` has set, or None.
 _limit_s: float | None = None
 IsStopped = Callable[[], bool]
 

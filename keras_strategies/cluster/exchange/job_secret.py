@@ -63,7 +63,7 @@ def is_same(proof: object, expected: str) -> bool:
 
 
 def make() -> str:
-    """Returns the text of a new secret."""
+    """Makes a new random secret, and returns its text."""
     return secrets.token_hex(_NONCE_BYTES)
 
 
@@ -73,7 +73,7 @@ def make_nonce() -> str:
 
 
 def is_nonce(text: object) -> bool:
-    """Returns whether `text` has the form of a nonce."""
+    """Returns whether `text` has the format of a nonce."""
     return (
         isinstance(text, str)
         and len(text) == 2 * _NONCE_BYTES

@@ -1,4 +1,4 @@
-"""The client side of the rendezvous: a process that connects to process 0."""
+"""The client side of the rendezvous, for all processes except process 0."""
 
 import socket
 import time
@@ -20,7 +20,7 @@ from keras_strategies.cluster.exchange.greetings import (
 from keras_strategies.cluster.exchange.job_secret import Secret
 
 _RETRY_S = 0.1
-# How long the verdict may take after the timeout for all to arrive.
+# How long the verdict may take after the timeout for all processes to arrive.
 _GRACE_S = 2.0
 # The minimum time for an attempt to connect that begins just before the
 # timeout. It gives the attempt time to fail with an error that says more than
@@ -69,7 +69,7 @@ def join(
 
 
 class _Guest:
-    """The client of one connection to process 0."""
+    """The client's side of one connection to process 0."""
 
     def __init__(
         self, connection: socket.socket, secret: Secret | None

@@ -37,7 +37,7 @@ def get_client() -> Any:
 
 
 def is_available() -> bool:
-    """Returns whether this process is part of a job of `jax.distributed`."""
+    """Returns whether this process has joined a `jax.distributed` job."""
     return jax.distributed.is_initialized()
 
 

@@ -119,7 +119,7 @@ def read_messages(
     received: list[Any] = []
     for process, text in zip(processes, texts, strict=True):
         try:
-            # Metrics and users' values may be NaN.
+            # NaN is allowed, because metrics and users' values may be NaN.
             value = load_form(
                 text, form, max_characters=max_characters, has_nan=True
             )

@@ -53,9 +53,9 @@ _MAX_PENDING = 512
 _PENDING_S = 5.0
 # The pause before another try when this process is out of file descriptors.
 _NO_FILES_S = 0.05
-# How long the verdict may take after the timeout for all to arrive.
+# How long the verdict may take after the timeout for all processes to arrive.
 _GRACE_S = 2.0
-# How long to wait for the others after an error, to inform them too.
+# How long to wait after an error for more processes, to inform them, too.
 _LINGER_S = 5.0
 
 
@@ -120,7 +120,7 @@ def split_address(address: str) -> tuple[str, int]:
 
 @dataclasses.dataclass
 class _Pending:
-    """A connection to process 0 that has not yet identified itself."""
+    """A connection to process 0 whose client has not yet identified itself."""
 
     end: float
     text: bytes = b""
@@ -145,7 +145,7 @@ class _Host:
         self._names = names
         self._end = 0.0
         self._hellos: dict[int, dict[str, Any]] = {0: hello}
-        # Connections that have not yet identified themselves, oldest first.
+        # Connections of clients that are not yet identified, oldest first.
         self._pending: dict[socket.socket, _Pending] = {}
         # Identified connections, with the nonces for signing messages to them.
         self._joined: dict[socket.socket, tuple[str, str]] = {}
@@ -155,7 +155,7 @@ class _Host:
             self._problem = f"{self._name(0)}: {hello['problem']}"
 
     def run(self, host: str, port: int, timeout_s: float) -> str:
-        """Returns the verdict: an error, or "" if nothing is wrong."""
+        """Runs the rendezvous; returns the verdict: "" or an error's text."""
         self._end = time.monotonic() + timeout_s
         if self._problem:
             self._end = min(self._end, time.monotonic() + _LINGER_S)
@@ -368,8 +368,8 @@ class _Host:
         for connection in self._joined:
             connection.settimeout(_GRACE_S)
             self._send(connection, {"verdict": verdict})
-        # The clients close first: otherwise the kernel would keep this port
-        # in TIME_WAIT, and JAX needs it next.
+        # The clients must close first: otherwise the kernel would keep this
+        # port in TIME_WAIT, but JAX needs the port next.
         end = time.monotonic() + _GRACE_S
         for connection in self._joined:
             with contextlib.suppress(OSError):
@@ -384,7 +384,7 @@ class _Host:
         connection.close()
 
     def _note_unproved(self, hello: dict[str, Any]) -> None:
-        # A stranger may claim any number; the set must stay bounded.
+        # Any client may claim any number, but the set must stay bounded.
         if 0 <= hello["process"] < self._count:
             self._unproved.add(hello["process"])
 

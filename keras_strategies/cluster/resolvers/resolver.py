@@ -126,7 +126,7 @@ class ClusterResolver(abc.ABC):
 
     @property
     def task_type(self) -> str | None:
-        """The job of this process, as set or detected; None if unknown."""
+        """The job of this process, set or detected; None if unknown."""
         if self._task_type is None:
             return self._find_task_type()
         return self._task_type
@@ -148,7 +148,7 @@ class ClusterResolver(abc.ABC):
 
     @property
     def rpc_layer(self) -> str | None:
-        """The protocol that `master` prepends; JAX does not use it."""
+        """The protocol that `master` prepends. JAX does not use it."""
         if self._rpc_layer is None:
             return self._find_rpc_layer()
         return self._rpc_layer

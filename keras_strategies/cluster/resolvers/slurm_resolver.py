@@ -127,7 +127,7 @@ class SlurmClusterResolver(ClusterResolver):
         return self._spec
 
     def get_task_info(self) -> tuple[str | None, int | None]:
-        """Returns the job of this process and its index in it."""
+        """Returns this process's job, and its index in that job."""
         return self.task_type, self.task_id
 
     def gpu_ids(self) -> tuple[int, ...]:

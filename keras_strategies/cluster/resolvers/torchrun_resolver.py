@@ -74,7 +74,7 @@ class TorchrunClusterResolver(ClusterResolver):
         self._environ = environ
 
     def cluster_spec(self) -> ClusterSpec:
-        """Returns the address of worker 0."""
+        """Returns a cluster with the address of worker 0 only."""
         host = read_text(self._environ_now, _HOST, _SETTER)
         address = join_address(host, self._read_port())
         check_address(address, f"worker 0 ({_HOST})")
@@ -82,7 +82,7 @@ class TorchrunClusterResolver(ClusterResolver):
 
     @property
     def num_processes(self) -> int:
-        """The number of training processes: WORLD_SIZE."""
+        """The number of training processes: the value of WORLD_SIZE."""
         return read_number(self._environ_now, _NUM_PROCESSES, _SETTER, least=1)
 
     def _find_task_type(self) -> str:

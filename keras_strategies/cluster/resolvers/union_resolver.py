@@ -117,7 +117,7 @@ class UnionResolver(ClusterResolver):
 
     @property
     def environment(self) -> str | None:
-        """The first resolver's environment."""
+        """The first resolver's `environment`."""
         return self._resolvers[0].environment
 
     @property

@@ -49,7 +49,7 @@ def is_aborting() -> bool:
 
 
 def install() -> bool:
-    """Installs the delay of aborts; returns whether the system supports it."""
+    """Makes aborts wait; returns whether the operating system supports it."""
     if os.name != "posix":
         return False
     library = ctypes.CDLL(None)

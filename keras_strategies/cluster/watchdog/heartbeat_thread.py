@@ -116,7 +116,7 @@ class HeartbeatThread:
         )
 
     def start(self) -> None:
-        """Starts the thread."""
+        """Starts sending heartbeats and receiving messages."""
         self._thread.start()
 
     def stop(self) -> None:

@@ -28,12 +28,12 @@ from keras_strategies.cluster.exchange.same_program import (
 from keras_strategies.cluster.watchdog.failure_detector import Heartbeat
 
 _OURS = str(PurePath(__file__).parents[2])
-# Paths of code that is not the user's.
+# A file whose path contains one of these is not user code.
 _LIBRARIES = ("site-packages", "dist-packages", sysconfig.get_path("stdlib"))
 
-# The file in which JAX runs a program that it has just compiled.
+# The file in which JAX executes a program that it has just compiled.
 _EXECUTES = str(PurePath("jax", "_src", "interpreters", "pxla.py"))
-# The file and functions in which JAX traces.
+# The file and functions in which JAX traces programs.
 _PARTIAL_EVAL = str(PurePath("jax", "_src", "interpreters", "partial_eval.py"))
 _TRACES = ("trace_to_jaxpr",)
 # The file and functions in which JAX compares host values between processes,

@@ -166,7 +166,7 @@ class Watchdog:
         _watchdog = None
 
     def set_timeout(self, timeout_s: float) -> None:
-        """Replaces the timeout."""
+        """Replaces the timeout for programs and for waiting, in seconds."""
         self._heartbeats.detector.timeout_s = timeout_s
 
     def explain(self) -> None:
@@ -197,7 +197,10 @@ class Watchdog:
         self._heartbeats.send(cause)
 
     def end_soon(self) -> None:
-        """Ends this process soon after `fail`, even if its script continues."""
+        """Makes this process end soon, if `fail` was called before.
+
+        The process ends even if its script continues to run.
+        """
         if self._failure is not None:
             self._end_at = self._clock.seconds + _SOON_S
 
