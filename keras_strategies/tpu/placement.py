@@ -138,8 +138,9 @@ def _place_in_rows(
 
 
 def _choose_grid(most: Sequence[int], count: int) -> list[int]:
-    """Returns the number of replicas in each dimension, as close to a cube.
+    """Chooses the number of replicas in each dimension.
 
+    The replicas form a grid that is as close to a cube as possible.
     The dimension in which the fewest replicas fit is filled first. Among equal
     dimensions, the core comes first, then x. So neighboring replicas are on
     the same chip if possible, and otherwise on the same host.

@@ -13,13 +13,14 @@ class ClusterResolver(abc.ABC):
 
     This is the base class of all resolvers, including user-defined ones. A
     subclass defines `cluster_spec`, and either sets `task_type` and `task_id`
-    or overrides these properties. A resolver normally only reads environment
-    variables that describe the cluster: it starts no devices and opens no
-    connections.
+    or overrides these properties. Most resolvers only read environment
+    variables that describe the cluster: they start no devices and open no
+    connections. The exceptions are `KubernetesClusterResolver`, which may query
+    Kubernetes, and `TPUClusterResolver`, which can connect a TPU's hosts.
 
-    Differs from tf: `num_accelerators` returns a number that was passed to the
-    resolver, because counting accelerators would start JAX's devices. It has
-    no argument `config_proto`.
+    Differs from tf: `num_accelerators` does not count accelerators, except in
+    `TPUClusterResolver`, because counting would start JAX's devices. It has no
+    argument `config_proto`.
 
     References:
       https://www.tensorflow.org/api_docs/python/tf/distribute/cluster_resolver/ClusterResolver
@@ -77,8 +78,9 @@ class ClusterResolver(abc.ABC):
         Args:
           task_type: The task's job.
           task_id: The task's index in that job. If only one of `task_type` and
-            `task_id` is passed, the resolvers listed above ignore it. Other
-            resolvers use this process's value for the omitted argument.
+            `task_id` is passed, `TPUClusterResolver` and the resolvers listed
+            above, except `TFConfigClusterResolver`, ignore it. Other resolvers
+            use this process's value for the omitted argument.
           rpc_layer: The protocol to prepend. For example, "grpc" gives
             "grpc://host:port". A TPU resolver always prepends "grpc".
 
@@ -104,8 +106,8 @@ class ClusterResolver(abc.ABC):
           task_id: The task's index in that job. Not used.
 
         Returns:
-          A dict such as `{"GPU": 4}`. It is empty if no number was passed to
-          the resolver.
+          A dict such as `{"GPU": 4}`. It is empty if the resolver does not know
+          the number.
         """
         del task_type, task_id
         return self._num_accelerators or {}

@@ -63,8 +63,8 @@ class TFConfigClusterResolver(ClusterResolver):
     TF_CONFIG is not set, or is `{}`, there is no cluster.
 
     Differs from tf: the entire text is checked at each call (docs/parity.md).
-    All methods and properties except `environment` raise ValueError or
-    TypeError for an invalid TF_CONFIG. The error does not quote the text.
+    Methods and properties that read TF_CONFIG raise ValueError or TypeError if
+    it is invalid. The error does not quote the entire text.
 
     Args:
       task_type: The job of this process. None: the one in TF_CONFIG.

@@ -38,9 +38,8 @@ class TorchrunClusterResolver(ClusterResolver):
     is the chief. torchrun does not tell the addresses of the other processes,
     so `cluster_spec` contains only task 0, and `num_processes` is WORLD_SIZE.
 
-    All methods and properties except `environment` and `num_accelerators`
-    raise RuntimeError if a variable is not set, and ValueError if it is
-    invalid.
+    Methods and properties that read a variable raise RuntimeError if it is not
+    set, and ValueError if it is invalid.
 
     Args:
       port: The chief's port. None: the port in JAX_COORDINATOR_PORT; if that

@@ -1,8 +1,9 @@
 """The watchdog, which ends this process if another process dies or hangs.
 
-The watchdog is a daemon thread. It never blocks on other processes: it reads
-only clocks, the launcher's pipe, and the messages that `HeartbeatThread` has
-received. When it ends this process, it prints the cause. If this process
+The watchdog is a daemon thread. It makes no calls that may hang: it reads
+clocks, the launcher's pipe, and the messages that `HeartbeatThread` has
+received. Only if the store does not answer, it probes the store's host, with a
+short timeout. When it ends this process, it prints the cause. If this process
 itself fails or ends, `exit_hooks` reports that to the other processes.
 """
 
@@ -43,8 +44,9 @@ INITIALIZE_ARGUMENTS: dict[str, Any] = {
     "heartbeat_timeout_seconds": HEARTBEAT_S,
     "shutdown_timeout_seconds": 60,
 }
-"""Arguments for `jax.distributed.initialize`, without which failures would not
-be detected within the documented times."""
+"""Arguments for `jax.distributed.initialize`.
+
+The documented times for detecting failures hold only with these timeouts."""
 
 _LOOK_S = 0.1
 # The time between receiving a failure's message and ending this process. In
