@@ -1,1 +1,1 @@
-"""Clusters: tasks, resolvers, and communication between processes."""
+"""Clusters: their tasks, resolvers, and communication between processes."""

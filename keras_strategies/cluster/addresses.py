@@ -29,27 +29,27 @@ def shorten(value: object) -> str:
 
 
 def join_few(names: Sequence[object]) -> str:
-    """Joins the first few names for an error message: "0, 1, ..."."""
+    """Joins names for an error message, at most eight: "0, 1, ..."."""
     more = ", ..." * (len(names) > _MOST_NAMES)
     return ", ".join(map(str, names[:_MOST_NAMES])) + more
 
 
 def name_processes(numbers: Sequence[int]) -> str:
-    """Returns the processes as text: "process 0", "processes 1, 2"."""
+    """Returns a text such as "process 0" or "processes 1, 2"."""
     word = "process" if len(numbers) == 1 else "processes"
     return f"{word} {join_few(numbers)}"
 
 
 def check_address(address: str, what: str) -> None:
-    """Raises unless an address is `host:port`.
+    """Raises unless an address has the form `host:port`.
 
     Args:
       address: A host name, an IPv4 address or an IPv6 address in brackets,
-        a colon and a port from 1 to 65535.
-      what: The address's owner, for the error message.
+        followed by a colon and a port from 1 to 65535.
+      what: The task or process that has the address, for the error message.
 
     Raises:
-      ValueError: if it is not such an address.
+      ValueError: if the address does not have this form.
     """
     fault = _find_fault(address)
     if fault:
@@ -66,7 +66,7 @@ def join_address(host: str, port: int) -> str:
 
 
 def add_rpc_layer(address: str, rpc_layer: str | None) -> str:
-    """Returns an address as tf's `master()` does: `grpc://host:port`."""
+    """Returns an address with a protocol prepended: "grpc://host:port"."""
     return f"{rpc_layer}://{address}" if rpc_layer else address
 
 
@@ -74,7 +74,8 @@ def parse_index(value: object, what: str) -> int:
     """Parses a task's index from an int or from decimal digits.
 
     Args:
-      value: The index: `"3"` is 3; `"03"`, `True` and `3.0` are rejected.
+      value: The index, such as 3 or "3". `"03"`, `True` and `3.0` are
+        rejected.
       what: The index's name, for the error message.
 
     Raises:
@@ -106,10 +107,10 @@ def read_text(environ: Mapping[str, str], name: str, setter: str) -> str:
     Args:
       environ: The environment variables.
       name: The variable's name.
-      setter: The program that sets it, for the error message.
+      setter: The program that sets the variable, for the error message.
 
     Raises:
-      RuntimeError: if it is not set, or empty.
+      RuntimeError: if the variable is not set, or is empty.
     """
     value = environ.get(name, "")
     if not value:
@@ -135,13 +136,13 @@ def read_number(
     Args:
       environ: The environment variables.
       name: The variable's name.
-      setter: The program that sets it, for the error message.
+      setter: The program that sets the variable, for the error message.
       least: The smallest number allowed.
       most: The largest number allowed.
 
     Raises:
-      RuntimeError: if it is not set, or empty.
-      ValueError: if it is not an integer in this range.
+      RuntimeError: if the variable is not set, or is empty.
+      ValueError: if its value is not an integer in this range.
     """
     text = read_text(environ, name, setter)
     number = _parse_digits(text)
@@ -154,12 +155,12 @@ def read_number(
 
 
 def read_port(environ: Mapping[str, str], name: str, setter: str) -> int:
-    """Returns the port in a variable; raises like `read_number`."""
+    """Returns the port in a variable. Raises the errors of `read_number`."""
     return read_number(environ, name, setter, least=1, most=MAX_PORT)
 
 
 def _find_fault(address: str) -> str:
-    """Returns the fault of an address, or "" if it is valid."""
+    """Describes what is wrong with an address; returns "" if it is valid."""
     if "://" in address:
         return "it has a scheme such as grpc://"
     host, colon, port = address.rpartition(":")
@@ -194,6 +195,6 @@ def _is_ip(kind: Callable[[str], object], host: str) -> bool:
 
 
 def _parse_digits(text: str) -> int:
-    """Returns the number in ASCII digits; -1 for any other text."""
+    """Parses a number written in ASCII digits; returns -1 for other text."""
     is_number = text.isascii() and text.isdigit() and len(text) <= 18
     return int(text) if is_number else -1

@@ -1,4 +1,4 @@
-"""Validation of dtypes and shapes from a file or another process."""
+"""Checks of dtypes and shapes that came from a file or another process."""
 
 import math
 import re
@@ -9,17 +9,20 @@ if TYPE_CHECKING:
 
 
 _MAX_DTYPE = 64
-# Of one entry: a string dtype may have any length.
+# The maximum size of one array entry: a string dtype may have any length.
 _MAX_BYTES = 1 << 20
 _MAX_RANK = 31
 _MAX_ENTRIES = 2.0**48
-# Excludes what numpy parses as a list of dtypes: it would evaluate an
-# expression in parentheses.
+# Excludes texts that NumPy would parse as a list of dtypes, because it would
+# evaluate an expression in parentheses.
 _DTYPE = re.compile(r"[<>|=]?[A-Za-z][A-Za-z0-9_]*(\[[A-Za-z0-9]+\])?", re.A)
 
 
 def is_dtype_name(name: object) -> TypeGuard[str]:
-    """Returns whether `name` looks like `str(dtype)`. Imports nothing."""
+    """Returns whether `name` looks like the result of `str(dtype)`.
+
+    Imports nothing, so callers need neither NumPy nor JAX.
+    """
     return (
         isinstance(name, str)
         and len(name) <= _MAX_DTYPE
@@ -28,7 +31,7 @@ def is_dtype_name(name: object) -> TypeGuard[str]:
 
 
 def parse_dtype(name: object) -> "np.dtype | None":
-    """Returns the dtype whose `str` is `name`, or None if there is none."""
+    """Returns the dtype whose `str` is `name`, or None if no dtype matches."""
     # Imported here, so that callers which only check names need no JAX.
     import jax
 
@@ -38,14 +41,17 @@ def parse_dtype(name: object) -> "np.dtype | None":
         dtype = jax.numpy.dtype(name)
     except (TypeError, ValueError, SyntaxError):
         return None
-    # Only the canonical name of each dtype, and no compound dtypes.
+    # Accepts only the canonical name of each dtype, and no compound dtypes.
     is_canonical = str(dtype) == name
     is_simple = is_canonical and not dtype.fields and not dtype.subdtype
     return dtype if is_simple and dtype.itemsize <= _MAX_BYTES else None
 
 
 def is_shape(value: object) -> TypeGuard[list[int]]:
-    """Returns whether `value` is the shape of an array of plausible size."""
+    """Returns whether `value` is the shape of an array that could exist.
+
+    Shapes with too many dimensions or entries are rejected.
+    """
     return (
         isinstance(value, list)
         and len(value) <= _MAX_RANK

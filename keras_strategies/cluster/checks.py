@@ -1,4 +1,4 @@
-"""Validation of the numbers and types of users' arguments."""
+"""Checks that users' arguments have the right types and are within bounds."""
 
 import math
 import numbers
@@ -25,16 +25,17 @@ def check_number(
 
     Args:
       name: The value's name, with which the error message begins.
-      value: The value. numpy's numbers are allowed, booleans are not.
-      cure: The last sentence of the error message.
+      value: The value. NumPy's numbers are allowed; booleans are not.
+      cure: The last sentence of the error message, which says what to do.
       least: The inclusive lower bound.
       above: The exclusive lower bound.
       most: The inclusive upper bound.
-      is_whole: Whether it must be an integer.
+      is_whole: Whether the value must be an integer.
       is_optional: Whether None is allowed.
 
     Raises:
-      TypeError: if it is not such a number.
+      TypeError: if the value is not a number, or not an integer if
+        `is_whole`.
       ValueError: if it is out of bounds, infinite or NaN.
     """
     if value is None and is_optional:
@@ -63,14 +64,14 @@ def check_number(
 def check_type(
     name: str, value: object, kind: Kind, what: str, cure: str
 ) -> None:
-    """Raises TypeError unless a value is of a type.
+    """Raises TypeError unless a value has a given type.
 
     Args:
       name: The value's name, with which the error message begins.
       value: The value.
       kind: The type or types, as for `isinstance`.
-      what: The type in words: "a str".
-      cure: The last sentence of the error message.
+      what: The type in words, such as "a str".
+      cure: The last sentence of the error message, which says what to do.
     """
     if not isinstance(value, kind):
         raise TypeError(
@@ -80,7 +81,10 @@ def check_type(
 
 
 def check_port(port: int, name: str) -> int:
-    """Returns a port from 1 to 65535; raises like `check_number`."""
+    """Returns a port if it is from 1 to 65535; otherwise raises an error.
+
+    The errors are those of `check_number`.
+    """
     cure = "Pass a port that is free on the hosts, such as 8888."
     check_number(name, port, cure, least=1, most=MAX_PORT, is_optional=False)
     return port

@@ -1,10 +1,11 @@
-"""Command lines of Python processes that run a module of this package."""
+"""Command lines for child processes that run a module of this package."""
 
 import pathlib
 import sys
 
 _FOLDER = str(pathlib.Path(__file__).parents[2])
-# Appended to the path: the folder may contain many other packages.
+# The folder is appended to the end of the path, because it may contain many
+# other packages, which must not shadow those found earlier.
 _PROGRAM = """
 import sys
 sys.path.append({folder!r})
@@ -16,8 +17,9 @@ sys.exit(main(*sys.argv[1:]))
 def make_command_line(module: str, *words: str) -> list[str]:
     """Returns the command line of a process that calls a module's `main`.
 
-    `-P` keeps the current folder off the path, where `-m` and `-c` would put
-    it first: files there may have the names of modules.
+    The option `-P` keeps the current folder off Python's import path. With
+    `-c` alone, the folder would come first, and a file in it could shadow a
+    module of the same name.
 
     Args:
       module: The module's full name.

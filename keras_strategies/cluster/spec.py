@@ -1,4 +1,4 @@
-"""ClusterSpec and TaskInfo: a cluster's tasks and this process's place."""
+"""ClusterSpec and TaskInfo: a cluster's tasks, and the task of this process."""
 
 import dataclasses
 from collections.abc import Mapping
@@ -16,16 +16,17 @@ class ClusterSpec:
         ClusterSpec({"chief": ["host0:2222"], "worker": ["host1:2222"]})
         ClusterSpec({"worker": {0: "host0:2222"}})  # Others are unknown.
 
-    Immutable. A cluster without jobs is false. A cluster equals another one,
-    or a dict of dicts, with the same tasks.
+    A `ClusterSpec` is immutable. It is false in a boolean context if it has no
+    jobs. It equals another `ClusterSpec` with the same tasks, and a dict from
+    job names to dicts from task indices to addresses with the same tasks.
 
     Args:
-      cluster: A mapping from job names to a list of addresses, or to a dict
-        from task indices to addresses; or a `ClusterSpec`.
+      cluster: A mapping from each job's name either to a list of addresses or
+        to a dict from task indices to addresses; or a `ClusterSpec`.
 
     Raises:
-      TypeError: if `cluster` is none of these, a job name or an address is
-        not a str, or an index is not an integer.
+      TypeError: if `cluster` is neither a mapping nor a `ClusterSpec`, a job
+        name or an address is not a str, or an index is not an integer.
       ValueError: if an index is negative, above a million or duplicated.
 
     References:
@@ -55,7 +56,7 @@ class ClusterSpec:
             return self._tasks == other._tasks
         return self._tasks == other
 
-    # Like tf's: it equals dicts, which are not hashable.
+    # As in TensorFlow: a ClusterSpec can equal a dict, which is not hashable.
     __hash__ = None  # pyright: ignore[reportAssignmentType]
 
     def __repr__(self) -> str:
@@ -64,7 +65,12 @@ class ClusterSpec:
         return f"ClusterSpec({{{items}}})"
 
     def as_dict(self) -> dict[str, list[str] | dict[int, str]]:
-        """Returns each job's addresses; a dict where some tasks are missing."""
+        """Returns the addresses of each job.
+
+        Returns:
+          A dict from job names to lists of addresses. A job without tasks, or
+          with gaps between its indices, has a dict from indices to addresses.
+        """
         return {job: _list_tasks(tasks) for job, tasks in self._tasks.items()}
 
     @property
@@ -73,7 +79,7 @@ class ClusterSpec:
         return list(self._tasks)
 
     def num_tasks(self, job_name: str) -> int:
-        """Returns the number of a job's tasks.
+        """Returns the number of tasks in a job.
 
         Raises:
           ValueError: if there is no such job.
@@ -81,7 +87,7 @@ class ClusterSpec:
         return len(self._find_job(job_name))
 
     def task_indices(self, job_name: str) -> list[int]:
-        """Returns the indices of a job's tasks, in order.
+        """Returns the indices of a job's tasks, in ascending order.
 
         Raises:
           ValueError: if there is no such job.
@@ -92,7 +98,7 @@ class ClusterSpec:
         """Returns the address of a task.
 
         Raises:
-          ValueError: if there is no such job, or no such task in it.
+          ValueError: if the job does not exist, or has no such task.
         """
         tasks = self._find_job(job_name)
         if isinstance(task_index, bool) or task_index not in tasks:
@@ -104,7 +110,7 @@ class ClusterSpec:
         return tasks[task_index]
 
     def job_tasks(self, job_name: str) -> list[str | None]:
-        """Returns a job's addresses by index, None where a task is missing.
+        """Returns a job's addresses as a list, with None for missing tasks.
 
         Raises:
           ValueError: if there is no such job.
@@ -125,18 +131,18 @@ class ClusterSpec:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class TaskInfo:
-    """The place of one process in a job.
+    """The role of one process in a distributed program.
 
     Attributes:
-      type: The job of this task: "chief", "worker" or "evaluator".
-      index: Its index in that job.
-      is_chief: Whether it writes files that only one process writes. As in
-        tf, an evaluator counts as a chief.
-      process_id: Its number among all training processes, 0 for the chief;
-        None for an evaluator, which does not train.
+      type: The job of this process's task: "chief", "worker" or "evaluator".
+      index: The index of the task in that job.
+      is_chief: Whether this process writes the files that only one process
+        should write. As in tf, an evaluator counts as a chief.
+      process_id: The number of this process among all training processes; 0
+        for the chief, and None for an evaluator, which does not train.
       num_processes: The number of training processes.
-      addresses: `host:port` of every training process by its number; None
-        where it is unknown.
+      addresses: The address (`host:port`) of every training process, in the
+        order of the processes' numbers; None for an unknown address.
 
     Example:
       >>> hosts = {"worker": ["host0:2222", "host1:2222"]}
@@ -173,7 +179,7 @@ class TaskInfo:
 
     @property
     def coordinator_address(self) -> str | None:
-        """The chief's address, where all processes meet; None if unknown."""
+        """The chief's address, to which all processes connect, or None."""
         return self.addresses[0]
 
 
@@ -203,7 +209,7 @@ def _read_tasks(job: str, tasks: object) -> dict[int, str]:
 
 
 def _list_tasks(tasks: dict[int, str]) -> list[str] | dict[int, str]:
-    # As in tf, a job without tasks is an empty dict.
+    # As in TensorFlow, a job without tasks becomes an empty dict, not a list.
     if tasks and max(tasks) + 1 == len(tasks):
         return [tasks[index] for index in range(len(tasks))]
     return {index: tasks[index] for index in sorted(tasks)}

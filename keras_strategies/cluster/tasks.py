@@ -1,4 +1,4 @@
-"""This process's place in a job, computed from a resolver."""
+"""The role of this process in a cluster, computed from a cluster resolver."""
 
 from typing import Any, Protocol
 
@@ -21,7 +21,10 @@ _SERVERS = (
 
 
 class AnyResolver(Protocol):
-    """The interface used of a resolver, of this package or of tf."""
+    """The part of a cluster resolver's interface that this package uses.
+
+    Both this package's and TensorFlow's resolvers have it.
+    """
 
     @property
     def task_type(self) -> str | None:
@@ -34,23 +37,24 @@ class AnyResolver(Protocol):
         ...
 
     def cluster_spec(self) -> Any:
-        """Returns all jobs.
+        """Returns the addresses of all tasks by job.
 
         Returns:
-          A `ClusterSpec` of this package or of tf.
+          A `ClusterSpec` of this package or of TensorFlow.
         """
         ...
 
 
 def task_info(resolver: AnyResolver) -> TaskInfo:
-    """Returns this process's place in a job, from its resolver.
+    """Returns the role of this process in the cluster of a resolver.
 
-    Training processes are numbered: the chief first, then the workers by
-    index. Without a chief, worker 0 is the chief. An evaluator does not count
-    as a training process. Without a cluster, this process is the only one.
+    The training processes are numbered from 0: first the chief, then the
+    workers in the order of their indices. If the cluster has no chief, worker
+    0 is the chief. An evaluator does not count as a training process. If there
+    is no cluster, this process is the only one.
 
     Args:
-      resolver: A `ClusterResolver`, of this package or of tf.
+      resolver: A `ClusterResolver` of this package or of TensorFlow.
 
     Returns:
       This process's task, the number of processes, and their addresses.
@@ -58,7 +62,8 @@ def task_info(resolver: AnyResolver) -> TaskInfo:
     Raises:
       ValueError: if the cluster has a job 'ps', an unknown job, no training
         task, several chiefs, an address that is not `host:port`, a duplicate
-        address or a gap; or if this process's task is unknown or not in it.
+        address, or a gap between a job's indices. Also if this process's task
+        is unknown, or is not in the cluster.
       TypeError: if the task's index is not an integer.
 
     Example:
@@ -108,7 +113,7 @@ def task_info(resolver: AnyResolver) -> TaskInfo:
 def make_task_info(
     coordinator_address: str, num_processes: int, process_id: int
 ) -> TaskInfo:
-    """Returns a process's place from `jax.distributed.initialize`'s arguments.
+    """Makes a `TaskInfo` from arguments as for `jax.distributed.initialize`.
 
     Args:
       coordinator_address: `host:port` of process 0.
@@ -134,10 +139,11 @@ def make_task_info(
 
 
 def check_roles(spec: ClusterSpec) -> None:
-    """Raises unless a cluster has the jobs of `tf.distribute` only.
+    """Raises unless all jobs of a cluster are known to `tf.distribute`.
 
     Raises:
-      ValueError: if it has another job, or several chiefs or evaluators.
+      ValueError: if the cluster has an unknown job, or several chiefs or
+        evaluators.
     """
     for job in spec.jobs:
         if job not in ROLES:
@@ -155,10 +161,11 @@ def check_roles(spec: ClusterSpec) -> None:
 
 
 def check_addresses(spec: ClusterSpec) -> None:
-    """Raises unless all addresses are `host:port`, and different.
+    """Raises unless all addresses have the form `host:port` and are unique.
 
     Raises:
-      ValueError: if one is not `host:port`, or two tasks have the same.
+      ValueError: if an address is not `host:port`, or two tasks have the same
+        address.
     """
     owners: dict[str, str] = {}
     for job in spec.jobs:
@@ -176,12 +183,12 @@ def check_addresses(spec: ClusterSpec) -> None:
 
 
 def count_tasks(spec: ClusterSpec, job: str) -> int:
-    """Returns the number of a job's tasks; 0 if there is no such job."""
+    """Returns the number of tasks in a job; 0 if the job does not exist."""
     return spec.num_tasks(job) if job in spec.jobs else 0
 
 
 def _make_lone_task(task_type: str | None, task_id: int | None) -> TaskInfo:
-    """Returns the task of a process without a cluster."""
+    """Returns the role of a process that is not part of a cluster."""
     if task_id not in (None, 0):
         raise ValueError(
             "A process without a cluster must be task 0. Received: task "
@@ -223,7 +230,14 @@ def _check_task(task_type: str | None, task_id: int | None) -> tuple[str, int]:
 def _list_training_addresses(
     spec: ClusterSpec, num_processes: int | None
 ) -> tuple[str | None, ...]:
-    """Returns the addresses by process number, None for unknown ones."""
+    """Returns the addresses of all training processes, in process order.
+
+    Args:
+      spec: The cluster.
+      num_processes: The number of processes, if the cluster may contain only
+        some of their addresses; the others are None in the result. None: the
+        cluster must contain all addresses.
+    """
     if num_processes is not None:
         known = spec.job_tasks("worker")
         return tuple(known + [None] * (num_processes - len(known)))

@@ -1,4 +1,4 @@
-"""Readers of untrusted input: files, the environment and sockets."""
+"""Safe readers of untrusted input from files, the environment and sockets."""
 
 import collections
 import errno
@@ -18,20 +18,23 @@ MAX_DEPTH = 64
 def load_json(
     text: str | bytes, *, max_characters: int, has_nan: bool = False
 ) -> Any:
-    """Parses untrusted JSON, within limits of size and depth.
+    """Parses untrusted JSON, with limits on its length and nesting depth.
 
     Args:
-      text: The text, or bytes of UTF-8.
+      text: The text, as a str or as UTF-8 bytes.
       max_characters: The length above which the text is rejected.
-      has_nan: Whether numbers may be NaN and infinite, as Python writes them.
+      has_nan: Whether `NaN` and `Infinity` are accepted as numbers. Python's
+        `json` writes them, although they are not valid JSON.
 
     Returns:
-      Dicts with keys of str, lists, str, int, finite float, bool and None,
-      at most `MAX_DEPTH` levels deep.
+      The value, made of dicts with str keys, lists, str, int, float, bool and
+      None, nested at most `MAX_DEPTH` levels deep. Floats are finite unless
+      `has_nan` is True.
 
     Raises:
-      ValueError: if it is anything else. The message describes the fault. It
-        quotes nothing from the text except a duplicate key, truncated.
+      ValueError: if the text is not such JSON. The message describes what is
+        wrong. It quotes nothing from the text except a duplicate key,
+        truncated.
     """
     if len(text) > max_characters:
         raise ValueError(
@@ -39,7 +42,7 @@ def load_json(
             "are read"
         )
     try:
-        # Decoded here, because `json.loads` would also detect UTF-16.
+        # Decoded here, because `json.loads` would also accept UTF-16.
         text = text.decode("utf-8") if isinstance(text, bytes) else text
         value = json.loads(
             text,
@@ -48,7 +51,8 @@ def load_json(
             parse_float=_parse_finite,
         )
     except json.JSONDecodeError as error:
-        # Raised below without this cause, whose `doc` is the entire text.
+        # The ValueError below is raised outside this block, so that it does
+        # not carry this error, whose attribute `doc` is the entire text.
         fault = f"{error.msg} at line {error.lineno}, column {error.colno}"
     except UnicodeDecodeError:
         fault = "it is not UTF-8"
@@ -66,12 +70,13 @@ def load_json(
 
 
 def open_regular(path: str | os.PathLike[str]) -> io.BufferedReader:
-    """Opens a regular file, or a link to one, for reading.
+    """Opens a regular file, or a symbolic link to one, for reading.
 
-    Opening a pipe does not block, and a device is never read.
+    Raises an error for a pipe, without blocking, and for a device, without
+    reading from it.
 
     Raises:
-      OSError: if it is not a regular file, or cannot be opened.
+      OSError: if the path is not a regular file, or cannot be opened.
     """
     return open(path, "rb", opener=_open_if_regular)
 
@@ -88,8 +93,8 @@ def escape_controls(text: str, *, keeps: str = "") -> str:
     """Returns a text with its control characters escaped, as `ascii` does.
 
     Args:
-      text: The text to print on a terminal.
-      keeps: Characters to keep, such as newlines in a text of several lines.
+      text: The text, which will be printed on a terminal.
+      keeps: Characters to leave unescaped, such as newlines.
     """
     return "".join(
         c if c.isprintable() or c in keeps else ascii(c)[1:-1] for c in text
@@ -100,7 +105,7 @@ _TOO_DEEP = "it is nested too deeply"
 
 
 class _FaultError(ValueError):
-    """A fault of the text, worded for a message."""
+    """An error whose message describes what is wrong with the text."""
 
 
 def _make_dict(pairs: list[tuple[str, Any]]) -> dict[str, Any]:

@@ -1,7 +1,7 @@
 """TPUClusterResolver: the TPU that this program runs on, with all its hosts.
 
-JAX finds the hosts when they are joined (`jax.distributed.initialize`); before
-that, Cloud TPU's environment variables describe them partly.
+JAX finds all hosts when they are connected (`jax.distributed.initialize`).
+Before that, Cloud TPU's environment variables may describe some of them.
 """
 
 import re
@@ -34,20 +34,21 @@ _NUM_SLICES = "MEGASCALE_NUM_SLICES"
 _SLICE_ID = "MEGASCALE_SLICE_ID"
 _COORDINATOR = "MEGASCALE_COORDINATOR_ADDRESS"
 _PORT = "JAX_COORDINATOR_PORT"
-# The port of JAX's first process on a TPU (jax 0.10).
+# The port at which JAX's first process listens on a TPU (jax 0.10).
 _DEFAULT_PORT = 8482
 _WITH_PORT = re.compile(r"(\[.*\]|[^:]*):\d+")
 
 
 class TPUSystemMetadata(NamedTuple):
-    """The components of a TPU; as tf's.
+    """A description of a TPU's cores, hosts and devices, as in TensorFlow.
 
     Attributes:
-      num_cores: The number of cores of all hosts.
+      num_cores: The total number of cores on all hosts.
       num_hosts: The number of hosts.
-      num_of_cores_per_host: The number of cores of each host.
-      topology: The `Topology`; None with several slices.
-      devices: The JAX devices. Differs from tf: there they are descriptions.
+      num_of_cores_per_host: The number of cores on each host.
+      topology: The `Topology`, or None if there are several slices.
+      devices: The JAX devices. Differs from tf, which returns descriptions of
+        devices.
 
     Example:
       ```python
@@ -65,24 +66,26 @@ class TPUSystemMetadata(NamedTuple):
 
 
 class TPUClusterResolver(ClusterResolver):
-    """The TPU that this program runs on; as tf's.
+    """A resolver for the TPU that this program runs on, as in TensorFlow.
 
         resolver = TPUClusterResolver.connect("")
         strategy = ks.TPUStrategy(resolver)
 
-    A JAX program runs on the hosts of its TPU, the same on each host. It cannot
-    use a remote TPU, so a name can only be this TPU's.
+    A JAX program runs on the TPU's hosts themselves: every host runs the same
+    program. It cannot use a remote TPU, so the only TPU that can be named is
+    the one that this host belongs to.
 
     Args:
-      tpu: "" for the TPU of this host, with all its hosts; "local" for only
-        this host's cores; or the TPU's name, as in the variable TPU_NAME.
-        None: TPU_NAME, else "".
+      tpu: "" for the TPU that this host belongs to, with all its hosts;
+        "local" for only the cores of this host; or the TPU's name, which must
+        equal the environment variable TPU_NAME. None: the value of TPU_NAME,
+        or "" if it is not set.
       zone: Not used: nothing is looked up.
       project: Not used.
-      job_name: The job of all hosts.
+      job_name: The name of the job that contains all hosts.
       coordinator_name: The name of an additional job in `cluster_spec`.
-      coordinator_address: Its only address. Differs from tf: if it is missing,
-        no server is started.
+      coordinator_address: The only address in that additional job. Differs
+        from tf: if it is missing, no server is started.
       credentials: Not used.
       service: Not used.
       discovery_url: Not used.
@@ -123,10 +126,10 @@ class TPUClusterResolver(ClusterResolver):
         zone: str | None = None,
         project: str | None = None,
     ) -> "TPUClusterResolver":
-        """Creates a resolver and joins the TPU's hosts. Collective.
+        """Creates a resolver and connects the TPU's hosts. Collective.
 
-        Call it before JAX's devices are used. Without a TPU nothing is joined:
-        the program runs on the devices that JAX finds.
+        Call it before JAX's devices are used. Without a TPU, no hosts are
+        connected, and the program runs on the devices that JAX finds.
 
         Args:
           tpu: See `TPUClusterResolver`.
@@ -134,26 +137,29 @@ class TPUClusterResolver(ClusterResolver):
           project: Not used.
 
         Raises:
-          RuntimeError: if JAX's devices are in use already, or a host did not
-            join.
+          RuntimeError: if JAX's devices are already in use, or a host did not
+            connect.
         """
         resolver = TPUClusterResolver(tpu, zone, project)
         resolver.join()
         return resolver
 
     def join(self) -> None:
-        """Joins the TPU's hosts, unless they are joined; see `connect`.
+        """Connects the TPU's hosts if they are not connected; see `connect`.
 
-        Not in tf, where `tf.config.experimental_connect_to_cluster` does it.
+        Not in tf, where `tf.config.experimental_connect_to_cluster` connects
+        them.
         """
         if self._tpu == LOCAL or jax.distributed.is_initialized():
             return
-        # Checked here, since JAX's errors do not name the variables of slices.
+        # Checked here, because JAX's errors do not name the variables that
+        # describe the slices.
         self._read_slice_id()
         num_hosts = self.num_processes
         if num_hosts == 1:
             return
-        # Imported here: it would add a tenth to this package's import time.
+        # Imported here, because these modules would add a tenth to the time
+        # that importing this package takes.
         from keras_strategies.cluster.job import bootstrap
         from keras_strategies.cluster.watchdog import watchdog
 
@@ -168,9 +174,10 @@ class TPUClusterResolver(ClusterResolver):
             _check_alone(num_hosts, error)
 
     def devices(self) -> tuple[jax.Device, ...]:
-        """Returns the devices of all hosts, after joining them, or of this one.
+        """Returns the TPU's devices, after connecting its hosts. Not in tf.
 
-        Without a TPU, returns the devices that JAX finds. Not in tf.
+        For "local", returns only the devices of this host. Without a TPU,
+        returns the devices that JAX finds.
         """
         self.join()
         return tuple(
@@ -178,11 +185,13 @@ class TPUClusterResolver(ClusterResolver):
         )
 
     def cluster_spec(self) -> ClusterSpec:
-        """Returns the addresses of the TPU's hosts that variables contain.
+        """Returns those addresses of hosts that environment variables contain.
 
-        Empty for "local" and if no variable is set: then JAX asks Cloud TPU.
-        In a job of several slices, the addresses of this slice, and of the
-        first host if MEGASCALE_COORDINATOR_ADDRESS is set.
+        The result is empty for "local", and if no variable is set (then JAX
+        gets the addresses from Cloud TPU). In a job with several slices, the
+        result contains the addresses of this slice's hosts, and also the
+        address of the first slice's first host if
+        MEGASCALE_COORDINATOR_ADDRESS is set.
         """
         if self._tpu == LOCAL:
             return ClusterSpec({})
@@ -199,21 +208,22 @@ class TPUClusterResolver(ClusterResolver):
         return ClusterSpec(jobs)
 
     def get_master(self) -> str:
-        """Returns `master()`, of which it is the old name."""
+        """Returns the result of `master()`; this is its old name."""
         return self.master()
 
     def get_job_name(self) -> str:
-        """Returns the job of all hosts."""
+        """Returns the name of the job that contains all hosts."""
         return self._task_type or "worker"
 
     def get_coordination_service_leader(self) -> str:
-        """Returns tf's name of the coordinator's task."""
+        """Returns the name of the coordinator's task in TensorFlow's format."""
         return f"/job:{self.get_job_name()}/task:0"
 
     def get_tpu_system_metadata(self) -> TPUSystemMetadata:
-        """Returns the TPU's components; joins its hosts and starts devices.
+        """Returns a description of the TPU's cores, hosts and devices.
 
-        Without a TPU, describes the devices that JAX finds.
+        Connects the hosts and starts the devices first. Without a TPU, the
+        result describes the devices that JAX finds.
         """
         devices = self.devices()
         num_hosts = len({device.process_index for device in devices})
@@ -229,9 +239,10 @@ class TPUClusterResolver(ClusterResolver):
     def num_accelerators(
         self, task_type: str | None = None, task_id: int | None = None
     ) -> dict[str, int]:
-        """Returns the number of TPU cores of a host, such as `{"TPU": 4}`.
+        """Returns the number of TPU cores on this host, such as `{"TPU": 4}`.
 
-        Joins the hosts and starts the devices. 0 without a TPU.
+        Connects the hosts and starts the devices first. Without a TPU, the
+        number is 0.
         """
         del task_type, task_id
         self.join()
@@ -239,7 +250,7 @@ class TPUClusterResolver(ClusterResolver):
 
     @property
     def num_processes(self) -> int | None:
-        """The number of hosts; None if no variable contains it."""
+        """The number of hosts, or None if the variables do not contain it."""
         if self._tpu == LOCAL:
             return 1
         count = len(self._read_addresses())
@@ -268,7 +279,7 @@ class TPUClusterResolver(ClusterResolver):
         return spec.task_address(task_type, task_id)
 
     def _read_addresses(self) -> list[str]:
-        """Returns this slice's hosts as `host:port`; [] if they are unset."""
+        """Returns the addresses of this slice's hosts, or [] if not set."""
         texts = [
             text for name in _HOSTS if (text := self._environ_now.get(name))
         ]
@@ -281,7 +292,7 @@ class TPUClusterResolver(ClusterResolver):
         ]
 
     def _read_coordinator(self) -> dict[int, str]:
-        """Returns the address of host 0 of the first slice, if known."""
+        """Returns the first slice's first address as {0: address}, or {}."""
         host = self._environ_now.get(_COORDINATOR)
         return {0: self._make_address(host, _COORDINATOR)} if host else {}
 
@@ -289,7 +300,7 @@ class TPUClusterResolver(ClusterResolver):
         port = _DEFAULT_PORT
         if self._environ_now.get(_PORT):
             port = read_port(self._environ_now, _PORT, "you")
-        # The variable may contain libtpu's port; JAX uses another one.
+        # The variable may contain libtpu's port. JAX uses a different port.
         with_port = _WITH_PORT.fullmatch(host.strip())
         address = join_address(
             with_port[1] if with_port else host.strip(), port
@@ -319,7 +330,7 @@ class TPUClusterResolver(ClusterResolver):
 
 
 def _check_name(tpu: str | None, environ: Mapping[str, str]) -> str:
-    """Returns the name: "local", "" or this TPU's name."""
+    """Returns the checked name of the TPU: "local", "", or this TPU's name."""
     this_tpu = environ.get(_NAME, "")
     if tpu is None:
         return this_tpu
@@ -338,7 +349,12 @@ def _check_name(tpu: str | None, environ: Mapping[str, str]) -> str:
 
 
 def _check_alone(num_hosts: int | None, error: RuntimeError) -> None:
-    """Raises unless this host is the only one."""
+    """Raises `RuntimeError` from an error unless this is the only host.
+
+    Args:
+      num_hosts: The number of hosts, if known.
+      error: The error that `jax.distributed.initialize` raised.
+    """
     is_started = not isinstance(error, jax.errors.JaxRuntimeError)
     if num_hosts is None and is_started and jax.process_count() == 1:
         return

@@ -1,4 +1,4 @@
-"""Coordinates of TPU cores, of JAX devices and in users' arguments."""
+"""Coordinates of TPU cores, read from JAX devices or from users' arguments."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -9,33 +9,37 @@ import numpy.typing as npt
 
 IntArray = npt.NDArray[np.int32]
 Cell = tuple[int, ...]
-"""A position in a grid: (x, y, z) of a chip, (x, y, z, core) of a core."""
+"""A position in a grid: (x, y, z) for a chip, (x, y, z, core) for a core."""
 
 
 def has_coordinates(device: jax.Device) -> bool:
-    """Returns whether a device has coordinates, as TPUs do."""
+    """Returns whether a device has coordinates; TPU devices have them."""
     return getattr(device, "coords", None) is not None
 
 
 def get_chip(device: jax.Device) -> Cell:
-    """Returns the (x, y, z) of a TPU's chip."""
+    """Returns the position (x, y, z) of a TPU device's chip."""
     tpu: Any = device
     x, y, z = tpu.coords
     return int(x), int(y), int(z)
 
 
 def get_core(device: jax.Device) -> int:
-    """Returns the index of a TPU core in its chip."""
+    """Returns the index of a TPU device's core in its chip."""
     return int(getattr(device, "core_on_chip", None) or 0)
 
 
 def get_slice(device: jax.Device) -> int:
-    """Returns a device's slice index; the data center connects slices."""
+    """Returns the index of a device's slice; 0 if the device has none."""
     return int(getattr(device, "slice_index", None) or 0)
 
 
 def compute_box(cells: Sequence[Cell]) -> tuple[Cell, Cell]:
-    """Returns the lowest corner and the shape of the cells' bounding box."""
+    """Computes the smallest box that contains all cells.
+
+    Returns:
+      The lowest corner of the box, and its size in each dimension.
+    """
     dims = list(zip(*cells, strict=True))
     corner = tuple(min(dim) for dim in dims)
     shape = tuple(max(dim) - min(dim) + 1 for dim in dims)
@@ -46,8 +50,9 @@ def read_integers(name: str, value: object) -> IntArray:
     """Returns an argument as a new read-only array of integers.
 
     Raises:
-      TypeError: if it is None.
-      ValueError: if it is ragged, or contains anything but integers.
+      TypeError: if the argument is None.
+      ValueError: if its rows have different lengths, or it contains anything
+        but integers.
     """
     if value is None:
         raise TypeError(
@@ -56,7 +61,8 @@ def read_integers(name: str, value: object) -> IntArray:
         )
     try:
         array = np.asarray(value)
-        # An invalid number does not equal its cast, which is checked below.
+        # A number that is not a 32-bit integer changes when it is cast. The
+        # check below detects this.
         with np.errstate(invalid="ignore"):
             integers = array.astype(np.int32)
         is_equal = array.dtype.kind in "iuf" and bool((array == integers).all())

@@ -1,4 +1,4 @@
-"""DeviceAssignment: the cores of each replica on a TPU slice."""
+"""DeviceAssignment: which cores of a TPU slice each replica uses."""
 
 import numpy as np
 import numpy.typing as npt
@@ -8,21 +8,24 @@ from keras_strategies.tpu.placement import DeviceOrderMode, place_replicas
 from keras_strategies.tpu.topology import Topology
 
 SINGLE_CORE_ASSIGNMENT = [[[0, 0, 0, 0]]]
-"""One replica on the first core."""
+"""The coordinates for an assignment of one replica to the first core."""
 
 
 class DeviceAssignment:
-    """The cores of each replica, as coordinates in a topology.
+    """An assignment of a TPU slice's cores to replicas.
 
-    `DeviceAssignment.build` creates one from the shape of a replica.
+    `DeviceAssignment.build` creates an assignment in which all replicas have
+    blocks of cores with the same shape.
 
     Args:
       topology: The slice's topology.
-      core_assignment: Coordinates, of shape (replicas, cores, 4).
+      core_assignment: The coordinates (x, y, z, core) of each replica's cores,
+        as an array of shape (replicas, cores, 4).
 
     Raises:
-      ValueError: if `topology` is not a `Topology`, the shape is wrong, or a
-        core is outside the topology, missing in it or used twice.
+      ValueError: if `topology` is not a `Topology`, the array has a wrong
+        shape, or a core is outside the topology, has no device, or is used
+        twice.
 
     Example:
       ```python
@@ -55,21 +58,21 @@ class DeviceAssignment:
         num_replicas: int = 1,
         device_order_mode: DeviceOrderMode = DeviceOrderMode.AUTO,
     ) -> "DeviceAssignment":
-        """Returns an assignment of equal blocks of cores, one per replica.
+        """Creates an assignment with blocks of cores of the same shape.
 
-        If devices are missing in the topology, replicas take cores in the
-        order of the tasks, and a stride is rejected.
+        If devices are missing in the topology, the cores are assigned to
+        replicas in the order of the tasks, and a stride is rejected.
 
         Args:
           topology: The slice's topology, or the bytes of its `serialized()`.
-          computation_shape: A replica's number of cores in each dimension,
-            (x, y, z, core); by default one core.
+          computation_shape: The number of cores of a replica in each dimension
+            (x, y, z, core); by default, a replica has one core.
           computation_stride: The distance between a replica's cores in each
             dimension; by default 1.
           num_replicas: The number of replicas.
-          device_order_mode: Accepted for tf's signature. Every mode orders
-            replicas in rows, x first: XLA's programs are the same for any
-            order.
+          device_order_mode: Accepted for compatibility with TensorFlow, but
+            has no effect: replicas are always placed in rows along x, because
+            XLA's programs are the same for any order.
 
         Raises:
           ValueError: if the replicas do not fit, or an argument is invalid.
@@ -107,10 +110,10 @@ class DeviceAssignment:
         return self._core_assignment
 
     def coordinates(self, replica: int, logical_core: int) -> Cell:
-        """Returns the (x, y, z, core) of a replica's core.
+        """Returns the coordinates (x, y, z, core) of a core of a replica.
 
         Raises:
-          IndexError: if there is no such replica or core.
+          IndexError: if the replica or the core does not exist.
         """
         counts = self._core_assignment.shape[:2]
         if not (0 <= replica < counts[0] and 0 <= logical_core < counts[1]):
@@ -122,10 +125,10 @@ class DeviceAssignment:
         return tuple(self._core_assignment[replica, logical_core].tolist())
 
     def lookup_replicas(self, task_id: int, logical_core: int) -> list[int]:
-        """Returns the replicas whose core of that number is in a task.
+        """Returns the replicas whose core `logical_core` is in a task.
 
         Raises:
-          ValueError: if there are none.
+          ValueError: if there are no such replicas.
         """
         replicas = self._replicas.get((task_id, logical_core))
         if replicas is None:
@@ -137,7 +140,7 @@ class DeviceAssignment:
         return list(replicas)
 
     def tpu_ordinal(self, replica: int = 0, logical_core: int = 0) -> int:
-        """Returns the number of a core's device in its task."""
+        """Returns the index of a core's device among its task's devices."""
         return self._topology.tpu_device_ordinal_at_coordinates(
             self.coordinates(replica, logical_core)
         )
@@ -145,7 +148,7 @@ class DeviceAssignment:
     def host_device(
         self, replica: int = 0, logical_core: int = 0, job: str | None = None
     ) -> str:
-        """Returns tf's name of the host of a core."""
+        """Returns the TensorFlow device name of the host of a core."""
         return self._topology.cpu_device_name_at_coordinates(
             self.coordinates(replica, logical_core), job=job
         )
@@ -153,7 +156,7 @@ class DeviceAssignment:
     def tpu_device(
         self, replica: int = 0, logical_core: int = 0, job: str | None = None
     ) -> str:
-        """Returns tf's name of a core's device."""
+        """Returns the TensorFlow device name of a core."""
         return self._topology.tpu_device_name_at_coordinates(
             self.coordinates(replica, logical_core), job=job
         )
@@ -169,13 +172,13 @@ class DeviceAssignment:
 def replica_mesh_devices(
     assignment: DeviceAssignment,
 ) -> npt.NDArray[np.object_]:
-    """Returns the JAX devices of an assignment, for a mesh of two axes.
+    """Returns an assignment's JAX devices, for a mesh with two axes.
 
     Args:
       assignment: An assignment whose topology was made from devices.
 
     Returns:
-      Devices, of shape (num_replicas, num_cores_per_replica).
+      An array of devices, of shape (num_replicas, num_cores_per_replica).
 
     Raises:
       ValueError: if the topology was not made from devices.

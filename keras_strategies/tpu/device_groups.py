@@ -1,9 +1,9 @@
-"""Orders of TPU devices, and groups of replicas that shard variables.
+"""The order of TPU devices, and groups of replicas that shard variables.
 
-The chips of a group are a box in the slice, made of complete hosts, so that
-XLA's collectives over the group use only links inside it. Over an entire large
-slice they would become all-reduces of full arrays, and for other sets of chips
-XLA compiles no collectives.
+The chips of a group form a box in the slice. A box consists of complete hosts,
+so that XLA's collectives over the group use only links inside the box. Over
+an entire large slice, XLA would replace the collectives by all-reduces of full
+arrays, and for groups that are not boxes XLA cannot compile collectives.
 """
 
 import itertools
@@ -24,7 +24,7 @@ from keras_strategies.tpu.coordinates import (
 )
 
 _MOST = 64
-"""The default maximum number of chips in a group."""
+"""The maximum number of chips in a group whose size the user did not set."""
 
 
 def default_device_order(
@@ -32,14 +32,17 @@ def default_device_order(
 ) -> tuple[jax.Device, ...]:
     """Returns devices ordered by slice, and within a slice by process.
 
-    The rows of each process are then contiguous in a batch. Devices without
-    coordinates (CPUs, GPUs) keep their order.
+    In a batch that is split over the devices in this order, the rows of each
+    process are contiguous. Devices without coordinates (CPUs, GPUs) keep their
+    order.
 
     Args:
-      devices: Unique devices of one platform; the same number of each slice.
+      devices: Unique devices of one platform, with the same number of devices
+        from each slice.
 
     Raises:
-      ValueError: if there are no devices, or slices differ in size.
+      ValueError: if there are no devices, or the slices have different numbers
+        of devices.
     """
     devices = tuple(devices)
     if not devices:
@@ -61,16 +64,17 @@ def default_device_order(
 def group_devices(
     devices: Sequence[jax.Device], shards: int | None
 ) -> tuple[tuple[jax.Device, ...], int | None]:
-    """Returns devices ordered by group, and the size of a group.
+    """Returns devices ordered by group, and the number of devices per group.
 
     Args:
-      devices: Unique devices of one platform; the same number of each slice.
-      shards: The number of devices in a group. None: those of a slice, or in
-        a large slice those of the largest box of at most 64 chips.
+      devices: Unique devices of one platform, with the same number of devices
+        from each slice.
+      shards: The number of devices in each group. None: each slice is a group,
+        or in a large slice the largest box of at most 64 chips.
 
     Returns:
-      The devices, and the number in a group; for devices without coordinates
-      (CPUs, GPUs) the argument `shards`.
+      The devices, and the number of devices in each group. For devices without
+      coordinates (CPUs, GPUs), this number is the argument `shards`.
 
     Raises:
       ValueError: if no boxes with this number of devices fill the slices.
@@ -93,16 +97,16 @@ def group_devices(
 def group_replicas(
     replicas: np.ndarray, shards: int | None
 ) -> tuple[np.ndarray, int | None]:
-    """Returns one slice's replicas ordered by group, and the size of a group.
+    """Returns a slice's replicas ordered by group, and the size of a group.
 
-    Like `group_devices`, for replicas of several cores.
+    Does the same as `group_devices`, but for replicas with several cores each.
 
     Args:
-      replicas: The replicas' devices, of shape (replicas, cores).
-      shards: The number of replicas in a group; None for the default.
+      replicas: The replicas' devices, as an array of shape (replicas, cores).
+      shards: The number of replicas in each group; None for the default.
 
     Returns:
-      The replicas, and the number in a group.
+      The replicas, and the number of replicas in each group.
 
     Raises:
       ValueError: if no boxes with this number of replicas fill the slice.
@@ -116,17 +120,22 @@ def group_replicas(
 def _group_slice(
     replicas: np.ndarray, shards: int | None
 ) -> tuple[list[np.ndarray], int]:
-    """Returns the replicas of each group in a slice, and a group's size.
+    """Splits a slice's replicas into groups.
 
     Args:
-      replicas: The replicas' devices, of shape (replicas, cores).
-      shards: The number of replicas in a group; None for the default.
+      replicas: The replicas' devices, as an array of shape (replicas, cores).
+      shards: The number of replicas in each group; None for the default.
+
+    Returns:
+      An array of replicas for each group, and the number of replicas in each
+      group.
     """
     size, cores = replicas.shape
     if shards is not None and shards % size == 0:
         return [replicas], shards
     origin, _ = compute_box([get_chip(device) for device in replicas.flat])
-    # By number of replicas: the last box that `_iter_boxes` yields for it.
+    # Maps each number of replicas to the last box that `_iter_boxes` yields
+    # with this number.
     boxes = {
         count // cores: box
         for count, box in _iter_boxes(list(replicas.flat))
@@ -148,10 +157,11 @@ def _group_slice(
 
 
 def _iter_boxes(devices: Sequence[jax.Device]) -> Iterator[tuple[int, Cell]]:
-    """Yields the boxes of chips that fill a slice, with their device counts.
+    """Yields the shapes of boxes that tile a slice, with their device counts.
 
-    Among boxes with the same number of devices, the one that spans the most
-    dimensions comes last, because its chips are linked in rings.
+    Among boxes with the same number of devices, the last one is the box that
+    spans the slice in the most dimensions, because in these dimensions its
+    chips are linked in rings.
     """
     chips = {get_chip(device) for device in devices}
     cores = len(devices) // len(chips)
@@ -163,7 +173,8 @@ def _iter_boxes(devices: Sequence[jax.Device]) -> Iterator[tuple[int, Cell]]:
         hosts.setdefault(device.process_index, set()).add(get_chip(device))
     sizes = [compute_box(sorted(of_host))[1] for of_host in hosts.values()]
     host_shape = np.max(sizes, axis=0).tolist()
-    # A box's side divides the slice's and is a multiple of a host's.
+    # In each dimension, the size of a box must divide the slice's size and be
+    # a multiple of a host's size.
     sides = [
         [n for n in range(1, size + 1) if size % n == 0 and n % step == 0]
         for size, step in zip(slice_shape, host_shape, strict=True)
@@ -180,7 +191,7 @@ def _iter_boxes(devices: Sequence[jax.Device]) -> Iterator[tuple[int, Cell]]:
 
 
 def _split_into_boxes(replicas: np.ndarray, box: Cell) -> list[np.ndarray]:
-    """Returns the replicas in each box, in the order of the boxes."""
+    """Splits a slice's replicas into boxes, ordered by the boxes' positions."""
     origin, _ = compute_box([get_chip(device) for device in replicas.flat])
     groups: dict[Cell, list[Any]] = {}
     for replica in replicas:
@@ -190,12 +201,16 @@ def _split_into_boxes(replicas: np.ndarray, box: Cell) -> list[np.ndarray]:
 
 
 def _is_in_one(replica: np.ndarray, origin: Cell, box: Cell) -> bool:
-    """Returns whether all cores of a replica are in one box."""
+    """Returns whether all cores of a replica are in the same box."""
     return len({_find_box(device, origin, box) for device in replica}) == 1
 
 
 def _find_box(device: jax.Device, origin: Cell, box: Cell) -> Cell:
-    """Returns the position of a device's box among the boxes of a slice."""
+    """Returns the position of the box that contains a device.
+
+    The position counts boxes, not chips. For example, it is (1, 0, 0) for the
+    second box along x.
+    """
     return tuple(
         (at - start) // side
         for at, start, side in zip(get_chip(device), origin, box, strict=True)

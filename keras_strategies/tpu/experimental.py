@@ -1,4 +1,4 @@
-"""TPU topologies and device assignments, under tf.tpu.experimental's names."""
+"""TPU topologies and device assignments, named as in tf.tpu.experimental."""
 
 from keras_strategies.tpu.cluster_resolver import (
     TPUSystemMetadata as TPUSystemMetadata,

@@ -1,4 +1,4 @@
-"""Placement of replicas on a TPU slice, as equal blocks of cores."""
+"""Placement of replicas on a TPU slice, each on a block of cores."""
 
 import enum
 import math
@@ -11,11 +11,12 @@ from keras_strategies.tpu.topology import Topology
 
 
 class DeviceOrderMode(enum.IntEnum):
-    """The order of replicas and their cores on the chips.
+    """The order in which replicas and their cores are placed on the chips.
 
-    Differs from tf: every mode orders replicas in rows, x first, and a
-    replica's cores with the core first. XLA finds the links itself, and
-    compiles the same program for rings.
+    Differs from tf: every mode has the same effect. Replicas are placed in
+    rows along x, and among a replica's cores, the index of the core in its
+    chip varies fastest. A ring order is unnecessary, because XLA itself finds
+    the links between chips, and compiles the same program.
 
     Example:
       ```python
@@ -40,9 +41,12 @@ def place_replicas(
     num_replicas: object,
     device_order_mode: object,
 ) -> IntArray:
-    """Returns the cores of replicas, of shape (replicas, cores, 4).
+    """Returns the coordinates of each replica's cores.
 
-    For the arguments and errors see `DeviceAssignment.build`.
+    For the arguments and errors, see `DeviceAssignment.build`.
+
+    Returns:
+      An array of coordinates, of shape (replicas, cores, 4).
     """
     shape = _read_sizes("computation_shape", computation_shape)
     stride = _read_sizes("computation_stride", computation_stride)
@@ -103,9 +107,9 @@ def _read_count(
 def _count_replicas(
     mesh: Sequence[int], shape: Cell, stride: Cell
 ) -> list[int]:
-    """Returns how many replicas fit in each dimension.
+    """Returns the number of replicas that fit in each dimension.
 
-    With a stride, the cores of replicas are interleaved.
+    With a stride, the cores of neighboring replicas are interleaved.
     """
     return [
         size // (cores * step) * step
@@ -118,14 +122,15 @@ def _place_in_rows(
 ) -> IntArray:
     mesh = topology.mesh_shape.tolist()
     grid = _choose_grid(_count_replicas(mesh, shape, stride), count)
-    # The core number runs fastest, then x, y and z.
+    # Consecutive replicas differ first in the core, then in x, y and z.
     order = np.unravel_index(
         np.arange(count), (grid[2], grid[1], grid[0], grid[3])
     )
     z, y, x, core = order
     position = np.stack([x, y, z, core], axis=1)
-    # `stride` neighboring replicas in a dimension are interleaved: the
-    # remainder is a replica's offset in their common block.
+    # In each dimension, `stride` neighboring replicas are interleaved in one
+    # block of cores. The quotient is the index of the block, and the remainder
+    # is the replica's offset in the block.
     outer, inner = position // stride, position % stride
     starts = outer * np.multiply(shape, stride) + inner
     cells = np.array(list(np.ndindex(shape))) * stride
@@ -133,10 +138,16 @@ def _place_in_rows(
 
 
 def _choose_grid(most: Sequence[int], count: int) -> list[int]:
-    """Returns the replicas in each dimension, as close to a cube as they fit.
+    """Chooses the number of replicas in each dimension.
 
-    The narrowest dimension is filled first; among equal ones the core, then x:
-    replicas are close to each other on a chip, then on a host.
+    The replicas form a grid that is as close to a cube as possible.
+    The dimension in which the fewest replicas fit is filled first. Among equal
+    dimensions, the core comes first, then x. So neighboring replicas are on
+    the same chip if possible, and otherwise on the same host.
+
+    Args:
+      most: The number of replicas that fit in each dimension.
+      count: The total number of replicas.
     """
     grid = [1] * len(most)
     last = len(most) - 1

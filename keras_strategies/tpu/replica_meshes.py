@@ -1,4 +1,7 @@
-"""Replica meshes of TPU devices, assignments and topologies."""
+"""Functions that make replica meshes from devices, assignments or topologies.
+
+A replica mesh says which devices each replica uses, and in which order.
+"""
 
 import itertools
 from collections.abc import Iterable, Sequence
@@ -28,10 +31,14 @@ Assignments = DeviceAssignment | Sequence[DeviceAssignment]
 def choose_assignment(
     assignment: Assignments | None, experimental: Assignments | None
 ) -> Assignments | None:
-    """Returns the assignment, whichever of its two names was used.
+    """Returns the one assignment that was passed under either of two names.
+
+    Args:
+      assignment: The argument `device_assignment` of the strategy.
+      experimental: Its argument `experimental_device_assignment`.
 
     Raises:
-      ValueError: if both names were used.
+      ValueError: if both arguments were passed.
     """
     if assignment is not None and experimental is not None:
         raise ValueError(
@@ -46,7 +53,7 @@ def make_mesh(
     assignments: Assignments | None,
     partitioner: object = None,
 ) -> ReplicaMesh:
-    """Makes the mesh of an assignment, or with a replica on each core.
+    """Makes the mesh of an assignment, or a mesh with a replica on each core.
 
     Args:
       resolver: The resolver whose devices are used if there is no assignment;
@@ -64,7 +71,7 @@ def make_mesh(
 def _make_core_mesh(
     devices: Sequence[jax.Device], partitioner: object, **kwargs: Any
 ) -> ReplicaMesh:
-    """Makes a mesh with a replica on each core."""
+    """Makes a mesh in which each core is a replica."""
     if partitioner is None:
         return ReplicaMesh(devices=default_device_order(devices), **kwargs)
     shards = getattr(partitioner, "shards", None)
@@ -78,7 +85,10 @@ def make_topology_mesh(
     computation_shape: Sequence[int] | None,
     partitioner: object = None,
 ) -> ReplicaMesh:
-    """Makes the abstract mesh of slices by their name; see `for_topology`."""
+    """Makes a mesh of the slices with a given name, for compilation only.
+
+    For the arguments, see `TPUStrategy.for_topology`.
+    """
     devices = make_tpu_devices(name, num_slices=num_slices)
     return make_abstract_mesh(devices, computation_shape, partitioner)
 
@@ -88,7 +98,7 @@ def make_abstract_mesh(
     computation_shape: Sequence[int] | None,
     partitioner: object = None,
 ) -> ReplicaMesh:
-    """Makes the mesh of replicas that fill slices, for compilation only."""
+    """Makes a mesh whose replicas fill the slices, for compilation only."""
     if computation_shape is None:
         return _make_core_mesh(devices, partitioner, is_abstract=True)
     blocks = [
@@ -104,22 +114,23 @@ def make_assigned_mesh(
     *,
     is_abstract: bool = False,
 ) -> ReplicaMesh:
-    """Makes the mesh of an assignment, or of one for each slice.
+    """Makes the mesh of an assignment, or of several, one for each slice.
 
-    In the mesh, the replicas of a process are contiguous, as are those of
-    processes that share replicas, and those that shard variables. Replicas
-    keep the assignment's order if it has this property; otherwise they are
-    sorted.
+    In the mesh, replicas that belong together are contiguous: the replicas of
+    one process, the replicas that several processes share, and the replicas
+    of a group that shards variables. Replicas keep the assignment's order if
+    it already has this property; otherwise they are sorted.
 
     Args:
-      assignments: The assignment, or one for each slice.
+      assignments: The assignment, or a list with one for each slice.
       partitioner: The partitioner of variables over groups of replicas, or
         None.
       is_abstract: Whether the mesh is for compilation only.
 
     Raises:
-      ValueError: if an assignment has no devices, or its replicas differ from
-        the first one's; or if `ReplicaMesh` raises it.
+      ValueError: if the topology of an assignment was not made from devices,
+        the assignments have different numbers of cores per replica, or
+        `ReplicaMesh` raises it.
       TypeError: if `assignments` is not an assignment or a list of them.
     """
     if isinstance(assignments, DeviceAssignment):
@@ -148,7 +159,13 @@ def make_assigned_mesh(
 def _make_block_mesh(
     blocks: Iterable[np.ndarray], partitioner: object, **kwargs: Any
 ) -> ReplicaMesh:
-    """Makes the mesh of each slice's devices, of shape (replicas, cores)."""
+    """Makes a mesh from an array of devices for each slice.
+
+    Args:
+      blocks: The devices of each slice, of shape (replicas, cores).
+      partitioner: See `make_mesh`.
+      **kwargs: Further arguments of `ReplicaMesh`.
+    """
     shards = getattr(partitioner, "shards", None)
     parts = []
     for part in blocks:
@@ -164,13 +181,14 @@ def _make_block_mesh(
 def _sort_by_process(
     devices: np.ndarray,
 ) -> tuple[tuple[jax.Device, ...], int]:
-    """Returns the devices, with each process's replicas contiguous.
+    """Sorts replicas so that those of each process are contiguous.
 
     Returns:
-      The devices, and the number of cores per replica.
+      The devices of all replicas, and the number of cores per replica.
     """
     owners = [frozenset(d.process_index for d in cores) for cores in devices]
-    # Stable: processes are in the order of their first replicas.
+    # Processes are in the order of their first replicas, and the replicas of a
+    # process keep their order.
     first = {owner: i for i, owner in reversed(list(enumerate(owners)))}
     order = sorted(range(len(owners)), key=lambda r: first[owners[r]])
     return tuple(devices[order].flat), devices.shape[1]
@@ -179,7 +197,7 @@ def _sort_by_process(
 def _fill_slice(
     devices: Sequence[jax.Device], computation_shape: Sequence[int]
 ) -> DeviceAssignment:
-    """Returns the assignment with the most replicas that fit in a slice."""
+    """Makes an assignment with the most replicas that fit in a slice."""
     topology = Topology.from_devices(devices)
     cores = int(np.prod(computation_shape)) or 1
     count = max(int(topology.mesh_shape.prod()) // cores, 1)
@@ -194,10 +212,10 @@ def _split_slices(devices: Iterable[jax.Device]) -> list[list[jax.Device]]:
 
 
 def check_resolver(resolver: object) -> TPUClusterResolver | None:
-    """Returns the resolver of a TPUStrategy.
+    """Returns the argument `tpu_cluster_resolver` of a strategy, if valid.
 
     Raises:
-      TypeError: if it is not a `TPUClusterResolver` or None.
+      TypeError: if it is neither a `TPUClusterResolver` nor None.
     """
     if resolver is None or isinstance(resolver, TPUClusterResolver):
         return resolver

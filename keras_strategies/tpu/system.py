@@ -1,4 +1,4 @@
-"""Initialization and shutdown of the TPU system, with tf's names."""
+"""Initialization and shutdown of the TPU system, named as in TensorFlow."""
 
 from collections.abc import Iterable
 
@@ -14,18 +14,18 @@ def initialize_tpu_system(
     *,
     devices: Iterable[jax.Device] | None = None,
 ) -> Topology:
-    """Returns the topology of the TPUs that JAX sees.
+    """Starts the TPUs, if necessary, and returns their topology.
 
-    JAX starts the TPUs at the first request for devices. A
-    `TPUClusterResolver` joins the hosts first; without one, call
-    `jax.distributed.initialize` if there are several hosts.
+    JAX starts the TPUs when a program first asks for its devices. On several
+    hosts, the hosts must be connected before that. A `TPUClusterResolver` does
+    this; without one, call `jax.distributed.initialize` first.
 
     Args:
-      cluster_resolver: A `TPUClusterResolver`, whose hosts are joined and
-        whose devices are used; another resolver, which is ignored since JAX
-        finds the TPUs itself; or None.
-      devices: The devices to use instead of all TPUs; of any platform, so
-        that a script can be tried without a TPU.
+      cluster_resolver: A `TPUClusterResolver`, whose hosts are connected and
+        whose devices are used; or None. Any other resolver is ignored, because
+        JAX finds the TPUs without it.
+      devices: The devices to use instead of all TPUs. They may be of any
+        platform, so that a script can be tried without a TPU.
 
     Raises:
       RuntimeError: if JAX finds no TPU and `devices` is not passed.
@@ -55,10 +55,12 @@ def initialize_tpu_system(
 
 
 def shutdown_tpu_system(cluster_resolver: AnyResolver | None = None) -> None:
-    """Drops all compiled programs and frees their memory.
+    """Deletes all compiled programs and frees their memory.
 
-    Differs from tf: the process keeps its TPUs, which JAX releases when the
-    process ends. Arrays are kept; later calls are compiled again.
+    Arrays are not deleted. Functions that are called later are compiled again.
+
+    Differs from tf: the process continues to own its TPUs. JAX releases them
+    when the process ends.
 
     Args:
       cluster_resolver: See `initialize_tpu_system`.

@@ -25,7 +25,7 @@ from keras_strategies.tpu.coordinates import (
 from keras_strategies.tpu.topology_devices import make_tpu_devices
 
 _RANK = 4
-# More than any slice has; it bounds the arrays of a topology.
+# More cores than any slice has, to limit the size of a topology's arrays.
 _MOST_CORES = 2**20
 _FORMAT = "keras_strategies.tpu.Topology"
 _MOST_CHARACTERS = 64 * _MOST_CORES
@@ -47,14 +47,14 @@ _CONTENT = {
 class Topology:
     """The cores of a TPU slice: their coordinates, tasks and ordinals.
 
-    A core's coordinates are (x, y, z, core): its chip's position in the slice
-    and its index in the chip. A task is a process; an ordinal is a device's
-    index in its task.
+    A core's coordinates are (x, y, z, core): the position of its chip in the
+    slice, and the index of the core in the chip. A task is a process. An
+    ordinal is the index of a device among the devices of its task.
 
     Args:
-      serialized: The bytes of a topology's `serialized()`, or None. If passed,
-        the other arguments are ignored. Differs from tf: JSON, not a protocol
-        buffer.
+      serialized: The bytes that another topology's `serialized()` returned, or
+        None. If passed, the other arguments are ignored. Differs from tf: the
+        bytes are JSON, not a protocol buffer.
       mesh_shape: The number of cores in each dimension, (x, y, z, core).
       device_coordinates: The coordinates of every device, of shape
         (tasks, devices, 4).
@@ -89,19 +89,22 @@ class Topology:
 
     @classmethod
     def from_devices(cls, devices: Iterable[jax.Device]) -> "Topology":
-        """Returns the topology of JAX devices, which it keeps.
+        """Returns the topology of JAX devices, with references to them.
 
-        A process is a task, in the order of the processes' indices; its
-        devices are in the order of their ids. Coordinates are relative to the
-        lowest corner of the devices' bounding box. Devices without coordinates
-        (CPUs, GPUs) are in a line along x, process by process.
+        Each process is a task. Tasks are in the order of the processes'
+        indices, and the devices of a task are in the order of their ids.
+        Coordinates are relative to the lowest corner of the devices' bounding
+        box. Devices without coordinates (CPUs, GPUs) are placed in a line
+        along x, process by process.
 
         Args:
-          devices: Devices of one slice, the same number of each process.
+          devices: Devices of one slice, with the same number of devices from
+            each process.
 
         Raises:
-          ValueError: if there are no devices, a duplicate, several slices, or
-            processes with different numbers of devices.
+          ValueError: if there are no devices, a device is passed twice, the
+            devices are from several slices, or processes have different
+            numbers of devices.
         """
         devices = sorted(devices, key=lambda d: (d.process_index, d.id))
         _check_devices(devices)
@@ -118,14 +121,14 @@ class Topology:
 
     @classmethod
     def from_name(cls, name: str) -> "Topology":
-        """Returns the topology of a TPU slice by its name, without a TPU.
+        """Returns the topology of a slice with a given name, without a TPU.
 
-        Its devices can be compiled for, but not run on. Needs libtpu, the
-        extra `tpu`.
+        Programs can be compiled for its devices, but cannot run on them. This
+        needs libtpu, which the extra `tpu` of this package installs.
 
         Args:
-          name: The generation and the number of chips in each dimension:
-            "v5e:4x4", "v5p:2x2x2", "v6e:4x4", "tpu7x:2x2x1".
+          name: The TPU's generation and the number of chips in each dimension,
+            such as "v5e:4x4", "v5p:2x2x2", "v6e:4x4" or "tpu7x:2x2x1".
 
         Raises:
           ImportError: if libtpu is not installed.
@@ -140,7 +143,7 @@ class Topology:
 
     @property
     def mesh_rank(self) -> int:
-        """The number of dimensions: four."""
+        """The number of dimensions of the mesh, which is always four."""
         return len(self._mesh_shape)
 
     @property
@@ -150,7 +153,7 @@ class Topology:
 
     @functools.cached_property
     def missing_devices(self) -> npt.NDArray[np.intp]:
-        """The coordinates in the mesh without a device, of shape (n, 4)."""
+        """The coordinates at which there is no device, of shape (n, 4)."""
         is_missing = np.ones(self._mesh_shape, dtype=bool)
         is_missing[tuple(self._device_coordinates.reshape(-1, _RANK).T)] = False
         missing = np.argwhere(is_missing)
@@ -159,7 +162,7 @@ class Topology:
 
     @property
     def num_tasks(self) -> int:
-        """The number of tasks, which are processes."""
+        """The number of tasks. Each task is a process."""
         return self._device_coordinates.shape[0]
 
     @property
@@ -174,14 +177,15 @@ class Topology:
 
         Raises:
           IndexError: if the coordinates are outside the mesh.
-          ValueError: if no device is there. Differs from tf, which returns -1.
+          ValueError: if there is no device at the coordinates. Differs from
+            tf, which returns -1.
         """
         return self._find_owner(device_coordinates)[0]
 
     def tpu_device_ordinal_at_coordinates(
         self, device_coordinates: Sequence[int]
     ) -> int:
-        """Returns the index of the device at (x, y, z, core) in its task.
+        """Returns the index, in its task, of the device at (x, y, z, core).
 
         Raises: see `task_ordinal_at_coordinates`.
         """
@@ -190,14 +194,14 @@ class Topology:
     def cpu_device_name_at_coordinates(
         self, device_coordinates: Sequence[int], job: str | None = None
     ) -> str:
-        """Returns tf's name for the host of the device at (x, y, z, core)."""
+        """Returns the TensorFlow device name of a device's host."""
         task = self.task_ordinal_at_coordinates(device_coordinates)
         return f"{_format_job(job)}/task:{task}/device:CPU:0"
 
     def tpu_device_name_at_coordinates(
         self, device_coordinates: Sequence[int], job: str | None = None
     ) -> str:
-        """Returns tf's name of the device at (x, y, z, core)."""
+        """Returns the TensorFlow name of the device at (x, y, z, core)."""
         task, device = self._find_owner(device_coordinates)
         return f"{_format_job(job)}/task:{task}/device:TPU:{device}"
 
@@ -207,8 +211,8 @@ class Topology:
         """Returns the JAX device at (x, y, z, core).
 
         Raises:
-          ValueError: if the topology was not made from devices, or no device
-            is there.
+          ValueError: if the topology was not made from devices, or there is no
+            device at the coordinates.
           IndexError: if the coordinates are outside the mesh.
         """
         self._find_owner(device_coordinates)
@@ -224,7 +228,8 @@ class Topology:
     def serialized(self) -> bytes:
         """Returns the topology as JSON, for `Topology(serialized=...)`.
 
-        The JAX devices are omitted. Differs from tf: not a protocol buffer.
+        References to JAX devices are omitted. Differs from tf: the result is
+        not a protocol buffer.
         """
         content = {
             "format": _FORMAT,
@@ -307,7 +312,7 @@ def _check_coordinates(value: object, mesh_shape: IntArray) -> IntArray:
 
 
 def _find_owners(coordinates: IntArray) -> dict[Cell, tuple[int, int]]:
-    """Returns the task and ordinal of each device by its coordinates."""
+    """Returns a dict from each device's coordinates to (task, ordinal)."""
     owners: dict[Cell, tuple[int, int]] = {}
     for task, devices in enumerate(coordinates.tolist()):
         for ordinal, place in enumerate(devices):

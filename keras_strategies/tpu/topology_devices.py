@@ -1,11 +1,12 @@
-"""Devices of TPU slices by name, for compilation without a TPU."""
+"""Devices of a TPU slice with a given name, for compilation without a TPU."""
 
 import math
 import re
 
 import jax
 
-# More than any slice has; libtpu creates an object for each.
+# More chips than any slice has. The number is limited because libtpu creates
+# an object for each chip.
 _MOST_CHIPS = 2**17
 _NAME = re.compile(
     r"[A-Za-z0-9]+:(?P<shape>\d+(x\d+){1,2})(_twisted|_untwisted)?"
@@ -17,13 +18,16 @@ _EXAMPLES = "'v5e:4x4', 'v5p:2x2x2', 'v6e:4x4' or 'tpu7x:2x2x1'"
 def make_tpu_devices(
     name: str, *, num_slices: int = 1
 ) -> tuple[jax.Device, ...]:
-    """Returns the devices of a TPU slice by its name, without a TPU.
+    """Returns the devices of a TPU slice with a given name, without a TPU.
 
-    They can be compiled for, but not run on. Needs libtpu, the extra `tpu`.
+    Programs can be compiled for these devices, but cannot run on them. This
+    needs libtpu, which the extra `tpu` of this package installs.
 
     Args:
-      name: The generation and the chips in each dimension, such as "v5e:4x4".
-      num_slices: The number of such slices, connected by the data center.
+      name: The TPU's generation and the number of chips in each dimension,
+        such as "v5e:4x4".
+      num_slices: The number of such slices. Several slices are connected by
+        the network of the data center.
 
     Raises: see `Topology.from_name`.
     """

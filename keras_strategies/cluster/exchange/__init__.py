@@ -1,1 +1,1 @@
-"""Messages between the processes of a job, before and after it starts."""
+"""Messages between the processes of a job, before and after the job starts."""

@@ -1,4 +1,4 @@
-"""Exit codes, causes and exceptions of the processes of a job."""
+"""The ways in which a job ends: exit codes, causes and exceptions."""
 
 import contextlib
 import dataclasses
@@ -12,10 +12,10 @@ _MAX_CHARACTERS = 1 << 20
 
 
 class ExitCode(enum.IntEnum):
-    """The exit code of a process of a job.
+    """The exit code of a process that belongs to a job.
 
-    Uses the codes of `sysexits.h` where one fits, and the shells' code for
-    Ctrl-C. A process that calls `sys.exit(n)` exits with n.
+    The values are codes of `sysexits.h` where one fits, and for Ctrl-C the
+    code that shells use. A process that calls `sys.exit(n)` exits with n.
     """
 
     DONE = 0
@@ -27,10 +27,10 @@ class ExitCode(enum.IntEnum):
 
 
 class Preempted(SystemExit):
-    """A stop of all processes at the same program, after a SIGTERM to one.
+    """Raised in all processes, before the same step, after SIGTERM to one.
 
-    A `SystemExit`, so that `finally` blocks run, `except Exception` does not
-    catch it, and the process ends with `ExitCode.PREEMPTED`.
+    It is a `SystemExit`, so that `finally` blocks run, `except Exception` does
+    not catch it, and the process ends with `ExitCode.PREEMPTED`.
     """
 
     def __init__(self) -> None:
@@ -38,7 +38,7 @@ class Preempted(SystemExit):
 
 
 class Stalled(TimeoutError):
-    """A timeout while waiting for other processes of the job."""
+    """Raised if other processes of the job did not respond in time."""
 
 
 def _is_code(value: object) -> bool:
@@ -47,26 +47,30 @@ def _is_code(value: object) -> bool:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Cause:
-    """The cause of a job's end.
+    """The reason why a job ends, which is sent to all of its processes.
 
     Attributes:
-      text: A sentence without its period, which names the process.
-      code: The exit code of the processes that receive it.
+      text: A sentence without a period at its end. It says which process is
+        at fault.
+      code: The exit code with which the processes that receive it end.
     """
 
     text: str
     code: int = ExitCode.PEER_FAILED
 
     def to_json(self) -> str:
-        """Returns the cause as it is sent to other processes."""
+        """Encodes the cause as JSON, to send it to other processes."""
         return json.dumps(dataclasses.asdict(self))
 
     @classmethod
     def from_json(cls, text: str) -> "Cause":
-        """Parses another process's cause; an unreadable one becomes a cause."""
+        """Parses the cause that another process sent.
+
+        If the text is malformed, returns a cause that says so.
+        """
         form = {"text": str, "code": _is_code}
         with contextlib.suppress(ValueError):
             sent = load_form(text, form, max_characters=_MAX_CHARACTERS)
-            # The text will be printed on a terminal.
+            # Cleaned, because the text will be printed on a terminal.
             return cls(text=clean_text(sent["text"]), code=sent["code"])
         return cls(text="another process ended with an unreadable message")

@@ -1,4 +1,4 @@
-"""The messages of the rendezvous: lines of JSON."""
+"""The messages that processes send at the rendezvous, as lines of JSON."""
 
 import json
 from typing import Any
@@ -18,11 +18,13 @@ HELLO_KINDS = {
 _OURS = {"job": lambda job: job == HELLO}
 MAX_BYTES = 65_536
 _MAX_SHOWN, _MAX_TEXT = 160, 4000
-# The highest number of a process, of processes, and of seconds.
+# The upper bound of process numbers, of the number of processes, and of times
+# in seconds.
 MOST = 2**31
 
 
-# The roles in proofs. They are part of the protocol: both sides hash them.
+# The senders' roles in proofs. They are part of the protocol, because both
+# sides include them in the hash.
 PROCESS_0, PROCESS, _SENDS = "process 0", "process", "process 0 tells"
 SAME = f"All processes of a job must have the same {VARIABLE}, or none. "
 SET = f"Set it in all of them; `{job_secret.MAKE}` makes one."
@@ -37,7 +39,7 @@ ANOTHER = (
 def prove_message(
     secret: Secret, nonces: tuple[str, str], message: dict[str, Any]
 ) -> str:
-    """Returns the proof that process 0 sent a message."""
+    """Returns the proof with which process 0 signs a message."""
     content = json.dumps(message, sort_keys=True).encode()
     return secret.prove(_SENDS, nonces, content)
 
@@ -48,7 +50,7 @@ def encode_line(message: dict[str, Any]) -> bytes:
 
 
 def parse_hello(text: bytes) -> dict[str, Any] | None:
-    """Parses a process's first message; None for anything else."""
+    """Parses a process's first message; returns None if it is malformed."""
     message = parse_line(text)
     if message is None or message.keys() - {"nonce"} != HELLO_KINDS.keys():
         return None
@@ -61,7 +63,7 @@ def parse_hello(text: bytes) -> dict[str, Any] | None:
 
 
 def parse_line(text: bytes) -> dict[str, Any] | None:
-    """Parses a line that `encode_line` wrote; None for anything else."""
+    """Parses a line from `encode_line`; returns None if it is malformed."""
     try:
         return load_form(text, _OURS, max_characters=MAX_BYTES)
     except ValueError:
@@ -75,6 +77,9 @@ def shorten_ascii(value: object) -> str:
 
 
 def clean_text(text: str) -> str:
-    """Replaces control characters in another process's text; truncates it."""
+    """Makes another process's text safe to print.
+
+    Replaces control characters by "?", and truncates the text.
+    """
     text = "".join(c if c.isprintable() or c == "\n" else "?" for c in text)
     return text if len(text) <= _MAX_TEXT else f"{text[:_MAX_TEXT]}..."

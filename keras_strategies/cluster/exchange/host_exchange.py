@@ -1,7 +1,7 @@
-"""Exchange of texts between the processes of a job, on the host.
+"""Exchange of texts between the processes of a job, without their devices.
 
-Uses the key-value store of JAX's coordination service, never the devices, so
-any thread may call it at any time.
+The texts are sent through the key-value store of JAX's coordination service.
+Because the devices are not used, any thread may exchange texts at any time.
 """
 
 import itertools
@@ -26,16 +26,17 @@ from keras_strategies.cluster.exchange.message_forms import (
 )
 
 TIMEOUT = "KERAS_STRATEGIES_TIMEOUT_S"
-"""The environment variable with the timeout for other processes, in
+"""The environment variable that limits waiting for other processes, in
 seconds."""
 
 _SLICE_MS = 250
 _TIMEOUT_S = 600.0
-# The number of later agreements after which no process can still be reading
-# the messages of one that has ended.
+# The messages of an ended agreement are deleted once this number of further
+# agreements has been created: then no process can still be reading them.
 _NUM_KEPT = 64
-# Up to this many processes read each other's messages. With more, the first
-# reads all and sends them to all: the number of reads then grows linearly.
+# Up to this number of processes, every process reads the messages of every
+# other one. With more processes, the first process reads all messages and
+# sends them to all, so that the number of reads grows only linearly.
 _MOST_RECEIVED_BY_ALL = 4
 _SAME_CALLS = (
     "All processes must make the same calls of fit, evaluate, predict and of "
@@ -44,26 +45,28 @@ _SAME_CALLS = (
 _CURE = "Look in the logs of all processes for the call that differs."
 _ALL = "all"
 _numbers = itertools.count()
-# The agreement that each thread waits in, and the time when it began.
+# By thread: the name of the agreement in which it waits, and the time when it
+# began to wait.
 _waits: dict[int, tuple[str, float]] = {}
-# By number of an ended agreement: a function that deletes its last round.
+# By the number of an ended agreement: a function that deletes the messages of
+# its last round.
 _ended: dict[int, Callable[[], None]] = {}
-# The argument of `limit_waiting`.
+# The timeout that `limit_waiting` has set, or None.
 _limit_s: float | None = None
 IsStopped = Callable[[], bool]
 
 
 class Agreement:
-    """Rounds in which every process sends a text and receives all others.
+    """Rounds in which each process sends a text to all processes.
 
-    All processes must create their agreements in the same order, and go
-    through the rounds of each in the same order.
+    All processes must create their agreements in the same order, and call
+    `exchange` of each the same number of times.
 
     Args:
       processes: JAX's ids of the processes that take part.
       name: The subject; it must be the same in all processes.
-      timeout_s: The timeout of a round, in seconds; None for the value of
-        `KERAS_STRATEGIES_TIMEOUT_S`, else 600.
+      timeout_s: The timeout of each round, in seconds. None: the value of the
+        environment variable `KERAS_STRATEGIES_TIMEOUT_S`, or 600.
 
     Raises:
       ValueError: see `read_waiting_limit`.
@@ -88,7 +91,7 @@ class Agreement:
             forget()
 
     def end(self) -> None:
-        """Ends the rounds; other processes can still read the last one."""
+        """Ends the rounds; others can still read the last round's texts."""
         last = self._round - 1
         if last >= 0:
             _ended[self._number] = lambda: self._forget(get_client(), last)
@@ -96,27 +99,31 @@ class Agreement:
     def exchange(
         self, text: str, is_stopped: IsStopped | None = None
     ) -> list[str]:
-        """Runs one round. Collective over the processes, not the devices.
+        """Sends a text and receives the texts of all processes. Collective.
+
+        All processes must call it, but no devices are used.
 
         Args:
-          text: This process's text; short.
-          is_stopped: A function called a few times a second; waiting ends
-            when it returns True.
+          text: This process's text, which should be short.
+          is_stopped: A function that is called a few times per second while
+            this process waits. The wait ends when the function returns True.
 
         Returns:
           The texts of all processes, in the order of `processes`.
 
         Raises:
-          ValueError: if the processes are in different agreements; all raise.
-          TimeoutError: if a process sent nothing in time; it is named.
+          ValueError: if the processes are in different agreements. All of them
+            raise it.
+          TimeoutError: if a process sent nothing in time. The message says
+            which process.
           RuntimeError: if a process sent a malformed message.
           InterruptedError: if `is_stopped` returned True.
         """
         client = get_client()
         me = jax.process_index()
         number, self._round = self._round, self._round + 1
-        # Sends before it waits: even if this process times out, the others
-        # receive its text when they get here.
+        # This process sends its text before it waits for the others. So even
+        # if it times out, the others receive its text when they get here.
         sent = json.dumps([self._name, text])
         client.key_value_set(self._make_key(number, me), sent)
         thread = threading.get_ident()
@@ -139,8 +146,8 @@ class Agreement:
             )
             raise ValueError(f"{_SAME_CALLS} Received: {calls}. {_CURE}")
         if number:
-            # All have sent a text in this round, so all have read the last
-            # round.
+            # All processes have sent their texts of this round, so all of them
+            # have read the texts of the previous round.
             self._forget(client, number - 1)
         return list(texts)
 
@@ -171,7 +178,8 @@ class Agreement:
     def _receive_from_first(
         self, client: Any, number: int, is_stopped: IsStopped | None
     ) -> list[str]:
-        # The first process may itself wait for another one until its timeout.
+        # The first process may itself wait for another process until the
+        # timeout, so this process waits twice as long.
         text = self._receive(
             client, number, _ALL, is_stopped, 2 * self._timeout_s
         )
@@ -190,7 +198,8 @@ class Agreement:
             form,
             processes=processes,
             about=self._name,
-            # JSON in JSON in JSON: each level escapes quotes once more.
+            # The text is JSON that is nested in JSON twice. Each level escapes
+            # quotes once more, which makes the text longer.
             max_characters=4 * MAX_MESSAGE * len(self._processes),
         )
 
@@ -237,10 +246,11 @@ class Agreement:
 
 
 def find_longest_wait() -> tuple[str, float]:
-    """Returns the agreement in which this process has waited longest.
+    """Finds the agreement in which this process has been waiting the longest.
 
     Returns:
-      Its name and the seconds waited so far; "" and 0.0 if none waits.
+      The agreement's name and the time waited so far, in seconds; "" and 0.0
+      if no thread is waiting.
     """
     now = time.monotonic()
     waits = [(now - since, name) for name, since in list(_waits.values())]
@@ -249,17 +259,19 @@ def find_longest_wait() -> tuple[str, float]:
 
 
 def limit_waiting(seconds: float) -> None:
-    """Sets the timeout for other processes, which overrides the environment.
+    """Sets how long this process waits for others, for all its strategies.
+
+    This overrides the environment variable.
 
     Args:
-      seconds: A positive number, for all strategies of this process.
+      seconds: A positive number.
     """
     global _limit_s
     _limit_s = seconds
 
 
 def read_waiting_limit() -> float:
-    """Returns the timeout for other processes, in seconds.
+    """Returns how long this process waits for others at most, in seconds.
 
     Raises:
       ValueError: if the environment variable is not a positive number.

@@ -1,8 +1,8 @@
-"""A secret that the processes of a job share, and proofs of knowing it.
+"""A secret that a job's processes share, and proofs that they know it.
 
-The proofs are HMAC-SHA256 (RFC 2104) of the message and a nonce of each side,
-as in the challenge and response of RFC 2195. The secret itself is never sent
-or printed.
+A proof is the HMAC-SHA256 (RFC 2104) of the message and of two nonces, one
+from each side, as in the challenge-response protocol of RFC 2195. The secret
+itself is never sent or printed.
 """
 
 import hashlib
@@ -11,7 +11,10 @@ import secrets
 from collections.abc import Mapping
 
 VARIABLE = "KERAS_STRATEGIES_SECRET"
-"""The environment variable with the secret, the same in all processes."""
+"""The environment variable with the secret.
+
+Its value must be the same in all processes.
+"""
 
 MAKE = "openssl rand -hex 32"
 """A command that prints a new secret."""
@@ -22,26 +25,29 @@ _NONCE_BYTES = 32
 
 
 class Secret:
-    """A secret, whose text is never printed, not even by `repr`."""
+    """The job's secret. Its text is never printed, not even by `repr`."""
 
     def __init__(self, text: str) -> None:
-        # A variable may contain bytes that are not UTF-8, and the error of a
-        # plain `encode` would print the secret.
+        # An environment variable may contain bytes that are not UTF-8. The
+        # error that a plain `encode` would raise prints the secret.
         self._key = text.encode("utf-8", "surrogatepass")
 
     def prove(self, role: str, nonces: tuple[str, str], content: bytes) -> str:
         """Returns an HMAC that proves that the sender knows the secret.
 
         Args:
-          role: The sender's role, which prevents reflection attacks.
+          role: The role of the sender. Because proofs of different roles
+            differ, a proof cannot be sent back to its sender (a reflection
+            attack).
           nonces: The nonces of process 0 and of the other process.
-          content: The message to prove.
+          content: The message that the sender sent.
 
         Returns:
-          Hexadecimal digits.
+          The HMAC in hexadecimal digits.
         """
         parts = [_CONTEXT, role, *nonces]
-        # Unambiguous: no part contains a newline, and `content` comes last.
+        # The message is unambiguous, because no other part contains a newline
+        # and `content` comes last.
         message = "\n".join(parts).encode() + b"\n" + content
         return hmac.new(self._key, message, hashlib.sha256).hexdigest()
 
@@ -50,24 +56,24 @@ class Secret:
 
 
 def is_same(proof: object, expected: str) -> bool:
-    """Returns whether a proof is the expected one, in constant time."""
+    """Compares a proof with the expected one, in constant time."""
     return isinstance(proof, str) and hmac.compare_digest(
         proof.encode(errors="replace"), expected.encode()
     )
 
 
 def make() -> str:
-    """Returns the text of a new secret."""
+    """Makes a new random secret, and returns its text."""
     return secrets.token_hex(_NONCE_BYTES)
 
 
 def make_nonce() -> str:
-    """Returns a number that was never used before, in hexadecimal digits."""
+    """Returns a new random number, in hexadecimal digits, to be used once."""
     return secrets.token_hex(_NONCE_BYTES)
 
 
 def is_nonce(text: object) -> bool:
-    """Returns whether `text` has the form of a nonce."""
+    """Returns whether `text` has the format of a nonce."""
     return (
         isinstance(text, str)
         and len(text) == 2 * _NONCE_BYTES
@@ -76,13 +82,13 @@ def is_nonce(text: object) -> bool:
 
 
 def read_secret(environ: Mapping[str, str]) -> Secret | None:
-    """Reads the secret of this process's job; None if it is not set.
+    """Reads the job's secret from the environment; None if it is not set.
 
     Raises:
-      ValueError: if it is too short to be safe, or far too long. The message
-        does not quote it.
+      ValueError: if the secret is too short to be safe, or far too long. The
+        message does not quote it.
     """
-    # A trailing newline, as from a file, is not part of it.
+    # A trailing newline, as in a secret read from a file, is ignored.
     text = environ.get(VARIABLE, "").strip()
     if not text:
         return None

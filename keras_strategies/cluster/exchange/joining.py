@@ -1,4 +1,4 @@
-"""The client side of the rendezvous: a process that connects to process 0."""
+"""The client side of the rendezvous, for all processes except process 0."""
 
 import socket
 import time
@@ -20,10 +20,11 @@ from keras_strategies.cluster.exchange.greetings import (
 from keras_strategies.cluster.exchange.job_secret import Secret
 
 _RETRY_S = 0.1
-# How long the verdict may take after the timeout for all to arrive.
+# How long the verdict may take after the timeout for all processes to arrive.
 _GRACE_S = 2.0
-# The minimum time for an attempt that begins just before the timeout, so that
-# its error reports more than the timeout.
+# The minimum time for an attempt to connect that begins just before the
+# timeout. It gives the attempt time to fail with an error that says more than
+# that the time is over.
 _LAST_TRY_S = 1.0
 
 
@@ -33,7 +34,17 @@ def join(
     timeout_s: float,
     secret: Secret | None,
 ) -> str:
-    """Meets process 0; returns its verdict, or "" if nothing is wrong."""
+    """Connects to process 0 and waits for its verdict on the rendezvous.
+
+    Args:
+      address: The host and port of process 0.
+      hello: The description of this process.
+      timeout_s: The timeout for reaching process 0, in seconds.
+      secret: The job's secret, if it has one.
+
+    Returns:
+      "" if the job can start, else the text of an error.
+    """
     end = time.monotonic() + timeout_s + _GRACE_S
     reason = "no answer"
     while (left := end - time.monotonic()) > 0:
@@ -58,7 +69,7 @@ def join(
 
 
 class _Guest:
-    """The client of one connection to process 0."""
+    """The client's side of one connection to process 0."""
 
     def __init__(
         self, connection: socket.socket, secret: Secret | None
@@ -68,11 +79,13 @@ class _Guest:
         self._nonces: tuple[str, str] | None = None
 
     def ask(self, hello: dict[str, Any], end: float) -> str | None:
-        """Returns the verdict of process 0; None from another service.
+        """Sends this process's description and returns process 0's verdict.
+
+        Returns None if the server at the address is not process 0.
 
         Args:
           hello: The description of this process.
-          end: The deadline, in seconds of `time.monotonic`.
+          end: The deadline, as a time of `time.monotonic`, in seconds.
         """
         nonce = job_secret.make_nonce()
         line = encode_line(hello | ({"nonce": nonce} if self._secret else {}))
@@ -100,13 +113,17 @@ class _Guest:
                 left_s: Any = message.get("left_s")
                 if type(left_s) not in (int, float) or not 0 <= left_s <= MOST:
                     return None
-                # Process 0 may have begun later: its timeout counts.
+                # Process 0 may have started later than this process, so its
+                # remaining time determines the deadline.
                 end = time.monotonic() + left_s + 2 * _GRACE_S
 
     def _prove(
         self, secret: Secret, message: dict[str, Any], hello: bytes, nonce: str
     ) -> str | None:
-        """Answers the challenge; returns an error if the secrets differ."""
+        """Checks process 0's proof of the secret and sends this process's.
+
+        Returns the text of an error if the secrets differ.
+        """
         if "left_s" in message or "verdict" in message:
             return ONLY_HERE
         if not job_secret.is_nonce(message.get("nonce")):

@@ -1,7 +1,7 @@
-"""The key-value store of JAX's coordination service.
+"""Access to the key-value store of JAX's coordination service.
 
-JAX has no public name for the store's client, nor for the service's address.
-Only this module uses the private ones.
+JAX has no public API for the store's client, nor for the service's address.
+This is the only module that gets them through JAX's private modules.
 """
 
 import socket
@@ -15,10 +15,11 @@ _PROBE_S = 1.0
 
 
 def get_client() -> Any:
-    """Returns the client of the store.
+    """Returns the client of the key-value store.
 
     Returns:
-      JAX's `DistributedRuntimeClient`, whose module has no types.
+      JAX's `DistributedRuntimeClient`. Its type is `Any` here, because its
+      module has no type annotations.
 
     Raises:
       RuntimeError: if this process has not joined a job.
@@ -36,15 +37,16 @@ def get_client() -> Any:
 
 
 def is_available() -> bool:
-    """Returns whether this process is part of a job of `jax.distributed`."""
+    """Returns whether this process has joined a `jax.distributed` job."""
     return jax.distributed.is_initialized()
 
 
 def is_reachable() -> bool:
     """Returns whether a process listens at the service's address.
 
-    False only if the connection is refused: the service's process has ended.
-    With a stopped process or a slow network the result is True.
+    The result is False only if the connection is refused, which means that the
+    service's process has ended. If that process is only stopped, or the
+    network is slow, the result is True.
     """
     address = _get_address()
     if address is None:
@@ -59,10 +61,10 @@ def is_reachable() -> bool:
 
 
 def is_speaking() -> bool:
-    """Returns whether the service's process runs, and is not just stopped.
+    """Returns whether the service's process is running, that is, not stopped.
 
-    The kernel accepts connections for a stopped process, but a running gRPC
-    server sends the first bytes.
+    The kernel accepts connections even on behalf of a stopped process. But
+    only a running gRPC server sends bytes after that, without a request.
     """
     address = _get_address()
     if address is None:

@@ -1,4 +1,4 @@
-"""Forms of JSON messages, and the function that checks them."""
+"""A notation for the structure (form) of JSON messages, and its checks."""
 
 import dataclasses
 from collections.abc import Callable, Sequence
@@ -8,15 +8,17 @@ from typing import Any, TypeGuard
 from keras_strategies.cluster.untrusted import load_json
 
 Form = Any
-"""The form of a JSON value:
+"""The form of a JSON value, that is, a description of its structure:
 
-- `int`, `str`, `bool`, `list`, `dict`: exactly that type; `float`: a float or
-  an int; `None`: null; `object`: anything; a union: one of its types;
-- `[form]`: an array of such values; `(form, form)`: an array of exactly these;
+- `int`, `str`, `bool`, `list` or `dict`: a value of exactly that type;
+- `float`: a float or an int; `None`: null; `object`: any value;
+- a union such as `int | str`: a value of one of these types;
+- `[form]`: an array of any length, in which every value has the form;
+- `(form_0, form_1)`: an array of two values with these forms, in this order;
 - `{"name": form}`: an object with these entries. An entry whose name ends in
-  "?" is optional, and other entries are allowed;
-- `Either((form, form))`: one of these;
-- a function: any value for which it returns true.
+  "?" is optional, and further entries are allowed;
+- `Either((form_0, form_1))`: a value that has one of these forms;
+- a function: any value for which the function returns true.
 """
 
 MAX_MESSAGE = 64 << 20
@@ -27,21 +29,24 @@ _MOST = 2**53
 
 @dataclasses.dataclass(frozen=True)
 class Either:
-    """One of several forms."""
+    """A form that matches a value if at least one of several forms does."""
 
     forms: tuple[Form, ...]
 
 
 def is_count(value: object) -> TypeGuard[int]:
-    """Returns whether `value` is an int >= 0 that a float represents exactly.
+    """Returns whether `value` is an int from 0 to 2**53 - 1.
 
-    Usable as a form.
+    A float represents such numbers exactly. The function can be used as a
+    form.
     """
     return type(value) is int and 0 <= value < _MOST
 
 
 def fault_of(value: object, form: Form, name: str = "it") -> str | None:
-    """Returns the first mismatch of a value and a form, or None.
+    """Describes the first mismatch between a value and a form.
+
+    Returns None if the value has the form.
 
     Args:
       value: A value that `load_json` returned.
@@ -67,7 +72,7 @@ def fault_of(value: object, form: Form, name: str = "it") -> str | None:
 def load_form(
     text: str | bytes, form: Form, *, max_characters: int, has_nan: bool = False
 ) -> Any:
-    """Parses JSON and checks its form.
+    """Parses JSON and checks that it has a given form.
 
     Args:
       text: See `load_json`.
@@ -100,20 +105,21 @@ def read_messages(
     """Parses the messages that processes sent to each other.
 
     Args:
-      texts: The text of each process.
-      form: The form of each message.
-      processes: The senders, in the same order.
-      about: The subject, for errors: "reading the data of `fit`".
+      texts: The message of each process, as JSON.
+      form: The form that every message must have.
+      processes: The numbers of the senders, in the order of `texts`.
+      about: The subject for the error message, such as "reading the data of
+        `fit`".
       max_characters: The length above which a text is rejected.
 
     Raises:
-      RuntimeError: if a message has another form. The error does not quote
-        it.
+      RuntimeError: if a message does not have the form. The error message does
+        not quote the text.
     """
     received: list[Any] = []
     for process, text in zip(processes, texts, strict=True):
         try:
-            # Metrics and users' values may be NaN.
+            # NaN is allowed, because metrics and users' values may be NaN.
             value = load_form(
                 text, form, max_characters=max_characters, has_nan=True
             )

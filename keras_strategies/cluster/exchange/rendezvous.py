@@ -1,21 +1,22 @@
 """The rendezvous of all processes of a job before `jax.distributed` starts.
 
-If a process is missing, starts twice or expects another number of processes,
-JAX aborts the others, uncatchably and without naming it. So all processes
-first meet at the chief's address, over plain TCP: each describes itself, and
-all receive the same verdict: continue, or an error. Afterwards the port is
-free again for JAX's coordination service.
+If a process is missing, starts twice or expects a different number of
+processes, JAX aborts the other processes. They cannot catch this, and the
+message does not name the process at fault. So before JAX starts, all processes
+connect to the chief's address over TCP and describe themselves. All receive
+the same verdict: to continue, or an error. Afterwards the port is free again
+for JAX's coordination service.
 
 If the processes share a secret, each side proves to the other that it knows
-it, and connections without a proof are dropped. Without a secret, any client
-can claim to be a process. The secret protects only the rendezvous: JAX's
-service and gloo need a trusted network anyway.
+the secret, and connections without a proof are closed. Without a secret, any
+client can claim to be a process. The secret protects only the rendezvous:
+JAX's service and gloo need a trusted network anyway.
 
-The protocol, one line of JSON per message:
-  a process: hello (and a nonce, if it has a secret);
-  process 0, if it has a secret: its nonce and its proof;
-  a process: its proof;
-  process 0: how long it waits; finally the verdict (each with a proof).
+The protocol has one line of JSON per message. The sender and the content are:
+  each process: its description, "hello" (and a nonce, if it has a secret);
+  process 0, if it has a secret: a nonce and its proof;
+  each process, if it has a secret: its proof;
+  process 0: how long it will wait; finally the verdict (each with a proof).
 """
 
 import contextlib
@@ -46,21 +47,20 @@ from keras_strategies.cluster.exchange.greetings import (
 from keras_strategies.cluster.exchange.job_secret import VARIABLE, Secret
 from keras_strategies.cluster.exchange.joining import join
 
-# The number of connections that may be pending, before their hello, and how
-# long each may be. Further ones wait in the backlog, so that strangers cannot
-# block the processes.
+# How many connections may be pending (have sent no hello yet), and for how
+# long. Further ones wait in the backlog, so strangers cannot block processes.
 _MAX_PENDING = 512
 _PENDING_S = 5.0
 # The pause before another try when this process is out of file descriptors.
 _NO_FILES_S = 0.05
-# How long the verdict may take after the timeout for all to arrive.
+# How long the verdict may take after the timeout for all processes to arrive.
 _GRACE_S = 2.0
-# How long to wait for the others after an error, to inform them too.
+# How long to wait after an error for more processes, to inform them, too.
 _LINGER_S = 5.0
 
 
 class RendezvousError(RuntimeError):
-    """A failure of the processes of a job to meet."""
+    """Raised if the processes of a job cannot start together."""
 
 
 def meet(
@@ -78,22 +78,22 @@ def meet(
     """Waits until all processes have arrived and agree. Collective.
 
     Args:
-      address: `host:port` of process 0, where all meet.
+      address: `host:port` of process 0, to which all processes connect.
       process_id: This process's number.
       num_processes: The number of processes that this process expects.
-      facts: Values that must be the same in all processes: versions, the
-        strategy. JSON values.
+      facts: JSON values that must be the same in all processes, by name, such
+        as versions and the strategy's name.
       timeout_s: The timeout for all to arrive, in seconds.
-      problem: An error that keeps this process from continuing, sent to all;
-        or "".
+      problem: The error text if this process cannot continue, which is sent to
+        all processes; or "".
       bind_address: The address at which process 0 listens, if not `address`.
       names: The processes' names in messages, in the order of their numbers.
-      secret: The secret that all prove that they share, if any.
+      secret: The job's secret, which all processes must know, if any.
 
     Raises:
       RendezvousError: if a process is missing, arrived twice, differs or
-        cannot continue. All that arrived raise the same text, except a process
-        without the secret of process 0: only that process learns of it.
+        cannot continue. All processes that arrived raise the same error; but
+        if one does not know the secret, only that process learns the reason.
     """
     if num_processes == 1:
         return
@@ -120,19 +120,19 @@ def split_address(address: str) -> tuple[str, int]:
 
 @dataclasses.dataclass
 class _Pending:
-    """A connection to process 0 that has not yet identified itself."""
+    """A connection to process 0 whose client has not yet identified itself."""
 
     end: float
     text: bytes = b""
-    # While the proof of the secret is awaited: the hello, parsed and as it was
-    # sent, and both nonces.
+    # While process 0 waits for the client's proof: the hello, parsed and as it
+    # was sent, and both nonces.
     hello: dict[str, Any] | None = None
     line: bytes = b""
     nonces: tuple[str, str] = ("", "")
 
 
 class _Host:
-    """The server in process 0, which sends all processes the verdict."""
+    """The server in process 0, which sends the verdict to all processes."""
 
     def __init__(
         self,
@@ -145,9 +145,9 @@ class _Host:
         self._names = names
         self._end = 0.0
         self._hellos: dict[int, dict[str, Any]] = {0: hello}
-        # Connections that have not yet identified themselves, oldest first.
+        # Connections of clients that are not yet identified, oldest first.
         self._pending: dict[socket.socket, _Pending] = {}
-        # The identified ones, with the nonces for proofs of messages to them.
+        # Identified connections, with the nonces for signing messages to them.
         self._joined: dict[socket.socket, tuple[str, str]] = {}
         self._unproved: set[int] = set()
         self._problem = ""
@@ -155,7 +155,7 @@ class _Host:
             self._problem = f"{self._name(0)}: {hello['problem']}"
 
     def run(self, host: str, port: int, timeout_s: float) -> str:
-        """Returns the verdict: an error, or "" if nothing is wrong."""
+        """Runs the rendezvous; returns the verdict: "" or an error's text."""
         self._end = time.monotonic() + timeout_s
         if self._problem:
             self._end = min(self._end, time.monotonic() + _LINGER_S)
@@ -280,7 +280,7 @@ class _Host:
         hello: dict[str, Any],
         nonces: tuple[str, str],
     ) -> None:
-        """Accepts a process as the one that it claims to be."""
+        """Accepts a connection as the process that it claims to be."""
         self._selector.unregister(connection)
         del self._pending[connection]
         self._joined[connection] = nonces
@@ -368,8 +368,8 @@ class _Host:
         for connection in self._joined:
             connection.settimeout(_GRACE_S)
             self._send(connection, {"verdict": verdict})
-        # The clients close first: otherwise the kernel would keep this port
-        # in TIME_WAIT, and JAX needs it next.
+        # The clients must close first: otherwise the kernel would keep this
+        # port in TIME_WAIT, but JAX needs the port next.
         end = time.monotonic() + _GRACE_S
         for connection in self._joined:
             with contextlib.suppress(OSError):
@@ -384,7 +384,7 @@ class _Host:
         connection.close()
 
     def _note_unproved(self, hello: dict[str, Any]) -> None:
-        # A stranger may claim any number; the set must stay bounded.
+        # Any client may claim any number, but the set must stay bounded.
         if 0 <= hello["process"] < self._count:
             self._unproved.add(hello["process"])
 

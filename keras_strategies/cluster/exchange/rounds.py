@@ -1,4 +1,4 @@
-"""Rounds of JSON messages between processes, each of a given form."""
+"""Rounds in which processes exchange JSON messages of a given structure."""
 
 import json
 import operator
@@ -13,7 +13,7 @@ from keras_strategies.cluster.exchange.message_forms import Form, read_messages
 
 
 class Rounds:
-    """Rounds in which every process sends a message and receives all.
+    """Rounds in which each process sends a message to all processes.
 
         with Rounds(mesh.processes, "the time of a checkpoint") as rounds:
             received = rounds.exchange({"wait": 3}, {"wait": is_count})
@@ -21,9 +21,10 @@ class Rounds:
     Args:
       processes: JAX's ids of the processes that take part.
       name: The name of the `Agreement`; it must be the same in all processes.
-      about: The subject of the messages, for errors; by default `name`.
+      about: The subject of the messages, for error messages; by default
+        `name`.
       is_stopped: See `Agreement.exchange`.
-      agree: A factory of the `Agreement`, which tests replace.
+      agree: A function that creates the `Agreement`; tests replace it.
     """
 
     def __init__(
@@ -47,16 +48,19 @@ class Rounds:
         self._agreement.end()
 
     def exchange(self, message: object, form: Form) -> list[Any]:
-        """Sends a message; returns those of all processes. Collective.
+        """Sends a message and receives one from each process. Collective.
 
         Args:
-          message: A JSON value. NumPy integers in it are sent as numbers,
-            other objects as a str.
-          form: The form of every process's message.
+          message: A JSON value. NumPy integers in it are sent as numbers, and
+            objects of other types that JSON does not support as their `str`.
+          form: The structure that every process's message must have.
+
+        Returns:
+          The messages of all processes, including this one.
 
         Raises:
-          RuntimeError: if a message has another form; also see
-            `Agreement.exchange`.
+          RuntimeError: if a message does not have the structure `form`. Also
+            see `Agreement.exchange`.
         """
         texts = self._agreement.exchange(
             json.dumps(message, default=_make_plain), self._is_stopped
@@ -67,7 +71,7 @@ class Rounds:
 
 
 def _make_plain(value: Any) -> int | str:
-    """Returns what is sent for a value that JSON has not."""
+    """Converts a value of a type that JSON does not support."""
     try:
         return operator.index(value)
     except TypeError:

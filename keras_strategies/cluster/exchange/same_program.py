@@ -1,8 +1,9 @@
 """The check that all processes are about to run the same program.
 
-Processes that run different programs do not fail: a collective of one receives
-what another one sent for something else, and computes wrong numbers silently.
-So the processes compare each traced program before its first run.
+If processes run different programs, they do not fail. Instead, a collective in
+one process may receive values that another process sent in a different
+collective, and silently compute wrong numbers. So the processes compare each
+traced program before they run it for the first time.
 """
 
 import dataclasses
@@ -25,7 +26,7 @@ if TYPE_CHECKING:
     from jax.extend.core import ClosedJaxpr, Jaxpr
 
 
-# Larger constants are compared by shape and dtype only.
+# Of larger constants, only the shapes and dtypes are compared.
 _MAX_CONSTANT_BYTES = 1 << 26
 _MAX_LINES = 20_000
 _MAX_SHOWN = 160
@@ -34,7 +35,8 @@ _CURE = (
     "Find the difference between the processes: the script, an environment "
     "variable, the order of a set, a file that a layer was made from."
 )
-# By program: the shapes and dtypes of arguments that it was compared for.
+# By program: the signatures (structure, shapes and dtypes of the arguments)
+# for which the processes have already compared it.
 _compared: weakref.WeakKeyDictionary[Any, set[Any]] = (
     weakref.WeakKeyDictionary()
 )
@@ -45,9 +47,9 @@ class Traced:
     """A traced program, for `compare`.
 
     Attributes:
-      program: The function.
-      key: The structure, shapes and dtypes of its arguments.
-      text: Its jaxpr and its constants, as text.
+      program: The function that was traced.
+      key: The structure, shapes and dtypes of the function's arguments.
+      text: The function's jaxpr and constants, as text.
     """
 
     program: Any
@@ -56,18 +58,23 @@ class Traced:
 
 
 def trace_program(program: Any, args: tuple[Any, ...]) -> Traced | None:
-    """Traces a program for `compare`; returns None if it was compared before.
+    """Traces a program for `compare`, if it needs to be compared.
 
     A program is compared once for each signature of its arguments. Nothing is
-    compiled, and JAX reuses the trace when the program runs.
+    compiled here, and JAX reuses the trace when the program runs.
 
     Args:
-      program: A function from `jax.jit`; other functions are not compared.
-      args: Its arguments.
+      program: A function that `jax.jit` returned; other functions are not
+        compared.
+      args: The arguments of the program.
+
+    Returns:
+      The traced program, or None if the program was already compared for this
+      signature or cannot be traced.
 
     Raises:
-      ValueError: if it has captured an array that is sharded over several
-        processes, which JAX cannot make a constant.
+      ValueError: if the function has captured an array that is sharded over
+        several processes. JAX cannot turn such an array into a constant.
     """
     if not hasattr(program, "trace"):
         return None
@@ -83,17 +90,19 @@ def trace_program(program: Any, args: tuple[Any, ...]) -> Traced | None:
 
 
 def compare(processes: tuple[int, ...], traced: Traced) -> None:
-    """Raises unless all processes run one program. Collective on the host.
+    """Raises unless all processes have traced the same program. Collective.
 
-    Waits without a timeout while the others trace theirs; the watchdog
-    detects one that is stuck.
+    The comparison uses no devices. This process waits without a timeout while
+    the others trace their programs; the watchdog detects a process that is
+    stuck.
 
     Args:
-      processes: JAX's ids of the processes that run it.
+      processes: JAX's ids of the processes that run the program.
       traced: The value that `trace_program` returned.
 
     Raises:
-      RuntimeError: if processes have different programs; all raise.
+      RuntimeError: if processes have different programs. All processes raise
+        it.
     """
     agreement = Agreement(
         processes, "the comparison of programs", timeout_s=math.inf
@@ -126,15 +135,16 @@ def _make_signature(leaf: Array) -> object:
 
 
 def _describe_program(closed: "ClosedJaxpr") -> str:
-    """Returns a program and its constants as text, equal in every process."""
-    # Addresses of Python objects differ between processes.
+    """Returns a program as text that is the same in all processes."""
+    # Addresses of Python objects differ between processes, so they are
+    # removed.
     lines = [_ADDRESS.sub("", str(closed.jaxpr))]
     lines += [_describe_constant(value) for value in _iter_constants(closed)]
     return "\n".join(lines)
 
 
 def _iter_constants(closed: "ClosedJaxpr | Jaxpr") -> Iterator[Any]:
-    """Yields the constant arrays of a program and of its inner programs."""
+    """Yields all constant arrays of a program, including nested programs."""
     yield from getattr(closed, "consts", ())
     for equation in getattr(closed, "jaxpr", closed).eqns:
         for operand in equation.invars:
@@ -169,7 +179,7 @@ def _describe_difference(
     digests: list[str],
     text: str,
 ) -> str:
-    """Returns an error that quotes the first line that differs. Collective."""
+    """Returns an error text with the first differing line. Collective."""
     lines = text.splitlines()[:_MAX_LINES]
     hashes = " ".join(_compute_digest(line)[:8] for line in lines)
     received = agreement.exchange(hashes)

@@ -1,1 +1,1 @@
-"""Startup of JAX's job, from a process's place in a cluster."""
+"""Startup of a distributed JAX job, from this process's role in a cluster."""

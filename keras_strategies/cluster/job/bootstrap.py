@@ -1,4 +1,4 @@
-"""Startup of JAX's job, from a process's place in a cluster."""
+"""Startup of a distributed JAX job, from this process's role in a cluster."""
 
 import contextlib
 import importlib.metadata
@@ -23,32 +23,34 @@ from keras_strategies.cluster.spec import TaskInfo
 from keras_strategies.cluster.watchdog import watchdog
 
 BIND_ADDRESS = "JAX_COORDINATOR_BIND_ADDRESS"
-"""JAX's environment variable with the address where process 0 listens."""
+"""JAX's environment variable for the address at which process 0 listens."""
 
-# JAX's timeout for its part of the startup, after the rendezvous.
+# The timeout for JAX's own startup, which follows the rendezvous.
 _JAX_TIMEOUT_S = 60
 _NUM_SLICES = "MEGASCALE_NUM_SLICES"
 _PACKAGES = ("keras_strategies", "keras", "jax", "jaxlib")
 
 
 def join(task: TaskInfo, *, strategy: str, timeout_s: float) -> None:
-    """Joins this process to the job. Collective.
+    """Connects this process to the other processes of its job. Collective.
 
-    All processes meet first, so that a mistake raises an error in each of
-    them: JAX would abort them without naming the process at fault.
+    Before JAX starts, all processes check each other's settings (see
+    `rendezvous.meet`). So a mistake raises an error in every process. JAX
+    itself would abort them without naming the process at fault.
 
     Args:
-      task: This process's place. A process without others, or an evaluator,
-        joins nothing.
-      strategy: The name of the strategy; it must be the same in all.
+      task: This process's role. If it is an evaluator or the only process, the
+        function does nothing.
+      strategy: The name of the strategy; it must be the same in all processes.
       timeout_s: The timeout for all processes to arrive, in seconds.
 
     Raises:
-      RuntimeError: if the processes did not meet in time or differ; if one
-        uses JAX's devices already; or if a spawned child imports its script.
-      ValueError: if this process is part of another job, the timeout is not
-        positive, the job's secret is too short, or the address of process 0
-        is unknown.
+      RuntimeError: if not all processes arrived in time, their settings
+        differ, a process already uses JAX's devices, or this process is a
+        spawned child that is importing its script.
+      ValueError: if this process is already part of another job, the timeout
+        is not positive, the job's secret has a wrong length, or the address of
+        process 0 is unknown.
     """
     if not timeout_s > 0:
         raise ValueError(
@@ -89,12 +91,13 @@ def join(task: TaskInfo, *, strategy: str, timeout_s: float) -> None:
 def check_main_guard() -> None:
     """Raises if a spawned child of `multiprocessing` is importing its script.
 
-    It would join the job in its parent's place.
+    If the script has no `if __name__ == "__main__":` guard, the child runs it
+    again, and would join the job under the number of its parent.
 
     Raises:
-      RuntimeError: if it is.
+      RuntimeError: if this process is such a child.
     """
-    # `multiprocessing` itself detects a missing guard by this attribute.
+    # `multiprocessing` itself uses this attribute to detect a missing guard.
     if not getattr(multiprocessing.current_process(), "_inheriting", False):
         return
     raise RuntimeError(
@@ -115,7 +118,7 @@ def _fail_without_address(task: TaskInfo) -> NoReturn:
 
 
 def _find_bind_address(task: TaskInfo, address: str) -> str:
-    """Returns the address where process 0 listens; warns if it is exposed."""
+    """Returns the address at which process 0 listens; warns if it is public."""
     bind_address = os.environ.get(BIND_ADDRESS) or address
     check_address(bind_address, f"process 0 (or {BIND_ADDRESS})")
     if task.process_id == 0:
@@ -125,7 +128,7 @@ def _find_bind_address(task: TaskInfo, address: str) -> str:
 
 @contextlib.contextmanager
 def _add_slices_to_error() -> Iterator[None]:
-    """Adds the number of TPU slices, if set, to a rendezvous error."""
+    """Mentions the number of TPU slices, if set, in a rendezvous error."""
     try:
         yield
     except RendezvousError as error:
@@ -150,7 +153,10 @@ def _check_joined(task: TaskInfo) -> None:
 
 
 def _read_versions() -> dict[str, str]:
-    """Returns the versions that must agree, or programs would differ."""
+    """Returns the versions that must be the same in all processes.
+
+    With different versions, processes could compile different programs.
+    """
     python = ".".join(platform.python_version_tuple()[:2])
     versions = {"version of Python": python}
     for package in _PACKAGES:
@@ -163,7 +169,7 @@ def _read_versions() -> dict[str, str]:
 
 
 def _find_problem() -> str:
-    """Returns an error if this process cannot join a job, or ""."""
+    """Returns the text of an error if this process cannot join a job, or ""."""
     # JAX has no public name for this (tests/contract/test_jax_contract.py).
     from jax._src import xla_bridge
 
@@ -177,7 +183,7 @@ def _find_problem() -> str:
 
 
 def _name_tasks(task: TaskInfo) -> tuple[str, ...]:
-    """Returns each process's task and address, for messages."""
+    """Returns each process's task and address as text, for error messages."""
     num_chiefs = int(task.type == "chief" or task.index != task.process_id)
     tasks = ["chief"] * num_chiefs
     tasks += [f"worker {i}" for i in range(task.num_processes - num_chiefs)]
@@ -188,11 +194,11 @@ def _name_tasks(task: TaskInfo) -> tuple[str, ...]:
 
 
 def _warn_of_strangers(address: str) -> None:
-    """Warns if process 0 listens to more than the cluster's network."""
+    """Warns if process 0 can be reached from outside the cluster's network."""
     host, _ = split_address(address)
     try:
         ip = ipaddress.ip_address(host)
-    except ValueError:  # A name, which may resolve to any network.
+    except ValueError:  # A host name, which may resolve to any network.
         return
     if ip.is_unspecified:
         reason = "all networks of this machine"

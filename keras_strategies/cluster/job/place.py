@@ -1,4 +1,8 @@
-"""This process's place in a job: from a resolver, from numbers, or from JAX."""
+"""This process's role in a job, and joining the job.
+
+The role comes from a cluster resolver, from the arguments
+`coordinator_address`, `num_processes` and `process_id`, or from JAX.
+"""
 
 import dataclasses
 import os
@@ -21,12 +25,15 @@ _MAX_DIGITS = 9
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class UnjoinedJob:
-    """A launcher's job that this process has not joined.
+    """A job with several processes that this process should have joined.
+
+    A launcher such as srun has started the processes, but the user's script
+    did not tell the strategy about them.
 
     Attributes:
       variable: The environment variable with the number of processes.
       count: The number of processes.
-      cure: The argument of the strategy with which it joins them.
+      cure: The argument of the strategy that makes this process join the job.
     """
 
     variable: str
@@ -34,8 +41,9 @@ class UnjoinedJob:
     cure: str
 
 
-# SLURM's steps, Open MPI and torchrun: the variable with the number of
-# processes, other variables of the launcher, and the arguments to join.
+# For SLURM's steps, Open MPI and torchrun: the variable with the number of
+# processes, other variables that the launcher sets, and the strategy's
+# arguments with which a process joins the job.
 _LAUNCHERS = (
     (
         "SLURM_STEP_NUM_TASKS",
@@ -62,22 +70,23 @@ def join(
     strategy: str,
     timeout_s: float,
 ) -> tasks.AnyResolver:
-    """Joins the job that a resolver, numbers or TF_CONFIG describe. Collective.
+    """Joins the job that the arguments or TF_CONFIG describe. Collective.
 
     Args:
       resolver: The user's cluster resolver, or None.
       numbers: The coordinator's address, the number of processes, and this
         process's number; None for each that the user omitted.
-      strategy: The name of the strategy; it must be the same in all.
+      strategy: The name of the strategy; it must be the same in all processes.
       timeout_s: The timeout for all processes to arrive, in seconds.
 
     Returns:
-      The resolver, or one that describes this process's place in the job.
+      The argument `resolver`, or the resolver for TF_CONFIG. If there is
+      neither, a new resolver that describes this process's role in the job.
 
     Raises:
       TypeError: if `resolver` is not a resolver.
       ValueError: if both a resolver and numbers are passed, or only some of
-        the numbers.
+        the numbers are passed.
       RuntimeError: see `bootstrap.join`.
     """
     names = "coordinator_address", "num_processes", "process_id"
@@ -99,13 +108,16 @@ def list_devices() -> tuple[jax.Device, ...]:
 
 
 def set_timeout(seconds: float | None) -> None:
-    """Sets the watchdog's timeout for programs, if a watchdog runs."""
+    """Sets the watchdog's timeout, if a watchdog runs and `seconds` is set."""
     if watchdog.is_running() and seconds is not None:
         watchdog.start(seconds)
 
 
 def find_unjoined_job(environ: Mapping[str, str]) -> UnjoinedJob | None:
-    """Returns the job of several processes that a launcher started, if any.
+    """Returns the multi-process job to which a launcher's variables point.
+
+    Returns None if a launcher's variables are not set, or describe only one
+    process. The caller must check whether this process has joined a job.
 
     Args:
       environ: The environment variables.
@@ -121,7 +133,12 @@ def find_unjoined_job(environ: Mapping[str, str]) -> UnjoinedJob | None:
 
 
 def _check_one_way(resolver: object, numbers: dict[str, Any]) -> None:
-    """Raises unless a job is described in one way, and completely."""
+    """Raises if a job is described both ways, or by only some numbers.
+
+    Args:
+      resolver: The user's cluster resolver, or None.
+      numbers: The other arguments that describe a job, by name.
+    """
     missing = [name for name, value in numbers.items() if value is None]
     if len(missing) == len(numbers):
         return
@@ -142,7 +159,10 @@ def _check_one_way(resolver: object, numbers: dict[str, Any]) -> None:
 def _resolve(
     resolver: tasks.AnyResolver | None, numbers: dict[str, Any]
 ) -> tuple[tasks.AnyResolver | None, spec.TaskInfo | None]:
-    """Returns the resolver and this process's place; None if unspecified."""
+    """Returns the resolver and this process's role, each None if unknown.
+
+    Without arguments, TF_CONFIG is used if it is set.
+    """
     if resolver is None and numbers["num_processes"] is not None:
         return None, tasks.make_task_info(**numbers)
     if resolver is None:
@@ -160,7 +180,10 @@ def _resolve(
 
 
 def _warn_if_alone() -> None:
-    """Warns if each process of a launcher's job would train separately."""
+    """Warns if a launcher started several processes that did not join a job.
+
+    Each of them would train a separate model.
+    """
     job = find_unjoined_job(os.environ)
     is_launched = launcher_pipe.LAUNCHER_FD in os.environ
     if job is None or is_launched or jax.distributed.is_initialized():
@@ -178,7 +201,7 @@ def _warn_if_alone() -> None:
 
 
 def _make_job_resolver() -> simple_resolver.SimpleClusterResolver:
-    """Returns a resolver with this process's place as JAX knows it."""
+    """Makes a resolver with this process's task according to JAX."""
     is_alone = jax.process_count() == 1
     return simple_resolver.SimpleClusterResolver(
         spec.ClusterSpec({}),

@@ -1,1 +1,1 @@
-"""Cluster resolvers, which read a cluster's tasks from its variables."""
+"""Cluster resolvers, which find a cluster's tasks in environment variables."""

@@ -1,8 +1,8 @@
 """A resolver for the pods of a Kubernetes cluster.
 
-Kubernetes sets the index and the name of each pod of an indexed Job or JobSet.
-The manifest sets the other variables, with the names that JAX, MaxText and
-Kubeflow's JAXJob use.
+In each pod of an indexed Job or JobSet, Kubernetes sets the variables with the
+pod's index and name. The manifest must set the other variables; their names
+are those that JAX, MaxText and Kubeflow's JAXJob use.
 """
 
 import dataclasses
@@ -40,7 +40,7 @@ class PodOfJob:
 
     Attributes:
       index: The pod's index, in [0, count).
-      count: The number of the Job's pods.
+      count: The number of pods in the Job.
       coordinator: `host:port` of pod 0.
     """
 
@@ -50,10 +50,12 @@ class PodOfJob:
 
 
 class KubernetesExecutableLocation(enum.Enum):
-    """The place where the program runs, which determines its credentials.
+    """Whether the program runs inside the Kubernetes cluster or outside.
+
+    The location determines which credentials the program uses.
 
     Attributes:
-      WITHIN_CLUSTER: In a pod, with its service account.
+      WITHIN_CLUSTER: In a pod, with the credentials of its service account.
       OFF_CLUSTER: Elsewhere, with the credentials in `~/.kube/config`.
 
     Example:
@@ -71,35 +73,42 @@ class KubernetesExecutableLocation(enum.Enum):
 
 
 class KubernetesClusterResolver(ClusterResolver):
-    """A resolver for the pods of an indexed Job, or with given labels; as tf's.
+    """A resolver for Kubernetes pods, as in TensorFlow.
+
+    The pods are those of an indexed Job, or those with the given labels.
 
         KubernetesClusterResolver()  # In a pod of an indexed Job or a JobSet.
         KubernetesClusterResolver({"worker": ["job-name=train"]})
 
-    Without arguments, in a pod of an indexed Job, the variables are read at
-    each call (see docs/clusters.md): all pods are workers, pod 0 is the chief,
-    and `cluster_spec` contains only its address. Otherwise each call queries
-    the running pods that have the labels. This needs the package `kubernetes`,
-    and the program must set `task_type` and `task_id`.
+    Without arguments, in a pod of an indexed Job, each call reads the pod's
+    environment variables (see docs/clusters.md). All pods are workers, pod 0
+    is the chief, and `cluster_spec` contains only the address of pod 0.
 
-    Differs from tf: without labels, a pod's variables are read; a task's
-    address is its pod's IP, as tf documents it, if the client returns one;
-    credentials are loaded once, for the given location.
+    Otherwise each call asks Kubernetes for the pods that have the labels.
+    This needs the package `kubernetes`, and the program must set `task_type`
+    and `task_id` itself.
+
+    Differs from tf: without labels, a pod's variables are read. A task's
+    address is the IP address of its pod, as TensorFlow documents, if the
+    client returns this address. Credentials are loaded only once, and from the
+    given location.
 
     Args:
-      job_to_label_mapping: A mapping from jobs to label selectors. The pods of
-        a selector are ordered by name. None: the pod's variables, else
-        `{"worker": ["job-name=tensorflow"]}`.
+      job_to_label_mapping: A mapping from jobs to lists of label selectors.
+        The pods that match a selector are ordered by name. None: reads the
+        pod's variables if it belongs to an indexed Job; otherwise the mapping
+        is `{"worker": ["job-name=tensorflow"]}`.
       tf_server_port: The port of every task, unless a variable sets another.
       rpc_layer: The protocol that `master()` prepends to addresses.
       override_client: The `kubernetes.client.CoreV1Api` to query; None to
         create one.
-      executable_location: The location whose credentials a new client uses.
+      executable_location: The location of the program, which determines the
+        credentials that a new client uses.
       environ: The variables to read; None for those of this process.
 
     Raises:
       ImportError: if `kubernetes` is not installed, and no client is passed.
-      ValueError: if `executable_location` or `tf_server_port` is not one.
+      ValueError: if `executable_location` or `tf_server_port` is invalid.
 
     References:
       https://www.tensorflow.org/api_docs/python/tf/distribute/cluster_resolver/KubernetesClusterResolver
@@ -132,7 +141,7 @@ class KubernetesClusterResolver(ClusterResolver):
             self._client = _make_client(executable_location)
 
     def cluster_spec(self) -> ClusterSpec:
-        """Returns the addresses of all pods; in an indexed Job, of pod 0.
+        """Returns the addresses of all pods, or in an indexed Job of pod 0.
 
         Raises:
           RuntimeError: if a pod is not running, or a variable is not set.
@@ -153,7 +162,7 @@ class KubernetesClusterResolver(ClusterResolver):
 
     @property
     def num_processes(self) -> int | None:
-        """The number of an indexed Job's pods; None for pods with labels."""
+        """The number of pods in the indexed Job; None for pods with labels."""
         return self._read().count if self._is_job else None
 
     def _find_task_type(self) -> str | None:
@@ -173,7 +182,7 @@ class KubernetesClusterResolver(ClusterResolver):
         return read_pod_of_job(self._environ_now, self._port)
 
     def _list_addresses(self, selector: str) -> list[str]:
-        """Returns the addresses of a selector's pods, ordered by name."""
+        """Returns the addresses of a selector's pods, ordered by pod name."""
         pods = self._client.list_pod_for_all_namespaces(
             label_selector=selector
         ).items
@@ -190,7 +199,7 @@ class KubernetesClusterResolver(ClusterResolver):
 
 
 def has_job_variables(environ: Mapping[str, str]) -> bool:
-    """Returns whether this is a pod of an indexed Job, or of a JAXJob."""
+    """Returns whether this is a pod of an indexed Job or of a JAXJob."""
     is_jax_job = bool(environ.get("PROCESS_ID")) and any(
         environ.get(name) for name in _COORDINATORS
     )
@@ -198,7 +207,7 @@ def has_job_variables(environ: Mapping[str, str]) -> bool:
 
 
 def read_pod_of_job(environ: Mapping[str, str], port: int) -> PodOfJob:
-    """Reads the variables of a pod.
+    """Reads a pod's index, its Job's size and pod 0's address from variables.
 
     Args:
       environ: The environment variables.

@@ -1,4 +1,4 @@
-"""The base class of cluster resolvers, with tf's names."""
+"""The base class of cluster resolvers, with the same names as in TensorFlow."""
 
 import abc
 import os
@@ -9,16 +9,18 @@ from keras_strategies.cluster.spec import ClusterSpec
 
 
 class ClusterResolver(abc.ABC):
-    """The tasks of a cluster, and the task of this process.
+    """A source of a cluster's tasks, and of this process's task among them.
 
-    The base class of all resolvers, also of user-defined ones: a subclass
-    defines `cluster_spec`, and sets `task_type` and `task_id` or overrides
-    them. A resolver reads only the environment variables of its cluster: it
-    starts no devices and opens no connections.
+    This is the base class of all resolvers, including user-defined ones. A
+    subclass defines `cluster_spec`, and either sets `task_type` and `task_id`
+    or overrides these properties. Most resolvers only read environment
+    variables that describe the cluster: they start no devices and open no
+    connections. The exceptions are `KubernetesClusterResolver`, which may query
+    Kubernetes, and `TPUClusterResolver`, which can connect a TPU's hosts.
 
-    Differs from tf: `num_accelerators` returns a number that was passed to the
-    resolver, since counting would start JAX's devices; it takes no
-    `config_proto`.
+    Differs from tf: `num_accelerators` does not count accelerators, except in
+    `TPUClusterResolver`, because counting would start JAX's devices. It has no
+    argument `config_proto`.
 
     References:
       https://www.tensorflow.org/api_docs/python/tf/distribute/cluster_resolver/ClusterResolver
@@ -42,15 +44,17 @@ class ClusterResolver(abc.ABC):
 
     @property
     def _environ_now(self) -> Mapping[str, str]:
-        # Not kept: `os.environ` has no pickle, and its copies grow old.
+        # Not stored on the instance: `os.environ` cannot be pickled, and a
+        # copy of it would become outdated.
         return choose_environ(self._environ)
 
     @abc.abstractmethod
     def cluster_spec(self) -> ClusterSpec:
-        """Returns the known addresses of all tasks; empty without a cluster.
+        """Returns the addresses of the cluster's tasks, as far as known.
 
         Returns:
-          The current `ClusterSpec`: each call reads the variables again.
+          A `ClusterSpec`, which is empty if there is no cluster. Each call
+          reads the environment variables again.
         """
 
     def master(
@@ -59,27 +63,29 @@ class ClusterResolver(abc.ABC):
         task_id: int | None = None,
         rpc_layer: str | None = None,
     ) -> str:
-        """Returns the address of a task, for tf 1.
+        """Returns the address of a task, as TensorFlow 1 sessions use it.
 
-        By default, the address of this process's task, except:
+        Without arguments, most resolvers return the address of this process's
+        own task. The exceptions are:
 
-        - `SimpleClusterResolver`: its argument `master`;
-        - `TFConfigClusterResolver`: "" in a cluster of a single task. A
-          "session_master" of TF_CONFIG is returned for every task;
+        - `SimpleClusterResolver`: returns its argument `master`;
+        - `TFConfigClusterResolver`: returns "" in a cluster with a single
+          task. If TF_CONFIG has a "session_master", returns it for every task;
         - `TorchrunClusterResolver`, and `KubernetesClusterResolver` in an
-          indexed Job: the chief's address;
-        - `UnionResolver`: the first resolver's result.
+          indexed Job: return the chief's address;
+        - `UnionResolver`: returns the first resolver's result.
 
         Args:
           task_type: The task's job.
-          task_id: The task's index in it. If only one of the two is passed,
-            the resolvers above ignore it, and others take the missing one
-            from this process.
-          rpc_layer: The protocol to prepend: "grpc" returns
-            "grpc://host:port", as a TPU resolver always does.
+          task_id: The task's index in that job. If only one of `task_type` and
+            `task_id` is passed, `TPUClusterResolver` and the resolvers listed
+            above, except `TFConfigClusterResolver`, ignore it. Other resolvers
+            use this process's value for the omitted argument.
+          rpc_layer: The protocol to prepend. For example, "grpc" gives
+            "grpc://host:port". A TPU resolver always prepends "grpc".
 
         Returns:
-          The address, or "" without a cluster.
+          The address, or "" if there is no cluster.
 
         Raises:
           ValueError: if there is no such task, or its address is unknown.
@@ -92,14 +98,16 @@ class ClusterResolver(abc.ABC):
     def num_accelerators(
         self, task_type: str | None = None, task_id: int | None = None
     ) -> dict[str, int]:
-        """Returns the number of a task's accelerators, by kind.
+        """Returns a task's number of accelerators of each kind.
 
         Args:
-          task_type: The task's job. Not used: all tasks have the same number.
-          task_id: The task's index in it. Not used.
+          task_type: The task's job. Not used, because all tasks have the same
+            number of accelerators.
+          task_id: The task's index in that job. Not used.
 
         Returns:
-          A dict such as `{"GPU": 4}`; empty if the resolver has no number.
+          A dict such as `{"GPU": 4}`. It is empty if the resolver does not know
+          the number.
         """
         del task_type, task_id
         return self._num_accelerators or {}
@@ -108,18 +116,19 @@ class ClusterResolver(abc.ABC):
     def num_processes(self) -> int | None:
         """The number of training processes, if some addresses are unknown.
 
-        None if `cluster_spec` contains all of them. Not in tf.
+        None if `cluster_spec` contains the addresses of all processes. Not in
+        tf.
         """
         return None
 
     @property
     def environment(self) -> str | None:
-        """The environment in which the program runs: "" outside Google."""
+        """The environment in which the program runs; "" outside Google."""
         return ""
 
     @property
     def task_type(self) -> str | None:
-        """The job of this process, as set or detected; None if unknown."""
+        """The job of this process, set or detected; None if unknown."""
         if self._task_type is None:
             return self._find_task_type()
         return self._task_type
@@ -130,7 +139,7 @@ class ClusterResolver(abc.ABC):
 
     @property
     def task_id(self) -> int | None:
-        """The index in its job, as set or detected; None if unknown."""
+        """This process's index in its job, set or detected; None if unknown."""
         if self._task_id is None:
             return self._find_task_id()
         return self._task_id
@@ -141,7 +150,7 @@ class ClusterResolver(abc.ABC):
 
     @property
     def rpc_layer(self) -> str | None:
-        """The protocol that `master` prepends; JAX does not use it."""
+        """The protocol that `master` prepends. JAX does not use it."""
         if self._rpc_layer is None:
             return self._find_rpc_layer()
         return self._rpc_layer
@@ -150,7 +159,7 @@ class ClusterResolver(abc.ABC):
     def rpc_layer(self, rpc_layer: str | None) -> None:
         self._rpc_layer = rpc_layer
 
-    # Detected by each kind of cluster, for values that are not set.
+    # Subclasses override these methods to detect values that were not set.
 
     def _find_task_type(self) -> str | None:
         return None
@@ -167,7 +176,7 @@ class ClusterResolver(abc.ABC):
     def _find_address(
         self, task_type: str | None, task_id: int | None
     ) -> str | None:
-        """Returns the address for `master`, or None for ""."""
+        """Returns the address for `master`, or None if it should return ""."""
         task_type = self.task_type if task_type is None else task_type
         task_id = self.task_id if task_id is None else task_id
         if task_type is None or task_id is None:
@@ -176,5 +185,5 @@ class ClusterResolver(abc.ABC):
 
 
 def choose_environ(environ: Mapping[str, str] | None) -> Mapping[str, str]:
-    """Returns the variables to read; by default those of this process."""
+    """Returns `environ`, or this process's variables if it is None."""
     return os.environ if environ is None else environ

@@ -6,16 +6,16 @@ from keras_strategies.cluster.spec import ClusterSpec
 
 
 class SimpleClusterResolver(ClusterResolver):
-    """A cluster that the program describes itself; as tf's.
+    """A resolver for a cluster that the program describes, as in TensorFlow.
 
         spec = ClusterSpec({"worker": ["host0:2222", "host1:2222"]})
         resolver = SimpleClusterResolver(spec, task_type="worker", task_id=0)
 
     Args:
       cluster_spec: All tasks.
-      master: The result of `master()` without a task.
+      master: The address that `master()` returns if no task is passed.
       task_type: The job of this process.
-      task_id: The index of this process in it.
+      task_id: The index of this process in its job.
       environment: The value of `environment`.
       num_accelerators: The result of `num_accelerators()`, such as
         `{"GPU": 4}`.

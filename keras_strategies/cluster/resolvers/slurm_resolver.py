@@ -30,39 +30,46 @@ _NUM_GPUS = "SLURM_GPUS_ON_NODE"
 
 
 class SlurmClusterResolver(ClusterResolver):
-    """The tasks of a SLURM step, from its variables at construction; as tf's.
+    """A resolver for the tasks of a SLURM job step, as in TensorFlow.
+
+    It reads the environment variables of the step once, when it is created.
 
     ```sh
     srun --nodes 2 --ntasks-per-node 4 python train.py
     ```
 
-    Tasks are numbered as SLURM does, by SLURM_DISTRIBUTION (srun's -m): in
-    blocks, host by host in SLURM's order (the default), cyclic or in planes.
+    Tasks are assigned to hosts in the same way as SLURM assigns them, which
+    SLURM_DISTRIBUTION (srun's option -m) determines: in blocks, that is host
+    by host in SLURM's order (the default), cyclically, or in planes.
 
-    Differs from tf: `task_type` and `task_id` are known from the start, hosts
-    keep SLURM's order and distributions other than block are supported,
+    Differs from tf: `task_type` and `task_id` are set from the start. Hosts
+    keep SLURM's order, and distributions other than block are supported.
     CUDA_VISIBLE_DEVICES is not written (use `gpu_ids`), nvidia-smi is not run,
     and a step without GPUs works.
 
     Args:
       jobs: The number of tasks of each job, such as
-        `{"chief": 1, "worker": 7}`; numbered in the alphabetical order of
-        their names. None: all tasks are workers.
-      port_base: The port of a host's first task; others use the next ports.
-      gpus_per_node: The number of a host's GPUs. None: the number in
-        CUDA_VISIBLE_DEVICES, else SLURM_GPUS_ON_NODE, else 0.
-      gpus_per_task: The number of a task's GPUs. None: a host's GPUs divided
-        by the most tasks of a host.
-      tasks_per_node: One number for all hosts, or a dict from hosts; None:
+        `{"chief": 1, "worker": 7}`. SLURM's ranks are assigned to the jobs in
+        the alphabetical order of the jobs' names. None: all tasks are workers.
+      port_base: The port of the first task on each host. The host's other
+        tasks use the following ports.
+      gpus_per_node: The number of GPUs on each host. None: the number of
+        entries in CUDA_VISIBLE_DEVICES; if it is not set, the number in
+        SLURM_GPUS_ON_NODE; otherwise 0.
+      gpus_per_task: The number of GPUs of each task. None: `gpus_per_node`
+        divided by the largest number of tasks on any host.
+      tasks_per_node: The number of tasks on each host: one number for all
+        hosts, or a dict from host names to numbers. None: the numbers in
         SLURM_STEP_TASKS_PER_NODE.
-      auto_set_gpu: Not used; for tf's signature.
+      auto_set_gpu: Not used; accepted for compatibility with TensorFlow.
       rpc_layer: The protocol that `master()` prepends to addresses.
       environ: The variables to read; None for those of this process.
 
     Raises:
-      RuntimeError: if a variable is not set, `jobs` has another number of
-        tasks than SLURM, a host has fewer GPUs than its tasks request, or this
-        task's host is not the one of its rank (an arbitrary distribution).
+      RuntimeError: if a variable is not set, `jobs` does not add up to the
+        number of tasks that SLURM runs, the tasks of a host request more GPUs
+        than it has, or this task runs on a different host than its rank
+        implies (as with SLURM's distribution "arbitrary").
       ValueError: if a variable or a number is invalid.
       TypeError: if a number is not an integer.
 
@@ -120,14 +127,14 @@ class SlurmClusterResolver(ClusterResolver):
         return self._spec
 
     def get_task_info(self) -> tuple[str | None, int | None]:
-        """Returns the job of this process and its index in it."""
+        """Returns this process's job, and its index in that job."""
         return self.task_type, self.task_id
 
     def gpu_ids(self) -> tuple[int, ...]:
         """Returns this task's GPUs, as indices into its host's visible GPUs.
 
-        tf writes these to CUDA_VISIBLE_DEVICES; `jax.distributed.initialize`
-        accepts them as `local_device_ids`.
+        TensorFlow writes these indices to CUDA_VISIBLE_DEVICES. In JAX, pass
+        them to `jax.distributed.initialize` as `local_device_ids`.
         """
         return self._gpu_ids
 
@@ -135,7 +142,7 @@ class SlurmClusterResolver(ClusterResolver):
 def _read_hosts(
     environ: Mapping[str, str], tasks_per_node: int | Mapping[str, int] | None
 ) -> list[tuple[str, int]]:
-    """Returns the step's hosts and their numbers of tasks, in SLURM's order."""
+    """Returns each host's name and number of tasks, in SLURM's order."""
     if isinstance(tasks_per_node, Mapping):
         hosts = list(tasks_per_node.items())
         if environ.get(_HOSTS):
@@ -221,7 +228,12 @@ def _count_visible_gpus(environ: Mapping[str, str]) -> int:
 def _allocate(
     jobs: Mapping[str, int], addresses: list[str], rank: int
 ) -> tuple[ClusterSpec, str | None, int | None]:
-    """Returns the cluster, and the job and index of the task of a rank."""
+    """Assigns the addresses, in the order of ranks, to the jobs.
+
+    Returns:
+      The cluster; and the job of the task with rank `rank`, and its index in
+      that job.
+    """
     cluster: dict[str, list[str]] = {}
     task_type, task_id, start = None, None, 0
     for job, count in sorted(jobs.items()):

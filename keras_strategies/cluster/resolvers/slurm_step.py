@@ -1,4 +1,4 @@
-"""The hosts and tasks of a SLURM step, from srun's variables."""
+"""The hosts and tasks of a SLURM job step, parsed from srun's variables."""
 
 import itertools
 import math
@@ -8,7 +8,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from keras_strategies.cluster.addresses import read_number, shorten
 
 SETTER = "srun, in a SLURM step"
-"""The program that sets the variables, for messages."""
+"""The program that sets the variables, for error messages."""
 
 _MAX_HOSTS = 100_000
 _LONGEST = 253
@@ -23,14 +23,19 @@ _LOCAL_ID = "SLURM_LOCALID"
 
 
 def expand_hostlist(hostlist: str) -> list[str]:
-    """Expands a list such as SLURM_STEP_NODELIST to host names, in its order.
+    """Expands SLURM's compact list of hosts to a list of host names.
 
     Args:
-      hostlist: A list: `"n[1-2],m5,o[3-4,06]"` is n1, n2, m5, o3, o4, o06;
-        `"r[1-2]n[1-2]"` is r1n1, r1n2, r2n1, r2n2.
+      hostlist: A list in the format of SLURM_STEP_NODELIST. For example,
+        `"n[1-2],m5,o[3-4,06]"` becomes n1, n2, m5, o3, o4, o06; and
+        `"r[1-2]n[1-2]"` becomes r1n1, r1n2, r2n1, r2n2.
+
+    Returns:
+      The host names, in the order of the list.
 
     Raises:
-      ValueError: if it is not such a list, or has more than 100 000 hosts.
+      ValueError: if `hostlist` does not have this format, or describes more
+        than 100 000 hosts.
     """
     hosts: list[str] = []
     for parts in _split(hostlist):
@@ -50,13 +55,15 @@ def expand_hostlist(hostlist: str) -> list[str]:
 
 
 def expand_tasks_per_node(tasks_per_node: str) -> list[int]:
-    """Expands a list such as SLURM_STEP_TASKS_PER_NODE to numbers.
+    """Expands SLURM's compact list of task counts to one number per host.
 
     Args:
-      tasks_per_node: A list: `"3(x2),2,1"` is 3, 3, 2, 1.
+      tasks_per_node: A list in the format of SLURM_STEP_TASKS_PER_NODE. For
+        example, `"3(x2),2,1"` becomes 3, 3, 2, 1.
 
     Raises:
-      ValueError: if it is not such a list, or has more than 100 000 hosts.
+      ValueError: if `tasks_per_node` does not have this format, or describes
+        more than 100 000 hosts.
     """
     counts: list[int] = []
     for part in tasks_per_node.split(","):
@@ -75,17 +82,23 @@ def expand_tasks_per_node(tasks_per_node: str) -> list[int]:
 def place_tasks(
     environ: Mapping[str, str], hosts: Sequence[tuple[str, int]], rank: int
 ) -> list[tuple[str, int]]:
-    """Returns each task's host and its number there, in the order of ranks.
+    """Computes on which host each task runs.
 
     Args:
       environ: The variables of one task. SLURM_DISTRIBUTION is "block",
-        "cyclic" or "plane"; a suffix after a colon concerns sockets and cores.
+        "cyclic" or "plane". A suffix after a colon is ignored, because it
+        concerns only sockets and cores.
       hosts: The hosts in SLURM's order, and the number of tasks on each.
-      rank: The rank of the task whose variables `environ` are.
+      rank: The rank of the task that has the variables in `environ`.
+
+    Returns:
+      For each task, in the order of ranks, its host and its index among the
+      tasks on that host.
 
     Raises:
-      RuntimeError: if SLURMD_NODENAME and SLURM_LOCALID differ from the
-        computed place, as when a file distributes the tasks.
+      RuntimeError: if the task's actual host and index, in SLURMD_NODENAME and
+        SLURM_LOCALID, differ from the computed ones. This happens if a file
+        assigns the tasks to hosts.
       ValueError: if a variable is not a number.
 
     References:
@@ -100,7 +113,10 @@ def place_tasks(
 
 
 def _split(hostlist: str) -> Iterator[list[str]]:
-    """Yields the texts and the ranges in brackets of each entry."""
+    """Splits each comma-separated entry into plain text and bracketed parts.
+
+    For example, "n[1-2],m5" yields ["n", "[1-2]"] and ["m5"].
+    """
     parts = _PARTS.findall(hostlist)
     if "".join(parts) != hostlist:
         raise _make_error(hostlist, "brackets do not match")
@@ -142,7 +158,7 @@ def _make_error(hostlist: str, fault: str) -> ValueError:
 def _read_turn_size(
     environ: Mapping[str, str], hosts: Sequence[tuple[str, int]]
 ) -> int:
-    """Returns the number of tasks a host receives before the next host."""
+    """Returns the number of consecutive tasks that a host receives per turn."""
     distribution = environ.get(_DISTRIBUTION, "").partition(":")[0].lower()
     if distribution == "cyclic":
         return 1

@@ -1,7 +1,7 @@
-"""A resolver for the variable TF_CONFIG, which is parsed strictly.
+"""A resolver for the environment variable TF_CONFIG, which is parsed strictly.
 
-TF_CONFIG is untrusted input and contains a cluster's addresses: errors quote
-only the invalid value, truncated.
+TF_CONFIG is untrusted input and contains a cluster's addresses. Error messages
+therefore quote only the invalid value, truncated, and never the entire text.
 """
 
 import dataclasses
@@ -17,7 +17,7 @@ from keras_strategies.cluster.tasks import check_addresses, check_roles
 from keras_strategies.cluster.untrusted import load_json
 
 VARIABLE = "TF_CONFIG"
-"""The environment variable."""
+"""The name of the environment variable."""
 
 MAX_CHARACTERS = 1 << 20
 """The maximum length of TF_CONFIG."""
@@ -35,9 +35,10 @@ class TFConfig:
     Attributes:
       cluster: All tasks; empty if unset.
       task_type: The job of this process; None if unset.
-      task_id: The index of this process in it; None if unset.
+      task_id: The index of this process in its job; None if unset.
       rpc_layer: The protocol to prepend to addresses; None if unset.
-      session_master: tf 1's session master; None if unset.
+      session_master: The address of TensorFlow 1's session master; None if
+        unset.
     """
 
     cluster: ClusterSpec
@@ -48,7 +49,9 @@ class TFConfig:
 
 
 class TFConfigClusterResolver(ClusterResolver):
-    """The cluster in TF_CONFIG, which is read at each call; as tf's.
+    """A resolver for the cluster that TF_CONFIG describes, as in TensorFlow.
+
+    Each call reads TF_CONFIG again.
 
     ```sh
     TF_CONFIG='{"cluster": {"chief": ["host0:2222"],
@@ -56,18 +59,19 @@ class TFConfigClusterResolver(ClusterResolver):
                 "task": {"type": "worker", "index": 1}}'
     ```
 
-    In a cluster of workers only, worker 0 is the chief. Without TF_CONFIG, or
-    with `{}`, there is no cluster.
+    If all tasks of the cluster are workers, worker 0 is the chief. If
+    TF_CONFIG is not set, or is `{}`, there is no cluster.
 
     Differs from tf: the entire text is checked at each call (docs/parity.md).
-    Everything but `environment` raises ValueError or TypeError for an invalid
-    TF_CONFIG; the error does not quote it.
+    Methods and properties that read TF_CONFIG raise ValueError or TypeError if
+    it is invalid. The error does not quote the entire text.
 
     Args:
-      task_type: The job of this process, instead of TF_CONFIG's.
-      task_id: The index of this process in it, instead of TF_CONFIG's.
-      rpc_layer: The protocol that `master()` prepends to addresses, instead
-        of TF_CONFIG's.
+      task_type: The job of this process. None: the one in TF_CONFIG.
+      task_id: The index of this process in its job. None: the one in
+        TF_CONFIG.
+      rpc_layer: The protocol that `master()` prepends to addresses. None: the
+        one in TF_CONFIG.
       environment: The value of `environment`.
       environ: The variables to read; None for those of this process.
 
@@ -100,7 +104,7 @@ class TFConfigClusterResolver(ClusterResolver):
         self._environ = environ
 
     def cluster_spec(self) -> ClusterSpec:
-        """Returns the jobs of TF_CONFIG; empty if there are none."""
+        """Returns the jobs in TF_CONFIG; the result is empty if it has none."""
         return self._read().cluster
 
     @property
@@ -110,7 +114,7 @@ class TFConfigClusterResolver(ClusterResolver):
 
     @property
     def task_type(self) -> str | None:
-        """The job of this process: as set, else TF_CONFIG's."""
+        """The job of this process: the one set, or the one in TF_CONFIG."""
         if self._task_type is None:
             return self._read().task_type
         return str(self._task_type)
@@ -121,7 +125,7 @@ class TFConfigClusterResolver(ClusterResolver):
 
     @property
     def task_id(self) -> int | None:
-        """The index of this process: as set, else TF_CONFIG's."""
+        """The index of this process: the one set, or the one in TF_CONFIG."""
         if self._task_id is None:
             return self._read().task_id
         return parse_index(self._task_id, "`task_id`")
@@ -149,7 +153,7 @@ class TFConfigClusterResolver(ClusterResolver):
             return None
         task_type = self.task_type if task_type is None else task_type
         task_id = self.task_id if task_id is None else task_id
-        # It raises for an unknown task, None included.
+        # `task_address` raises ValueError for an unknown task, including None.
         return spec.task_address(task_type, task_id)  # pyright: ignore[reportArgumentType]
 
     def _read(self) -> TFConfig:
@@ -157,15 +161,15 @@ class TFConfigClusterResolver(ClusterResolver):
 
 
 def parse_tf_config(text: str) -> TFConfig:
-    """Parses the value of TF_CONFIG, and ignores unknown keys.
+    """Parses the value of TF_CONFIG. Unknown keys are ignored.
 
     Args:
       text: A JSON object, or "".
 
     Raises:
-      ValueError: if it is not JSON, is too long, has a duplicate key, or has
-        an invalid job, address or index.
-      TypeError: if a value in it has a wrong type.
+      ValueError: if the text is not JSON, is too long, or has a duplicate key
+        or an invalid job, address or index.
+      TypeError: if a value in the JSON object has a wrong type.
     """
     config = load_tf_config(text)
     task = config.get("task", {})
@@ -187,14 +191,14 @@ def parse_tf_config(text: str) -> TFConfig:
 
 
 def load_tf_config(text: str) -> dict[str, Any]:
-    """Parses the JSON object in TF_CONFIG; `{}` if it is empty.
+    """Parses the JSON object in TF_CONFIG. Returns `{}` if it is empty.
 
     Args:
       text: A JSON object, or "".
 
     Raises:
-      ValueError: if it is not JSON, is too long or has a duplicate key.
-      TypeError: if it is another JSON value.
+      ValueError: if the text is not JSON, is too long or has a duplicate key.
+      TypeError: if the text is JSON, but not a JSON object.
     """
     if not text.strip():
         return {}
@@ -208,10 +212,10 @@ def load_tf_config(text: str) -> dict[str, Any]:
 
 
 def read_string(config: dict[str, Any], name: str) -> str | None:
-    """Returns an entry of TF_CONFIG that must be a str; None if missing.
+    """Returns a string entry of TF_CONFIG, or None if it is missing.
 
     Raises:
-      TypeError: if it is another value.
+      TypeError: if the entry is not a string.
     """
     text = config.get(name)
     if text is not None and not isinstance(text, str):
@@ -223,8 +227,9 @@ def read_string(config: dict[str, Any], name: str) -> str | None:
 
 
 def has_one_task(spec: ClusterSpec) -> bool:
-    """Returns whether a cluster, which is not empty, has a single task."""
-    # As in tf, {"worker": {"1": ...}} also has a slot for task 0.
+    """Returns whether a non-empty cluster has a single task."""
+    # As in TensorFlow, {"worker": {"1": ...}} counts as two tasks: task 0 is
+    # missing, but has an index.
     return len(spec.jobs) == 1 and len(spec.job_tasks(spec.jobs[0])) == 1
 
 
@@ -271,7 +276,11 @@ def _parse_type(task: dict[str, Any]) -> str | None:
 
 
 def _describe_json(value: object) -> str:
-    """Returns the type of a JSON object or array; other values, truncated."""
+    """Describes a JSON value for an error message.
+
+    Returns:
+      The type of an object or array; other values themselves, truncated.
+    """
     if isinstance(value, dict):
         return "an object"
     if isinstance(value, list):

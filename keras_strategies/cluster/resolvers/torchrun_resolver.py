@@ -1,4 +1,4 @@
-"""A resolver for torchrun's variables."""
+"""A resolver for processes that torchrun started."""
 
 from collections.abc import Mapping
 
@@ -22,29 +22,30 @@ _PROCESS_ID = "RANK"
 _NUM_PROCESSES = "WORLD_SIZE"
 _LOCAL_RANK = "LOCAL_RANK"
 _JAX_PORT = "JAX_COORDINATOR_PORT"
-# torchrun sets this if its agent itself listens on MASTER_PORT.
+# torchrun sets this variable if its own agent listens on MASTER_PORT.
 _AGENT_LISTENS = "TORCHELASTIC_USE_AGENT_STORE"
 
 
 class TorchrunClusterResolver(ClusterResolver):
-    """The processes of torchrun, from its variables at each call.
+    """A resolver for processes that torchrun started. Not in tf.
 
     ```sh
     torchrun --nnodes 2 --nproc-per-node 4 ... train.py
     ```
 
-    Reads RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT. All processes are
-    workers, numbered by RANK; rank 0 is the chief. The addresses of the others
-    are unknown: `cluster_spec` contains only task 0, and `num_processes` is
-    WORLD_SIZE. Not in tf.
+    Each call reads the environment variables RANK, WORLD_SIZE, MASTER_ADDR and
+    MASTER_PORT again. All processes are workers, numbered by RANK, and rank 0
+    is the chief. torchrun does not tell the addresses of the other processes,
+    so `cluster_spec` contains only task 0, and `num_processes` is WORLD_SIZE.
 
-    Everything but `environment` and `num_accelerators` raises RuntimeError if
-    a variable is not set and ValueError if it is invalid.
+    Methods and properties that read a variable raise RuntimeError if it is not
+    set, and ValueError if it is invalid.
 
     Args:
-      port: The chief's port. None: JAX_COORDINATOR_PORT, else MASTER_PORT, or
-        the next port if torchrun's agent itself listens there (then
-        TORCHELASTIC_USE_AGENT_STORE is "True").
+      port: The chief's port. None: the port in JAX_COORDINATOR_PORT; if that
+        is not set, MASTER_PORT. If torchrun's own agent already listens on
+        MASTER_PORT (TORCHELASTIC_USE_AGENT_STORE is then "True"), the next
+        port is used instead.
       rpc_layer: The protocol that `master()` prepends to the address.
       environ: The variables to read; None for those of this process.
 
@@ -72,7 +73,7 @@ class TorchrunClusterResolver(ClusterResolver):
         self._environ = environ
 
     def cluster_spec(self) -> ClusterSpec:
-        """Returns the address of worker 0."""
+        """Returns a cluster with the address of worker 0 only."""
         host = read_text(self._environ_now, _HOST, _SETTER)
         address = join_address(host, self._read_port())
         check_address(address, f"worker 0 ({_HOST})")
@@ -80,7 +81,7 @@ class TorchrunClusterResolver(ClusterResolver):
 
     @property
     def num_processes(self) -> int:
-        """The number of training processes: WORLD_SIZE."""
+        """The number of training processes: the value of WORLD_SIZE."""
         return read_number(self._environ_now, _NUM_PROCESSES, _SETTER, least=1)
 
     def _find_task_type(self) -> str:
@@ -99,7 +100,7 @@ class TorchrunClusterResolver(ClusterResolver):
 
     @property
     def local_rank(self) -> int:
-        """The number of this process on its host: LOCAL_RANK."""
+        """The index of this process among those on its host: LOCAL_RANK."""
         return read_number(self._environ_now, _LOCAL_RANK, _SETTER)
 
     def _read_port(self) -> int:
@@ -110,5 +111,5 @@ class TorchrunClusterResolver(ClusterResolver):
         port = read_port(self._environ_now, _PORT, _SETTER)
         if self._environ_now.get(_AGENT_LISTENS) != "True":
             return port
-        # No port follows the last one.
+        # 65535 is the last port, so the previous one is used instead.
         return port + 1 if port < 65535 else port - 1

@@ -1,4 +1,4 @@
-"""A resolver that combines several."""
+"""A resolver that combines the jobs of several resolvers."""
 
 from typing import Any
 
@@ -9,26 +9,30 @@ from keras_strategies.cluster.spec import ClusterSpec
 
 
 class UnionResolver(ClusterResolver):
-    """The jobs of several resolvers; the rest is the first one's; as tf's.
+    """A resolver that combines the jobs of several others, as in TensorFlow.
+
+    Everything except the jobs comes from the first resolver.
 
         first = TFConfigClusterResolver()
         more = SimpleClusterResolver(ClusterSpec({"evaluator": ["host9:2222"]}))
         UnionResolver(first, more)
 
-    Differs from tf: a `task_id` of 0 and an empty `task_type` take effect, and
-    `rpc_layer` also applies to `master()` without a task.
+    Differs from tf: a `task_id` of 0 and an empty `task_type` also override
+    the first resolver's values, and `rpc_layer` also applies to `master()`
+    without a task.
 
     Args:
       *resolvers: One or more resolvers.
-      task_type: The job of this process, instead of the first's.
-      task_id: The index of this process in it, instead of the first's.
-      rpc_layer: The protocol that `master()` prepends to addresses, instead
-        of the first's.
-      **unexpected: Rejected.
+      task_type: The job of this process. None: the first resolver's.
+      task_id: The index of this process in its job. None: the first
+        resolver's.
+      rpc_layer: The protocol that `master()` prepends to addresses. None: the
+        first resolver's.
+      **unexpected: Any other keyword raises ValueError.
 
     Raises:
       TypeError: if an argument is not a `ClusterResolver`.
-      ValueError: if there are no resolvers, or an unknown keyword.
+      ValueError: if there are no resolvers, or an unknown keyword is passed.
     """
 
     def __init__(
@@ -62,12 +66,13 @@ class UnionResolver(ClusterResolver):
     def cluster_spec(self) -> ClusterSpec:
         """Returns the jobs of all resolvers.
 
-        Lists of one job are concatenated. If one of them is a dict, the
-        indices are kept.
+        If several resolvers list the addresses of the same job, the lists are
+        concatenated. If one of them has a dict from indices to addresses for
+        the job, all tasks of the job keep their indices instead.
 
         Raises:
-          KeyError: if two resolvers have a task with the same index, and one
-            of them has its job as a dict.
+          KeyError: if at least one resolver has a dict for a job, and two
+            resolvers have a task with the same index in that job.
         """
         parts = [
             (job, tasks)
@@ -99,12 +104,12 @@ class UnionResolver(ClusterResolver):
     def num_accelerators(
         self, task_type: str | None = None, task_id: int | None = None
     ) -> dict[str, int]:
-        """Returns the first resolver's numbers."""
+        """Returns the first resolver's numbers of accelerators."""
         return self._resolvers[0].num_accelerators(task_type, task_id)
 
     @property
     def num_processes(self) -> int | None:
-        """The first resolver's number that is not None."""
+        """The first number of processes that is not None, or None."""
         for resolver in self._resolvers:
             if resolver.num_processes is not None:
                 return resolver.num_processes
@@ -112,12 +117,12 @@ class UnionResolver(ClusterResolver):
 
     @property
     def environment(self) -> str | None:
-        """The first resolver's environment."""
+        """The first resolver's `environment`."""
         return self._resolvers[0].environment
 
     @property
     def rpc_layer(self) -> str | None:
-        """The protocol as set, else the first resolver's."""
+        """The protocol that was set, or the first resolver's protocol."""
         return self._rpc_layer or self._resolvers[0].rpc_layer
 
     @rpc_layer.setter
@@ -132,7 +137,7 @@ class UnionResolver(ClusterResolver):
 
 
 UnionClusterResolver = UnionResolver
-"""The name in tf's sources."""
+"""The name of the same class in TensorFlow's sources."""
 
 
 def _merge(

@@ -1,1 +1,1 @@
-"""The watchdog: if one process of a job dies or hangs, all of them exit."""
+"""The watchdog: if one process of a job dies or hangs, all processes exit."""

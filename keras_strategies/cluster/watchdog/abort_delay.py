@@ -1,12 +1,12 @@
-"""A delay of aborts, in which the watchdog can report their cause.
+"""A delay before aborts, during which the watchdog can report their cause.
 
-JAX's runtime aborts a process from C++ when it considers a peer, or the host
-of its coordination service, dead: at once, uncatchably, and without a readable
-cause. A SIGABRT handler in Python would need the interpreter from a thread in
-an unknown state. So the handler is the C library's `sleep`: called with the
-signal's number, 6, it blocks the aborting thread for six seconds. In this time
-the watchdog finds the cause and ends the process; if there is none, the abort
-continues normally.
+JAX's runtime aborts a process from C++ when it considers another process, or
+the host of its coordination service, dead. The abort is immediate, cannot be
+caught, and has no readable message. A Python handler for SIGABRT would need
+the interpreter, in a thread whose state is unknown. So the handler is the C
+function `sleep`: it is called with the signal's number, 6, and therefore
+blocks the aborting thread for six seconds. In this time the watchdog finds the
+cause and ends the process. If it finds none, the abort continues normally.
 """
 
 import ctypes
@@ -28,9 +28,10 @@ _ABORT, _OTHER = (
 def is_aborting() -> bool:
     """Returns whether a thread of this process is in a delayed abort.
 
-    While a handler runs, its signal is blocked in its thread, which Linux
-    shows in `/proc`; elsewhere the result is False. A thread that blocks
-    other signals, too, does not count: it just takes no signals.
+    While a signal handler runs, its signal is blocked in the handler's thread.
+    Linux shows this in `/proc`; on other systems the result is False. A thread
+    that also blocks other signals does not count, because it is not aborting
+    but accepts no signals in general.
     """
     for thread in _THREADS.glob("*/status"):
         try:
@@ -48,14 +49,15 @@ def is_aborting() -> bool:
 
 
 def install() -> bool:
-    """Installs the delay of aborts; returns whether the system supports it."""
+    """Makes aborts wait; returns whether the operating system supports it."""
     if os.name != "posix":
         return False
     library = ctypes.CDLL(None)
     library.signal.argtypes = [ctypes.c_int, ctypes.c_void_p]
     library.signal.restype = ctypes.c_void_p
-    # `faulthandler` dumps tracebacks at an abort and then calls the handler
-    # that was there when it was enabled. So ours is installed first.
+    # At an abort, `faulthandler` prints tracebacks and then calls the handler
+    # that was installed when it was enabled. So it is enabled again only after
+    # our handler is installed.
     is_dumping = faulthandler.is_enabled()
     faulthandler.disable()
     sleep = ctypes.cast(library.sleep, ctypes.c_void_p)

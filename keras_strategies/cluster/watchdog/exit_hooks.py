@@ -1,6 +1,6 @@
-"""The exit hooks of a process, which report its end to the others.
+"""Exit hooks, which report the end of this process to the other processes.
 
-They run on an uncaught exception (also in a thread that trains), on
+They run on an uncaught exception (also in a thread that has trained), on
 `sys.exit`, at the end of the script, and before `jax.distributed.shutdown`.
 """
 
@@ -27,12 +27,12 @@ from keras_strategies.cluster.watchdog import progress
 
 _MAX_TEXT = 2000
 _FLUSH_S = 1.0
-# XLA's errors are raised in JAX's files, or in the file that runs programs.
+# XLA's errors are raised in JAX's files, or in the module that runs programs.
 _RAISING = (os.path.dirname(jax.__file__), progress.__file__)
 
 
 class _Watchdog(Protocol):
-    """The part of this process's `watchdog.Watchdog` that the hooks use."""
+    """The methods and attributes of `watchdog.Watchdog` that the hooks use."""
 
     process: int
     runner: progress.ProgramRunner
@@ -51,7 +51,7 @@ class _Watchdog(Protocol):
 
 
 def install(watchdog: _Watchdog) -> None:
-    """Installs the hooks, for the rest of this process."""
+    """Installs the hooks. They stay installed until this process ends."""
     hooks = _Hooks(watchdog)
     sys.excepthook = functools.partial(hooks.on_exception, sys.excepthook)
     threading.excepthook = functools.partial(
@@ -65,14 +65,15 @@ def install(watchdog: _Watchdog) -> None:
 
 
 def end(process: int, text: str, code: int) -> None:
-    """Ends this process at once, without JAX's shutdown barrier.
+    """Ends this process immediately, without JAX's shutdown barrier.
 
     Args:
-      process: The process's number.
-      text: The reason, for the last line of its stderr.
+      process: The number of this process.
+      text: The reason, which is printed as the last line on stderr.
       code: The exit code.
     """
-    # Flushing may hang on a lock that a hung thread holds.
+    # Flushing runs in a separate thread, because it may block on a lock that a
+    # hung thread holds.
     flushing = threading.Thread(target=_flush, daemon=True)
     flushing.start()
     flushing.join(_FLUSH_S)
@@ -81,7 +82,10 @@ def end(process: int, text: str, code: int) -> None:
 
 
 def write(line: str) -> None:
-    """Writes a line to stderr, even if a thread holds the lock of Python's."""
+    """Writes a line to stderr without blocking on the lock of `sys.stderr`.
+
+    The line is written even if another thread holds this lock.
+    """
     with contextlib.suppress(OSError):
         os.write(2, f"\nkeras_strategies: {line}\n".encode())
 
@@ -90,8 +94,9 @@ class _Hooks:
     def __init__(self, watchdog: _Watchdog) -> None:
         self._watchdog = watchdog
         self._process_id = os.getpid()
-        # The argument of `sys.exit`, and the number of programs then: if more
-        # start later, the script has caught the exception.
+        # The argument of `sys.exit`, and the number of programs that had been
+        # started when it was called. If more programs were started later, the
+        # script has caught the exception and continued.
         self._status: tuple[Any, int] = (None, 0)
         self._is_over = False
 
@@ -102,17 +107,18 @@ class _Hooks:
         error: BaseException,
         trace: types.TracebackType | None,
     ) -> None:
-        """Replaces `sys.excepthook`."""
+        """Reports an uncaught exception; replaces `sys.excepthook`."""
         previous(kind, error, trace)
         self._fail(error, trace)
 
     def on_thread_exception(
         self, previous: Callable[..., object], args: threading.ExceptHookArgs, /
     ) -> None:
-        """Replaces `threading.excepthook`.
+        """Reports a thread's exception; replaces `threading.excepthook`.
 
-        Python continues after it. A job cannot, if the thread was training:
-        no other thread starts its next program.
+        Python continues after an exception in a thread. But if this thread was
+        training, the job cannot continue, because no other thread starts the
+        thread's next program.
         """
         previous(args)
         thread, error = args.thread, args.exc_value
@@ -121,19 +127,20 @@ class _Hooks:
         )
         if has_trained and isinstance(error, Exception):
             self._fail(error, args.exc_traceback)
-            # Does not wait for the script, which may continue for long.
+            # The process does not wait for the end of the script, which may
+            # continue for a long time.
             self._watchdog.end_soon()
 
     def _fail(
         self, error: BaseException, trace: types.TracebackType | None
     ) -> None:
-        """Reports an uncaught exception to the other processes."""
+        """Tells the other processes about an exception that ends this one."""
         if not self._is_here() or _is_interactive():
             return
         if _is_suspect(error):
             self._watchdog.explain()
         if isinstance(error, Stalled):
-            # Its text names the processes at fault, which are others.
+            # The error's text says which other processes are at fault.
             name = str(error).rstrip(".")
             cause = Cause(text=name, code=ExitCode.STALLED)
             self._watchdog.fail(name, ExitCode.STALLED, cause)
@@ -147,19 +154,22 @@ class _Hooks:
     def on_exit(
         self, previous: Callable[..., object], status: object = None, /
     ) -> None:
-        """Replaces `sys.exit`."""
+        """Records the exit status; replaces `sys.exit`."""
         is_main = threading.current_thread() is threading.main_thread()
         if is_main and self._is_here():
             self._status = (status, self._watchdog.runner.num_started)
         previous(status)
 
     def on_shutdown(self, previous: Callable[..., object]) -> None:
-        """Replaces `jax.distributed.shutdown`."""
+        """Waits for the others; replaces `jax.distributed.shutdown`."""
         self._leave()
         previous()
 
     def at_exit(self) -> None:
-        """Runs at the end of the script, however it ended."""
+        """Reports how the script ended, and waits for the other processes.
+
+        It runs at the end of the script, whether that succeeded or failed.
+        """
         watchdog = self._watchdog
         if not self._is_here():
             return
@@ -186,7 +196,8 @@ class _Hooks:
         except KeyboardInterrupt:
             end(watchdog.process, "KeyboardInterrupt", ExitCode.INTERRUPTED)
         if done.was_preempted and not done.was_preempted_in_main:
-            # Python ignores a SystemExit in another thread.
+            # Python ignores a SystemExit that is raised in any other thread
+            # than the main thread, so the process must be ended here.
             sys.stdout.flush()
             sys.stderr.flush()
             os._exit(ExitCode.PREEMPTED)
@@ -198,14 +209,21 @@ class _Hooks:
             self._watchdog.stop()
 
     def _is_here(self) -> bool:
-        """Returns whether this process has the watchdog, and it still runs."""
+        """Returns whether the watchdog runs in this process.
+
+        It does not run in a forked child, or after this process has left the
+        job.
+        """
         return os.getpid() == self._process_id and not self._is_over
 
 
 def _describe_error(
     error: BaseException, trace: types.TracebackType | None
 ) -> str:
-    """Returns, e.g., "ValueError: user bug (train.py:42 in on_batch_end)"."""
+    """Describes an error and the line of user code where it was raised.
+
+    For example: "ValueError: user bug (train.py:42 in on_batch_end)".
+    """
     text = "".join(traceback.format_exception_only(error)).strip()
     summary = text[:_MAX_TEXT].rstrip(".")
     users = [
@@ -221,9 +239,10 @@ def _describe_error(
 
 
 def _is_suspect(error: BaseException | None) -> bool:
-    """Returns whether another process's end may have caused an error.
+    """Returns whether the end of another process may have caused an error.
 
-    True if JAX or XLA raised it: errors of collectives have no specific type.
+    This is possible if JAX or XLA raised the error, or an error that caused
+    it. Failed collectives have no specific error type.
     """
     seen: set[int] = set()
     while error is not None and id(error) not in seen:
@@ -238,7 +257,10 @@ def _is_suspect(error: BaseException | None) -> bool:
 
 
 def _is_interactive() -> bool:
-    """Returns whether the process continues after an uncaught exception."""
+    """Returns whether Python is interactive.
+
+    An interactive process continues after an uncaught exception.
+    """
     return hasattr(sys, "ps1") or bool(sys.flags.interactive)
 
 

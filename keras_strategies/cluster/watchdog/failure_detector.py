@@ -1,6 +1,7 @@
-"""The failure detector, which finds failed processes from heartbeats.
+"""The failure detector, which finds failed processes from their heartbeats.
 
-Pure: the caller passes heartbeats and the time, so tests need no clock.
+It does no I/O and reads no clock: the caller passes the heartbeats and the
+time, which makes it easy to test.
 
 References:
   - Chandra and Toueg, Unreliable Failure Detectors for Reliable Distributed
@@ -16,11 +17,12 @@ from keras_strategies.cluster.addresses import name_processes
 from keras_strategies.cluster.exchange.exit_codes import Cause, ExitCode
 from keras_strategies.cluster.exchange.message_forms import load_form
 
-# A process that is done takes part in nothing more. Those that wait for it do
-# so a moment longer, in case it has failed and sends the cause.
+# A process whose script has ended takes part in no further program. A process
+# that still waits for it is reported only after this time, in case the first
+# process has failed and is about to send the cause.
 _DONE_S = 1.0
 _AGREEING_S = 1.0
-# How long a heartbeat may be in transit after its process's death.
+# How long after a process's death its last heartbeat may still arrive.
 _ON_ITS_WAY_S = 0.1
 _SILENT_S = 4.0
 _SHOWN = 8
@@ -29,20 +31,21 @@ _MAX_CHARACTERS = 1 << 16
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Heartbeat:
-    """A snapshot of a process's activity.
+    """A snapshot of what a process is doing.
 
     Attributes:
-      number: The number of heartbeats sent before this one.
-      programs: The number of programs over all processes that it has started.
-      waiting_s: The time since the start of the oldest program in flight, in
-        seconds; 0 if all have ended.
-      starting_s: The time it has been tracing, compiling or starting a
-        program, in seconds; 0 if it is not.
-      agreeing: The name of the host agreement in which it waits for others;
-        "" if it does not.
-      agreeing_s: The time of that wait, in seconds.
-      where: The position of its main thread in the code.
-      is_done: Whether its script has ended.
+      number: The number of heartbeats that the process sent before this one.
+      programs: How many programs that run over all processes the process has
+        started.
+      waiting_s: The time since the start of the oldest program that is still
+        running, in seconds; 0 if all programs have ended.
+      starting_s: How long the process has been tracing, compiling or starting
+        a program, in seconds; 0 if it is not doing so.
+      agreeing: The name of the `Agreement` in which the process waits for
+        others; "" if it does not wait.
+      agreeing_s: The duration of that wait, in seconds.
+      where: The position of the process's main thread in the code.
+      is_done: Whether the process's script has ended.
     """
 
     number: int = 0
@@ -55,12 +58,12 @@ class Heartbeat:
     is_done: bool = False
 
     def to_json(self) -> str:
-        """Returns the heartbeat as it is sent."""
+        """Encodes the heartbeat as JSON, to send it to other processes."""
         return json.dumps(dataclasses.asdict(self))
 
     @classmethod
     def from_json(cls, text: str) -> "Heartbeat | None":
-        """Parses another process's heartbeat; None for anything else."""
+        """Parses another process's heartbeat; None if it is malformed."""
         form = {f.name: type(f.default) for f in dataclasses.fields(cls)}
         try:
             sent = load_form(
@@ -75,44 +78,58 @@ class Heartbeat:
 class _Received:
     heartbeat: Heartbeat
     at: float
-    # Since when `programs` and `is_done` have not changed.
+    # The time since which `programs` and `is_done` have not changed.
     same_since: float
 
 
 def make_death_cause(processes: Sequence[int], why: str) -> Cause:
-    """Returns the cause for processes that died or stopped."""
+    """Returns a cause which says that processes died or stopped.
+
+    Args:
+      processes: The numbers of the processes.
+      why: How this was detected.
+    """
     return Cause(text=f"{name_processes(processes)} died or stopped: {why}")
 
 
 class FailureDetector:
-    """Decides from all heartbeats which processes keep a job from continuing.
+    """Decides from heartbeats which processes prevent a job from continuing.
 
     Args:
-      timeout_s: The maximum time for a program, or for a wait for others, in
-        seconds.
-      host: The process that hosts the store. It is never reported as silent:
-        without it no heartbeats arrive.
+      timeout_s: The maximum duration of a program, and of a wait for other
+        processes, in seconds.
+      host: The number of the process that hosts the key-value store. It is
+        never reported as silent, because without the store no heartbeats
+        arrive.
     """
 
     def __init__(self, *, timeout_s: float, host: int = 0) -> None:
         self.timeout_s = timeout_s
         self._host = host
         self._received: dict[int, _Received] = {}
-        # From the first call of `all_live`: its `since`, and the number of
-        # each process's last heartbeat.
+        # Recorded by the first call of `all_live`: its argument `since`, and
+        # the number of each process's last heartbeat.
         self._baseline: tuple[float, dict[int, int]] | None = None
-        # The time when a process last traced or compiled.
+        # The last time when any process was tracing or compiling.
         self._compiled_at = -math.inf
 
     @property
     def is_over(self) -> bool:
-        """Whether all processes with a heartbeat are done."""
+        """Whether the scripts of all known processes have ended.
+
+        A process is known when its first heartbeat has arrived.
+        """
         return all(
             received.heartbeat.is_done for received in self._received.values()
         )
 
     def receive(self, heartbeats: Mapping[int, Heartbeat], now: float) -> None:
-        """Records the processes' heartbeats, received at a time in seconds."""
+        """Records the latest heartbeat of each process.
+
+        Args:
+          heartbeats: The heartbeats by process number.
+          now: The time when they were read, in seconds.
+        """
         for process, heartbeat in heartbeats.items():
             known = self._received.get(process)
             if known is None:
@@ -129,10 +146,16 @@ class FailureDetector:
                 self._received[process] = _Received(heartbeat, now, since)
 
     def all_live(self, since: float, now: float) -> bool:
-        """Returns whether all others have sent a heartbeat after a time.
+        """Returns whether all processes have sent a heartbeat after a time.
 
-        A heartbeat received after this time may have been sent before it, so
-        the first call only records the last heartbeats and returns False.
+        The process that hosts the store is not checked. A heartbeat that
+        arrives after the time `since` may have been sent before it. So the
+        first call only records the latest heartbeats and returns False. Later
+        calls return True if newer heartbeats have arrived.
+
+        Args:
+          since: The time, in seconds.
+          now: The current time, in seconds.
         """
         numbers = {
             process: received.heartbeat.number
@@ -147,10 +170,10 @@ class FailureDetector:
         return all(n > before.get(p, -1) for p, n in numbers.items())
 
     def find_silent(self, now: float) -> list[int]:
-        """Returns the processes without new heartbeats for some time.
+        """Returns the processes that have sent no heartbeat for some time.
 
-        Such a process may be dead, stopped, or in a call that holds the GIL;
-        heartbeats alone cannot distinguish these.
+        Such a process may be dead, stopped, or in a call that holds the GIL.
+        Heartbeats alone cannot distinguish these cases.
         """
         return [
             process
@@ -159,11 +182,11 @@ class FailureDetector:
         ]
 
     def find(self, now: float) -> Cause | None:
-        """Returns what keeps the job from continuing, or None."""
+        """Returns the cause that prevents the job from continuing, or None."""
         return self._find_done() or self._find_stalled(now)
 
     def _find_done(self) -> Cause | None:
-        """Returns the cause if a process is done and others wait for it."""
+        """Returns a cause if another process waits for one that has ended."""
         done = [
             p for p, h in sorted(self._received.items()) if h.heartbeat.is_done
         ]
@@ -194,8 +217,8 @@ class FailureDetector:
             for p, received in sorted(self._received.items())
         }
         waits = max((b.waiting_s for b in heartbeats.values()), default=0.0)
-        # Compilation has no time limit, and the others wait for it: their
-        # timeout begins when all have compiled.
+        # Compilation has no time limit, and other processes wait while one
+        # compiles. So the timeout begins when no process compiles any more.
         if any(b.starting_s for b in heartbeats.values()):
             self._compiled_at = now
         if now - self._compiled_at <= self.timeout_s:
@@ -225,7 +248,7 @@ class FailureDetector:
     def _find_absent(
         self, heartbeats: dict[int, Heartbeat], now: float
     ) -> Cause | None:
-        """Returns the cause if some miss an agreement for too long."""
+        """Returns a cause if others have waited too long in an `Agreement`."""
         waits = [
             p for p, heartbeat in heartbeats.items() if heartbeat.agreeing_s
         ]
@@ -235,7 +258,8 @@ class FailureDetector:
         if longest is None:
             return None
         heartbeat = heartbeats[longest]
-        # Agreements have a timeout, too, whose error is more precise.
+        # An agreement also has a timeout of its own, whose error is more
+        # precise. So it is given a moment to raise it first.
         if heartbeat.agreeing_s <= self.timeout_s + _AGREEING_S:
             return None
         others = [p for p in heartbeats if p not in waits][:_SHOWN]

@@ -1,8 +1,8 @@
 """The heartbeat thread, which exchanges messages with the other processes.
 
-It uses the key-value store of JAX's coordination service. Calls of the store
-may hang or fail if the process that hosts the service is stopped or dead: the
-watchdog sees this in `hung_s` and `failing_s`.
+It uses the key-value store of JAX's coordination service. If the process that
+hosts the service is stopped or dead, calls of the store may hang or fail. The
+watchdog detects this with `hung_s` and `failing_s`.
 """
 
 import json
@@ -24,7 +24,7 @@ from keras_strategies.cluster.watchdog.progress import ProgramRunner
 HOST = 0
 """The process in which JAX's coordination service runs."""
 
-# Keys of the store: part of the protocol between the processes.
+# The keys in the store, which are part of the protocol between processes.
 _FOLDER = "keras_strategies/watchdog"
 _SENT = f"{_FOLDER}/sent/"
 _HEARTBEATS = f"{_FOLDER}/beats/"
@@ -32,21 +32,24 @@ _RECEIVED = f"{_FOLDER}/received/"
 _OVER, _DETECTOR, _SILENT = "over", "judge", "silent"
 _PERIOD_S = 0.25
 _HEARTBEAT_S = 0.5
-# How long a process that waits in vain leaves the detection to process 0.
+# Process 0 detects failures first. Another process whose wait has exceeded the
+# timeout starts its own detection only after this additional time.
 _HOST_FIRST_S = 5.0
-# With more processes, each sends less often.
+# With more processes than this, each process sends heartbeats less often.
 _MANY = 64
 _FULL_S = 1.0
-# The period when only the others' ends are awaited.
+# The period after the script's end, when this process only waits for the others
+# to end.
 _HURRIED_S = 0.05
 _MAX_DIGITS = 9
 _MAX_CHARACTERS = 1 << 20
 
 
 class AwakeClock:
-    """A clock that counts only the time in which this process ran.
+    """A clock that counts only the time during which this process was running.
 
-    If this process is stopped, the others must not appear silent afterwards.
+    If this process was stopped for a while (SIGSTOP), the other processes must
+    not seem to have been silent in that time.
     """
 
     def __init__(self) -> None:
@@ -54,7 +57,7 @@ class AwakeClock:
         self._last = time.monotonic()
 
     def tick(self) -> None:
-        """Advances the clock, by at most a second since the last tick."""
+        """Advances the clock by the time since the last tick, at most 1 s."""
         now = time.monotonic()
         self.seconds += min(now - self._last, _FULL_S)
         self._last = now
@@ -63,16 +66,17 @@ class AwakeClock:
 class HeartbeatThread:
     """A thread that sends this process's heartbeats and receives messages.
 
-    Process 0 reads all heartbeats and sends the detector's findings. The
-    others read only these, unless they have a reason to suspect a failure. So
-    the number of reads grows linearly with the number of processes.
+    Process 0 reads the heartbeats of all processes and sends what the failure
+    detector finds. The other processes read only these results, unless they
+    have a reason to suspect a failure. So the number of reads grows linearly
+    with the number of processes.
 
     Args:
       process: This process's number.
       num_processes: The number of processes.
       runner: The runner of this process's programs.
       detector: The failure detector.
-      clock: A clock that another thread ticks.
+      clock: The clock, which another thread advances.
     """
 
     def __init__(
@@ -112,36 +116,45 @@ class HeartbeatThread:
         )
 
     def start(self) -> None:
-        """Starts the thread."""
+        """Starts sending heartbeats and receiving messages."""
         self._thread.start()
 
     def stop(self) -> None:
-        """Ends the thread, before the store's client is destroyed."""
+        """Ends the thread. Must be called before the store's client is gone."""
         self._is_stopped = True
         self._wake.set()
         self._thread.join(_FULL_S)
 
     def send(self, cause: Cause) -> None:
-        """Sends the others the cause of this process's end, asynchronously."""
+        """Sends the cause of this process's end to the others, asynchronously.
+
+        `has_sent` is set when the cause has been sent.
+        """
         self._failure = cause
         self._wake.set()
 
     def hurry(self) -> None:
-        """Sends a heartbeat at once, since this process is done."""
+        """Sends a heartbeat immediately, because the script has ended."""
         self._wake.set()
 
     def suspect(self) -> None:
-        """Starts to check that all others live, after an error."""
+        """Starts to check, after an error, whether all others are alive.
+
+        `all_live` is set when all of them have sent a new heartbeat.
+        """
         self.all_live.clear()
         self._suspects_since = self._clock.seconds
 
     def hung_s(self) -> float:
-        """Returns how long the store has not answered, in seconds."""
+        """Returns how long the current call of the store has been waiting.
+
+        The time is in seconds; 0 if there is no current call.
+        """
         since = self._call_since
         return 0.0 if since is None else self._clock.seconds - since
 
     def failing_s(self) -> float:
-        """Returns how long the store's calls have failed, in seconds."""
+        """Returns for how many seconds all calls of the store have failed."""
         since = self._errors_since
         return 0.0 if since is None else self._clock.seconds - since
 
@@ -181,8 +194,8 @@ class HeartbeatThread:
             self._write(_RECEIVED, str(self._process), "")
             self._has_answered = True
         if self._process == HOST and (self._failure or self._has_answered):
-            # A process that has failed itself (a key of `_SENT`) never
-            # acknowledges, so it counts, too.
+            # A process that has itself failed (its number is a key in `_SENT`)
+            # never acknowledges a message. So it counts as having received it.
             received = [*received, *dict(client.key_value_dir_get(_RECEIVED))]
             if self._others <= {key.rpartition("/")[2] for key in received}:
                 self.all_received.set()
@@ -224,7 +237,7 @@ class HeartbeatThread:
 
 
 def _parse_heartbeats(received: list[tuple[str, str]]) -> dict[int, Heartbeat]:
-    """Parses heartbeats by process; malformed ones are dropped."""
+    """Parses heartbeats, by process number. Malformed ones are ignored."""
     heartbeats = {}
     for key, text in received:
         name = key.rpartition("/")[2]
@@ -236,7 +249,7 @@ def _parse_heartbeats(received: list[tuple[str, str]]) -> dict[int, Heartbeat]:
 
 
 def _parse_processes(text: str) -> list[int]:
-    """Parses process 0's list of process numbers; [] if it is malformed."""
+    """Parses a list of process numbers; returns [] if it is malformed."""
     try:
         return load_form(text, [int], max_characters=_MAX_CHARACTERS)
     except ValueError:

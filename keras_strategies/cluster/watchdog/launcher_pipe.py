@@ -1,7 +1,8 @@
-"""The pipe from the launcher of local processes to its children.
+"""The pipe through which a launcher of local processes tells them to end.
 
-Each child has the read end of a pipe. A line contains the reason why the job
-ends; the end of the file without a line means that the launcher has died.
+Each process has the read end of a pipe. When the launcher ends the job, it
+writes a line with the reason. If the pipe is closed without such a line, the
+launcher has died.
 """
 
 import os
@@ -11,7 +12,7 @@ import warnings
 from collections.abc import MutableMapping
 
 LAUNCHER_FD = "KERAS_STRATEGIES_LAUNCHER_FD"
-"""The environment variable with the pipe's file descriptor."""
+"""The environment variable with the file descriptor of the pipe."""
 
 _GONE = "the launcher is gone"
 _MAX_BYTES = 4096
@@ -21,20 +22,24 @@ class LauncherPipe:
     """The read end of the launcher's pipe.
 
     Args:
-      fd: The file descriptor of a pipe with no other reader.
+      fd: The file descriptor of the pipe. Nothing else may read from it.
     """
 
     def __init__(self, fd: int) -> None:
         self._fd = fd
         self._text = b""
         self._has_ended = False
-        # This process's children must not keep the pipe open.
+        # The children of this process must not inherit the pipe.
         os.set_inheritable(fd, False)
         self._poll = select.poll()
         self._poll.register(fd, select.POLLIN)
 
     def read(self) -> str | None:
-        """Returns the launcher's line, or None. Never blocks."""
+        """Returns the reason for the job's end, or None. Never blocks.
+
+        The result is None as long as the launcher runs and has not written a
+        line.
+        """
         while not self._has_ended:
             if not self._poll.poll(0):
                 return None
@@ -51,11 +56,11 @@ class LauncherPipe:
 
 
 def find_pipe(environ: MutableMapping[str, str]) -> LauncherPipe | None:
-    """Returns the launcher's pipe, if an environment names one.
+    """Returns the launcher's pipe if this process has one, else None.
 
     Args:
-      environ: `os.environ`. The variable is removed, since this process's
-        children do not inherit the pipe.
+      environ: `os.environ`. The variable with the file descriptor is removed,
+        because the children of this process do not inherit the pipe.
     """
     text = environ.pop(LAUNCHER_FD, None)
     if not text:

@@ -1,4 +1,4 @@
-"""The notice of preemption (SIGTERM), for code that saves before the end."""
+"""Detection of preemption (SIGTERM), for code that saves before it stops."""
 
 import atexit
 import functools
@@ -12,20 +12,25 @@ from typing import Any
 
 from keras_strategies.cluster.watchdog.progress import ProgramRunner
 
-# Schedulers may repeat SIGTERM, and send SIGKILL 30 seconds after the first.
+# Schedulers may send SIGTERM repeatedly, and send SIGKILL 30 seconds after the
+# first SIGTERM.
 _ENDING_S = 30.0
 
 _masks = threading.local()
 
 
 class PreemptionNotice:
-    """A context that records SIGTERM, after which this process must end.
+    """A context manager that records SIGTERM instead of ending the process.
+
+    The code inside the context must check `came` regularly, save, and then
+    raise `exit_codes.Preempted`.
 
     In a job, `came` becomes true in all processes before the same program, and
-    so between the same steps. A process without others has a handler of
-    SIGTERM, if the context is entered in its main thread. After a SIGTERM the
-    handler stays for 30 seconds after the context, so that another SIGTERM
-    does not interrupt the cleanup (`finally`, `atexit`).
+    therefore between the same steps. If there are no other processes, the
+    context installs a handler for SIGTERM, provided that it is entered in the
+    main thread. If a SIGTERM has arrived, the handler remains for 30 seconds
+    after the end of the context, so that another SIGTERM does not interrupt
+    the cleanup (in `finally` blocks and `atexit` functions).
 
     Args:
       runner: The runner of this process's programs in a job; None if there
@@ -60,19 +65,23 @@ class PreemptionNotice:
 
     @property
     def came(self) -> bool:
-        """Whether to save now, and then raise `exit_codes.Preempted`."""
+        """Whether SIGTERM has arrived, in any process of the job.
+
+        If so, the code must save now and then raise `exit_codes.Preempted`.
+        """
         if self._runner is not None:
             return self._runner.was_preempted
         return self._came
 
     @property
     def previous(self) -> Callable[..., object] | int:
-        """The handler that this one has replaced."""
+        """The handler for SIGTERM that this context has replaced."""
         return self._previous or signal.SIG_DFL
 
     def _on_signal(self, number: int, frame: types.FrameType | None) -> None:
         if self._is_left_over() and not self._is_ending():
-            # `Preempted` was caught, and the process has continued.
+            # The script has caught `Preempted` and continued, so this SIGTERM
+            # is treated as if there had been no context.
             signal.signal(number, self.previous)
             signal.raise_signal(number)
             return
@@ -89,17 +98,19 @@ class PreemptionNotice:
         return time.monotonic() - closed_at < _ENDING_S
 
     def _ignore_at_exit(self) -> None:
-        # Python removes handlers while modules are still being torn down.
+        # At exit, Python removes its signal handlers while it still tears down
+        # modules. In this time SIGTERM would end the process.
         if self._is_left_over() and self._is_ending():
             signal.signal(signal.SIGTERM, signal.SIG_IGN)
 
 
 @functools.cache
 def reset_in_children() -> None:
-    """Resets the handling of SIGTERM in children that this process forks.
+    """Makes SIGTERM end the children that this process forks later.
 
-    They inherit the handlers of notices, and JAX's in a job, which would not
-    end the child. The reset restores the user's handler or the default.
+    A forked child inherits the handlers that `PreemptionNotice` and, in a job,
+    JAX have installed. With these handlers, SIGTERM would not end the child.
+    So each child restores the user's handler, or the default.
     """
     if hasattr(os, "register_at_fork"):
         os.register_at_fork(
@@ -110,7 +121,8 @@ def reset_in_children() -> None:
 
 
 def _hold_sigterm() -> None:
-    # A SIGTERM before the child has reset its handler would be lost.
+    # SIGTERM is blocked during the fork, because a SIGTERM that arrives before
+    # the child has reset its handler would be lost.
     _masks.before = signal.pthread_sigmask(signal.SIG_BLOCK, (signal.SIGTERM,))
 
 
@@ -125,8 +137,9 @@ def _reset_sigterm() -> None:
         notice := getattr(handler, "__self__", None), PreemptionNotice
     ):
         handler = notice.previous
-    # Replaces JAX's handler, too: it is in C++, so Python still reports the
-    # previous one. None is a handler of other C code.
+    # This also replaces JAX's handler. That one was installed from C++, so
+    # Python still returns the handler before it. None means that other C code
+    # installed the handler.
     if handler is not None:
         signal.signal(signal.SIGTERM, handler)
     _release_sigterm()

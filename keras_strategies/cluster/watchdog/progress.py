@@ -1,7 +1,8 @@
-"""The runner of a process's programs, which records their progress.
+"""ProgramRunner, which runs this process's programs and records progress.
 
-Only programs over all processes of the job count: all processes run the same
-ones in the same order, so their numbers can be compared.
+Only programs that run over all processes of the job are counted. All processes
+run these programs in the same order, so their counts can be compared: a
+process with a lower count than others is behind.
 """
 
 import contextlib
@@ -27,16 +28,16 @@ from keras_strategies.cluster.exchange.same_program import (
 from keras_strategies.cluster.watchdog.failure_detector import Heartbeat
 
 _OURS = str(PurePath(__file__).parents[2])
-# Paths of code that is not the user's.
+# A file whose path contains one of these is not user code.
 _LIBRARIES = ("site-packages", "dist-packages", sysconfig.get_path("stdlib"))
 
-# The file in which JAX runs a program that it has just compiled.
+# The file in which JAX executes a program that it has just compiled.
 _EXECUTES = str(PurePath("jax", "_src", "interpreters", "pxla.py"))
-# The file and functions in which JAX traces.
+# The file and functions in which JAX traces programs.
 _PARTIAL_EVAL = str(PurePath("jax", "_src", "interpreters", "partial_eval.py"))
 _TRACES = ("trace_to_jaxpr",)
 # The file and functions in which JAX compares host values between processes,
-# such as those of `device_put`.
+# such as the values passed to `device_put`.
 _MULTIHOST = str(PurePath("jax", "experimental", "multihost_utils.py"))
 _COMPARES = (
     "assert_equal",
@@ -48,13 +49,14 @@ _COMPARED = "a value that JAX compares between processes (`assign`)"
 
 
 class ProgramRunner:
-    """A runner of this process's programs, which records their progress.
+    """Runs this process's programs and records their progress.
 
     Args:
-      num_processes: The number of the job's processes.
-      is_preempted: A function of the number of each program, which is the
-        same in all processes; returns whether all must stop before it.
-      clock: A function that returns seconds, which tests replace.
+      num_processes: The number of processes in the job.
+      is_preempted: A function that is called with the number of each program
+        (the same number in all processes). It returns whether all processes
+        must stop before this program. By default, JAX decides.
+      clock: A function that returns the time in seconds; tests replace it.
     """
 
     def __init__(
@@ -68,12 +70,13 @@ class ProgramRunner:
         self._is_preempted = is_preempted or _has_reached_sync_point
         self._clock = clock
         self._main = threading.main_thread().ident
-        # Mostly one thread at a time starts programs; the watchdog's thread
-        # only reads.
+        # Usually only one thread at a time starts programs. The thread that
+        # sends heartbeats only reads these attributes.
         self._asked = 0
         self.num_started = 0
         self.threads: set[int] = set()
-        # The time since a program is being started, and the thread's id.
+        # While a program is being started: the time when that began, and the id
+        # of the thread that starts it.
         self._starting: tuple[float, int] | None = None
         self._executing_since: float | None = None
         self._began = clock()
@@ -82,7 +85,8 @@ class ProgramRunner:
         self._last: _InFlight | None = None
         self.was_preempted = self.was_preempted_in_main = False
         self.is_done = False
-        # The number of open notices, which save first and raise `Preempted`.
+        # The number of open `PreemptionNotice` contexts. Their code saves, and
+        # then itself raises `Preempted`.
         self.num_savers = 0
 
     def run(
@@ -91,21 +95,21 @@ class ProgramRunner:
         program: Callable[..., Any],
         args: tuple[Any, ...],
     ) -> Tree:
-        """Calls a program.
+        """Calls a program and records it, if all processes of the job run it.
 
         Args:
-          num_processes: The number of processes that the program runs over.
+          num_processes: The number of processes over which the program runs.
           program: The compiled function.
-          args: Its arguments.
+          args: The arguments of the function.
 
         Returns:
           The program's outputs.
 
         Raises:
-          Preempted: if one of the processes received SIGTERM; all raise it
-            before the same program, once. Not raised if a notice is open,
-            which saves first (`num_savers`).
-          RuntimeError: if another process is about to run another program.
+          Preempted: if one of the processes received SIGTERM. All processes
+            raise it once, before the same program. It is not raised inside a
+            `PreemptionNotice` (`num_savers`), whose code saves first.
+          RuntimeError: if another process is about to run a different program.
         """
         if num_processes != self._num_processes:
             return program(*args)
@@ -136,7 +140,11 @@ class ProgramRunner:
             self._starting = self._executing_since = None
 
     def heartbeat(self, number: int = 0) -> Heartbeat:
-        """Returns this process's activity now, as a heartbeat of a number."""
+        """Returns a heartbeat that describes what this process is doing now.
+
+        Args:
+          number: The heartbeat's number.
+        """
         now = self._clock()
         flights = [self._oldest, self._last]
         waiting = [now - f.since for f in flights if f and not f.has_ended()]
@@ -158,11 +166,13 @@ class ProgramRunner:
         )
 
     def _measure_comparing(self, now: float) -> float:
-        """Returns the time JAX has been comparing a host value, in seconds.
+        """Returns for how many seconds JAX has been comparing a host value.
 
-        `device_put` of a value to several processes compares it between them,
-        and so does `assign` of a variable. JAX runs a separate program for
-        this, which this class does not see; only the stack shows it.
+        When `device_put` places a value on the devices of several processes,
+        JAX checks that the value is the same in all of them; `assign` of a
+        variable does this, too. JAX runs its own program for the check, which
+        does not go through this class. So the check is detected by looking at
+        the main thread's stack.
         """
         frame = sys._current_frames().get(self._main or 0)
         if not _is_in(frame, _MULTIHOST, _COMPARES):
@@ -173,10 +183,11 @@ class ProgramRunner:
         return now - self._comparing_since
 
     def _measure_starting(self, now: float) -> tuple[float, float]:
-        """Returns the times a program has been starting and executing.
+        """Returns how long a program has been starting, and executing.
 
-        Both in seconds; at least one is 0. A program executes before its call
-        returns on CPU with one device in each process.
+        Both times are in seconds, and at least one of them is 0. Usually a
+        program executes after its call has returned. But on CPU with one device
+        in each process, it executes before the call returns.
         """
         starting = self._starting
         if starting is None:
@@ -193,27 +204,28 @@ class ProgramRunner:
         return 0.0, now - self._executing_since
 
     def _note(self, outputs: Tree) -> None:
-        # The first entry (logs, results) is never donated, so it may be kept.
-        # Other outputs may not: a program copies state that is referenced
-        # elsewhere before it donates it.
+        # The first output (logs, results) is never donated to a later program,
+        # so a reference to it does no harm. Other outputs may be donated: if
+        # they were referenced here, they would be copied before the donation.
         first = jax.tree.leaves(outputs[0])
         leaves = first or jax.tree.leaves(outputs)
         if not leaves:
             return
         flight = _InFlight(leaves[0], self._clock(), keeps=bool(first))
-        # GPU and TPU queue programs: the oldest in flight determines the time.
+        # GPUs and TPUs queue programs. The waiting time is that of the oldest
+        # program in flight.
         if self._oldest is None or self._oldest.has_ended():
             self._oldest = flight
         self._last = flight
 
     def _wait(self) -> None:
-        """Blocks until the last program has ended, even with an error."""
+        """Blocks until the last program has ended. Ignores its errors."""
         if self._last is not None:
             self._last.wait()
 
 
 class _InFlight:
-    """A program in flight, represented by one of its outputs."""
+    """A program that may still be executing, observed by one of its outputs."""
 
     def __init__(self, output: Array, since: float, *, keeps: bool) -> None:
         self.since = since
@@ -223,7 +235,7 @@ class _InFlight:
     def has_ended(self) -> bool:
         output = self._reference()
         if output is not None:
-            # A deleted output was donated to a later program.
+            # If the output was deleted, it was donated to a later program.
             with contextlib.suppress(RuntimeError):
                 if not output.is_deleted() and not output.is_ready():
                     return False
@@ -238,9 +250,10 @@ class _InFlight:
 
 
 def locate_thread(thread: int | None) -> str:
-    """Returns a thread's position: "train.py:42 in on_batch_end".
+    """Returns a thread's position, such as "train.py:42 in on_batch_end".
 
-    This is the innermost line of user code; without one, the innermost line.
+    This is the innermost line of user code on the thread's stack. If there is
+    no user code on the stack, it is the innermost line of any code.
 
     Args:
       thread: The thread's identifier.
@@ -250,7 +263,7 @@ def locate_thread(thread: int | None) -> str:
 
 
 def locate_frame(frame: types.FrameType | None) -> str:
-    """Returns a frame's position; see `locate_thread`."""
+    """Returns the position of a stack frame; see `locate_thread`."""
     innermost = ""
     while frame is not None:
         file = frame.f_code.co_filename
@@ -264,10 +277,14 @@ def locate_frame(frame: types.FrameType | None) -> str:
 
 
 def _is_executing(frame: types.FrameType) -> bool:
-    """Returns whether a program that is being started already executes.
+    """Returns whether a program that is being started is already executing.
 
-    JAX's fast path executes it from C++, with `run` as the innermost Python
-    frame. The first call executes it from JAX's Python, after compiling.
+    After its first call, JAX executes a program from C++, and the innermost
+    Python frame is that of `run`. In the first call, JAX executes the program
+    from Python code, after compiling it.
+
+    Args:
+      frame: The innermost frame of the thread that starts the program.
     """
     code = frame.f_code
     is_first = code.co_filename.endswith(_EXECUTES) and (
@@ -279,12 +296,12 @@ def _is_executing(frame: types.FrameType) -> bool:
 def _is_in(
     frame: types.FrameType | None, file: str, names: tuple[str, ...]
 ) -> bool:
-    """Returns whether a thread is in a function of a file.
+    """Returns whether a thread's stack contains a function of a given file.
 
     Args:
       frame: The thread's innermost frame.
       file: The end of the file's path.
-      names: The beginnings of the functions' names.
+      names: Prefixes of the function's name, any of which matches.
     """
     while frame is not None:
         code = frame.f_code
@@ -295,18 +312,19 @@ def _is_in(
 
 
 def is_user_code(file: str) -> bool:
-    """Returns whether a file is user code, not a library's or ours."""
+    """Returns whether a file is user code, not a library or this package."""
     if file.startswith((_OURS, "<frozen")):
         return False
     return not any(name in file for name in _LIBRARIES)
 
 
 def _has_reached_sync_point(number: int) -> bool:
-    # Imported here: a process without others need not spend the time.
+    # Imported here, so that a process without others does not spend the time.
     from jax.experimental import multihost_utils
 
     try:
         return multihost_utils.reached_preemption_sync_point(number)
     except RuntimeError:
-        # The service is off (`jax_enable_preemption_service`).
+        # JAX's preemption service is disabled by the option
+        # `jax_enable_preemption_service`.
         return False

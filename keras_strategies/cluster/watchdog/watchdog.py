@@ -1,8 +1,10 @@
-"""The watchdog of a process: if another one dies or hangs, it ends this one.
+"""The watchdog, which ends this process if another process dies or hangs.
 
-A daemon thread that reads only clocks, the launcher's pipe and the messages
-that `HeartbeatThread` has received. It ends this process with the cause of a
-failure. `exit_hooks` reports this process's end to the others.
+The watchdog is a daemon thread. It makes no calls that may hang: it reads
+clocks, the launcher's pipe, and the messages that `HeartbeatThread` has
+received. Only if the store does not answer, it probes the store's host, with a
+short timeout. When it ends this process, it prints the cause. If this process
+itself fails or ends, `exit_hooks` reports that to the other processes.
 """
 
 import math
@@ -33,30 +35,32 @@ from keras_strategies.cluster.watchdog.preemption import reset_in_children
 from keras_strategies.cluster.watchdog.progress import ProgramRunner
 
 HEARTBEAT_S = 10
-"""The timeout of JAX's heartbeats, in seconds.
+"""The timeout of JAX's own heartbeats, in seconds.
 
-They are sent by a C++ thread, which also runs while the process compiles, or
+A C++ thread sends these heartbeats. It also runs while the process compiles or
 is in a call that holds the GIL."""
 
 INITIALIZE_ARGUMENTS: dict[str, Any] = {
     "heartbeat_timeout_seconds": HEARTBEAT_S,
     "shutdown_timeout_seconds": 60,
 }
-"""Arguments of `jax.distributed.initialize` that the documented times
-require."""
+"""Arguments for `jax.distributed.initialize`.
+
+The documented times for detecting failures hold only with these timeouts."""
 
 _LOOK_S = 0.1
-# The time between a failure's message and this process's end: the same error
-# may be about to be raised here, with a traceback.
+# The time between receiving a failure's message and ending this process. In
+# this time the same error may be raised here, with a traceback.
 _GRACE_S = 0.4
-# How long the store may hang or fail before its host is probed, and before
-# processes that were silent already are considered dead.
+# How long the key-value store may hang or fail before this process probes the
+# store's host, and before it considers processes dead that were already silent.
 _HUNG_S = 0.5
 _LOST_S = 1.5
-# Enough for the others to receive a failure while the service still runs.
+# Long enough for the others to receive the message about a failure while JAX's
+# service still runs.
 _SOON_S = 0.6
-# The time after which an abort that no process's death explains is attributed
-# to JAX's service.
+# The time after which JAX's service is reported as the cause of an abort, if no
+# process's death explains the abort.
 _FATAL_S = 3.0
 _FATAL = (
     "JAX's coordination service has aborted the job, for the reason in its "
@@ -64,8 +68,8 @@ _FATAL = (
     'connect", it was restarted alone, or another program took its place. '
     "Check what can reach process 0's port (docs/clusters.md)"
 )
-# How long this process may still run after its failure, in other threads and
-# users' `atexit` functions.
+# How long this process may continue after its failure, to run other threads
+# and users' `atexit` functions.
 _ENDING_S = 5.0
 _SENDING_S = 3.0
 _POLL_S = 0.05
@@ -75,19 +79,20 @@ _watchdog: "Watchdog | None" = None
 
 
 def start(timeout_s: float | None = None) -> ProgramRunner:
-    """Starts the watchdog of this process, once. Not collective.
+    """Starts this process's watchdog, unless it runs. Not collective.
 
-    Called when a strategy over several processes is created. From then on this
-    process ends when another one fails, dies or hangs, and reports its end
-    to the others.
+    This is called when a strategy over several processes is created. From then
+    on, this process ends when another process fails, dies or hangs, and it
+    reports its own end to the others.
 
     Args:
-      timeout_s: The maximum time for a program, or for a wait for others, in
-        seconds; None for the value of `KERAS_STRATEGIES_TIMEOUT_S`, else 600.
-        A later call with a number replaces it.
+      timeout_s: The maximum duration of a program, and of a wait for other
+        processes, in seconds. None: the value of the environment variable
+        `KERAS_STRATEGIES_TIMEOUT_S`, or 600. A later call with a number
+        replaces the timeout.
 
     Returns:
-      The runner, which must start all programs of this process.
+      The `ProgramRunner` with which this process must start all its programs.
     """
     global _watchdog
     if timeout_s is not None:
@@ -98,7 +103,7 @@ def start(timeout_s: float | None = None) -> ProgramRunner:
             _watchdog = Watchdog(seconds, find_pipe(os.environ))
             _watchdog.start()
             exit_hooks.install(_watchdog)
-            # Joining the job has installed a handler of JAX.
+            # When this process joined the job, JAX installed a signal handler.
             reset_in_children()
         elif timeout_s is not None:
             _watchdog.set_timeout(timeout_s)
@@ -111,17 +116,17 @@ def is_running() -> bool:
 
 
 def get_runner() -> ProgramRunner | None:
-    """Returns the runner of this process's programs, if it has a watchdog."""
+    """Returns this process's program runner, or None without a watchdog."""
     return None if _watchdog is None else _watchdog.runner
 
 
 class Watchdog:
-    """The watchdog that `start` starts.
+    """The watchdog of this process, which `start` creates and starts.
 
     Args:
-      timeout_s: The maximum time for a program, or for a wait for others, in
-        seconds.
-      pipe: The launcher's pipe, if there is one.
+      timeout_s: The maximum duration of a program, and of a wait for other
+        processes, in seconds.
+      pipe: The pipe from the launcher, if there is one.
     """
 
     def __init__(self, timeout_s: float, pipe: LauncherPipe | None) -> None:
@@ -146,13 +151,16 @@ class Watchdog:
         )
 
     def start(self) -> None:
-        """Starts the threads."""
+        """Starts the watchdog's thread and the heartbeat thread."""
         abort_delay.install()
         self._heartbeats.start()
         self._thread.start()
 
     def stop(self) -> None:
-        """Ends the threads; a later job of this process starts new ones."""
+        """Ends both threads.
+
+        If this process later joins another job, `start` creates a new watchdog.
+        """
         global _watchdog
         self._heartbeats.stop()
         self._stop.set()
@@ -160,15 +168,16 @@ class Watchdog:
         _watchdog = None
 
     def set_timeout(self, timeout_s: float) -> None:
-        """Replaces the timeout."""
+        """Replaces the timeout for programs and for waiting, in seconds."""
         self._heartbeats.detector.timeout_s = timeout_s
 
     def explain(self) -> None:
-        """Waits until it is clear whether another's end caused an error here.
+        """Waits until it is clear if another process caused an error here.
 
-        If so, the watchdog ends this process with that cause during the wait.
-        Returns when all others are known to live, or after the time in which
-        a dead process is detected.
+        If another process died or failed, the watchdog ends this process during
+        the wait and reports that cause. Otherwise the function returns as soon
+        as all other processes have shown that they are alive, or after the
+        time within which a dead process would have been detected.
         """
         self._heartbeats.suspect()
         end = self._clock.seconds + HEARTBEAT_S
@@ -178,42 +187,48 @@ class Watchdog:
             time.sleep(_POLL_S)
 
     def fail(self, text: str, code: int, cause: Cause) -> None:
-        """Records this process's failure, and sends it to the others.
+        """Records this process's failure, and reports it to the others.
 
         Args:
-          text: The reason, for this process's last line.
-          code: The exit code.
-          cause: The cause for the others.
+          text: The reason, which this process prints as its last line.
+          code: The exit code of this process.
+          cause: The cause that is sent to the other processes.
         """
         self._end_at = self._clock.seconds + _ENDING_S
         self._failure = (text, code)
         self._heartbeats.send(cause)
 
     def end_soon(self) -> None:
-        """Ends this process soon after `fail`, even if its script continues."""
+        """Makes this process end soon, if `fail` was called before.
+
+        The process ends even if its script continues to run.
+        """
         if self._failure is not None:
             self._end_at = self._clock.seconds + _SOON_S
 
     def end_failed(self) -> None:
-        """Ends this process if `fail` was called."""
+        """Ends this process if `fail` was called, after sending the cause."""
         if self._failure is None:
             return
         end = self._clock.seconds + _SENDING_S
-        # The store's host stays until the others have read the message.
+        # The process that hosts the store waits until the others have read the
+        # message.
         event = self._heartbeats.has_sent
         if self.process == HOST:
             event = self._heartbeats.all_received
         while not event.is_set() and self._clock.seconds < end:
             event.wait(_POLL_S)
-        # They need the service until they end, a moment after receiving it.
+        # The others need the service until they end, a moment after they have
+        # received the message.
         if self.process == HOST:
             time.sleep(2 * _GRACE_S)
         exit_hooks.end(self.process, *self._failure)
 
     def wait_for_others(self) -> None:
-        """Waits, after this process's script, for the others' scripts to end.
+        """Waits, after this process's script, until the others' have ended too.
 
-        If one of them fails, the watchdog ends this process during the wait.
+        If another process fails, the watchdog ends this process during the
+        wait.
         """
         self.runner.is_done = True
         self._heartbeats.hurry()
@@ -235,7 +250,8 @@ class Watchdog:
                     exit_hooks.end(self.process, *self._failure)
                 continue
             self._look()
-            # The store's host ends last.
+            # The process that hosts the store ends last, because the others
+            # still need the store.
             grace_s = _GRACE_S * (2 if self.process == HOST else 1)
             waited = self._clock.seconds - self._cause_at
             if self._cause is not None and waited > grace_s:
@@ -244,7 +260,8 @@ class Watchdog:
     def _look(self) -> None:
         line = self._pipe.read() if self._pipe is not None else None
         if line is not None:
-            # No grace time: the launcher is about to end the processes.
+            # There is no grace time here, because the launcher is about to end
+            # the processes.
             self._note(Cause(text=line))
             self._cause_at = -math.inf
             self._pipe = None
@@ -258,11 +275,14 @@ class Watchdog:
             self._cause, self._cause_at = cause, self._clock.seconds
 
     def _find_lost(self) -> Cause | None:
-        """Returns the dead processes, judging by JAX's coordination service.
+        """Finds dead processes by how JAX's coordination service behaves.
 
         When the service considers a process dead, JAX aborts the others.
-        `abort_delay` delays these aborts; until then the store does not
-        answer.
+        `abort_delay` delays these aborts. During the delay, calls of the
+        key-value store do not return, and this function finds the cause.
+
+        Returns:
+          The cause, or None if no failure is certain.
         """
         hung_s = self._heartbeats.hung_s()
         if max(hung_s, self._heartbeats.failing_s()) < _HUNG_S:
@@ -283,7 +303,8 @@ class Watchdog:
             )
         if hung_s > _FATAL_S and abort_delay.is_aborting():
             if self.process != HOST and not kv_store.is_speaking():
-                # JAX noticed this before `HEARTBEAT_S` had passed here.
+                # JAX noticed the host's failure before `HEARTBEAT_S` had passed
+                # in this process.
                 return make_death_cause(
                     [HOST],
                     "JAX's coordination service, which it "
