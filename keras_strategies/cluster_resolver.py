@@ -1,7 +1,7 @@
 """Cluster resolvers, under the names of `tf.distribute.cluster_resolver`.
 
-docs/clusters.md lists the resolver for each kind of cluster. A name is
-imported at its first use: most programs use none of them.
+docs/clusters.md lists which resolver to use for which kind of cluster. Each
+class is imported only when it is first used, as most programs use none.
 """
 
 from keras_strategies._core.names import tf_names as _tf_names
