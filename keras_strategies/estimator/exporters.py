@@ -216,7 +216,7 @@ def has_smaller_loss(
 
 
 class BestExporter(_ModelExporter):
-    """Exports each model that is better than all before it.
+    """Exports each model that is better than all before it, as in TensorFlow.
 
         exporter = ks.estimator.BestExporter(
             compare_fn=lambda best_eval_result, current_eval_result: (
@@ -354,7 +354,7 @@ def _is_equal(
 
 
 def _delete_old(export_path: str, exports_to_keep: int | None) -> None:
-    """Deletes all exports except the newest; leaves other folders alone."""
+    """Deletes all exports but the newest; does not delete other folders."""
     if exports_to_keep is None:
         return
     versions = sorted(list_exports(export_path))

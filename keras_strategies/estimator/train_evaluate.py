@@ -29,7 +29,7 @@ _logger = logging.getLogger(__name__)
 def train_and_evaluate(
     estimator: Estimator, train_spec: TrainSpec, eval_spec: EvalSpec
 ) -> Results:
-    """Trains a model, and evaluates and exports its checkpoints.
+    """Trains a model, evaluates and exports its checkpoints, as in TensorFlow.
 
     Without a cluster, this process trains up to `train_spec.max_steps`. During
     training it evaluates new checkpoints, but at most one in

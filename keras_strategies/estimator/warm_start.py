@@ -18,7 +18,7 @@ _logger = logging.getLogger(__name__)
 
 @dataclasses.dataclass(frozen=True)
 class WarmStartSettings:
-    """Selects the weights to initialize from a checkpoint.
+    """Selects the weights to initialize from a checkpoint, as in TensorFlow.
 
     Differs from tf: names are Keras's ("dense/kernel"), and vocabularies are
     not supported.

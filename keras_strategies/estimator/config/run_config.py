@@ -67,14 +67,14 @@ class RunConfig:
         files; 0 or None to write none.
       save_checkpoints_steps: Number of training steps between checkpoints.
       save_checkpoints_secs: Number of seconds between checkpoints. It defaults
-        to 600 if `save_checkpoints_steps` is not given either. If one of the
-        two is explicitly None or 0 and the other is not set, no checkpoint is
+        to 600 if `save_checkpoints_steps` is not given either. If None or 0 is
+        explicitly given and the other argument is not set, no checkpoint is
         saved during training.
       session_config: Must be None.
       keep_checkpoint_max: Number of newest checkpoints to keep; None or 0 to
         keep all.
-      keep_checkpoint_every_n_hours: Additionally keep one checkpoint in each
-        period of this number of hours; None to keep no additional ones.
+      keep_checkpoint_every_n_hours: Number of hours between checkpoints that
+        are kept in addition to the newest ones; None to keep only the newest.
       log_step_count_steps: Number of training steps between log lines with
         loss and speed; None to log none.
       train_distribute: The `ks` strategy for training; None to train on one
@@ -171,7 +171,7 @@ class RunConfig:
         config._set(**changes)
         if "experimental_distribute" in changes:
             # The current strategies may come from the previous
-            # `experimental_distribute`, so they are set again.
+            # `experimental_distribute`, so they are cleared first.
             replaced = {"train_distribute", "eval_distribute"} - {*changes}
             config._set(**dict.fromkeys(replaced))
             config._take_experimental()
@@ -195,7 +195,7 @@ class RunConfig:
 
     @property
     def master(self) -> str:
-        """This process's address "grpc://host:port"; "" for a single process."""
+        """This process's "grpc://host:port"; "" if it is the only one."""
         return self._cluster.master
 
     @property
@@ -233,7 +233,7 @@ class RunConfig:
             object.__setattr__(self, name, value)
 
     def _take_experimental(self) -> None:
-        """Sets the strategies from `experimental_distribute`, if it is given."""
+        """Sets the strategies from `experimental_distribute`, if given."""
         source = self.experimental_distribute
         if source is None:
             return
