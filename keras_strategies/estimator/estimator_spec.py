@@ -55,7 +55,8 @@ _RESERVED_RESULTS = ("loss", "global_step")
 class EstimatorSpec:
     """A model with its loss, optimizer, metrics and predictions.
 
-    A `model_fn` returns an EstimatorSpec, as in TensorFlow, or a compiled model.
+    A `model_fn` returns an EstimatorSpec, as in TensorFlow, or it returns a
+    compiled model.
 
         def model_fn(features, labels, mode, params):
             model = make_model(params)

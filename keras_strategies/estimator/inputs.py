@@ -295,7 +295,7 @@ def _as_element(batch: Tree) -> Tree:
 
 
 def _map_leaves(function: Callable[[Any, str | None], Any], nest: Tree) -> Tree:
-    """Calls a function with each leaf and its key, and returns the results.
+    """Replaces each leaf of a nest by the function of the leaf and its key.
 
     The key of a nested leaf is made of its keys and indices, joined with "_".
     It is None if the leaf is not nested.

@@ -164,9 +164,9 @@ def count_steps(
     *,
     is_endless: bool,
 ) -> int | None:
-    """Returns the number of steps of a `train` call, with those done before.
+    """Returns the total number of steps of a `train` call.
 
-    Steps that were done before the call was interrupted are included.
+    The number includes steps that were done before the call was interrupted.
 
     Args:
       progress: The progress of the training.

@@ -99,8 +99,8 @@ def _make_cells(entry: Entry) -> list[str]:
     """Creates the cells of a checkpoint's row in the table."""
     epoch = entry.facts.get("epoch")
     count = sum(group["num_values"] for group in entry.contents.values())
-    # Line breaks are escaped: a line break in the name of a metric would separate
-    # the name from its value.
+    # Line breaks are escaped: a line break in the name of a metric would
+    # separate the name from its value.
     metrics = (
         f"{escape_controls(k)}={_format(v)}" for k, v in entry.logs.items()
     )

@@ -42,7 +42,7 @@ class Output:
 
     @property
     def fault(self) -> str:
-        """The error of stdout or stderr; "" if none, or if a pipe broke."""
+        """The error of stdout or stderr; "" if none, or for a closed pipe."""
         for file, error in self._errors.items():
             if error.errno != errno.EPIPE:
                 return f"{_NAMES[file]} cannot be written: {error.strerror}"
