@@ -4,7 +4,8 @@
     strategy = ks.MultiWorkerMirroredStrategy(communication_options=options)
 
 Differs from tf: `experimental.MultiWorkerMirroredStrategy` takes the same
-arguments as `MultiWorkerMirroredStrategy`; the first is not `communication`.
+arguments as `MultiWorkerMirroredStrategy`. The argument `communication`, which
+is the first one in tf, does not exist.
 """
 
 from keras_strategies._core.names import tf_names as _tf_names

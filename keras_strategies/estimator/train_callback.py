@@ -145,7 +145,8 @@ def broadcast_from_chief(
       form: The types that the value must have.
 
     Returns:
-      The chief's `value`, after checking that it has the types of `form`.
+      The chief's `value`. If there are several processes, it is checked to
+      have the types of `form`.
     """
     if mesh.num_processes == 1:
         return value
