@@ -9,8 +9,8 @@
         model.compile("adam", "mse")
     model.fit(x, y, batch_size=256)
 
-Importing this package initializes no device, imports neither keras nor jax, and
-patches nothing: names are imported on first use.
+Importing this package does not initialize devices, import keras or jax, or
+patch anything: each public name is imported when it is first used.
 """
 
 from typing import Any
@@ -67,7 +67,7 @@ _MODULES = {
     "value_and_grad": "keras_bridge.hooks.gradients",
     "variable_creator_scope": "keras_bridge.variables.variable_creator",
 }
-"""The module that defines each public name; "" for a module of that name."""
+"""The module that defines each public name; "" if the name is a module."""
 
 if not _backend.is_command():
     _versions.check_versions()

@@ -1,42 +1,45 @@
 """Type aliases that document what Python's types cannot express.
 
-Type checkers see most of them as `Any`: trees have any depth, and arrays may be
-those of JAX, NumPy, TensorFlow or torch, including abstract ones.
+Type checkers see most of the aliases as `Any`, because trees may have any depth
+and arrays may come from JAX, NumPy, TensorFlow or torch, or be abstract.
 """
 
 from collections.abc import Mapping
 from typing import Any, TypeAlias
 
 Array: TypeAlias = Any
-"""An array, or an object with the `shape` and `dtype` of one."""
+"""An array, or an object that has `shape` and `dtype` as an array does."""
 
 Tree: TypeAlias = Any
-"""Leaves in nested dicts, lists and tuples, or one leaf."""
+"""A nested structure of dicts, lists and tuples with leaves, or one leaf."""
 
 Leaf: TypeAlias = Any
 """One value of a tree: an array, a number, or any other object."""
 
 Batch: TypeAlias = Any
-"""A tree of arrays with rows as their first dimension: (rows, ...).
+"""A tree of arrays whose first dimension is the rows: (rows, ...).
 
-The batches of Keras's loops are x, (x, y) or (x, y, sample_weight), as in
+A batch in Keras's loops is x, (x, y) or (x, y, sample_weight), as in
 `keras.utils.unpack_x_y_sample_weight`.
 """
 
 Groups: TypeAlias = tuple[list[Any], ...]
-"""A step's state: the arrays of each group of variables, in order."""
+"""A step's state: a list of arrays for each group of variables."""
 
 Shape: TypeAlias = tuple[int, ...]
 """The sizes of an array's dimensions."""
 
 Logs: TypeAlias = Mapping[str, Any]
-"""Values by name, as Keras's loops pass them to callbacks."""
+"""The `logs` that Keras's loops pass to callbacks: values by name."""
 
 Dataset: TypeAlias = Any
-"""The data of `fit` and `experimental_distribute_dataset`."""
+"""Data that `fit` or `experimental_distribute_dataset` accepts."""
 
 Callbacks: TypeAlias = Any
-"""The `callbacks` of a loop: one, a list, a `CallbackList`, or None."""
+"""The argument `callbacks`: one callback, a list, `CallbackList` or None."""
 
 Equation: TypeAlias = Any
-"""A `JaxprEqn`; `Any`, as JAX declares no `shape` and `dtype` of operands."""
+"""A `JaxprEqn`.
+
+It is `Any` because JAX's annotations do not give operands `shape` and `dtype`.
+"""

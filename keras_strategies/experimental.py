@@ -1,10 +1,11 @@
-"""The names of `tf.distribute.experimental`.
+"""The public names that correspond to `tf.distribute.experimental`.
 
     options = ks.experimental.CommunicationOptions(timeout_seconds=120)
     strategy = ks.MultiWorkerMirroredStrategy(communication_options=options)
 
-Differs from tf: `experimental.MultiWorkerMirroredStrategy` takes the arguments
-of `MultiWorkerMirroredStrategy`, without `communication` as the first one.
+Differs from tf: `experimental.MultiWorkerMirroredStrategy` takes the same
+arguments as `MultiWorkerMirroredStrategy`. The argument `communication`, which
+is the first one in tf, does not exist.
 """
 
 from keras_strategies._core.names import tf_names as _tf_names

@@ -3,7 +3,7 @@
     checkpoint = ks.callbacks.Checkpoint("run")
     model.fit(x, y, callbacks=[checkpoint, ks.callbacks.Scalars("run")])
 
-Names are imported on first use.
+Each class is imported when it is first used.
 """
 
 from keras_strategies._core.names.lazy_names import lazy_names as _lazy_names

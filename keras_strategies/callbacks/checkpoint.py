@@ -1,4 +1,4 @@
-"""The callback that saves checkpoints of a fit, and resumes it."""
+"""The callback that saves checkpoints of a fit and resumes the fit."""
 
 import logging
 import os
@@ -24,44 +24,50 @@ _CURE = "Omit it, or pass a positive number."
 
 
 class Checkpoint(CheckpointCallback):
-    """A callback that saves all state of a `fit`, and resumes from it.
+    """A callback that saves the complete state of a `fit` and resumes from it.
 
     A checkpoint contains the weights, the state of layers, metrics and random
     seeds, the optimizers, the position in the epoch and in the data,
-    `History`, and the states of the callbacks: of Keras's `EarlyStopping`,
-    `ReduceLROnPlateau`, `ModelCheckpoint`, `OrbaxCheckpoint`, `CSVLogger`,
-    `TensorBoard`, `SwapEMAWeights`, and of every callback that has
-    `get_state()` and `set_state(state)`. A fit that finds a checkpoint in its
-    directory resumes at the next batch, as if it had not been interrupted: bit
-    for bit on the same number of devices and processes, up to rounding errors
-    on other numbers.
+    `History`, and the states of callbacks. The states of Keras's
+    `EarlyStopping`, `ReduceLROnPlateau`, `ModelCheckpoint`, `OrbaxCheckpoint`,
+    `CSVLogger`, `TensorBoard` and `SwapEMAWeights` are saved, and that of every
+    callback that has the methods `get_state()` and `set_state(state)`.
 
-    Saving copies the arrays to the host, and writes them while training
-    continues. On SIGTERM all processes save at the same step, and exit with
-    code 75. If a checkpoint is damaged, the one before it is restored.
+    If `fit` finds a checkpoint in the directory, it resumes at the next batch
+    as if training had not been interrupted. On the same number of devices and
+    processes the results are identical bit for bit; on a different number they
+    agree up to rounding errors.
 
-    Differs from `keras.callbacks.BackupAndRestore`: training continues in the
-    middle of an epoch, with all state, on any number of processes. The
-    checkpoints are kept when training is done; calling `fit` again then trains
-    no further steps, and logs a warning.
+    A save copies the arrays to the host, and then writes them in the background
+    while training continues. On SIGTERM all processes save after the same step
+    and exit with code 75. If the newest checkpoint is damaged, the one before
+    it is restored.
+
+    Differs from `keras.callbacks.BackupAndRestore`: training can resume in the
+    middle of an epoch, with its complete state, on any number of processes.
+    The checkpoints are not deleted when training is done. Calling `fit` again
+    then trains no further steps and logs a warning.
 
     Args:
-      directory: Path of the checkpoints, on a disk that all processes share.
-        Use one directory per run.
+      directory: Path of the folder for checkpoints, on a disk that all
+        processes share. Use a separate directory for each run.
       save_every_steps: Number of train steps between saves.
-      save_every_seconds: Number of seconds between saves, by the chief's
-        clock.
-      save_every_epochs: Number of epochs between saves; 1 if neither of the
-        others is given. The end of training is always saved.
-      keep: Number of checkpoints to retain, or a `ks.checkpoint.Keep`.
-      resume: "auto" to resume if there is a checkpoint; True to require one;
-        False to start over, in a directory without checkpoints.
+      save_every_seconds: Number of seconds between saves, measured by the
+        chief's clock.
+      save_every_epochs: Number of epochs between saves. It defaults to 1 if
+        neither `save_every_steps` nor `save_every_seconds` is given. A
+        checkpoint is always saved at the end of training.
+      keep: Number of newest checkpoints to keep, or a `ks.checkpoint.Keep`.
+      resume: "auto" to resume if the directory contains a checkpoint; True to
+        raise an error if it contains none; False to start from scratch, which
+        requires a directory without checkpoints.
 
     Raises:
-      TypeError: if `directory` is not a path, or a number has another type.
-      ValueError: if a number is not positive, or `resume` has another value;
-        (in `fit`) if the checkpoint is of another model.
-      OSError: (in `fit`) if the directory cannot be written to.
+      TypeError: if `directory` is not a path, or an argument has the wrong
+        type.
+      ValueError: if a number is not positive, or `resume` is invalid. In
+        `fit`: if the checkpoint was saved from a different model.
+      OSError: in `fit`, if the directory cannot be written to.
 
     Example:
       ```python
@@ -119,7 +125,7 @@ class Checkpoint(CheckpointCallback):
 
     @property
     def saved_step(self) -> int | None:
-        """The step of the last checkpoint saved, or resumed from."""
+        """The step of the checkpoint last saved or resumed from, or None."""
         return self._saved
 
     # Hooks that subclasses may override.
@@ -127,9 +133,10 @@ class Checkpoint(CheckpointCallback):
     def begins_anew(
         self, loop: FitState, step: int, document: dict[str, Any]
     ) -> bool:
-        """Returns whether to restore only a checkpoint's variables.
+        """Returns whether to restore only the variables of a checkpoint.
 
-        The metrics, the epoch and the data then start over. Collective.
+        If True, the metrics, the epoch and the position in the data start
+        over. Collective.
 
         Args:
           loop: The state of the fit.
@@ -139,22 +146,23 @@ class Checkpoint(CheckpointCallback):
         return False
 
     def before_save(self, loop: FitState) -> None:
-        """Does nothing; called before a checkpoint is saved. Collective."""
+        """Does nothing; a hook before a checkpoint is saved. Collective."""
 
     def after_save(self, loop: FitState) -> None:
-        """Does nothing; called when a save has begun. Collective.
+        """Does nothing; a hook after a save has begun. Collective.
 
-        `wait` blocks until the save is complete.
+        The files may still be written in the background; `wait` blocks until
+        the save is complete.
         """
 
     def wait(self) -> None:
-        """Blocks until the last save is on disk."""
+        """Blocks until the last save is completely written to disk."""
         self._storage.wait()
 
     # Called by fit.
 
     def begin(self, loop: FitState) -> None:
-        """Opens the directory, and resumes from its newest checkpoint."""
+        """Opens the directory and resumes from its newest checkpoint."""
         self._storage = Storage(
             self.directory, processes=loop.mesh.processes, keep=self._keep
         )
@@ -174,27 +182,29 @@ class Checkpoint(CheckpointCallback):
             )
 
     def after_batch(self, loop: FitState) -> None:
-        """Saves if a save is due, or if the process must end."""
+        """Saves if a save is due, or if the process was told to exit."""
         every = self._every_steps
         is_due = every is not None and self._is_due(loop.num_steps, every)
         if self._clock is not None and self._clock.is_due(loop.num_steps):
             is_due = True
-        # After the last step of an epoch, `after_epoch` saves: the checkpoint
-        # then contains the results of the validation.
+        # The last step of an epoch is saved by `after_epoch` instead, so that
+        # the checkpoint contains the validation results.
         is_due &= not loop.is_last_step
         if not (is_due or self._notice.came):
             return
         loop.settle()
         if loop.model.stop_training:
-            # `after_epoch` is next, and saves. A fit that resumed in the middle
-            # of a stopped epoch would never reach the end of that epoch.
+            # Keras calls `after_epoch` next, which saves. A checkpoint saved
+            # here would be in the middle of an epoch that was stopped early: a
+            # fit that resumes from it would never reach the epoch's end.
             return
         self._save(loop)
         if self._notice.came:
             self._end_preempted(loop)
 
     def _is_due(self, num_steps: int, every: int) -> bool:
-        # An execution may have several steps, and pass the multiple of `every`.
+        # An execution may run several steps and skip past the multiple of
+        # `every`.
         return num_steps // every > (self._saved or 0) // every
 
     def after_epoch(self, loop: FitState, logs: dict[str, Any]) -> None:
@@ -211,7 +221,7 @@ class Checkpoint(CheckpointCallback):
             self._end_preempted(loop)
 
     def close(self, *, is_done: bool) -> None:
-        """Waits for the last save, and closes the directory."""
+        """Waits for the last save to finish and closes the directory."""
         notice = vars(self).pop("_notice", None)
         storage = vars(self).pop("_storage", None)
         self._clock = None
@@ -224,10 +234,10 @@ class Checkpoint(CheckpointCallback):
         except Exception:
             if is_done:
                 raise
-            # The error that ended the fit must not be replaced by this one.
+            # This error must not hide the one that ended the fit.
             _logger.exception("A checkpoint could not be saved.")
         if is_done and notice is not None and notice.came:
-            # The signal arrived after the last epoch was saved.
+            # SIGTERM arrived after the last epoch had been saved.
             raise Preempted
 
     # Resuming.
@@ -254,8 +264,8 @@ class Checkpoint(CheckpointCallback):
         groups = loop.groups()
         is_new = self.begins_anew(loop, step, document)
         if is_new:
-            # The metrics start over: without their group in the document, they
-            # are neither matched nor restored.
+            # The metrics start over. With their group removed, they are neither
+            # compared with the checkpoint nor restored from it.
             groups = {n: v for n, v in groups.items() if n != _METRICS}
             saved = document["variables"]
             known = {n: v for n, v in saved.items() if n in groups}
@@ -307,7 +317,7 @@ class Checkpoint(CheckpointCallback):
     # Saving.
 
     def _save(self, loop: FitState, logs: dict[str, Any] | None = None) -> None:
-        """Saves, unless this step is already saved."""
+        """Saves a checkpoint unless this step has already been saved."""
         if self._saved == loop.num_steps:
             return
         self.before_save(loop)
@@ -330,11 +340,11 @@ class Checkpoint(CheckpointCallback):
         self.after_save(loop)
 
     def _check_best(self, logs: dict[str, Any], *, is_last: bool) -> None:
-        """Warns once if the metric of `Keep(best=...)` is not in the logs."""
+        """Warns once if the metric named by `Keep(best=...)` is not logged."""
         best = self._keep.best
         if best is None or self._is_best_known:
             return
-        # With `validation_freq` not every epoch is validated.
+        # With `validation_freq`, a later epoch may still log a "val_" metric.
         may_come = best.startswith("val_") and not is_last
         self._is_best_known = best in logs or not may_come
         if best in logs or may_come or not self._storage.is_chief:

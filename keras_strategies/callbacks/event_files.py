@@ -1,7 +1,8 @@
 """Event files of scalars for TensorBoard, written without TensorFlow.
 
-tensorboardX frames the records. Its `SummaryWriter` is not used: it writes in
-a thread, and if a full disk ends the thread, the writer blocks for ever.
+tensorboardX's `RecordWriter` encodes the records. Its `SummaryWriter` is not
+used, because it writes in a background thread: if that thread dies because the
+disk is full, the `SummaryWriter` blocks forever.
 """
 
 import contextlib
@@ -27,22 +28,23 @@ def check_installed() -> None:
 
 
 class Points:
-    """A writer of points to a folder, with a new file for each loop.
+    """A writer of data points for TensorBoard, with one file for each loop.
 
-    Points on a local disk can be read at once. Those in a bucket (`gs://`,
-    `s3://`) can be read within a minute, because a bucket takes only complete
-    files. If writing fails, `Points` warns once, and drops all further points
-    until `close`.
+    A loop is a call of `fit` or `evaluate`. Points on a local disk can be read
+    immediately. Points in a bucket (`gs://`, `s3://`) appear within a minute,
+    because a bucket accepts only complete files. If writing fails, `Points`
+    warns once and drops all further points until `close`.
 
     Args:
-      folder: The folder, created if needed; None to write no files.
+      folder: The folder to write to, created if needed; None to write no
+        files.
     """
 
     def __init__(self, folder: str | None) -> None:
         self._records: Any = None
         self._folder = folder
         self._is_remote = folder is not None and "://" in folder
-        # Libraries for buckets raise various exception types.
+        # Libraries that access buckets raise various types of exceptions.
         self._errors = Exception if self._is_remote else OSError
         self._flushed = 0.0
         self._is_given_up = False
@@ -68,15 +70,21 @@ class Points:
             ) from error
 
     def discard_from(self, step: int) -> None:
-        """Makes the next file hide earlier files' points from a step on."""
+        """Marks points from a step onward in earlier files as obsolete.
+
+        The next file tells TensorBoard to drop these points.
+
+        Args:
+          step: The first global step whose points are dropped.
+        """
         self._stale = step
 
     def add(self, step: int, values: Mapping[str, float]) -> None:
-        """Adds points.
+        """Adds one point for each value at a step.
 
         Args:
           step: The global step.
-          values: Numbers by tag.
+          values: The value for each tag.
         """
         if self._folder is None or self._is_given_up or not values:
             return
@@ -84,8 +92,8 @@ class Points:
             if self._records is None:
                 self._begin(self._folder)
             if self._stale is not None:
-                # TensorBoard drops the points of earlier files from this step
-                # on when it reads a START event.
+                # When TensorBoard reads a START event, it drops the points in
+                # earlier files from this step onward.
                 start: Any = {"status": "START"}
                 self._append(step=self._stale, session_log=start)
                 self._stale = None
@@ -96,14 +104,14 @@ class Points:
             self._append(step=step, summary={"value": points})
 
     def flush(self) -> None:
-        """Blocks until all points are on disk, or sent to the bucket."""
+        """Blocks until all points are on disk or uploaded to the bucket."""
         with self._giving_up():
             if self._records is not None:
                 self._records.flush()
                 self._flushed = time.monotonic()
 
     def close(self) -> None:
-        """Closes an open file; one in a bucket is uploaded."""
+        """Closes the open file, if any, and uploads it if it is in a bucket."""
         records, self._records = self._records, None
         with self._giving_up():
             if records is not None:
@@ -111,7 +119,7 @@ class Points:
         self._is_given_up = False
 
     def __del__(self) -> None:
-        # An interrupted fit calls no `close`.
+        # The file is still open if a fit was interrupted before `close`.
         if self._records is not None:
             with contextlib.suppress(Exception):
                 self._records.close()
@@ -120,7 +128,8 @@ class Points:
         from tensorboardX import record_writer
 
         record_writer.directory_check(folder)
-        # TensorBoard reads files in the order of their names.
+        # TensorBoard reads files in the order of their names, so names begin
+        # with the time.
         seconds, nanos = divmod(time.time_ns(), 1_000_000_000)
         host, process = socket.gethostname(), os.getpid()
         name = f"{seconds:010d}.{nanos:09d}.{host}.{process}"
@@ -132,15 +141,15 @@ class Points:
     def _append(self, **event: object) -> None:
         from tensorboardX.proto import event_pb2
 
-        # protobuf builds the classes at import, so type checkers do not see
-        # them.
+        # protobuf creates its message classes at import time, so type checkers
+        # cannot see them.
         messages: Any = event_pb2
         record = messages.Event(wall_time=time.time(), **event)
         self._records.write(record.SerializeToString())
         if not self._is_remote:
-            # Hands the record to the operating system, so that it survives if
-            # this process is killed. `RecordWriter.flush` would also wait for
-            # the disk.
+            # Passes the record to the operating system, so that the record
+            # survives if this process is killed. `RecordWriter.flush` would
+            # also wait for the disk.
             self._records._writer.flush()
         elif time.monotonic() - self._flushed > _FLUSH_S:
             self._records.flush()
@@ -165,7 +174,7 @@ class Points:
 
 
 def _describe(error: Exception) -> str:
-    """Returns an error's text, prefixed by its class unless an OSError."""
+    """Returns an error's text, with its class name unless an OSError."""
     if isinstance(error, OSError):
         return str(error)
     return f"{type(error).__name__}: {error}"

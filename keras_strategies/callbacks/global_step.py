@@ -1,4 +1,4 @@
-"""The global step of a callback's model, and its speed."""
+"""The global step of the model that a callback watches, and its speed."""
 
 import math
 import weakref
@@ -12,21 +12,22 @@ from keras_strategies.keras_bridge.variables.optimizer_values import (
 )
 
 STEPS = "global_step/sec"
-"""The tag of train steps a second, which is tf's."""
+"""The tag of train steps per second, the same as in TensorFlow."""
 
 ROWS = "examples/sec"
-"""The tag of rows a second."""
+"""The tag of rows per second."""
 
 
 class GlobalStep:
-    """The number of train steps of the model that it follows.
+    """A counter of the train steps of a model.
 
-    For a model of a strategy, the steps that its train functions have run are
-    counted; for a plain model, the batches that Keras numbers.
+    For a model created under a strategy, it counts the steps that the model's
+    train functions have run. For a plain Keras model, it counts the batches
+    that Keras reports to callbacks.
 
     Args:
-      start: The number of earlier steps; None for the number that the first
-        model's optimizer has counted.
+      start: The number of steps before this counter; None to read it from the
+        optimizer of the first model.
     """
 
     def __init__(self, start: int | None = None) -> None:
@@ -37,36 +38,41 @@ class GlobalStep:
 
     @property
     def value(self) -> int:
-        """The number of train steps done."""
+        """The number of train steps completed."""
         if self._start is None:
             return 0
         return self._start + self._counts.steps - self._base
 
     @property
     def is_numbered(self) -> bool:
-        """Whether `note_batch` must be called for the model's batches."""
+        """Whether steps are counted by `note_batch`, as for a plain model."""
         return self._counts is self._numbered
 
     @property
     def rows(self) -> int | None:
-        """The rows trained on since an arbitrary time; None if unknown."""
+        """A running count of rows trained on; None if unknown.
+
+        Only differences between two counts are meaningful.
+        """
         return None if self.is_numbered else self._counts.rows
 
     def set(self, step: int) -> None:
-        """Sets the number of steps, to resume from it."""
+        """Sets the number of completed steps, to resume from it."""
         self._start, self._base = step, self._counts.steps
 
     def follow(self, model: keras.Model) -> None:
-        """Counts the steps of a model from now on.
+        """Counts the steps of the given model from now on.
 
-        If another model was followed before, `settle` sets the start.
+        If a different model was followed before, `settle` determines the
+        number of steps to start from.
         """
         if self._model is not None and self._model() is not model:
             self._start, self._numbered = None, Trained()
         binding = find_binding(model)
         counts = self._numbered if binding is None else binding.trained
         if counts is not self._counts:
-            # The base moves with the counter, so that `value` stays the same.
+            # The base is adjusted for the counter, so that `value` does not
+            # change.
             step = self.value
             self._counts, self._base = counts, counts.steps
             if self._start is not None:
@@ -74,35 +80,38 @@ class GlobalStep:
         self._model = weakref.ref(model)
 
     def settle(self, model: keras.Model) -> None:
-        """Starts from the optimizer's step count, if no start is known."""
+        """Starts from the optimizer's step count if no start has been set."""
         if self._start is None:
             self.set(count_optimizer_steps(model))
 
     def begin_epoch(self) -> None:
-        """Notes that Keras numbers its batches from 0 again."""
+        """Records that an epoch begins: Keras numbers batches from 0 again."""
         self._epoch_base = self._numbered.steps
 
     def note_batch(self, batch: int, steps: int | None) -> None:
-        """Notes the progress within an epoch.
+        """Records the progress within an epoch.
 
         Args:
-          batch: Keras's number of the execution's last batch. It exceeds the
-            epoch's steps if `steps_per_execution` does not divide them.
-          steps: The number of steps of the epoch, if known.
+          batch: The number that Keras gives the execution's last batch. It is
+            larger than the last batch of the epoch if the number of steps is
+            not a multiple of `steps_per_execution`.
+          steps: The number of steps in the epoch, or None if unknown.
         """
         done = min(batch + 1, steps or batch + 1)
         self._numbered.steps = self._epoch_base + done
 
 
 class Every:
-    """A schedule of every n-th step, which measures the speed between them.
+    """A schedule that is due every n-th step and measures the training speed.
+
+    The speed is measured from one due step to the next.
 
     Args:
-      period: Number of steps from one to the next; 0 for an empty schedule.
+      period: Number of steps between due steps; 0 if no step is ever due.
 
     Attributes:
       period: The argument.
-      due: The next step of the schedule; infinite if it is empty or off.
+      due: The next step that is due; infinite if no step will be.
     """
 
     def __init__(self, period: int) -> None:
@@ -113,52 +122,54 @@ class Every:
         self._left_out = 0.0
 
     def begin(self, step: int, *, is_on: bool = True) -> None:
-        """Starts the schedule after a step.
+        """Starts the schedule: the first due step comes after `step`.
 
         Args:
-          step: The last step that has been handled.
-          is_on: Whether any step may become due.
+          step: The last step that has already been handled.
+          is_on: Whether steps become due; False switches the schedule off.
         """
         period = self.period if is_on else 0
         self._done = step
         self.due = (step // period + 1) * period if period else math.inf
 
     def is_due(self, step: int, *, is_last: bool = False) -> bool:
-        """Returns whether a step is the due one, or after it.
+        """Returns whether the next due step has been reached.
 
         Args:
-          step: The step.
-          is_last: Whether no step follows, which makes it due.
+          step: The current step.
+          is_last: Whether this is the last step. The last step is due too,
+            unless it was already handled or the schedule is off.
         """
         return step >= self.due or (
             is_last and self.due < math.inf and step > self._done
         )
 
     def start(self, now: float, step: int, rows: int | None) -> None:
-        """Starts the measurement of the speed.
+        """Starts to measure the speed.
 
         Args:
-          now: The present time, in seconds.
-          step: The number of steps done.
-          rows: The number of rows trained on, if known.
+          now: The current time, in seconds.
+          step: The number of steps completed.
+          rows: The number of rows trained on, or None if unknown.
         """
         self._mark, self._left_out = (now, step, rows), 0.0
 
     def leave_out(self, seconds: float) -> None:
-        """Excludes time that is not spent on training from the speed."""
+        """Excludes time that was not spent on training from the speed."""
         self._left_out += seconds
 
     def take(self, now: float, step: int, rows: int | None) -> dict[str, float]:
-        """Notes that a step has been handled, and returns the speed.
+        """Marks a step as handled, and returns the speed since the last one.
 
         Args:
-          now: The present time, in seconds.
-          step: The step.
-          rows: The number of rows trained on, if known.
+          now: The current time, in seconds.
+          step: The current step.
+          rows: The number of rows trained on, or None if unknown.
 
         Returns:
-          The speed since the previous one by tag: `STEPS`, and `ROWS` if the
-          rows are known; empty if no step or no time has passed.
+          A dict with the steps per second (`STEPS`) and, if the rows are known,
+          the rows per second (`ROWS`) since the previous measurement. It is
+          empty if no step or no time has passed.
         """
         self.begin(step)
         before, left_out = self._mark, self._left_out

@@ -33,45 +33,49 @@ _log = logging.getLogger(__name__)
 class Scalars(keras.callbacks.Callback):
     """A callback that writes loss, metrics, learning rate and speed.
 
-    It writes event files for TensorBoard. To `<log_dir>`, at every step that
-    `every_n_steps` divides and at the last one of a `fit`: `loss` and the
-    metrics as in the logs (so means over the epoch so far), `learning_rate`,
-    `global_step/sec` and `examples/sec`. To `<log_dir>/eval`: the results of
-    `evaluate`, and of the validation in `fit`. Only the chief writes.
+    It writes event files for TensorBoard, in the chief only:
 
-    A step is a train step, counted over all of a model's fits. The callback
-    reads no logs of the steps between, so they cost no time. With
-    `steps_per_execution=K`, the first step at or after a multiple is written.
+    - Training writes to `<log_dir>`, at every multiple of `every_n_steps` and
+      at the last step of a `fit`. The scalars are `loss` and the metrics as in
+      Keras's logs (means over the epoch so far), `learning_rate`,
+      `global_step/sec` and `examples/sec`.
+    - `evaluate`, and the validation in `fit`, write their results to
+      `<log_dir>/eval`.
 
-    If a checkpoint contains its state (`get_state`), the callback resumes at
-    the checkpoint's step: TensorBoard drops the points of the steps that are
-    trained again. The speeds exclude the first execution of a fit, which
-    compiles, and the time of evaluations. Examples are the rows of all
-    processes, without padding. They are counted for models of a strategy, not
-    for plain ones.
+    A step is a train step, counted over all calls of `fit` of a model. Steps
+    in between cost no time, because the callback does not read their logs.
+    With `steps_per_execution=K`, the first step at or after each multiple of
+    `every_n_steps` is written.
+
+    If a checkpoint contains the callback's state (`get_state`), the callback
+    resumes at the checkpoint's step, and TensorBoard drops the old points of
+    steps that are trained again. The speeds exclude the first execution of a
+    fit, which includes compilation, and the time of evaluations. Examples are
+    the rows of all processes, without padding. They are counted only for models
+    created under a strategy.
 
     Args:
       log_dir: The folder of the run, created if needed. It may be in a bucket
-        (`gs://`, `s3://`) if the library that tensorboardX uses for it is
-        installed. None to log lines, and write no files.
-      every_n_steps: Number of steps from one point of training to the next; 0
-        for none.
-      log_every_n_steps: Number of steps from one line "step 300: loss = 0.123
-        (12.3 steps/s, 1 230 examples/s)" to the next. The logger
-        `keras_strategies` gets them at level INFO. 0 for none, None for
-        `every_n_steps`.
-      eval_name: Name of the evaluation, which is then written to
+        (`gs://`, `s3://`) if the library that tensorboardX needs to access the
+        bucket is installed. None to write no files, only log lines.
+      every_n_steps: Number of train steps between points; 0 to write no points
+        of training.
+      log_every_n_steps: Number of train steps between log lines such as "step
+        300: loss = 0.123 (12.3 steps/s, 1 230 examples/s)". They are logged by
+        the logger `keras_strategies` at level INFO. 0 to log no lines; None to
+        use `every_n_steps`.
+      eval_name: Name of the evaluation, whose results are then written to
         `<log_dir>/eval_<eval_name>`.
-      initial_step: Number of steps before the first one of this callback. None
-        for the number that the model's optimizer has counted.
+      initial_step: Number of steps trained before this callback is first used.
+        None to read the step count of the model's optimizer.
 
     Raises:
       ImportError: if tensorboardX, which writes the files, is not installed.
       TypeError: if `log_dir` is not a path or is empty, or a number is not an
         integer.
-      ValueError: if a number is negative, or `eval_name` is not a valid part
-        of a folder's name; (in `fit`, before the first step) if the folder
-        cannot be written to.
+      ValueError: if a number is negative, or `eval_name` cannot be part of a
+        folder's name. In `fit`, before the first step: if the folder cannot be
+        written to.
 
     Example:
       ```python
@@ -117,9 +121,9 @@ class Scalars(keras.callbacks.Callback):
         self._left_out: set[str] = set()
 
     def get_state(self) -> dict[str, Any]:
-        """Returns the state for a checkpoint, as JSON values.
+        """Returns the state to save in a checkpoint, as JSON values.
 
-        All points so far are on disk when it returns.
+        All points written so far are on disk when this method returns.
         """
         self._train.flush()
         self._eval.flush()
@@ -128,7 +132,7 @@ class Scalars(keras.callbacks.Callback):
         return {"step": step, "eval_step": step if done is None else done}
 
     def set_state(self, state: Mapping[str, Any]) -> None:
-        """Resumes from a state.
+        """Resumes from a state that `get_state` returned.
 
         Args:
           state: The result of `get_state`, in this process or another one.
@@ -143,12 +147,12 @@ class Scalars(keras.callbacks.Callback):
     def set_model(self, model: keras.Model) -> None:
         """Sets the model; called by Keras."""
         super().set_model(model)
-        # Reading `self.model` would make Keras write the step's arrays back to
-        # all variables, in each step that reads it.
+        # Each time a callback reads `self.model` during a step, Keras writes
+        # the step's arrays back to all variables. `_fitted` avoids this.
         self._fitted = model
 
     def on_train_begin(self, logs: Logs | None = None) -> None:
-        """Opens the file, so that an error is raised before the first step."""
+        """Opens the file now, so that errors are raised before any step."""
         self._follow()
         self._is_fitting, self._has_begun = True, False
         self._has_trained = False
@@ -158,7 +162,7 @@ class Scalars(keras.callbacks.Callback):
             self._train.open()
 
     def on_epoch_begin(self, epoch: int, logs: Logs | None = None) -> None:
-        """Sets the step that the fit starts from, in its first epoch."""
+        """Determines, in the first epoch, the step that the fit starts at."""
         if not self._has_begun:
             # All callbacks have restored their state by now.
             self._has_begun = True
@@ -171,7 +175,7 @@ class Scalars(keras.callbacks.Callback):
         """Returns whether the logs of the last execution are needed.
 
         Args:
-          batch: Keras's number of the execution's last batch.
+          batch: The number that Keras gives the execution's last batch.
         """
         if not self._is_writer:
             return False
@@ -179,7 +183,8 @@ class Scalars(keras.callbacks.Callback):
             self._step.note_batch(batch, (self.params or {}).get("steps"))
         step = self._step.value
         if not self._has_trained:
-            # The first execution compiles, so the measurement starts after it.
+            # The first execution includes compilation, so the speed is
+            # measured from its end.
             self._has_trained = True
             for every in (self._writes, self._logs):
                 every.start(time.perf_counter(), step, self._step.rows)
@@ -191,7 +196,7 @@ class Scalars(keras.callbacks.Callback):
             self._write(logs or {})
 
     def on_train_end(self, logs: Logs | None = None) -> None:
-        """Writes the last step, and closes the files."""
+        """Writes the last step and closes the files."""
         names = {f"val_{name}" for name in self._validated}
         values = {k: v for k, v in (logs or {}).items() if k not in names}
         if self._has_trained:
@@ -203,7 +208,7 @@ class Scalars(keras.callbacks.Callback):
     # Called by Keras in evaluate, and for the validation in fit.
 
     def on_test_begin(self, logs: Logs | None = None) -> None:
-        """Notes the time, and opens the file unless a fit is running."""
+        """Records the start time, and opens the file unless in a fit."""
         self._test_began = time.perf_counter()
         if not self._is_fitting:
             self._follow()
@@ -212,7 +217,7 @@ class Scalars(keras.callbacks.Callback):
                 self._eval.open()
 
     def on_test_end(self, logs: Logs | None = None) -> None:
-        """Writes the results of an evaluation at the present train step."""
+        """Writes the results of an evaluation at the current train step."""
         logs = logs or {}
         self._validated |= set(logs)
         self._eval_step = self._step.value
@@ -244,7 +249,7 @@ class Scalars(keras.callbacks.Callback):
         self._due = min(self._writes.due, self._logs.due)
 
     def _write(self, logs: Mapping[str, Any], is_last: bool = False) -> None:
-        """Writes and logs a step if it is due; the last step is due."""
+        """Writes and logs the current step if it is due or the last one."""
         step, rows, now = self._step.value, self._step.rows, time.perf_counter()
         values = self._flat(logs)
         if self._writes.is_due(step, is_last=is_last):
@@ -257,7 +262,7 @@ class Scalars(keras.callbacks.Callback):
         self._due = min(self._writes.due, self._logs.due)
 
     def _flat(self, logs: Mapping[str, Any]) -> dict[str, float]:
-        """Returns the logs as numbers, with a tag for each array entry."""
+        """Returns the logs as floats, with a separate tag per array entry."""
         flat: dict[str, float] = {}
         for name, value in logs.items():
             try:
@@ -288,7 +293,7 @@ class Scalars(keras.callbacks.Callback):
 def _line(
     step: int, values: Mapping[str, float], speed: Mapping[str, float]
 ) -> str:
-    """Formats the log line of a step, the loss first."""
+    """Formats the log line of a step; the loss comes first."""
     names = sorted(values, key=lambda name: name != "loss")
     shown = ", ".join(f"{name} = {values[name]:.4g}" for name in names)
     rates = [f"{speed[STEPS]:.3g} steps/s"] if STEPS in speed else []

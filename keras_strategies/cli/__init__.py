@@ -1,3 +1,3 @@
-"""The command `keras-strategies`."""
+"""The command-line tool `keras-strategies`."""
 
 from keras_strategies.cli.main import main as main

@@ -1,4 +1,4 @@
-"""The entry point of `python -m keras_strategies.cli`, for use off the PATH."""
+"""Runs the tool as `python -m keras_strategies.cli`, if it is not on PATH."""
 
 import sys
 

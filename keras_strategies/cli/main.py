@@ -1,7 +1,7 @@
-"""The command line: its commands and their arguments.
+"""The command line: defines the commands and their arguments.
 
 This module imports neither jax nor keras, so that `--help` is fast and the
-command starts even if they fail to import.
+tool starts even if one of these packages cannot be imported.
 """
 
 import argparse
@@ -104,21 +104,21 @@ _HOW_TO_VERIFY: tuple[Option, ...] = (
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Runs the command `keras-strategies`.
+    """Runs the command-line tool `keras-strategies`.
 
     Args:
-      arguments: The words after the command's name; None for the arguments of
+      arguments: The arguments after the tool's name; None for the arguments of
         this process.
 
     Returns:
-      The exit status. `doctor`: 0, or 1 if it found a fault. `launch`: the
-      exit code of the process that failed first, else 0. `checkpoints`: 0, or
-      1 if one is damaged. `plan`: 0, or 1 if nothing could be planned. 2 for
-      wrong arguments; 1 if the output is closed before its end (`| head`), as
-      in rich.
+      The exit status, which is 0 on success. `doctor` returns 1 if it found a
+      fault. `launch` returns the exit code of the process that failed first.
+      `checkpoints` returns 1 if a checkpoint is damaged. `plan` returns 1 if no
+      candidate could be planned. All commands return 2 for invalid arguments,
+      and 1 if stdout is closed early (`| head`), as rich does.
 
     Raises:
-      SystemExit: if the arguments are `--help` or `--version`, or wrong.
+      SystemExit: if the arguments are `--help` or `--version`, or invalid.
     """
     parser = _make_parser()
     words = list(sys.argv[1:] if arguments is None else arguments)
@@ -130,7 +130,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         status = _run(parser, options)
         sys.stdout.flush()
     except BrokenPipeError:
-        # Python flushes stdout at exit, too, which must not fail.
+        # Python also flushes stdout at exit, and that must not fail.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 1
     return status

@@ -1,4 +1,4 @@
-"""Commands whose options are described by tables."""
+"""Adds commands to a parser from tables that describe their options."""
 
 import argparse
 from collections.abc import Sequence
@@ -6,7 +6,7 @@ from typing import Any, TypeAlias
 
 Commands: TypeAlias = "argparse._SubParsersAction[argparse.ArgumentParser]"
 Option = tuple[str, str | None, dict[str, Any]]
-"""An option's names, help, and other arguments of `add_argument`."""
+"""An option: its names, its help text, other arguments of `add_argument`."""
 
 FLAG = {"action": "store_true"}
 MANY = {"action": "append"}
@@ -23,15 +23,15 @@ def add_command(
     usage: str | None = None,
     epilog: str | None = None,
 ) -> argparse.ArgumentParser:
-    """Adds a command.
+    """Adds a command to the tool and returns the command's parser.
 
     Args:
-      commands: The group of commands to add it to.
+      commands: The group of commands to add the command to.
       name: The name of the command.
-      summary: The line of help in the list of commands.
-      description: The description in the command's help.
-      options: The options and arguments.
-      usage: The usage line; None for argparse's.
+      summary: The help line for the command in the list of commands.
+      description: The description in the command's own help.
+      options: The command's options and arguments.
+      usage: The usage line; None for the one that argparse generates.
       epilog: The text at the end of the command's help.
     """
     parser = commands.add_parser(

@@ -1,4 +1,4 @@
-"""The command `keras-strategies plan` and the checks of its arguments."""
+"""The command `keras-strategies plan`, with checks of its arguments."""
 
 import argparse
 import contextlib
@@ -98,7 +98,7 @@ _OPTIONS: tuple[Option, ...] = (
 
 
 def add_parser(commands: Commands) -> None:
-    """Adds the command to the others."""
+    """Adds the command `plan` to the tool's commands."""
     add_command(
         commands,
         "plan",
@@ -120,7 +120,7 @@ def parse_options(
 
     Args:
       parser: The parser of all commands.
-      words: The words of the command line, from "plan" on.
+      words: The arguments on the command line, starting with "plan".
     """
     end = words.index("--") if "--" in words else len(words)
     options, unknown = parser.parse_known_args(words[:end])
@@ -134,11 +134,11 @@ def parse_options(
 
 
 def run(options: argparse.Namespace) -> int:
-    """Runs the command.
+    """Plans the candidates that the options describe, and prints the results.
 
     Returns:
-      The exit status: 0; 1 if no candidate could be planned, 2 for wrong
-      arguments.
+      The exit status: 0 on success, 1 if no candidate could be planned, 2 for
+      invalid arguments.
     """
     try:
         requests = _make_requests(options)
@@ -160,7 +160,7 @@ def run(options: argparse.Namespace) -> int:
 
 
 def _make_requests(options: argparse.Namespace) -> list[Any]:
-    """Makes the request of each candidate."""
+    """Creates a planning request for each candidate."""
     from keras_strategies.planning.capture.request import (
         ENVIRONMENT,
         Request,
@@ -170,8 +170,8 @@ def _make_requests(options: argparse.Namespace) -> list[Any]:
     common = _make_common_fields(options)
     for text in common["batch"]:
         parse_shape_and_dtype(text)
-    # From here on JAX is needed, to look up slices by name. The variables keep
-    # it from using a device.
+    # From here on JAX is needed, to look up slices by name. These environment
+    # variables keep JAX from using a device.
     for name, value in ENVIRONMENT.items():
         os.environ.setdefault(name, value)
     _require_libtpu()
@@ -189,7 +189,7 @@ def _make_requests(options: argparse.Namespace) -> list[Any]:
 
 
 def _list_candidates(options: argparse.Namespace) -> list[tuple[str, str]]:
-    """Returns the slice and the layout of each candidate."""
+    """Returns the names of the slice and the layout of each candidate."""
     from keras_strategies.planning.compile import layouts as lib
     from keras_strategies.planning.compile.candidates import (
         list_default_layouts,
@@ -217,7 +217,7 @@ def _require_libtpu() -> None:
 
 @contextlib.contextmanager
 def _silence_stderr() -> Iterator[None]:
-    """Hides the messages that libtpu writes on machines without a TPU."""
+    """Hides messages that libtpu writes to stderr if there is no TPU."""
     sys.stderr.flush()
     before = os.dup(2)
     with open(os.devnull, "wb") as nowhere:
@@ -230,7 +230,7 @@ def _silence_stderr() -> Iterator[None]:
 
 
 def _make_common_fields(options: argparse.Namespace) -> dict[str, Any]:
-    """Makes the fields that the requests of all candidates share."""
+    """Creates the fields that are the same in all candidates' requests."""
     _check(options)
     batch = list(options.batch or [])
     return {

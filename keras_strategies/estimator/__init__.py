@@ -1,4 +1,4 @@
-"""The names of `tf.estimator`, on Keras 3 and JAX.
+"""The API of `tf.estimator`, implemented on Keras 3 and JAX.
 
     config = ks.estimator.RunConfig(model_dir, save_checkpoints_steps=500)
     estimator = ks.estimator.Estimator(model_fn, config=config)
@@ -8,7 +8,8 @@
         ks.estimator.EvalSpec(eval_input_fn, steps=None),
     )
 
-docs/estimator.md describes how to migrate. Names are imported on first use.
+docs/estimator.md describes how to migrate from TensorFlow. Each public name is
+imported when it is first used.
 """
 
 from typing import Any as _Any
@@ -36,7 +37,8 @@ _MODULES = {
 
 _get, __dir__ = _lazy_names(__name__, __name__, _MODULES, _tf_names.ESTIMATOR)
 
-# tf's canned estimators: DNNClassifier, BoostedTreesRegressor, ...
+# The endings of the names of TensorFlow's canned estimators, such as
+# DNNClassifier and BoostedTreesRegressor.
 _CANNED = ("Classifier", "Regressor", "Estimator", "Head")
 
 

@@ -1,4 +1,4 @@
-"""Argument checks shared by Estimator, its specs and its hooks."""
+"""Argument checks that Estimator, its specs and its hooks share."""
 
 import functools
 import inspect
@@ -36,11 +36,11 @@ _CALLBACKS = {
     "InMemoryEvaluatorHook": "`ks.estimator.experimental."
     "InMemoryEvaluatorHook`",
 }
-"""Replacements for tf's hooks, by class name."""
+"""What to use instead of each TensorFlow hook, by the hook's class name."""
 
 
 def check_kind(name: str, value: object, kind: type) -> None:
-    """Raises TypeError unless an argument is of a public class."""
+    """Raises TypeError unless an argument is an instance of a class."""
     public = f"ks.estimator.{kind.__name__}"
     cure = f"Create one: `{public}(...)`."
     check_type(f"`{name}`", value, kind, f"a `{public}`", cure)
@@ -68,7 +68,7 @@ def check_positive(name: str, value: object) -> None:
 
 
 def check_seconds(name: str, value: object) -> None:
-    """Raises unless a value is a number of seconds, 0 or more."""
+    """Raises unless a value is a number of seconds that is not negative."""
     cure = "Pass a number of seconds, 0 or more."
     check_number(
         f"`{name}`", value, cure, least=0, is_whole=False, is_optional=False
@@ -76,7 +76,7 @@ def check_seconds(name: str, value: object) -> None:
 
 
 def check_name(name: str | None) -> None:
-    """Raises unless an evaluation's name can be part of a folder's name.
+    """Raises unless an evaluation's name can be used in a folder's name.
 
     Raises:
       TypeError: if `name` is neither a str nor None.
@@ -94,15 +94,15 @@ def check_name(name: str | None) -> None:
 
 
 def check_hooks(hooks: object, name: str = "hooks") -> tuple[Any, ...]:
-    """Checks hooks, and returns them as a tuple.
+    """Checks hooks and returns them as a tuple.
 
     Args:
       hooks: Keras callbacks, or None.
-      name: The argument's name, for the error.
+      name: The argument's name, for the error message.
 
     Raises:
-      TypeError: if a hook is not a Keras callback. For a hook of tf, the
-        message names the replacement.
+      TypeError: if a hook is not a Keras callback. If it is a TensorFlow hook,
+        the message says what to use instead.
     """
     checked = _as_tuple(hooks, name)
     if not checked:
@@ -116,14 +116,15 @@ def check_hooks(hooks: object, name: str = "hooks") -> tuple[Any, ...]:
 
 
 def check_listeners(listeners: object) -> tuple[Any, ...]:
-    """Checks saving listeners, and returns them as a tuple.
+    """Checks saving listeners and returns them as a tuple.
 
     Args:
       listeners: Objects with the methods `begin`, `before_save`, `after_save`
-        and `end` of tf's `CheckpointSaverListener`; or None.
+        and `end`, like a `CheckpointSaverListener`; or None.
 
     Raises:
-      TypeError: if a listener lacks one of these methods, or is a class.
+      TypeError: if one of these methods is missing from a listener, or if a
+        listener is a class instead of an object.
     """
     checked = _as_tuple(listeners, "saving_listeners")
     for listener in checked:
@@ -144,15 +145,15 @@ def check_listeners(listeners: object) -> tuple[Any, ...]:
 
 
 def find_argument_names(function: Callable[..., Any]) -> tuple[str, ...]:
-    """Returns the names of a function's arguments, as tf finds them.
+    """Returns the names of a function's arguments, as TensorFlow does.
 
-    For a `functools.partial`, the arguments that it sets are left out. Objects
-    with `__call__` are supported. `*args` and `**kwargs` are not included.
+    The names do not include `*args`, `**kwargs`, or arguments that a
+    `functools.partial` sets. Objects with `__call__` are supported.
     """
     set_by_partial: set[str] = set()
     if isinstance(function, functools.partial):
-        # `inspect.signature` keeps the keywords of a partial, as a call may
-        # override them. An Estimator must not.
+        # `inspect.signature` includes the keyword arguments of a partial,
+        # because a caller may override them. An Estimator must not do so.
         set_by_partial = {*function.keywords}
     kinds = (
         inspect.Parameter.POSITIONAL_OR_KEYWORD,
@@ -178,7 +179,8 @@ def _as_tuple(values: object, name: str) -> tuple[Any, ...]:
 
 def _explain_refusal(hook: object, name: str) -> str:
     kind = type(hook)
-    # A user-defined hook may derive from a tf hook that has a replacement.
+    # A user-defined hook may be a subclass of a TensorFlow hook that has a
+    # replacement.
     names = [parent.__name__ for parent in kind.__mro__]
     known = next((n for n in names if n in _CALLBACKS), None)
     if known is not None:

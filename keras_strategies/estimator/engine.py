@@ -1,6 +1,6 @@
 """The training, evaluation and prediction runs of an Estimator.
 
-Each run calls the `model_fn` for a new model, and restores its state.
+Each run calls the `model_fn` to create a new model and restores its state.
 """
 
 import contextlib
@@ -45,13 +45,13 @@ _logger = logging.getLogger(__name__)
 
 
 class Settings:
-    """The arguments of an Estimator, as properties with tf's names.
+    """The arguments of an Estimator, as properties named as in TensorFlow.
 
     Args:
       model_fn: The `model_fn`.
-      config: The RunConfig, with a `model_dir`.
-      params: Parameters, of which the functions get copies.
-      warm_start_from: The source of initial weights, or None.
+      config: The RunConfig, whose `model_dir` is set.
+      params: Parameters. `model_fn` and each `input_fn` get copies.
+      warm_start_from: The source of the initial weights, or None.
     """
 
     def __init__(
@@ -90,17 +90,17 @@ class Settings:
         return self._model_fn
 
     def eval_dir(self, name: str | None = None) -> str:
-        """Returns the folder of the event files of an evaluation."""
+        """Returns the folder for an evaluation's event files."""
         return os.path.join(self.model_dir, f"eval_{name}" if name else "eval")
 
 
 def rename_results(estimator: Settings, names: Mapping[str, str]) -> None:
-    """Renames the results of an Estimator's evaluations."""
+    """Makes an Estimator's evaluations report results under new names."""
     estimator._result_names = dict(names)
 
 
 def find_strategy(estimator: Settings, mode: str) -> Strategy:
-    """Returns the strategy of a mode; by default that of one device."""
+    """Returns a mode's strategy; by default, a strategy on one device."""
     strategy = estimator.config.eval_distribute
     if mode == ModeKeys.TRAIN:
         strategy = estimator.config.train_distribute
@@ -114,12 +114,12 @@ def find_strategy(estimator: Settings, mode: str) -> Strategy:
 def make_plain(
     estimator: Settings, mode: str, features: Tree
 ) -> model_fns.ModelBundle:
-    """Calls `model_fn` outside of any scope, for an export.
+    """Calls `model_fn` without any strategy's scope, for an export.
 
     Args:
       estimator: The Estimator.
       mode: One of `ModeKeys`.
-      features: Arrays, which are passed on as symbolic tensors; or None.
+      features: Arrays to convert to symbolic features, or None.
     """
     symbols = None
     if features is not None:
@@ -138,7 +138,7 @@ def train(
     listeners: tuple[Any, ...] = (),
     after_save: Callable[[int], bool] | None = None,
 ) -> None:
-    """Trains as `Estimator.train`, with `TrainCheckpoint(after_save=...)`."""
+    """Implements `Estimator.train`; see `TrainCheckpoint` for `after_save`."""
     config = estimator.config
     mesh = find_strategy(estimator, ModeKeys.TRAIN).mesh
     check_trains(config, mesh.num_processes)
@@ -179,7 +179,7 @@ def evaluate(
     path: str | None,
     name: str | None,
 ) -> dict[str, Any]:
-    """Evaluates a checkpoint as `Estimator.evaluate`."""
+    """Implements `Estimator.evaluate`."""
 
     def evaluate_at(path: str | None) -> dict[str, Any]:
         return evaluate_model(
@@ -201,8 +201,8 @@ def evaluate(
         try:
             return evaluate_at(newest)
         except DamagedCheckpoint:
-            # A training that continues may have deleted the checkpoint while
-            # it was read. A newer one then exists.
+            # A training that is still running may have deleted the checkpoint
+            # while it was read. Then a newer checkpoint exists: try again.
             if newest is None or os.path.isdir(newest):
                 raise
     return evaluate_at(_find_newest(estimator, strategy))
@@ -218,13 +218,13 @@ def evaluate_model(
     steps: int | None,
     name: str | None,
 ) -> dict[str, Any]:
-    """Evaluates a new model as `Estimator.evaluate`.
+    """Creates a new model, restores its weights and evaluates it.
 
     Args:
       estimator: The Estimator.
       input_fn: Function that returns the data.
       hooks: Keras callbacks.
-      restore: Function that is called with the built model, and assigns its
+      restore: Function that is called with the built model and assigns its
         weights.
       step: The global step of the weights.
       steps: The number of batches; None for all.
@@ -266,7 +266,7 @@ def predict(
     path: str | None,
     yields_rows: bool,
 ) -> Iterator[Any]:
-    """Predicts as `Estimator.predict`."""
+    """Implements `Estimator.predict`."""
     strategy = find_strategy(estimator, ModeKeys.PREDICT)
     with _isolate_random_state(estimator.config.tf_random_seed):
         data = _call_input_fn(estimator, input_fn, ModeKeys.PREDICT)
@@ -290,7 +290,7 @@ def predict(
 def _make(
     estimator: Settings, mode: str, data: inputs.Input
 ) -> model_fns.ModelBundle:
-    """Calls `model_fn` in the scope of the mode's strategy."""
+    """Creates the model: calls `model_fn` in the scope of the strategy."""
     features, labels = inputs.make_symbols(data.example)
     if mode == ModeKeys.TRAIN and jax.process_index() == 0:
         exporting.write_features(estimator.model_dir, features)
@@ -325,7 +325,7 @@ def _call_input_fn(
 
 
 def _find_newest(estimator: Settings, strategy: Strategy) -> str | None:
-    """Returns the newest valid checkpoint, the same in all processes."""
+    """Returns the newest valid checkpoint that the chief finds, or None."""
     mesh = strategy.mesh
     path = (
         reading.find_newest_good(estimator.model_dir) if mesh.is_chief else None
@@ -344,7 +344,7 @@ def _fit(
     model.fit(
         **data.make_arguments(),
         epochs=1,
-        # Only arrays are shuffled: datasets define their order.
+        # Only arrays are shuffled. A dataset defines its own order.
         shuffle=not data.is_dataset,
         steps_per_epoch=steps,
         verbose=0,
@@ -353,7 +353,7 @@ def _fit(
 
 
 def _make_restore(path: str | None) -> Restore:
-    """Returns a function that restores a model from a checkpoint, if any."""
+    """Returns a function that restores a model; no-op if `path` is None."""
     if path is None:
         return lambda model: None
     return functools.partial(reading.restore, path=path)
@@ -361,12 +361,12 @@ def _make_restore(path: str | None) -> Restore:
 
 @contextlib.contextmanager
 def _allow_data_to_end() -> Iterator[None]:
-    """Suppresses Keras's warning of data that end before the steps.
+    """Suppresses Keras's warning that the data ended before the last step.
 
-    For an Estimator, the end of the data is a regular end, as in tf.
+    An Estimator may train until the data end, as in TensorFlow.
     """
     with warnings.catch_warnings():
-        # The text of Keras 3.15 (tests/contract/test_keras_contract.py).
+        # The message of Keras 3.15 (tests/contract/test_keras_contract.py).
         warnings.filterwarnings("ignore", message="Your input ran out of data")
         yield
 
@@ -375,14 +375,14 @@ def _allow_data_to_end() -> Iterator[None]:
 def _isolate_random_state(
     seed: int | None = None, *, moves_on: bool = False
 ) -> Iterator[None]:
-    """Isolates the random states of Python and numpy from the caller's.
+    """Restores the global random states of Python and NumPy on exit.
 
-    Initial weights, dropout and the order of rows are drawn from these states.
-    They are restored on exit.
+    Initial weights, the seeds for dropout and the shuffle order of rows are
+    generated from these states.
 
     Args:
-      seed: Seed of the states; None to start with the caller's states.
-      moves_on: Whether to advance the caller's states instead of isolating.
+      seed: Seed to set on entry; None to start with the caller's states.
+      moves_on: Whether to use and advance the caller's states instead.
     """
     if moves_on:
         yield

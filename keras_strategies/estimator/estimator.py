@@ -1,4 +1,4 @@
-"""Estimator: a `model_fn` with its checkpoints."""
+"""Estimator: trains, evaluates and exports the model of a `model_fn`."""
 
 import copy
 import functools
@@ -35,7 +35,7 @@ _logger = logging.getLogger(__name__)
 
 
 class Estimator(Settings):
-    """A model that trains, evaluates, predicts and exports; as tf's.
+    """Trains, evaluates, predicts with and exports a model, as in TensorFlow.
 
         def model_fn(features, labels, mode, params):
             model = keras.Sequential([keras.layers.Dense(1)])
@@ -49,35 +49,38 @@ class Estimator(Settings):
         estimator.train(train_input_fn, max_steps=1000)
         print(estimator.evaluate(eval_input_fn))
 
-    Each training, evaluation and prediction calls `model_fn` in the scope of
-    its strategy, and restores the new model from the newest checkpoint in
-    `model_dir`. Subclasses may override methods.
+    Each call of `train`, `evaluate` or `predict` creates a new model: it calls
+    `model_fn` in the scope of the strategy, and then restores the model from
+    the newest checkpoint in `model_dir`. Subclasses may override methods.
 
-    An `input_fn` is called with those of `params`, `config`, `mode` and
-    `input_context` that are among its arguments. It returns a dataset of
-    (features, labels), a generator of batches, or (features, labels) as
-    arrays, which are read in batches of 32 rows. Batches are global batches,
-    unless the function takes `input_context`: then it returns a process-local
-    dataset of per-replica batches.
+    An `input_fn` may have any of the arguments `params`, `config`, `mode` and
+    `input_context`, and is called with the ones that it has. It returns a
+    dataset of (features, labels), a generator of batches, or (features,
+    labels) as arrays, which are read in batches of 32 rows. Its batches are
+    global batches. If the function has the argument `input_context`, it must
+    instead return a process-local dataset of per-replica batches.
 
     Args:
-      model_fn: Function that returns the model. It takes any of `features`,
-        `labels`, `mode` (see `ModeKeys`), `params` and `config` by name, and
-        returns a new compiled `keras.Model`, or an `EstimatorSpec`. Features
-        and labels are symbolic (`keras.Input`s and `keras.KerasTensor`s): the
-        inputs of a functional model, or a source of shapes.
-      model_dir: Folder for checkpoints, event files and exports; None for that
-        of `config`, or a temporary one.
-      config: The RunConfig; None for the default one.
-      params: Parameters for `model_fn` and `input_fn`; copied.
-      warm_start_from: A checkpoint, a `model_dir` or `WarmStartSettings`: the
-        source of initial weights, if `model_dir` has no checkpoint yet.
+      model_fn: Function that creates and returns a compiled `keras.Model`, or
+        returns an `EstimatorSpec`. It may have any of the arguments
+        `features`, `labels`, `mode` (see `ModeKeys`), `params` and `config`,
+        which are passed by name. Features are `keras.Input`s and labels are
+        `keras.KerasTensor`s: use them as the inputs of a functional model, or
+        only to find out shapes.
+      model_dir: Folder for checkpoints, event files and exports; None to use
+        `config.model_dir`, or a temporary folder if that is None too.
+      config: The RunConfig; None for a default one.
+      params: Parameters to pass to `model_fn` and `input_fn`. Each call gets a
+        copy.
+      warm_start_from: A checkpoint, a `model_dir` or `WarmStartSettings`. The
+        initial weights are read from it if `model_dir` contains no checkpoint
+        yet.
 
     Raises:
-      ValueError: if there is no `model_fn` or it has other arguments, if
-        `model_dir` and that of `config` differ, or if `config` is not a
+      ValueError: if `model_fn` is missing or has unknown arguments, if
+        `model_dir` differs from `config.model_dir`, or if `config` is not a
         `RunConfig`.
-      TypeError: if an argument has another type.
+      TypeError: if an argument has the wrong type.
 
     References:
       https://www.tensorflow.org/versions/r2.15/api_docs/python/tf/estimator/Estimator
@@ -110,30 +113,30 @@ class Estimator(Settings):
         max_steps: int | None = None,
         saving_listeners: Iterable[Any] | None = None,
     ) -> "Estimator":
-        """Trains from the newest checkpoint on, and saves at the end.
+        """Trains from the newest checkpoint onward and saves at the end.
 
-        The data start over with each call, as in tf. If a call is interrupted
-        (the process is killed, or gets SIGTERM), the next call completes it,
-        from its next batch on. Collective, for a strategy of several
-        processes.
+        Each call reads the data from the start, as in TensorFlow. If a call was
+        interrupted (the process was killed or received SIGTERM), the next call
+        completes it, starting with the first batch that was not trained on.
+        Collective if the strategy spans several processes.
 
         Args:
           input_fn: Function that returns the data; see `Estimator`.
           hooks: Keras callbacks.
-          steps: Number of steps of this call; None to train until the data
-            end.
-          max_steps: The global step to train up to, in all calls together.
-          saving_listeners: `CheckpointSaverListener`s, called at checkpoints
-            in the chief.
+          steps: Number of steps to train in this call; None to train until
+            the data end.
+          max_steps: The global step to train up to, counted over all calls.
+          saving_listeners: `CheckpointSaverListener`s, whose methods are called
+            when checkpoints are saved, in the chief only.
 
         Returns:
-          The Estimator.
+          This Estimator, so that calls can be chained.
 
         Raises:
-          ValueError: if both `steps` and `max_steps` are given, or one is not
-            positive; if the checkpoint is of another model; if the process
-            is an evaluator.
-          TypeError: if an argument has another type.
+          ValueError: if both `steps` and `max_steps` are given, or one of them
+            is not positive; if the checkpoint was saved from a different
+            model; or if this process is an evaluator.
+          TypeError: if an argument has the wrong type.
         """
         _check_steps(steps, max_steps)
         check_input_fn(input_fn)
@@ -157,25 +160,27 @@ class Estimator(Settings):
         checkpoint_path: str | None = None,
         name: str | None = None,
     ) -> dict[str, Any]:
-        """Evaluates a checkpoint.
+        """Evaluates a checkpoint and returns the loss and the metrics.
 
-        Collective, for an `eval_distribute` of several processes.
+        Collective if the strategy `eval_distribute` spans several processes.
 
         Args:
           input_fn: Function that returns the data; see `Estimator`.
-          steps: Number of batches; None for all.
+          steps: Number of batches to evaluate; None for all.
           hooks: Keras callbacks.
-          checkpoint_path: Path of the checkpoint; None for the newest one, or
-            for initial weights if there is no checkpoint.
-          name: Name of the evaluation: its event files are in `eval_<name>`.
+          checkpoint_path: Path of the checkpoint; None for the newest one. If
+            `model_dir` contains no checkpoint, the model's initial weights are
+            evaluated.
+          name: Name of the evaluation. Its event files are written to the
+            folder `eval_<name>`.
 
         Returns:
-          A dict of "loss", the metrics and "global_step".
+          A dict with "loss", a value for each metric, and "global_step".
 
         Raises:
           ValueError: if `steps` is not positive, `name` contains a slash, or
             the checkpoint does not exist.
-          TypeError: if an argument has another type.
+          TypeError: if an argument has the wrong type.
         """
         check_positive("steps", steps)
         check_input_fn(input_fn)
@@ -198,25 +203,26 @@ class Estimator(Settings):
         checkpoint_path: str | None = None,
         yield_single_examples: bool = True,
     ) -> Iterator[Any]:
-        """Predicts lazily, one batch at a time.
+        """Yields predictions lazily, computing one batch at a time.
 
         Args:
           input_fn: Function that returns the data; labels are ignored.
-          predict_keys: Names of the predictions to yield, if they are a dict;
-            None for all.
+          predict_keys: Names of the predictions to yield if predictions are
+            dicts; None for all.
           hooks: Keras callbacks.
           checkpoint_path: See `evaluate`.
-          yield_single_examples: Whether to yield rows; otherwise batches.
+          yield_single_examples: Whether to yield the predictions row by row;
+            False to yield whole batches.
 
         Yields:
-          Predictions as numpy arrays: those of the EstimatorSpec, or the
-          model's outputs.
+          Predictions as NumPy arrays: the `predictions` of the EstimatorSpec,
+          or the outputs of the model if `model_fn` returns a model.
 
         Raises:
-          ValueError: if none of the keys is a prediction, the checkpoint does
-            not exist, or, with `yield_single_examples`, the predictions have
-            different numbers of rows.
-          TypeError: if an argument has another type.
+          ValueError: if no prediction is named by `predict_keys`, the
+            checkpoint does not exist, or `yield_single_examples` is true and
+            the predictions have different numbers of rows.
+          TypeError: if an argument has the wrong type.
         """
         check_input_fn(input_fn)
         callbacks = check_hooks(hooks)
@@ -237,11 +243,11 @@ class Estimator(Settings):
         return reading.find_newest_complete(self.model_dir)
 
     def get_variable_names(self) -> list[str]:
-        """Returns the names of all variables of the newest checkpoint.
+        """Returns the names of all variables in the newest checkpoint.
 
-        A model's variables are named by their Keras paths ("dense/kernel"), an
-        optimizer's by their paths after "optimizer/". "global_step" is one of
-        the names.
+        Variables of the model are named by their Keras paths, such as
+        "dense/kernel". Variables of the optimizer have the prefix "optimizer/"
+        before their paths. The list also contains "global_step".
 
         Raises:
           ValueError: if `model_dir` contains no checkpoint.
@@ -250,14 +256,14 @@ class Estimator(Settings):
         return sorted({*names, records.GLOBAL_STEP})
 
     def get_variable_value(self, name: str) -> np.ndarray[Any, Any]:
-        """Returns the value of a variable of the newest checkpoint.
+        """Returns the value of a variable in the newest checkpoint.
 
         Args:
           name: One of `get_variable_names()`.
 
         Raises:
           ValueError: if `model_dir` contains no checkpoint, or the checkpoint
-            no such variable.
+            does not contain the variable.
         """
         path = self._find_checkpoint()
         if name == records.GLOBAL_STEP:
@@ -277,29 +283,30 @@ class Estimator(Settings):
     ) -> str:
         """Exports the model with the weights of a checkpoint.
 
-        Writes `model.keras`, which `keras.saving.load_model` reads, and, with
-        TensorFlow installed, a SavedModel into the same folder. They are for
-        prediction: the model is not compiled. Call it in the chief.
+        Writes `model.keras`, which `keras.saving.load_model` can read. If
+        TensorFlow is installed, it also writes a SavedModel into the same
+        folder. Exports are meant for prediction: the model is not compiled.
+        Call this method in the chief only.
 
         Args:
-          export_dir_base: Folder for exports; each export is a folder in it,
-            named by seconds since 1970.
-          serving_input_receiver_fn: None; see `FinalExporter`.
-          assets_extra: Files to copy into the export's folder `assets.extra`:
-            source paths by relative destination path.
-          as_text: False.
-          checkpoint_path: Path of the checkpoint; None for the newest.
+          export_dir_base: Folder for exports. Each export is a new subfolder,
+            named by its time in seconds since 1970.
+          serving_input_receiver_fn: Must be None; see `FinalExporter`.
+          assets_extra: Files to copy into the export's folder `assets.extra`.
+            A dict that maps relative destination paths to source paths.
+          as_text: Must be False.
+          checkpoint_path: Path of the checkpoint; None for the newest one.
           experimental_mode: The mode that `model_fn` is called with.
           saved_model: Whether to write a SavedModel; None to write one if
             TensorFlow is installed.
 
         Returns:
-          The export's folder.
+          The path of the new subfolder.
 
         Raises:
           ValueError: if there is no checkpoint, the inputs of the model are
-            unknown, or an argument has no meaning here.
-          ImportError: if `saved_model` is true without TensorFlow.
+            unknown, or an argument is not supported on JAX.
+          ImportError: if `saved_model` is true but TensorFlow is not installed.
         """
         return exporting.export(
             functools.partial(engine.make_plain, self),
@@ -335,7 +342,7 @@ def _check_steps(steps: object, max_steps: object) -> None:
 
 
 def _resolve_config(config: object, model_dir: object) -> RunConfig:
-    """Returns the RunConfig, with a `model_dir`."""
+    """Returns a RunConfig whose `model_dir` is set."""
     if config is None:
         config = RunConfig()
     if not isinstance(config, RunConfig):

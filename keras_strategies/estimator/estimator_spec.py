@@ -1,4 +1,4 @@
-"""EstimatorSpec: a `model_fn`'s result, made of Keras objects."""
+"""EstimatorSpec, which a `model_fn` returns: a collection of Keras objects."""
 
 import dataclasses
 from collections.abc import Iterable, Mapping
@@ -14,12 +14,12 @@ if TYPE_CHECKING:
 
 
 class ModeKeys:
-    """The modes that a `model_fn` is called with; as tf's.
+    """The modes in which a `model_fn` is called, as in TensorFlow.
 
     Attributes:
       TRAIN: Training.
       EVAL: Evaluation.
-      PREDICT: Prediction, and export.
+      PREDICT: Prediction or export.
 
     Example:
       ```python
@@ -47,15 +47,16 @@ _HOOKS = (
     "prediction_hooks",
 )
 _COMPILED = ("loss", "train_op", "eval_metric_ops")
-# Results that every evaluation has in addition to its metrics.
+# Results that every evaluation contains in addition to its metrics.
 _RESERVED_RESULTS = ("loss", "global_step")
 
 
 @dataclasses.dataclass(frozen=True)
 class EstimatorSpec:
-    """A model with its loss, optimizer, metrics and predictions; as tf's.
+    """A model with its loss, optimizer, metrics and predictions.
 
-    A `model_fn` returns it unless it returns a compiled model.
+    A `model_fn` returns an EstimatorSpec, as in TensorFlow, or it returns a
+    compiled model.
 
         def model_fn(features, labels, mode, params):
             model = make_model(params)
@@ -74,38 +75,41 @@ class EstimatorSpec:
             model_fn, params={"learning_rate": 1e-3}
         )
 
-    Training needs `loss` and `train_op`, evaluation `loss`, prediction
-    `predictions`; each mode ignores the other arguments. A compiled `model`
-    already has its loss, optimizer and metrics.
+    Training needs `loss` and `train_op`, evaluation needs `loss`, and
+    prediction needs `predictions`. Arguments that a mode does not need are
+    ignored. They can be omitted if `model` is compiled, because it already has
+    its loss, optimizer and metrics.
 
-    Differs from tf: without a graph, `loss`, `train_op` and the rest are Keras
-    objects that define the computation, and not its results.
+    Differs from tf: there is no graph, so `loss`, `train_op` and the other
+    arguments are not the results of a computation, but Keras objects that
+    define it.
 
     Attributes:
-      mode: The `mode` of the `model_fn`, one of `ModeKeys`.
-      predictions: The predictions that `predict` yields: names of the model's
-        outputs (a str or a list); symbolic tensors of a functional model (one
-        or a dict); or a function of a batch of the model's outputs, as numpy
-        arrays, that returns an array or a dict of arrays. A dict may also map
-        names to such functions, or to None for the outputs themselves.
-      loss: A `keras.losses.Loss`, its name, a function of (y_true, y_pred),
-        or a nest of them for several outputs.
-      train_op: A `keras.optimizers.Optimizer`, or its name.
-      eval_metric_ops: `keras.metrics.Metric`s, their names, or functions of
-        (y_true, y_pred), by the names of the results; computed in
-        evaluations.
-      export_outputs: None; an export has the outputs of the model.
-      training_chief_hooks: Keras callbacks of the chief, in training.
-      training_hooks: Keras callbacks of all processes, in training.
-      scaffold: None.
-      evaluation_hooks: Keras callbacks, in evaluations.
-      prediction_hooks: Keras callbacks, in predictions.
+      mode: The `mode` that the `model_fn` was called with, one of `ModeKeys`.
+      predictions: The predictions that `predict` yields. These can be names of
+        the model's outputs (a str or a list); symbolic tensors of a functional
+        model (one tensor or a dict); or a function that receives a batch of the
+        model's outputs as NumPy arrays, and returns an array or a dict of
+        arrays. A dict may also map names to such functions, or to None for the
+        outputs themselves.
+      loss: A `keras.losses.Loss`, the name of one, or a function of (y_true,
+        y_pred); a nested structure of these for a model with several outputs.
+      train_op: A `keras.optimizers.Optimizer`, or the name of one.
+      eval_metric_ops: A dict that maps the names of results to metrics, which
+        are computed in evaluations. A metric is a `keras.metrics.Metric`, the
+        name of one, or a function of (y_true, y_pred).
+      export_outputs: Must be None; an export has the outputs of the model.
+      training_chief_hooks: Keras callbacks for training, only in the chief.
+      training_hooks: Keras callbacks for training, in all processes.
+      scaffold: Must be None.
+      evaluation_hooks: Keras callbacks for evaluations.
+      prediction_hooks: Keras callbacks for predictions.
       model: The `keras.Model`.
 
     Raises:
       ValueError: if an argument that the mode needs is missing, or an argument
-        has no meaning here.
-      TypeError: if an argument has another type, such as a tensor or a
+        is not supported on JAX.
+      TypeError: if an argument has the wrong type, such as a tensor or a
         SessionRunHook.
     """
 

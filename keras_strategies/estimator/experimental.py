@@ -1,11 +1,11 @@
-"""Names of `tf.estimator.experimental`.
+"""The public names that correspond to `tf.estimator.experimental`.
 
     hook = ks.estimator.experimental.stop_if_no_decrease_hook(
         estimator, "loss", max_steps_without_decrease=1000
     )
     estimator.train(input_fn, hooks=[hook])
 
-Names are imported on first use.
+Each name is imported when it is first used.
 """
 
 from keras_strategies._core.names.lazy_names import lazy_names as _lazy_names

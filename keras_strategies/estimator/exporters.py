@@ -1,4 +1,4 @@
-"""Exporters: rules for exports after evaluations."""
+"""Exporters: they decide after each evaluation whether to export the model."""
 
 import abc
 import glob
@@ -41,7 +41,7 @@ class Exporter(abc.ABC):
     @property
     @abc.abstractmethod
     def name(self) -> str:
-        """The name of its folder under `model_dir/export`."""
+        """The name of this exporter's folder under `model_dir/export`."""
 
     @abc.abstractmethod
     def export(
@@ -52,14 +52,14 @@ class Exporter(abc.ABC):
         eval_result: Mapping[str, Any],
         is_the_final_export: bool,
     ) -> str | None:
-        """Exports, or decides not to.
+        """Exports the evaluated checkpoint, or decides not to.
 
         Args:
           estimator: The `Estimator`.
-          export_path: The folder to write to.
+          export_path: The folder to write the export to.
           checkpoint_path: The checkpoint that was evaluated.
-          eval_result: The result of `Estimator.evaluate` for it.
-          is_the_final_export: Whether the training has ended; always False if
+          eval_result: The result of `Estimator.evaluate` for the checkpoint.
+          is_the_final_export: Whether training has ended. Always False if
             `TrainSpec.max_steps` is None.
 
         Returns:
@@ -68,7 +68,7 @@ class Exporter(abc.ABC):
 
 
 class _ModelExporter(Exporter):
-    """An exporter that exports if `_is_due`, and deletes old exports."""
+    """An exporter that exports if `_is_due` says so; deletes old exports."""
 
     def __init__(
         self,
@@ -90,7 +90,7 @@ class _ModelExporter(Exporter):
 
     @property
     def name(self) -> str:
-        """The name of its folder under `model_dir/export`."""
+        """The name of this exporter's folder under `model_dir/export`."""
         return self._name
 
     def export(
@@ -121,24 +121,24 @@ class _ModelExporter(Exporter):
 
 
 class FinalExporter(_ModelExporter):
-    """An exporter that exports once, at the end of training; as tf's.
+    """Exports the model once, at the end of training, as in TensorFlow.
 
-    Needs `TrainSpec(max_steps=...)`.
+    It requires `TrainSpec(max_steps=...)`.
 
     Differs from tf: the exported model takes the same features as the model of
     the `model_fn`, so `serving_input_receiver_fn` is not supported.
 
     Args:
       name: Name of the folder under `model_dir/export`.
-      serving_input_receiver_fn: None.
-      assets_extra: Files to copy into the export's folder `assets.extra`:
-        source paths by relative destination path.
-      as_text: False.
-      saved_model: Whether to write a SavedModel as well
-        (`Estimator.export_saved_model`).
+      serving_input_receiver_fn: Must be None.
+      assets_extra: Files to copy into the export's folder `assets.extra`. A
+        dict that maps relative destination paths to source paths.
+      as_text: Must be False.
+      saved_model: Whether to write a SavedModel as well (see
+        `Estimator.export_saved_model`).
 
     Raises:
-      ValueError: if an argument has no meaning here.
+      ValueError: if an argument is not supported on JAX.
 
     Example:
       ```python
@@ -169,21 +169,21 @@ class FinalExporter(_ModelExporter):
 
 
 class LatestExporter(_ModelExporter):
-    """An exporter that exports after every evaluation; as tf's.
+    """Exports the model after every evaluation, as in TensorFlow.
 
-    It deletes old exports.
+    It deletes the oldest exports.
 
     Args:
       name: Name of the folder under `model_dir/export`.
-      serving_input_receiver_fn: None; see `FinalExporter`.
+      serving_input_receiver_fn: Must be None; see `FinalExporter`.
       assets_extra: See `FinalExporter`.
-      as_text: False.
-      exports_to_keep: Number of newest exports to keep; None for all.
+      as_text: Must be False.
+      exports_to_keep: Number of newest exports to keep; None to keep all.
       saved_model: See `FinalExporter`.
 
     Raises:
-      ValueError: if an argument has no meaning here, or `exports_to_keep` is 0
-        or less.
+      ValueError: if an argument is not supported on JAX, or `exports_to_keep`
+        is 0 or less.
       TypeError: if `exports_to_keep` is neither an integer nor None.
 
     Example:
@@ -197,10 +197,10 @@ class LatestExporter(_ModelExporter):
 def has_smaller_loss(
     best_eval_result: Mapping[str, Any], current_eval_result: Mapping[str, Any]
 ) -> bool:
-    """Returns whether the second result has the smaller loss.
+    """Returns whether the current result has a smaller loss than the best.
 
     Raises:
-      ValueError: if one of them has no loss.
+      ValueError: if one of the results has no loss.
     """
     for name, result in (
         ("best_eval_result", best_eval_result),
@@ -216,7 +216,7 @@ def has_smaller_loss(
 
 
 class BestExporter(_ModelExporter):
-    """An exporter of each model that is better than all before; as tf's.
+    """Exports each model that is better than all before it, as in TensorFlow.
 
         exporter = ks.estimator.BestExporter(
             compare_fn=lambda best_eval_result, current_eval_result: (
@@ -226,21 +226,22 @@ class BestExporter(_ModelExporter):
 
     Args:
       name: Name of the folder under `model_dir/export`.
-      serving_input_receiver_fn: None; see `FinalExporter`.
-      event_file_pattern: Pattern, relative to `model_dir`, whose folder
-        contains the results of earlier runs ("eval_test/*" for an evaluation
-        named "test"). None to compare only results of this process.
-      compare_fn: Function of `best_eval_result` and `current_eval_result` that
-        returns whether the second is better; by default, whether its loss is
-        smaller.
+      serving_input_receiver_fn: Must be None; see `FinalExporter`.
+      event_file_pattern: Pattern of paths relative to `model_dir`. Its folder
+        contains the results of earlier runs to compare with, for example
+        "eval_test/*" for an evaluation named "test". None to compare only
+        results of this process.
+      compare_fn: Function that receives `best_eval_result` and
+        `current_eval_result`, and returns whether the current one is better.
+        By default, the result with the smaller loss is better.
       assets_extra: See `FinalExporter`.
-      as_text: False.
-      exports_to_keep: Number of newest exports to keep; None for all.
+      as_text: Must be False.
+      exports_to_keep: Number of newest exports to keep; None to keep all.
       saved_model: See `FinalExporter`.
 
     Raises:
-      ValueError: if an argument has no meaning here, `exports_to_keep` is 0 or
-        less, or `compare_fn` takes other arguments.
+      ValueError: if an argument is not supported on JAX, `exports_to_keep` is
+        0 or less, or `compare_fn` has the wrong arguments.
       TypeError: if `exports_to_keep` is neither an integer nor None.
     """
 
@@ -270,8 +271,8 @@ class BestExporter(_ModelExporter):
         if self._pattern and self._model_dir != estimator.model_dir:
             self._model_dir = estimator.model_dir
             self._best = self._find_best(estimator.model_dir)
-        # The present result is already on disk. If it is the best there, it is
-        # equal to `_best`, and `compare_fn` would not find it better.
+        # The current result is already on disk. If it is the best one there, it
+        # equals `_best`, so `compare_fn` would not consider it better.
         is_first = not self._has_exported and _is_equal(self._best, eval_result)
         if not (
             self._best is None
@@ -286,7 +287,7 @@ class BestExporter(_ModelExporter):
         return True
 
     def _find_best(self, model_dir: str) -> Mapping[str, Any] | None:
-        """Returns the best result of the evaluations on disk, or None."""
+        """Returns the best evaluation result that is on disk, or None."""
         folder = os.path.join(
             glob.escape(model_dir), os.path.dirname(self._pattern or "")
         )
@@ -302,7 +303,7 @@ class BestExporter(_ModelExporter):
 
 
 def check_serving(serving_input_receiver_fn: object, as_text: object) -> None:
-    """Raises ValueError for export arguments that only graphs can support."""
+    """Raises ValueError if export arguments that need a graph are given."""
     if serving_input_receiver_fn is not None:
         raise ValueError(
             "`serving_input_receiver_fn` has no meaning here. Received: "
@@ -343,7 +344,7 @@ def _check_compare_fn(compare_fn: object) -> None:
 def _is_equal(
     best: Mapping[str, Any] | None, result: Mapping[str, Any]
 ) -> bool:
-    """Returns whether two results agree in all names that both have."""
+    """Returns whether two results have equal values for all common names."""
     if best is None:
         return False
     shared = [name for name in best if name in result]
@@ -353,7 +354,7 @@ def _is_equal(
 
 
 def _delete_old(export_path: str, exports_to_keep: int | None) -> None:
-    """Deletes all exports but the newest ones; keeps other folders."""
+    """Deletes all exports but the newest; does not delete other folders."""
     if exports_to_keep is None:
         return
     versions = sorted(list_exports(export_path))
@@ -366,7 +367,7 @@ def _delete_old(export_path: str, exports_to_keep: int | None) -> None:
 
 
 def list_exports(export_path: str) -> list[int]:
-    """Returns the versions of a folder's exports, in seconds since 1970."""
+    """Returns the times of a folder's exports, in seconds since 1970."""
     try:
         names = [path.name for path in pathlib.Path(export_path).iterdir()]
     except FileNotFoundError:

@@ -1,4 +1,4 @@
-"""Exports of an Estimator, each in a folder that is named by the time."""
+"""Exports of an Estimator: each is a folder whose name is the time."""
 
 import functools
 import importlib.util
@@ -26,10 +26,10 @@ from keras_strategies.estimator.model_fns import ModelBundle
 from keras_strategies.keras_bridge.loops.scope_hooks import is_built
 
 MODEL_FILE = "model.keras"
-"""The name of an export's file for Keras."""
+"""The name of the Keras file in an export."""
 
 FEATURES = "features.json"
-"""The name of the file in `model_dir` with the structure of the features."""
+"""The file in `model_dir` that describes the structure of the features."""
 
 _EXTRA = "assets.extra"
 _MAX_BYTES = 1 << 20
@@ -51,14 +51,14 @@ def export(
     """Exports a checkpoint; see `Estimator.export_saved_model`.
 
     Args:
-      make: Function of a mode and features that calls the `model_fn` outside
-        of a scope.
+      make: Function that is called with a mode and features, and calls the
+        `model_fn` without a strategy's scope.
       model_dir: The Estimator's folder.
       base: The folder for exports.
       checkpoint_path: The checkpoint; None for the newest valid one.
-      serving_input_receiver_fn: None.
-      assets_extra: Files to copy.
-      as_text: False.
+      serving_input_receiver_fn: Must be None.
+      assets_extra: Source paths of files to copy, by relative destination.
+      as_text: Must be False.
       mode: One of `ModeKeys`.
       saved_model: Whether to write a SavedModel; None to write one if
         TensorFlow is installed.
@@ -92,13 +92,14 @@ def export(
 
 
 def write_features(model_dir: str, features: Tree) -> None:
-    """Writes the structure of features, for exports by other processes.
+    """Writes a file with the structure, shapes and dtypes of the features.
 
-    Writes nothing if a dimension other than the rows is unknown, or the
-    structure contains named tuples.
+    Other processes need it to build the model for an export. No file is
+    written if the size of a dimension other than the rows is unknown, or if
+    the structure contains named tuples.
 
     Args:
-      model_dir: The folder.
+      model_dir: The folder to write to.
       features: Symbolic features.
     """
     rows = [f for f in keras.tree.flatten(features) if f is not None]
@@ -111,8 +112,8 @@ def write_features(model_dir: str, features: Tree) -> None:
     try:
         batch_spec.make_empty(text, has_classes=False)
     except ValueError:
-        # Named tuples are not written: a process without their classes could
-        # not read the file.
+        # Structures with named tuples are not written: a process in which their
+        # classes are not defined could not read the file.
         return
     os.makedirs(model_dir, mode=0o700, exist_ok=True)
     path = pathlib.Path(model_dir, FEATURES)
@@ -124,9 +125,11 @@ def write_features(model_dir: str, features: Tree) -> None:
 
 
 def read_features(model_dir: str) -> Tree:
-    """Returns features with 0 rows, as arrays; None if none were written.
+    """Reads the file of `write_features`.
 
-    A changed or damaged file is ignored, with a warning in the log.
+    Returns:
+      The features as arrays with 0 rows. None if there is no file, or if it is
+      damaged, which is logged as a warning.
     """
     path = pathlib.Path(model_dir, FEATURES)
     text = _read_bytes(path)
@@ -140,7 +143,7 @@ def read_features(model_dir: str) -> Tree:
 
 
 def _read_bytes(path: pathlib.Path) -> bytes | None:
-    """Returns a file's content, up to a limit; None if it cannot be read."""
+    """Returns a file's content up to a size limit; None if unreadable."""
     try:
         with open_regular(path) as file:
             return file.read(_MAX_BYTES + 1)
@@ -154,7 +157,7 @@ def _restore_model(
     path: str,
     features: Tree,
 ) -> keras.Model:
-    """Returns the model of a checkpoint, on one device, without a strategy."""
+    """Returns a checkpoint's model on one device, without a strategy."""
     bundle = make(mode, features)
     model = bundle.model
     if not is_built(model):
@@ -170,7 +173,8 @@ def _restore_model(
             )
         )
     reading.restore(model, path)
-    # Serving needs no optimizer, and a user-defined loss might not load there.
+    # Serving needs no optimizer, and the server might not be able to load a
+    # user-defined loss.
     model.compiled, model.optimizer = False, None
     return bundle.outputs
 
@@ -188,18 +192,18 @@ def _writes_saved_model(saved_model: bool | None) -> bool:
 
 def _write_saved_model(model: keras.Model, folder: str) -> None:
     with warnings.catch_warnings():
-        # Keras 3.15 calls deprecated functions of jax2tf.
+        # Keras 3.15 calls deprecated functions in jax2tf.
         warnings.simplefilter("ignore", DeprecationWarning)
         model.export(folder, format="tf_saved_model", verbose=False)
 
 
 def _make_zeros(num_rows: int, feature: Array) -> np.ndarray:
-    """Returns rows of zeros in the shape and dtype of a feature."""
+    """Returns an array of zeros with a feature's row shape and dtype."""
     return np.zeros((num_rows, *feature.shape[1:]), feature.dtype)
 
 
 def _check_files(files: Mapping[str, str] | None) -> dict[str, str]:
-    """Checks `assets_extra`, and returns its source paths by destination."""
+    """Checks `assets_extra` and returns the source path per destination."""
     if files is None:
         return {}
     what = "a dict from paths in the export to files"
@@ -239,13 +243,14 @@ def _make_folder(base: str) -> str:
             "it need not exist."
         ) from None
     folder = os.path.join(base, f"temp-{secrets.token_hex(8)}")
-    # Mode 755 less the umask, as for other folders.
+    # As for other folders, the mode is 755 minus the umask; temporary folders
+    # would have 700.
     os.mkdir(folder, 0o755)
     return folder
 
 
 def _put_in_place(folder: str, base: str) -> str:
-    """Renames a complete export to an unused time, and returns its path."""
+    """Renames a complete export to an unused time and returns its path."""
     version = max([int(time.time()), *(v + 1 for v in list_exports(base))])
     while True:
         path = os.path.join(base, str(version))
@@ -254,7 +259,8 @@ def _put_in_place(folder: str, base: str) -> str:
                 os.rename(folder, path)
                 return path
             except OSError:
-                # Raised again unless another process has taken the name.
+                # If another process has just used this name, the next one is
+                # tried. Any other error is raised.
                 if not os.path.lexists(path):
                     raise
         version += 1

@@ -1,4 +1,4 @@
-"""Data of an `input_fn`, for Keras's loops and for a `model_fn`."""
+"""Converts the data of an `input_fn` for Keras's loops and a `model_fn`."""
 
 import dataclasses
 import itertools
@@ -21,9 +21,10 @@ from keras_strategies.estimator.estimator_spec import ModeKeys, is_tensor
 from keras_strategies.strategy.strategy import Strategy
 
 DEFAULT_BATCH_SIZE = 32
-"""Rows per batch if an `input_fn` returns arrays; as in Keras."""
+"""Rows per batch if an `input_fn` returns arrays; the default of Keras."""
 
-# Batches that building a model may read, one per replica.
+# The largest number of batches that building a model may read: one for each
+# replica.
 _MAX_SEEN = 512
 _CURE = (
     "Return a dataset (tf.data, a PyDataset, grain, a generator of batches) "
@@ -39,10 +40,10 @@ class Input:
       x: Features as arrays, or a dataset of (features, labels).
       y: Labels as arrays; None for a dataset or without labels.
       sample_weight: Weights of rows as an array, or None.
-      example: A batch, or specs of one: arrays and specs with shapes and
-        dtypes, in the structure of a batch.
+      example: A batch, or the same structure with objects that have a shape
+        and a dtype instead of arrays.
       is_dataset: Whether `x` is a dataset.
-      is_endless: Whether `x` is a dataset that is known to be infinite.
+      is_endless: Whether `x` is a dataset that declares itself infinite.
     """
 
     x: Any
@@ -53,7 +54,7 @@ class Input:
     is_endless: bool = False
 
     def make_arguments(self) -> dict[str, Any]:
-        """Returns the data arguments for `fit` and `evaluate`."""
+        """Returns the arguments of `fit` or `evaluate` that pass the data."""
         if self.is_dataset:
             return {"x": self.x}
         return {
@@ -64,7 +65,7 @@ class Input:
         }
 
     def iter_batches(self) -> Iterator[Tree]:
-        """Yields the features batch by batch, as numpy arrays."""
+        """Yields the features batch by batch, as NumPy arrays."""
         if self.is_dataset:
             for batch in _iter_global_batches(self.x):
                 yield keras.utils.unpack_x_y_sample_weight(_as_element(batch))[
@@ -87,15 +88,16 @@ def call_input_fn(
     config: RunConfig,
     strategy: Strategy,
 ) -> Input:
-    """Calls an `input_fn` with those arguments that it has.
+    """Calls an `input_fn` with the arguments that its signature contains.
 
-    With `input_context`, the function returns a process-local dataset of
-    per-replica batches, as in tf. The call is then collective.
+    If the function has the argument `input_context`, it must return a
+    process-local dataset of per-replica batches, as in TensorFlow. The call is
+    then collective.
 
     Raises:
-      TypeError: if the function returns no data.
-      ValueError: if the data are not valid, or, with `input_context`, not a
-        dataset.
+      TypeError: if the function does not return data.
+      ValueError: if the data are invalid, or if the function has
+        `input_context` but does not return a dataset.
     """
     names = find_argument_names(input_fn)
     known = {"mode": mode, "params": params, "config": config}
@@ -123,24 +125,25 @@ def make_symbols(example: Tree) -> tuple[Tree, Tree]:
     """Returns symbolic features and labels for a `model_fn`.
 
     Args:
-      example: A batch, or specs of one.
+      example: See `Input.example`.
 
     Returns:
-      Features as `keras.Input`s, for a functional model; those in a dict are
-      named by their keys. Labels as `keras.KerasTensor`s, or None.
+      A tuple of features and labels. Features are `keras.Input`s for a
+      functional model; features in a dict are named by their keys. Labels are
+      `keras.KerasTensor`s, or None.
     """
     x, y, _ = keras.utils.unpack_x_y_sample_weight(_as_element(example))
     return _map_leaves(_make_input_like, x), _map_leaves(_make_tensor_like, y)
 
 
 class _Replayable:
-    """An iterable over an iterator that can be iterated from the start again.
+    """An iterable that makes an iterator's first batches readable again.
 
-    Building a model reads the first batches; training must see them too. They
-    are kept until more than `_MAX_SEEN` batches have been read.
+    Building a model reads the first batches, and training must use them too.
+    They are stored until more than `_MAX_SEEN` batches have been read.
 
     Args:
-      iterator: The iterator, of batches.
+      iterator: The iterator over batches.
     """
 
     def __init__(self, iterator: Iterator[Any]) -> None:
@@ -169,7 +172,8 @@ def _make_input(data: Dataset, mode: str) -> Input:
     if isinstance(data, Iterator):
         return _from_iterator(data)
     is_data = hasattr(data, "__iter__") or hasattr(data, "__getitem__")
-    # A tuple of Python lists, (features, labels), would be read as two batches.
+    # A tuple of Python lists (features, labels) is rejected: it would be read
+    # as two batches.
     is_data &= not isinstance(data, str | bytes | tuple | Mapping)
     if not is_data:
         raise TypeError(
@@ -211,7 +215,7 @@ def _from_arrays(data: Tree, mode: str) -> Input:
 
 
 def _from_iterator(data: Iterator[Any]) -> Input:
-    """Returns an iterator's data; its first batch is the example.
+    """Returns an iterator as an `Input`, with its first batch as example.
 
     Raises:
       ValueError: if the iterator is empty.
@@ -231,29 +235,29 @@ def _from_iterator(data: Iterator[Any]) -> Input:
 
 
 def _iter_global_batches(dataset: Dataset) -> Iterator[Tree]:
-    """Returns an iterator of a dataset's global batches, on the host."""
+    """Returns an iterator over a dataset's global batches on the host."""
     if not isinstance(dataset, DistributedDataset):
         return host_batches(dataset)
     source = dataset.source
-    # This counts as a pass: the next loop begins with the next epoch.
+    # Reading counts as one pass, so the next loop begins with the next epoch.
     epoch = source.passes.next
     source.passes.reach(epoch + 1)
     return (part.data for part in source.read(epoch, 0, all_rows))
 
 
 def _is_nest_of_arrays(data: object) -> bool:
-    """Returns whether data are only arrays in dicts, lists and tuples."""
+    """Returns whether data are arrays nested in dicts, lists and tuples."""
     if isinstance(data, Mapping):
         return bool(data) and all(map(_is_nest_of_arrays, data.values()))
     if isinstance(data, list | tuple):
         some = [value for value in data if value is not None]
         return bool(some) and all(map(_is_nest_of_arrays, some))
-    # Series and DataFrames of pandas count as arrays.
+    # Series and DataFrames of pandas, which have `iloc`, count as arrays.
     return is_tensor(data) or hasattr(data, "iloc")
 
 
 def _convert_pandas(data: Tree) -> Tree:
-    """Returns data with pandas objects as arrays."""
+    """Returns the data with pandas objects converted to arrays."""
     if isinstance(data, Mapping):
         return {key: _convert_pandas(value) for key, value in data.items()}
     if isinstance(data, list | tuple):
@@ -262,7 +266,7 @@ def _convert_pandas(data: Tree) -> Tree:
 
 
 def _find_example(data: Dataset) -> Tree:
-    """Returns a batch of a dataset, or specs of one."""
+    """Returns a dataset's `Input.example`: a batch, or specs."""
     if isinstance(data, DistributedDataset):
         return data.element_spec
     spec = getattr(data, "element_spec", None)
@@ -291,9 +295,10 @@ def _as_element(batch: Tree) -> Tree:
 
 
 def _map_leaves(function: Callable[[Any, str | None], Any], nest: Tree) -> Tree:
-    """Maps a function of each leaf and its key (or None) over a nest.
+    """Replaces each leaf of a nest by the function of the leaf and its key.
 
-    The key of a nested leaf joins the keys and indices with "_".
+    The key of a nested leaf is made of its keys and indices, joined with "_".
+    It is None if the leaf is not nested.
     """
 
     def visit(value: Tree, key: str | None) -> Tree:
@@ -313,7 +318,7 @@ def _map_leaves(function: Callable[[Any, str | None], Any], nest: Tree) -> Tree:
 
 
 def _is_pair(value: object) -> bool:
-    """Returns whether a value is a (shape, dtype) of an `element_spec`."""
+    """Returns whether a value is a (shape, dtype) in an `element_spec`."""
     return (
         isinstance(value, tuple)
         and len(value) == 2
@@ -325,11 +330,11 @@ def _is_pair(value: object) -> bool:
 def _compute_shape_and_dtype(
     leaf: Array, key: str | None
 ) -> tuple[tuple[int | None, ...], str]:
-    """Returns a leaf's shape without rows, and its dtype in Keras's loops.
+    """Returns a leaf's shape without rows and its dtype in Keras's loops.
 
     Raises:
       ValueError: if the shape is unknown, or the leaf is a scalar.
-      TypeError: if the leaf is of strings or objects.
+      TypeError: if the leaf contains strings or objects.
     """
     shape, dtype = leaf if _is_pair(leaf) else _read_shape_and_dtype(leaf)
     if getattr(shape, "rank", 0) is None:
@@ -354,7 +359,7 @@ def _compute_shape_and_dtype(
             "`keras.utils.FeatureSpace`, `keras.layers.StringLookup` or "
             "`Hashing` in `dataset.map`, or omit them."
         )
-    # Keras feeds floats as floatx, and JAX has no int64 by default.
+    # Keras's loops convert floats to floatx, and JAX has no int64 by default.
     name = keras.backend.standardize_dtype(dtype)
     if name in ("float16", "float32", "float64"):
         name = keras.config.floatx()

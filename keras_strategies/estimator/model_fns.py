@@ -1,4 +1,4 @@
-"""Calls of a `model_fn`, and checks and bundling of its results."""
+"""Calls a `model_fn`, checks its result and bundles it."""
 
 import dataclasses
 import functools
@@ -18,23 +18,23 @@ from keras_strategies.keras_bridge.loops.binding import find_binding
 from keras_strategies.strategy.current import get_entered_strategy
 
 ARGUMENTS = ("features", "labels", "mode", "params", "config")
-"""The arguments that a `model_fn` may have."""
+"""The names of the arguments that a `model_fn` may have."""
 
 _logger = logging.getLogger(__name__)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class ModelBundle:
-    """The model of a `model_fn`, with its predictions and callbacks.
+    """The model that a `model_fn` returned, its predictions and callbacks.
 
     Attributes:
-      model: The model; compiled, except for predictions.
-      outputs: The model whose outputs are predicted: `model`, or a model of
-        some of its tensors.
-      predictions: Function from a batch of `outputs`' outputs, as numpy
-        arrays, to the predictions.
-      chief_hooks: Callbacks of the chief in training.
-      hooks: Callbacks of all processes, in the mode.
+      model: The model. It is compiled unless the mode is PREDICT.
+      outputs: The model to run for predictions: `model`, or a model that
+        computes some of its tensors.
+      predictions: Function that receives a batch of the outputs of `outputs`,
+        as NumPy arrays, and returns the predictions.
+      chief_hooks: Callbacks for training, only in the chief.
+      hooks: Callbacks for the mode, in all processes.
     """
 
     model: keras.Model
@@ -48,8 +48,8 @@ def check_model_fn(model_fn: object, params: object) -> None:
     """Raises unless a function is a valid `model_fn`.
 
     Raises:
-      ValueError: if `model_fn` is None or has other arguments, or if `params`
-        are given and it has no argument `params`.
+      ValueError: if `model_fn` is None or has unknown arguments, or if
+        `params` are given but it has no argument `params`.
       TypeError: if `model_fn` is not callable, or is a model.
     """
     if model_fn is None:
@@ -100,11 +100,11 @@ def make(
     params: Mapping[str, Any],
     config: RunConfig,
 ) -> ModelBundle:
-    """Calls a `model_fn` in the present scope, and checks its result.
+    """Calls a `model_fn` in the current scope and checks its result.
 
     Raises:
       ValueError: if `model_fn` returns neither a model nor an EstimatorSpec,
-        or the model does not fit the mode, the labels or the strategy.
+        or the model cannot be used with the mode, labels or strategy.
     """
     names = find_argument_names(model_fn)
     known = {
@@ -139,7 +139,7 @@ def _find_optional_names(function: Callable[..., Any]) -> set[str]:
 
 
 def _check_new(model: keras.Model) -> None:
-    """Raises ValueError unless a model was made in the present scope."""
+    """Raises ValueError unless a model was created in the current scope."""
     strategy = get_entered_strategy()
     binding = find_binding(model)
     owner = None if binding is None else binding.owner
@@ -153,9 +153,9 @@ def _check_new(model: keras.Model) -> None:
 
 
 def _check_labels(model: keras.Model, labels: Tree) -> None:
-    """Raises ValueError for a loss if the data have no labels."""
+    """Raises ValueError if a model has a loss but the data no labels."""
     kind = type(model)
-    # A custom step may compute its loss without labels.
+    # A custom train step may compute the loss without labels.
     has_custom_steps = (
         kind.train_step is not keras.Model.train_step
         or kind.compute_loss is not keras.Model.compute_loss
@@ -190,12 +190,12 @@ def _bundle_spec(spec: EstimatorSpec, mode: str) -> ModelBundle:
             "on `mode`."
         )
     model = spec.model
-    assert model is not None  # The EstimatorSpec has checked it.
+    assert model is not None  # EstimatorSpec has checked it.
     if mode != ModeKeys.PREDICT and not model.compiled:
         metrics = spec.eval_metric_ops if mode == ModeKeys.EVAL else None
         _check_metrics(spec)
         model.compile(
-            # An evaluation uses no optimizer.
+            # An evaluation does not use the optimizer.
             optimizer=spec.train_op or "sgd",
             loss=spec.loss,
             metrics=[_name_metric(n, m) for n, m in (metrics or {}).items()]
@@ -219,20 +219,21 @@ def _bundle_spec(spec: EstimatorSpec, mode: str) -> ModelBundle:
 
 
 def _name_metric(name: str, metric: object) -> keras.metrics.Metric | str:
-    """Returns a metric whose result has the name."""
+    """Returns a metric whose result has the given name."""
     if isinstance(metric, str):
         if metric == name:
             return metric
         metric = keras.metrics.get(metric)
     if not isinstance(metric, keras.metrics.Metric):
         return keras.metrics.MeanMetricWrapper(metric, name=name)
-    # Renamed in place: a copy from its config could lose arguments.
+    # Renamed in place, because a copy made from its config could lose
+    # arguments.
     metric.name = name
     return metric
 
 
 def _check_metrics(spec: EstimatorSpec) -> None:
-    """Raises ValueError if a metric's output or name is ambiguous."""
+    """Raises ValueError if a metric's name, or its output, is ambiguous."""
     metrics = spec.eval_metric_ops or {}
     outputs = getattr(spec.model, "outputs", None) or []
     if metrics and len(outputs) > 1:
@@ -256,7 +257,7 @@ def _check_metrics(spec: EstimatorSpec) -> None:
 def _choose_predictions(
     model: keras.Model, predictions: Tree
 ) -> tuple[keras.Model, Callable[[Tree], Tree]]:
-    """Returns the model to run, and the function of its outputs."""
+    """Returns the model to run and a function that converts its outputs."""
     leaves = keras.tree.flatten(predictions)
     symbols = [isinstance(leaf, keras.KerasTensor) for leaf in leaves]
     if all(symbols):
@@ -291,7 +292,7 @@ def _choose_predictions(
 
 
 def _make_output_namer(model: keras.Model) -> Callable[[Tree], Tree]:
-    """Returns a function from a list of outputs to a dict by name."""
+    """Returns a function that converts a list of outputs to a dict."""
 
     def name_outputs(outputs: Tree) -> Tree:
         if not isinstance(outputs, list | tuple):
@@ -303,9 +304,10 @@ def _make_output_namer(model: keras.Model) -> Callable[[Tree], Tree]:
 
 
 def find_output_names(model: keras.Model) -> list[str]:
-    """Returns the names of a model's outputs; an empty list if unknown."""
+    """Returns the names of a model's outputs, or [] if they are unknown."""
     if isinstance(model, keras.Sequential):
-        # The output is named by the last layer, as in a functional model.
+        # The last layer gives the output its name, as in a functional
+        # model.
         return [layer.name for layer in model.layers[-1:]]
     return list(getattr(model, "output_names", None) or [])
 
@@ -318,7 +320,7 @@ def _complete_output_names(model: keras.Model, count: int) -> list[str]:
 
 
 def _pick_output(model: keras.Model, outputs: Tree, name: str) -> Array:
-    """Returns the output with a name."""
+    """Returns the output with the given name."""
     named = _make_output_namer(model)(outputs)
     if not isinstance(named, Mapping):
         named = {_complete_output_names(model, 1)[0]: named}

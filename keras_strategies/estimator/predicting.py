@@ -1,4 +1,4 @@
-"""Predictions in batches and rows."""
+"""Computes predictions and yields them in batches or row by row."""
 
 from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
@@ -15,7 +15,7 @@ from keras_strategies.strategy.strategy import Strategy
 
 
 def check_keys(keys: Iterable[str] | str | None) -> tuple[str, ...] | None:
-    """Checks `predict_keys`, and returns them as a tuple; None for all.
+    """Checks `predict_keys` and returns them as a tuple; None for all.
 
     Raises:
       TypeError: if a key is not a str.
@@ -35,16 +35,16 @@ def check_keys(keys: Iterable[str] | str | None) -> tuple[str, ...] | None:
 def iter_batches(
     bundle: ModelBundle, data: Input, strategy: Strategy, callbacks: list[Any]
 ) -> Iterator[Tree]:
-    """Yields the model's outputs batch by batch, as numpy arrays.
+    """Yields the model's outputs batch by batch, as NumPy arrays.
 
-    Several processes predict collectively: all rows are predicted first, and
-    yielded as one batch.
+    If there are several processes, the call is collective: all rows are
+    predicted first, and are then yielded as a single batch.
 
     Args:
-      bundle: The model, as its `model_fn` returned it.
+      bundle: The model, as returned by its `model_fn`.
       data: The data.
       strategy: The model's strategy.
-      callbacks: Keras callbacks; called as by `predict`.
+      callbacks: Keras callbacks, called as in `keras.Model.predict`.
     """
     model = bundle.outputs
     if strategy.mesh.num_processes > 1:
@@ -79,7 +79,8 @@ def select_keys(predictions: Tree, keys: tuple[str, ...] | None) -> Tree:
     """Returns only the predictions with the given names.
 
     Raises:
-      ValueError: if the predictions are not a dict, or have none of the names.
+      ValueError: if the predictions are not a dict, or contain none of the
+        names.
     """
     if keys is None:
         return predictions
@@ -103,8 +104,8 @@ def iter_rows(predictions: Tree) -> Iterator[Tree]:
     """Yields the predictions row by row.
 
     Raises:
-      ValueError: if entries have different numbers of rows, or the predictions
-        have no rows.
+      ValueError: if the predictions are neither an array nor a dict of arrays,
+        or if the arrays have different numbers of rows.
     """
     if isinstance(predictions, tuple) or not np.iterable(predictions):
         raise ValueError(

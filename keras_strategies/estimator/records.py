@@ -1,7 +1,8 @@
-"""The records of an Estimator's runs: results of evaluations, event files.
+"""Records results of an Estimator's evaluations, and scalars for TensorBoard.
 
-The results are stored next to an evaluation's event files, as one JSON object
-per line, so that early stopping and `BestExporter` need not parse event files.
+The results are stored in a file next to the evaluation's event files, as one
+JSON object per line. Early stopping and `BestExporter` read this file, so that
+they do not have to parse event files.
 """
 
 import functools
@@ -22,10 +23,10 @@ from keras_strategies.cluster.untrusted import open_regular
 from keras_strategies.estimator.config.run_config import RunConfig
 
 FILE = "evaluations.jsonl"
-"""The name of the file in an evaluation's folder."""
+"""The name of the file with the results in an evaluation's folder."""
 
 GLOBAL_STEP = "global_step"
-"""The result that every evaluation has in addition to its metrics."""
+"""The name of the global step in the results of an evaluation."""
 
 _MAX_LINE = 1 << 20
 _logger = logging.getLogger(__name__)
@@ -37,7 +38,7 @@ def append(directory: str, step: int, metrics: Mapping[str, Any]) -> None:
     Args:
       directory: The evaluation's folder, created if needed.
       step: The global step of the evaluated checkpoint.
-      metrics: Numbers by name; other values are left out.
+      metrics: The results by name. Values that are not numbers are left out.
     """
     numbers = {
         name: float(value)
@@ -48,7 +49,7 @@ def append(directory: str, step: int, metrics: Mapping[str, Any]) -> None:
     path = pathlib.Path(directory, FILE)
     path.parent.mkdir(parents=True, exist_ok=True)
     with path.open("ab+") as file:
-        # The last line is incomplete if a process was killed while writing it.
+        # The last line is incomplete if a process was killed while it wrote.
         is_torn = file.tell() > 0 and _read_last_byte(file) != b"\n"
         file.write((b"\n" if is_torn else b"") + line.encode() + b"\n")
         file.flush()
@@ -58,11 +59,11 @@ def append(directory: str, step: int, metrics: Mapping[str, Any]) -> None:
 def read(directory: str) -> dict[int, dict[str, float]]:
     """Returns the results in a folder by global step, in order.
 
-    If a step was evaluated twice, the later values are returned. Lines that
-    cannot be parsed are left out, with a warning in the log.
+    If a step was evaluated more than once, the latest results are returned.
+    Lines that cannot be parsed are skipped, and a warning is logged.
 
     Args:
-      directory: The evaluation's folder, which need not exist.
+      directory: The evaluation's folder, which may not exist yet.
     """
     results: dict[int, dict[str, float]] = {}
     for number, line in enumerate(
@@ -87,7 +88,7 @@ def rename(
     """Returns results under new names.
 
     Raises:
-      ValueError: if `names` contains a name without a result.
+      ValueError: if a key of `names` is not the name of a result.
     """
     for name in names:
         if name not in results:
@@ -102,12 +103,12 @@ def rename(
 def make_scalars(
     config: RunConfig, step: int, eval_name: str | None = None
 ) -> list[Any]:
-    """Returns the callbacks that write and log the scalars of a run.
+    """Makes the callbacks that write and log the scalars of a run.
 
     Args:
       config: The RunConfig.
       step: The global step at the start of the run.
-      eval_name: An evaluation's name, "" for an evaluation without a name;
+      eval_name: The evaluation's name; "" for an evaluation without a name,
         None for training.
     """
     is_training = eval_name is None
@@ -116,7 +117,7 @@ def make_scalars(
     has_files = bool(writes) and _can_write()
     if not (writes or logs) or not (is_training or has_files):
         return []
-    # Imported here because it imports Keras.
+    # Imported here because this module imports Keras.
     from keras_strategies.callbacks.scalars import Scalars
 
     directory = config.model_dir or ""
@@ -140,7 +141,8 @@ def _can_write() -> bool:
 
 @functools.cache
 def _warn_once() -> None:
-    # `train_and_evaluate` would repeat the warning for each evaluation.
+    # Without `cache`, `train_and_evaluate` would repeat the warning for each
+    # evaluation.
     _logger.warning(
         "No event files are written: tensorboardX is not installed. Run "
         "`pip install tensorboardX`, or set `save_summary_steps=None`."
@@ -148,7 +150,7 @@ def _warn_once() -> None:
 
 
 def _iter_lines(path: pathlib.Path) -> Iterator[bytes]:
-    """Yields the lines of a file, if it exists; too long ones are cut."""
+    """Yields a file's lines, if it exists; lines that are too long are cut."""
     try:
         file = open_regular(path)
     except FileNotFoundError:

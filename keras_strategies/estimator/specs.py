@@ -17,22 +17,23 @@ from keras_strategies.estimator.arguments import (
 from keras_strategies.estimator.exporters import Exporter
 
 DEFAULT_EVAL_STEPS = 100
-"""The default number of batches of an evaluation; as in tf."""
+"""The default number of batches in an evaluation, as in TensorFlow."""
 
 
 @dataclasses.dataclass(frozen=True)
 class TrainSpec:
-    """The training part of `train_and_evaluate`, as in tf.
+    """The training part of `train_and_evaluate`, as in TensorFlow.
 
     Attributes:
       input_fn: Function that returns the training data; see `Estimator.train`.
       max_steps: The global step to train up to; None to train until the data
         end.
       hooks: Keras callbacks.
-      saving_listeners: `CheckpointSaverListener`s, called at checkpoints.
+      saving_listeners: `CheckpointSaverListener`s, whose methods are called
+        when checkpoints are saved.
 
     Raises:
-      TypeError: if an argument has another type, such as a SessionRunHook.
+      TypeError: if an argument has the wrong type, such as a SessionRunHook.
       ValueError: if `max_steps` is 0 or less.
 
     Example:
@@ -56,27 +57,27 @@ class TrainSpec:
 
 @dataclasses.dataclass(frozen=True)
 class EvalSpec:
-    """The evaluation of `train_and_evaluate`; as tf's.
+    """The evaluation part of `train_and_evaluate`, as in TensorFlow.
 
     Attributes:
       input_fn: Function that returns the evaluation data; see
         `Estimator.evaluate`.
-      steps: Number of batches of an evaluation; None for all. The default is
-        100, as in tf; use None to evaluate every row.
-      name: Name of the evaluation, which keeps the files of several
-        evaluations apart.
+      steps: Number of batches in each evaluation. The default is 100, as in
+        TensorFlow; pass None to evaluate every row.
+      name: Name of the evaluation. It is part of the name of the folder for
+        its files, so that several evaluations do not share one.
       hooks: Keras callbacks.
-      exporters: An `Exporter`, or several with different names; called after
-        each evaluation.
+      exporters: An `Exporter`, or several exporters with different names. They
+        are called after each evaluation.
       start_delay_secs: Number of seconds that a separate evaluator process
         waits before it starts.
       throttle_secs: Minimum number of seconds from the start of an evaluation
         to the start of the next one.
 
     Raises:
-      TypeError: if an argument has another type, such as a SessionRunHook.
-      ValueError: if `steps` is 0 or less, seconds are negative, or exporters
-        have equal or empty names.
+      TypeError: if an argument has the wrong type, such as a SessionRunHook.
+      ValueError: if `steps` is 0 or less, a number of seconds is negative, or
+        exporters have empty or identical names.
 
     Example:
       ```python
@@ -106,9 +107,10 @@ class EvalSpec:
 
 
 class CheckpointSaverListener:
-    """A listener of checkpoints while an Estimator trains; as tf's.
+    """A base class for objects that are notified when checkpoints are saved.
 
-    Its methods are called in the chief. `session` is always None.
+    As in TensorFlow, pass subclasses' objects to `Estimator.train`. Their
+    methods are called only in the chief. `session` is always None.
 
     Example:
       ```python
@@ -121,32 +123,32 @@ class CheckpointSaverListener:
     """
 
     def begin(self) -> None:
-        """Does nothing; called before the first step."""
+        """Does nothing; a hook before the first step."""
 
     def before_save(self, session: None, global_step_value: int) -> None:
-        """Does nothing; called before a checkpoint is written.
+        """Does nothing; a hook before a checkpoint is written.
 
         Args:
-          session: None.
+          session: Always None.
           global_step_value: Number of training steps so far.
         """
 
     def after_save(self, session: None, global_step_value: int) -> bool | None:
-        """Does nothing; called when a checkpoint is complete.
+        """Does nothing; a hook after a checkpoint has been written.
 
         Args:
-          session: None.
+          session: Always None.
           global_step_value: Number of training steps so far.
 
         Returns:
-          True to end the training.
+          True to stop training; any other value to continue.
         """
 
     def end(self, session: None, global_step_value: int) -> None:
-        """Does nothing; called at the end, after the last checkpoint.
+        """Does nothing; a hook at the end, after the last checkpoint.
 
         Args:
-          session: None.
+          session: Always None.
           global_step_value: Number of training steps so far.
         """
 
@@ -158,7 +160,7 @@ def _set(spec: object, name: str, value: object) -> None:
 def _check_exporters(exporters: Any) -> tuple[Exporter, ...]:
     if exporters is None:
         return ()
-    # A str is wrapped too, so that the error quotes it and not a letter.
+    # A str is wrapped too. Otherwise the error would quote one letter of it.
     is_one = isinstance(exporters, Exporter | str)
     is_one |= not isinstance(exporters, Iterable)
     checked = (exporters,) if is_one else tuple(exporters)

@@ -1,8 +1,9 @@
-"""The callback that resumes and ends a call of `Estimator.train`.
+"""The callback that saves, resumes and finishes a call of `Estimator.train`.
 
-A call is one epoch of Keras's `fit`. If the last call was interrupted, the
-next one resumes at its next batch. If the last call ended, the data start over,
-as in tf. A mark in the directory distinguishes the two cases.
+A call is one epoch of Keras's `fit`. If the previous call was interrupted, the
+next call resumes it at the batch after the checkpoint. If the previous call was
+completed, the next call reads the data from the start, as in TensorFlow. A file
+in the directory, called the mark, distinguishes the two cases.
 """
 
 import dataclasses
@@ -34,7 +35,7 @@ from keras_strategies.keras_bridge.callbacks.resumable_fit import (
 )
 
 MARK = "training.json"
-"""The name of the mark: the file with the step at which `train` last ended."""
+"""The name of the mark: a file with the step at which `train` last ended."""
 
 _MAX_MARK_BYTES = 4096
 _WHERE = "where a training is"
@@ -49,9 +50,9 @@ class Progress:
 
     Attributes:
       step: The global step.
-      begun: The global step at which the interrupted call began; `step` if the
-        last call ended.
-      is_done: Whether the last call ended.
+      begun: The global step at which the interrupted call began; equal to
+        `step` if the last call was completed.
+      is_done: Whether the last call was completed.
     """
 
     step: int = 0
@@ -62,7 +63,7 @@ class Progress:
 def read_progress(model_dir: str) -> Progress:
     """Returns the progress of the training in a directory.
 
-    It reads no arrays.
+    It reads only the metadata of the newest checkpoint, not its arrays.
     """
     path = reading.find_newest_complete(model_dir)
     if path is None:
@@ -75,22 +76,23 @@ def read_progress(model_dir: str) -> Progress:
 
 
 def share_progress(mesh: ReplicaMesh, model_dir: str) -> Progress:
-    """Returns the progress that the chief reads. Collective."""
+    """Returns the chief's `read_progress` in all processes. Collective."""
     local = dataclasses.asdict(read_progress(model_dir))
     of_chief = broadcast_from_chief(mesh, "`Estimator.train`", local, _PROGRESS)
     return Progress(**{name: of_chief[name] for name in _PROGRESS})
 
 
 def is_done_at(model_dir: str, step: int, epoch: int) -> bool:
-    """Returns whether a checkpoint was saved at the end of a call.
+    """Returns whether a checkpoint was saved at the end of a `train` call.
 
     Args:
       model_dir: The directory.
       step: The checkpoint's step.
       epoch: The checkpoint's epoch.
     """
-    # A call is one epoch. If the data end right after a checkpoint was saved
-    # within the epoch, only the mark shows that the call has ended.
+    # A call is one epoch, so the epoch is 1 at its end. However, if the data
+    # end right after a checkpoint was saved within the epoch, no further
+    # checkpoint is saved, and only the mark shows that the call has ended.
     return epoch > 0 or read_end_step(model_dir) == step
 
 
@@ -106,7 +108,7 @@ def read_end_step(model_dir: str) -> int | None:
 
 
 def identify_mark(model_dir: str) -> tuple[int, int] | None:
-    """Returns an identifier of the mark, which changes whenever a call ends."""
+    """Returns an ID of the mark that changes whenever a call ends, or None."""
     try:
         status = os.stat(os.path.join(model_dir, MARK))
     except OSError:
@@ -115,7 +117,7 @@ def identify_mark(model_dir: str) -> tuple[int, int] | None:
 
 
 def mark_end(model_dir: str, step: int) -> None:
-    """Writes the mark that a call has ended, atomically."""
+    """Writes the mark, atomically, to record that a call has ended."""
     with tempfile.NamedTemporaryFile(
         "w", dir=model_dir, prefix=".training-", delete=False
     ) as file:
@@ -134,16 +136,17 @@ def find_global_step(model: Any) -> int:
 def broadcast_from_chief(
     mesh: ReplicaMesh, name: str, value: object, form: Form
 ) -> Any:
-    """Returns the chief's value in all processes. Collective.
+    """Sends the chief's value to all processes. Collective.
 
     Args:
       mesh: The replicas.
-      name: The subject of the value, for errors.
-      value: This process's value, as JSON values.
-      form: The form that the value must have.
+      name: What the value describes, for error messages.
+      value: This process's value, as JSON values. Only the chief's is used.
+      form: The types that the value must have.
 
     Returns:
-      The chief's `value`, checked to have the form.
+      The chief's `value`. If there are several processes, it is checked to
+      have the types of `form`.
     """
     if mesh.num_processes == 1:
         return value
@@ -162,12 +165,14 @@ def count_steps(
     *,
     is_endless: bool,
 ) -> int | None:
-    """Returns the steps of a call of `train`, including those already done.
+    """Returns the total number of steps of a `train` call.
+
+    The number includes steps that were done before the call was interrupted.
 
     Args:
       progress: The progress of the training.
-      steps: The argument of `train`.
-      max_steps: The argument of `train`.
+      steps: The argument `steps` of `train`.
+      max_steps: The argument `max_steps` of `train`.
       is_endless: Whether the data never end.
 
     Returns:
@@ -186,7 +191,7 @@ def has_steps(
     progress: Progress,
     max_steps: int | None,
 ) -> bool:
-    """Returns whether a call has steps to train; warns if it has none.
+    """Returns whether a call has steps left to train; warns if not.
 
     Args:
       mesh: The replicas.
@@ -208,10 +213,12 @@ def has_steps(
 
 
 def warn_of_end(num_steps: int, planned_steps: int | None) -> None:
-    """Warns if arrays ended before the steps; tensors in tf never end.
+    """Warns if arrays ended before the requested number of steps.
+
+    In TensorFlow, an `input_fn` that returns tensors never runs out of data.
 
     Args:
-      num_steps: The number of steps of a call.
+      num_steps: The number of steps that the call has trained.
       planned_steps: The number of steps that were requested; None to train
         until the data end.
     """
@@ -227,15 +234,15 @@ def warn_of_end(num_steps: int, planned_steps: int | None) -> None:
 
 
 class TrainCheckpoint(Checkpoint):
-    """A callback that saves a call of `Estimator.train`, and resumes it.
+    """A callback that saves and resumes a call of `Estimator.train`.
 
     Args:
-      config: The RunConfig, which sets the directory and the times of saves.
-      listeners: Objects like `CheckpointSaverListener`; called in the chief.
-      after_save: Collective function of the global step that is called in all
-        processes after a save, and returns whether to stop.
+      config: The RunConfig, which says where and how often to save.
+      listeners: Objects like `CheckpointSaverListener`, called in the chief.
+      after_save: Function that is called with the global step after each save,
+        in all processes, and returns whether to stop. Collective.
       initialize: Function that is called with the model if there is no
-        checkpoint.
+        checkpoint to resume from.
     """
 
     def __init__(
@@ -252,7 +259,7 @@ class TrainCheckpoint(Checkpoint):
             config.model_dir or "",
             save_every_steps=steps,
             save_every_seconds=seconds,
-            # A call is one epoch, so this saves only its end.
+            # A call is one epoch, so this saves once, at its end.
             save_every_epochs=1,
             keep=Keep(
                 last=config.keep_checkpoint_max,
@@ -270,7 +277,7 @@ class TrainCheckpoint(Checkpoint):
         return self.saved_step or 0
 
     def begin(self, loop: FitState) -> None:
-        """Restores or initializes the model, and notifies the listeners."""
+        """Restores or initializes the model and notifies the listeners."""
         self._mesh = loop.mesh
         super().begin(loop)
         if self.saved_step is None:
@@ -279,7 +286,7 @@ class TrainCheckpoint(Checkpoint):
             listener.begin()
 
     def close(self, *, is_done: bool) -> None:
-        """Waits for the last save, and marks the end of the call."""
+        """Waits for the last save and marks the end of the call."""
         super().close(is_done=is_done)
         if not is_done or self._mesh is None:
             return
@@ -287,8 +294,8 @@ class TrainCheckpoint(Checkpoint):
             mark_end(self.directory, self.num_steps)
         for listener in self._listeners_here:
             listener.end(None, self.num_steps)
-        # A barrier: no process looks for the last checkpoint before it is
-        # complete and marked.
+        # This is a barrier: no process may look for the last checkpoint before
+        # the chief has completed it and written the mark.
         broadcast_from_chief(
             self._mesh, "the end of `Estimator.train`", None, None
         )
@@ -301,7 +308,7 @@ class TrainCheckpoint(Checkpoint):
     def begins_anew(
         self, loop: FitState, step: int, document: dict[str, Any]
     ) -> bool:
-        """Returns whether the last call of `train` ended."""
+        """Returns whether the last call of `train` was completed."""
         where = reading.make_path(self.directory, step)
         epoch, _ = reading.read_position(document, where)
         is_done = is_done_at(self.directory, step, epoch)
@@ -311,12 +318,12 @@ class TrainCheckpoint(Checkpoint):
         return is_done
 
     def before_save(self, loop: FitState) -> None:
-        """Notifies the listeners."""
+        """Notifies the listeners that a checkpoint will be saved."""
         for listener in self._listeners_here:
             listener.before_save(None, loop.num_steps)
 
     def after_save(self, loop: FitState) -> None:
-        """Notifies the listeners of a complete checkpoint; they may stop."""
+        """Notifies the listeners of a saved checkpoint; they may stop `fit`."""
         if not self._listeners and self._asks_to_stop is None:
             return
         self.wait()

@@ -1,4 +1,4 @@
-"""train_and_evaluate: in one process, or in the tasks of a cluster."""
+"""Implements `train_and_evaluate`, for one process and for clusters."""
 
 import logging
 import os
@@ -29,37 +29,37 @@ _logger = logging.getLogger(__name__)
 def train_and_evaluate(
     estimator: Estimator, train_spec: TrainSpec, eval_spec: EvalSpec
 ) -> Results:
-    """Trains, evaluates the checkpoints and exports; as tf's.
+    """Trains a model, evaluates and exports its checkpoints, as in TensorFlow.
 
-    One process trains up to `train_spec.max_steps`. During the training it
-    evaluates new checkpoints, but at most once per `eval_spec.throttle_secs`.
-    The last checkpoint is always evaluated. Exporters are called after each
-    evaluation.
+    Without a cluster, this process trains up to `train_spec.max_steps`. During
+    training it evaluates new checkpoints, but at most one in
+    `eval_spec.throttle_secs` seconds. The last checkpoint is always evaluated.
+    Exporters are called after each evaluation.
 
-    With a TF_CONFIG, each process runs its task. The chief and the workers
-    train together (`train_distribute=ks.MultiWorkerMirroredStrategy()`). An
-    evaluator, which is not part of the training cluster, evaluates the chief's
-    checkpoints until the training ends. All tasks need the same `model_dir`.
-    Without an evaluator, no checkpoint is evaluated, as in tf; the chief logs
-    a warning.
+    If TF_CONFIG describes a cluster, each process performs its own task, as in
+    TensorFlow. The chief and the workers train together
+    (`train_distribute=ks.MultiWorkerMirroredStrategy()`). An evaluator, which
+    is not part of the training cluster, evaluates the chief's checkpoints until
+    training ends. All tasks must use the same `model_dir`. Without an
+    evaluator, no checkpoint is evaluated, and the chief logs a warning.
 
-    Another call resumes from the last checkpoint. It trains no steps if
-    `max_steps` are done.
+    If the function is called again, it resumes from the last checkpoint. It
+    trains no steps if that checkpoint has already reached `max_steps`.
 
     Args:
       estimator: The Estimator.
-      train_spec: The training.
-      eval_spec: The evaluation, and the exporters.
+      train_spec: The data and the number of steps for training.
+      eval_spec: The data and the exporters for evaluation.
 
     Returns:
-      The results of the last evaluation and of its exporters; (None, []) in a
-      task that does not evaluate.
+      A tuple of the results of the last evaluation and a list of its exporters'
+      results; (None, []) in a task that does not evaluate.
 
     Raises:
-      TypeError: if an argument has another type.
-      ValueError: if the task is not supported ("ps").
-      RuntimeError: if an evaluator finds no checkpoint for
-        `session_creation_timeout_secs` of the RunConfig.
+      TypeError: if an argument has the wrong type.
+      ValueError: if the task's type is not supported ("ps").
+      RuntimeError: if an evaluator finds no checkpoint within the RunConfig's
+        `session_creation_timeout_secs`.
 
     Example:
       ```python
@@ -91,8 +91,8 @@ def train_and_evaluate(
     if not {CHIEF, EVALUATOR} & {*jobs}:
         _warn_without_evaluator(estimator)
     _train(estimator, train_spec, None)
-    # An evaluator outside of the cluster may follow a "chief". If there is one,
-    # its folder exists by now.
+    # An evaluator outside the cluster may be waiting for the checkpoints of a
+    # "chief". If there is such an evaluator, its folder exists by now.
     may_be = CHIEF in jobs and EVALUATOR not in jobs
     if may_be and not os.path.isdir(estimator.eval_dir(eval_spec.name)):
         _warn_without_evaluator(estimator)
@@ -174,7 +174,7 @@ def _train_locally(
 def _follow(
     estimator: Estimator, train_spec: TrainSpec, eval_spec: EvalSpec
 ) -> Results:
-    """Evaluates another process's checkpoints until its training ends."""
+    """Evaluates the chief's checkpoints until the chief's training ends."""
     evaluation = _Evaluation(estimator, eval_spec, train_spec.max_steps)
     watch = _Watch(estimator, train_spec.max_steps)
     time.sleep(eval_spec.start_delay_secs)
@@ -188,7 +188,8 @@ def _follow(
                 except (DamagedCheckpoint, ValueError):
                     if os.path.isdir(path):
                         raise
-                    # The chief has deleted it, because it has newer ones.
+                    # The chief has deleted this checkpoint because newer ones
+                    # exist.
                     continue
                 watch.note_news()
                 continue
@@ -199,7 +200,7 @@ def _follow(
 
 
 class _Watch:
-    """A check whether the training that an evaluator follows continues.
+    """Determines for an evaluator whether the chief is still training.
 
     Args:
       estimator: The Estimator.
@@ -210,16 +211,16 @@ class _Watch:
         self._model_dir = estimator.model_dir
         self._max_steps = max_steps
         self._timeout_s = estimator.config.session_creation_timeout_secs
-        # The mark may still be that of an earlier training.
+        # The end mark that is there now may be from an earlier training.
         self._stale = train_callback.identify_mark(self._model_dir)
         self.note_news()
 
     def note_news(self) -> None:
-        """Notes that a new checkpoint was evaluated."""
+        """Restarts the timeout, after a new checkpoint was evaluated."""
         self._since = time.monotonic()
 
     def is_last(self, path: str) -> bool:
-        """Returns whether a checkpoint is the last one of the training."""
+        """Returns whether a checkpoint is the final one of the training."""
         step = reading.parse_step(path)
         if self._max_steps is not None and step >= self._max_steps:
             return True
@@ -232,7 +233,8 @@ class _Watch:
     def is_over(self, path: str | None) -> bool:
         """Returns whether the training ended before this evaluator started.
 
-        It can be True only after the timeout without a new checkpoint.
+        The result is True only if no new checkpoint appeared for the duration
+        of the timeout.
 
         Raises:
           RuntimeError: if no checkpoint was saved before the timeout.
@@ -252,12 +254,12 @@ class _Watch:
 
 
 class _Evaluation:
-    """The evaluations of checkpoints, and the calls of exporters.
+    """Evaluates checkpoints, and calls the exporters with the results.
 
     Args:
       estimator: The Estimator.
       spec: The EvalSpec.
-      max_steps: The global step of the final evaluation, or None.
+      max_steps: The global step at which exports are final, or None.
 
     Attributes:
       path: The last checkpoint that was evaluated, or None.
@@ -280,7 +282,7 @@ class _Evaluation:
         return began is None or time.monotonic() - began >= throttle_s
 
     def run(self, path: str) -> None:
-        """Evaluates a checkpoint and exports it."""
+        """Evaluates a checkpoint, and calls the exporters."""
         self._began = time.monotonic()
         spec = self._spec
         metrics = self._estimator.evaluate(
@@ -294,13 +296,13 @@ class _Evaluation:
         self.path = path
 
     def _export(self, path: str, metrics: dict[str, Any]) -> list[str | None]:
-        """Calls the exporters, in the chief."""
+        """Calls the exporters in the chief, and returns their results."""
         if jax.process_index() != 0:
             return []
         step = metrics[records.GLOBAL_STEP]
         is_final = self._max_steps is not None and step >= self._max_steps
         base = os.path.join(self._estimator.model_dir, "export")
-        exporters: Any = self._spec.exporters  # EvalSpec makes it a tuple.
+        exporters: Any = self._spec.exporters  # EvalSpec converts it.
         return [
             exporter.export(
                 estimator=self._estimator,

@@ -1,4 +1,4 @@
-"""Initial weights from the checkpoint of another training."""
+"""Loads initial weights from the checkpoint of another training."""
 
 import dataclasses
 import logging
@@ -18,24 +18,25 @@ _logger = logging.getLogger(__name__)
 
 @dataclasses.dataclass(frozen=True)
 class WarmStartSettings:
-    """A selection of weights to take from a checkpoint; as tf's.
+    """Selects the weights to initialize from a checkpoint, as in TensorFlow.
 
     Differs from tf: names are Keras's ("dense/kernel"), and vocabularies are
     not supported.
 
     Attributes:
-      ckpt_to_initialize_from: Path of a checkpoint, or of a `model_dir`, whose
-        newest checkpoint is used.
-      vars_to_warm_start: A regular expression that is searched for in the
-        names of the weights, or a list of them; None for the trainable weights.
-      var_name_to_vocab_info: None.
-      var_name_to_prev_var_name: Names in the checkpoint by name in the model,
-        for weights whose names differ.
+      ckpt_to_initialize_from: Path of a checkpoint, or of a `model_dir` whose
+        newest checkpoint is to be used.
+      vars_to_warm_start: A regular expression, or a list of them. A weight is
+        selected if one of them matches a part of its name. None selects the
+        trainable weights.
+      var_name_to_vocab_info: Must be None.
+      var_name_to_prev_var_name: A dict from the name of a weight in the model
+        to its name in the checkpoint, for weights whose names differ.
 
     Raises:
       ValueError: if the path is empty, a regular expression is invalid, or an
-        argument has no meaning here.
-      TypeError: if an argument has another type.
+        argument is not supported on JAX.
+      TypeError: if an argument has the wrong type.
 
     Example:
       ```python
@@ -89,11 +90,12 @@ class WarmStartSettings:
 
 
 def apply(settings: WarmStartSettings | None, model: keras.Model) -> None:
-    """Assigns initial weights to a built model, if there are settings.
+    """Assigns the selected weights to a built model; no-op without settings.
 
     Raises:
-      ValueError: if there is no checkpoint, a selected weight is not in it or
-        has another shape there, or no weight is selected.
+      ValueError: if there is no checkpoint, no weight is selected, or a
+        selected weight is missing from the checkpoint or has a different shape
+        there.
     """
     if settings is None:
         return
@@ -121,7 +123,7 @@ def apply(settings: WarmStartSettings | None, model: keras.Model) -> None:
 
 
 def make_settings(source: Any) -> WarmStartSettings | None:
-    """Returns the settings of an argument `warm_start_from`, or None.
+    """Converts an argument `warm_start_from` to settings, or None.
 
     Raises:
       TypeError: if `source` is not a path, settings or None.
@@ -135,12 +137,13 @@ def make_settings(source: Any) -> WarmStartSettings | None:
 
 
 def _find_checkpoint(path: str) -> str:
-    """Returns a path if it is a checkpoint, or the newest one in it.
+    """Returns the path if it is a checkpoint, or its newest checkpoint.
 
     Raises:
       ValueError: if there is no checkpoint.
     """
-    # The name does not decide: a folder of checkpoints may be a number too.
+    # The folder's name does not show which it is: a folder that contains
+    # checkpoints may also be named by a number.
     latest = reading.find_newest_good(path) if os.path.isdir(path) else None
     if latest is not None:
         return latest

@@ -1,4 +1,4 @@
-"""Runs of a test's function in several processes of a `jax.distributed` job.
+"""Runs a test's function in several processes of a `jax.distributed` job.
 
 All processes run on this machine, on virtual CPU devices, and communicate over
 127.0.0.1.
@@ -33,8 +33,9 @@ class ProcessResult:
     """The result of one process of `run_processes`.
 
     Attributes:
-      returncode: Exit status; negative for a signal.
-      value: The function's result, passed through JSON; None if it failed.
+      returncode: The exit status; -n if signal n killed the process.
+      value: The function's return value, after a round trip through JSON; None
+        if the function failed.
       output: The text that the process wrote to stdout and stderr.
 
     Example:
@@ -68,21 +69,24 @@ def run_processes(
 
     Args:
       target: The function, as "package.module:name". A new process in the
-        current folder must be able to import it. Its result must be a JSON
-        value.
-      num_processes: Number of processes; with 1, the process joins no job.
-      args: Arguments of the function, as JSON values.
+        current folder must be able to import it. Its return value must
+        be serializable as JSON.
+      num_processes: Number of processes. A single process does not join a
+        `jax.distributed` job.
+      args: Positional arguments for the function, as JSON values.
       devices_per_process: Number of virtual CPU devices of each process.
       timeout_s: Time limit for all processes together, in seconds.
-      env: Environment variables to add.
+      env: Environment variables to set in the processes, in addition to those
+        of this process.
       must_succeed: Whether to raise an error if a process fails.
 
     Returns:
       The result of each process, in the order of the process ids.
 
     Raises:
-      TimeoutError: if a process does not end in time. All are killed first.
-      RuntimeError: if a process fails, and `must_succeed` is true.
+      TimeoutError: if a process does not exit in time. All processes are
+        killed before the error is raised.
+      RuntimeError: if a process fails and `must_succeed` is true.
 
     Example:
       ```python
@@ -159,10 +163,12 @@ def _make_environment(
 
 
 def _wait(running: list[subprocess.Popen[bytes]], timeout_s: float) -> bool:
-    """Waits for the processes; after a failure, only `_GRACE_S` longer.
+    """Waits until all processes have exited, or the time is over.
+
+    After one process fails, the others get only `_GRACE_S` more seconds.
 
     Returns:
-      False if the time is over.
+      False if the time limit was reached.
     """
     end = time.monotonic() + timeout_s
     failed_at: float | None = None
@@ -203,10 +209,10 @@ def _format_outputs(results: list[ProcessResult]) -> str:
 
 
 def run(words: str) -> None:
-    """Runs one process: joins the job, and calls the function.
+    """Runs in each process: joins the job and calls the function.
 
     Args:
-      words: The JSON message of `run_processes`.
+      words: The JSON message from `run_processes`.
     """
     # Imported here, because the parent process does not need it.
     from keras_strategies.cluster.watchdog import watchdog
@@ -232,5 +238,6 @@ def run(words: str) -> None:
             raise
         traceback.print_exc()
         sys.stderr.flush()
-        # `_exit` skips JAX's shutdown barrier, which would wait for the others.
+        # `_exit` skips JAX's shutdown barrier, which would wait for the other
+        # processes.
         os._exit(1)

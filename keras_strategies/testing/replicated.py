@@ -10,17 +10,18 @@ from keras_strategies.keras_bridge.variables.model_variables import (
 
 
 def assert_replicated(*owners: keras.Model | keras.Variable) -> None:
-    """Asserts that all copies of replicated variables are equal, bit by bit.
+    """Asserts that all copies of replicated variables are bit-for-bit equal.
 
-    For a variable that is sharded over the cores of a replica, the copies of
-    each shard are compared.
+    If a variable is sharded over the cores of a replica, the copies of each
+    shard are compared with each other.
 
     Args:
-      *owners: Variables, and models of a strategy. A model's variables include
-        those of its optimizer, metrics and losses.
+      *owners: Variables, or models created under a strategy. A model's
+        variables include those of its optimizer, metrics and losses.
 
     Raises:
-      AssertionError: if copies differ; the message lists the variables.
+      AssertionError: if copies differ. The message lists the variables that
+        differ.
 
     Example:
       ```python

@@ -1,7 +1,7 @@
-"""The list of a directory's checkpoints, read without restoring any.
+"""Lists and verifies a directory's checkpoints without restoring them.
 
-A run may write there at the same time. This module imports neither jax nor
-keras.
+A run may be writing to the directory at the same time. This module imports
+neither jax nor keras.
 """
 
 import dataclasses
@@ -38,7 +38,7 @@ Contents = dict[str, dict[str, int]]
 
 
 class State(enum.StrEnum):
-    """The state of a checkpoint."""
+    """The state of a checkpoint, as shown in the list."""
 
     VERIFIED = "verified"
     SAME_SIZES = "sizes match"
@@ -51,15 +51,17 @@ class Entry:
     """A checkpoint in a list.
 
     Attributes:
-      step: The number of train steps done.
-      state: Whether it is good, damaged or being saved.
-      fault: The damage; empty if it is not damaged.
+      step: The number of train steps completed when it was saved.
+      state: Whether the checkpoint is good, damaged or being saved.
+      fault: A description of the damage; empty if it is not damaged.
       num_bytes: The size in bytes.
-      created: The time of the save, in seconds since 1970 (UTC); None if
+      created: The time when it was saved, in seconds since 1970 (UTC); None if
         unknown.
-      facts: The facts in its manifest: "epoch", "logs", "num_processes".
-      contents: The number of arrays, "num_arrays", and of their entries,
-        "num_values", for each group ("model", "optimizer"); empty if unknown.
+      facts: The metadata in its manifest, such as "epoch", "logs" and
+        "num_processes".
+      contents: For each group of arrays, such as "model" and "optimizer", a
+        dict with the number of arrays ("num_arrays") and their total number of
+        elements ("num_values"); empty if unknown.
     """
 
     step: int
@@ -72,12 +74,12 @@ class Entry:
 
     @property
     def is_damaged(self) -> bool:
-        """Whether it cannot be restored."""
+        """Whether the checkpoint is damaged, so it cannot be restored."""
         return self.state is State.DAMAGED
 
     @property
     def logs(self) -> dict[str, Any]:
-        """The metrics by name: numbers, or strings such as "NaN"."""
+        """The metrics by name. Values are numbers, or strings such as "NaN"."""
         logs = self.facts.get("logs")
         return logs if isinstance(logs, dict) else {}
 
@@ -87,8 +89,8 @@ class LeftBehind:
     """A file or folder that is not a checkpoint.
 
     Attributes:
-      name: The name.
-      reason: The origin: "save, stopped".
+      name: The name of the file or folder.
+      reason: Where it comes from, for example "save, stopped".
       num_bytes: The size in bytes.
     """
 
@@ -102,10 +104,11 @@ class Listing:
     """The contents of a directory of checkpoints.
 
     Attributes:
-      directory: The path.
-      entries: The checkpoints, by step.
-      left_behind: The remains of killed processes, and quarantined checkpoints.
-      writer: The process that is writing there; None without one.
+      directory: The path of the directory.
+      entries: The checkpoints, sorted by step.
+      left_behind: What killed processes left behind, and quarantined
+        checkpoints.
+      writer: The process that is writing to the directory, or None.
     """
 
     directory: str
@@ -115,7 +118,7 @@ class Listing:
 
     @property
     def damaged(self) -> list[Entry]:
-        """The checkpoints that are damaged."""
+        """The entries of damaged checkpoints."""
         return [e for e in self.entries if e.is_damaged]
 
     @property
@@ -125,7 +128,7 @@ class Listing:
         return sum(part.num_bytes for part in parts)
 
     def as_dict(self) -> dict[str, Any]:
-        """Returns the list in the form of JSON."""
+        """Returns the list as a dict that can be written as JSON."""
         return {
             "directory": self.directory,
             "num_bytes": self.num_bytes,
@@ -151,12 +154,13 @@ def look_at(
     Args:
       directory: The directory of checkpoints.
       is_quick: Whether to compare only names and sizes, not checksums.
-      report: The function to call with each step before it is verified.
+      report: The function to call with the step of each checkpoint, before the
+        checkpoint is verified.
 
     Raises:
       OSError: if the directory cannot be listed.
     """
-    os.listdir(directory)  # Raises if it is missing or not readable.
+    os.listdir(directory)  # Raises if it cannot be read.
     writer = find_writer(directory)
     entries: list[Entry] = []
     steps = [step for step, _ in find_entries(directory)]
@@ -182,7 +186,7 @@ def look_at(
 def _make_entry(
     path: pathlib.Path, step: int, *, is_quick: bool, may_be_under_way: bool
 ) -> Entry | None:
-    """Verifies a checkpoint; returns None if it was deleted in between."""
+    """Verifies a checkpoint; returns None if it has just been deleted."""
     try:
         manifest = verify(path, is_quick=is_quick)
         contents = _read_contents(path)
@@ -210,7 +214,7 @@ def _make_entry(
 
 
 def _read_contents(path: pathlib.Path) -> Contents:
-    """Reads the contents of a checkpoint; empty if not readable."""
+    """Reads `Entry.contents` of a checkpoint; empty if unreadable."""
     if not os.path.lexists(path / RUN):
         return {}
     try:

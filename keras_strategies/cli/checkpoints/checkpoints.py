@@ -1,4 +1,4 @@
-"""The command `keras-strategies checkpoints`, which prints a list."""
+"""The command `keras-strategies checkpoints`, which lists checkpoints."""
 
 import json
 import os
@@ -28,7 +28,8 @@ def checkpoints(
 ) -> int:
     """Verifies and prints all checkpoints of a directory.
 
-    It changes nothing, so a run may write there at the same time.
+    It changes nothing, so a run may be writing to the directory at the same
+    time.
 
     Args:
       directory: The directory of checkpoints, or an Estimator's `model_dir`.
@@ -36,14 +37,14 @@ def checkpoints(
       as_json: Whether to print JSON instead of the table.
 
     Returns:
-      The exit status: 0; 1 if a checkpoint is damaged; 2 if `directory` is
-      not a directory of checkpoints.
+      The exit status: 0 on success, 1 if a checkpoint is damaged, 2 if
+      `directory` is not a directory of checkpoints.
     """
     fault = _find_fault(directory)
     if fault:
         print(f"keras-strategies checkpoints: {fault}", file=sys.stderr)
         return _WRONG_ARGUMENTS
-    with Console(stderr=True).status("") as status:  # Only on terminals.
+    with Console(stderr=True).status("") as status:  # Only in terminals.
         listing = look_at(
             directory,
             is_quick=quick,
@@ -57,7 +58,7 @@ def checkpoints(
 
 
 def print_listing(listing: Listing, console: Console) -> None:
-    """Prints a table of checkpoints, their faults, and a summary.
+    """Prints a table of checkpoints, what is damaged, and a summary.
 
     Args:
       listing: The directory's checkpoints.
@@ -95,10 +96,11 @@ def _print(console: Console, text: str, style: str = "") -> None:
 
 
 def _make_cells(entry: Entry) -> list[str]:
-    """Makes a checkpoint's row of the table."""
+    """Creates the cells of a checkpoint's row in the table."""
     epoch = entry.facts.get("epoch")
     count = sum(group["num_values"] for group in entry.contents.values())
-    # A line break in a metric would separate its name from its value.
+    # Line breaks are escaped: a line break in the name of a metric would
+    # separate the name from its value.
     metrics = (
         f"{escape_controls(k)}={_format(v)}" for k, v in entry.logs.items()
     )
@@ -119,7 +121,7 @@ def _format(value: object) -> str:
 
 
 def _find_fault(directory: str) -> str | None:
-    """Returns the fault of the argument, or None."""
+    """Returns what is wrong with the argument `directory`, or None."""
     try:
         names = os.listdir(directory)
     except OSError as error:

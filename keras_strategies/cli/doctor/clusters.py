@@ -1,4 +1,4 @@
-"""The cluster that environment variables describe, and the checks of it."""
+"""Finds the cluster that environment variables describe, and checks it."""
 
 import dataclasses
 import errno
@@ -49,12 +49,12 @@ class Cluster:
     """A cluster that environment variables describe.
 
     Attributes:
-      name: The launcher that set the variables: "SLURM".
+      name: The launcher that set the variables, such as "SLURM".
       variables: The names of the variables that are set.
-      use: The strategy or resolver that a script uses for it.
-      info: This process's task; None after an error, or if only JAX can
-        determine it.
-      error: The error of the variables; empty if they are valid.
+      use: The strategy or resolver that a script should use in this cluster.
+      info: This process's task; None if the variables are invalid, or if only
+        JAX can determine it.
+      error: What is wrong with the variables; empty if they are valid.
     """
 
     name: str
@@ -65,7 +65,7 @@ class Cluster:
 
     @property
     def address(self) -> str | None:
-        """The address where processes meet; None for one process or unknown."""
+        """The coordinator's address; None for one process or if unknown."""
         if self.info is None or self.info.num_processes == 1:
             return None
         return self.info.coordinator_address
@@ -74,13 +74,14 @@ class Cluster:
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class _Kind:
     name: str
-    marks: tuple[str, ...]  # All of them are set in such a cluster.
+    marks: tuple[str, ...]  # All are set in such a cluster.
     shown: tuple[str, ...]
     use: str
     resolver: Callable[..., ClusterResolver] | None = None
 
 
-# The first that is set counts, as in MultiWorkerMirroredStrategy().
+# If the variables of several launchers are set, the first one is used, as in
+# MultiWorkerMirroredStrategy().
 _KINDS = (
     _Kind(
         name="TF_CONFIG",
@@ -103,7 +104,7 @@ _KINDS = (
     ),
     _Kind(
         name="Kubernetes",
-        marks=(),  # There are several sets of names: `has_job_variables`.
+        marks=(),  # Several sets of names: see `has_job_variables`.
         shown=(
             "JOB_COMPLETION_INDEX",
             "JAX_PROCESS_COUNT",
@@ -140,7 +141,7 @@ _KINDS = (
 
 
 def find_clusters(environ: Mapping[str, str]) -> list[Cluster]:
-    """Finds the clusters that variables describe; the first one counts."""
+    """Finds all clusters that variables describe; the first one is used."""
     return [
         _read_cluster(kind, environ)
         for kind in _KINDS
@@ -149,10 +150,11 @@ def find_clusters(environ: Mapping[str, str]) -> list[Cluster]:
 
 
 def check_clusters(environ: Mapping[str, str]) -> tuple[Part, Cluster | None]:
-    """Checks the variables of a cluster, without connecting to a process.
+    """Checks a cluster's variables without connecting to other processes.
 
     Returns:
-      The part of the report, and the cluster; None without a cluster.
+      A tuple of this part of the report and the cluster, which is None if no
+      variables describe one.
     """
     clusters = find_clusters(environ)
     if not clusters:
@@ -173,16 +175,17 @@ def check_clusters(environ: Mapping[str, str]) -> tuple[Part, Cluster | None]:
 def check_address(
     info: TaskInfo, environ: Mapping[str, str], *, connects: bool
 ) -> Iterator[Finding]:
-    """Checks whether processes can meet at the coordinator's address.
+    """Checks whether processes can connect at the coordinator's address.
 
-    Process 0 tries to listen there and closes the socket again; the others
-    resolve the host name and connect if asked to.
+    Process 0 tries to listen at the address, and closes the socket again. Other
+    processes resolve the host name and, if `connects` is true, connect.
 
     Args:
       info: This process's task.
-      environ: The environment variables. JAX_COORDINATOR_BIND_ADDRESS is the
-        address where process 0 listens, if it differs.
-      connects: Whether the others connect, which needs a running process 0.
+      environ: The environment variables. If JAX_COORDINATOR_BIND_ADDRESS is
+        set, process 0 listens at that address instead.
+      connects: Whether the other processes connect, which requires that
+        process 0 is running.
     """
     address = info.coordinator_address
     if address is None or info.num_processes == 1 or info.process_id is None:
@@ -335,7 +338,7 @@ def _check_several(clusters: list[Cluster]) -> Iterator[Finding]:
 
 
 def _check_incomplete(environ: Mapping[str, str]) -> Iterator[Finding]:
-    """Checks for variables of a cluster that lack this process's number."""
+    """Finds variables of a cluster without this process's number."""
     if environ.get("SLURM_JOB_ID"):
         yield warning(
             "This process is in a SLURM job but not in a step of it, so it is "

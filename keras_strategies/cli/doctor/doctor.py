@@ -1,7 +1,7 @@
 """The command `keras-strategies doctor`: a report on this machine.
 
-This process imports neither jax nor keras: checks that need them run in child
-processes, so that the report appears even if they crash or hang.
+This process imports neither jax nor keras. Checks that need these packages run
+in child processes, so that a report is printed even if they crash or hang.
 """
 
 import dataclasses
@@ -44,7 +44,9 @@ _WIDEST = 100
 def doctor(
     *, quick: bool = False, as_json: bool = False, timeout_s: float = 30.0
 ) -> int:
-    """Runs all checks and prints a report. Collective in a cluster.
+    """Runs all checks and prints a report.
+
+    In a cluster, the call is collective unless `quick` is true.
 
     Args:
       quick: Whether to skip the checks that start JAX.
@@ -52,7 +54,7 @@ def doctor(
       timeout_s: The time to wait for the other processes, in seconds.
 
     Returns:
-      The exit status: 0, or 1 if there is a fault.
+      The exit status: 0, or 1 if a check found a fault.
     """
     report = examine(os.environ, quick=quick, timeout_s=timeout_s)
     if as_json and report.is_chief:
@@ -65,7 +67,7 @@ def doctor(
 def examine(
     environ: Mapping[str, str], *, quick: bool, timeout_s: float
 ) -> Report:
-    """Runs all checks. Collective, unless `quick`.
+    """Runs all checks. Collective unless `quick` is true.
 
     Args:
       environ: The environment variables.
@@ -76,13 +78,13 @@ def examine(
     info = None if cluster is None else cluster.info
     findings = []
     if info is not None:
-        # Connecting is only tried if no job is started below: that connects
-        # to process 0 anyway.
+        # A connection is only tried with `quick`. Otherwise a job is started
+        # below, which connects to process 0 anyway.
         findings += check_address(info, environ, connects=quick)
     jax_parts = [] if quick else _check_jax(environ, cluster, timeout_s)
     if any(has_met(part) for part in jax_parts):
-        # So the address works, even if it is a loopback address: the tasks or
-        # virtual nodes are on one machine.
+        # All processes have connected, so the address works. It may even be a
+        # loopback address, if all tasks or virtual nodes are on one machine.
         findings = [f for f in findings if f.level is not Level.FAULT]
     number = None if info is None else info.process_id
     process = ""
@@ -105,7 +107,7 @@ def examine(
 
 
 def print_report(report: Report, console: Console | None = None) -> None:
-    """Prints a report; only its problems if this is not the chief.
+    """Prints a report; prints only problems if this is not the chief.
 
     Args:
       report: The report.
@@ -117,7 +119,7 @@ def print_report(report: Report, console: Console | None = None) -> None:
             console.width = min(console.width, _WIDEST)
     if report.is_chief:
         for part in report.parts:
-            # Problems of all parts follow at the end.
+            # The problems in all parts are printed at the end.
             if part.rows or part.harmless:
                 console.print(_format_part(part))
     console.print(_format_result(report))
@@ -127,7 +129,8 @@ def _check_jax(
     environ: Mapping[str, str], cluster: Cluster | None, timeout_s: float
 ) -> list[Part]:
     """Runs the checks that start JAX."""
-    # A cluster without `info` and `error` stays: JAX reads its variables.
+    # A cluster that has neither `info` nor `error` is checked as a job, because
+    # JAX itself reads the variables.
     if cluster and (cluster.error or (cluster.info and not cluster.address)):
         cluster = None
     part, has_devices = check_devices(environ, is_alone=cluster is None)
@@ -149,7 +152,7 @@ def _format_part(part: Part) -> Group:
     table.add_column(no_wrap=True, style="dim", min_width=22)
     table.add_column(overflow="fold")
     for name, value in part.rows:
-        # Rich would read plain strings as markup.
+        # Rich would interpret plain strings as markup.
         table.add_row(Text(name), Text(value))
     parts = [table, *map(_format_finding, part.harmless)]
     return Group(title, *(Padding(p, (0, 0, 0, 2)) for p in parts), Text())

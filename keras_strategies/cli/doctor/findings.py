@@ -1,4 +1,4 @@
-"""The findings of `doctor`, before they are printed."""
+"""Data classes for the findings of `doctor`."""
 
 import collections
 import dataclasses
@@ -21,9 +21,9 @@ class Finding:
     """The result of one check.
 
     Attributes:
-      level: The severity. A fault keeps a program from running.
-      text: The finding, in a sentence.
-      fix: The advice; empty if nothing needs to change.
+      level: The severity. A fault prevents programs from running.
+      text: A sentence that states the finding.
+      fix: Advice on what to change; empty if nothing needs to change.
     """
 
     level: Level
@@ -44,9 +44,9 @@ class Part:
     """The part of a report about one subject.
 
     Attributes:
-      title: The subject: "Cluster".
-      rows: Names and values, for a table.
-      findings: The results of its checks.
+      title: The subject, such as "Cluster".
+      rows: Pairs of a name and a value, for a table.
+      findings: The results of the checks of this subject.
     """
 
     title: str
@@ -59,7 +59,7 @@ class Part:
 
     @property
     def harmless(self) -> list[Finding]:
-        """The findings that are not problems; a report lists problems once."""
+        """The findings that are not problems, which are listed separately."""
         return [f for f in self.findings if f.level not in PROBLEMS]
 
 
@@ -69,10 +69,10 @@ class Report:
 
     Attributes:
       host: The machine's name.
-      when: The local time, as text.
+      when: The local time of the report, as text.
       process: "process 0 of 2", or empty outside of a cluster.
       is_chief: Whether this process prints the complete report.
-      parts: The parts, by subject.
+      parts: The parts of the report, one for each subject.
     """
 
     host: str
@@ -83,19 +83,19 @@ class Report:
 
     @property
     def findings(self) -> list[Finding]:
-        """The findings of all parts, the worst first."""
+        """The findings of all parts, most severe first."""
         order = list(Level)
         findings = [f for part in self.parts for f in part.findings]
         return sorted(findings, key=lambda finding: order.index(finding.level))
 
     @property
     def problems(self) -> list[Finding]:
-        """The findings that need a change, the worst first."""
+        """The findings that require a change, most severe first."""
         return [f for f in self.findings if f.level in PROBLEMS]
 
     @property
     def summary(self) -> str:
-        """The number of problems: "1 fault, 2 warnings"."""
+        """The number of problems, such as "1 fault, 2 warnings"."""
         levels = collections.Counter(finding.level for finding in self.problems)
         counts = [
             f"{count} {level}{'s' * (count > 1)}"
@@ -105,11 +105,11 @@ class Report:
 
     @property
     def has_faults(self) -> bool:
-        """Whether something keeps programs from running."""
+        """Whether a finding prevents programs from running."""
         return any(f.level is Level.FAULT for f in self.findings)
 
     def as_dict(self) -> dict[str, object]:
-        """Returns the report in the form of JSON."""
+        """Returns the report as a dict that can be written as JSON."""
         return {
             "host": self.host,
             "when": self.when,
@@ -120,25 +120,26 @@ class Report:
 
 
 def fault(text: str, fix: str) -> Finding:
-    """Makes a finding that keeps programs from running."""
+    """Creates a finding about something that prevents programs from running."""
     return Finding(level=Level.FAULT, text=text, fix=fix)
 
 
 def warning(text: str, fix: str) -> Finding:
-    """Makes a finding that may be intended but mostly is not."""
+    """Creates a finding about something that is probably not intended."""
     return Finding(level=Level.WARNING, text=text, fix=fix)
 
 
 def note(text: str, fix: str = "") -> Finding:
-    """Makes a finding that is neither good nor bad."""
+    """Creates a finding that is only for information."""
     return Finding(level=Level.NOTE, text=text, fix=fix)
 
 
 def good(text: str) -> Finding:
-    """Makes a finding that confirms a correct state."""
+    """Creates a finding that confirms that something is correct."""
     return Finding(level=Level.GOOD, text=text)
 
 
 def _safe(text: str) -> str:
-    # Values from the environment must not send control codes to a terminal.
+    # Text may contain values from the environment, which must not send control
+    # codes to a terminal.
     return escape_controls(text, keeps="\n")

@@ -1,7 +1,7 @@
-"""Checks of installed packages, and of the variables that Keras and JAX read.
+"""Checks installed packages and the variables that Keras and JAX read.
 
-Pure functions of the environment and a lookup of packages, which they do not
-import.
+The checks depend only on the environment variables and on a function that looks
+up the version of a package. They do not import the packages.
 """
 
 import importlib.util
@@ -24,7 +24,7 @@ from keras_strategies.cluster.exchange import job_secret
 from keras_strategies.keras_bridge.backend import is_switched_on
 
 LEAST_PYTHON = (3, 11)
-# Modules, the extras that install them, and their purposes.
+# Optional modules, the extras that install them, and what they are used for.
 _EXTRAS = (
     ("tensorflow", "tensorflow", "datasets of tf.data"),
     ("grain", "grain", "datasets of grain"),
@@ -43,11 +43,12 @@ def check_packages(
     version_of: Version = versions.installed_version,
     python: tuple[int, ...] = sys.version_info[:2],
 ) -> Part:
-    """Checks versions, and which extras are installed.
+    """Checks the versions of packages, and which extras are installed.
 
     Args:
-      version_of: A function that returns the version of a package, or None.
-      python: Python's version.
+      version_of: A function that returns the version of a package, or None if
+        it is not installed.
+      python: The version of Python.
     """
     rows = [
         ("python", platform.python_version()),
@@ -99,11 +100,11 @@ def _check_package(package: str, version: str | None) -> Iterator[Finding]:
 
 
 def check_variables(environ: Mapping[str, str], num_cores: int) -> Part:
-    """Checks the variables that Keras and JAX read.
+    """Checks the environment variables that Keras and JAX read.
 
     Args:
       environ: The environment variables.
-      num_cores: The number of cores that this process may use.
+      num_cores: The number of CPU cores that this process may use.
     """
     flags = split_flags(environ.get("XLA_FLAGS", ""))
     rows: list[Row] = [
@@ -126,9 +127,9 @@ def check_variables(environ: Mapping[str, str], num_cores: int) -> Part:
 
 
 def split_flags(text: str) -> list[str]:
-    """Splits a value of XLA_FLAGS into its flags."""
+    """Splits the value of XLA_FLAGS into separate flags."""
     try:
-        # `shlex` takes quadratic time for a long word.
+        # The time that `shlex` needs is quadratic in the length of a word.
         return shlex.split(text) if len(text) < _MAX_FLAGS else text.split()
     except ValueError:
         return text.split()
@@ -178,7 +179,7 @@ def _check_virtual_devices(
         for flag in flags
         if flag.startswith(DEVICE_COUNT)
     ]
-    for count in counts[-1:]:  # The last one counts.
+    for count in counts[-1:]:  # XLA uses the last one.
         if not (count.isascii() and count.isdigit()):
             yield fault(
                 "XLA_FLAGS sets the number of virtual devices to something "

@@ -1,8 +1,9 @@
-"""The part of `doctor` that runs in another process: JAX, devices, all-reduces.
+"""Checks of `doctor` that run in a child process: JAX, devices, all-reduces.
 
-XLA may abort the process, for example at an unknown flag, and drivers may hang,
-but `doctor` has to survive and report that. Each stage writes a line of JSON to
-a file when it is done, so that missing lines show where the process ended.
+XLA may abort the process, for example because of an unknown flag, and drivers
+may hang, but `doctor` must survive and report this. The checks run in stages.
+Each stage writes a line of JSON to a file when it is complete, so that the
+first missing line shows where the process ended.
 """
 
 import collections
@@ -15,21 +16,21 @@ from typing import Any
 
 _REPEATS = 5
 _SMALL = 1
-_LARGE = 1 << 20  # float32: 4 MiB on each device.
+_LARGE = 1 << 20  # Numbers in float32: 4 MiB on each device.
 _LONGEST_ERROR = 2000
 
 
 def main(path: str, question: str) -> int:
-    """Runs stages and writes their results.
+    """Runs the requested stages and writes their results to a file.
 
     Args:
       path: The file to write to.
-      question: JSON with "stages", their names; "join", the attributes of a
-        `TaskInfo` or None; "timeout_s".
+      question: A JSON object with "stages", the names of the stages; "join",
+        the attributes of a `TaskInfo` or None; and "timeout_s".
 
     Returns:
-      The exit status: 0, or 1 if a stage raised an error, which is written,
-      too.
+      The exit status: 0, or 1 if a stage raised an error. The error is written
+      to the file.
     """
     request = json.loads(question)
     stages: dict[str, Callable[[], dict[str, Any]]] = {
@@ -70,7 +71,7 @@ def _import_keras() -> dict[str, Any]:
 
 
 def _join(join: dict[str, Any] | None, timeout_s: float) -> dict[str, Any]:
-    """Joins the job; if `join` is None, JAX detects the cluster."""
+    """Joins the job; if `join` is None, JAX itself detects the cluster."""
     import jax
 
     from keras_strategies.cluster.job import bootstrap
@@ -102,7 +103,7 @@ def _describe_devices() -> dict[str, Any]:
 
 
 def _gather_hosts() -> list[str]:
-    """Gathers the names of the machines by process. Collective."""
+    """Returns the host name of each process. Collective."""
     import jax
     import numpy as np
     from jax.experimental import multihost_utils
@@ -116,7 +117,7 @@ def _gather_hosts() -> list[str]:
 
 
 def _time_all_reduce() -> dict[str, Any]:
-    """Times and checks a sum over all devices of this job. Collective."""
+    """Measures and checks a sum over all devices of the job. Collective."""
     import jax
     import numpy as np
     from jax.sharding import Mesh, NamedSharding, PartitionSpec
@@ -131,7 +132,7 @@ def _time_all_reduce() -> dict[str, Any]:
         rows = jax.make_array_from_callback(
             (count, width), sharded, lambda index, w=width: _make_row(index, w)
         )
-        # The first call compiles, so it is not timed.
+        # The first call includes compilation, so it is not timed.
         total = jax.block_until_ready(add(rows))
         last = float(np.asarray(total.addressable_data(0))[-1])
         seconds = []
@@ -148,7 +149,7 @@ def _time_all_reduce() -> dict[str, Any]:
 
 
 def _make_row(index: Any, width: int) -> Any:
-    """Makes a row filled with the device's number, from 1."""
+    """Creates a row filled with the device's number, counted from 1."""
     import numpy as np
 
     first = index[0].start or 0

@@ -1,4 +1,4 @@
-"""Runs of `probe` in child processes, and the findings from its answers."""
+"""Runs `probe` in child processes and derives findings from its answers."""
 
 import dataclasses
 import json
@@ -26,7 +26,7 @@ from keras_strategies.cluster.untrusted import load_json
 from keras_strategies.cluster.watchdog.launcher_pipe import LAUNCHER_FD
 
 _PROBE = "keras_strategies.cli.doctor.probe"
-# The time for JAX to start its devices, which is slow on a large slice.
+# Time limit for JAX to initialize its devices, which is slow on large slices.
 _DEVICES_S = 90.0
 _LAST_LINES = 3
 _CURE_OF_FLAGS = (
@@ -57,10 +57,10 @@ def check_devices(
 
     Args:
       environ: The environment variables.
-      is_alone: Whether this process is not in a cluster.
+      is_alone: Whether this process is not part of a cluster.
 
     Returns:
-      The part of the report, and whether JAX has devices.
+      A tuple of this part of the report and whether JAX found devices.
     """
     answers, end = _probe(
         ["jax", "devices", "all_reduce", "keras"], None, _DEVICES_S, environ
@@ -84,17 +84,17 @@ _MET = good("All processes have met, and JAX joined them.")
 
 
 def has_met(part: Part) -> bool:
-    """Returns whether `check_job` found that all processes have met."""
+    """Returns whether `check_job` found that all processes connected."""
     return _MET in part.findings
 
 
 def check_job(
     cluster: Cluster, environ: Mapping[str, str], timeout_s: float
 ) -> Part:
-    """Joins all processes and times an all-reduce over them. Collective.
+    """Joins the job and measures an all-reduce over it. Collective.
 
     Args:
-      cluster: A cluster of more than one process, or one that JAX detects.
+      cluster: A cluster of several processes, or one that only JAX can detect.
       environ: The environment variables.
       timeout_s: The time to wait for the other processes, in seconds.
     """
@@ -124,7 +124,11 @@ def _probe(
     timeout_s: float,
     environ: Mapping[str, str],
 ) -> tuple[Answers, tuple[int | None, str]]:
-    """Runs stages; returns their answers, the exit status and last lines."""
+    """Runs stages of `probe` in a child process.
+
+    Returns:
+      A tuple of the answers of the stages and the result of `_run_child`.
+    """
     question = {"stages": stages, "join": join, "timeout_s": timeout_s}
     with tempfile.TemporaryDirectory() as folder:
         path = pathlib.Path(folder) / "answers"
@@ -135,7 +139,7 @@ def _probe(
 
 
 def _parse_answers(text: bytes) -> Answers:
-    """Parses the answers of a child, whose last line may be incomplete."""
+    """Parses the answers of a child process; skips incomplete lines."""
     answers: Answers = {}
     for line in text.splitlines():
         try:
@@ -150,7 +154,12 @@ def _parse_answers(text: bytes) -> Answers:
 def _run_child(
     words: Sequence[str], timeout_s: float, environ: Mapping[str, str]
 ) -> tuple[int | None, str]:
-    """Runs a command; returns its exit status (None: late), last lines."""
+    """Runs a command and waits for it to end.
+
+    Returns:
+      A tuple of the exit status (None if the command timed out) and the last
+      lines that it wrote to stderr.
+    """
     added = {"KERAS_BACKEND": "jax", "TF_CPP_MIN_LOG_LEVEL": "1"}
     dropped = (LAUNCHER_FD, "KERAS_NNX_ENABLED")
     inherited = {k: v for k, v in environ.items() if k not in dropped}
@@ -224,7 +233,7 @@ def _check_all_reduce(answers: Answers, over: str) -> Iterator[Finding]:
 
 
 def _failed_to_meet(answers: Answers) -> bool:
-    """Returns whether the processes did not meet, or did not agree."""
+    """Returns whether processes did not connect, or run different jobs."""
     return answers.get("join", {}).get("kind") == RendezvousError.__name__
 
 
@@ -247,7 +256,7 @@ def _check_meeting(
 def _check_end(
     answers: Answers, end: tuple[int | None, str], environ: Mapping[str, str]
 ) -> Iterator[Finding]:
-    """Reports the failure of the last stage, if it failed."""
+    """Yields a finding about the last stage if that stage failed."""
     code, text = end
     if code == 0 or _failed_to_meet(answers):
         return
@@ -259,7 +268,8 @@ def _check_end(
     elif error is None:
         what = f"The process {describe_exit(code)} before {_NAMES[stage]}."
         if code < 0:
-            # XLA aborts its process; "killed" would point to another one.
+            # XLA aborts its own process. "Killed" would suggest that another
+            # process did it.
             what = what.replace("was killed by", "was ended by")
     else:
         kind = answers[stage].get("kind", "an error")

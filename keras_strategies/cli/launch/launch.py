@@ -1,4 +1,4 @@
-"""The command `keras-strategies launch`: a cluster on this machine."""
+"""The command `keras-strategies launch`: runs a cluster on this machine."""
 
 import importlib.machinery
 import json
@@ -14,7 +14,7 @@ from keras_strategies.cluster.job.free_ports import find_free_ports
 _FLAGS = "XLA_FLAGS"
 _DEVICE_COUNT = "--xla_force_host_platform_device_count"
 _HOST = "127.0.0.1"
-# Two pipes for output, and one that closes when this process ends.
+# Two pipes for output, and one that is closed when this process ends.
 _FILES_PER_PROCESS = 3
 _OTHER_FILES = 64
 _WRONG_ARGUMENTS = 2
@@ -32,21 +32,24 @@ def launch(
 ) -> int:
     """Runs a script in several processes of one cluster, and waits for them.
 
-    Must be called in the main thread, as it handles signals until it returns.
+    It must be called in the main thread, because it handles signals until it
+    returns.
 
     Args:
-      command: The script or the module's name, followed by its arguments.
+      command: The path of a script or the name of a module, followed by its
+        arguments.
       is_module: Whether the command is a module.
-      num_processes: The number of processes.
+      num_processes: The number of processes in the cluster.
       devices_per_process: The number of virtual CPU devices of each process;
         None for one.
-      platform: The processes' JAX_PLATFORMS.
-      has_evaluator: Whether to start one more process, an evaluator outside of
-        the cluster; the first process of the cluster is then a "chief".
+      platform: The value of JAX_PLATFORMS in the processes.
+      has_evaluator: Whether to start one more process, an evaluator outside
+        the cluster. The first process of the cluster is then a "chief".
 
     Returns:
-      The exit code of the process that failed first (128 + n for signal n),
-      else 0; 130 after Ctrl-C; 2 for wrong arguments.
+      The exit code: 0 on success, 130 after Ctrl-C, 2 for invalid arguments.
+      If a process failed, the exit code of the first one that did, or 128 + n
+      if signal n killed it.
     """
     command = list(command[1:] if command[:1] == ["--"] else command)
     fault = find_fault(
@@ -57,7 +60,8 @@ def launch(
         return _WRONG_ARGUMENTS
     words = [sys.executable, "-u", *(["-m"] if is_module else []), *command]
     addresses = [f"{_HOST}:{port}" for port in find_free_ports(num_processes)]
-    # The processes authenticate each other by a secret of this job.
+    # A secret that is generated for this job lets the processes authenticate
+    # each other.
     environ = {job_secret.VARIABLE: job_secret.make()} | os.environ
     environments = [
         make_environment(
@@ -81,7 +85,7 @@ def find_fault(
     devices_per_process: int | None,
     platform: str,
 ) -> str:
-    """Returns the fault of the arguments of `launch` with its cure, or ""."""
+    """Returns what is wrong with `launch`'s arguments and a cure, or ""."""
     if os.name != "posix":
         return "runs only on Linux and macOS. Start the processes by hand here."
     if not 1 <= num_processes <= _MOST_PROCESSES:
@@ -112,7 +116,7 @@ def find_fault(
 
 def _find_command_fault(name: str, is_module: bool) -> str:
     if is_module:
-        # Looks up only the root package: searching in it would import it.
+        # Looks up only the root package: to search in it would import it.
         path = [os.getcwd(), *sys.path]
         root = name.split(".")[0]
         if root in sys.builtin_module_names or root in sys.modules:
@@ -137,7 +141,7 @@ def _find_command_fault(name: str, is_module: bool) -> str:
 
 
 def _find_limit_fault(num_processes: int) -> str:
-    import resource  # Not on Windows.
+    import resource  # Does not exist on Windows.
 
     needed = _FILES_PER_PROCESS * num_processes + _OTHER_FILES
     limit, most = resource.getrlimit(resource.RLIMIT_NOFILE)
@@ -154,7 +158,7 @@ def _find_limit_fault(num_processes: int) -> str:
 
 
 def make_task_names(num_processes: int, *, has_evaluator: bool) -> list[str]:
-    """Makes the names of the processes that precede their lines."""
+    """Returns the prefix for the output lines of each process."""
     tasks = _list_tasks(num_processes, has_evaluator)
     return [f"{kind} {i}" if kind == "worker" else kind for kind, i in tasks]
 
@@ -162,7 +166,7 @@ def make_task_names(num_processes: int, *, has_evaluator: bool) -> list[str]:
 def _list_tasks(
     num_processes: int, has_evaluator: bool
 ) -> list[tuple[str, int]]:
-    """Lists the type and index of each process's task, as in tf."""
+    """Returns the task type and index of each process, as in TensorFlow."""
     if not has_evaluator:
         return [("worker", index) for index in range(num_processes)]
     workers = [("worker", index) for index in range(num_processes - 1)]
@@ -178,19 +182,19 @@ def make_environment(
     platform: str,
     has_evaluator: bool = False,
 ) -> dict[str, str]:
-    """Makes the environment variables of one process.
+    """Creates the environment variables of one process.
 
     Args:
-      environ: The variables of this process.
-      addresses: The `host:port` of each process, by number.
+      environ: The environment variables of the launcher.
+      addresses: The `host:port` of each process, in the order of their numbers.
       index: The number of the process.
       num_devices: The number of virtual devices; used only on the CPU.
-      platform: The platform of JAX.
+      platform: The value of JAX_PLATFORMS.
       has_evaluator: Whether there is an evaluator, which is the last process.
     """
     tasks = _list_tasks(len(addresses), has_evaluator)
     cluster: dict[str, list[str]] = {}
-    # The evaluator, which comes last, has no address.
+    # The evaluator, which is last, has no address.
     for (kind, _), address in zip(tasks, addresses, strict=False):
         cluster.setdefault(kind, []).append(address)
     kind, place = tasks[index]

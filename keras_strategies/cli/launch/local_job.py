@@ -1,7 +1,7 @@
-"""The supervision of a job's local processes until all have ended.
+"""Supervises a job's local processes until all have ended.
 
-The end of one process decides the fate of the others. The rules are methods of
-`_Job`, which make plans: lists of actions and their times.
+When a process ends, rules decide what happens to the others. The rules are
+methods of `_Job`. They set a plan: a list of actions and when to perform them.
 """
 
 import collections
@@ -16,22 +16,24 @@ from types import FrameType
 from keras_strategies.cli.launch.local_process import Child, Output
 from keras_strategies.cluster.exchange.exit_codes import ExitCode
 
-# Exit codes of processes that ended by themselves, even if sent a signal.
+# Exit codes which show that a process ended by itself, even if it was also sent
+# a signal.
 _SELF_MADE = (ExitCode.FAILED, ExitCode.STALLED, ExitCode.PEER_FAILED)
 _CLOSED_OUTPUT = 141
 _FAILED_OUTPUT = 74  # EX_IOERR
 _POLL_S = 0.02
 _SHOW_S = 2.0
-# Times from a failure to SIGTERM and SIGKILL for the survivors: they learn of
-# it at once, print an error and exit.
+# Seconds from a failure until the other processes are sent SIGTERM and SIGKILL.
+# Usually they detect the failure immediately, print an error and exit before.
 _FAILED = (0.6, 0.9)
-# Delay of the launcher's line to survivors if the failed process ended itself:
-# it has sent them its error, which has more details than the launcher.
+# Seconds until the launcher reports a failure to the other processes, if the
+# failed process exited by itself. It has then sent them its error, which has
+# more details than the launcher's report.
 _REPORTS_ITSELF_S = 0.4
-# Delay after a process ended because of a failed peer: the peer may still be
-# running, as it waits a second for the others to receive its error.
+# Additional seconds if a process ended because a peer failed. That peer may
+# still be running, because it waits a second for others to receive its error.
 _PEER_FAILED = 1.0
-# Kubernetes and SLURM kill 30 seconds after SIGTERM.
+# Kubernetes and SLURM send SIGKILL 30 seconds after SIGTERM.
 _PREEMPTED = 25.0
 _INTERRUPTED = (5.0, 8.0)
 _SEND_LINE = "send line"
@@ -44,9 +46,9 @@ class Ending:
 
     Attributes:
       process: The number of the process.
-      code: The exit status; negative for a signal.
-      sent: The signals that the launcher had sent.
-      name: The name for messages; "process" and its number if "".
+      code: The exit status; -n if signal n killed the process.
+      sent: The signals that the launcher had sent to the process.
+      name: The name to use in messages; if "", "process" and its number.
     """
 
     process: int
@@ -56,7 +58,7 @@ class Ending:
 
     @property
     def rank(self) -> int:
-        """The distance from a cause: 0 is a cause, 4 is not a failure."""
+        """The distance from being a cause: 0 is a cause, 4 is no failure."""
         if self.code == 0:
             return 4
         if self.code == ExitCode.PREEMPTED:
@@ -64,12 +66,12 @@ class Ending:
         if -self.code in self.sent:
             return 2
         if self.sent and self.code not in _SELF_MADE:
-            # It may have handled the signal and exited.
+            # The process may have handled the signal and exited.
             return 2
         return 1 if self.code == ExitCode.PEER_FAILED else 0
 
     def describe(self) -> str:
-        """Describes it for messages: "process 1 was killed by SIGKILL"."""
+        """Returns a description, such as "process 1 was killed by SIGKILL"."""
         name = self.name or f"process {self.process}"
         return f"{name} {describe_exit(self.code)}"
 
@@ -81,25 +83,27 @@ def run_job(
 ) -> int:
     """Runs one command in several processes until all have ended.
 
-    Must be called in the main thread, as it sets signal handlers until it
-    returns.
+    It must be called in the main thread, because it sets signal handlers that
+    are restored when it returns.
 
     Args:
       words: The command line.
-      environments: The variables of each process; the first is the chief.
-      names: Prefixes of the processes' lines; the chief's lines have none.
+      environments: The environment variables of each process. The first
+        process is the chief.
+      names: The prefix for the output lines of each process. The chief's lines
+        get no prefix.
 
     Returns:
-      The exit code for the launcher.
+      The exit code that the launcher should exit with.
     """
     return _Job(names).run(words, environments)
 
 
 def find_first_cause(endings: Sequence[Ending]) -> Ending | None:
-    """Finds the ending that explains the others; None without a failure.
+    """Finds the ending that caused the others; None if nothing failed.
 
     Args:
-      endings: The endings in the order of time.
+      endings: The endings in the order in which they occurred.
     """
     failed = [ending for ending in endings if ending.code]
     return min(failed, key=lambda ending: ending.rank, default=None)
@@ -109,7 +113,7 @@ def describe_exit(code: int) -> str:
     """Describes an exit: "was killed by SIGKILL", "ended with exit code 1".
 
     Args:
-      code: The exit status; negative for a signal, as in `subprocess`.
+      code: The exit status; -n for signal n, as in `subprocess`.
     """
     if code >= 0:
         return f"ended with exit code {code}"
@@ -172,7 +176,7 @@ class _Job:
 
     @contextlib.contextmanager
     def _record_signals(self) -> Iterator[None]:
-        """Records signals, which `_collect_events` handles later."""
+        """Records signals to the launcher, for `_collect_events` to handle."""
 
         def note(number: int, frame: FrameType | None) -> None:
             del frame
@@ -190,7 +194,7 @@ class _Job:
         return [child for child in self._children if child.code is None]
 
     def _collect_events(self) -> None:
-        """Handles processes that ended and signals that came since."""
+        """Handles processes that ended, and signals, since the last call."""
         endings = [
             Ending(
                 process=child.index,
@@ -201,8 +205,8 @@ class _Job:
             for child in self._find_running()
             if child.poll() is not None
         ]
-        # Of several that ended since the last call, killed ones (with negative
-        # codes) come first: they are likely to be the cause.
+        # If several processes ended since the last call, those that were killed
+        # (with negative codes) come first: they are the more likely cause.
         endings.sort(key=lambda ending: (ending.rank, ending.code))
         self._endings += endings
         for ending in endings:
@@ -214,7 +218,7 @@ class _Job:
             self._follow((0.0, signal.SIGTERM), (1.0, signal.SIGKILL))
 
     def _answer(self, ending: Ending) -> None:
-        """Plans the consequences of the end of one process."""
+        """Plans what to do after one process has ended."""
         end, kill = _FAILED
         if ending.rank in (0, 1):
             later = _PEER_FAILED if ending.rank else 0.0
@@ -228,7 +232,7 @@ class _Job:
             self._follow((_PREEMPTED, _SEND_LINE), (_PREEMPTED, signal.SIGKILL))
 
     def _obey(self, number: int) -> None:
-        """Plans the consequences of a signal to the launcher."""
+        """Plans what to do after the launcher received a signal."""
         if number != signal.SIGINT:
             self._follow((0.0, signal.SIGTERM), (_PREEMPTED, signal.SIGKILL))
         elif self._is_interrupted:
@@ -243,12 +247,14 @@ class _Job:
             )
 
     def _follow(self, *steps: tuple[float, Action]) -> None:
-        """Replaces the plan, unless the present one ends earlier.
+        """Adopts a new plan unless the current plan ends earlier.
 
-        Steps of the new plan that are due at once are kept in any case.
+        If the current plan is kept, the steps of the new plan that are due
+        immediately are added to it.
 
         Args:
-          *steps: Seconds from now, and the action.
+          *steps: The steps of the new plan. Each is a tuple of the number of
+            seconds from now and the action.
         """
         now = time.monotonic()
         plan = [(now + seconds, action) for seconds, action in steps]
@@ -258,7 +264,7 @@ class _Job:
             self._plan[:0] = [step for step in plan if step[0] <= now]
 
     def _act(self) -> None:
-        """Performs the actions that are due."""
+        """Performs those actions of the plan that are due."""
         now = time.monotonic()
         while self._plan and self._plan[0][0] <= now:
             _, action = self._plan.pop(0)
@@ -272,7 +278,7 @@ class _Job:
                     child.send(action)
 
     def _conclude(self) -> int:
-        """Prints a line if something failed, and returns the exit code."""
+        """Prints why the job ended, unless it succeeded; returns exit code."""
         cause, fault = find_first_cause(self._endings), self._output.fault
         if self._is_interrupted:
             self._print_line("interrupted; all processes have ended.")
@@ -286,7 +292,8 @@ class _Job:
         if cause.code == ExitCode.PREEMPTED:
             line = "preempted: the processes have stopped (exit code 75)."
         elif cause.code == ExitCode.PEER_FAILED:
-            # All failures blame a peer: one may have ended too early, with 0.
+            # Every failed process reports that a peer failed. The peer may have
+            # exited too early, with exit code 0.
             line = (
                 "the processes ended with exit code 71; see their last lines "
                 "for the cause; the job has ended."

@@ -1,4 +1,4 @@
-"""A local process of a job: its start, its output, its end."""
+"""Starts a local process of a job, prints its output and ends it."""
 
 import contextlib
 import ctypes
@@ -15,7 +15,7 @@ from typing import BinaryIO
 from keras_strategies.cluster.watchdog.launcher_pipe import LAUNCHER_FD
 
 _CHUNK = 65536
-# Longer lines are printed in parts, so that they cannot fill the memory.
+# Longer lines are printed in several parts, so that they cannot use up memory.
 _LONGEST_LINE = 1 << 20
 _PR_SET_PDEATHSIG = 1
 _STDOUT, _STDERR = 1, 2
@@ -23,7 +23,7 @@ _NAMES = {_STDOUT: "stdout", _STDERR: "stderr"}
 
 
 class Output:
-    """The shared output of all processes, which does not mix their lines."""
+    """Writes the lines of all processes to stdout or stderr, one at a time."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
@@ -37,12 +37,12 @@ class Output:
 
     @property
     def is_writing(self) -> bool:
-        """Whether a line is being written; its reader may be slow."""
+        """Whether a line is being written, perhaps to a slow reader."""
         return self._lock.locked()
 
     @property
     def fault(self) -> str:
-        """The error of stdout or stderr; "" if only their reader is gone."""
+        """The error of stdout or stderr; "" if none, or for a closed pipe."""
         for file, error in self._errors.items():
             if error.errno != errno.EPIPE:
                 return f"{_NAMES[file]} cannot be written: {error.strerror}"
@@ -51,8 +51,8 @@ class Output:
     def write(self, file: int, line: bytes) -> None:
         """Writes a line to stdout (1) or stderr (2).
 
-        After an error, lines for that file are dropped and `is_closed` is
-        true.
+        After an error, further lines for that file are dropped, and `is_closed`
+        is true.
         """
         with self._lock:
             self.num_lines += 1
@@ -61,7 +61,7 @@ class Output:
                 try:
                     view = view[os.write(file, view) :]
                 except BlockingIOError:
-                    # Another process has made it non-blocking.
+                    # Another process has made the file non-blocking.
                     select.select([], [file], [])
                 except OSError as error:
                     self._errors[file] = error
@@ -71,15 +71,15 @@ class Child:
     """A process of a job, in a separate process group.
 
     It must be started in the main thread and before any other thread exists,
-    since a Python function runs between fork and exec. On Linux the system
-    sends it SIGTERM when this thread ends.
+    because a Python function is run between fork and exec. On Linux, the system
+    sends SIGTERM to the process when the main thread of the launcher ends.
 
     Args:
       index: The number of the process in the job.
       words: The command line.
       environ: The environment variables.
-      output: The output for its lines.
-      name: The name that precedes its lines, except for the chief.
+      output: The `Output` to which its lines are written.
+      name: The prefix for its lines; not used for the chief.
     """
 
     def __init__(
@@ -96,7 +96,8 @@ class Child:
         self._output = output
         watched, self._news = os.pipe()
         os.set_blocking(self._news, False)
-        # The chief inherits a terminal, as it may draw a progress bar there.
+        # The chief inherits stdout and stderr if they are terminals, because it
+        # may draw a progress bar.
         is_shared = [
             index == 0 and os.isatty(file) for file in (_STDOUT, _STDERR)
         ]
@@ -121,11 +122,11 @@ class Child:
 
     @property
     def pid(self) -> int:
-        """The process's id."""
+        """The ID of the process."""
         return self._process.pid
 
     def show_output(self) -> None:
-        """Starts threads that print its lines."""
+        """Starts threads that print the process's lines."""
         for stream, file in (
             (self._process.stdout, _STDOUT),
             (self._process.stderr, _STDERR),
@@ -139,10 +140,10 @@ class Child:
             self._threads.append(thread)
 
     def poll(self) -> int | None:
-        """Returns the exit status (negative for a signal), None if it runs.
+        """Returns the exit status (-n for signal n), or None while running.
 
-        Does not reap the process before `close`, so that the system cannot
-        reuse the number of its process group.
+        The process is not reaped until `close`, so that the system cannot reuse
+        the number of its process group.
         """
         if self.code is None:
             result = os.waitid(
@@ -156,8 +157,8 @@ class Child:
     def send(self, number: int) -> None:
         """Sends a signal if the process is still running.
 
-        SIGTERM goes only to the process, which may pass it on; other signals
-        go to its process group.
+        SIGTERM is sent only to the process itself, which may pass it on to its
+        children. Other signals are sent to its process group.
         """
         if self.poll() is None:
             send = os.kill if number == signal.SIGTERM else os.killpg
@@ -165,13 +166,13 @@ class Child:
                 send(self.pid, number)
 
     def send_line(self, line: str) -> None:
-        """Writes a line to the pipe that the process watches."""
-        # The process may have closed the pipe, or not have read it for long.
+        """Sends a line to the process through the pipe that it watches."""
+        # The process may have closed the pipe, or the pipe may be full.
         with contextlib.suppress(OSError):
             os.write(self._news, f"{line}\n".encode())
 
     def close(self, timeout_s: float) -> None:
-        """Kills the rest of its process group, and prints the last output.
+        """Kills what is left of the process group and prints remaining output.
 
         Args:
           timeout_s: The time to wait for more output, in seconds.
@@ -184,8 +185,8 @@ class Child:
             while thread.is_alive() and (
                 self._output.is_writing or self._output.num_lines != before
             ):
-                # Waits again as long as lines are printed: the reader of our
-                # output may be slow.
+                # Keeps waiting as long as lines are being printed, because the
+                # reader of the launcher's output may be slow.
                 before = self._output.num_lines
                 thread.join(timeout_s)
         os.close(self._news)
@@ -204,13 +205,15 @@ class Child:
     def _format_line(self, line: bytes) -> bytes:
         if self.index == 0:
             return line + b"\n"
-        # Progress bars overwrite their line; a terminal shows the last part.
+        # A progress bar overwrites its line by carriage returns. Only the last
+        # part, which a terminal would show, is printed.
         last = line.rstrip(b"\r").rpartition(b"\r")[2]
         return f"[{self.name}] ".encode() + last + b"\n"
 
 
 def _choose_stdin() -> int | None:
-    # A process in a background group is stopped when it reads a terminal.
+    # The system stops a process in a background group if it reads from a
+    # terminal.
     try:
         is_terminal = os.isatty(0)
     except OSError:
@@ -219,7 +222,7 @@ def _choose_stdin() -> int | None:
 
 
 def _make_preexec(launcher: int):
-    """Makes the `preexec_fn` that requests SIGTERM when the launcher dies."""
+    """Returns a `preexec_fn` that requests SIGTERM when the launcher dies."""
     if not sys.platform.startswith("linux"):
         return None
     prctl = ctypes.CDLL(None, use_errno=True).prctl

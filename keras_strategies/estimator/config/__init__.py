@@ -1,1 +1,1 @@
-"""RunConfig, its checks, and the cluster that it reads from TF_CONFIG."""
+"""RunConfig, its checks, and the cluster that TF_CONFIG describes."""

@@ -1,4 +1,4 @@
-"""Checks of a RunConfig's fields."""
+"""Checks the fields of a RunConfig."""
 
 from typing import Any
 
@@ -17,8 +17,8 @@ _NUMBERS: dict[str, dict[str, Any]] = {
     "tf_random_seed": {},
     "experimental_max_worker_delay_secs": {},
 }
-# Fields for sessions and graphs, which JAX does not have: the only valid value
-# of each, and what to use instead.
+# Fields about sessions and graphs, which do not exist in JAX: the only valid
+# value of each field, and what to use instead.
 _WITHOUT_MEANING = {
     "session_config": (
         None,
@@ -44,7 +44,7 @@ _WITHOUT_MEANING = {
 
 
 def check_fields(config: Any) -> None:
-    """Raises ValueError or TypeError for the first invalid field."""
+    """Raises ValueError or TypeError for the first field that is invalid."""
     _check_model_dir(config.model_dir)
     for name, bounds in _NUMBERS.items():
         cure = "Pass such a number, or None."
@@ -65,7 +65,7 @@ def check_trains(config: Any, num_processes: int) -> None:
 
     Args:
       config: The RunConfig.
-      num_processes: Number of processes of the strategy.
+      num_processes: The number of processes that the strategy spans.
     """
     if config.task_type in (SERVER, EVALUATOR):
         raise ValueError(
@@ -98,7 +98,8 @@ def _check_model_dir(directory: object) -> None:
 def _check_strategy(name: str, strategy: object) -> None:
     if strategy is None:
         return
-    # Imported here, so that without a strategy neither Keras nor JAX is loaded.
+    # Imported here, so that Keras and JAX are imported only if there is a
+    # strategy to check.
     from keras_strategies.strategy.strategy import Strategy
 
     if not isinstance(strategy, Strategy):

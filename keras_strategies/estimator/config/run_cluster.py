@@ -1,4 +1,4 @@
-"""The cluster of a `RunConfig`, parsed from TF_CONFIG."""
+"""Parses the cluster of a `RunConfig` from TF_CONFIG."""
 
 import dataclasses
 from typing import Any
@@ -21,23 +21,24 @@ _RPC_LAYER = "grpc"
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class RunCluster:
-    """The cluster and this process's task, named as in tf's `RunConfig`.
+    """The cluster and this process's task, as in TensorFlow's `RunConfig`.
 
     Attributes:
       cluster_spec: The training cluster; empty for a local run and for an
         evaluator, which is not part of the training cluster.
       task_type: "chief", "worker", "ps" or "evaluator".
-      task_id: The index of this process among those of its type.
-      master: "grpc://host:port" of this process; "" for a single process and
-        for an evaluator.
+      task_id: The index of this process among the processes of its type.
+      master: This process's address, "grpc://host:port"; "" for a single
+        process and for an evaluator.
       evaluation_master: TF_CONFIG's "eval_session_master"; "" if unset.
       is_chief: Whether this process is the training cluster's chief.
       num_ps_replicas: Number of parameter servers.
       num_worker_replicas: Number of training processes, including the chief;
         0 for an evaluator.
       global_id_in_cluster: The index of this process in the training cluster,
-        in the order chief, workers, servers; None for an evaluator.
-      service: TF_CONFIG's "service", which a platform may set.
+        in the order chief, workers, parameter servers; None for an evaluator.
+      service: TF_CONFIG's "service", which the platform that runs the job may
+        set.
       model_dir: TF_CONFIG's "model_dir".
     """
 
@@ -60,16 +61,16 @@ def parse_cluster(text: str, *, needs_chief: bool) -> RunCluster:
     """Parses the cluster and this process's task from TF_CONFIG.
 
     Args:
-      text: The variable's value; "" if it is not set.
-      needs_chief: Whether a cluster must have a "chief". If false, worker 0 is
-        the chief of a cluster without one, as for
+      text: The value of the environment variable; "" if it is not set.
+      needs_chief: Whether a cluster must have a "chief". If false, worker 0
+        acts as the chief of a cluster that has none, as it does in
         `MultiWorkerMirroredStrategy`.
 
     Raises:
-      ValueError: if TF_CONFIG is invalid, its cluster lacks a chief or this
-        process's task, or its "model_dir" is empty.
-      TypeError: if "service" is not an object, or a value has another type
-        than it should.
+      ValueError: if TF_CONFIG is invalid, its cluster does not contain a chief
+        or this process's task, or its "model_dir" is empty.
+      TypeError: if "service" is not a JSON object, or a value has the wrong
+        type.
     """
     raw = load_tf_config(text)
     config = parse_tf_config(text)
@@ -190,7 +191,7 @@ def _is_chief(spec: ClusterSpec, task_type: str, task_id: int) -> bool:
 def _compute_global_id(spec: ClusterSpec, task_type: str, task_id: int) -> int:
     before = {
         CHIEF: (),
-        # An evaluator in the cluster is counted too, as in tf.
+        # An evaluator that the cluster lists is counted too, as in TensorFlow.
         EVALUATOR: (CHIEF,),
         WORKER: (CHIEF, EVALUATOR),
         SERVER: (CHIEF, EVALUATOR, WORKER),

@@ -16,7 +16,7 @@ from keras_strategies.estimator.config.run_cluster import (
 )
 
 DEFAULT_SAVE_SECONDS = 600
-"""Seconds between checkpoints if neither steps nor seconds are given."""
+"""Default number of seconds between checkpoints."""
 
 
 class _Default(enum.Enum):
@@ -41,7 +41,7 @@ _STEPS, _SECS = "save_checkpoints_steps", "save_checkpoints_secs"
 
 @dataclasses.dataclass(frozen=True)
 class RunConfig:
-    """The configuration of an `Estimator`'s runs; as tf's.
+    """The configuration of an `Estimator`'s runs, as in TensorFlow.
 
         config = ks.estimator.RunConfig(
             model_dir="models/digits",
@@ -50,51 +50,53 @@ class RunConfig:
         )
         config = config.replace(keep_checkpoint_max=20)
 
-    It is immutable; `replace` returns a changed copy. TF_CONFIG is read once,
-    by the constructor: `cluster_spec`, `task_type` and the other read-only
-    properties come from there.
+    A RunConfig is immutable; `replace` returns a modified copy. The constructor
+    reads the environment variable TF_CONFIG once, and sets the read-only
+    properties such as `cluster_spec` and `task_type` from it.
 
     Differs from tf: `session_config`, `device_fn`, `protocol` and
-    `checkpoint_save_graph_def=False` have no meaning on JAX and raise errors
+    `checkpoint_save_graph_def=False` have no meaning on JAX and raise an error
     (docs/parity.md).
 
     Args:
-      model_dir: Path for checkpoints and event files; None for TF_CONFIG's,
-        or the Estimator's, or a temporary one.
-      tf_random_seed: Seed for initial weights, dropout and shuffling; None to
-        draw different ones in each run.
-      save_summary_steps: Number of training steps between writes of scalars;
-        0 or None for none.
+      model_dir: Folder for checkpoints and event files. None to use TF_CONFIG's
+        "model_dir", the Estimator's `model_dir`, or a temporary folder.
+      tf_random_seed: Seed for initial weights, dropout and shuffling; None for
+        different random numbers in each run.
+      save_summary_steps: Number of training steps between scalars in the event
+        files; 0 or None to write none.
       save_checkpoints_steps: Number of training steps between checkpoints.
-      save_checkpoints_secs: Number of seconds between checkpoints. 600 if
-        neither of the two is given. If the given ones are None or 0, no
-        checkpoint is saved during training.
-      session_config: None.
-      keep_checkpoint_max: Number of newest checkpoints to keep; None or 0 for
-        all.
-      keep_checkpoint_every_n_hours: Number of hours between additional
-        checkpoints to keep; None for none.
+      save_checkpoints_secs: Number of seconds between checkpoints. It defaults
+        to 600 if `save_checkpoints_steps` is not given either. If None or 0 is
+        explicitly given and the other argument is not set, no checkpoint is
+        saved during training.
+      session_config: Must be None.
+      keep_checkpoint_max: Number of newest checkpoints to keep; None or 0 to
+        keep all.
+      keep_checkpoint_every_n_hours: Number of hours between checkpoints that
+        are kept in addition to the newest ones; None to keep only the newest.
       log_step_count_steps: Number of training steps between log lines with
-        loss and speed; None for none.
-      train_distribute: A strategy of keras_strategies for training; None for
-        one device.
-      device_fn: None.
-      protocol: None.
-      eval_distribute: A strategy of keras_strategies for evaluation and
-        prediction; None for one device.
+        loss and speed; None to log none.
+      train_distribute: The `ks` strategy for training; None to train on one
+        device.
+      device_fn: Must be None.
+      protocol: Must be None.
+      eval_distribute: The `ks` strategy for evaluation and prediction; None to
+        use one device.
       experimental_distribute: An object with `train_distribute` and
         `eval_distribute`, used instead of these two arguments.
-      experimental_max_worker_delay_secs: An integer or None. Has no effect:
-        workers start without a delay.
+      experimental_max_worker_delay_secs: An integer or None. It has no effect,
+        because workers start without a delay.
       session_creation_timeout_secs: Number of seconds that an evaluator waits
         for the first checkpoint.
-      checkpoint_save_graph_def: True.
+      checkpoint_save_graph_def: Must be True.
 
     Raises:
       ValueError: if both `save_checkpoints_steps` and `save_checkpoints_secs`
-        are given, a number is too small, a field without a meaning on JAX is
-        given, `model_dir` differs from TF_CONFIG's, or TF_CONFIG is invalid.
-      TypeError: if a value has another type.
+        are given, a number is too small, an argument that has no meaning on
+        JAX is given, `model_dir` differs from TF_CONFIG's "model_dir", or
+        TF_CONFIG is invalid.
+      TypeError: if a value has the wrong type.
 
     References:
       https://www.tensorflow.org/versions/r2.15/api_docs/python/tf/estimator/RunConfig
@@ -134,19 +136,19 @@ class RunConfig:
         check_fields(self)
 
     def replace(self, **changes: Any) -> "RunConfig":
-        """Returns a copy with some fields changed; the cluster stays.
+        """Returns a copy in which some fields have new values.
 
-        A new `save_checkpoints_steps` clears `save_checkpoints_secs`, and vice
-        versa.
+        The cluster is the same: TF_CONFIG is not read again. Setting
+        `save_checkpoints_steps` clears `save_checkpoints_secs`, and vice versa.
 
         Args:
-          **changes: New values by field.
+          **changes: The new values, with the names of their fields.
 
         Raises:
-          ValueError: if a name is not a field, or TF_CONFIG sets it, or both
-            `save_checkpoints_steps` and `save_checkpoints_secs` are given;
-            and as the constructor.
-          TypeError: as the constructor.
+          ValueError: if a name is not a field, the field is set by TF_CONFIG,
+            both `save_checkpoints_steps` and `save_checkpoints_secs` are given,
+            or the constructor would raise a ValueError for the value.
+          TypeError: if a value has the wrong type.
 
         Example:
           >>> config = ks.estimator.RunConfig(save_checkpoints_secs=600)
@@ -168,7 +170,8 @@ class RunConfig:
         config = copy.copy(self)
         config._set(**changes)
         if "experimental_distribute" in changes:
-            # The present strategies may be those of the previous object.
+            # The current strategies may come from the previous
+            # `experimental_distribute`, so they are cleared first.
             replaced = {"train_distribute", "eval_distribute"} - {*changes}
             config._set(**dict.fromkeys(replaced))
             config._take_experimental()
@@ -187,12 +190,12 @@ class RunConfig:
 
     @property
     def task_id(self) -> int:
-        """The index of this process among those of its type."""
+        """The index of this process among the processes of its type."""
         return self._cluster.task_id
 
     @property
     def master(self) -> str:
-        """This process's "grpc://host:port"; "" for a single process."""
+        """This process's "grpc://host:port"; "" if it is the only one."""
         return self._cluster.master
 
     @property
@@ -217,12 +220,12 @@ class RunConfig:
 
     @property
     def global_id_in_cluster(self) -> int | None:
-        """This process's index in the order chief, workers, servers."""
+        """This process's index: chief, workers, then parameter servers."""
         return self._cluster.global_id_in_cluster
 
     @property
     def service(self) -> dict[str, Any] | None:
-        """TF_CONFIG's "service", which a platform may set."""
+        """TF_CONFIG's "service", which the job's platform may set, or None."""
         return self._cluster.service
 
     def _set(self, **values: object) -> None:
@@ -230,7 +233,7 @@ class RunConfig:
             object.__setattr__(self, name, value)
 
     def _take_experimental(self) -> None:
-        """Takes the strategies of `experimental_distribute`, if any."""
+        """Sets the strategies from `experimental_distribute`, if given."""
         source = self.experimental_distribute
         if source is None:
             return
@@ -265,7 +268,7 @@ _FIELDS = tuple(
 
 
 def _choose_save_rule(steps: object, secs: object) -> tuple[object, object]:
-    """Returns the steps and the seconds between saves; one is None.
+    """Returns the steps and the seconds between saves; one of them is None.
 
     Raises:
       ValueError: if both are given.
@@ -280,7 +283,7 @@ def _choose_save_rule(steps: object, secs: object) -> tuple[object, object]:
 
 
 def _switch_save_rule(changes: dict[str, Any]) -> dict[str, Any]:
-    """Returns the changes, which clear the other way of saving.
+    """Adds to changes of steps that the seconds are None, or vice versa.
 
     Raises:
       ValueError: if both are given.
@@ -296,7 +299,7 @@ def _switch_save_rule(changes: dict[str, Any]) -> dict[str, Any]:
 
 
 def _convert_path(path: object) -> object:
-    """Returns a path as a str; other objects are left to `check_fields`."""
+    """Converts a path to a str; leaves other objects for `check_fields`."""
     return os.fspath(path) if isinstance(path, os.PathLike) else path
 
 

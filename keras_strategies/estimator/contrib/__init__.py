@@ -1,1 +1,1 @@
-"""Additions to Estimator and train_and_evaluate, as in tf.estimator."""
+"""Optional parts of the API of `tf.estimator`, such as early stopping."""

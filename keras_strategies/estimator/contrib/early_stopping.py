@@ -1,4 +1,4 @@
-"""Early stopping of a training, by the results of evaluations."""
+"""Hooks that stop training early, based on the results of evaluations."""
 
 import logging
 import numbers
@@ -37,23 +37,23 @@ def make_early_stopping_hook(
 ) -> keras.callbacks.Callback:
     """Returns a hook that stops training when a function returns True.
 
-    The chief calls the function after the first step of a call of `train`, and
-    then periodically, and sends the result to the other processes.
+    The chief calls the function after the first step of each call of `train`,
+    and then periodically. It sends the result to the other processes.
 
     Args:
       estimator: The Estimator that trains.
       should_stop_fn: Function without arguments that returns whether to stop.
-      run_every_secs: Number of seconds between calls. Must be None with
-        `run_every_steps`, and on several processes.
+      run_every_secs: Number of seconds between calls. It must be None if
+        `run_every_steps` is given, or if several processes train.
       run_every_steps: Number of steps between calls.
 
     Returns:
-      A Keras callback for `hooks`.
+      A Keras callback to pass as one of the `hooks`.
 
     Raises:
-      TypeError: if an argument has another type.
-      ValueError: if both or neither of seconds and steps are given, or seconds
-        on several processes.
+      TypeError: if an argument has the wrong type.
+      ValueError: if both or neither of `run_every_secs` and `run_every_steps`
+        are given, or if `run_every_secs` is given and several processes train.
 
     Example:
       ```python
@@ -103,20 +103,22 @@ def stop_if_higher_hook(
 
     Args:
       estimator: The Estimator that trains.
-      metric_name: Name of a result of its evaluations, such as "accuracy".
+      metric_name: Name of a result of the Estimator's evaluations, such as
+        "accuracy".
       threshold: The threshold, a number.
-      eval_dir: Folder of the results; None for `estimator.eval_dir()`.
-      min_steps: The global step before which results are ignored.
+      eval_dir: The evaluation's folder, which contains the results; None for
+        `estimator.eval_dir()`.
+      min_steps: Results at lower global steps are ignored.
       run_every_secs: See `make_early_stopping_hook`.
       run_every_steps: See `make_early_stopping_hook`.
 
     Returns:
-      A Keras callback for `hooks`.
+      A Keras callback to pass as one of the `hooks`.
 
     Raises:
-      TypeError: if an argument has another type.
-      ValueError: as `make_early_stopping_hook`; (in training) if the
-        evaluations have no such result.
+      TypeError: if an argument has the wrong type.
+      ValueError: see `make_early_stopping_hook`. During training: if the
+        evaluations have no result named `metric_name`.
 
     Example:
       ```python
@@ -142,7 +144,7 @@ def stop_if_lower_hook(
 ) -> keras.callbacks.Callback:
     """Returns a hook that stops training when a metric is below a threshold.
 
-    Arguments, result and errors are those of `stop_if_higher_hook`.
+    The arguments, result and errors are the same as for `stop_if_higher_hook`.
 
     Example:
       ```python
@@ -168,9 +170,9 @@ def stop_if_no_increase_hook(
 ) -> keras.callbacks.Callback:
     """Returns a hook that stops training when a metric no longer increases.
 
-    Arguments, result and errors are those of `stop_if_higher_hook`, except
-    that `max_steps_without_increase` replaces the threshold: the number of
-    train steps that may pass since the best result.
+    The arguments, result and errors are the same as for `stop_if_higher_hook`,
+    except that `max_steps_without_increase` replaces the threshold. Training
+    stops when this number of train steps has passed since the best result.
 
     Example:
       ```python
@@ -196,7 +198,8 @@ def stop_if_no_decrease_hook(
 ) -> keras.callbacks.Callback:
     """Returns a hook that stops training when a metric no longer decreases.
 
-    Arguments, result and errors are those of `stop_if_no_increase_hook`, with
+    The arguments, result and errors are the same as for
+    `stop_if_no_increase_hook`, except that the number of steps is called
     `max_steps_without_decrease`.
 
     Example:
@@ -215,15 +218,15 @@ def stop_if_no_decrease_hook(
 def iter_values(
     results: Results, name: str, min_steps: int
 ) -> Iterator[tuple[int, float]]:
-    """Yields the global steps and values of a result.
+    """Yields the global step and value of a result for each evaluation.
 
     Args:
       results: Results by global step, in order.
       name: The result's name.
-      min_steps: The step before which results are skipped.
+      min_steps: Results at lower steps are skipped.
 
     Raises:
-      ValueError: if a step has no such result.
+      ValueError: if an evaluation has no result with this name.
     """
     for step, metrics in results.items():
         if step < min_steps:
@@ -237,25 +240,26 @@ def iter_values(
 
 
 def is_beyond(values: Values, threshold: float, is_better: _Comparison) -> bool:
-    """Returns whether a value is better than a threshold.
+    """Returns whether any of the values is better than a threshold.
 
     Args:
       values: The steps and values that `iter_values` yields.
       threshold: The threshold.
-      is_better: Returns whether its first argument, a value, is better than
-        its second, the threshold.
+      is_better: Function of a value and the threshold that returns whether the
+        value is better.
     """
     return any(is_better(value, threshold) for _, value in values)
 
 
 def has_stalled(values: Values, max_steps: int, is_better: _Comparison) -> bool:
-    """Returns whether no value was better for a number of steps.
+    """Returns whether the values stopped improving for a number of steps.
 
     Args:
       values: The steps and values that `iter_values` yields.
-      max_steps: Number of train steps that may pass since the best value.
-      is_better: Returns whether its first argument, a value, is better than
-        its second, the best one.
+      max_steps: Number of train steps without a better value after which the
+        result is True.
+      is_better: Function of a value and the best value so far that returns
+        whether the value is better.
     """
     best: tuple[int, float] | None = None
     for step, value in values:
@@ -285,8 +289,9 @@ class _Stopping(keras.callbacks.Callback):
         self._asked: int | None = None
 
     def on_train_begin(self, logs: Logs | None = None) -> None:
-        # Asks after the first step of every call of `train`: a run that has
-        # been stopped early stops again at once.
+        # The function is called after the first step of every call of `train`,
+        # so that a run that was stopped early and is started again stops
+        # immediately.
         self._asked_at = self._asked = None
 
     def on_train_batch_end(self, batch: int, logs: Logs | None = None) -> None:
@@ -317,7 +322,7 @@ def _make_hook(
     min_steps: int,
     every: tuple[float | None, int | None],
 ) -> keras.callbacks.Callback:
-    """Returns a hook that applies a rule to the results of a name."""
+    """Returns a hook that stops when a rule is true of a metric's values."""
     what, cure = "the name of a result", "Pass a name, such as 'accuracy'."
     check_type("`metric_name`", name, str, what, cure)
     _check_integer("`min_steps`", min_steps)

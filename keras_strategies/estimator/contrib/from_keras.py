@@ -1,4 +1,4 @@
-"""model_to_estimator: an Estimator of an existing Keras model."""
+"""Implements `model_to_estimator`: an Estimator for an existing Keras model."""
 
 import os
 import pathlib
@@ -33,31 +33,34 @@ def model_to_estimator(
     metric_names_map: Mapping[str, str] | None = None,
     export_outputs: None = None,
 ) -> Estimator:
-    """Returns an Estimator of a compiled Keras model; as tf's.
+    """Creates an Estimator from a compiled Keras model, as in TensorFlow.
 
-    The model is copied, and never changed: the Estimator starts with its
-    weights and the state of its optimizer, unless `model_dir` contains a
-    checkpoint. Predictions are dicts by the names of the model's outputs.
+    The model is copied and never modified. The Estimator starts with the
+    model's weights and the state of its optimizer, unless `model_dir` contains
+    a checkpoint. Predictions are dicts whose keys are the names of the model's
+    outputs.
 
     Args:
       keras_model: The compiled model.
-      keras_model_path: Path of a `.keras` file of a compiled model, used
-        instead of `keras_model`.
-      custom_objects: The model's classes and functions by name, if they are
-        not registered with Keras.
+      keras_model_path: Path of a `.keras` file that contains a compiled model,
+        to pass instead of `keras_model`.
+      custom_objects: The user-defined classes and functions in the model, by
+        name, if they are not registered with Keras.
       model_dir: See `Estimator`.
       config: See `Estimator`.
       checkpoint_format: "saver" or "checkpoint"; has no effect.
-      metric_names_map: New names of results of evaluations, by old name.
-      export_outputs: None.
+      metric_names_map: A dict from the name of an evaluation's result to the
+        new name to use for it.
+      export_outputs: Must be None.
 
     Returns:
       The Estimator.
 
     Raises:
-      ValueError: if neither or both of model and path are given, the model is
-        not compiled, or an argument has no meaning here.
-      TypeError: if an argument has another type.
+      ValueError: if both or neither of `keras_model` and `keras_model_path` are
+        given, the model is not compiled, or an argument is not supported on
+        JAX.
+      TypeError: if an argument has the wrong type.
 
     Example:
       ```python
@@ -123,7 +126,7 @@ def _save(model: keras.Model, path: str) -> None:
         )
     optimizer = model.optimizer
     if not optimizer.built:
-        # Keras warns if it saves an optimizer without state.
+        # Keras warns when it saves an optimizer whose state is not built.
         optimizer.build(model.trainable_variables)
     model.save(path)
 
@@ -165,8 +168,8 @@ def _make_model_fn(
     Args:
       path: Path of the model's file.
       custom_objects: See `model_to_estimator`.
-      is_trusted: Whether code in the file may run, because the model comes
-        from this process.
+      is_trusted: Whether code in the file may be run, because this process
+        saved the model itself.
     """
 
     def model_fn(mode: str) -> keras.Model | EstimatorSpec:

@@ -1,4 +1,4 @@
-"""Evaluation of the in-memory weights during training."""
+"""A hook that evaluates a model during training, without checkpoints."""
 
 import functools
 from collections.abc import Iterable
@@ -23,23 +23,24 @@ from keras_strategies.estimator.estimator_spec import ModeKeys
 
 
 class InMemoryEvaluatorHook(keras.callbacks.Callback):
-    """A hook that evaluates during training, without a checkpoint; as tf's.
+    """A hook that evaluates a model during training, without a checkpoint.
 
-    The chief evaluates at the start, periodically and at the end. The weights
-    are copied to a model of the Estimator's `eval_distribute`.
+    As in TensorFlow, the chief evaluates at the start, periodically and at the
+    end. The current weights are copied to a separate model, created under the
+    Estimator's `eval_distribute`.
 
     Args:
       estimator: The Estimator that trains.
       input_fn: Function that returns the evaluation data.
-      steps: Number of batches of an evaluation; None for all.
-      hooks: Keras callbacks.
-      name: Name of the evaluation, for its files.
+      steps: Number of batches in each evaluation; None for all.
+      hooks: Keras callbacks for the evaluations.
+      name: Name of the evaluation, which is used for its files.
       every_n_iter: Number of train steps between evaluations.
 
     Raises:
       ValueError: if `every_n_iter` or `steps` is not positive, or `name`
         contains a slash.
-      TypeError: if an argument has another type.
+      TypeError: if an argument has the wrong type.
 
     Example:
       ```python
@@ -91,7 +92,7 @@ class InMemoryEvaluatorHook(keras.callbacks.Callback):
             self._evaluate(step)
 
     def on_train_end(self, logs: Logs | None = None) -> None:
-        """Evaluates the final weights, unless that is done."""
+        """Evaluates the final weights, unless they have been evaluated."""
         step = train_callback.find_global_step(self.model)
         if step != self._evaluated:
             self._evaluate(step)
