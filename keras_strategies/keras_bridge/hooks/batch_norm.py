@@ -56,15 +56,15 @@ def accept_synchronized(
 def compute_moments(
     layer: keras.layers.BatchNormalization, inputs: Array, mask: Array | None
 ) -> tuple[Any, Any]:
-    """Returns mean and variance of `inputs` over all axes but the layer's.
+    """Returns the mean and variance of `inputs` over all axes but the layer's.
 
-    They are over the rows of all replicas in a replica-mapped step and in
-    `run`, elsewhere over the rows of `inputs`. A mask leaves out entries, as
-    in Keras.
+    In a replica-mapped step and in `run` they are computed over the rows of
+    all replicas, and elsewhere over the rows of `inputs` only. Entries that
+    the mask excludes are ignored, as in Keras.
     """
     step = current_step()
     is_run = step is not None and step.facts.is_local
-    # Replicas may hold different numbers of rows.
+    # Replicas may have different numbers of rows.
     is_uneven = is_run or (step is not None and step.facts.is_uneven)
     if step is not None and step.flags.sees_global_batch and not is_run:
         step = None  # The inputs already have all rows.
@@ -95,14 +95,14 @@ def _make_row_mean(
 def _make_masked_mean(
     step: StepContext | None, axes: list[int], inputs: Array, mask: Array
 ) -> Callable[[Array], Any]:
-    """Returns a function for the mean of the entries that a mask keeps."""
+    """Returns a function that averages the entries that a mask selects."""
     kept = ops.cast(
         ops.broadcast_to(ops.expand_dims(mask, -1), ops.shape(inputs)), "bool"
     )
     count = ops.sum(ops.cast(kept, inputs.dtype), axes, keepdims=True)
     count = _average(step, count)
     # Keras adds epsilon to the global batch's count. `count` is that count
-    # divided by the replicas, so epsilon is divided, too.
+    # divided by the number of replicas, so epsilon is divided by it, too.
     num_replicas = 1 if step is None else step.num_replicas
     weight = count + keras.config.epsilon() / num_replicas
 
@@ -125,10 +125,11 @@ def call_layer(
     *args: Any,
     **kwargs: Any,
 ) -> Array:
-    """Marks rows that are normalized with statistics of a replica's rows.
+    """Calls the layer, and marks its output as normalized on one replica.
 
-    Such statistics are per-replica by definition, so a loss of these rows
-    does not count as one that mixes rows.
+    The layer's statistics are per-replica by definition. The marks tell the
+    later check of losses that a loss of these rows does not count as one that
+    mixes the rows of different replicas.
 
     Returns:
       The normalized rows, of the inputs' shape.

@@ -48,7 +48,7 @@ _OF_METRIC_LISTS = {"update_state": metric_hooks.update_compiled}
 
 
 def trace_hooks() -> contextlib.AbstractContextManager[None]:
-    """Installs the hooks while a block traces a step."""
+    """Installs the hooks for a block in which a step is traced."""
     return _patches.hold()
 
 
@@ -84,7 +84,10 @@ def _find_class_patches(
 
 
 def _make_hook(wrapper: Callable[..., Any]) -> Callable[..., Any]:
-    """Makes a patch that calls `wrapper(step, original, ...)` in a step."""
+    """Makes a patch that calls `wrapper(step, original, ...)`.
+
+    Outside of a step that is traced, the patch calls only the original.
+    """
 
     def wrap(original: Callable[..., Any]) -> Callable[..., Any]:
         @functools.wraps(original)
