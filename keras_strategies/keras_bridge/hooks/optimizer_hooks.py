@@ -276,7 +276,7 @@ def _clear_empty(step: StepContext, grads: Sequence[Array | None]) -> list[Any]:
     if not step.is_empty:
         return list(grads)
     # In `run` the loss is user-defined and may have gradients even without
-    # rows (for example of weight decay), so only NaN is replaced by zero.
+    # rows (for example from a regularizer), so only NaN becomes zero.
     empty = _clear_nan if step.facts.is_local else jnp.zeros_like
     return [grad if grad is None else empty(grad) for grad in grads]
 

@@ -1,13 +1,14 @@
 """Changes to losses, optimizers and variables while a step is traced.
 
-Between the start and the end of a trace, only in the tracing thread:
+While a step is traced, and only in the tracing thread:
 - the outermost optimizer first reduces the gradients over the replicas
   (optimizer_hooks.py);
-- losses have denominators over the global batch, and losses that mix rows see
-  the rows of all replicas (loss_hooks.py);
-- metrics are updated by the rule that fits them (metric_hooks.py).
-Classes are wrapped rather than instances, so that the hooks reach every
-optimizer, loss and metric of a model and leave nothing on it.
+- losses have denominators over the global batch, and losses that mix rows
+  receive the rows of all replicas (loss_hooks.py);
+- each metric is updated by its own rule (metric_hooks.py).
+
+The hooks wrap methods of classes rather than of instances, so that they affect
+every optimizer, loss and metric of a model and leave no attributes on them.
 """
 
 import contextlib
