@@ -64,7 +64,7 @@ def take_execution(
     Args:
       iterator: Keras's iterator over the data.
       first: The first item of the execution, which was already read from the
-        iterator. In Keras 3.16 it contains all batches of the execution.
+        iterator. In Keras 3.16 it may contain all batches of the execution.
       num_steps: Number of batches in an execution.
     """
     if num_steps == 1:

@@ -37,7 +37,7 @@ class TraceReport:
     shapes: list[list[tuple[int, ...]]] | None
 
     def shapes_of(self, position: int) -> tuple[tuple[int, ...], ...] | None:
-        """Returns an array's shape on each replica, or None if all are equal."""
+        """Returns an array's shape on each replica; None if all are equal."""
         if self.shapes is None:
             return None
         shapes = tuple(of_replica[position] for of_replica in self.shapes)
@@ -69,7 +69,7 @@ def merge_constants(structures: list[Any]) -> list[list[Any] | None]:
     """Combines the results that are not arrays, from all variants of a call.
 
     A function is traced in several variants if the replicas have different
-    numbers of rows.
+    numbers of rows. In debug mode the call of each replica is a variant.
 
     Args:
       structures: Each variant's `BranchFacts.structure`.
