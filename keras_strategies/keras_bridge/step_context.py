@@ -298,7 +298,7 @@ ReplicaScope = Callable[
 is the context of a single replica."""
 
 current_step: Callable[[], StepContext | None] = _current.current_step
-"""Returns the step that the current thread is tracing, or None."""
+"""Returns the replica-mapped step that this thread is tracing, or None."""
 
 step_scope = _current.step_scope
 """Makes a step the current step of this thread for a block."""

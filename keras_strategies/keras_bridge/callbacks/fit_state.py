@@ -87,7 +87,7 @@ class FitState:
       steps_per_epoch: Number of steps of an epoch, or None if unknown.
       num_steps: Number of steps since the beginning of the first fit.
       is_over: Whether the fit had nothing left to do when it began, because
-        the saved fit had finished.
+        the saved fit had run all epochs or was stopped.
       was_stopped: Whether a callback had stopped the training of the saved
         fit.
       verbose: The `verbose` of fit.
