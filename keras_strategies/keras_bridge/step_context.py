@@ -118,7 +118,7 @@ class StepFlags:
 
 @dataclasses.dataclass(kw_only=True)
 class StepNotes:
-    """What the hooks record during a trace.
+    """The records that the hooks make during a trace.
 
     Other hooks read these records, as does the code that combines the
     replicas' states after the step.
@@ -216,42 +216,46 @@ class StepContext:
 
     @property
     def buffering(self) -> Buffering | None:
-        """The rule for arrays that share a buffer when they are reduced."""
+        """The rule for which arrays are reduced together in one buffer."""
         return choose_buffering(self.facts.mesh)
 
     def with_facts(self, **facts: object) -> "StepContext":
-        """Returns the same trace with other facts; flags, notes are shared."""
+        """Returns a context with other facts, but the same flags and notes."""
         return dataclasses.replace(
             self, facts=dataclasses.replace(self.facts, **facts)
         )
 
     def make_probe(self, rows: int) -> "StepContext":
-        """Makes a new trace of the same step with another number of rows."""
+        """Makes the context of an extra trace with another number of rows."""
         facts = StepFacts(mesh=self.facts.mesh, rows=rows, is_probe=True)
         return StepContext(facts=facts)
 
     def note_size(self, size: float, is_rows: bool, of: str) -> None:
-        """Notes a size for a probe to confirm (trace_checks.py).
+        """Records a size that may be the number of rows.
+
+        A trace with another number of rows checks the records
+        (trace_checks.py).
 
         Args:
-          size: A dimension, or a number.
-          is_rows: Whether it was taken for the number of rows.
-          of: A description of what received it, for messages.
+          size: A dimension of an array, or a number.
+          is_rows: Whether the size was taken for the number of rows.
+          of: A description of the function or metric that received the array
+            or number, for messages.
         """
         is_known = self.flags.in_compiled or self.flags.in_metric
         if not (is_known or self.facts.is_local):
             self.notes.sizes.append((size, is_rows, of))
 
     def demand_global_batch(self, reason: str) -> NoReturn:
-        """Aborts the trace; the step falls back to the global batch.
+        """Aborts the trace; the step is then traced with the global batch.
 
         Args:
           reason: A sentence for the warning: what the step does, and how to
             change it so that it can be mapped over the replicas.
 
         Raises:
-          GlobalBatchNeeded: if the step is not in `run`.
-          ValueError: if it is.
+          GlobalBatchNeeded: if the step is a model's step.
+          ValueError: if the step is a function given to `run`.
         """
         if self.facts.is_local:
             raise ValueError(

@@ -59,14 +59,14 @@ class QuietCallbackList(keras.callbacks.CallbackList):
                 callback.on_train_batch_end(batch, logs=pythonify_logs(logs))
 
     def on_test_batch_end(self, batch: int, logs: Logs | None = None) -> None:
-        """Calls the callbacks, if any implements the hook."""
+        """Calls the callbacks, if any of them implements the hook."""
         if "test" not in self._quiet:
             super().on_test_batch_end(batch, logs)
 
     def on_predict_batch_end(
         self, batch: int, logs: Logs | None = None
     ) -> None:
-        """Calls the callbacks, if any implements the hook."""
+        """Calls the callbacks, if any of them implements the hook."""
         if "predict" not in self._quiet:
             super().on_predict_batch_end(batch, logs)
 

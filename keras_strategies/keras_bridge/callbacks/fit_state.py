@@ -245,7 +245,7 @@ class FitState:
 
     @property
     def first_epoch(self) -> int:
-        """The first epoch that fit runs."""
+        """The `initial_epoch` for fit, past the last if nothing is left."""
         return max(self._epochs, self.epoch) if self.is_over else self.epoch
 
     @property
@@ -262,7 +262,10 @@ class FitState:
     # Called by the list of callbacks.
 
     def begin_training(self) -> None:
-        """Restores the callbacks' states, after their `on_train_begin`."""
+        """Restores the callbacks' states.
+
+        It is called after the callbacks' `on_train_begin`, which resets them.
+        """
         if self.saved is None:
             return
         callback_states.set_states(self.callbacks, self.saved["callbacks"])

@@ -168,7 +168,7 @@ class CheckpointingCallbackList(QuietCallbackList):
         self._checkpointer.after_epoch(self._loop, fetch_logs(logs) or {})
 
     def on_train_end(self, logs: Logs | None = None) -> None:
-        """Ends training, even if the loop had nothing left to do."""
+        """Ends training; works even if the loop had nothing left to do."""
         super().on_train_end(logs or self._loop.logs)
 
 

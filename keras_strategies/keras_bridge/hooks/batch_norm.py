@@ -1,8 +1,9 @@
 """`BatchNormalization(synchronized=True)` on JAX.
 
-Keras rejects the flag on JAX. While a scope is open the constructor accepts
-it, and the layer computes its moments over the rows of all replicas, in two
-passes (the variance from the global mean).
+Keras rejects `synchronized=True` on JAX. In a strategy's scope the constructor
+accepts it, and the layer computes its mean and variance over the rows of all
+replicas. It does so in two passes: the variance is computed from differences
+to the global mean.
 
 References:
   - Peng et al., MegDet (2018), on synchronized BatchNormalization:
@@ -31,7 +32,8 @@ def accept_synchronized(
 
     Args:
       original: The constructor.
-      entered: Returns the strategy whose scope the thread is in, or None.
+      entered: Returns the strategy whose scope the calling thread is in, or
+        None.
     """
 
     @functools.wraps(original)

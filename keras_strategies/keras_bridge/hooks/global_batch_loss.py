@@ -1,4 +1,4 @@
-"""User-defined losses that mix the rows of a batch."""
+"""Marks user-defined losses that mix the rows of a batch."""
 
 import functools
 import inspect

@@ -1,4 +1,4 @@
-"""Gradients with respect to Keras variables, as from `tf.GradientTape`."""
+"""Gradients with respect to Keras variables, as with `tf.GradientTape`."""
 
 from collections.abc import Callable, Sequence
 from typing import Any

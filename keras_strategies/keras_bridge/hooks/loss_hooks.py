@@ -160,7 +160,7 @@ def compute_loss(
 
 
 def _average(step: StepContext, value: Array) -> Array:
-    """Returns the mean over the replicas that have rows."""
+    """Returns the mean of a value over the replicas that have rows."""
     mean = all_mean(value, step.axis)
     if step.num_sharing == step.num_replicas:
         return mean

@@ -1,4 +1,4 @@
-"""The merge of the replicas' states into one value for each variable."""
+"""Combines the replicas' values of each variable into one value."""
 
 import dataclasses
 from collections.abc import Callable, Sequence
@@ -221,7 +221,7 @@ def _find_rule(
 
 
 def cast_like(new: Array, old: Array) -> jax.Array:
-    """Casts `new` to the dtype of `old`, so that no step changes a dtype."""
+    """Casts `new` to the dtype of `old`; a step must not change dtypes."""
     return jax.lax.convert_element_type(jnp.asarray(new), old.dtype)
 
 
@@ -234,7 +234,7 @@ def apply_changes(group: Group, changes: dict[str, Any]) -> Group:
 
 
 def find_changes(old: list[Any], new: Group) -> dict[str, Any]:
-    """Returns the values that a step replaced, by position in the group."""
+    """Returns the new values of changed variables, by their positions."""
     return {
         str(k): cast_like(n, o)
         for k, (o, n) in enumerate(zip(old, new, strict=True))

@@ -1,4 +1,4 @@
-"""Changes to metrics while a step is traced; see trace_hooks.py."""
+"""Changes to metrics while a step is traced; installed by trace_hooks.py."""
 
 import dataclasses
 from collections.abc import Callable, Iterable

@@ -44,11 +44,11 @@ def choose_update_rule(
     kwargs: dict[str, Any],
     rows: int,
 ) -> str:
-    """Returns the rule for one call of `metric.update_state`.
+    """Chooses the rule for one call of `metric.update_state` in a model's step.
 
     Args:
       metric: The metric.
-      args: The arguments of the call.
+      args: The positional arguments of the call.
       kwargs: The keyword arguments of the call.
       rows: Number of rows of a replica's batch.
     """

@@ -44,7 +44,10 @@ def fold_seeds(
 
 
 def _fold_seed(seed: Array, step: StepContext) -> Array:
-    """Folds the replica's id into a seed; folding twice restores the seed."""
+    """Folds the replica's id into a seed.
+
+    Folding the result again restores the original seed.
+    """
     # Multiplications and shifts spread consecutive ids over all 32 bits.
     mixed = jnp.asarray(replica_id(step.axis)).astype("uint32") * _HASH
     mixed = (mixed ^ (mixed >> 15)) * np.uint32(0x85EBCA6B)

@@ -24,7 +24,7 @@ from keras_strategies.keras_bridge.patches import Patches
 class CollectingScope(keras.StatelessScope):
     """A stateless scope in which `layer.losses` contains the added losses.
 
-    A nested scope starts with the losses of the outer one.
+    A nested scope starts with the losses of the outer scope.
 
     Args:
       mapping: Pairs of a variable and its value.
@@ -73,7 +73,7 @@ class CollectingScope(keras.StatelessScope):
         super().add_update(update)
 
     def get_loss_ids(self, layer: keras.Layer) -> set[int]:
-        """Returns the ids of a layer's losses; callers may modify the set."""
+        """Returns the set of ids of a layer's losses, which may be modified."""
         if layer not in self._ids:
             self._ids[layer] = set()
         return self._ids[layer]

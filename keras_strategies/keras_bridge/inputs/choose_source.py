@@ -1,4 +1,4 @@
-"""The choice of the source that reads a user's data."""
+"""Chooses the source that reads a user's data."""
 
 import dataclasses
 import functools
@@ -299,7 +299,7 @@ def densify(dataset: Dataset) -> Dataset:
 
 
 def _draws_orders(x: Dataset) -> bool:
-    """Returns whether a dataset may be shuffled with a seed from this module."""
+    """Returns whether a dataset may be shuffled with our random seed."""
     return isinstance(x, Files) or is_tf_dataset(x) or _is_torch(x)
 
 

@@ -34,7 +34,7 @@ class FeedPosition:
 
     @classmethod
     def begin_at(cls, place: Place) -> "FeedPosition":
-        """Returns the position of a feed that begins at a place."""
+        """Returns the position of a feed whose reading begins at `place`."""
         return cls(next=place, yielded=place, epoch_start=place)
 
     def begin_pass(self, epoch: int) -> "FeedPosition":
@@ -78,7 +78,7 @@ class FeedPosition:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Division:
-    """How Keras divides passes over the data into a loop's epochs.
+    """Keras's division of passes over the data into a loop's epochs.
 
     The beginning of a pass is always the beginning of an epoch. In all methods
     `stop` is the number of batches of the pass that were already yielded.

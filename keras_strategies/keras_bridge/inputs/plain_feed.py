@@ -40,7 +40,7 @@ class PlainFeed(FeedAdapter):
         self._started: tuple[Tree, Iterator[Tree]] | None = None
 
     def get_numpy_iterator(self) -> Iterator[Tree]:
-        """Yields batches of host arrays."""
+        """Yields batches as host arrays."""
         return (jax.device_get(batch) for batch in self.get_jax_iterator())
 
     def get_jax_iterator(self, super_batch: object = None) -> Iterator[Tree]:

@@ -381,5 +381,5 @@ class Binding:
 
 
 def find_binding(model: keras.Model) -> Binding | None:
-    """Returns the binding of a model, or None."""
+    """Returns a model's binding, or None if it is not bound to a strategy."""
     return vars(model).get(BINDING)

@@ -204,7 +204,7 @@ def bind_on_use(model: keras.Model, strategy: Any) -> None:
 
 
 def is_bound_on_use(model: keras.Model) -> bool:
-    """Returns whether `bind_on_use` was called for a model."""
+    """Returns whether a model will be bound when it is first used."""
     return "compile" in vars(model)
 
 

@@ -1,4 +1,4 @@
-"""The structure of a replica function's results, recorded while tracing."""
+"""The structure of the results of a function given to `run`."""
 
 import dataclasses
 from collections.abc import Callable, Iterable
