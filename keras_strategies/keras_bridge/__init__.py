@@ -1,5 +1,5 @@
 """The bridge to Keras: the only package that uses `keras.src`.
 
 For each private name of Keras that is used here, a test in `tests/contract/`
-checks that it exists and behaves as expected.
+fails if Keras changes it.
 """

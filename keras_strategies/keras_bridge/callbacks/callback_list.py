@@ -159,7 +159,7 @@ def _is_listening(callback: keras.callbacks.Callback, kind: str) -> bool:
     if kind == "train" and _is_selective(callback):
         return False
     default = keras.callbacks.Callback
-    # A hook may also be set on the instance, as LambdaCallback does.
+    # A hook may also be an attribute of the instance, as in LambdaCallback.
     hooks = [getattr(callback, name) for name in _HOOKS[kind]]
     return [getattr(hook, "__func__", hook) for hook in hooks] != [
         getattr(default, name) for name in _HOOKS[kind]

@@ -259,7 +259,7 @@ class FitState:
         """Whether no epochs are left after the last finished epoch."""
         return self.model.stop_training or self.epoch >= self._epochs
 
-    # Called by the list of callbacks.
+    # The methods below are called by the list of callbacks.
 
     def begin_training(self) -> None:
         """Restores the callbacks' states.

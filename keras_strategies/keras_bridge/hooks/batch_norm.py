@@ -45,12 +45,14 @@ def accept_synchronized(
             return
         original(self, *args, **(kwargs | {"synchronized": False}))
         self.synchronized = True
-        # On the instance, so that Keras's class stays unchanged.
+        # The method is replaced on the instance only, so that Keras's class
+        # stays unchanged.
         object.__setattr__(
             self, "_moments", types.MethodType(compute_moments, self)
         )
 
-    # Keras reads the signature in two ways, and one follows `__wrapped__`.
+    # Keras reads the constructor's signature in two ways that must agree, but
+    # only one of them follows `__wrapped__`.
     del init.__wrapped__  # type: ignore[attr-defined]
     return init
 

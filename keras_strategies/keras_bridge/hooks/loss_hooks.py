@@ -43,7 +43,7 @@ def reduce_values(
     is_per_replica = step.sees_replica_rows
     if is_per_replica and step.is_empty and reduction not in (None, "none"):
         if reduction == "mean_with_sample_weight" and sample_weight is not None:
-            # A collective: all replicas must take part in it.
+            # `_average` is a collective, so this replica must take part, too.
             _average(step, jnp.zeros((), values.dtype))
         # Keras would return the empty values, not a scalar.
         return jnp.sum(values)

@@ -33,7 +33,7 @@ _COPIES = "_ks_copies"
 class Unreadable:
     """The value, outside of `run`, of a variable without an aggregation.
 
-    Any use of it raises ValueError.
+    It has a shape and a dtype, but reading its entries raises ValueError.
 
     Args:
       variable: The variable.

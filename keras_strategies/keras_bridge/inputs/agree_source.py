@@ -18,7 +18,7 @@ from keras_strategies.data.step_checks import find_unequal_readers
 _T = TypeVar("_T")
 _MAX_NUMBER = 2**31 - 1
 _MAX_SHOWN = 8
-# The messages between processes.
+# The forms of the messages that processes exchange.
 _FAILED = {"error": str}
 _NUMBER = {"number": message_forms.is_count}
 _MADE = message_forms.Either(

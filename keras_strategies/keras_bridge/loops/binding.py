@@ -264,7 +264,7 @@ class Binding:
             facts=call.facts(),
         )
 
-    # Building and adopting.
+    # Building the model and adopting its variables.
 
     @contextlib.contextmanager
     def _session(self, kind: str) -> Iterator[None]:

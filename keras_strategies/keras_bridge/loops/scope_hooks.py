@@ -68,7 +68,7 @@ def _find_loop_patches() -> Iterator[Patch]:
 
 _scope_patches = Patches(_find_scope_patches)
 _loop_patches = Patches(_find_loop_patches)
-# One entry for each open scope.
+# The `in_loop` arguments of `keras_hooks`, one for each open scope.
 _in_loop: list[_InLoop] = []
 
 

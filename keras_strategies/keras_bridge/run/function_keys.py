@@ -136,7 +136,9 @@ def _make_global_key(
     if isinstance(value, types.FunctionType) and (
         value.__globals__ is not scope
     ):
-        return Same(value)  # From another module: its globals are constant.
+        # The function is from another module, whose globals are assumed not to
+        # change.
+        return Same(value)
     return make_value_key(value, inside)
 
 

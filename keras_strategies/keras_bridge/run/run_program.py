@@ -309,7 +309,7 @@ class RunProgram:
             return PerReplica.of(array, STACKED, total)
         return PerReplica.of(array, PADDED, shapes=shapes)
 
-    # The traced side.
+    # The methods below are called while the program is traced.
 
     def _body(
         self,
