@@ -1,4 +1,5 @@
-"""The bridge to Keras: the only user of `keras.src`.
+"""The bridge to Keras: the only package that uses `keras.src`.
 
-Each private name used here is pinned by a test in `tests/contract/`.
+For each private name of Keras that is used here, a test in `tests/contract/`
+fails if Keras changes it.
 """

@@ -12,8 +12,8 @@ _COMMAND_MODULE = "keras_strategies.cli"
 def is_command() -> bool:
     """Returns whether this process runs the command `keras-strategies`.
 
-    The command starts under every backend, so that `doctor` can report a
-    wrong one.
+    The command starts with every backend of Keras, so that its subcommand
+    `doctor` can report a wrong backend.
     """
     name = os.path.basename((getattr(sys, "argv", None) or [""])[0])
     if name == "-m":  # Python is still looking for the module.
@@ -23,11 +23,13 @@ def is_command() -> bool:
 
 
 def choose_backend() -> None:
-    """Selects JAX if no backend is selected; does not import keras.
+    """Selects JAX as Keras's backend if none is selected.
+
+    Does not import keras.
 
     Raises:
-      ImportError: if another backend or NNX variables are selected, in an
-        imported keras or in the environment.
+      ImportError: if another backend or NNX variables are selected, either in
+        an already imported keras or in the environment.
     """
     if "keras" in sys.modules:
         require_jax_backend()
@@ -37,7 +39,7 @@ def choose_backend() -> None:
 
 
 def require_jax_backend() -> None:
-    """Imports keras and checks that it can be used.
+    """Imports keras, and checks that it runs on JAX without NNX variables.
 
     Raises:
       ImportError: if Keras was imported with another backend or with

@@ -1,7 +1,8 @@
 """Automatic names that do not depend on objects created earlier.
 
-Keras numbers unnamed layers ("dense", "dense_1", ...) per process, so the same
-function would make a model with different names each time it is called.
+Keras numbers unnamed layers ("dense", "dense_1", ...) per process. So a
+function that creates a model would give its layers different names each time
+it is called.
 """
 
 import collections
@@ -23,7 +24,7 @@ def fresh_names() -> Iterator[None]:
 
 @contextlib.contextmanager
 def restore_names() -> Iterator[None]:
-    """Restores Keras's numbering of names after a block."""
+    """Restores Keras's numbering of names at the end of a block."""
     before = global_state.get_global_attribute(_COUNTS)
     if before is not None:
         before = before.copy()

@@ -1,7 +1,8 @@
 """Private Keras names that differ between 3.15 and 3.16.
 
-Each is chosen by the attributes of the installed Keras, never by its version,
-and tests/contract/test_keras_names.py pins it for both.
+Each name is chosen by looking at the attributes of the installed Keras, never
+at its version. tests/contract/test_keras_names.py checks the names for both
+versions.
 """
 
 from collections.abc import Iterator
@@ -34,20 +35,20 @@ BUILDS_FIRST = hasattr(keras.Model, MAYBE_BUILD)
 batch of the data if something is not built."""
 
 ORDERS_ARE_NUMBERED = "_epoch" in vars(ArrayDataAdapter(np.zeros((1, 1))))
-"""Whether shuffled orders depend on the number of the epoch (3.16) instead of
-the global random generators. A fit's first epoch has number 1."""
+"""Whether Keras's shuffle orders depend on the epoch's number (3.16), and not
+on the global random generators. The first epoch of a fit has the number 1."""
 
 ROW_ORDER: Any = (
     order_lib.NumberedRowOrder if ORDERS_ARE_NUMBERED else order_lib.RowOrder
 )
-"""The class of the orders of arrays' rows."""
+"""The class of the shuffle orders of the rows of arrays."""
 
 BATCH_ORDER: Any = (
     order_lib.NumberedBatchOrder
     if ORDERS_ARE_NUMBERED
     else order_lib.BatchOrder
 )
-"""The class of the orders of a PyDataset's batches."""
+"""The class of the shuffle orders of the batches of a PyDataset."""
 
 _PARTIAL: Any = getattr(data_adapter_utils, "PartialBatchList", None)
 SUPER_BATCHES = _PARTIAL is not None
@@ -58,12 +59,13 @@ for its trainer to scan on the device."""
 def take_execution(
     iterator: Iterator[Any], first: Batch, num_steps: int
 ) -> list[Any]:
-    """Returns the batches of one execution of Keras's loop.
+    """Returns the batches of one execution of Keras's loop as a list.
 
     Args:
       iterator: Keras's iterator over the data.
-      first: The first item, already taken from the iterator.
-      num_steps: Number of batches of an execution.
+      first: The first item of the execution, which was already read from the
+        iterator. In Keras 3.16 it may contain all batches of the execution.
+      num_steps: Number of batches in an execution.
     """
     if num_steps == 1:
         return [first]

@@ -1,4 +1,4 @@
-"""Reference-counted patches of Keras's attributes."""
+"""Patches of Keras's attributes that last while any user needs them."""
 
 import contextlib
 import threading
@@ -6,30 +6,37 @@ from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 Patch = tuple[Any, str, Callable[[Any], Any]]
-"""A class or module, an attribute's name, and the wrapper of its value."""
+"""A class or module, the name of an attribute, and a function that wraps the
+attribute's value."""
 
 _lock = threading.RLock()
 
 
 class Patches:
-    """Attributes of classes and modules that are wrapped while they are held.
+    """Patches of classes and modules, installed while `hold` is entered.
 
-    Patches affect all threads of the process, so a wrapper must check the
-    state of the thread that calls it.
+    Several threads may be in `hold` at the same time. The first installs the
+    patches, and the last removes them. Patches affect all threads of the
+    process, so a wrapper must check the state of the thread that calls it.
 
     Args:
-      find: Returns the patches, from the arguments of `hold`.
+      find: A function that receives the arguments of `hold` and returns the
+        patches.
     """
 
     def __init__(self, find: Callable[..., Iterable[Patch]]) -> None:
         self._find = find
         self._holders = 0
-        # Owner, name, wrapper, previous value (None if it was inherited).
+        # Each entry is the owner, the attribute's name, the wrapper, and the
+        # previous value (None if the attribute was inherited).
         self._patched: list[tuple[Any, str, Any, Any]] = []
 
     @contextlib.contextmanager
     def hold(self, *args: object) -> Iterator[None]:
-        """Holds the patches for a block; only the first holder's args count."""
+        """Installs the patches for a block.
+
+        If they are installed already, the arguments are ignored.
+        """
         with _lock:
             if self._holders == 0:
                 for owner, name, wrap in self._find(*args):
@@ -53,7 +60,8 @@ class Patches:
     def _restore(self) -> None:
         while self._patched:
             owner, name, wrapper, previous = self._patched.pop()
-            # Another library has patched it since: leave that in place.
+            # If another library has patched the attribute since, its patch
+            # stays.
             if vars(owner).get(name) is not wrapper:
                 continue
             if previous is None:

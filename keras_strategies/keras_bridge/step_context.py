@@ -1,7 +1,8 @@
 """The context of a replica-mapped step while it is traced.
 
-A step is traced in one thread, so the context is thread-local: the hooks that
-are installed while a step is traced do nothing in other threads.
+A step is traced in one thread, so the context is thread-local. The hooks that
+are installed while a step is traced find no context in other threads, and so
+change nothing there.
 """
 
 import contextlib
@@ -18,16 +19,16 @@ from keras_strategies._core.jaxprs.specs import Axis
 from keras_strategies._core.mesh import ReplicaMesh
 
 Group = list[Any]
-"""The values of some variables, in the variables' order, each of its
-variable's shape; in a mapped program the values of one replica."""
+"""The values of some variables, in the order of the variables. Each value has
+its variable's shape. In a mapped program these are one replica's values."""
 
 
 class GlobalBatchNeeded(Exception):
-    """Raised by a trace that needs the global batch."""
+    """Raised to abort the trace of a step that needs the global batch."""
 
 
 class ReplicaNeeded(BaseException):
-    """Raised by a trace over the global batch that needs a single replica.
+    """Raised if a step over the global batch uses its replica context.
 
     Not an `Exception`, so that user code and Keras's layers do not catch it.
 
@@ -42,24 +43,27 @@ class ReplicaNeeded(BaseException):
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class StepFacts:
-    """Facts about a step that are known before it is traced.
+    """Properties of a step that are fixed before it is traced.
 
     Attributes:
       mesh: The mesh of the replicas.
-      rows: Number of rows of the batch that this replica holds.
-      is_local: Whether the step is a function given to `run`: losses are
-        per-replica, and the optimizer sums the gradients.
-      is_probe: Whether the trace has twice the rows, only to compare sizes.
+      rows: Number of rows in this replica's part of the batch.
+      is_local: Whether the step is a function given to `run`. In such a step
+        losses are per-replica, and the optimizer sums the gradients.
+      is_probe: Whether this is an extra trace with twice the rows, made only
+        to find out which sizes depend on the number of rows.
       is_uneven: Whether replicas may run different code, because their
         numbers of rows differ.
       rows_of_all: For uneven arguments, maps this replica's number of rows to
-        those of all replicas; several if arguments differ.
+        a tuple with the numbers of rows of all replicas. There are several
+        tuples if the arguments differ.
       rows_of_replicas: Number of rows of each replica, if the replicas run a
-        model's step on different numbers of rows.
-      is_global_batch: Whether the trace sees the global batch, and not one
-        replica's rows.
+        model's step on different numbers of rows; else None.
+      is_global_batch: Whether the step is traced with the global batch instead
+        of one replica's rows.
       share: This replica's weight in averages of states, a number or a traced
-        scalar; 0 without rows. None if all replicas weigh the same.
+        scalar. It is 0 if the replica has no rows. None if all replicas have
+        the same weight.
       loss_tracker: The metric that Keras's step updates with the loss and the
         number of rows.
     """
@@ -80,23 +84,26 @@ class StepFacts:
 
 @dataclasses.dataclass(kw_only=True)
 class StepFlags:
-    """The kind of code that is running; set only by `StepContext.flag`.
+    """Flags that tell the hooks which kind of code is being traced.
+
+    They are set only by `StepContext.flag`.
 
     Attributes:
-      sees_global_batch: Whether the code already sees the global batch.
-      in_optimizer: Whether an optimizer is being applied; nested ones see
-        gradients that are already reduced.
-      in_metric: Whether a metric is being updated or read; nested ones are
-        its parts.
+      sees_global_batch: Whether the code already gets the rows of the global
+        batch.
+      in_optimizer: Whether an optimizer is being applied. Optimizers called
+        inside it get gradients that are already reduced.
+      in_metric: Whether a metric is being updated or read. Metrics called
+        inside it are its parts.
       in_scaling: Whether a loss is being scaled.
-      in_assign: Whether a variable is being written with a value that the
-        replicas already combined.
-      in_update: Whether the function writes the same to all copies of a
-        variable.
-      in_loss: Whether a model's loss is being computed; nested ones are its
-        parts.
+      in_assign: Whether a variable is being written with a value that was
+        already combined from all replicas.
+      in_update: Whether the function writes the same value to all copies of a
+        variable (`extended.update`).
+      in_loss: Whether a loss is being computed. Losses called inside it are
+        its parts.
       in_compiled: Whether losses or metrics that were given to `compile` are
-        being called; their arguments have rows.
+        being called. Their arguments are known to have rows.
     """
 
     sees_global_batch: bool = False
@@ -111,25 +118,31 @@ class StepFlags:
 
 @dataclasses.dataclass(kw_only=True)
 class StepNotes:
-    """Notes of the hooks for each other and for the merge of the state.
+    """The records that the hooks make during a trace.
+
+    Other hooks read these records, as does the code that combines the
+    replicas' states after the step.
 
     Attributes:
-      replica_seeds: Seeds whose streams are per-replica.
-      scaled_losses: Optimizers that scaled the loss, also by 1/replicas, so
-        that their gradients must be summed and not averaged.
+      replica_seeds: Seeds whose random streams differ between replicas.
+      scaled_losses: Optimizers that scaled the loss, and so also multiplied it
+        by 1/replicas. Their gradients must be summed, not averaged.
       equal: Values that are equal on all replicas, such as those that an
         optimizer computed from reduced gradients.
-      metric_rules: The rule that merges a metric's variable; by default the
-        replicas' changes are summed.
-      before: The value of a metric's variable that this replica started from:
-        the one before the step, or after a reset in it.
-      results: The `metric_hooks.Result` of each value that a metric returned
-        for the global batch.
-      unaggregated: User-defined variables that were written without a rule
-        for replicas that differ.
-      sizes: Possible numbers of rows, in the order of the trace: the size,
-        whether it was taken for the number of rows, and what received it.
-      replica_uses: Members of the replica context that the step used.
+      metric_rules: For a metric's variable, the rule by which the replicas'
+        values are combined. By default the replicas' changes are summed.
+      before: For a variable of a metric, the value on this replica relative to
+        which the change is computed: the value before the step or, if the
+        metric was reset in the step, the value after the reset.
+      results: For each value that a metric returned for the global batch, its
+        `metric_hooks.Result`.
+      unaggregated: User-defined variables that were written, but have no
+        aggregation by which different values could be combined.
+      sizes: Sizes that may be the number of rows, in the order of the trace.
+        Each entry has the size, whether it was taken for the number of rows,
+        and a description of the function that received the array.
+      replica_uses: Names of the members of the replica context that the step
+        used.
       global_batch_reason: The reason that the step cannot be mapped over the
         replicas, or None; set by `demand_global_batch`.
     """
@@ -152,12 +165,12 @@ class StepNotes:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class StepContext:
-    """The trace of one replica-mapped step; made by the step, read by hooks.
+    """The context of one replica-mapped step, which the hooks read.
 
     Attributes:
-      facts: Facts that are known before the trace.
-      flags: The kind of code that is running.
-      notes: Notes of the hooks.
+      facts: Properties of the step that are fixed before the trace.
+      flags: Flags that tell which kind of code is being traced.
+      notes: What the hooks record during the trace.
     """
 
     facts: StepFacts
@@ -166,7 +179,7 @@ class StepContext:
 
     @property
     def axis(self) -> Axis:
-        """The replicas' axis, or axes, for collectives."""
+        """The mesh axis or axes of all replicas, for collectives."""
         return self.facts.mesh.all_replicas
 
     @property
@@ -176,13 +189,13 @@ class StepContext:
 
     @property
     def num_sharing(self) -> int:
-        """Number of replicas with rows; a mean of losses is over these."""
+        """Number of replicas with rows: losses are averaged over these."""
         of_replicas = self.facts.rows_of_replicas or ()
         return sum(rows > 0 for rows in of_replicas) or self.num_replicas
 
     @property
     def weight(self) -> float:
-        """The factor of this replica's mean over rows; 1 if rows are even."""
+        """The factor for this replica's mean loss; 1 if rows are even."""
         of_replicas = self.facts.rows_of_replicas
         if of_replicas is None:
             return 1.0
@@ -190,52 +203,59 @@ class StepContext:
 
     @property
     def is_empty(self) -> bool:
-        """Whether this replica has no rows; NaN in its gradients is ignored."""
+        """Whether this replica has no rows, so its gradients may be NaN."""
         return set(self.facts.rows_of_all) == {0}
 
     @property
     def sees_replica_rows(self) -> bool:
-        """Whether code sees only this replica's rows, outside of metrics."""
+        """Whether the code gets only this replica's rows.
+
+        False inside metrics.
+        """
         return not (self.flags.sees_global_batch or self.flags.in_metric)
 
     @property
     def buffering(self) -> Buffering | None:
-        """The rule for arrays that share a buffer when they are reduced."""
+        """The rule for which arrays are reduced together in one buffer."""
         return choose_buffering(self.facts.mesh)
 
     def with_facts(self, **facts: object) -> "StepContext":
-        """Returns the same trace with other facts; flags, notes are shared."""
+        """Returns a context with other facts, but the same flags and notes."""
         return dataclasses.replace(
             self, facts=dataclasses.replace(self.facts, **facts)
         )
 
     def make_probe(self, rows: int) -> "StepContext":
-        """Makes a new trace of the same step with another number of rows."""
+        """Makes the context of an extra trace with another number of rows."""
         facts = StepFacts(mesh=self.facts.mesh, rows=rows, is_probe=True)
         return StepContext(facts=facts)
 
     def note_size(self, size: float, is_rows: bool, of: str) -> None:
-        """Notes a size for a probe to confirm (trace_checks.py).
+        """Records a size that may be the number of rows.
+
+        A trace with another number of rows checks the records
+        (trace_checks.py).
 
         Args:
-          size: A dimension, or a number.
-          is_rows: Whether it was taken for the number of rows.
-          of: A description of what received it, for messages.
+          size: A dimension of an array, or a number.
+          is_rows: Whether the size was taken for the number of rows.
+          of: A description of the function or metric that received the array
+            or number, for messages.
         """
         is_known = self.flags.in_compiled or self.flags.in_metric
         if not (is_known or self.facts.is_local):
             self.notes.sizes.append((size, is_rows, of))
 
     def demand_global_batch(self, reason: str) -> NoReturn:
-        """Aborts the trace; the step falls back to the global batch.
+        """Aborts the trace; the step is then traced with the global batch.
 
         Args:
           reason: A sentence for the warning: what the step does, and how to
             change it so that it can be mapped over the replicas.
 
         Raises:
-          GlobalBatchNeeded: if the step is not in `run`.
-          ValueError: if it is.
+          GlobalBatchNeeded: if the step is a model's step.
+          ValueError: if the step is a function given to `run`.
         """
         if self.facts.is_local:
             raise ValueError(
@@ -246,10 +266,10 @@ class StepContext:
         raise GlobalBatchNeeded(reason)
 
     def note_replica_use(self, name: str) -> None:
-        """Notes that the step used a member of its replica context.
+        """Records that the step used a member of its replica context.
 
         Raises:
-          ReplicaNeeded: if the trace sees the global batch.
+          ReplicaNeeded: if the step is traced with the global batch.
         """
         _Uses.count += 1
         if self.facts.is_global_batch:
@@ -257,7 +277,7 @@ class StepContext:
         self.notes.replica_uses.append(name)
 
     def flag(self, name: str) -> contextlib.AbstractContextManager[None]:
-        """Sets one of the flags while a block runs."""
+        """Sets one of the attributes of `StepFlags` for a block."""
         return temporary_attribute(self.flags, name, True)
 
 
@@ -268,8 +288,9 @@ class _Uses:
 def count_replica_uses() -> int:
     """Returns how often steps of this process used their replica context.
 
-    Traces are named by this count (`separate_trace`): a later trace does not
-    reuse inner functions that JAX cached in one that used its context.
+    The count is part of the names of traces (`separate_trace`). JAX caches
+    traces of inner functions by that name, so a later trace does not reuse an
+    inner trace in which the replica context was used.
     """
     return _Uses.count
 
@@ -277,19 +298,21 @@ def count_replica_uses() -> int:
 ReplicaScope = Callable[
     [StepContext | None], contextlib.AbstractContextManager[Any]
 ]
-"""Makes a step's replica context current for a block; with None, that of a
-single replica."""
+"""Makes a step's replica context current for a block. If the step is None, it
+is the context of a single replica."""
 
 current_step: Callable[[], StepContext | None] = _current.current_step
-"""Returns the step that this thread is tracing for one of several replicas."""
+"""Returns the replica-mapped step that this thread is tracing, or None."""
 
 step_scope = _current.step_scope
-"""Makes a step this thread's current step while a block runs."""
+"""Makes a step the current step of this thread for a block."""
 
 
 @contextlib.contextmanager
 def building(mesh: ReplicaMesh, replica_scope: ReplicaScope) -> Iterator[None]:
-    """Builds models inside the block with the shapes of a replica's step.
+    """Makes models that are built in the block see one replica's shapes.
+
+    The block has a replica context, as in a replica-mapped step.
 
     Args:
       mesh: The mesh of the replicas.

@@ -1,1 +1,1 @@
-"""Callbacks of a running fit, and the state that a checkpoint holds of it."""
+"""Callbacks of a running fit, and the state that a checkpoint saves for it."""

@@ -1,13 +1,14 @@
-"""Lists of callbacks that skip the end of batches if no callback uses it.
+"""Lists of callbacks that skip batch-end hooks that no callback implements.
 
-Keras hands the end of every batch to a thread, which fetches the logs and
-calls the callbacks, even if no callback implements the hook. That takes a
-sixth of the time of a small step (keras 3.15).
+At the end of every batch, Keras has a thread fetch the logs and call the
+callbacks, even if no callback implements the hook. That takes a sixth of the
+time of a small step (keras 3.15).
 
 A callback that needs the logs of only a few training steps can define
-`wants_batch(batch) -> bool`, which is called at the end of every execution. If
-it returns True, the logs are fetched and `on_train_batch_end` is called. In
-Keras's lists the callback is called every time.
+`wants_batch(batch) -> bool`. It is called at the end of every execution. Only
+if it returns True, the logs are fetched and `on_train_batch_end` is called. If
+such a callback is in one of Keras's own lists, `on_train_batch_end` is called
+every time.
 """
 
 from collections.abc import Collection, Sequence
@@ -22,7 +23,7 @@ if TYPE_CHECKING:
     from keras.src.trainers.data_adapters.data_adapter import DataAdapter
 
 _LOOPS = {"fit": "train", "evaluate": "test", "predict": "predict"}
-"""The kind of batches of each loop, which names the hooks."""
+"""For each loop, the kind of its batches, as in the names of the hooks."""
 
 _HOOKS = {
     "train": ("on_batch_end", "on_train_batch_end"),
@@ -32,12 +33,13 @@ _HOOKS = {
 
 
 class QuietCallbackList(keras.callbacks.CallbackList):
-    """A list of callbacks of which few use the end of a batch.
+    """A list of callbacks that calls batch-end hooks only where needed.
 
     Args:
       callbacks: The callbacks, as given to the loop.
-      quiet: The kinds of batches whose end no callback uses, except those
-        with `wants_batch`; see `find_quiet_kinds`.
+      quiet: The kinds of batches for which no callback implements the hook of
+        a batch's end, not counting callbacks with `wants_batch`; see
+        `find_quiet_kinds`.
       **options: Options of `keras.callbacks.CallbackList`.
     """
 
@@ -49,7 +51,7 @@ class QuietCallbackList(keras.callbacks.CallbackList):
         super().__init__(callbacks, **options)
 
     def on_train_batch_end(self, batch: int, logs: Logs | None = None) -> None:
-        """Fetches the logs and calls the callbacks, if any uses them."""
+        """Fetches the logs and calls the callbacks that need them, if any."""
         if "train" not in self._quiet:
             super().on_train_batch_end(batch, logs)
         for callback in self._selective:
@@ -57,20 +59,20 @@ class QuietCallbackList(keras.callbacks.CallbackList):
                 callback.on_train_batch_end(batch, logs=pythonify_logs(logs))
 
     def on_test_batch_end(self, batch: int, logs: Logs | None = None) -> None:
-        """Calls the callbacks, if any implements the hook."""
+        """Calls the callbacks, if any of them implements the hook."""
         if "test" not in self._quiet:
             super().on_test_batch_end(batch, logs)
 
     def on_predict_batch_end(
         self, batch: int, logs: Logs | None = None
     ) -> None:
-        """Calls the callbacks, if any implements the hook."""
+        """Calls the callbacks, if any of them implements the hook."""
         if "predict" not in self._quiet:
             super().on_predict_batch_end(batch, logs)
 
     def _configure_async_dispatch(self, callbacks: Callbacks) -> None:
-        # Callbacks with `wants_batch` must not keep Keras from calling the
-        # others in its thread.
+        # Without this, a callback with `wants_batch` could make Keras call
+        # all callbacks in the main thread.
         others = [c for c in _flatten(callbacks) if not _is_selective(c)]
         super()._configure_async_dispatch(others)
 
@@ -87,17 +89,18 @@ def make_quiet_list(
     model: keras.Model,
     feed: "DataAdapter",
 ) -> Callbacks:
-    """Returns a quiet list of a loop's callbacks, if one is possible.
+    """Makes a `QuietCallbackList` of a loop's callbacks, if it saves work.
 
     Args:
       loop: `"fit"`, `"evaluate"` or `"predict"`.
       arguments: The loop's arguments, by name. If `verbose` is not 0 there is
-        a progress bar, which uses every batch.
+        a progress bar, which needs the end of every batch.
       model: The model.
       feed: The data.
 
     Returns:
-      A list that the loop uses unchanged, or the callbacks as given.
+      A `QuietCallbackList`, or the callbacks as given if no hooks can be
+      skipped.
     """
     callbacks = arguments.get("callbacks")
     flat = _flatten(callbacks)
@@ -124,14 +127,15 @@ def make_quiet_list(
 def find_quiet_kinds(
     callbacks: Sequence[Any], verbose: object
 ) -> frozenset[str]:
-    """Returns the kinds of batches whose end no callback uses.
+    """Finds the kinds of batches whose end no callback needs.
 
     Args:
-      callbacks: The callbacks; those with `wants_batch` do not count.
+      callbacks: The callbacks. Training hooks of callbacks with `wants_batch`
+        are not counted.
       verbose: The loop's `verbose`.
 
     Returns:
-      Some of `"train"`, `"test"` and `"predict"`.
+      A subset of `"train"`, `"test"` and `"predict"`.
     """
     if verbose != 0:
         return frozenset()
@@ -151,11 +155,11 @@ def _is_selective(callback: object) -> bool:
 
 
 def _is_listening(callback: keras.callbacks.Callback, kind: str) -> bool:
-    """Returns whether a callback implements the hook of a batch's end."""
+    """Returns whether a callback implements the hook for a batch's end."""
     if kind == "train" and _is_selective(callback):
         return False
     default = keras.callbacks.Callback
-    # A hook may also be set on the instance, as LambdaCallback does.
+    # A hook may also be an attribute of the instance, as in LambdaCallback.
     hooks = [getattr(callback, name) for name in _HOOKS[kind]]
     return [getattr(hook, "__func__", hook) for hook in hooks] != [
         getattr(default, name) for name in _HOOKS[kind]

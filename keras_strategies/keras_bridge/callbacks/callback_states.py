@@ -1,7 +1,7 @@
 """The states of Keras's callbacks, saved and restored.
 
-A callback may define `get_state` and `set_state`. Keras's callbacks do not;
-the attributes that matter are listed here (keras 3.15).
+A callback may define `get_state` and `set_state`. Keras's callbacks do not, so
+this module lists the attributes that make up their states (keras 3.15).
 """
 
 import logging
@@ -39,16 +39,17 @@ _ATTRIBUTES: tuple[tuple[type[Any], tuple[str, ...]], ...] = (
 
 
 def collect_states(callbacks: Iterable[Any]) -> dict[str, State]:
-    """Returns the states of callbacks by name, without stateless callbacks.
+    """Returns the states of callbacks, by the callbacks' names.
 
-    The states are nests of JSON values and NumPy arrays.
+    The states are nests of JSON values and NumPy arrays. Callbacks that have
+    no state are omitted.
     """
     states = {n: _read_state(c) for n, c in _name_callbacks(callbacks).items()}
     return {n: state for n, state in states.items() if state is not None}
 
 
 def set_states(callbacks: Iterable[Any], states: dict[str, State]) -> None:
-    """Restores the states of callbacks; those without a saved state stay.
+    """Restores the states of those callbacks for which a state was saved.
 
     Args:
       callbacks: The same callbacks as given to `collect_states`, in the same
@@ -61,10 +62,11 @@ def set_states(callbacks: Iterable[Any], states: dict[str, State]) -> None:
 
 
 def has_swapped_averages(states: object) -> bool:
-    """Returns whether weights and averages are swapped (`SwapEMAWeights`).
+    """Returns whether `SwapEMAWeights` had swapped weights and averages.
 
     Args:
-      states: The states that `collect_states` returned, or a file's content.
+      states: The states that `collect_states` returned, or that were read from
+        a file. Any value is accepted.
     """
     if not isinstance(states, dict):
         return False
@@ -79,14 +81,15 @@ def has_swapped_averages(states: object) -> bool:
 def resume_writing(
     callbacks: Iterable[Any], states: dict[str, State]
 ) -> list[tuple[Any, bool]]:
-    """Makes loggers append to their files, after removing later lines.
+    """Makes loggers continue their files where the saved fit was.
 
-    Must be called before the loggers open their files: a `CSVLogger` would
-    begin a new file.
+    Lines that were written after the state was saved are removed, and the
+    loggers are set to append. This must be called before the loggers open
+    their files, because a `CSVLogger` would otherwise begin a new file.
 
     Returns:
-      The loggers, each with its former `append`, to be restored once the
-      files are open.
+      Pairs of a logger and the previous value of its `append`, which the
+      caller restores once the files are open.
     """
     changed = []
     for name, callback in _name_callbacks(callbacks).items():
@@ -103,7 +106,7 @@ def resume_writing(
 
 
 def warn_of_unsaved(callbacks: Iterable[Any]) -> None:
-    """Warns of callbacks with only one of `get_state` and `set_state`."""
+    """Warns about callbacks with only one of `get_state` and `set_state`."""
     for callback in callbacks:
         missing = [
             n
@@ -121,7 +124,11 @@ def warn_of_unsaved(callbacks: Iterable[Any]) -> None:
 
 
 def _name_callbacks(callbacks: Iterable[Any]) -> dict[str, Any]:
-    """Maps class names to callbacks; numbers those with the same class."""
+    """Maps names to callbacks.
+
+    The first callback of a class has the class's name, and the next ones have
+    names such as "History/1".
+    """
     named: dict[str, Any] = {}
     for callback in callbacks:
         name = type(callback).__name__
@@ -140,7 +147,7 @@ def _read_state(callback: Any) -> State | None:
             callback.csv_file.flush()
         return {
             "size": os.path.getsize(callback.filename),
-            # The columns, fixed by the first epoch that it logged.
+            # The columns, which the first logged epoch determines.
             "keys": callback.keys,
         }
     for kind, names in _ATTRIBUTES:
@@ -160,7 +167,7 @@ def _set_state(callback: Any, state: State) -> None:
                 if name in state:
                     setattr(callback, name, state[name])
     if isinstance(callback, keras.callbacks.History):
-        # As Keras does at the end of every epoch.
+        # Keras does the same at the end of every epoch.
         model: Any = callback.model
         model.history = callback
 

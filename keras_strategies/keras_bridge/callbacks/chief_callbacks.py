@@ -1,9 +1,10 @@
 """Callbacks on several processes: only the chief writes files.
 
-Keras's callbacks that write files (checkpoints, logs) run only on the chief;
-otherwise all processes would write the same files. Callbacks that control
-training (early stopping, learning rates) run in all processes, on equal logs.
-So do user-defined callbacks and subclasses of Keras's, since they may predict.
+Keras's callbacks that write files (checkpoints, logs) run only on the chief.
+Otherwise all processes would write the same files. Callbacks that control
+training (early stopping, learning rates) run in all processes, which all have
+the same logs. User-defined callbacks, including subclasses of Keras's, also
+run in all processes, because they may call `predict`.
 """
 
 import copy
@@ -34,7 +35,8 @@ def select_callbacks(callbacks: Callbacks, mesh: ReplicaMesh) -> Callbacks:
       mesh: The mesh of the replicas.
 
     Returns:
-      The callbacks as given, or a list of some of them and of copies.
+      The callbacks as given, or a list without those that run only on the
+      chief, and with collective copies of `BackupAndRestore` callbacks.
     """
     if mesh.num_processes == 1 or not callbacks:
         return callbacks
@@ -54,15 +56,19 @@ def _is_chief_only(
 ) -> bool:
     """Returns whether a callback runs only on the chief.
 
-    A `ModelCheckpoint` runs in all processes if these hold shards of the
-    variables, because all of them must take part in reading a variable.
+    A `ModelCheckpoint` runs in all processes if variables are divided into
+    shards over the processes, because reading a variable is then a collective
+    operation.
     """
     reads = isinstance(callback, keras.callbacks.ModelCheckpoint)
     return type(callback) in _WRITERS and not (reads and mesh.spreads_shards)
 
 
 def _make_collective(callback: Any, mesh: ReplicaMesh) -> Any:
-    """Copies a callback; the copy restores everywhere, the chief saves."""
+    """Makes a copy of a `BackupAndRestore` for several processes.
+
+    The copy restores in all processes, but only the chief's copy saves.
+    """
     collective = copy.copy(callback)
     kind = type(callback)
     collective.__class__ = type(kind.__name__, (_CollectiveBackup, kind), {})
@@ -90,7 +96,7 @@ class _CollectiveBackup(keras.callbacks.BackupAndRestore):
                 "processes share, or delete it everywhere to start again."
             )
         super().on_train_begin(logs)
-        # The chief must not write before the others have read.
+        # The chief must not write before the other processes have read.
         agreement.exchange("restored")
 
     def _save_model(self) -> None:

@@ -1,7 +1,7 @@
 """The state of a running fit that a checkpoint callback saves and restores.
 
-It counts steps and epochs; the list of callbacks in `resumable_fit` reports
-them.
+The state includes counts of steps and epochs. The list of callbacks in
+`resumable_fit` calls `FitState` when steps and epochs begin and end.
 """
 
 from collections.abc import Callable, Iterable, Sequence
@@ -25,7 +25,7 @@ State = dict[str, Any]
 
 _POSITION = {"epoch": is_count, "step": is_count, "seed": int | str | None}
 _POSITIONS = Either((None, {"position": _POSITION}, {"positions": [_POSITION]}))
-# The form of `FitState.state`, in a file too.
+# The form of the result of `FitState.state`, also when it is read from a file.
 _STATE = {
     "epoch": is_count,
     "step": is_count,
@@ -42,11 +42,15 @@ _STATE = {
 def group_variables(
     model: keras.Model, variables: Iterable[keras.Variable]
 ) -> dict[str, list[keras.Variable]]:
-    """Groups variables by their purpose, in their order.
+    """Groups variables by their purpose.
 
     Args:
       model: The model.
       variables: Variables of the model, its optimizers and its metrics.
+
+    Returns:
+      A dict with the groups "weights", "seeds", "optimizer" and "metrics".
+      Within a group the variables keep their order.
     """
     metrics = {id(v) for v in model.metrics_variables}
     weights = {id(v) for v in model.variables}
@@ -71,22 +75,26 @@ class FitState:
       variables: All variables of the model, its optimizers and metrics.
       functions: The model's step functions.
       feed: The training data.
-      call: The arguments of fit, by name; None if not given.
+      call: The call of fit: `call[name]` is an argument, or None if it was not
+        given.
 
     Attributes:
       model: The model.
       mesh: The mesh of the replicas.
       variables: All variables of the model, its optimizers and metrics.
-      epoch: The current epoch, or between epochs the next one.
+      epoch: The index of the current epoch or, between epochs, of the next.
       step: Number of steps of that epoch that are done.
       steps_per_epoch: Number of steps of an epoch, or None if unknown.
       num_steps: Number of steps since the beginning of the first fit.
-      is_over: Whether the fit had nothing left to do when it began.
-      was_stopped: Whether that was because a callback had ended training.
+      is_over: Whether the fit had nothing left to do when it began, because
+        the saved fit had run all epochs or was stopped.
+      was_stopped: Whether a callback had stopped the training of the saved
+        fit.
       verbose: The `verbose` of fit.
       feed: The training data.
       other_batches: A description of how the batches differ from those of the
-        saved fit, if it was saved within an epoch; else None.
+        saved fit. None if they do not differ, or if the fit was saved between
+        epochs.
       logs: The logs of the last step or epoch.
       saved: The state to resume from, or None once it is restored.
       callbacks: The callbacks of fit, without the checkpoint callback.
@@ -135,8 +143,9 @@ class FitState:
     def state(self, *, is_epoch_over: bool) -> State:
         """Returns everything to save except the variables. Collective.
 
-        It consists of JSON values and NumPy arrays and is the same in all
-        processes, except for the states of callbacks that only the chief has.
+        The state consists of JSON values and NumPy arrays. It is the same in
+        all processes, except that only the chief includes the states of
+        callbacks that run only on the chief.
         """
         self.settle()
         return {
@@ -154,7 +163,11 @@ class FitState:
     def _collect_positions(
         self, feed: Any, is_epoch_over: bool
     ) -> dict[str, Any] | None:
-        """Returns a feed's position; of all processes, if it is per process."""
+        """Returns a feed's position.
+
+        If the data are process-local, each process has a different position,
+        and the result contains the positions of all processes.
+        """
         if feed is None:
             return None
         place = self._functions.places.get("train")
@@ -174,15 +187,16 @@ class FitState:
     # Resuming.
 
     def resume(self, state: State) -> None:
-        """Resumes from the state of another fit, before this one begins.
+        """Resumes from the state of another fit, before this fit begins.
 
         Args:
-          state: The result of that fit's `state`. The variables must be
-            restored already.
+          state: The result of the method `state` of the other fit. The
+            variables must be restored already.
 
         Raises:
-          ValueError: if `state` is not such a state, or has the positions of
-            process-local data of another number of processes.
+          ValueError: if `state` does not have the form of a saved state, or if
+            it contains the positions of process-local data for another number
+            of processes.
         """
         fault = fault_of(state, _STATE)
         if fault is not None:
@@ -231,24 +245,27 @@ class FitState:
 
     @property
     def first_epoch(self) -> int:
-        """The first epoch that fit runs."""
+        """The `initial_epoch` for fit, past the last if nothing is left."""
         return max(self._epochs, self.epoch) if self.is_over else self.epoch
 
     @property
     def is_last_step(self) -> bool:
-        """Whether no steps of the epoch are left, if their number is known."""
+        """Whether no steps of the epoch are left; False if unknown."""
         steps = self.steps_per_epoch
         return steps is not None and self.step >= steps
 
     @property
     def is_last_epoch(self) -> bool:
-        """Whether no epochs are left after the last one that was done."""
+        """Whether no epochs are left after the last finished epoch."""
         return self.model.stop_training or self.epoch >= self._epochs
 
-    # Called by the list of callbacks.
+    # The methods below are called by the list of callbacks.
 
     def begin_training(self) -> None:
-        """Restores the callbacks' states, after their `on_train_begin`."""
+        """Restores the callbacks' states.
+
+        It is called after the callbacks' `on_train_begin`, which resets them.
+        """
         if self.saved is None:
             return
         callback_states.set_states(self.callbacks, self.saved["callbacks"])
@@ -256,7 +273,7 @@ class FitState:
             self.model.stop_training = self.was_stopped
 
     def begin_epoch(self, epoch: int) -> bool:
-        """Begins an epoch; returns whether the saved fit had begun it."""
+        """Begins an epoch; returns whether the saved fit was in this epoch."""
         saved, self.saved = self.saved, None
         self._seen = self._functions.trained.steps
         if saved is not None and self.step:
@@ -266,7 +283,7 @@ class FitState:
         return False
 
     def count(self, logs: Logs | None) -> bool:
-        """Counts new steps; returns whether there were any."""
+        """Counts the steps since the last call; returns if there were any."""
         seen = self._functions.trained.steps
         new, self._seen = seen - self._seen, seen
         self.step += new
@@ -276,7 +293,7 @@ class FitState:
         return new > 0
 
     def end_epoch(self, logs: Logs | None) -> None:
-        """Ends an epoch."""
+        """Counts an epoch that ended."""
         self.epoch += 1
         self.step = 0
         self.logs = logs
@@ -285,7 +302,7 @@ class FitState:
 def _describe_differences(
     had: dict[str, Any], have: dict[str, Any], *, is_other_kind: bool
 ) -> str | None:
-    """Describes sizes that are known of both fits and differ, or None."""
+    """Describes sizes that are known for both fits and differ, or None."""
     differing = ["another kind or order"] if is_other_kind else []
     differing += [
         f"{had[name]} {name}, now {count}"
@@ -296,7 +313,7 @@ def _describe_differences(
 
 
 def fetch_logs(logs: Logs | None) -> dict[str, Any] | None:
-    """Fetches logs from the devices, as Python numbers and lists."""
+    """Fetches logs from the devices, and converts them to Python values."""
     if logs is None:
         return None
 

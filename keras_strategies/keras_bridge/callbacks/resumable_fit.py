@@ -1,9 +1,10 @@
 """Fits that a checkpoint callback saves and resumes.
 
-fit calls the `CheckpointCallback` among its callbacks before the loop begins,
-and after each step and epoch once all other callbacks are done. The loop is
-Keras's: for steps of its first epoch that an earlier fit has computed, the
-feed yields executions of zero steps, which no callback sees.
+`fit` calls the `CheckpointCallback` among its callbacks before the loop begins,
+and after each step and epoch, when all other callbacks have been called. The
+loop is Keras's own. If an earlier fit has already computed some steps of the
+first epoch, the feed yields executions of zero steps in place of these steps.
+Callbacks are not called for executions of zero steps.
 """
 
 from typing import Any
@@ -29,22 +30,27 @@ class CheckpointCallback(keras.callbacks.Callback):
     """A callback that saves the state a fit needs to resume."""
 
     def begin(self, loop: FitState) -> None:
-        """Prepares, before the loop; the model is built. Collective.
+        """Prepares for the loop, once the model is built. Collective.
 
-        May restore the state of another fit into the model and `loop`.
+        The callback may restore the state of another fit into the model and
+        into `loop`.
         """
         raise NotImplementedError
 
     def after_batch(self, loop: FitState) -> None:
-        """Saves if due, after the steps of one execution. Collective."""
+        """Saves if a save is due, after an execution's steps. Collective."""
         raise NotImplementedError
 
     def after_epoch(self, loop: FitState, logs: dict[str, Any]) -> None:
-        """Saves if due, after an epoch and its validation. Collective."""
+        """Saves if a save is due, after an epoch's validation. Collective."""
         raise NotImplementedError
 
     def close(self, *, is_done: bool) -> None:
-        """Cleans up after the loop; an error ended it if not `is_done`."""
+        """Cleans up after the loop.
+
+        Args:
+          is_done: Whether the loop finished; False if an error ended it.
+        """
         raise NotImplementedError
 
     def on_train_begin(self, logs: Logs | None = None) -> None:
@@ -100,7 +106,7 @@ class CheckpointingCallbackList(QuietCallbackList):
         loop.settle = self._flush_futures
 
     def _restore(self) -> None:
-        """Restores variables that callbacks or Keras have written."""
+        """Restores the values of variables that callbacks or Keras wrote."""
         for variable, value in self._values:
             if variable.value is not value:
                 variable.assign(value)
@@ -123,7 +129,11 @@ class CheckpointingCallbackList(QuietCallbackList):
             self._values = []
 
     def on_epoch_begin(self, epoch: int, logs: Logs | None = None) -> None:
-        """Begins an epoch; nothing changes if the saved fit had begun it."""
+        """Begins an epoch.
+
+        If the saved fit was in this epoch, the variables that callbacks change
+        at its beginning are restored.
+        """
         super().on_epoch_begin(epoch, logs)
         if self._loop.begin_epoch(epoch):
             self._restore()
@@ -132,14 +142,14 @@ class CheckpointingCallbackList(QuietCallbackList):
     def on_train_batch_begin(
         self, batch: int, logs: Logs | None = None
     ) -> None:
-        """Begins a step, unless the saved fit had computed it."""
+        """Begins a step, unless the saved fit has already computed it."""
         loop = self._loop
         if self._is_first and loop.step:
             per = loop.model.steps_per_execution
             if batch < loop.step // per * per:
                 return
         self._is_first = False
-        # The data ended before the epoch's number of steps.
+        # The data ended before the epoch had all its steps.
         if loop.feed.is_pass_over:
             return
         super().on_train_batch_begin(batch, logs)
@@ -158,7 +168,7 @@ class CheckpointingCallbackList(QuietCallbackList):
         self._checkpointer.after_epoch(self._loop, fetch_logs(logs) or {})
 
     def on_train_end(self, logs: Logs | None = None) -> None:
-        """Ends training, even if the loop had nothing left to do."""
+        """Ends training; works even if the loop had nothing left to do."""
         super().on_train_end(logs or self._loop.logs)
 
 
@@ -169,11 +179,11 @@ def run_resumable_fit(
     variables: list[keras.Variable],
     functions: StepFunctionCache,
 ) -> keras.callbacks.History:
-    """Runs a fit that a callback checkpoints.
+    """Runs a fit with a checkpoint callback, and resumes a saved fit.
 
     Args:
-      checkpointer: The callback.
-      call: The call of fit: its arguments by name, `set` and `run`.
+      checkpointer: The checkpoint callback.
+      call: The `Call` of fit.
       feed: The training data.
       variables: All variables of the model, its optimizers and metrics.
       functions: The model's step functions.
@@ -215,8 +225,9 @@ def find_checkpointer(callbacks: Callbacks) -> CheckpointCallback | None:
     """Returns the checkpoint callback among the callbacks of fit, or None.
 
     Raises:
-      ValueError: if there are two, or one and a `BackupAndRestore`, or if it
-        is in a `CallbackList`.
+      ValueError: if there are two checkpoint callbacks, or a checkpoint
+        callback and a `BackupAndRestore`; or if the checkpoint callback is in
+        a `CallbackList`.
     """
     flat, lists = [], []
     for callback in keras.tree.flatten(callbacks) if callbacks else []:

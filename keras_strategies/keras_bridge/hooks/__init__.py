@@ -1,1 +1,1 @@
-"""Changes to Keras's objects while a step is traced."""
+"""Hooks that change how Keras's objects behave while a step is traced."""

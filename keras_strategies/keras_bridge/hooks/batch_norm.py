@@ -1,8 +1,9 @@
 """`BatchNormalization(synchronized=True)` on JAX.
 
-Keras rejects the flag on JAX. While a scope is open the constructor accepts
-it, and the layer computes its moments over the rows of all replicas, in two
-passes (the variance from the global mean).
+Keras rejects `synchronized=True` on JAX. In a strategy's scope the constructor
+accepts it, and the layer computes its mean and variance over the rows of all
+replicas. It does so in two passes: the variance is computed from differences
+to the global mean.
 
 References:
   - Peng et al., MegDet (2018), on synchronized BatchNormalization:
@@ -31,7 +32,8 @@ def accept_synchronized(
 
     Args:
       original: The constructor.
-      entered: Returns the strategy whose scope the thread is in, or None.
+      entered: Returns the strategy whose scope the calling thread is in, or
+        None.
     """
 
     @functools.wraps(original)
@@ -43,12 +45,14 @@ def accept_synchronized(
             return
         original(self, *args, **(kwargs | {"synchronized": False}))
         self.synchronized = True
-        # On the instance, so that Keras's class stays unchanged.
+        # The method is replaced on the instance only, so that Keras's class
+        # stays unchanged.
         object.__setattr__(
             self, "_moments", types.MethodType(compute_moments, self)
         )
 
-    # Keras reads the signature in two ways, and one follows `__wrapped__`.
+    # Keras reads the constructor's signature in two ways that must agree, but
+    # only one of them follows `__wrapped__`.
     del init.__wrapped__  # type: ignore[attr-defined]
     return init
 
@@ -56,15 +60,15 @@ def accept_synchronized(
 def compute_moments(
     layer: keras.layers.BatchNormalization, inputs: Array, mask: Array | None
 ) -> tuple[Any, Any]:
-    """Returns mean and variance of `inputs` over all axes but the layer's.
+    """Returns the mean and variance of `inputs` over all axes but the layer's.
 
-    They are over the rows of all replicas in a replica-mapped step and in
-    `run`, elsewhere over the rows of `inputs`. A mask leaves out entries, as
-    in Keras.
+    In a replica-mapped step and in `run` they are computed over the rows of
+    all replicas, and elsewhere over the rows of `inputs` only. Entries that
+    the mask excludes are ignored, as in Keras.
     """
     step = current_step()
     is_run = step is not None and step.facts.is_local
-    # Replicas may hold different numbers of rows.
+    # Replicas may have different numbers of rows.
     is_uneven = is_run or (step is not None and step.facts.is_uneven)
     if step is not None and step.flags.sees_global_batch and not is_run:
         step = None  # The inputs already have all rows.
@@ -95,14 +99,14 @@ def _make_row_mean(
 def _make_masked_mean(
     step: StepContext | None, axes: list[int], inputs: Array, mask: Array
 ) -> Callable[[Array], Any]:
-    """Returns a function for the mean of the entries that a mask keeps."""
+    """Returns a function that averages the entries that a mask selects."""
     kept = ops.cast(
         ops.broadcast_to(ops.expand_dims(mask, -1), ops.shape(inputs)), "bool"
     )
     count = ops.sum(ops.cast(kept, inputs.dtype), axes, keepdims=True)
     count = _average(step, count)
     # Keras adds epsilon to the global batch's count. `count` is that count
-    # divided by the replicas, so epsilon is divided, too.
+    # divided by the number of replicas, so epsilon is divided by it, too.
     num_replicas = 1 if step is None else step.num_replicas
     weight = count + keras.config.epsilon() / num_replicas
 
@@ -125,10 +129,11 @@ def call_layer(
     *args: Any,
     **kwargs: Any,
 ) -> Array:
-    """Marks rows that are normalized with statistics of a replica's rows.
+    """Calls the layer, and marks its output as normalized on one replica.
 
-    Such statistics are per-replica by definition, so a loss of these rows
-    does not count as one that mixes rows.
+    The layer's statistics are per-replica by definition. The marks tell the
+    later check of losses that a loss of these rows does not count as one that
+    mixes the rows of different replicas.
 
     Returns:
       The normalized rows, of the inputs' shape.

@@ -1,4 +1,4 @@
-"""The rows of a batch, on one replica and on all."""
+"""Recognizes the arrays that have rows, and gathers rows of all replicas."""
 
 from collections.abc import Callable
 from typing import Any
@@ -15,14 +15,20 @@ from keras_strategies.keras_bridge.step_context import StepContext
 
 
 def has_rows(value: object, rows: int) -> bool:
-    """Returns whether an array has entries for each of `rows` rows."""
+    """Returns whether an array's first dimension is a multiple of `rows`."""
     for size in tuple(getattr(value, "shape", ()))[:1]:
         return size % rows == 0 if rows else not size
     return False
 
 
 def note_rows(step: StepContext, values: Tree, of: str) -> None:
-    """Notes which arrays of a nest, passed to `of`, are taken to have rows."""
+    """Records which arrays of a nest are assumed to have rows.
+
+    Args:
+      step: The step that is traced.
+      values: The nest of arrays.
+      of: A description of the function that received them, for messages.
+    """
     for value in tree.flatten(values):
         for size in tuple(getattr(value, "shape", ()))[:1]:
             step.note_size(size, has_rows(value, step.facts.rows), of)
@@ -34,8 +40,8 @@ def gather_all_rows(step: StepContext, values: Tree) -> Tree:
     In `run` the number of rows is unknown, so arrays of any size are gathered.
 
     Returns:
-      The nest; arrays of shape (rows, ...) have the rows of all replicas, in
-      the replicas' order.
+      The nest, in which arrays of shape (rows, ...) are replaced by arrays
+      with the rows of all replicas, in the replicas' order.
     """
 
     def gather(value: Leaf) -> Leaf:
@@ -57,7 +63,7 @@ def gather_all_rows(step: StepContext, values: Tree) -> Tree:
 def call_with_all_rows(
     step: StepContext, fn: Callable[..., Any], *args: Tree, **kwargs: Tree
 ) -> Array:
-    """Calls a loss with the rows of all replicas.
+    """Calls a loss function with the gathered rows of all replicas.
 
     Returns:
       The result of `fn`.

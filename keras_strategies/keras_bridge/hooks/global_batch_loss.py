@@ -1,4 +1,4 @@
-"""User-defined losses that mix the rows of a batch."""
+"""Marks user-defined losses that mix the rows of a batch."""
 
 import functools
 import inspect
@@ -19,19 +19,21 @@ Loss = TypeVar("Loss")
 def global_batch_loss(loss: Loss) -> Loss:
     """Marks a loss whose value for one row depends on other rows.
 
-    Such a loss (contrastive, ranking, overlap over the batch, or with a
-    denominator over the batch) sees the gathered rows of all replicas, like
-    Keras's Dice, Tversky and Circle. It costs one gather of its arguments per
-    step.
+    Examples are contrastive and ranking losses, and losses with an overlap or
+    a denominator over the batch. A marked loss receives the gathered rows of
+    all replicas, as Keras's Dice, Tversky and Circle losses do. This costs one
+    gather of the loss's arguments per step.
 
     Args:
-      loss: A function of arrays whose first dimension is the rows, for
-        `compile` or for calls in a `train_step`; a model's method like
-        `compute_loss`; a `keras.losses.Loss` or a subclass of it. May be used
-        as a decorator.
+      loss: One of: a function of arrays whose first dimension is the rows,
+        which is passed to `compile` or called in a `train_step`; a method of
+        a model, such as `compute_loss`; a `keras.losses.Loss` object; or a
+        subclass of `keras.losses.Loss`. Functions, methods and classes can be
+        marked with `global_batch_loss` as a decorator.
 
     Returns:
-      The loss, or for a function its wrapper.
+      The same object if `loss` is a loss object or class; a wrapper if it is
+      a function or method.
 
     Raises:
       TypeError: if `loss` is not a function, a method or a loss.

@@ -1,4 +1,4 @@
-"""Gradients with respect to Keras variables, as from `tf.GradientTape`."""
+"""Gradients with respect to Keras variables, as with `tf.GradientTape`."""
 
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -22,12 +22,12 @@ def value_and_grad(
 ) -> Callable[..., tuple[Any, list[Any]]]:
     """Makes a function that returns the value of `fn` and its gradients.
 
-    Like `jax.value_and_grad`, but for functions that use Keras variables; it
-    replaces `tf.GradientTape`. Variables that `fn` writes (moving statistics,
-    seeds, metrics) are written.
+    It is like `jax.value_and_grad`, but for functions that use Keras
+    variables, and takes the place of `tf.GradientTape`. Variables that `fn`
+    writes (moving statistics, seeds, metrics) get their new values.
 
-    Inside `run` the gradients are per-replica; `optimizer.apply` or
-    `all_reduce` sums them.
+    Inside `run` each replica gets the gradients of its own rows. They are
+    summed over the replicas by `optimizer.apply` or by `all_reduce`.
 
     Args:
       fn: A function that returns a scalar, or with `has_aux` a pair of a
@@ -36,13 +36,14 @@ def value_and_grad(
       has_aux: Whether `fn` returns a pair.
 
     Returns:
-      A function of `fn`'s arguments that returns `(value, gradients)`, where
-      value is the result of `fn` and gradients is a list of arrays, one for
-      each variable.
+      A function with the same arguments as `fn` that returns
+      `(value, gradients)`. `value` is the result of `fn` (a pair with
+      `has_aux`), and `gradients` is a list with one array for each variable.
 
     Raises:
       TypeError: if an element of `variables` is not a variable.
-      ValueError: if `variables` is empty, as for a model that is not built.
+      ValueError: if `variables` is empty, for example because the model is
+        not built yet.
 
     Example:
       ```python
@@ -69,7 +70,7 @@ def value_and_grad(
 def _differentiate(
     call: Callable[[], tuple[Array, Any]], variables: list[keras.Variable]
 ) -> tuple[Array, Any, list[Any]]:
-    """Returns a call's value, its auxiliary results and the gradients."""
+    """Returns a call's value, its auxiliary result and the gradients."""
     step = current_step()
     traced: list[tuple[InnerScope, list[bool]]] = []
 
@@ -96,7 +97,7 @@ def _differentiate(
         if outer is None:
             variable.assign(after)
             continue
-        # Not `assign`, which would combine the replicas' values once more.
+        # `assign` would combine the replicas' values a second time.
         outer.add_update((variable, after))
         if step is not None and is_equal:
             step.notes.equal.add(after)
@@ -127,7 +128,7 @@ def grad(
 ) -> Callable[..., Any]:
     """Makes a function that returns the gradients of `fn`.
 
-    It is `value_and_grad` without the value.
+    It is like `value_and_grad`, but does not return the value.
 
     Args:
       fn: A function that returns a scalar, or with `has_aux` a pair of a
@@ -136,8 +137,8 @@ def grad(
       has_aux: Whether `fn` returns a pair.
 
     Returns:
-      A function of `fn`'s arguments that returns the gradients, or with
-      `has_aux` `(gradients, aux)`.
+      A function with the same arguments as `fn` that returns the list of
+      gradients, or `(gradients, aux)` if `has_aux` is true.
 
     Example:
       ```python

@@ -1,7 +1,7 @@
 """Changes to losses while a step is traced: denominators over all rows.
 
-The mean of the replicas' losses is the global batch's loss, and the mean of
-their gradients its gradient.
+The denominators are chosen so that the mean of the replicas' losses is the
+loss of the global batch, and the mean of their gradients is its gradient.
 """
 
 from collections.abc import Callable
@@ -38,12 +38,12 @@ def reduce_values(
     """Reduces a loss's values with a denominator over all replicas' rows.
 
     Returns:
-      A scalar, or the unchanged values without a reduction.
+      A scalar, or the unchanged values if `reduction` is None or "none".
     """
     is_per_replica = step.sees_replica_rows
     if is_per_replica and step.is_empty and reduction not in (None, "none"):
         if reduction == "mean_with_sample_weight" and sample_weight is not None:
-            # A collective: all replicas must take part in it.
+            # `_average` is a collective, so this replica must take part, too.
             _average(step, jnp.zeros((), values.dtype))
         # Keras would return the empty values, not a scalar.
         return jnp.sum(values)
@@ -75,10 +75,13 @@ def apply_mask(
     dtype: str,
     reduction: str | None,
 ) -> Array | None:
-    """Weights the kept entries of a mask by those of all replicas.
+    """Combines a mask and sample weights, as in the global batch.
+
+    Keras scales the weights of the entries that the mask selects by
+    total / selected. Here that ratio is the global batch's, not the replica's.
 
     Returns:
-      Weights, or None without weights and a mask.
+      The weights, or None if there are neither weights nor a mask.
     """
     weighted = original(
         sample_weight, mask=mask, dtype=dtype, reduction=reduction
@@ -87,9 +90,9 @@ def apply_mask(
     if mask is None or not step.sees_replica_rows or not is_mean:
         return weighted
     mask = losses.mark(jnp.asarray(mask), losses.OWN)
-    # Keras gives each kept entry the weight total / kept, over the replica's
-    # rows. Scaling by `kept` and dividing by its mean over the replicas makes
-    # that the ratio of the global batch.
+    # Keras multiplies each selected entry by total / kept, counted over this
+    # replica's rows. Multiplying by `kept` and dividing by its mean over the
+    # replicas turns that into the ratio of the global batch.
     kept = jnp.sum(jnp.asarray(mask, dtype=weighted.dtype))
     weighted = weighted * ops.divide_no_nan(kept, _average(step, kept))
     weighted = _unweight(step, weighted)
@@ -106,7 +109,7 @@ def call_loss(
     """Calls a loss with this replica's rows, or with all if it mixes rows.
 
     Returns:
-      The loss; a scalar, if it reduces its values.
+      The loss: a scalar if the loss reduces its values, else the values.
     """
     if not step.sees_replica_rows:
         return original(loss, *args, **kwargs)
@@ -124,16 +127,20 @@ def call_loss(
 def compute_loss(
     step: StepContext, original: _Method, *args: Any, **kwargs: Any
 ) -> Array:
-    """Marks a loss that is not part of another one, and weights it by the rows.
+    """Computes a loss; marks or weights it unless it is part of another loss.
+
+    If the replicas have different numbers of rows, a scalar loss is weighted
+    by this replica's number.
 
     Args:
-      step: The step that is traced; it checks the marked losses at the end.
+      step: The step that is traced. At its end the marked losses are checked.
       original: The method of a model or of a loss.
-      *args: The model or the loss, then the method's arguments.
-      **kwargs: The method's arguments by name.
+      *args: The model or the loss, followed by the method's positional
+        arguments.
+      **kwargs: The method's keyword arguments.
 
     Returns:
-      The loss; a scalar, if it reduces its values.
+      The loss: a scalar if the loss reduces its values, else the values.
     """
     if step.flags.in_loss:
         return original(*args, **kwargs)
@@ -144,8 +151,8 @@ def compute_loss(
     if not is_scalar or step.facts.rows_of_replicas is None:
         return mark_loss(step, loss)
     if step.is_empty:
-        # Zero, but still a function of the weights: its gradient takes part
-        # in the all-reduce.
+        # The loss is zero but must still depend on the weights, so that its
+        # gradient takes part in the all-reduce.
         return jnp.where(jnp.isnan(loss), 0.0, loss) * 0.0
     # A loss that uses the replica context combines the replicas itself.
     is_local = len(step.notes.replica_uses) == num_uses
@@ -153,7 +160,7 @@ def compute_loss(
 
 
 def _average(step: StepContext, value: Array) -> Array:
-    """Returns the mean over the replicas that have rows."""
+    """Returns the mean of a value over the replicas that have rows."""
     mean = all_mean(value, step.axis)
     if step.num_sharing == step.num_replicas:
         return mean
@@ -161,15 +168,20 @@ def _average(step: StepContext, value: Array) -> Array:
 
 
 def _unweight(step: StepContext, value: Array) -> Array:
-    """Cancels the later weighting by rows, for a value that is exact."""
+    """Divides a value by the weight by which it is multiplied later.
+
+    It is used for values whose mean over the replicas is already the value
+    for the global batch, so that they must not be weighted by rows again.
+    """
     return value if step.weight in (0.0, 1.0) else value / step.weight
 
 
 def mark_loss(step: StepContext, value: Leaf) -> Leaf:
-    """Marks a scalar as a replica's loss, unless it is over all rows.
+    """Marks a scalar as a loss of one replica's rows.
 
     Returns:
-      The value, marked if it is a scalar of this replica's rows.
+      The value. It is marked if it is a scalar that was computed from this
+      replica's rows only, and otherwise unchanged.
     """
     is_per_replica = step.sees_replica_rows and not step.facts.is_local
     is_scalar = isinstance(value, jax.Array) and not value.ndim

@@ -1,4 +1,4 @@
-"""The merge of the replicas' states into one value for each variable."""
+"""Combines the replicas' values of each variable into one value."""
 
 import dataclasses
 from collections.abc import Callable, Sequence
@@ -24,16 +24,18 @@ MERGE_RULES = ("mean", "sum", "max", "min", "any", "all", "first")
 
 
 def merge(variable: keras.Variable, rule: str) -> keras.Variable:
-    """Sets how a variable that a step writes is merged over the replicas.
+    """Sets how the replicas' values of a variable are combined after a step.
 
     By default floating-point state (moving statistics) is averaged, integer
-    and boolean state is taken from replica 0, and metrics are summed. Use it
-    for variables with another meaning, such as a counter of rows or a maximum.
+    and boolean state is taken from replica 0, and metrics are summed. Call
+    `merge` for variables that need another rule, such as a counter of rows or
+    a maximum.
 
     Args:
-      variable: The variable; typically made by `layer.add_weight`.
-      rule: `"mean"`, `"sum"` (of the replicas' changes), `"max"`, `"min"`,
-        `"any"`, `"all"` (booleans) or `"first"` (the value of replica 0).
+      variable: The variable, typically created by `layer.add_weight`.
+      rule: One of `"mean"`, `"sum"` (adds the changes of all replicas to the
+        old value), `"max"`, `"min"`, `"any"` and `"all"` (for booleans), and
+        `"first"` (uses the value of replica 0).
 
     Returns:
       The variable, for use in an assignment.
@@ -70,23 +72,23 @@ def merge(variable: keras.Variable, rule: str) -> keras.Variable:
 
 @dataclasses.dataclass(kw_only=True)
 class Merge:
-    """The changes of a step, collected so that one reduction sums all.
+    """The changes of a step, collected so that one reduction sums them all.
 
     Attributes:
       step: The step that is traced.
-      summands: The arrays to sum over the replicas, by place.
+      summands: The arrays to sum over the replicas.
     """
 
     step: StepContext
     summands: list[Any] = dataclasses.field(default_factory=list)
 
     def add(self, value: Array) -> int:
-        """Adds an array to sum over the replicas; returns its place."""
+        """Adds an array to sum over the replicas; returns its index."""
         self.summands.append(value)
         return len(self.summands) - 1
 
     def compute_sums(self) -> list[Any]:
-        """Returns the sums over the replicas, by place."""
+        """Returns the sums over the replicas, in the order of `summands`."""
         return all_sum(self.summands, self.step.axis, self.step.buffering)
 
 
@@ -99,18 +101,21 @@ def plan_merge(
     *,
     are_metrics: bool = False,
 ) -> Callable[[list[Any]], Group]:
-    """Plans the merge of one group of variables.
+    """Plans how the replicas' values of a group of variables are combined.
+
+    The arrays to sum are added to the plan. Once the plan has computed the
+    sums of all groups, the returned function finishes the merge.
 
     Args:
       plan: The plan that collects the summands.
       variables: The variables of the group.
-      old: Their values before the step.
+      old: The variables' values before the step.
       folded: The same as `old`, but with the seeds that the replica used.
-      new: Their values after the step on this replica.
+      new: The variables' values after the step on this replica.
       are_metrics: Whether the replicas' changes are summed by default.
 
     Returns:
-      A function of the plan's sums that returns the merged values.
+      A function that takes the plan's sums and returns the merged values.
     """
     finishers = [
         _plan_variable(plan, *of_variable, are_metrics)
@@ -141,12 +146,13 @@ def _plan_variable(
     if new in step.notes.equal and not (step.facts.is_uneven and is_float):
         return lambda sums: new
     if new in step.notes.equal:
-        # The computations are equal, but in branches that the compiler may
-        # round differently.
+        # The replicas compute the same value, but in different branches of
+        # the program, which the compiler may round differently.
         return _plan_first(plan, new)
     if is_seed(variable):
-        # Replicas with other numbers of rows may have drawn less often. The
-        # next draws come after the largest count; the stream's seed stays.
+        # `new` is the stream's seed and its count of draws. Replicas with
+        # other numbers of rows may have drawn less often, so the stream
+        # continues from the largest count. Its seed does not change.
         drawn = all_max(new[1], step.axis) if step.facts.is_uneven else new[1]
         return lambda sums: jnp.stack([old[0], drawn])
     rule = _find_rule(variable, step, is_metric)
@@ -179,16 +185,17 @@ def _plan_by_rule(
 
 
 def _plan_first(plan: Merge, value: Array) -> Callable[[list[Any]], Any]:
-    """Plans that all replicas take the value of replica 0."""
+    """Plans a merge in which all replicas get the value of replica 0."""
     place = plan.add(keep_first(value, plan.step.axis))
     return lambda sums: sums[place]
 
 
 def compute_mean_share(value: Array, step: StepContext) -> Array:
-    """Returns this replica's part of the average over the replicas.
+    """Returns this replica's summand of the average over the replicas.
 
     Returns:
-      An array of the value's shape; the replicas' sum is the average.
+      An array with the shape of `value`. The sum of these arrays over the
+      replicas is the average.
     """
     if step.facts.share is None:
         return value / step.num_replicas
@@ -214,12 +221,12 @@ def _find_rule(
 
 
 def cast_like(new: Array, old: Array) -> jax.Array:
-    """Casts `new` to the dtype of `old`, so that no step changes a dtype."""
+    """Casts `new` to the dtype of `old`; a step must not change dtypes."""
     return jax.lax.convert_element_type(jnp.asarray(new), old.dtype)
 
 
 def apply_changes(group: Group, changes: dict[str, Any]) -> Group:
-    """Returns a copy of the group with the changes of `find_changes`."""
+    """Returns a copy of the group with the values that `find_changes` found."""
     group = list(group)
     for k, value in changes.items():
         group[int(k)] = value
@@ -227,7 +234,7 @@ def apply_changes(group: Group, changes: dict[str, Any]) -> Group:
 
 
 def find_changes(old: list[Any], new: Group) -> dict[str, Any]:
-    """Returns the values that a step replaced, by position in the group."""
+    """Returns the new values of changed variables, by their positions."""
     return {
         str(k): cast_like(n, o)
         for k, (o, n) in enumerate(zip(old, new, strict=True))

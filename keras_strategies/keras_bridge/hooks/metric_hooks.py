@@ -1,4 +1,4 @@
-"""Changes to metrics while a step is traced; see trace_hooks.py."""
+"""Changes to metrics while a step is traced; installed by trace_hooks.py."""
 
 import dataclasses
 from collections.abc import Callable, Iterable
@@ -30,7 +30,7 @@ def update_compiled(
     *args: Any,
     **kwargs: Any,
 ) -> object:
-    """Updates metrics of `compile`, flagged as such."""
+    """Updates the metrics given to `compile`, with `in_compiled` set."""
     with step.flag("in_compiled"):
         return original(metrics, *args, **kwargs)
 
@@ -42,14 +42,17 @@ def update_state(
     *args: Any,
     **kwargs: Any,
 ) -> object:
-    """Updates with this replica's rows, or with all, by the metric's rule."""
+    """Updates a metric with this replica's rows or with all replicas' rows.
+
+    The metric's rule, see `metric_rules`, decides which.
+    """
     if step.flags.in_metric:
         return original(metric, *args, **kwargs)
     if args:
-        # A `Mean` treats a scalar as a mean over the replica's rows.
+        # A `Mean` takes a scalar to be a mean over this replica's rows.
         value = loss_hooks.mark_loss(step, args[0])
         if metric is step.facts.loss_tracker and step.weight not in (0.0, 1.0):
-            # The tracker weights the loss by the replica's rows itself.
+            # The tracker itself weights the loss by the replica's rows.
             value = value / step.weight
         args = (value, *args[1:])
     if (
@@ -79,13 +82,18 @@ def _choose_rule(
     args: tuple[Any, ...],
     kwargs: dict[str, Any],
 ) -> str:
-    """Returns the rule of an update, which must be that of earlier ones."""
+    """Returns the rule for an update of a metric.
+
+    All updates of a metric in a step must have the same rule. Otherwise the
+    step is traced again with the global batch.
+    """
     rules = [step.notes.metric_rules.get(v) for v in metric.variables]
     known = next((r for r in rules if r is not None), None)
     if step.facts.is_local:
         rule = known or metric_rules.choose_local_rule(metric, args, kwargs)
     elif step.flags.sees_global_batch:
-        # The rows are gathered: every replica makes the same update.
+        # The rows are already gathered, so every replica makes the same
+        # update.
         rule = metric_rules.SAME
     else:
         rule = metric_rules.choose_update_rule(
@@ -109,7 +117,7 @@ def _update_in_turn(
     args: tuple[Any, ...],
     kwargs: dict[str, Any],
 ) -> object:
-    """Updates with the scalars of all replicas, in the order of their ids."""
+    """Updates a metric with each replica's scalars, in order of replica id."""
     leaves, structure = jax.tree.flatten((args, kwargs))
     of_all = [
         all_rows(jnp.asarray(leaf)[None], step.axis)
@@ -129,7 +137,7 @@ def _update_in_turn(
 def reset_state(
     step: StepContext, original: Method, metric: keras.metrics.Metric
 ) -> object:
-    """Resets a metric, and makes its later changes count from there."""
+    """Resets a metric; later changes are computed relative to the reset."""
     result = original(metric)
     for variable in metric.variables:
         if variable in step.notes.before:
@@ -147,7 +155,8 @@ def result(
     """Computes a metric's result from all replicas' updates so far.
 
     Returns:
-      A scalar, or a dict of scalars by name.
+      What the metric's `result` returns: a scalar, or a dict that maps names
+      to scalars.
     """
     variables = metric.variables
     is_known = all(v in step.notes.before for v in variables)
@@ -159,8 +168,9 @@ def result(
     finish = merge_lib.plan_merge(
         plan, variables, before, before, mine, are_metrics=True
     )
-    # If the result is only logged, it is computed from the state that the
-    # step returns, and this is dead code (`step_logs.merge_logs`).
+    # If the result is only logged, the logged value is computed from the state
+    # that the step returns (`step_logs.merge_logs`), and the compiler removes
+    # these computations as dead code.
     merged = finish(plan.compute_sums())
     scope = _ResultScope(zip(variables, merged, strict=True))
     with step.flag("in_metric"), scope:
@@ -186,13 +196,15 @@ def result(
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Result:
-    """A value that a metric returned in a step, for all replicas' rows.
+    """The origin of a value that a metric's `result` returned in a step.
+
+    The value was computed from the rows of all replicas.
 
     Attributes:
       metric: The metric.
       key: The value's key if the metric returned a dict, else None.
       variables: The metric's variables.
-      state: Their values on this replica at that time.
+      state: The variables' values on this replica when `result` was called.
     """
 
     metric: keras.metrics.Metric
@@ -202,13 +214,13 @@ class Result:
 
 
 class _ResultScope(InnerScope):
-    """An inner scope that also notes which variables are read."""
+    """An inner scope that also records which variables are read."""
 
     def __init__(self, mapping: Iterable[tuple[keras.Variable, Any]]) -> None:
         super().__init__(mapping)
         self.read = IdentitySet()
 
     def get_current_value(self, variable: keras.Variable) -> Array | None:
-        """Returns a variable's value and notes that it is read."""
+        """Returns a variable's value, and records that it was read."""
         self.read.add(variable)
         return super().get_current_value(variable)

@@ -1,9 +1,9 @@
-"""The rules that merge the replicas' metrics.
+"""The rules by which the replicas' metric variables are combined.
 
-Most metrics are sums over rows: the replicas' changes are summed. A metric
-that is not (a maximum, a last value, a mean of a function that mixes rows)
-is updated on every replica with the rows of all of them. Keras's metrics are
-known to be sums; a user-defined metric is tested once on toy data.
+Most metrics are sums over rows, so the replicas' changes are summed. Other
+metrics (a maximum, a last value, a mean of a function that mixes rows) are
+updated on every replica with the rows of all replicas. Keras's own metrics are
+known to be sums. A user-defined metric is tested once on toy data.
 """
 
 import warnings
@@ -23,11 +23,13 @@ from keras_strategies.keras_bridge.step_context import StepContext
 SUM = "sum"
 """The replicas' changes are summed."""
 MEAN = "mean"
-"""The replicas' changes are averaged: each got the mean over its rows."""
+"""The replicas' changes are averaged, because each replica's update was the
+mean over its rows."""
 SAME = "same"
-"""Every replica made the same change."""
+"""Every replica made the same change, so there is nothing to combine."""
 IN_TURN = "in turn"
-"""Every replica made the updates of all replicas, one after the other."""
+"""Every replica made the updates of all replicas, one after the other, so
+there is nothing to combine."""
 GLOBAL = "global batch"
 """No rule is certain to be right: the step must see the global batch."""
 
@@ -42,17 +44,18 @@ def choose_update_rule(
     kwargs: dict[str, Any],
     rows: int,
 ) -> str:
-    """Returns the rule for one call of `metric.update_state`.
+    """Chooses the rule for one call of `metric.update_state` in a model's step.
 
     Args:
       metric: The metric.
-      args: The arguments of the call.
+      args: The positional arguments of the call.
       kwargs: The keyword arguments of the call.
       rows: Number of rows of a replica's batch.
     """
     arrays = _find_arrays((args, kwargs))
     if not arrays:
-        # Constants of the program are the same on every replica.
+        # Arguments that are constants of the program are the same on every
+        # replica.
         return SAME
     with_rows = [has_rows(a, rows) for a in arrays]
     if any(with_rows):
@@ -63,8 +66,8 @@ def choose_update_rule(
     is_mean = type(metric).update_state is keras.metrics.Mean.update_state
     if not is_mean or _is_array(weight):
         return GLOBAL
-    # Means that are weighted with their numbers of rows add up to a sum over
-    # rows.
+    # A mean weighted with its number of rows is a sum over rows, and the
+    # replicas' sums add up.
     return SUM if _is_number(weight) and weight == rows else MEAN
 
 
@@ -73,8 +76,9 @@ def choose_local_rule(
 ) -> str:
     """Returns the rule for an update in a function given to `run`.
 
-    As in tf.distribute a replica may add any value, and all are summed. A
-    metric that is not a sum of its updates sees the entries of all replicas.
+    As in tf.distribute, each replica may update a metric with any value, and
+    the replicas' changes are summed. A metric that is not a sum of its updates
+    is instead updated on every replica with the entries of all replicas.
     """
     if _is_keras_own(metric):
         return SUM
@@ -85,7 +89,7 @@ def choose_local_rule(
 
 
 def describe_metric(metric: keras.metrics.Metric) -> str:
-    """Returns a metric's name and class, for messages."""
+    """Returns a metric's name and class, for error messages."""
     return f"metric {metric.name!r} ({type(metric).__name__})"
 
 
@@ -95,7 +99,10 @@ def note_sizes(
     args: tuple[Any, ...],
     kwargs: dict[str, Any],
 ) -> None:
-    """Notes the sizes that `choose_update_rule` took for rows, for a probe."""
+    """Records which sizes `choose_update_rule` took for the number of rows.
+
+    A trace with another number of rows (`StepFacts.is_probe`) checks them.
+    """
     leaves, rows = tree.flatten((args, kwargs)), step.facts.rows
     of = describe_metric(metric)
     note_rows(step, leaves, of)
@@ -141,15 +148,17 @@ def _is_from_keras(thing: object) -> bool:
 
 
 def mixes_rows(loss: object, ndim: int) -> bool:
-    """Returns whether a loss's or metric's value for a row depends on others.
+    """Returns whether a loss's or metric's value for a row uses other rows.
 
-    True for Keras's Dice, Tversky and Circle, for its hinge losses (which read
-    all labels to distinguish 0/1 from -1/1), for losses that reduce over the
-    axis of the rows (all of Keras's functions do if there is no other axis),
-    and for losses marked by `keras_strategies.global_batch_loss`.
+    This is true for:
+    - Keras's Dice, Tversky and Circle losses;
+    - Keras's hinge losses, which read all labels to distinguish 0/1 from -1/1;
+    - losses that reduce over the axis of the rows, as all of Keras's loss
+      functions do if the arrays have no other axis;
+    - losses marked by `keras_strategies.global_batch_loss`.
 
     Args:
-      loss: A loss or metric, an object or a function.
+      loss: A loss or metric, either an object or a function.
       ndim: Number of dimensions of the predictions.
     """
     fn = getattr(loss, "fn", getattr(loss, "_fn", None))
@@ -207,14 +216,22 @@ def _is_additive(
 def _try_out(
     metric: keras.metrics.Metric, args: Sequence[Any], kwargs: dict[str, Any]
 ) -> bool:
-    """Returns whether updates with parts of toy batches add up."""
+    """Returns whether a metric is a sum over rows, by a test on toy data.
+
+    It is one if updating it with the parts of a toy batch and summing the
+    changes gives the same state as updating it with the entire batch.
+    """
     batch = (tuple(args), dict(kwargs))
     rows = next(a.shape[0] for a in _find_arrays(batch) if len(a.shape))
     return _run_in_thread(lambda: _adds_up(metric, batch, rows))
 
 
 def _run_in_thread(question: Callable[[], bool]) -> bool:
-    """Runs a predicate in a thread that is not tracing; an error is False."""
+    """Runs a predicate in a separate thread, in which nothing is being traced.
+
+    Returns:
+      The predicate's answer, or False if it raised an error.
+    """
     with ThreadPoolExecutor(1) as pool:
         answer = pool.submit(question)
     # The user's code may fail on toy data that it does not support.
@@ -224,7 +241,7 @@ def _run_in_thread(question: Callable[[], bool]) -> bool:
 def _adds_the_same(
     metric: keras.metrics.Metric, args: Sequence[Any], kwargs: dict[str, Any]
 ) -> bool:
-    """Returns whether scalar updates add values independent of the state."""
+    """Returns whether a scalar update adds the same value to any state."""
     random = np.random.default_rng(0)
     for toy in _TOYS:
 
@@ -250,7 +267,7 @@ def _adds_the_same(
 
 
 def _adds_up(metric: keras.metrics.Metric, like: Tree, rows: int) -> bool:
-    """Returns whether some toy data show a sum, and none disprove it."""
+    """Returns whether a metric adds up on some toy data, and fails on none."""
     answers: list[bool | None] = []
     error: Exception | None = None
     for toy in _TOYS:
@@ -266,7 +283,11 @@ def _adds_up(metric: keras.metrics.Metric, like: Tree, rows: int) -> bool:
 def _adds_up_on(
     toy: "_Toy", metric: keras.metrics.Metric, like: Tree, rows: int
 ) -> bool | None:
-    """Returns the answer for one kind of toy data, None if undecided."""
+    """Returns whether a metric adds up on one range of toy data.
+
+    Returns None if the data decide nothing, because they do not change the
+    metric.
+    """
     state = _make_reset_state(metric)
     random = np.random.default_rng(0)
     adds_up = None
@@ -276,7 +297,8 @@ def _adds_up_on(
             like,
         )
         at_once = _compute_update(metric, state, batch)
-        # The rule SUM: the changes of both parts, each made from `state`.
+        # As by the rule SUM: sum the changes of both parts, where each part
+        # updates the metric from `state`.
         merged = [np.array(s) for s in state]
         start = 0
         for size in _PARTS:
@@ -288,7 +310,8 @@ def _adds_up_on(
             ]
             start += size
         for m, w, s in zip(merged, at_once, state, strict=True):
-            # An overflow or a logarithm of a negative number decides nothing.
+            # Entries that overflowed, or are a logarithm of a negative
+            # number, decide nothing.
             finite = np.isfinite(np.asarray(m, "float64")) & np.isfinite(w)
             if not np.allclose(m[finite], w[finite], rtol=1e-4, atol=1e-5):
                 return False
@@ -313,7 +336,7 @@ def _compute_update(
 
 
 class _Toy(NamedTuple):
-    """A range of toy data; some metrics react only to one of the ranges."""
+    """A range of toy data. Some metrics change only for one of the ranges."""
 
     low: float
     high: float

@@ -1,9 +1,9 @@
 """Variables with a separate copy on each replica.
 
-In `run` each replica writes its copy of a `keras.Variable` that has
-`synchronization="on_read"`; outside, the variable's value is the aggregate of
-the copies. The copies are stored with it, as one array with a dimension of
-replicas.
+A `keras.Variable` with `synchronization="on_read"` has one copy on each
+replica. In `run` each replica reads and writes its own copy. Outside of `run`
+the variable's value is the aggregate of the copies. All copies are stored as
+one array, an attribute of the variable, whose dimension 0 is the replicas.
 """
 
 import dataclasses
@@ -31,7 +31,9 @@ _COPIES = "_ks_copies"
 
 
 class Unreadable:
-    """The value of a variable whose copies have no aggregation.
+    """The value, outside of `run`, of a variable without an aggregation.
+
+    It has a shape and a dtype, but reading its entries raises ValueError.
 
     Args:
       variable: The variable.
@@ -62,7 +64,7 @@ class Unreadable:
 
 @dataclasses.dataclass(frozen=True)
 class Copies:
-    """A variable's copies, and the value that was aggregated from them."""
+    """A variable's copies on the replicas, and the aggregate of the copies."""
 
     array: jax.Array
     value: Any
@@ -71,10 +73,10 @@ class Copies:
 def create(
     mesh: ReplicaMesh, next_creator: VariableCreator, **kwargs: Any
 ) -> keras.Variable:
-    """Creates a variable, with a copy on each replica if it needs one.
+    """Creates a variable, with a copy on each replica if it is "on_read".
 
     Raises:
-      ValueError: if the synchronization is one that strategies do not support.
+      ValueError: if strategies do not support the `synchronization` argument.
     """
     mode, name = kwargs.get("synchronization"), kwargs.get("name")
     if mode in (None, "none"):
@@ -99,11 +101,14 @@ def is_on_read(variable: object) -> bool:
 
 
 def get_copies(variable: keras.Variable, mesh: ReplicaMesh) -> jax.Array:
-    """Returns the copies: (replicas, *shape), one on each device.
+    """Returns a variable's copies, one for each replica.
 
-    At first each is the initial value. A value that was assigned outside of
-    `run` since is distributed: with aggregation "sum" in parts that add up to
-    it, otherwise unchanged.
+    At first each copy is the initial value. A value that was assigned outside
+    of `run` replaces the copies: with aggregation "sum" it is divided into
+    copies that add up to it, otherwise every copy is the value.
+
+    Returns:
+      An array of shape (replicas, *shape), with one copy on each device.
     """
     copies: Copies | None = getattr(variable, _COPIES, None)
     value = variable._value
@@ -120,7 +125,7 @@ def get_copies(variable: keras.Variable, mesh: ReplicaMesh) -> jax.Array:
 def make_copy_shapes(
     variables: Sequence[keras.Variable], mesh: ReplicaMesh
 ) -> list[jax.ShapeDtypeStruct]:
-    """Returns the shapes of variables' copies, to lower a program with."""
+    """Returns the shapes of variables' copies, for lowering a program."""
     count = mesh.num_replicas
     return [
         jax.ShapeDtypeStruct((count, *v.shape), v.dtype, sharding=mesh.split)
@@ -143,8 +148,8 @@ def _check_home(
 
 
 def create_copies(variable: keras.Variable, mesh: ReplicaMesh) -> None:
-    """Creates a variable's copies, if it needs them and has none."""
-    # On an abstract mesh programs are only compiled: variables stay on the
+    """Creates the copies of an "on_read" variable that has none yet."""
+    # On an abstract mesh programs are only compiled, so variables stay on the
     # host.
     is_made = variable._value is not None and not mesh.is_abstract
     if is_on_read(variable) and is_made and not hasattr(variable, _COPIES):
@@ -158,12 +163,13 @@ def create_copies(variable: keras.Variable, mesh: ReplicaMesh) -> None:
 def set_copies(
     variable: keras.Variable, array: jax.Array, aggregate: Array
 ) -> None:
-    """Sets a variable's copies, and its value outside of `run`.
+    """Sets a variable's copies, and the value that it has outside of `run`.
 
     Args:
       variable: The variable.
       array: The copies.
-      aggregate: The aggregate of the copies; unused without an aggregation.
+      aggregate: The aggregate of the copies. Not used if the variable has no
+        aggregation.
     """
     if variable.aggregation == "none":
         aggregate = Unreadable(variable)
@@ -174,7 +180,7 @@ def set_copies(
 def plan_aggregate(
     plan: merge_lib.Merge, variable: keras.Variable, copy: Array
 ) -> Callable[[list[Any]], Any]:
-    """Plans the aggregate of the replicas' copies; see `merge.plan_merge`."""
+    """Plans the aggregation of the replicas' copies; see `merge.plan_merge`."""
     step: StepContext = plan.step
     number = as_number(copy)
     divisor = step.num_replicas if variable.aggregation == "mean" else 1

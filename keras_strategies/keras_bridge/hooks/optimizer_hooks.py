@@ -1,6 +1,7 @@
-"""Changes to optimizers while a step is traced: reduction of gradients.
+"""Changes to optimizers while a step is traced: gradients are reduced.
 
-Keras's loss scaling and gradient accumulation see the reduced gradients.
+The outermost optimizer reduces the gradients over the replicas first, so
+Keras's loss scaling and gradient accumulation receive reduced gradients.
 
 References:
   - Micikevicius et al., Mixed Precision Training (2018), on loss scaling:
@@ -43,7 +44,7 @@ def apply(
     *args: Any,
     **kwargs: Any,
 ) -> object:
-    """Reduces the gradients, then applies them with the optimizer."""
+    """Reduces gradients over the replicas, then applies the optimizer."""
     if step.flags.in_optimizer:
         return original(optimizer, grads, *args, **kwargs)
     variables = args[0] if args else kwargs.get("trainable_variables")
@@ -59,7 +60,8 @@ def apply(
             result = _apply_purely(optimizer, grads, list(variables))
         else:
             result = original(optimizer, grads, *args, **kwargs)
-    # Equal on all replicas, because the reduced gradients are.
+    # These values are equal on all replicas, because the reduced gradients
+    # are.
     applied = (*variables, *optimizer.variables)
     step.notes.equal.update(variable.value for variable in applied)
     return result
@@ -74,7 +76,11 @@ def stateless_apply(
     *args: Any,
     **kwargs: Any,
 ) -> tuple[Any, ...]:
-    """Reduces the gradients, then calls the optimizer's `stateless_apply`."""
+    """Reduces gradients over the replicas, then calls `stateless_apply`.
+
+    Returns:
+      The new weights and the new optimizer variables.
+    """
     apply_to = functools.partial(original, optimizer, optimizer_variables)
     if step.flags.in_optimizer:
         return apply_to(grads, *args, **kwargs)
@@ -111,7 +117,10 @@ def _is_cut(
     optimizer: keras.optimizers.Optimizer,
     variables: Sequence[keras.Variable],
 ) -> bool:
-    """Returns whether the step is cut here, to update sharded variables."""
+    """Returns whether the step's program is cut in two at this update.
+
+    The program is cut if the update involves sharded variables.
+    """
     targets = [*variables, *optimizer.variables]
     if not shardings.any_sharded(targets, step.facts.mesh):
         return False
@@ -128,7 +137,7 @@ def _apply_in_cut(
     grads: Sequence[Array | None],
     variables: list[keras.Variable],
 ) -> None:
-    """Applies gradients in a step that is cut at this update."""
+    """Applies gradients in a step whose program is cut at this update."""
     weights = IdentitySet(variables)
     slots = [v for v in optimizer.variables if v not in weights]
     targets = [*variables, *slots]
@@ -158,21 +167,25 @@ def _mark_update(
     values: list[Any],
     update: Callable[[list[Any], list[Any]], list[Any]],
 ) -> list[Any]:
-    """Computes new weights and slots in an equation that marks the cut.
+    """Computes the update in one jaxpr equation that marks the cut.
 
     Args:
       step: The step that is traced.
       optimizer: The optimizer.
-      grads: This replica's gradients; None for a weight without one.
-      targets: The weights, in the gradients' order, then the slots.
-      values: Their values.
-      update: The optimizer's update, a function of reduced gradients and
-        values that returns new values.
+      grads: This replica's gradients; None for a weight without a gradient.
+      targets: The weights, in the order of the gradients, followed by the
+        slots (the optimizer's own variables).
+      values: The values of `targets`.
+      update: The optimizer's update: a function that takes reduced gradients
+        and values, and returns the new values.
+
+    Returns:
+      The new values of `targets`.
     """
     mesh = step.facts.mesh
     grads = _clear_empty(step, grads)
-    # The operands of an equation are arrays, so missing gradients are left
-    # out of it and put back inside.
+    # The operands of an equation must be arrays. So only gradients that are
+    # not None become operands, and the Nones are put back inside the equation.
     present = [i for i, g in enumerate(grads) if g is not None]
 
     def with_missing(some: list[Any]) -> list[Any]:
@@ -204,10 +217,11 @@ def _mark_update(
 def _find_divisor(
     step: StepContext, optimizer: keras.optimizers.Optimizer
 ) -> int:
-    """Returns the divisor of the sum of the replicas' gradients.
+    """Returns the number by which the sum of the gradients is divided.
 
-    A scaled loss is divided by the number of replicas already, so that a
-    replica's gradients overflow just when those of one device would.
+    It is 1 for a scaled loss: `scale_loss` has divided the loss by the number
+    of replicas already, so that a replica's gradients overflow in the same
+    cases as the gradients on a single device.
     """
     is_sum = step.facts.is_local or optimizer in step.notes.scaled_losses
     return 1 if is_sum else step.num_sharing
@@ -218,10 +232,10 @@ def _apply_purely(
     grads: list[Any],
     variables: list[keras.Variable],
 ) -> None:
-    """Applies gradients by way of `stateless_apply`.
+    """Applies gradients through `stateless_apply`.
 
-    `LossScaleOptimizer.apply` writes variables inside a branch, which JAX
-    does not allow in a trace (keras 3.15).
+    `LossScaleOptimizer.apply` (keras 3.15) writes variables inside a branch.
+    JAX does not allow that in a trace.
     """
     if not optimizer.built:
         optimizer.build(variables)
@@ -258,11 +272,11 @@ def _reduce_gradients(
 
 
 def _clear_empty(step: StepContext, grads: Sequence[Array | None]) -> list[Any]:
-    """Returns the gradients, cleared if this replica has no rows."""
+    """Returns the gradients, set to zero if this replica has no rows."""
     if not step.is_empty:
         return list(grads)
-    # In `run` the loss is user-defined, and may have gradients even without
-    # rows: only NaN is removed.
+    # In `run` the loss is user-defined and may have gradients even without
+    # rows (for example from a regularizer), so only NaN becomes zero.
     empty = _clear_nan if step.facts.is_local else jnp.zeros_like
     return [grad if grad is None else empty(grad) for grad in grads]
 
@@ -272,7 +286,10 @@ def _clear_nan(array: Array) -> jax.Array:
 
 
 def _is_overwritten(variable: keras.Variable) -> bool:
-    """Returns whether gradients replace a variable, as for float8 scales."""
+    """Returns whether a variable's "gradient" is its new value.
+
+    Keras uses such variables for float8 scales.
+    """
     return getattr(variable, "overwrite_with_gradient", False)
 
 
@@ -282,10 +299,13 @@ def scale_loss(
     optimizer: keras.optimizers.Optimizer,
     loss: Array,
 ) -> Array:
-    """Scales a loss; if the optimizer scales it, also divides by the replicas.
+    """Scales a loss by the optimizer's `scale_loss`.
+
+    If the optimizer changes the loss, it is also divided by the number of
+    replicas, and the gradients are later summed rather than averaged.
 
     Returns:
-      A scalar.
+      The scaled loss, a scalar.
     """
     if not step.flags.in_scaling:
         loss = loss_hooks.mark_loss(step, loss)

@@ -1,4 +1,4 @@
-"""Streams of random numbers: per-replica ones, and one for all replicas."""
+"""Random streams: separate ones for the replicas, and a common stream."""
 
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -29,8 +29,12 @@ def fold_seeds(
 ) -> Arrays:
     """Folds the replica's id into seeds, for separate random streams.
 
-    A hash of the id is mixed into the seed. With the id itself, seed 3 on
-    replica 1 would have the stream of seed 4 on replica 0.
+    The id is hashed before it is combined with the seed. With the id itself,
+    seed 3 on replica 1 could give the same stream as another seed on
+    replica 0.
+
+    Returns:
+      The values, in which the seeds are replaced by this replica's seeds.
     """
     step.notes.replica_seeds.update(filter(is_seed, variables))
     return [
@@ -40,7 +44,10 @@ def fold_seeds(
 
 
 def _fold_seed(seed: Array, step: StepContext) -> Array:
-    """Folds the replica's id into a seed; folding twice restores the seed."""
+    """Folds the replica's id into a seed.
+
+    Folding the result again restores the original seed.
+    """
     # Multiplications and shifts spread consecutive ids over all 32 bits.
     mixed = jnp.asarray(replica_id(step.axis)).astype("uint32") * _HASH
     mixed = (mixed ^ (mixed >> 15)) * np.uint32(0x85EBCA6B)
@@ -54,12 +61,15 @@ def next_seed(
     *args: Any,
     **kwargs: Any,
 ) -> Array:
-    """Draws the next seed, the same on all replicas for values of all copies.
+    """Draws the next seed from a generator.
 
-    So an optimizer that adds noise adds the noise of one device.
+    Each replica draws a different seed, except while an optimizer is applied
+    or `extended.update` writes all copies of a variable. Then all replicas
+    draw the seed that a single device would draw, so that, for example, an
+    optimizer adds the same noise on all replicas.
 
     Returns:
-      The seed, two numbers of type uint32.
+      The seed, an array of two uint32 numbers.
     """
     seed = original(generator, *args, **kwargs)
     is_for_all = step.flags.in_optimizer or step.flags.in_update

@@ -1,13 +1,14 @@
 """Changes to losses, optimizers and variables while a step is traced.
 
-Between the start and the end of a trace, only in the tracing thread:
+While a step is traced, and only in the tracing thread:
 - the outermost optimizer first reduces the gradients over the replicas
   (optimizer_hooks.py);
-- losses have denominators over the global batch, and losses that mix rows see
-  the rows of all replicas (loss_hooks.py);
-- metrics are updated by the rule that fits them (metric_hooks.py).
-Classes are wrapped rather than instances, so that the hooks reach every
-optimizer, loss and metric of a model and leave nothing on it.
+- losses have denominators over the global batch, and losses that mix rows
+  receive the rows of all replicas (loss_hooks.py);
+- each metric is updated by its own rule (metric_hooks.py).
+
+The hooks wrap methods of classes rather than of instances, so that they affect
+every optimizer, loss and metric of a model and leave no attributes on them.
 """
 
 import contextlib
@@ -48,7 +49,7 @@ _OF_METRIC_LISTS = {"update_state": metric_hooks.update_compiled}
 
 
 def trace_hooks() -> contextlib.AbstractContextManager[None]:
-    """Installs the hooks while a block traces a step."""
+    """Installs the hooks for a block in which a step is traced."""
     return _patches.hold()
 
 
@@ -84,7 +85,10 @@ def _find_class_patches(
 
 
 def _make_hook(wrapper: Callable[..., Any]) -> Callable[..., Any]:
-    """Makes a patch that calls `wrapper(step, original, ...)` in a step."""
+    """Makes a patch that calls `wrapper(step, original, ...)`.
+
+    Outside of a step that is traced, the patch calls only the original.
+    """
 
     def wrap(original: Callable[..., Any]) -> Callable[..., Any]:
         @functools.wraps(original)

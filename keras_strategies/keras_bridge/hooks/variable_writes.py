@@ -1,7 +1,7 @@
-"""Writes to user-defined variables in a replica's function.
+"""Writes to user-defined variables in a function given to `run`.
 
-As in tf.distribute the replicas' values are combined by the variable's
-`aggregation`, and the result is written on all replicas.
+As in tf.distribute, the values that the replicas write are combined by the
+variable's `aggregation`, and the result is written on all replicas.
 """
 
 from collections.abc import Callable
@@ -21,8 +21,9 @@ from keras_strategies.keras_bridge.step_context import StepContext
 def is_user_defined(variable: keras.Variable) -> bool:
     """Returns whether a user created a variable or chose its aggregation.
 
-    Without a record of its creation, as outside of scopes, the path decides:
-    layers, metrics and optimizers create variables under their names.
+    If its creation was not recorded, as outside of scopes, the variable's path
+    decides: the path of a variable that a layer, metric or optimizer created
+    begins with that object's name.
     """
     if variable.aggregation != "none":
         return True
@@ -38,7 +39,10 @@ def assign(
     variable: keras.Variable,
     value: Array,
 ) -> Array:
-    """Writes the combined values of the replicas, instead of `assign`.
+    """Writes the replicas' combined value to a user-defined variable.
+
+    This replaces `assign`, `assign_add` and `assign_sub` in a function given
+    to `run`. Writes to other variables are unchanged.
 
     Args:
       step: The step that is traced.
@@ -60,7 +64,8 @@ def assign(
     ):
         return original(variable, value)
     if variable.synchronization == "on_read" and variable.path != variable.name:
-        # A metric's variable, written directly: the changes are summed.
+        # The user writes a metric's variable directly: the replicas' changes
+        # are summed.
         if variable not in step.notes.metric_rules:
             step.notes.metric_rules[variable] = SUM
         return original(variable, value)

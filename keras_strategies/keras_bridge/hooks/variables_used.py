@@ -1,8 +1,9 @@
 """The variables that a function uses, and the losses that its layers add.
 
-A layer holds the losses of its last call: without a scope as a list, in a
-stateless scope as ids of entries of the scope's list. Here the scope holds the
-ids, so that they do not outlive it and threads do not clear each other's.
+A Keras layer stores the losses of its last call. Outside of stateless scopes
+it stores them in a list. Inside, the scope has a list of all losses, and the
+layer stores the ids of its own. Here the scope stores these ids, too, so that
+they do not outlive the scope and threads do not clear each other's ids.
 """
 
 import contextlib
@@ -23,7 +24,7 @@ from keras_strategies.keras_bridge.patches import Patches
 class CollectingScope(keras.StatelessScope):
     """A stateless scope in which `layer.losses` contains the added losses.
 
-    A nested scope starts with the losses of the outer one.
+    A nested scope starts with the losses of the outer scope.
 
     Args:
       mapping: Pairs of a variable and its value.
@@ -42,8 +43,9 @@ class CollectingScope(keras.StatelessScope):
     ) -> None:
         super().__init__(list(mapping), True, initialize_variables)
         self._ids: IdentityMap[set[int]] = IdentityMap()
-        # Losses of the outer scope, and of a trace within this one's, such as
-        # a scan's body: this scope's trace cannot return either.
+        # Losses that this scope's trace cannot return: those of the outer
+        # scope, and those of a trace inside this scope's trace, such as the
+        # body of a scan.
         self._outer = IdentitySet()
         self._inner = IdentitySet()
         self._trace_state: Any = None
@@ -60,34 +62,35 @@ class CollectingScope(keras.StatelessScope):
         return self
 
     def add_loss(self, loss: Array) -> None:
-        """Collects a loss."""
+        """Adds a loss to the scope's list."""
         super().add_loss(loss)
         if get_opaque_trace_state() != self._trace_state:
             self._inner.add(loss)
 
     def add_update(self, update: tuple[keras.Variable, Any]) -> None:
-        """Writes a variable and notes it."""
+        """Writes a variable, and records that it was written."""
         self.written.add(update[0])
         super().add_update(update)
 
     def get_loss_ids(self, layer: keras.Layer) -> set[int]:
-        """Returns the ids of a layer's losses; callers may modify the set."""
+        """Returns the set of ids of a layer's losses, which may be modified."""
         if layer not in self._ids:
             self._ids[layer] = set()
         return self._ids[layer]
 
     def outputs(self) -> list[Any]:
-        """Returns the losses of the scope's trace; None for other traces'."""
+        """Returns the losses, with None for those of other traces."""
         return [
             None if loss in self._inner or loss in self._outer else loss
             for loss in self.losses
         ]
 
     def hand_out(self, outputs: list[Any]) -> None:
-        """Passes the losses to the outer scope, after the exit of this one.
+        """Passes the losses to the outer scope, after this scope was exited.
 
         Args:
-          outputs: The result of `outputs`, as the outer trace sees it.
+          outputs: The result of the method `outputs`, with the values that it
+            has in the outer trace.
         """
         pairs = [
             # JAX cannot compute with a tracer of a trace that has ended.
@@ -96,8 +99,8 @@ class CollectingScope(keras.StatelessScope):
         ]
         outer = self.original_scope
         if isinstance(outer, CollectingScope):
-            # In a trace within the outer scope's, `outputs` are tracers that
-            # the outer scope's trace cannot return.
+            # If the current trace is inside the outer scope's trace, `outputs`
+            # are tracers that the outer scope's trace cannot return.
             is_within = get_opaque_trace_state() != outer._trace_state
             outer._inner.update(
                 value
@@ -114,7 +117,7 @@ class CollectingScope(keras.StatelessScope):
     def _replace_losses(
         self, scope: "CollectingScope", values: list[Any]
     ) -> None:
-        """Replaces all losses by those of another scope, with new values."""
+        """Copies the losses of another scope, but with new values."""
         pairs = list(zip(scope.losses, values, strict=True))
         new = {id(loss): id(value) for loss, value in pairs}
         self.losses[:] = values
@@ -125,10 +128,10 @@ class CollectingScope(keras.StatelessScope):
 
 
 class LiftingScope(CollectingScope):
-    """A stateless scope that notes every variable that is read or written.
+    """A stateless scope that records every variable that is read or written.
 
-    It is meant for an abstract trace: variables read as zeros, and variables
-    that are created in it get their values on exit.
+    It is meant for an abstract trace. Reading a variable returns zeros, and
+    variables that are created in the scope get their values when it exits.
     """
 
     def __init__(self) -> None:
@@ -136,20 +139,21 @@ class LiftingScope(CollectingScope):
         self.variables = IdentitySet()
 
     def get_current_value(self, variable: keras.Variable) -> Array:
-        """Returns the value written last, or zeros.
+        """Returns the value that was last written in the scope, or zeros.
 
         Returns:
-          An array of the variable's shape.
+          An array with the variable's shape.
         """
         value = super().get_current_value(variable)
         if value is not None:
             return value
         self.variables.add(variable)
-        # Not cached: the trace that reads it may be an inner one.
+        # The zeros are not cached, because the trace that reads them may be
+        # an inner trace that ends before the scope does.
         return jnp.zeros(variable.shape, variable.dtype)
 
     def add_update(self, update: tuple[keras.Variable, Any]) -> None:
-        """Writes a variable and notes it."""
+        """Writes a variable, and records that it was written."""
         self.variables.add(update[0])
         super().add_update(update)
 
@@ -169,10 +173,10 @@ def _make_chained_getter(original: Callable[..., Any]) -> Callable[..., Any]:
 
 
 class InnerScope(CollectingScope):
-    """A stateless scope that reads other variables from the outer scope.
+    """A stateless scope that reads missing variables from the outer scope.
 
-    Keras's `StatelessScope` reads the variable's value outside of all scopes,
-    which a trace bakes in as a constant.
+    Keras's `StatelessScope` reads a variable that is not in its mapping from
+    the variable itself, so a trace includes that value as a constant.
 
     Args:
       mapping: Pairs of a variable and its value.
@@ -187,9 +191,9 @@ class InnerScope(CollectingScope):
 
 
 def chain_scopes() -> contextlib.AbstractContextManager[None]:
-    """Makes Keras's nested stateless scopes read from outer ones, in a block.
+    """Makes nested stateless scopes read from outer scopes, for a block.
 
-    Layers' losses then belong to the scope in which they are added.
+    In the block, a layer's losses belong to the scope in which they are added.
     """
     return _patches.hold()
 

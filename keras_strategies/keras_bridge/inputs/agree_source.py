@@ -1,4 +1,4 @@
-"""Sources that all processes make together, or none does."""
+"""Makes sources in all processes, and raises errors in all processes."""
 
 import itertools
 from collections.abc import Callable
@@ -18,7 +18,7 @@ from keras_strategies.data.step_checks import find_unequal_readers
 _T = TypeVar("_T")
 _MAX_NUMBER = 2**31 - 1
 _MAX_SHOWN = 8
-# The messages between processes.
+# The forms of the messages that processes exchange.
 _FAILED = {"error": str}
 _NUMBER = {"number": message_forms.is_count}
 _MADE = message_forms.Either(
@@ -41,21 +41,23 @@ def build_on_all_processes(
 ) -> Source:
     """Makes a source in every process. Collective.
 
-    All use the chief's seed, unless the rows are process-local. If one
-    process cannot make its source, all raise, so that none waits for it later.
+    All processes use the chief's seed, unless the rows are process-local. If
+    one process cannot make its source, all processes raise an error, so that
+    no process waits for the failed process later.
 
     Args:
-      mesh: The replicas.
-      name: The call that the source is for, for messages.
-      make: A function that makes the source from a number, which is equal in
-        all processes.
-      facts: JSON values that must also be equal in all processes, by name.
-      draws: Whether the number is random, so that each call gets a new one;
-        otherwise it is 0.
+      mesh: The mesh of the replicas.
+      name: The call that needs the source, for error messages.
+      make: A function that makes the source from a number. All processes pass
+        the same number to it.
+      facts: JSON values by name. They must be equal in all processes, like the
+        facts of the sources.
+      draws: Whether the number is drawn at random in each call. Otherwise it
+        is 0.
 
     Raises:
-      ValueError: if the processes are in different calls, or received
-        different data or numbers.
+      ValueError: if the processes are in different calls, or if their data or
+        `facts` differ.
       RuntimeError: if another process could not make its source.
     """
     number = int(np.random.randint(_MAX_NUMBER)) if draws else 0
@@ -88,13 +90,13 @@ def build_equal_replicas(
     """Makes one nest of arrays for each local replica. Collective.
 
     Args:
-      mesh: The replicas.
-      name: The call that the values are for, for messages.
+      mesh: The mesh of the replicas.
+      name: The call that needs the nests, for error messages.
       make: A function that makes the nests.
 
     Raises:
-      ValueError: if they differ in shapes, dtypes or structure, here or
-        between processes; all raise.
+      ValueError: if the nests differ in shapes, dtypes or structure, within
+        a process or between processes. All processes raise it.
       RuntimeError: if another process could not make its nests.
     """
     if mesh.num_processes == 1:
@@ -132,7 +134,7 @@ def build_equal_replicas(
 
 
 def check_same_rows(mesh: ReplicaMesh, batch: Batch) -> None:
-    """Checks that processes that share replicas have one batch. Collective.
+    """Checks that processes that share replicas have equal rows. Collective.
 
     Raises:
       ValueError: if processes that share replicas received different rows.
@@ -162,7 +164,12 @@ def _check_same_values(
 def _try_to_make(
     make: Callable[[], _T],
 ) -> tuple[_T | None, Exception | None, dict[str, Any]]:
-    """Returns a new value; or None, the error, and the message to send."""
+    """Calls `make`, and catches its error.
+
+    Returns:
+      The new value, None and an empty message; or, if `make` failed, None, the
+      error, and the message about it for the other processes.
+    """
     try:
         return make(), None, {}
     except Exception as error:

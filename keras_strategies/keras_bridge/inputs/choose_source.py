@@ -1,4 +1,4 @@
-"""The choice of the source that reads a user's data."""
+"""Chooses the source that reads a user's data."""
 
 import dataclasses
 import functools
@@ -57,7 +57,7 @@ def make_loop_source(
     """Makes the source of a loop's data (`fit`, `evaluate`...). Collective.
 
     Raises:
-      ValueError: if arguments do not go together, as in Keras.
+      ValueError: if the arguments cannot be combined, as in Keras.
       RuntimeError: if another process could not make its source.
     """
     choose = functools.partial(_choose_source, mesh, data=data)
@@ -76,7 +76,8 @@ def make_dataset_source(
     Args:
       dataset: The dataset.
       mesh: The replicas.
-      policy: How several processes share it; None for the dataset's policy.
+      policy: How several processes share the dataset. None uses the policy
+        that the dataset itself has.
 
     Raises:
       TypeError: if `dataset` is not a dataset.
@@ -99,16 +100,18 @@ def make_local_source(
     batch_size: int | None = None,
     shuffle: bool = False,
 ) -> Source:
-    """Makes this process's source of a dataset. Not collective.
+    """Makes a source that reads a dataset for this process. Not collective.
 
     Args:
       dataset: The dataset.
-      mesh: The replicas.
-      seed: The seed of the orders, if the dataset has none. Equal in all
-        processes.
+      mesh: The mesh of the replicas.
+      seed: The seed for shuffling, used if the dataset has no seed. It must be
+        equal in all processes.
       policy: See `make_dataset_source`.
-      batch_size: The batch size of torch datasets without a loader.
-      shuffle: Whether to shuffle such torch datasets.
+      batch_size: The batch size for a torch dataset that is passed without a
+        `DataLoader`.
+      shuffle: Whether to shuffle a torch dataset that is passed without a
+        `DataLoader`.
 
     Raises:
       TypeError: if `dataset` is not a dataset.
@@ -147,7 +150,7 @@ def make_local_source(
 def _make_batch_source(
     dataset: Dataset, mesh: ReplicaMesh, chosen: AutoShardPolicy
 ) -> Source:
-    """Makes the source of arrays, a `PyDataset` or another iterable."""
+    """Makes a source that reads arrays, a `PyDataset` or another iterable."""
     is_process_local = mesh.num_readers > 1 and chosen is AutoShardPolicy.OFF
     if chosen in (AutoShardPolicy.FILE, AutoShardPolicy.HINT):
         raise ValueError(
@@ -195,7 +198,7 @@ def _choose_source(mesh: ReplicaMesh, seed: int, *, data: LoopData) -> Source:
 def _make_without_adapter(
     mesh: ReplicaMesh, seed: int, data: LoopData
 ) -> Source:
-    """Makes the source of a dataset that is read without Keras's adapters."""
+    """Makes a source that reads a dataset without Keras's adapters."""
     x, shuffle = data.x, data.shuffle
     if data.y is not None or data.sample_weight is not None:
         raise ValueError(
@@ -224,7 +227,7 @@ def _make_without_adapter(
 class _Weighted:
     """A source that adds class weights to the batches of another source.
 
-    It forwards everything else to that source.
+    All other attributes are those of the other source.
     """
 
     def __init__(self, source: Source, class_weight: dict[int, float]) -> None:
@@ -271,10 +274,11 @@ def _check_ends(source: Source, steps_per_epoch: int | None) -> None:
 
 
 def densify(dataset: Dataset) -> Dataset:
-    """Makes the sparse elements of a tf.data dataset dense.
+    """Converts the sparse tensors of a tf.data dataset to dense tensors.
 
     Returns:
-      A dataset of the same elements; other datasets unchanged.
+      A tf.data dataset with dense elements; or `dataset` itself, if it has no
+      sparse tensors or is not a tf.data dataset.
     """
     if not is_tf_dataset(dataset):
         return dataset
@@ -295,16 +299,20 @@ def densify(dataset: Dataset) -> Dataset:
 
 
 def _draws_orders(x: Dataset) -> bool:
-    """Returns whether a dataset may shuffle with a seed from here."""
+    """Returns whether a dataset may be shuffled with our random seed."""
     return isinstance(x, Files) or is_tf_dataset(x) or _is_torch(x)
 
 
-# The passes over datasets whose orders depend on the pass, by their ids.
+# The counts of passes over datasets, by the datasets' ids. The shuffle order of
+# these datasets depends on the number of the pass.
 _passes: dict[int, Passes] = {}
 
 
 def _get_passes(dataset: Dataset) -> Passes:
-    """Returns the count of passes over a dataset, kept while it lives."""
+    """Returns the count of passes over a dataset.
+
+    The count is stored as long as the dataset is alive.
+    """
     key = id(dataset)
     if key not in _passes:
         _passes[key] = Passes()
@@ -313,10 +321,12 @@ def _get_passes(dataset: Dataset) -> Passes:
 
 
 def _is_read_without_keras(x: Dataset) -> bool:
-    """Returns whether Keras has no adapter for it, or one that reads at once.
+    """Returns whether a dataset is read without Keras's adapters.
 
-    Keras's adapter of a grain `MapDataset` makes grain read 500 batches ahead
-    to learn the shapes of the first; that of a torch loader starts workers.
+    This is so if Keras has no adapter for the dataset, or if making the
+    adapter already reads data. Keras's adapter of a grain `MapDataset` makes
+    grain read 500 batches ahead, only to find the shapes of the first batch.
+    Its adapter of a torch `DataLoader` starts the loader's workers.
     """
     is_ours = isinstance(x, DistributedDataset | Files | Source)
     return is_ours or _is_torch(x) or is_grain_dataset(x)
@@ -327,7 +337,7 @@ def _is_torch(x: Dataset) -> bool:
 
 
 def _is_torch_dataset(value: Dataset) -> bool:
-    """Returns whether it is a torch dataset with random access to its rows."""
+    """Returns whether a value is a torch dataset with random access to rows."""
     torch = sys.modules.get("torch.utils.data")
     return (
         torch is not None

@@ -1,8 +1,9 @@
 """The data of fit, evaluate and predict, as executions on the devices.
 
-Keras uses a `DataAdapter` passed as `x` unchanged; `Feed` is such an adapter.
-Its source reads the user's data, `data.steps` makes steps of it that all
-processes take, and a thread moves them to the devices ahead of time.
+If a `DataAdapter` is passed as `x`, Keras uses it unchanged. `Feed` is such an
+adapter. Its source reads the user's data, `data.steps` makes batches for steps
+in which all processes take part, and a thread moves the batches to the devices
+ahead of time.
 """
 
 import dataclasses
@@ -38,13 +39,13 @@ from keras_strategies.keras_bridge.inputs.loop_data import (
 
 
 class Feed(FeedAdapter):
-    """A Keras adapter that yields executions of up to K host batches.
+    """A Keras adapter that yields executions of up to K batches.
 
     Args:
-      steps: The steps of the user's data.
+      steps: Reads the user's data as the batches of steps.
       steps_per_execution: K.
-      steps_per_epoch: The steps of an epoch that ends before the data does;
-        no execution crosses an epoch's end.
+      steps_per_epoch: The number of steps in an epoch, if the epochs end
+        before the data do. An execution never extends beyond an epoch's end.
     """
 
     def __init__(
@@ -63,7 +64,8 @@ class Feed(FeedAdapter):
         self._steps_per_execution = steps_per_execution
         self._steps_per_epoch = steps_per_epoch
         self._division = Division(
-            # With process-local rows no process knows the longest pass.
+            # With process-local rows a pass lasts as long as the data of any
+            # process do, and no process knows how many batches that are.
             num_batches=None if source.is_process_local else source.num_batches,
             steps_per_epoch=max(steps_per_epoch or 0, 0) or None,
             steps_per_execution=steps_per_execution,
@@ -73,19 +75,23 @@ class Feed(FeedAdapter):
         self._signature: Any = None
         self._first: Tree = None
         self._at = FeedPosition.begin_at(Place(source.passes.next, 0))
-        # In a resumed feed: empty executions in the place of those steps of
-        # the loop's epoch that were computed before.
+        # A resumed feed yields empty executions (`_done`) for those steps of
+        # the loop's epoch that an earlier fit has computed.
         self._is_resumed = False
         self.is_other_kind = False
         self._done: list[Execution] = []
 
     def get_numpy_iterator(self) -> Iterator[Tree]:
-        """Yields host batches as large as global ones, to build a model."""
+        """Yields host batches of the size of global batches.
+
+        Keras builds the model with them.
+        """
         has_rows = False
         self._source.is_peeked = True
         for batch in self._steps.read_epoch(*self._at.next):
             if not has_rows and self._source.order is not None:
-                # Keras draws an order for each of its iterators.
+                # Keras draws a shuffle order for each of its iterators, also
+                # for the one with which it builds the model.
                 self._source.order.skip()
             has_rows = True
             yield batch_spec.resize_batch(batch.data, sum(batch.parts) or 1)
@@ -98,29 +104,29 @@ class Feed(FeedAdapter):
         """Yields executions whose arrays are on the devices.
 
         Args:
-          super_batch: K, for which Keras 3.16 expects K stacked batches; an
-            execution holds them already.
+          super_batch: Ignored. Keras 3.16 passes K and expects K stacked
+            batches. An execution already contains the K batches.
         """
         del super_batch
-        # Nothing happens before this line is reached: Keras also makes
-        # iterators from which it never reads.
+        # This is a generator, so nothing happens before the first batch is
+        # read: Keras also makes iterators from which it never reads.
         epoch, start = self._at.next
         self._at = self._at.begin_pass(epoch)
         self._source.is_peeked = False
         self._source.passes.reach(epoch + 1)
         done, self._done = self._done, []
         yield from done
-        # One round reads one pass. Usually there is one; a resumed feed may
-        # have to go on with the next pass in the same iterator.
+        # Each iteration of this loop reads one pass. Usually an iterator reads
+        # one pass, but a resumed feed may have to continue with the next.
         while not self.is_pass_over:
             executions = self._executions_ahead(epoch, start)
             try:
                 for execution, stop in executions:
                     self._at = self._at.advance(epoch, stop)
                     if is_last := self._continues_after(stop):
-                        # Keras counts from where the loop was resumed, and so
-                        # does not ask for an iterator of the next pass: it
-                        # begins here.
+                        # Keras counts batches from where the loop was resumed,
+                        # and so does not make an iterator for the next pass:
+                        # this iterator reads it.
                         epoch, start = epoch + 1, 0
                         self._at = self._at.stop(Place(epoch, start))
                     yield execution
@@ -138,10 +144,10 @@ class Feed(FeedAdapter):
         self._at = self._at.stop().advance(epoch + 1, 0)
 
     def _continues_after(self, stop: int) -> bool:
-        """Returns whether this iterator goes on with the next pass.
+        """Returns whether this iterator continues with the next pass.
 
-        True where a pass of several loop epochs ends, if the loop was resumed
-        in the middle of one.
+        This is true at the end of a pass that lasts for several of the loop's
+        epochs, if the loop was resumed in the middle of a pass.
         """
         return (
             self._is_resumed
@@ -153,7 +159,8 @@ class Feed(FeedAdapter):
     def is_pass_over(self) -> bool:
         """Whether a resumed feed has no more batches for this epoch.
 
-        Keras does not know the number of batches then, and still asks for one.
+        Keras does not know a resumed feed's number of batches, so it asks for
+        a batch even then.
         """
         stop = self._at.yielded.step
         return (
@@ -166,10 +173,10 @@ class Feed(FeedAdapter):
     def position(self) -> dict[str, Any]:
         """The position of the loop in the data, as JSON values.
 
-        "epoch" counts passes over the data: with `steps_per_epoch` one may
+        "epoch" counts passes over the data. With `steps_per_epoch` a pass may
         last for several of the loop's epochs. "step" is the number of steps of
         the pass that were yielded. With process-local data each process has
-        another position.
+        a different position.
         """
         epoch, step = self._at.yielded
         count = self._division.num_batches
@@ -181,7 +188,7 @@ class Feed(FeedAdapter):
         """Returns the position where the loop's next epoch begins.
 
         Args:
-          place: The place after the last computed execution, if any.
+          place: The place after the last computed execution, or None.
         """
         if not (self._at.is_reading and self._steps_per_epoch and place):
             # Keras makes an iterator for each epoch.
@@ -194,14 +201,15 @@ class Feed(FeedAdapter):
         """Returns the position in the middle of a loop's epoch.
 
         Args:
-          place: The place after the last computed execution. It may differ
-            from that of `position`: on accelerators Keras reads one ahead.
+          place: The place after the last computed execution. The property
+            `position` may be later, because on accelerators Keras reads one
+            execution ahead.
         """
         return {"epoch": place[0], "step": place[1], "seed": self._source.seed}
 
     @property
     def is_process_local(self) -> bool:
-        """Whether the data, and so a position, are process-local."""
+        """Whether the data, and therefore positions, are process-local."""
         return self._source.is_process_local
 
     def resume(
@@ -210,19 +218,20 @@ class Feed(FeedAdapter):
         done_steps: int = 0,
         logs: Logs | None = None,
     ) -> None:
-        """Makes the next iterator continue where another feed was.
+        """Makes the next iterator continue where another feed stopped.
 
-        That feed may have been in another process, and, unless the data are
-        process-local, in a job with another number of processes.
+        The other feed may have been in another process. Unless the data are
+        process-local, its job may have had another number of processes.
 
         Args:
-          position: The `position` of a feed of the same data.
+          position: The `position` of the other feed, for the same data.
           done_steps: The number of steps of the loop's first epoch that were
-            done before. The loop gets empty executions for them, so that its
-            count of steps continues.
-          logs: The logs that the last of them returned.
+            done before. The loop gets empty executions for these steps, so
+            that its count of steps continues.
+          logs: The logs that the last of these steps returned.
         """
-        # Another kind of data begins with a new order and a new pass.
+        # If the data are of another kind, such as unshuffled, reading begins
+        # with a new shuffle order and a new pass.
         seed = position["seed"]
         self.is_other_kind = (seed is None) != (self._source.seed is None)
         try:
@@ -233,12 +242,13 @@ class Feed(FeedAdapter):
         self._at = self._at.resume(Place(position["epoch"], start))
         num_begun = position["epoch"] + (start > 0)
         if self._source.order is not None and num_begun:
-            # Draws the earlier orders, so that the generator is where the
-            # other feed left it, also for a later fit.
+            # Draw the earlier shuffle orders, so that the random generator is
+            # in the state in which the other feed left it, also for a later
+            # fit.
             self._source.order.compute(num_begun - 1)
-        # Keras counts a pass's batches from the first of its iterator, which
-        # is in the middle here. So `num_batches` hides their number from it,
-        # and the feed ends the epochs.
+        # Keras counts the batches of a pass from an iterator's first batch,
+        # but this iterator begins in the middle of a pass. So `num_batches`
+        # hides the real number from Keras, and the feed itself ends epochs.
         self._is_resumed = self._steps_per_epoch is not None
         count = done_steps // self._steps_per_execution
         self._done = [Execution(segments=(), logs=logs)] * count
@@ -255,7 +265,7 @@ class Feed(FeedAdapter):
     def _executions(
         self, batches: Iterator[HostBatch], epoch: int, start: int
     ) -> Iterator[tuple[Execution, int]]:
-        """Yields executions, each with the number of steps after it."""
+        """Yields pairs of an execution and the pass's steps up to its end."""
         group: list[HostBatch] = []
         stop = start
         for batch in batches:
@@ -296,12 +306,15 @@ class Feed(FeedAdapter):
 
     @property
     def batch_size(self) -> int | None:
-        """Rows of a batch, if known."""
+        """Number of rows of a batch, if known."""
         return self._source.batch_size
 
     @property
     def sizes(self) -> dict[str, int | None]:
-        """The size of each unit of a position, by name; None if unknown."""
+        """The sizes that positions depend on, by name; None if unknown.
+
+        A position is exact only in data with the same sizes.
+        """
         known = self._source.summary()
         return {
             "rows a batch": self.batch_size or known.first_rows,
@@ -327,17 +340,17 @@ def make_feed(
     facts: dict[str, Any] | None = None,
     **data: Any,
 ) -> Any:
-    """Makes the feed of the data of fit, evaluate or predict. Collective.
+    """Makes a feed for the data of fit, evaluate or predict. Collective.
 
     Args:
-      mesh: The replicas.
+      mesh: The mesh of the replicas.
       steps_per_execution: The number of steps of an execution.
       name: The name of the loop, for messages.
-      facts: Numbers that must be equal in every process.
+      facts: Values by name that must be equal in all processes.
       **data: The attributes of `LoopData`.
 
     Returns:
-      A `Feed`; or `x`, if it is a Keras adapter already.
+      A `Feed`; or `x` itself, if it already is a Keras adapter.
     """
     loop_data = LoopData(**data)
     if isinstance(loop_data.x, DataAdapter):
@@ -358,9 +371,9 @@ def make_feed(
 
 
 def place_batch(batch: Tree, mesh: ReplicaMesh) -> Execution:
-    """Moves one batch of a `*_on_batch` call to the devices.
+    """Moves the batch of a `*_on_batch` call to the devices.
 
-    Every process passes the rows of all processes.
+    Every process must pass the entire global batch.
 
     Raises:
       ValueError: if processes that share replicas pass different rows.

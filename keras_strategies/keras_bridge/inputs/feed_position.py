@@ -1,11 +1,16 @@
-"""The position of a feed in its data, and the division of passes by epochs."""
+"""The position of a feed in its data, and how passes divide into epochs."""
 
 import dataclasses
 from typing import NamedTuple
 
 
 class Place(NamedTuple):
-    """A place between two steps: a pass's index, and its steps before it."""
+    """A place between two steps.
+
+    Attributes:
+      epoch: The index of the pass over the data.
+      step: The number of steps of that pass before the place.
+    """
 
     epoch: int
     step: int
@@ -13,10 +18,10 @@ class Place(NamedTuple):
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class FeedPosition:
-    """The position of a feed. Its methods return later positions.
+    """The position of a feed in its data. Its methods return new positions.
 
     Attributes:
-      next: The place where the next iterator begins.
+      next: The place where the next iterator will begin.
       yielded: The place after the last execution that was yielded.
       epoch_start: The place where the loop's epoch began.
       is_reading: Whether an iterator is in the middle of its data.
@@ -29,28 +34,43 @@ class FeedPosition:
 
     @classmethod
     def begin_at(cls, place: Place) -> "FeedPosition":
-        """Returns the position of a feed that begins at a place."""
+        """Returns the position of a feed whose reading begins at `place`."""
         return cls(next=place, yielded=place, epoch_start=place)
 
     def begin_pass(self, epoch: int) -> "FeedPosition":
-        """Notes that an iterator reads a pass; the next begins after it."""
+        """Returns the position when an iterator begins to read a pass.
+
+        The next iterator will begin with the pass after it.
+        """
         after = Place(epoch + 1, 0)
         return dataclasses.replace(self, next=after, is_reading=True)
 
     def advance(self, epoch: int, step: int) -> "FeedPosition":
-        """Notes the place after an execution that was yielded."""
+        """Returns the position after an execution was yielded."""
         return dataclasses.replace(self, yielded=Place(epoch, step))
 
     def stop(self, at: Place | None = None) -> "FeedPosition":
-        """Notes that the iterator ended; the next begins at `at`, if given."""
+        """Returns the position when an iterator has ended.
+
+        Args:
+          at: The place where the next iterator will begin; None for the place
+            that was already set.
+        """
         return dataclasses.replace(self, next=at or self.next, is_reading=False)
 
     def resume(self, at: Place) -> "FeedPosition":
-        """Makes the next iterator begin where another feed was."""
+        """Returns a position from which the next iterator begins at `at`.
+
+        `at` is where another feed, such as that of an earlier fit, stopped.
+        """
         return dataclasses.replace(self, next=at, yielded=at)
 
     def begin_epoch(self) -> "FeedPosition":
-        """Notes that an epoch begins at `next`, unless it is being read."""
+        """Returns the position at the beginning of a loop's epoch.
+
+        The epoch begins at `next`, unless an iterator is in the middle of a
+        pass.
+        """
         if self.is_reading:
             return self
         return dataclasses.replace(self, epoch_start=self.next)
@@ -60,14 +80,14 @@ class FeedPosition:
 class Division:
     """Keras's division of passes over the data into a loop's epochs.
 
-    A pass begins where an epoch begins. In all methods `stop` is the number of
-    its batches that were yielded.
+    The beginning of a pass is always the beginning of an epoch. In all methods
+    `stop` is the number of batches of the pass that were already yielded.
 
     Attributes:
-      num_batches: The number of batches in a pass, if known.
-      steps_per_epoch: The argument of `fit`; None for a pass in each epoch.
-      steps_per_execution: The most steps of an execution, which ends where
-        the epoch does.
+      num_batches: The number of batches in a pass, or None if unknown.
+      steps_per_epoch: The argument of `fit`. None if each epoch is one pass.
+      steps_per_execution: The maximum number of steps in an execution. The
+        last execution of an epoch may have fewer.
     """
 
     num_batches: int | None
@@ -81,14 +101,18 @@ class Division:
         return in_epoch % self.steps_per_execution == 0
 
     def ends_epoch(self, stop: int) -> bool:
-        """Returns whether an epoch of `steps_per_epoch` steps ends there."""
+        """Returns whether an epoch ends after `stop` batches.
+
+        Always False without `steps_per_epoch`.
+        """
         return bool(self.steps_per_epoch) and stop % self.steps_per_epoch == 0
 
     def is_over(self, stop: int) -> bool:
-        """Returns whether Keras makes a new iterator before it continues.
+        """Returns whether Keras considers the pass to be over.
 
-        Keras counts `steps_per_execution` steps for every execution, even if
-        it had fewer, and so may leave out the last batches.
+        Keras then makes a new iterator before it continues. It counts
+        `steps_per_execution` steps for every execution, even for one with
+        fewer steps, so it may skip the last batches of a pass.
         """
         if self.num_batches is None:
             return False
@@ -99,7 +123,7 @@ class Division:
 
     @property
     def epochs_of_a_pass(self) -> int:
-        """The number of the loop's epochs in a pass; 1 if unknown."""
+        """The number of the loop's epochs in one pass; 1 if unknown."""
         if not (self.num_batches and self.steps_per_epoch):
             return 1
         return -(-self.num_batches // self._round_up(self.steps_per_epoch))

@@ -1,8 +1,8 @@
 """Sources that read the user's data through Keras's adapters.
 
-Keras's rules apply (what counts as an array, class weights, workers, a
-generator's first batches). The sources here only choose the rows that a
-process reads, and use orders that can be reproduced.
+Keras's rules apply for what counts as an array, for class weights, for workers
+and for the first batches of a generator. The sources in this module only
+choose the rows that each process reads, and shuffle in reproducible orders.
 """
 
 import contextlib
@@ -38,10 +38,10 @@ from keras_strategies.keras_bridge.keras_names import BATCH_ORDER, ROW_ORDER
 
 
 class ArraySource(IndexedSource):
-    """A source of arrays in memory (or mapped into it).
+    """A source of arrays in memory, or of memory-mapped files.
 
     Args:
-      adapter: Keras's adapter of the arrays.
+      adapter: Keras's adapter for the arrays.
     """
 
     kind = "arrays"
@@ -50,8 +50,8 @@ class ArraySource(IndexedSource):
         rows, size = adapter._num_samples, adapter.batch_size
         super().__init__(rows, size, adapter.num_batches)
         inputs = keras.tree.map_structure(_make_sliceable, adapter._inputs)
-        # Flattened once: Keras takes the rows array by array through its
-        # nests, which would cost as much as a small step.
+        # The nest is flattened once. Keras traverses the nest for every batch,
+        # which would cost as much as a small step.
         self._leaves, self._structure = jax.tree.flatten(inputs)
         if adapter._shuffle:
             window = size if adapter._shuffle == "batch" else None
@@ -80,9 +80,10 @@ def _make_sliceable(array: Array) -> Any:
 
 
 class _MappedRows(array_slicing.NumpySliceable):
-    """Rows of an array that is mapped from a file.
+    """The rows of an array that is mapped from a file.
 
-    They stay in memory only while needed; Keras would cast all at once.
+    Rows are in memory only while they are needed. Keras would cast the entire
+    array at the beginning.
     """
 
     def __init__(self, array: np.ndarray) -> None:
@@ -100,14 +101,14 @@ class _MappedRows(array_slicing.NumpySliceable):
 
 
 class AdapterSource(Source):
-    """A source of the batches of any of Keras's adapters.
+    """A source of the batches from any of Keras's adapters.
 
     Args:
       adapter: The adapter.
-      kind: The kind of data, for messages.
+      kind: A name for the kind of data, for messages.
       has_checksums: See `take`.
-      is_copied: Whether to copy batches, because user code may reuse their
-        buffers while a batch is still needed.
+      is_copied: Whether to copy batches, because user code may reuse the
+        buffers of a batch that is still needed.
     """
 
     kind = "batches"
@@ -125,7 +126,7 @@ class AdapterSource(Source):
         self._is_copied = is_copied
         self.kind = kind  # pyright: ignore[reportAttributeAccessIssue]
         self.num_batches = adapter.num_batches
-        # A generator's batch size is that of its first batch.
+        # For a generator this is the size of its first batch.
         self.batch_size = adapter.batch_size
 
     def begin_epoch(self, epoch: int, start: int) -> None:
@@ -151,14 +152,16 @@ class AdapterSource(Source):
 
 
 class PyDatasetSource(Source):
-    """A source of the batches of a `keras.utils.PyDataset`, with its workers.
+    """A source of the batches of a `keras.utils.PyDataset`.
+
+    The batches are read by the dataset's workers.
 
     Args:
-      adapter: Keras's adapter of the dataset.
+      adapter: Keras's adapter for the dataset.
       is_process_local: Whether the rows are process-local.
-      has_checksums: Whether the processes compare their batches: only targets
-        and weights, if there are any, since each process may augment the
-        inputs differently.
+      has_checksums: Whether the processes check that they read equal batches.
+        Only targets and weights are compared, if there are any, because each
+        process may augment the inputs differently.
     """
 
     kind = "a PyDataset"
@@ -185,7 +188,8 @@ class PyDatasetSource(Source):
         try:
             self._dataset.on_epoch_begin()
         except Exception as error:
-            # Raised by `read`, whose errors are sent to all processes.
+            # `read` raises the error later, because errors of `read` are sent
+            # to all processes.
             self._error = error
 
     def end_epoch(self) -> None:
@@ -196,7 +200,8 @@ class PyDatasetSource(Source):
         """Yields this process's parts of the batches; see `Source.read`."""
         order = None
         if self.order is not None:
-            # The number of batches may have changed at the last epoch's end.
+            # The dataset may have changed its number of batches at the end of
+            # the last epoch.
             self.order.resize(self._dataset.num_batches)
             order = self.order.compute(epoch)
         view = _View(self._dataset, start, order)
@@ -204,14 +209,14 @@ class PyDatasetSource(Source):
             raise self._error
         if view.num_batches == 0:
             return
-        # A new adapter for each pass: if a pass is left early, the same
-        # adapter would yield what its workers have read in the next pass.
+        # Each pass has a new adapter. If a pass is not read to its end, an
+        # adapter would yield in the next pass what its workers had read ahead.
         adapter = PyDatasetAdapter(view, class_weight=self._class_weight)
         try:
             yield from self._parts(adapter, cut)
         finally:
             if adapter.enqueuer is not None:
-                # The pass is over, so errors of the workers do not matter.
+                # The pass is over, so errors in the workers are ignored.
                 with contextlib.suppress(Exception):
                     adapter.enqueuer.stop()
 
@@ -226,7 +231,11 @@ class PyDatasetSource(Source):
 
 
 class _View(keras.utils.PyDataset):
-    """A PyDataset whose batches begin at `first`, in the order `order`."""
+    """A PyDataset that has the batches of another one in the given order.
+
+    Its first batch is at position `first` of `order` or, if `order` is None,
+    of the other dataset.
+    """
 
     def __init__(
         self,
@@ -272,10 +281,10 @@ def are_arrays(values: Tree) -> bool:
 
 
 def to_host_batch(batch: Tree) -> Tree:
-    """Converts the leaves of a batch to NumPy arrays; sparse ones to dense.
+    """Converts the leaves of a batch to dense NumPy arrays.
 
-    Arrays on several devices are not converted: they may already be where
-    they are needed.
+    Arrays on several devices are not converted, because they may already be on
+    the devices that need them.
 
     Returns:
       A batch of the same structure.
@@ -287,7 +296,7 @@ def to_numpy(leaf: Array) -> Array:
     """Converts one leaf of a batch; see `to_host_batch`.
 
     Returns:
-      A NumPy array; or `leaf`, if it is on several devices.
+      A NumPy array; or `leaf` itself, if it is on several devices.
     """
     if type(leaf) is np.ndarray or _is_distributed(leaf):
         return leaf
@@ -303,5 +312,6 @@ def _is_distributed(leaf: object) -> bool:
 
 
 def _is_sparse(value: object) -> bool:
-    # JAX's sparse arrays too: elsewhere they are pytrees of their parts.
+    # This includes JAX's sparse arrays, which JAX would otherwise flatten into
+    # their components.
     return hasattr(value, "todense")

@@ -16,12 +16,14 @@ class LoopData:
 
     Attributes:
       x: The inputs: a nest of arrays, or a dataset of batches.
-      y: The targets, if `x` is arrays.
-      sample_weight: A weight for each row, if `x` is arrays.
-      class_weight: The weights of rows by class.
-      batch_size: The number of rows of a global batch, if `x` is arrays.
+      y: The targets, if `x` is a nest of arrays.
+      sample_weight: A weight for each row, if `x` is a nest of arrays.
+      class_weight: Maps a class to the weight of the rows of that class.
+      batch_size: The number of rows of a global batch, if `x` is a nest of
+        arrays.
       shuffle: Whether to shuffle the rows of arrays in each epoch.
-      steps_per_epoch: The steps of an epoch; None for a full pass.
+      steps_per_epoch: The number of steps in an epoch. None if an epoch is a
+        full pass over the data.
     """
 
     x: Any
@@ -34,16 +36,16 @@ class LoopData:
 
 
 class FeedAdapter(DataAdapter):
-    """A Keras adapter that reports no shorter last batch."""
+    """A Keras adapter that does not report a shorter last batch."""
 
     @property
     def has_partial_batch(self) -> bool | None:
-        """Whether the last batch is shorter, if known."""
+        """Whether the last batch is shorter: None, for unknown."""
         return None
 
     @property
     def partial_batch_size(self) -> int | None:
-        """Rows of the shorter last batch, if any."""
+        """Number of rows of a shorter last batch: None, for unknown."""
         return None
 
 
@@ -53,7 +55,8 @@ def compute_batch_weights(
     """Computes the sample weights of `train_on_batch` from class weights.
 
     Returns:
-      Weights of shape (rows,), a nest of them, or None.
+      Weights of shape (rows,) or a nest of such arrays. Without class weights,
+      `sample_weight` unchanged, which may be None.
     """
     if class_weight is None:
         return sample_weight
@@ -67,10 +70,10 @@ def compute_batch_weights(
 
 
 def split_validation(call: Any) -> None:
-    """Splits off the last rows for validation, by a fit's `validation_split`.
+    """Splits off the last rows for validation, if fit has `validation_split`.
 
     Args:
-      call: The call of `fit`: its arguments by name, and `set`.
+      call: The `Call` of `fit`. Its data and `validation_data` are replaced.
 
     Raises:
       ValueError: if `validation_split` is not in [0, 1).

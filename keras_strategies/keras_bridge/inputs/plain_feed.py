@@ -1,8 +1,8 @@
 """Distributed datasets in the loops of models without a strategy.
 
-The default strategy distributes datasets like any other, but its models are
-plain Keras models, whose loops have no adapter for such a dataset. While one
-is alive, a patch adds the adapter.
+The default strategy distributes datasets as other strategies do, but its
+models are plain Keras models, and Keras's loops have no adapter for a
+distributed dataset. A patch adds the adapter while such a dataset is alive.
 """
 
 import contextlib
@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 
 
 class PlainFeed(FeedAdapter):
-    """A Keras adapter of a distributed dataset of one replica.
+    """A Keras adapter for a distributed dataset with one replica.
 
     Args:
       dataset: The dataset; each iteration is an epoch.
@@ -40,7 +40,7 @@ class PlainFeed(FeedAdapter):
         self._started: tuple[Tree, Iterator[Tree]] | None = None
 
     def get_numpy_iterator(self) -> Iterator[Tree]:
-        """Yields batches of host arrays."""
+        """Yields batches as host arrays."""
         return (jax.device_get(batch) for batch in self.get_jax_iterator())
 
     def get_jax_iterator(self, super_batch: object = None) -> Iterator[Tree]:
@@ -49,8 +49,8 @@ class PlainFeed(FeedAdapter):
         started, self._started = self._started, None
         batches = started[1] if started else iter(self._dataset)
         for first in [started[0]] if started else batches:
-            # Keras reads one batch to build a model. It is kept, so that the
-            # model is also trained on it.
+            # Keras reads one batch to build the model. The batch is stored, so
+            # that the model is also trained on it.
             self._started = first, batches
             yield first
             self._started = None
@@ -63,18 +63,18 @@ class PlainFeed(FeedAdapter):
 
     @property
     def batch_size(self) -> int | None:
-        """Rows of a batch, if known."""
+        """Number of rows of a batch, if known."""
         return self._dataset.source.batch_size
 
 
 def adapt_to_plain_loops(
     dataset: DistributedDataset, mesh: ReplicaMesh
 ) -> DistributedDataset:
-    """Patches Keras's loops to accept a dataset of one replica.
+    """Patches Keras's loops to accept a distributed dataset with one replica.
 
     Args:
-      dataset: The dataset; the patch lasts as long as it is alive.
-      mesh: Its replica.
+      dataset: The dataset. The patch is removed when the dataset is deleted.
+      mesh: The mesh of the one replica.
 
     Returns:
       `dataset`.

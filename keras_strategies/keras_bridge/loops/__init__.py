@@ -1,1 +1,1 @@
-"""`fit`, `evaluate` and `predict` of a model that a strategy holds."""
+"""`fit`, `evaluate` and `predict` of a model that a strategy distributes."""

@@ -1,9 +1,9 @@
 """A model bound to a strategy: its loops run replica-mapped steps.
 
-No hook of Keras sees the model at `compile()`, so `Trainer.compile` is
-wrapped while a scope is open. Binding sets attributes of the one model
-(its six loops and `make_*_function`); its class does not change, nor do
-saving, cloning and pickling.
+Keras has no hook that receives the model at `compile()`, so `Trainer.compile`
+is wrapped while a scope is open. Binding sets attributes on the one model
+(its six loops and `make_*_function`). It does not change the model's class,
+nor how the model is saved, cloned and pickled.
 """
 
 import contextlib
@@ -65,12 +65,12 @@ _VALIDATES = "_use_cached_eval_dataset"
 
 
 class Binding:
-    """The tie between a strategy and a model that it trains.
+    """The connection between a strategy and a model that it trains.
 
     Args:
       model: The model.
       owner: The strategy.
-      runtime: The strategy's fact sheet.
+      runtime: The strategy's runtime: its mesh, distribution and registry.
       check_context: Raises if another strategy's scope is open.
       replica_scope: Makes a step's replica context current for a block.
     """
@@ -101,11 +101,11 @@ class Binding:
         )
         self.trained = self._functions.trained
         self._is_in_session = False
-        # The data that a fit validates on, for an overridden `evaluate`.
+        # The validation data of a fit, for an overridden `evaluate`.
         self._validation: dict[str, Any] = {}
 
     def install(self) -> None:
-        """Takes over the model's loops.
+        """Replaces the model's loops.
 
         Raises:
           ValueError: if its variables are on another strategy's devices.
@@ -118,8 +118,8 @@ class Binding:
             if callable(method):
                 loop = functools.partial(self._loop, name)
                 attributes[name] = functools.update_wrapper(loop, method)
-        # Keras's loops build from the first batch. Here the class's builder
-        # has run before they start, so the loops must not build again.
+        # Keras's loops build the model from the first batch. Here the builder
+        # of the model's class has run before, so they must not build again.
         attributes[_BUILDER] = self._build_for_others
         if keras_names.BUILDS_FIRST:
             attributes[keras_names.MAYBE_BUILD] = self._maybe_build_for_others
@@ -138,15 +138,18 @@ class Binding:
         self._functions.reset()
         variable_creator.release(all_variables(self.model))
 
-    # The loops. They run Keras's loops, on feeds instead of the data.
+    # The loops. They run Keras's loops, with feeds in place of the data.
 
     def _loop(self, name: str, *args: Any, **kwargs: Any) -> Any:
-        """Calls the class's loop; Keras's loops are redirected to `_route`."""
+        """Calls the loop of the model's class, or `_route` for Keras's loop.
+
+        An overridden loop that calls Keras's loop is redirected to `_route`.
+        """
         loop = scope_hooks.find_overridden_loop(self.model, name)
         if loop is None:
             return self._route(name, args, kwargs)
         if kwargs.get(_VALIDATES):
-            # An overridden `evaluate` may read the data.
+            # An overridden `evaluate` may use its data arguments.
             kwargs |= self._validation
         with scope_hooks.route_loops(self.model, self._route):
             return loop(*args, **kwargs)
@@ -246,7 +249,7 @@ class Binding:
     ) -> Call:
         call = Call(self.model, name, args, kwargs)
         if not self._mesh.is_chief:
-            # Another process shows the progress.
+            # Only the chief shows the progress.
             call.set(verbose=0)
         call.set(callbacks=select_callbacks(call["callbacks"], self._mesh))
         return call
@@ -261,11 +264,11 @@ class Binding:
             facts=call.facts(),
         )
 
-    # Building and adopting.
+    # Building the model and adopting its variables.
 
     @contextlib.contextmanager
     def _session(self, kind: str) -> Iterator[None]:
-        """Clears Keras's distribution, whose loops would place the data."""
+        """Clears Keras's distribution, or its loops would place the data."""
         self.check_context()
         try:
             with (
@@ -308,14 +311,14 @@ class Binding:
     ) -> None:
         """Replaces `_symbolic_build`, which Keras's loops call.
 
-        Within a session the model is built already. A loop that an overridden
-        method calls with its own data still builds it.
+        Within a session the model is already built. Outside, as in a loop that
+        an overridden method calls with its own data, it is built here.
         """
         if self._is_in_session:
             return
 
         def first() -> Iterator[Any]:
-            # Otherwise Keras would place the batch on the devices.
+            # With a distribution, Keras would place the batch on the devices.
             with variable_creator.distribution_scope(None):
                 for _, _, batches in iterator:
                     is_list = isinstance(batches, list | tuple)
@@ -329,16 +332,17 @@ class Binding:
         self._build(iterator=first_alone, data_batch=data_batch)
 
     def _maybe_build_for_others(self, *args: Any, **kwargs: Any) -> None:
-        """Replaces `_maybe_symbolic_build`, which may read its argument.
+        """Replaces `_maybe_symbolic_build`, which may read the data.
 
-        If something is never built, it would use up a feed's first epoch.
+        If a part of the model is never built, Keras would read from the feed
+        and so use up its first epoch.
         """
         if not self._is_in_session:
             maybe_build = getattr(type(self.model), keras_names.MAYBE_BUILD)
             maybe_build(self.model, *args, **kwargs)
 
     def build_for_shapes(self, data: Batch) -> None:
-        """Builds the model for a batch of which only the shapes are known.
+        """Builds the model from the shapes of a batch.
 
         Args:
           data: `(x,)`, or `(x, y, sample_weight)` for a compiled model.
@@ -353,7 +357,7 @@ class Binding:
         self._adopt_built()
 
     def _build_for_call(self, iterator: Iterable[Any]) -> None:
-        """Builds a model that was never called, from its first batch."""
+        """Builds a model that was never called, from the first batch."""
         if not scope_hooks.is_built(self.model):
             for _, _, batches in iterator:
                 x = keras.utils.unpack_x_y_sample_weight(batches[0])[0]
@@ -361,7 +365,7 @@ class Binding:
                     self.model(x)
                 break
             if isinstance(iterator, EpochIterator):
-                # Ends the epoch that this began in the data.
+                # The loop above began an epoch of the data: end it.
                 iterator.reset()
         self._adopt_built()
 
@@ -377,5 +381,5 @@ class Binding:
 
 
 def find_binding(model: keras.Model) -> Binding | None:
-    """Returns the binding of a model, or None."""
+    """Returns a model's binding, or None if it is not bound to a strategy."""
     return vars(model).get(BINDING)

@@ -12,7 +12,10 @@ _COUNTS = ("epochs", "initial_epoch", "validation_freq")
 
 
 class Call:
-    """A call of one of Keras's loops of a model, its arguments by name."""
+    """A call of one of Keras's loops for a model.
+
+    `call[name]` is the argument `name`, or None if the loop does not have it.
+    """
 
     def __init__(
         self,
@@ -29,7 +32,7 @@ class Call:
         bound.apply_defaults()
         self.keywords: dict[str, Any] = dict(bound.arguments)
         self.keywords.pop(next(iter(signature.parameters)))
-        # Only some loops have **kwargs: evaluate takes Keras's internal ones.
+        # `evaluate` has **kwargs, for arguments that Keras uses internally.
         for key, parameter in signature.parameters.items():
             if parameter.kind is inspect.Parameter.VAR_KEYWORD:
                 self.keywords |= self.keywords.pop(key, {})
@@ -45,13 +48,16 @@ class Call:
         return facts
 
     def set(self, **keywords: object) -> None:
-        """Replaces arguments; ignores those that the loop does not have."""
+        """Replaces arguments; ignores names that the loop does not accept."""
         self.keywords |= {
             k: v for k, v in keywords.items() if k in self.keywords
         }
 
     def set_feed(self, feed: object) -> None:
-        """Replaces the data by a feed, which also contains the weights."""
+        """Replaces the data by a feed.
+
+        The feed also yields the targets and the weights.
+        """
         self.set(x=feed, y=None, sample_weight=None, class_weight=None)
 
     def run(self) -> Any:

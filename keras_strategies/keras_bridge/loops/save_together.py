@@ -1,7 +1,7 @@
 """Collective saving of models whose variables are sharded over processes.
 
-No process has all shards, so all processes read each variable together; only
-the chief writes to the user's path.
+No process has all shards, so reading a variable is a collective operation in
+which all processes take part. Only the chief writes to the user's path.
 """
 
 import functools
@@ -21,12 +21,15 @@ SAVERS = ("save", "save_weights")
 def make_saves_collective(
     model: keras.Model, mesh: ReplicaMesh, adopt: Callable[[], None]
 ) -> None:
-    """Makes `save` and `save_weights` collective if processes share variables.
+    """Makes `save` and `save_weights` collective for variables in shards.
+
+    Nothing changes if each process has the complete variables.
 
     Args:
-      model: The model; attributes with these names are set on it.
+      model: The model; the attributes `save` and `save_weights` are set on it.
       mesh: The mesh of its strategy's replicas.
-      adopt: Places variables that were created outside of the scope.
+      adopt: Places the model's variables that were created outside of the
+        strategy's scope.
     """
     if not mesh.spreads_shards:
         return
@@ -50,8 +53,8 @@ def _save(
     if mesh.is_chief:
         save(filepath, *args, **kwargs)
         return
-    # Saving issues the chief's collective reads in the same order. The file
-    # is discarded.
+    # Saving to a temporary file takes part in the same collective reads as the
+    # chief, in the same order. The file is discarded.
     with tempfile.TemporaryDirectory() as folder:
         scratch = pathlib.Path(folder) / pathlib.Path(filepath).name
         save(scratch, *args, **kwargs)

@@ -2,7 +2,8 @@
 
 Keras has no public hook for a model's creation or compilation, so the methods
 are wrapped as long as a scope is open in any thread. Keras's loops are wrapped
-then too, and also while an overridden loop runs, since it calls Keras's.
+during that time, too, and also while an overridden loop runs, because the
+overridden loop may call Keras's loop.
 """
 
 import contextlib
@@ -25,19 +26,20 @@ LOOPS = (
     "test_on_batch",
     "predict_on_batch",
 )
-"""The methods of a model that take data."""
+"""The methods of a model that receive data and train, evaluate or predict."""
 
 ON_USE = ("compile", "predict", "predict_on_batch")
 """Methods that may be a model's first use; `bind_on_use` replaces them."""
 
 BINDING = "_ks_binding"
-"""The attribute of a model that holds its `Binding`."""
+"""The name of a model's attribute that stores its `Binding`."""
 
 STRATEGY = "distribute_strategy"
-"""The attribute of a model that holds its strategy, as in tf.keras."""
+"""The name of a model's attribute that stores its strategy, as in tf.keras."""
 
 Route = Callable[[str, tuple[Any, ...], dict[str, Any]], Any]
-"""A function that runs one of `LOOPS`, by its name, instead of Keras."""
+"""A function that runs one of `LOOPS` in place of Keras's method. Its
+arguments are the loop's name, positional arguments and keyword arguments."""
 
 _InLoop = Callable[[keras.Model, str], contextlib.AbstractContextManager[None]]
 
@@ -66,12 +68,12 @@ def _find_loop_patches() -> Iterator[Patch]:
 
 _scope_patches = Patches(_find_scope_patches)
 _loop_patches = Patches(_find_loop_patches)
-# One entry for each open scope.
+# The `in_loop` arguments of `keras_hooks`, one for each open scope.
 _in_loop: list[_InLoop] = []
 
 
 class _Routes(threading.local):
-    """The routes of models' loops, in this thread."""
+    """The current thread's routes, by the ids of the models."""
 
     def __init__(self) -> None:
         self.of_models: dict[int, Route | None] = {}
@@ -88,12 +90,13 @@ def keras_hooks(
 ) -> Iterator[None]:
     """Hooks the creation, compilation and loops of models for a block.
 
-    Also wraps BatchNormalization's constructor. The hooks affect all threads,
-    so each of them checks the calling thread.
+    The constructor of BatchNormalization is wrapped, too. The hooks are called
+    in all threads, so each hook checks which scope the calling thread is in.
 
     Args:
-      entered: Returns the strategy whose scope the thread is in, or None.
-        Every model that is created or compiled there is bound to it.
+      entered: Returns the strategy whose scope the calling thread is in, or
+        None. Every model that is created or compiled in that scope is bound
+        to the strategy.
       before_compile: Called before a model is compiled; may raise.
       in_loop: Makes the context in which one of `LOOPS` runs; may raise.
     """
@@ -111,7 +114,8 @@ def route_loops(model: keras.Model, route: Route | None) -> Iterator[None]:
 
     Args:
       model: The model.
-      route: Called instead of each loop; with None, Keras's loops run.
+      route: Called in place of each of Keras's loops. If None, Keras's loops
+        run.
     """
     routes, key = _routes.of_models, id(model)
     outer = routes.get(key)
@@ -129,8 +133,8 @@ def route_loops(model: keras.Model, route: Route | None) -> Iterator[None]:
 def find_loop_owner(name: str) -> type:
     """Returns the class that defines Keras's method of one of `LOOPS`.
 
-    It is a base of `keras.Model`, so that patches which other libraries made
-    of `keras.Model` are left alone.
+    The class is a base of `keras.Model`, so patches that other libraries make
+    to `keras.Model` itself are not affected.
     """
     bases = keras.Model.__mro__[1:]
     return next(base for base in bases if name in vars(base))
@@ -145,10 +149,10 @@ def get_keras_loop(name: str) -> Callable[..., Any]:
 def find_overridden_loop(
     model: keras.Model, name: str
 ) -> Callable[..., Any] | None:
-    """Returns a model's loop if its class overrides Keras's, else None.
+    """Returns a model's loop if its class overrides Keras's loop, else None.
 
-    Compares the defining class, not only the method, because another thread
-    may be wrapping Keras's method.
+    The class that defines the loop is compared, not only the method, because
+    another thread may be wrapping Keras's method at the same time.
     """
     kind = type(model)
     owner = next(base for base in kind.__mro__ if name in vars(base))
@@ -161,17 +165,20 @@ def find_overridden_loop(
 
 
 def bind_on_use(model: keras.Model, strategy: Any) -> None:
-    """Binds a model that was created in a scope when it is first used.
+    """Arranges that a model is bound to a strategy at its first use.
+
+    The first use may be `compile`, or `predict` and `predict_on_batch`, which
+    work without `compile`. These methods are replaced by attributes of the
+    model.
 
     Args:
-      model: The model. Its `compile`, and `predict` and `predict_on_batch`,
-        which need no `compile`, are replaced by attributes of the instance.
-      strategy: The strategy whose scope it is.
+      model: The model, which was created in the strategy's scope.
+      strategy: The strategy.
     """
 
     def compile_and_attach(*args: Any, **kwargs: Any) -> Any:
         result = type(model).compile(model, *args, **kwargs)
-        # In a scope, the patched `compile` has bound it already.
+        # In a scope, the patched `compile` has already bound the model.
         if BINDING not in vars(model):
             strategy.attach(model)
         return result
@@ -197,7 +204,7 @@ def bind_on_use(model: keras.Model, strategy: Any) -> None:
 
 
 def is_bound_on_use(model: keras.Model) -> bool:
-    """Returns whether `bind_on_use` was called for a model."""
+    """Returns whether a model will be bound when it is first used."""
     return "compile" in vars(model)
 
 

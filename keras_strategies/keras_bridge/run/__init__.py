@@ -1,1 +1,1 @@
-"""A user's function as a compiled program."""
+"""Compiles and runs a user's function for `Strategy.run`."""

@@ -1,4 +1,4 @@
-"""Shapes of the arguments of `run`, for a program that is only compiled."""
+"""Shapes of the arguments of `run`, to compile its program without values."""
 
 from typing import Any
 
@@ -12,23 +12,25 @@ from keras_strategies.keras_bridge.run.function_keys import make_value_key
 from keras_strategies.keras_bridge.steps.lower_step import shape_of
 
 REPLICATED = "whole"
-"""A replicated argument."""
+"""The layout of a replicated argument."""
 STATIC = "static"
-"""An argument that is not an array; it is part of the program."""
+"""The layout of an argument that is not an array. Such an argument is part of
+the program."""
 
 Kind = tuple[Any, ...]
 
 
 def describe_argument(leaf: Leaf, mesh: ReplicaMesh) -> tuple[Kind, Any]:
-    """Describes an argument of a program, and its shape.
+    """Describes an argument of a program, and its shape and sharding.
 
     Args:
       leaf: A leaf of the arguments; see `Strategy.compile_run`.
       mesh: The mesh of the replicas.
 
     Returns:
-      `Runner`'s description of the argument: (kind, shape, dtype, key, leaf),
-      and the shape with its sharding, or None if it is not an array.
+      A pair: the description of the argument that `Runner` uses, and the
+      argument's shape with its sharding. The second is None if the argument is
+      not an array.
 
     Raises:
       ValueError: if the replicas cannot share the rows evenly.

@@ -1,8 +1,9 @@
 """`run` in debug mode: the function runs eagerly, replica by replica.
 
-Each replica runs the function on its arrays in a separate thread, one at a
-time (`_core/jaxprs/lockstep.py`). A scope collects its writes, and the code
-that the compiled program consists of merges them.
+Each replica has a thread that runs the function on the replica's arrays. Only
+one thread runs at a time (`_core/jaxprs/lockstep.py`). A scope collects the
+replica's writes to variables. They are combined by the same code that the
+compiled program consists of.
 """
 
 import contextlib
@@ -47,23 +48,27 @@ def debug_run(
     """Calls `fn(replica)` eagerly for each replica, like a `RunProgram`.
 
     Args:
-      fn: The user's function, of the replica's components.
+      fn: Calls the user's function with the components of the given replica.
       mesh: The mesh of the replicas.
-      scope: Opens the strategy's scope: the function may create variables.
+      scope: Opens the strategy's scope, because the function may create
+        variables.
       replica_scope: Makes a step's replica context current for a block.
-      rows: Each replica's numbers of rows, of all uneven arguments.
-      is_update: Whether the function writes the same to every copy.
+      rows: For each replica, the numbers of rows of all uneven arguments.
+      is_update: Whether the function writes the same value to every copy of
+        a variable.
 
     Returns:
-      The results as one nest, like that of a compiled `run`.
+      The replicas' results as one nest, in the same form as from a compiled
+      `run`.
     """
     keras_state = dict(vars(global_state.GLOBAL_STATE_TRACKER))
     shares = variants.compute_shares(rows)
     lockstep = Lockstep(mesh.num_replicas, mesh.all_replicas)
 
     def replica(index: int) -> "_Ended":
-        # Keras's open scopes are in lists of a thread-local state. This
-        # thread gets copies, so that replicas do not open each other's scopes.
+        # Keras stores its open scopes in lists in a thread-local state. This
+        # thread gets copies of the lists, so that a scope that one replica
+        # opens is not open for the others.
         vars(global_state.GLOBAL_STATE_TRACKER).update(
             {
                 name: list(value) if isinstance(value, list) else value
@@ -93,9 +98,10 @@ class _Ended(NamedTuple):
     """The outcome of a replica's call.
 
     Attributes:
-      written: The variables that any replica wrote, with their merged values.
-      copies: This replica's copies of variables that have one on each replica,
-        by the variables' ids.
+      written: The variables that any replica wrote, with the values that were
+        combined from all replicas.
+      copies: For variables with a separate copy on each replica, this
+        replica's copies, by the variables' ids.
       called: The results and new values of the call.
     """
 
@@ -105,7 +111,7 @@ class _Ended(NamedTuple):
 
 
 def _set_variables(ended: list[_Ended], mesh: ReplicaMesh) -> None:
-    """Sets the variables to their merged values."""
+    """Sets the variables to the values combined from all replicas."""
     for variable, value in ended[0].written:
         if on_read.is_on_read(variable):
             on_read.create_copies(variable, mesh)
@@ -121,11 +127,21 @@ def _set_variables(ended: list[_Ended], mesh: ReplicaMesh) -> None:
 def _merge_writes(
     step: StepContext, seen: "_SeenScope", results: Tree, merging: StepContext
 ) -> _Ended:
-    """Merges the replicas' writes in the step `merging`; runs on each."""
+    """Combines the replicas' writes to variables.
+
+    Every replica's thread calls it, after the user's function.
+
+    Args:
+      step: The step of the user's function on this replica.
+      seen: The scope that collected this replica's writes.
+      results: The function's results on this replica.
+      merging: The step in which the writes are combined.
+    """
     turn = current_side()
     assert isinstance(turn, Turn)
-    # Replicas may use different variables, but reductions need the same ones
-    # in the same order: each replica merges the union.
+    # Replicas may use different variables, but all replicas must reduce the
+    # same variables in the same order. So each replica reduces the union of
+    # all replicas' variables.
     of_all = turn.meet(list(seen.old))
     variables = list(IdentitySet(v for each in of_all for v in each))
     folded = [seen.get_current_value_before(v) for v in variables]
@@ -149,7 +165,7 @@ def _merge_writes(
 
 
 class _SeenScope(CollectingScope):
-    """A scope that keeps writes, and the variables' values before the call.
+    """A scope that collects writes, and variables' values before the call.
 
     Args:
       step: The replica's step.
@@ -168,16 +184,20 @@ class _SeenScope(CollectingScope):
         self._folded: IdentityMap[Any] = IdentityMap()
 
     def get_current_value(self, variable: keras.Variable) -> Array:
-        """Returns the value written last, or the value before the call."""
+        """Returns the last written value, or else the value before the call."""
         written = super().get_current_value(variable)
         if written is not None:
             return written
         return self.get_current_value_before(variable)
 
     def get_current_value_before(self, variable: keras.Variable) -> Array:
-        """Returns this replica's value before the call, with folded seeds."""
+        """Returns this replica's value of a variable before the call.
+
+        The replica's id is folded into a seed.
+        """
         if variable not in self.old:
-            # Computed outside of a branch or loop that may be traced now.
+            # A branch or loop may be being traced now. Compute the value
+            # outside of that trace.
             with jax.ensure_compile_time_eval():
                 self.old[variable] = old = self._read_start(variable)
                 (folded,) = seeds.fold_seeds([variable], [old], self._step)
@@ -191,11 +211,16 @@ class _SeenScope(CollectingScope):
             return _replicate(np.asarray(copies)[self._replica], self._mesh)
         if variable._value is not None:
             return _replicate(variable._value, self._mesh)
-        # Created in this call; it gets this value when the scope exits.
+        # The variable was created in this call. It gets this value when the
+        # scope exits.
         return variable._initializer(variable.shape, dtype=variable.dtype)
 
     def add_update(self, update: tuple[keras.Variable, Any]) -> None:
-        """Keeps a write; a variable on other devices is refused."""
+        """Collects a write.
+
+        Raises:
+          RuntimeError: if the variable is on another strategy's devices.
+        """
         replica_trace.refuse_foreign(update[0], self._mesh)
         self.get_current_value_before(update[0])
         super().add_update(update)
@@ -204,7 +229,7 @@ class _SeenScope(CollectingScope):
 def _regroup_results(
     ended: list[uneven_rows.BranchResult], mesh: ReplicaMesh
 ) -> Tree:
-    """Returns the replicas' results as one nest, like a compiled `run`."""
+    """Returns the replicas' results as one nest, as a compiled `run` does."""
     notes = [called.note.structure for called in ended]
     columns = zip(*[called.outputs for called in ended], strict=True)
     return run_results.rebuild_nest(

@@ -1,7 +1,8 @@
-"""Keys of function objects; functions with equal keys make the same program.
+"""Keys of function objects, by which compiled programs are found again.
 
-A function that a loop creates again in every step (a lambda, a local `def`, a
-partial) has equal code and cells each time and need not be traced again.
+Functions with equal keys give the same program. A function that a loop creates
+again in every step (a lambda, a local `def`, a partial) has the same code and
+equal cells each time, so it need not be traced again.
 """
 
 import dis
@@ -18,10 +19,10 @@ _LOOKUPS = ("LOAD_GLOBAL", "LOAD_NAME", "LOAD_FROM_DICT_OR_GLOBALS")
 
 
 class Same:
-    """A key that is equal only for the same object, which it keeps alive.
+    """A key that is equal only for the same object; keeps the object alive.
 
-    An id would not suffice: if a cell is assigned another object, that may
-    reuse the memory, and so the id, of the first one.
+    The object's id would not suffice. If a cell is assigned another object,
+    the first object may be freed, and the new object may get the same id.
 
     Args:
       thing: The object.
@@ -42,17 +43,18 @@ class Same:
 def make_function_key(
     fn: Callable[..., Any], inside: frozenset[int] = frozenset()
 ) -> Hashable:
-    """Returns a key that equal functions share.
+    """Returns a key that is the same for equal functions.
 
-    Functions are equal if they have the same code, defaults and cells, and
-    the same values of the global names that they mention; methods, if they
-    are the same method of one object; partials, if their parts are equal. In
-    cells and arguments, numbers, strings and functions are compared by value,
-    anything else by identity.
+    Functions are equal if they have the same code, defaults and cells, and if
+    the global names that they mention have the same values. Methods are equal
+    if they are the same method of the same object. Partials are equal if their
+    functions and arguments are equal. In cells and arguments, numbers, strings
+    and functions are compared by value, and anything else by identity.
 
     Args:
       fn: A function, method, partial or other callable.
-      inside: Ids of the functions whose keys contain this key.
+      inside: The ids of the functions whose keys are being made and will
+        contain this key; it stops the recursion for a recursive function.
     """
     if id(fn) in inside:
         return "recursion"
@@ -93,7 +95,10 @@ def make_function_key(
 def make_value_key(
     value: object, inside: frozenset[int] = frozenset()
 ) -> Hashable:
-    """Returns a key for a value: by value if it is plain, else by identity."""
+    """Returns a key for a value.
+
+    Plain values are compared by value, and other objects by identity.
+    """
     if isinstance(value, float):
         # `hex` distinguishes 0.0 from -0.0, and NaN equals itself.
         return float, value.hex()
@@ -110,7 +115,7 @@ def make_value_key(
 
 @functools.cache
 def _find_global_names(code: types.CodeType) -> tuple[str, ...]:
-    """Returns the global names that code, and functions in it, may look up."""
+    """Returns the global names that code and its inner functions look up."""
     names = {
         instruction.argval: None
         for instruction in dis.get_instructions(code)
@@ -131,7 +136,9 @@ def _make_global_key(
     if isinstance(value, types.FunctionType) and (
         value.__globals__ is not scope
     ):
-        return Same(value)  # Of a library: its globals do not change.
+        # The function is from another module, whose globals are assumed not to
+        # change.
+        return Same(value)
     return make_value_key(value, inside)
 
 

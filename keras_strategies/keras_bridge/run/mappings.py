@@ -1,6 +1,7 @@
 """Mappings, and subclasses of lists and tuples, as nodes of a pytree.
 
-JAX flattens dicts, but other classes only if they are registered.
+JAX flattens dicts, lists and tuples, but objects of other classes only if the
+class is registered with JAX.
 """
 
 from collections.abc import Callable, Iterable, Mapping
@@ -12,11 +13,14 @@ from keras_strategies._types import Leaf, Tree
 
 
 class _Opened:
-    """A registered node that replaces a mapping until JAX flattens it.
+    """A node of a class known to JAX that replaces a mapping in a nest.
+
+    When JAX unflattens the nest, the node becomes a mapping of the original
+    class again.
 
     Args:
       mapping: The mapping.
-      open_value: Opens one of its values.
+      open_value: Makes a value of the mapping a nest that JAX can flatten.
     """
 
     def __init__(
@@ -51,19 +55,21 @@ def open_nest(
     *,
     having: Callable[[Any], bool] | None = None,
 ) -> Tree:
-    """Opens a nest, so that JAX flattens it as far as tf does.
+    """Replaces parts of a nest so that JAX flattens all that TensorFlow would.
 
-    Unflattening its structure restores the classes of mappings; lists and
-    tuples of other classes become plain ones.
+    Without this, JAX takes mappings that are not dicts, and objects of
+    subclasses of list and tuple, for leaves. Unflattening the structure
+    restores the classes of mappings. Lists and tuples of subclasses become
+    plain lists and tuples.
 
     Args:
       nest: The nest.
       is_leaf: The same as in `jax.tree.map`.
-      having: A predicate of leaves: a mapping, list or tuple without such a
-        leaf stays a leaf. None opens all.
+      having: A predicate of leaves. A mapping, list or tuple that contains no
+        leaf for which it is true stays a leaf. If None, all are flattened.
 
     Returns:
-      The nest; its mappings, lists and tuples are nodes for JAX.
+      The nest, in which mappings, lists and tuples are nodes for JAX.
     """
 
     def open_(value: Tree) -> Tree:
@@ -86,5 +92,5 @@ def open_nest(
 
 
 def is_closed(leaf: object) -> bool:
-    """Returns whether a leaf of a JAX pytree is a nest for tf."""
+    """Returns whether a leaf of a JAX pytree is a nest for TensorFlow."""
     return isinstance(leaf, Mapping | list | tuple)

@@ -1,7 +1,7 @@
-"""The trace of a replica in `run`: a user's function, and the merge of states.
+"""The trace of a replica's call in `run`, and checks of the replicas' values.
 
-Its functions are called while the program is traced, or in debug mode once for
-each replica, on its arrays.
+The functions of this module are called while the program is traced. In debug
+mode they are called once for each replica, with the replica's arrays.
 """
 
 import contextlib
@@ -34,11 +34,11 @@ from keras_strategies.keras_bridge.steps.uneven_rows import BranchResult
 from keras_strategies.keras_bridge.variables.shardings import placement_of
 
 _SUMMED = 64
-"""Results with at most this many entries are summed in the program."""
+"""The largest size of a result that is also summed in the program."""
 
 
 def make_step(mesh: ReplicaMesh, *, is_update: bool = False) -> StepContext:
-    """Makes the step of a function given to `run`."""
+    """Makes the step context for a function given to `run`."""
     return StepContext(
         facts=StepFacts(mesh=mesh, rows=1, is_local=True),
         flags=StepFlags(sees_global_batch=True, in_update=is_update),
@@ -71,10 +71,10 @@ def collect_call(
 
     Args:
       step: The step of the call.
-      scope: The scope of the call.
+      scope: The scope in which the function was called.
       results: The function's results.
       variables: The variables whose values are collected.
-      folded: Their values before the call.
+      folded: The variables' values before the call.
     """
     new = [scope.get_current_value(v) for v in variables]
 
@@ -101,15 +101,16 @@ def make_report(
     shapes: list[list[tuple[int, ...]]] | None,
     num_written: int,
 ) -> run_results.TraceReport:
-    """Makes the report of a trace of a run program.
+    """Makes the report of the trace of a `RunProgram`.
 
     Args:
       mesh: The mesh of the replicas.
       outputs: The results that are arrays.
       notes: The notes of every variant of the call.
-      shapes: Each replica's shapes of the outputs, or None if all have those
-        of `outputs`.
-      num_written: Number of written variables, which come first.
+      shapes: For each replica, the shapes of its outputs; or None if all
+        replicas have the shapes of `outputs`.
+      num_written: Number of written variables. They are the first ones in the
+        notes.
 
     Raises:
       ValueError: if the variants return nests of different structures.
@@ -130,13 +131,16 @@ def make_report(
 
 
 def is_same(value: Array, axis: Axis) -> jax.Array:
-    """Computes whether all replicas have the same value; NaN equals itself.
+    """Computes whether all replicas have the same value.
+
+    Two NaNs count as equal.
 
     Returns:
       A scalar boolean.
     """
-    # All values are equal if the largest and the smallest are. NaN would make
-    # both NaN, so it is replaced, and its places are compared separately.
+    # The replicas' values are equal if their maximum and minimum are equal.
+    # NaN would make both NaN, so it is replaced by 0, and the positions of
+    # NaN are compared separately.
     is_nan = value != value
     number = jnp.where(is_nan, jnp.zeros_like(value), value)
     number = as_number(number)
@@ -147,7 +151,10 @@ def is_same(value: Array, axis: Axis) -> jax.Array:
 
 
 def find_unaggregated(notes: list[replica_merge.BranchFacts]) -> list[int]:
-    """Returns positions of variables whose replicas' values must be equal."""
+    """Returns the positions of variables for which replicas must agree.
+
+    These are variables without an aggregation that a replica wrote.
+    """
     return [
         k
         for k in range(len(notes[0].is_unaggregated))
@@ -156,7 +163,7 @@ def find_unaggregated(notes: list[replica_merge.BranchFacts]) -> list[int]:
 
 
 def refuse_difference(variable: keras.Variable) -> None:
-    """Raises ValueError: replicas wrote different values to a variable."""
+    """Raises ValueError for a variable that replicas wrote differently."""
     raise ValueError(
         "The replicas wrote different values to a variable that has "
         f"no aggregation. Received: {variable.path!r} with "
@@ -167,10 +174,10 @@ def refuse_difference(variable: keras.Variable) -> None:
 
 
 def refuse_foreign(variable: keras.Variable, mesh: ReplicaMesh) -> None:
-    """Raises RuntimeError for a variable on the devices of another strategy.
+    """Raises RuntimeError if a variable is on another strategy's devices.
 
-    Writing it would move it to these devices, away from the other variables
-    of its strategy.
+    Writing the variable would move it to the devices of `mesh`, away from the
+    other variables of its own strategy.
     """
     devices = getattr(variable._layout, "device_set", None)
     placement = placement_of(variable)

@@ -1,9 +1,9 @@
 """A user's function as one compiled program over the replicas.
 
-One abstract trace finds the variables that the function reads and writes; the
-written ones are donated and returned merged. Each result is one array over all
-replicas. Small results are also summed in the program, because most of them
-are losses that are reduced next.
+One abstract trace finds the variables that the function reads and writes. The
+values of written variables are donated, and the replicas' new values are
+returned combined. Each result is one array over all replicas. Small results
+are also summed in the program: most of them are losses to be reduced next.
 """
 
 import dataclasses
@@ -62,18 +62,18 @@ from keras_strategies.keras_bridge.variables.deferred_creation import (
 
 
 class RunProgram:
-    """A compiled function, for one structure, shapes and dtypes of arguments.
+    """A function compiled for arguments of one structure, shapes and dtypes.
 
     Args:
-      fn: `fn(leaves) -> results`: the user's function of the arguments that
-        are arrays, one component each.
-      is_split: For each of them, whether it is split over the replicas or
-        replicated.
-      rows: For each of them None; or, if they differ, each replica's number
-        of rows or shape: the array is padded to the largest.
+      fn: `fn(leaves) -> results`: the user's function. `leaves` are one
+        replica's components of the arguments that are arrays.
+      is_split: For each leaf, whether it is split over the replicas (or else
+        replicated).
+      rows: For each leaf None or, if the replicas differ, the number of rows
+        or shape on each replica: the array is padded to the largest.
       mesh: The mesh of the replicas.
       replica_scope: Makes a step's replica context current for a block.
-      is_update: Whether the function writes the same to every copy of a
+      is_update: Whether the function writes the same value to every copy of a
         variable (`extended.update`).
 
     Attributes:
@@ -100,17 +100,17 @@ class RunProgram:
             for split in is_split
         ]
         self._is_uneven = [counts is not None for counts in rows]
-        # Each replica's numbers of rows, or shapes, of all uneven arguments.
+        # For each replica, the rows or shapes of all uneven arguments.
         uneven = [counts for counts in rows if counts is not None]
         self._variant_of = list(zip(*uneven, strict=True))
         self.lifted: list[keras.Variable] = []
         self._trainable: list[tuple[Any, bool]] = []
-        # The lifted variables: written ones, those with copies, and the rest.
+        # The lifted variables: written, with copies, and all others.
         self._written: list[keras.Variable] = []
         self._on_read: list[keras.Variable] = []
         self._read: list[keras.Variable] = []
         self._last_read: list[Any] = []
-        # The last call's variables, and whether all replicas wrote one value.
+        # The last call's variables, and whether all replicas wrote the same.
         self._same: list[tuple[keras.Variable, Any]] | None = None
         self._program: Any = None
         ownership.note_devices(mesh)
@@ -118,10 +118,10 @@ class RunProgram:
     def prepare(
         self, leaves: list[Any], others: Iterable[keras.Variable] = ()
     ) -> None:
-        """Finds the variables and builds the program; runs nothing.
+        """Finds the function's variables and builds the program.
 
-        Must be called in the strategy's scope: the function may create
-        variables.
+        Runs nothing. Must be called in the strategy's scope, because the
+        function may create variables.
 
         Args:
           leaves: The arguments that are arrays.
@@ -148,8 +148,8 @@ class RunProgram:
     def _find_variables(self, leaves: list[Any]) -> LiftingScope:
         """Traces the function once, to find the variables that it uses."""
         scope = LiftingScope()
-        # JAX caches traces of inner functions per mesh. With another mesh, no
-        # later trace finds one with this trace's zeros.
+        # JAX caches traces of inner functions per mesh. With a separate mesh,
+        # later traces do not reuse inner traces that contain the zeros.
         mesh = dataclasses.replace(self._mesh, marker="lifting")
         step = replica_trace.make_step(mesh, is_update=self._is_update)
 
@@ -193,7 +193,7 @@ class RunProgram:
         self._program = jit_named(program, "run", donate_argnums=(0, 1))
 
     def lower(self, leaves: list[Any]) -> jax.stages.Lowered:
-        """Lowers the program for the arguments' shapes; reads no values."""
+        """Lowers the program for the arguments' shapes, without values."""
         mesh = self._mesh
         return self._program.lower(
             shardings.shapes_of(self._written, mesh),
@@ -220,8 +220,8 @@ class RunProgram:
 
         Args:
           leaves: The arguments that are arrays.
-          last: The last array that a program returned for each variable, by
-            the variable's id; updated in place.
+          last: Maps a variable's id to the last array that a program returned
+            for the variable. Updated in place.
         """
         mesh = self._mesh
         taken, shared = self._collect_state(last)
@@ -249,13 +249,13 @@ class RunProgram:
     def _collect_state(
         self, last: ownership.Owned
     ) -> tuple[list[Any], list[Any]]:
-        """Returns the values of written and read variables to pass."""
+        """Returns the values of written and read variables to be passed."""
         written, read, mesh = self._written, self._read, self._mesh
         taken = [v._value for v in written]
         known = [last.get(id(v)) for v in written]
         is_rivalled = ownership.has_rivals(mesh)
-        # Arrays that a program returned and only the variables hold can be
-        # donated at once. Others are checked, and copied if in use elsewhere.
+        # Arrays that a program returned, and that only the variables refer to,
+        # can be donated. Others are checked, and copied if used elsewhere.
         if is_rivalled or not ownership.are_unshared(taken, known):
             pairs = zip(map(id, taken), known, strict=True)
             returned = None if is_rivalled else {k: r for k, r in pairs if r}
@@ -294,7 +294,7 @@ class RunProgram:
         )
 
     def _wrap_differing(self, values: list[Any]) -> PerReplica:
-        """Wraps a number that differs between replicas with other rows."""
+        """Wraps a number that depends on the replica's number of rows."""
         variants = find_variants(self._variant_of)
         mesh, of = self._mesh, self._variant_of
         local = [values[variants.index(of[r])] for r in mesh.local_replicas]
@@ -309,7 +309,7 @@ class RunProgram:
             return PerReplica.of(array, STACKED, total)
         return PerReplica.of(array, PADDED, shapes=shapes)
 
-    # The traced side.
+    # The methods below are called while the program is traced.
 
     def _body(
         self,
@@ -384,7 +384,7 @@ class RunProgram:
         folded: list[Any],
         leaves: list[Any],
     ) -> tuple[BranchResult, list[Any], list[list[tuple[int, ...]]] | None]:
-        """Returns the call's results, all notes, and each replica's shapes."""
+        """Returns the results, all variants' notes, and replicas' shapes."""
         if not self._variant_of:
             called = self._call(variables, folded, leaves)
             return called, [called.note], None

@@ -1,4 +1,4 @@
-"""The structure of a replica function's results, recorded while tracing."""
+"""The structure of the results of a function given to `run`."""
 
 import dataclasses
 from collections.abc import Callable, Iterable
@@ -15,16 +15,19 @@ from keras_strategies._types import Leaf, Tree
 @jax.tree_util.register_static
 @dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
 class TraceReport:
-    """The report of a run program's trace; a static result of the program.
+    """A report of the trace of a `RunProgram`.
+
+    The program returns it as a static result, beside its arrays.
 
     Attributes:
       structure: The structure of the user's results.
-      constants: For each leaf None if it is an array; else a list of its one
-        value or of the variants' values, see `merge_constants`.
+      constants: For each leaf of the results, None if it is an array, and else
+        a list of its values as returned by `merge_constants`.
       summed: Positions of the arrays that are also summed over the replicas.
       unchecked: Positions of written variables to which all replicas must
-        write the same value.
-      shapes: Each replica's shapes of the arrays, or None if all are equal.
+        write the same value. The caller checks that.
+      shapes: For each replica, the shapes of its arrays; or None if all
+        replicas have the same shapes.
     """
 
     structure: Any
@@ -34,7 +37,7 @@ class TraceReport:
     shapes: list[list[tuple[int, ...]]] | None
 
     def shapes_of(self, position: int) -> tuple[tuple[int, ...], ...] | None:
-        """Returns each replica's shape of an array; None if all are equal."""
+        """Returns an array's shape on each replica; None if all are equal."""
         if self.shapes is None:
             return None
         shapes = tuple(of_replica[position] for of_replica in self.shapes)
@@ -42,10 +45,12 @@ class TraceReport:
 
 
 def read_constant(leaf: object) -> list[Any] | None:
-    """Returns None for a result that is an array, else a list of its value.
+    """Returns the value of a result that is not an array, in a list.
+
+    Returns None if the result is an array.
 
     Raises:
-      TypeError: if it is neither an array nor a supported value.
+      TypeError: if the result is neither an array nor a supported value.
     """
     if isinstance(leaf, jax.Array | np.ndarray | np.generic):
         return None
@@ -61,14 +66,18 @@ def read_constant(leaf: object) -> list[Any] | None:
 
 
 def merge_constants(structures: list[Any]) -> list[list[Any] | None]:
-    """Merges the results that are not arrays, of the variants of a function.
+    """Combines the results that are not arrays, from all variants of a call.
+
+    A function is traced in several variants if the replicas have different
+    numbers of rows. In debug mode the call of each replica is a variant.
 
     Args:
       structures: Each variant's `BranchFacts.structure`.
 
     Returns:
-      For each leaf None if it is an array, else a list of its one value, or
-      of the variants' numbers if they differ.
+      A list with an entry for each leaf: None if the leaf is an array; a list
+      of one value if all variants returned the same; else a list of the
+      numbers that the variants returned.
 
     Raises:
       ValueError: if the variants return nests of different structures.
@@ -104,7 +113,8 @@ def rebuild_nest(
       structure: The structure of the nest.
       constants: The result of `merge_constants`.
       arrays: The results that are arrays.
-      differing: Makes one result of the variants' different numbers.
+      differing: A function that makes one result from a list of the different
+        numbers that the variants returned.
 
     Returns:
       A nest of arrays, `PerReplica` and constants.
