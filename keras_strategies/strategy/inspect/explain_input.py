@@ -53,9 +53,8 @@ class InputExplanation:
     Attributes:
       facts: What is known about the dataset, by name.
       devices: Names of the devices, in the order of replica ids.
-      processes: The ids of each reader, which reads rows of its own: a process,
-        or several processes that share replicas. All read for equally many
-        replicas.
+      processes: The ids of each reader of its own rows: one process, or several
+        that share replicas. All readers have equally many replicas.
       is_process_local: Whether each process has its own rows, without a common
         order.
       batch_size: The rows of a full global batch, or None if unknown.
