@@ -80,7 +80,7 @@ class CustomLoops:
 
         Args:
           fn: The function. It returns a nest of arrays, numbers, strings or
-            None. Variables that it creates on its first call are kept.
+            None. Variables that its first call creates are reused.
           args: Positional arguments: nests. Each `PerReplica` is replaced by
             the replica's component; other values are passed unchanged.
           kwargs: Keyword arguments, likewise.
@@ -129,7 +129,7 @@ class CustomLoops:
         value: Tree,
         axis: int | tuple[int, ...] | None,
     ) -> Tree:
-        """Reduces per-replica values to one value.
+        """Sums or averages per-replica values over the replicas.
 
         Args:
           reduce_op: `ReduceOp.SUM` or `ReduceOp.MEAN`, or their names.
@@ -339,7 +339,7 @@ class CustomLoops:
 
         The replicas execute the Python code one at a time, in the order of
         their ids; each runs up to its next collective. Prints, breakpoints and
-        branches on the replica's id (a Python int here) work, and results are
+        branches on the replica's id (a Python int here) work, and results equal
         those of the compiled program. Slow. Applies to this thread only.
 
         Example:

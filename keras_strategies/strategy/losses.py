@@ -28,9 +28,9 @@ def compute_average_loss(
       global_batch_size: The number of rows of all replicas together. The
         default is the number of this replica's rows times the number of
         replicas. If the replicas have different numbers of rows, the default is
-        taken from the argument of `run` that has as many rows on this replica
-        as there are losses: the number of rows of this argument on all
-        replicas.
+        looked up by the number of losses: the argument of `run` with this
+        number of rows on this replica determines it, by its number of rows on
+        all replicas together.
 
     Returns:
       A scalar.

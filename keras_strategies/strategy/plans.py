@@ -60,9 +60,9 @@ class PlanMixin:
             "slots", "sharded:64" (in groups of 64 replicas), "model:4" (with
             `transformer_layout` over 4 cores) or "sharded+model:4"; or
             partitioners. None for several common layouts.
-          scale: "replica" if each replica of a slice gets as many rows as a
-            replica of this strategy; "global" if `batch` is the global batch of
-            every slice.
+          scale: "replica" if each replica of a slice gets the same number of
+            rows as a replica of this strategy; "global" if `batch` is the
+            global batch of every slice.
           effort: The compiler's effort: "auto", "low" or "full".
           verify: Whether to find the largest number of rows that fits by
             compiling at full effort, until one more row on each replica does

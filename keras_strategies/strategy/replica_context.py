@@ -104,7 +104,7 @@ class ReplicaContext:
         """The devices that the replica may run on: all devices of the strategy.
 
         Differs from tf, where this is the replica's own device. A traced
-        program runs on all devices, so Python cannot know a single one.
+        program runs on all devices, so there is no single device to return.
         """
         return self._strategy.extended.worker_devices
 

@@ -179,7 +179,7 @@ class Runner:
         return sum(map(len, self._programs.values()))
 
     def _convert_argument(self, leaf: Leaf) -> _Argument:
-        """Returns an argument's cache key fields, and its array."""
+        """Returns an argument's (layout, shape, dtype, key), and its array."""
         if isinstance(leaf, values.PerReplica):
             layout, array, rows = self._combine_components(leaf)
             return (layout, array.shape, array.dtype, rows), array
@@ -290,7 +290,7 @@ class _Call(NamedTuple):
 
 
 def _add_captured_note(error: ValueError, fn: Callable[..., Any]) -> None:
-    """Adds a note to an error: the distributed arrays that `fn` captures.
+    """Adds a note to an error: which distributed arrays `fn` has captured.
 
     JAX cannot index these arrays in a mapped function, because their mesh
     differs from the mesh of the trace.

@@ -235,7 +235,7 @@ class Strategy(CustomLoops, PlanMixin):
     ) -> CompiledProgram:
         """Compiles the program of `run(fn, args, kwargs)`, without running it.
 
-        Variables that the first call of `fn` creates are created. Not in tf.
+        Creates the variables that the first call of `fn` creates. Not in tf.
 
         Args:
           fn: The function.
@@ -283,7 +283,7 @@ class Strategy(CustomLoops, PlanMixin):
 
         Raises:
           ValueError: if the model is not bound to this strategy, or a layer
-            assigned a value that was not kept (see `ks.abstract`).
+            assigned a value that was not stored (see `ks.abstract`).
           RuntimeError: if the strategy can only compile.
 
         Example:

@@ -81,7 +81,7 @@ def lower_step(
 
 
 def shape_of(leaf: object) -> jax.ShapeDtypeStruct:
-    """Returns the shape and dtype of an array, or of an abstract one.
+    """Returns the shape and dtype of an array or of an abstract array.
 
     Raises:
       TypeError: if `leaf` has no shape and dtype.

@@ -310,7 +310,7 @@ class ModelProgram:
         raise NotImplementedError
 
     def _uneven_results(self, called: UnevenCall) -> Tree:
-        """Returns the step's results from those of a call on uneven rows."""
+        """Returns the step's results, given the outcome of an uneven call."""
         raise NotImplementedError
 
     def _scan_steps(self, body: Body) -> Body:

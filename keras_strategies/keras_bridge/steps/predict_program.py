@@ -136,7 +136,7 @@ class PredictProgram(ModelProgram):
         return bool(outputs) and all(o.shape[:1] == (None,) for o in outputs)
 
     def _scan_steps(self, body: Body) -> Body:
-        """Turns a step into a loop over stacked batches with all outputs."""
+        """Turns a step into a loop over batches; it returns all outputs."""
 
         def many(written: Group, read: Group, data: Batch) -> tuple[Any, ...]:
             keys: list[str] = []

@@ -14,7 +14,7 @@ from keras_strategies.keras_bridge.steps.uneven_rows import BranchResult
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class BranchFacts:
-    """What is known about a call when the call is traced.
+    """The facts about a call that its trace shows, without its values.
 
     Attributes:
       structure: The structure of the results, and what else is needed to

@@ -126,7 +126,7 @@ class StepProgram(ModelProgram):
         return logs, *self._select_changes(old, merged)
 
     def _scan_steps(self, body: Body) -> Body:
-        """Turns a step into a loop over stacked batches with the last logs."""
+        """Turns a step into a loop over batches; it returns the last logs."""
 
         def many(written: Group, read: Group, data: Batch) -> tuple[Any, ...]:
             changed_keys: list[list[str]] = []

@@ -110,7 +110,8 @@ def _trace_to_the_end(
 ) -> list["_Trace"]:
     """Traces all variants repeatedly, until every collective is known.
 
-    The shape of a collective's result may depend on all variants' operands.
+    The shape of a collective's result may depend on the operands in all
+    variants, so each trace ends at the first unknown collective.
 
     Args:
       trace: A function that traces a variant with the known collectives.

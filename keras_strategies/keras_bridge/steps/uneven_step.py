@@ -90,7 +90,8 @@ class UnevenRows:
         """Moves rows to their replicas; to be called in a compiled program.
 
         Returns:
-          A batch in which all replicas have equally many rows, with padding.
+          A batch in which all replicas have the same number of rows, with
+          padding.
         """
         return _move(data, self.taken, axis, mesh)
 

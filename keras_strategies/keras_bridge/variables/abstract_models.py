@@ -51,8 +51,8 @@ def abstract() -> Iterator[None]:
     Code that needs values raises a RuntimeError that contains the variable's
     path: `get_weights`, `set_weights`, `load_weights`, `save`, `fit`,
     `numpy.asarray(variable)`, or loading a pretrained model. A step that reads
-    a variable outside of its state raises it too. `strategy.materialize(model)`
-    initializes the variables. Not in tf.
+    a variable outside of its state raises this error too.
+    `strategy.materialize(model)` initializes the variables. Not in tf.
 
     Example:
       ```python
@@ -96,7 +96,7 @@ def materialize(
       distribution: The distribution that places the variables.
 
     Raises:
-      ValueError: if a variable was assigned a value that was not kept.
+      ValueError: if a variable was assigned a value that was not stored.
     """
     # Includes the slots of a custom loop's optimizer, which are not variables
     # of the model.

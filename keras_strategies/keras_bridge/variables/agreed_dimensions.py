@@ -1,4 +1,4 @@
-"""Agreement of all processes on the dimensions that shard variables.
+"""Makes sure that all processes shard variables along equal dimensions.
 
 If processes sharded a variable differently, their shards would have different
 shapes, and the processes would wait for each other in different programs.

@@ -28,7 +28,8 @@ _CONSTANTS = (
 
 
 VariableCreator = Callable[..., keras.Variable]
-"""A function that is called with the keywords of `keras.Variable`."""
+"""A function of `next_creator` (if any) and the keywords of
+`keras.Variable`."""
 
 
 def create(

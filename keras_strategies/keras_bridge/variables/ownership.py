@@ -84,7 +84,7 @@ def note_devices(mesh: ReplicaMesh) -> None:
 
 
 def has_rivals(mesh: ReplicaMesh) -> bool:
-    """Returns whether another strategy uses some of these devices.
+    """Returns whether another strategy shares only some of these devices.
 
     The devices of the other strategy must overlap with these devices but not be
     the same. If a variable of one strategy is then assigned to a variable of

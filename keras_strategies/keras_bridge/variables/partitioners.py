@@ -1,4 +1,4 @@
-"""Partitioners, which choose the variables to shard, and along which axis.
+"""Partitioners, which choose the variables and dimensions to shard.
 
 References:
   - Rajbhandari et al., ZeRO: Memory Optimizations Toward Training Trillion
@@ -39,7 +39,8 @@ class FullySharded:
         group. Each group stores all variables, one shard on each replica. None
         chooses the replicas of a process, which are close to each other, or all
         replicas if each process has only one. On TPUs, None chooses the
-        replicas of a slice; in a large slice, those of a box of 64 chips.
+        replicas of a slice; in a large slice, the replicas of a box of 64
+        chips.
       min_size: The smallest number of entries of a sharded variable; smaller
         variables are replicated.
       reduce_dtype: The float dtype in which gradients of sharded variables are

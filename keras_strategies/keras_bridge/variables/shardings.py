@@ -87,7 +87,7 @@ def spec_of(variable: keras.Variable, mesh: ReplicaMesh) -> Spec:
 
 
 def gradient_spec_of(variable: keras.Variable, mesh: ReplicaMesh) -> Spec:
-    """Returns the spec of a weight's summed gradient, as of its slots."""
+    """Returns the spec of a weight's summed gradient and of its slots."""
     placement = placement_of(variable)
     if placement is None or placement.mesh is not mesh:
         return replicated_spec()
@@ -360,7 +360,7 @@ def _strip_trailing(axes: Axes) -> Axes:
 
 
 def shard_like(slot: keras.Variable, weight: keras.Variable) -> None:
-    """Shards an optimizer slot as its weight's placement demands."""
+    """Shards an optimizer slot with the slot sharding of its weight."""
     placement = placement_of(weight)
     if placement is not None and tuple(slot.shape) == tuple(weight.shape):
         of_slot = dataclasses.replace(placement, sharding=placement.of_slots)

@@ -252,7 +252,7 @@ def _parse_equation(equation: str) -> tuple[tuple[int, ...], tuple[int, ...]]:
 
 
 def _find_attention(projections: Sequence[_Projection]) -> dict[int, bool]:
-    """Returns by projection id whether attention heads are columns."""
+    """Maps attention projections, by id, to whether heads are columns."""
     first = [
         p
         for p in projections

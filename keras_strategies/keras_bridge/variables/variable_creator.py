@@ -48,7 +48,7 @@ VariableCreator = initial_values.VariableCreator
 
 
 class Registry:
-    """The variables that were created in a strategy's scope, held weakly."""
+    """Weak references to the variables created in a strategy's scope."""
 
     def __init__(self) -> None:
         # By id: variables compare elementwise, so they cannot be dict keys.
@@ -109,9 +109,9 @@ class ReplicaDistribution(Distribution):
     def get_data_layout(self, data_shape: Iterable[int]) -> NamedSharding:
         """Returns the layout of data that other libraries place in a scope.
 
-        keras-hub's `generate` asks; the feed of a loop does not. Rows that the
-        replicas cannot share evenly are replicated. With several processes all
-        rows are, because a process can read only from its devices.
+        keras-hub's `generate` asks; the feed of a loop does not. Rows are
+        replicated if the replicas cannot share them evenly or, since a process
+        reads only from its devices, if there are several processes.
         """
         mesh, rows = self._mesh, next(iter(data_shape), 0)
         shares = rows and rows % mesh.num_replicas == 0
@@ -216,7 +216,7 @@ def adopt(
 
     A variable gets its layout and a real copy of its value: a plain
     `device_put` shares the source's buffer, which a donating step deletes. If
-    the mesh can only be compiled for, nothing is moved.
+    the strategy can only compile, nothing is moved.
 
     Raises:
       ValueError: if a variable is on the devices of another strategy or

@@ -140,7 +140,7 @@ def draw_mesh(mesh: ReplicaMesh) -> Group:
     num_shown, num_processes = mesh.num_replicas, mesh.num_processes
     is_many = num_shown > MAX_DEVICES
     if is_many:
-        # If there is only one process, it gets twice as many boxes.
+        # If there is only one process, twice the number of boxes is shown.
         num_shown = MAX_DEVICES_OF_PROCESS * (2 if len(groups) == 1 else 1)
     parts: list[RenderableType] = [_make_heading(mesh)]
     for group in abbreviate(groups, MAX_PROCESSES if is_many else len(groups)):
@@ -238,7 +238,7 @@ def describe_variable(
 
     Args:
       variable: A variable, built or not.
-      mesh: The replicas. If the mesh is only compiled for, or the variable is
+      mesh: The replicas. If they can only be compiled for, or the variable is
         abstract, the row shows the sharding that the variable would have.
       partitioner: The partitioner that shards variables, if any.
 

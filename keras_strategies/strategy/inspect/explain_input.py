@@ -54,14 +54,14 @@ class InputExplanation:
       facts: What is known about the dataset, by name.
       devices: Names of the devices, in the order of replica ids.
       processes: The ids of each reader of its own rows: one process, or several
-        that share replicas. All readers have equally many replicas.
+        that share replicas. All have the same number of replicas.
       is_process_local: Whether each process has its own rows, without a common
         order.
       batch_size: The rows of a full global batch, or None if unknown.
       whole: Each replica's rows in a full batch, or None if unknown.
       last: Each replica's rows in an epoch's last batch, or None if unknown.
-      files: The files of each process, or None if this process does not know
-        them; empty if no files are known.
+      files: For each process its files, or None if they are not known here;
+        empty if no files are known.
     """
 
     facts: dict[str, str]
