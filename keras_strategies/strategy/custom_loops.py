@@ -75,8 +75,8 @@ class CustomLoops:
         In the function, Keras layers, losses, optimizers and metrics work on
         the replica's rows. An optimizer's `apply` sums the gradients over the
         replicas: divide the loss by the number of rows in the global batch.
-        Metrics combine the updates of all replicas. The methods of
-        `get_replica_context()` are collectives.
+        Metrics combine the updates of all replicas. Collectives are methods of
+        `get_replica_context()`.
 
         Args:
           fn: The function. It returns a nest of arrays, numbers, strings or
@@ -119,7 +119,7 @@ class CustomLoops:
         args: Sequence[Any] = (),
         kwargs: dict[str, Any] | None = None,
     ) -> Tree:
-        """Calls `run`; warns once that this is its old name."""
+        """Calls `run`, the new name of this method; warns once."""
         current.warn_of_old_name("experimental_run_v2", "run")
         return self.run(fn, args, kwargs)
 

@@ -185,7 +185,7 @@ class StrategyExtended:
         args: Sequence[Any] = (),
         kwargs: dict[str, Any] | None = None,
     ) -> Tree:
-        """Calls `Strategy.run`; this is its old name.
+        """Calls `Strategy.run`, the new name of this method.
 
         Args:
           fn: The function.

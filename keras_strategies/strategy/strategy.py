@@ -272,7 +272,7 @@ class Strategy(CustomLoops, PlanMixin):
 
         Each variable's initializer runs, and sharded variables are created
         sharded. The optimizer slots of its weights get their initial values,
-        also if a custom loop owns the optimizer. A model that already has
+        even if a custom loop owns the optimizer. A model that already has
         values is not changed. Collective. Not in tf.
 
         Args:
