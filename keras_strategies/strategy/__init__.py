@@ -1,1 +1,1 @@
-"""Strategies: thin classes that choose devices for one shared behaviour."""
+"""Strategies: thin classes that choose devices and share their behaviour."""

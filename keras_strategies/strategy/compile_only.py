@@ -9,7 +9,7 @@ from keras_strategies.tpu.replica_meshes import make_topology_mesh
 
 
 class CompileOnlyStrategy(Strategy):
-    """A strategy that can also be made for a named topology."""
+    """A base of strategies that can be made for absent TPU slices."""
 
     _resolver: Any = None
 
@@ -23,28 +23,30 @@ class CompileOnlyStrategy(Strategy):
         layout_map: Mapping[str, Any] | None = None,
         variable_partitioner: PartitionerLike | None = None,
     ) -> Self:
-        """Makes a strategy for a named TPU slice, which can only compile.
+        """Makes a strategy that can only compile, for a named TPU slice.
 
-        For `compile_step` and `compile_run`: the TPU compiler reports a
-        step's requirements, on any Linux machine. Models are made in the
-        strategy's scope as usual, and stay on the host. Calls that would run
-        on the slice (`fit`, `run`, `reduce`, ...) raise RuntimeError. Needs
-        libtpu, the extra `tpu`.
+        Use it with `compile_step` and `compile_run`: on any Linux machine, the
+        TPU compiler reports the memory and the collectives that a step would
+        need. Models are created in the strategy's scope as usual, but their
+        variables stay on the host. Calls that would run on the slice (`fit`,
+        `run`, `reduce`, ...) raise RuntimeError. Needs libtpu, which the extra
+        `tpu` installs.
 
         Args:
-          name: The generation and the chips in each dimension, such as
-            "v5e:16x16".
-          num_slices: The number of such slices, joined by the data centre's
-            network.
-          computation_shape: A replica's cores in x, y, z and core; one core
-            by default. Replicas fill the slice.
+          name: The TPU generation and the number of chips in each dimension,
+            such as "v5e:16x16".
+          num_slices: The number of these slices, which the data centre's
+            network connects.
+          computation_shape: The number of a replica's cores in each dimension:
+            x, y, z and core within a chip. By default, each core is a replica.
+            The replicas fill the slice.
           layout_map: See `TPUStrategy`.
           variable_partitioner: See `TPUStrategy`.
 
         Raises:
           ImportError: if libtpu is not installed.
-          ValueError: if there is no such slice, or `computation_shape` is
-            impossible.
+          ValueError: if there is no slice of this name, or `computation_shape`
+            does not fit into it.
 
         Example:
           ```python

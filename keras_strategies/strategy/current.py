@@ -24,7 +24,7 @@ class AnyStrategy(Protocol):
 
     @property
     def extended(self) -> Any:
-        """The strategy's names for libraries.
+        """The strategy's methods for libraries.
 
         Returns:
           A `StrategyExtended`.
@@ -46,10 +46,11 @@ class _Stack(threading.local):
     def __init__(self) -> None:
         self.entered: list[AnyStrategy] = []
         self.set_globally: contextlib.ExitStack | None = None
-        # Contexts of replicas whose functions run; None: a function given to
-        # `merge_call` or `update`.
+        # The replica contexts of the functions that are running; None stands
+        # for a function given to `merge_call` or `update`.
         self.replicas: list[Any] = []
-        # Open scopes of the default strategy, which `entered` leaves out.
+        # The number of open scopes of the default strategy, which are not in
+        # `entered`.
         self.num_default_scopes = 0
 
 
@@ -76,7 +77,7 @@ def check_cross_replica(name: str) -> None:
 def check_outside(name: str) -> None:
     """Raises RuntimeError inside of functions that run for replicas.
 
-    They are those given to `run`, `merge_call` and `update`.
+    These are the functions given to `run`, `merge_call` and `update`.
 
     Args:
       name: The method that was called.
@@ -92,7 +93,7 @@ def check_outside(name: str) -> None:
 
 @contextlib.contextmanager
 def replica_context(strategy: AnyStrategy, context: object) -> Iterator[None]:
-    """Makes `context`, of `strategy`, the current one for a block."""
+    """Makes a strategy and its replica context current for a block."""
     stack.entered.append(strategy)
     stack.replicas.append(context)
     try:
@@ -114,7 +115,7 @@ def check_not_mixing(strategy: object) -> None:
 
 
 def refuse_mixing(strategy: object, other: str) -> NoReturn:
-    """Raises RuntimeError for use of `strategy` in the scope of another one."""
+    """Raises RuntimeError: `strategy` is used in another strategy's scope."""
     raise RuntimeError(
         "Mixing different tf.distribute.Strategy objects. A strategy, and "
         "the models compiled in its scope, must be used in its scope or "

@@ -67,28 +67,28 @@ class CustomLoops:
     ) -> Tree:
         """Runs `fn(*args, **kwargs)` once on every replica. Collective.
 
-        All replicas run one compiled program. A program is compiled once for
-        each function (an equal function reuses it, such as a `def` or lambda
-        that a loop creates again), structure, shapes and dtypes of arguments,
-        and Python numbers and objects among the arguments.
+        All replicas run one compiled program. A program is compiled for each
+        new function, structure of arguments, shapes and dtypes, and Python
+        numbers and objects among the arguments. An equal function reuses the
+        program, such as a `def` or lambda that a loop creates again.
 
         In the function, Keras layers, losses, optimizers and metrics work on
         the replica's rows. An optimizer's `apply` sums the gradients over the
-        replicas: divide the loss by the global batch's rows. Metrics combine
-        the updates of all replicas. `get_replica_context()` has the
-        collectives.
+        replicas: divide the loss by the number of rows in the global batch.
+        Metrics combine the updates of all replicas. Collectives are methods of
+        `get_replica_context()`.
 
         Args:
           fn: The function. It returns a nest of arrays, numbers, strings or
-            None. Variables that it creates on its first call are kept.
-          args: Positional arguments: nests. A `PerReplica` in them is replaced
-            by the replica's component; other values are passed unchanged.
+            None. Variables that its first call creates are reused.
+          args: Positional arguments: nests. Each `PerReplica` is replaced by
+            the replica's component; other values are passed unchanged.
           kwargs: Keyword arguments, likewise.
-          options: Not used; for tf's signature.
+          options: Not used; accepted as in tf.
 
         Returns:
-          The nest of results. Arrays become `PerReplica`, unless there is one
-          replica; Python numbers, strings and None are unchanged.
+          The nest of results. Arrays become `PerReplica` if there are several
+          replicas; Python numbers, strings and None are unchanged.
 
         Raises:
           RuntimeError: if called inside of a replica's function, or in another
@@ -119,7 +119,7 @@ class CustomLoops:
         args: Sequence[Any] = (),
         kwargs: dict[str, Any] | None = None,
     ) -> Tree:
-        """Calls `run`, of which this is the old name; warns once."""
+        """Calls `run`, the new name of this method; warns once."""
         current.warn_of_old_name("experimental_run_v2", "run")
         return self.run(fn, args, kwargs)
 
@@ -129,22 +129,22 @@ class CustomLoops:
         value: Tree,
         axis: int | tuple[int, ...] | None,
     ) -> Tree:
-        """Reduces per-replica values to one value.
+        """Sums or averages per-replica values over the replicas.
 
         Args:
           reduce_op: `ReduceOp.SUM` or `ReduceOp.MEAN`, or their names.
           value: A nest of results of `run`.
-          axis: None to reduce over the replicas only, elementwise. A dimension
-            (or several) is reduced as well; `MEAN` then divides by the number
-            of entries of all replicas together.
+          axis: None to reduce elementwise over the replicas only. A dimension,
+            or several, to reduce over as well; `MEAN` then divides by the
+            number of reduced entries on all replicas together.
 
         Returns:
           The nest of arrays, replicated on every device.
 
         Raises:
-          ValueError: if shapes differ with axis=None, a component does not
-            have a dimension, the reduction is unknown, or a plain value is
-            reduced by `SUM`.
+          ValueError: if shapes differ with axis=None, a component does not have
+            the dimension, the reduction is unknown, or `SUM` is applied to a
+            value that is not distributed.
           RuntimeError: if called inside of a replica's function.
         """
         self._check_call("reduce")
@@ -156,7 +156,7 @@ class CustomLoops:
         Args:
           value: A nest of results of `run`; plain values are returned
             unchanged.
-          axis: The dimension; its size may differ between replicas.
+          axis: The dimension. Its size may differ between replicas.
 
         Returns:
           The nest of arrays, with components in the order of replica ids.
@@ -176,8 +176,8 @@ class CustomLoops:
           value: A nest of distributed and other values.
 
         Returns:
-          A tuple with a component, or a nest of components, for each local
-          replica. If no value is distributed, a tuple of `value` alone.
+          A tuple with a nest of components for each local replica. If no value
+          is distributed, the tuple contains only `value`.
         """
         self._runtime.mesh.check_can_run()
         return reducing.list_local_results(value, self._runtime.mesh)
@@ -189,11 +189,11 @@ class CustomLoops:
 
         Args:
           value_fn: A function of a `ValueContext`, called for each replica of
-            this process. It returns a nest of arrays or numbers; if there are
-            several processes, all with the same shapes.
+            this process. It returns a nest of arrays or numbers. With several
+            processes, shapes must be equal on all replicas.
 
         Returns:
-          The nest, of `PerReplica`; with one replica, of plain values.
+          The nest of `PerReplica`; of plain values if there is one replica.
 
         Raises:
           ValueError: if the structures differ or, on several processes, the
@@ -231,17 +231,18 @@ class CustomLoops:
 
         If N replicas cannot share a global batch of B rows evenly, the first B
         mod N replicas get one row more than the others. A shorter last batch
-        fills the same places in order (6 rows of 8 over 2 replicas: 4 and 2).
-        No row is left out.
+        fills the replicas in order: if batches of 8 rows are split over 2
+        replicas, a last batch of 6 rows is split into 4 and 2. No row is left
+        out.
 
         Args:
           dataset: A dataset that yields global batches: a `tf.data.Dataset`,
             the result of `experimental_make_numpy_dataset(...).batch(B)` or of
             `ks.data.files`, a `keras.utils.PyDataset`, a dataset or loader of
-            grain or torch, or an iterable of nests of arrays. On several
-            processes, each iterates over all of an iterable and keeps its
-            rows, unless `options` select another policy.
-          options: The way in which several processes share the dataset.
+            grain or torch, or an iterable of nests of arrays. With several
+            processes, each reads the whole iterable and uses its own rows,
+            unless `options` select another policy.
+          options: How several processes share the dataset.
 
         Returns:
           An iterable of nests of `PerReplica`, for `run`.
@@ -268,11 +269,11 @@ class CustomLoops:
         )
 
     def experimental_make_numpy_dataset(self, arrays: Tree) -> NumpyDataset:
-        """Makes a dataset of the rows of arrays; `.batch(B)` batches it.
+        """Makes a dataset from the rows of arrays; `.batch(B)` batches it.
 
         Args:
-          arrays: A nest of arrays with equal first dimensions; lists in it
-            become arrays.
+          arrays: A nest of arrays with equal first dimensions; lists become
+            arrays.
 
         Raises:
           ValueError: if arrays have different lengths or no rows.
@@ -288,12 +289,12 @@ class CustomLoops:
 
         Args:
           dataset_fn: A function of an `InputContext`, called once for each
-            process. It returns an iterable of batches of one replica (of the
-            size `context.get_per_replica_batch_size(global_batch_size)`). In a
+            process. It returns an iterable of batches for one replica, with
+            `context.get_per_replica_batch_size(global_batch_size)` rows. In a
             step, each replica gets the next batch; if the iterable ends within
             a step, the remaining replicas get batches without rows.
           options: With `InputReplicationMode.PER_REPLICA` the function is
-            called once for each replica; only on one process.
+            called once for each replica; this needs a single process.
 
         Returns:
           An iterable of nests of `PerReplica`, for `run`.
@@ -336,9 +337,9 @@ class CustomLoops:
     def debug(self) -> contextlib.AbstractContextManager[None]:
         """Runs functions given to `run` eagerly, inside of the block.
 
-        Each replica executes the Python code, one at a time and in the order
-        of their ids, up to its next collective. Prints, breakpoints and
-        branches on the replica's id (a Python int here) work, and results are
+        The replicas execute the Python code one at a time, in the order of
+        their ids; each runs up to its next collective. Prints, breakpoints and
+        branches on the replica's id (a Python int here) work, and results equal
         those of the compiled program. Slow. Applies to this thread only.
 
         Example:
@@ -366,16 +367,16 @@ class CustomLoops:
             of arrays, such as (x, y), a dataset, or a distributed dataset.
           batch_size: Rows of a global batch, for arrays and torch datasets; 32
             by default.
-          options: Those of `experimental_distribute_dataset`.
+          options: See `experimental_distribute_dataset`.
 
         Returns:
-          An object that prints as a table: the policy and the reason for it,
-          and each replica's rows of a full batch and of the last one. In
-          notebooks it is an SVG picture (`_repr_svg_()`).
+          An object that prints as a table: the policy and its reason, and each
+          replica's rows in a full batch and in the last batch. Notebooks show
+          it as an SVG picture (`_repr_svg_()`).
 
         Raises:
           TypeError: if `dataset` is not a dataset.
-          ValueError: if the arguments do not fit together.
+          ValueError: if `batch_size` or `options` do not apply to `dataset`.
 
         Example:
           ```python

@@ -1,4 +1,4 @@
-"""The default strategy, and the current one: `get_strategy`."""
+"""The default strategy, and functions that return the current strategy."""
 
 import contextlib
 import functools
@@ -62,8 +62,9 @@ def get_default_context() -> ReplicaContext:
 def get_strategy() -> Strategy:
     """Returns the current strategy; never None.
 
-    Outside of scopes it is the default strategy: one replica on the default
-    device, and a scope that changes nothing. New threads start outside.
+    Outside of all scopes this is the default strategy, which has one replica on
+    the default device and a scope that changes nothing. A new thread starts
+    outside of all scopes.
 
     Example:
       >>> with strategy.scope():
@@ -93,10 +94,10 @@ def has_strategy() -> bool:
 def get_replica_context() -> ReplicaContext | None:
     """Returns the context of the replica that the calling code runs for.
 
-    Inside of a function given to `run` it is that replica's context. In a
+    In a function given to `run`, this is the context of the replica. In a
     strategy's scope, and in a function given to `merge_call`, the result is
-    None: this is the cross-replica context. Outside of scopes it is the
-    context of the default strategy's only replica.
+    None, which means the cross-replica context. Outside of all scopes, it is
+    the context of the default strategy's only replica.
 
     Example:
       ```python
@@ -116,8 +117,8 @@ def get_replica_context() -> ReplicaContext | None:
 def in_cross_replica_context() -> bool:
     """Returns whether the calling code runs once for all replicas.
 
-    True in a strategy's scope and in a function given to `merge_call`; False
-    inside of `run`, and outside of scopes.
+    True in a strategy's scope and in a function given to `merge_call`; False in
+    a function given to `run`, and outside of all scopes.
 
     Example:
       >>> with strategy.scope():
@@ -133,8 +134,8 @@ def experimental_set_strategy(strategy: Strategy | None) -> None:
     """Enters a strategy's scope for the rest of the thread, without `with`.
 
     Args:
-      strategy: The strategy to enter, in place of the one set before, or None
-        to only leave that one.
+      strategy: The strategy to enter. It replaces the strategy that an earlier
+        call has set. None only leaves that earlier strategy.
 
     Raises:
       RuntimeError: if called inside a `with strategy.scope()`.

@@ -1,4 +1,4 @@
-"""`strategy.extended`: tf's names for libraries, computed from the runtime."""
+"""`strategy.extended`: the TensorFlow methods that libraries call."""
 
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -50,20 +50,20 @@ class StrategyExtended:
     def worker_devices(self) -> tuple[jax.Device, ...]:
         """The devices of replicas, in the order of replica ids.
 
-        For replicas of several cores, the first core of each.
+        If a replica has several cores, only its first core is listed.
         """
         return self._runtime.mesh.first_devices
 
     @property
     def parameter_devices(self) -> tuple[jax.Device, ...]:
-        """The devices that hold copies of variables: all of them."""
+        """The devices that store copies of variables: all devices."""
         return tuple(self._runtime.mesh.devices)
 
     @property
     def experimental_between_graph(self) -> bool:
         """Whether each process runs a copy of the script.
 
-        True for `MultiWorkerMirroredStrategy`, also with one process.
+        True for `MultiWorkerMirroredStrategy`, even with a single process.
         """
         return self._is_multi_worker
 
@@ -74,20 +74,20 @@ class StrategyExtended:
         destinations: object,
         options: object = None,
     ) -> Tree:
-        """Reduces a value elementwise over the replicas, onto all devices.
+        """Reduces values elementwise over the replicas, onto all devices.
 
         May be called outside of replica functions, and in a function given to
         `merge_call`.
 
         Args:
-          reduce_op: `ReduceOp.SUM` or `ReduceOp.MEAN`, or their names.
+          reduce_op: `ReduceOp.SUM` or `ReduceOp.MEAN`, or the name of one.
           value: A nest of `PerReplica`.
           destinations: Not used: the result is on all of the strategy's
             devices.
           options: Not used.
 
         Returns:
-          The nest, with an array in the place of each `PerReplica`.
+          The nest, with each `PerReplica` replaced by an array.
 
         Raises:
           RuntimeError: if called inside of a replica's function.
@@ -105,7 +105,7 @@ class StrategyExtended:
         """Reduces several values; see `reduce_to`.
 
         Args:
-          reduce_op: `ReduceOp.SUM` or `ReduceOp.MEAN`, or their names.
+          reduce_op: `ReduceOp.SUM` or `ReduceOp.MEAN`, or the name of one.
           value_destination_pairs: Pairs of a value and a destination.
           options: Not used.
         """
@@ -125,21 +125,21 @@ class StrategyExtended:
         """Calls `fn(var, *args, **kwargs)` for every copy of a variable.
 
         May be called outside of replica functions, and in a function given to
-        `merge_call`. `var.assign`, `assign_add` and `assign_sub` in `fn` write
-        the copies.
+        `merge_call`. In `fn`, `var.assign`, `assign_add` and `assign_sub` write
+        to the copy.
 
         Args:
           var: A variable.
-          fn: The function that changes it. It must assign the same value to
-            all copies, except with `synchronization="on_read"`.
-          args: Arguments; a `PerReplica` is replaced by the component of the
-            copy's replica.
+          fn: The function that changes it. It must assign the same value to all
+            copies, unless the variable has `synchronization="on_read"`.
+          args: Positional arguments. A `PerReplica` is replaced by the
+            component of the replica that owns the copy.
           kwargs: Keyword arguments, likewise.
-          group: Whether to return nothing.
+          group: Whether to return None instead of the results.
 
         Returns:
-          None; with `group=False` a tuple of the results of `fn` for all
-          copies, or in `merge_call` its only result.
+          None if `group`. Otherwise a tuple with the result of `fn` for each
+          copy; in a function given to `merge_call`, the single traced result.
 
         Raises:
           ValueError: if the copies were assigned different values.
@@ -171,7 +171,7 @@ class StrategyExtended:
             devices.
 
         Returns:
-          A `Mirrored`; with one replica, an array.
+          A `Mirrored`; an array if the strategy has only one replica.
         """
         current.check_cross_replica("broadcast_to")
         mesh = self._runtime.mesh
@@ -185,7 +185,7 @@ class StrategyExtended:
         args: Sequence[Any] = (),
         kwargs: dict[str, Any] | None = None,
     ) -> Tree:
-        """Calls `Strategy.run`, of which this is the old name.
+        """Calls `Strategy.run`, the new name of this method.
 
         Args:
           fn: The function.

@@ -1,4 +1,4 @@
-"""Losses of replicas that add up to the loss of the global batch."""
+"""Replica losses that add up to the loss of the global batch."""
 
 from collections.abc import Sequence
 
@@ -15,26 +15,30 @@ def compute_average_loss(
     sample_weight: Array | None = None,
     global_batch_size: Array | None = None,
 ) -> jax.Array:
-    """Divides the sum of the rows' losses by the rows of the global batch.
+    """Divides the sum of the losses by the global number of rows.
 
-    In `run` an optimizer sums the gradients over the replicas, so a replica's
-    loss must be its part of the global mean.
+    In `run` an optimizer sums the gradients over the replicas, so the losses of
+    the replicas must add up to the global mean.
 
     Args:
-      per_example_loss: The losses of a replica's rows, of shape (rows, ...);
-        from a loss with `reduction="none"`.
-      sample_weight: The rows' weights, of shape (rows,) or that of the losses.
-      global_batch_size: The rows of all replicas. The default is the replica's
-        rows times the number of replicas. If the replicas have different
-        numbers of rows, it is the global rows of the argument of `run` whose
-        number of rows on this replica is that of the losses.
+      per_example_loss: The losses of this replica's rows, of shape (rows, ...),
+        for example from a Keras loss with `reduction="none"`.
+      sample_weight: The weights of the rows, of shape (rows,) or of the same
+        shape as the losses.
+      global_batch_size: The number of rows of all replicas together. The
+        default is the number of this replica's rows times the number of
+        replicas. If the replicas have different numbers of rows, the default is
+        looked up by the number of losses: the argument of `run` with this
+        number of rows on this replica determines it, by its number of rows on
+        all replicas together.
 
     Returns:
       A scalar.
 
     Raises:
-      ValueError: if the losses have no rows; or if several uneven arguments
-        have this number of rows here, and different numbers in all.
+      ValueError: if the losses are a scalar; or if several uneven arguments
+        have this number of rows on this replica, but different numbers of rows
+        on all replicas together.
 
     References:
       `tf.nn.compute_average_loss`.
@@ -78,16 +82,18 @@ def _count_global_rows(rows: int) -> int:
 def scale_regularization_loss(
     regularization_loss: Array | Sequence[Array],
 ) -> jax.Array:
-    """Divides a loss of the weights by the number of replicas.
+    """Divides a regularization loss by the number of replicas.
 
-    Every replica adds this loss, and `run` sums the gradients.
+    Every replica adds the full regularization loss, and `run` sums the
+    gradients over the replicas; the division prevents counting the loss several
+    times.
 
     Args:
       regularization_loss: A scalar, an array or a list of them, such as
         `model.losses`.
 
     Returns:
-      Their sum, divided by the number of replicas.
+      The sum of all entries, divided by the number of replicas.
 
     References:
       `tf.nn.scale_regularization_loss`.

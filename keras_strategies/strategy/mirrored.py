@@ -1,4 +1,4 @@
-"""Strategies of one machine: on several of its devices, or on one."""
+"""The strategies for one machine: several of its devices, or one device."""
 
 from collections.abc import Sequence
 
@@ -17,18 +17,19 @@ from keras_strategies.strategy.strategy import Strategy
 class MirroredStrategy(Strategy):
     """Synchronous training on several devices of one machine.
 
-    Every variable is replicated on every device; a batch's rows are split
-    between them.
+    Every variable is replicated on every device; the rows of each batch are
+    split between the devices.
 
     Args:
-      devices: Devices as names ("gpu:0", "/gpu:1", "CPU:2") or jax devices;
-        by default all devices of the default platform.
+      devices: The devices, as names ("gpu:0", "/gpu:1", "CPU:2") or as JAX
+        devices. By default, all devices of the default platform.
       cross_device_ops: Must be None, because XLA chooses how devices
-        communicate. Differs from tf: there it selects an implementation.
-      variable_partitioner: The choice of variables that the replicas shard:
+        communicate. In tf, it selects an implementation.
+      variable_partitioner: Chooses which variables the replicas shard:
         `ks.experimental.FullySharded()`, `ks.experimental.SlotsOnly()`, or a
-        function of a variable's path, shape and dtype that returns a
-        dimension, or None to replicate it. None: all are replicated.
+        function. The function receives a variable's path, shape and dtype, and
+        returns the dimension to shard, or None to replicate the variable. By
+        default, all variables are replicated.
 
     Raises:
       ValueError: if a device is unknown or passed twice, if `devices` is
@@ -62,12 +63,13 @@ class MirroredStrategy(Strategy):
 
 
 class OneDeviceStrategy(Strategy):
-    """A strategy of one replica on one device.
+    """A strategy with a single replica on one device.
 
-    Runs the same code paths as the other strategies.
+    It runs the same code paths as the other strategies, so that a script can be
+    tried on one device.
 
     Args:
-      device: The device, as a name ("gpu:0") or a jax device.
+      device: The device, as a name ("gpu:0") or a JAX device.
 
     Raises:
       ValueError: if the device is unknown.

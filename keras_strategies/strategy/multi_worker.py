@@ -17,38 +17,42 @@ from keras_strategies.strategy.tf_compat.options import (
 class MultiWorkerMirroredStrategy(Strategy):
     """Synchronous training on the devices of several processes.
 
-    Every process runs the same script. Variables are replicated on every
-    device of all processes and start with the chief's values (process 0); a
-    batch's rows are split between the devices. Calls of `fit`, `evaluate`,
-    `predict`, `run` and `reduce` are collective: all processes must make them,
-    in the same order.
+    Every process runs the same script. Variables are replicated on every device
+    of all processes and start with the values of the chief (process 0); the
+    rows of each batch are split between the devices. Calls to `fit`,
+    `evaluate`, `predict`, `run` and `reduce` are collective: all processes must
+    make the same calls in the same order.
 
-    Make it before anything else uses JAX's devices, or after
-    `jax.distributed.initialize`. Without a cluster, from its arguments or from
-    TF_CONFIG, it behaves like a `MirroredStrategy`. If a process is missing,
-    started twice, or of another version, all the others raise an error.
+    Create the strategy before anything else uses JAX's devices, or after
+    `jax.distributed.initialize`. If neither the arguments nor TF_CONFIG
+    describe a cluster, the strategy behaves like a `MirroredStrategy`. If a
+    process is missing, was started twice, or has a different version, all other
+    processes raise an error.
 
     Args:
-      cluster_resolver: The processes of the job (`ks.cluster_resolver`, or
-        one of tf's), or None for those of TF_CONFIG, if it is set.
+      cluster_resolver: Describes the processes of the job: a resolver of
+        `ks.cluster_resolver` or of tf. None to read TF_CONFIG, if it is set.
       communication_options: `ks.experimental.CommunicationOptions`.
-      coordinator_address: The "host:port" on which process 0 will listen; with
-        the next two arguments, an alternative to a resolver.
+      coordinator_address: The "host:port" on which process 0 will listen.
+        Together with the next two arguments, it is an alternative to a
+        resolver.
       num_processes: The number of processes.
-      process_id: The number of this process.
+      process_id: The index of this process, from 0.
       startup_timeout_s: The time to wait for all processes, in seconds.
-      predict_in: "all": `predict` returns all rows in every process;
-        "chief": in the chief, and arrays without rows in the others.
-      variable_partitioner: The choice of variables that the replicas shard:
+      predict_in: "all" if `predict` returns all rows in every process; "chief"
+        if it returns them only in the chief, and arrays without rows in the
+        other processes.
+      variable_partitioner: Chooses which variables the replicas shard:
         `ks.experimental.FullySharded()`, `ks.experimental.SlotsOnly()`, or a
-        function of a variable's path, shape and dtype that returns a
-        dimension, or None to replicate it. None: all are replicated.
+        function. The function receives a variable's path, shape and dtype, and
+        returns the dimension to shard, or None to replicate the variable. By
+        default, all variables are replicated.
 
     Raises:
-      ValueError: if `predict_in` is unknown, the cluster is incomplete or
-        wrong, or processes have different numbers of devices.
-      RuntimeError: if JAX's devices are already in use, or the processes did
-        not connect in time or do not match.
+      ValueError: if `predict_in` is unknown, the description of the cluster is
+        incomplete or wrong, or processes have different numbers of devices.
+      RuntimeError: if JAX's devices are already in use, the processes did not
+        connect in time, or they do not match.
 
     Example:
       ```python
@@ -101,6 +105,7 @@ class MultiWorkerMirroredStrategy(Strategy):
         """The resolver that was passed, or one made for this process's job.
 
         Returns:
-          A resolver of `ks.cluster_resolver`, or the one of tf that was passed.
+          A resolver of `ks.cluster_resolver`, or the tf resolver that was
+          passed.
         """
         return self._cluster_resolver

@@ -1,4 +1,4 @@
-"""`Strategy.plan`: memory and speed of a model's training on slices."""
+"""`Strategy.plan`: the memory and time of training a model on TPU slices."""
 
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any, cast
@@ -13,10 +13,10 @@ if TYPE_CHECKING:
 
 
 class PlanMixin:
-    """The method of `Strategy` that plans for absent devices.
+    """The method of `Strategy` that plans training on absent hardware.
 
-    This is the only import of `planning` in `strategy`; it happens when the
-    method is called.
+    Nothing else in `strategy` imports `planning`, and this method imports it
+    only when it is called.
     """
 
     def plan(
@@ -33,41 +33,46 @@ class PlanMixin:
         cache: bool = True,
         progress: bool = True,
     ) -> "Plan":
-        """Plans training: the memory and time that steps need on slices.
+        """Estimates the memory and time of train steps on TPU slices.
 
-        A candidate is a slice and a layout of the model on it. For each, the
-        train step is compiled for shapes, by the slice's compiler but without
-        its chips. Models have no values during the plan (`ks.abstract`), so a
-        machine without memory for them can plan the largest. Not in tf.
+        A candidate is a slice together with a layout of the model on it. For
+        each candidate, the train step is compiled from shapes alone, with the
+        slice's compiler but without its chips. Models have no values during the
+        plan (see `ks.abstract`), so even the largest model can be planned on a
+        machine that could not store it. Not in tf.
 
-        Bytes and collectives are from the compiler. At low effort, which is
-        several times as fast, programs need a tenth more to a third less than
-        at full effort, which is used for training. Near the limit, and if
-        there is only one candidate, they are compiled at full effort, too. For
-        models of many equal blocks two short models are compiled, and their
-        figures are extrapolated. Times are estimates.
+        Bytes and collectives are reported by the compiler. Compiling at low
+        effort is several times as fast; the reported memory is then between a
+        third less and a tenth more than at full effort, which training uses. A
+        candidate near the memory limit, or the only candidate, is also compiled
+        at full effort. For a model with many equal blocks, two short models are
+        compiled and their results are extrapolated. Times are estimates.
 
         Args:
           model: A function that makes and compiles the model, called in the
-            scope of each candidate's strategy. Or a compiled model, which is
-            cloned from its config and not changed.
+            scope of each candidate's strategy. Or a compiled model: it is
+            cloned from its config and is not changed.
           batch: `(x, y)` or `(x, y, sample_weight)`, of arrays or of
             `jax.ShapeDtypeStruct`: a global batch of this strategy.
-          topologies: Names of TPU slices, such as "v5e:16x16". None: this
-            strategy's devices.
-          strategies: Layouts, such as "replicated", "slots", "sharded:64" (in
-            groups of 64), "model:4" (by `transformer_layout`) or
-            "sharded+model:4"; or partitioners. None: several.
-          scale: "replica": each replica of a slice gets the rows of one of
-            this strategy; "global": the batch is the slice's global batch.
-          effort: The effort of compiling: "auto", "low" or "full".
-          verify: Whether the most rows that fit are found by compiling, at
-            full effort, until one more row on each replica does not fit.
-          whole: Whether to compile all blocks of deep models.
-          cache: Whether figures are kept for later plans, in the user's cache
+          topologies: The names of TPU slices, such as "v5e:16x16". None for the
+            devices of this strategy.
+          strategies: The layouts to compare: names such as "replicated",
+            "slots", "sharded:64" (in groups of 64 replicas), "model:4" (with
+            `transformer_layout` over 4 cores) or "sharded+model:4"; or
+            partitioners. None for several common layouts.
+          scale: "replica" if each replica of a slice gets the same number of
+            rows as a replica of this strategy; "global" if `batch` is the
+            global batch of every slice.
+          effort: The compiler's effort: "auto", "low" or "full".
+          verify: Whether to find the largest number of rows that fits by
+            compiling at full effort, until one more row on each replica does
+            not fit.
+          whole: Whether to compile all blocks of deep models, without
+            extrapolating.
+          cache: Whether to store results for later plans, in the user's cache
             folder (`XDG_CACHE_HOME`).
-          progress: Whether the table is shown as it fills, if stderr is a
-            terminal.
+          progress: Whether to show the table while it is being filled, if
+            stderr is a terminal.
 
         Returns:
           The plan, which prints as a table and has `to_json` and `to_html`.

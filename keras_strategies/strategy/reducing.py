@@ -1,4 +1,4 @@
-"""`reduce`, `gather` and the local components of distributed values."""
+"""Implementations of `reduce`, `gather` and `experimental_local_results`."""
 
 import functools
 from collections.abc import Callable
@@ -24,10 +24,10 @@ _Axes = int | tuple[int, ...] | None
 def reduce(
     op: ReduceOp | str, value: Tree, axis: _Axes, mesh: ReplicaMesh
 ) -> Tree:
-    """Implements `Strategy.reduce`.
+    """Implements `Strategy.reduce`: reduces each distributed value of a nest.
 
     Returns:
-      The nest, with an array in the place of each value.
+      The nest, with each value replaced by an array.
     """
     op = as_reduce_op(op)
     return jax.tree.map(
@@ -72,7 +72,7 @@ def _reduce_one(
 def _reduce_parts(
     parts: list[Any], op: ReduceOp, axes: tuple[int, ...] | None
 ) -> jax.Array:
-    """Reduces components, all on one device or in one program, to one value."""
+    """Reduces components to one value, eagerly or while being traced."""
     if axes is None:
         _check_equal_shapes(parts)
         total = sum_in_order([to_summable(part, op) for part in parts])
@@ -94,8 +94,9 @@ def _apply_to_components(
 ) -> Array:
     """Calls `fn(components, *args)` on the first device, or in a program.
 
-    No process of several has all components, so it needs a program over all
-    devices there.
+    With a single process, the first device computes the result. With several
+    processes, no process has all components, so `fn` is compiled into a program
+    over all devices.
     """
     if mesh.num_processes == 1:
         home = mesh.devices[0]
@@ -135,9 +136,11 @@ def _compile_over_components(
 
 
 def _read_variable(leaf: Leaf, mesh: ReplicaMesh) -> Leaf:
-    """Returns a variable's value, per-replica if its copies differ; or a leaf.
+    """Returns the value of a leaf: of a variable, or the leaf itself.
 
-    Leaves that are not variables are returned unchanged.
+    The value of a variable is a `PerReplica` if its copies may differ,
+    otherwise a `Mirrored`. Leaves that are not variables are returned
+    unchanged.
     """
     if not isinstance(leaf, keras.Variable):
         return leaf
@@ -175,11 +178,11 @@ def _as_axes(axis: int | tuple[int, ...]) -> tuple[Any, ...]:
 
 
 def to_summable(array: Array, op: ReduceOp) -> Array:
-    """Converts an array for a sum: booleans to numbers, for means to floats.
+    """Converts an array to a dtype in which it can be summed or averaged.
 
     Returns:
-      An array of the same shape. Its dtype changes for booleans, and for
-      integers of which the mean is taken.
+      An array of the same shape. Booleans become numbers. For a mean, booleans
+      and integers become float32.
     """
     is_exact = jnp.issubdtype(array.dtype, jnp.integer) or array.dtype == bool
     if op is ReduceOp.MEAN and is_exact:
@@ -210,13 +213,13 @@ def _check_equal_shapes(parts: list[Any]) -> None:
 
 
 def sum_in_order(arrays: list[Any]) -> jax.Array:
-    """Returns the sum, computed in the order of the replicas."""
+    """Adds arrays from first to last, in the order of the replicas."""
     return functools.reduce(jnp.add, arrays)
 
 
 @functools.cache
 def _compile_reduction(mesh: ReplicaMesh, op: ReduceOp) -> Callable[..., Any]:
-    """Compiles the reduction of arrays with a leading dimension of replicas."""
+    """Compiles a reduction over an array's first dimension, the replicas."""
 
     def over(array: Array) -> tuple[Any]:
         array = to_summable(array, op)
@@ -232,10 +235,10 @@ def _sum_over(array: Array, axes: tuple[int, ...]) -> jax.Array:
 
 
 def gather(value: Tree, axis: int, mesh: ReplicaMesh) -> Tree:
-    """Implements `Strategy.gather`.
+    """Implements `Strategy.gather`: concatenates the components of each value.
 
     Returns:
-      The nest, with an array in the place of each value.
+      The nest, with each value replaced by an array.
     """
 
     def one(leaf: Leaf) -> Leaf:

@@ -1,4 +1,4 @@
-"""`ReplicaContext`: the interface of a function to its replica."""
+"""`ReplicaContext`: a function's access to the replica that it runs for."""
 
 import contextlib
 import dataclasses
@@ -30,7 +30,7 @@ from keras_strategies.strategy.reducing import to_summable
 
 @dataclasses.dataclass(frozen=True)
 class ValueContext:
-    """The replica for which a value is made.
+    """The replica for which a value is created.
 
     Attributes:
       replica_id_in_sync_group: The replica's id.
@@ -59,8 +59,8 @@ class ReplicaContext:
 
     Args:
       strategy: The strategy.
-      step: The program that is being traced, or None for the default
-        strategy's replica.
+      step: The step that is being traced, or None for the replica of the
+        default strategy.
 
     Example:
       ```python
@@ -101,10 +101,10 @@ class ReplicaContext:
 
     @property
     def devices(self) -> tuple[Any, ...]:
-        """The devices that the replica may run on: all of the strategy's.
+        """The devices that the replica may run on: all devices of the strategy.
 
-        Differs from tf: there it is the replica's device. In a traced program
-        Python cannot know the device.
+        Differs from tf, where this is the replica's own device. A traced
+        program runs on all devices, so there is no single device to return.
         """
         return self._strategy.extended.worker_devices
 
@@ -114,15 +114,16 @@ class ReplicaContext:
         """Sums or averages a nest over the replicas. Collective.
 
         Args:
-          reduce_op: `ReduceOp.SUM` or `ReduceOp.MEAN`, or their names.
+          reduce_op: `ReduceOp.SUM` or `ReduceOp.MEAN`, or the name of one of
+            them.
           value: A nest of arrays or numbers, with the same shapes on all
             replicas.
           options: Not used: XLA chooses how replicas communicate.
 
         Returns:
-          The nest, equal on every replica. Gradients flow through: a
-          replica's gradient is the same reduction of all replicas' incoming
-          gradients.
+          The reduced nest, which is equal on every replica. It is
+          differentiable: the gradient on each replica is the incoming gradients
+          of all replicas, reduced in the same way.
 
         Example:
           ```python
@@ -154,8 +155,8 @@ class ReplicaContext:
           options: Not used.
 
         Returns:
-          The nest, concatenated in the order of replica ids, equal on every
-          replica. Gradients flow through.
+          The nest of concatenated arrays, in the order of replica ids and equal
+          on every replica. It is differentiable.
 
         Example:
           ```python
@@ -185,12 +186,13 @@ class ReplicaContext:
     ) -> Tree:
         """Calls `merge_fn(strategy, *args, **kwargs)` once for all replicas.
 
-        The function runs in the cross-replica context. Arrays among its
-        arguments become `PerReplica`, to be passed to `strategy.reduce` or
-        `strategy.extended.reduce_to` and `batch_reduce_to`.
+        The function runs in the cross-replica context. Each array among its
+        arguments becomes a `PerReplica`, which can be passed to
+        `strategy.reduce`, `strategy.extended.reduce_to` or
+        `strategy.extended.batch_reduce_to`.
 
         Differs from tf: the components of a `PerReplica` are on different
-        devices of one program, so `.values` raises.
+        devices of a traced program, so reading `.values` raises an error.
 
         Args:
           merge_fn: The function; every replica must call it.
@@ -198,7 +200,7 @@ class ReplicaContext:
           kwargs: The function's keyword arguments.
 
         Returns:
-          The function's result, for this replica.
+          This replica's part of the function's result.
 
         Example:
           ```python
@@ -214,7 +216,8 @@ class ReplicaContext:
         self._check_current("merge_call")
         turn = current_side()
         if isinstance(turn, Turn):
-            # All replicas must call it, even if it has no collective.
+            # All replicas must call `merge_call`, even if `merge_fn` calls no
+            # collective.
             turn.meet(None, "a `merge_call`")
         merged, merged_kwargs = list(args), dict(kwargs or {})
         if self._step is not None:

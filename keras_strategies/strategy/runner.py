@@ -1,4 +1,4 @@
-"""The runner of `Strategy.run`, which finds or makes a call's program."""
+"""Runs `Strategy.run`: finds or compiles the program of each call."""
 
 import collections
 import contextlib
@@ -36,7 +36,7 @@ from keras_strategies.strategy import current
 from keras_strategies.strategy.replica_context import make_replica_scope
 
 _Argument = tuple[tuple[Any, ...], Any]
-"""An argument's kind (layout, shape, dtype, key), and its array or None."""
+"""An argument's (layout, shape, dtype, key), and its array or None."""
 
 _MAX_PROGRAMS = 128
 _MAX_FLAGS = 8
@@ -53,7 +53,7 @@ class _Thread(threading.local):
 
 
 class Runner:
-    """The programs of one strategy's `run`.
+    """Runs functions on a strategy's replicas, and caches their programs.
 
     Args:
       strategy: The strategy.
@@ -86,8 +86,9 @@ class Runner:
           fn: The function.
           args: The function's positional arguments.
           kwargs: The function's keyword arguments.
-          is_update: Whether the function runs in the cross-replica context
-            and writes the same to every copy; see `StrategyExtended.update`.
+          is_update: Whether the function runs in the cross-replica context and
+            writes the same value to every copy of a variable; see
+            `StrategyExtended.update`.
         """
         current.check_not_mixing(self._strategy)
         self._mesh.check_can_run()
@@ -97,7 +98,8 @@ class Runner:
             return self._debug(call, leaves)
         arguments = list(map(self._convert_argument, leaves))
         try:
-            # Only one thread at a time may take, change and restore state.
+            # Only one thread at a time may take the variables' values, change
+            # them and put them back.
             with self._lock:
                 return self._run_compiled(call, arguments)
         except _NEEDS_VALUE as error:
@@ -113,8 +115,8 @@ class Runner:
     def _run_compiled(self, call: "_Call", arguments: list[_Argument]) -> Tree:
         kept = tuple(kind[:4] for kind, _ in arguments)
         key = (make_function_key(call.fn), call.structure, kept, call.is_update)
-        # One program for each set of flags (`trainable` and the like), because
-        # a loop may alternate between them.
+        # One program for each set of variable flags (such as `trainable`),
+        # because a loop may alternate between sets.
         programs = self._programs.get(key, [])
         program = next((p for p in programs if p.is_current), None)
         if program is None:
@@ -136,7 +138,7 @@ class Runner:
         """Lowers the program of a call.
 
         Returns:
-          The lowered program, and the variables that it writes.
+          The lowered program, and the variables that the program writes.
         """
         current.check_not_mixing(self._strategy)
         call, leaves = _flatten_call(fn, args, kwargs)
@@ -173,7 +175,7 @@ class Runner:
 
     @property
     def num_programs(self) -> int:
-        """The number of programs that are kept."""
+        """The number of cached programs."""
         return sum(map(len, self._programs.values()))
 
     def _convert_argument(self, leaf: Leaf) -> _Argument:
@@ -197,8 +199,8 @@ class Runner:
     ) -> tuple[str, Any, Variant | None]:
         """Returns a value's layout, one array, and the components' sizes.
 
-        Components of different shapes are padded to one shape; their sizes are
-        None if all are equal.
+        Components of different shapes are padded to one shape. The sizes are
+        None if all components have the same shape.
         """
         values.check_home(value, self._mesh)
         if value.layout == values.PADDED:
@@ -254,7 +256,7 @@ class Runner:
         return program
 
     def _make_replica_scope(self, call: "_Call") -> ReplicaScope:
-        """Returns the function that makes a call's context current."""
+        """Returns a function that enters the context of a call."""
         if not call.is_update:
             return make_replica_scope(self._strategy)
         return lambda step: current.replica_context(self._strategy, None)
@@ -276,7 +278,7 @@ class Runner:
 
 
 class _Call(NamedTuple):
-    """A function with the structure of its arguments; takes their leaves."""
+    """A function and its arguments' structure; called with their leaves."""
 
     fn: Callable[..., Any]
     structure: Any
@@ -288,10 +290,10 @@ class _Call(NamedTuple):
 
 
 def _add_captured_note(error: ValueError, fn: Callable[..., Any]) -> None:
-    """Adds a note to an error: the distributed arrays that `fn` captures.
+    """Adds a note to an error: which distributed arrays `fn` has captured.
 
-    JAX cannot index those in a mapped function, because their mesh is not that
-    of the trace.
+    JAX cannot index these arrays in a mapped function, because their mesh
+    differs from the mesh of the trace.
     """
     names = [
         f"`{name}`" for name, value in _find_captured(fn) if _is_spread(value)
@@ -306,11 +308,11 @@ def _add_captured_note(error: ValueError, fn: Callable[..., Any]) -> None:
 
 
 def _find_captured(fn: Callable[..., Any]) -> list[tuple[str, Any]]:
-    """Returns the globals and nonlocals that a function reads."""
+    """Returns the names and values of a function's globals and nonlocals."""
     try:
         seen = inspect.getclosurevars(fn)
     except (TypeError, ValueError):
-        # Not a Python function, or a name that is not assigned yet.
+        # This is not a Python function, or a name is not assigned yet.
         return []
     return list({**seen.globals, **seen.nonlocals}.items())
 
@@ -320,7 +322,7 @@ def _is_spread(value: object) -> bool:
     try:
         leaves = jax.tree.leaves(value)
     except Exception:
-        # A user-defined nest that JAX cannot flatten.
+        # JAX cannot flatten this user-defined nest.
         return False
     return any(
         isinstance(leaf, jax.Array)
@@ -335,7 +337,7 @@ def _list_arrays(arguments: list[_Argument]) -> list[Any]:
 
 
 def _find_sizes(shapes: Sequence[Any], dtypes: Sequence[str] = ()) -> Variant:
-    """Returns each component's rows, or its shape if other dimensions differ.
+    """Returns each component's row count, or its shape if not only rows differ.
 
     Raises:
       ValueError: if components have different ranks or dtypes.
@@ -355,7 +357,7 @@ def _find_sizes(shapes: Sequence[Any], dtypes: Sequence[str] = ()) -> Variant:
 def _flatten_call(
     fn: object, args: object, kwargs: object, *, is_update: bool = False
 ) -> tuple[_Call, list[Any]]:
-    """Returns a call, and the leaves of its arguments."""
+    """Returns a call, and the flattened leaves of its arguments."""
     if not callable(fn):
         raise TypeError(
             "The first argument of `run` must be a function. Received: an "
@@ -386,7 +388,8 @@ def _take_replica(leaf: Leaf, replica: int, mesh: ReplicaMesh) -> Leaf:
     if isinstance(leaf, values.Mirrored):
         leaf = leaf.array
     if isinstance(leaf, values.PerReplica):
-        # On all devices, so that it can be combined with variables' values.
+        # Placed on all devices, so that operations can combine it with the
+        # values of variables.
         return jax.device_put(np.asarray(leaf.values[replica]), mesh.whole)
     if isinstance(leaf, jax.Array | np.ndarray | np.generic):
         return jax.device_put(leaf, mesh.whole)

@@ -18,12 +18,12 @@ from keras_strategies.keras_bridge.variables.variable_creator import (
 
 @dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
 class Runtime:
-    """The parts of a strategy.
+    """The objects that a strategy consists of.
 
     Attributes:
       mesh: The mesh of replicas.
       registry: The variables created in the strategy's scope.
-      distribution: The strategy's variable creator.
+      distribution: The Keras distribution that places new variables.
       outputs_on_chief: Whether `predict` returns rows only in the chief.
     """
 

@@ -1,4 +1,4 @@
-"""The scope of a strategy, with the hooks that it installs."""
+"""The scope of a strategy, which installs the hooks into Keras."""
 
 import contextlib
 import functools
@@ -18,8 +18,8 @@ class Scope:
 
     def __init__(self, strategy: current.AnyStrategy) -> None:
         self._strategy = strategy
-        # For each open `with`: its exit stack, and the innermost variable
-        # creator, by which `__exit__` detects wrong nesting.
+        # For each open `with` block: its exit stack, and the innermost variable
+        # creator. `__exit__` compares the creator to detect wrong nesting.
         self._open: list[tuple[contextlib.ExitStack, Any]] = []
 
     def __enter__(self) -> current.AnyStrategy:
@@ -62,7 +62,7 @@ class Scope:
 
 
 def _check_free(model: keras.Model) -> None:
-    """Refuses a model of another strategy, before `compile` changes it."""
+    """Raises if a model belongs to another strategy, before `compile`."""
     strategy = current.get_entered_strategy()
     if strategy is not None:
         strategy._check_free(model)
@@ -71,11 +71,12 @@ def _check_free(model: keras.Model) -> None:
 def _enter_loop(
     model: keras.Model, name: str
 ) -> contextlib.AbstractContextManager[None]:
-    """Refuses a loop of a model that is not bound to a strategy.
+    """Raises if a loop such as `fit` is called on an unbound model.
 
-    Keras would place the model's batches, and state that the loop creates, on
-    the scope's devices; the model would be unusable after it. For a bound
-    model the block clears Keras's distribution: its binding places batches.
+    Keras would place the batches of such a model, and the state that the loop
+    creates, on the scope's devices; the model would be unusable afterwards. For
+    a bound model, the returned context manager clears Keras's distribution,
+    because the model's binding places the batches.
     """
     strategy = current.get_entered_strategy()
     if strategy is None:
@@ -87,7 +88,7 @@ def _enter_loop(
     kind = type(strategy).__name__
     if scope_hooks.is_bound_on_use(model):
         if not name.startswith("predict"):
-            # Keras raises that the model is not compiled.
+            # Keras itself raises an error that the model is not compiled.
             return contextlib.nullcontext()
         raise RuntimeError(
             "In a strategy's scope a model must be bound to the strategy: by "

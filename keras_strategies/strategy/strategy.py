@@ -33,16 +33,16 @@ class Strategy(CustomLoops, PlanMixin):
     """Distributes Keras models over devices; the base of all strategies.
 
     A model that is compiled in `scope()` trains, evaluates and predicts on
-    every device, in the scope and after it. Losses, metrics and weights equal
-    those on one device with the same global batches.
+    every device, also after the scope has ended. Losses, metrics and weights
+    equal those on one device with the same global batches.
 
     Args:
-      mesh: The replicas, a `ks.ReplicaMesh`. Subclasses choose it; users call
-        a subclass such as `MirroredStrategy`.
-      layout_map: The variables that a replica shards over its cores; see
+      mesh: The replicas, a `ks.ReplicaMesh`. Most users call a subclass such as
+        `MirroredStrategy`, which makes the mesh.
+      layout_map: How each replica shards variables over its cores; see
         `TPUStrategy`.
-      variable_partitioner: The choice of variables that the replicas shard;
-        see `MirroredStrategy`.
+      variable_partitioner: Chooses which variables the replicas shard; see
+        `MirroredStrategy`.
       outputs_on_chief: Whether `predict` returns rows only in the chief.
 
     Raises:
@@ -85,17 +85,17 @@ class Strategy(CustomLoops, PlanMixin):
 
     @staticmethod
     def _make_planned(mesh: ReplicaMesh, **kwargs: Any) -> "Strategy":
-        """Returns a strategy over other devices, for plans."""
+        """Returns a strategy over other devices, for `plan`."""
         return Strategy(mesh, **kwargs)
 
     @property
     def extended(self) -> StrategyExtended:
-        """More methods, for libraries."""
+        """The methods for libraries, as in TensorFlow."""
         return self._extended
 
     @property
     def mesh(self) -> ReplicaMesh:
-        """The devices of the replicas, as a mesh; `mesh.mesh` is JAX's."""
+        """The mesh of the replicas; `mesh.mesh` is the underlying JAX mesh."""
         return self._runtime.mesh
 
     @property
@@ -106,10 +106,10 @@ class Strategy(CustomLoops, PlanMixin):
     def scope(self) -> Scope:
         """Makes the strategy current for a `with` block of this thread.
 
-        In the block every Keras variable is created on the strategy's
-        devices, and every model that is created or compiled is bound to the
-        strategy. A model created in the block may be compiled later, outside.
-        Scopes of one strategy may be nested, and entered again.
+        In the block every Keras variable is created on the strategy's devices,
+        and every model that is created or compiled is bound to the strategy. A
+        model created in the block may be compiled later, outside. Scopes of the
+        same strategy may be nested, and a scope may be entered more than once.
 
         Returns:
           A context manager that yields the strategy.
@@ -133,7 +133,7 @@ class Strategy(CustomLoops, PlanMixin):
         """Binds a model to the strategy, as `compile` in `scope` does.
 
         Args:
-          model: A model, built or not, compiled or not. Its variables are
+          model: The model; it need not be built or compiled. Its variables are
             moved to the strategy's devices.
 
         Returns:
@@ -157,9 +157,9 @@ class Strategy(CustomLoops, PlanMixin):
         return model
 
     def detach(self, model: keras.Model) -> keras.Model:
-        """Restores a plain Keras model, on one device and with Keras's loops.
+        """Unbinds a model: it is again a plain Keras model on one device.
 
-        Collective if several processes shard variables: each gets all values.
+        Collective if several processes shard variables: all receive all values.
 
         Args:
           model: A model that is bound to this strategy.
@@ -183,27 +183,27 @@ class Strategy(CustomLoops, PlanMixin):
     ) -> CompiledProgram:
         """Compiles a step of a model, without running it.
 
-        The program reports what `fit`, `evaluate` or `predict` need on each
-        device. Also works for absent devices (`TPUStrategy.for_topology`). Not
-        in tf.
+        The program reports the memory and the collectives that a step of `fit`,
+        `evaluate` or `predict` needs on each device. This also works without
+        the devices (`TPUStrategy.for_topology`). Not in tf.
 
         Args:
           model: A model of this strategy; it is built here if necessary.
           batch: A batch as a dataset would yield it: `x`, `(x, y)` or
-            `(x, y, sample_weight)`, nests of arrays or of
-            `jax.ShapeDtypeStruct`. Its rows are those of the GLOBAL batch.
+            `(x, y, sample_weight)`, as nests of arrays or of
+            `jax.ShapeDtypeStruct`, with the rows of the GLOBAL batch.
           kind: `"train"`, `"test"` or `"predict"`; `"predict"` uses only x.
-          compiler_options: XLA's options by name. With
-            `{"exec_time_optimization_effort": -1.0}` a large program for
-            TPUs compiles up to twelve times as fast, with nearly the same
-            memory, but without the overlap of collectives.
+          compiler_options: XLA options by name. With
+            `{"exec_time_optimization_effort": -1.0}` a large program for TPUs
+            compiles up to twelve times as fast and needs nearly the same
+            memory, but its collectives do not overlap with computation.
 
         Returns:
           The program: its collectives, bytes per chip and text.
 
         Raises:
-          ValueError: if the model is not this strategy's, `kind` is unknown,
-            or arrays have different numbers of rows.
+          ValueError: if the model is not bound to this strategy, `kind` is
+            unknown, or arrays have different numbers of rows.
           TypeError: if a leaf of `batch` has no shape and dtype.
 
         Example:
@@ -235,15 +235,15 @@ class Strategy(CustomLoops, PlanMixin):
     ) -> CompiledProgram:
         """Compiles the program of `run(fn, args, kwargs)`, without running it.
 
-        Creates the variables that the function's first call creates. Not in tf.
+        Creates the variables that the first call of `fn` creates. Not in tf.
 
         Args:
           fn: The function.
-          args: Positional arguments: nests. Arrays, or
-            `jax.ShapeDtypeStruct`, of at least one dimension stand for a
-            distributed batch: their rows are those of the GLOBAL batch, a
-            multiple of the replicas. Scalars, and arrays within
-            `ks.Mirrored`, are replicated; other values are passed unchanged.
+          args: Positional arguments: nests. Arrays, or `jax.ShapeDtypeStruct`,
+            of at least one dimension stand for a distributed batch: their rows
+            are those of the GLOBAL batch, a multiple of the number of replicas.
+            Scalars, and arrays within `ks.Mirrored`, are replicated; other
+            values are passed unchanged.
           kwargs: Keyword arguments, likewise.
           compiler_options: See `compile_step`.
 
@@ -272,8 +272,8 @@ class Strategy(CustomLoops, PlanMixin):
 
         Each variable's initializer runs, and sharded variables are created
         sharded. The optimizer slots of its weights get their initial values,
-        including those of optimizers of custom loops. A model with values is
-        not changed. Collective. Not in tf.
+        even if a custom loop owns the optimizer. A model that already has
+        values is not changed. Collective. Not in tf.
 
         Args:
           model: A model of this strategy.
@@ -282,9 +282,9 @@ class Strategy(CustomLoops, PlanMixin):
           The model.
 
         Raises:
-          ValueError: if the model is not this strategy's, or a layer assigned
-            a value that was not kept.
-          RuntimeError: if the devices are only for compiling.
+          ValueError: if the model is not bound to this strategy, or a layer
+            assigned a value that was not stored (see `ks.abstract`).
+          RuntimeError: if the strategy can only compile.
 
         Example:
           ```python
@@ -307,8 +307,8 @@ class Strategy(CustomLoops, PlanMixin):
         """Prints the mesh and a table of variables.
 
         Args:
-          model: The model whose variables are listed. None: all variables
-            created in the strategy's scope that still exist.
+          model: The model whose variables are listed. None for all variables
+            that were created in the strategy's scope and still exist.
         """
         if model is not None:
             _check_model("describe", model)
@@ -390,7 +390,7 @@ def _check_model(name: str, model: object) -> None:
 
 
 def _watch_job() -> None:
-    """Makes the job's watchdog start programs over several processes."""
+    """Makes the job's watchdog start all multi-process programs."""
     # Imported here: a single process does not need it.
     from keras_strategies.cluster.exchange import kv_store
     from keras_strategies.cluster.watchdog import watchdog

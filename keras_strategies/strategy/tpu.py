@@ -1,4 +1,4 @@
-"""`TPUStrategy`: replicas of one TPU core each, or of several."""
+"""`TPUStrategy`: each replica runs on one TPU core or on several."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -15,40 +15,44 @@ from keras_strategies.tpu.replica_meshes import (
 
 
 class TPUStrategy(CompileOnlyStrategy):
-    """Synchronous training on TPUs, of one host or of all hosts of a job.
+    """Synchronous training on the TPUs of one host or of all hosts in a job.
 
-    A replica is a TPU core or, with an assignment, a block of cores that
-    share a model. On other platforms it takes all devices that JAX shows, so
-    that a script can be tried without TPUs. On several hosts every process
-    runs the same script, and calls are collective, as with
-    `MultiWorkerMirroredStrategy`.
+    Each replica is a TPU core or, with a device assignment, a block of cores
+    that share one copy of the model. On other platforms the strategy uses all
+    devices visible to JAX, so that a script can be tried without TPUs. On
+    several hosts every process runs the same script, and calls are collective,
+    as with `MultiWorkerMirroredStrategy`.
 
     Args:
-      tpu_cluster_resolver: A `TPUClusterResolver` of all hosts, which join
-        the job here if they have not joined yet; or one of "local", for this
-        host's devices only. None: all devices that JAX shows.
-      device_assignment: The cores of each replica; for a job of several
-        slices, one assignment for each. Hosts that have cores of one replica
-        read the same rows. None: each core is a replica.
-      layout_map: The variables that a replica shards over its cores: a
-        `keras.distribution.LayoutMap`, or a dict, from paths of variables or
-        regular expressions to tuples of None and "model", or to functions of
-        a shape that return them; `ks.experimental.transformer_layout` makes
-        one. Other variables are replicated on every core. Not in tf, where
+      tpu_cluster_resolver: A `TPUClusterResolver` for all hosts; a host that
+        has not joined the job yet joins it here. Or
+        `TPUClusterResolver("local")`, for only the devices of this host. None
+        for all devices visible to JAX.
+      device_assignment: The cores of each replica; for a job with several
+        slices, one assignment for each slice. Hosts that share a replica read
+        the same rows. None makes each core a replica.
+      layout_map: How each replica shards variables over its cores: a
+        `keras.distribution.LayoutMap` or a dict. The keys are variable paths or
+        regular expressions. A value is a tuple with None or "model" for each
+        dimension, or a function from a shape to such a tuple.
+        `ks.experimental.transformer_layout` makes a map. Variables that no key
+        matches are replicated on every core. Not in tf, where
         `experimental_split_to_logical_devices` splits tensors.
-      variable_partitioner: The choice of variables that the replicas shard,
-        along other dimensions than their cores:
+      variable_partitioner: Chooses which variables the replicas shard:
         `ks.experimental.FullySharded()`, `ks.experimental.SlotsOnly()`, or a
-        function of a variable's path, shape and dtype that returns a
-        dimension, or None to replicate it. None: all are replicated.
-      experimental_device_assignment: tf's other name of `device_assignment`.
+        function. The function receives a variable's path, shape and dtype, and
+        returns the dimension to shard, or None to replicate the variable. By
+        default, all variables are replicated. A dimension that `layout_map`
+        shards cannot be chosen.
+      experimental_device_assignment: Another name for `device_assignment`, as
+        in tf.
       experimental_spmd_xla_partitioning: Not used: XLA always partitions.
 
     Raises:
       ValueError: if an assignment has no devices or is passed twice, if
         processes share only some of their replicas or have different numbers
         of replicas, or if `layout_map` is not valid.
-      TypeError: if the resolver or the assignment has another type.
+      TypeError: if the resolver or the assignment has the wrong type.
 
     Example:
       ```python

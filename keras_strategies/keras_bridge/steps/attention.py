@@ -1,10 +1,11 @@
-"""Attention in steps for TPUs, as the layers define it.
+"""Attention in TPU steps that computes what the layers ask for.
 
-On a TPU, Keras 3.15 computes attention without a mask in a kernel (JAX's
-splash attention), but always causally, and without the scale of the scores.
-With a mask, or for causal attention, a traced step uses XLA's attention, but
-without the cap of the scores that the layer asked for. So a step for TPUs
-always uses XLA's attention, with the cap, also if it is planned without a TPU.
+On a TPU, Keras 3.15 computes attention without a mask in a kernel (JAX's splash
+attention). The kernel always computes causal attention and does not scale the
+scores. With a mask, or for causal attention, a traced step uses XLA's
+attention, but does not cap the scores even if the layer asks for it. So this
+module makes every step for TPUs use XLA's attention with the cap, also if the
+step is planned without a TPU.
 """
 
 import contextlib
@@ -26,7 +27,7 @@ from keras_strategies.keras_bridge.patches import Patches
 
 @contextlib.contextmanager
 def attention_for(mesh: ReplicaMesh) -> Iterator[None]:
-    """Makes this thread trace attention for the mesh's devices."""
+    """Makes this thread trace attention correctly for the mesh's devices."""
     if mesh.platform != "tpu":
         yield
         return
@@ -69,21 +70,25 @@ def capped_attention(
     *,
     attn_logits_soft_cap: float,
 ) -> jax.Array:
-    """Computes attention whose scores s become `cap * tanh(s / cap)`.
+    """Computes attention with each score s capped to `cap * tanh(s / cap)`.
 
     Args:
       query: An array of shape (batch, T, heads, depth).
       key: An array of shape (batch, S, heads or a divisor of it, depth).
       value: An array of the key's shape.
-      bias: An addend of the scores, broadcast to (batch, heads, T, S).
-      mask: The scores that count, broadcast like the bias; or of shape
-        (batch, T, S), if the batch's size is not the number of heads.
-      scale: The factor of the scores; None for 1 / sqrt(depth).
-      is_causal: Whether to ignore later entries.
+      bias: An array to add to the scores, broadcast to (batch, heads, T, S).
+      mask: True for the scores to use, broadcast like the bias. A shape of
+        (batch, T, S) is also accepted, unless the batch size equals the number
+        of heads.
+      scale: The factor by which scores are multiplied; None for 1 /
+        sqrt(depth).
+      is_causal: Whether each position attends only to itself and earlier
+        positions.
       attn_logits_soft_cap: The cap.
 
     Returns:
-      An array of the query's shape, of the common dtype of the three.
+      An array of the query's shape, in the common dtype of query, key and
+      value.
 
     References:
       - Gemma Team, Gemma 2 (2024), section 2: https://arxiv.org/abs/2408.00118

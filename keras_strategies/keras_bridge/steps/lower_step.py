@@ -1,4 +1,4 @@
-"""A model's step lowered for shapes, without a batch or a device."""
+"""Lowers a model's step from shapes, without a batch or a device."""
 
 from collections.abc import Callable
 from typing import Any
@@ -27,7 +27,7 @@ def lower_step(
     steps: int = 1,
     replica_scope: ReplicaScope | None = None,
 ) -> jax.stages.Lowered:
-    """Lowers a step of a bound model.
+    """Lowers a train, test or predict step of a bound model.
 
     Args:
       model: The model.
@@ -37,13 +37,13 @@ def lower_step(
         `(x, y, sample_weight)`, nests of arrays or of objects with a shape
         and a dtype.
       build: A function that builds the model from the batch's shapes.
-      steps: The steps of a program, as in `steps_per_execution`; a train step
-        that cannot run so is lowered alone.
+      steps: The number of steps in one program, as in `steps_per_execution`. If
+        the train step cannot run in a loop, a single step is lowered.
       replica_scope: A context in which a step's replica context is current.
 
     Raises:
-      ValueError: if the kind is unknown, or the batch has no rows, or
-        different numbers of rows.
+      ValueError: if the kind is unknown, the batch has no rows, or its arrays
+        have different numbers of rows.
       TypeError: if an entry of the batch has no shape and dtype.
     """
     if kind not in KINDS:
@@ -55,7 +55,8 @@ def lower_step(
     parts = keras.utils.unpack_x_y_sample_weight(data)
     if kind == "predict":
         data = parts = parts[:1]
-    # A user-defined step gets the structure of `fit`, such as `(x, y)`.
+    # A user-defined step gets data with the same structure as in `fit`, such as
+    # `(x, y)`.
     data, parts = jax.tree.map(shape_of, (data, parts))
     rows = num_rows(data)
     build(parts)
@@ -80,7 +81,7 @@ def lower_step(
 
 
 def shape_of(leaf: object) -> jax.ShapeDtypeStruct:
-    """Returns the shape and dtype of an array, or of an abstract one.
+    """Returns the shape and dtype of an array or of an abstract array.
 
     Raises:
       TypeError: if `leaf` has no shape and dtype.

@@ -1,4 +1,4 @@
-"""A step's compiled programs: over the replicas, or over the global batch."""
+"""A step's compiled programs: on each replica, or on the global batch."""
 
 import contextlib
 import dataclasses
@@ -24,14 +24,14 @@ from keras_strategies.keras_bridge.steps import trace_checks
 from keras_strategies.keras_bridge.steps.attention import attention_for
 
 Body = Callable[[Any, Any, Any], Any]
-"""A step as a pure function: two parts of a state, and data."""
+"""A step as a pure function of written state, read state, and data."""
 
 
 class NotMapped(Exception):
-    """The error of a trace whose step must run over the global batch.
+    """Raised by a trace whose step must run over the global batch.
 
     Args:
-      reason: The reason, for a warning; None for no warning.
+      reason: The reason to warn about, or None to give no warning.
     """
 
     def __init__(self, reason: str | None) -> None:
@@ -46,7 +46,7 @@ def mapped_trace(
     """Turns errors of a replica's trace into `NotMapped`.
 
     Args:
-      step: The trace.
+      step: The context of the trace.
       model_step: The model's step that is traced.
     """
     try:
@@ -63,22 +63,25 @@ def mapped_trace(
 
 @dataclasses.dataclass(kw_only=True, eq=False)
 class MappedProgram:
-    """The programs of one step: of a batch, of several, of the global batch.
+    """The programs of one step, and the choice between them.
 
     If the mapped trace of a step fails, the step is traced over the global
-    batch. If that works, it runs so from then on. Otherwise this second trace
-    raises the error of the user's code, with the shapes of the user's batch,
-    and the next batch is tried again.
+    batch. If this second trace succeeds, the step runs over the global batch
+    from then on. Otherwise the second trace raises the error of the user's
+    code, with the shapes of the user's batch; the next batch is tried on the
+    replicas again.
 
     Attributes:
-      one: The jitted program of a batch that the replicas share evenly.
-      many: The jitted program of several stacked batches.
-      whole: The jitted program over all rows of one or several batches; it
-        also takes their `RowShape`.
-      uneven: Like `whole`, but each replica has its rows.
-      is_global: Whether the step must see the global batch, as known before
-        or found by a trace.
-      is_uneven: Whether indivisible batches run with each replica's rows.
+      one: The jitted program for a batch that the replicas share evenly.
+      many: The jitted program for several stacked batches that the replicas
+        share evenly.
+      whole: The jitted program over all rows of one or several batches; it also
+        receives their `RowShape`.
+      uneven: Like `whole`, but each replica runs on its own rows.
+      is_global: Whether the step must see the global batch; set in advance, or
+        after a trace has shown it.
+      is_uneven: Whether indivisible batches run with `uneven` instead of
+        `whole`.
       reason: The reason why the step must see the global batch.
     """
 
@@ -98,13 +101,13 @@ class MappedProgram:
         *,
         is_shared: bool = True,
     ) -> Any:
-        """Calls `call(program, *args)` with the program of a segment.
+        """Calls `call(program, *args)` with the program for a segment.
 
         Args:
           call: A function that runs a jitted function, or lowers it.
           args: The two parts of the state, and the segment's data.
           segment: The segment.
-          is_shared: Whether the replicas can share its rows evenly.
+          is_shared: Whether the replicas can share the segment's rows evenly.
 
         Returns:
           What `call` returns.
@@ -120,7 +123,8 @@ class MappedProgram:
             )
             with needing_no_replica(self.reason, cause):
                 self.whole.trace(*args, segment.shape)
-            # Before the step takes its state: a warning may be an error.
+            # Warns before the step takes its state, because filters may turn
+            # the warning into an error.
             if reason is not None:
                 trace_checks.warn_of_global_batch(reason)
             self.is_global = True
@@ -132,7 +136,7 @@ class MappedProgram:
         args: tuple[Any, Any, Any],
         segment: Segment,
     ) -> Any:
-        """Calls `call(program, *args)` with the program over all rows.
+        """Calls `call(program, *args)` with a program for any number of rows.
 
         Returns:
           What `call` returns.
@@ -156,16 +160,17 @@ class MappedProgram:
 def needing_no_replica(
     reason: str, fault: BaseException | None = None
 ) -> Iterator[None]:
-    """Refuses uses of a single replica in a trace over the global batch.
+    """Raises if a trace over the global batch uses a single replica.
 
     Args:
       reason: The reason why the step must see the global batch.
-      fault: The error of the step's trace with a replica's rows, if that is
+      fault: The error of the trace with one replica's rows, if this error is
         the reason.
 
     Raises:
-      RuntimeError: if the step uses its replica context this way. If the
-        step's code failed, its error is raised instead.
+      RuntimeError: if the step uses the context of a single replica. If the
+        step's code failed in the trace with one replica's rows, that error is
+        raised instead.
     """
     try:
         yield
@@ -190,13 +195,13 @@ def global_batch_trace(
     model_step: Callable[..., Any],
     step: StepContext | None = None,
 ) -> Iterator[None]:
-    """Prepares the trace of a step over the global batch, for a block.
+    """Sets up the block's trace of a step over the global batch.
 
     Args:
       mesh: The replicas.
       replica_scope: A context in which a step's replica context is current.
       model_step: The model's step that is traced.
-      step: The trace's context, if it is mapped over a single replica.
+      step: The context of the trace, if the strategy has only one replica.
     """
     if mesh.num_replicas > 1:
         facts = StepFacts(mesh=mesh, rows=1, is_global_batch=True)
@@ -221,8 +226,8 @@ def in_replica(
     kind = "whole" if is_global else "step"
     with contextlib.ExitStack() as stack:
         if is_tracing():
-            # JAX must trace inner functions again that have asked their
-            # replica context, and not reuse a trace made in another context.
+            # JAX must not reuse the trace of an inner function from another
+            # replica context; a function that used its context is traced again.
             name = f"ks.{kind}.{count_replica_uses()}"
             stack.enter_context(separate_trace(name))
         stack.enter_context(replica_scope(step))

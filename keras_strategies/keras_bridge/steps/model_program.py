@@ -1,10 +1,10 @@
-"""The base class of the compiled programs of a kind of step.
+"""The base class of the compiled train, test and predict programs.
 
-A batch that the replicas share evenly goes through the model's step, mapped
-over the replicas. Any other batch goes through the same step once, over the
-global batch, with its rows still sharded over the devices by XLA. This is
-exact for every loss, metric and layer, and no device holds more than its
-share (docs/decisions/05-indivisible-batches.md).
+If the replicas can share a batch evenly, the model's step is mapped over the
+replicas. Otherwise the same step runs once over the global batch, whose rows
+XLA still shards over the devices. This is exact for every loss, metric and
+layer, and no device stores more than its share
+(docs/decisions/05-indivisible-batches.md).
 """
 
 import functools
@@ -53,24 +53,25 @@ from keras_strategies.keras_bridge.variables.shardings import spec_of
 
 
 class ModelProgram:
-    """The programs of one kind of step of one model.
+    """The programs of a model's train, test or predict step.
 
-    Steps are pure functions: (written, read, data) -> (results, written,
-    changed), where `changed` maps positions in a read group to new values.
+    A step is a pure function: (written, read, data) -> (results, written,
+    changed), where `changed` maps indices in each read group to new values.
 
     Args:
       step: The model's step: `step(state, data) -> (results, state)`.
-      name: The programs' name, in profiles.
+      name: The programs' name in profiles.
       variables: The groups of the model's variables, aligned with the state.
-      written: The indices of the groups that the step usually writes; they
-        are donated. Of other groups only changed values are returned.
+      written: The indices of the groups that the step usually writes; these
+        groups are donated. From the other groups, only changed values are
+        returned.
       mesh: The replicas.
       is_global: Whether the step must see the global batch.
       replica_scope: A context in which a step's replica context is current.
     """
 
-    # Whether the results have the batch's rows. Otherwise they are logs of
-    # metrics, whose variables are the last group.
+    # Whether the results have the batch's rows. Otherwise the results are logs,
+    # and the variables of metrics are the last group.
     _returns_rows = False
 
     def __init__(
@@ -139,8 +140,8 @@ class ModelProgram:
     def _map_step(self, step: Body, *, stacked: bool) -> Body:
         """Maps a step of one batch, or of several, over the replicas."""
         replicated = replicated_spec()
-        # Several batches are mapped as one, around the loop over them. With
-        # sharded variables the loop is around the mapped step.
+        # The loop over several batches is inside of the mapped function. With
+        # sharded variables it is outside, around the mapped step.
         is_inner = stacked and not self._is_sharded
         split = split_spec(self._mesh, dim=int(is_inner))
         specs, results = (replicated, replicated), replicated
@@ -170,7 +171,7 @@ class ModelProgram:
     def _run_global_batch(
         self, written: Group, read: Group, data: Batch, shape: RowShape
     ) -> tuple[Any, ...]:
-        """Runs the step on all rows of a padded batch, or of several."""
+        """Runs the step on all true rows of one or several padded batches."""
         body = self._global_body
         fn = self._scan_steps(body) if shape.steps > 1 else body
         return call_on_global_batch(
@@ -211,7 +212,7 @@ class ModelProgram:
         )
 
     def lower(self, state: Groups, segment: Segment) -> jax.stages.Lowered:
-        """Lowers the program that a call would run, also of abstract arrays."""
+        """Lowers the program that a call would run; accepts abstract arrays."""
         return self._start(
             lambda program, *args: program.lower(*args), state, segment
         )
@@ -282,7 +283,7 @@ class ModelProgram:
     def _uneven_step(
         self, counts: tuple[int, ...], written: Group, read: Group, data: Batch
     ) -> tuple[Any, ...]:
-        """Runs the step of a replica, which may have fewer rows than others."""
+        """Runs the step on replicas with different numbers of rows."""
         old = self._order_groups(written, read)
         called = call_step(
             self._on_rows,
@@ -299,7 +300,7 @@ class ModelProgram:
     def _mapped_body(
         self, step: StepContext, written: Group, read: Group, data: Batch
     ) -> tuple[Any, ...]:
-        """Runs the step of a replica, and merges the replicas' states."""
+        """Runs the step on a replica, and combines the replicas' states."""
         raise NotImplementedError
 
     def _on_rows(
@@ -309,9 +310,9 @@ class ModelProgram:
         raise NotImplementedError
 
     def _uneven_results(self, called: UnevenCall) -> Tree:
-        """Returns the results of all replicas from a call on uneven rows."""
+        """Returns the step's results, given the outcome of an uneven call."""
         raise NotImplementedError
 
     def _scan_steps(self, body: Body) -> Body:
-        """Makes one step of several stacked batches from a batch's step."""
+        """Turns the step of one batch into a loop over stacked batches."""
         raise NotImplementedError

@@ -1,8 +1,8 @@
-"""Output shardings of programs, which the next call expects.
+"""Sets the output shardings of programs to those that the next call needs.
 
-With several cores per replica, XLA would choose which results to shard over
-the cores, and the next call would compile another program for them. With one
-core per replica there is no choice, and programs are not changed.
+With several cores per replica, XLA would choose how to shard results over the
+cores, and the next call would be compiled again for these shardings. With one
+core per replica there is no choice, so programs stay unchanged.
 """
 
 from collections.abc import Callable, Sequence
@@ -34,12 +34,11 @@ def constrain_step(
     """Constrains the shardings of a step's outputs.
 
     Args:
-      body: The step: `(...) -> (results, new values, changed values by
-        position)`.
-      written: The groups of variables of the new values.
-      read: The groups of variables of the changed values.
+      body: The step: `(...) -> (results, new values, changed values by index)`.
+      written: The groups of variables that the new values belong to.
+      read: The groups of variables that the changed values belong to.
       mesh: The replicas.
-      results: The sharding of logs or outputs.
+      results: The sharding of the step's logs or outputs.
     """
 
     def with_shardings(*args: Tree) -> tuple[Any, ...]:
@@ -63,10 +62,10 @@ def constrain_run(
     """Constrains the shardings of the outputs of a `RunProgram`'s program.
 
     Args:
-      program: A function that returns results and copies of variables, split
-        over the replicas; sums and comparisons; values; and a report without
-        arrays.
-      variables: The variables of the values.
+      program: A function that returns six things: results and copies of
+        variables, both split over the replicas; sums; comparisons; values of
+        variables; and a report without arrays.
+      variables: The variables that the values belong to.
       mesh: The replicas.
     """
     if mesh.cores_per_replica == 1 and not any_sharded(variables, mesh):

@@ -1,10 +1,9 @@
 """The compiled programs of predict steps.
 
-A batch that the replicas cannot share evenly runs with its padding, which does
-not affect the prediction of any row, and the padding is cut off on the host.
-A model with an output that does not have one entry for each row (several, or
-none) runs its step once over the global batch: only then is the order of the
-entries known.
+If the replicas cannot share a batch evenly, the step also runs on the padding,
+which does not affect the prediction of any row; the padding is cut off on the
+host. If an output does not have exactly one entry for each row, the step runs
+once over the global batch, because only then is the order of the entries known.
 """
 
 import functools
@@ -27,23 +26,23 @@ from keras_strategies.keras_bridge.steps.uneven_step import UnevenCall
 
 
 class PredictProgram(ModelProgram):
-    """The programs of a model's predict step; their results are outputs.
+    """The programs of a model's predict step, which return outputs.
 
-    The state is that of the trainable and of the other variables. The model's
-    step returns only the second.
+    The state consists of the trainable and the non-trainable variables. The
+    model's step returns only the non-trainable ones.
     """
 
     _returns_rows = True
 
     def __init__(self, *args: Any, **options: Any) -> None:
         super().__init__(*args, **options)
-        # Each process returns the rows of all.
+        # Each process returns the rows of all processes.
         self._gather = jax.jit(_same, out_shardings=self._mesh.whole)
 
     def __call__(
         self, state: Groups, segment: Segment
     ) -> Iterator[tuple[Any, Groups]]:
-        """Predicts a segment's rows; yields (outputs, rows first; state)."""
+        """Predicts a segment's rows; yields their outputs and the state."""
         outputs, state = self._run(state, segment)
         yield self._cut_rows(outputs, segment), state
 
@@ -88,8 +87,8 @@ class PredictProgram(ModelProgram):
         folded = seeds.fold_seeds(self._variables[1], old, step)
         state = (trainable, folded)
         if not self._has_known_outputs():
-            # The outputs may have the number of rows by chance, so the check
-            # uses twice the rows.
+            # A dimension of an output may equal the number of rows by chance,
+            # so the check traces with twice the rows.
             probe = step.make_probe(2 * rows)
             body = functools.partial(self._call_in_replica, probe)
             more, _ = eval_with_rows(2 * rows, body, (state,), data)
@@ -125,7 +124,7 @@ class PredictProgram(ModelProgram):
         return jax.tree.unflatten(called.structure, called.outputs)
 
     def _has_known_outputs(self) -> bool:
-        """Returns whether all outputs have rows, as of a functional model."""
+        """Returns whether all outputs are known to have rows."""
         model = getattr(self._step, "__self__", None)
         if any(
             {"predict_step", "call"} & vars(cls).keys()
@@ -137,7 +136,7 @@ class PredictProgram(ModelProgram):
         return bool(outputs) and all(o.shape[:1] == (None,) for o in outputs)
 
     def _scan_steps(self, body: Body) -> Body:
-        """Makes one step of several stacked batches; returns all outputs."""
+        """Turns a step into a loop over batches; it returns all outputs."""
 
         def many(written: Group, read: Group, data: Batch) -> tuple[Any, ...]:
             keys: list[str] = []

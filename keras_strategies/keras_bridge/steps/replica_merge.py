@@ -1,4 +1,4 @@
-"""The merge of the state that each replica wrote in a call."""
+"""Combines the variables' values that the replicas wrote in a call."""
 
 import dataclasses
 from typing import Any
@@ -14,14 +14,17 @@ from keras_strategies.keras_bridge.steps.uneven_rows import BranchResult
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class BranchFacts:
-    """The facts about a call that are known when it is traced.
+    """The facts about a call that its trace shows, without its values.
 
     Attributes:
-      structure: The results' structure, and the results that are not arrays.
+      structure: The structure of the results, and what else is needed to
+        rebuild them, such as results that are not arrays.
       is_changed: Whether each variable was written.
-      is_equal: Whether each has an equal new value on every replica.
-      rules: The merge rule of each variable of a metric; None for others.
-      is_unaggregated: Whether the replicas must have written the same value.
+      is_equal: Whether the new value of each variable is equal on all replicas.
+      rules: For each variable, the merge rule if it belongs to a metric;
+        otherwise None.
+      is_unaggregated: For each variable, whether the replicas must have written
+        the same value.
     """
 
     structure: Any
@@ -38,15 +41,16 @@ def make_branch_result(
     outputs: list[Any],
     structure: tuple[PyTreeDef, Any],
 ) -> BranchResult:
-    """Makes the result of a traced call, with its facts.
+    """Makes the `BranchResult` of a traced call, with its `BranchFacts`.
 
     Args:
       step: The step in which the call ran.
       variables: The variables that the call may write.
-      values: Their values before the call, with the replica's seeds, and
-        after it.
+      values: The variables' values before the call, with the replica's seeds,
+        and their values after it.
       outputs: The results that are arrays.
-      structure: The structure of its results.
+      structure: The structure of the results, and what else is needed to
+        rebuild them, such as results that are not arrays.
     """
     folded, new = values
     start = [step.notes.before[v] for v in variables]
@@ -72,20 +76,21 @@ def merge_state(
     notes: list[BranchFacts],
     summands: list[Any],
 ) -> tuple[list[Any], list[Any], list[Any]]:
-    """Merges the variables' values after a call over the replicas.
+    """Combines the replicas' values of variables after a call.
 
     Args:
-      step: The step of the merge.
+      step: The step context of the merge.
       variables: The variables.
-      old: Their values before the call.
-      folded: Like `old`, but with the seeds that the replica used.
+      old: The values of the variables before the call.
+      folded: Like `old`, but with the seeds that this replica used.
       called: The result of the call.
-      notes: The facts of every variant of the call.
+      notes: The facts of each variant of the call.
       summands: Other arrays to sum over the replicas.
 
     Returns:
-      The values, aggregated for variables with a copy on each replica; the
-      copies of these variables, in their order; the sums.
+      The merged values; for a variable with a separate copy on each replica,
+      the aggregate of the copies. The copies of these variables, in the order
+      of the variables. The sums of `summands`.
     """
     new, start = list(called.new), list(called.start)
     for k, variable in enumerate(variables):

@@ -38,19 +38,19 @@ _GROUPS = {
     "test": (*_OF_MODEL, "metrics_variables"),
     "predict": _OF_MODEL,
 }
-"""The groups of variables that are the state of each kind of step."""
+"""For each kind of step, the groups of variables that form its state."""
 
 _DONATED = {"train": (0, 1, 2, 3), "test": (2,), "predict": ()}
 
 
 @dataclasses.dataclass(kw_only=True)
 class Trained:
-    """The counts of the train steps of a model so far.
+    """Counts of a model's train steps and rows so far.
 
     Attributes:
       steps: The number of train steps.
-      rows: The number of rows that they trained on, of all processes and
-        without padding.
+      rows: The number of rows in these steps, over all processes and without
+        padding.
     """
 
     steps: int = 0
@@ -64,10 +64,11 @@ class Trained:
 
 
 class ArrayGroup(Sequence[Any]):
-    """A group's arrays in a sequence that Keras does not track.
+    """A group's arrays, in a sequence that Keras does not track.
 
-    Keras stores the state on the model after every step. It would wrap each
-    entry of a list to track it, which costs more than a small step.
+    Keras stores the state on the model after every step. If the state were a
+    list, Keras would wrap each entry to track it, which takes longer than a
+    small step.
     """
 
     def __init__(self, arrays: Sequence[Any]) -> None:
@@ -81,7 +82,7 @@ class ArrayGroup(Sequence[Any]):
 
 
 class StepFunctionCache:
-    """The step functions of one model, made when they are needed.
+    """The step functions of one model, created when they are first used.
 
     Args:
       model: A compiled or plain Keras model.
@@ -90,8 +91,9 @@ class StepFunctionCache:
       replica_scope: A context in which a step's replica context is current.
 
     Attributes:
-      trained: The counts of the train steps.
-      places: The place in its feed of the last execution of each kind.
+      trained: The counts of train steps and rows.
+      places: For each kind of step, the position of the last execution in its
+        feed.
     """
 
     def __init__(
@@ -108,8 +110,8 @@ class StepFunctionCache:
         self._keeps_outputs = keeps_outputs
         self.mesh = mesh
         self._keys: dict[str, Any] = {}
-        # The state that the last step of each kind returned. If it comes back
-        # unchanged, it needs no check.
+        # The state that the last step of each kind returned. If the next step
+        # receives this same state, no check is needed.
         self._last: dict[str, Any] = {}
         # The arrays that earlier loops returned.
         self._arrays: ownership.Owned = {}
@@ -118,14 +120,14 @@ class StepFunctionCache:
         deferred_creation.models_in_loops.add(model)
 
     def makers(self) -> dict[str, Callable[..., StepFunction]]:
-        """Returns replacements of a model's `make_train_function` etc."""
+        """Returns replacements for methods such as `make_train_function`."""
         return {
             f"make_{kind}_function": functools.partial(self._make, kind)
             for kind in _GROUPS
         }
 
     def forget(self, kind: str) -> None:
-        """Releases the last step's arrays at the end of a loop.
+        """Drops references to the last step's arrays, at the end of a loop.
 
         Args:
           kind: `"train"`, `"test"` or `"predict"`.
@@ -135,18 +137,18 @@ class StepFunctionCache:
             self._arrays = ownership.update_owned(self._arrays, last)
 
     def reset(self) -> None:
-        """Forgets all functions, so that the next use compiles them again."""
+        """Discards all step functions, so that they are compiled again."""
         self._last.clear()
         self._keys.clear()
         for kind in _GROUPS:
             setattr(self.model, f"{kind}_function", None)
 
     def _make(self, kind: str, force: bool = False) -> StepFunction:
-        """Sets the model's function of a kind, and returns it."""
+        """Sets and returns the model's step function of a kind."""
         model = self.model
         name = f"{kind}_function"
         variables = step_variables(model, kind)
-        # The groups change if a layer's `trainable` does.
+        # The groups change if the `trainable` of a layer changes.
         key = (
             tuple(tuple(map(id, group)) for group in variables),
             model.run_eagerly,
@@ -206,9 +208,9 @@ class StepFunctionCache:
         variables: tuple[Any, ...],
         donated: Container[int],
     ) -> Sequence[Any]:
-        """Returns a state of which nothing else holds the donated arrays.
+        """Returns a state whose donated arrays nothing else refers to.
 
-        Arrays with other holders are copied, in the lists of `state`.
+        Other arrays are replaced by copies, in the lists of `state`.
         """
         last = self._last.pop(kind, None)
         if state is last:
@@ -286,7 +288,7 @@ def make_program(
 
 
 def _has_fixed_batch(model: keras.Model) -> bool:
-    """Returns whether the model's state is a batch's, as of a stateful RNN."""
+    """Returns whether the state depends on the batch, as of a stateful RNN."""
     layers = model._flatten_layers()
     return any(getattr(layer, "stateful", False) for layer in layers)
 
@@ -294,7 +296,7 @@ def _has_fixed_batch(model: keras.Model) -> bool:
 def step_variables(
     model: keras.Model, kind: str
 ) -> tuple[list[keras.Variable], ...]:
-    """Returns the groups of variables that a kind of step takes."""
+    """Returns the groups of variables that form the state of a step."""
 
     def group(name: str) -> list[keras.Variable]:
         if name != "optimizer_variables":
@@ -307,7 +309,7 @@ def step_variables(
 def _holders(
     model: keras.Model, groups: tuple[str, ...], last: Sequence[Any] | None
 ) -> list[Any]:
-    """Returns the states, here and in Keras, that hold the last arrays."""
+    """Returns the states that may refer to the last arrays."""
     holders = [] if last is None else [last]
     keras_state = getattr(model, "_jax_state", None)
     if keras_state and all(name in keras_state for name in groups):
@@ -320,11 +322,11 @@ def _holders(
 def _read_execution(
     iterator: Iterator[Any], mesh: ReplicaMesh, num_steps: int
 ) -> Execution:
-    """Reads the next execution from a feed, or makes it of the next batches.
+    """Reads the next execution from a feed, or builds it from batches.
 
     Args:
-      iterator: An iterator of a feed; or of batches, if a model's class calls
-        Keras's loop with other data.
+      iterator: An iterator of a feed. Or an iterator of batches, if the model's
+        class calls Keras's loop with its own data.
       mesh: The replicas.
       num_steps: The number of batches in an execution.
     """

@@ -1,4 +1,4 @@
-"""The logs of the global batch, from those of a replica's step."""
+"""Computes the logs of the global batch from a replica's logs."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -14,7 +14,7 @@ from keras_strategies.keras_bridge.step_context import StepContext
 
 
 def find_averaged_logs(step: StepContext, logs: Logs) -> IdentitySet:
-    """Returns the logs to average: those that no metric returned."""
+    """Returns the logs that no metric returned, which are averaged."""
     return IdentitySet(
         leaf
         for leaf in jax.tree.leaves(logs)
@@ -29,15 +29,15 @@ def merge_logs(
     states: tuple[list[Any], list[Any]],
     means: IdentityMap[Any],
 ) -> Logs:
-    """Returns the logs of all rows, with results of the merged metrics.
+    """Returns the logs of the global batch, with results of merged metrics.
 
     Args:
       step: The step that was traced.
-      logs: The logs that it returned.
+      logs: The logs that the step returned.
       metrics: The variables of metrics.
-      states: Their values on this replica, and the merged ones.
-      means: The means over the replicas of the logs that
-        `find_averaged_logs` returned.
+      states: The values of these variables on this replica, and their merged
+        values.
+      means: For each log from `find_averaged_logs`, its mean over the replicas.
     """
     local, merged = states
     new = IdentityMap(zip(metrics, local, strict=True))
@@ -54,14 +54,14 @@ def merge_logs(
 def find_result(
     step: StepContext, value: object, state: IdentityMap[Any]
 ) -> Result | None:
-    """Returns the metric's result that a value is, or None.
+    """Returns the metric result that a value represents, or None.
 
-    Also None if the metric was updated after the result was read: the result
-    was merged when it was read.
+    The result is also None if the metric was updated after the value was read.
+    In that case the value was already merged when it was read.
 
     Args:
       step: The step that was traced.
-      value: A value that it returned.
+      value: A value that the step returned.
       state: The final values of metrics' variables on this replica.
     """
     result = step.notes.results.get(value)
@@ -83,8 +83,8 @@ def read_logs(
 
     Args:
       outputs: The outputs of the step on this replica.
-      means: The mean of each output over the replicas, or None.
-      results: The metric's result that each output is, or None.
+      means: For each output, its mean over the replicas, or None.
+      results: For each output, the metric result that it is, or None.
       metrics: The metrics' variables and their merged values, from which
         results are read.
     """

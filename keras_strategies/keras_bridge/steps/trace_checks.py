@@ -1,4 +1,4 @@
-"""Checks of a step's trace, made before it is used."""
+"""The checks that a step's trace must pass before it is used."""
 
 import functools
 import warnings
@@ -30,7 +30,7 @@ from keras_strategies.keras_bridge.step_context import (
 
 
 class StepsNotFused(Exception):
-    """The error of a trace whose steps are faster one by one.
+    """Raised by a trace whose steps run faster outside of a loop.
 
     On CPU, XLA computes gradients of convolutions up to twenty times slower
     inside a loop (jaxlib 0.10.2).
@@ -38,7 +38,7 @@ class StepsNotFused(Exception):
 
 
 class Traced:
-    """A function that is traced once, so that its trace can be checked.
+    """A function that is traced only once, so that its trace can be checked.
 
     Args:
       fn: The function.
@@ -51,7 +51,7 @@ class Traced:
         self._compute = jaxpr_as_fun(self.jaxpr)
 
     def combine_sums(self, step: StepContext) -> None:
-        """Combines sums over the replicas (combined_sums.py)."""
+        """Combines sums over the replicas into fewer (combined_sums.py)."""
         self._compute = with_combined_sums(
             self.jaxpr,
             step.axis,
@@ -59,7 +59,7 @@ class Traced:
         )
 
     def __call__(self, *args: Tree) -> Tree:
-        """Computes the function as it was traced."""
+        """Computes the function from its trace."""
         leaves = self._compute(*jax.tree.leaves(args))
         return jax.tree.unflatten(self._structure, leaves)
 
@@ -70,13 +70,13 @@ def trace_and_check(
     state: Sequence[Group],
     data: Batch,
 ) -> tuple[Any, ...]:
-    """Computes `body(step, *state, data)` after checks of its trace.
+    """Traces `body(step, *state, data)`, checks the trace and computes it.
 
     Raises:
-      GlobalBatchNeeded: if the replicas would communicate in a branch or a
-        loop that not all of them need enter, and wait for each other forever;
-        or if something has, or has not, the size of the batch's rows by
-        chance.
+      GlobalBatchNeeded: if the replicas would communicate in a branch or a loop
+        that some of them may not enter, and would then wait forever; if an
+        array or number has the batch's number of rows only by chance; or if a
+        loss is not a mean over the rows.
     """
     args = (*state, data)
     traced = Traced(functools.partial(body, step), *args)
@@ -113,7 +113,7 @@ def combine_sums(
 
 
 def _are_sums_expensive(step: StepContext) -> bool:
-    """Returns whether each sum is slow; elsewhere compilers combine them."""
+    """Returns whether each sum is slow and the compiler combines none."""
     mesh = step.facts.mesh
     is_between = mesh.num_processes > 1 and mesh.num_replicas > 1
     return mesh.platform == "cpu" and is_between
@@ -126,7 +126,7 @@ def call_on_global_batch(
     shape: RowShape,
     mesh: ReplicaMesh,
 ) -> tuple[Any, ...]:
-    """Computes `body(*state, data)` of a padded batch's true rows."""
+    """Computes `body(*state, data)` on a padded batch without its padding."""
     data = cut_padding(data, shape)
     traced = Traced(body, *state, data)
     is_sharded = not has_unsafe_scatters(traced.jaxpr)
@@ -140,7 +140,7 @@ def _check_sizes(
     state: Sequence[Group],
     data: Batch,
 ) -> None:
-    """Traces with twice the rows, where only sizes of rows should double."""
+    """Traces the step with twice the rows: only numbers of rows may double."""
     probe = step.make_probe(2 * step.facts.rows)
     try:
         probed = functools.partial(body, probe)
@@ -170,9 +170,9 @@ def _check_losses(
 ) -> None:
     """Checks that the losses are means over the rows.
 
-    If one trace does not show it, a second one has the rows of the global
-    batch. It shows what depends on their number: constants, shapes, and user
-    code for certain numbers.
+    If one trace does not show it, a second trace uses the global number of
+    rows. The comparison shows what depends on the number of rows: constants,
+    shapes, and user code that treats some numbers differently.
     """
     inputs = len(jaxpr.jaxpr.invars)
     of_rows = range(inputs - len(jax.tree.leaves(data)), inputs)
@@ -186,7 +186,8 @@ def _check_losses(
         if is_unsure or (rows == 1 and finding.verdict is Verdict.MIXED):
             of_one, is_one = jaxpr, rows == 1
             if is_one:
-                # A dimension of one row looks like any other of size one.
+                # With one row, the row dimension looks like any other dimension
+                # of size one.
                 rows = 2
                 jaxpr = _trace_with_rows(step, body, state, data, rows)
             rows_of_twin = num_replicas * rows
@@ -195,7 +196,8 @@ def _check_losses(
             if is_one and is_user_code and not _agrees(of_one, jaxpr, twin):
                 finding = Finding(verdict=Verdict.MIXED)
     except Exception:
-        # The step works only with this batch's shapes: nothing is known.
+        # The step works only with this batch's shapes, so nothing can be
+        # compared.
         finding = Finding(verdict=Verdict.MIXED)
     if finding.verdict is not Verdict.MEAN:
         place = _describe_place(finding.why)
@@ -203,10 +205,10 @@ def _check_losses(
 
 
 def _agrees(one: Any, two: Any, more: Any) -> bool:
-    """Returns whether a trace of one row agrees with those of more rows.
+    """Returns whether a trace with one row agrees with traces of more rows.
 
-    A number that is c * rows**p in the traces of two and of more rows must be
-    c in that of one row.
+    A number that equals c * rows**p in the traces `two` and `more` must equal c
+    in the trace `one`.
     """
     computed = [traces.computations_in(j, losses.LOSS) for j in (one, two)]
     if computed[0] != computed[1]:
@@ -217,7 +219,7 @@ def _agrees(one: Any, two: Any, more: Any) -> bool:
     rows = [j.jaxpr.invars[-1].aval.shape[0] for j in (two, more)]
     for low, high in zip(small, large, strict=True):
         if low == high or low != low:
-            continue  # It does not depend on the rows, or is NaN.
+            continue  # The number does not depend on the rows, or is NaN.
         power = np.log(high / low) / np.log(rows[1] / rows[0])
         if not np.isclose(known, low / rows[0] ** power, rtol=1e-4).any():
             return False
@@ -233,7 +235,7 @@ _LOSS_REASON = (
 
 
 def _describe_place(why: JaxprEqn | None) -> str:
-    """Describes the equation that mixes rows, for messages."""
+    """Describes, for messages, the equation that combines rows."""
     if why is None:
         return ""
     place = traces.find_place(why)
@@ -262,12 +264,12 @@ def with_leading(
     data: Batch,
     sharding: jax.sharding.Sharding | None = None,
 ) -> Batch:
-    """Returns the shapes of a batch with other leading dimensions.
+    """Returns a batch's shapes with different leading dimensions.
 
     Args:
-      sizes: The dimensions that replace the number of rows.
+      sizes: The dimensions that replace the row dimension.
       data: The batch.
-      sharding: The sharding of the shapes, or None.
+      sharding: The sharding to set on the shapes, or None.
 
     Returns:
       A nest of `jax.ShapeDtypeStruct`, of shapes (*sizes, ...).
@@ -283,7 +285,7 @@ def with_leading(
 def eval_with_rows(
     rows: int, body: Callable[..., Any], state: Sequence[Any], data: Batch
 ) -> Tree:
-    """Computes the shapes of `body(*state, data)` for other rows.
+    """Computes the shapes of `body(*state, data)` for a number of rows.
 
     Returns:
       A nest of `jax.ShapeDtypeStruct`.
@@ -294,8 +296,9 @@ def eval_with_rows(
 def forget_losses(step: Callable[..., Any]) -> None:
     """Clears the losses that a failed trace left on its model.
 
-    Keras keeps the losses of a call on the model until its `compute_loss` has
-    read them; the next trace would read those of the failed one.
+    Keras stores the losses of a call on the model until the model's
+    `compute_loss` reads them. Without this, the next trace would read the
+    losses of the failed trace.
 
     Args:
       step: A model's train, test or predict step.
@@ -316,7 +319,7 @@ def warn_of_global_batch(reason: str) -> None:
 
 
 def describe_error(error: Exception) -> str:
-    """Describes a trace's error as the reason why a step is not mapped."""
+    """Describes a trace's error, as the reason why a step is not mapped."""
     lines = [line for line in str(error).splitlines() if line.strip()]
     return (
         "it cannot be traced with one replica's share of the rows "

@@ -26,7 +26,7 @@ from keras_strategies.keras_bridge.steps.uneven_step import UnevenCall
 
 
 class StepProgram(ModelProgram):
-    """The programs of a model's train or test step; their results are logs."""
+    """The programs of a model's train or test step, which return logs."""
 
     def __init__(self, *args: Any, **options: Any) -> None:
         super().__init__(*args, **options)
@@ -41,8 +41,9 @@ class StepProgram(ModelProgram):
         """Runs the segment's steps, in one program or in several.
 
         Yields:
-          After each program the logs of its last step, and the state. The
-          earlier state is donated, so a caller must keep this one at once.
+          After each program, the logs of the program's last step, and the new
+          state. The program has donated the earlier state, so the caller must
+          store the new state immediately.
         """
         if segment.steps == 1 or self._is_fused:
             try:
@@ -75,9 +76,10 @@ class StepProgram(ModelProgram):
         step.notes.before = IdentityMap(zip(metrics, folded[-1], strict=True))
         logs, new = self._on_rows(step, folded, data)
         if step.facts.is_probe:
-            # In a probe metrics have no rules, and nothing is merged.
+            # A probe has no merge rules for metrics, and merges nothing.
             return logs
-        # The change of a metric counts from its last reset in the step.
+        # A metric's change is measured from the metric's last reset in the
+        # step.
         folded[-1] = [step.notes.before[v] for v in metrics]
         return self._merge(step, old, folded, new, logs)
 
@@ -124,7 +126,7 @@ class StepProgram(ModelProgram):
         return logs, *self._select_changes(old, merged)
 
     def _scan_steps(self, body: Body) -> Body:
-        """Makes one step of several stacked batches; returns the last logs."""
+        """Turns a step into a loop over batches; it returns the last logs."""
 
         def many(written: Group, read: Group, data: Batch) -> tuple[Any, ...]:
             changed_keys: list[list[str]] = []

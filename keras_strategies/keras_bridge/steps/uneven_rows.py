@@ -1,7 +1,8 @@
-"""A replica function whose replicas have different numbers of rows.
+"""Calls a function on replicas that have different numbers of rows.
 
-One program switches over the different numbers, and each branch runs on exactly
-its rows; see `_core/jaxprs/replay.py` for the collectives in the branches.
+All replicas run one program, which has a branch for each number of rows; a
+branch runs on exactly its rows. `_core/jaxprs/replay.py` explains collectives
+in branches.
 """
 
 import dataclasses
@@ -26,15 +27,15 @@ from keras_strategies.keras_bridge.steps.variants import Variant
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class BranchResult:
-    """The result of one branch.
+    """The result of the function in one branch.
 
     Attributes:
       outputs: The results that are arrays.
       new: The variables' values after the call.
-      start: The values from which changes of the variables are counted.
-      note: The facts that are known when the branch is traced.
-      is_alike: Whether each new value was computed by code that all replicas
-        run, from values that are equal on all.
+      start: The values from which the variables' changes are computed.
+      note: What is known when the branch is traced.
+      is_alike: For each new value, whether all replicas compute it with the
+        same code from values that are equal on all replicas.
     """
 
     outputs: list[Any]
@@ -57,24 +58,24 @@ def call_unevenly(
 
     Collectives must be outside of the switch, so the function is computed in
     stages: stage n uses the results of the first n collectives. Each output is
-    computed in the first possible stage; values that a later stage needs too
-    are computed again. Code that is the same in all variants (an optimizer's
-    update, from reduced gradients) is outside of the branches, so that the
-    compiler cannot round it in different ways.
+    computed in the earliest possible stage; a value that a later stage also
+    needs is computed again. Code that is the same in all variants (an
+    optimizer's update from reduced gradients) is outside of the branches, so
+    that the compiler cannot round it differently in each.
 
     Args:
-      call: The function, of the state and the arguments.
-      rows: Each replica's numbers of rows, of the uneven arguments.
+      call: The function, called with the state and the arguments.
+      rows: The variant of each replica: the rows of its uneven arguments.
       is_uneven: Whether each argument is uneven.
       axis: The replica axis.
       state: The values of variables.
-      leaves: The arguments; uneven ones padded, (1, rows, ...).
-      are_local: Whether each value of the state, and then each argument, may
-        differ between the replicas.
+      leaves: The arguments. Uneven ones are padded: (1, rows, ...).
+      are_local: For each value of the state, and then for each argument,
+        whether it may differ between the replicas.
 
     Returns:
-      The result, with outputs padded to one shape; the facts of all variants;
-      and the true shapes of each replica's outputs.
+      The result, with outputs padded to one shape; each variant's `note`; and
+      the true shapes of each replica's outputs.
 
     Raises:
       ValueError: if the replicas' functions do not call the same collectives
@@ -107,13 +108,14 @@ def _trace_to_the_end(
     variants: list[Variant],
     places: list[int],
 ) -> list["_Trace"]:
-    """Traces the variants again until they reach no unknown collective.
+    """Traces all variants repeatedly, until every collective is known.
 
-    The shape of a collective's result may depend on all variants' operands.
+    The shape of a collective's result may depend on the operands in all
+    variants, so each trace ends at the first unknown collective.
 
     Args:
       trace: A function that traces a variant with the known collectives.
-      variants: The different numbers of rows.
+      variants: The distinct variants.
       places: The index of each replica's variant.
     """
     reduces: list[Reduce] = []
@@ -128,23 +130,23 @@ def _trace_to_the_end(
 
 
 class _Trace:
-    """A variant's trace, to its end or to an unknown collective.
+    """A variant's trace, complete or up to an unknown collective.
 
     Args:
       call: The function; see `call_unevenly`.
       variant: The numbers of rows.
       is_uneven: Whether each argument is uneven.
       inputs: The values of variables, and the arguments.
-      known: The collectives that all variants have reached before.
+      known: The collectives that earlier traces of all variants reached.
 
     Attributes:
       reached: The unknown collective where the trace ended, or None.
       called: The result, if the trace did not end there.
-      jaxpr: The program. Its inputs are the state, the arguments and, once it
-        is cut, the collectives' results. Its outputs are then the collectives'
-        operands, the results' arrays, the new values and the values from which
-        changes are counted.
-      shapes: The outputs' shapes, in the same structure.
+      jaxpr: The program. Its inputs are the state, the arguments and, once the
+        program is cut, the collectives' results. Its outputs are then the
+        collectives' operands, and `outputs`, `new` and `start` of the
+        `BranchResult`.
+      shapes: The shapes of the program's outputs, in their structure.
     """
 
     def __init__(
@@ -178,12 +180,12 @@ class _Trace:
         self.jaxpr, self.shapes = tracing(*inputs)
 
     def cut_at_collectives(self) -> list[Any]:
-        """Makes the collectives' results inputs; returns the collectives."""
+        """Turns collectives' results into inputs; returns the collectives."""
         self._use(collective_cut.cut_at_collectives(self.jaxpr))
         return self.cut.collectives
 
     def meet_as(self, other: "_Trace") -> list[Any]:
-        """Adds another's collectives, without rows; returns all of them."""
+        """Adds the collectives of `other` if this variant has no rows."""
         if self.is_empty and len(self.cut.collectives) < len(
             other.cut.collectives
         ):
@@ -198,7 +200,7 @@ class _Trace:
 
 
 def _cut_traces(traces: list[_Trace]) -> list[Any]:
-    """Cuts the variants' programs at the collectives that all of them have."""
+    """Cuts the variants' programs at their common collectives."""
     most = max(traces, key=lambda trace: len(trace.cut_at_collectives()))
     first, *others = [trace.meet_as(most) for trace in traces]
     operands = [trace.cut.operands for trace in traces]
@@ -216,7 +218,7 @@ class _Stages:
 
     Args:
       traces: The variants' complete traces.
-      inputs: Their inputs.
+      inputs: The inputs of the traces.
       are_local: See `call_unevenly`.
     """
 
@@ -238,8 +240,8 @@ class _Stages:
         ]
         self._stages = list(map(max, zip(*of_each, strict=True)))
         if any(stages.has_answers(t.jaxpr.jaxpr) for t in traces):
-            # Each stage calls Python callbacks again. So all outputs but the
-            # operands come from the last stage, with the same answers.
+            # Each stage calls Python callbacks again. So all outputs except
+            # operands are computed in the last stage, from the same answers.
             last = [len(self._expected)] * len(self._stages)
             operands = jax.tree.leaves(traces[0].shapes[0])
             last[: len(operands)] = self._stages[: len(operands)]
@@ -255,7 +257,7 @@ class _Stages:
             is_common and not differs
             for is_common, differs in zip(self._are_common, differ, strict=True)
         ]
-        # A common shape of all variants for each output.
+        # For each output, a shape that fits all variants.
         self._shapes = _find_largest(
             [jax.tree.leaves(t.shapes) for t in traces]
         )
@@ -266,8 +268,8 @@ class _Stages:
 
         Args:
           index: This replica's variant, a traced integer.
-          inputs: The values of variables, the arguments, and the results of
-            the collectives so far.
+          inputs: The values of variables, the arguments, and the results of the
+            collectives so far.
         """
         stage = len(inputs[2])
         now = [k for k, s in enumerate(self._stages) if s == stage]
@@ -290,7 +292,7 @@ class _Stages:
         self, part: ClosedJaxpr, places: list[int]
     ) -> Callable[..., list[Any]]:
         def branch(state: Tree, leaves: Tree, known: Tree) -> list[Any]:
-            # The part does not use the results of later collectives.
+            # This stage does not use the results of later collectives.
             unknown = jax.tree.map(
                 lambda shape: jnp.zeros(shape.shape, shape.dtype),
                 self._expected[len(known) :],
@@ -310,7 +312,7 @@ class _Stages:
         return self._unflatten(self._values)[0][collective]
 
     def results(self) -> BranchResult:
-        """Returns the result of all stages, without facts."""
+        """Returns the combined result of all stages, without a note."""
         _, outputs, new, start = self._unflatten(self._values)
         are_alike = self._unflatten(dict(enumerate(self._are_alike)))
         return BranchResult(
@@ -345,10 +347,10 @@ def _adapt_shapes(
     operands: list[list[jax.ShapeDtypeStruct]],
     places: list[int],
 ) -> Reduce:
-    """Adapts a collective to operands of each variant's shapes.
+    """Adapts a collective to operands whose shapes differ by variant.
 
     Raises:
-      ValueError: if the shapes differ and it needs operands of one shape.
+      ValueError: if the shapes differ, but the collective needs equal shapes.
     """
     shapes = [[leaf.shape for leaf in variant] for variant in operands]
     if all(s == shapes[0] for s in shapes):

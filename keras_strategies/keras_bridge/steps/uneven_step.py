@@ -1,9 +1,9 @@
-"""A model's step whose replicas have different numbers of rows.
+"""A model's step when the replicas have different numbers of rows.
 
-A batch that the replicas cannot share evenly runs over all rows at once, unless
-the step uses the context of a single replica. Then each replica runs the step
-on its rows, in one program (`uneven_rows`). A replica's loss is weighted by its
-number of rows, so a replica without rows does not count.
+If the replicas cannot share a batch evenly, the step usually runs once over all
+rows. If it uses the context of a single replica, each replica instead runs the
+step on its own rows, in one program (`uneven_rows`). A replica's loss is
+weighted by its number of rows, so a replica without rows does not count.
 """
 
 import dataclasses
@@ -42,13 +42,13 @@ from keras_strategies.keras_bridge.steps.variants import (
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class UnevenRows:
-    """The distribution of an indivisible batch's rows to the replicas.
+    """The assignment of an indivisible batch's rows to the replicas.
 
     Attributes:
       counts: Each replica's number of rows.
-      taken: The indices in the padded batch of each replica's rows, padded to
-        the most rows of a replica.
-      returned: The indices in `taken` of each row of the padded batch.
+      taken: For each replica, the indices of its rows in the padded batch.
+        Shorter lists are padded to the length of the longest.
+      returned: For each row of the padded batch, its index in `taken`.
     """
 
     counts: tuple[int, ...]
@@ -59,11 +59,12 @@ class UnevenRows:
     def of(
         cls, shape: RowShape, padded: int, num_replicas: int
     ) -> "UnevenRows":
-        """Shares a batch's rows as evenly as possible.
+        """Distributes a batch's rows as evenly as possible.
 
         Args:
-          shape: The batch; each process's rows stay with its replicas.
-          padded: The number of rows with the padding.
+          shape: The rows of the batch. Each process's rows stay on the replicas
+            of the process.
+          padded: The number of rows including the padding.
           num_replicas: The number of replicas.
         """
         parts = shape.parts or (shape.rows,)
@@ -86,10 +87,11 @@ class UnevenRows:
         )
 
     def take(self, data: Batch, axis: int, mesh: ReplicaMesh) -> Batch:
-        """Moves each replica's rows to it. To be compiled.
+        """Moves rows to their replicas; to be called in a compiled program.
 
         Returns:
-          A batch in which each replica's rows are padded to the most.
+          A batch in which all replicas have the same number of rows, with
+          padding.
         """
         return _move(data, self.taken, axis, mesh)
 
@@ -97,7 +99,7 @@ class UnevenRows:
         """Moves the replicas' outputs to the positions of the batch's rows.
 
         Returns:
-          The outputs of shape (rows, ...), or (steps, rows, ...).
+          The outputs, of shape (rows, ...) or (steps, rows, ...).
         """
         return _move(outputs, self.returned, axis, mesh)
 
@@ -109,20 +111,20 @@ def _move(rows: Tree, places: np.ndarray, axis: int, mesh: ReplicaMesh) -> Tree:
 
 
 Step = Callable[[StepContext, list[list[Any]], Batch], tuple[Any, Any]]
-"""A model's step in its trace: (step, state, data) -> (outputs, new state)."""
+"""A model's step, as traced: (step, state, data) -> (outputs, new state)."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class UnevenCall:
-    """The result of a step on uneven rows, with the merged state.
+    """The result of a step on uneven rows, after merging the replicas' states.
 
     Attributes:
       outputs: The step's output arrays, padded to one shape.
       structure: The structure of the outputs.
-      results: The metric's result that each output is, or None.
-      state: The groups' new values.
-      means: The mean of each output over the replicas that have rows, if the
-        outputs are numbers.
+      results: For each output, the metric result that it is, or None.
+      state: The new values of the groups of variables.
+      means: For each output, its mean over the replicas that have rows; empty
+        if the outputs have rows.
     """
 
     outputs: list[Any]
@@ -147,12 +149,13 @@ def call_step(
     Args:
       step_fn: The step.
       variables: The groups of variables.
-      old: Their values.
-      data: A replica's rows, padded to the most.
+      old: The values of the variables.
+      data: A replica's rows, padded to the largest number of rows of any
+        replica.
       mesh: The replicas.
       counts: Each replica's number of rows.
-      metrics: The variables of metrics, if the outputs are numbers to average;
-        None for outputs with rows.
+      metrics: The variables of metrics if the outputs are numbers to average;
+        None if the outputs have rows.
     """
     leaves, structure = jax.tree.flatten(data)
     rows = [(count,) * len(leaves) for count in counts]
@@ -188,7 +191,7 @@ def call_step(
 def _merging_step(
     counts: tuple[int, ...], rows: Sequence[Variant], mesh: ReplicaMesh
 ) -> StepContext:
-    """Returns the step in which the replicas' states are merged."""
+    """Returns the step context in which the replicas' states are merged."""
     facts = StepFacts(
         mesh=mesh,
         rows=max(counts),
@@ -205,10 +208,11 @@ class _OneReplica:
 
     Attributes:
       step_fn: The step.
-      facts: The facts of the step in which the states are merged.
-      rows: Each replica's numbers of rows, of all arrays of the batch.
+      facts: The facts of the step context in which the states are merged.
+      rows: For each replica, the number of rows of each array of the batch.
       variables: The groups of variables.
-      metrics: The variables of metrics, if the outputs are numbers to average.
+      metrics: The variables of metrics if the outputs are numbers to average;
+        else None.
       structure: The structure of the batch.
     """
 
@@ -220,7 +224,7 @@ class _OneReplica:
     structure: PyTreeDef
 
     def call(self, state: list[Any], leaves: list[Any]) -> BranchResult:
-        """Calls the step on a state and a batch's arrays: (1, rows, ...)."""
+        """Calls the step on a state and on arrays of shape (1, rows, ...)."""
         count = leaves[0].shape[1]
         of_all = group_rows_of_all((count,) * len(leaves), self.rows)
         step = StepContext(facts=self.facts).with_facts(
@@ -235,7 +239,7 @@ class _OneReplica:
         new = [value for group in groups for value in group]
         new = [s if n is None else n for n, s in zip(new, state, strict=True)]
         for variable in self.metrics or ():
-            # By default the replicas' additions to a metric are summed.
+            # By default, what the replicas add to a metric is summed.
             if variable not in step.notes.metric_rules:
                 step.notes.metric_rules[variable] = metric_rules.SUM
         after = IdentityMap(zip(variables, new, strict=True))
@@ -251,6 +255,6 @@ class _OneReplica:
 
 
 def _group(values: list[Any], like: Sequence[Sequence[Any]]) -> list[list[Any]]:
-    """Groups values like those of another nest."""
+    """Splits a flat list into groups as long as those of `like`."""
     rest = iter(values)
     return [list(itertools.islice(rest, len(group))) for group in like]

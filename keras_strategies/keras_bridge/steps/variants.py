@@ -1,4 +1,4 @@
-"""The numbers of rows of replicas, and arguments cut to them."""
+"""Variants: the replicas' numbers of rows, and arguments cut to them."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -12,7 +12,8 @@ from keras_strategies._core.values import cut
 from keras_strategies._types import Array
 
 Variant = tuple[int | tuple[int, ...], ...]
-"""For each uneven argument its rows, or its shape if more than rows differ."""
+"""For each uneven argument, its number of rows, or its shape if the replicas'
+shapes differ in other dimensions too."""
 
 
 def cut_to_rows(
@@ -34,18 +35,18 @@ def cut_to_rows(
 
 
 def find_variants(rows: Sequence[Variant]) -> list[Variant]:
-    """Returns the different numbers of rows, each once; the largest first."""
+    """Returns the distinct variants among the replicas, the largest first."""
     return sorted(set(rows), reverse=True)
 
 
 def compute_shares(rows: Sequence[Variant]) -> list[float] | None:
-    """Computes each replica's weight in averages: 0 without rows.
+    """Computes each replica's weight in averages; 0 for one without rows.
 
     Args:
       rows: Each replica's numbers of rows, of all uneven arguments.
 
     Returns:
-      The weights, or None if all are equal.
+      The weights, or None if all weights are equal.
     """
     has_rows = [any(map(_rows_in, variant)) for variant in rows]
     if all(has_rows) or not any(has_rows):
@@ -56,7 +57,7 @@ def compute_shares(rows: Sequence[Variant]) -> list[float] | None:
 def compute_local_share(
     rows: Sequence[Variant], axis: Axis
 ) -> jax.Array | None:
-    """Returns this replica's weight in averages, traced; None if all equal."""
+    """Returns this replica's weight in averages; None if all are equal."""
     shares = compute_shares(rows)
     return None if shares is None else jnp.array(shares)[replica_id(axis)]
 
@@ -64,11 +65,11 @@ def compute_local_share(
 def group_rows_of_all(
     local: Variant, rows: Sequence[Variant]
 ) -> dict[int, set[tuple[int, ...]]]:
-    """Groups the rows of all replicas by a replica's number of rows.
+    """Maps a replica's number of rows to the rows of all replicas.
 
     Args:
-      local: The replica's numbers of rows, of all uneven arguments.
-      rows: Those of each replica.
+      local: The replica's variant.
+      rows: The variants of all replicas.
     """
     columns: dict[int, set[tuple[int, ...]]] = {}
     for size, sizes in zip(local, zip(*rows, strict=True), strict=True):

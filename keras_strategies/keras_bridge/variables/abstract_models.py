@@ -1,4 +1,4 @@
-"""Models that are created without values, and may get them later."""
+"""Models that are created without values and may be initialized later."""
 
 import contextlib
 import functools
@@ -31,28 +31,28 @@ from keras_strategies.keras_bridge.variables.variable_creator import (
 
 _MARK = "_ks_abstract"
 _BY_SHAPES = ("int8", "int4", "float8")
-"""Quantizations whose shapes and dtypes do not depend on values."""
+"""Quantization modes whose shapes and dtypes do not depend on values."""
 
 
 @contextlib.contextmanager
 def abstract() -> Iterator[None]:
     """Creates the block's models and optimizers without values.
 
-    Their variables take no memory. `strategy.compile_step` and `compile_run`
-    compile for them, so that a model that no machine here could hold is
-    built in seconds, and measured for the slice that it is meant for.
-    Shapes, dtypes, paths, layouts and the program are those of an ordinary
-    model. A variable of up to 64 entries (a seed, a counter, a learning rate)
-    has its value, and so has one of up to 1 MB that a layer assigns in its
-    `build` without reading others, such as positions. The optimizer's slots,
-    and variables that such a model creates later, have no values. Applies to
-    this thread.
+    The variables of these models take no memory, and `strategy.compile_step`
+    and `compile_run` accept the models. So a model that is too large for this
+    machine can be built in seconds, and its memory on a TPU slice can be
+    measured. Shapes, dtypes, paths, layouts and the program equal those of an
+    ordinary model. A variable of up to 64 entries (a seed, a counter, a
+    learning rate) does get its value. So does a variable of up to 1 MB that a
+    layer assigns in its `build` without reading other variables, such as
+    positions. Optimizer slots, and variables that such a model creates later,
+    have no values. Applies to this thread.
 
-    Code that needs values raises RuntimeError, which names the variable:
-    `get_weights`, `set_weights`, `load_weights`, `save`, `fit`,
-    `numpy.asarray(variable)`, a pretrained model; also a step that reads a
-    variable outside of its state. `strategy.materialize(model)` gives the
-    model its initial values. Not in tf.
+    Code that needs values raises a RuntimeError that contains the variable's
+    path: `get_weights`, `set_weights`, `load_weights`, `save`, `fit`,
+    `numpy.asarray(variable)`, or loading a pretrained model. A step that reads
+    a variable outside of its state raises this error too.
+    `strategy.materialize(model)` initializes the variables. Not in tf.
 
     Example:
       ```python
@@ -75,7 +75,8 @@ def creating_like(
 ) -> contextlib.AbstractContextManager[None]:
     """Creates the block's variables in the same way as a model's.
 
-    They have no values if the model was created in `abstract`.
+    The variables have no values if the model was created in an `abstract`
+    scope.
     """
     return creating(abstract=hasattr(model, _MARK))
 
@@ -86,18 +87,19 @@ def materialize(
     mesh: ReplicaMesh,
     distribution: ReplicaDistribution,
 ) -> None:
-    """Gives the variables of an abstract model their initial values.
+    """Initializes the variables of an abstract model.
 
     Args:
       model: The model.
-      variables: Its variables, those of its optimizer included.
+      variables: The model's variables, including those of its optimizer.
       mesh: The replicas.
-      distribution: The distribution that places them.
+      distribution: The distribution that places the variables.
 
     Raises:
-      ValueError: if one was assigned a value that was not kept.
+      ValueError: if a variable was assigned a value that was not stored.
     """
-    # The slots of a custom loop's optimizer too, which the model does not have.
+    # Includes the slots of a custom loop's optimizer, which are not variables
+    # of the model.
     slots = [slot for variable in variables for slot in slots_of(variable)]
     by_id = {id(variable): variable for variable in (*variables, *slots)}
     waiting = list(filter(is_abstract, by_id.values()))
@@ -110,7 +112,8 @@ def materialize(
             "computed from missing values, as `quantize` does. Create it "
             "without `ks.abstract()`."
         )
-    # Nested models too: variables that they create from now on have values.
+    # Also for nested models: variables that they create from now on have
+    # values.
     for layer in model._flatten_layers():
         layer.__dict__.pop(_MARK, None)
     with distribution_scope(distribution), creating(abstract=False):
@@ -134,7 +137,8 @@ def _wrap_build(
         if not hasattr(model, _MARK):
             return
         for variable in model.variables:
-            # In a trace Keras would give it a value when the trace ends.
+            # Otherwise, in a trace, Keras would initialize the variable when
+            # the trace ends.
             is_waiting = variable._value is None and not is_abstract(variable)
             if is_waiting and math.prod(variable.shape) > MAX_REAL_SIZE:
                 make_abstract(variable, variable._initializer)
@@ -168,7 +172,7 @@ def _wrap_quantize(
 
 
 def _wrap_init(original: Callable[..., None]) -> Callable[..., None]:
-    """Wraps `__init__` to mark the block's models, which stay abstract."""
+    """Wraps `__init__` to mark the models of the block as abstract."""
 
     @functools.wraps(original)
     def init(model: keras.Model, *args: Any, **kwargs: Any) -> None:

@@ -1,9 +1,10 @@
 """Variables without values, for models that are only compiled.
 
-A variable with an initializer stays uninitialized, like Keras's variables in a
-StatelessScope. It reads as zeros while Keras infers shapes, in traces, where
-zeros cost nothing; in a step it reads as the value in the state. Any other
-read raises: in a trace it would become a constant of zeros.
+Such a variable keeps its initializer but stays uninitialized, like Keras's
+variables in a StatelessScope. While Keras infers shapes, it reads as zeros,
+which cost nothing because this happens in traces. In a step it reads as the
+value in the step's state. Any other read raises an error: in a trace, the
+variable would become a constant of zeros.
 """
 
 import contextlib
@@ -34,10 +35,10 @@ if TYPE_CHECKING:
     from numpy.typing import DTypeLike
 
 MAX_REAL_SIZE = 64
-"""The most entries of a variable that still gets a value, such as a seed."""
+"""The largest number of entries of a variable that still gets a value."""
 
 MAX_GIVEN_BYTES = 2**20
-"""The most bytes of a value that is kept when a layer assigns it."""
+"""The largest number of bytes of an assigned value that is still stored."""
 
 _LAYER = "_ks_layer"
 _LOST = "_ks_lost_value"
@@ -75,14 +76,14 @@ class AbstractVariable(keras.Variable):
         raise RuntimeError(_message(self, in_step=scope is not None))
 
     def __array__(self, dtype: "DTypeLike | None" = None) -> np.ndarray:
-        """Returns the value; in `shapes_only` zeros that take no memory."""
+        """Returns the value; in `shapes_only`, zeros that take no memory."""
         if not _thread.is_shapes_only:
             return super().__array__(dtype)
         zero = np.zeros((), dtype or jax.numpy.dtype(self._dtype))
         return np.broadcast_to(zero, self.shape)
 
     def assign(self, value: Array) -> Array:
-        """Writes to a step's state, or makes the variable real with the value.
+        """Assigns in a step's state, or makes the variable real with the value.
 
         Returns:
           The value, in the variable's dtype.
@@ -100,7 +101,7 @@ class AbstractVariable(keras.Variable):
         return keras.Variable.assign(self, value)
 
     def _deferred_initialize(self) -> None:
-        """Sets only the layout: Keras would create the value here."""
+        """Sets only the layout; Keras's method would create the value."""
         self._initialize_layout()
 
 
@@ -125,7 +126,7 @@ def creating_layer() -> Any:
 
 
 def is_creating_abstract() -> bool:
-    """Returns whether variables that are created now have no values."""
+    """Returns whether variables are currently created without values."""
     return _thread.is_abstract
 
 
@@ -136,7 +137,8 @@ def make_abstract(
 
     Args:
       variable: A new variable.
-      initializer: The initializer of its value, for when it is made real.
+      initializer: The initializer that computes the variable's value if the
+        variable is made real.
     """
     make_plain(variable)
     variable._value, variable._initializer = None, initializer
@@ -147,7 +149,7 @@ def make_real(variable: keras.Variable) -> Callable[..., Any] | None:
     """Makes an abstract variable a plain one, which must then get a value.
 
     Returns:
-      The initializer that it was created with.
+      The initializer that the variable was created with.
     """
     initializer, variable._initializer = variable._initializer, None
     variable.__class__ = keras.Variable
@@ -160,19 +162,19 @@ def make_real(variable: keras.Variable) -> Callable[..., Any] | None:
 
 
 def note_slot(weight: keras.Variable, slot: keras.Variable) -> None:
-    """Notes an abstract optimizer slot of an abstract weight."""
+    """Records an abstract optimizer slot of an abstract weight."""
     slots = weight.__dict__.setdefault(_SLOTS, [])
     slots.append(weakref.ref(slot))
 
 
 def slots_of(weight: keras.Variable) -> list[keras.Variable]:
-    """Returns the noted slots of a weight that are still alive."""
+    """Returns the recorded slots of a weight that still exist."""
     slots = [slot() for slot in weight.__dict__.get(_SLOTS, ())]
     return [slot for slot in slots if slot is not None]
 
 
 def refuse_abstract(variables: Iterable[keras.Variable]) -> None:
-    """Raises RuntimeError if one of the variables has no value."""
+    """Raises RuntimeError if any of the variables has no value."""
     for variable in variables:
         if is_abstract(variable):
             raise RuntimeError(_message(variable, in_step=False))
@@ -180,10 +182,10 @@ def refuse_abstract(variables: Iterable[keras.Variable]) -> None:
 
 @contextlib.contextmanager
 def creating(*, abstract: bool) -> Iterator[None]:
-    """Creates the block's variables without values, or with. For this thread.
+    """Creates this thread's variables in the block with or without values.
 
     Args:
-      abstract: Whether to create them without values.
+      abstract: Whether to create variables without values.
     """
     patched = _patches.hold() if abstract else contextlib.nullcontext()
     with patched, temporary_attribute(_thread, "is_abstract", abstract):
@@ -201,7 +203,8 @@ def inferring_shapes() -> Iterator[None]:
 def shapes_only() -> Iterator[None]:
     """Computes only shapes in the block.
 
-    Abstract variables read as zeros, and variables keep no computed values.
+    Abstract variables read as zeros, and values that are assigned to variables
+    are not stored.
     """
     with (
         creating(abstract=True),
@@ -267,7 +270,7 @@ def _wrap_initialize_with_value(
 def _leave_out(
     variable: keras.Variable, initializer: Callable[..., Any] | None
 ) -> None:
-    """Makes a new variable abstract, and notes its layer for messages."""
+    """Makes a new variable abstract, and records its layer for messages."""
     variable._initialize_layout()
     make_abstract(variable, initializer)
     layer = creating_layer()

@@ -1,7 +1,7 @@
-"""The dimensions along which variables are sharded, equal in all processes.
+"""Makes sure that all processes shard variables along equal dimensions.
 
-Processes that shard a variable differently would place parts of different
-shapes, and wait for each other in different programs.
+If processes sharded a variable differently, their shards would have different
+shapes, and the processes would wait for each other in different programs.
 """
 
 import json
@@ -25,7 +25,7 @@ _CURE = (
     "depend only on a variable's path, shape and dtype."
 )
 _MAX_ERROR = 500
-# An answer is a variable's path, shape and dimension.
+# An answer consists of a variable's path, shape and dimension.
 _FORM = message_forms.Either(
     (
         {"error": str},
@@ -39,7 +39,7 @@ def choose_dimensions(
     variables: Sequence[keras.Variable],
     over_cores: Sequence[Any],
 ) -> list[Dimension]:
-    """Returns a partitioner's dimensions for variables."""
+    """Returns the dimensions that a partitioner chooses for variables."""
     return [
         partitioner.choose_dimension(v.path, tuple(v.shape), v.dtype, axes)
         for v, axes in zip(variables, over_cores, strict=True)
@@ -52,13 +52,14 @@ def agree_on_dimensions(
     variables: Sequence[keras.Variable],
     over_cores: Sequence[Any],
 ) -> list[Dimension]:
-    """Returns the dimensions after comparing all processes'. Collective.
+    """Chooses dimensions and compares them between processes. Collective.
 
     Args:
       partitioner: The partitioner.
       mesh: The replicas.
       variables: Variables of the same shapes in all processes.
-      over_cores: The axes of each, as in `Partitioner.choose_dimension`.
+      over_cores: The axes of each variable, as in
+        `Partitioner.choose_dimension`.
 
     Raises:
       ValueError: if processes shard a variable differently; all raise.
@@ -97,9 +98,10 @@ def agree_on_dimensions(
 
 
 def _find_difference(received: list[dict[str, Any]]) -> list[str]:
-    """Describes the first difference, by process; empty if all agree.
+    """Describes the first difference by process; returns [] if all agree.
 
-    Paths may differ: their numbers count the layers that a process has made.
+    Paths are not compared: the numbers in them count the layers that a process
+    has created, which may differ.
     """
     names = [message["partitioner"] for message in received]
     if len(set(names)) > 1:

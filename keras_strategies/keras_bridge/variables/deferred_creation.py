@@ -1,4 +1,4 @@
-"""Variables that are created in a trace, and those of a running fit."""
+"""Variables that are created in a trace, or whose values a fit has taken."""
 
 import contextlib
 import weakref
@@ -17,15 +17,15 @@ from keras_strategies.keras_bridge.variables.variable_creator import (
 )
 
 models_in_loops: "weakref.WeakSet[keras.Model]" = weakref.WeakSet()
-"""Models in a Keras loop, which has taken the values of their variables."""
+"""Models whose Keras loop may have taken the values of their variables."""
 
 
 @contextlib.contextmanager
 def defer_creation() -> Iterator[None]:
-    """Lets a trace create variables, which get their values after it.
+    """Lets a trace create variables, which get their values afterwards.
 
-    Keras defers only variables with an initializer, so a value is wrapped in
-    one.
+    Keras defers only variables that have an initializer, so a plain value is
+    wrapped in an initializer.
     """
 
     def create(
@@ -51,7 +51,8 @@ def sync_fits(variables: Sequence[keras.Variable]) -> None:
     """Gives variables back the values that a running fit has taken.
 
     Raises:
-      RuntimeError: if one was made in `ks.abstract()` and has no value.
+      RuntimeError: if a variable was created in `ks.abstract()` and has no
+        value.
     """
     if any(v._value is None for v in variables):
         sync_all_fits()

@@ -1,7 +1,7 @@
-"""Initial values of variables: the chief's, in all processes.
+"""Initial values of variables: all processes use the chief's values.
 
-Each process draws the initial values of its variables itself, from a
-process-local random state. Before they are placed, the chief's are sent to all.
+Each process draws initial values itself, from a process-local random state. So
+before variables are placed, the chief's values are sent to all processes.
 """
 
 import copy
@@ -28,16 +28,18 @@ _CONSTANTS = (
 
 
 VariableCreator = Callable[..., keras.Variable]
-"""A function of `keras.Variable`'s keywords, maybe after the next creator."""
+"""A function of `next_creator` (if any) and the keywords of
+`keras.Variable`."""
 
 
 def create(
     mesh: ReplicaMesh, next_creator: VariableCreator, **kwargs: Any
 ) -> keras.Variable:
-    """Creates a variable with the chief's value; a variable creator.
+    """Creates a variable with the chief's initial value.
 
     Raises:
-      ValueError: if its number or array differs from the chief's.
+      ValueError: if the initial value is a number or an array that differs from
+        the chief's.
     """
     if kwargs.get("layout") is None:
         kwargs |= {
@@ -70,7 +72,8 @@ def make_chief_initializer(initializer: Any, mesh: ReplicaMesh) -> Any:
       mesh: The replicas.
 
     Returns:
-      A function of shape and dtype; or `initializer`, if it is a value.
+      A function of shape and dtype, or `initializer` itself if the processes
+      need not communicate.
     """
     if mesh.num_processes == 1:
         return initializer
@@ -88,7 +91,7 @@ class _FromChief:
     """An initializer that returns the chief's value in all processes.
 
     Attributes:
-      initializer: The initializer of this process's value.
+      initializer: The initializer that computes this process's value.
       mesh: The replicas.
     """
 
@@ -101,9 +104,9 @@ class _FromChief:
         if not is_tracing():
             value = self.initializer(shape, dtype=dtype, **kwargs)
             return broadcast([value], self.mesh)[0]
-        # Keras compiles the initializer of a large variable. All processes
-        # must trace the same program, in which none need hold the value: so
-        # the chief sends only the seed, if there is one.
+        # Keras compiles the initializer of a large variable. All processes must
+        # trace the same program, and no process should have to store the full
+        # value. So the chief sends only the seed, if the initializer has one.
         seed = getattr(self.initializer, "seed", None)
         if isinstance(seed, int):
             seeded = copy.copy(self.initializer)

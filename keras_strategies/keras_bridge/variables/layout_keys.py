@@ -1,4 +1,4 @@
-"""Keys of a `layout_map`, and whether each matches a variable."""
+"""Checks that each key of a `layout_map` matches a variable."""
 
 import difflib
 import re
@@ -12,7 +12,7 @@ _MAX_NEAR = 3
 
 
 class LayoutKeys:
-    """The keys of a strategy's `layout_map` that have matched nothing yet.
+    """The keys of a strategy's `layout_map` that have not matched a variable.
 
     Args:
       keys: Paths of variables, or regular expressions for full paths.
@@ -29,13 +29,14 @@ class LayoutKeys:
             self._unmatched.append(key)
 
     def check(self, variables: Iterable[keras.Variable]) -> None:
-        """Warns once about each key that no variable has matched so far.
+        """Warns once about each key that has matched no variable so far.
 
         Args:
-          variables: All variables of the strategy, before a step.
+          variables: All variables of the strategy; the check runs before a
+            step.
 
         Raises:
-          ValueError: if no key has matched a path, or a part of one.
+          ValueError: if no key has matched a path or a part of a path.
         """
         divisible = [v for v in variables if v.shape]
         paths = [v.path for v in divisible]
@@ -70,15 +71,16 @@ def _is_key_of(key: str, paths: list[str]) -> bool:
 
 
 def _find_partial_matches(key: str, paths: list[str]) -> list[str]:
-    """Returns the paths that a key matches in part, as in Keras's maps."""
+    """Returns the paths that a key matches partly, as Keras's maps do."""
     return [path for path in paths if re.search(key, path)]
 
 
 def _describe_keys(keys: list[str], paths: list[str]) -> str:
-    """Describes keys, each with the paths that are most like it."""
+    """Describes keys, each with the paths that are most similar to it."""
     shown = []
     for key in keys:
-        # Drops the characters of regular expressions that paths do not have.
+        # Removes the characters of regular expressions that do not occur in
+        # paths.
         words = re.sub(r"[^\w/]+", "", key)
         near = _find_partial_matches(key, paths) or difflib.get_close_matches(
             words, paths, _MAX_NEAR, 0.0

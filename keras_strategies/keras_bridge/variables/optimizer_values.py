@@ -1,7 +1,7 @@
 """Current values of a model's optimizer, also during fit.
 
-Keras's loop takes the values out of the variables. Putting all of them back to
-read one number would cost more than a small step.
+While Keras's loop runs, the variables do not contain their values. Putting all
+values back to read one number would take longer than a small step.
 """
 
 from collections.abc import Sequence
@@ -17,15 +17,16 @@ from keras_strategies._types import Array
 def read_learning_rates(model: keras.Model) -> dict[str, float]:
     """Returns the learning rates of the next step.
 
-    Nothing is computed on the strategy's devices, so one process may call it.
+    Nothing is computed on the strategy's devices, so a single process may call
+    this function.
 
     Args:
       model: A compiled model, in a fit or not.
 
     Returns:
-      {"learning_rate": rate}; {"learning_rate/0": ..., "learning_rate/1":
-      ...} of a MultiOptimizer; an empty dict without a Keras optimizer, or if
-      its rate is not a scalar.
+      {"learning_rate": rate}; for a MultiOptimizer {"learning_rate/0": ...,
+      "learning_rate/1": ...}. Empty if the model has no Keras optimizer. Rates
+      that are not scalars are omitted.
     """
     optimizer = _unwrap_optimizer(model)
     if optimizer is None:
@@ -44,8 +45,8 @@ def read_learning_rates(model: keras.Model) -> dict[str, float]:
 def count_optimizer_steps(model: keras.Model) -> int:
     """Returns the number of train steps of the model's optimizer.
 
-    Steps that accumulate gradients count; those that loss scaling skips do
-    not. 0 without a Keras optimizer.
+    Steps that accumulate gradients are counted; steps that loss scaling skips
+    are not. The result is 0 if the model has no Keras optimizer.
     """
     optimizer = _unwrap_optimizer(model)
     if optimizer is None:
@@ -67,8 +68,8 @@ def _compute_rate(
     rate = optimizer._learning_rate
     if isinstance(rate, keras.Variable):
         return _read_values(model, [rate])[0]
-    # A schedule computes the rate from the optimizer's step; a function may
-    # read its other scalars.
+    # A schedule computes the rate from the optimizer's step. A function may
+    # also read other scalars of the optimizer.
     scalars = [v for v in model.optimizer.variables if v.shape == ()]
     values = _read_values(model, scalars)
     with keras.StatelessScope(list(zip(scalars, values, strict=True))):
@@ -78,7 +79,7 @@ def _compute_rate(
 def _read_values(
     model: keras.Model, variables: Sequence[keras.Variable]
 ) -> list[Any]:
-    """Reads current values of the model's optimizer, on the host."""
+    """Returns current values of optimizer variables, on the host."""
     values: Any = [v._value for v in variables]
     state = getattr(model, "_jax_state", None) or {}
     if "optimizer_variables" in state and not model._jax_state_synced:

@@ -1,4 +1,4 @@
-"""Ownership of arrays: which ones a step may update in place."""
+"""Ownership of arrays: decides which arrays a step may update in place."""
 
 import sys
 import weakref
@@ -17,8 +17,8 @@ from keras_strategies.keras_bridge.step_context import Group
 from keras_strategies.keras_bridge.variables.shardings import sharding_of
 
 Owned = dict[int, "weakref.ref[Any]"]
-"""Weak references, by id, to arrays that steps returned: no other array shares
-their buffers."""
+"""Weak references, by id, to arrays that steps returned. No other array shares
+the buffers of these arrays."""
 
 
 def take_ownership(
@@ -30,25 +30,26 @@ def take_ownership(
     *,
     donate: bool,
 ) -> None:
-    """Replaces arrays of a group that a step may not update in place.
+    """Copies the arrays of a group that a step may not update in place.
 
-    An array with another sharding is moved. If the step donates the group, an
-    array with another holder (a user's `v.value`, a target network after
-    `assign`, a second variable) is copied. So is one that no step returned:
-    moving a user's array to the devices, as `assign` does, shares its buffer.
-    jaxlib crashes if a buffer is donated twice.
+    An array with a different sharding is moved. If the step donates the group,
+    an array that something else refers to is copied: for example, a user's
+    `v.value`, a target network after `assign`, or a second variable. An array
+    that no step returned is copied too: `assign` moves a user's array to the
+    devices, but both arrays then share a buffer. jaxlib crashes if a buffer is
+    donated twice.
 
     Args:
       group: The values of variables; changed in place.
       variables: The variables.
-      holders: Lists, of Keras and of this package, that may hold the same
-        arrays and never read them again.
+      holders: Lists of Keras and of this package that may refer to the same
+        arrays but never read them again.
       owned: Arrays that steps returned in earlier loops, or None if even
         those may share their buffers.
       mesh: The replicas, on whose devices every array must be.
       donate: Whether the step donates the group.
     """
-    # The references that `_count_references` adds itself.
+    # The number of references that `_count_references` itself adds.
     baseline = _count_references([object()])[0]
     counts = _count_references(group) if donate else []
     pointers: set[int] = set()
@@ -60,11 +61,12 @@ def take_ownership(
             known = sum(i < len(h) and h[i] is value for h in holders)
             is_ours = owned is not None and (known or _is_among(value, owned))
             num_others = counts[i] - baseline - known
-            # The variable may be a holder too; any other one forbids donation.
+            # The variable may also refer to the array; any other reference
+            # forbids donation.
             if not is_ours or num_others > (variable._value is value):
                 value = copy_with_sharding(value, sharding)
             elif not known:
-                # Two variables of the group may still share one buffer.
+                # Two variables of the group may still share a buffer.
                 pointer = _pointer(value)
                 if pointer in pointers:
                     value = copy_with_sharding(value, sharding)
@@ -73,19 +75,21 @@ def take_ownership(
 
 
 _device_sets: set[frozenset[jax.Device]] = set()
-"""The devices of every strategy whose steps have donated their state."""
+"""The devices of every strategy whose steps may donate their state."""
 
 
 def note_devices(mesh: ReplicaMesh) -> None:
-    """Notes the devices of a strategy whose steps donate their state."""
+    """Records the devices of a strategy whose steps may donate their state."""
     _device_sets.add(frozenset(mesh.devices))
 
 
 def has_rivals(mesh: ReplicaMesh) -> bool:
-    """Returns whether another strategy has some, but not all, of the devices.
+    """Returns whether another strategy shares only some of these devices.
 
-    A variable of one that is assigned to the other's then shares its buffers
-    on the common devices, which neither array shows.
+    The devices of the other strategy must overlap with these devices but not be
+    the same. If a variable of one strategy is then assigned to a variable of
+    the other, the two arrays share buffers on the common devices, and neither
+    array shows this.
     """
     if len(_device_sets) < 2:
         return False
@@ -94,10 +98,10 @@ def has_rivals(mesh: ReplicaMesh) -> bool:
 
 
 def are_unshared(values: Group, known: Sequence[Any]) -> bool:
-    """Returns whether steps returned the arrays and only variables hold them.
+    """Returns whether steps returned the arrays and only variables use them.
 
     Args:
-      values: The arrays, those of variables.
+      values: The arrays of the variables.
       known: For each variable, a weak reference to the array that a step last
         returned for it, or None.
     """
@@ -118,7 +122,7 @@ def refer_to(references: list[Any], values: Group) -> bool:
 
 
 def update_owned(owned: Owned, state: Sequence[Group]) -> Owned:
-    """Returns the owned arrays that still exist, and those of a state."""
+    """Returns the owned arrays that still exist, plus the arrays of a state."""
     owned = {key: array for key, array in owned.items() if array() is not None}
     for group in state:
         owned |= {id(array): weakref.ref(array) for array in group}

@@ -1,4 +1,4 @@
-"""Partitioners, which choose the variables to shard and their dimensions.
+"""Partitioners, which choose the variables and dimensions to shard.
 
 References:
   - Rajbhandari et al., ZeRO: Memory Optimizations Toward Training Trillion
@@ -19,7 +19,7 @@ from keras_strategies._core.mesh import ReplicaMesh
 from keras_strategies.cluster.checks import check_number
 
 MIN_SIZE = 2**14
-"""The default number of entries of the smallest variable that is sharded."""
+"""The default `min_size`: variables with fewer entries are not sharded."""
 
 Dimension = int | None
 
@@ -28,23 +28,24 @@ Dimension = int | None
 class FullySharded:
     """A partitioner that shards weights, their gradients and slots.
 
-    For `variable_partitioner` of a strategy: ZeRO-3, or fully sharded data
-    parallelism. A step gathers a weight where a layer reads it, and computes
-    the numbers of replicated variables. A variable is sharded along the first
-    dimension whose size is a multiple of `shards`, and that a `layout_map`
-    does not shard over a replica's cores.
+    Pass it as the `variable_partitioner` of a strategy. This is ZeRO-3, or
+    fully sharded data parallelism. A step gathers a weight where a layer reads
+    it; results equal those with replicated variables. A variable is sharded
+    along the first dimension whose size is a multiple of `shards` and that no
+    `layout_map` shards over a replica's cores.
 
     Args:
-      shards: The number of replicas in a group. Consecutive replicas form
-        groups, and each group holds all variables, one shard in each replica.
-        None: the replicas of a process, which are close to each other, or all
-        replicas if each process has one; on TPUs those of a slice, or of a
-        box of 64 chips of a large one.
-      min_size: The least number of entries of a variable that is sharded;
-        smaller ones are replicated.
-      reduce_dtype: The float dtype in which gradients of sharded variables
-        are sent and summed, such as "bfloat16": half the bytes, but sums that
-        are rounded to its 8 bits. None: the dtype of the gradients.
+      shards: The number of replicas in a group. Consecutive replicas form a
+        group. Each group stores all variables, one shard on each replica. None
+        chooses the replicas of a process, which are close to each other, or all
+        replicas if each process has only one. On TPUs, None chooses the
+        replicas of a slice; in a large slice, the replicas of a box of 64
+        chips.
+      min_size: The smallest number of entries of a sharded variable; smaller
+        variables are replicated.
+      reduce_dtype: The float dtype in which gradients of sharded variables are
+        sent and summed. "bfloat16" halves the bytes, but sums are rounded to
+        its 8 significant bits. None for the dtype of the gradients.
 
     Raises:
       TypeError, ValueError: if `shards` or `min_size` is not an integer of at
@@ -80,8 +81,8 @@ class FullySharded:
 class SlotsOnly(FullySharded):
     """A partitioner that shards gradients and slots; weights are replicated.
 
-    For `variable_partitioner` of a strategy: ZeRO-2. A step gathers each
-    weight once, after its update.
+    Pass it as the `variable_partitioner` of a strategy. This is ZeRO-2. A step
+    gathers each weight once, after the weight's update.
 
     Args:
       shards: See `FullySharded`.
@@ -108,14 +109,16 @@ class Partitioner:
     """A strategy's `variable_partitioner`, bound to its replicas.
 
     Args:
-      partitioner: `FullySharded`, `SlotsOnly`, or a function of a variable's
-        path, shape and dtype, or, as in tf, of `shape` and `dtype`.
+      partitioner: A `FullySharded` or `SlotsOnly`; or a function of a
+        variable's path, shape and dtype, or of only `shape` and `dtype`, as in
+        tf.
       mesh: The strategy's replicas.
 
     Attributes:
-      shards: The number of replicas that share a variable.
-      has_replicated_weights: Whether only slots are sharded.
-      sum_dtype: The dtype in which gradients are summed; None for theirs.
+      shards: The number of replicas over which a variable is sharded.
+      has_replicated_weights: Whether only gradients and slots are sharded.
+      sum_dtype: The dtype in which gradients are summed; None for the dtype of
+        the gradients.
 
     Raises:
       TypeError: if `partitioner` is not a partitioner.
@@ -156,11 +159,13 @@ class Partitioner:
           path: The variable's path.
           shape: Its shape, of any rank.
           dtype: Its dtype.
-          over_cores: For each dimension (or for the first ones) the axis of
-            cores over which it is sharded, or None.
+          over_cores: For each dimension, the mesh axis of cores over which it
+            is sharded, or None. Trailing dimensions may be omitted; they count
+            as None.
 
         Raises:
-          TypeError: if the partitioner returned another type.
+          TypeError: if the partitioner returned something other than a
+            dimension or None.
           ValueError: if the dimension does not exist, is not a multiple of
             the shards, or is sharded over a replica's cores.
           Exception: if a user-defined function raises it.
@@ -212,14 +217,15 @@ class Partitioner:
     def explain_replicated(
         self, shape: tuple[int, ...], over_cores: Sequence[Any] = ()
     ) -> tuple[str, str] | None:
-        """Returns why a variable is not sharded: a word, and a sentence.
+        """Explains why a variable is not sharded.
 
         Args:
           shape: The variable's shape, of any rank.
           over_cores: See `choose_dimension`.
 
         Returns:
-          None for a scalar, and for a variable that is sharded.
+          A short reason and a sentence. None for a scalar, and for a variable
+          that is sharded.
         """
         partitioner = self._partitioner
         if not shape:
@@ -266,7 +272,8 @@ class Partitioner:
             return None
         dim = answer
         if isinstance(answer, list | tuple):
-            # tf's partitioners return the number of parts of each dimension.
+            # tf's partitioners return a list with the number of shards along
+            # each dimension.
             counts = list(answer)
             dims = [d for d, count in enumerate(counts) if count != 1]
             if not dims and len(counts) == len(shape):
@@ -332,7 +339,8 @@ def _has_tf_signature(partitioner: Callable[..., Any]) -> bool:
     """Returns whether a function takes only `shape` and `dtype`, as in tf.
 
     Raises:
-      TypeError: if it takes neither these nor (path, shape, dtype).
+      TypeError: if the function accepts neither (shape, dtype) nor (path,
+        shape, dtype).
     """
     try:
         signature = inspect.signature(partitioner)
@@ -357,7 +365,7 @@ def _has_tf_signature(partitioner: Callable[..., Any]) -> bool:
 def bind_partitioner(
     partitioner: PartitionerLike | None, mesh: ReplicaMesh
 ) -> tuple[Partitioner | None, ReplicaMesh]:
-    """Returns a strategy's partitioner, and its mesh with the groups' size."""
+    """Binds a partitioner to a mesh; returns it and a mesh with its shards."""
     if partitioner is None:
         return None, mesh
     bound = Partitioner(partitioner, mesh)

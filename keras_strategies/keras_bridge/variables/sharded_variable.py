@@ -1,8 +1,8 @@
-"""A sharded variable that reads as one NumPy array.
+"""A sharded variable that can be read as one NumPy array.
 
-Keras reads variables this way to save them and to return weights. JAX would
-keep the full array on the host as long as the variable has the value, and
-returns to a process only the shards on its devices.
+Keras reads variables this way to save them and to return weights. JAX itself
+would cache the full array on the host for as long as the variable has this
+value, and could not read shards on the devices of other processes.
 """
 
 from typing import TYPE_CHECKING
@@ -34,7 +34,7 @@ class ShardedVariable(keras.Variable):
 
 
 def make_sharded(variable: keras.Variable, mesh: ReplicaMesh) -> None:
-    """Makes a sharded variable readable as one array."""
+    """Makes a sharded variable readable as one NumPy array."""
     if type(variable) is keras.Variable:
         variable.__class__ = ShardedVariable
         setattr(variable, _MESH, mesh)

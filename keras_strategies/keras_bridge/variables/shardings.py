@@ -1,8 +1,8 @@
 """Shardings of variables: replicated, or sharded over cores and replicas.
 
-A layout map shards variables over the cores of a replica. It selects them by
-path, like a `keras.distribution.LayoutMap`; XLA divides the work that uses
-them. A partitioner shards variables over the replicas, along another
+A layout map shards variables over the cores of a replica. It selects variables
+by path, like a `keras.distribution.LayoutMap`, and XLA splits the computations
+that use them. A partitioner shards variables over the replicas, along another
 dimension.
 """
 
@@ -30,11 +30,11 @@ from keras_strategies.keras_bridge.variables.sharded_variable import (
 )
 
 Axes = tuple[str | None, ...]
-"""The mesh axis over which each dimension of a variable is sharded, or None."""
+"""For each dimension of a variable: the mesh axis that shards it, or None."""
 
 _PLACEMENT = "_ks_placement"
 _UPDATED_REPLICATED = "_ks_updated_replicated"
-# The mesh whose partitioner has decided about a variable.
+# The mesh whose partitioner has already chosen the variable's dimension.
 _ASKED = "_ks_asked_by"
 # The state of a `keras.random.SeedGenerator`.
 _SEED = "seed_generator_state"
@@ -42,13 +42,15 @@ _SEED = "seed_generator_state"
 
 @dataclasses.dataclass(frozen=True, eq=False, kw_only=True)
 class Placement:
-    """The placement of a variable that is not replicated on all devices.
+    """The shardings of a variable that is not replicated on all devices.
 
     Attributes:
       mesh: The strategy's replicas.
       sharding: The variable's sharding.
-      of_slots: The sharding of its optimizer slots and of its summed gradient.
-      sum_dtype: The dtype in which its gradients are summed; None for theirs.
+      of_slots: The sharding of the variable's optimizer slots and of its summed
+        gradient.
+      sum_dtype: The dtype in which the gradients are summed; None for the dtype
+        of the gradients.
     """
 
     mesh: ReplicaMesh
@@ -85,7 +87,7 @@ def spec_of(variable: keras.Variable, mesh: ReplicaMesh) -> Spec:
 
 
 def gradient_spec_of(variable: keras.Variable, mesh: ReplicaMesh) -> Spec:
-    """Returns the spec of a weight's summed gradient: that of its slots."""
+    """Returns the spec of a weight's summed gradient and of its slots."""
     placement = placement_of(variable)
     if placement is None or placement.mesh is not mesh:
         return replicated_spec()
@@ -109,21 +111,21 @@ def _spec(sharding: NamedSharding, mesh: ReplicaMesh) -> Spec:
 
 
 def note_replicated_update(variables: Iterable[keras.Variable]) -> None:
-    """Notes that a step updates sharded variables in full on each replica."""
+    """Records that each replica updates the full value of sharded variables."""
     for variable in variables:
         if placement_of(variable) is not None:
             setattr(variable, _UPDATED_REPLICATED, True)
 
 
 def is_updated_replicated(variable: keras.Variable) -> bool:
-    """Returns whether a traced step updates a sharded variable in full."""
+    """Returns whether a step updates a sharded variable on each replica."""
     return getattr(variable, _UPDATED_REPLICATED, False)
 
 
 def shapes_of(
     variables: Iterable[keras.Variable], mesh: ReplicaMesh
 ) -> list[jax.ShapeDtypeStruct]:
-    """Returns abstract values of variables, to lower a program with."""
+    """Returns shapes, dtypes and shardings of variables, to lower a program."""
     return [
         jax.ShapeDtypeStruct(
             tuple(v.shape), v.dtype, sharding=sharding_of(v, mesh)
@@ -137,17 +139,17 @@ class Placements:
 
     Args:
       mesh: The replicas.
-      layout_map: A mapping from paths of variables, or regular expressions
-        that match a full path, to the axes of their dimensions: the mesh's
-        model axis or None. Either a `keras.distribution.LayoutMap`, of whose
-        layouts only the axes count, or a dict of tuples and of functions from
-        a shape to a tuple.
+      layout_map: A mapping from variable paths, or regular expressions that
+        match a full path, to the mesh axis for each dimension: the mesh's model
+        axis or None. Either a `keras.distribution.LayoutMap`, of which only the
+        axes are used, or a dict. The dict's values are tuples, or functions
+        from a shape to a tuple.
       partitioner: The partitioner that shards variables over the replicas,
-        along other dimensions than those over cores; None without one.
+        along dimensions that are not sharded over cores; or None.
 
     Raises:
       TypeError: if `layout_map` is not a mapping.
-      ValueError: if it names another axis, or one twice.
+      ValueError: if a layout contains another axis, or the model axis twice.
     """
 
     def __init__(
@@ -188,15 +190,16 @@ class Placements:
             self._keys.check(variables)
 
     def assign(self, variables: Iterable[keras.Variable]) -> None:
-        """Chooses the placements of variables, for `sharding_of`.
+        """Chooses the placements of variables, which `sharding_of` reads.
 
-        Slots that an optimizer created before are found by their names, and
-        sharded like those that are created in the scope (`shard_like`).
-        Collective if replicas of several processes shard variables.
+        Optimizer slots that already exist are found by their names, and are
+        sharded in the same way as slots that are created in the scope
+        (`shard_like`). Collective if a partitioner shards variables over
+        several processes.
 
         Raises:
-          ValueError: if a variable cannot have its layout, or has two; or if
-            processes shard a variable differently.
+          ValueError: if a layout does not fit its variable, a variable matches
+            two layouts, or processes shard a variable differently.
           RuntimeError: if another process could not shard a variable.
         """
         if not self._has_map and self.partitioner is None:
@@ -218,7 +221,7 @@ class Placements:
             self._place(variable, self._sharding(axes))
 
     def _find_axes(self, variable: keras.Variable) -> Axes:
-        """Returns the axes of a variable's dimensions by the layout map."""
+        """Returns the mesh axes that the layout map assigns to a variable."""
         shape, cores = variable.shape, self._mesh.cores_per_replica
         path = self._find_key(variable.path) if self._has_map else None
         if path is None:
@@ -283,7 +286,8 @@ class Placements:
     ) -> None:
         """Places variables by the partitioner's choices.
 
-        It chooses once for each variable, so that a placement never changes.
+        The partitioner is asked once for each variable, so that a placement
+        never changes.
         """
         new = [v for v in variables if self._needs_choice(v)]
         over_cores = list(map(self._find_axes, new))
@@ -311,10 +315,11 @@ class Placements:
         variables: list[keras.Variable],
         over_cores: list[Axes],
     ) -> list[int | None]:
-        """Returns the partitioner's choices, compared between processes.
+        """Returns the partitioner's choices, which all processes must share.
 
-        A `FullySharded` is compared once; a function may return anything in
-        each call.
+        The choices of a `FullySharded` are compared between processes only
+        once. Those of a function are compared each time, because it may return
+        anything.
         """
         mesh = self._mesh
         is_single = mesh.num_processes == 1 or mesh.is_abstract
@@ -349,13 +354,13 @@ class Placements:
 
 
 def _strip_trailing(axes: Axes) -> Axes:
-    """Removes None at the end of axes, as JAX does."""
+    """Removes trailing None entries from axes, as JAX does."""
     last = max(i for i, axis in enumerate(axes) if axis is not None)
     return axes[: last + 1]
 
 
 def shard_like(slot: keras.Variable, weight: keras.Variable) -> None:
-    """Shards an optimizer slot as the slots of its weight are to be."""
+    """Shards an optimizer slot with the slot sharding of its weight."""
     placement = placement_of(weight)
     if placement is not None and tuple(slot.shape) == tuple(weight.shape):
         of_slot = dataclasses.replace(placement, sharding=placement.of_slots)
@@ -366,10 +371,11 @@ def shard_like(slot: keras.Variable, weight: keras.Variable) -> None:
 def shard_slots_by_names(
     variables: Iterable[keras.Variable], mesh: ReplicaMesh
 ) -> None:
-    """Shards slots that were created outside of the scope like their weights.
+    """Shards slots that were created outside of the scope, by their names.
 
     Args:
-      variables: Weights, and slots with the names that optimizers give them.
+      variables: Weights, and slots that still have the names that the optimizer
+        gave them.
       mesh: The replicas.
     """
     variables = list(variables)
@@ -383,10 +389,11 @@ def shard_slots_by_names(
         return
     for slot in variables:
         # A slot is named after its weight's path ("dense_kernel_momentum"),
-        # which may have "_" itself: each prefix may be a weight's.
+        # which may contain "_" itself. So every prefix that ends with "_" is
+        # tried.
         ends = (i + 1 for i, letter in enumerate(slot.name) if letter == "_")
         for end in ends:
             weight, axes = axes_of_slots.get(slot.name[:end], (slot, set()))
-            # Only an axis that the slot does not have yet needs a change.
+            # Nothing changes if the slot already has all axes.
             if axes - set(sharding_of(slot, mesh).spec) - {None}:
                 shard_like(slot, weight)

@@ -1,7 +1,9 @@
 """A layout map that shards a transformer's variables over cores.
 
-Cores compute different attention heads, and different columns and then rows of
-two dense layers. One all-reduce after the second layer combines their results.
+Each core computes different attention heads. Of two consecutive dense layers,
+it computes different columns of the first kernel and the matching rows of the
+second one. One all-reduce after the second layer combines the results of the
+cores.
 
 References:
   - Shoeybi et al., Megatron-LM (2019): https://arxiv.org/abs/1909.08053
@@ -19,7 +21,7 @@ from keras_strategies.cluster.checks import check_number
 
 Axes = tuple[str | None, ...]
 Layout = Any
-"""An entry of a layout map: axes, or a function from a shape to axes."""
+"""A value of a layout map: axes, or a function from a shape to axes."""
 
 _MODEL = "model"
 _OF = r"(_?(dense|proj|projector|projection))?"
@@ -30,13 +32,14 @@ _OUT_OF_HEADS = re.compile(rf"(attention_output|attn_output|output|out|o){_OF}")
 
 @dataclasses.dataclass(frozen=True)
 class ByShape:
-    """The axes of variables that one pattern matches, by their shape.
+    """A layout that chooses a variable's axes by the variable's shape.
 
     Attributes:
-      wider: The axes of those whose last dimension is not less than the first.
-      narrower: The axes of the others.
-      cores: The number of cores; a variable is replicated if its dimension is
-        not a multiple.
+      wider: The axes of a variable whose last dimension is at least as large as
+        the first.
+      narrower: The axes of all other variables.
+      cores: The number of cores; a variable is replicated if the dimension to
+        shard is not a multiple of it.
     """
 
     wider: Axes
@@ -44,7 +47,7 @@ class ByShape:
     cores: int
 
     def __call__(self, shape: Sequence[int]) -> Axes:
-        """Returns the axes of a variable's dimensions."""
+        """Returns the mesh axis, or None, for each dimension of a variable."""
         axes = self.wider if shape[-1] >= shape[0] else self.narrower
         return axes if _fits(axes, shape, self.cores) else (None,) * len(shape)
 
@@ -52,35 +55,37 @@ class ByShape:
 def transformer_layout(model: keras.Model, cores: int) -> dict[str, Layout]:
     """Makes a `layout_map` that shards a transformer over a replica's cores.
 
-    It shards attention heads (in the projections of queries, keys and values,
-    and in the output projection), the columns of dense layers that widen and
-    the rows of those that narrow again next to them in the same layer (also
-    of experts whose kernels are stacked), and the rows of tables of
-    `keras.layers.Embedding`. Biases and LoRA weights follow their kernels.
-    Norms, positions, scales of quantized kernels, and dimensions that are not
-    a multiple of `cores`, such as the projections of fewer heads of keys and
-    values, are replicated on every core.
+    The layout shards attention heads, in the projections of queries, keys and
+    values and in the output projection. Where two dense layers of the same
+    parent layer first widen and then narrow again, it shards the columns of the
+    first and the rows of the second; this includes experts with stacked
+    kernels. It also shards the rows of `keras.layers.Embedding` tables. Biases
+    and LoRA weights follow their kernels. Norms, positions and scales of
+    quantized kernels are replicated on every core. So are dimensions that are
+    not a multiple of `cores`, for example if there are too few key and value
+    heads.
 
-    Attention is recognized by the names of its layers: those of Keras's
-    `MultiHeadAttention` and `GroupQueryAttention`, and of keras-hub's models.
+    Attention is recognized by layer names, as in Keras's `MultiHeadAttention`
+    and `GroupQueryAttention` and in keras-hub models.
 
     Args:
-      model: A built model, such as one made outside of the strategy's scope;
-        it is not changed. Its paths become patterns that match any number of
-        a layer, so the map also fits other models of its architecture, and of
-        other sizes: the map of a small one fits a large one.
-      cores: The number of cores of a replica; in a device assignment
-        `num_cores_per_replica`.
+      model: A built model, for example one created outside of the strategy's
+        scope. It is not changed. The keys of the map are patterns that ignore
+        the numbers in layer names, so the map of a small model also fits a
+        large model of the same architecture.
+      cores: The number of cores of a replica: `num_cores_per_replica` of a
+        device assignment.
 
     Returns:
-      A mapping for `layout_map` of `TPUStrategy`: for each pattern a tuple of
-      None or "model" for each dimension, or a function of the shape that
-      returns one, if layers of one name are sharded in different ways.
+      A mapping to pass as `layout_map` of `TPUStrategy`. For each pattern it
+      contains a tuple with None or "model" for each dimension. If layers with
+      the same name are sharded differently, it contains a function from a shape
+      to such a tuple instead.
 
     Raises:
       TypeError: if `model` is not a model, or `cores` is not an integer.
-      ValueError: if the model is not built, has no attention, or nothing that
-        can be sharded over `cores`.
+      ValueError: if the model is not built, has no attention, or has no
+        variable that can be sharded over `cores`.
 
     Example:
       ```python
@@ -130,7 +135,7 @@ def _check_model(model: object) -> None:
 
 
 def _choose_axes(model: keras.Model) -> dict[int, Axes]:
-    """Returns the axes of variables to shard, by their ids, for any cores.
+    """Returns the axes of the variables to shard, by variable id.
 
     Raises:
       ValueError: if the model has no attention.
@@ -168,13 +173,15 @@ def _choose_axes(model: keras.Model) -> dict[int, Axes]:
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class _Projection:
-    """A dense layer, with the roles of its kernel's dimensions.
+    """A dense layer, with the meaning of its kernel's dimensions.
 
     Attributes:
       layer: A `Dense` or `EinsumDense`.
       kernel: Its kernel.
-      columns: The kernel's dimensions that are in the output, in its order.
-      rows: The kernel's dimensions that are summed over, in the input's order.
+      columns: The kernel's dimensions that also occur in the output, in the
+        order of the output.
+      rows: The kernel's dimensions that are summed over, in the order of the
+        input.
     """
 
     layer: Any
@@ -189,7 +196,7 @@ class _Projection:
 
     @property
     def sizes(self) -> tuple[int, int]:
-        """The sizes of the input and of the output, over all dimensions."""
+        """The numbers of input and output features, over all dimensions."""
         shape = self.kernel.shape
         size_in, size_out = (
             math.prod(shape[dim] for dim in dims)
@@ -198,7 +205,7 @@ class _Projection:
         return size_in, size_out
 
     def make_axes(self, *, over_columns: bool) -> dict[int, Axes]:
-        """Makes the axes of the layer's variables, over columns or rows."""
+        """Returns axes that shard the layer's variables by columns or rows."""
         dim = (self.columns if over_columns else self.rows)[0]
         rank = len(self.kernel.shape)
         of_kernel = tuple(_MODEL if d == dim else None for d in range(rank))
@@ -209,7 +216,8 @@ class _Projection:
         }
         bias = getattr(self.layer, "bias", None)
         if bias is not None and over_columns:
-            # A bias has the output's last dimensions, among them the columns.
+            # A bias has the output's last dimensions, which include the
+            # columns.
             num_others = len(bias.shape) - len(self.columns)
             if num_others >= 0:
                 by_name["bias"] = (
@@ -230,13 +238,13 @@ def _find_projections(layers: Iterable[Any]) -> Iterator[_Projection]:
             continue
         if len(kernels) != 1 or not columns or not rows:
             continue
-        # A packed kernel, such as one of four bits, has other dimensions.
+        # A packed kernel, such as a four-bit kernel, has other dimensions.
         if len(kernels[0].shape) == len(columns) + len(rows):
             yield _Projection(layer, kernels[0], columns, rows)
 
 
 def _parse_equation(equation: str) -> tuple[tuple[int, ...], tuple[int, ...]]:
-    """Returns the kernel's dimensions that are columns, and those of rows."""
+    """Returns the kernel's column dimensions and its row dimensions."""
     inputs, kernel, output = re.split(",|->", re.sub(r"[.\s]", "", equation))
     columns = [kernel.index(a) for a in output if a in kernel]
     rows = [kernel.index(a) for a in inputs if a in kernel and a not in output]
@@ -244,7 +252,7 @@ def _parse_equation(equation: str) -> tuple[tuple[int, ...], tuple[int, ...]]:
 
 
 def _find_attention(projections: Sequence[_Projection]) -> dict[int, bool]:
-    """Finds attention's projections: by id, whether heads are columns."""
+    """Maps attention projections, by id, to whether heads are columns."""
     first = [
         p
         for p in projections
@@ -263,10 +271,11 @@ def _find_attention(projections: Sequence[_Projection]) -> dict[int, bool]:
 def _is_first_of_two(
     projection: _Projection, siblings: Sequence[_Projection]
 ) -> bool | None:
-    """Returns whether a dense layer is the widening one of a pair.
+    """Returns whether a dense layer is the widening layer of a pair.
 
     Returns:
-      False for the one that narrows again; None if it is not in a pair.
+      True for the widening layer, False for the narrowing layer of a pair, and
+      None if the layer is not in a pair.
     """
     size_in, size_out = projection.sizes
     if size_in == size_out:
@@ -288,7 +297,7 @@ def _find_table(layer: keras.layers.Embedding) -> dict[int, Axes]:
 
 
 def _find_experts(layer: keras.Layer) -> dict[int, Axes]:
-    """Returns the axes of stacked kernels: (experts, rows, columns)."""
+    """Returns the axes of stacked kernels of shape (experts, rows, columns)."""
     stacked = [v for v in layer.variables if len(v.shape) == 3]
     sizes = {tuple(v.shape) for v in stacked}
     by_id: dict[int, Axes] = {}
@@ -313,14 +322,14 @@ def _select_by_name(
 def _make_layout(
     group: Sequence[tuple[Axes, keras.Variable]], cores: int
 ) -> Layout | None:
-    """Makes the layout map's entry for variables that one pattern matches.
+    """Makes the layout for the variables that a pattern matches.
 
     Args:
-      group: The variables, each after its axes.
+      group: Pairs of axes and a variable.
       cores: See `ByShape`.
 
     Returns:
-      The entry; None if the variables are replicated.
+      The value for the layout map, or None if the variables are replicated.
     """
     kinds = {axes for axes, _ in group if any(axes)}
     fit = [_fits(axes, variable.shape, cores) for axes, variable in group]
@@ -330,7 +339,7 @@ def _make_layout(
         (axes,) = kinds
         if all(fit) and all(a == axes for a, _ in group):
             return axes
-        # The size of a vector does not show whether it is to be sharded.
+        # The size of a vector does not show whether it should be sharded.
         return ByShape(axes, axes, cores) if len(axes) > 1 else None
     if kinds == {(None, _MODEL), (_MODEL, None)}:
         return ByShape((None, _MODEL), (_MODEL, None), cores)
@@ -345,7 +354,7 @@ def _fits(axes: Axes, shape: Sequence[int], cores: int) -> bool:
 
 
 def _make_pattern(path: str) -> str:
-    """Makes a regular expression for a path with any numbers of layers."""
+    """Makes a regular expression for a path with any layer numbers."""
     *layers, name = path.split("/")
     parts = [re.escape(_strip_number(part)) + r"(_\d+)?" for part in layers]
     return "/".join([*parts, re.escape(name)])
@@ -358,10 +367,11 @@ def _strip_number(name: str) -> str:
 def _match_nested(
     layouts: dict[str, Layout], paths: Sequence[str]
 ) -> dict[str, Layout]:
-    """Lets patterns match inside other layers, unless they match other paths.
+    """Lets patterns also match paths that are nested in other layers.
 
     Returns:
-      The layouts by the new patterns.
+      The layouts by their new patterns. A pattern stays unchanged if its nested
+      version would match other paths of the model.
     """
     nested = {}
     for pattern, layout in layouts.items():

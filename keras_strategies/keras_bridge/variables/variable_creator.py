@@ -1,8 +1,8 @@
-"""The variable creator, which places variables of a scope on the mesh.
+"""The variable creator, which places a scope's variables on the mesh.
 
 Keras asks the current `Distribution` for the layout of each variable that it
 creates (weights, optimizer slots, metrics, seeds). `ReplicaDistribution`
-returns the variable's sharding over the mesh, and registers the variable.
+returns the sharding of the variable over the mesh, and registers the variable.
 """
 
 import contextlib
@@ -48,7 +48,7 @@ VariableCreator = initial_values.VariableCreator
 
 
 class Registry:
-    """The variables that were created in a strategy's scope, held weakly."""
+    """Weak references to the variables created in a strategy's scope."""
 
     def __init__(self) -> None:
         # By id: variables compare elementwise, so they cannot be dict keys.
@@ -95,7 +95,7 @@ class ReplicaDistribution(Distribution):
         """Registers a variable that is being created; returns its layout."""
         self._registry.add(variable)
         self.placements.assign([variable])
-        # For a slice that is only compiled for, variables stay on the host.
+        # If the strategy can only compile, variables stay on the host.
         mesh = self._mesh
         return None if mesh.is_abstract else sharding_of(variable, mesh)
 
@@ -107,11 +107,11 @@ class ReplicaDistribution(Distribution):
         return variable_creator_scope(create)
 
     def get_data_layout(self, data_shape: Iterable[int]) -> NamedSharding:
-        """Returns the layout of data that others place in a scope.
+        """Returns the layout of data that other libraries place in a scope.
 
-        keras-hub's `generate` does; the feed of a loop does not ask. Rows that
-        the replicas cannot share evenly are replicated. With several processes
-        all rows are, because a process can read only from its devices.
+        keras-hub's `generate` asks; the feed of a loop does not. Rows are
+        replicated if the replicas cannot share them evenly or, since a process
+        reads only from its devices, if there are several processes.
         """
         mesh, rows = self._mesh, next(iter(data_shape), 0)
         shares = rows and rows % mesh.num_replicas == 0
@@ -151,7 +151,7 @@ def _wrap_slot_creation(
         *args: Any,
         **kwargs: Any,
     ) -> keras.Variable:
-        # That of the calling thread, if any.
+        # The distribution of the calling thread, if any.
         distribution = keras.distribution.distribution()
         layouts = contextlib.nullcontext()
         if isinstance(distribution, ReplicaDistribution):
@@ -162,7 +162,7 @@ def _wrap_slot_creation(
         with layouts, creating(abstract=abstract):
             slot = make_slot(optimizer, reference_variable, *args, **kwargs)
         if abstract and slot._value is None and not is_abstract(slot):
-            # Keras would give it a value when the trace ends.
+            # Otherwise Keras would initialize the slot when the trace ends.
             make_abstract(slot, slot._initializer)
         if is_abstract(slot):
             note_slot(reference_variable, slot)
@@ -175,7 +175,7 @@ def _wrap_slot_creation(
 
 
 def _is_made_later(weight: keras.Variable) -> bool:
-    """Returns whether a weight, created in a trace, has not been placed."""
+    """Returns whether a weight was created in a trace and is not placed yet."""
     has_nothing = getattr(weight, "_value", None) is None
     return has_nothing and getattr(weight, "_layout", None) is None
 
@@ -183,9 +183,9 @@ def _is_made_later(weight: keras.Variable) -> bool:
 def _set_layout_of_slots(
     weight: keras.Variable, distribution: ReplicaDistribution
 ) -> contextlib.AbstractContextManager[None]:
-    """Shows Keras the layout of a weight's slots, if it differs.
+    """Makes Keras create slots with their own layout, not the weight's.
 
-    It is None if the replicas shard variables, but not this weight: then
+    If replicas shard variables, but not this weight, the layout is None: then
     Keras asks the distribution for the slot's layout.
     """
     placement = placement_of(weight)
@@ -203,7 +203,7 @@ _slots_registered = Patches(lambda: [_SLOTS])
 
 
 def slots_follow_weights() -> contextlib.AbstractContextManager[None]:
-    """Creates the block's slots without values if their weights have none."""
+    """Creates the block's slots without values if weights have no values."""
     return _slots_registered.hold()
 
 
@@ -215,12 +215,12 @@ def adopt(
     """Moves variables that were created elsewhere onto the mesh.
 
     A variable gets its layout and a real copy of its value: a plain
-    `device_put` shares the source's buffer, which a donating step deletes.
-    If the mesh is only compiled for, nothing is moved.
+    `device_put` shares the source's buffer, which a donating step deletes. If
+    the strategy can only compile, nothing is moved.
 
     Raises:
       ValueError: if a variable is on the devices of another strategy or
-        distribution, or cannot have its layout.
+        distribution, or its layout does not fit.
     """
     variables = list(variables)
     for variable in variables:
@@ -256,7 +256,7 @@ def adopt(
 def _place_from_chief(
     values: list[Any], shardings: list[Any], mesh: ReplicaMesh
 ) -> list[Any]:
-    """Places the chief's values; sharded ones one by one, replicated first."""
+    """Places the chief's values: replicated ones first, then each sharded."""
     is_replicated = [sharding is mesh.whole for sharding in shardings]
     sent = broadcast(list(itertools.compress(values, is_replicated)), mesh)
     placed = []
@@ -291,7 +291,7 @@ def check_home(variables: Iterable[keras.Variable], mesh: ReplicaMesh) -> None:
 def release(variables: Iterable[keras.Variable]) -> None:
     """Moves variables back to the default device, without a layout.
 
-    Collective if no process has all shards of one.
+    Collective if no process has all shards of a variable.
     """
     home = jax.sharding.SingleDeviceSharding(jax.local_devices()[0])
     for variable in variables:
@@ -322,12 +322,12 @@ def variable_creator_scope(
 ) -> Iterator[None]:
     """Calls `creator` for every Keras variable created in the block.
 
-    Like `tf.variable_creator_scope`: creators stack; the innermost is called
-    first, and passes on by calling `next_creator(**kwargs)`, with any changes
-    to its keywords. Applies to this thread.
+    As in `tf.variable_creator_scope`, creators can be nested. The innermost is
+    called first; it calls the next with `next_creator(**kwargs)` and may change
+    the keywords. Applies to this thread.
 
-    Differs from tf: the variable that `next_creator` returns must be
-    returned; another object cannot take its place.
+    Differs from tf: the creator must return the variable from `next_creator`,
+    not another.
 
     Args:
       creator: `creator(next_creator, **kwargs) -> keras.Variable`, where
@@ -344,7 +344,7 @@ def variable_creator_scope(
           layer.build((None, 2))
       ```
     """
-    # A new object for each entry, since a creator may be entered again.
+    # A new object for each entry, because a creator may be entered twice.
     entry = functools.partial(creator)
     _creators.stack.append(entry)
     try:

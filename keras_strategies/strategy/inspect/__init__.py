@@ -1,1 +1,1 @@
-"""Tables and pictures of strategies and of their input."""
+"""Tables and pictures that show strategies and their input."""

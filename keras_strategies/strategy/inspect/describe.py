@@ -46,9 +46,11 @@ class VariableRow:
       path: The variable's path, with the names of its layers.
       shape: The global shape, of any rank, or None if it is not known yet.
       dtype: The dtype.
-      sharding: The sharding, in words.
-      num_bytes: The bytes on each device that holds a part of the variable.
-      remark: A short remark on the sharding, and its explanation.
+      sharding: The sharding, as text for the table.
+      num_bytes: The bytes on each device that stores a shard or a copy of the
+        variable.
+      remark: Why the variable is not sharded: a short remark for the table, and
+        a sentence for the legend. None if there is nothing to remark.
     """
 
     path: str
@@ -69,11 +71,11 @@ def describe_table(
     Args:
       mesh: The replicas.
       variables: The variables; duplicates are listed once.
-      partitioner: The choice of variables that the replicas shard.
+      partitioner: The partitioner that shards variables, if any.
 
     Returns:
-      A renderable for a `rich.console.Console`. Its length is bounded for any
-      number of devices and of variables.
+      A renderable for a `rich.console.Console`. Its length is bounded, however
+      many devices and variables there are.
     """
     drawing = draw_mesh(mesh)
     table = tabulate_variables(variables, mesh, partitioner)
@@ -88,7 +90,7 @@ def describe_table(
 
 
 def describe_partitioner(partitioner: Partitioner, num_replicas: int) -> str:
-    """Returns a line on the replicas that shard the variables."""
+    """Returns a line of text on how many replicas shard the variables."""
     shards = partitioner.shards
     groups = num_replicas // shards
     text = f"{partitioner.name} shards variables over {shards} replicas"
@@ -131,14 +133,14 @@ def draw_mesh(mesh: ReplicaMesh) -> Group:
       mesh: The replicas.
 
     Returns:
-      A heading and the boxes; beyond 16 replicas or 4 processes the first
-      few, "..." and the last.
+      A heading and the boxes. With more than 16 replicas, only the first few
+      boxes and processes, "..." and the last are drawn.
     """
     groups = _group_by_process(mesh)
     num_shown, num_processes = mesh.num_replicas, mesh.num_processes
     is_many = num_shown > MAX_DEVICES
     if is_many:
-        # A single process gets twice the boxes of one of several.
+        # If there is only one process, twice the number of boxes is shown.
         num_shown = MAX_DEVICES_OF_PROCESS * (2 if len(groups) == 1 else 1)
     parts: list[RenderableType] = [_make_heading(mesh)]
     for group in abbreviate(groups, MAX_PROCESSES if is_many else len(groups)):
@@ -161,16 +163,16 @@ def tabulate_variables(
     mesh: ReplicaMesh,
     partitioner: Partitioner | None = None,
 ) -> Table:
-    """Lists variables with their shardings and their memory.
+    """Lists variables with their shardings and their memory in a table.
 
     Args:
       variables: The variables; duplicates are listed once.
       mesh: The replicas.
-      partitioner: The choice of variables that the replicas shard.
+      partitioner: The partitioner that shards variables, if any.
 
     Returns:
-      A table with totals in its footer. Of more than 40 variables it lists the
-      40 that take the most memory on a device.
+      A table with totals in its footer. If there are more than 40 variables,
+      only the 40 that take the most memory on a device are listed.
     """
     distinct = {id(variable): variable for variable in variables}.values()
     rows = [describe_variable(v, mesh, partitioner) for v in distinct]
@@ -214,7 +216,8 @@ def _make_table(
             header,
             footer,
             justify="right" if header == "MB per device" else "left",
-            # A narrow terminal cuts the paths, which are the longest.
+            # In a narrow terminal only the paths are cut, which are the
+            # longest.
             no_wrap=i > 0,
             overflow="ellipsis",
             min_width=min(widest, MAX_WIDTH) if i else None,
@@ -231,16 +234,17 @@ def describe_variable(
     mesh: ReplicaMesh,
     partitioner: Partitioner | None = None,
 ) -> VariableRow:
-    """Returns a variable's row.
+    """Returns a variable's row of the table.
 
     Args:
       variable: A variable, built or not.
-      mesh: The replicas. If they are only for compiling, or the variable is
-        abstract, the row has the sharding that the variable would have.
-      partitioner: The choice of variables that the replicas shard.
+      mesh: The replicas. If they can only be compiled for, or the variable is
+        abstract, the row shows the sharding that the variable would have.
+      partitioner: The partitioner that shards variables, if any.
 
     Returns:
-      The row; "not built", with 0 bytes, if the variable has no value yet.
+      The row. If the variable has no value yet, its sharding is "not built" and
+      it has 0 bytes.
     """
     # Not `variable.value`, which would initialize a variable without a value.
     array = getattr(variable, "_value", None)
@@ -267,15 +271,15 @@ def describe_variable(
 
 
 def describe_sharding(sharding: Sharding, devices: Sequence[jax.Device]) -> str:
-    """Returns an array's sharding in words.
+    """Returns text that describes an array's sharding.
 
     Args:
       sharding: The array's sharding.
       devices: The devices of the mesh.
 
     Returns:
-      "replicated" if each of `devices` has a full copy; otherwise the
-      partition spec, or the devices that the array is on.
+      "replicated" if each of `devices` has a full copy. Otherwise the partition
+      spec, or the devices that store copies of the array.
     """
     holders = sharding.device_set
     if sharding.is_fully_replicated:
@@ -290,7 +294,7 @@ def describe_sharding(sharding: Sharding, devices: Sequence[jax.Device]) -> str:
 
 
 def abbreviate(items: Sequence[Any], num_shown: int) -> list[Any]:
-    """Returns the first items, None for those left out, and the last one."""
+    """Returns the first items, None in place of omitted items, and the last."""
     if len(items) <= num_shown:
         return list(items)
     return [*items[: num_shown - 2], None, items[-1]]
@@ -322,7 +326,7 @@ def _make_heading(mesh: ReplicaMesh) -> Text:
 def _group_by_process(
     mesh: ReplicaMesh,
 ) -> list[tuple[tuple[int, ...], list[tuple[int, Sequence[jax.Device]]]]]:
-    """Groups adjacent replicas of the same processes.
+    """Groups adjacent replicas that belong to the same processes.
 
     Returns:
       A list of (processes, [(replica id, cores)]).

@@ -1,4 +1,4 @@
-"""`Strategy.explain_input`: the rows that processes and replicas read."""
+"""`Strategy.explain_input`: which rows each process and replica reads."""
 
 import dataclasses
 import io
@@ -35,8 +35,8 @@ from keras_strategies.strategy.inspect import describe
 
 Counts = tuple[int, ...]
 Shares = tuple[Counts, Counts]
-"""Rows of each replica: in `fit`, `evaluate` and `predict`; and from a
-distributed dataset."""
+"""Two tuples with each replica's number of rows: in `fit`, `evaluate` and
+`predict`; and from a distributed dataset."""
 _Policy = AutoShardPolicy
 
 _READING = {
@@ -48,20 +48,20 @@ _READING = {
 
 @dataclasses.dataclass(frozen=True, kw_only=True, repr=False)
 class InputExplanation:
-    """The rows that are read: a table where printed, a picture in notebooks.
+    """An explanation that prints as a table; notebooks show a picture.
 
     Attributes:
-      facts: Facts about the dataset, by name.
+      facts: What is known about the dataset, by name.
       devices: Names of the devices, in the order of replica ids.
-      processes: The readers of different rows, each for the same number of
-        replicas: a process, or those that have cores of the same replicas.
-      is_process_local: Whether the rows of each process are process-local,
-        without a common order.
-      batch_size: Rows of a full global batch, or None if unknown.
-      whole: Each replica's rows of a full batch, or None if unknown.
-      last: Each replica's rows of an epoch's last batch, or None if unknown.
-      files: The files of each process, or None for one whose files are not
-        known here; empty if no files are known.
+      processes: The ids of each reader of its own rows: one process, or several
+        that share replicas. All have the same number of replicas.
+      is_process_local: Whether each process has its own rows, without a common
+        order.
+      batch_size: The rows of a full global batch, or None if unknown.
+      whole: Each replica's rows in a full batch, or None if unknown.
+      last: Each replica's rows in an epoch's last batch, or None if unknown.
+      files: For each process its files, or None if they are not known here;
+        empty if no files are known.
     """
 
     facts: dict[str, str]
@@ -75,7 +75,7 @@ class InputExplanation:
 
     @property
     def columns(self) -> list[tuple[str, Counts]]:
-        """The columns of batches: titles, and the rows of each replica."""
+        """The table's batch columns: a title and each replica's rows."""
         columns: list[tuple[str, Counts]] = []
         last = None if self.last == self.whole else self.last
         for name, shares in (("full batch", self.whole), ("last batch", last)):
@@ -103,7 +103,7 @@ class InputExplanation:
         return Group(facts, table)
 
     def _format_cells(self, process: int | None, i: int | None) -> list[str]:
-        """Returns the cells of a replica; None stands for those left out."""
+        """Returns a replica's cells; None stands for omitted replicas."""
         if process is None or i is None:
             return [
                 "..." if process is None else self.processes[process],
@@ -137,7 +137,7 @@ class InputExplanation:
     def _repr_svg_(self) -> str:
         width = 46 + 17 * len(self.columns) + 32 * bool(self.files)
         svg = self._print(width).export_svg(title="explain_input")
-        # Drops rich's fonts, which would be fetched from the internet.
+        # Removes the fonts of rich, which would be fetched from the internet.
         return re.sub(r"@font-face \{.*?\}", "", svg, flags=re.DOTALL)
 
 
@@ -186,7 +186,7 @@ def explain_input(
 def _guess_size(
     dataset: Dataset, source: Source, summary: Summary
 ) -> tuple[int | None, list[str]]:
-    """Guesses the rows of a full batch from the first one; adds a note."""
+    """Guesses the rows of a full batch from the first batch; adds notes."""
     if source.is_process_local:
         note = (
             "Full batches have the number of rows of the first batch of a "
@@ -202,7 +202,7 @@ def _guess_size(
 
 
 def _list_readers(mesh: ReplicaMesh) -> tuple[str, ...]:
-    """Returns the readers: process ids, joined if they read the same rows."""
+    """Returns process ids, joined for processes that read the same rows."""
     if not mesh.spans_processes:
         return tuple(map(str, range(mesh.num_processes)))
     places = {process: i for i, process in enumerate(mesh.processes)}
@@ -213,7 +213,7 @@ def _list_readers(mesh: ReplicaMesh) -> tuple[str, ...]:
 
 
 def _list_devices(mesh: ReplicaMesh) -> tuple[str, ...]:
-    """Returns each replica's device, or its first and last core."""
+    """Returns the name of each replica's device, or of its end cores."""
     cores = mesh.cores_per_replica
     names = [describe.format_device(device) for device in mesh.devices]
     if cores == 1:
@@ -225,7 +225,7 @@ def _list_devices(mesh: ReplicaMesh) -> tuple[str, ...]:
 def compute_batch_shares(
     rows: int, batch_size: int, num_replicas: int
 ) -> Shares:
-    """Returns the shares of a global batch that all processes see."""
+    """Returns each replica's rows of a batch that all processes see."""
     fixed = rows_lib.rows_of_replicas(rows, batch_size, num_replicas)
     return rows_lib.balanced_rows(rows, num_replicas), fixed
 
@@ -233,7 +233,7 @@ def compute_batch_shares(
 def compute_local_shares(
     batch_size: int, num_replicas: int, num_processes: int
 ) -> Shares:
-    """Returns the shares of a first batch of process-local rows."""
+    """Returns each replica's rows of a first batch of process-local rows."""
     each = num_replicas // num_processes
     counts = rows_lib.rows_of_replicas(batch_size, batch_size, num_replicas)
     parts = rows_lib.rows_of_processes(counts, num_processes)
@@ -243,7 +243,7 @@ def compute_local_shares(
 
 
 def list_shown_replicas(num_replicas: int, num_processes: int) -> list[Any]:
-    """Returns processes with their replicas, and None for those left out."""
+    """Returns processes with their replicas, and None for omitted ones."""
     each = num_replicas // num_processes
     most, most_processes = num_replicas, num_processes
     if num_replicas > describe.MAX_DEVICES:
@@ -291,7 +291,7 @@ def _make_source(
     policy: _Policy | None,
     size: int | None,
 ) -> Source:
-    """Makes this process's source, without communication."""
+    """Makes this process's source, without communicating."""
     if isinstance(dataset, DistributedDataset):
         return dataset.source
     if x := _list_arrays(dataset):
@@ -318,7 +318,7 @@ def _list_files(
     mesh: ReplicaMesh,
     policy: _Policy | None,
 ) -> tuple[tuple[str, ...] | None, ...]:
-    """Returns the files of each process; None for those not known here."""
+    """Returns each process's files; None if they are not known here."""
     files, count = dict(summary.files), mesh.num_readers
     if isinstance(dataset, Files):
         is_drawn = dataset.window and dataset.seed is None
@@ -345,7 +345,7 @@ def _format_names(paths: tuple[str, ...] | None) -> str:
 def _compute_shares(
     source: Source, summary: Summary, size: int | None, mesh: ReplicaMesh
 ) -> tuple[Shares | None, Shares | None]:
-    """Returns the shares of a full batch and of the last one, or None."""
+    """Returns each replica's rows in a full and the last batch, or None."""
     if not size:
         return None, None
     if source.is_process_local:
@@ -368,7 +368,7 @@ def _describe_policy(
     mesh: ReplicaMesh,
     policy: _Policy | None,
 ) -> str:
-    """Returns a text on the policy that is used, with the reason."""
+    """Returns text that names the applied policy and its reason."""
     asked, applied, reason = summary.asked, summary.applied, summary.reason
     if asked is None:
         if mesh.num_processes == 1:
@@ -386,7 +386,7 @@ def _describe_policy(
 def _describe_reading(
     source: Source, summary: Summary, num_processes: int
 ) -> str:
-    """Returns a text on the rows that each process reads."""
+    """Returns text that says which rows each process reads."""
     is_of_process = summary.reading is not Reading.REPLICAS
     if num_processes == 1 and is_of_process:
         return "the only process reads all rows"

@@ -1,1 +1,1 @@
-"""Names and options of tf.distribute that have little or no effect here."""
+"""Names and options from tf.distribute that have little or no effect here."""

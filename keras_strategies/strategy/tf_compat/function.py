@@ -1,4 +1,4 @@
-"""The counterpart of `tf.function` for functions of whole steps or epochs."""
+"""A replacement for `tf.function` around whole steps or epochs."""
 
 import functools
 from collections.abc import Callable
@@ -12,12 +12,13 @@ def function(
 
     `run` already compiles its function once, even if the function is created
     again for each call, and the host prepares the next batch while the devices
-    work. So the Python code runs at each call: prints, files and other side
-    effects happen every time, not only in a first trace.
+    work. So the Python code of `fn` runs at each call: prints, file writes and
+    other side effects happen every time, not only in a first trace.
 
     Args:
-      fn: The function. Without it a decorator is returned.
-      **options: Must be empty; options of `tf.function` are about graphs.
+      fn: The function. If it is omitted, a decorator is returned.
+      **options: Must be empty: the options of `tf.function` concern graphs,
+        which do not exist here.
 
     Returns:
       A function that calls `fn`.

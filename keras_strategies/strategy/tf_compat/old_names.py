@@ -1,4 +1,4 @@
-"""Replacements of names of tf.distribute that have no meaning on JAX."""
+"""Replacements for tf.distribute names that have no meaning in JAX."""
 
 _LAYOUT = "`TPUStrategy(layout_map=...)`"
 _PROCESS = "`jax.process_index() == 0`: the first process writes"
@@ -44,7 +44,7 @@ _INSTEAD = OF_EXTENDED | OF_STRATEGY
 
 
 def make_missing_error(owner: object, name: str) -> AttributeError:
-    """Returns the error for an attribute that an object does not have.
+    """Returns the error for a missing attribute, with its replacement.
 
     Args:
       owner: A strategy, or its `extended`.

@@ -11,9 +11,10 @@ _CURE = "Leave it out for the default."
 
 
 class CommunicationImplementation(enum.Enum):
-    """The communication libraries of tf; XLA has one for each platform.
+    """The communication libraries that tf offers, of which XLA chooses one.
 
-    Differs from tf: `RING` is refused, and so is `NCCL` without GPUs.
+    XLA has one library for each platform. Differs from tf: `RING` raises an
+    error, and so does `NCCL` without GPUs.
 
     Example:
       >>> options = ks.experimental.CommunicationOptions(
@@ -32,20 +33,22 @@ class CommunicationImplementation(enum.Enum):
 class CommunicationOptions:
     """Options of `MultiWorkerMirroredStrategy`, as in tf.
 
-    Differs from tf: `bytes_per_pack` has no effect. XLA chooses the arrays
-    that it sends together; for GPUs the flag
-    `--xla_gpu_all_reduce_combine_threshold_bytes` in `XLA_FLAGS` controls it.
+    Differs from tf: `bytes_per_pack` has no effect. XLA chooses which arrays it
+    sends together; on GPUs, the flag
+    `--xla_gpu_all_reduce_combine_threshold_bytes` in `XLA_FLAGS` controls this.
 
     Args:
-      bytes_per_pack: 0, or the bytes that tf would send together.
-      timeout_seconds: The time that processes wait for each other before they
-        end with the cause. None: the value of `KERAS_STRATEGIES_TIMEOUT_S`, or
-        600. It applies to all strategies of this process.
+      bytes_per_pack: The number of bytes that tf would send together. Not used.
+      timeout_seconds: How long processes wait for each other before they exit
+        and report the cause. None for the value of
+        `KERAS_STRATEGIES_TIMEOUT_S`, or 600 if it is not set. The time applies
+        to all strategies of this process.
       implementation: A `CommunicationImplementation` or its name.
 
     Raises:
-      ValueError: if a number is negative, the time is not positive or too
-        long, or the implementation is unknown or XLA does not have it.
+      ValueError: if a number is negative, `timeout_seconds` is not positive or
+        more than a week, or the implementation is unknown or not available in
+        XLA.
       TypeError: if a value is not a number.
 
     Example:
@@ -82,7 +85,7 @@ class CommunicationOptions:
         object.__setattr__(self, "implementation", known[name])
 
     def check_platform(self, platform: str) -> None:
-        """Raises ValueError if a platform does not have the implementation.
+        """Raises ValueError if the implementation is missing on a platform.
 
         Args:
           platform: `"cpu"`, `"gpu"` or `"tpu"`.
@@ -137,10 +140,10 @@ def check_seconds(name: str, value: object) -> None:
 
 @dataclasses.dataclass(frozen=True)
 class RunOptions:
-    """Options of `Strategy.run`, as in tf; none has an effect.
+    """Options of `Strategy.run`, as in tf; none of them has an effect.
 
-    XLA's options are set by the environment variable `XLA_FLAGS`; each shape
-    of the arguments is compiled to a separate program.
+    Set XLA's options with the environment variable `XLA_FLAGS`. For each shape
+    of the arguments, a separate program is compiled.
 
     Attributes:
       experimental_enable_dynamic_batch_size: Not used.
