@@ -107,7 +107,7 @@ def _is_spec(leaf: object) -> bool:
 
 
 class _Result(enum.Enum):
-    """How a section returns a variable: as is, or reduced over replicas."""
+    """The way in which a section returns a variable."""
 
     VALUE = "value"
     """The value itself, which is equal on all replicas or split over them."""

@@ -138,7 +138,7 @@ def add_collectives(cut: Cut, other: Cut) -> Cut | None:
 
 
 def _keys_of(collectives: Sequence[Any]) -> list[Any]:
-    """Returns a key for each collective: primitive, shapes, place in the code."""
+    """Returns keys of collectives: the primitive, shapes and name scope."""
     return [
         (
             equation.primitive.name,
@@ -150,7 +150,7 @@ def _keys_of(collectives: Sequence[Any]) -> list[Any]:
 
 
 def _places(keys: Sequence[Any], of_all: Sequence[Any]) -> list[int] | None:
-    """Matches keys in order to a longer list; returns positions there or None."""
+    """Finds keys, in their order, in a longer list; None if one is missing."""
     places, start = [], 0
     for key in keys:
         rest = [k for k in range(start, len(of_all)) if of_all[k] == key]

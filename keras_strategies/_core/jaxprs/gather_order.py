@@ -37,7 +37,6 @@ def find_gathers(
         another dtype. Casts are applied to shards, before they are gathered.
       gathers_again: A function that returns whether an equation gathers its
         operands only for itself, even if they are gathered elsewhere.
-
     """
     origins: dict[Var, Gathered] = {v: (v,) for v in sharded}
     reads: dict[int, list[Var]] = {}

@@ -240,7 +240,7 @@ class Turn:
         return zeros
 
     def _parts(self, columns: Sequence[Any]) -> list[list[Any]]:
-        """Splits arrays that are stacked over the replicas into lists per replica."""
+        """Splits stacked arrays into one list of entries per replica."""
         count = self._lockstep.num_replicas
         return [[column[i] for column in columns] for i in range(count)]
 

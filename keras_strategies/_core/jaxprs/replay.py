@@ -150,7 +150,7 @@ class Replay:
         self._has_ended = False
 
     def collective(self, reduce: Reduce, operands: list[Any]) -> list[Any]:
-        """Computes the next collective if it is in `known`, else ends the replay.
+        """Computes the next collective if it is known, or ends the replay.
 
         Raises:
           Reached: if the collective is not in `known`.
@@ -164,7 +164,7 @@ class Replay:
         raise Reached(reduce, shapes)
 
     def check_not_swallowed(self) -> None:
-        """Raises RuntimeError if the function caught the exception `Reached`."""
+        """Raises RuntimeError if the function caught `Reached` and went on."""
         if self._has_ended:
             raise RuntimeError(
                 "A step, or a function passed to `run`, must not catch "
@@ -235,7 +235,7 @@ def current_side() -> Side | None:
 
 @contextlib.contextmanager
 def replay_scope(side: Side | None) -> Iterator[None]:
-    """Passes this thread's collectives to `side` for the duration of a block."""
+    """Passes this thread's collectives to `side` while a block runs."""
     before = _current.side
     _current.side = side
     # `separate_trace` is used only inside a trace: outside, its additional axis

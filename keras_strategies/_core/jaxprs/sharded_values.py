@@ -243,7 +243,7 @@ class ShardedInterpreter:
         self.set_shard(equation.outvars[0], cast, spec)
 
     def _add(self, equation: Equation, places: dict[Var, Sharded]) -> None:
-        """Computes the sum of two values as the sum of their scattered shards."""
+        """Computes a sum of two values as the sum of their scattered shards."""
         (total,) = equation.outvars
         a, b = (self.sum(v, places[total]) for v in equation.invars)
         self._sums[total] = a + b
@@ -276,7 +276,7 @@ class ShardedInterpreter:
         return _is_rematerialized(equation) or self.is_sharded(variable)
 
     def _enter(self, equation: Equation, places: dict[Var, Sharded]) -> None:
-        """Computes the function that an equation calls, with shards as operands."""
+        """Computes the function that an equation calls, with some shards."""
         entering = []
         for variable in equation.invars:
             if self._enters_sharded(equation, variable):

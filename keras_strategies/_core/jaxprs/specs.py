@@ -20,7 +20,7 @@ class OverCores:
 
     @property
     def spec(self) -> PartitionSpec:
-        """The spec in a function mapped over replicas, which sees no sharding."""
+        """The spec in a function mapped over the replicas: replicated."""
         return PartitionSpec()
 
 

@@ -32,7 +32,7 @@ def patches() -> list[Patch]:
 
 
 class Restored:
-    """The status of a checkpoint that was not read."""
+    """A stand-in for the status of a restored checkpoint; nothing was read."""
 
     def __getattr__(self, name: str) -> Callable[..., "Restored"]:
         if name.startswith("_"):
