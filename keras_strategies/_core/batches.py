@@ -51,7 +51,7 @@ class HostBatch:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class RowShape:
-    """The arrangement of the rows of consecutive batches of equal shape.
+    """Describes how the rows are arranged in batches of equal shape.
 
     Attributes:
       rows: Number of rows of each batch, without the padding.
@@ -89,7 +89,7 @@ class RowShape:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Segment(RowShape):
-    """Consecutive batches of equal shape, on the devices.
+    """Consecutive batches of equal shape, placed on the devices.
 
     Attributes:
       data: The nest of arrays, of shape (padded rows, ...) for one step and
@@ -226,7 +226,7 @@ def place(batches: Sequence[HostBatch], mesh: ReplicaMesh) -> Execution:
     in one transfer.
 
     Args:
-      batches: This process's batches.
+      batches: The batches, with this process's rows.
       mesh: The replicas to split the rows over.
     """
     runs: list[tuple[_Key, list[list[Any]]]] = []
@@ -326,7 +326,7 @@ def cut_padding(data: Batch, shape: RowShape) -> Batch:
 def constrain_rows(
     data: Batch, shape: RowShape, mesh: ReplicaMesh, *, is_sharded: bool
 ) -> Batch:
-    """Constrains the sharding of a batch without padding. Jit-compatible.
+    """Adds a sharding constraint to a batch without padding. Jit-compatible.
 
     Args:
       data: The batch that `cut_padding` returned.

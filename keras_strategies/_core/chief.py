@@ -1,4 +1,4 @@
-"""Broadcast of the chief's arrays to all processes."""
+"""Broadcasts the chief's arrays to all processes."""
 
 import functools
 from collections.abc import Callable, Sequence
@@ -33,7 +33,7 @@ def broadcast(values: Sequence[Any], mesh: ReplicaMesh) -> list[jax.Array]:
 
 
 def _split(mesh: ReplicaMesh) -> NamedSharding:
-    """Returns the sharding of an array with one row for each device.
+    """Returns the sharding of an array that has one row for each device.
 
     The array has a row for each device, not for each replica, because the cores
     of one replica may belong to several processes. With one row per replica,

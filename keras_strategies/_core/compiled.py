@@ -1,4 +1,4 @@
-"""Inspection of a compiled program: its collectives and its memory."""
+"""Inspects a compiled program: its collectives and its memory."""
 
 import contextlib
 import dataclasses

@@ -21,7 +21,10 @@ from keras_strategies._core.mesh import ReplicaMesh
 _turn = threading.Lock()
 _in_flight: jax.Array | None = None
 Starter = Callable[[int, Callable[..., Any], tuple[Any, ...]], Any]
-"""Calls `(number of processes, program, arguments)`; returns the outputs."""
+"""A function of (number of processes, program, arguments).
+
+It starts the program and returns its outputs.
+"""
 _starter: Starter | None = None
 
 

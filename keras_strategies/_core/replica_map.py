@@ -1,4 +1,4 @@
-"""A function mapped over the replicas of a mesh, and its collectives.
+"""Maps functions over the replicas of a mesh; implements collectives.
 
 Only this module uses `jax.shard_map`. `check_vma` is off: Keras layers do not
 trace under it, and it would sum gradients of replicated weights implicitly

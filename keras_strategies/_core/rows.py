@@ -1,4 +1,4 @@
-"""The division of a batch's rows over replicas and processes."""
+"""Divides the rows of a batch over replicas and processes."""
 
 from collections.abc import Sequence
 

@@ -146,7 +146,9 @@ class Lockstep:
 
 
 class Turn:
-    """One replica's side of a `Lockstep`; implements `replay.Side`.
+    """Handles the collectives of one replica of a `Lockstep`.
+
+    Implements `replay.Side`.
 
     Args:
       lockstep: The lockstep that the replica belongs to.

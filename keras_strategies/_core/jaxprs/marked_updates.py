@@ -32,7 +32,9 @@ _PREFIX = "ks.optimizer_update_"
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Update:
-    """A marked update: `(captured, gradients, values) -> new values`.
+    """A marked optimizer update.
+
+    It computes new values from captured arrays, gradients and the old values.
 
     Attributes:
       traced: The jaxpr of the update. Its inputs are the captured arrays (which
@@ -40,7 +42,7 @@ class Update:
         the values.
       num_captured: Number of captured arrays.
       gradients: The reduction of each gradient.
-      values: The spec of each value.
+      values: The spec of each value (weight or optimizer slot).
       divisor: The number by which the gradients' sums are divided.
       on_replicated: A function that is called if the step is not cut at the
         update, because it is inside a branch or a loop.

@@ -251,7 +251,9 @@ class ShardedInterpreter:
     def _is_entered(
         self, equation: JaxprEqn, places: dict[Var, Sharded]
     ) -> bool:
-        """Returns whether an equation calls a function on shards.
+        """Returns whether to compute an equation by entering its function.
+
+        Then the function that the equation calls is computed with shards.
 
         This is the case if an operand is passed as a shard, or if the sum of a
         result is scattered inside the function.

@@ -32,7 +32,9 @@ _SILENT = {
 
 
 def find_output_stages(jaxpr: Jaxpr, stages: Sequence[int]) -> list[int]:
-    """Returns the number of collectives that each output depends on.
+    """Returns the stage of each output: the last collective it depends on.
+
+    Collectives are counted from 1. The stage is 0 without a collective.
 
     Args:
       jaxpr: A program that takes the results of collectives as inputs.

@@ -21,7 +21,7 @@ LEAST = {
     "orbax-checkpoint": (0, 12, 5),
     "rich": (14, 3),
 }
-"""The oldest versions that work; pyproject.toml asks for the same."""
+"""The oldest supported versions, as in pyproject.toml."""
 
 BELOW = {
     "keras": (3, 16),

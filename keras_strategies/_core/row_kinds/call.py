@@ -133,7 +133,7 @@ def move_dims(
     kind: Kind | None = None,
     out: int = 0,
 ) -> Kind:
-    """Returns the kind of a result whose dimensions are moved.
+    """Returns the kind of a result whose dimensions are moved or removed.
 
     Args:
       call: The equation.

@@ -154,7 +154,7 @@ _NUMPY: dict[str, Callable[..., Any]] = {
     "select_n": lambda which, *cases: cases[int(which)],
     "sub": np.subtract,
 }
-"""NumPy's implementations of primitives, for known numbers."""
+"""NumPy implementations of primitives, to compute constants."""
 
 
 def _of_sums(call: Call) -> Kind:

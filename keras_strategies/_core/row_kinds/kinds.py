@@ -31,7 +31,7 @@ from keras_strategies._types import Array
 CONST, ROWS, SUM, MIXED = "const", "rows", "sum", "mixed"
 
 MEAN_POWER = -1.0
-"""The power of a mean over rows."""
+"""The exponent (`Kind.power`) of a mean over rows."""
 
 _MOST_ENTRIES = 1 << 20
 """The size above which the values of captured arrays are not inspected."""

@@ -126,7 +126,7 @@ class _Different(Exception):
 
 
 class _Interpreter:
-    """An interpreter of a trace, or of two traces with the same equations.
+    """Interprets one trace, or two traces with the same equations, with kinds.
 
     Args:
       num_rows: The number of rows in the first trace.

@@ -149,7 +149,7 @@ _LINEAR = names_in(
     "dynamic_slice dynamic_update_slice gather scatter scatter-add",
     "scatter_add scatter-sub",
 )
-"""Primitives that keep the power of rows if their constants are fixed."""
+"""Primitives that keep the exponent of rows if their constants are fixed."""
 
 
 _RANDOM = names_in(
@@ -163,7 +163,7 @@ _GLOBAL = names_in(
     "psum psum2 psum_invariant pmax pmin all_gather all_gather_invariant",
     "reduce_scatter psum_scatter all_to_all ppermute pbroadcast",
 )
-"""Primitives with equal results on all replicas, as on one device."""
+"""Primitives whose results are the same on all replicas as on one device."""
 
 _ELEMENTWISE = names_in(
     "abs acos acosh add add_any and asin asinh atan atan2 atanh cbrt ceil",
@@ -187,7 +187,7 @@ _TRACKS_POWERS = names_in(
     "select_n broadcast_in_dim reshape reduce_sum dot_general",
     "conv_general_dilated",
 )
-"""Primitives whose rules keep track of powers."""
+"""Primitives whose rules keep track of exponents (`Kind.power`)."""
 
 
 def _assign(rule: Callable[[Call], Any], *names: str) -> dict[str, Any]:

@@ -204,7 +204,7 @@ class Capture:
         )
 
     def _set_resolver(self, strategy: Strategy, named: dict[str, Any]) -> None:
-        """Sets the resolver that the script passes to a strategy."""
+        """Sets a strategy's resolver to the one that the script passes."""
         if isinstance(strategy, MultiWorkerMirroredStrategy):
             alone = SimpleClusterResolver(ClusterSpec({}))
             given = named.get("cluster_resolver")
@@ -330,7 +330,7 @@ class Capture:
 
 
 class _AbstractScope:
-    """A strategy's scope in which variables have no values."""
+    """A strategy's scope in which variables are created without values."""
 
     def __init__(self, scope: Any) -> None:
         self._scope = scope

@@ -31,7 +31,7 @@ _NOT_ENTERED = ("TF_CONFIG", "KERAS_STRATEGIES_", "JAX_COORDINATOR_ADDRESS")
 def plan_in_processes(
     requests: Sequence[Request], num_processes: int | None = None
 ) -> Plan:
-    """Plans candidates and shows the table as it fills.
+    """Plans candidates and shows a table that is filled as they finish.
 
     Args:
       requests: The candidates.

@@ -14,7 +14,7 @@ ENVIRONMENT = {
     "ALLOW_MULTIPLE_LIBTPU_LOAD": "1",
     "TF_CPP_MIN_LOG_LEVEL": "2",
 }
-"""Environment variables of the processes, which compile for absent slices."""
+"""Environment variables of the processes that compile for absent slices."""
 MAX_ANSWER_BYTES = 1_000_000
 _BATCH = re.compile(
     r"(?P<sizes>\d{1,9}(x\d{1,9}){0,7}):(?P<dtype>[a-z]+\d{0,2})"

@@ -1,4 +1,4 @@
-"""Execution of a script up to its first training step."""
+"""Runs a script up to its first training step."""
 
 import contextlib
 import os
@@ -130,7 +130,7 @@ class _ScriptThreads:
             yield
 
     def finish(self, is_done: Callable[[], bool]) -> None:
-        """Waits for the threads, as Python does at exit, for up to a minute.
+        """Waits up to a minute for the threads, as Python does at exit.
 
         Args:
           is_done: A function that returns whether to stop waiting.

@@ -100,7 +100,7 @@ class Worker:
             self._file.flush()
 
     def answer(self, plan: Callable[[], dict[str, Any]]) -> None:
-        """Sends the result of `plan`, or the error that it raised."""
+        """Calls `plan` and sends its result, or the error that it raised."""
         try:
             self.send(step=plan())
         except BaseException as error:

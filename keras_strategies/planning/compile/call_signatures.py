@@ -127,7 +127,7 @@ def _make_key(value: Any, *, has_numbers: bool = True) -> Hashable:
 
 
 def _make_cell_key(cell: types.CellType) -> Hashable:
-    """Returns a key of a closure's cell; None if the cell is empty.
+    """Returns a key for the contents of a closure's cell, or None if empty.
 
     The contents of the cell are not traversed, because they may be the function
     itself.

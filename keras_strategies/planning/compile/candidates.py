@@ -34,7 +34,7 @@ class MakingFailed(Exception):  # noqa: N818
 Maker = Callable[[], keras.Model]
 
 _MODEL_AXIS = 4
-"""Cores of a replica in the default layout for transformers."""
+"""The number of cores per replica in the default layout for transformers."""
 
 
 class Batch:

@@ -13,7 +13,7 @@ _GIB = 2**30
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Chip:
-    """Specifications of one device of an accelerator.
+    """Specifications of one device (a chip, or one of a chip's cores).
 
     If JAX shows a chip as two devices, the values are those of half the chip.
 

@@ -22,7 +22,7 @@ from keras_strategies.planning.compile.call_signatures import (
 )
 
 MIN_BLOCKS = 4
-"""The fewest repetitions that count as blocks."""
+"""The smallest number of repetitions that are treated as blocks."""
 _MAX_NODES = 5000
 
 
@@ -164,7 +164,7 @@ def _iter_nodes(model: keras.Model) -> Iterator[_Node]:
 
 
 def _find_repetitions(kinds: Sequence[Any]) -> Iterator[tuple[int, int, int]]:
-    """Yields the repetitions in a sequence: (start, length, number)."""
+    """Yields repeated parts of a sequence: (start, length, repetitions)."""
     # For each possible length of a block: if all positions in a range are equal
     # to the positions `length` later, the sequence repeats there with that
     # period.

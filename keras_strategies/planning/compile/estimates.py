@@ -1,4 +1,4 @@
-"""Estimates of a step's time from computation, memory and communication.
+"""Estimates a step's time from its computation, memory and communication.
 
 References:
   - Williams et al., Roofline (2009): https://doi.org/10.1145/1498765.1498785

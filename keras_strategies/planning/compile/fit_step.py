@@ -40,8 +40,9 @@ from keras_strategies.planning.compile.step import (
 from keras_strategies.strategy.strategy import Strategy
 
 _FORWARD_AND_BACKWARD = 3
-"""Operations of a train step, in units of a forward pass: the backward pass
-has a product for the inputs and one for the weights."""
+"""The operations of a train step as a multiple of a forward pass. For each
+matrix product of the forward pass, the backward pass has one product for the
+gradient of the inputs and one for that of the weights."""
 
 
 class FitStep(Step):

@@ -21,7 +21,7 @@ _EXAMPLES = (
     "'replicated', 'slots', 'sharded:64', 'model:4' or 'sharded+model:4'"
 )
 _MOST_DIVIDED = 256
-"""Chips of the largest sharding group among the default layouts."""
+"""Number of chips in the largest sharding group of the default layouts."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

@@ -21,14 +21,16 @@ from keras_strategies.planning.compile.compiler import (
 from keras_strategies.planning.compile.step import Step
 
 FEW_BLOCKS = {False: 4, True: 2}
-"""Blocks of the shorter of two models that stand for a deep one, at low and at
-full effort. The longer one has twice that number."""
+"""Number of blocks of the shorter of the two models that are compiled in place
+of a deep model, at low and at full effort. The longer model has twice this
+number."""
 MANY_BLOCKS = {False: 16, True: 8}
-"""The fewest blocks of a model for which two short ones are compiled."""
+"""The smallest number of blocks for which two short models are compiled instead
+of the model itself."""
 BLOCK_OVERHEAD = 2.5e6
-"""Bytes that a block may add in addition to its kept arrays and gradients:
-padding that XLA leaves around small arrays. Measured on TPUs: 1.1 MB a block
-of width 128 on 8 chips, 2.3 on 16, less for wide blocks."""
+"""Bytes that a block may add in addition to its stored arrays and gradients,
+because XLA adds padding around small arrays. Measured on TPUs: 1.1 MB per block
+of width 128 on 8 chips, 2.3 MB on 16 chips, less for wider blocks."""
 
 
 _MOST_ROWS = 2**24
@@ -37,8 +39,8 @@ _PARTS = 16
 _BEYOND = 1.02
 
 Try = Callable[[int], tuple[bool, float | None]]
-"""A function of a number of rows that returns whether they fit, and the bytes
-that they need, if known."""
+"""A function that takes a number of rows. It returns whether they fit, and the
+bytes that they need (None if unknown)."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -228,8 +230,8 @@ def extrapolate(
     """Extrapolates the figures of a deep model from those of two short ones.
 
     Args:
-      few: The figures of the shorter model.
-      many: The figures of the longer model.
+      few: The figures of the shorter model, with fewer blocks.
+      many: The figures of the longer model, with more blocks.
       blocks: The number of blocks of the shorter, the longer and the deep
         model.
       block_bytes: The least and the most bytes of temporaries that each block

@@ -28,15 +28,18 @@ from keras_strategies.planning.report.advice import write_advice
 from keras_strategies.planning.report.planned_step import PlannedStep
 
 _NEAR = (0.65, 1.25)
-"""Shares of the limit between which bytes are verified at full effort, which
-was measured to need up to a tenth less and up to half more."""
+"""If the bytes at low effort are between these fractions of the limit, they are
+verified at full effort. Programs compiled at full effort were measured to need
+between a tenth less and half more."""
 _QUICK_SECONDS = 30.0
-"""The longest low-effort compilation of a model that is quick to compile at
-full effort, too, which takes up to twelve times longer."""
+"""If compiling a model at low effort takes less than this time, compiling it at
+full effort is considered quick. Full effort takes up to twelve times longer."""
 _MOST_TRIES = 24
 _MORE = 3
-"""Extra rows of the second program, as a multiple of the first one's. The
-bytes of fewer would be hidden by the first one's peak at other times."""
+"""The number of additional rows of the second program, as a multiple of those
+of the first program. With fewer additional rows, their bytes might not be
+visible, because the peak memory of the first program may be at another time of
+the step."""
 _HUGE = 2**20
 
 
@@ -170,7 +173,7 @@ class _Planning:
         )
 
     def finish(self) -> PlannedStep:
-        """Waits for the programs and returns the planned step."""
+        """Waits for the compilations and returns the planned step."""
         if self._error is not None:
             return self._make_row(error=self._error)
         try:

@@ -20,7 +20,8 @@ class RunStep(Step):
     Args:
       runner: The strategy's runner.
       fn: The function that was passed to `run`.
-      args: The function's arguments, with stand-ins for distributed batches.
+      args: The function's arguments, where distributed batches are replaced by
+        shapes.
       kwargs: The function's keyword arguments.
     """
 

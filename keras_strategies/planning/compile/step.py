@@ -24,11 +24,12 @@ class Step:
         tokens.
       blocks: The equal blocks of the model, or None if it has none. The step
         can be lowered with fewer blocks.
-      keeps_nothing_else: Whether a block adds no more than `block_bytes`,
-        because it is rematerialized in the backward pass.
+      keeps_nothing_else: Whether each block is rematerialized in the backward
+        pass, so that it adds no more bytes than `block_bytes`.
       steps: The number of training steps in the program
         (`steps_per_execution`).
-      note: A remark for the report, set when the step is lowered.
+      note: A remark for the plan's report, which is set when the step is
+        lowered.
     """
 
     mesh: ReplicaMesh
@@ -49,7 +50,10 @@ class Step:
         raise NotImplementedError
 
     def with_remat(self) -> "Step | None":
-        """Returns the step with its model's blocks under `keras.RematScope`.
+        """Returns a copy of the step that rematerializes the model's blocks.
+
+        It is the step of a model whose blocks were created in a
+        `keras.RematScope`.
 
         Returns None if layers of the model are already rematerialized, or if
         its blocks are not single layers.
@@ -75,7 +79,7 @@ class Step:
         return 0.0
 
     def block_bytes(self, rows: int) -> tuple[float, float]:
-        """Returns the least and the most temporary bytes that a block adds.
+        """Returns lower and upper bounds of the temporary bytes per block.
 
         They are bytes on one device. The upper bound includes all gradients of
         the block.

@@ -10,7 +10,7 @@ _MUCH = 0.5
 _LESS = 0.9
 _SLOW = 1.5
 _SECONDS = 1e-3
-"""The least time of links that is worth advice."""
+"""The shortest communication time about which advice is given."""
 
 
 def write_advice(

@@ -13,7 +13,7 @@ from keras_strategies.planning.report.planned_step import (
 )
 
 _LONGEST = 2.0
-"""Length of the longest bar, in units of the limit. Longer bars are cut."""
+"""Maximum length of a bar as a multiple of the limit; longer bars are cut."""
 _MARGIN = 1.02
 _REST = "unspecified"
 _CODE = re.compile(r"`([^`]+)`")

@@ -1,4 +1,4 @@
-"""`PlannedStep`: the requirements of a step on one slice, in one layout."""
+"""`PlannedStep`: the requirements of a step on one slice with one layout."""
 
 import dataclasses
 from collections.abc import Iterable, Mapping
@@ -6,7 +6,7 @@ from typing import Any
 
 BYTES_PER_GB = 1e9
 KINDS = ("weights", "slots", "other", "gradients", "activations", "temporary")
-"""Kinds of a device's memory."""
+"""The categories of a device's memory in `PlannedStep.memory`."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -47,7 +47,9 @@ class Estimate:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class PlannedStep:
-    """The requirements of a step on one slice, in one layout.
+    """The requirements of a step on one slice with one layout.
+
+    They are bytes of memory, collectives and an estimated time.
 
     Attributes:
       topology: The name of the slice, or JAX's name of the device kind.
@@ -58,7 +60,8 @@ class PlannedStep:
       rows: The number of rows of the global batch.
       limit_bytes: Bytes of memory that a program may use on a device, or None
         if unknown.
-      bytes_in_all: Bytes that the step needs on a device, or None if unknown.
+      bytes_in_all: Total bytes that the step needs on a device, or None if
+        unknown.
       memory: The needed bytes by category: "weights", "slots", "other"
         (metrics, the batch and padding), "gradients" (an upper bound: all
         gradients at the same time), "activations" (memory that grows with the

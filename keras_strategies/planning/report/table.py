@@ -23,7 +23,7 @@ from keras_strategies.planning.report.planned_step import (
 
 _MANY = 10_000
 _WIDE = 100
-"""Columns of a terminal that has room for all columns of the table."""
+"""The width of a terminal, in characters, that fits the whole table."""
 Show = Callable[[Sequence[PlannedStep], str], None]
 NOTES = (
     "Bytes and collectives are from the compiler. Times are estimates: a step "
@@ -40,7 +40,7 @@ class Plan:
 
     Attributes:
       steps: One planned step per candidate, in the requested order.
-      notes: Sentences that hold for all candidates.
+      notes: Sentences that apply to all candidates.
 
     Example:
       ```python
