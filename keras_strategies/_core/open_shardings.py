@@ -22,7 +22,7 @@ from jax.sharding import AbstractMesh, AxisType
 _NAME = "lower_with_sharding_in_types"
 _lock = threading.Lock()
 _is_installed = False
-# Names of replica axes that `replica_map` has used.
+# Names of the replica axes for which constraints are omitted.
 _axes: set[str] = set()
 
 
