@@ -1,1 +1,1 @@
-"""Meshes, batches and collectives of a replica-mapped program (no Keras)."""
+"""Meshes, batches and collectives of programs mapped over replicas."""

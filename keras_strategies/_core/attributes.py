@@ -1,4 +1,4 @@
-"""Attributes that are set temporarily."""
+"""Sets attributes temporarily."""
 
 import contextlib
 from collections.abc import Iterator

@@ -1,11 +1,12 @@
-"""Host batches, and the executions that carry them to the devices.
+"""Batches on the host, and the `Execution` objects that move them to devices.
 
-A batch is a nest of arrays whose first dimension is the rows. A batch that
-the replicas can share evenly is split over them unchanged. Any other batch is
-padded to the next multiple of the number of replicas (by repeating its last
-row) and carries its true number of rows; programs cut the padding off first.
-With several processes, each one holds process-local rows and moves them to its
-devices.
+A batch is a nest of arrays whose first dimension is the rows. If the number of
+rows is divisible by the number of replicas, the batch is split over the
+replicas unchanged. Otherwise it is padded to the next multiple of the number of
+replicas by repeating its last row, and its true number of rows is stored with
+it. Programs cut the padding off before they compute anything. With several
+processes, each process has only its own part of the rows and moves it to its
+own devices.
 """
 
 import dataclasses
@@ -26,14 +27,15 @@ _Key = tuple[Any, ...]
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class HostBatch:
-    """A global batch, of which one process holds some rows.
+    """A global batch, of which this process stores only its own rows.
 
     Attributes:
       data: The nest of host arrays with this process's rows.
-      parts: Number of rows of each process; processes that read the same rows
-        (`ReplicaMesh.readers`) have one entry.
-      batch_size: Number of rows of a full batch of this step.
-      counts: Number of rows of each replica, if it is not left to a rule.
+      parts: The number of rows of each process. Processes that read the same
+        rows (a group in `ReplicaMesh.readers`) share one entry.
+      batch_size: The number of rows that a full global batch has in this step.
+      counts: The number of rows of each replica. None if the default rule for
+        dividing rows over replicas applies.
     """
 
     data: Tree
@@ -43,19 +45,19 @@ class HostBatch:
 
     @property
     def rows(self) -> int:
-        """The number of rows of all processes."""
+        """The total number of rows, summed over all processes."""
         return sum(self.parts)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class RowShape:
-    """The arrangement of the rows of consecutive batches of equal shape.
+    """Describes how the rows are arranged in batches of equal shape.
 
     Attributes:
       rows: Number of rows of each batch, without the padding.
       steps: Number of batches.
-      parts: Number of rows of each process, if each process has padding; None
-        if all padding is at the end.
+      parts: The number of rows of each process, if each process pads its own
+        rows. None if all padding is at the end of the global batch.
     """
 
     rows: int
@@ -63,7 +65,7 @@ class RowShape:
     parts: tuple[int, ...] | None = None
 
     def without_padding(self, leaf: Array, axis: int) -> Array:
-        """Returns the true rows of an array, in their order.
+        """Returns an array without its padding rows, in the original order.
 
         Args:
           leaf: A NumPy or traced array.
@@ -87,7 +89,7 @@ class RowShape:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Segment(RowShape):
-    """Consecutive batches of equal shape, on the devices.
+    """Consecutive batches of equal shape, placed on the devices.
 
     Attributes:
       data: The nest of arrays, of shape (padded rows, ...) for one step and
@@ -99,17 +101,17 @@ class Segment(RowShape):
 
     @property
     def padded(self) -> int:
-        """The number of rows of each batch, with the padding."""
+        """The number of rows of each batch, including the padding."""
         return jax.tree.leaves(self.data)[0].shape[self.steps > 1]
 
     @property
     def is_padded(self) -> bool:
-        """Whether there is padding."""
+        """Whether the batches contain padding rows."""
         return self.padded != self.rows
 
     @property
     def shape(self) -> RowShape:
-        """The arrangement of the batch's rows; static in programs."""
+        """The arrangement of the batch's rows; a static value in programs."""
         return RowShape(rows=self.rows, steps=self.steps, parts=self.parts)
 
 
@@ -118,11 +120,13 @@ class Execution:
     """The batches of one call of a step function, as one or more segments.
 
     Attributes:
-      segments: The batches. An execution without any stands for steps that a
-        resumed loop has already done.
-      place: The epoch of the data, and the number of its steps up to the end
-        of this execution, if a feed made it.
-      logs: The result of the last step, for an execution without segments.
+      segments: The batches. An execution without segments stands for steps that
+        were already completed before a training loop was resumed.
+      place: The epoch of the data, and the number of steps of that epoch that
+        are finished after this execution. Set only if a feed created the
+        execution.
+      logs: For an execution without segments: the result to report, which is
+        that of the last completed step.
     """
 
     segments: tuple[Segment, ...]
@@ -131,15 +135,16 @@ class Execution:
 
     @property
     def num_bytes(self) -> int:
-        """The number of bytes of the arrays, on all devices."""
+        """The total number of bytes of the arrays, summed over all devices."""
         return sum(leaf.nbytes for leaf in jax.tree.leaves(self.segments))
 
 
 jax.tree_util.register_dataclass(
     Segment, data_fields=["data"], meta_fields=["rows", "steps", "parts"]
 )
-# Without leaves: Keras moves the arrays of its data to one device, and must not
-# find these, which are already on the right devices.
+# The pytree node has no leaves. Keras moves all arrays that it finds in its
+# data to one device; it must not find these arrays, which are already on the
+# right devices.
 jax.tree_util.register_dataclass(
     Execution, data_fields=[], meta_fields=["segments", "place", "logs"]
 )
@@ -196,9 +201,9 @@ def _raise_invalid(batch: Tree) -> NoReturn:
 
 
 def global_batch(batch: Tree, mesh: ReplicaMesh) -> HostBatch:
-    """Makes a host batch of a batch that has the rows of all processes.
+    """Converts a batch with the rows of all processes to a `HostBatch`.
 
-    With several processes, each one takes its rows.
+    With several processes, each process keeps only its own rows.
 
     Raises:
       ValueError, TypeError: if the batch is not valid; see `num_rows`.
@@ -215,10 +220,13 @@ def global_batch(batch: Tree, mesh: ReplicaMesh) -> HostBatch:
 
 
 def place(batches: Sequence[HostBatch], mesh: ReplicaMesh) -> Execution:
-    """Moves batches to the devices, one transfer for each run of equal ones.
+    """Moves batches to the devices.
+
+    Consecutive batches of equal structure, shapes and dtypes are moved together
+    in one transfer.
 
     Args:
-      batches: This process's batches.
+      batches: The batches, with this process's rows.
       mesh: The replicas to split the rows over.
     """
     runs: list[tuple[_Key, list[list[Any]]]] = []
@@ -257,11 +265,13 @@ def _place_run(
 
 
 def _block_of(parts: tuple[int, ...], mesh: ReplicaMesh) -> int:
-    """Returns the number of rows of each process, with its padding."""
+    """Returns the number of rows of each process, including its padding."""
     block = rows_lib.padded_rows(max(parts), mesh.replicas_per_process)
     rows = sum(parts)
     even = rows_lib.padded_rows(rows, mesh.num_replicas) // len(parts)
-    # The shortest block, which only fits processes that are filled in order.
+    # `even` is the shortest possible block. It can only be used if the
+    # processes are filled one after another, so that only the last ones need
+    # padding.
     return (
         even
         if parts == rows_lib.fill_in_order([even] * len(parts), rows)
@@ -298,11 +308,11 @@ def _is_placed(leaf: object, mesh: ReplicaMesh) -> bool:
 
 
 def cut_padding(data: Batch, shape: RowShape) -> Batch:
-    """Cuts off the padding. Jit-compatible.
+    """Cuts off the padding rows of a batch. Jit-compatible.
 
     Returns:
-      The batch of `shape.rows` rows, in the second dimension if there are
-      several steps.
+      The batch with `shape.rows` rows. The rows are in the second dimension if
+      there are several steps, else in the first.
     """
     axis = int(shape.steps > 1)
 
@@ -316,20 +326,20 @@ def cut_padding(data: Batch, shape: RowShape) -> Batch:
 def constrain_rows(
     data: Batch, shape: RowShape, mesh: ReplicaMesh, *, is_sharded: bool
 ) -> Batch:
-    """Constrains the sharding of a batch without padding. Jit-compatible.
+    """Adds a sharding constraint to a batch without padding. Jit-compatible.
 
     Args:
       data: The batch that `cut_padding` returned.
       shape: The arrangement of its rows.
       mesh: The replicas.
-      is_sharded: Whether XLA may shard the rows unevenly over the replicas.
-        If not, or if a replica has several cores, rows that cannot be shared
-        evenly are replicated. With several cores XLA would add padding to
-        scattered values and to some gradients of convolutions
+      is_sharded: Whether XLA may shard the rows unevenly over the replicas. If
+        False, or if a replica has several cores, rows that cannot be divided
+        evenly are replicated instead. With several cores XLA would add padding
+        to scattered values and to some gradients of convolutions
         (tests/contract/test_jax_contract.py).
 
     Returns:
-      The same batch, with a sharding.
+      The same batch with the sharding constraint.
     """
     sharding = mesh.stacked if shape.steps > 1 else mesh.split
     is_even = shape.rows % mesh.num_replicas == 0
@@ -346,7 +356,11 @@ def unstack_steps(data: Tree, steps: int) -> list[Tree]:
 def _put_stacked(
     column: Sequence[Any], block: int, mesh: ReplicaMesh
 ) -> jax.Array:
-    """Stacks only the rows that each replica reads, so they are copied once."""
+    """Stacks the batches of several steps into one array on the devices.
+
+    For each replica, only the rows that this replica reads are stacked, so each
+    row is copied once.
+    """
     column = [_pad(np.asarray(leaf), block) for leaf in column]
     rows = block * mesh.num_readers
     shape = (len(column), rows, *np.shape(column[0])[1:])
@@ -361,7 +375,10 @@ def _put_stacked(
 
 
 def _pad(leaf: Array, rows: int) -> Array:
-    """Pads an array to `rows` rows, by repeating its last one or with zeros."""
+    """Pads an array to `rows` rows by repeating its last row.
+
+    An array without rows is padded with zeros.
+    """
     missing = rows - leaf.shape[0]
     if not missing:
         return leaf

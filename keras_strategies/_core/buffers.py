@@ -1,15 +1,16 @@
 """Buffers that pack small arrays into one all-reduce on CPU.
 
 An all-reduce of several arrays has a cost per array: 3 to 15 us between the
-devices of a process, 0.5 to 1.5 ms over gloo between processes. Up to a
-certain size, copying an array into a buffer and out again is cheaper. It adds
-compile time, because each piece of a buffer is compiled separately.
+devices of a process, 0.5 to 1.5 ms over gloo between processes. Up to a certain
+size, copying an array into a buffer and out again is cheaper. Buffers add
+compile time, because XLA compiles the copy of each array separately.
 
-The pieces are written into the buffer one by one. Concatenating them would be
-shorter, but it is a trap: if XLA's CPU compiler fuses a sum over rows (the
-gradient of a bias) into a `concatenate`, it evaluates that sum for every entry
-of the buffer, and a step takes up to 150 times as long. A sum that is written
-in place is evaluated only for its entries, however many rows it adds up.
+The arrays are written into the buffer one by one. Do not use `concatenate`
+here, although the code would be shorter: if XLA's CPU compiler fuses a sum over
+rows (the gradient of a bias) into a `concatenate`, it evaluates that sum for
+every entry of the buffer, and a step takes up to 150 times as long. With
+`dynamic_update_slice`, XLA evaluates the sum only for its own entries of the
+buffer, independent of the number of rows.
 
 References:
   - Li et al., PyTorch Distributed (2020), on buckets of gradients:
@@ -30,17 +31,20 @@ class Buffering:
     """The rule that decides which arrays of an all-reduce share a buffer.
 
     Attributes:
-      max_entries: Number of entries of the largest array that is copied into
-        a buffer.
-      max_arrays: Number of small arrays above which no buffer is used at all;
-        None for no limit.
+      max_entries: The maximum size of an array that is copied into a buffer, in
+        entries.
+      max_arrays: If there are more small arrays than this number, no buffer is
+        used at all. None for no limit.
     """
 
     max_entries: int
     max_arrays: int | None
 
     def groups(self, arrays: Sequence[jax.Array]) -> list[list[int]]:
-        """Returns the positions of the arrays of each buffer, by dtype."""
+        """Returns, for each buffer, the positions of the arrays in it.
+
+        The arrays in a buffer have the same dtype.
+        """
         small = [i for i, a in enumerate(arrays) if a.size <= self.max_entries]
         if self.max_arrays is not None and len(small) > self.max_arrays:
             return []
@@ -64,8 +68,9 @@ BETWEEN_PROCESSES = Buffering(max_entries=2**18, max_arrays=None)
 def choose_buffering(mesh: ReplicaMesh) -> Buffering | None:
     """Returns the buffering of a mesh's all-reduces, or None for no buffers.
 
-    The compilers for TPU and GPU combine all-reduces by themselves. An array
-    may be sharded over a replica's cores, and a buffer would gather it.
+    On TPUs and GPUs no buffers are needed, because the compiler combines
+    all-reduces itself. If a replica has several cores, an array may be sharded
+    over them, and copying it into a buffer would gather it.
     """
     if mesh.platform != "cpu" or mesh.cores_per_replica > 1:
         return None
@@ -75,8 +80,8 @@ def choose_buffering(mesh: ReplicaMesh) -> Buffering | None:
 def pack(arrays: Sequence[jax.Array]) -> jax.Array:
     """Packs arrays of one dtype into a buffer of shape (entries,)."""
     total = sum(array.size for array in arrays)
-    # Not `lax.empty`: `vmap` treats its result as batched, and `jacfwd` then
-    # refuses it.
+    # `lax.empty` cannot be used: `vmap` treats its result as batched, and
+    # `jacfwd` then rejects it.
     buffer = jnp.zeros((total,), arrays[0].dtype)
     start = 0
     for array in arrays:
@@ -86,7 +91,7 @@ def pack(arrays: Sequence[jax.Array]) -> jax.Array:
 
 
 def unpack(buffer: jax.Array, like: Sequence[jax.Array]) -> list[jax.Array]:
-    """Splits a buffer into pieces with the shapes of the arrays in `like`."""
+    """Splits a buffer into arrays with the shapes of those in `like`."""
     pieces, start = [], 0
     for array in like:
         piece = jax.lax.slice(buffer, (start,), (start + array.size,))

@@ -1,4 +1,4 @@
-"""Broadcast of the chief's arrays to all processes."""
+"""Broadcasts the chief's arrays to all processes."""
 
 import functools
 from collections.abc import Callable, Sequence
@@ -17,7 +17,8 @@ def broadcast(values: Sequence[Any], mesh: ReplicaMesh) -> list[jax.Array]:
     """Broadcasts the chief's values to all devices. Collective.
 
     Args:
-      values: This process's values, with the shapes and dtypes of the chief's.
+      values: This process's arrays. In every process they must have the same
+        shapes and dtypes as in the chief; only the chief's contents are used.
       mesh: The replicas.
     """
     split = _split(mesh)
@@ -32,10 +33,11 @@ def broadcast(values: Sequence[Any], mesh: ReplicaMesh) -> list[jax.Array]:
 
 
 def _split(mesh: ReplicaMesh) -> NamedSharding:
-    """Returns the sharding of an array with one row for each device.
+    """Returns the sharding of an array that has one row for each device.
 
-    One row for each replica would not do: if several processes have cores of
-    one replica, each of them would provide the same row.
+    The array has a row for each device, not for each replica, because the cores
+    of one replica may belong to several processes. With one row per replica,
+    these processes would all provide the same row.
     """
     if mesh.cores_per_replica == 1:
         return mesh.split

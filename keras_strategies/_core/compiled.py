@@ -1,4 +1,4 @@
-"""Inspection of a compiled program: its collectives and its memory."""
+"""Inspects a compiled program: its collectives and its memory."""
 
 import contextlib
 import dataclasses
@@ -25,13 +25,14 @@ class Figures:
 
     Attributes:
       argument_bytes: Bytes of the state and the batch.
-      output_bytes: Bytes of the results that are not written into the state.
+      output_bytes: Bytes of the results that do not overwrite the state in
+        place.
       temporary_bytes: Bytes of intermediate values.
-      flops: Number of operations, as XLA counts them.
-      optimal_seconds: XLA's estimate of the run time, for TPU programs that
-        were compiled at low effort; else 0.
-      counts: Number of collectives, by kind.
-      sent: Bytes of the arrays that the collectives send, by kind.
+      flops: Number of floating-point operations, as counted by XLA.
+      optimal_seconds: XLA's estimate of the run time in seconds. Only available
+        for TPU programs that were compiled at low effort; otherwise 0.
+      counts: Number of collectives of each kind, such as "all-reduce".
+      sent: Bytes of the arrays that the collectives of each kind send.
       compile_seconds: Compile time in seconds.
     """
 
@@ -51,11 +52,11 @@ class Figures:
 
     @classmethod
     def measure(cls, executable: Any, seconds: float) -> "Figures":
-        """Reads the figures of a compiled program.
+        """Reads the resource figures of a compiled program from XLA.
 
         Args:
           executable: A `jax.stages.Compiled`.
-          seconds: Its compile time.
+          seconds: The time that it took to compile the program.
         """
         memory, text = executable.memory_analysis(), executable.as_text()
         cost = executable.cost_analysis() or {}
@@ -66,7 +67,7 @@ class Figures:
             output_bytes=outputs,
             temporary_bytes=memory.temp_size_in_bytes,
             flops=max(cost.get("flops", 0.0), 0.0),
-            # At full effort it is negative (libtpu 0.0.42).
+            # At full effort XLA reports a negative estimate (libtpu 0.0.42).
             optimal_seconds=max(cost.get("optimal_seconds", 0.0), 0.0),
             counts={kind: n for kind, n in counts.items() if n},
             sent={kind: sent[kind] for kind, n in counts.items() if n},
@@ -78,8 +79,8 @@ class Figures:
 class CompiledProgram:
     """A step or function, compiled for a strategy's devices.
 
-    `Strategy.compile_step` and `Strategy.compile_run` return it. It has not
-    been run.
+    `Strategy.compile_step` and `Strategy.compile_run` return objects of this
+    class. The program has only been compiled, not run.
 
     Attributes:
       name: A description of the program, such as "train step".
@@ -111,7 +112,7 @@ class CompiledProgram:
     def collectives(self) -> dict[str, int]:
         """The number of collectives of each kind in the program's text.
 
-        A collective in a loop counts once.
+        A collective in a loop is counted once, not once per iteration.
         """
         counts = self._figures.counts
         return {kind: int(counts.get(kind, 0)) for kind in COLLECTIVES}
@@ -120,9 +121,9 @@ class CompiledProgram:
     def collective_bytes(self) -> dict[str, int]:
         """The bytes of the arrays that the collectives of each kind send.
 
-        The size of the full arrays counts: the gathered result, the reduced
-        array, or the sum before it is scattered. A collective in a loop counts
-        once.
+        The size of the full array is counted, not of a shard: the gathered
+        result, the reduced array, or the sum before it is scattered. A
+        collective in a loop is counted once.
         """
         sent = self._figures.sent
         return {kind: int(sent.get(kind, 0)) for kind in COLLECTIVES}
@@ -134,7 +135,7 @@ class CompiledProgram:
 
     @property
     def output_bytes(self) -> int:
-        """The bytes on each device of results not written into the state."""
+        """The bytes on each device of results outside of the state."""
         return int(self._figures.output_bytes)
 
     @property
@@ -144,9 +145,10 @@ class CompiledProgram:
 
     @property
     def bytes_per_chip(self) -> int:
-        """The total number of bytes on each device, without program code.
+        """The total bytes of memory on each device, without the program's code.
 
-        If a chip has two cores, this is the number on each core.
+        If JAX shows the two cores of a chip as two devices, these are the bytes
+        of one core.
         """
         return int(self._figures.bytes_in_all)
 
@@ -184,13 +186,13 @@ def compile_program(
     name: str,
     options: Mapping[str, Any] | None = None,
 ) -> CompiledProgram:
-    """Lowers and compiles a program, and measures the time of both.
+    """Lowers and compiles a program, and measures how long both take.
 
     Args:
       lower: A function that returns the lowered program.
       mesh: The replicas of the program.
       name: A description of the program.
-      options: XLA's compiler options by name; None for those that a normal
+      options: XLA compiler options by name. None for the options that a normal
         run uses.
 
     Raises:
@@ -219,11 +221,13 @@ def compile_program(
 
 @contextlib.contextmanager
 def without_jax_cache() -> Iterator[None]:
-    """Keeps programs out of JAX's cache on disk within a block.
+    """Disables JAX's compilation cache on disk for the duration of a block.
 
-    jax 0.10 caches programs for absent devices but cannot read them back: it
-    warns and compiles again. Concurrent compilations share one such block;
-    with one each, the first to finish would restore the option for the others.
+    jax 0.10 writes programs for devices that are not present into the cache,
+    but cannot read them back: it warns and compiles again. Concurrent
+    compilations must run inside one common block. If each had its own block,
+    the first one to finish would enable the cache again while the others still
+    compile.
     """
     name = "jax_persistent_cache_min_compile_time_secs"
     before = getattr(jax.config, name)

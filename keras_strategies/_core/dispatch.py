@@ -1,13 +1,13 @@
-"""Dispatch of programs, one at a time on CPU.
+"""Dispatch of compiled programs, one at a time on CPU.
 
 XLA's CPU collectives wait for each other in a thread pool. With more virtual
-devices than cores, a second program that starts before the first has ended
-can take the threads that the first one waits for, and the process is aborted
-after 40 s. So on CPU at most one mapped program is in flight, whichever
-strategy or thread started it; the host can still read the next batch in the
-meantime. GPUs and TPUs queue programs by themselves.
+devices than cores, a second program that starts before the first has ended can
+take the threads that the first one waits for, and the process is aborted after
+40 s. Therefore, on CPU at most one mapped program runs at a time in a process,
+even if several strategies or threads start programs. While it runs, the host
+can still read the next batch. GPUs and TPUs queue programs themselves.
 
-Programs over several processes are started by the job's watchdog.
+Programs that span several processes are started by the job's watchdog.
 """
 
 import threading
@@ -21,12 +21,15 @@ from keras_strategies._core.mesh import ReplicaMesh
 _turn = threading.Lock()
 _in_flight: jax.Array | None = None
 Starter = Callable[[int, Callable[..., Any], tuple[Any, ...]], Any]
-"""Calls `(number of processes, program, arguments)`; returns the outputs."""
+"""A function of (number of processes, program, arguments).
+
+It starts the program and returns its outputs.
+"""
 _starter: Starter | None = None
 
 
 def set_starter(starter: Starter) -> None:
-    """Makes `starter` start all programs over several processes.
+    """Sets the function that starts all programs that span several processes.
 
     Args:
       starter: The watchdog's function that runs a program.
@@ -36,12 +39,15 @@ def set_starter(starter: Starter) -> None:
 
 
 def dispatch(mesh: ReplicaMesh, fn: Callable[..., Any], *args: Any) -> Any:
-    """Calls a compiled program; on several CPUs, waits for the last one first.
+    """Calls a compiled program.
+
+    On a mesh of several CPU devices, it first waits for the previous program.
 
     Args:
       mesh: The replicas that run the program.
-      fn: The program; returns a tuple whose first entry (logs, outputs) is
-        not donated to another program.
+      fn: The program. It returns a tuple; the arrays in its first entry (logs
+        or outputs) are never donated to another program, so that they can be
+        waited for.
       *args: Arguments of the program.
 
     Returns:
@@ -54,7 +60,7 @@ def dispatch(mesh: ReplicaMesh, fn: Callable[..., Any], *args: Any) -> Any:
     if mesh.platform != "cpu" or len(mesh.devices) == 1:
         return _start(mesh, fn, args)
     with _turn:
-        # Cleared before waiting, so that an error of the previous program is
+        # Cleared before the wait, so that an error of the previous program is
         # raised only once.
         waited_for, _in_flight = _in_flight, None
         if waited_for is not None and not waited_for.is_deleted():

@@ -1,7 +1,8 @@
-"""NumPy arrays that JAX can adopt on CPU without a copy.
+"""NumPy arrays that JAX can use on CPU without copying them.
 
-JAX copies an array unless its address is a multiple of 64 bytes, and its copy
-takes about twice as long as NumPy's (jax 0.10.2).
+JAX copies an array unless its address is a multiple of 64 bytes, and JAX's copy
+takes about twice as long as NumPy's (jax 0.10.2). So this module allocates
+arrays at aligned addresses.
 """
 
 import math
@@ -46,7 +47,7 @@ def empty(shape: tuple[int, ...], dtype: "DTypeLike") -> np.ndarray:
 
 
 def copy_on_host(array: np.ndarray) -> np.ndarray:
-    """Returns a copy of an array, aligned if it is large."""
+    """Returns a copy of an array; a large copy gets an aligned address."""
     if array.nbytes < _LEAST_BYTES or not _is_plain(array):
         return np.array(array)
     copy = empty(array.shape, array.dtype)
@@ -55,10 +56,10 @@ def copy_on_host(array: np.ndarray) -> np.ndarray:
 
 
 def copy_if_mutable(leaf: Array) -> Array:
-    """Copies an array unless it is a JAX array, which user code cannot change.
+    """Copies an array unless it is a JAX array, which is immutable.
 
     Returns:
-      An array of the leaf's shape and dtype.
+      An array with the same shape and dtype as the leaf.
     """
     return (
         leaf if isinstance(leaf, jax.Array) else copy_on_host(np.asarray(leaf))
@@ -66,10 +67,11 @@ def copy_if_mutable(leaf: Array) -> Array:
 
 
 def from_tensor(leaf: Leaf) -> Leaf:
-    """Converts a TensorFlow tensor to a NumPy array; passes on other leaves.
+    """Converts a TensorFlow tensor to NumPy; returns other leaves unchanged.
 
     Returns:
-      An array of the tensor's shape and dtype, or the leaf.
+      A NumPy array with the tensor's shape and dtype, or the leaf itself if it
+      is not a tensor of numbers.
     """
     tensorflow = sys.modules.get("tensorflow")
     tensor: Any = getattr(tensorflow, "Tensor", None)
@@ -95,7 +97,7 @@ def align(array: Array) -> Array:
 
 
 def take_rows(array: np.ndarray, indices: np.ndarray) -> np.ndarray:
-    """Returns some rows of an array, copied once.
+    """Returns the rows at the given indices, copied only once.
 
     Args:
       array: The array.
@@ -105,7 +107,7 @@ def take_rows(array: np.ndarray, indices: np.ndarray) -> np.ndarray:
     if row_bytes * len(indices) < _LEAST_BYTES or not _is_plain(array):
         return array[indices]
     rows = empty((len(indices), *array.shape[1:]), array.dtype)
-    # Modes other than "clip" fill a temporary array first.
+    # With other modes than "clip", NumPy fills a temporary array first.
     return np.take(array, indices, axis=0, out=rows, mode="clip")
 
 

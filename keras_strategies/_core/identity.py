@@ -1,8 +1,8 @@
 """Dicts and sets keyed by object identity.
 
-Traced arrays and Keras variables compare entry by entry, so they cannot be
-keys of a dict. Keys are kept alive here, so that no other object gets their
-id.
+`==` compares traced arrays and Keras variables entry by entry, so they cannot
+be keys of a dict. These containers compare keys by `id` and keep them alive, so
+that Python cannot reuse the id of a key for another object.
 """
 
 from collections.abc import Iterable, Iterator

@@ -20,30 +20,36 @@ GROUPS = "group"
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class ReplicaMesh:
-    """The devices of a strategy, as replicas of one or several devices each.
+    """The devices of a strategy, grouped into replicas.
 
-    User-defined strategies are built from a mesh (docs/extending.md). Every
-    strategy has its mesh as `mesh`.
+    A replica consists of one or several devices (its cores).
+
+    User-defined strategies are built from a mesh (docs/extending.md). The
+    attribute `mesh` of every strategy is its mesh.
 
     Attributes:
-      devices: JAX devices without duplicates, in the order of the replica ids,
-        with the cores of a replica next to each other. They are the same in
-        all processes, and each process has the same number of them. Processes
-        that share a replica must share all of their replicas.
+      devices: JAX devices without duplicates, in the order of the replica ids.
+        The cores of a replica are next to each other. Pass the same list in all
+        processes; each process must own the same number of the devices.
+        Processes that share a replica must share all of their replicas.
       axis: Name of the mesh axis of the replicas.
       cores_per_replica: Number of devices of each replica.
-      model_axis: Name of the axis of a replica's cores, if it has several.
-      shards: Number of consecutive replicas over which variables are sharded,
-        if the strategy has a `variable_partitioner`. None for all replicas.
-      marker: Name of an additional axis of size one, which makes this mesh
-        differ, for JAX, from another one with the same devices; or None.
-      is_abstract: Whether the devices belong to a TPU slice that programs can
-        be compiled for but not run on.
+      model_axis: Name of the mesh axis of a replica's cores. Used only if
+        replicas have several cores.
+      shards: If the strategy has a `variable_partitioner`: the number of
+        consecutive replicas over which variables are sharded. None for all
+        replicas.
+      marker: Name of an additional mesh axis of size one, or None. With this
+        axis JAX treats the mesh as different from another mesh with the same
+        devices.
+      is_abstract: Whether the devices belong to a TPU slice that is not
+        available: programs can be compiled for it but not run.
 
     Raises:
-      ValueError: if there are no devices or duplicates, if
-        `cores_per_replica` does not divide their number, if processes have
-        different numbers of replicas, or if they share only some of them.
+      ValueError: if there are no devices; if there are duplicates; if the
+        number of devices is not divisible by `cores_per_replica`; if processes
+        have different numbers of replicas; or if processes share only some of
+        their replicas.
       TypeError: if an entry of `devices` is not a JAX device.
 
     Example:
@@ -106,8 +112,8 @@ class ReplicaMesh:
     def mesh(self) -> Mesh:
         """The JAX mesh, of shape (num_replicas,) or (num_replicas, cores).
 
-        If variables are sharded within several groups, its shape is (groups,
-        replicas of a group, ...). A marker adds an axis at the end.
+        If variables are sharded within several groups of replicas, its shape is
+        (groups, replicas per group, ...). A marker adds an axis at the end.
         """
         axes = list(self.replica_axes)
         shape = [self.num_replicas]
@@ -126,32 +132,39 @@ class ReplicaMesh:
 
     @functools.cached_property
     def whole(self) -> NamedSharding:
-        """The sharding of an array that is replicated on every device."""
+        """The sharding of an array that is replicated on all devices."""
         return NamedSharding(self.mesh, PartitionSpec())
 
     @functools.cached_property
     def split(self) -> NamedSharding:
         """The sharding of a batch whose rows are split over the replicas.
 
-        All cores of a replica hold its rows.
+        Each core of a replica has a copy of the replica's rows.
         """
         return NamedSharding(self.mesh, PartitionSpec(self.all_replicas))
 
     @functools.cached_property
     def stacked(self) -> NamedSharding:
-        """The sharding `split` of batches stacked in a new first dimension."""
+        """The sharding of stacked batches, shape (steps, rows, ...).
+
+        The rows are split over the replicas, as in `split`.
+        """
         spec = PartitionSpec(None, self.all_replicas)
         return NamedSharding(self.mesh, spec)
 
     @property
     def replica_axes(self) -> tuple[str, ...]:
-        """The axes of the replicas: (axis,), or (group axis, axis)."""
+        """The names of the replicas' axes: (axis,), or (group axis, axis)."""
         is_one_group = self.shards in (None, self.num_replicas)
         return (self.axis,) if is_one_group else (GROUPS, self.axis)
 
     @property
     def all_replicas(self) -> Axis:
-        """The replicas' axes, in the form that collectives and specs take."""
+        """The replicas' mesh axes in the format that JAX's collectives accept.
+
+        A name if there is one axis, else a tuple of names. Partition specs
+        accept the same format.
+        """
         axes = self.replica_axes
         return self.axis if len(axes) == 1 else axes
 
@@ -162,17 +175,20 @@ class ReplicaMesh:
 
     @property
     def first_devices(self) -> tuple[jax.Device, ...]:
-        """The first device of each replica."""
+        """The first device of each replica, in the order of replica ids."""
         return tuple(self.devices[:: self.cores_per_replica])
 
     @functools.cached_property
     def processes(self) -> tuple[int, ...]:
-        """The JAX ids of the processes that have replicas, in their order."""
+        """The JAX ids of the processes whose devices are in the mesh.
+
+        They are in the order of the processes' first devices.
+        """
         return tuple(dict.fromkeys(self._owners))
 
     @property
     def num_processes(self) -> int:
-        """The number of processes that have replicas."""
+        """The number of processes whose devices are in the mesh."""
         return len(self.processes)
 
     @functools.cached_property
@@ -187,7 +203,7 @@ class ReplicaMesh:
         """The groups of processes that read the same rows, as JAX ids.
 
         Each process reads the rows of its replicas. If the cores of a replica
-        belong to several processes, these read the same rows.
+        belong to several processes, these processes read the same rows.
         """
         cores, owners = self.cores_per_replica, self._owners
         groups: dict[frozenset[int], tuple[int, ...]] = {}
@@ -222,28 +238,28 @@ class ReplicaMesh:
 
     @property
     def replicas_per_process(self) -> int:
-        """The number of replicas that each process has cores of."""
+        """The number of replicas of which each process has cores."""
         return self.num_replicas // self.num_readers
 
     @functools.cached_property
     def local_replicas(self) -> range:
-        """The ids of the replicas that this process has cores of."""
+        """The ids of the replicas of which this process has cores."""
         count = self.replicas_per_process
         start = self.reader_index * count
         return range(start, start + count)
 
     def first_of_readers(self, of_processes: Sequence[Any]) -> list[Any]:
-        """Returns the value of the first process of each group of `readers`.
+        """Selects one value per group of `readers`: that of its first process.
 
         Args:
-          of_processes: A value for each of `processes`.
+          of_processes: One value for each process, in the order of `processes`.
         """
         values = dict(zip(self.processes, of_processes, strict=True))
         return [values[group[0]] for group in self.readers]
 
     @property
     def spreads_shards(self) -> bool:
-        """Whether a sharded variable has shards in other processes."""
+        """Whether a variable's shards are spread over several processes."""
         shards = self.shards or 1
         return shards > self.replicas_per_process or self.spans_processes
 
@@ -278,10 +294,10 @@ def format_devices(devices: Sequence[jax.Device]) -> str:
 
 
 def has_sharding(array: jax.Array, sharding: NamedSharding) -> bool:
-    """Returns whether an array has a sharding, of the same class.
+    """Returns whether an array has an equivalent sharding of the same class.
 
-    On one device all shardings are equivalent, but JAX compiles a program
-    again for a sharding of another class.
+    The class matters: on one device all shardings are equivalent, but JAX
+    compiles a program again if the class of an input's sharding changes.
     """
     return type(array.sharding) is type(
         sharding
@@ -291,16 +307,18 @@ def has_sharding(array: jax.Array, sharding: NamedSharding) -> bool:
 def copy_with_sharding(
     array: jax.Array, sharding: jax.sharding.Sharding
 ) -> jax.Array:
-    """Returns a copy of an array, with a sharding.
+    """Returns a copy of an array with the given sharding.
 
-    The copy shares no buffers, so that a program may donate them.
+    The copy shares no buffers with the original, so a program may donate the
+    copy's buffers.
     """
     moved = jax.device_put(array, sharding)
     if not moved.is_fully_addressable:
         return jnp.copy(moved)
-    # Unlike `jnp.copy`, `device_put` compiles no program for each shape. It
-    # copies only arrays that are already in place, hence the second call: an
-    # array that it moves may share the source's buffer (jax 0.10.2).
+    # `device_put` is preferred to `jnp.copy`, which compiles a program for each
+    # shape. `may_alias=False` only has an effect on an array that already has
+    # the sharding. An array that is moved may share the source's buffer (jax
+    # 0.10.2), hence the second call.
     return jax.device_put(moved, sharding, may_alias=False)
 
 
@@ -308,7 +326,7 @@ def _check_owners(owners: list[int], cores: int) -> None:
     """Raises ValueError unless each process's replicas are contiguous.
 
     Args:
-      owners: The process of each device.
+      owners: The id of each device's process.
       cores: Number of devices of each replica.
     """
     of_replicas = [

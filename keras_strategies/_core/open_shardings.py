@@ -1,13 +1,15 @@
 """A patch of JAX's lowering that omits empty sharding constraints.
 
-In a program that is manual over the replicas and automatic over their cores,
-jax 0.10 emits a sharding constraint with all dimensions open after every
-operation. The constraint has no effect itself, but it hides constants from
-XLA's pass that duplicates a constant for each use. The TPU compiler then shards
-a constant as one of its uses asks, everything of the same shape follows, and
-activations and weights are gathered again: 15 all-gathers in the train step of
-a small MLP that needs none. JAX intends to omit these constraints (a TODO in
-its source). See `test_open_constraints_are_still_emitted` in tests/contract.
+In a `shard_map` program that is manual over the replicas and automatic over
+each replica's cores, jax 0.10 emits a sharding constraint with all dimensions
+open after every operation. The constraint has no effect itself, but it hides
+constants from XLA's pass that duplicates a constant for each use. The TPU
+compiler then shards a constant as one of its uses requires and propagates this
+sharding to all values of the same shape, so activations and weights are
+gathered unnecessarily. For example, the train step of a small MLP gets 15
+all-gathers although it needs none. JAX intends to omit these constraints (a
+TODO in its source). See `test_open_constraints_are_still_emitted` in
+tests/contract.
 """
 
 import functools
@@ -20,15 +22,16 @@ from jax.sharding import AbstractMesh, AxisType
 _NAME = "lower_with_sharding_in_types"
 _lock = threading.Lock()
 _is_installed = False
-# Names of replica axes.
+# Names of the replica axes for which constraints are omitted.
 _axes: set[str] = set()
 
 
 def leave_out_open_constraints(axis: str) -> None:
-    """Omits open sharding constraints from all programs mapped from now on.
+    """Omits open sharding constraints from programs that are mapped later.
 
-    Only programs mapped by `replica_map` are affected, not the user's. Does
-    nothing if this version of JAX has no such constraints.
+    Only programs of `replica_map` are affected, not programs that the user maps
+    or compiles with JAX. Does nothing if this version of JAX does not emit such
+    constraints.
 
     Args:
       axis: Name of the replica axis.
@@ -54,7 +57,10 @@ def _leaving_out(original: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _is_ours(mesh: AbstractMesh) -> bool:
-    """Returns whether a mesh is manual over replicas and automatic in them."""
+    """Returns whether a program's mesh was set up by `replica_map`.
+
+    Such a mesh is manual over the replicas and automatic over their cores.
+    """
     types = mesh.axis_types
     return (
         not _axes.isdisjoint(mesh.axis_names[:1])

@@ -1,9 +1,10 @@
-"""A function mapped over the replicas of a mesh, and its collectives.
+"""Maps functions over the replicas of a mesh; implements collectives.
 
 Only this module uses `jax.shard_map`. `check_vma` is off: Keras layers do not
 trace under it, and it would sum gradients of replicated weights implicitly
-(docs/decisions/01-mapped-programs.md). Without it, replicas that disagree go
-unnoticed, so the tests compare all copies of every replicated array.
+(docs/decisions/01-mapped-programs.md). Without this check, JAX does not notice
+if the replicas' copies of a replicated array differ, so the tests compare all
+copies of every replicated array.
 """
 
 import functools
@@ -22,7 +23,8 @@ from keras_strategies._core.jaxprs.specs import Axis, Sharded
 from keras_strategies._core.mesh import ReplicaMesh
 from keras_strategies._types import Array, Equation, Tree
 
-# The rows of a TPU tile, and the columns of eight tiles, of a shard.
+# A shard's rows must be a multiple of the rows of a TPU tile, and its columns a
+# multiple of the columns of eight tiles.
 _TILE_ROWS = 8
 _TILE_COLUMNS = 1024
 
@@ -34,7 +36,7 @@ def replica_map(
     in_specs: Tree,
     out_specs: Tree,
 ) -> Callable[..., Tree]:
-    """Maps `fn` over the replicas, manually over their axis; traces it once."""
+    """Maps `fn` over the replicas with `jax.shard_map`; traces it only once."""
     return jax.shard_map(
         fn,
         mesh=mesh.mesh,
@@ -48,9 +50,9 @@ def replica_map(
 class ShardExchange:
     """The collectives that gather and scatter sharded values.
 
-    See `sharded_values`. If replicas have several cores, each core sends the
-    part that it holds; XLA by itself would gather over the cores first and
-    send replicated arrays.
+    See `sharded_values`. If replicas have several cores, each core sends only
+    its own part of the array. Without this, XLA would first gather the array
+    over the cores and then send replicated arrays.
 
     Args:
       mesh: The replicas.
@@ -98,7 +100,7 @@ class ShardExchange:
     def _by_core(
         self, fn: Callable[[jax.Array], jax.Array], spec: Sharded
     ) -> Callable[[jax.Array], jax.Array]:
-        """Maps a replica's function over its cores; each keeps its part.
+        """Maps a function over a replica's cores; each core uses its own part.
 
         Args:
           fn: A function that works entry by entry along the dimension that is
@@ -120,12 +122,14 @@ class ShardExchange:
 
 
 def _is_of_blocks(shape: tuple[int, ...], dim: int, count: int) -> bool:
-    """Returns whether to scatter a sum as an array of blocks, one per replica.
+    """Returns whether to reshape a matrix into one block per replica.
 
-    XLA for TPUs (libtpu 0.0.42) scatters some matrices by rows as an
-    all-reduce of the full matrix, but uses a reduce-scatter if they are
-    reshaped into blocks of full tiles. For other matrices it is the other way
-    round (docs/sharding.md).
+    The blocks are then reduce-scattered.
+
+    For some matrices, XLA for TPUs (libtpu 0.0.42) implements a reduce-scatter
+    along the rows as an all-reduce of the full matrix, unless the matrix is
+    reshaped into blocks of full tiles. For other matrices it uses an all-reduce
+    only if they are reshaped (docs/sharding.md).
     """
     if len(shape) != 2 or dim != 0:
         return False
@@ -135,19 +139,22 @@ def _is_of_blocks(shape: tuple[int, ...], dim: int, count: int) -> bool:
 
 
 def replicated_spec() -> PartitionSpec:
-    """Returns the spec of a replicated value."""
+    """Returns the partition spec of a replicated value."""
     return PartitionSpec()
 
 
 def split_spec(mesh: ReplicaMesh, *, dim: int = 0) -> PartitionSpec:
-    """Returns the spec of a value split over the replicas along `dim`."""
+    """Returns the spec of a value that is split over the replicas in `dim`."""
     return PartitionSpec(*[None] * dim, mesh.all_replicas)
 
 
 def replica_id(axis: Axis) -> jax.Array | int:
-    """Returns the id of the calling replica: traced int32, or int in lockstep.
+    """Returns the id of the calling replica.
 
-    A replay with `Alone` also returns an int.
+    It is a traced int32 in a mapped program, and an int if replicas run in
+    lockstep.
+
+    It is also an int in a replay with `Alone`.
     """
     side = replay.current_side()
     if isinstance(side, Turn | replay.Alone):
@@ -169,14 +176,15 @@ def all_sum(
       The sums, in the order and with the shapes of `leaves`.
 
     References:
-      XLA sums by a reduce-scatter and an all-gather, as Rabenseifner,
-      Optimization of Collective Reduction Operations (ICCS 2004).
+      XLA computes the sum as a reduce-scatter followed by an all-gather, as in
+      Rabenseifner, Optimization of Collective Reduction Operations (ICCS 2004).
     """
     if not leaves:
         return []
     arrays = [jnp.asarray(leaf) for leaf in leaves]
     if isinstance(replay.current_side(), Turn):
-        # Computed eagerly, op by op: a buffer would only add work.
+        # In lockstep, sums are computed eagerly, op by op, so a buffer would
+        # only add work.
         buffering = None
     reduce = functools.partial(_sum, axis=axis, buffering=buffering)
     return replay.collective(reduce, arrays)
@@ -198,8 +206,8 @@ def _sum(
 
 
 def _psum(leaf: jax.Array, axis: Axis) -> jax.Array:
-    # XLA's partitioner rejects a sum over one replica that has several cores
-    # (jax 0.10).
+    # XLA's partitioner (jax 0.10) rejects a sum over the replicas if there is
+    # only one replica, with several cores.
     is_alone = jax.lax.axis_size(axis) == 1
     return leaf if is_alone else jax.lax.psum(leaf, axis)
 
@@ -227,8 +235,9 @@ def all_rows(leaf: jax.Array, axis: Axis) -> jax.Array:
 def all_concatenate(leaf: jax.Array, axis: Axis, dim: int) -> jax.Array:
     """Concatenates the replicas' arrays along `dim`; differentiable.
 
-    While replicas with different numbers of rows are replayed, or run in
-    lockstep, the sizes of their arrays may differ in that dimension.
+    The arrays must have the same shape, with one exception: while replicas with
+    different numbers of rows are replayed or run in lockstep (see `replay` and
+    `lockstep`), the sizes in dimension `dim` may differ.
     """
     return replay.collective(replay.Concatenation(axis, dim), [leaf])[0]
 
@@ -243,7 +252,10 @@ def as_number(array: Array) -> Array:
 
 
 def keep_first(array: Array, axis: Axis) -> jax.Array:
-    """Returns replica 0's array there and zeros elsewhere, to be summed."""
+    """Returns the array on replica 0, and zeros on all other replicas.
+
+    The sum over the replicas is then replica 0's array.
+    """
     is_first = replica_id(axis) == 0
     return jnp.where(is_first, array, jnp.zeros_like(array))
 
@@ -257,7 +269,11 @@ _UNSURE = ("cond", "while")
 
 
 def has_unsure_collectives(jaxpr: ClosedJaxpr) -> bool:
-    """Returns whether there are collectives in branches or `while` loops."""
+    """Returns whether a program has collectives in branches or `while` loops.
+
+    Such collectives may run on only some of the replicas, or a different number
+    of times on each.
+    """
     return any(
         inner.primitive.name.startswith(_COLLECTIVES)
         for equation in stages.all_equations(jaxpr)
@@ -275,12 +291,13 @@ def has_convolutions(jaxpr: ClosedJaxpr) -> bool:
 
 
 def has_unsafe_scatters(jaxpr: ClosedJaxpr) -> bool:
-    """Returns whether a traced program has scatters that XLA cannot shard.
+    """Returns whether a program has scatters that XLA shards incorrectly.
 
-    If rows are sharded unevenly, XLA's partitioner (jaxlib 0.10.2) includes
-    the padding in the gradients of rows that are set or multiplied. It aborts
-    the process if the indices within rows are unsigned, as in gradients of
-    sorts, medians and quantiles. Sums, as in embeddings, are correct.
+    If rows are sharded unevenly, XLA's partitioner (jaxlib 0.10.2) pads them,
+    and wrongly includes the padding in the gradients of scatters that set or
+    multiply rows. It aborts the process if the indices within rows are
+    unsigned, as in gradients of sorts, medians and quantiles. Scatters that
+    add, such as in gradients of embeddings, are correct.
     """
 
     def is_one(equation: Equation) -> bool:

@@ -1,4 +1,4 @@
-"""The division of a batch's rows over replicas and processes."""
+"""Divides the rows of a batch over replicas and processes."""
 
 from collections.abc import Sequence
 
@@ -6,20 +6,22 @@ from collections.abc import Sequence
 def rows_of_replicas(
     rows: int, batch_size: int, num_replicas: int
 ) -> tuple[int, ...]:
-    """Returns the number of rows that each replica gets of a batch.
+    """Divides the rows of a batch over the replicas.
 
-    The first `batch_size mod num_replicas` replicas get one row more of a full
-    batch than the others. A shorter batch fills the same places in order, so
-    the last replicas may get fewer rows, or none.
+    The replicas get equal numbers of rows of a full batch, except that each of
+    the first `batch_size mod num_replicas` replicas gets one additional row.
+    With a shorter batch, the replicas are filled up to these numbers one after
+    another, so the last replicas may get fewer rows, or none.
 
     Args:
       rows: Number of rows of this batch.
-      batch_size: Number of rows of a full batch. A batch with more rows is
-        divided as if it were a full one.
+      batch_size: Number of rows of a full batch. If `rows` is larger, the batch
+        is divided as if it were a full batch.
       num_replicas: Number of replicas.
 
     Returns:
-      The numbers of rows, in the order of replica ids; they add up to `rows`.
+      The number of rows of each replica, in the order of replica ids. Their sum
+      is `rows`.
     """
     floor, extra = divmod(max(rows, batch_size), num_replicas)
     return fill_in_order(
@@ -33,7 +35,7 @@ def padded_rows(rows: int, num_replicas: int) -> int:
 
 
 def balanced_rows(rows: int, num_replicas: int) -> tuple[int, ...]:
-    """Returns each replica's number of rows of a batch padded at its end.
+    """Returns each replica's number of true rows in a batch padded at its end.
 
     Args:
       rows: Number of rows of the batch, without the padding.
@@ -46,15 +48,16 @@ def balanced_rows(rows: int, num_replicas: int) -> tuple[int, ...]:
 def rotated_rows(
     step: int, batch_size: int, num_replicas: int, num_processes: int
 ) -> tuple[int, ...]:
-    """Returns the number of process-local rows that each replica reads.
+    """Returns the number of rows that each replica reads of process-local data.
 
-    These are the numbers that `rows_of_replicas` returns for a full batch,
-    rotated by one process in each step, as in TensorFlow. Without the rotation
-    the first processes would run out of rows before the others.
+    These are the numbers that `rows_of_replicas` returns for a full batch, but
+    in each step they are rotated by the replicas of one process, as in
+    TensorFlow. Without the rotation, the first processes would always read more
+    rows and run out of data before the others.
 
     Args:
       step: Index of the step.
-      batch_size: Number of rows of all replicas in a step.
+      batch_size: Total number of rows of all replicas in a step.
       num_replicas: Number of replicas.
       num_processes: Number of processes that the replicas belong to.
     """
@@ -66,11 +69,11 @@ def rotated_rows(
 def rows_of_processes(
     counts: Sequence[int], num_processes: int
 ) -> tuple[int, ...]:
-    """Returns the number of rows of each process, from those of the replicas.
+    """Sums the replicas' numbers of rows for each process.
 
     Args:
-      counts: Numbers of rows of the replicas; all processes have the same
-        number of replicas.
+      counts: The number of rows of each replica, in the order of replica ids.
+        All processes have the same number of replicas.
       num_processes: Number of processes.
     """
     share = len(counts) // num_processes
@@ -80,12 +83,12 @@ def rows_of_processes(
 
 
 def fill_replicas(counts: Sequence[int], rows: int) -> tuple[int, ...]:
-    """Returns each replica's number of rows if a process fills them in order.
+    """Divides the rows of a process over its replicas, filled one by one.
 
     Args:
-      counts: Number of rows that each replica of the process can take.
-      rows: Number of rows of the process. If there are more than fit, the
-        replicas share them evenly.
+      counts: The maximum number of rows of each replica of the process.
+      rows: Number of rows of the process. If it exceeds the sum of `counts`,
+        the rows are divided evenly over the replicas instead.
     """
     if rows > sum(counts):
         return rows_of_replicas(rows, rows, len(counts))
@@ -93,7 +96,11 @@ def fill_replicas(counts: Sequence[int], rows: int) -> tuple[int, ...]:
 
 
 def fill_in_order(places: Sequence[int], rows: int) -> tuple[int, ...]:
-    """Returns the rows in each place when the places are filled in order."""
+    """Fills places with rows one after another, each up to its size.
+
+    Returns the number of rows in each place. For example, 5 rows in places of
+    sizes 2, 2 and 2 result in 2, 2 and 1 rows.
+    """
     taken = []
     for size in places:
         taken.append(min(size, rows))

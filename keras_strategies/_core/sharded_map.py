@@ -1,9 +1,10 @@
-"""A function mapped over replicas over which variables are sharded.
+"""Maps a function over replicas whose variables are sharded over them.
 
 The function is traced as if all values were replicated. The traced program is
-then rearranged without changing its results: shards are gathered where they
-are read, gradients are scattered where they are computed, and the program is
-cut at the optimizers' updates, which are computed between two mapped sections.
+then rearranged without changing its results: sharded values are gathered just
+before they are read, gradients are reduce-scattered where they are computed,
+and the program is cut at the optimizers' updates. Each update is computed
+outside of the map, between two mapped sections.
 """
 
 import dataclasses
@@ -54,16 +55,18 @@ def sharded_map(
     """Maps `fn` over the replicas like `replica_map`, with `Sharded` values.
 
     Args:
-      fn: A replica's function, which sees `Sharded` values as replicated.
+      fn: The function that each replica computes. `Sharded` arguments are
+        passed to it as full, replicated arrays.
       mesh: The replicas.
       in_specs: Specs of the arguments, or a prefix of their nest.
-      out_specs: Specs of the results, or a prefix of their nest, or a function
-        that returns it for the results. Results that are `Sharded` must be
-        equal on all replicas.
+      out_specs: Specs of the results, or a prefix of their nest. Or a function
+        that takes the results and returns these specs. Results that are
+        `Sharded` must be equal on all replicas.
     """
     if not any(isinstance(s, Sharded) for s in jax.tree.leaves(in_specs)):
-        # A mapped function sees the full value of arrays that are sharded over
-        # a replica's cores only.
+        # No argument is sharded over replicas. Arrays that are sharded only
+        # over a replica's cores need no gathering: a mapped function sees their
+        # full values.
         manual = jax.tree.map(_manual, (in_specs, out_specs), is_leaf=_is_spec)
         return replica_map(fn, mesh, in_specs=manual[0], out_specs=manual[1])
 
@@ -104,12 +107,12 @@ def _is_spec(leaf: object) -> bool:
 
 
 class _Result(enum.Enum):
-    """The form in which a section returns a variable."""
+    """The way in which a section returns a variable."""
 
     VALUE = "value"
-    """The value, which is equal on all replicas or split over them."""
+    """The value itself, which is equal on all replicas or split over them."""
     PER_REPLICA = "per replica"
-    """Each replica's value, along an additional dimension of replicas."""
+    """Each replica's own value, stacked along a new first dimension."""
     SUM = "sum"
     """The sum over the replicas."""
     MAX = "max"
@@ -118,10 +121,10 @@ class _Result(enum.Enum):
 
 @dataclasses.dataclass(frozen=True)
 class _Want:
-    """The form and the spec in which a section returns a variable.
+    """A request for a variable that a section has to return.
 
     Attributes:
-      how: The form.
+      how: Whether to return the value, each replica's value, or a reduction.
       spec: The spec of the result.
     """
 
@@ -130,10 +133,10 @@ class _Want:
 
 
 class _SectionedStep:
-    """A traced step, cut into mapped sections at its updates.
+    """A traced step, cut at its optimizer updates into mapped sections.
 
     Args:
-      traced: The mapped step, as it was traced.
+      traced: The jaxpr of the mapped step.
       updates: The marked updates, by name.
       mesh: The replicas.
       specs: Specs of the inputs.
@@ -152,7 +155,8 @@ class _SectionedStep:
         self._mesh = mesh
         self._jaxpr: Jaxpr = equation.params["jaxpr"]
         self._updates = {} if has_references(self._jaxpr) else updates
-        # Global arrays, outside of the map: the inputs and updates' results.
+        # Arrays outside of the mapped sections: the step's inputs and the
+        # results of the updates.
         self._global: dict[Var, Any] = {}
         self._specs: dict[Var, Spec] = {}
         outer = dict(zip(traced.jaxpr.constvars, traced.consts, strict=True))
@@ -176,7 +180,8 @@ class _SectionedStep:
         for update in updates.values():
             if not any(update is u for u in cut):
                 update.on_replicated()
-        # Results of the sections that were computed, by their plans' keys.
+        # Results of the sections that are already computed, with the same keys
+        # as in the sections' plans.
         self._returned: dict[Any, Any] = {}
 
     def _divide(self) -> None:
@@ -185,7 +190,7 @@ class _SectionedStep:
         for equation in self._jaxpr.eqns:
             place = max(map(self._place, equation.invars), default=0)
             if has_effects(equation):
-                # Effects keep their order.
+                # Equations with side effects must stay in their order.
                 place = last_action = max(place, last_action)
             update = find_update(equation, self._updates)
             if update is None:
@@ -196,7 +201,8 @@ class _SectionedStep:
                     self._sections.append([])
                     self._updates_after.append([])
                 self._specs |= zip(equation.outvars, update.values, strict=True)
-                # An update's results exist from the next section on.
+                # The results of an update are available from the next section
+                # on.
                 place += 1
             self._section_of |= dict.fromkeys(equation.outvars, place)
 
@@ -206,7 +212,10 @@ class _SectionedStep:
         return self._section_of.get(variable, 0)
 
     def compute(self, specs: Sequence[Spec]) -> list[Any]:
-        """Computes the step and returns its flat results, with these specs."""
+        """Computes the step and returns its results as a flat list.
+
+        `specs` are the specs of the results.
+        """
         outputs = [
             (v, _Want(_Result.VALUE, spec))
             for v, spec in zip(self._jaxpr.outvars, specs, strict=True)
@@ -220,10 +229,12 @@ class _SectionedStep:
         return [self._value(v, want) for v, want in outputs]
 
     def _plans(self, outputs: Iterable[Any]) -> list[dict[Any, Any]]:
-        """Plans the variables that each section has to return.
+        """Finds the variables that each section has to return.
 
-        Backwards from the outputs: a section returns what the outputs, the
-        updates after it and later sections read, except for global arrays.
+        Works backwards from the step's outputs. A section returns the variables
+        that are read by the step's outputs, by the updates after the section,
+        or by later sections. Arrays that already exist outside of the sections
+        (the inputs and the updates' results) are not returned.
         """
         plans: list[dict[Any, Any]] = [{} for _ in self._sections]
 
@@ -265,7 +276,11 @@ class _SectionedStep:
         return needed_equations(self._sections[k], outputs, has_effects)
 
     def _inputs_of(self, k: int, plan: dict[Any, Any]) -> list[Var]:
-        """Returns the inputs of a section and its reads of earlier ones."""
+        """Returns the variables that a section reads but does not compute.
+
+        These are inputs of the step, and results of earlier sections or
+        updates.
+        """
         equations = self._equations(k, plan)
         computed = {v for e in equations for v in e.outvars}
         read = [v for e in equations for v in e.invars]
@@ -340,7 +355,7 @@ class _SectionedStep:
         return results
 
     def _apply(self, equation: JaxprEqn, update: Update) -> None:
-        """Computes an update on global arrays."""
+        """Computes an optimizer update on global arrays, outside of the map."""
         operands = []
         for variable, want in _operands(equation, update):
             value = self._value(variable, want)
@@ -361,7 +376,7 @@ class _SectionedStep:
 
 
 def _operands(equation: JaxprEqn, update: Update) -> list[tuple[Any, _Want]]:
-    """Returns an update's operands, each with the form that it is read in."""
+    """Returns an update's operands, each with how the update reads it."""
     wants = [_Want(_Result.VALUE, replicated_spec())] * update.num_captured
     for reduction in update.gradients:
         if reduction == MAX:

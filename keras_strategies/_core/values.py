@@ -16,19 +16,19 @@ from keras_strategies._types import Array, Tree
 STACKED = "stacked"
 """Component i is entry i of the first dimension."""
 ROWS = "rows"
-"""Component i is the i-th of equal parts of the first dimension."""
+"""Component i is the i-th part of the first dimension; parts are equal."""
 PADDED = "padded"
 """Like `STACKED`, but component i is padded and must be cut to its shape."""
 LOCAL = "local"
 """Inside a traced program: the array is this replica's component."""
 PARTS = "parts"
-"""One array for each replica, of any shapes."""
+"""There is a separate array for each replica; their shapes may differ."""
 
 Shapes = tuple[tuple[int, ...], ...]
 
 
 class ReduceOp(enum.Enum):
-    """A reduction over replicas; its name as a string is accepted, too.
+    """A reduction over replicas. Its name, such as "SUM", is accepted as well.
 
     Example:
       >>> total = strategy.reduce(ks.ReduceOp.SUM, batch, axis=0)
@@ -41,8 +41,8 @@ class ReduceOp(enum.Enum):
 class DistributedValues:
     """A value with a component on each replica.
 
-    A pytree node, and the base class of `PerReplica` and `Mirrored`; `values`
-    are the components, in the order of replica ids.
+    The base class of `PerReplica` and `Mirrored`, which are pytree nodes.
+    `values` contains the components in the order of replica ids.
 
     Example:
       >>> first, *others = strategy.run(step, args=batch).values
@@ -62,8 +62,8 @@ class PerReplica(DistributedValues):
 
     Attributes:
       layout: The arrangement of the components in `arrays`.
-      arrays: One array with all components, or one array for each.
-      total: The sum of the components if it is known, or None.
+      arrays: One array with all components, or one array per component.
+      total: The sum of the components if it is already computed, or None.
       shapes: The shapes of all components, if the layout is `PADDED`.
 
     Example:
@@ -86,12 +86,12 @@ class PerReplica(DistributedValues):
         total: Array | None = None,
         shapes: "Shapes | None" = None,
     ) -> "PerReplica":
-        """Makes a value from one array with the components of all replicas.
+        """Creates a value from one array with the components of all replicas.
 
         Args:
           array: The array.
           layout: The arrangement of the components in it.
-          total: The sum of the components, if it is already known.
+          total: The sum of the components, if it is already computed.
           shapes: The components' shapes, if the layout is `PADDED`.
         """
         value = cls((array,))
@@ -121,7 +121,7 @@ class PerReplica(DistributedValues):
         return tuple(data[0] for _, data in shards)
 
     def _shards(self) -> list[tuple[int, Any]]:
-        """Returns this process's parts of the array, with their start indices.
+        """Returns the parts of the array in this process: (start row, part).
 
         A replica's part comes from its first core in this process.
         """
@@ -134,7 +134,7 @@ class PerReplica(DistributedValues):
     def _shapes_of_components(
         self, struct: jax.ShapeDtypeStruct
     ) -> tuple[jax.ShapeDtypeStruct, ...]:
-        """Returns the shapes of all replicas' components, without values."""
+        """Returns the shape and dtype of each replica's component."""
         sharding: Any = struct.sharding
         length, *rest = sharding.shard_shape(struct.shape)
         shape = (length, *rest) if self.layout == ROWS else tuple(rest)
@@ -198,7 +198,7 @@ class Mirrored(DistributedValues):
     def values(self) -> tuple[Any, ...]:
         """The copies, one for each replica of this process.
 
-        Collective, if the array is sharded.
+        Reading this property is collective if the array is sharded.
         """
         if self.mesh is None:
             return tuple(data for _, data in local_shards(self.array))
@@ -251,7 +251,7 @@ def _copies(array: jax.Array, mesh: ReplicaMesh) -> tuple[Any, ...]:
         devices = mesh.devices[replica * cores : (replica + 1) * cores]
         local = [parts[device] for device in devices if device in parts]
         if any(spec):
-            # A replica's copy is one array, sharded over the replica's cores.
+            # A replica's copy is one array, sharded over the cores.
             of_cores = Mesh(np.array(devices, dtype=object), (mesh.model_axis,))
             copy = jax.make_array_from_single_device_arrays(
                 array.shape, NamedSharding(of_cores, spec), local
@@ -265,7 +265,7 @@ def _copies(array: jax.Array, mesh: ReplicaMesh) -> tuple[Any, ...]:
 def _within_replicas(
     sharding: jax.sharding.Sharding, mesh: ReplicaMesh
 ) -> PartitionSpec:
-    """Returns the part of a sharding's spec that concerns a replica's cores."""
+    """Returns a sharding's spec with only the axis of a replica's cores."""
     spec = getattr(sharding, "spec", ())
     return PartitionSpec(*(a if a == mesh.model_axis else None for a in spec))
 
@@ -279,7 +279,7 @@ def check_home(value: PerReplica, mesh: ReplicaMesh) -> None:
         is_ours = count == mesh.num_replicas
     else:
         devices = value.arrays[0].sharding.device_set
-        # A replica of several cores has one component.
+        # A replica has one component, even if it has several cores.
         count = len(devices) // mesh.cores_per_replica
         is_ours = devices == set(mesh.devices)
     if not is_ours:
@@ -300,8 +300,8 @@ def is_distributed(value: object) -> bool:
 def local_shards(array: jax.Array) -> list[tuple[Any, jax.Array]]:
     """Returns the parts of an array on this process's devices, with indices.
 
-    Unlike `addressable_shards`, it also works in a process with one device for
-    an array that `device_put` has spread over several processes (jax 0.10).
+    Unlike `addressable_shards`, it also works in a process with one device if
+    `device_put` has spread the array over several processes (jax 0.10).
     """
     sharding = array.sharding
     if len(sharding.addressable_devices) == 1 and sharding.is_fully_replicated:
@@ -312,11 +312,12 @@ def local_shards(array: jax.Array) -> list[tuple[Any, jax.Array]]:
 def set_apart(array: jax.Array) -> jax.Array:
     """Returns a distinct array object that shares the buffers of `array`.
 
-    A step donates the buffers of an array object that nothing else refers to,
-    and copies others first. It can still donate these buffers, so copy them to
-    the host before the next step. An array that is replicated in one process
-    becomes that of its first device, the fastest to copy. `addressable_shards`
-    of other results never raises an error: see `local_shards`.
+    If nothing else refers to an array object, a step donates its buffers;
+    otherwise it copies them first. A step can still donate the buffers of
+    `array`, so copy them to the host before the next step. An array that is
+    replicated in one process is returned as the copy on its first device, the
+    fastest to read. For other results, `addressable_shards` never raises an
+    error: see `local_shards`.
     """
     sharding = array.sharding
     if sharding.is_fully_replicated and sharding.is_fully_addressable:
@@ -332,10 +333,10 @@ def set_apart(array: jax.Array) -> jax.Array:
 
 
 def select_components(nest: Tree) -> Tree:
-    """Replaces per-replica values by this replica's components.
+    """Replaces each per-replica value in a nest by this replica's component.
 
     Returns:
-      A nest of arrays, for a replica's function.
+      A nest of arrays that can be passed to a replica's function.
     """
     return jax.tree.map(
         lambda v: v.arrays[0] if isinstance(v, PerReplica) else v,
@@ -345,18 +346,18 @@ def select_components(nest: Tree) -> Tree:
 
 
 def pad_to(array: Array, shape: tuple[int, ...]) -> jax.Array:
-    """Pads an array to `shape`, with zeros at the end of each dimension."""
+    """Pads an array to `shape` with zeros at the end of each dimension."""
     sizes = zip(array.shape, shape, strict=True)
     return jax.numpy.pad(array, [(0, most - size) for size, most in sizes])
 
 
 def cut(array: Array, shape: tuple[int, ...]) -> Array:
-    """Cuts an array to `shape`, at the end of each dimension."""
+    """Cuts an array to `shape` by removing entries at the dimensions' ends."""
     return array[tuple(map(slice, shape))]
 
 
 def stack_replicas(parts: Sequence[Any], mesh: ReplicaMesh) -> jax.Array:
-    """Stacks entries into one array over the replicas, entry i on replica i.
+    """Stacks arrays into one array whose entry i is on replica i.
 
     Args:
       parts: The entries of this process's replicas, all of the same shape.
@@ -377,7 +378,7 @@ def as_reduce_op(op: object) -> ReduceOp:
     """Converts a name to a `ReduceOp`.
 
     Args:
-      op: A `ReduceOp`, or its name in any case.
+      op: A `ReduceOp`, or its name (case-insensitive).
 
     Raises:
       ValueError: if the name is unknown.

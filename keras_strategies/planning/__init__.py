@@ -1,1 +1,1 @@
-"""Plans of training on slices: bytes, collectives and times of candidates."""
+"""Plans training on TPU slices: memory, collectives and time per candidate."""

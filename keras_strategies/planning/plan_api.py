@@ -1,4 +1,4 @@
-"""`Strategy.plan`: candidates planned in this process."""
+"""Implements `Strategy.plan`, which plans candidates in this process."""
 
 import contextlib
 import random
@@ -65,7 +65,7 @@ def make_plan(
         ):
             steps = _plan_all(candidates, compiler, thorough, show)
     except lib.MakingFailed as failed:
-        # Shows the user's error without the wrapper.
+        # Raises the user's error without the wrapper `MakingFailed`.
         raise failed.__cause__ or failed from None
     return Plan(steps=steps, notes=NOTES)
 
@@ -76,7 +76,7 @@ def _plan_all(
     effort: Effort,
     show: Show,
 ) -> tuple[PlannedStep, ...]:
-    """Plans all candidates and shows those that are done."""
+    """Plans all candidates; shows progress and the finished candidates."""
     done: list[PlannedStep] = []
 
     def on_stage(candidate: lib.Candidate, stage: str) -> None:
@@ -99,10 +99,11 @@ def _check_choice(name: str, value: str, choices: tuple[str, ...]) -> None:
 
 @contextlib.contextmanager
 def _preserve_seeds() -> Iterator[None]:
-    """Restores the generator of Keras's seeds on exit.
+    """Restores, on exit, the random state that Keras draws seeds from.
 
-    Layers without a seed draw one from it when they are created. Without this,
-    a plan would change the seeds of layers that are created later.
+    A layer without a seed draws one from Python's `random` module when it is
+    created. Without the restore, a plan would change the seeds of layers that
+    are created later.
     """
     before = random.getstate()
     try:

@@ -1,8 +1,9 @@
-"""Programs cut at their collectives, whose results become inputs.
+"""Cuts a program at its collectives, so that it runs without communication.
 
 Replicas that take different branches cannot communicate inside them. So each
-branch's program is cut at its collectives: their operands become outputs, and
-their results become inputs.
+branch's program is cut at its collectives: the operands of each collective
+become additional outputs of the program, and its results become additional
+inputs. The caller computes the collectives outside of the branches.
 """
 
 import dataclasses
@@ -28,7 +29,7 @@ _CALLS = {
     "custom_vjp_call": "call_jaxpr",
     "custom_lin": "call_jaxpr",
 }
-"""Primitives that call a jaxpr on their operands -> the jaxpr's parameter."""
+"""Primitives that call a jaxpr on their operands, and the parameter with it."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -36,9 +37,11 @@ class Cut:
     """A program that was cut at its collectives.
 
     Attributes:
-      jaxpr: The program. It takes its inputs and then the collectives'
-        results; it returns the collectives' operands and then its outputs.
-      collectives: The equations at which it was cut, in their order.
+      jaxpr: The program. Its inputs are the original ones, followed by the
+        collectives' results. Its outputs are the collectives' operands,
+        followed by the original ones.
+      collectives: The equations of the collectives at which the program was
+        cut, in program order.
     """
 
     jaxpr: ClosedJaxpr
@@ -46,12 +49,12 @@ class Cut:
 
     @property
     def operands(self) -> list[list[jax.ShapeDtypeStruct]]:
-        """The shapes of each collective's operands."""
+        """The shapes and dtypes of each collective's operands."""
         return [_shapes(e.invars) for e in self.collectives]
 
     @property
     def results(self) -> list[list[jax.ShapeDtypeStruct]]:
-        """The shapes of each collective's results."""
+        """The shapes and dtypes of each collective's results."""
         return [_shapes(e.outvars) for e in self.collectives]
 
 
@@ -88,23 +91,26 @@ def cut_at_collectives(traced: ClosedJaxpr) -> Cut:
 
 
 def add_collectives(cut: Cut, other: Cut) -> Cut | None:
-    """Extends a program so that it has all collectives of another one.
+    """Extends a program so that it has all collectives of another program.
 
-    The added collectives get zeros as operands. A trace omits gradients that
-    are known to be zero, and with them the collectives of their backward pass.
+    The operands of the added collectives are zeros. Programs of the same code
+    may have different collectives, because JAX does not compute gradients that
+    are known to be zero, and then the collectives of their backward pass are
+    missing.
 
     Args:
       cut: The program with fewer collectives.
-      other: A program of the same code with more.
+      other: A program of the same code with more collectives.
 
     Returns:
-      The extended program, or None if it is ambiguous which of the other's
-      collectives the program has.
+      The extended program, or None if it is ambiguous which collectives of
+      `other` correspond to those of `cut`.
     """
     keys, all_keys = map(_keys_of, (cut.collectives, other.collectives))
     places = _places(keys, all_keys)
     last = _places(keys[::-1], all_keys[::-1])
-    # Unambiguous if matching from the front and from the back agree.
+    # The match is unambiguous if matching from the front and from the back give
+    # the same positions.
     if places is None or last is None:
         return None
     if places != [len(all_keys) - 1 - k for k in reversed(last)]:
@@ -132,7 +138,7 @@ def add_collectives(cut: Cut, other: Cut) -> Cut | None:
 
 
 def _keys_of(collectives: Sequence[Any]) -> list[Any]:
-    """Returns keys that identify collectives by shape and place in the code."""
+    """Returns keys of collectives: the primitive, shapes and name scope."""
     return [
         (
             equation.primitive.name,
@@ -144,7 +150,7 @@ def _keys_of(collectives: Sequence[Any]) -> list[Any]:
 
 
 def _places(keys: Sequence[Any], of_all: Sequence[Any]) -> list[int] | None:
-    """Finds the first positions of keys among all, in their order, or None."""
+    """Finds keys, in their order, in a longer list; None if one is missing."""
     places, start = [], 0
     for key in keys:
         rest = [k for k in range(start, len(of_all)) if of_all[k] == key]
@@ -156,7 +162,7 @@ def _places(keys: Sequence[Any], of_all: Sequence[Any]) -> list[int] | None:
 
 
 def reduce(collective: JaxprEqn, operands: Sequence[Any]) -> list[Any]:
-    """Computes a collective at which a program was cut."""
+    """Computes a collective, at which a program was cut, from its operands."""
     results = collective.primitive.bind(*operands, **collective.params)
     return list(results) if collective.primitive.multiple_results else [results]
 
@@ -177,7 +183,10 @@ def find_called_jaxpr(equation: Equation) -> tuple[Any, list[Any]] | None:
 
 
 def _trace_expanded(equation: JaxprEqn) -> tuple[Any, list[Any]]:
-    """Traces a `call_hi_primitive` of JAX 0.12, which contains no jaxpr."""
+    """Traces the function of JAX 0.12's `call_hi_primitive`.
+
+    Its equation contains no jaxpr.
+    """
     called = equation.params["_prim"]
 
     def expand(*leaves: Array) -> list[Any]:
@@ -218,7 +227,7 @@ def _evaluate(
     inputs: Sequence[Any],
     meet: Callable[[list[Any]], list[Any]],
 ) -> list[Any]:
-    """Evaluates a program with `meet` in the place of its collectives."""
+    """Evaluates a program, calling `meet` in place of each collective."""
     values = dict(zip(jaxpr.constvars, consts, strict=True))
     values |= dict(zip(jaxpr.invars, inputs, strict=True))
 

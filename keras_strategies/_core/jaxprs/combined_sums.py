@@ -1,11 +1,11 @@
-"""Combination of sums over the replicas that do not depend on each other.
+"""Combines sums over the replicas that do not depend on each other.
 
-Between processes each array that is sent costs half a millisecond or more,
-whatever its size (buffers.py). A step sums gradients where its optimizer is
-called, and metrics, moving statistics and losses at its end, though most of
-these are known as early as the gradients are. So the sums of a traced step are
-computed in rounds: a sum is in round k if the longest chain of sums before it
-has length k.
+Between processes, each array that is sent takes at least half a millisecond,
+independent of its size (buffers.py). A step sums gradients where its optimizer
+is called, and metrics, moving statistics and losses at its end, although most
+of these could be summed together with the gradients. So the sums of a traced
+step are computed in rounds, and the sums of one round are combined. A sum is in
+round k if the longest chain of sums that it depends on has length k.
 """
 
 import collections
@@ -24,16 +24,16 @@ Sum = Callable[[list[Any]], list[Any]]
 def with_combined_sums(
     traced: ClosedJaxpr, axis: Axis, all_sum: Sum
 ) -> Callable[..., list[Any]]:
-    """Combines the sums over an axis in a traced function.
+    """Returns a traced function with its sums over an axis combined.
 
     Args:
-      traced: The function. It is not changed if it prints, calls Python or
-        uses references.
+      traced: The function. Its sums are not combined if it prints, calls back
+        into Python or uses references.
       axis: The replica axis.
       all_sum: A function that sums arrays over the axis.
 
     Returns:
-      A function of the flat inputs that returns the flat outputs.
+      A function that takes the flat inputs and returns the flat outputs.
     """
     equations = traced.jaxpr.eqns
     if any(map(stages.has_effects, equations)) or stages.has_references(
@@ -67,7 +67,7 @@ def with_combined_sums(
 
 
 def _rounds(equations: Sequence[Any], axis: Axis) -> list[tuple[Any, Any]]:
-    """Returns, for each round, the equations before its sums and its sums."""
+    """Returns for each round: the equations to compute first, and the sums."""
     waits: dict[Any, int] = {}
     computed, sums = collections.defaultdict(list), {}
     for equation in equations:

@@ -1,4 +1,4 @@
-"""Operation counts of a traced program's products and convolutions."""
+"""Counts the operations of a traced program's products and convolutions."""
 
 import math
 
@@ -11,9 +11,9 @@ from keras_strategies._types import Equation
 def count_flops(jaxpr: Jaxpr | ClosedJaxpr) -> float:
     """Counts the multiplications and additions of a traced program.
 
-    Only matrix products and convolutions count, without their padding; the
-    rest is negligible. The most expensive branch counts, and one iteration of
-    a loop whose length is unknown.
+    Only matrix products and convolutions (without their padding) are counted;
+    the rest is negligible. Of a conditional, only the most expensive branch is
+    counted. For a loop of unknown length, one iteration is counted.
     """
     total = 0.0
     for equation in jaxpr.eqns:
@@ -54,8 +54,9 @@ def _of_convolution(equation: Equation) -> float:
         strict=True,
     )
     for of_lhs, of_rhs, of_out, stride, (before, _), spread, holes in sizes:
-        # The positions that each output reads in the dilated input: those
-        # outside of it and those between its entries are padding.
+        # `places` contains the positions in the dilated input that each output
+        # reads. Positions outside of the input, and positions between its
+        # entries, are padding.
         starts = np.arange(out[of_out])[:, None] * stride - before
         places = starts + np.arange(kernel[of_rhs]) * holes
         is_padding = (places < 0) | (places > (lhs[of_lhs] - 1) * spread)

@@ -1,8 +1,9 @@
-"""The order in which a traced function's equations gather sharded values.
+"""Determines where a traced function gathers its sharded values.
 
-Only its shard is needed to gather a value. So a compiler may gather all values
-at the start, or before a loop, and keep all of them gathered at once. The next
-value to gather is therefore tied to the current computation.
+Gathering a value needs only its shards, so nothing stops a compiler from
+gathering all values at the start or before a loop, which needs memory for all
+gathered values at the same time. Therefore each gather is made to depend on the
+computation just before the equation that reads the value.
 """
 
 from collections import Counter
@@ -14,7 +15,7 @@ from jax.extend.core import Var
 from keras_strategies._core.jaxprs.stages import variables
 
 Gathered = tuple[Var, ...]
-"""A value, followed by the values that it was cast from."""
+"""A variable, followed by the variables that it was cast from."""
 
 
 def find_gathers(
@@ -24,17 +25,18 @@ def find_gathers(
     casts: Callable[[Any], bool],
     gathers_again: Callable[[Any], bool],
 ) -> dict[int, list[Gathered]]:
-    """Returns the values that equations gather, by the equations' positions.
+    """Finds the values that each equation must gather before it is computed.
 
-    Values that another equation reads later, as the backward pass does, are
-    left out: they stay gathered until then.
+    Values that several equations read, such as in the backward pass, are left
+    out: they stay gathered between the reads.
 
     Args:
       equations: The equations, in their order.
-      sharded: Values whose shards are known.
-      casts: Returns whether an equation casts its operand. Casts apply to
-        shards, before the gather.
-      gathers_again: Returns whether an equation gathers only for itself.
+      sharded: The variables of which only this replica's shard is available.
+      casts: A function that returns whether an equation casts its operand to
+        another dtype. Casts are applied to shards, before they are gathered.
+      gathers_again: A function that returns whether an equation gathers its
+        operands only for itself, even if they are gathered elsewhere.
     """
     origins: dict[Var, Gathered] = {v: (v,) for v in sharded}
     reads: dict[int, list[Var]] = {}

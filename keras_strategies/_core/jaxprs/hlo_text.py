@@ -1,8 +1,9 @@
-"""Numbers and sizes of the collectives in a compiled program's text.
+"""Counts collectives, and their bytes, in the text of a compiled program.
 
-XLA's text (HLO) has one instruction per line. It contains an asynchronous
-collective of a TPU several times: in the computation that starts it, and in
-those that it overlaps with, which have its chain id. It counts once.
+XLA's text (HLO) has one instruction per line. An asynchronous collective of a
+TPU appears several times: in the computation that starts it, and in the
+computations that overlap with it, which have the same chain id. It is counted
+once.
 """
 
 import math
@@ -16,7 +17,7 @@ COLLECTIVES = (
     "collective-permute",
     "all-to-all",
 )
-"""XLA's names of collectives."""
+"""XLA's names of the collectives that are counted."""
 
 _LINE = re.compile(
     rf"^\s*(?:ROOT )?%?(\S+) = (.*?) ({'|'.join(COLLECTIVES)})(-start)?\((.*)$",
@@ -30,7 +31,10 @@ _GROUPS = re.compile(r"replica_groups=(?:\[\d+,(\d+)\]|\{\{([\d,]+)\})")
 
 
 def count_collectives(text: str) -> dict[str, int]:
-    """Counts the collectives of each kind; one in a loop counts once."""
+    """Counts the collectives of each kind.
+
+    A collective in a loop is counted once.
+    """
     counts: dict[str, int] = dict.fromkeys(COLLECTIVES, 0)
     for kind, _ in _find_collectives(text):
         counts[kind] += 1
@@ -40,8 +44,9 @@ def count_collectives(text: str) -> dict[str, int]:
 def count_collective_bytes(text: str) -> dict[str, int]:
     """Returns the bytes of the arrays that collectives of each kind send.
 
-    The size of the full array counts: the gathered result, the reduced array,
-    or the sum before it is scattered. A collective in a loop counts once.
+    The size of the full array is counted, not of a shard: the gathered result,
+    the reduced array, or the sum before it is scattered. A collective in a loop
+    is counted once.
     """
     sizes: dict[str, int] = dict.fromkeys(COLLECTIVES, 0)
     for kind, size in _find_collectives(text):
@@ -56,7 +61,7 @@ def _find_collectives(text: str) -> Iterator[tuple[str, int]]:
         if "chain_id=" in rest and name not in started:
             continue
         sizes = [_bytes(*shape) for shape in _SHAPE.findall(result)]
-        # A `-start` instruction returns its operands, too.
+        # A `-start` instruction also returns its operands.
         size = max(sizes, default=0) if start else sum(sizes)
         yield kind, size * _members(rest) if kind == "reduce-scatter" else size
 

@@ -1,8 +1,10 @@
-"""Functions of several replicas, run in lockstep in separate threads.
+"""Runs a function for several replicas in lockstep, in separate threads.
 
-One replica runs at a time, up to its next collective. When all have reached
-it, it is computed from all replicas' operands, and they continue in turn.
-Collectives are differentiable: the backward pass of one is one, too.
+Only one replica runs at a time. It runs up to its next collective, then the
+next replica runs. When all replicas have reached the collective, it is computed
+from all replicas' operands, and the replicas continue one after another.
+Collectives are differentiable: the backward pass of a collective is itself a
+collective.
 """
 
 import threading
@@ -24,16 +26,16 @@ from keras_strategies._types import Array
 
 _SHAPES = "a collective (Concatenation)"
 END = "the function's end"
-"""The place where replicas meet after the user's function has returned."""
+"""Names the exchange after the user's function has returned."""
 _NOTHING: Any = object()
 
 
 class Aborted(BaseException):
-    """Raised in a replica, to end it, if another one has failed."""
+    """Raised in a replica to end it after another replica has failed."""
 
 
 class Lockstep:
-    """The replicas of one call.
+    """The replicas of one call, which run in lockstep.
 
     Args:
       num_replicas: Number of replicas.
@@ -56,7 +58,7 @@ class Lockstep:
           The results, in the order of the replicas.
 
         Raises:
-          Exception: the first one that a replica raised.
+          Exception: the first exception that a replica raised.
           RuntimeError: if the replicas reached different collectives.
         """
         results: list[Any] = [None] * self.num_replicas
@@ -69,7 +71,7 @@ class Lockstep:
             except Aborted:
                 pass
             except BaseException as error:
-                # `_end` wakes the others.
+                # `_end` wakes the other replicas, which then raise `Aborted`.
                 self._error = self._error or error
             finally:
                 self._end(replica)
@@ -93,24 +95,26 @@ class Lockstep:
         value: object,
         combine: Callable[[list[Any]], list[Any]],
     ) -> Any:
-        """Waits for all replicas' values and returns this replica's answer.
+        """Waits for the values of all replicas and combines them.
 
         Args:
           replica: The calling replica.
           kind: A description of the exchange, equal on all replicas.
           value: The replica's value.
-          combine: A function of all values that returns each replica's answer.
+          combine: A function that takes the values of all replicas and returns
+            a list with one answer per replica.
 
         Returns:
-          This replica's entry of the result of `combine`.
+          This replica's entry in the result of `combine`.
 
         Raises:
-          RuntimeError: if other replicas called for another kind of exchange.
+          RuntimeError: if other replicas called `exchange` with another `kind`.
         """
         with self._changed:
             self._posted[replica] = (kind, value)
-            # The last replica to arrive computes all answers, and replica 0
-            # continues. Until then the turn passes to the next replica.
+            # When a replica arrives here, the next replica gets the turn. The
+            # last replica to arrive computes all answers, and replica 0
+            # continues.
             if all(v is not _NOTHING for v in self._posted):
                 _check_kinds([kind for kind, _ in self._posted])
                 values = [value for _, value in self._posted]
@@ -142,11 +146,13 @@ class Lockstep:
 
 
 class Turn:
-    """One replica's side of a `Lockstep`; implements `replay.Side`.
+    """Handles the collectives of one replica of a `Lockstep`.
+
+    Implements `replay.Side`.
 
     Args:
-      lockstep: The replicas.
-      replica: The id of this one.
+      lockstep: The lockstep that the replica belongs to.
+      replica: The id of this replica.
     """
 
     def __init__(self, lockstep: Lockstep, replica: int) -> None:
@@ -154,10 +160,10 @@ class Turn:
         self.replica = replica
 
     def meet(self, value: object, where: str = END) -> list[Any]:
-        """Returns every replica's value, of any type.
+        """Exchanges values of any type; returns the values of all replicas.
 
         Raises:
-          RuntimeError: if other replicas reached another place.
+          RuntimeError: if other replicas called with a different `where`.
         """
         count = self._lockstep.num_replicas
         return self._lockstep.exchange(
@@ -205,9 +211,9 @@ class Turn:
     def _backward(
         self, reduce: Reduce, stacked: list[Any], cotangents: list[Any]
     ) -> list[Any]:
-        """Returns the gradient of all replicas' losses by this one's operands.
+        """Returns the gradient with respect to this replica's operands.
 
-        The losses are summed over the replicas.
+        It is the gradient of the sum of all replicas' losses.
         """
         _check_concrete(cotangents)
         mapped = jax.vmap(reduce, axis_name=self._lockstep.axis)
@@ -236,7 +242,7 @@ class Turn:
         return zeros
 
     def _parts(self, columns: Sequence[Any]) -> list[list[Any]]:
-        """Splits stacked arrays into each replica's entries."""
+        """Splits stacked arrays into one list of entries per replica."""
         count = self._lockstep.num_replicas
         return [[column[i] for column in columns] for i in range(count)]
 

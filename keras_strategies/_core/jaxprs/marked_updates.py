@@ -1,9 +1,10 @@
-"""Optimizer updates, marked in a traced step so that it can be cut there.
+"""Marks optimizer updates in a traced step so that it can be cut there.
 
-An update may mix the entries of its arrays in any way (norms, factored slots,
-orthogonalization), so it would compute something else if it ran on shards
-inside a mapped function. A step that is cut at its updates computes them
-outside, on global sharded arrays, and XLA divides the work.
+An update may combine the entries of its arrays in any way (norms, factored
+slots, orthogonalization), so its result would be wrong if it ran on each shard
+separately inside a mapped function. If the step is cut at its updates, they are
+computed outside of the mapped function on global sharded arrays, and XLA
+divides the work over the devices.
 """
 
 import contextlib
@@ -20,26 +21,29 @@ from keras_strategies._core.jaxprs.specs import Spec
 from keras_strategies._core.jaxprs.stages import with_consts_as_inputs
 
 MAX = "max"
-"""The reduction of a gradient that replaces its variable."""
+"""The reduction of a gradient whose value replaces its variable."""
 
 Reduction = Spec | Literal["max"]
 """The spec of a gradient's sum, or `MAX` for its replicated maximum."""
 
-# With a dot, so that no function of the user has such a name.
+# The prefix contains a dot, so no user-defined function can have such a name.
 _PREFIX = "ks.optimizer_update_"
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Update:
-    """A marked update: `(captured, gradients, values) -> new values`.
+    """A marked optimizer update.
+
+    It computes new values from captured arrays, gradients and the old values.
 
     Attributes:
-      traced: The update. Its inputs are the arrays that it captured, then the
-        reduced gradients, then the values.
+      traced: The jaxpr of the update. Its inputs are the captured arrays (which
+        it reads from the surrounding code), then the reduced gradients, then
+        the values.
       num_captured: Number of captured arrays.
       gradients: The reduction of each gradient.
-      values: The spec of each value.
-      divisor: The number by which sums are divided.
+      values: The spec of each value (weight or optimizer slot).
+      divisor: The number by which the gradients' sums are divided.
       on_replicated: A function that is called if the step is not cut at the
         update, because it is inside a branch or a loop.
     """
@@ -65,7 +69,7 @@ _collected = _Collected()
 
 @contextlib.contextmanager
 def collect_updates() -> Iterator[dict[str, Update]]:
-    """Collects, by name, the updates that are marked while a block traces."""
+    """Yields a dict that collects the updates marked in a block, by name."""
     before = _collected.updates
     _collected.updates = updates = {}
     try:
@@ -77,8 +81,9 @@ def collect_updates() -> Iterator[dict[str, Update]]:
 def is_collecting() -> bool:
     """Returns whether this thread traces a step that can be cut at updates.
 
-    It cannot be cut while replicas are replayed or run in lockstep
-    (`replay.py`): they synchronize at each collective instead.
+    A step cannot be cut at its updates while replicas are replayed
+    (`replay.py`) or run in lockstep (`lockstep.py`), because the replicas then
+    synchronize at each collective.
     """
     return _collected.updates is not None and current_side() is None
 
@@ -94,14 +99,14 @@ def mark_update(
     divisor: int,
     on_replicated: Callable[[], None],
 ) -> list[Any]:
-    """Computes `update(reduce(gradients), values)`, as one marked equation.
+    """Computes `update(reduce(gradients), values)` as one marked equation.
 
     Args:
       update: The optimizer's update, which returns new values for `values`.
-      reduce: A function that reduces the gradients over the replicas, if the
-        step is not cut.
+      reduce: A function that reduces the gradients over the replicas. Used only
+        if the step is not cut at this update.
       gradients: This replica's gradients.
-      values: Weights and slots, not sharded.
+      values: The weights and optimizer slots, as full arrays.
       reductions: See `Update.gradients`.
       specs: See `Update.values`.
       divisor: See `Update.divisor`.

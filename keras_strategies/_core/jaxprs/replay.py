@@ -1,9 +1,10 @@
-"""Collectives of a function whose replicas take different branches.
+"""Traces a function whose replicas take different branches of a program.
 
 Replicas with different numbers of rows run different branches of one program,
-and a collective in a branch would wait forever for the other replicas. A
-collective's result depends on the shapes of all replicas' arrays, so the
-function is traced repeatedly, each time up to its next collective. The
+and a collective inside a branch would wait forever for the other replicas. The
+result of a collective may depend on the shapes of all replicas' arrays. So the
+function is traced (replayed) repeatedly for each number of rows, each time up
+to the first collective for which these shapes are not yet available. The
 complete trace is then cut at its collectives (`collective_cut`), including
 those of gradients.
 """
@@ -27,13 +28,14 @@ Reduce = Callable[[list[Any]], list[Any]]
 
 @dataclasses.dataclass(frozen=True)
 class Concatenation:
-    """A collective that concatenates one array of each replica.
+    """A collective that concatenates the arrays of all replicas.
 
     Attributes:
       axis: The replica axis.
       dim: The dimension, not negative.
-      sizes: Each replica's size in that dimension, if they differ; the arrays
-        are then padded at the end to the largest size.
+      sizes: The size of each replica's array in `dim`, if the sizes differ,
+        else None. Arrays of different sizes are padded at the end to the
+        largest size.
     """
 
     axis: Axis
@@ -43,7 +45,7 @@ class Concatenation:
     def __call__(self, operands: list[Any]) -> list[Any]:
         (array,) = operands
         if not array.shape[self.dim]:
-            # Empty on all replicas; XLA rejects empty operands.
+            # The array is empty on all replicas. XLA rejects empty operands.
             return [array]
         if self.sizes is None:
             tiled = jax.lax.all_gather(
@@ -64,7 +66,7 @@ class Concatenation:
           shapes: The shape of each replica's array.
 
         Raises:
-          ValueError: if they differ in another dimension than `dim`.
+          ValueError: if the shapes differ in another dimension than `dim`.
         """
         dim = self.dim
         if len({s[:dim] + s[dim + 1 :] for s in shapes}) > 1:
@@ -89,13 +91,14 @@ def uneven_concatenation(
 ) -> Reduce:
     """Makes a concatenation of arrays that differ in size along `dim`.
 
-    It is a sum of arrays that are zero outside of the replica's part, so that
-    all replicas' programs have the same collective.
+    It is implemented as a sum: each replica's array is placed at its position
+    in an array of zeros. So all replicas' programs have the same collective,
+    with operands of the same shape.
 
     Args:
       axis: The replica axis.
       dim: The dimension, not negative.
-      sizes: Each replica's size in that dimension.
+      sizes: The size of each replica's array in `dim`.
     """
     starts = [sum(sizes[:k]) for k in range(len(sizes))]
 
@@ -115,9 +118,10 @@ def uneven_concatenation(
 
 
 class Reached(BaseException):
-    """Raised to end a replay at a collective that is not known yet.
+    """Raised to end a replay at a collective that no earlier replay reached.
 
-    Not an `Exception`, so that user code and Keras layers do not catch it.
+    It is not an `Exception`, so that user code and Keras layers do not catch
+    it.
 
     Attributes:
       reduce: The collective.
@@ -133,11 +137,11 @@ class Reached(BaseException):
 
 
 class Replay:
-    """One replay, which knows the collectives that earlier replays reached.
+    """One replay: a trace up to the first collective that is new.
 
     Args:
-      known: The collectives for the shapes of all replicas, in the order of
-        the calls.
+      known: The collectives that earlier replays reached, adapted to the shapes
+        of all replicas' arrays, in the order of the calls.
     """
 
     def __init__(self, known: list[Reduce]) -> None:
@@ -146,10 +150,10 @@ class Replay:
         self._has_ended = False
 
     def collective(self, reduce: Reduce, operands: list[Any]) -> list[Any]:
-        """Computes the next collective if it is known, else ends the replay.
+        """Computes the next collective if it is known, or ends the replay.
 
         Raises:
-          Reached: if the collective is not known.
+          Reached: if the collective is not in `known`.
         """
         position = self._position
         self._position += 1
@@ -160,7 +164,7 @@ class Replay:
         raise Reached(reduce, shapes)
 
     def check_not_swallowed(self) -> None:
-        """Raises RuntimeError if the function went on after the end."""
+        """Raises RuntimeError if the function caught `Reached` and went on."""
         if self._has_ended:
             raise RuntimeError(
                 "A step, or a function passed to `run`, must not catch "
@@ -171,10 +175,10 @@ class Replay:
 
 
 class Alone:
-    """One replica's side of collectives without the other replicas.
+    """Collectives of one replica that are computed without other replicas.
 
-    The results have the right shapes but not the right values. It is used to
-    build models.
+    The results have the right shapes but not the right values. This class is
+    used to build models.
 
     Args:
       num_replicas: Number of replicas.
@@ -186,7 +190,10 @@ class Alone:
         self._num_replicas = num_replicas
 
     def collective(self, reduce: Reduce, operands: list[Any]) -> list[Any]:
-        """Returns the operands; concatenates copies for a concatenation."""
+        """Returns the operands in place of the collective's results.
+
+        For a concatenation, the operand is concatenated with copies of itself.
+        """
         if isinstance(reduce, Concatenation):
             copies = operands * self._num_replicas
             return [jnp.concatenate(copies, reduce.dim)]
@@ -194,7 +201,7 @@ class Alone:
 
 
 class Side(Protocol):
-    """One replica's side of collectives that are not computed directly."""
+    """An object that computes a replica's collectives, instead of JAX."""
 
     def collective(self, reduce: Reduce, operands: list[Any]) -> list[Any]:
         """Returns the results of the next collective."""
@@ -209,7 +216,7 @@ _current = _Current()
 
 
 def collective(reduce: Reduce, operands: list[Any]) -> list[Any]:
-    """Calls `reduce(operands)`, or passes it to this thread's side.
+    """Calls `reduce(operands)`, or passes it to this thread's `Side` if set.
 
     Args:
       reduce: A collective over arrays.
@@ -222,17 +229,17 @@ def collective(reduce: Reduce, operands: list[Any]) -> list[Any]:
 
 
 def current_side() -> Side | None:
-    """Returns the side that handles this thread's collectives, or None."""
+    """Returns the object that handles this thread's collectives, or None."""
     return _current.side
 
 
 @contextlib.contextmanager
 def replay_scope(side: Side | None) -> Iterator[None]:
-    """Passes this thread's collectives to `side` within a block."""
+    """Passes this thread's collectives to `side` while a block runs."""
     before = _current.side
     _current.side = side
-    # Only inside a trace: an additional axis makes JAX believe that it is
-    # tracing.
+    # `separate_trace` is used only inside a trace: outside, its additional axis
+    # would make JAX believe that it is tracing.
     is_other = side is not None and is_tracing()
     name = f"ks.replay.{next(_numbers)}"
     try:
@@ -246,10 +253,10 @@ _numbers = itertools.count()
 
 
 def separate_trace(name: str) -> contextlib.AbstractContextManager[Any]:
-    """Separates JAX's cache of traces within a block from that outside.
+    """Makes JAX use a separate cache of traces within a block.
 
-    JAX would otherwise reuse the trace of a user's jitted function, although
-    the replicas that it depends on are different ones here.
+    Otherwise JAX would reuse an earlier trace of a user's jitted function,
+    although the function is now called for other replicas.
 
     Args:
       name: Name of the cache; blocks with the same name share it.

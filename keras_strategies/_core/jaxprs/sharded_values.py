@@ -1,9 +1,11 @@
-"""Interpretation of a traced step, on one replica, with sharded values.
+"""Interprets a traced step on one replica, with sharded values.
 
-A sharded value is held as this replica's shard and gathered where an equation
-reads it. If it is cast first, the result of the cast is gathered. If it is read
-in a rematerialized part, it is gathered inside, so that the backward pass
-gathers it again. A gradient's sum is scattered where the gradient is computed.
+Of a sharded value, a replica stores only its shard. The value is gathered just
+before an equation reads it. If the value is cast before it is read, the shard
+is cast first and the result is gathered. If it is read in a rematerialized
+function, it is gathered inside that function, so that the backward pass gathers
+it again instead of storing the gathered value. The sum of a gradient is
+reduce-scattered where the gradient is computed.
 
 References:
   - Rajbhandari et al., ZeRO: Memory Optimizations Toward Training Trillion
@@ -47,7 +49,8 @@ class Exchange(Protocol):
         """Returns this replica's shard of the sum of the replicas' values.
 
         Returns:
-          An array whose dimension `spec.dim` is a replica's part.
+          An array that is one shard: in dimension `spec.dim` it has the size of
+          a replica's part.
         """
         ...
 
@@ -55,13 +58,16 @@ class Exchange(Protocol):
         """Returns this replica's shard of a replicated value.
 
         Returns:
-          An array whose dimension `spec.dim` is a replica's part.
+          An array that is one shard: in dimension `spec.dim` it has the size of
+          a replica's part.
         """
         ...
 
 
 class ShardedInterpreter:
-    """The values of a traced function's variables on one replica.
+    """Computes a traced function's equations on one replica.
+
+    It stores the full value, or this replica's shard, of each variable.
 
     Args:
       jaxpr: The function.
@@ -76,7 +82,7 @@ class ShardedInterpreter:
         self._sums: dict[Var, Any] = {}
 
     def set_replicated(self, variable: Var, value: Array) -> None:
-        """Sets the value of a replicated variable."""
+        """Sets the full value of a replicated variable."""
         self._full[variable] = value
 
     def set_shard(self, variable: Var, shard: Array, spec: Sharded) -> None:
@@ -84,7 +90,7 @@ class ShardedInterpreter:
         self._shards[variable] = shard, spec
 
     def is_sharded(self, variable: Var | Literal) -> bool:
-        """Returns whether only the shard of a value is known."""
+        """Returns whether only this replica's shard of a value is available."""
         return (
             not isinstance(variable, Literal)
             and variable in self._shards
@@ -92,7 +98,7 @@ class ShardedInterpreter:
         )
 
     def full(self, variable: Var | Literal) -> Array:
-        """Returns a value, which is gathered if it is sharded.
+        """Returns the full value of a variable; gathers it if it is sharded.
 
         Returns:
           An array of the variable's shape.
@@ -108,7 +114,8 @@ class ShardedInterpreter:
         """Returns this replica's shard of a value.
 
         Returns:
-          An array whose dimension `spec.dim` is a replica's part.
+          An array that is one shard: in dimension `spec.dim` it has the size of
+          a replica's part.
         """
         if not isinstance(variable, Literal) and variable in self._shards:
             shard, shard_spec = self._shards[variable]
@@ -120,7 +127,8 @@ class ShardedInterpreter:
         """Returns this replica's shard of the sum of the replicas' values.
 
         Returns:
-          An array whose dimension `spec.dim` is a replica's part.
+          An array that is one shard: in dimension `spec.dim` it has the size of
+          a replica's part.
         """
         if not isinstance(variable, Literal) and variable in self._sums:
             return self._sums[variable]
@@ -132,12 +140,14 @@ class ShardedInterpreter:
         outputs: Iterable[Any],
         scattered: dict[Var, Sharded],
     ) -> None:
-        """Computes equations, in their order.
+        """Computes equations in their order and stores their results.
 
         Args:
-          equations: The equations, which read values that are set.
-          outputs: Variables that are read afterwards, one entry per read.
-          scattered: The specs of those outputs that are read only by `sum`.
+          equations: The equations. The values that they read must be set, or be
+            results of earlier equations.
+          outputs: Variables that are read after this call. A variable that is
+            read twice appears twice.
+          scattered: The specs of those outputs that are read only with `sum`.
         """
         read = [v for e in equations for v in e.invars]
         uses = Counter(variables([*read, *outputs]))
@@ -149,12 +159,14 @@ class ShardedInterpreter:
             gathers_again=_is_rematerialized,
         )
         following = iter(gathers.values())
-        # Values whose gathers are not yet tied to an equation.
+        # Values that will be gathered next, but whose gathers do not depend on
+        # an equation yet.
         free = [*next(following, ())]
         pending: list[Any] = []
         for place, equation in enumerate(equations):
             if place in gathers:
-                # What the next one reads is gathered during this equation.
+                # While this equation is computed, the values that the next
+                # equation reads are gathered.
                 self._flush(pending, uses)
                 free += next(following, ())
                 free = [] if self._tie(equation, free) else free
@@ -175,7 +187,7 @@ class ShardedInterpreter:
         self._flush(pending, uses)
 
     def _flush(self, equations: list[Any], uses: Counter[Var]) -> None:
-        """Computes equations on full values, and empties their list."""
+        """Computes pending equations on full values and empties the list."""
         if not equations:
             return
         outputs = [v for e in equations for v in e.outvars if uses[v]]
@@ -184,15 +196,19 @@ class ShardedInterpreter:
         equations.clear()
 
     def _tie(self, equation: JaxprEqn, gathered: list[Gathered]) -> bool:
-        """Delays the gathers of values until an equation can be computed.
+        """Makes gathers of values depend on the operands of an equation.
+
+        So the compiler cannot gather the values before the equation's other
+        operands are computed.
 
         Args:
           equation: The equation.
-          gathered: The values, which are tied to its other operands.
+          gathered: The values to gather. Their shards are tied to the
+            equation's other operands.
 
         Returns:
-          Whether the values are tied, or there are none. They cannot be if the
-          equation reads nothing else.
+          True if the values were tied or there are none. False if the equation
+          has no other operands to which they can be tied.
         """
         read = variables(equation.invars)
         others = [
@@ -227,7 +243,7 @@ class ShardedInterpreter:
         self.set_shard(equation.outvars[0], cast, spec)
 
     def _add(self, equation: Equation, places: dict[Var, Sharded]) -> None:
-        """Adds the shards of two values' sums over the replicas."""
+        """Computes a sum of two values as the sum of their scattered shards."""
         (total,) = equation.outvars
         a, b = (self.sum(v, places[total]) for v in equation.invars)
         self._sums[total] = a + b
@@ -235,10 +251,12 @@ class ShardedInterpreter:
     def _is_entered(
         self, equation: JaxprEqn, places: dict[Var, Sharded]
     ) -> bool:
-        """Returns whether an equation calls a function on shards.
+        """Returns whether to compute an equation by entering its function.
 
-        It does if an operand enters as a shard, or a result's sum is
-        scattered inside.
+        Then the function that the equation calls is computed with shards.
+
+        This is the case if an operand is passed as a shard, or if the sum of a
+        result is scattered inside the function.
         """
         if not _is_call(equation):
             return False
@@ -249,16 +267,18 @@ class ShardedInterpreter:
     def _enters_sharded(
         self, equation: JaxprEqn, variable: Var | Literal
     ) -> bool:
-        """Returns whether an operand enters a function as its shard.
+        """Returns whether an operand is passed to a function as its shard.
 
-        A rematerialized function gathers it again, even if it was gathered.
+        A rematerialized function gathers the operand itself, even if the
+        gathered value is already available, so that the backward pass can
+        gather it again.
         """
         if isinstance(variable, Literal) or variable not in self._shards:
             return False
         return _is_rematerialized(equation) or self.is_sharded(variable)
 
     def _enter(self, equation: Equation, places: dict[Var, Sharded]) -> None:
-        """Computes the function that an equation calls, on shards."""
+        """Computes the function that an equation calls, with some shards."""
         entering = []
         for variable in equation.invars:
             if self._enters_sharded(equation, variable):
@@ -326,7 +346,7 @@ def _is_rematerialized(equation: JaxprEqn) -> bool:
 
 
 def _is_call(equation: JaxprEqn) -> bool:
-    """Returns whether an equation calls a function that can run on shards."""
+    """Returns whether an equation calls a function that can take shards."""
     return equation.primitive.name in (*_REMATERIALIZED, *_CALLS)
 
 
@@ -352,8 +372,8 @@ def _find_scattered(
 ) -> dict[Var, Sharded]:
     """Finds the variables whose sums are scattered where they are computed.
 
-    These are results of functions, and sums of such results, such as the
-    gradient of a weight that several rematerialized parts read.
+    These are results of called functions, and sums of such results. An example
+    is the gradient of a weight that several rematerialized functions read.
     """
     makers = {v: e for e in equations for v in e.outvars}
     places: dict[Var, Sharded] = {}
@@ -366,7 +386,8 @@ def _find_scattered(
             return False
         is_inner = _is_call(maker)
         if _adds(maker):
-            # A list, not a generator: `any` must not skip the second operand.
+            # A list, not a generator, because `any` must not skip the second
+            # operand.
             is_inner = any([sink(v, spec) for v in maker.invars])
         if is_inner:
             places[variable] = spec

@@ -1,11 +1,11 @@
-"""Axes of replicas, and specs of values that they hold shards of."""
+"""Names of the replicas' axes, and specs of sharded values."""
 
 import dataclasses
 
 from jax.sharding import NamedSharding, PartitionSpec
 
 Axis = str | tuple[str, ...]
-"""The replica axis, or the axes (of the groups, within a group)."""
+"""The replica axis, or the two axes (over groups, within a group)."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -20,7 +20,7 @@ class OverCores:
 
     @property
     def spec(self) -> PartitionSpec:
-        """The spec in a function mapped over replicas: replicated."""
+        """The spec in a function mapped over the replicas: replicated."""
         return PartitionSpec()
 
 
@@ -28,14 +28,14 @@ class OverCores:
 class Sharded:
     """The placement of a value sharded over the replicas.
 
-    A replica's function sees the full value.
+    The function that a replica computes sees the full value.
 
     Attributes:
       sharding: The sharding of the value. It may also shard another dimension
         over a replica's cores.
-      dim: The dimension that is sharded over the replicas.
-      sum_dtype: The dtype in which the replicas' values are summed; None for
-        the dtype of the value.
+      dim: The dimension of the value that is sharded over the replicas.
+      sum_dtype: The dtype in which values (gradients) are summed over the
+        replicas. None for the dtype of the value.
     """
 
     sharding: NamedSharding
@@ -44,7 +44,7 @@ class Sharded:
 
     @property
     def spec(self) -> PartitionSpec:
-        """The spec of its shards in a function mapped over the replicas."""
+        """The spec of the shards in a function mapped over the replicas."""
         axis = self.sharding.spec[self.dim]
         return PartitionSpec(*[None] * self.dim, axis)
 
@@ -53,4 +53,4 @@ Placed = OverCores | Sharded
 """The placement of a value that is not replicated on all devices."""
 
 Spec = PartitionSpec | Placed
-"""A spec of `replica_map`, or the placement of a sharded value."""
+"""A partition spec for `replica_map`, or the placement of a sharded value."""

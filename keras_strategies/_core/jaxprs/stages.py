@@ -1,7 +1,9 @@
-"""Stages of a traced function, by the number of collectives that come before.
+"""Divides traced functions into stages, by the collectives that come before.
 
-Values also flow between equations through references (`jax.new_ref`): an
-equation that uses a reference depends on all equations that wrote to it.
+An equation is in stage k if it depends on the results of the first k
+collectives, but of no later one. Values also flow between equations through
+references (`jax.new_ref`): an equation that uses a reference depends on all
+equations that wrote to it.
 """
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -21,7 +23,7 @@ from jax.extend.core import (
 
 from keras_strategies._types import Array, Equation
 
-# Effects without consequences outside of the program: the use of a mapped axis,
+# Effects that are not visible outside of the program: uses of a mapped axis,
 # and reads and writes of references.
 _SILENT = {
     *("NamedAxisEffect", "InternalMutableArrayEffect"),
@@ -30,12 +32,14 @@ _SILENT = {
 
 
 def find_output_stages(jaxpr: Jaxpr, stages: Sequence[int]) -> list[int]:
-    """Returns the number of collectives that each output depends on.
+    """Returns the stage of each output: the last collective it depends on.
+
+    Collectives are counted from 1. The stage is 0 without a collective.
 
     Args:
       jaxpr: A program that takes the results of collectives as inputs.
-      stages: For each input, the number (from 1) of the collective that it is
-        a result of, or 0.
+      stages: For each input: if it is a result of a collective, the number of
+        that collective (counted from 1), else 0.
     """
     return _read_outputs(jaxpr, _flow(jaxpr, stages))
 
@@ -47,7 +51,7 @@ def find_differing_outputs(
 
     Args:
       jaxpr: A program without collectives.
-      may_differ: Whether each input may differ.
+      may_differ: Whether each input may differ between the replicas.
     """
     flow = _flow(jaxpr, may_differ, _may_differ)
     return list(map(bool, _read_outputs(jaxpr, flow)))
@@ -56,12 +60,12 @@ def find_differing_outputs(
 def select_outputs(
     traced: ClosedJaxpr, outputs: Sequence[int], kept: Iterable[Any] = ()
 ) -> ClosedJaxpr:
-    """Returns the part of a program that some of its outputs need.
+    """Returns a program that computes only some of the outputs.
 
     Args:
       traced: The program.
-      outputs: Positions of its outputs.
-      kept: Equations that are kept for their effects.
+      outputs: Positions of the outputs to compute.
+      kept: Equations that are kept for their side effects.
     """
     jaxpr = traced.jaxpr
     outvars = [jaxpr.outvars[k] for k in outputs]
@@ -80,7 +84,8 @@ def needed_equations(
     Args:
       equations: The equations of a program, in their order.
       outputs: Variables and literals.
-      is_kept: Returns whether an equation is kept for its effects.
+      is_kept: A function that returns whether an equation is kept for its side
+        effects.
     """
     needed, kept = set(variables(outputs)), []
     for equation in reversed(equations):
@@ -102,8 +107,9 @@ def compute_equations(
     Args:
       jaxpr: The program.
       equations: The equations.
-      outputs: The results of the equations whose values are returned.
-      value_of: Returns the value of a variable that the equations read.
+      outputs: Those results of the equations whose values are returned.
+      value_of: A function that returns the value of a variable that the
+        equations read.
     """
     results = {v for equation in equations for v in equation.outvars}
     used = [v for equation in equations for v in variables(equation.invars)]
@@ -118,7 +124,7 @@ def compute_equations(
 
 
 def with_consts_as_inputs(traced: ClosedJaxpr) -> Jaxpr:
-    """Returns the jaxpr whose first inputs are its constants."""
+    """Returns the jaxpr with its constants as additional first inputs."""
     jaxpr = traced.jaxpr
     return jaxpr.replace(constvars=[], invars=[*jaxpr.constvars, *jaxpr.invars])
 
@@ -140,7 +146,7 @@ def shape_of(value: Array) -> jax.ShapeDtypeStruct:
 
 
 def find_effects(jaxpr: Jaxpr, stages: Sequence[int], stage: int) -> list[Any]:
-    """Returns the equations with effects (prints, callbacks) of one stage."""
+    """Returns a stage's equations with side effects (prints, callbacks)."""
     waits = _flow(jaxpr, stages)
     return [
         equation
@@ -151,14 +157,17 @@ def find_effects(jaxpr: Jaxpr, stages: Sequence[int], stage: int) -> list[Any]:
 
 
 def has_effects(equation: JaxprEqn) -> bool:
-    """Returns whether an equation has visible effects: prints, callbacks."""
+    """Returns whether an equation has side effects (prints, callbacks)."""
     return any(
         type(effect).__name__ not in _SILENT for effect in equation.effects
     )
 
 
 def has_answers(jaxpr: Jaxpr) -> bool:
-    """Returns whether Python is called for values (`io_callback`)."""
+    """Returns whether a program calls back into Python to get values.
+
+    An example is `io_callback`.
+    """
     return any(
         has_effects(equation)
         and not all(isinstance(v, DropVar) for v in equation.outvars)
@@ -167,7 +176,7 @@ def has_answers(jaxpr: Jaxpr) -> bool:
 
 
 def has_references(jaxpr: Jaxpr) -> bool:
-    """Returns whether equations exchange values by references."""
+    """Returns whether equations exchange values through references."""
     return any(map(references, jaxpr.eqns))
 
 
@@ -176,12 +185,15 @@ def _flow(
     inputs: Sequence[int],
     of_equation: Callable[[Any], int] = lambda equation: 0,
 ) -> dict[Var, int]:
-    """Propagates numbers: a result gets the largest one of its operands.
+    """Propagates numbers from inputs to results.
+
+    The number of a result is the largest number of the equation's operands.
 
     Args:
       jaxpr: The program.
       inputs: The number of each input.
-      of_equation: Returns the smallest number for the results of an equation.
+      of_equation: A function that returns a minimum for the numbers of an
+        equation's results.
     """
     flow: dict[Var, int] = dict(zip(jaxpr.invars, inputs, strict=True))
     flow.update((variable, 0) for variable in jaxpr.constvars)
@@ -217,7 +229,7 @@ def is_reference(variable: Var | Literal) -> bool:
 
 
 def _may_differ(equation: JaxprEqn) -> bool:
-    """Returns whether results may differ though the operands are replicated.
+    """Returns whether results may differ even if the operands are replicated.
 
     Replica ids and results of Python callbacks may differ.
     """
@@ -228,7 +240,7 @@ def _may_differ(equation: JaxprEqn) -> bool:
 
 
 def all_equations(jaxpr: Jaxpr | ClosedJaxpr) -> Iterator[Any]:
-    """Yields the equations of a jaxpr and all nested ones, each once."""
+    """Yields the equations of a jaxpr and of all nested jaxprs, each once."""
     seen: set[int] = set()
     waiting = [getattr(jaxpr, "jaxpr", jaxpr)]
     while waiting:
@@ -249,7 +261,7 @@ def equations_in(equation: JaxprEqn) -> Iterator[Any]:
 def scan_operands(
     equation: JaxprEqn, values: Sequence[Any]
 ) -> tuple[list[Any], list[Any], list[Any]]:
-    """Splits values that belong to the operands of a `scan`.
+    """Splits a list of values for the operands of a `scan` into three groups.
 
     Args:
       equation: An equation of `jax.lax.scan`.

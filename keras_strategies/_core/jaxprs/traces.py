@@ -1,4 +1,4 @@
-"""Detection of traces, and of the code that equations come from."""
+"""Detects traces, and finds the code that a trace's equations come from."""
 
 import collections
 import contextlib
@@ -18,7 +18,7 @@ from keras_strategies._core.jaxprs import stages
 def is_tracing() -> bool:
     """Returns whether JAX is tracing the current function to compile it.
 
-    In a trace, values from Python are read once and not in every call.
+    In a trace, values from Python are read once and not in each later call.
     Computing a gradient eagerly does not count as tracing.
     """
     from jax._src import core
@@ -32,7 +32,8 @@ def is_tracing() -> bool:
 def find_place(equation: JaxprEqn) -> str:
     """Returns the file and line of the user's code that an equation is from.
 
-    An empty string, if it is unknown or no frame is in the user's code.
+    Returns an empty string if the origin is unknown or no stack frame is in the
+    user's code.
     """
     info = getattr(equation, "source_info", None)
     traceback = getattr(info, "traceback", None)
@@ -44,15 +45,16 @@ def find_place(equation: JaxprEqn) -> str:
 
 
 def has_user_code(jaxpr: ClosedJaxpr, mark: str) -> bool:
-    """Returns whether user code computes, or uses, a marked value.
+    """Returns whether user code computes or reads a marked value.
 
-    User code is neither Keras's nor JAX's. An equation belongs to the code
-    that called JAX, directly or through a Keras operation: the equations of a
-    Keras layer are Keras's, even if a user-defined model called the layer.
+    User code is code outside of Keras, JAX and similar libraries. An equation
+    belongs to the code that called JAX, directly or through a Keras operation.
+    For example, the equations of a Keras layer belong to Keras, even if a
+    user-defined model called the layer.
 
     Args:
       jaxpr: A closed jaxpr.
-      mark: A name passed to `checkpoint_name`.
+      mark: The name that was passed to `checkpoint_name` to mark values.
     """
     behind = _equations_behind(jaxpr, mark)
     marked = {v for e in behind if _is_mark(e, mark) for v in e.outvars}
@@ -66,15 +68,15 @@ def has_user_code(jaxpr: ClosedJaxpr, mark: str) -> bool:
 
 
 def computations_in(jaxpr: ClosedJaxpr, mark: str) -> dict[Any, int]:
-    """Counts the primitives that marked values are computed by.
+    """Counts the primitives that compute the marked values.
 
-    Operations that only move or sum values do not count. A jitted function
-    counts as one, by its name, because JAX's functions skip some operations
-    if there is only one row.
+    Operations that only move or sum values are not counted. A jitted function
+    is counted as one primitive with its name, because some functions of JAX
+    skip operations if there is only one row.
 
     Args:
       jaxpr: A closed jaxpr.
-      mark: A name passed to `checkpoint_name`.
+      mark: The name that was passed to `checkpoint_name` to mark values.
     """
     return collections.Counter(
         (equation.primitive.name, equation.params.get("name"))
@@ -84,11 +86,11 @@ def computations_in(jaxpr: ClosedJaxpr, mark: str) -> dict[Any, int]:
 
 
 def numbers_in(jaxpr: ClosedJaxpr, mark: str) -> list[float]:
-    """Lists the real literals that marked values are computed from.
+    """Lists the real-valued literals that marked values are computed from.
 
     Args:
       jaxpr: A closed jaxpr.
-      mark: A name passed to `checkpoint_name`.
+      mark: The name that was passed to `checkpoint_name` to mark values.
     """
     numbers = []
     for equation in _equations_behind(jaxpr, mark):
@@ -107,7 +109,10 @@ _MOVES = frozenset(
 
 
 def _equations_behind(jaxpr: ClosedJaxpr, mark: str) -> list[Any]:
-    """Returns the equations that marked values need, or all if none do."""
+    """Returns the equations that marked values depend on.
+
+    If there are no marked values, returns all equations.
+    """
     is_kept = functools.partial(_is_mark, mark=mark)
     equations = stages.needed_equations(jaxpr.jaxpr.eqns, (), is_kept)
     return equations or list(jaxpr.jaxpr.eqns)
@@ -127,7 +132,8 @@ def is_user_code(equation: JaxprEqn) -> bool:
     for code in codes:
         maker = _maker_of(code.co_filename)
         if maker is False and code.co_filename.endswith("functional.py"):
-            # An operation that the author of a functional model wrote.
+            # An operation in the graph of a functional model, which the model's
+            # author wrote.
             name = equation.params.get("name", equation.primitive.name)
             return name not in _OF_ENTRIES
         if maker is not None:
@@ -142,12 +148,12 @@ _OF_ENTRIES = frozenset(
         "silu slice softmax squeeze sub tanh transpose",
     )
 )
-"""Operations whose only constants are those that the author passed."""
+"""Operations that contain no constants except those that the caller passed."""
 
 
 @functools.lru_cache(maxsize=1024)
 def _maker_of(file_name: str) -> bool | None:
-    """Returns whether a file is the user's, or None if its callers decide."""
+    """Returns whether a file is user code; None if it depends on the caller."""
     if not file_name.startswith(_library_folders()):
         return True
     for folder in _folders("keras", "keras_hub"):
@@ -165,7 +171,8 @@ _FOR_CALLERS = frozenset(("ops", "backend", "random", "utils", "tree"))
 @functools.cache
 def _library_folders() -> tuple[str, ...]:
     names = ("jax", "keras", "keras_hub", "keras_strategies", "numpy")
-    # These two by file: other packages may be installed below their folder.
+    # These two modules are listed as files, because other packages may be
+    # installed in subfolders of their folder.
     files = (functools.__file__, contextlib.__file__)
     return ("<frozen ", *files, *_folders(*names))
 

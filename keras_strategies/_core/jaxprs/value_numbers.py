@@ -1,4 +1,4 @@
-"""Value numbering, which finds the same code in several traced functions."""
+"""Value numbering, which finds common computations in several traces."""
 
 from collections.abc import Hashable, Mapping
 from typing import Any
@@ -10,16 +10,19 @@ from keras_strategies._core.jaxprs.stages import has_effects, references
 
 
 class ValueNumbers:
-    """Numbers of values that are equal if the same code computes the values.
+    """Assigns numbers to values; equal numbers mean equal values.
 
-    Value numbering (Alpern, Wegman and Zadeck, 1988) over several traced
-    functions of the same inputs. If in doubt (effects, Python functions among
-    an equation's parameters), numbers differ.
+    This is value numbering (Alpern, Wegman and Zadeck, 1988) over several
+    traced functions of the same inputs: values get the same number if the same
+    operations compute them from the same inputs. In doubtful cases (side
+    effects, or Python functions among an equation's parameters) the numbers
+    differ.
     """
 
     def __init__(self) -> None:
         self._numbers: dict[Any, int] = {}
-        # Objects whose ids are in keys, kept alive.
+        # Objects whose ids are used in keys. They are kept alive so that their
+        # ids are not reused.
         self._held: list[Any] = []
 
     def number_outputs(self, traced: ClosedJaxpr) -> list[int]:
@@ -70,7 +73,8 @@ class ValueNumbers:
         if type(value) in (tuple, list):
             return ("sequence", *map(self._parameters, value))
         if isinstance(value, float | complex):
-            # By `repr`, because 0.0 and -0.0 are equal but differ.
+            # The key contains the `repr`, because 0.0 and -0.0 compare equal
+            # but are different values.
             return (type(value), repr(value))
         try:
             hash(value)

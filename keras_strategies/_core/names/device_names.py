@@ -1,4 +1,4 @@
-"""Devices in the forms that users write: "CPU:0", "/gpu:1", "tpu:3"."""
+"""Parses users' names of devices: "CPU:0", "/gpu:1", "tpu:3"."""
 
 import collections
 import re
@@ -19,13 +19,15 @@ def find_device(
     """Returns the device that a user's name refers to.
 
     Args:
-      name: A platform and an index among that platform's devices ("gpu:1",
-        "/gpu:1", "/device:GPU:1", also with TensorFlow's job and task parts;
-        without an index, the first device), or a JAX device.
+      name: A JAX device, or a string with a platform and an index among that
+        platform's devices, such as "gpu:1", "/gpu:1" or "/device:GPU:1".
+        TensorFlow's job and task may precede it. Without an index it is the
+        first device of the platform.
       available: The devices to choose from.
 
     Raises:
-      ValueError: if there is no such device; the message lists the devices.
+      ValueError: if there is no such device. The message lists the available
+        devices.
       TypeError: if `name` is neither a string nor a JAX device.
     """
     if isinstance(name, jax.Device):

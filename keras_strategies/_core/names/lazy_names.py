@@ -12,14 +12,18 @@ def lazy_names(
     modules: Mapping[str, str],
     instead: Mapping[str, str] | None = None,
 ) -> tuple[Callable[[str], Any], Callable[[], list[str]]]:
-    """Makes `__getattr__` and `__dir__` of a module of public names (PEP 562).
+    """Creates a module's `__getattr__` and `__dir__`, which import lazily.
+
+    See PEP 562. A module of public names imports each name when it is first
+    used.
 
     Args:
-      public: The `__name__` of the module that has the names.
-      package: The package that the modules' names are relative to.
+      public: The `__name__` of the module that contains the public names.
+      package: The package to which the module names in `modules` are relative.
       modules: The module that defines each name; "" for a name that is itself
         a module of `package`.
-      instead: Replacements to suggest for unsupported TensorFlow names.
+      instead: For each unsupported TensorFlow name, the replacement that the
+        error message suggests.
 
     Example:
       ```python
@@ -38,7 +42,8 @@ def lazy_names(
             raise AttributeError(f"module {public!r} has no attribute {name!r}")
         module = importlib.import_module(f"{package}.{modules[name] or name}")
         value = getattr(module, name) if modules[name] else module
-        # The next access finds it without this function.
+        # Stored in the module, so that the next access does not call this
+        # function.
         setattr(sys.modules[public], name, value)
         return value
 

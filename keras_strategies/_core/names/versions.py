@@ -1,7 +1,8 @@
 """Supported and installed versions of Keras and JAX.
 
-Imports neither package. Versions are read from the packages' files, because
-Keras's nightlies are in the folder `keras` but have another distribution name.
+This module imports neither package. It reads versions from the packages' files
+and not from their metadata, because Keras's nightlies are installed as `keras`
+but their distribution has another name.
 """
 
 import importlib.metadata
@@ -20,7 +21,7 @@ LEAST = {
     "orbax-checkpoint": (0, 12, 5),
     "rich": (14, 3),
 }
-"""The oldest versions that work; pyproject.toml asks for the same."""
+"""The oldest supported versions, as in pyproject.toml."""
 
 BELOW = {
     "keras": (3, 16),
@@ -45,9 +46,10 @@ _MAX_BYTES = 100_000
 
 
 def check_versions() -> None:
-    """Checks that Keras and JAX are supported; warns of untested versions.
+    """Checks that Keras and JAX are supported; warns about untested versions.
 
-    A package that is not installed is ignored: its import will fail later.
+    A package that is not installed is ignored, because its import will fail
+    later anyway.
 
     Raises:
       ImportError: if Keras or JAX is older than the oldest supported version.
@@ -77,8 +79,8 @@ def check_versions() -> None:
 def installed_version(package: str) -> str | None:
     """Returns the version of a package, or None if it is not installed.
 
-    The sources are the imported module, its files and its metadata, in this
-    order.
+    The version is taken from the imported module, else from the package's
+    files, else from its metadata.
     """
     module = sys.modules.get(package)
     version = getattr(module, "__version__", None)
@@ -91,7 +93,10 @@ def installed_version(package: str) -> str | None:
 
 
 def parse_version(version: str) -> tuple[int, ...]:
-    """Returns the numbers that a version starts with, or () if none."""
+    """Returns the leading numbers of a version, or () if there are none.
+
+    For example, "3.15.0rc1" results in (3, 15, 0).
+    """
     numbers = re.match(r"\d{1,9}(\.\d{1,9})*", version)
     return tuple(map(int, numbers[0].split("."))) if numbers else ()
 
@@ -102,7 +107,7 @@ def format_version(version: tuple[int, ...]) -> str:
 
 
 def make_requirement(package: str) -> str:
-    """Returns the requirement for pip, such as `keras>=3.15,<3.16`."""
+    """Returns a requirement for pip, such as `keras>=3.15,<3.16`."""
     below = f",<{format_version(BELOW[package])}" if package in BELOW else ""
     return f"{package}>={format_version(LEAST[package])}{below}"
 
@@ -113,7 +118,7 @@ def _advise_install(package: str) -> str:
 
 
 def _read_version(package: str) -> str | None:
-    """Reads the version in the package's files."""
+    """Reads a package's version from its files, without importing it."""
     if package not in _FILES:
         return None
     name, pattern = _FILES[package]

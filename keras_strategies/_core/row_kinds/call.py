@@ -1,4 +1,4 @@
-"""An equation with the kinds of its operands, and helpers of all rules."""
+"""Describes an equation with its operands' kinds; has helpers for rules."""
 
 import dataclasses
 import math
@@ -49,7 +49,7 @@ class Call:
 
     @property
     def equations(self) -> list[Any]:
-        """The equation, in each trace."""
+        """The equation in each of the traces."""
         return [e for e in (self.equation, self.twin) if e is not None]
 
     def shape(self, k: int = 0) -> tuple[int, ...]:
@@ -61,30 +61,30 @@ class Call:
         return self.equation.outvars[k].aval.shape
 
     def grown_dims(self, k: int = 0) -> list[int]:
-        """Returns the dimensions of operand `k` that differ in the twin."""
+        """Returns operand `k`'s dimensions whose size differs in the twin."""
         return _changing([e.invars[k] for e in self.equations])
 
     def out_grown_dims(self, k: int = 0) -> list[int]:
-        """Returns the dimensions of result `k` that differ in the twin."""
+        """Returns result `k`'s dimensions whose size differs in the twin."""
         return _changing([e.outvars[k] for e in self.equations])
 
     def make_mixed(self) -> Kind:
-        """Returns the kind of a result that mixes rows in this equation."""
+        """Returns the kind of a result in which this equation mixes rows."""
         return make_mixed(self.equation)
 
     def inner(self, kind: Kind, k: int = 0) -> int:
-        """Returns the number of entries that each row has in a block."""
+        """Returns the number of entries per row within a block of rows."""
         return self.shape(k)[kind.axis] // (kind.outer * self.num_rows)
 
 
 def _changing(variables: Sequence[Any]) -> list[int]:
-    """Returns the dimensions in which the traces' variables differ."""
+    """Returns the dimensions in which a variable's size differs by trace."""
     sizes = zip(*(v.aval.shape for v in variables), strict=True)
     return [dim for dim, of_dim in enumerate(sizes) if len(set(of_dim)) > 1]
 
 
 def other_dims(shape: Sequence[int], dims: Sequence[int]) -> list[int]:
-    """Returns the dimensions of an array without some of them."""
+    """Returns all dimensions of an array that are not in `dims`."""
     return [dim for dim in range(len(shape)) if dim not in dims]
 
 
@@ -98,7 +98,11 @@ def join_plain(kinds: Sequence[Kind]) -> Kind:
 def scale_power(
     power: float | None, by: Kind, call: Call, *, inverse: bool = False
 ) -> float | None:
-    """Returns the power of a value times a constant, or divided by it."""
+    """Returns the exponent p of a value that is multiplied by a constant.
+
+    The value scales as num_rows**p. With `inverse`, it is divided by the
+    constant.
+    """
     if power is None:
         return power
     of_values = by.values is not None
@@ -110,13 +114,13 @@ def scale_power(
 
 
 def add_powers(kinds: Sequence[Kind]) -> float | None:
-    """Returns the power of a product, or None if a factor's is unknown."""
+    """Returns the exponent of a product, or None if a factor's is unknown."""
     powers = [kind.power for kind in kinds]
     return None if None in powers else sum(p or 0.0 for p in powers)
 
 
 def join_all(kinds: Sequence[Kind], call: Call) -> Kind:
-    """Returns the kind of a result that may come from any operand."""
+    """Returns the kind of a result that may be equal to any of the operands."""
     result = kinds[0]
     for kind in kinds[1:]:
         result = join(result, kind, call.out_shape(), call.equation)
@@ -129,13 +133,13 @@ def move_dims(
     kind: Kind | None = None,
     out: int = 0,
 ) -> Kind:
-    """Returns the kind of a result whose dimensions are moved.
+    """Returns the kind of a result whose dimensions are moved or removed.
 
     Args:
       call: The equation.
-      to: Returns the dimension of the result that a dimension of the operand
-        becomes, or None if it is removed.
-      kind: The operand's kind; None for that of operand 0.
+      to: A function that maps a dimension of the operand to the dimension of
+        the result, or to None if it is removed.
+      kind: The operand's kind. None for the kind of operand 0.
       out: The index of the result.
     """
     kind = call.kinds[0] if kind is None else kind
@@ -167,7 +171,7 @@ def drop_dims(
 
 
 def at_axis(kind: Kind, axis: int, outer: int | None = None) -> Kind:
-    """Returns a kind of rows with the rows in another dimension."""
+    """Returns a `ROWS` kind with the rows moved to dimension `axis`."""
     outer = kind.outer if outer is None else outer
     return kind.but(axis=axis, outer=outer, columns=frozenset())
 

@@ -1,4 +1,4 @@
-"""Rules for primitives that compute entry by entry."""
+"""Rules for elementwise primitives."""
 
 import math
 import operator
@@ -31,7 +31,7 @@ from keras_strategies._types import Array
 
 
 def elementwise(call: Call) -> Kind:
-    """Returns the kind of the result of an entry-by-entry primitive."""
+    """Returns the kind of the result of an elementwise primitive."""
     forms = {kind.form for kind in call.kinds}
     if forms == {CONST}:
         return _constant(call)
@@ -49,8 +49,9 @@ def _constant(call: Call) -> Kind:
     first = kinds[0]
     is_index = first.index_of is not None and kinds[-1].is_zero
     if call.name in ("lt", "ge") and is_index:
-        # An index is not negative. Indexing compares it with zero, to wrap
-        # negative ones.
+        # JAX's indexing code compares an index with zero in order to wrap
+        # negative indices. This index is never negative, so the result is
+        # constant.
         return make_uniform((call.name == "ge",) * len(call.equations), shape)
     if call.name == "convert_element_type":
         is_exact = is_constant(first) or jnp.issubdtype(
@@ -64,7 +65,7 @@ def _constant(call: Call) -> Kind:
 
 
 def _spread(kind: Kind, before: Sequence[int], after: Sequence[int]) -> Kind:
-    """Returns the kind of a constant operand, broadcast to the result."""
+    """Returns the kind of a constant operand after broadcasting it."""
     if kind.values is not None or len(before) < len(after):
         return make_uniform(kind.values, after)
     spread = {
@@ -76,9 +77,9 @@ def _spread(kind: Kind, before: Sequence[int], after: Sequence[int]) -> Kind:
 
 
 def _power_of_constants(call: Call) -> float:
-    """Returns p if a constant scales as rows**p, or NaN if it does not.
+    """Returns p if a constant scales as num_rows**p, or NaN if it does not.
 
-    With only one trace it is unknown, and assumed to be 0.
+    With only one trace the exponent is unknown and assumed to be 0.
     """
     if call.twin is None:
         return 0.0
@@ -99,10 +100,10 @@ def _power_of_constants(call: Call) -> float:
 
 
 def _compute_values(call: Call) -> tuple[Any, ...] | None:
-    """Computes the result of equal entries, in each trace.
+    """Computes a result from operands whose entries are all equal.
 
     Returns:
-      The entry of the result in each trace, or None if it is unknown.
+      The result's common entry in each trace, or None if it is unknown.
     """
     compute = _NUMPY.get(call.name)
     if compute is None:
@@ -153,7 +154,7 @@ _NUMPY: dict[str, Callable[..., Any]] = {
     "select_n": lambda which, *cases: cases[int(which)],
     "sub": np.subtract,
 }
-"""NumPy's implementations of primitives, for known numbers."""
+"""NumPy implementations of primitives, to compute constants."""
 
 
 def _of_sums(call: Call) -> Kind:
@@ -190,8 +191,9 @@ def _of_rows(call: Call) -> Kind:
     ):
         return call.make_mixed()
     size = call.shape(k)[first.axis] // first.outer
-    # Constants must be equal for all rows: otherwise the result of a row would
-    # depend on its position in the batch, which is another one on a replica.
+    # Constants must be equal for all rows. Otherwise the result of a row would
+    # depend on the row's position in the batch, and its position in a replica's
+    # batch is different.
     for other, kind in enumerate(kinds):
         shape = call.shape(other)
         is_spread = kind.is_rows or not shape or shape[first.axis] == 1
@@ -211,11 +213,11 @@ def _of_rows(call: Call) -> Kind:
 def _power_of_rows(
     call: Call, of_rows: list[Kind]
 ) -> tuple[bool, float | None]:
-    """Returns whether a result scales with a power of the rows, and the power.
+    """Returns whether a result scales as num_rows**p, and the exponent p.
 
     Args:
       call: The call.
-      of_rows: The kinds of the operands that are rows.
+      of_rows: The kinds of those operands that are `ROWS`.
     """
     name, kinds = call.name, call.kinds
     first = of_rows[0]
@@ -238,8 +240,9 @@ def _power_of_rows(
                 power = scale_power(0.0 if is_known else None, by, call)
                 return first.power in (0.0, None), power
             counts = set(by.values or (None,))
-            # Division by the number of entries that the last sum added makes a
-            # mean within each row, even if it equals the number of rows.
+            # Dividing by the number of entries that the last sum added computes
+            # a mean within each row, even if that number happens to equal the
+            # number of rows.
             if is_inverse and counts == {first.count}:
                 return True, first.power
             return True, scale_power(first.power, by, call, inverse=is_inverse)
@@ -256,7 +259,7 @@ def _power_of_rows(
 
 
 def _power_of_cases(kinds: list[Kind]) -> tuple[bool, float | None]:
-    """Returns what `_power_of_rows` does, for a `select_n`."""
+    """Returns the same as `_power_of_rows`, for a `select_n`."""
     which, *cases = kinds
     of_rows = [kind for kind in cases if kind.is_rows]
     constants = [kind for kind in cases if kind.is_const]

@@ -39,8 +39,8 @@ def gather(call: Call) -> Kind:
             dim = numbers.operand_batching_dims[batching.index(index.axis)]
             size = call.shape(1)[index.axis] // index.outer
             is_row &= operand.is_flat(dim, size)
-        # A table whose size grows with the rows must be flat; for other ones
-        # see `iota`.
+        # In a dimension whose size grows with the number of rows, the table
+        # must be flat. For other dimensions see `iota`.
         is_row &= all(
             operand.is_flat(dim, call.shape()[dim]) for dim in call.grown_dims()
         )
@@ -56,7 +56,7 @@ def _gathered_rows(call: Call, places: list[int]) -> Kind:
     axis, shape = operand.axis, call.shape()
     batching = tuple(numbers.operand_batching_dims)
     if axis in batching:
-        # Each row is gathered from itself.
+        # Each row of the result is gathered from the same row of the operand.
         dim = numbers.start_indices_batching_dims[batching.index(axis)]
         size = shape[axis] // operand.outer
         if index.is_rows:
@@ -74,10 +74,11 @@ def _gathered_rows(call: Call, places: list[int]) -> Kind:
         return at_axis(operand, numbers.offset_dims[kept.index(axis)])
     column = tuple(numbers.start_index_map).index(axis)
     if index.is_rows and column in index.columns:
-        # Each row reads the entry at the index of that row.
+        # Each row reads the entry at its own row index.
         return at_axis(operand, places[index.axis])
     if index.is_random:
-        # Rows in a random order, which is expected to differ per replica.
+        # The rows are gathered in a random order, which is expected to differ
+        # between replicas.
         sizes = [call.out_shape()[place] for place in places]
         for place, size in zip(places, sizes, strict=True):
             if size == shape[axis]:
@@ -118,7 +119,7 @@ def scatter(call: Call) -> Kind:
 def _scattered_constants(call: Call) -> Kind:
     """Returns the kind of a constant updated by constants.
 
-    It is flat along dimensions in which each update covers all entries.
+    The result is flat along dimensions in which each update covers all entries.
     """
     operand, _, update = call.kinds
     numbers = call.params["dimension_numbers"]
@@ -133,14 +134,14 @@ def _scattered_constants(call: Call) -> Kind:
 
 
 def _window_dims(call: Call) -> list[int]:
-    """Returns the operand's dimensions of a scatter's windows, in order."""
+    """Returns the operand's dimensions that a scatter's windows cover."""
     numbers = call.params["dimension_numbers"]
     gone = (*numbers.inserted_window_dims, *numbers.operand_batching_dims)
     return other_dims(call.shape(), gone)
 
 
 def _place_of_index(call: Call, dim: int) -> int:
-    """Returns the dimension of the updates for a dimension of the indices."""
+    """Returns the updates' dimension that corresponds to one of the indices."""
     window = call.params["dimension_numbers"].update_window_dims
     return other_dims(call.shape(2), window)[dim]
 
@@ -169,7 +170,7 @@ def _if_rows_meet(
 def _scattered_into_constant(call: Call) -> Kind:
     """Returns the kind of a constant into which rows are scattered.
 
-    Either each row is written to its index, or rows are added up.
+    Either each row is written to its own row index, or rows are summed.
     """
     numbers = call.params["dimension_numbers"]
     operand, index, update = call.kinds

@@ -1,4 +1,4 @@
-"""Rules for kernels, whose computation is not traced as JAX equations.
+"""Rules for kernels (cuDNN, Pallas), which JAX cannot trace inside.
 
 Only kernels of the forward pass have rules. Gradients of kernels are not
 differentiated again, so no loss depends on them.
@@ -16,7 +16,7 @@ CUDNN = {
     # inputs, states, weights, lengths; outputs, states, space for the gradient
     "rnn_fwd": ((0, 1, 1, None, 0), (0, 1, 1, 0)),
 }
-"""The dimension of the rows in each operand and each result, by primitive."""
+"""For each primitive: the row dimension of each operand and of each result."""
 
 
 def cudnn(call: Call) -> list[Kind]:
@@ -29,8 +29,9 @@ def cudnn(call: Call) -> list[Kind]:
 def pallas(call: Call) -> list[Kind]:
     """Returns the kinds of the results of a Pallas kernel.
 
-    `vmap` maps a kernel by adding a dimension to its grid. An entry along that
-    dimension is computed from the operands' entries at the same place.
+    `vmap` maps a kernel by adding a dimension to its grid. An entry of a result
+    at some position along that dimension is computed only from the operands'
+    entries at the same position.
     """
     mapping = call.params["grid_mapping"]
     kernels = {str(equation.params["jaxpr"]) for equation in call.equations}
@@ -43,7 +44,7 @@ def pallas(call: Call) -> list[Kind]:
 
 
 def _mapped_dims(block: Any, mapping: Any) -> dict[int, int]:
-    """Returns a block's dimensions that `vmap` maps -> the grid's dimension."""
+    """Maps a block's dimensions to the grid's, for those mapped by `vmap`."""
     from jax.experimental.pallas import Squeezed
 
     index = block.index_map_jaxpr.jaxpr
@@ -66,8 +67,9 @@ def _by_rows(
 
     Args:
       call: The call of the kernel.
-      operands: For each operand, its mapped dimensions -> the dimension of the
-        kernel's grid along which entries are computed separately.
+      operands: For each operand, a dict. It maps a dimension of the operand to
+        the dimension of the kernel's grid along which its entries are computed
+        independently.
       results: The same for each result.
     """
     if all(kind.is_const for kind in call.kinds):

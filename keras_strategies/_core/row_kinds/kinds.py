@@ -1,14 +1,18 @@
 """Kinds of traced values, by their dependence on the rows of a batch.
 
-A value has one of four forms. `CONST` does not depend on the rows' contents.
-`ROWS` has an entry (or a block of entries) for each row, which depends only on
-that row. `SUM` is linear in sums over the rows of terms that depend on one row
-each. `MIXED` is anything else.
+A value has one of four forms:
 
-A value may also be scaled by a power of the number of rows. Together, form and
-power decide whether the mean of the replicas' values is the value of the
-global batch: it is for constants, and for sums over rows that are divided by
-the number of rows.
+- `CONST` does not depend on the contents of the rows.
+- `ROWS` has an entry (or a block of entries) for each row, which depends only
+  on that row.
+- `SUM` is linear in sums over all rows. Each term of such a sum depends on only
+  one row.
+- `MIXED` is anything else.
+
+A value may also scale as num_rows**p. Its form and the exponent p together
+decide whether the mean of the replicas' values equals the value of the global
+batch. This holds for constants, and for sums over rows that are divided by the
+number of rows.
 """
 
 import dataclasses
@@ -27,7 +31,7 @@ from keras_strategies._types import Array
 CONST, ROWS, SUM, MIXED = "const", "rows", "sum", "mixed"
 
 MEAN_POWER = -1.0
-"""The power of a mean over rows."""
+"""The exponent (`Kind.power`) of a mean over rows."""
 
 _MOST_ENTRIES = 1 << 20
 """The size above which the values of captured arrays are not inspected."""
@@ -35,30 +39,33 @@ _MOST_ENTRIES = 1 << 20
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Kind:
-    """The known facts about a value.
+    """The known properties of a traced value.
 
     Attributes:
       form: `CONST`, `ROWS`, `SUM` or `MIXED`.
-      axis: The dimension of the rows (`ROWS`).
-      outer: The number of blocks in that dimension that each contain all rows,
-        as after concatenating two batches (`ROWS`).
-      power: The power of the number of rows by which the value is scaled. NaN
-        if it is not scaled by a power. None if it is unknown, because the
-        value contains a constant that may be made of the number of rows.
-      count: The number of entries that the last sum added within a row;
-        dividing by it makes a mean (`ROWS`, `SUM`).
-      columns: The entries of the last dimension that are the index of the row
-        (`ROWS`).
+      axis: The dimension that contains the rows (`ROWS`).
+      outer: The number of blocks in dimension `axis` that each contain all
+        rows. For example, it is 2 after two batches were concatenated (`ROWS`).
+      power: The exponent p such that the value scales as num_rows**p. NaN if
+        there is no such exponent. None if it is unknown, because the value
+        contains a constant that may depend on the number of rows.
+      count: The number of entries that the last sum within a row added.
+        Dividing by this number computes a mean (`ROWS`, `SUM`).
+      columns: The positions in the last dimension at which the entry is the
+        row's own index (`ROWS`).
       blocks: For each dimension, the size of the blocks within which the value
-        does not change along it (`CONST`).
-      values: The entry in each of the traces, if all entries are equal
+        is constant along that dimension (`CONST`).
+      values: If all entries are equal: the entry in each of the traces
         (`CONST`).
-      index_of: The dimension along which the value is the index (`CONST`).
-      is_random: Whether it is made of random bits, which are expected to
-        differ between replicas (`CONST`).
-      is_global: Whether it is computed from all replicas' values, as one
-        device would, so that it may depend on the number of rows (`CONST`).
-      of_loss: Whether it is computed from a value that is marked as a loss.
+      index_of: The dimension along which each entry is its own index, as in an
+        `iota` (`CONST`).
+      is_random: Whether the value is random, so that it is expected to differ
+        between replicas (`CONST`).
+      is_global: Whether the value is computed from the values of all replicas,
+        with the same result as on one device, so that it may depend on the
+        number of rows (`CONST`).
+      of_loss: Whether the value is computed from a value that is marked as a
+        loss.
       why: The equation that mixes rows (`MIXED`).
     """
 
@@ -79,7 +86,7 @@ class Kind:
     def is_flat(self, axis: int, size: int) -> bool:
         """Returns whether a constant is equal within blocks of `size` entries.
 
-        Entries that are drawn independently count as equal.
+        Random entries that are drawn independently count as equal.
         """
         if self.values is not None:
             return True
@@ -87,22 +94,22 @@ class Kind:
 
     @property
     def is_const(self) -> bool:
-        """Whether it does not depend on the rows' contents."""
+        """Whether the value does not depend on the contents of the rows."""
         return self.form == CONST
 
     @property
     def is_rows(self) -> bool:
-        """Whether it has entries for each row."""
+        """Whether the value has entries for each row."""
         return self.form == ROWS
 
     @property
     def is_sum(self) -> bool:
-        """Whether it is linear in sums over the rows."""
+        """Whether the value is linear in sums over the rows."""
         return self.form == SUM
 
     @property
     def is_mixed(self) -> bool:
-        """Whether it mixes rows."""
+        """Whether the value mixes rows."""
         return self.form == MIXED
 
     def but(self, **changes: Any) -> "Kind":
@@ -111,7 +118,7 @@ class Kind:
 
     @property
     def is_zero(self) -> bool:
-        """Whether it is a constant of zeros."""
+        """Whether the value is a constant whose entries are all zero."""
         return self.values is not None and not any(self.values)
 
 
@@ -145,15 +152,17 @@ def find_mixed(kinds: Sequence[Kind]) -> Kind | None:
 
 
 def power_of(values: tuple[Any, ...] | None, ratio: float) -> float | None:
-    """Finds the power of the number of rows by which a constant scales.
+    """Finds the exponent p such that a constant scales as num_rows**p.
 
     Args:
-      values: The constant in each trace; None counts as equal constants.
-      ratio: The number of rows of the second trace, divided by the first's.
+      values: The constant in each trace. None means that it is equal in all
+        traces.
+      ratio: The number of rows in the second trace, divided by the number in
+        the first trace.
 
     Returns:
-      The power, NaN if the constant is not scaled by one, or None if there is
-      only one trace.
+      The exponent. NaN if there is no such exponent, or None if there is only
+      one trace.
     """
     if values is None:
         return 0.0
@@ -177,20 +186,25 @@ def _are_equal(values: tuple[Any, ...]) -> bool:
 
 
 def may_count(value: Array, num_rows: int) -> bool:
-    """Returns whether a number, or its inverse, may come from `num_rows`."""
+    """Returns whether a number may have been computed from `num_rows`.
+
+    Checks for example whether the number or its inverse is a multiple of
+    `num_rows`.
+    """
     number = float(abs(value))
     if not math.isfinite(number) or number in (0.0, 1.0):
         return False
     number = max(number, 1 / number)
     count = round(number)
     if not math.isclose(number, count, rel_tol=1e-4):
-        # For example a square root of the number of rows.
+        # The number may be the square root of the number of rows, for example.
         number = number**2
         count = round(number)
         if not math.isclose(number, count, rel_tol=1e-4):
             return False
         return count >= num_rows and count % num_rows == 0
-    # A multiple of the number of rows, or next to one (such as n - 1).
+    # A multiple of the number of rows, or such a multiple plus or minus one (as
+    # in n - 1).
     rest = count % num_rows
     return count >= num_rows - 1 and rest in (0, 1, num_rows - 1)
 
@@ -198,7 +212,7 @@ def may_count(value: Array, num_rows: int) -> bool:
 def same_power(
     one: float | None, two: float | None
 ) -> tuple[bool, float | None]:
-    """Returns whether two powers may be equal, and the common power."""
+    """Returns whether two exponents may be equal, and the common exponent."""
     if one is None or two is None:
         return True, None
     return one == two or math.isclose(one, two), one
@@ -212,13 +226,13 @@ def is_constant(kind: Kind) -> bool:
 
 
 def join(one: Kind, two: Kind, shape: Sequence[int], why: JaxprEqn) -> Kind:
-    """Returns the kind of a value that may be of one kind or the other.
+    """Returns the kind of a value that may have either of two kinds.
 
     Args:
       one: A kind.
       two: Another kind.
       shape: The shape of the value.
-      why: The equation that joins them.
+      why: The equation whose result the value is.
     """
     if one == two:
         return one
@@ -247,7 +261,7 @@ def join(one: Kind, two: Kind, shape: Sequence[int], why: JaxprEqn) -> Kind:
 
 
 def join_constants(kinds: Sequence[Kind]) -> Kind:
-    """Returns the kind of a constant computed from constants by entry."""
+    """Returns the kind of a constant computed elementwise from constants."""
     axes = set.intersection(*(set(kind.blocks) for kind in kinds))
     blocks = {
         axis: math.gcd(*(kind.blocks[axis] for kind in kinds)) for axis in axes

@@ -1,14 +1,15 @@
 """Decides whether losses in a traced step are means over the batch's rows.
 
-The mean of the replicas' losses, and of their gradients, is that of the global
-batch if a loss is a mean over rows plus terms that do not depend on them. The
-traced step is interpreted with `kinds` in the place of arrays; `rules` has a
-rule for each primitive. Primitives without a rule are assumed to mix rows, so
-a loss that passes is certainly a mean. Values that depend on the number of rows
-are only recognized by comparison with a second trace with another number.
+If a loss is a mean over rows, plus terms that do not depend on the rows, then
+the mean of the replicas' losses equals the loss of the global batch. The same
+holds for gradients. The traced step is interpreted with `kinds` in place of
+arrays, and `rules` has a rule for each primitive. Primitives without a rule are
+assumed to mix rows, so a loss that passes the check is certainly a mean. A
+value that depends on the number of rows is recognized only by comparison with a
+second trace that has another number of rows.
 
-Code that traces a step marks values in it by name (`mark`), which costs
-nothing in the compiled program.
+Values in a step are marked with names by calling `mark`, which adds no cost to
+the compiled program.
 """
 
 import contextlib
@@ -42,13 +43,13 @@ from keras_strategies._types import Array, Equation
 LOSS = "ks.loss"
 """Marks a scalar loss, which is averaged over the replicas."""
 VALUES = "ks.values"
-"""Marks per-row values that this package's reduction is about to reduce."""
+"""Marks per-row values just before this package reduces them."""
 GLOBAL = "ks.global"
-"""Marks values computed from all replicas' rows, as one device would."""
+"""Marks values computed from the rows of all replicas, as on one device."""
 REDUCED = "ks.reduced"
-"""Marks the reduction's result, whose mean over replicas is the batch's."""
+"""Marks a reduction's result; its mean over replicas is the global value."""
 AVERAGED = "ks.averaged"
-"""Marks the mean of such values that Keras's reduction computed."""
+"""Marks a mean of per-row values that Keras's own reduction computed."""
 OWN = "ks.own"
 """Marks values that are about to be normalized with a replica's statistics."""
 NORMALIZED = "ks.normalized"
@@ -56,7 +57,7 @@ NORMALIZED = "ks.normalized"
 
 
 class Verdict(enum.Enum):
-    """A verdict on whether the replicas' mean loss is the global batch's."""
+    """Whether the mean of the replicas' losses is the global batch's loss."""
 
     MEAN = "mean"
     UNSURE = "unsure"
@@ -68,8 +69,8 @@ class Finding:
     """The verdict on a step's losses.
 
     Attributes:
-      verdict: The worst verdict of all losses. `UNSURE` means that a trace
-        with another number of rows is needed.
+      verdict: The worst verdict over all marked losses. `UNSURE` means that a
+        trace with another number of rows is needed.
       why: The equation that mixes rows, if the verdict is `MIXED` and there is
         such an equation.
     """
@@ -79,7 +80,9 @@ class Finding:
 
 
 def mark(value: Array, name: str) -> Array:
-    """Marks an array in the current trace; see the names above.
+    """Marks an array in the current trace with a name.
+
+    The names are constants of this module, such as `LOSS`.
 
     Returns:
       The same array.
@@ -97,10 +100,10 @@ def losses_in(
 
     Args:
       traced: The closed jaxpr of a step.
-      data: The positions of its inputs that have rows, in dimension 0.
+      data: The positions of those inputs whose dimension 0 is the rows.
       num_rows: The number of rows.
-      twin: The same step with more rows. Without it, a constant that may be
-        made of the number of rows leaves the verdict `UNSURE`.
+      twin: A trace of the same step with more rows. Without it, the verdict is
+        `UNSURE` if there is a constant that may depend on the number of rows.
     """
     jaxprs = [traced] if twin is None else [traced, twin]
     inner = traced.jaxpr
@@ -119,11 +122,11 @@ def losses_in(
 
 
 class _Different(Exception):
-    """Raised if the traces do not have the same equations."""
+    """Raised if the two traces do not have the same equations."""
 
 
 class _Interpreter:
-    """An interpreter of a trace, or of two traces with the same equations.
+    """Interprets one trace, or two traces with the same equations, with kinds.
 
     Args:
       num_rows: The number of rows in the first trace.
@@ -160,8 +163,8 @@ class _Interpreter:
         columns = zip(*(consts for _, consts in pairs), strict=True)
         consts = map(kind_of_arrays, columns)
         first = jaxprs[0]
-        # Two traces may differ in equations that only change a sharding: these
-        # depend on what JAX has cached.
+        # Two traces may differ in equations that only change a sharding,
+        # because these equations depend on JAX's caches.
         parts = [_without_placing(jaxpr) for jaxpr in jaxprs]
         if len({len(equations) for equations, _ in parts}) > 1:
             raise _Different
@@ -195,7 +198,7 @@ class _Interpreter:
             return results
         results = [kind.but(of_loss=True) for kind in results]
         if self._is_noting and traces.is_user_code(equations[0]):
-            # A scalar that a train step computes from a loss is one, too.
+            # A scalar that a train step computes from a loss is itself a loss.
             outputs = zip(equations[0].outvars, results, strict=True)
             self._losses += [kind for v, kind in outputs if _is_number(v)]
         return results
@@ -234,7 +237,7 @@ class _Interpreter:
             return kind.but(of_loss=True)
         if name == GLOBAL and kind.is_global:
             # From here on, a value that depends on the number of rows depends
-            # on the replica's number.
+            # on the replica's own number of rows.
             return kind.but(is_global=False)
         if name in (VALUES, OWN):
             self._marked[name] = kind
@@ -265,7 +268,7 @@ class _Interpreter:
         body: Callable[[list[Kind]], list[Kind]],
         why: JaxprEqn,
     ) -> list[Kind]:
-        """Returns the kinds of a loop's carry after any number of turns."""
+        """Returns the kinds of a loop's carry after any iteration."""
         with self._not_noting():
             # A kind changes only a few times: from `CONST` to `ROWS` or `SUM`,
             # and then to `MIXED`.
@@ -310,7 +313,8 @@ class _Interpreter:
         (test,) = self.interpret(tests, [*of_cond, *carry])
         if not test.is_const or not is_constant(test):
             return [make_mixed(equations[0])] * len(carry)
-        # Once more with the final kinds, to note losses inside.
+        # The body is interpreted once more with the final kinds, to record the
+        # losses inside it.
         self.interpret(bodies, [*of_body, *carry])
         return carry
 
@@ -329,7 +333,7 @@ class _Interpreter:
 def _join_each(
     ones: list[Kind], others: list[Kind], why: Equation
 ) -> list[Kind]:
-    """Joins two lists of kinds for an equation's first results."""
+    """Joins two lists of kinds, one pair for each of an equation's results."""
     shapes = [variable.aval.shape for variable in why.outvars[: len(ones)]]
     columns = zip(ones, others, shapes, strict=True)
     return [join(one, two, shape, why) for one, two, shape in columns]
@@ -369,7 +373,7 @@ def _verdict(kind: Kind) -> Verdict:
 
 
 def _slice_of(kind: Kind, why: JaxprEqn) -> Kind:
-    """Returns the kind of the entries along dimension 0."""
+    """Returns the kind of one entry along dimension 0 of a value."""
     if kind.is_rows:
         if kind.axis == 0:
             return make_mixed(why)

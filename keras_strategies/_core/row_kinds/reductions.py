@@ -46,7 +46,7 @@ def reduce_sum(call: Call) -> Kind:
 
 
 def reduce(call: Call) -> Kind:
-    """Returns the kind of a reduction over other dimensions than the rows'."""
+    """Returns the kind of a reduction over dimensions other than the rows."""
     kind = call.kinds[0]
     if kind.is_sum and call.name != "reduce_sum":
         return call.make_mixed()
@@ -65,10 +65,10 @@ def reduce(call: Call) -> Kind:
 def make_dim_rule(axis_of: Callable[[Call], int]) -> Callable[[Call], Any]:
     """Makes the rule for primitives that compute along one dimension.
 
-    The dimension must not be that of the rows.
+    The result is `MIXED` if this is the dimension of the rows.
 
     Args:
-      axis_of: Returns the dimension.
+      axis_of: A function that returns the dimension for a call.
     """
 
     def rule(call: Call) -> Kind:
@@ -166,9 +166,9 @@ def _constant_product(call: Call) -> Kind:
 
 
 def _place_of_dim(call: Call, k: int, dim: int) -> int | None:
-    """Returns the product's dimension for a dimension of operand `k`.
+    """Returns the product's dimension that a dimension of operand `k` becomes.
 
-    None, if the dimension is contracted.
+    Returns None if the dimension is contracted.
     """
     contracted, batch = call.params["dimension_numbers"]
     if dim in contracted[k]:
@@ -194,7 +194,8 @@ def _product_of_rows(call: Call, places: list[int | None]) -> Kind:
             is_paired &= pairs[1][pairs[0].index(one.axis)] == two.axis
             if not is_paired:
                 return call.make_mixed()
-            # Contracted rows are summed; batched rows remain rows.
+            # If the rows are contracted, they are summed. If they are a batch
+            # dimension, they remain rows.
             if pairs is contracted:
                 return make_sum(power)
             return make_rows(places[0] or 0, one.outer, power)
@@ -224,7 +225,7 @@ def make_matrix_rule(dims: int) -> Callable[[Call], Kind]:
     """Makes the rule for primitives on the last dimensions of their operands.
 
     Args:
-      dims: The number of these dimensions.
+      dims: The number of last dimensions on which the primitives operate.
     """
 
     def rule(call: Call) -> Kind:

@@ -57,8 +57,9 @@ def kinds_of_results(call: Call) -> list[Kind]:
 def _random(call: Call, out: int) -> Kind:
     """Returns the kind of a result of a random primitive.
 
-    Its entries are drawn independently, with constant parameters. Only
-    `random_gamma` may have parameters that depend on the rows.
+    The entries of such a result are drawn independently, and the distribution's
+    parameters are constants. Only `random_gamma` may have parameters that
+    depend on the rows.
     """
     if all(kind.is_const for kind in call.kinds):
         blocks = dict(enumerate(call.out_shape(out)))
@@ -70,10 +71,17 @@ def _random(call: Call, out: int) -> Kind:
 
 
 def _is_scale_safe(call: Call) -> bool:
-    """Returns whether a rule tracks powers, or can do without."""
+    """Returns whether the exponents of a call's operands are handled.
+
+    This is the case if the rule tracks exponents, or if all operands are
+    constants. It is also the case if the constants do not depend on the number
+    of rows, and the primitive is linear or its rows do not scale with that
+    number.
+    """
     if call.name in _TRACKS_POWERS:
         return True
-    # Randomly drawn rows may differ between replicas, wherever they are.
+    # Rows at random indices may differ between replicas, so the scale of the
+    # indices does not matter.
     is_drawn = call.name == "gather"
     are_fixed = all(
         is_constant(kind) or (is_drawn and kind.is_random)
@@ -87,10 +95,10 @@ def _is_scale_safe(call: Call) -> bool:
 
 
 def _check_with_twin(call: Call, kind: Kind, out: int) -> Kind:
-    """Corrects a result's kind by comparison with the other trace.
+    """Corrects a result's kind by comparing it with the other trace.
 
-    A dimension that grows with the number of rows is that of the rows, or its
-    entries are combined into a result that may depend on their number.
+    If a dimension grows with the number of rows, either it is the dimension of
+    the rows, or the result combines its entries and may depend on their number.
     """
     is_global = any(operand.is_global for operand in call.kinds)
     if kind.is_const and is_global:
@@ -102,8 +110,8 @@ def _check_with_twin(call: Call, kind: Kind, out: int) -> Kind:
         is_lost = max(grown, default=0) > len(call.out_grown_dims(out))
         if kind.is_random:
             if is_lost:
-                # Random values of rows are combined. Sums are handled by
-                # `reduce_sum`.
+                # Random values of different rows are combined. Sums are handled
+                # by `reduce_sum`.
                 return call.make_mixed()
             others = [k for k in call.kinds if not k.is_random or k.power]
             power = 0.0 if all(map(is_constant, others)) else math.nan
@@ -115,7 +123,8 @@ def _check_with_twin(call: Call, kind: Kind, out: int) -> Kind:
     row_dims = [kind.axis] if kind.is_rows else []
     dtype = call.equation.outvars[out].aval.dtype
     if kind.is_rows and jnp.issubdtype(dtype, jnp.integer):
-        # Indices, which do not depend on the scale of the entries.
+        # Results such as indices, which do not depend on the scale of the
+        # entries.
         kind = kind.but(power=0.0)
     if call.out_grown_dims(out) != row_dims:
         return call.make_mixed()
@@ -140,7 +149,7 @@ _LINEAR = names_in(
     "dynamic_slice dynamic_update_slice gather scatter scatter-add",
     "scatter_add scatter-sub",
 )
-"""Primitives that keep the power of rows if their constants are fixed."""
+"""Primitives that keep the exponent of rows if their constants are fixed."""
 
 
 _RANDOM = names_in(
@@ -154,7 +163,7 @@ _GLOBAL = names_in(
     "psum psum2 psum_invariant pmax pmin all_gather all_gather_invariant",
     "reduce_scatter psum_scatter all_to_all ppermute pbroadcast",
 )
-"""Primitives with equal results on all replicas, as on one device."""
+"""Primitives whose results are the same on all replicas as on one device."""
 
 _ELEMENTWISE = names_in(
     "abs acos acosh add add_any and asin asinh atan atan2 atanh cbrt ceil",
@@ -178,11 +187,11 @@ _TRACKS_POWERS = names_in(
     "select_n broadcast_in_dim reshape reduce_sum dot_general",
     "conv_general_dilated",
 )
-"""Primitives whose rules keep track of powers."""
+"""Primitives whose rules keep track of exponents (`Kind.power`)."""
 
 
 def _assign(rule: Callable[[Call], Any], *names: str) -> dict[str, Any]:
-    """Assigns one rule to several primitives."""
+    """Returns a dict that assigns one rule to several primitives."""
     return dict.fromkeys(names_in(*names), rule)
 
 

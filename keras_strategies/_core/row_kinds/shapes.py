@@ -30,7 +30,8 @@ def broadcast(call: Call) -> Kind:
     before, after = call.shape(), call.out_shape()
     kind = call.kinds[0]
     if kind.is_rows and before[kind.axis] != after[places[kind.axis]]:
-        # A single row, broadcast over a dimension that may not be the rows'.
+        # A single row is broadcast over a dimension that may not be the
+        # dimension of the rows.
         return call.make_mixed()
     result = move_dims(call, lambda axis: places[axis])
     if result.is_rows and places == tuple(range(len(before))):
@@ -57,9 +58,11 @@ def reshape(call: Call) -> Kind:
             call,
             lambda axis: starts.get((math.prod(before[:axis]), before[axis])),
         )
-    # A reshape keeps the row-major order. So `outer`, the product of the sizes
-    # before the row's index, does not change: it is the product of the sizes of
-    # the dimensions before the new one (`ahead`) and of the blocks within it.
+    # A reshape keeps the row-major order of the entries. So the product of all
+    # sizes before the row's index does not change. Before the reshape it is
+    # `outer`. After it, it is the product of the sizes of the dimensions before
+    # the new row dimension (`ahead`) and the number of blocks within that
+    # dimension.
     outer = math.prod(before[: kind.axis]) * kind.outer
     candidates = []
     for axis, size in enumerate(after):
@@ -117,14 +120,18 @@ def slice_(call: Call) -> Kind:
 
 
 def _with_columns(call: Call, kind: Kind, out: int = 0) -> Kind:
-    """Returns a kind of rows, with its columns only if all are kept."""
+    """Returns a `ROWS` kind, without `columns` if some columns are cut off."""
     is_all = call.shape()[-1:] == call.out_shape(out)[-1:]
     columns = kind.columns if is_all else frozenset()
     return kind.but(columns=columns)
 
 
 def _part(call: Call, kind: Kind, start: int, stop: int, step: int) -> Kind:
-    """Returns the kind of a slice of rows: one or more blocks, or all."""
+    """Returns the kind of a slice along the dimension of the rows.
+
+    The slice must consist of complete blocks of rows, else the result is
+    `MIXED`.
+    """
     size = call.shape()[kind.axis]
     if (start, stop, step) == (0, size, 1):
         return kind
@@ -177,8 +184,9 @@ def concatenate(call: Call) -> Kind:
     same = [same_power(first.power, f.power)[0] for f in kinds]
     if first.axis != dim:
         return _concatenate_columns(call, first, all(same))
-    # Along the dimension of the rows, each operand must consist of complete
-    # blocks of rows, or of a constant that is equal within such blocks.
+    # The concatenation is along the dimension of the rows. Each operand must
+    # consist of complete blocks of rows, or of a constant that is equal within
+    # such blocks.
     inner = call.inner(first, k)
     block = inner * call.num_rows
     fits = all(
@@ -210,12 +218,12 @@ def _concatenated_constants(call: Call, dim: int, sizes: list[int]) -> Kind:
 
 
 def _concatenate_columns(call: Call, first: Kind, same: bool) -> Kind:
-    """Returns the kind of a concatenation along another dimension than rows.
+    """Returns the kind of a concatenation along a dimension other than rows.
 
     Args:
       call: The call.
       first: The kind of the first operand that is rows.
-      same: Whether the operands' powers are equal.
+      same: Whether the operands' exponents (`Kind.power`) are equal.
     """
     axis, columns, start = first.axis, set(), 0
     is_last = call.params["dimension"] == len(call.out_shape()) - 1

@@ -1,1 +1,1 @@
-"""Scripts that run up to their first training step, in child processes."""
+"""Runs scripts up to their first training step, in child processes."""

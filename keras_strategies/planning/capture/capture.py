@@ -1,7 +1,7 @@
-"""Capture of a script's first training step, before the step runs.
+"""Captures a script's first training step before the step runs.
 
-While a script runs here, its strategies use a slice's devices, their models
-have no values, and the first `fit` or `run` ends the script.
+While a script runs here, its strategies use a slice's devices, its models'
+variables have shapes but no values, and the first `fit` or `run` ends it.
 """
 
 import contextlib
@@ -66,33 +66,33 @@ _Function = Callable[..., Any]
 
 
 class StepCaptured(BaseException):
-    """The signal that ends a script whose first step was captured."""
+    """Raised to end a script after its first step was captured."""
 
 
 class PlanError(Exception):
-    """A script that cannot be planned. The message is for its author."""
+    """Raised for a script that cannot be planned; its message is for users."""
 
 
 class ScriptEnded(PlanError):
-    """A script that exited before it trained."""
+    """Raised for a script that exited before it trained."""
 
 
 class Capture:
-    """Replacement of a script's strategies, and capture of its first step.
+    """Replaces a script's strategies and captures its first step.
 
     Args:
       devices: The devices of the slice.
-      layout: The layout of models on the devices, or None for the script's.
+      layout: The layout of models on the devices. None for the script's own.
       layout_map: The layout map for replicas of several cores.
       is_per_replica: Whether each of the script's batches is for one replica.
         Otherwise they are global batches.
-      plan: A function of the step and the layout's name. It is called where
-        the script trains, so that contexts around `fit` take effect (such as
-        a precision of matrix products). None: nothing is called.
+      plan: A function of the step and the layout's name, or None. It is called
+        where the script trains, so that contexts around `fit` take effect (such
+        as a precision of matrix products).
 
     Attributes:
       step: The step that was captured, or None.
-      planned: The result of `plan`, or None if it was not called or raised.
+      planned: The result of `plan`. None if it was not called or raised.
       error: The error that `plan` raised, or None.
       model: The step's model, or None for the step of a custom loop.
       layout: The name of the layout of models on the devices.
@@ -120,7 +120,7 @@ class Capture:
         self._lock, self._done = threading.Lock(), threading.Event()
 
     def wait(self) -> None:
-        """Waits for the plan of a step that another thread captured."""
+        """Waits for the plan if another thread has captured the step."""
         if self.step is not None:
             self._done.wait()
 
@@ -204,7 +204,7 @@ class Capture:
         )
 
     def _set_resolver(self, strategy: Strategy, named: dict[str, Any]) -> None:
-        """Sets the resolver that the script passes to a strategy."""
+        """Sets a strategy's resolver to the one that the script passes."""
         if isinstance(strategy, MultiWorkerMirroredStrategy):
             alone = SimpleClusterResolver(ClusterSpec({}))
             given = named.get("cluster_resolver")
@@ -237,7 +237,7 @@ class Capture:
     def _read_shapes(
         self, binding: Binding, call: Call
     ) -> tuple[Any, int | None]:
-        """Returns the first batch's shapes, and the batches of an epoch."""
+        """Returns the first batch's shapes, and the batches per epoch."""
         strategy = binding.owner
         split_validation(call)
         if isinstance(call["x"], CapturedData):
@@ -268,14 +268,14 @@ class Capture:
 
     def _catch_fit(self, binding: Binding, call: Call) -> None:
         if self.step is not None:
-            # An `except` or `finally` of the script let it continue.
+            # The script continued in an `except` or `finally`.
             raise StepCaptured
         strategy, model = binding.owner, binding.model
         self._check_devices(strategy.mesh)
         steps = model.steps_per_execution
         if call.name == "fit":
             batch, number = self._read_shapes(binding, call)
-            # A shorter epoch runs in one shorter execution.
+            # An epoch with fewer steps runs in one shorter execution.
             steps = min(steps, number or steps)
         else:
             given = (call["x"], call["y"], call["sample_weight"])
@@ -290,14 +290,14 @@ class Capture:
         """Plans a step and ends the script."""
         with self._lock:
             if self.step is not None:
-                # Another thread of the script was first.
+                # Another thread of the script has already captured its step.
                 raise StepCaptured
             self.step, self.model = step, model
         try:
             if self._plan is not None:
                 self.planned = self._plan(step, self.layout)
         except BaseException as error:
-            # Stored instead of raised: the script's `except` must not see it.
+            # Stored instead of raised, because the script could catch it.
             self.error = error
         finally:
             self._done.set()
@@ -330,7 +330,7 @@ class Capture:
 
 
 class _AbstractScope:
-    """A strategy's scope in which variables have no values."""
+    """A strategy's scope in which variables are created without values."""
 
     def __init__(self, scope: Any) -> None:
         self._scope = scope
@@ -352,7 +352,7 @@ def _open_scope(original: _Function, strategy: Strategy) -> _AbstractScope:
 
 
 def _make_value_shapes(strategy: Strategy, value_fn: _Function) -> Tree:
-    """Returns per-replica shapes, all equal to those of the first replica."""
+    """Returns per-replica shapes; all are those of the first replica."""
     count, mesh = strategy.num_replicas_in_sync, strategy.mesh
     first = value_fn(ValueContext(0, count))
 
@@ -391,7 +391,7 @@ def _refuse_plain(model: keras.Model, *args: object, **kwargs: object) -> None:
 
 
 def _as_method(function: Callable[..., Any]) -> Callable[..., Any]:
-    """Returns a function that a class binds, of a bound method or a partial."""
+    """Wraps a callable in a function that can be set as a class's method."""
 
     @functools.wraps(function, assigned=("__name__", "__doc__"))
     def method(self: object, *args: object, **kwargs: object) -> object:

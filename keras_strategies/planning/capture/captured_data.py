@@ -1,4 +1,4 @@
-"""Distributed datasets of a planned script, which yield shapes."""
+"""Distributed datasets for a planned script, which yield only shapes."""
 
 from collections.abc import Callable
 from typing import Any
@@ -22,9 +22,9 @@ class CapturedData(DistributedDataset):
 
     Args:
       source: The source of the batches.
-      host: A mesh of the one device that reads them.
+      host: A mesh with the one device that reads the batches.
       mesh: The replicas that the batches are for.
-      factor: The number of the source's batches in a global batch.
+      factor: The number of batches of the source that make up a global batch.
     """
 
     def __init__(
@@ -49,7 +49,8 @@ class CapturedData(DistributedDataset):
     def _stand_in(self, leaf: Array) -> values.PerReplica:
         shape, mesh = times_rows(leaf, self._factor), self._replicas
         replicas = mesh.num_replicas
-        # Programs are compiled for rows that the replicas share evenly.
+        # Programs are compiled for numbers of rows that the replicas can divide
+        # evenly.
         rows = max(-(-shape.shape[0] // replicas), 1) * replicas
         array = jax.ShapeDtypeStruct(
             (rows, *shape.shape[1:]), shape.dtype, sharding=mesh.split
@@ -58,7 +59,7 @@ class CapturedData(DistributedDataset):
 
 
 class _ShapeIterator(DistributedIterator):
-    """An iterator over stand-ins for the batches of another iterator."""
+    """An iterator that yields shapes in place of another iterator's batches."""
 
     def __init__(
         self, batches: DistributedIterator, stand_in: Callable[[Any], Any]
@@ -71,7 +72,7 @@ class _ShapeIterator(DistributedIterator):
 
 
 def times_rows(batch: Batch, factor: int) -> Batch:
-    """Returns the shapes of a batch, with its rows times `factor`."""
+    """Returns the shapes of a batch, with its number of rows times `factor`."""
     return jax.tree.map(
         lambda leaf: with_rows(leaf, shape_of(leaf).shape[0] * factor), batch
     )

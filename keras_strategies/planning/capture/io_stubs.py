@@ -1,4 +1,4 @@
-"""Stubs for a planned script's checkpoint files, which it must not touch."""
+"""Stubs that prevent a planned script from reading or writing checkpoints."""
 
 import os
 from collections.abc import Callable
@@ -8,13 +8,13 @@ from keras_strategies import checkpoint as lib
 from keras_strategies.estimator import exporting, train_callback
 
 Patch = tuple[Any, str, Any]
-"""A class or module, the name of an attribute, and its temporary value."""
+"""A class or module, the name of its attribute, and a temporary value."""
 
 _OF_MANAGER = ("save", "restore_or_initialize", "restore", "wait", "close")
 
 
 def patches() -> list[Patch]:
-    """Returns stubs for checkpoints and for an Estimator's directory."""
+    """Returns the stubs for checkpoints and for an Estimator's directory."""
     checkpoint, kept = lib.Checkpoint, lib.CheckpointManager
     return [
         (lib, "latest_checkpoint", _do_nothing),
@@ -32,7 +32,7 @@ def patches() -> list[Patch]:
 
 
 class Restored:
-    """The status of a checkpoint that was not read."""
+    """A stand-in for the status of a restored checkpoint; nothing was read."""
 
     def __getattr__(self, name: str) -> Callable[..., "Restored"]:
         if name.startswith("_"):

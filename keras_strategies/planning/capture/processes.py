@@ -1,4 +1,4 @@
-"""Processes that plan a command's candidates, one each."""
+"""Plans the candidates of a command, each in its own process."""
 
 import collections
 import contextlib
@@ -31,15 +31,16 @@ _NOT_ENTERED = ("TF_CONFIG", "KERAS_STRATEGIES_", "JAX_COORDINATOR_ADDRESS")
 def plan_in_processes(
     requests: Sequence[Request], num_processes: int | None = None
 ) -> Plan:
-    """Plans candidates and shows the table as it fills.
+    """Plans candidates and shows a table that is filled as they finish.
 
     Args:
       requests: The candidates.
-      num_processes: The number of candidates at a time, or None to choose it
-        by the machine's cores and memory.
+      num_processes: The number of candidates to plan at the same time. None to
+        choose it by the machine's cores and memory.
 
     Returns:
-      The steps of the candidates that have one, in their order.
+      A plan with the steps of all candidates that have one, in the order of the
+      requests.
     """
     pool = _Pool(requests, num_processes or count_jobs(len(requests)))
     with live_table() as show, contextlib.closing(pool):
@@ -57,15 +58,15 @@ def _sort_steps(steps: Mapping[int, PlannedStep]) -> tuple[PlannedStep, ...]:
 
 
 class _Pool:
-    """The processes of candidates.
+    """Starts the candidates' processes and collects their answers.
 
     Args:
       requests: The candidates.
-      at_once: The maximum number of processes at a time.
+      at_once: The maximum number of processes that run at the same time.
 
     Attributes:
       running: The processes that have not ended.
-      steps: Finished steps by their candidates' indices.
+      steps: The finished steps, by the indices of their candidates.
     """
 
     def __init__(self, requests: Sequence[Request], at_once: int) -> None:
@@ -73,18 +74,21 @@ class _Pool:
         self.steps: dict[int, PlannedStep] = {}
         self._waiting = collections.deque(enumerate(requests))
         self._at_once = at_once
-        # Each process compiles in several threads. On a machine with few
-        # cores, the first candidate runs alone until its row is known, so
-        # that the table shows something early.
+        # Each process compiles in several threads. On a machine with few cores,
+        # no other candidate starts until the first one has sent its row, so
+        # that the table shows a row early.
         self._is_first = len(os.sched_getaffinity(0)) < 2 * at_once
 
     @property
     def is_busy(self) -> bool:
-        """Whether a candidate has not ended."""
+        """Whether at least one candidate has not ended."""
         return bool(self._waiting or self.running)
 
     def start(self) -> dict[int, PlannedStep]:
-        """Starts processes and returns the rows that running ones have sent."""
+        """Starts processes; returns preliminary rows of those that run.
+
+        The rows are by the index of the candidate.
+        """
         while self._waiting and len(self.running) < (
             1 if self._is_first else self._at_once
         ):
@@ -115,7 +119,8 @@ class _Process:
     def __init__(self, index: int, request: Request) -> None:
         self.index, self.request = index, request
         self._log = tempfile.TemporaryFile()  # noqa: SIM115
-        # Not a pipe: children that the script forks would hold it open.
+        # The answers are not sent through a pipe, because children that the
+        # script forks would keep it open.
         self._answers = tempfile.TemporaryFile()  # noqa: SIM115
         file = self._answers.fileno()
         environ = {
@@ -133,15 +138,16 @@ class _Process:
             stdout=self._log,
             stderr=subprocess.STDOUT,
             pass_fds=[file],
-            # `end` kills the session, with all that the script has started.
+            # `end` kills the session, including all processes that the script
+            # has started.
             start_new_session=True,
         )
-        # Earlier candidates have priority.
+        # Earlier candidates have a higher priority.
         niceness = os.nice(0) + min(index, _MAX_NICENESS)
         os.setpriority(os.PRIO_PROCESS, self._process.pid, niceness)
 
     def _read_answers(self) -> bytes:
-        """Returns the output of the process so far."""
+        """Returns the answers that the process has written so far."""
         return os.pread(self._answers.fileno(), MAX_ANSWER_BYTES, 0)
 
     def has_answered(self) -> bool:
@@ -150,13 +156,13 @@ class _Process:
         return has_ended or parse_answer(self._read_answers()) is not None
 
     def row(self) -> PlannedStep | None:
-        """Returns the step as known before the last answer, or None."""
+        """Returns the preliminary step that the process has sent, or None."""
         whole, _, _ = self._read_answers().rpartition(b"\n")
         answer = parse_answer(whole, names=("row",))
         return None if answer is None else PlannedStep.from_json(answer["row"])
 
     def end(self) -> dict[str, Any]:
-        """Ends the process and returns its answer."""
+        """Ends the process and returns its last answer."""
         with contextlib.suppress(ProcessLookupError):
             os.killpg(self._process.pid, signal.SIGKILL)
         code = self._process.wait()
@@ -170,7 +176,8 @@ class _Process:
             tail = "\n".join(lines[-12:])
             return {"error": f"The process ended ({code}).\n{tail}"}
         if "ended" in answer:
-            # The script's output explains why.
+            # The last line of the script's output usually explains why it
+            # ended.
             last = [line for line in lines if line.strip()][-1:]
             wrote = "".join(f" Its last output: {line!r}." for line in last)
             return {"error": f"{answer['ended']}{wrote}"}

@@ -1,4 +1,4 @@
-"""Requests to the processes of `keras-strategies plan`, and their answers."""
+"""Requests to the child processes of `keras-strategies plan`, and answers."""
 
 import dataclasses
 import json
@@ -14,7 +14,7 @@ ENVIRONMENT = {
     "ALLOW_MULTIPLE_LIBTPU_LOAD": "1",
     "TF_CPP_MIN_LOG_LEVEL": "2",
 }
-"""Environment variables of the processes, which compile for absent slices."""
+"""Environment variables of the processes that compile for absent slices."""
 MAX_ANSWER_BYTES = 1_000_000
 _BATCH = re.compile(
     r"(?P<sizes>\d{1,9}(x\d{1,9}){0,7}):(?P<dtype>[a-z]+\d{0,2})"
@@ -23,20 +23,22 @@ _BATCH = re.compile(
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Request:
-    """The candidate that one process plans.
+    """A candidate that one child process plans, with all options.
 
     Attributes:
-      script: The script's path, or a module's name; "" for a function.
+      script: The path of the script, or the name of a module. "" if `function`
+        is set.
       is_module: Whether the script is a module.
-      function: A function that makes the model, "module:function".
+      function: A function that creates the model, as "module:function".
       batch: The shapes and dtypes of x and y, such as "8x2048:int32".
       arguments: The script's arguments.
       topology: The slice's name.
       layout: The name of the model's layout on the slice.
-      is_default: Whether the layout is a default that the user did not name,
-        so that its row may be left out.
-      is_alone: Whether there is only this candidate.
-      scale: "replica" or "global": what the rows of the batches are for.
+      is_default: Whether the layout is one of the defaults and was not
+        requested by the user, so that its row may be left out.
+      is_alone: Whether this is the only candidate.
+      scale: "replica" if the script's batches are for one replica, "global" if
+        they are global batches.
       effort: "auto", "low" or "full".
       verify: See `Strategy.plan`.
       whole: See `Strategy.plan`.
@@ -64,7 +66,7 @@ class Request:
         return f"{self.topology} {self.layout}"
 
     def to_text(self) -> str:
-        """Returns the request as text, for the process's command line."""
+        """Returns the request as JSON, for the process's command line."""
         return json.dumps(dataclasses.asdict(self))
 
     @classmethod
@@ -80,7 +82,7 @@ def parse_shape_and_dtype(text: str) -> tuple[tuple[int, ...], str]:
     """Parses an array's shape and dtype, such as "8x2048:int32".
 
     Raises:
-      ValueError: if `text` does not have this form.
+      ValueError: if `text` is not in this format.
     """
     match = _BATCH.fullmatch(text)
     sizes = tuple(map(int, match["sizes"].split("x"))) if match else ()
@@ -98,11 +100,12 @@ def parse_answer(
     """Parses a process's last answer.
 
     Args:
-      raw: Lines of JSON. The last one is the answer.
-      names: The names that the answer may have.
+      raw: Lines of JSON. The last line is the answer.
+      names: The allowed names of answers.
 
     Returns:
-      A dict of the answer's name and value, or None if it is not valid.
+      A dict with one entry, the answer's name and value. None if the answer is
+      not valid.
     """
     lines = raw.splitlines()
     try:

@@ -1,4 +1,4 @@
-"""Execution of a script up to its first training step."""
+"""Runs a script up to its first training step."""
 
 import contextlib
 import os
@@ -29,14 +29,15 @@ def run_script(capture: Capture, request: Request) -> Capture:
 
     Args:
       capture: The capture of the step.
-      request: The request, which names the script.
+      request: The request, which contains the script's path and arguments.
 
     Returns:
-      `capture`, which has the step.
+      `capture`, which now contains the step.
 
     Raises:
       PlanError: if the script ended without a step.
-      Exception: if the script, or the first of its threads, raised before.
+      Exception: an error that the script, or one of its threads, raised before
+        its first step.
     """
     process, threads = os.getpid(), _ScriptThreads()
     with capture.install(), _as_main(request), threads.watch():
@@ -47,7 +48,7 @@ def run_script(capture: Capture, request: Request) -> Capture:
         except SystemExit as error:
             code = error.code
             if os.getpid() != process:
-                # The script has forked itself.
+                # This is a child process that the script has forked.
                 is_number = isinstance(code, int)
                 end_process(code if is_number else int(code is not None))
             if capture.step is None and code not in (None, 0):
@@ -59,7 +60,8 @@ def run_script(capture: Capture, request: Request) -> Capture:
             if os.getpid() != process:
                 traceback.print_exc()
                 end_process(1)
-            # After its first step a script may fail, such as in a `finally`.
+            # Errors after the first step are ignored, such as errors in a
+            # `finally`.
             if capture.step is None:
                 raise
         if os.getpid() != process:
@@ -83,7 +85,7 @@ def _run_main(request: Request) -> None:
 
 
 def end_process(status: int = 0) -> NoReturn:
-    """Ends the process at once, without waiting for the script's threads."""
+    """Ends the process immediately; does not wait for other threads."""
     sys.stdout.flush()
     sys.stderr.flush()
     os._exit(status)
@@ -91,7 +93,7 @@ def end_process(status: int = 0) -> NoReturn:
 
 @contextlib.contextmanager
 def _as_main(request: Request) -> Iterator[None]:
-    """Sets the script's arguments, and puts its folder on the path."""
+    """Sets `sys.argv` and `sys.path` as Python does for a script."""
     argv, path = sys.argv[:], sys.path[:]
     sys.argv = [request.script, *request.arguments]
     folder = pathlib.Path(request.script).resolve().parent
@@ -106,7 +108,7 @@ class _ScriptThreads:
     """The threads of a script.
 
     Attributes:
-      error: The first error that one of them raised, or None.
+      error: The first error that one of the threads raised, or None.
     """
 
     def __init__(self) -> None:
@@ -114,11 +116,12 @@ class _ScriptThreads:
 
     @contextlib.contextmanager
     def watch(self) -> Iterator[None]:
-        """Stores the threads' first error, in the block."""
+        """Stores the first error of the threads while a block runs."""
         report = threading.excepthook
 
         def keep(args: threading.ExceptHookArgs) -> None:
-            # An `Exception` is the script's; otherwise it is `StepCaptured`.
+            # An `Exception` is an error of the script. Anything else is
+            # `StepCaptured`, which is not an error.
             if isinstance(args.exc_value, Exception):
                 self.error = self.error or args.exc_value
                 report(args)
@@ -127,7 +130,7 @@ class _ScriptThreads:
             yield
 
     def finish(self, is_done: Callable[[], bool]) -> None:
-        """Waits for the threads, as Python does at exit, for up to a minute.
+        """Waits up to a minute for the threads, as Python does at exit.
 
         Args:
           is_done: A function that returns whether to stop waiting.

@@ -1,6 +1,7 @@
-"""The process of `keras-strategies plan` that plans one candidate.
+"""The child process of `keras-strategies plan` that plans one candidate.
 
-The current folder is on its path only if it plans a module or a function.
+The current folder is on the process's `sys.path` only if it plans a module or a
+function.
 """
 
 import dataclasses
@@ -53,13 +54,13 @@ _POLL_SECONDS = 1.0
 def main(descriptor: str, words: str, parent: str) -> NoReturn:
     """Plans the candidate and writes answers to a file descriptor.
 
-    Each answer is a line of JSON: first the step at low effort, then the final
-    one.
+    Each answer is a line of JSON. The first one is the step compiled at low
+    effort, the last one is the final step or an error.
 
     Args:
-      descriptor: The number of the file descriptor.
-      words: The request, as text.
-      parent: The command's process id.
+      descriptor: The number of the file descriptor, as text.
+      words: The request, as text from `Request.to_text`.
+      parent: The process id of the command, as text.
     """
     threading.Thread(
         target=_exit_with_parent, args=(int(parent),), daemon=True
@@ -71,11 +72,11 @@ def main(descriptor: str, words: str, parent: str) -> NoReturn:
 
 
 def _exit_with_parent(parent: int) -> None:
-    """Ends the process once its parent has ended (a closed terminal)."""
+    """Ends the process once its parent has ended, as on a closed terminal."""
     while os.getppid() == parent:
         time.sleep(_POLL_SECONDS)
     if os.getpgrp() == os.getpid():
-        # Including the processes that the script has started.
+        # Also ends the processes that the script has started.
         os.killpg(0, signal.SIGKILL)
     os._exit(1)
 
@@ -99,7 +100,7 @@ class Worker:
             self._file.flush()
 
     def answer(self, plan: Callable[[], dict[str, Any]]) -> None:
-        """Sends the result of `plan`, or the error that it raised."""
+        """Calls `plan` and sends its result, or the error that it raised."""
         try:
             self.send(step=plan())
         except BaseException as error:
@@ -108,13 +109,16 @@ class Worker:
             self.send(**{name: _describe_error(error, self._request)})
 
     def plan(self) -> dict[str, Any]:
-        """Returns the candidate's step as a dict for JSON."""
+        """Plans the candidate and returns its step as a dict for JSON."""
         if self._request.function:
             return self._plan_candidate(_make_function_candidate(self._request))
         return self.plan_script(make_tpu_devices(self._request.topology))
 
     def plan_script(self, devices: Sequence[jax.Device]) -> dict[str, Any]:
-        """Plans a script's first step, in the contexts that surround it.
+        """Runs the script and plans its first step.
+
+        The step is planned inside the contexts (`with`) that surround it in the
+        script.
 
         Args:
           devices: The devices of the slice.
@@ -125,8 +129,9 @@ class Worker:
         request, layout = self._request, parse_layout(self._request.layout)
         layout_map = None
         if layout.cores > 1:
-            # The layout map is made from the model. A first run of the
-            # script, with one core per replica, only finds that model.
+            # The layout map is computed from the model. So the script is run
+            # twice: the first run, with one core per replica, only finds the
+            # model.
             plain = dataclasses.replace(layout, cores=1, shards=None)
             model = self._run(devices, plain, _check_thread).model
             if model is None:
@@ -158,7 +163,8 @@ class Worker:
 
         def plan_in_thread(*args: object) -> object:
             if threading.current_thread() is not threading.main_thread():
-                # The main thread may wait forever for the step's result.
+                # The main thread may wait forever for the step's result, so the
+                # process ends here.
                 self.answer(lambda: plan(*args))
                 end_process()
             return plan(*args)
@@ -173,7 +179,7 @@ class Worker:
         return run_script(capture, self._request)
 
     def _plan_step(self, step: Step, layout: str) -> dict[str, Any]:
-        """Plans a step that was captured."""
+        """Plans a step that was captured from the script."""
         return self._plan_candidate(
             Candidate(
                 topology=self._request.topology,
@@ -213,7 +219,7 @@ def _check_thread(*args: object) -> None:
 
 
 def _make_function_candidate(request: Request) -> Candidate:
-    """Returns the candidate of a function that makes a model."""
+    """Returns the candidate for a function that creates a model."""
     module, name = request.function.split(":")
     batch = tuple(
         jax.ShapeDtypeStruct(*parse_shape_and_dtype(text))
@@ -221,7 +227,8 @@ def _make_function_candidate(request: Request) -> Candidate:
     )
     is_global = request.scale == "global"
     strategy = MirroredStrategy(jax.devices("cpu")[:1])
-    # Added last: files in the current folder may shadow imported modules.
+    # The current folder is added after all other imports, because its files may
+    # shadow other modules.
     sys.path.insert(0, os.getcwd())
     maker = getattr(importlib.import_module(module), name)
     (candidate,) = candidates.iter_candidates(
@@ -235,7 +242,7 @@ def _make_function_candidate(request: Request) -> Candidate:
 
 
 def _describe_error(error: BaseException, request: Request) -> str:
-    """Returns an error's text for the script's author, with its line."""
+    """Returns an error's text, with the line of the script that raised it."""
     if isinstance(error, PlanError):
         return str(error)
     if isinstance(error, candidates.MakingFailed):

@@ -1,1 +1,1 @@
-"""Candidates compiled for shapes, and the figures of their programs."""
+"""Compiles candidates for shapes and reads their programs' figures."""

@@ -1,4 +1,4 @@
-"""Signatures of layer calls; calls with equal signatures compute the same."""
+"""Signatures of layer calls. Equal signatures mean equal computations."""
 
 import inspect
 import json
@@ -15,10 +15,13 @@ _KERAS = ("keras", "keras_hub")
 
 
 def call_signature(node: Any) -> tuple[Any, ...]:
-    """Returns a call's signature: equal for calls that compute the same.
+    """Returns the signature of a layer call or operation.
+
+    Calls with equal signatures perform the same computation, except for the
+    values of weights.
 
     Args:
-      node: The call, a node of a Keras model's graph.
+      node: The call: a node in the graph of a Keras model.
     """
     return (
         _describe_operation(node.operation),
@@ -52,16 +55,17 @@ def _describe_operation(operation: keras.Operation) -> tuple[Any, ...]:
         inner = operation._flatten_layers()
         modes = tuple(map(_read_remat, inner))
         if not all(is_of_keras(type(x)) for x in inner):
-            # The config of a user-defined layer may leave out what it
-            # computes with, so all inner layers and attributes count, too.
+            # The config of a user-defined layer may be incomplete, so the
+            # signature also includes all inner layers and attributes.
             text += "".join(map(_read_config, inner))
             modes += tuple(map(_read_attributes, inner))
-        # The config of a functional model refers to layers by name. Numbers
-        # take the place of the names, which differ between equal blocks.
+        # The config of a functional model refers to layers by name. The names
+        # differ between equal blocks, so they are replaced by numbers.
         named = [(x, *getattr(x, "operations", ())) for x in inner]
         names = dict.fromkeys(x.name for group in named for x in group)
         for number, name in enumerate(names):
-            # Only values: the key "dropout" is not the layer `dropout`.
+            # Only values are replaced: the key "dropout" is not a reference to
+            # a layer named `dropout`.
             word = re.escape(json.dumps(name)) + "(?!:)"
             text = re.sub(word, f'"part {number}"', text)
     return type(operation), variables, text, modes
@@ -72,7 +76,8 @@ def _read_config(operation: keras.Operation) -> str:
         config = _strip_names(operation.get_config())
         return json.dumps(config, sort_keys=True, default=repr)
     except Exception:
-        # A user-defined layer without a config; its attributes are compared.
+        # A user-defined layer without a config. Its attributes are compared
+        # instead.
         return ""
 
 
@@ -89,10 +94,10 @@ def _read_attributes(layer: keras.layers.Layer) -> tuple[Any, ...]:
 
 
 def _read_arguments(node: Any) -> Hashable:
-    """Returns the arguments of a call other than tensors.
+    """Returns those arguments of a call that are not tensors.
 
-    Floats that an operation of Keras (not a layer) computes with are left out:
-    any two of them take the same computation.
+    Float arguments of a Keras operation (not a layer) are left out, because
+    their values do not change which operations are computed.
     """
     is_layer = isinstance(node.operation, keras.layers.Layer)
     given = node.arguments.args, node.arguments.kwargs
@@ -122,9 +127,10 @@ def _make_key(value: Any, *, has_numbers: bool = True) -> Hashable:
 
 
 def _make_cell_key(cell: types.CellType) -> Hashable:
-    """Returns a key of a closure's cell; None if the cell is empty.
+    """Returns a key for the contents of a closure's cell, or None if empty.
 
-    Its contents may be the function itself, so they are not traversed.
+    The contents of the cell are not traversed, because they may be the function
+    itself.
     """
     try:
         return _make_leaf_key(cell.cell_contents)
@@ -135,7 +141,7 @@ def _make_cell_key(cell: types.CellType) -> Hashable:
 def _make_leaf_key(value: object) -> Hashable:
     is_plain = isinstance(value, str | int | float | None)
     if not is_plain and is_of_keras(type(value)):
-        # Inner layers have keys in `_describe_operation`.
+        # Inner layers are handled in `_describe_operation`.
         return type(value)
     try:
         hash(value)
@@ -145,7 +151,7 @@ def _make_leaf_key(value: object) -> Hashable:
 
 
 def _read_remat(layer: keras.layers.Layer) -> tuple[Any, ...]:
-    """Returns how a layer is rematerialized in the backward pass; () if not."""
+    """Returns how a layer is rematerialized, or () if it is not."""
     remat = layer._remat_mode
     if remat is None or remat.mode is None:
         return ()

@@ -1,4 +1,4 @@
-"""Candidates of a plan of `fit`: their strategies, models and batches."""
+"""Creates the candidates for a plan of `fit`."""
 
 import functools
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -28,26 +28,27 @@ from keras_strategies.tpu.topology_devices import make_tpu_devices
 
 
 class MakingFailed(Exception):  # noqa: N818
-    """A failure of the user's function that makes models; see its cause."""
+    """Raised if the user's function failed to create a model; see the cause."""
 
 
 Maker = Callable[[], keras.Model]
 
 _MODEL_AXIS = 4
-"""Cores of a replica in the default layout for transformers."""
+"""The number of cores per replica in the default layout for transformers."""
 
 
 class Batch:
-    """The shapes of a global batch, for any number of replicas.
+    """The shapes of a global batch, scaled to any number of replicas.
 
     Args:
       batch: `(x, y)` or `(x, y, sample_weight)`.
-      replicas: The number of replicas that `batch` is a global batch of.
-      is_global: Whether the rows in all stay the same for other numbers of
-        replicas. Otherwise the rows of each replica do.
+      replicas: The number of replicas for which `batch` is the global batch.
+      is_global: Whether the total number of rows stays the same for other
+        numbers of replicas. Otherwise the number of rows per replica stays the
+        same.
 
     Raises:
-      ValueError: if `batch` is not a batch, or has no rows.
+      ValueError: if `batch` is not a valid batch, or has no rows.
     """
 
     def __init__(self, batch: Tree, replicas: int, *, is_global: bool) -> None:
@@ -62,7 +63,7 @@ class Batch:
         self._replicas, self._is_global = replicas, is_global
 
     def for_replicas(self, replicas: int) -> Tree:
-        """Returns the shapes of a global batch of that many replicas.
+        """Returns the shapes of the global batch for a number of replicas.
 
         Returns:
           A `jax.ShapeDtypeStruct` of shape (rows, ...) for each array.
@@ -74,10 +75,10 @@ class Batch:
 
 
 def get_maker(model: object) -> Maker:
-    """Returns a function that makes the planned model.
+    """Returns a function that creates the planned model.
 
     Args:
-      model: A compiled model, or a function that makes one.
+      model: A compiled model, or a function that creates one.
 
     Raises:
       ValueError: if the model is not compiled.
@@ -109,14 +110,14 @@ def iter_candidates(
     """Yields the candidates of `Strategy.plan`.
 
     Args:
-      base: The strategy that plans.
-      maker: A function that makes the model.
+      base: The strategy whose `plan` was called.
+      maker: A function that creates the model.
       batch: The batch.
-      topologies: Names of slices, or None for the strategy's devices.
-      strategies: Layouts, or None for the default ones.
+      topologies: The names of slices. None for the strategy's devices.
+      strategies: The layouts to plan. None for the default layouts.
 
     Raises:
-      ValueError, TypeError: if a slice or a layout is not known.
+      ValueError, TypeError: if a slice or a layout is not valid.
     """
     if strategies is not None:
         is_many = isinstance(strategies, Sequence)
@@ -150,7 +151,10 @@ def iter_candidates(
 
 
 def list_default_layouts(devices: Sequence[Any]) -> list[lib.Layout]:
-    """Returns the layouts to try; the last one may be for transformers."""
+    """Returns the layouts to plan by default.
+
+    The last layout may be one that only transformers can use.
+    """
     shards = group_devices(devices, None)[1]
     layouts = lib.list_layouts(len(devices), shards)
     is_tpu = devices[0].platform == "tpu"
@@ -160,14 +164,14 @@ def list_default_layouts(devices: Sequence[Any]) -> list[lib.Layout]:
 
 
 class _LayoutMaps:
-    """Layout maps of the planned transformer, by cores of a replica."""
+    """Creates layout maps for the planned model, if it is a transformer."""
 
     def __init__(self, maker: Maker) -> None:
         self._maker = maker
         self._model: keras.Model | None = None
 
     def list_possible(self, devices: Sequence[Any]) -> list[lib.Layout]:
-        """Returns the default layouts that the model has a layout map for."""
+        """Returns the default layouts that are possible for the model."""
         return [x for x in list_default_layouts(devices) if self._allows(x)]
 
     def _allows(self, layout: lib.Layout) -> bool:
@@ -179,7 +183,7 @@ class _LayoutMaps:
         return True
 
     def of(self, cores: int) -> Mapping[str, Any]:
-        """Returns the layout map for replicas of that many cores."""
+        """Returns a layout map for replicas with the given number of cores."""
         if self._model is None:
             with abstract():
                 self._model = self._maker()
@@ -198,12 +202,13 @@ def make_candidate(
       name: The slice's name.
       devices: The slice's devices.
       layout: The model's layout on the devices.
-      make: A function of the mesh that makes the step.
+      make: A function that creates the step for a mesh.
     """
     try:
         mesh = make_mesh(devices, layout)
     except (ValueError, TypeError) as error:
-        # Raised later, so that the candidate's row in the plan shows it.
+        # The error is raised later, so that it is shown in the candidate's row
+        # of the plan.
         make_step = functools.partial(_fail, error)
         num_replicas = max(len(devices) // layout.cores, 1)
     else:
@@ -223,7 +228,7 @@ def _fail(error: Exception) -> NoReturn:
 
 
 def make_mesh(devices: Sequence[Any], layout: lib.Layout) -> ReplicaMesh:
-    """Returns the mesh of replicas of a layout on devices.
+    """Returns the mesh of replicas that a layout needs on the devices.
 
     Raises:
       ValueError: if the layout does not fit the devices.

@@ -13,18 +13,19 @@ _GIB = 2**30
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Chip:
-    """Specifications of one device of an accelerator.
+    """Specifications of one device (a chip, or one of a chip's cores).
 
-    For a chip that JAX sees as two devices, those of half the chip.
+    If JAX shows a chip as two devices, the values are those of half the chip.
 
     Attributes:
       name: The name in topologies, such as "v5e".
-      memory_bytes: Bytes that the compiler lets a program use.
-      flops: Multiplications and additions of bfloat16 matrices per second.
-      memory_bandwidth: Bytes per second of the memory.
-      link_bandwidth: Bytes per second sent over all links to other chips of
-        the slice together.
-      source: The page that the figures are from.
+      memory_bytes: Bytes of memory that the compiler allows a program to use.
+      flops: Peak rate in multiplications and additions per second, for matrix
+        products in bfloat16.
+      memory_bandwidth: Bandwidth of the memory, in bytes per second.
+      link_bandwidth: Total bandwidth of all links to other chips of the slice,
+        in bytes sent per second.
+      source: The web page that contains these values.
     """
 
     name: str
@@ -51,23 +52,23 @@ def _make_chip(
     )
 
 
-# By JAX's `device_kind`. Memory is the "available HBM" in errors of libtpu
-# 0.0.42. The rest is from the pages, whose Gbps of links are for one
-# direction.
+# Specifications by JAX's `device_kind`. The memory is the "available HBM" in
+# error messages of libtpu 0.0.42. The other values are from the pages, where
+# the Gbps of links are per direction.
 _BY_KIND = {
     "TPU v4": _make_chip("v4", 30.75, 275, 1228, 300, "v4"),
     "TPU v5 lite": _make_chip("v5e", 15.75, 197, 819, 200, "v5e"),
     "TPU v5": _make_chip("v5p", 95.74, 459, 2765, 600, "v5p"),
     "TPU v6 lite": _make_chip("v6e", 31.25, 918, 1640, 400, "v6e"),
-    # One of a chip's two devices.
+    # Values of one of a chip's two devices.
     "TPU7x": _make_chip("tpu7x", 94.75, 1153.5, 3690, 600, "tpu7x"),
 }
-# For a v4 whose two cores are two devices.
+# For a v4 chip whose two cores JAX shows as two devices.
 _OF_V4_CORE = _make_chip("v4", 15.25, 137.5, 614, 150, "v4")
 
 
 def find_chip(device: "jax.Device") -> Chip | None:
-    """Returns the specifications of a device, or None if not known."""
+    """Returns the specifications of a device, or None if they are unknown."""
     kind = device.device_kind
     if kind == "TPU v4" and getattr(device, "num_cores", 2) == 1:
         return _OF_V4_CORE
@@ -75,14 +76,15 @@ def find_chip(device: "jax.Device") -> Chip | None:
 
 
 def find_memory(device: "jax.Device", num_local: int = 1) -> int | None:
-    """Returns the bytes that a program may use on a device.
+    """Returns the bytes of memory that a program may use on a device.
 
     Args:
       device: The device.
-      num_local: The number of devices that share a CPU's memory.
+      num_local: The number of devices that share a machine's memory, if the
+        device is a CPU.
 
     Returns:
-      The number of bytes, or None if unknown.
+      The number of bytes, or None if it is unknown.
     """
     chip = find_chip(device)
     if chip is not None:

@@ -1,4 +1,4 @@
-"""Clones of compiled models, which do not share variables with them."""
+"""Creates clones of compiled models."""
 
 import contextlib
 from collections.abc import Iterable, Iterator
@@ -20,17 +20,17 @@ _OF_A_STEP = ("train_step", "compute_loss", "compute_metrics", "compile")
 
 
 def clone_from_config(model: keras.Model) -> keras.Model:
-    """Makes a model from another one's config and compiles it the same way.
+    """Creates a model from a model's config and compiles it in the same way.
 
     Args:
       model: A model that has a config.
 
     Returns:
-      A model with new variables and initial values.
+      A model with new variables, which have initial values.
 
     Raises:
-      ValueError: if the model has no config, or Keras cannot make a model from
-        it.
+      ValueError: if the model has no config, or Keras cannot create a model
+        from the config.
     """
     try:
         config = model.get_config()
@@ -52,9 +52,9 @@ def clone_from_config(model: keras.Model) -> keras.Model:
 
 
 def compile_like(clone: keras.Model, model: keras.Model) -> None:
-    """Compiles a clone like its model, with a new optimizer.
+    """Compiles a clone like the original model, with a new optimizer.
 
-    The two share losses and metrics.
+    The clone and the original share losses and metrics.
     """
     arguments = dict(model._compile_config.config)
     optimizer = model.optimizer
@@ -66,14 +66,18 @@ def compile_like(clone: keras.Model, model: keras.Model) -> None:
 
 
 def has_own_step(model: keras.Model) -> bool:
-    """Returns whether a model's class overrides a method of Keras's steps."""
+    """Returns whether a model's class overrides a step method of Keras.
+
+    An example is `train_step`.
+    """
     return any(_has_own(type(model), name) for name in _OF_A_STEP)
 
 
 def accumulates_gradients(model: keras.Model) -> bool:
     """Returns whether a model's optimizer accumulates gradients.
 
-    The memory of its conditional update does not grow linearly with blocks.
+    Such an optimizer has a conditional update, whose memory does not grow
+    linearly with the number of blocks.
     """
     optimizer = getattr(model.optimizer, "inner_optimizer", model.optimizer)
     return bool(getattr(optimizer, "gradient_accumulation_steps", None))
@@ -82,7 +86,7 @@ def accumulates_gradients(model: keras.Model) -> bool:
 def make_shorter_clone(
     model: keras.Model, blocks: Blocks, number: int
 ) -> keras.Model:
-    """Returns a compiled model of the same layers with fewer blocks."""
+    """Returns a compiled model with the same layers but fewer blocks."""
     shorter = shorten(model, blocks, number)
     compile_like(shorter, model)
     return shorter
@@ -94,7 +98,7 @@ def _has_own(kind: type, name: str) -> bool:
 
 
 def _copy_modes(model: keras.Model, clone: keras.Model) -> None:
-    """Copies the layers' modes of rematerialization, which configs lack."""
+    """Copies the layers' rematerialization modes, which configs omit."""
     pairs = zip(model._flatten_layers(), clone._flatten_layers(), strict=True)
     for layer, other in pairs:
         other._remat_mode = layer._remat_mode
@@ -107,7 +111,10 @@ def has_remat_layers(model: keras.Model) -> bool:
 
 @contextlib.contextmanager
 def rematerialize(layers: Iterable[keras.layers.Layer]) -> Iterator[None]:
-    """Makes layers rematerialize, as if created in a `keras.RematScope`."""
+    """Makes layers rematerialize while a block runs.
+
+    The layers behave as if they were created in a `keras.RematScope`.
+    """
     with keras.RematScope(mode="full"):
         mode = keras.layers.Identity()._remat_mode
     with contextlib.ExitStack() as stack:
@@ -117,7 +124,7 @@ def rematerialize(layers: Iterable[keras.layers.Layer]) -> Iterator[None]:
 
 
 def embeds_tokens(model: keras.Model) -> bool:
-    """Returns whether a layer is an embedding, so integers may be tokens."""
+    """Returns whether a model has an embedding, so inputs may be tokens."""
     return any(
         isinstance(layer, keras.layers.Embedding)
         or "embedding" in type(layer).__name__.lower()

@@ -1,8 +1,8 @@
-"""Compilation of programs in parallel, with a cache of their figures.
+"""Compiles programs in parallel and caches their figures.
 
-XLA compiles without Python's lock, so threads compile in parallel. Figures are
-cached in files; the key is the program's text, its devices, its options and
-the compiler's version.
+XLA releases Python's global lock while it compiles, so threads compile in
+parallel. The figures are cached in files. The key of a file depends on the
+program's text, its devices, its compiler options and the compiler's version.
 """
 
 import concurrent.futures
@@ -31,24 +31,27 @@ from keras_strategies.cluster.untrusted import load_json, open_regular
 _FOLDER = "keras_strategies"
 _MOST_JOBS = 8
 _BYTES_OF_JOB = 3e9
-"""Bytes of host memory that compiling a large program takes."""
+"""Bytes of host memory needed to compile a large program."""
 _VERSION = 1
 _MOST_BYTES = 10_000
 _FLAGS = ("XLA_FLAGS", "LIBTPU_INIT_ARGS")
-"""Environment variables that compilers read."""
+"""Environment variables that affect compilation."""
 
 LOW_EFFORT = {"exec_time_optimization_effort": -1.0}
-"""Options of XLA with which large programs for TPUs compile in minutes."""
+"""XLA options for low effort: large TPU programs compile in minutes."""
 _UNITS = {"": 1, "K": 2**10, "M": 2**20, "G": 2**30, "T": 2**40}
 _EXHAUSTED = "RESOURCE_EXHAUSTED"
 _NEEDED = re.compile(r"temporaries \((?P<size>\d+(\.\d+)?)(?P<unit>[KMGT]?)")
 
 
 class DoesNotFit(Exception):  # noqa: N818
-    """A program that needs too much memory, by the compiler's error.
+    """The outcome for a program that needs too much memory.
+
+    It is created from the compiler's out-of-memory error.
 
     Attributes:
-      needed: The bytes that it needs, or None if the error has no number.
+      needed: The bytes that the program needs, or None if the error does not
+        contain the number.
     """
 
     def __init__(self, message: str, needed: float | None) -> None:
@@ -63,9 +66,9 @@ class Compiler:
     """Compiles lowered programs in threads.
 
     Args:
-      num_threads: The number of threads, or None to choose it by the
-        machine's cores and memory.
-      folder: The folder of the cache of figures, or None for no cache.
+      num_threads: The number of threads. None to choose it from the machine's
+        cores and memory.
+      folder: The folder in which figures are cached, or None for no cache.
     """
 
     def __init__(
@@ -87,7 +90,7 @@ class Compiler:
         *,
         is_full: bool,
     ) -> "concurrent.futures.Future[Outcome]":
-        """Starts to compile a program.
+        """Starts to compile a program, unless its figures are cached.
 
         Args:
           lowered: A lowered program.
@@ -95,7 +98,8 @@ class Compiler:
           is_full: Whether to compile at full effort, as for training.
 
         Returns:
-          A future of the program's figures, or of `DoesNotFit`.
+          A future of the program's figures, or of `DoesNotFit` if the program
+          needs too much memory.
         """
         is_tpu = devices[0].platform == "tpu"
         options = None if is_full or not is_tpu else dict(LOW_EFFORT)
@@ -111,7 +115,7 @@ class Compiler:
         return self._pool.submit(_compile, lowered, options, path)
 
     def __enter__(self) -> "Compiler":
-        """Disables JAX's compilation cache until the exit."""
+        """Disables JAX's own compilation cache until `__exit__`."""
         self._stack.enter_context(without_jax_cache())
         return self
 
@@ -120,7 +124,7 @@ class Compiler:
         self.close()
 
     def close(self) -> None:
-        """Cancels compilations that have not started. Does not wait."""
+        """Cancels compilations that have not started. Waits for none."""
         self._pool.shutdown(wait=False, cancel_futures=True)
 
 
@@ -128,7 +132,7 @@ def parse_misfit(error: jax.errors.JaxRuntimeError) -> DoesNotFit | None:
     """Parses an out-of-memory error of the compiler.
 
     Returns:
-      The parsed error, or None if it is an error of another kind.
+      The parsed error, or None if it is a different error.
     """
     # JAX exposes the error's status only as the message's first word.
     message = str(error)
@@ -143,7 +147,7 @@ def parse_misfit(error: jax.errors.JaxRuntimeError) -> DoesNotFit | None:
 
 @functools.cache
 def list_compilers() -> tuple[str, ...]:
-    """Returns the versions that a program's figures depend on."""
+    """Returns the package versions on which a program's figures depend."""
     import importlib.metadata as metadata
 
     versions = []
@@ -156,7 +160,7 @@ def list_compilers() -> tuple[str, ...]:
 
 
 def find_cache_folder() -> pathlib.Path | None:
-    """Returns the user's cache of figures, or None without a home directory."""
+    """Returns the folder of the user's cache, or None without a home."""
     base = os.environ.get("XDG_CACHE_HOME") or "~/.cache"
     try:
         return pathlib.Path(base).expanduser() / _FOLDER / "plans"
@@ -165,7 +169,10 @@ def find_cache_folder() -> pathlib.Path | None:
 
 
 def count_jobs(most: int = _MOST_JOBS) -> int:
-    """Returns the number of compilations that cores and memory allow."""
+    """Returns how many compilations to run in parallel.
+
+    The number depends on the machine's cores and free memory.
+    """
     try:
         cores = len(os.sched_getaffinity(0))
         free = os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
@@ -215,7 +222,8 @@ def _write(path: pathlib.Path, outcome: Outcome) -> None:
         kept: Any = {"misfit": str(outcome), "needed": outcome.needed}
     else:
         kept = dataclasses.asdict(outcome)
-    # A full disk or a read-only home only costs time: nothing is cached.
+    # Errors such as a full disk or a read-only home are ignored: nothing is
+    # cached, so the next plan only takes longer.
     with contextlib.suppress(OSError):
         _make_private(path.parent)
         handle, name = tempfile.mkstemp(dir=path.parent)
@@ -228,7 +236,7 @@ def _write(path: pathlib.Path, outcome: Outcome) -> None:
 
 
 def _make_private(folder: pathlib.Path) -> None:
-    """Makes a folder, and its missing parents, that only the user can read."""
+    """Creates a folder and its missing parents, readable only by the user."""
     if not folder.exists():
         _make_private(folder.parent)
         folder.mkdir(mode=0o700, exist_ok=True)
@@ -245,7 +253,7 @@ def _read(path: pathlib.Path) -> Outcome | None:
 
 
 def _parse(kept: Tree) -> Outcome | None:
-    """Parses a file's JSON; returns None if its form is not valid."""
+    """Converts a file's JSON to an outcome, or None if it is not valid."""
     for form in (_MISFIT, _FIGURES):
         if fault_of(kept, form) is None and set(kept) == set(form):
             if form is _MISFIT:
@@ -256,7 +264,7 @@ def _parse(kept: Tree) -> Outcome | None:
 
 def _is_number(value: Any) -> bool:
     is_number = isinstance(value, int | float) and not isinstance(value, bool)
-    # Integers may be too large for a float.
+    # Integers in JSON may be too large for a float.
     return is_number and 0 <= value <= sys.float_info.max
 
 
@@ -272,4 +280,4 @@ _MISFIT = {"misfit": str, "needed": Either((None, _is_number))}
 _FIGURES = {
     field.name: _is_number for field in dataclasses.fields(Figures)
 } | dict.fromkeys(("counts", "sent"), _is_by_collective)
-"""The forms of cached outcomes, by the names of their fields."""
+"""The expected fields of cached outcomes."""

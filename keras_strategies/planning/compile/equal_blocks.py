@@ -1,7 +1,8 @@
-"""Equal blocks of a functional model: repetitions of a part of its graph.
+"""Finds equal blocks of a functional model: repeated parts of its graph.
 
-Deep models repeat the same few layers. The cost of a step grows by the same
-amount with each block, so two short models determine that of a deep one.
+Deep models repeat the same few layers. Each block adds the same amount to the
+cost of a step, so the costs of two models with few blocks determine the cost of
+the deep model.
 """
 
 import collections
@@ -21,23 +22,25 @@ from keras_strategies.planning.compile.call_signatures import (
 )
 
 MIN_BLOCKS = 4
-"""The fewest repetitions that count as blocks."""
+"""The smallest number of repetitions that are treated as blocks."""
 _MAX_NODES = 5000
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
 class Blocks:
-    """Consecutive repetitions of a part of a model's graph.
+    """Equal blocks of a model: consecutive repetitions of a part of its graph.
 
-    Each takes one tensor of the block before it, and tensors that all take.
+    The inputs of each block are one tensor of the previous block, and tensors
+    that all blocks have as inputs (such as a mask).
 
     Attributes:
       model: The functional model that contains the blocks: the model itself,
         or one of its layers.
       segments: The operations of each block, in the order of the graph.
-      trunks: The source of each block's only output that is used outside of
-        it: the operation, and the index of the output.
-      num_entries: The number of entries of one block's variables.
+      trunks: The trunk of each block, which is its only output that is used
+        outside of the block. It is described by the operation and the index of
+        the output.
+      num_entries: The total number of entries of one block's variables.
     """
 
     model: keras.Model
@@ -64,9 +67,9 @@ class _Node:
 
     Attributes:
       operation: The operation.
-      inputs: The ids of the tensors that it takes.
-      outputs: The ids of the tensors that it returns.
-      kind: The call's signature, equal for calls that compute the same.
+      inputs: The ids of its input tensors.
+      outputs: The ids of its output tensors.
+      kind: The signature of the call (see `call_signature`).
     """
 
     operation: Any
@@ -86,7 +89,8 @@ def find_blocks(model: keras.Model) -> Blocks | None:
       model: A built model.
 
     Returns:
-      The blocks, or None if the model has no graph or repeats no part of it.
+      The blocks, or None if the model has no graph or no part of the graph is
+      repeated.
     """
     candidates = [
         _find_blocks_of(part) for part in _iter_functional_parts(model)
@@ -96,9 +100,12 @@ def find_blocks(model: keras.Model) -> Blocks | None:
 
 
 def _iter_functional_parts(model: keras.Model) -> Iterator[keras.Model]:
-    """Yields a model, and models in its graph, that compute their graphs.
+    """Yields a model, and the models among its layers, if functional.
 
-    Models inside other layers cannot be replaced by shorter ones.
+    Models that override `call` are left out.
+
+    Models inside other layers are left out, because they cannot be replaced by
+    shorter ones.
     """
     if not model.built or _get_graph(model) is None or _has_own_call(model):
         return
@@ -157,9 +164,10 @@ def _iter_nodes(model: keras.Model) -> Iterator[_Node]:
 
 
 def _find_repetitions(kinds: Sequence[Any]) -> Iterator[tuple[int, int, int]]:
-    """Yields the repetitions in a sequence: (start, length, number)."""
-    # For each length of a part: a run of positions that equal the one `length`
-    # later is a sequence that repeats with that period.
+    """Yields repeated parts of a sequence: (start, length, repetitions)."""
+    # For each possible length of a block: if all positions in a range are equal
+    # to the positions `length` later, the sequence repeats there with that
+    # period.
     ids: dict[Any, int] = {}
     numbers = [ids.setdefault(kind, len(ids)) for kind in kinds]
     size = len(numbers)
@@ -171,7 +179,7 @@ def _find_repetitions(kinds: Sequence[Any]) -> Iterator[tuple[int, int, int]]:
         for equal, run in itertools.groupby(is_equal):
             count = len(list(run))
             if equal:
-                # Any rotation of the part repeats, too.
+                # Any rotation of the repeated part is repeated as well.
                 for shift in range(min(length, count)):
                     number = (count - shift) // length + 1
                     if number >= MIN_BLOCKS:
@@ -182,12 +190,12 @@ def _find_repetitions(kinds: Sequence[Any]) -> Iterator[tuple[int, int, int]]:
 def _make_blocks(
     model: keras.Model, nodes: Sequence[_Node], segments: Sequence[range]
 ) -> Blocks | None:
-    """Returns repetitions as blocks, or None if they do not form a chain.
+    """Converts repetitions to blocks; returns None if they form no chain.
 
     Args:
       model: The model that contains the repetitions.
       nodes: The model's calls, in order.
-      segments: The positions of each repetition's calls.
+      segments: For each repetition, the positions of its calls in `nodes`.
     """
     trunks = _find_trunks(model, nodes, segments)
     if trunks is None or not _have_equal_wiring(nodes, segments, trunks):
@@ -210,10 +218,10 @@ def _make_blocks(
 def _find_trunks(
     model: keras.Model, nodes: Sequence[_Node], segments: Sequence[range]
 ) -> list[_Trunk] | None:
-    """Returns each segment's only output that is read after it.
+    """Returns each segment's trunk: its only output that is read later.
 
-    Returns None if a segment does not have exactly one, or if one is read
-    after the following segment.
+    Returns None if a segment does not have exactly one such output, or if such
+    an output is also read after the following segment.
     """
     last_reads = {t: i for i, node in enumerate(nodes) for t in node.inputs}
     last_reads |= {id(tensor): len(nodes) for tensor in model.outputs}
@@ -252,9 +260,10 @@ def _have_equal_wiring(
 def _find_entering(
     nodes: Sequence[_Node], segment: range, trunk: _Trunk
 ) -> int | None:
-    """Returns the first block's input that corresponds to the trunk.
+    """Returns the input of the first block that plays the role of a trunk.
 
-    It is in the place where the second block takes the first one's trunk.
+    The first block reads it in the same place in which the second block reads
+    the trunk of the first block.
     """
     shift = segment.stop - segment.start
     for i in segment:
@@ -268,7 +277,7 @@ def _find_entering(
 def _describe_wiring(
     nodes: Sequence[_Node], segment: range, entering: int | None
 ) -> tuple[Any, ...]:
-    """Returns the sources of the inputs of each call of a block."""
+    """Returns, for each call in a block, where its inputs come from."""
     sources = {
         tensor: (i - segment.start, k)
         for i in segment
@@ -284,7 +293,7 @@ def _describe_wiring(
 
 
 def shorten(model: keras.Model, blocks: Blocks, number: int) -> keras.Model:
-    """Returns a model of the same layers with only the first `number` blocks.
+    """Returns a model with the same layers but only the first `number` blocks.
 
     Args:
       model: The model in which `blocks` were found.
@@ -292,7 +301,8 @@ def shorten(model: keras.Model, blocks: Blocks, number: int) -> keras.Model:
       number: The number of blocks to keep, at least one.
 
     Returns:
-      A functional model, not compiled. It shares the model's layers.
+      A functional model that is not compiled. It shares its layers with the
+      original model.
     """
     if isinstance(model, keras.Sequential):
         shorter = _shorten_sequential(model, blocks, number)
@@ -309,7 +319,7 @@ def shorten(model: keras.Model, blocks: Blocks, number: int) -> keras.Model:
             lambda layer: inner.get(id(layer), layer),
             lambda layer, *args, **kwargs: layer(*args, **kwargs),
         )
-    # The model itself may be rematerialized; its config does not contain that.
+    # The model itself may be rematerialized, which its config does not contain.
     shorter._remat_mode = model._remat_mode
     return shorter
 
@@ -320,7 +330,8 @@ def _clone(
     call: Callable[..., Tree],
 ) -> keras.Model:
     if model.compiled:
-        # Keras would compile the clone from a config, which fails for lambdas.
+        # Keras would also compile the clone from the config, which fails for
+        # lambdas.
         model = keras.Model(model.input, model.output, name=model.name)
     return keras.models.clone_model(
         model, clone_function=layer_of, call_function=call
@@ -343,8 +354,9 @@ def _shorten_functional(
             if operation is last:
                 trunk.append(tree.flatten(outputs)[last_index])
             return outputs
-        # Placeholders: no call that is kept takes them. The last dropped
-        # block's trunk becomes that of the last block that is kept.
+        # The outputs of dropped operations are placeholders, which no remaining
+        # operation reads. In place of the last dropped block's trunk, the trunk
+        # of the last remaining block is used.
         outputs = tree.map_structure(
             lambda t: keras.KerasTensor(t.shape, t.dtype), operation.output
         )

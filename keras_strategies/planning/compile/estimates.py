@@ -1,4 +1,4 @@
-"""Estimates of a step's time from computation, memory and communication.
+"""Estimates a step's time from its computation, memory and communication.
 
 References:
   - Williams et al., Roofline (2009): https://doi.org/10.1145/1498765.1498785
@@ -12,8 +12,9 @@ from keras_strategies.planning.compile.chips import Chip
 from keras_strategies.planning.report.planned_step import Estimate
 
 _LAUNCH_SECONDS = 1e-4
-"""Time in which JAX starts a program: no execution is faster."""
-# Times that a chip's links carry an array: a ring all-reduce goes round twice.
+"""The time that JAX needs to start a program: no execution is faster."""
+# How often a chip's links carry an array. In a ring all-reduce it goes round
+# the ring twice.
 _PASSES = {"all-reduce": 2.0}
 
 
@@ -31,15 +32,15 @@ def estimate(
       figures: The figures of the step's program, compiled at low effort.
       chip: The chip that the program runs on.
       model_flops: Operations of the model on a device, forward and backward,
-        without rematerialization; None: unknown.
-      steps: The number of the program's steps. XLA counts the operations of
-        one.
+        without rematerialization. None if unknown.
+      steps: The number of training steps in the program. XLA counts the
+        operations of only one step.
       step_bytes: Bytes of the state and one step's batch on a device.
     """
-    # XLA counts a loop's body once.
+    # XLA counts the body of a loop only once.
     compute = max(figures.flops, model_flops or 0.0) / chip.flops
-    # The state is read, and written in place. The batches of the program's
-    # other steps do not count.
+    # The state is read once, and written in place once. The batches of the
+    # program's other steps are not counted.
     used = min(figures.argument_bytes, step_bytes)
     moved = 2 * used + figures.output_bytes
     memory = moved / chip.memory_bandwidth

@@ -1,4 +1,4 @@
-"""The train step of `fit`, for plans."""
+"""The train step of `fit`, as plans compile it."""
 
 import copy
 import math
@@ -40,18 +40,20 @@ from keras_strategies.planning.compile.step import (
 from keras_strategies.strategy.strategy import Strategy
 
 _FORWARD_AND_BACKWARD = 3
-"""Operations of a train step, in units of a forward pass: the backward pass
-has a product for the inputs and one for the weights."""
+"""The operations of a train step as a multiple of a forward pass. For each
+matrix product of the forward pass, the backward pass has one product for the
+gradient of the inputs and one for that of the weights."""
 
 
 class FitStep(Step):
     """The train step of `fit`.
 
     Args:
-      model: A model of the strategy.
+      model: A model that was created in the strategy's scope.
       strategy: The strategy.
-      batch: A batch as a dataset would yield it, of arrays or shapes.
-      steps: Steps of the program, or None for the model's
+      batch: A batch of arrays or shapes, in the structure that a dataset for
+        `fit` yields.
+      steps: The number of training steps in the program. None for the model's
         `steps_per_execution`.
     """
 
@@ -65,7 +67,7 @@ class FitStep(Step):
         self.steps = steps or model.steps_per_execution
         self._batch = jax.tree.map(shape_of, batch)
         self._strategy, self.mesh = strategy, strategy.mesh
-        # Layers that are rematerialized in the backward pass.
+        # Layers that are additionally rematerialized in the backward pass.
         self._again: list[keras.layers.Layer] = []
         self._models: dict[int | None, keras.Model] = {None: model}
         self.rows = jax.tree.leaves(self._batch)[0].shape[0]
@@ -133,8 +135,8 @@ class FitStep(Step):
         def forward(
             weights: Sequence[Array], others: Sequence[Array], x: Tree
         ) -> Tree:
-            # Not training: some models are made for inference, such as
-            # keras-hub's tasks.
+            # With `training=False`, because some models only support inference,
+            # such as keras-hub's tasks.
             return model.stateless_call(weights, others, x, training=False)[0]
 
         jaxpr = jax.make_jaxpr(forward)(
@@ -169,16 +171,18 @@ class FitStep(Step):
     def block_bytes(self, rows: int) -> tuple[float, float]:
         """Implements `Step.block_bytes`.
 
-        At least, a block keeps its input for the backward pass, and its
-        sharded gradients, which are all reduced before any is used. An
-        unsharded gradient may be used, and freed, as soon as it is computed.
+        The least is the block's input, which is stored for the backward pass,
+        and its sharded gradients, which are all reduced before any of them is
+        used. Unsharded gradients are not included: each may be used, and freed,
+        as soon as it is computed.
         """
         blocks = self.blocks
         if blocks is None:
             return 0.0, 0.0
         operation, index = blocks.trunks[0]
         trunk = tree.flatten(operation.output)[index]
-        # A dimension is None in a model for any number of tokens or time steps.
+        # A dimension is None if the model accepts any number of tokens or time
+        # steps.
         sizes = [self._length if n is None else n for n in trunk.shape[1:]]
         size = math.prod(sizes) * rows / self.mesh.num_replicas
         dtype = jax.dtypes.canonicalize_dtype(trunk.dtype)
@@ -190,7 +194,8 @@ class FitStep(Step):
             }
             for segment in blocks.segments[:2]
         )
-        # Weights that blocks share do not grow with the number of blocks.
+        # Weights that blocks share are not counted, because their size does not
+        # grow with the number of blocks.
         weights = [v for key, v in first.items() if key not in second]
         kept = size * dtype.itemsize
         sharded = [
@@ -205,7 +210,7 @@ class FitStep(Step):
 
 
 def _count_tokens(x: Tree) -> int | None:
-    """Returns the tokens of a row, or None if the inputs are not token ids."""
+    """Returns the number of tokens per row, or None without token ids."""
     for leaf in jax.tree.leaves(x):
         is_integer = jax.numpy.issubdtype(leaf.dtype, jax.numpy.integer)
         if is_integer and len(leaf.shape) == 2:
@@ -214,7 +219,7 @@ def _count_tokens(x: Tree) -> int | None:
 
 
 def _length(x: Tree) -> int:
-    """Returns the size of the inputs' second dimension; 1 if there is none."""
+    """Returns the inputs' size in the second dimension, or 1 without one."""
     lengths = [s.shape[1] for s in jax.tree.leaves(x) if len(s.shape) > 1]
     return max(lengths, default=1)
 
@@ -222,7 +227,7 @@ def _length(x: Tree) -> int:
 def _count_gradient_bytes(
     weights: Iterable[keras.Variable], mesh: ReplicaMesh
 ) -> float:
-    """Returns a device's bytes of all gradients after their reduction."""
+    """Returns the bytes of all reduced gradients on one device."""
     shapes = (
         jax.ShapeDtypeStruct(
             tuple(v.shape), v.dtype, sharding=_find_gradient_sharding(v, mesh)
@@ -235,7 +240,7 @@ def _count_gradient_bytes(
 def _find_gradient_sharding(
     variable: keras.Variable, mesh: ReplicaMesh
 ) -> NamedSharding:
-    """Returns the sharding of a weight's gradient after its reduction."""
+    """Returns the sharding of a weight's reduced gradient."""
     placement = shardings.placement_of(variable)
     if placement is None or placement.mesh is not mesh:
         return mesh.whole

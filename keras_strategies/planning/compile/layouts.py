@@ -1,7 +1,7 @@
-"""Layouts of a model on a slice, for plans.
+"""Layouts of a model on a slice, as plans use them.
 
-The command line names them "replicated", "slots", "slots:64", "sharded",
-"sharded:64", "model:4", "sharded:16+model:4".
+On the command line their names are, for example, "replicated", "slots",
+"slots:64", "sharded", "sharded:64", "model:4" or "sharded:16+model:4".
 """
 
 import dataclasses
@@ -21,7 +21,7 @@ _EXAMPLES = (
     "'replicated', 'slots', 'sharded:64', 'model:4' or 'sharded+model:4'"
 )
 _MOST_DIVIDED = 256
-"""Chips of the largest sharding group among the default layouts."""
+"""Number of chips in the largest sharding group of the default layouts."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -29,12 +29,13 @@ class Layout:
     """The layout of a model on the devices of a slice.
 
     Attributes:
-      divides: The variables that replicas shard: "nothing", "slots" or "all".
-      shards: The number of replicas that shard them, or None for the slice's
-        default.
-      cores: The number of devices of a replica, which shard a transformer's
-        heads and dense layers.
-      partitioner: A user-defined partitioner, in place of `divides`.
+      divides: The variables that are sharded over replicas: "nothing", "slots"
+        or "all".
+      shards: The number of replicas over which the variables are sharded. None
+        for the default of the slice.
+      cores: The number of devices of a replica. If there are several, a
+        transformer's attention heads and dense layers are sharded over them.
+      partitioner: A user-defined partitioner, which replaces `divides`.
     """
 
     divides: str = "nothing"
@@ -70,7 +71,7 @@ class Layout:
 
 
 def parse_layout(spec: object) -> Layout:
-    """Parses the name of a layout, or makes one from a partitioner.
+    """Parses a layout's name, or creates a layout from a partitioner.
 
     Raises:
       ValueError: if `spec` is a string that does not name a layout.
@@ -98,7 +99,7 @@ def parse_layout(spec: object) -> Layout:
         number = match["number"]
         numbers[name] = int(number) if number else None
     divided = [name for name in ("slots", "sharded") if name in numbers]
-    # "replicated" excludes the other two and takes no number.
+    # "replicated" cannot be combined with the other two, and accepts no number.
     is_contradiction = "replicated" in numbers and (
         divided or numbers["replicated"]
     )
@@ -123,11 +124,12 @@ def _describe_unknown(spec: str) -> str:
 
 
 def list_layouts(num_devices: int, default_shards: int | None) -> list[Layout]:
-    """Returns the layouts that are tried by default.
+    """Returns the layouts that are planned by default.
 
     Args:
       num_devices: The number of devices of the slice.
-      default_shards: The default number of replicas that shard variables.
+      default_shards: The default number of replicas over which variables are
+        sharded.
     """
     layouts = [Layout()]
     if num_devices == 1:
@@ -143,14 +145,15 @@ def list_layouts(num_devices: int, default_shards: int | None) -> list[Layout]:
 def find_computation_shape(
     cores: int, mesh_shape: Sequence[int]
 ) -> tuple[int, ...] | None:
-    """Finds the box of a slice's devices that a replica fills.
+    """Finds the shape of the box of devices that a replica consists of.
 
     Args:
       cores: The number of devices of a replica.
-      mesh_shape: The shape of the slice, in x, y, z and core.
+      mesh_shape: The shape of the slice in the dimensions x, y, z and core.
 
     Returns:
-      The most compact box that tiles the slice, or None.
+      The shape of the most compact box that tiles the slice, or None if no box
+      does.
     """
     boxes = [
         box
@@ -195,5 +198,8 @@ def check_topologies(spec: object) -> list[str]:
 
 
 def compute_rows(per_replica: float, replicas: int) -> int:
-    """Returns the rows of a global batch, at least one on each replica."""
+    """Returns the number of rows of a global batch for some replicas.
+
+    The rows of each replica are rounded up, and there is at least one.
+    """
     return max(math.ceil(per_replica), 1) * replicas

@@ -1,7 +1,8 @@
-"""Figures of a step for any number of rows, from a few compilations.
+"""Computes a step's figures for any number of rows from few compilations.
 
-The bytes and operations of a step are linear in its rows, and in the number of
-its model's equal blocks. Two compilations determine a line.
+The bytes and operations of a step are linear in the number of rows, and in the
+number of equal blocks of the model. So two compilations determine the line on
+which all others are.
 """
 
 import concurrent.futures
@@ -20,14 +21,16 @@ from keras_strategies.planning.compile.compiler import (
 from keras_strategies.planning.compile.step import Step
 
 FEW_BLOCKS = {False: 4, True: 2}
-"""Blocks of the shorter of two models that stand for a deep one, at low and at
-full effort. The longer one has twice that number."""
+"""Number of blocks of the shorter of the two models that are compiled in place
+of a deep model, at low and at full effort. The longer model has twice this
+number."""
 MANY_BLOCKS = {False: 16, True: 8}
-"""The fewest blocks of a model for which two short ones are compiled."""
+"""The smallest number of blocks for which two short models are compiled instead
+of the model itself."""
 BLOCK_OVERHEAD = 2.5e6
-"""Bytes that a block may add in addition to its kept arrays and gradients:
-padding that XLA leaves around small arrays. Measured on TPUs: 1.1 MB a block
-of width 128 on 8 chips, 2.3 on 16, less for wide blocks."""
+"""Bytes that a block may add in addition to its stored arrays and gradients,
+because XLA adds padding around small arrays. Measured on TPUs: 1.1 MB per block
+of width 128 on 8 chips, 2.3 MB on 16 chips, less for wider blocks."""
 
 
 _MOST_ROWS = 2**24
@@ -36,20 +39,21 @@ _PARTS = 16
 _BEYOND = 1.02
 
 Try = Callable[[int], tuple[bool, float | None]]
-"""A function of a number of rows that returns whether they fit, and the bytes
-that they need, if known."""
+"""A function that takes a number of rows. It returns whether they fit, and the
+bytes that they need (None if unknown)."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Line:
-    """Figures of a step for two numbers of rows.
+    """Figures of a step for two numbers of rows, which determine a line.
 
     Attributes:
       rows: The numbers of rows.
-      figures: The outcome of compiling for each.
-      is_full: Whether they were compiled at full effort.
-      blocks: The numbers of blocks of the two compiled models and of the
-        model, or None if the model itself was compiled.
+      figures: The outcome of compiling the step for each number of rows.
+      is_full: Whether the programs were compiled at full effort.
+      blocks: The number of blocks of each of the two shorter models that were
+        compiled, and of the model itself. None if the model itself was
+        compiled.
     """
 
     rows: tuple[int, int]
@@ -58,9 +62,10 @@ class Line:
     blocks: tuple[int, int, int] | None
 
     def find_rows_at(self, limit: float) -> float | None:
-        """Returns the rows at which the line reaches a limit of bytes.
+        """Returns the number of rows at which the bytes reach a limit.
 
-        Returns None if it does not rise, or the compiler did not report bytes.
+        Returns None if the bytes do not grow with the rows, or if the compiler
+        did not report them.
         """
         first, second = map(get_bytes, self.figures)
         if first is None or second is None or second <= first:
@@ -70,17 +75,17 @@ class Line:
 
 
 def get_bytes(outcome: Outcome) -> float | None:
-    """Returns a device's bytes, or None if the compiler did not report them."""
+    """Returns the bytes on a device, or None if they were not reported."""
     if isinstance(outcome, DoesNotFit):
         return outcome.needed
     return outcome.bytes_in_all
 
 
 def add_growth(outcome: Outcome, before: Outcome, after: Outcome) -> Outcome:
-    """Adds the bytes by which another outcome grew, as far as they are known.
+    """Adds the growth in bytes between two other outcomes to an outcome.
 
     Returns:
-      `outcome + after - before`, in bytes.
+      `outcome + after - before`, as far as these bytes were reported.
     """
     if (
         isinstance(outcome, Figures)
@@ -107,7 +112,7 @@ def add_growth(outcome: Outcome, before: Outcome, after: Outcome) -> Outcome:
 
 
 class Measuring:
-    """Running compilations of a step, from which its figures are computed.
+    """Compiles a step several times and computes its figures from the results.
 
     Args:
       step: The step.
@@ -115,12 +120,12 @@ class Measuring:
       compiler: The compiler.
       rows: Numbers of rows of the global batch.
       is_full: Whether to compile at full effort.
-      is_whole: Whether to compile all blocks of the model, however deep.
-      limit: The bytes of a device, if known.
+      is_whole: Whether to always compile the model with all of its blocks.
+      limit: The bytes that a program may use on a device. None if unknown.
 
     Attributes:
-      blocks: The numbers of blocks of the two compiled models and of the
-        model, or None if the model itself is compiled.
+      blocks: The number of blocks of each of the two shorter models that were
+        compiled, and of the model itself. None if the model itself is compiled.
     """
 
     def __init__(
@@ -158,16 +163,18 @@ class Measuring:
         except Exception:
             if self.blocks is None:
                 raise
-            # No shorter model can be made (an optimizer without a config, or
-            # a loss that names a block). The model itself is compiled.
+            # No shorter model can be created, for example because the optimizer
+            # has no config or a loss refers to a block by name. So the model
+            # itself is compiled.
             self.blocks = None
             self._running = begin_all()
 
     def wait(self) -> list[Outcome]:
-        """Waits for all compilations and returns an outcome for each number.
+        """Waits for the compilations; returns an outcome per number of rows.
 
-        Of a deep model, it returns the upper estimate if that fits, and the
-        lower one if that does not fit. Between them the model is compiled.
+        For a deep model, there is an upper and a lower estimate of its bytes.
+        If the upper estimate fits, it is returned. If the lower estimate does
+        not fit, that is returned. Otherwise the model itself is compiled.
         """
         results = [[f.result() for f in row] for row in self._running]
         if self.blocks is None:
@@ -177,14 +184,16 @@ class Measuring:
         needed = get_bytes(most[0])
         if self._limit is None or needed is None or needed <= self._limit:
             return most
-        # In a short model XLA may keep more than it must.
+        # In a short model XLA may keep more values in memory than it must, so
+        # the upper estimate may be too high.
         least = [
             self._extrapolate(rows, outcomes, is_least=True)
             for rows, outcomes in pairs
         ]
         if (get_bytes(least[0]) or 0.0) > self._limit:
             return least
-        # Undecided: compiles the model itself.
+        # The estimates do not decide whether it fits, so the model itself is
+        # compiled.
         self.blocks = None
         first = self._begin(self._rows[0], None).result()
         return [first, *(add_growth(first, least[0], x) for x in least[1:])]
@@ -221,13 +230,15 @@ def extrapolate(
     """Extrapolates the figures of a deep model from those of two short ones.
 
     Args:
-      few: The figures of the shorter model.
-      many: The figures of the longer model.
-      blocks: The numbers of blocks of the two and of the deep model.
+      few: The figures of the shorter model, with fewer blocks.
+      many: The figures of the longer model, with more blocks.
+      blocks: The number of blocks of the shorter, the longer and the deep
+        model.
       block_bytes: The least and the most bytes of temporaries that each block
-        adds (infinite: unknown). Bounds are needed because in short models
-        the temporaries of other layers hide those of blocks, and because the
-        line through two models magnifies a difference of a few arrays.
+        adds (infinite if unknown). Bounds are needed for two reasons. In short
+        models, the temporaries of other layers may be larger than those of
+        blocks and hide their growth. And extrapolation magnifies a difference
+        of a few arrays between the two models.
     """
     num_few, num_many, count = blocks
     share = (count - num_few) / (num_many - num_few)
@@ -242,9 +253,11 @@ def extrapolate(
 
 
 def combine(a: Figures, of_a: float, b: Figures, of_b: float) -> Figures:
-    """Returns `of_a * a + of_b * b`, with negative figures replaced by 0.
+    """Returns `of_a * a + of_b * b` for all figures of two programs.
 
-    Seconds to compile are summed.
+    Negative results are replaced by 0.
+
+    Compile times are summed.
     """
 
     def add(x: Tree, y: Tree) -> Tree:
@@ -262,10 +275,11 @@ def combine(a: Figures, of_a: float, b: Figures, of_b: float) -> Figures:
 def memory_breakdown(
     state: Mapping[str, float], line: Line
 ) -> Mapping[str, float]:
-    """Returns a device's bytes by kind, as in `PlannedStep.memory`.
+    """Returns the bytes on a device by category, as `PlannedStep.memory`.
 
     Args:
-      state: The computed bytes of weights, slots, other state and gradients.
+      state: The bytes of weights, slots, other state and gradients, computed
+        from their shapes.
       line: The program's figures for two numbers of rows.
     """
     first, second = line.figures
@@ -302,20 +316,22 @@ def memory_breakdown(
 def find_max_rows(
     guess: int, limit: float, fits: Try, most_tries: int
 ) -> tuple[int, bool]:
-    """Finds the largest batch that fits by compiling at several sizes.
+    """Finds the largest batch that fits, by compiling for several sizes.
 
-    Bytes are nearly linear in the rows, so the search interpolates between the
-    ends of the interval that is left, and halves it once it is narrow.
+    The bytes are nearly linear in the number of rows. So the search
+    interpolates between the ends of the remaining interval, and bisects the
+    interval once it is narrow.
 
     Args:
       guess: The first number of rows to try.
-      limit: The bytes of a device.
-      fits: A function that tries a number of rows.
+      limit: The bytes that a program may use on a device.
+      fits: A function that compiles for a number of rows. It returns whether
+        they fit, and the bytes, or None if unknown.
       most_tries: The maximum number of tries.
 
     Returns:
-      The most rows that fit among those tried, and whether one more row was
-      tried and does not fit.
+      The largest tried number of rows that fits, and whether it is verified
+      that one more row does not fit.
     """
     low, of_low = 0, 0.0
     high: int | None = None
@@ -342,7 +358,10 @@ def find_max_rows(
 def _choose_between(
     low: int, of_low: float, high: int, of_high: float | None, limit: float
 ) -> int:
-    """Returns the rows to try next, between a fitting number and another."""
+    """Returns the rows to try next, between the ends of an interval.
+
+    `low` rows fit, and `high` rows do not.
+    """
     width = high - low
     if width <= _NARROW or of_high is None or of_high <= max(of_low, limit):
         return (low + high) // 2

@@ -1,4 +1,4 @@
-"""The planner, which traces candidates in turn and compiles in parallel."""
+"""The planner, which traces candidates one by one and compiles in parallel."""
 
 import dataclasses
 import math
@@ -28,28 +28,31 @@ from keras_strategies.planning.report.advice import write_advice
 from keras_strategies.planning.report.planned_step import PlannedStep
 
 _NEAR = (0.65, 1.25)
-"""Shares of the limit between which bytes are verified at full effort, which
-was measured to need up to a tenth less and up to half more."""
+"""If the bytes at low effort are between these fractions of the limit, they are
+verified at full effort. Programs compiled at full effort were measured to need
+between a tenth less and half more."""
 _QUICK_SECONDS = 30.0
-"""The longest low-effort compilation of a model that is quick to compile at
-full effort, too, which takes up to twelve times longer."""
+"""If compiling a model at low effort takes less than this time, compiling it at
+full effort is considered quick. Full effort takes up to twelve times longer."""
 _MOST_TRIES = 24
 _MORE = 3
-"""Extra rows of the second program, as a multiple of the first one's. The
-bytes of fewer would be hidden by the first one's peak at other times."""
+"""The number of additional rows of the second program, as a multiple of those
+of the first program. With fewer additional rows, their bytes might not be
+visible, because the peak memory of the first program may be at another time of
+the step."""
 _HUGE = 2**20
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Candidate:
-    """A slice and a layout, with a function that makes the step for them.
+    """A slice and a layout to plan, with a function that creates the step.
 
     Attributes:
-      topology: The slice's name, or the devices' kind.
+      topology: The name of the slice, or JAX's name of the device kind.
       layout: The name of the model's layout on the slice.
-      devices: The devices, in the order of the mesh.
+      devices: The devices, in the order of the step's mesh.
       num_replicas: The number of replicas.
-      make: A function that makes the step.
+      make: A function that creates the step.
     """
 
     topology: str
@@ -61,14 +64,16 @@ class Candidate:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Effort:
-    """The thoroughness with which candidates are compiled.
+    """Options for how thoroughly candidates are compiled.
 
     Attributes:
-      is_full: Whether to always compile at full effort, too; None: if the
-        bytes are near the limit.
-      is_alone: Whether there is only one candidate. Then a model is compiled
-        at full effort, too, if it compiles quickly without extrapolation.
-      is_verified: Whether to compile for the most rows that fit, and one more.
+      is_full: Whether to compile at full effort in addition to low effort. None
+        to do so only if the bytes are near the limit.
+      is_alone: Whether there is only one candidate. Then the model is also
+        compiled at full effort if compiling is quick and needs no
+        extrapolation.
+      is_verified: Whether to find the largest number of rows that fits by
+        compiling for it, and for one more row.
       is_whole: Whether to compile all blocks of deep models.
     """
 
@@ -89,19 +94,21 @@ def iter_plans(
     on_stage: Callable[[Candidate, str], None] = lambda candidate, stage: None,
     on_row: Callable[[PlannedStep], None] = lambda row: None,
 ) -> Iterator[PlannedStep]:
-    """Plans candidates, in their order.
+    """Plans candidates in their order.
 
     Args:
       candidates: The candidates.
       compiler: The compiler.
-      effort: The thoroughness.
-      on_stage: Called with a candidate and what is being done for it.
-      on_row: Called with a candidate's step at low effort, before more is
-        compiled for it.
+      effort: How thoroughly to compile.
+      on_stage: A function that is called with a candidate and a description of
+        what is being done for it.
+      on_row: A function that is called with the preliminary step of a
+        candidate, compiled at low effort, before more is compiled for it.
 
     Yields:
-      The step of each candidate. The next candidate is started before, so that
-      the programs of both are compiled in parallel.
+      The step of each candidate. The next candidate is started before the
+      current one is finished, so that the programs of both are compiled in
+      parallel.
     """
     begun: list[_Planning] = []
     for candidate in candidates:
@@ -115,7 +122,7 @@ def iter_plans(
 
 @dataclasses.dataclass(eq=False)
 class _Planning:
-    """One candidate while it is compiled."""
+    """The state of one candidate while it is compiled."""
 
     candidate: Candidate
     compiler: Compiler
@@ -143,8 +150,9 @@ class _Planning:
         try:
             return self._measure(self._rows)
         except Exception as error:
-            # Tracing may fail for more rows only, such as a loss that fixes
-            # the batch size. The step is planned without the most rows.
+            # Tracing may fail only for the larger number of rows, for example
+            # if a loss requires a certain batch size. Then the step is planned
+            # without the largest number of rows that fits.
             self._rows = (rows, rows)
             begun = self._measure(self._rows)
             text = _get_first_line(error)
@@ -165,13 +173,14 @@ class _Planning:
         )
 
     def finish(self) -> PlannedStep:
-        """Waits for the programs and returns the planned step."""
+        """Waits for the compilations and returns the planned step."""
         if self._error is not None:
             return self._make_row(error=self._error)
         try:
             return self._finish()
         except jax.errors.JaxRuntimeError as error:
-            # An error of the compiler must not end the other candidates' plans.
+            # An error of the compiler must not prevent other candidates from
+            # being planned.
             return self._make_row(error=str(error).partition("\n")[0])
 
     def _finish(self) -> PlannedStep:
@@ -214,13 +223,14 @@ class _Planning:
         if isinstance(figures, DoesNotFit):
             needed = figures.needed
             return needed is not None and needed < self._limit * _NEAR[1]
-        # Full effort decides about a model that was compiled itself, however
-        # large; an extrapolation far above the limit is not verified.
+        # If the model itself was compiled, full effort decides whether it fits,
+        # even if it is far above the limit. An extrapolation far above the
+        # limit is not verified.
         least, most = _NEAR if line.blocks else (_NEAR[0], math.inf)
         return least < figures.bytes_in_all / self._limit < most
 
     def _is_quick(self, line: Line) -> bool:
-        """Returns whether the model compiles quickly at full effort, too."""
+        """Returns whether the model should compile quickly at full effort."""
         took = [
             f.compile_seconds for f in line.figures if isinstance(f, Figures)
         ]
@@ -231,11 +241,11 @@ class _Planning:
         return self.candidate.devices[0].platform == "tpu"
 
     def _describe_step(self, low: Line, line: Line) -> PlannedStep:
-        """Returns the step with all that is known of it.
+        """Returns a planned step with everything known about it.
 
         Args:
-          low: Figures at low effort, for estimates of time.
-          line: Figures for bytes.
+          low: The figures at low effort, which are used to estimate times.
+          line: The figures that are used for bytes.
         """
         figures, fast = line.figures[0], low.figures[0]
         took = sum(
@@ -277,7 +287,8 @@ class _Planning:
     def _count_step_bytes(self) -> float:
         """Returns the bytes of the state and one step's batch.
 
-        Returns infinity for a program of one step, which holds no others.
+        Returns infinity for a program with a single step, whose arguments
+        contain no batches of other steps.
         """
         if self._step.steps == 1:
             return math.inf
@@ -286,10 +297,10 @@ class _Planning:
         return held + self._step.batch_bytes(self._rows[0])
 
     def _add_advice(self, row: PlannedStep, low: Outcome) -> PlannedStep:
-        """Returns the row with advice.
+        """Returns the planned step with advice added.
 
-        If it does not fit, or activations take most of it, the step is also
-        compiled with rematerialization, at low effort like `low`.
+        If the step does not fit, or most of its memory is activations, it is
+        also compiled with rematerialization, at low effort like `low`.
         """
         again = self._step.with_remat()
         before, after = get_bytes(low), None
@@ -316,7 +327,10 @@ class _Planning:
         return first + share * (second - first)
 
     def _find_most_rows(self, line: Line) -> int | None:
-        """Returns the most rows of a replica that fit by a line, or None."""
+        """Returns the most rows per replica that fit according to a line.
+
+        Returns None if this number is unknown or huge.
+        """
         most = None if self._limit is None else line.find_rows_at(self._limit)
         if most is None:
             return None
@@ -324,10 +338,11 @@ class _Planning:
         return rows if rows <= _HUGE else None
 
     def _verify_most_rows(self, row: PlannedStep, line: Line) -> PlannedStep:
-        """Returns the row with the most rows that fit, found by compiling."""
+        """Returns the planned step with `most_rows` found by compiling."""
         first, second = map(get_bytes, line.figures)
         if row.most_rows is None and first is not None and second is not None:
-            # Over `_HUGE` rows fit, or bytes do not depend on the rows.
+            # More than `_HUGE` rows fit, or the bytes do not depend on the
+            # rows.
             return row
         guess = 1 if row.most_rows is None else row.most_rows
         try:
@@ -345,7 +360,10 @@ class _Planning:
         )
 
     def _try_rows(self, rows: int) -> tuple[bool, float | None]:
-        """Returns whether that many rows a replica fit, and their bytes."""
+        """Compiles for a number of rows per replica.
+
+        Returns whether they fit, and the bytes if known.
+        """
         self.on_stage(self.candidate, f"trying {rows} rows a replica")
         number = rows * self.candidate.num_replicas
         outcome = self.compiler.submit(

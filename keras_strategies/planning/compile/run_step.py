@@ -1,4 +1,4 @@
-"""The step of a custom loop, for plans: the program of a call of `run`."""
+"""The step of a custom loop, as plans compile it: a call of `run`."""
 
 import collections
 import math
@@ -15,12 +15,13 @@ from keras_strategies.strategy.runner import Runner
 
 
 class RunStep(Step):
-    """The program of a call of `run`.
+    """A step that consists of one call of `strategy.run`.
 
     Args:
       runner: The strategy's runner.
-      fn: The function.
-      args: The function's arguments, with stand-ins for distributed batches.
+      fn: The function that was passed to `run`.
+      args: The function's arguments, where distributed batches are replaced by
+        shapes.
       kwargs: The function's keyword arguments.
     """
 
@@ -40,7 +41,8 @@ class RunStep(Step):
         batches = [leaf for leaf in leaves if _is_rows(leaf)]
         shapes = [x.arrays[0].shape[1:] for x in leaves if _is_of_rows(x)]
         replicas = self.mesh.num_replicas
-        # Rows of a replica, if they are guessed from per-replica values.
+        # The number of rows per replica, if it is guessed from per-replica
+        # values.
         self._own_rows = 0 if batches else _guess_rows(shapes)
         if batches:
             self.rows = max(leaf.arrays[0].shape[0] for leaf in batches)
@@ -55,8 +57,8 @@ class RunStep(Step):
             try:
                 return self._lower(rows)
             except Exception:
-                # The guess was wrong: the arrays are not a batch, so their
-                # rows cannot change.
+                # The guess was wrong: the arrays are not a batch, so the number
+                # of rows cannot be changed.
                 rows = self.rows
         return self._lower(rows)
 
@@ -74,7 +76,7 @@ class RunStep(Step):
             shape = list(array.shape)
             number = -(-shape[dim] * rows // self.rows)
             if dim == 0:
-                # Rounded up to rows that the replicas share evenly.
+                # Rounded up to a multiple of the number of replicas.
                 number = -(-number // replicas) * replicas
             shape[dim] = number
             array = jax.ShapeDtypeStruct(
@@ -97,8 +99,9 @@ class RunStep(Step):
     def state_bytes(self) -> Mapping[str, float]:
         """Implements `Step.state_bytes`.
 
-        Counts all variables of the strategy's scope. Non-trainable ones with
-        the shape of a trainable one count as slots.
+        Counts all variables that were created in the strategy's scope. A
+        non-trainable variable with the shape of a trainable variable is counted
+        as an optimizer slot.
         """
         shapes = {tuple(v.shape) for v in self._list_trained()}
         groups: dict[str, list[keras.Variable]] = {
@@ -135,7 +138,7 @@ def _is_rows(leaf: object) -> TypeGuard[values.PerReplica]:
 def _is_of_rows(
     leaf: object, rows: int | None = None
 ) -> TypeGuard[values.PerReplica]:
-    """Returns whether a leaf has an array per replica, of that many rows."""
+    """Returns whether a leaf has one array per replica, with `rows` rows."""
     if not isinstance(leaf, values.PerReplica):
         return False
     shape = leaf.arrays[0].shape
@@ -145,7 +148,7 @@ def _is_of_rows(
 
 
 def _wrap_array(leaf: object) -> object:
-    """Returns an argument as programs are lowered with it.
+    """Converts an argument to the form with which programs are lowered.
 
     Arrays are replicated.
     """
@@ -155,11 +158,13 @@ def _wrap_array(leaf: object) -> object:
 
 
 def _guess_rows(shapes: Sequence[tuple[int, ...]]) -> int:
-    """Guesses the rows of a batch from the shapes of per-replica values.
+    """Guesses a batch's number of rows from shapes of per-replica values.
 
     Returns:
-      The most frequent first dimension; among equally frequent ones, that of
-      the largest array. 0 if no array has two dimensions.
+      The first dimension of an array with at least two dimensions: the size
+      that is most frequent among the first dimensions of all arrays. Among
+      equally frequent sizes, that of the largest array. 0 if no array has two
+      dimensions.
     """
     counts = collections.Counter(shape[0] for shape in shapes)
     matrices = [shape for shape in shapes if len(shape) > 1]

@@ -15,17 +15,21 @@ from keras_strategies.planning.compile.equal_blocks import Blocks
 
 
 class Step:
-    """A step that can be lowered for any number of rows.
+    """A training step that can be lowered for any number of rows.
 
     Attributes:
       mesh: The mesh of replicas.
-      rows: The rows of the global batch.
-      tokens: Tokens of a row, or None if rows are not sequences of tokens.
-      blocks: Equal blocks of the model, or None. Fewer can be lowered.
-      keeps_nothing_else: Whether a block adds no more than `block_bytes`,
-        because it is rematerialized in the backward pass.
-      steps: Steps of the program (`steps_per_execution`).
-      note: A remark for the report, set when the step is lowered.
+      rows: The number of rows of the global batch.
+      tokens: The number of tokens per row. None if rows are not sequences of
+        tokens.
+      blocks: The equal blocks of the model, or None if it has none. The step
+        can be lowered with fewer blocks.
+      keeps_nothing_else: Whether each block is rematerialized in the backward
+        pass, so that it adds no more bytes than `block_bytes`.
+      steps: The number of training steps in the program
+        (`steps_per_execution`).
+      note: A remark for the plan's report, which is set when the step is
+        lowered.
     """
 
     mesh: ReplicaMesh
@@ -37,43 +41,54 @@ class Step:
     note: str = ""
 
     def lower(self, rows: int, blocks: int | None) -> jax.stages.Lowered:
-        """Lowers the step for a number of global rows, and of blocks.
+        """Lowers the step for a number of rows and a number of blocks.
 
         Args:
-          rows: Rows of the global batch.
+          rows: The number of rows of the global batch.
           blocks: The number of blocks to keep, or None for all.
         """
         raise NotImplementedError
 
     def with_remat(self) -> "Step | None":
-        """Returns the step with its model's blocks under `keras.RematScope`.
+        """Returns a copy of the step that rematerializes the model's blocks.
 
-        Returns None if layers already are, or if no blocks are layers.
+        It is the step of a model whose blocks were created in a
+        `keras.RematScope`.
+
+        Returns None if layers of the model are already rematerialized, or if
+        its blocks are not single layers.
         """
         return None
 
     def model_flops(self, rows: int, blocks: int | None) -> float | None:
-        """Returns a device's operations without rematerialization, if known."""
+        """Returns the model's operations on one device, or None if unknown.
+
+        Rematerialization is not counted.
+        """
         return None
 
     def state_bytes(self) -> Mapping[str, float]:
-        """Returns a device's bytes of weights, slots, other and gradients."""
+        """Returns the bytes of state and gradients on a device, by category.
+
+        The categories are "weights", "slots", "other" and "gradients".
+        """
         raise NotImplementedError
 
     def batch_bytes(self, rows: int) -> float:
-        """Returns the bytes of a step's batch on a device; 0: unknown."""
+        """Returns the bytes of a step's batch on a device, or 0 if unknown."""
         return 0.0
 
     def block_bytes(self, rows: int) -> tuple[float, float]:
-        """Returns the least and the most temporary bytes that a block adds.
+        """Returns lower and upper bounds of the temporary bytes per block.
 
-        They are bytes of a device. The most include all of its gradients.
+        They are bytes on one device. The upper bound includes all gradients of
+        the block.
         """
         return 0.0, 0.0
 
 
 def with_rows(batch: Batch, rows: int) -> Batch:
-    """Returns the shapes of a batch, or of an array, with that many rows."""
+    """Returns the shapes of a batch or array with its rows set to `rows`."""
 
     def resize(leaf: Array) -> jax.ShapeDtypeStruct:
         shape = shape_of(leaf)

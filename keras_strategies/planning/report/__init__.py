@@ -1,1 +1,1 @@
-"""A plan as it is read: its steps, table, page and advice."""
+"""The results of a plan: its steps, table, HTML page and advice."""

@@ -1,4 +1,4 @@
-"""Advice on a planned step, in a sentence."""
+"""Writes advice on a planned step, in one sentence."""
 
 from keras_strategies.planning.report.planned_step import (
     BYTES_PER_GB,
@@ -10,7 +10,7 @@ _MUCH = 0.5
 _LESS = 0.9
 _SLOW = 1.5
 _SECONDS = 1e-3
-"""The least time of links that is worth advice."""
+"""The shortest communication time about which advice is given."""
 
 
 def write_advice(
@@ -23,8 +23,8 @@ def write_advice(
 
     Args:
       step: The step.
-      remat: A device's bytes without and with `keras.RematScope` on the
-        model's blocks; None: unknown.
+      remat: The bytes on a device without and with `keras.RematScope` on the
+        model's blocks. None if unknown.
       has_remat: Whether layers of the model are already rematerialized.
     """
     if step.error is not None or step.bytes_in_all is None:
@@ -57,7 +57,7 @@ def write_advice(
 
 
 def _advise_on_size(step: PlannedStep, total: float, has_remat: bool) -> str:
-    """Returns what to do about a step that does not fit."""
+    """Returns advice on a step that does not fit."""
     memory = step.memory
     state = memory.get("weights", 0) + memory.get("slots", 0)
     if state > _MUCH * (step.limit_bytes or 0) and step.num_replicas > 1:

@@ -1,4 +1,4 @@
-"""A plan as a self-contained HTML page."""
+"""Creates a self-contained HTML page from a plan."""
 
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -13,18 +13,20 @@ from keras_strategies.planning.report.planned_step import (
 )
 
 _LONGEST = 2.0
-"""Length of the longest bar, in units of the limit. Longer bars are cut."""
+"""Maximum length of a bar as a multiple of the limit; longer bars are cut."""
 _MARGIN = 1.02
 _REST = "unspecified"
 _CODE = re.compile(r"`([^`]+)`")
 
 
 def make_page(steps: Sequence[PlannedStep], notes: Sequence[str] = ()) -> str:
-    """Returns the page's text. It loads no other file and runs no script.
+    """Returns the HTML of a plan's page.
+
+    The page loads no other files and runs no scripts.
 
     Args:
       steps: The candidates.
-      notes: Sentences that hold for all candidates.
+      notes: Sentences that apply to all candidates.
     """
     scales = _compute_scales(steps)
     cards = [
@@ -149,7 +151,7 @@ def _make_paragraph(kind: str, text: str) -> str:
 
 
 def _iter_facts(step: PlannedStep) -> Iterator[tuple[str, str]]:
-    """Yields the facts of a step: their names and texts."""
+    """Yields the properties of a step to show: (name, text)."""
     replicas = max(step.num_replicas, 1)
     yield (
         "Devices",
@@ -174,7 +176,7 @@ def _iter_facts(step: PlannedStep) -> Iterator[tuple[str, str]]:
         if most is not None:
             mfu += f" ({100 * most:.0f} % at the largest bound's speed)"
         yield "MFU", mfu
-    # For a program that does not fit, the compiler may not report them.
+    # If a program does not fit, the compiler may not report its collectives.
     if step.bytes_in_all is not None and (step.counts or step.fits):
         yield "Collectives", "<br>".join(_iter_collectives(step)) or "none"
     if step.error is None:
@@ -206,7 +208,7 @@ def _describe_effort(step: PlannedStep) -> str:
 
 
 def _compute_scales(steps: Sequence[PlannedStep]) -> Mapping[int | None, float]:
-    """Returns the bytes of a bar of full width, by limit."""
+    """Returns, for each memory limit, the bytes that a full-width bar shows."""
     scales: dict[int | None, float] = {}
     for step in steps:
         size, limit = step.bytes_in_all or 0.0, step.limit_bytes
@@ -271,7 +273,7 @@ def _draw_legend(
 
 
 def _draw_times(step: PlannedStep) -> str:
-    """Returns the step's time and its lower bounds, as bars."""
+    """Returns bars (HTML) for a step's estimated time and its lower bounds."""
     if step.estimate is None:
         return ""
     bounds = step.estimate.bounds
@@ -298,7 +300,7 @@ def _format_layout(step: PlannedStep) -> str:
 
 
 def _format_size(size: float) -> str:
-    """Returns bytes with a unit that suits them."""
+    """Formats a number of bytes with a suitable unit."""
     if size >= 1e7:
         return f"{format_gb(size)} GB"
     return f"{size / 1e6:.2f} MB" if size >= 1e4 else f"{size:,.0f} bytes"
@@ -315,5 +317,5 @@ def _format_count(number: int, noun: str) -> str:
 
 
 def _format_text(text: str) -> str:
-    """Returns text as HTML; parts in backticks become code."""
+    """Converts text to HTML; parts in backticks become code."""
     return _CODE.sub(r"<code>\1</code>", escape(text))

@@ -1,4 +1,4 @@
-"""The style of a plan's page."""
+"""The CSS of a plan's HTML page."""
 
 from keras_strategies.planning.report.planned_step import KINDS
 

@@ -1,4 +1,4 @@
-"""`PlannedStep`: the requirements of a step on one slice, in one layout."""
+"""`PlannedStep`: the requirements of a step on one slice with one layout."""
 
 import dataclasses
 from collections.abc import Iterable, Mapping
@@ -6,7 +6,7 @@ from typing import Any
 
 BYTES_PER_GB = 1e9
 KINDS = ("weights", "slots", "other", "gradients", "activations", "temporary")
-"""Kinds of a device's memory."""
+"""The categories of a device's memory in `PlannedStep.memory`."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -14,14 +14,18 @@ class Estimate:
     """An estimate of a step's time, with its lower bounds.
 
     Attributes:
-      seconds: The estimate: XLA's, or the largest bound.
-      compute_seconds: The time of all operations at the chip's peak.
-      memory_seconds: The time to read and write the state once.
-      link_seconds: The time to send the collectives' data over all links of a
-        chip.
-      utilization: The share of the chip's peak that the model's operations
-        take (without rematerialization), or None if unknown.
-      most_utilization: The same for a step as fast as its largest bound.
+      seconds: The estimated time: XLA's estimate or the largest lower bound,
+        whichever is larger.
+      compute_seconds: A lower bound: the time to compute all operations at the
+        chip's peak rate.
+      memory_seconds: A lower bound: the time to read and write the state once.
+      link_seconds: A lower bound: the time to send the collectives' data over
+        all links of a chip.
+      utilization: The model FLOPs utilization (MFU): the fraction of the chip's
+        peak rate that the model's operations reach, without those of
+        rematerialization. None if unknown.
+      most_utilization: The utilization of a step whose time is its largest
+        lower bound. It is an upper bound. None if unknown.
     """
 
     seconds: float
@@ -33,7 +37,7 @@ class Estimate:
 
     @property
     def bounds(self) -> Mapping[str, float]:
-        """The seconds of each bound, by name."""
+        """The three lower bounds in seconds, by name."""
         return {
             "compute": self.compute_seconds,
             "memory": self.memory_seconds,
@@ -43,39 +47,47 @@ class Estimate:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class PlannedStep:
-    """The requirements of a step on one slice, in one layout.
+    """The requirements of a step on one slice with one layout.
+
+    They are bytes of memory, collectives and an estimated time.
 
     Attributes:
-      topology: The slice's name, or the devices' kind.
+      topology: The name of the slice, or JAX's name of the device kind.
       layout: The name of the model's layout on the slice: "replicated",
         "sharded:64", ...
       num_devices: The number of devices of the slice.
       num_replicas: The number of replicas.
-      rows: The rows of the global batch.
-      limit_bytes: Bytes that a program may use on a device, or None if
+      rows: The number of rows of the global batch.
+      limit_bytes: Bytes of memory that a program may use on a device, or None
+        if unknown.
+      bytes_in_all: Total bytes that the step needs on a device, or None if
         unknown.
-      bytes_in_all: Bytes that the step needs on a device, or None if unknown.
-      memory: The same by kind: "weights", "slots", "other" (metrics, the
-        batch and padding), "gradients" (an upper bound: all at once),
-        "activations" (memory that grows with the rows) and "temporary".
-      counts: The number of collectives of a step, by kind.
-      sent: Bytes of the arrays that they send, by kind.
+      memory: The needed bytes by category: "weights", "slots", "other"
+        (metrics, the batch and padding), "gradients" (an upper bound: all
+        gradients at the same time), "activations" (memory that grows with the
+        number of rows) and "temporary".
+      counts: The number of collectives in a step, by kind such as "all-reduce".
+      sent: Bytes of the arrays that these collectives send, by kind.
       estimate: The estimated time of a step, or None if unknown.
-      tokens: Tokens of a row, or None if rows are not sequences of tokens.
-      most_rows: The most rows of each replica that fit, or None if unknown.
-      is_most_verified: Whether `most_rows` was compiled at full effort, and
-        one more row on each replica does not fit.
+      tokens: The number of tokens per row. None if rows are not sequences of
+        tokens.
+      most_rows: The largest number of rows per replica that fits, or None if
+        unknown.
+      is_most_verified: Whether `most_rows` was verified by compiling at full
+        effort: it fits, and one more row on each replica does not.
       is_full_effort: Whether the bytes are those of a program compiled at full
-        effort, as for training. Otherwise they are those of one compiled
-        faster, which needs up to a tenth more or a third less.
-      is_accepted: Whether the slice's compiler accepted the model itself, with
-        its rows. Then it fits, even if the bytes of arrays that share memory
-        add up to more than the limit.
-      blocks: The numbers of blocks of the two compiled models and of the
-        model, or None if the model itself was compiled.
-      compile_seconds: The total time of compiling.
-      advice: Advice, in a sentence, or "".
-      error: The reason why there are no figures, or None if there are.
+        effort, as for training. Otherwise the program was compiled faster, and
+        the reported bytes are up to a tenth more or a third less than at full
+        effort.
+      is_accepted: Whether the slice's compiler accepted the program of the
+        whole model for this number of rows. Then the step fits, even if the sum
+        of the bytes exceeds the limit because some arrays share memory.
+      blocks: If the bytes were extrapolated from two shorter models: the number
+        of equal blocks of each of these two models and of the model itself.
+        None if the model itself was compiled.
+      compile_seconds: The total compile time in seconds.
+      advice: A sentence of advice, or "" if there is none.
+      error: If the step could not be planned: the reason. Otherwise None.
 
     Example:
       >>> step = ks.PlannedStep(
@@ -123,21 +135,21 @@ class PlannedStep:
 
     @property
     def rows_per_second(self) -> float | None:
-        """Rows of the global batch that are trained on per second, or None."""
+        """Rows of the batch processed per second, or None if unknown."""
         if self.estimate is None or not self.estimate.seconds:
             return None
         return self.rows / self.estimate.seconds
 
     @property
     def tokens_per_second(self) -> float | None:
-        """Tokens that are trained on per second, or None."""
+        """Tokens of the batch processed per second, or None if unknown."""
         if self.tokens is None or self.rows_per_second is None:
             return None
         return self.tokens * self.rows_per_second
 
     @classmethod
     def from_json(cls, found: Mapping[str, Any]) -> "PlannedStep":
-        """Returns the step from a dict that `to_json` returned."""
+        """Creates a step from a dict that `to_json` returned."""
         names = {field.name for field in dataclasses.fields(cls)}
         facts = {n: value for n, value in found.items() if n in names}
         if facts.get("estimate") is not None:
@@ -157,14 +169,17 @@ class PlannedStep:
 
 
 def format_gb(size: float) -> str:
-    """Returns bytes as GB, with three digits or one decimal."""
+    """Formats bytes as GB: two decimals below 10 GB, otherwise one."""
     gigabytes = size / BYTES_PER_GB
     digits = 2 if gigabytes < 10 else 1
     return f"{gigabytes:.{digits}f}"
 
 
 def find_fastest(steps: Iterable[PlannedStep]) -> PlannedStep | None:
-    """Returns the fitting step with the most rows per second and device."""
+    """Returns the step that fits and has the most rows/s per device.
+
+    Returns None if no step fits or no time is known.
+    """
     fit = [(s.rows_per_second, s) for s in steps if s.fits]
     rates = [(rate / s.num_devices, s) for rate, s in fit if rate]
     return max(rates, key=lambda pair: pair[0], default=(0.0, None))[1]

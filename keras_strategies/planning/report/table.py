@@ -1,4 +1,4 @@
-"""`Plan`: a step's requirements on each candidate, as a table and as JSON."""
+"""`Plan`: a step's requirements on each candidate, as table, HTML and JSON."""
 
 import contextlib
 import dataclasses
@@ -23,7 +23,7 @@ from keras_strategies.planning.report.planned_step import (
 
 _MANY = 10_000
 _WIDE = 100
-"""Columns of a terminal that has room for all columns of the table."""
+"""The width of a terminal, in characters, that fits the whole table."""
 Show = Callable[[Sequence[PlannedStep], str], None]
 NOTES = (
     "Bytes and collectives are from the compiler. Times are estimates: a step "
@@ -33,13 +33,14 @@ NOTES = (
 
 @dataclasses.dataclass(frozen=True, kw_only=True, repr=False)
 class Plan:
-    """The requirements of a step on each candidate; prints as a table.
+    """The requirements of a step on each candidate; `print` shows a table.
 
-    The result of `Strategy.plan`. Its programs were compiled, not run.
+    This is the result of `Strategy.plan`. The programs were compiled but not
+    run.
 
     Attributes:
-      steps: The steps of the candidates, in the order of the request.
-      notes: Sentences that hold for all candidates.
+      steps: One planned step per candidate, in the requested order.
+      notes: Sentences that apply to all candidates.
 
     Example:
       ```python
@@ -54,7 +55,7 @@ class Plan:
 
     @property
     def fastest(self) -> PlannedStep | None:
-        """The fitting step with the most rows per second and chip, or None."""
+        """The step that fits and has the most rows/s per device, or None."""
         return find_fastest(self.steps)
 
     def to_json(self) -> dict[str, Any]:
@@ -63,11 +64,12 @@ class Plan:
         return {"version": 1, "steps": steps, "notes": list(self.notes)}
 
     def to_html(self) -> str:
-        """Returns a page with the table, and memory as bars."""
+        """Returns an HTML page of the candidates, with their memory as bars."""
         return make_page(self.steps, self.notes)
 
     def _repr_html_(self) -> str:
-        # A frame keeps the notebook's style out of the page.
+        # The page is in a frame, so that the notebook's style does not affect
+        # it.
         return (
             f'<iframe srcdoc="{escape(self.to_html())}" '
             'title="keras-strategies plan" sandbox style="width: 100%; '
@@ -103,7 +105,8 @@ def live_table(*, is_shown: bool = True) -> Iterator[Show]:
       is_shown: Whether to show the table at all.
 
     Yields:
-      A function that shows the known steps, and a line on current work.
+      A function that shows the planned steps so far, and a line of text about
+      the current work.
     """
     if not is_shown or not sys.stderr.isatty():
         yield lambda steps, text: None
@@ -120,7 +123,10 @@ def live_table(*, is_shown: bool = True) -> Iterator[Show]:
 
 
 def _make_table(plan: Plan, is_wide: bool, is_stacked: bool) -> Table:
-    """Returns the table; stacked layouts are below their slices' names."""
+    """Returns a plan's table.
+
+    If `is_stacked`, each layout is in a second line below its slice's name.
+    """
     is_of_tokens = any(step.tokens is not None for step in plan.steps)
     headers = [
         *("rows", "fits", "GB a\ndevice", "most\nrows"),
@@ -158,7 +164,7 @@ def _iter_sentences(plan: Plan) -> Iterator[str]:
 
 
 def _iter_marks(plan: Plan) -> Iterator[str]:
-    """Yields explanations of the signs in a table."""
+    """Yields explanations of the signs that a table contains, such as "~"."""
     known = [s for s in plan.steps if s.bytes_in_all is not None]
     if any(not s.is_full_effort for s in known):
         yield (
