@@ -204,13 +204,13 @@ class BatchOrder(DrawnOrder):
 
 
 class NumberedOrder(Order):
-    """The orders drawn from an epoch's number alone, as in Keras 3.16.
+    """Shuffle orders that depend only on the epoch's number, as in Keras 3.16.
 
-    The first epoch of a fit has the number 1. If a pass over the data covers
-    several epochs, it has the number of the first of them.
+    The first epoch of a fit has the number 1. If one pass over the data covers
+    several epochs, its order is that of the first of these epochs.
     """
 
-    _unit = ""  # The shuffled things: orders of rows do not fit batches.
+    _unit = ""  # "rows" or "batches": one's seed does not fit the other.
 
     def __init__(self) -> None:
         self._epochs = 1

@@ -80,8 +80,9 @@ class Steps:
       agree: A function that creates the `Agreement` of an epoch; tests replace
         it.
       sizes: Only for a process-local source with an unknown batch size: a list
-        that contains the batch size once all processes have read their first
-        batches. None if the process's parts are used without regrouping.
+        that is empty until all processes have read their first batches. Then
+        its only entry is the batch size, or None if each process's batches are
+        used without regrouping.
     """
 
     source: Source
@@ -319,7 +320,7 @@ class Steps:
         return part, received
 
     def _join(self, data: Tree, received: list[dict[str, Any]]) -> HostBatch:
-        """Makes the batch of a step from the rows of all readers."""
+        """Makes a step's batch from this process's rows and all messages."""
         received = self.mesh.first_of_readers(received)
         rows = tuple(h["rows"] or 0 for h in received)
         by_reader, counts = [h.get("counts") for h in received], None
