@@ -146,7 +146,7 @@ class Source(abc.ABC):
     def facts(self) -> dict[str, Any]:
         """Returns properties of the data that must be equal in all processes.
 
-        The processes compare them before they read.
+        The processes compare them before they read the data.
         """
         return {
             "data": self.kind,

@@ -50,7 +50,7 @@ class ArrayRows:
         return iter(range(skip, int(self._ends[-1])))
 
     def label(self, item: int) -> str:
-        """Returns a text that identifies an item and the files, for checksums."""
+        """Returns a text that identifies an item and the files (to hash)."""
         return f"{self._names} {item}"
 
     def read(self, items: Sequence[int]) -> Tree:
@@ -121,7 +121,7 @@ class RecordRows:
                 )
 
     def label(self, item: _Record) -> str:
-        """Returns a text that identifies an item and its file, for checksums."""
+        """Returns a text that identifies an item and its file (to hash)."""
         return f"{os.path.basename(item.path)} {item.index}"
 
     def read(self, items: Sequence[_Record]) -> Tree:
@@ -291,8 +291,8 @@ def _read_tfrecords(path: str) -> Iterator[Any]:
     for record in tf.data.TFRecordDataset(path).as_numpy_iterator():
         yield record
         left -= len(record) + _TFRECORD_FRAME
-    # TensorFlow (2.21) treats a truncated record as the end of the file, without
-    # an error; test_tfrecords checks this.
+    # TensorFlow (2.21) treats a record that is cut off as the end of the file
+    # and raises no error; test_tfrecords checks this.
     if left:
         raise EOFError(f"the file ends {left} bytes after its last record")
 

@@ -156,7 +156,7 @@ def files(
 
 
 def _find_files(pattern: Any) -> tuple[str, ...]:
-    """Returns the files that match a pattern, sorted so that processes agree."""
+    """Returns the files that match a pattern, sorted in all processes."""
     is_one = isinstance(pattern, str | os.PathLike)
     paths = [os.fspath(path) for path in ([pattern] if is_one else pattern)]
     if is_one and not os.path.lexists(pattern):
