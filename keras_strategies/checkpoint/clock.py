@@ -45,8 +45,9 @@ class Clock:
         now = time.monotonic()
         left = self._begun + self._seconds - now
         per_step = (now - self._asked_at) / max(step - self._asked, 1)
-        # The estimate may be wrong if the duration of steps changes, so the
-        # next exchange is at most twice as many steps ahead as were measured.
+        # The estimate may be wrong if the duration of steps changes. So the
+        # number of steps until the next exchange is at most twice the number of
+        # steps that were measured.
         most = 2 * (step - self._asked)
         wait = min(most, math.ceil(left / max(per_step, 1e-6)))
         answer = self._agree({"is_due": left <= 0, "wait": max(wait, 1)})

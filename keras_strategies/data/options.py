@@ -77,7 +77,7 @@ class DistributeOptions:
 
 
 class InputReplicationMode(enum.Enum):
-    """How often a function that creates a dataset is called.
+    """The number of times that a dataset function is called.
 
     Attributes:
       PER_WORKER: The function is called once in each process.

@@ -8,7 +8,7 @@ from keras_strategies.data.options import AutoShardPolicy
 
 
 class Reading(enum.Enum):
-    """How each process reads data that is not process-local.
+    """The way in which each process reads data that is not process-local.
 
     Attributes:
       ROWS: The process reads only its own rows.

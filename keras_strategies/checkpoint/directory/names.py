@@ -101,10 +101,10 @@ def find_entries(
 
 
 def find_partial_saves(directory: str | os.PathLike[str]) -> list[pathlib.Path]:
-    """Finds folders that killed saves and deletions left, by their names.
+    """Finds the remains of killed saves and deletions, by their names.
 
     The folder of a running save has such a name, too. So only the process that
-    holds the directory's lock may remove the folders, while it is not saving.
+    holds the directory's lock may remove them, while it is not saving.
     """
     return _find_matching(directory, _PARTIAL)
 

@@ -46,9 +46,10 @@ class Keep:
     Attributes:
       last: The number of newest checkpoints to retain; None or 0 for all, like
         TensorFlow's `keep_checkpoint_max`.
-      every_n_hours: Also retains one checkpoint forever for each interval of
-        this length, in hours since the run started, like TensorFlow's
-        `keep_checkpoint_every_n_hours`. None disables this rule.
+      every_n_hours: Also retains a checkpoint forever each time that this
+        number of hours has passed since the start of the run, or since the last
+        checkpoint that this rule retained. Like TensorFlow's
+        `keep_checkpoint_every_n_hours`; None disables this rule.
       best: The name of a metric, as in `logs` ("val_loss"). Also retains the
         checkpoints with the best values of this metric. None disables this
         rule. A checkpoint whose metric is NaN or missing is never among the
@@ -189,7 +190,7 @@ def delete_partial_saves(directory: str | os.PathLike[str]) -> list[str]:
 def _find_periodic(
     ordered: list[Manifest], older: list[Manifest], keep: Keep
 ) -> set[int]:
-    """Returns the first older step in each interval of `every_n_hours`."""
+    """Returns the older steps that the rule `every_n_hours` retains."""
     if keep.every_n_hours is None:
         return set()
     last_retained = _find_start(ordered)
