@@ -25,9 +25,9 @@ class Prefetched(Generic[Item]):
     """An iterator whose items are made ahead of time in a thread.
 
     If the underlying iterator raises an error, `next` raises it once the items
-    before the error have been returned. The thread starts with the first item
-    if `needs_thread` is True, otherwise once items turn out to be slow. It ends
-    with the underlying iterator, or when this object is closed or
+    before the error have been returned. The thread starts when the first item is
+    requested if `needs_thread` is True, otherwise once items turn out to be
+    slow. It ends with the underlying iterator, or when this object is closed or
     garbage-collected.
 
     Args:

@@ -42,7 +42,7 @@ class Order(abc.ABC):
     def skip(self) -> None:
         """Skips the shuffle order that Keras uses while it builds a model.
 
-        Keras creates an extra iterator for that, which may draw an order.
+        Keras creates an extra iterator for that, which may use up an order.
         """
 
     @abc.abstractmethod

@@ -251,9 +251,10 @@ def take(
       has_checksums: Whether to compute `Part.checksum`. Use it for data whose
         order this library does not determine, so that a process that reads
         other batches than the rest is noticed.
-      is_copied: Whether to copy the rows. This is necessary if the code that
-        yields the batches reuses its arrays for later batches: parts are read
-        ahead of time, and CPU devices use the host's memory without a copy.
+      is_copied: Whether to copy the rows, unless their arrays are immutable.
+        This is necessary if the code that yields the batches reuses its arrays
+        for later batches: parts are read ahead of time, and CPU devices use the
+        host's memory without a copy.
 
     Example:
       >>> import numpy as np

@@ -83,8 +83,8 @@ def check_global_batch(
 def check_readers(mesh: ReplicaMesh, received: Received, step: int) -> None:
     """Raises ValueError if processes that share replicas read different rows.
 
-    Without this check it would go unnoticed that the cores of one replica compute
-    with rows from two different batches.
+    Without this check it would go unnoticed that the cores of one replica
+    compute with rows from two different batches.
     """
     if not mesh.spans_processes:
         return

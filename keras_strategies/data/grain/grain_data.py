@@ -154,12 +154,13 @@ class _MapBatches:
 class _IteratedBatches:
     """Reads batches in sequence, from an iterator whose state can be saved.
 
-    The first batch is read immediately, and stored until the first epoch.
+    If the batch size cannot be found otherwise, the first batch is read
+    immediately, and stored until it is needed in the first epoch.
     """
 
     length = num_rows = None
     is_by_rows = has_checksums = False
-    is_infinite = False  # Unknown, in fact.
+    is_infinite = False  # The data may be infinite, but this is unknown.
 
     def __init__(self, dataset: Dataset) -> None:
         self._dataset = dataset

@@ -293,8 +293,8 @@ def _let_go(
 def _repeats_rows(dataset: Dataset, graph: Graph | None) -> bool:
     """Returns whether each iteration certainly reads the same rows.
 
-    A mapped function that uses random numbers may change rows in each
-    iteration, but it does not lose any.
+    Returns False if the dataset's functions use random numbers, since these
+    may change the values of rows in each iteration.
     """
     if graph is None:
         return is_plain(dataset, with_functions=False)

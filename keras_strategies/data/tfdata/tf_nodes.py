@@ -32,7 +32,7 @@ def _kinds(names: str) -> frozenset[str]:
     return frozenset(f"{name}Dataset" for name in names.split())
 
 
-# Classes of datasets that do not shuffle, lose no rows and read no files.
+# Classes of datasets that do not shuffle, do not shard and read no files.
 PLAIN = _kinds(
     "_TensorSlice _Tensor _Range _Batch _ParallelBatch _PaddedBatch _Map "
     "_ParallelMap _Filter _Prefetch _Options _Repeat _Take _Skip _Zip "
