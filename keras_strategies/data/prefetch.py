@@ -25,10 +25,10 @@ class Prefetched(Generic[Item]):
     """An iterator whose items are made ahead of time in a thread.
 
     If the underlying iterator raises an error, `next` raises it once the items
-    before the error have been returned. The thread starts when the first item is
-    requested if `needs_thread` is True, otherwise once items turn out to be
-    slow. It ends with the underlying iterator, or when this object is closed or
-    garbage-collected.
+    before the error have been returned. If `needs_thread` is True, the thread
+    starts when the first item is requested; otherwise, once items turn out to
+    be slow. The thread ends with the underlying iterator, or when this object
+    is closed or garbage-collected.
 
     Args:
       items: The underlying iterator, which makes the items. If it has to wait
