@@ -1,11 +1,11 @@
-"""Checkpoints that a run resumes from bit for bit, with checksums.
+"""Checkpoints with checksums, from which a run resumes bit for bit.
 
     checkpoint = ks.checkpoint.Checkpoint(model=model, data=iterator)
     manager = ks.checkpoint.CheckpointManager(checkpoint, "run", keep=3)
     step = manager.restore_or_initialize() or 0
 
-For `fit`, use the callback `ks.callbacks.Checkpoint`. Names are imported on
-first use.
+For `fit`, use the callback `ks.callbacks.Checkpoint`. The modules that define
+these names are imported when a name is first used.
 """
 
 from keras_strategies._core.names.lazy_names import lazy_names as _lazy_names

@@ -1,8 +1,8 @@
-"""A wait for pending saves at interpreter exit.
+"""Waiting for pending saves when Python exits.
 
-A script may end right after a save. At that point Python no longer lets
-threads start other threads, which Orbax needs to do, so pending saves are
-awaited before.
+A script may end right after it has started a save. Late during exit, Python
+no longer lets threads start other threads, which Orbax needs to do. So exit
+waits for pending saves before that point.
 """
 
 import functools
@@ -21,7 +21,7 @@ class _Saving(Protocol):
 
 
 def wait_at_exit(storage: _Saving) -> None:
-    """Waits for the storage's save at exit, and logs an error if it fails."""
+    """Makes exit wait for the storage's pending save, and log its failure."""
     _register()
     _open.add(storage)
 
@@ -31,7 +31,7 @@ _open: weakref.WeakSet[_Saving] = weakref.WeakSet()
 
 @functools.cache
 def _register() -> None:
-    """Registers the wait to run before Python shuts down its thread pools.
+    """Registers a function to run before Python shuts down its thread pools.
 
     `atexit` handlers run too late: `concurrent.futures` shuts down its pools
     in a function that it registers with `threading._register_atexit` on
@@ -41,7 +41,8 @@ def _register() -> None:
     importlib.import_module("concurrent.futures.thread")
     threading._register_atexit(_wait_for_all)  # pyright: ignore
     if hasattr(os, "register_at_fork"):
-        # A child has none of its parent's threads: it would wait forever.
+        # A forked child does not have its parent's threads: it would wait
+        # forever for a save that they were running.
         os.register_at_fork(after_in_child=_open.clear)
 
 

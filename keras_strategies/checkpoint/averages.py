@@ -1,7 +1,7 @@
-"""Averages of weights (`use_ema=True`) in the checkpoint of a fit.
+"""Moving averages of weights (`use_ema=True`) in the checkpoint of a fit.
 
-Keras stores them in the optimizer and assigns them to the model when a fit
-ends.
+Keras stores the averages in the optimizer, and assigns them to the model's
+weights when a fit ends.
 """
 
 from collections.abc import Mapping
@@ -23,19 +23,20 @@ NamedVariables = Mapping[str, Mapping[str, keras.Variable]]
 def substitute_averages(
     variables: NamedVariables, document: Document, where: str
 ) -> NamedVariables:
-    """Replaces the arrays of weights by those of their averages.
+    """Selects, for each weight that has an average, the average's array.
 
     Args:
-      variables: The variables by group and name of their arrays.
+      variables: The variable to restore from each array, by the group and name
+        of the array.
       document: The document of a fit's checkpoint.
-      where: The checkpoint, for messages.
+      where: The path of the checkpoint, for messages.
 
     Returns:
-      The same variables; a weight that has an average is under the name of
-      the average's array.
+      The same variables by the group and name of the array to restore them
+      from: the array of the average if a weight has one.
 
     Raises:
-      ValueError: if several optimizers have averages of one weight.
+      ValueError: if several optimizers have averages of the same weight.
     """
     state = document["state"]
     if isinstance(state, dict) and has_swapped_averages(state.get("callbacks")):

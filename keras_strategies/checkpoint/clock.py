@@ -1,4 +1,4 @@
-"""A timer for checkpoints, the same in all processes."""
+"""A timer by which all processes save checkpoints after the same step."""
 
 import math
 import time
@@ -13,13 +13,14 @@ _ANSWER = {"is_due": bool, "wait": is_count}
 class Clock:
     """A timer that makes all processes save after the same step.
 
-    The chief's clock decides. All processes ask it at steps that the chief
-    chooses from the measured duration of a step, so that there are only one
-    or two exchanges for each save.
+    The chief's clock decides when to save. The processes do not exchange
+    messages at every step: in each exchange the chief announces the step of
+    the next one, which it estimates from the measured duration of a step. So
+    there are only one or two exchanges for each save.
 
     Args:
-      seconds: The time between saves.
-      step: The number of steps done.
+      seconds: The time between saves, in seconds.
+      step: The number of steps completed so far.
       processes: JAX's ids of the processes.
     """
 
@@ -44,8 +45,9 @@ class Clock:
         now = time.monotonic()
         left = self._begun + self._seconds - now
         per_step = (now - self._asked_at) / max(step - self._asked, 1)
-        # Steps may get slower, so the estimate is trusted for at most twice
-        # the number of steps that were measured.
+        # The estimate may be wrong if the duration of steps changes. So the
+        # number of steps until the next exchange is at most twice the number of
+        # steps that were measured.
         most = 2 * (step - self._asked)
         wait = min(most, math.ceil(left / max(per_step, 1e-6)))
         answer = self._agree({"is_due": left <= 0, "wait": max(wait, 1)})
@@ -56,7 +58,8 @@ class Clock:
 
     def _agree(self, answer: dict[str, Any]) -> dict[str, Any]:
         if len(self._processes) == 1:
-            # Without an exchange, the clock can be read at every step.
+            # A single process exchanges nothing, so it reads its clock at every
+            # step.
             return answer | {"wait": 1}
         with Rounds(self._processes, "the time of a checkpoint") as rounds:
             return rounds.exchange(answer, _ANSWER)[0]

@@ -1,9 +1,9 @@
 """The contents of a checkpoint: arrays by group and name, and a JSON document.
 
-The arrays are the values of `weights`, `optimizer` and so on, named by the
-paths of their variables, so that plain Orbax can read them. The document
-contains everything else; arrays in it (a callback's best weights) form a
-separate group.
+The arrays are the values of variables. They are in groups such as `weights`
+and `optimizer`, and are named by the paths of their variables, so that plain
+Orbax can read them. The document contains everything else. Arrays that belong
+to the document (such as a callback's best weights) form a separate group.
 """
 
 import os
@@ -52,7 +52,7 @@ def collect_arrays(groups: Groups) -> Arrays:
 
 
 def find_processes(groups: Groups) -> tuple[int, ...]:
-    """Returns JAX's ids of the processes that hold variables, sorted."""
+    """Returns the sorted JAX ids of the processes that have the variables."""
     indices = {
         device.process_index
         for variables in groups.values()
@@ -65,8 +65,9 @@ def find_processes(groups: Groups) -> tuple[int, ...]:
 def name_variables(
     variables: Sequence[keras.Variable],
 ) -> dict[str, keras.Variable]:
-    """Maps dotted paths to variables; equal paths are numbered ("~1").
+    """Maps the dotted paths of variables to the variables.
 
+    If several variables have the same path, a number is appended to it ("~1").
     Variables of size zero are left out, since Orbax does not store them.
     """
     by_name: dict[str, keras.Variable] = {}
@@ -86,13 +87,14 @@ def pack_checkpoint(groups: Groups, state: Tree) -> tuple[Arrays, Document]:
     """Builds the arrays and the document of a checkpoint, to be saved.
 
     Args:
-      groups: The variables.
-      state: Everything else: nests of JSON values and numpy arrays.
+      groups: The variables, by group.
+      state: Everything else to be saved: a nest of JSON values and numpy
+        arrays.
     """
     state, extra = nests.split(state)
     arrays = collect_arrays(groups)
     if extra or not arrays:
-        # Orbax does not store a tree without arrays.
+        # Orbax does not store a tree that contains no arrays.
         arrays[STATE] = extra or {"none": np.zeros(1)}
     variables = describe_arrays(arrays)
     document = {"version": VERSION, "variables": variables, "state": state}
@@ -100,17 +102,18 @@ def pack_checkpoint(groups: Groups, state: Tree) -> tuple[Arrays, Document]:
 
 
 def load_document(path: str | os.PathLike[str]) -> Document:
-    """Reads the document of a checkpoint of a known version.
+    """Reads the document of a checkpoint, and checks its version.
 
     Args:
       path: The checkpoint's folder.
 
     Returns:
-      Everything but the arrays, and the shapes and dtypes of these.
+      The document: everything in the checkpoint except the values of its
+      arrays. It includes their shapes and dtypes.
 
     Raises:
-      DamagedCheckpoint: if it is not a valid document.
-      ValueError: if it has the format of another version.
+      DamagedCheckpoint: if the checkpoint's document is not valid.
+      ValueError: if the document has a format version that is not supported.
     """
     with verify.guard_read(path):
         document = read_document(path)
@@ -126,7 +129,7 @@ def load_document(path: str | os.PathLike[str]) -> Document:
 
 
 def describe_arrays(arrays: Arrays) -> dict[str, dict[str, list[Any]]]:
-    """Describes each array by its shape and dtype, for the document."""
+    """Lists the shape and dtype of each array, for the document."""
     return {
         group: {
             name: [list(np.shape(array)), str(array.dtype)]
@@ -141,25 +144,28 @@ def match_variables(
 ) -> dict[str, dict[str, keras.Variable]]:
     """Matches the arrays of a checkpoint with a model's variables.
 
-    Keras numbers the layers of a process, so names that differ only in
-    numbers match, in their order.
+    Keras numbers all layers that a process creates ("dense_1", "dense_2"), so
+    the numbers may differ between processes. Names that differ only in these
+    numbers therefore match, in the order of the variables.
 
     Args:
       groups: The variables to be restored.
       document: The checkpoint's document.
-      where: The checkpoint, for messages.
+      where: The path of the checkpoint, for messages.
 
     Returns:
-      The variable for each array, by group and saved name.
+      The variable to restore from each array, by group and saved name.
 
     Raises:
-      ValueError: if names, shapes or dtypes differ; they are listed.
+      ValueError: if names, shapes or dtypes differ; the message lists the
+        differences.
     """
     all_saved = document["variables"]
     faults: list[str] = []
     matches: dict[str, dict[str, keras.Variable]] = {}
     names = {group for group, variables in groups.items() if variables}
-    # Weights come first: their differences explain those of other groups.
+    # Weights are compared first: if they differ, this also explains
+    # differences in other groups.
     for group in sorted(
         names | set(all_saved) - {STATE},
         key=lambda name: (name != _WEIGHTS, name),
@@ -180,21 +186,26 @@ def match_variables(
 def select_arrays(
     saved: Mapping[str, Any], variables: Sequence[keras.Variable]
 ) -> dict[str, Any] | None:
-    """Selects the saved arrays of some variables, which are in that order.
+    """Selects the saved arrays that belong to the given variables.
+
+    The saved arrays must be in the order of the variables; other arrays may be
+    between them.
 
     Args:
-      saved: The shapes and dtypes of all arrays, by name.
+      saved: The shapes and dtypes of all saved arrays, by name.
       variables: The variables.
 
     Returns:
-      The variables' entries of `saved`; None if one is missing.
+      The entries of `saved` for the variables; None if a variable has no entry
+      with its name, shape and dtype.
     """
     selected: dict[str, Any] = {}
     entries = iter(saved.items())
     for name, variable in name_variables(variables).items():
         wanted = strip_numbers(name)
         kind = _describe_variable(variable)
-        # `entries` is one iterator: each search goes on after the last match.
+        # All searches use the same iterator `entries`, so that each search
+        # continues after the entry that the previous one found.
         for other, entry in entries:
             if strip_numbers(other) == wanted and entry == kind:
                 selected[other] = entry
@@ -205,7 +216,7 @@ def select_arrays(
 
 
 def strip_numbers(name: str) -> str:
-    """Removes the numbers that Keras appends to the names of layers."""
+    """Removes the numbers that Keras appends to layer names from a path."""
     return re.sub(r"_\d+", "", name)
 
 
@@ -214,7 +225,7 @@ def make_targets(
     document: Document,
     mesh: ReplicaMesh | None,
 ) -> Arrays:
-    """Makes the targets of a restore: shapes, dtypes and shardings."""
+    """Makes the shapes, dtypes and shardings of the arrays to restore."""
     restored: Arrays = {}
     for group, entries in matches.items():
         if entries:
@@ -237,7 +248,7 @@ def make_targets(
 def assign(
     matches: Mapping[str, Mapping[str, keras.Variable]], arrays: Arrays
 ) -> None:
-    """Assigns restored values to their variables."""
+    """Assigns the restored values to the matching variables."""
     for group, entries in matches.items():
         for name, variable in entries.items():
             variable.assign(arrays[group][name])
@@ -251,7 +262,8 @@ def _make_target(
     if mesh is not None:
         sharding = sharding_of(variable, mesh)
     if jax.process_count() > 1 and sharding.is_fully_addressable:
-        # A process-local variable; every process gets the chief's value.
+        # The variable is process-local; every process restores the value that
+        # the chief saved.
         return np.empty(shape, dtype)
     return jax.ShapeDtypeStruct(shape, dtype, sharding=sharding)
 
@@ -269,7 +281,7 @@ def _pair_variables(
 
 
 def _describe_variable(variable: keras.Variable) -> list[Any]:
-    """Returns the shape and dtype of a variable, as in a document."""
+    """Returns a variable's shape and dtype as a document contains them."""
     return [list(variable.shape), str(variable.value.dtype)]
 
 

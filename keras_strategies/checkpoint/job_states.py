@@ -1,4 +1,4 @@
-"""The states of a checkpoint's objects in all processes of a job."""
+"""The states of a checkpoint's objects, from all processes of a job."""
 
 import hashlib
 from collections.abc import Mapping
@@ -24,14 +24,16 @@ def gather_states(
       processes: JAX's ids of all processes.
 
     Returns:
-      {"all": the states} if they are equal on all processes, else
-      {"each": a list of them, by process}.
+      {"all": states} if the states are equal in all processes, else
+      {"each": [states, ...]} with the states of each process, in the order of
+      `processes`.
     """
     text = nests.pack(states)
     if len(processes) == 1:
         return {"all": states}
     agreement = Agreement(processes, "keeping states")
-    # States may be long: hashes show first whether they must be sent.
+    # States may be long. So hashes are exchanged first, and the states only if
+    # the hashes differ.
     hashes = agreement.exchange(hashlib.sha256(text.encode()).hexdigest())
     are_equal = len(set(hashes)) == 1
     received = [] if are_equal else agreement.exchange(text)
@@ -47,13 +49,13 @@ def select_local_states(
     """Selects the states of this process from those of a checkpoint.
 
     Args:
-      state: The state in a checkpoint, not yet checked.
+      state: The state from a checkpoint. It is not trusted.
       processes: JAX's ids of all processes of this job.
-      where: The checkpoint, for messages.
+      where: The path of the checkpoint, for messages.
 
     Raises:
-      ValueError: if `state` is not a result of `gather_states`, or has the
-        states of another number of processes.
+      ValueError: if `state` is not a result of `gather_states`, or contains
+        the states of another number of processes.
     """
     fault = fault_of(state, _STATES)
     if fault is not None:

@@ -1,4 +1,4 @@
-"""Checkpoints of custom training loops, as in `tf.train`."""
+"""Checkpoints for custom training loops, as in `tf.train`."""
 
 import os
 from collections.abc import Mapping
@@ -21,18 +21,18 @@ _UNSET: Any = object()
 class CheckpointManager:
     """A directory of checkpoints, like `tf.train.CheckpointManager`.
 
-    Saving copies the arrays to the host and writes them while the loop
-    continues. On several processes every call is collective, and all of them
-    must share the directory.
+    `save` copies the arrays to the host. They are written to disk in the
+    background, while the training loop continues. With several processes,
+    every method is collective, and all processes must share the directory.
 
-    Differs from tf: the name of a checkpoint is just its step, and
-    `restore_or_initialize` returns a step.
+    Differs from tf: a checkpoint's name is just the number of its step, and
+    `restore_or_initialize` returns a step instead of a path.
 
     Args:
       checkpoint: The objects to save.
-      directory: The directory of this run's checkpoints, created if missing.
+      directory: The directory for this run's checkpoints, created if missing.
       keep: The number of checkpoints to retain, or a `ks.checkpoint.Keep`.
-      max_to_keep: tf's name of `keep`; None retains all.
+      max_to_keep: TensorFlow's name for `keep`; None retains all checkpoints.
 
     Raises:
       OSError: if the directory is not writable.
@@ -90,9 +90,10 @@ class CheckpointManager:
 
     @property
     def latest_checkpoint(self) -> str | None:
-        """The path of the newest checkpoint that is not set aside as damaged.
+        """The path of the newest checkpoint, or None.
 
-        Waits for a pending save of this process.
+        Ignores checkpoints that were renamed because they are damaged. Waits
+        for a pending save of this process.
         """
         self.wait()
         steps = find_steps(self.directory)
@@ -100,7 +101,7 @@ class CheckpointManager:
 
     @property
     def checkpoints(self) -> list[str]:
-        """The paths of all checkpoints, the oldest first."""
+        """The paths of all checkpoints, oldest first."""
         return [
             str(self._storage.path(step)) for step in find_steps(self.directory)
         ]
@@ -115,18 +116,20 @@ class CheckpointManager:
         """Saves a checkpoint. Collective.
 
         Args:
-          step: The number of train steps done, from 0; None for one more than
-            the highest in the directory, as tf counts.
-          metrics: Values for `Keep(best=...)`, which listings show, too.
-          checkpoint_number: tf's name of `step`.
+          step: The number of completed train steps, at least 0. If None, one
+            more than the highest step in the directory, as in TensorFlow.
+          metrics: The metrics that `Keep(best=...)` compares. Listings of
+            checkpoints also show them.
+          checkpoint_number: TensorFlow's name for `step`.
 
         Returns:
           The path of the checkpoint, which is complete once `wait` returns.
 
         Raises:
-          ValueError: if there is a checkpoint of that step, or a later one.
-          OSError: if it does not fit on the disk, or the previous checkpoint
-            could not be written.
+          ValueError: if the directory already has a checkpoint of this step or
+            of a later one.
+          OSError: if the checkpoint does not fit on the disk, or the previous
+            checkpoint could not be written.
           RuntimeError: if the manager is closed.
 
         Example:
@@ -158,14 +161,16 @@ class CheckpointManager:
     def restore_or_initialize(self) -> int | None:
         """Restores the newest good checkpoint, if any. Collective.
 
-        Newer ones that are damaged are logged in a warning and renamed.
+        Newer checkpoints that are damaged are renamed, and a warning is logged
+        for each of them.
 
         Returns:
-          The restored step; None if there was no good checkpoint, and nothing
-          was changed.
+          The restored step. None if there was no good checkpoint; the objects
+          are then unchanged.
 
         Raises:
-          ValueError: if it does not match the objects; differences are listed.
+          ValueError: if the checkpoint does not match the objects; the message
+            lists the differences.
 
         Example:
           ```python
@@ -186,8 +191,8 @@ class CheckpointManager:
           step: The step of the checkpoint.
 
         Raises:
-          DamagedCheckpoint: if it is damaged or missing.
-          ValueError: if it does not match the objects.
+          DamagedCheckpoint: if the checkpoint is damaged or missing.
+          ValueError: if the checkpoint does not match the objects.
 
         Example:
           ```python
@@ -216,7 +221,7 @@ class CheckpointManager:
         self._storage.wait()
 
     def close(self) -> None:
-        """Waits for pending saves and releases the directory."""
+        """Waits for pending saves and unlocks the directory."""
         self._is_closed = True
         self._storage.close()
 

@@ -1,4 +1,4 @@
-"""Encodings of a checkpoint's state: as JSON and arrays, and as text."""
+"""Encoding a checkpoint's state as JSON and arrays, or as text."""
 
 import base64
 import json
@@ -22,8 +22,8 @@ _EMPTY = "__empty_array__"
 _TUPLE = "__tuple__"
 _SCALAR = "__scalar__"
 _DICT = "__dict__"
-# Values that JSON cannot represent are dicts of one key, a mark. These are the
-# forms of what each mark marks.
+# A value that JSON cannot represent is encoded as a dict with a single key, a
+# mark. This table has the valid types of the encoded value for each mark.
 _FORMS = {
     _ARRAY: str,
     _EMPTY: (is_shape, parse_dtype),
@@ -32,22 +32,23 @@ _FORMS = {
     _DICT: dict,
 }
 _MARKS = tuple({mark} for mark in _FORMS)
-# An array between processes: its dtype, shape, and bytes.
+# The encoding of an array that is sent to other processes: dtype, shape, bytes.
 _ARRAY_FORM = (parse_dtype, is_shape, str)
 
 
 def split(state: Tree) -> tuple[Tree, dict[str, np.ndarray]]:
-    """Splits a nest into JSON and the arrays in it.
+    """Splits a nest into JSON and a dict of the arrays in it.
 
     Args:
-      state: Dicts with strings as keys, lists, tuples, arrays, numbers,
-        strings, booleans, None.
+      state: A nest of dicts with strings as keys, lists, tuples, arrays,
+        numbers, strings, booleans and None.
 
     Returns:
-      The nest as JSON, with marks in place of arrays; and the arrays by name.
+      The nest as JSON, where marks with the arrays' names replace the arrays;
+      and the arrays by name.
 
     Raises:
-      TypeError: if it contains anything else.
+      TypeError: if `state` contains a value of another type.
     """
     arrays: dict[str, np.ndarray] = {}
 
@@ -55,7 +56,8 @@ def split(state: Tree) -> tuple[Tree, dict[str, np.ndarray]]:
         if value is None or isinstance(value, bool | int | float | str):
             return _to_plain(value)
         if isinstance(value, np.generic) and _is_real(value.dtype):
-            # Its dtype is stored: results computed with it depend on that.
+            # The dtype is stored, too, since the results of computations with
+            # this number depend on it.
             return {_SCALAR: [value.item(), str(value.dtype)]}
         if isinstance(value, np.ndarray | jax.Array) and (
             _is_real(value.dtype) or value.dtype.kind == "c"
@@ -91,17 +93,17 @@ def split(state: Tree) -> tuple[Tree, dict[str, np.ndarray]]:
 
 
 def join(state: Tree, arrays: Mapping[str, Any]) -> Tree:
-    """Restores a nest from the two results of `split`.
+    """Rebuilds a nest from the two results of `split`.
 
     Args:
-      state: JSON from `load_json`; it is not trusted.
+      state: The first result, read by `load_json`. It is not trusted.
       arrays: The arrays, by the names in `state`.
 
     Returns:
       Dicts, lists, tuples, numpy arrays and numbers, as passed to `split`.
 
     Raises:
-      ValueError: if `state` does not have that form.
+      ValueError: if `state` is not a result of `split`.
     """
     if isinstance(state, list):
         return [join(v, arrays) for v in state]
@@ -130,7 +132,7 @@ def join(state: Tree, arrays: Mapping[str, Any]) -> Tree:
 
 
 def pack(state: Tree) -> str:
-    """Encodes a nest with its arrays as text for other processes."""
+    """Encodes a nest, including its arrays, as text for other processes."""
     plain, arrays = split(state)
     arrays_sent = {
         name: [
@@ -150,7 +152,7 @@ def unpack(text: str) -> Tree:
       The nest; see `join`.
 
     Raises:
-      ValueError: if the text does not have that form.
+      ValueError: if `text` is not a result of `pack`.
     """
     try:
         message = load_json(text, max_characters=MAX_MESSAGE, has_nan=True)
@@ -195,14 +197,14 @@ def _make_error(fault: str) -> ValueError:
 
 
 def _is_real(dtype: np.dtype) -> bool:
-    """Returns whether it is a boolean, integer or float type (or bfloat16)."""
+    """Returns whether a dtype is boolean, integer or float (also bfloat16)."""
     return dtype.kind in "biuf" or (
         dtype.kind == "V" and jnp.issubdtype(dtype, np.number)
     )
 
 
 def _to_plain(value: object) -> bool | float | str | None:
-    """Converts subclasses (such as numpy's float64) to Python's types."""
+    """Converts a subclass of a Python type, such as numpy's float64, to it."""
     if isinstance(value, bool) or value is None:
         return value
     kinds = (int, float, str)

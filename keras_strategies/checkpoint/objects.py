@@ -1,4 +1,4 @@
-"""Objects that are saved together, as in `tf.train`."""
+"""Checkpoints of objects that are saved together, as in `tf.train`."""
 
 import contextlib
 import os
@@ -20,18 +20,18 @@ from keras_strategies.strategy import current
 
 
 class Checkpoint:
-    """Objects whose values are saved together, like `tf.train.Checkpoint`.
+    """Saves and restores objects together, like `tf.train.Checkpoint`.
 
     Args:
-      **objects: The objects, by their names in the checkpoint: Keras models
-        (with their optimizers and metrics), layers, optimizers, metrics, seed
-        generators and variables; lists and dicts of these; and objects with
-        `get_state()` and `set_state(state)`, such as an iterator over a
-        distributed dataset or a callback.
+      **objects: The objects, by the names that they have in the checkpoint.
+        They can be Keras models (saved with their optimizers and metrics),
+        layers, optimizers, metrics, seed generators and variables; lists and
+        dicts of these; and objects with `get_state()` and `set_state(state)`,
+        such as an iterator over a distributed dataset or a callback.
 
     Raises:
       TypeError: if an object has another type.
-      ValueError: if there are no objects.
+      ValueError: if no objects are passed.
 
     Example:
       ```python
@@ -42,7 +42,7 @@ class Checkpoint:
       checkpoint.save("run/ckpt")
       checkpoint.restore(ks.checkpoint.latest_checkpoint("run"))
       ```
-      For a run that saves several and resumes from the newest, use
+      If a run saves several checkpoints and resumes from the newest one, use
       `CheckpointManager`.
     """
 
@@ -58,7 +58,10 @@ class Checkpoint:
         self._objects = objects
 
     def groups(self) -> dict[str, list[keras.Variable]]:
-        """Returns the variables by the name of their object, each once."""
+        """Returns each object's variables, by the name of the object.
+
+        A variable that several objects use is listed only once.
+        """
         seen: set[int] = set()
         groups: dict[str, list[keras.Variable]] = {}
         for name, value in self._objects.items():
@@ -79,7 +82,10 @@ class Checkpoint:
         return self._objects
 
     def states(self) -> dict[str, Any]:
-        """Returns the results of the other objects' `get_state`, by name."""
+        """Returns the results of the objects' `get_state`, by object name.
+
+        Includes only objects that have this method.
+        """
         return {
             name: value.get_state()
             for name, value in self._objects.items()
@@ -106,36 +112,37 @@ class Checkpoint:
         just by the number: `save("run/ckpt")` writes `run/1`, then `run/2`.
 
         Args:
-          file_prefix: The folder to save in, followed by a name, which has no
-            effect.
+          file_prefix: The folder to save in, followed by a name, as in
+            TensorFlow. The name is ignored.
 
         Returns:
-          The path of the checkpoint, which is on disk.
+          The path of the checkpoint, which is already on disk.
 
         Raises:
-          OSError: if it cannot be written.
-          RuntimeError: if another job is writing there.
+          OSError: if the checkpoint cannot be written.
+          RuntimeError: if another job is writing to this folder.
         """
         directory, _ = os.path.split(os.fspath(file_prefix))
         return self._write(directory or os.curdir, Keep(last=None))
 
     def write(self, file_prefix: str | os.PathLike[str]) -> str:
-        """Writes a checkpoint in place of the previous one. Collective.
+        """Writes a checkpoint that replaces the previous one. Collective.
 
         Args:
-          file_prefix: The folder for this checkpoint alone.
+          file_prefix: A folder that is used only for this checkpoint.
 
         Returns:
-          The folder, for `read` and `restore`.
+          The folder, which can be passed to `read` and `restore`.
 
         Raises:
-          OSError: if it cannot be written.
-          RuntimeError: if another job is writing there.
-          ValueError: if the folder has several checkpoints, which `write`
-            would delete.
+          OSError: if the checkpoint cannot be written.
+          RuntimeError: if another job is writing to this folder.
+          ValueError: if the folder contains several checkpoints. `write` would
+            delete them.
         """
         steps = find_steps(file_prefix)
-        # There are two if a `write` was killed before it deleted the old one.
+        # There may be two checkpoints if an earlier `write` was killed before
+        # it deleted the old one.
         if len(steps) > 2:
             raise ValueError(
                 "`write` must have a folder for one checkpoint, which it "
@@ -151,26 +158,28 @@ class Checkpoint:
     ) -> "CheckpointStatus":
         """Restores the objects from a checkpoint. Collective.
 
-        The checkpoint must contain all of these objects, with the same
-        variables, and may contain others. An optimizer without variables is
-        built for the model that is compiled with it, or else for the only
-        model among the objects.
+        The saved checkpoint must contain all objects of this `Checkpoint`, with
+        the same variables. It may also contain other objects. An optimizer
+        that has no variables yet is built first: for the model that is compiled
+        with it, or otherwise for the only model among the objects.
 
-        Differs from tf: models must be built, since values are not kept for
-        variables that are created later.
+        Differs from tf: models must already be built. Values for variables
+        that are created later are not restored.
 
         Args:
-          save_path: The result of `save`, `write`, `latest_checkpoint` or a
-            manager: a checkpoint, or a folder of checkpoints, of which the
-            newest good one is restored. None does nothing, as in tf.
+          save_path: A path that `save`, `write`, `latest_checkpoint` or a
+            manager returned. It may be a checkpoint, or a folder of checkpoints
+            of which the newest good one is restored. With None, nothing is
+            restored, as in TensorFlow.
 
         Returns:
-          The load status, as in tf.
+          The load status, as in TensorFlow.
 
         Raises:
           FileNotFoundError: if there is no good checkpoint.
           DamagedCheckpoint: if the checkpoint is damaged.
-          ValueError: if it does not match the objects; differences are listed.
+          ValueError: if the checkpoint does not match the objects; the message
+            lists the differences.
         """
         if save_path is None:
             return CheckpointStatus(self, "", [])
@@ -189,7 +198,8 @@ class Checkpoint:
         storage = Storage(directory, processes=processes, keep=keep)
         storage.open()
         with contextlib.closing(storage):
-            # Called so that the storage knows the checkpoints to delete.
+            # Called so that the storage knows the existing checkpoints, which
+            # it may have to delete.
             storage.find_newest()
             step = max(storage.find_highest(), 0) + 1
             write_from(self, storage, step, {})
@@ -222,7 +232,7 @@ class CheckpointStatus:
     def assert_existing_objects_matched(self) -> "CheckpointStatus":
         """Raises ValueError if nothing was restored.
 
-        `restore` raises for all other mismatches.
+        `restore` has already raised an error for all other mismatches.
         """
         if not self._path:
             raise ValueError(
@@ -237,7 +247,7 @@ class CheckpointStatus:
         return self.assert_existing_objects_matched()
 
     def expect_partial(self) -> "CheckpointStatus":
-        """Does nothing; extra values in the checkpoint are ignored anyway."""
+        """Does nothing: extra values in the checkpoint never raise errors."""
         return self
 
 
@@ -259,19 +269,22 @@ def write_from(
 def read_into(
     checkpoint: Checkpoint, storage: Storage, step: int, *, is_part: bool
 ) -> list[str]:
-    """Restores the objects of a checkpoint from a saved, verified one.
+    """Restores the objects of a `Checkpoint` from a saved checkpoint.
+
+    The saved checkpoint must already be verified.
 
     Args:
-      checkpoint: The objects.
+      checkpoint: The objects to restore.
       storage: The directory of the saved checkpoint.
       step: The step of the saved checkpoint.
-      is_part: Whether it may contain other objects.
+      is_part: Whether the saved checkpoint may contain other objects.
 
     Returns:
-      The names of the values that were not restored.
+      The names of saved values that were not restored.
 
     Raises:
-      ValueError: if it does not match the objects; differences are listed.
+      ValueError: if the saved checkpoint does not match the objects; the
+        message lists the differences.
     """
     document = storage.load_document(step)
     where = str(storage.path(step))
@@ -304,7 +317,7 @@ def read_into(
 
 
 def _iter_variables(value: object, name: str) -> Iterator[keras.Variable]:
-    """Yields the variables of an object of a checkpoint."""
+    """Yields the variables of one object in a checkpoint."""
     for part in unbuilt.iter_leaves(value):
         if isinstance(part, keras.Model):
             yield from all_variables(part)

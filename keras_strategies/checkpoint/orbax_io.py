@@ -1,4 +1,4 @@
-"""Orbax's options for reading and writing."""
+"""Options for reading and writing checkpoints with Orbax."""
 
 from typing import TYPE_CHECKING
 
@@ -13,11 +13,11 @@ if TYPE_CHECKING:
 
 
 def make_checkpointer(processes: tuple[int, ...]) -> "ocp.AsyncCheckpointer":
-    """Makes the Orbax checkpointer of a step's folder: arrays and a document.
+    """Makes the Orbax checkpointer that writes and reads a step's folder.
 
-    Compression is off. Trained weights are nearly random: compression makes
-    them a tenth smaller, but saves take twice and restores three times the
-    work.
+    Each folder contains arrays and a JSON document. Compression is off, because
+    trained weights are nearly random: compression would make them only a tenth
+    smaller, while saves would take twice and restores three times the work.
 
     Args:
       processes: JAX's ids of the processes; the first is the chief.
@@ -28,8 +28,8 @@ def make_checkpointer(processes: tuple[int, ...]) -> "ocp.AsyncCheckpointer":
     among = (
         options.MultiprocessingOptions()
         if jax.process_count() == 1
-        # With named processes, Orbax synchronizes on the host instead of by
-        # a program on the devices.
+        # If `active_processes` is set, Orbax synchronizes the processes on the
+        # host and not with a program on the devices.
         else options.MultiprocessingOptions(
             primary_host=processes[0], active_processes=set(processes)
         )
@@ -41,7 +41,8 @@ def make_checkpointer(processes: tuple[int, ...]) -> "ocp.AsyncCheckpointer":
             use_compression=False,
             multiprocessing_options=among,
             type_handler_registry=types.create_type_handler_registry(
-                # `copy_to_host` has copied the arrays that may change.
+                # No copies are needed: `copy_to_host` has already copied the
+                # arrays that may change.
                 (np.ndarray, types.NumpyHandler(deepcopy_host_arrays=False)),
                 (jax.Array, types.get_type_handler(jax.Array)),
             ),
@@ -56,20 +57,21 @@ def make_checkpointer(processes: tuple[int, ...]) -> "ocp.AsyncCheckpointer":
 
 
 def copy_to_host(arrays: Arrays, *, is_alone: bool) -> Arrays:
-    """Converts arrays to numpy where one process has all of their values.
+    """Converts JAX arrays to numpy if this process has all of their values.
 
-    Orbax writes numpy arrays in half the time. On CPU devices they share the
-    memory of the JAX arrays. That is safe: while they exist, a step copies
-    these buffers instead of donating them.
+    Orbax writes numpy arrays in half the time. On CPU devices, the numpy arrays
+    share the memory of the JAX arrays. This is safe: as long as the numpy
+    arrays exist, a train step copies these buffers instead of donating them.
 
     Args:
-      arrays: Arrays of JAX and of numpy; the latter may change afterwards.
-      is_alone: Whether no other process has variables.
+      arrays: JAX and numpy arrays. The caller may change the numpy arrays
+        afterwards, so they are copied.
+      is_alone: Whether this is the only process that has variables.
     """
 
     def is_converted(leaf: jax.Array) -> bool:
-        # A process-local array, such as a variable that was created outside
-        # of the scope, is saved by the chief.
+        # The chief saves process-local arrays, such as a variable that was
+        # created outside of the strategy's scope.
         is_local = is_alone or leaf.is_fully_addressable
         return is_local and leaf.sharding.is_fully_replicated
 
@@ -78,7 +80,7 @@ def copy_to_host(arrays: Arrays, *, is_alone: bool) -> Arrays:
             return np.array(leaf)
         return np.asarray(leaf) if is_converted(leaf) else leaf
 
-    # All transfers start before the first one is awaited.
+    # All transfers are started before waiting for the first one.
     for leaf in jax.tree.leaves(arrays):
         if isinstance(leaf, jax.Array) and is_converted(leaf):
             leaf.copy_to_host_async()
@@ -89,11 +91,11 @@ def make_restore_args(targets: Arrays) -> Tree:
     """Builds Orbax restore arguments with the shardings of the targets.
 
     Args:
-      targets: Shapes, dtypes and shardings, or numpy arrays, by group and
-        name.
+      targets: For each array, its shape, dtype and sharding, or a numpy array
+        of this shape and dtype; by group and name.
 
     Returns:
-      An `ocp.RestoreArgs` for each, by group and name.
+      An `ocp.RestoreArgs` for each array, by group and name.
     """
     import orbax.checkpoint as ocp
 

@@ -1,6 +1,6 @@
-"""Reads the checkpoints of a fit while another process may write them.
+"""Reading the checkpoints of a fit that another process may be writing.
 
-This module neither locks the directory nor changes files in it.
+This module neither locks the directory nor changes any files in it.
 """
 
 import logging
@@ -34,8 +34,8 @@ _logger = logging.getLogger(__name__)
 def find_newest_complete(directory: str) -> str | None:
     """Returns the folder of the newest complete checkpoint, or None.
 
-    Compares names and sizes of files with the manifest; checksums are only
-    compared when the checkpoint is read.
+    Only the names and sizes of files are compared with the manifest. Checksums
+    are compared when the checkpoint is read.
     """
     for step in reversed(names.find_steps(directory)):
         path = names.step_path(directory, step)
@@ -50,14 +50,17 @@ def find_newest_complete(directory: str) -> str | None:
 def find_newest_good(directory: str) -> str | None:
     """Returns the folder of the newest good checkpoint, or None.
 
-    Reads each of its files once.
+    Reads each file of a checkpoint once, to compare its checksum.
     """
     manifest, _ = verify.find_newest_good(directory)
     return None if manifest is None else make_path(directory, manifest.step)
 
 
 def warn_no_checkpoint(directory: str) -> None:
-    """Logs a warning that a model has its initial weights."""
+    """Logs a warning that a model uses its initial weights.
+
+    This is the case if the directory has no checkpoint to load.
+    """
     _logger.warning(
         "No %scheckpoint in %s: initial weights are used.",
         "good " if names.find_steps(directory) else "",
@@ -87,14 +90,17 @@ def make_path(directory: str, step: int) -> str:
 
 
 def read_position(document: contents.Document, path: str) -> tuple[int, int]:
-    """Returns the epoch of a fit's checkpoint, and the steps done in it.
+    """Returns the position of a fit at the time of its checkpoint.
 
     Args:
       document: The document of the checkpoint.
-      path: The checkpoint, for the error.
+      path: The path of the checkpoint, for the error.
+
+    Returns:
+      The epoch, and the number of steps completed in this epoch.
 
     Raises:
-      DamagedCheckpoint: if the document lacks these numbers.
+      DamagedCheckpoint: if the document does not contain these numbers.
     """
     state = document["state"]
     fault = fault_of(state, _PLACE, "its state")
@@ -107,7 +113,7 @@ def check(path: str) -> None:
     """Checks that a checkpoint exists and is good.
 
     Raises:
-      ValueError: if the folder does not exist, or is damaged.
+      ValueError: if the folder does not exist, or the checkpoint is damaged.
     """
     parse_step(path)
     if not os.path.isdir(path):
@@ -121,16 +127,17 @@ def check(path: str) -> None:
 def restore(model: keras.Model, path: str) -> None:
     """Restores the weights and seeds of a built model from a checkpoint.
 
-    Weights with an average in the optimizer (`use_ema=True`) get the average.
-    Optimizers and metrics do not change. Every calling process reads the
-    files; it is not collective.
+    A weight whose moving average is in the optimizer (`use_ema=True`) is set to
+    this average. Optimizers and metrics do not change. The call is not
+    collective: each process that calls it reads the files itself.
 
     Args:
       model: The model.
-      path: The checkpoint, already verified.
+      path: The path of the checkpoint, which must already be verified.
 
     Raises:
-      ValueError: if it is of another model; names and shapes are listed.
+      ValueError: if the checkpoint is from another model; the message lists the
+        names and shapes that differ.
     """
     saved = contents.load_document(path)
     groups = _groups(model)
@@ -150,11 +157,11 @@ def restore(model: keras.Model, path: str) -> None:
 
 
 def copy_weights(source: keras.Model, target: keras.Model) -> None:
-    """Copies the weights of a model to another one with the same layers.
+    """Copies the weights of a model to another model with the same layers.
 
     Args:
       source: A model whose variables have values.
-      target: The model to change, possibly of another strategy.
+      target: The model to change. It may belong to another strategy.
     """
     for group, variables in _groups(target).items():
         values = [np.asarray(v.value) for v in _groups(source)[group]]
@@ -168,8 +175,8 @@ def read_arrays(
     """Reads arrays of a checkpoint to the host.
 
     Args:
-      path: The checkpoint.
-      wanted: Shapes and dtypes by group and name.
+      path: The path of the checkpoint.
+      wanted: The shape and dtype of each array to read, by group and name.
     """
     import orbax.checkpoint as ocp
 
@@ -185,7 +192,8 @@ def read_arrays(
         return {}
     options = ocp.options.MultiprocessingOptions()
     if jax.process_count() > 1:
-        # Limits Orbax's barriers to this process: others may not call this.
+        # Orbax waits only for this process, since other processes may not call
+        # this function.
         me = jax.process_index()
         options = ocp.options.MultiprocessingOptions(
             primary_host=me,
@@ -206,10 +214,13 @@ def read_arrays(
 
 
 def list_variables(path: str) -> dict[str, tuple[str, str]]:
-    """Returns each variable's group and name in it, by public name.
+    """Lists the variables in a checkpoint.
 
-    The public name of a model's variable is its Keras path ("dense/kernel");
-    others have a prefix, their group ("optimizer/adam/learning_rate").
+    Returns:
+      Each variable's group, and its name in this group, by public name. The
+      public name of a model's variable is its Keras path ("dense/kernel").
+      Other variables have their group as a prefix
+      ("optimizer/adam/learning_rate").
     """
     by_public_name: dict[str, tuple[str, str]] = {}
     for group, entries in contents.load_document(path)["variables"].items():
@@ -222,10 +233,10 @@ def list_variables(path: str) -> dict[str, tuple[str, str]]:
 
 
 def read_variable(path: str, name: str) -> np.ndarray:
-    """Reads the value of a variable of a checkpoint.
+    """Reads the value of one variable from a checkpoint.
 
     Raises:
-      ValueError: if there is no variable of that name.
+      ValueError: if the checkpoint has no variable with this public name.
     """
     variables = list_variables(path)
     name = name.replace(".", "/")
@@ -241,6 +252,6 @@ def read_variable(path: str, name: str) -> np.ndarray:
 
 
 def _groups(model: keras.Model) -> dict[str, list[keras.Variable]]:
-    """Returns the variables that a model needs to compute its outputs."""
+    """Returns the variables that determine a model's outputs, by group."""
     groups = group_variables(model, all_variables(model))
     return {name: groups[name] for name in (_WEIGHTS, _SEEDS)}

@@ -1,8 +1,8 @@
 """A directory of checkpoints, whose arrays Orbax writes and reads.
 
-A save copies the arrays to the host and returns; a thread has Orbax write them,
-adds the manifest, and deletes the checkpoints that no rule retains. The chief
-decides which checkpoint is restored, and all processes restore it.
+A save copies the arrays to the host and returns. Then a thread writes them with
+Orbax, adds the manifest, and deletes the checkpoints that no rule retains. The
+chief decides which checkpoint is restored, and all processes restore it.
 """
 
 import contextlib
@@ -57,8 +57,8 @@ _POLL_S = 0.1
 class Storage:
     """A directory of checkpoints that all processes of a job use together.
 
-    All processes must call its methods in the same order, as they are
-    collective; `wait`, `close`, `path` and `load_document` are not.
+    All processes must call its methods in the same order: except for `wait`,
+    `close`, `path` and `load_document`, the methods are collective.
 
     Args:
       directory: The directory of the checkpoints, created if missing.
@@ -93,8 +93,8 @@ class Storage:
         Raises:
           OSError: if the directory is not writable.
           RuntimeError: if another job is writing to it.
-          ValueError: if not all processes see it, its name contains "*", "?"
-            or "[", or the job's process 0 is not among the processes.
+          ValueError: if not all processes see the directory, if its path
+            contains "*", "?" or "[", or if process 0 is not among them.
         """
         if self._processes[0] != 0:
             # In Orbax, only process 0 of a job writes numpy arrays.
@@ -106,7 +106,7 @@ class Storage:
             )
         self._run_on_chief("opening", self._acquire)
         self._check_shared()
-        # Imports Orbax now, which takes a second, and not in the first save.
+        # Orbax is imported now, since this would delay the first save by 1 s.
         self._get_checkpointer()
         wait_at_exit(self)
 
@@ -120,7 +120,7 @@ class Storage:
         lock.acquire()
         self._lock = lock
         delete_partial_saves(self.directory)
-        # A script may save without having called `find_newest`.
+        # Needed because a script may save without calling `find_newest` first.
         self._note_good()
 
     def _check_shared(self) -> None:
@@ -143,7 +143,7 @@ class Storage:
             )
 
     def close(self) -> None:
-        """Waits for a pending save and releases the directory. Local."""
+        """Waits for a pending save, unlocks the directory. Not collective."""
         try:
             self.wait()
         finally:
@@ -159,8 +159,8 @@ class Storage:
     def find_newest(self) -> int | None:
         """Finds the newest good checkpoint and renames newer, damaged ones.
 
-        The chief reads each file once, after it waited for a pending save.
-        Each renamed checkpoint is logged in a warning.
+        The chief waits for a pending save, then reads each file once. It logs
+        a warning for each checkpoint that it renames.
         """
         self.wait()
 
@@ -175,9 +175,9 @@ class Storage:
         return self._run_on_chief(_NEWEST, find, int | None)
 
     def find_highest(self) -> int:
-        """Returns the highest step, good or damaged; -1 without checkpoints.
+        """Returns the highest step of all checkpoints, good or damaged.
 
-        Waits for a pending save.
+        Returns -1 if there are none. Waits for a pending save.
         """
         self.wait()
         return self._run_on_chief(
@@ -187,7 +187,7 @@ class Storage:
         )
 
     def peek_newest(self) -> int | None:
-        """Finds the newest good checkpoint and changes nothing."""
+        """Finds the newest good checkpoint, without renaming damaged ones."""
 
         def find() -> int | None:
             manifest, _ = verify.find_newest_good(self.directory)
@@ -208,7 +208,7 @@ class Storage:
         self._run_on_chief(f"verifying step {step} of", look)
 
     def _note_good(self) -> None:
-        """Notes the good checkpoints, and the time when the run started."""
+        """Records which checkpoints are good, and when the run started."""
         self._good = {}
         for step in names.find_steps(self.directory):
             with contextlib.suppress(DamagedCheckpoint):
@@ -223,7 +223,7 @@ class Storage:
         return names.step_path(self.directory, step)
 
     def load_document(self, step: int) -> contents.Document:
-        """Reads the document of a checkpoint of a known version."""
+        """Reads the document of a checkpoint; see `contents.load_document`."""
         return contents.load_document(self.path(step))
 
     def restore(
@@ -233,7 +233,7 @@ class Storage:
 
         Args:
           step: The step of the checkpoint.
-          targets: Shapes, dtypes and shardings, by group and name.
+          targets: Each array's shape, dtype and sharding, by group and name.
           is_part: Whether the checkpoint may contain other arrays.
         """
         import orbax.checkpoint as ocp
@@ -250,7 +250,7 @@ class Storage:
                     )
                 ),
             )
-        # The chief must not delete files that others still read.
+        # The chief must not delete files that other processes still read.
         self._exchange("restoring", "done")
         return restored.state
 
@@ -263,12 +263,12 @@ class Storage:
         document: contents.Document,
         facts: Mapping[str, Any],
     ) -> None:
-        """Starts to save a checkpoint; returns once its arrays may change.
+        """Starts a save; returns as soon as the caller may change the arrays.
 
         Raises:
-          OSError: if it does not fit on the disk, or the previous checkpoint
-            could not be written.
-          RuntimeError: if another run has locked the directory since.
+          OSError: if the checkpoint does not fit on the disk, or the previous
+            checkpoint could not be written.
+          RuntimeError: if another run now holds the lock of the directory.
         """
         import orbax.checkpoint as ocp
 
@@ -289,8 +289,8 @@ class Storage:
             ),
         )
         if any(isinstance(leaf, jax.Array) for leaf in jax.tree.leaves(arrays)):
-            # Steps may donate the buffers of these arrays once `save` has
-            # returned, so Orbax has to copy them to the host before.
+            # After `save` has returned, steps may donate the buffers of these
+            # arrays. So Orbax must copy them to the host before it returns.
             write()
             write = None
         facts = {**facts, "started": self._started}
@@ -309,7 +309,7 @@ class Storage:
         write: Callable[[], None] | None,
         finished: threading.Event,
     ) -> None:
-        """Completes a checkpoint, in a thread."""
+        """Writes and completes a checkpoint. Runs in a thread."""
         try:
             if write is not None:
                 write()
@@ -331,15 +331,15 @@ class Storage:
             finished.set()
 
     def wait(self) -> None:
-        """Blocks until pending saves are on disk. Local.
+        """Blocks until pending saves are on disk. Not collective.
 
         Raises:
           OSError: if a checkpoint could not be written. Earlier ones are
             still good.
         """
         if self._finished is not None:
-            # Not `Thread.join`: after a Ctrl-C during a join, the next one
-            # returns at once (Python 3.11).
+            # `Thread.join` is not used: after a Ctrl-C during a join, the next
+            # join returns immediately (Python 3.11).
             self._finished.wait()
             self._finished = None
         error, self._error = self._error, None
@@ -356,9 +356,9 @@ class Storage:
     def _run_on_chief(
         self, doing: str, compute: Callable[[], Any], form: Form = None
     ) -> Any:
-        """Runs a function on the chief and returns its result everywhere.
+        """Runs a function on the chief; returns its result in every process.
 
-        If it fails on the chief, every process raises the error.
+        If the function fails on the chief, every process raises an error.
         """
         if self._is_alone:
             return compute()

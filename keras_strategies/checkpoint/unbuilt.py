@@ -1,4 +1,4 @@
-"""Restoration of objects whose variables do not exist yet."""
+"""Restoring objects whose variables have not been created yet."""
 
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
@@ -17,7 +17,7 @@ _MAX_SHOWN = 8
 
 
 def check_models(objects: Objects) -> None:
-    """Raises ValueError for a model that has no variables yet."""
+    """Raises ValueError if one of the models has no variables yet."""
     for name, value in objects.items():
         for model in _find_instances(keras.Model, value):
             if not model.built:
@@ -30,14 +30,14 @@ def check_models(objects: Objects) -> None:
 
 
 def build_optimizers(objects: Objects, saved: Names) -> None:
-    """Builds optimizers whose variables are in a checkpoint.
+    """Builds the optimizers whose variables are in a checkpoint.
 
-    The optimizer that a model is compiled with is built for that model, any
-    other one for the only model among the objects.
+    If a model is compiled with an optimizer, the optimizer is built for this
+    model. Any other optimizer is built for the only model among the objects.
 
     Args:
       objects: The objects to restore.
-      saved: The variables in the checkpoint.
+      saved: The names of the variables in the checkpoint.
     """
     models = [
         m
@@ -58,15 +58,15 @@ def build_optimizers(objects: Objects, saved: Names) -> None:
 def list_unrestored(
     objects: Objects, saved: Names, matches: Names
 ) -> list[str]:
-    """Lists variables in a checkpoint that the objects do not have.
+    """Lists the variables in a checkpoint that are not restored.
 
-    Metrics that a compiled model has not created yet do not count, since each
-    epoch resets them.
+    Does not list the variables of metrics that a compiled model has not created
+    yet, since each epoch resets metrics anyway.
 
     Args:
       objects: The objects to restore.
-      saved: The variables in the checkpoint.
-      matches: The variables that are restored.
+      saved: The names of the variables in the checkpoint.
+      matches: The names of the variables that are restored.
 
     Raises:
       ValueError: if the checkpoint has variables of an optimizer that is not
@@ -97,7 +97,7 @@ def list_unrestored(
 def _lacks_variables(
     optimizer: keras.optimizers.Optimizer, entries: Sequence[str]
 ) -> bool:
-    """Returns whether an optimizer has fewer variables than a checkpoint."""
+    """Returns whether an optimizer has fewer variables than were saved."""
     if optimizer.built:
         return False
     present = [
@@ -124,7 +124,7 @@ def _iter_optimizers(value: object) -> Iterator[keras.optimizers.Optimizer]:
 
 
 def iter_leaves(value: object) -> Iterator[Any]:
-    """Yields the objects in lists and dicts."""
+    """Yields the objects in nested lists and dicts."""
     if not isinstance(value, Mapping | list | tuple):
         yield value
         return

@@ -1,4 +1,4 @@
-"""The newest checkpoint of a directory, and the weights of a checkpoint."""
+"""Finding the newest checkpoint, and loading only a checkpoint's weights."""
 
 import contextlib
 import os
@@ -23,9 +23,9 @@ _WEIGHTS = ("weights", "seeds")
 
 
 def latest_checkpoint(directory: str | os.PathLike[str]) -> str | None:
-    """Returns the path of a directory's newest checkpoint, or None.
+    """Returns the path of the newest checkpoint in a directory, or None.
 
-    Like `tf.train.latest_checkpoint`. The checkpoint is not verified.
+    Like `tf.train.latest_checkpoint`. Does not verify the checkpoint.
 
     Example:
       ```python
@@ -48,17 +48,17 @@ def open_checkpoint(
     """Opens a checkpoint for reading. Collective.
 
     Args:
-      path: A directory of checkpoints, or a checkpoint.
-      step: The step to open; None for the checkpoint at `path`, or the newest
-        good one in it.
+      path: The path of a directory of checkpoints, or of one checkpoint.
+      step: The step to open. If None, opens the checkpoint at `path`, or the
+        newest good checkpoint in the directory at `path`.
       processes: JAX's ids of the processes.
 
     Yields:
-      The storage of the directory, and the step.
+      The storage of the directory, and the step of the checkpoint.
 
     Raises:
       FileNotFoundError: if there is no good checkpoint.
-      DamagedCheckpoint: if the given one is damaged or missing.
+      DamagedCheckpoint: if the requested checkpoint is damaged or missing.
     """
     directory = pathlib.Path(path)
     own_step = parse_step(directory.name)
@@ -87,31 +87,34 @@ def load_weights(
 ) -> int:
     """Loads only the weights of a checkpoint into a model.
 
-    Use it to predict with the weights, or to export them:
-    `model.save("model.keras")`, `model.save_weights("model.weights.h5")`. The
-    checkpoint is verified first. On several processes the call is collective,
-    and all of them must have the model.
+    Use this to predict with the weights, or to export them with
+    `model.save("model.keras")` or `model.save_weights("model.weights.h5")`. The
+    checkpoint is verified first. With several processes, the call is
+    collective: all processes must call it with the same model.
 
     Args:
       model: A built model.
       path: The directory of `ks.callbacks.Checkpoint` or of a
         `CheckpointManager`, or one checkpoint in it.
-      step: The step to load; None for the newest good one.
-      name: The model's name in a manager's checkpoint
-        (`Checkpoint(generator=model)`); None if only one object matches.
-      averages: Whether weights of a fit whose optimizer has `use_ema=True` get
-        their averages, which `fit` assigns to the model when it ends, instead
-        of the trained values. A manager's checkpoint always contains the
-        weights that the model had.
+      step: The step to load; None for the newest good checkpoint.
+      name: The model's name in a manager's checkpoint, such as "generator" for
+        `Checkpoint(generator=model)`. It can be None if only one object in the
+        checkpoint matches the model.
+      averages: Whether to load the moving averages of the weights instead of
+        the trained values, for a checkpoint of a fit whose optimizer has
+        `use_ema=True`. `fit` also assigns the averages to the model when it
+        ends. Has no effect on a manager's checkpoint, from which the weights
+        that the model had when it was saved are loaded.
 
     Returns:
       The step that was loaded.
 
     Raises:
       FileNotFoundError: if there is no good checkpoint.
-      DamagedCheckpoint: if the given checkpoint is damaged or missing.
-      ValueError: if it is of another model (the differences are listed), if
-        several objects in it match, or if the model is not built.
+      DamagedCheckpoint: if the requested checkpoint is damaged or missing.
+      ValueError: if the checkpoint is from another model (the message lists the
+        differences), if several objects in it match the model, or if the model
+        is not built.
       TypeError: if the first argument is not a model.
 
     Example:
@@ -154,7 +157,7 @@ def _match(
     name: str | None,
     where: str,
 ) -> NamedVariables:
-    """Matches a checkpoint's arrays with the weights, by group and name."""
+    """Returns the variable for each saved weight, by group and saved name."""
     saved = document["variables"]
     if not _is_of_fit(document):
         saved, groups = _select_object(model, groups, saved, name, where)
@@ -173,8 +176,12 @@ def _match(
 
 
 def _is_of_fit(document: contents.Document) -> bool:
-    """Returns whether `ks.callbacks.Checkpoint` wrote it, not a manager."""
-    # A manager's state has one of these keys; see `job_states.gather_states`.
+    """Returns whether `ks.callbacks.Checkpoint` wrote the document.
+
+    Returns False if a manager wrote it.
+    """
+    # A manager's state has exactly one key, "all" or "each"; see
+    # `job_states.gather_states`.
     state = document["state"]
     is_managers = isinstance(state, dict) and len(state) == 1
     return not (is_managers and state.keys() <= {"all", "each"})
@@ -187,13 +194,14 @@ def _select_object(
     name: str | None,
     where: str,
 ) -> tuple[dict[str, Any], dict[str, list[keras.Variable]]]:
-    """Selects a model's weights from the arrays of a manager's checkpoint.
+    """Selects the arrays of a model's weights in a manager's checkpoint.
 
-    The group of an object also contains the variables of its optimizer and
-    its metrics.
+    They must be selected because an object's group of arrays also contains the
+    variables of its optimizer and its metrics.
 
     Returns:
-      The arrays by group and name, and the variables by group.
+      The shapes and dtypes of the selected arrays, by group and name; and the
+      model's variables, by group.
     """
     weights = {id(v) for group in groups.values() for v in group}
     variables = [v for v in model.variables if id(v) in weights]
@@ -218,6 +226,6 @@ def _select_object(
             f"{where}, where {', '.join(map(shorten, fitting))} match "
             f"{model.name!r}. Choose one: `name={next(iter(fitting))!r}`."
         )
-    # If none matches, the error lists the differences from the named group.
+    # If no object matches, the error lists the differences from this group.
     group = next(iter(fitting or names), _WEIGHTS[0])
     return {group: fitting.get(group, saved.get(group, {}))}, {group: variables}

@@ -18,7 +18,7 @@ from keras_strategies.cluster.untrusted import load_json
 
 _MAX_CHARACTERS = 1 << 20
 _MAX_NAME = 1024
-# The form of a dict's entry: its key and value.
+# The types of an encoded dict entry: its key and its value.
 _PAIR = (str | int | float | bool, object)
 
 
@@ -28,13 +28,14 @@ def make_spec(batch: Tree) -> str:
 
 
 def make_empty(spec: str, *, has_classes: bool = True) -> Tree:
-    """Returns a nest of that structure whose arrays have no rows.
+    """Returns an empty batch: the structure in `spec`, arrays without rows.
 
     Args:
       spec: The text that `make_spec` returned. It may come from another process
         or a file, and is not trusted: reading it imports and calls nothing.
-      has_classes: Whether it may name classes of named tuples. Only classes
-        that are defined at the top of an already imported module are found.
+      has_classes: Whether `spec` may contain named tuples. Their classes are
+        found only if they are defined at the top level of a module that is
+        already imported.
 
     Raises:
       ValueError: if `spec` is malformed.
@@ -48,7 +49,7 @@ def make_empty(spec: str, *, has_classes: bool = True) -> Tree:
 
 
 def format_spec(spec: str) -> str:
-    """Returns a spec as users write it: ("float32[?, 3]", "int64[?]")."""
+    """Formats a spec for messages: ("float32[?, 3]", "int64[?]")."""
     nest = jax.tree.map(
         lambda leaf: (
             f"{leaf.dtype}[{', '.join(['?', *map(str, leaf.shape[1:])])}]"
@@ -61,7 +62,8 @@ def format_spec(spec: str) -> str:
 def is_like(spec: str, other: str) -> bool:
     """Returns whether two specs have equal structure, ranks and dtypes.
 
-    Dtypes are compared as they are on the devices.
+    Dtypes are compared after conversion to those on the devices: float64 and
+    float32 count as equal, since float64 becomes float32 there.
     """
     return spec == other or find_kind(make_empty(spec)) == find_kind(
         make_empty(other)
@@ -71,10 +73,9 @@ def is_like(spec: str, other: str) -> bool:
 def find_kind(
     batch: Tree,
 ) -> tuple[jax.tree_util.PyTreeDef, list[tuple[int, np.dtype]]]:
-    """Returns the structure, and the arrays' ranks and dtypes on the devices.
+    """Returns a batch's structure, and the rank and dtype of each array.
 
-    Dtypes that are the same on the devices (float64 becomes float32) compare
-    equal.
+    The dtypes are those on the devices (float64 becomes float32).
     """
     leaves, nest = jax.tree.flatten(batch)
     return nest, [
@@ -86,15 +87,15 @@ def find_kind(
 def find_row_kind(
     batch: Tree,
 ) -> tuple[jax.tree_util.PyTreeDef, list[tuple[Shape, np.dtype]]]:
-    """Returns the structure, and the shapes and dtypes of single rows."""
+    """Returns a batch's structure, and the shape and dtype of one row."""
     leaves, nest = jax.tree.flatten(batch)
     return nest, [(leaf.shape[1:], leaf.dtype) for leaf in leaves]
 
 
 def resize_batch(batch: Tree, rows: int) -> Tree:
-    """Returns a batch of `rows` rows to build a model on.
+    """Returns a batch with `rows` rows, which a model is built on.
 
-    Only its shapes matter: its values repeat one row.
+    Only the shapes matter for that, so all rows are copies of one row.
     """
 
     def resize(leaf: Array) -> Array:
@@ -119,7 +120,7 @@ def _encode(value: Tree) -> object:
     if type(value) is dict:
         return {"dict": [[key, _encode(value[key])] for key in sorted(value)]}
     if type(value) is collections.OrderedDict:
-        # JAX keeps the order of its keys.
+        # JAX flattens an OrderedDict in the order of its keys.
         return {"ordered": [[k, _encode(item)] for k, item in value.items()]}
     if type(value) in (list, tuple):
         kind = "list" if isinstance(value, list) else "tuple"
@@ -127,8 +128,9 @@ def _encode(value: Tree) -> object:
     if hasattr(value, "_fields"):
         named = type(value)
         name = f"{named.__module__}:{named.__qualname__}"
-        # Fails here, in every process. Later only a process without rows would
-        # look up the class, while the others wait for it.
+        # If the class cannot be found, this raises here, in every process.
+        # Otherwise only processes without rows would look it up later, and
+        # fail while the other processes wait for them.
         _find_class(name)
         return {"named": name, "items": [_encode(item) for item in value]}
     if not hasattr(value, "dtype"):
@@ -218,10 +220,10 @@ def _fields(named: object) -> tuple[str, ...] | None:
 
 
 def _find_class(name: object) -> type[tuple[Any, ...]]:
-    """Returns the class of a named tuple that another process has named.
+    """Returns the named tuple class with a name sent by another process.
 
-    It is looked up in the namespaces of imported modules and their classes: no
-    module is imported for it, and no `__getattr__` is called.
+    The name is looked up in the namespaces of imported modules and their
+    classes: nothing is imported to find it, and no `__getattr__` is called.
     """
     if not isinstance(name, str) or len(name) > _MAX_NAME:
         raise _make_error("the name of a named tuple's class is invalid")

@@ -20,11 +20,12 @@ from keras_strategies.data.steps import Steps
 class DistributedDataset:
     """A dataset whose batches are sharded over the replicas.
 
-    Made by `Strategy.experimental_distribute_dataset`. It can be iterated
-    repeatedly if the data that it reads can be: each iteration is an epoch.
-    Iterating yields nests of `PerReplica` (of plain arrays, with one replica).
-    On several processes iteration is collective: all take the same number of
-    steps. `fit`, `evaluate` and `predict` accept it, too.
+    `Strategy.experimental_distribute_dataset` returns this object. It can be
+    iterated repeatedly if the underlying data can be: each iteration is an
+    epoch. It yields nested structures of `PerReplica` values, or of plain
+    arrays if there is only one replica. With several processes, iteration is
+    collective: all processes take the same number of steps. `fit`, `evaluate`
+    and `predict` also accept this object.
 
     Args:
       source: The source of the batches.
@@ -47,11 +48,13 @@ class DistributedDataset:
         self._mesh = mesh
 
     def __iter__(self) -> "DistributedIterator":
-        """Starts the next epoch, at its first batch."""
+        """Returns an iterator over the next epoch, from its first batch."""
         return self.iterator(self.source.passes.next)
 
     def iterator(self, epoch: int, start: int = 0) -> "DistributedIterator":
-        """Returns an iterator from any step on, as after an interruption.
+        """Returns an iterator that starts at a given epoch and step.
+
+        Use it to resume after an interruption.
 
         Args:
           epoch: Number of the epoch, from 0.
@@ -110,8 +113,9 @@ class DistributedIterator:
         """Returns the next batch, sharded over the replicas.
 
         Raises:
-          ValueError: if it is called in a replica's function or in one that JAX
-            traces, where one batch would be read for all calls.
+          ValueError: if it is called inside a function that a strategy runs on
+            the replicas or that JAX traces. A trace reads only one batch and
+            would use it in all later calls.
           StopIteration: if the epoch has ended.
         """
         _check_where()
@@ -123,8 +127,8 @@ class DistributedIterator:
         return batch
 
     def _start(self, epoch: int, start: int) -> Iterator[Tree]:
-        # The thread must not refer to `self`, which could then not be garbage
-        # collected while the thread waits.
+        # The thread must not refer to `self`: otherwise `self` could not be
+        # garbage-collected while the thread waits.
         steps = self._steps
         mesh, source = steps.mesh, steps.source
 
@@ -147,10 +151,10 @@ class DistributedIterator:
         )
 
     def get_state(self) -> dict[str, Any]:
-        """Returns the position, as values that JSON can hold.
+        """Returns the position in the data as a JSON-serializable dict.
 
-        `set_state` of another iterator resumes from there, also in another
-        process.
+        Pass it to `set_state` of another iterator, also in another process, to
+        resume from this position.
         """
         epoch, step = self._place
         seed = self._steps.source.seed
@@ -163,8 +167,8 @@ class DistributedIterator:
           state: The dict that `get_state` returned.
 
         Raises:
-          ValueError: if `state` is not such a dict, or contains an order that
-            this data cannot have.
+          ValueError: if `state` is not a dict from `get_state`, or its shuffle
+            order does not fit this data.
         """
         if set(state) != {"epoch", "step", "seed"}:
             raise ValueError(
@@ -202,7 +206,7 @@ def _read_spec(source: Source) -> Tree:
 
 
 def _check_where() -> None:
-    """Raises ValueError in a replica's function and in a traced one."""
+    """Raises ValueError if called in a replica's or a traced function."""
     is_in_replica = current_step() is not None
     if not is_in_replica and not is_tracing():
         return
@@ -217,11 +221,11 @@ def _check_where() -> None:
 
 
 class Optional:
-    """An optional batch.
+    """A batch, or nothing if the dataset has ended.
 
     Args:
-      value: The batch.
-      is_filled: Whether there is one.
+      value: The batch; ignored if `is_filled` is False.
+      is_filled: Whether there is a batch.
     """
 
     def __init__(self, value: Tree, *, is_filled: bool) -> None:
@@ -236,7 +240,7 @@ class Optional:
         """Returns the batch.
 
         Raises:
-          ValueError: if there is none because the dataset has ended.
+          ValueError: if there is no batch because the dataset has ended.
         """
         if not self._is_filled:
             raise ValueError(
@@ -264,7 +268,7 @@ def shard_batch(batch: HostBatch, mesh: ReplicaMesh) -> Tree:
 
 
 def count_rows(batch: HostBatch, mesh: ReplicaMesh) -> tuple[int, ...]:
-    """Returns the number of rows that each replica gets of a batch."""
+    """Returns the number of a batch's rows that each replica receives."""
     if batch.counts is not None:
         return batch.counts
     count = mesh.num_replicas
@@ -280,7 +284,7 @@ def count_rows(batch: HostBatch, mesh: ReplicaMesh) -> tuple[int, ...]:
 
 
 def _on_all_cores(leaf: np.ndarray, mesh: ReplicaMesh) -> jax.Array:
-    """Puts the rows of the only replica on all of its cores."""
+    """Copies all rows to every core of the only replica."""
     if mesh.num_processes == 1:
         return jax.device_put(leaf, mesh.whole)
     return jax.make_array_from_callback(
@@ -289,7 +293,8 @@ def _on_all_cores(leaf: np.ndarray, mesh: ReplicaMesh) -> jax.Array:
 
 
 def _shard_evenly(leaf: np.ndarray, rows: int, mesh: ReplicaMesh) -> PerReplica:
-    # `leaf` has only this reader's rows, which begin at the global row `first`.
+    # `leaf` contains only this reader's rows; the first of them is row `first`
+    # of the global batch.
     first = rows // mesh.num_readers * mesh.reader_index
 
     def select_rows(index: Any) -> np.ndarray:
@@ -306,7 +311,8 @@ def _shard_unevenly(
     leaf: np.ndarray, counts: tuple[int, ...], mesh: ReplicaMesh
 ) -> PerReplica:
     local = counts[mesh.local_replicas.start : mesh.local_replicas.stop]
-    # The shards of an array have one shape, so each is padded to the longest.
+    # All shards of a JAX array must have the same shape, so shorter shards are
+    # padded to the length of the longest.
     pieces = np.split(leaf, np.cumsum(local)[:-1])
     most = max(counts)
 

@@ -10,16 +10,20 @@ from keras_strategies.data.source_summary import Reading, Summary
 
 
 class LoadedSource(Source):
-    """The batches of another library's loader; the processes share their rows.
+    """A source that reads batches from another library's dataset or loader.
+
+    The rows of each batch are divided among the processes.
 
     Args:
-      batches: The reader of the batches. It has a source's `read` and
-        `batch_size`; `length` and `num_rows` of an epoch, or None;
-        `is_by_rows`, whether it reads only the rows of the cut; and
-        `has_checksums`, which this class sets.
-      num_processes: Number of processes that read it.
+      batches: The object that reads the batches. It has `read` and
+        `batch_size`, as a `Source` has; `length` and `num_rows`, the numbers of
+        batches and rows in an epoch (None if unknown); `is_by_rows`, whether it
+        reads only the rows that `cut` selects; and `has_checksums`, which this
+        class sets.
+      num_processes: Number of processes that read the data.
       policy: AUTO, DATA or OFF.
-      is_divided: Whether the loader already reads only this process's rows.
+      is_divided: Whether the loader is already sharded: it yields only this
+        process's rows.
     """
 
     def __init__(
@@ -60,11 +64,12 @@ def is_local(num_processes: int, policy: AutoShardPolicy) -> bool:
 
 
 def check_by_rows(policy: AutoShardPolicy, what: str) -> None:
-    """Raises ValueError for a policy that does not share rows.
+    """Raises ValueError for FILE and HINT, which do not divide batches by rows.
 
     Args:
       policy: The policy.
-      what: The beginning of the message: "A grain dataset".
+      what: The kind of data, which begins the error message, such as "A grain
+        dataset".
     """
     if policy in (AutoShardPolicy.FILE, AutoShardPolicy.HINT):
         raise ValueError(

@@ -1,18 +1,21 @@
-"""Options of distributed input, with tf's names."""
+"""Options for distributed input, with the names that TensorFlow uses."""
 
 import dataclasses
 import enum
 
 
 class AutoShardPolicy(enum.IntEnum):
-    """The policy by which several processes share a dataset, as in tf.data.
+    """The way in which a dataset is divided among processes, as in tf.data.
 
     Attributes:
       AUTO: FILE if the dataset reads enough files, else DATA.
       FILE: Each process reads different files.
-      DATA: Each process runs the entire pipeline and keeps its rows.
-      HINT: Each `shard(SHARD_HINT, ...)` of the dataset becomes the process's.
-      OFF: Each process uses everything that its dataset yields.
+      DATA: Each process runs the entire pipeline and uses only its own share of
+        the rows.
+      HINT: Each `shard(SHARD_HINT, ...)` in the dataset is replaced by a shard
+        with the number of processes and this process's index.
+      OFF: The dataset is not divided: each process uses all the rows that its
+        own dataset yields.
 
     Example:
       ```python
@@ -39,13 +42,15 @@ SHARD_HINT = -1
 
 @dataclasses.dataclass(kw_only=True)
 class DistributeOptions:
-    """Options of sharing a dataset; tf.data's `experimental_distribute`.
+    """Options for dividing a dataset among processes.
+
+    They correspond to the `experimental_distribute` options of tf.data.
 
     Attributes:
-      auto_shard_policy: The policy by which several processes share the
-        dataset.
-      num_devices: Not used; exists for tf's signature.
-      auto_shard: The old boolean form; False means `AutoShardPolicy.OFF`.
+      auto_shard_policy: The policy by which the dataset is divided among
+        processes.
+      num_devices: Ignored; accepted for compatibility with TensorFlow.
+      auto_shard: The old boolean option; False means `AutoShardPolicy.OFF`.
 
     Example:
       ```python
@@ -72,11 +77,11 @@ class DistributeOptions:
 
 
 class InputReplicationMode(enum.Enum):
-    """The number of calls of a function that makes a dataset.
+    """The number of times that a dataset function is called.
 
     Attributes:
-      PER_WORKER: Once in each process.
-      PER_REPLICA: Once for each replica.
+      PER_WORKER: The function is called once in each process.
+      PER_REPLICA: The function is called once for each replica.
 
     Example:
       ```python
@@ -95,17 +100,19 @@ class InputReplicationMode(enum.Enum):
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class InputOptions:
-    """Options of `experimental_distribute_dataset` and similar methods.
+    """Options for `experimental_distribute_dataset` and similar methods.
 
     Attributes:
       experimental_fetch_to_device: Whether batches are moved to the devices
         before they are requested.
-      experimental_replication_mode: The calls of the dataset function.
-        PER_REPLICA is for `distribute_datasets_from_function` on one process.
-      experimental_place_dataset_on_device: Must be False: the host reads.
+      experimental_replication_mode: Whether the dataset function is called
+        once per process or once per replica. PER_REPLICA is only supported by
+        `distribute_datasets_from_function`, in a job with a single process.
+      experimental_place_dataset_on_device: Must be False: datasets are read on
+        the host.
       experimental_per_replica_buffer_size: Number of batches to prefetch.
-      distribute: How several processes share a dataset other than a
-        `tf.data.Dataset`, whose options are set by its `with_options`.
+      distribute: How the dataset is divided among processes. For a
+        `tf.data.Dataset`, call its `with_options` instead.
 
     Example:
       ```python
@@ -124,11 +131,11 @@ class InputOptions:
 
 
 def check_input_options(options: object) -> None:
-    """Raises for unsupported input options.
+    """Checks that input options are supported.
 
     Raises:
       TypeError: if `options` is not an `InputOptions`.
-      ValueError: if the dataset is to be placed on the device.
+      ValueError: if `experimental_place_dataset_on_device` is True.
     """
     if options is None:
         return

@@ -1,4 +1,4 @@
-"""Process-local rows of batches, read without the other rows."""
+"""Reading only this process's rows of a batch, not the entire batch."""
 
 from collections.abc import Callable, Sequence
 
@@ -10,10 +10,10 @@ from keras_strategies.data.source import Cut, Part
 
 
 class ProcessRows:
-    """A maker of `Part`s from batches any of whose rows can be read.
+    """Makes `Part`s from batches whose rows can be read individually.
 
-    A part without rows still needs the shapes and dtypes of the others, so the
-    first part reads at least one row.
+    A process that has no rows in a batch still needs the shapes and dtypes of
+    the other processes' rows. So at least one row is read for the first part.
     """
 
     def __init__(self) -> None:
@@ -26,12 +26,12 @@ class ProcessRows:
         cut: Cut,
         checksum: int,
     ) -> Part:
-        """Returns this process's rows of a batch.
+        """Reads and returns only this process's rows of a batch.
 
         Args:
-          read: A function of two row numbers that reads the rows from the first
-            up to the second.
-          rows: Number of rows of the batch.
+          read: A function `read(start, stop)` that returns the rows from
+            `start` up to, but not including, `stop`.
+          rows: Number of rows of the global batch.
           cut: See `Cut`.
           checksum: See `Part`.
         """
@@ -48,12 +48,13 @@ class ProcessRows:
 
 
 def stack_rows(rows: Sequence[Tree], cure: str, where: str = "") -> Tree:
-    """Stacks rows to a batch.
+    """Stacks rows into a batch.
 
     Args:
-      rows: Nests of arrays.
-      cure: What to do about rows that differ, for messages.
-      where: The origin of the rows, for messages: ", from a file".
+      rows: The rows, as nests of arrays with equal structure and shapes.
+      cure: Advice for the error message, in case the rows differ.
+      where: The origin of the rows for the error message, such as ", from a
+        file".
 
     Raises:
       ValueError: if the rows differ in structure or shape.

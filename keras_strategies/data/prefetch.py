@@ -1,4 +1,4 @@
-"""A reader that prefetches in a thread."""
+"""An iterator that prefetches its items in a thread."""
 
 import collections
 import os
@@ -13,8 +13,9 @@ Item = TypeVar("Item")
 _MEMORY_SHARE = 0.05
 _MAX_DEPTH = 4
 _LAST_ITEM_S = 5.0
-# Switching threads takes 0.2 ms, and the thread's work also takes the
-# consumer's time: items quicker than this are made by the consumer.
+# Switching threads takes 0.2 ms, and the prefetching thread competes with the
+# consumer for the interpreter. Items that take less time than this are
+# therefore made in the consumer's thread.
 _QUICK_S = 0.0005
 # A single item this slow is enough to start the thread: it is not jitter.
 _SLOW_S = 0.005
@@ -23,19 +24,22 @@ _SLOW_S = 0.005
 class Prefetched(Generic[Item]):
     """An iterator whose items are made ahead of time in a thread.
 
-    An error of the iterator is raised in place of its item. The thread starts
-    with the first item, or once items turn out to be slow. It ends with the
-    iterator, or when this object is closed or garbage-collected.
+    If the underlying iterator raises an error, `next` raises it once the items
+    before the error have been returned. If `needs_thread` is True, the thread
+    starts when the first item is requested; otherwise, once items turn out to
+    be slow. The thread ends with the underlying iterator, or when this object
+    is closed or garbage-collected.
 
     Args:
-      items: The iterator that makes the items. Where it waits, it checks `stop`
-        to see whether to give up.
+      items: The underlying iterator, which makes the items. If it has to wait
+        for something, it must stop waiting once `stop` is set.
       stop: An event that is set when this object is closed.
-      num_bytes: A function of an item that returns the memory that it holds;
-        the more, the fewer are made ahead.
-      is_pause: A function of an item that returns whether to make the next one
-        only on request, so that nothing is read that may never be needed.
-      needs_thread: Whether quick items are made in the thread, too.
+      num_bytes: A function that returns the memory used by an item, in bytes.
+        The larger the items, the fewer are made ahead of time.
+      is_pause: A function that is called with an item. True means that the item
+        after it is made only when it is requested, so that nothing is read that
+        may never be needed.
+      needs_thread: Whether even quick items are made in the thread.
     """
 
     def __init__(
@@ -54,7 +58,7 @@ class Prefetched(Generic[Item]):
             daemon=True,
         )
         self._is_quick = not needs_thread
-        # A running mean of the seconds that an item takes.
+        # A running mean of the time to make an item, in seconds.
         self._mean_s = 0.0
 
     def __iter__(self) -> "Prefetched[Item]":
@@ -70,7 +74,7 @@ class Prefetched(Generic[Item]):
     def _make_here(self) -> Item:
         """Makes the next item in this thread.
 
-        Starts the prefetching thread once items take long.
+        Also starts the prefetching thread if items have become slow.
         """
         buffer = self._buffer
         if buffer.is_over:
@@ -82,7 +86,8 @@ class Prefetched(Generic[Item]):
             buffer.is_over = True
             raise
         seconds = time.perf_counter() - start
-        # Clipped, so that one item below `_SLOW_S` does not decide alone.
+        # Clipped, so that a single item that takes less than `_SLOW_S` cannot
+        # start the thread.
         self._mean_s += 0.25 * (min(seconds, 2 * _QUICK_S) - self._mean_s)
         buffer.num_requested += 1
         buffer.num_made += 1
@@ -93,16 +98,16 @@ class Prefetched(Generic[Item]):
         return item
 
     def close(self) -> None:
-        """Stops the thread; the iterator has ended.
+        """Ends the iteration and stops the thread.
 
-        Waits for a moment until the thread has finished its read, since another
-        reader may use the same data afterwards.
+        Waits briefly for the thread to finish the item that it is reading,
+        since another reader may use the same data afterwards.
         """
         self._buffer.close()
         is_waited_for = (
             self._thread.is_alive()
             and self._thread is not threading.current_thread()
-            # Daemon threads no longer run then.
+            # Daemon threads no longer run while Python exits.
             and not sys.is_finalizing()
         )
         if is_waited_for:
@@ -117,10 +122,10 @@ class Prefetched(Generic[Item]):
 
 
 class _Buffer(Generic[Item]):
-    """The state that the thread shares with its reader.
+    """The state that the thread shares with its `Prefetched` object.
 
-    The thread does not refer to the reader, so that it can be
-    garbage-collected.
+    The thread refers only to this state and not to the `Prefetched` object, so
+    that the latter can be garbage-collected.
     """
 
     def __init__(
@@ -150,7 +155,8 @@ class _Buffer(Generic[Item]):
                 self._changed.wait_for(lambda: self._items or self.is_over)
             if self._items:
                 item = self._items.popleft()
-                # Not for each item: switching threads takes as long as a batch.
+                # The thread is not woken for each item, since switching threads
+                # may take as long as making a batch.
                 if self._is_low():
                     self._changed.notify_all()
                 return item
@@ -168,7 +174,7 @@ class _Buffer(Generic[Item]):
             self._changed.notify_all()
 
     def fill(self) -> None:
-        """Makes the items, in the thread."""
+        """Makes items until the end or a stop. Runs in the thread."""
         try:
             if not self._wait_until_needed():
                 return
@@ -176,8 +182,8 @@ class _Buffer(Generic[Item]):
                 self._put(item)
                 del item
                 if not self._wait_until_needed():
-                    return  # The `for` would read one more item.
-        except BaseException as error:  # `take` raises it.
+                    return  # Otherwise the `for` would read one more item.
+        except BaseException as error:  # `take` raises it in the consumer.
             if not self._stop.is_set():  # After a stop no reader waits.
                 self._error = error
         finally:
@@ -222,7 +228,10 @@ def _close(iterator: object) -> None:
 
 
 def _choose_depth(num_bytes: int) -> int:
-    """Returns the number of items to hold, leaving memory for other uses."""
+    """Returns the number of items to prefetch, given the size of one item.
+
+    The prefetched items use only a share of the free memory.
+    """
     try:
         free = os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
     except (AttributeError, ValueError, OSError):  # Unknown on this system.

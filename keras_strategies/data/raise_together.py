@@ -1,4 +1,4 @@
-"""One process's error, raised in every process."""
+"""Raising an error in every process if it occurred in one of them."""
 
 from typing import Any
 
@@ -7,7 +7,7 @@ from keras_strategies.cluster.exchange.greetings import clean_text
 
 
 def list_values(mesh: ReplicaMesh, values: list[Any]) -> str:
-    """Returns each process's value with its number, for messages."""
+    """Lists the value of each process, with the process's index, as text."""
     return ", ".join(
         f"{clean_text(str(value))} (process {process})"
         for process, value in zip(mesh.processes, values, strict=True)
@@ -22,14 +22,15 @@ def raise_everywhere(
     *,
     cure: str = "Fix the data that the named process reads.",
 ) -> None:
-    """Raises in every process if one of them had an error.
+    """Raises an error in every process if any of them reported a failure.
 
     Args:
       mesh: The replicas.
-      what: The action, as the beginning of a sentence.
-      received: The message of each process; it has "error" if the process
-        failed.
-      error: This process's error, which is raised itself.
+      what: The action that failed, which begins the error message.
+      received: The message of each process; it has the key "error" if the
+        process failed.
+      error: This process's own error if it failed, else None. A process that
+        failed raises this error instead of a RuntimeError.
       cure: What to do if another process failed.
 
     Raises:

@@ -1,4 +1,4 @@
-"""A rebatcher of process-local rows."""
+"""Regrouping of process-local rows into batches of another size."""
 
 import itertools
 from collections.abc import Iterator
@@ -14,7 +14,7 @@ from keras_strategies.data.source import Part
 
 
 class Rebatcher:
-    """Rows of batches of any size, taken in batches of any other size."""
+    """Regroups the rows of batches of any size into batches of other sizes."""
 
     def __init__(self, parts: Iterator[Part]) -> None:
         self._parts = parts
@@ -22,7 +22,11 @@ class Rebatcher:
         self._count = 0
 
     def take(self, count: int) -> Tree | None:
-        """Returns the next rows: fewer at the end, None if no row is left."""
+        """Returns the next `count` rows as one batch.
+
+        Returns fewer rows at the end of the data, or if the next rows have
+        other shapes. Returns None if no row is left.
+        """
         # At least one row is read, so that the shapes are known.
         while self._count < max(count, 1):
             part = next(self._parts, None)
@@ -39,7 +43,8 @@ class Rebatcher:
         while missing and self._left:
             first = self._left[0]
             if taken and find_row_kind(taken[0]) != find_row_kind(first):
-                # For example padded to another length: they need a new step.
+                # The rows have other shapes (for example, they are padded to
+                # another length) and cannot be part of the same batch.
                 break
             rows = num_rows(first)
             if rows <= missing:
@@ -58,9 +63,10 @@ class Rebatcher:
 def peek(
     parts: Iterator[Part], count: int
 ) -> tuple[list[Part], Iterator[Part]]:
-    """Returns the first parts, and an iterator over all of them.
+    """Returns the first `count` parts, and an iterator over all parts.
 
-    The iterator raises an error of the parts at its place.
+    If reading one of the first parts raises an error, the iterator raises it
+    after the parts that precede it.
     """
     first: list[Part] = []
     try:

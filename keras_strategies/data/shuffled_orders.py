@@ -1,10 +1,11 @@
-"""The shuffled orders of epochs: a function of a seed and the epoch.
+"""The shuffle order of each epoch, as a function of a seed and the epoch.
 
-They are the orders that Keras would draw. So a run is shuffled as in plain
-Keras, the seed can be sent to every process, and an interrupted run finds its
-order again. Keras 3.15 draws them one after the other from the random state at
-the start of a loop: that state is the seed. Keras 3.16 draws each from the
-epoch's number alone.
+The orders are the same as in plain Keras. Because they depend only on the seed
+and the epoch, the seed can be sent to every process, and an interrupted run can
+compute its orders again. Keras 3.15 generates the orders one after the other
+from the state that the global random generator has at the start of a loop; here
+that state is the seed. Keras 3.16 generates each order from the epoch's number
+only.
 """
 
 import abc
@@ -19,38 +20,41 @@ import numpy.typing as npt
 
 
 class Order(abc.ABC):
-    """The shuffled orders of all passes over the data."""
+    """The shuffle orders of all passes over the data, one for each pass."""
 
     @property
     @abc.abstractmethod
     def seed(self) -> str:
-        """The seed of the orders, as text."""
+        """The seed that determines the shuffle orders, as text."""
 
     @abc.abstractmethod
     def restart(self, seed: str) -> None:
-        """Switches to the orders of another seed.
+        """Switches to the shuffle orders that another seed determines.
 
         Args:
-          seed: The text that `seed` of another order returned.
+          seed: The value of `seed` of another `Order` object.
 
         Raises:
-          ValueError: if `seed` is not of this kind of order.
+          ValueError: if `seed` comes from another class of orders.
         """
 
     @abc.abstractmethod
     def skip(self) -> None:
-        """Advances past the iterator that Keras makes to build a model."""
+        """Skips the shuffle order that Keras uses while it builds a model.
+
+        Keras creates an extra iterator for that, which may use up an order.
+        """
 
     @abc.abstractmethod
     def compute(self, epoch: int) -> np.ndarray:
-        """Returns the order of an epoch: indices, shape (size,).
+        """Computes the order of an epoch: an array of indices, shape (size,).
 
         Args:
           epoch: Number of the pass over the data, from 0.
         """
 
     def resize(self, size: int) -> None:
-        """Switches to orders of another number of batches.
+        """Sets the number of batches that each order contains.
 
         Args:
           size: The new number of batches.
@@ -63,11 +67,11 @@ class Order(abc.ABC):
 
 
 class DrawnOrder(Order):
-    """The orders drawn from one of the global random generators.
+    """Shuffle orders generated with one of the global random generators.
 
     Args:
-      seed: The text that `seed` of another order returned, to have its orders;
-        the generator's present state if left out.
+      seed: The value of `seed` of another `DrawnOrder`, to get the same orders
+        as that object; None for the current state of the global generator.
     """
 
     def __init__(self, seed: str | None = None) -> None:
@@ -75,7 +79,7 @@ class DrawnOrder(Order):
 
     @property
     def seed(self) -> str:
-        """The generator state that the orders are drawn from, as text."""
+        """The generator state that produces the orders, as text."""
         return self._seed
 
     def restart(self, seed: str) -> None:
@@ -87,15 +91,15 @@ class DrawnOrder(Order):
         self._last: tuple[int, np.ndarray] | None = None
 
     def skip(self) -> None:
-        """Makes the second order the first one."""
+        """Drops the first order, so that the second becomes the first."""
         self.compute(0)
         self.restart(self._state)
 
     def compute(self, epoch: int) -> np.ndarray:
         """See `Order.compute`.
 
-        Advances the global generator as drawing from it would, unless other
-        code has used it in between.
+        Also advances the global generator, as if the order had been generated
+        with it, unless other code has used the global generator in between.
         """
         if self._last is not None and self._last[0] == epoch:
             return self._last[1]
@@ -117,7 +121,7 @@ class DrawnOrder(Order):
 
     @abc.abstractmethod
     def _draw(self, state: str) -> tuple[np.ndarray, str]:
-        """Returns one order and the state after it."""
+        """Generates one order; returns it and the generator's next state."""
 
     @abc.abstractmethod
     def _read_global(self) -> str:
@@ -129,12 +133,12 @@ class DrawnOrder(Order):
 
 
 class RowOrder(DrawnOrder):
-    """The orders of rows, drawn with numpy as Keras does for arrays.
+    """Shuffle orders of rows, generated with numpy as Keras does for arrays.
 
     Args:
       rows: Number of rows.
-      window: Number of rows of a batch if rows are shuffled only within their
-        batch, else None.
+      window: The batch size if rows are shuffled only within their batch; None
+        if all rows are shuffled together.
       seed: See `DrawnOrder`.
     """
 
@@ -166,7 +170,7 @@ class RowOrder(DrawnOrder):
 
 
 class BatchOrder(DrawnOrder):
-    """The orders of batches, drawn with Python's generator as Keras does.
+    """Shuffle orders of batches, generated with Python's `random` as in Keras.
 
     Args:
       size: Number of batches.
@@ -200,13 +204,13 @@ class BatchOrder(DrawnOrder):
 
 
 class NumberedOrder(Order):
-    """The orders drawn from an epoch's number alone, as in Keras 3.16.
+    """Shuffle orders that depend only on the epoch's number, as in Keras 3.16.
 
-    The first epoch of a fit has the number 1. If a pass over the data covers
-    several epochs, it has the number of the first of them.
+    The first epoch of a fit has the number 1. If one pass over the data covers
+    several epochs, its order is that of the first of these epochs.
     """
 
-    _unit = ""  # The shuffled things: orders of rows do not fit batches.
+    _unit = ""  # "rows" or "batches": one's seed does not fit the other.
 
     def __init__(self) -> None:
         self._epochs = 1
@@ -230,7 +234,7 @@ class NumberedOrder(Order):
         self._epochs = int(epochs)
 
     def skip(self) -> None:
-        """Does nothing: building a model draws no order."""
+        """Does nothing: building a model uses up no shuffle order."""
 
     def set_epochs_per_pass(self, epochs: int) -> None:
         """See `Order.set_epochs_per_pass`."""
@@ -242,11 +246,11 @@ class NumberedOrder(Order):
 
     @abc.abstractmethod
     def _draw(self, number: int) -> np.ndarray:
-        """Returns the order with a number."""
+        """Returns the order of the epoch with the given number."""
 
 
 class NumberedRowOrder(NumberedOrder):
-    """The orders of `RowOrder`, as in Keras 3.16."""
+    """Shuffle orders of rows, as in Keras 3.16."""
 
     _unit = "rows"
 
@@ -263,7 +267,7 @@ class NumberedRowOrder(NumberedOrder):
 
 
 class NumberedBatchOrder(NumberedOrder):
-    """The orders of `BatchOrder`, as in Keras 3.16."""
+    """Shuffle orders of batches, as in Keras 3.16."""
 
     _unit = "batches"
 
@@ -282,13 +286,14 @@ class NumberedBatchOrder(NumberedOrder):
 def _permute_windows(
     rows: int, size: int | None, permute: Callable[[int, int], np.ndarray]
 ) -> np.ndarray:
-    """Returns an order of rows that keeps each row within its window.
+    """Returns a shuffle order that keeps each row within its window.
 
     Args:
       rows: Number of rows.
-      size: Number of rows of a window; None for one window of all rows.
-      permute: A function of a window's number and number of rows that returns
-        the order within the window.
+      size: Number of rows in a window; None for a single window that contains
+        all rows.
+      permute: A function that is called with a window's index and its number of
+        rows, and returns the shuffle order within the window.
     """
     if size is None:
         return permute(0, rows)
@@ -304,8 +309,9 @@ def _shuffle(size: int, generator: random.Random) -> np.ndarray:
     return np.array(order, int)
 
 
-# Both generators are Mersenne Twisters: 624 words and a position, and also a
-# spare Gaussian. A seed may come from a file, so each part is checked.
+# Both generators are Mersenne Twisters. Their state consists of 624 words, a
+# position and a cached Gaussian value. A seed may come from a file, so each of
+# these is checked.
 _NUM_WORDS = 624
 _PYTHONS = 3
 
@@ -324,7 +330,7 @@ def _parse_words(text: str, count: int) -> np.ndarray:
 
 
 def _check_position(text: str) -> int:
-    # Neither numpy nor its C code checks that it is within the words.
+    # Neither numpy nor its C code checks that the position is in range.
     position = int(text)
     if not 0 <= position <= _NUM_WORDS:
         raise ValueError(f"A position must be between 0 and {_NUM_WORDS}.")

@@ -1,4 +1,4 @@
-"""Sources: batches of rows, of which each process reads its share."""
+"""Sources yield batches of rows, of which each process reads its share."""
 
 import abc
 import dataclasses
@@ -19,24 +19,29 @@ from keras_strategies.data.source_summary import Summary
 
 _NUM_MARKED = 16
 Cut = Callable[[int], tuple[int, int]]
-"""A function from a global batch's number of rows to the rows that this process
-needs: the first one, and one past the last one."""
+"""A function that selects this process's rows of a global batch.
+
+It is called with the number of rows in the global batch, and returns `(start,
+stop)`: this process needs the rows from `start` up to, but not including,
+`stop`."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Part:
-    """The part of a batch that one process read.
+    """One process's rows of a batch.
 
     Attributes:
-      data: A nest of arrays of shapes (rows of this process, ...): its rows,
-        in order. Without rows it still has the dtypes and other dimensions of
-        the other processes' rows.
-      rows: Number of rows of the global batch; for a process-local source,
-        of `data`.
+      data: A nest of arrays with this process's rows, in order; each array has
+        the shape (number of rows, ...). If the process has no rows in this
+        batch, the arrays are empty, but their dtypes and other dimensions are
+        still those of the other processes' rows.
+      rows: Number of rows in the global batch. For a process-local source,
+        number of rows in `data`.
       checksum: A checksum of the first and the last row of the global batch,
-        to compare processes by; None if it was not computed.
-      counts: For a process-local source: how many of the rows each replica of
-        this process takes; None leaves that to the feed.
+        by which processes check that they read the same batch; None if it was
+        not computed.
+      counts: Only for a process-local source: the number of rows for each
+        replica of this process. If None, the rows are divided automatically.
 
     Example:
       ```python
@@ -71,36 +76,39 @@ class Passes:
 class Source(abc.ABC):
     """A source of global batches, which every process of a job reads.
 
-    `fit`, `evaluate`, `predict`, their validation data,
-    `experimental_distribute_dataset`, `explain_input` and an Estimator's
-    `input_fn` accept one. A subclass implements `read`, and sets those
-    attributes that it knows; docs/extending.md has an example. Each process
-    makes one from the same arguments.
+    A source can be passed to `fit` (also as validation data), `evaluate`,
+    `predict`, `experimental_distribute_dataset` and `explain_input`, and be
+    returned by an Estimator's `input_fn`. A subclass implements `read`, and
+    sets the attributes whose values it knows; docs/extending.md has an example.
+    Each process must create the source with the same arguments.
 
-    A *global* source can read any row in any process, and yields those that
-    `cut` selects. A *process-local* one yields rows that no other process reads
-    (its files, its shard of a database).
+    A *global* source can read any row in any process, and yields the rows that
+    `cut` selects. A *process-local* source yields rows that no other process
+    reads, for example from its own files or its own shard of a database.
 
     Resuming relies on one promise: for the same `epoch` and `start`, `read`
     yields the same rows, in any process and for any number of processes.
 
     Attributes:
-      kind: The name of the data, for messages: "numpy arrays".
-      is_process_local: Whether no other process reads these rows.
-      is_planned: Whether all lengths are known and reading cannot fail. Then
-        processes do not exchange what they have read.
-      batch_size: Number of rows of a full global batch, if known. A
-        process-local source yields batches of any size: the feed regroups their
-        rows to this process's share of `batch_size`, or, if that is unknown, of
-        the first batch's rows.
-      likely_size: Number of rows of a full global batch if functions that are
-        mapped over batches keep their number of rows.
+      kind: A name for the data in messages, such as "numpy arrays".
+      is_process_local: Whether the source is process-local.
+      is_planned: Whether all lengths are known and reading cannot fail. If so,
+        the processes need not tell each other at every step what they have
+        read.
+      batch_size: Number of rows in a full global batch, if known. A
+        process-local source may yield batches of any size. Their rows are
+        regrouped into this process's share of `batch_size`; if that is unknown,
+        the size of the first batch determines the share.
+      likely_size: Number of rows in a full global batch, provided that the
+        functions that are mapped over batches do not change it.
       num_batches: Number of global batches in an epoch, if known.
-      order: The orders in which it shuffles its epochs, if it shuffles itself.
-      is_infinite: Whether it certainly never ends: `fit` needs a number of
-        steps.
-      is_peeked: Whether the present read only shows shapes. A source that can
-        be read only once yields the same data again to the next reader.
+      order: The shuffle orders of the epochs, if the source shuffles its rows
+        or batches itself; else None.
+      is_infinite: Whether the source certainly never ends, so that `fit` must
+        be told the number of steps.
+      is_peeked: Whether data is currently read only to find its shapes. A
+        source that can be read only once then yields the same data again to the
+        next reader.
 
     Example:
       ```python
@@ -132,11 +140,14 @@ class Source(abc.ABC):
 
     @functools.cached_property
     def passes(self) -> Passes:
-        """The counter of passes over the dataset; loops may share one."""
+        """The counter of passes over the data; all loops may share it."""
         return Passes()
 
     def facts(self) -> dict[str, Any]:
-        """Returns facts that must be equal in all processes."""
+        """Returns properties of the data that must be equal in all processes.
+
+        The processes compare them before they read the data.
+        """
         return {
             "data": self.kind,
             "own rows": self.is_process_local,
@@ -145,7 +156,10 @@ class Source(abc.ABC):
         }
 
     def summary(self) -> Summary:
-        """Returns what `Strategy.explain_input` shows; reads nothing."""
+        """Returns the summary that `Strategy.explain_input` shows.
+
+        Does not read the data.
+        """
         if self.is_process_local:
             return Summary(
                 applied=AutoShardPolicy.OFF,
@@ -157,55 +171,59 @@ class Source(abc.ABC):
 
     @property
     def checksum(self) -> int | None:
-        """A checksum of some rows, equal in processes that read the same data.
+        """A checksum of some rows, by which processes compare their data.
 
-        None if the parts have checksums, or need none.
+        None if each `Part` has a checksum, or no checksums are needed.
         """
         return None
 
     @property
     def seed(self) -> str | int | None:
-        """The seed of the epochs' orders; None if the source has none."""
+        """The seed for shuffling; None if the source has no seed."""
         return None if self.order is None else self.order.seed
 
     def restart(self, seed: str | int | None) -> None:
-        """Switches to the orders of another source, before anything is read.
+        """Switches to the shuffle orders of another source of the same data.
+
+        Must be called before anything is read.
 
         Args:
-          seed: The value that `seed` of another source of the same data had.
+          seed: The value of `seed` of the other source.
 
         Raises:
-          ValueError: if `seed` is of another kind of data.
+          ValueError: if `seed` comes from another kind of data.
         """
         if self.order is not None and seed is not None:
             self.order.restart(str(seed))
 
     @abc.abstractmethod
     def read(self, epoch: int, start: int, cut: Cut) -> Iterator[Part]:
-        """Reads an epoch. Called in every process, mostly from a thread.
+        """Reads an epoch. Called in every process, usually in a thread.
 
         Args:
           epoch: Number of the pass over the data, from 0. Together with the
             source's seed it determines the order of the rows.
-          start: Number of global batches (of a process-local source: of its
-            batches) to skip at the beginning.
-          cut: The rows of a global batch that this process needs (`Cut`); a
-            process-local source ignores it.
+          start: Number of batches to skip at the beginning: global batches, or
+            this process's own batches if the source is process-local.
+          cut: A function that selects the rows of a global batch that this
+            process needs, `cut(rows) -> (start, stop)`. A process-local source
+            ignores it.
 
         Yields:
-          A `Part` for each batch, in order, not padded; the last one may be
-          shorter. `take` makes one from an entire batch.
+          A `Part` for each batch, in order and without padding. The last batch
+          may have fewer rows. `take` makes a `Part` from an entire batch.
         """
 
     def begin_epoch(self, epoch: int, start: int) -> None:
-        """Prepares an epoch; called before it is read, with `read`'s arguments.
+        """Prepares an epoch. Called before `read`, with the same arguments.
 
-        Only loops of models call it, and never twice without `end_epoch`.
+        Only the loops of models (`fit`, `evaluate`, `predict`) call this
+        method, and never a second time without `end_epoch` in between.
         """
         del epoch, start
 
     def end_epoch(self) -> None:
-        """Cleans up after an epoch, even if it was not read to its end."""
+        """Cleans up after an epoch, even if it was not read to the end."""
         return
 
     def __iter__(self) -> Iterator[Tree]:
@@ -214,7 +232,7 @@ class Source(abc.ABC):
 
 
 def all_rows(rows: int) -> tuple[int, int]:
-    """Selects every row; a `Cut`."""
+    """Selects all rows; to be passed as a `Cut`."""
     return 0, rows
 
 
@@ -225,16 +243,18 @@ def take(
     has_checksums: bool = False,
     is_copied: bool = False,
 ) -> Part:
-    """Returns this process's rows of an entire global batch.
+    """Selects this process's rows from an entire global batch.
 
     Args:
-      batch: The batch.
-      cut: See `Cut`.
-      has_checksums: Whether to compute the part's `checksum`: for data that
-        every process reads in an order that only the data itself determines.
-      is_copied: Whether user code may refill the same arrays while the part is
-        still needed. Parts are read ahead, and CPU devices use host memory
-        without a copy.
+      batch: The global batch.
+      cut: The function that was passed to `Source.read`.
+      has_checksums: Whether to compute `Part.checksum`. Use it for data whose
+        order this library does not determine, so that a process that reads
+        other batches than the rest is noticed.
+      is_copied: Whether to copy the rows, unless their arrays are immutable.
+        This is necessary if the code that yields the batches reuses its arrays
+        for later batches: parts are read ahead of time, and CPU devices use the
+        host's memory without a copy.
 
     Example:
       >>> import numpy as np
@@ -253,10 +273,10 @@ def take(
 
 
 def check_part(part: object, kind: str) -> Part:
-    """Returns a part that a source has yielded, after checking its type.
+    """Returns `part` unchanged if a source has yielded a `Part`.
 
     Raises:
-      TypeError: if it is not a `Part`.
+      TypeError: if `part` is not a `Part`.
     """
     if not isinstance(part, Part):
         raise TypeError(
@@ -279,7 +299,7 @@ def rows_checksum(batch: Tree, rows: Iterable[int]) -> int:
 
 
 def data_checksum(batch: Tree) -> int:
-    """Computes a checksum of all entries of a nest of arrays."""
+    """Computes a checksum of all elements in a nest of arrays."""
     checksum = 0
     for leaf in jax.tree.leaves(batch):
         data = np.ascontiguousarray(leaf).reshape(-1)
@@ -288,6 +308,6 @@ def data_checksum(batch: Tree) -> int:
 
 
 def rows_to_checksum(rows: int) -> list[int]:
-    """Returns rows spread evenly over a dataset, for a checksum."""
+    """Returns indices of rows spread evenly over a dataset, for a checksum."""
     count = min(rows, _NUM_MARKED)
     return [index * (rows - 1) // max(count - 1, 1) for index in range(count)]

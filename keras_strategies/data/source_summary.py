@@ -1,4 +1,4 @@
-"""The summary of a source that `explain_input` shows, without reading."""
+"""The summary of a source that `explain_input` shows, without reading data."""
 
 import dataclasses
 import enum
@@ -8,12 +8,12 @@ from keras_strategies.data.options import AutoShardPolicy
 
 
 class Reading(enum.Enum):
-    """The rows that each process reads of data that is not process-local.
+    """The way in which each process reads data that is not process-local.
 
     Attributes:
-      ROWS: Only its rows.
-      PIPELINE: All rows, of which it keeps its share.
-      REPLICAS: Batches for each of its replicas.
+      ROWS: The process reads only its own rows.
+      PIPELINE: The process reads all rows and discards those of the others.
+      REPLICAS: The process reads an entire batch for each of its replicas.
     """
 
     ROWS = "each process reads only its rows of each batch"
@@ -23,19 +23,21 @@ class Reading(enum.Enum):
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Summary:
-    """A source's description of itself, made without reading.
+    """A source's description of how it is read, made without reading data.
 
     Attributes:
-      applied: The policy that several processes follow.
-      reason: The reason for it, as the end of a sentence: "because ...".
-      asked: The policy that the dataset or the user chose, if the source knows
-        it. Then `applied` and `reason` hold for one process, too.
-      reading: The rows that each process reads.
-      num_rows: Number of rows in the `num_batches` of an epoch, if known.
-      first_rows: Number of rows of the first batch, if known; others may
-        differ.
-      files: The files of each process, as far as this process knows them.
-      notes: Further remarks, in sentences.
+      applied: The policy by which the data is divided among processes.
+      reason: The reason for `applied`, as the end of a sentence: "because ...".
+      asked: The policy that the dataset or the user requested, if the source
+        knows it. If it is set, `applied` and `reason` are also valid for a job
+        with a single process.
+      reading: How each process reads the data.
+      num_rows: Number of rows in an epoch of `num_batches` batches, if known.
+      first_rows: Number of rows in the first batch, if known; other batches may
+        have other numbers of rows.
+      files: The files that each process reads, as far as this process knows
+        them.
+      notes: Further remarks, as full sentences.
     """
 
     applied: AutoShardPolicy

@@ -1,5 +1,6 @@
-"""Checks of the messages that processes have exchanged about a step's batch.
+"""Checks that all processes have read matching batches for a step.
 
+They check the messages that the processes have exchanged about their batches.
 Every process has received the same messages, so all raise the same error.
 """
 
@@ -15,7 +16,7 @@ Received = list[dict[str, Any]]
 
 
 def check_places(mesh: ReplicaMesh, received: Received) -> None:
-    """Raises ValueError unless all read the same step of the same epoch."""
+    """Raises ValueError unless all processes read the same step and epoch."""
     places = [h["place"] for h in received]
     if len(set(places)) > 1:
         raise ValueError(
@@ -33,9 +34,9 @@ def check_specs(
 
     Args:
       mesh: The replicas.
-      received: The messages.
+      received: The messages of all processes.
       step: Number of the step.
-      before: The spec of the previous step's batch, if there was one.
+      before: The spec of the previous step's batch; None for the first step.
     """
     specs = [h.get("spec") for h in received]
     known = {spec for spec in specs if spec is not None}
@@ -57,7 +58,7 @@ def check_specs(
 def check_global_batch(
     mesh: ReplicaMesh, received: Received, step: int
 ) -> None:
-    """Raises ValueError unless all read the same global batch."""
+    """Raises ValueError unless all processes read the same global batch."""
     rows = [h["rows"] for h in received]
     if None in rows or len(set(rows)) > 1:
         texts = ["no more rows" if n is None else f"{n} rows" for n in rows]
@@ -82,8 +83,8 @@ def check_global_batch(
 def check_readers(mesh: ReplicaMesh, received: Received, step: int) -> None:
     """Raises ValueError if processes that share replicas read different rows.
 
-    Nothing else would notice: the cores of one replica would compute with rows
-    of two batches.
+    Without this check it would go unnoticed that the cores of one replica
+    compute with rows from two different batches.
     """
     if not mesh.spans_processes:
         return
@@ -107,7 +108,9 @@ def check_readers(mesh: ReplicaMesh, received: Received, step: int) -> None:
 def find_unequal_readers(
     mesh: ReplicaMesh, values: Sequence[object]
 ) -> list[int] | None:
-    """Returns processes that share replicas but have different values, or None.
+    """Finds processes that share replicas but have different values.
+
+    Returns None if there are none.
 
     Args:
       mesh: The replicas.

@@ -1,4 +1,4 @@
-"""The steps of a source's epochs, the same number in every process."""
+"""Reading a source's epochs in steps, the same number in every process."""
 
 import dataclasses
 import itertools
@@ -37,11 +37,11 @@ from keras_strategies.data.source import (
 
 
 def _is_size(value: object) -> bool:
-    # Sharing out batches without rows would never end.
+    # With batches of zero rows, reading would never end.
     return is_count(value) and value > 0
 
 
-# The messages between processes.
+# The expected form of the messages between processes.
 _PEEKED = {"rows": [_is_size], "is_cut": bool}
 _MARK = int | str | None
 _END = {"rows": None, "checksum?": _MARK, "error?": str}
@@ -56,31 +56,33 @@ _PLACE = {"place": str}
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Steps:
-    """A source's epochs as steps of all processes.
+    """Reads a source's epochs as steps that all processes take together.
 
-    If every process sees the global batches, each takes its rows of every
-    batch. If the source is process-local, the rows are regrouped to the
-    process's share of a batch; processes whose rows have ended take part
-    without rows until all have ended.
+    If every process sees the global batches, each process uses its own rows of
+    every batch. If the source is process-local, its rows are regrouped into
+    this process's share of a batch. Processes that have no more rows take part
+    in the steps with empty batches until all processes have finished.
 
     Before each step the processes exchange, on the host, a description of the
-    rows that each has read (`Agreement`), so that none starts a step that
-    another cannot take part in. If the length of the data is known, they do so
-    once an epoch. Processes that have cores of the same replicas read the same
-    rows (`ReplicaMesh.readers`), and compare checksums of them at every step.
+    rows that each has read (`Agreement`). This ensures that no process starts a
+    step that another process cannot take part in. If the length of the data is
+    known, they do this only once per epoch. Processes that have cores of the
+    same replicas read the same rows (`ReplicaMesh.readers`), and compare
+    checksums of these rows at every step.
 
     Attributes:
       source: The source to read.
       mesh: The replicas.
-      name: The name of the loop, for messages: "fit".
-      is_balanced: Whether a batch's rows are shared evenly, as in the steps of
-        models. Otherwise the replicas have fixed places in it (rule V2 of
-        docs/parity.md).
-      agree: A function that makes the `Agreement` of an epoch; tests replace
+      name: The name of the loop for messages, such as "fit".
+      is_balanced: Whether the rows of a batch are divided evenly among the
+        replicas, as in `fit`. Otherwise each replica has a fixed range of rows
+        in the batch (rule V2 of docs/parity.md).
+      agree: A function that creates the `Agreement` of an epoch; tests replace
         it.
-      sizes: For a process-local source that does not know its batch size: the
-        size (one entry), once all processes have looked at their first batches;
-        None if their parts are used as they are.
+      sizes: Only for a process-local source with an unknown batch size: a list
+        that is empty until all processes have read their first batches. Then
+        its only entry is the batch size, or None if each process's batches are
+        used without regrouping.
     """
 
     source: Source
@@ -100,15 +102,15 @@ class Steps:
         Args:
           epoch: Number of the epoch, from 0.
           start: Number of steps to skip at the beginning.
-          is_stopped: A function called while waiting for the other processes;
-            True ends the wait.
+          is_stopped: A function that is called while this process waits for
+            the others; the wait ends if it returns True.
 
         Yields:
           This process's part of each step's batch.
 
         Raises:
-          ValueError: if the processes' data differ in facts that must be equal;
-            all processes raise it.
+          ValueError: if the processes' data differ in a property that must be
+            equal. All processes raise this error.
           RuntimeError: if reading failed in another process.
         """
         if self.mesh.num_processes == 1:
@@ -118,8 +120,8 @@ class Steps:
             if self.source.is_process_local
             else self.source.read(epoch, start, self._cut)
         )
-        # Made here, not when a thread reads the first step: agreements must be
-        # made in the same order in all processes.
+        # Created now and not when a thread reads the first step: all processes
+        # must create their agreements in the same order.
         about = f"the data of `{self.name}`"
         rounds = Rounds(
             self.mesh.processes,
@@ -139,17 +141,18 @@ class Steps:
         num_bytes: Callable[[Any], int],
         is_pause: Callable[[Any], bool],
     ) -> Iterator[Any]:
-        """Makes items from the steps of an epoch, ahead of time if that helps.
+        """Makes items from an epoch's steps, ahead of time if this is faster.
 
         Args:
           epoch: Number of the epoch, from 0.
           start: Number of steps to skip at the beginning.
-          make_items: A function from an iterator over steps to one over items.
+          make_items: A function that converts an iterator over the batches of
+            the steps to an iterator over items.
           num_bytes: See `Prefetched`.
           is_pause: See `Prefetched`.
 
         Returns:
-          An iterator with a method `close`.
+          An iterator over the items; it has a method `close`.
         """
         stop = threading.Event()
         items = make_items(self.read_epoch(epoch, start, stop.is_set))
@@ -163,7 +166,7 @@ class Steps:
 
     @property
     def _needs_no_exchange(self) -> bool:
-        """Whether an epoch's steps are known once the first is agreed."""
+        """Whether the processes exchange messages only for the first step."""
         return self.source.is_planned and not self.mesh.spans_processes
 
     def _read_alone(self, epoch: int, start: int) -> Iterator[HostBatch]:
@@ -184,7 +187,7 @@ class Steps:
         return start, start + parts[self.mesh.reader_index]
 
     def _divide_rows(self, rows: int, batch_size: int) -> tuple[int, ...]:
-        """Returns the rows that each reader takes of a global batch."""
+        """Returns the number of rows of a batch that each reader uses."""
         count = self.mesh.num_replicas
         counts = (
             balanced_rows(rows, count)
@@ -195,13 +198,13 @@ class Steps:
 
     @property
     def _size(self) -> int | None:
-        """Number of rows of a batch of process-local rows, if known."""
+        """Number of rows in a global batch of process-local rows, if known."""
         return self.source.batch_size or next(iter(self.sizes), None)
 
     def _read_local_parts(
         self, rounds: Rounds, parts: Iterator[Part], start: int
     ) -> Iterator[Part]:
-        """Iterates over this process's rows, in its share of each step."""
+        """Yields this process's rows, regrouped into its share of each step."""
         if self.source.batch_size is None and not self.sizes:
             parts = self._find_batch_size(rounds, parts)
         if self._size is None:
@@ -213,11 +216,13 @@ class Steps:
     ) -> Iterator[Part]:
         """Finds the batch size from the first batches of all processes.
 
-        A process's first batch may be its only one, and short. Then the batches
-        of other processes count, or the likely size.
+        If a process has only one batch, that batch may be smaller than the
+        others. In this case the size is determined by the batches of other
+        processes, or by the source's `likely_size`.
 
         Returns:
-          An iterator over the parts, including those that were looked at.
+          An iterator over all parts, including those that were read to find
+          the size.
         """
         first, parts = peek(parts, 2)
         message = {
@@ -229,7 +234,7 @@ class Steps:
         if not all(h["is_cut"] for h in received):
             self.sizes.append(None)
         elif rows:
-            # Only a batch that is followed by another one is surely full.
+            # Only a batch that another batch follows is certainly full.
             full = [one[0] for one in rows if len(one) > 1]
             short = [*(one[0] for one in rows), self.source.likely_size or 0]
             self.sizes.append(max(full or short))
@@ -243,7 +248,8 @@ class Steps:
             data = rows.take(self._compute_share(step, size))
             if data is None:
                 return
-            # Parts have any number of rows, so skipped steps are read, too.
+            # Parts may have any number of rows, so the rows of skipped steps
+            # must be read, too.
             if step >= start:
                 yield Part(data=data, rows=len(jax.tree.leaves(data)[0]))
 
@@ -292,8 +298,8 @@ class Steps:
         Args:
           rounds: The exchanges of the epoch.
           parts: This process's parts.
-          place: The position of the first step, which must be the same in all
-            processes; None for later steps.
+          place: A text that identifies the epoch and the first step, which must
+            be the same in all processes; None for later steps.
 
         Returns:
           This process's part, and the messages of all processes.
@@ -314,7 +320,7 @@ class Steps:
         return part, received
 
     def _join(self, data: Tree, received: list[dict[str, Any]]) -> HostBatch:
-        """Makes a batch to which each reader contributes its rows."""
+        """Makes a step's batch from this process's rows and all messages."""
         received = self.mesh.first_of_readers(received)
         rows = tuple(h["rows"] or 0 for h in received)
         by_reader, counts = [h.get("counts") for h in received], None
@@ -339,7 +345,12 @@ class Steps:
     def _read_next(
         self, parts: Iterator[Part]
     ) -> tuple[Part | None, dict[str, Any], Exception | None]:
-        """Reads a part; returns it or an error, and the message about it."""
+        """Reads the next part.
+
+        Returns:
+          The part, or None at the end or after an error; the message about it
+          for the other processes; and the error, or None.
+        """
         try:
             part = next(parts, None)
             if part is None:

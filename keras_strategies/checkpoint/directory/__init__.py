@@ -5,12 +5,12 @@
         <step>/                   ^(0|[1-9][0-9]*)$: train steps done
             _CHECKPOINT_METADATA  written by Orbax
             state/...             Orbax's item of arrays
-            run/metadata          Orbax's item of JSON: everything else
-            manifest.json         written last: size and sha256 of the others
+            run/metadata          Orbax's JSON item: everything else
+            manifest.json         written last: size and sha256 of other files
         <step>.orbax-checkpoint-tmp*/   left by a killed save
         <step>.deleting-*/        left by a killed deletion
 
 A checkpoint is good if its folder contains exactly the files that its manifest
-lists, with these sizes and checksums. It contains no links and no pickles, and
-nothing outside of it is read.
+lists, with the listed sizes and checksums. A good checkpoint contains no links
+and no pickles, and restoring it reads no files outside of its folder.
 """

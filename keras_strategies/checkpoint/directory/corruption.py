@@ -11,13 +11,14 @@ _CURE = (
 
 
 class DamagedCheckpoint(ValueError):
-    """The error for a checkpoint that differs from what was saved.
+    """The error for a checkpoint that is damaged: it differs from its save.
 
-    Such a checkpoint is not restored.
+    A damaged checkpoint is never restored.
 
     Attributes:
       path: The checkpoint's folder; None if unknown.
-      file: The damaged file, relative to `path`; None for the folder.
+      file: The damaged file, relative to `path`; None if the folder itself is
+        damaged or missing.
       fault: A short description of the damage, for a table.
 
     Example:
@@ -56,9 +57,10 @@ def make_damage_error(
 
     Args:
       path: The checkpoint's folder.
-      file: The damaged file or folder, relative to `path`; None for `path`.
-      fault: The damage: "its checksum differs".
-      cure: The advice to the user.
+      file: The damaged file or folder, relative to `path`; None for `path`
+        itself.
+      fault: A description of the damage, such as "its checksum differs".
+      cure: Advice to the user, which ends the message.
     """
     short = fault if file is None else f"{quote_name(file)}: {fault}"
     name = quote_name(os.fspath(path))
@@ -71,7 +73,7 @@ def make_damage_error(
 
 
 def quote_name(name: str) -> str:
-    """Formats a name for a message, quoted if it has unusual characters."""
+    """Formats a name for a message; quotes it if it has unusual characters."""
     if name.isprintable() and name.isascii() and " " not in name and name:
         return name if len(name) <= _MAX_SHOWN else f"{name[:_MAX_SHOWN]}..."
     text = ascii(name[: _MAX_SHOWN + 1])

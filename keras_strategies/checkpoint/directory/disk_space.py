@@ -17,14 +17,14 @@ _GB = 1e9
 
 
 def check_free_space(directory: str | os.PathLike[str], num_bytes: int) -> None:
-    """Raises if a checkpoint does not fit on the disk.
+    """Checks that the disk has enough free space for a checkpoint.
 
     Args:
       directory: The directory of the checkpoint; it need not exist.
-      num_bytes: The size of the checkpoint.
+      num_bytes: The size of the checkpoint, in bytes.
 
     Raises:
-      OSError: (ENOSPC) if there is less free space.
+      OSError: (ENOSPC) if there are fewer free bytes.
       NotADirectoryError: if the path, or a part of it, is not a directory.
     """
     free = shutil.disk_usage(_find_existing(pathlib.Path(directory))).free
@@ -50,8 +50,8 @@ def make_save_error(
     Args:
       directory: The directory of checkpoints.
       step: The step of the failed checkpoint.
-      good: The step of the newest complete checkpoint; None without any.
-      error: The cause.
+      good: The step of the newest complete checkpoint; None if there is none.
+      error: The error that made the save fail.
     """
     kept = (
         "There is no earlier complete checkpoint"
@@ -71,7 +71,7 @@ def make_save_error(
 
 
 def check_writable(directory: str | os.PathLike[str]) -> None:
-    """Raises unless checkpoints can be written to a directory.
+    """Checks that checkpoints can be written to a directory.
 
     Args:
       directory: The directory; it need not exist, and is not created.
@@ -100,14 +100,16 @@ def check_writable(directory: str | os.PathLike[str]) -> None:
 
 
 def check_name(directory: str | os.PathLike[str]) -> None:
-    """Raises ValueError for a checkpoint, or a path that is a glob pattern.
+    """Raises ValueError for a path that is unsuitable for a directory.
 
-    Orbax 0.12 searches for its files by a pattern that contains the path. In
-    such a path it finds nothing, and the checkpoint has no arrays:
-    tests/contract/test_orbax_contract.py.
+    A path is unsuitable if it is itself a checkpoint, or if it contains
+    characters of a glob pattern. Orbax 0.12 finds its files with a glob pattern
+    that contains the path. If the path itself looks like a pattern, Orbax finds
+    no files, and the checkpoint has no arrays
+    (tests/contract/test_orbax_contract.py).
 
     Args:
-      directory: An absolute path.
+      directory: The absolute path of a directory of checkpoints.
     """
     if glob.has_magic(os.fspath(directory)):
         raise ValueError(
@@ -125,7 +127,7 @@ def check_name(directory: str | os.PathLike[str]) -> None:
 
 
 def _find_existing(path: pathlib.Path) -> pathlib.Path:
-    """Returns the directory, or its nearest parent that exists."""
+    """Returns the path itself, or else its nearest parent that exists."""
     for folder in (path, *path.absolute().parents):
         if folder.is_dir():
             return folder
@@ -135,7 +137,8 @@ def _find_existing(path: pathlib.Path) -> pathlib.Path:
 
 
 def _try_to_write(path: pathlib.Path) -> OSError | None:
-    # Modes do not show what the disk really allows to this user.
+    # File modes do not tell whether this user can really write to the disk, so
+    # a temporary file is written.
     try:
         with tempfile.TemporaryFile(dir=path, prefix=".probe-") as file:
             file.write(b"\0")

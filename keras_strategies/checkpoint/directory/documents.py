@@ -18,18 +18,19 @@ MAX_BYTES = 64 << 20
 
 
 def read_document(path: str | os.PathLike[str]) -> dict[str, Any]:
-    """Reads a checkpoint's document: everything but its arrays.
+    """Reads a checkpoint's document: everything except its arrays.
 
     Args:
       path: The checkpoint's folder.
 
     Returns:
-      The document. In `VERSION` it has "variables", the shape and dtype of
-      each array by group and name, and "state"; in another version it may
-      have any keys but always "version".
+      The document. It always has the key "version". If this is `VERSION`, the
+      document also has the keys "variables", with the shape and dtype of each
+      array by group and name, and "state". A document of another version may
+      have any other keys.
 
     Raises:
-      DamagedCheckpoint: if it is missing or not a valid document.
+      DamagedCheckpoint: if the document is missing or not valid.
     """
     path = pathlib.Path(path)
     document = load_object(path, RUN, MAX_BYTES, "document")

@@ -1,4 +1,4 @@
-"""The files of a checkpoint: found without following links, and hashed."""
+"""Finding, reading and hashing a checkpoint's files without following links."""
 
 import contextlib
 import errno
@@ -42,11 +42,12 @@ def find_files(path: pathlib.Path) -> dict[str, int]:
       path: The checkpoint's folder.
 
     Returns:
-      Sizes in bytes by names relative to `path`, with `/`.
+      The size of each file in bytes, by its name relative to `path`, with `/`
+      as the separator.
 
     Raises:
-      DamagedCheckpoint: if there is a link, or anything that is neither file
-        nor folder; the message names it.
+      DamagedCheckpoint: if the folder contains a link, or anything else that
+        is neither a file nor a folder. The message names it.
     """
     check_folder(path)
     sizes: dict[str, int] = {}
@@ -63,10 +64,10 @@ def find_files(path: pathlib.Path) -> dict[str, int]:
 
 
 def check_folder(path: pathlib.Path) -> None:
-    """Checks that a checkpoint's folder is a folder, and not a link to one.
+    """Checks that a path is a folder, and not a link to a folder.
 
     Raises:
-      DamagedCheckpoint: if it is anything else or missing.
+      DamagedCheckpoint: if the path is anything else, or does not exist.
     """
     try:
         status = path.lstat()
@@ -82,14 +83,16 @@ def check_folder(path: pathlib.Path) -> None:
 def translate_errors(
     path: pathlib.Path, name: str | None = None
 ) -> Iterator[None]:
-    """Converts errors of reading to ones that name checkpoint and file.
+    """Converts errors in the enclosed code, which reads a checkpoint's file.
+
+    The resulting errors name the checkpoint and the file.
 
     Args:
       path: The checkpoint's folder.
-      name: The file, relative to `path`; None for the folder.
+      name: The file, relative to `path`; None for the folder itself.
 
     Raises:
-      DamagedCheckpoint: if the code raises an OSError, in its place.
+      DamagedCheckpoint: if the enclosed code raises an OSError; replaces it.
     """
     try:
         yield
@@ -109,10 +112,11 @@ def translate_errors(
 
 @contextlib.contextmanager
 def open_file(path: pathlib.Path, name: str) -> Iterator[io.FileIO]:
-    """Opens a file of a checkpoint, if it is a file and not a link to one.
+    """Opens a file of a checkpoint, unless it is a link.
 
     Raises:
-      DamagedCheckpoint: if it is missing, not a file, or cannot be read.
+      DamagedCheckpoint: if the file is missing, is not a regular file, or
+        cannot be read.
     """
     with (
         translate_errors(path, name),
@@ -133,12 +137,12 @@ def load_object(
     Args:
       path: The checkpoint's folder.
       name: The file, relative to `path`.
-      max_bytes: The maximum size of the file.
-      what: The expected content, for the error: "document".
+      max_bytes: The maximum size of the file, in bytes.
+      what: A name for the expected content in the error, such as "document".
 
     Raises:
-      DamagedCheckpoint: if it is missing, cannot be read, or is not a JSON
-        object.
+      DamagedCheckpoint: if the file is missing, cannot be read, or does not
+        contain a JSON object.
     """
     with open_file(path, name) as file:
         text = file.read(max_bytes + 1) or b""
@@ -161,7 +165,8 @@ def compute_digest(path: pathlib.Path, name: str) -> str:
       name: The file, relative to `path`.
 
     Raises:
-      DamagedCheckpoint: if it is missing, not a file, or cannot be read.
+      DamagedCheckpoint: if the file is missing, is not a regular file, or
+        cannot be read.
     """
     with open_file(path, name) as file:
         return hashlib.file_digest(file, "sha256").hexdigest()
@@ -170,8 +175,8 @@ def compute_digest(path: pathlib.Path, name: str) -> str:
 def measure_size(path: pathlib.Path) -> int:
     """Returns the size of a file, or of all files in a folder, in bytes.
 
-    Links are not followed. Files that disappear while they are counted, or
-    that cannot be examined, count as 0.
+    Links are not followed. Files whose size cannot be read, for example because
+    they are deleted at the same time, count as 0 bytes.
     """
     try:
         status = path.lstat()
@@ -184,7 +189,7 @@ def measure_size(path: pathlib.Path) -> int:
 
 
 def flush(path: pathlib.Path) -> None:
-    """Flushes a file's bytes, or a folder's names, to disk.
+    """Flushes a file's contents, or the list of files in a folder, to disk.
 
     Raises:
       OSError: if the disk failed or is full.
@@ -220,7 +225,7 @@ def _make_missing_error(path: pathlib.Path) -> DamagedCheckpoint:
 
 
 def _list_steps(steps: list[int]) -> str:
-    """Lists steps for a message; if there are many, only the last ones."""
+    """Formats a list of steps; if it is long, includes only the last ones."""
     if not steps:
         return "none"
     start = "..., " if len(steps) > _MAX_STEPS else ""
@@ -228,12 +233,14 @@ def _list_steps(steps: list[int]) -> str:
 
 
 def _walk(path: pathlib.Path) -> Iterator[tuple[str, os.stat_result]]:
-    """Yields everything below a folder except folders; follows no links.
+    """Yields everything in a folder and its subfolders, except for folders.
 
-    The order is always the same, so that errors are reproducible.
+    Does not follow links. The order is always the same, so that errors are
+    reproducible.
     """
     folders = [""]
-    # The list grows in the loop. Recursion could exceed Python's limit.
+    # The list grows during the loop. Recursion is not used because it could
+    # exceed Python's limit.
     for folder in folders:
         with os.scandir(path / folder) as entries:
             ordered = sorted(entries, key=lambda entry: entry.name)

@@ -1,4 +1,4 @@
-"""The lock that allows one writer in a directory of checkpoints."""
+"""The lock that allows only one process to write to a checkpoint directory."""
 
 import contextlib
 import dataclasses
@@ -33,20 +33,20 @@ _logger = logging.getLogger(__name__)
 
 _MAX_BYTES = 4096
 _MOST_PROCESSES = 2**32
-# In seconds since 1970; dates end with the year 9999.
+# The latest valid time, in seconds since 1970: Python's dates end in 9999.
 _LAST_TIME = 2.0**37
 _POLL_SECONDS = 0.05
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Writer:
-    """The process that writes to a directory, according to its lock file.
+    """The process that writes to a directory, as read from its lock file.
 
     Attributes:
       host: The machine's name; "" if unknown.
       process_id: The process's id on that machine; None if unknown.
-      since: The time at which it locked the directory, in seconds since 1970
-        (UTC); None if unknown.
+      since: The time at which the process locked the directory, in seconds
+        since 1970 (UTC); None if unknown.
     """
 
     host: str = ""
@@ -64,15 +64,15 @@ class Writer:
 
 
 class DirectoryLock:
-    """A lock against other writers of a directory of checkpoints.
+    """A lock that keeps other processes from writing to a directory.
 
-    The kernel releases it when the process ends, even if it is killed. The
-    lock is advisory. It works across the machines that share the directory if
-    their file system supports that (NFS does). In a cluster, only the chief
-    acquires it.
+    The kernel releases the lock when the process ends, even if the process is
+    killed. The lock is advisory. It also excludes processes on other machines
+    if the shared file system supports this (NFS does). In a cluster, only the
+    chief acquires the lock.
 
-    Not only the file but the directory, too, is locked, so that deleting the
-    file does not release the lock. NFS cannot lock directories: there, `renew`
+    Both the lock file and the directory itself are locked, so that deleting the
+    file does not release the lock. NFS cannot lock directories. On NFS, `renew`
     detects that the file was deleted.
 
         with DirectoryLock(directory):
@@ -84,41 +84,41 @@ class DirectoryLock:
 
     def __init__(self, directory: str | os.PathLike[str]):
         self._directory = pathlib.Path(directory)
-        # Descriptors that are locked, or only open where locks do not work;
-        # None: not held.
+        # Descriptors of the directory and of the file. They are locked, or only
+        # open if locks are not supported. None if this lock is not held.
         self._folder: int | None = None
         self._file: int | None = None
 
     @property
     def is_held(self) -> bool:
-        """Whether it is acquired, and not released."""
+        """Whether the lock has been acquired and not yet released."""
         return self._file is not None
 
     def acquire(self, timeout_seconds: float = 5.0) -> None:
         """Acquires the lock, or raises an error that names its holder.
 
-        If the file system does not support locks, logs a warning, and nothing
-        is locked.
+        If the file system does not support locks, logs a warning and locks
+        nothing.
 
         Args:
-          timeout_seconds: The maximum time to wait: a killed process may take
-            a moment to end.
+          timeout_seconds: The maximum time to wait for the lock. Waiting helps
+            if the holder has been killed and takes a moment to end.
 
         Raises:
-          RuntimeError: if another process, or this one, holds it.
-          OSError: if the file cannot be written, is a link or a pipe, or has
-            a second name.
+          RuntimeError: if another process, or this one, holds the lock.
+          OSError: if the lock file cannot be written, is a link or a pipe, or
+            has a second name (a hard link).
         """
         if self.is_held:
             raise _make_taken_error(self._directory)
         self._lock(timeout_seconds)
 
     def renew(self) -> None:
-        """Locks the file again if it was deleted or replaced while held.
+        """Locks the file again if it was deleted or replaced in the meantime.
 
         Raises:
-          RuntimeError: if another process has acquired it since.
-          OSError: if the file cannot be written.
+          RuntimeError: if another process has acquired the lock since then.
+          OSError: if the lock file cannot be written.
         """
         if self._file is not None:
             if _is_at(self._file, self._directory / LOCK):
@@ -128,15 +128,16 @@ class DirectoryLock:
         self._lock(0.0)
 
     def release(self) -> None:
-        """Releases the lock; does nothing if it is not held."""
+        """Releases the lock, if it is held."""
         if self._file is not None:
             with contextlib.suppress(OSError):
                 os.ftruncate(self._file, 0)
         for descriptor in (self._file, self._folder):
             if descriptor is not None and fcntl is not None:
                 with contextlib.suppress(OSError):
-                    # Closing may not unlock: a child that was forked outside
-                    # of Python has a copy of the descriptor.
+                    # Closing the descriptor may not be enough to unlock it: a
+                    # child process that was not forked by Python may have a
+                    # copy of it.
                     fcntl.flock(descriptor, fcntl.LOCK_UN)
         self._close()
 
@@ -174,14 +175,17 @@ class DirectoryLock:
         self._file = _open(path, os.O_RDWR | os.O_CREAT)
         is_taken = _try_lock(self._file, self._directory) is False
         # The file may have been deleted after it was opened and before it was
-        # locked; then others would lock a new file.
+        # locked. Other processes would then lock a new file.
         if not is_taken and _is_at(self._file, path):
             return True
         self._close()
         return False
 
     def _close(self) -> None:
-        """Closes the descriptors; a forked child does not unlock its parent."""
+        """Closes the descriptors without unlocking them.
+
+        So a forked child that calls this does not release its parent's lock.
+        """
         for descriptor in (self._file, self._folder):
             if descriptor is not None:
                 os.close(descriptor)
@@ -190,7 +194,7 @@ class DirectoryLock:
 
 
 def find_writer(directory: str | os.PathLike[str]) -> Writer | None:
-    """Returns the process that writes to a directory, or None."""
+    """Returns the process that holds a directory's lock, or None."""
     folder = pathlib.Path(directory)
     with contextlib.ExitStack() as stack:
         opened: list[int] = []
@@ -207,7 +211,7 @@ _held: "weakref.WeakSet[DirectoryLock]" = weakref.WeakSet()
 
 
 def _forget_all() -> None:
-    # A forked child that outlives its parent would otherwise keep the lock.
+    # Otherwise a forked child that outlives its parent would hold the lock.
     for lock in list(_held):
         lock._close()
 
@@ -223,7 +227,7 @@ def _open(path: pathlib.Path, flags: int) -> int:
     if not stat.S_ISREG(status.st_mode):
         fault = f"is a {describe_kind(status)}"
     elif status.st_nlink > 1:
-        # Writing to it would truncate a file that has another name, too.
+        # Writing to the file would truncate it under its other name, too.
         fault = f"is a hard link: its file has {status.st_nlink} names"
     if fault is None:
         return descriptor
@@ -236,7 +240,7 @@ def _open(path: pathlib.Path, flags: int) -> int:
 
 
 def _is_at(descriptor: int, path: pathlib.Path) -> bool:
-    """Returns whether an open file still has its name."""
+    """Returns whether `path` is still the path of an open file."""
     try:
         return os.path.samestat(os.fstat(descriptor), os.lstat(path))
     except OSError:
@@ -246,16 +250,16 @@ def _is_at(descriptor: int, path: pathlib.Path) -> bool:
 def _try_lock(
     descriptor: int, directory: pathlib.Path | None, *, is_shared: bool = False
 ) -> bool | None:
-    """Tries to lock a file and returns whether that succeeded.
+    """Tries to lock an open file or directory, without waiting.
 
     Args:
-      descriptor: The file.
-      directory: The directory to name in a warning if locks are not
+      descriptor: The descriptor of the file or directory.
+      directory: The directory to report in a warning if locks are not
         supported; None for no warning.
       is_shared: Whether the lock allows other shared locks.
 
     Returns:
-      Whether it is now locked; None if locks are not supported.
+      Whether the lock was acquired; None if locks are not supported.
     """
     reason = "this system has no flock"
     if fcntl is not None:
@@ -290,7 +294,7 @@ def _write_writer(descriptor: int) -> None:
 
 
 def _read_writer(descriptor: int) -> Writer:
-    """Reads a lock's file, which is not trusted."""
+    """Reads the writer from a lock file, whose content is not trusted."""
     try:
         os.lseek(descriptor, 0, os.SEEK_SET)
         text = os.read(descriptor, _MAX_BYTES)

@@ -1,9 +1,10 @@
 """A checkpoint's manifest: the size and checksum of each of its files.
 
-It is written last and atomically, so a checkpoint without one is an unfinished
-save. It contains its checksum and has one canonical form, so that a change of
-any byte is noticed. This does not protect against an attacker with write
-access to the directory: a checksum is not a signature.
+The manifest is written last and atomically, so a checkpoint without a manifest
+is an unfinished save. It contains a checksum of itself and has a single
+canonical form, so that a change in any byte is detected. This does not protect
+against an attacker with write access to the directory: a checksum is not a
+signature.
 """
 
 import contextlib
@@ -58,17 +59,18 @@ _NEWER = (
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Manifest:
-    """The list of a checkpoint's files, with facts about the checkpoint.
+    """The list of a checkpoint's files, with metadata about the checkpoint.
 
     Attributes:
-      version: The format's version.
-      step: The number of train steps done.
+      version: The version of the manifest's format.
+      step: The number of train steps completed.
       created: The time of the save, in seconds since 1970 (UTC).
-      files: (size in bytes, sha256 in hexadecimal digits) of each file except
-        the manifest, by names relative to the checkpoint's folder, with `/`.
-      facts: JSON for listings and for `retention.py`: "logs" with metrics,
-        "epoch", "started", "num_processes". Numbers that JSON cannot represent
-        are strings: "NaN", "Infinity", "-Infinity".
+      files: The size in bytes and the sha256 (in hexadecimal digits) of each
+        file except the manifest, by the file's name relative to the
+        checkpoint's folder, with `/` as the separator.
+      facts: Metadata as JSON, used by listings and by `retention.py`: "logs"
+        with metrics, "epoch", "started", "num_processes". Numbers that JSON
+        cannot represent are strings: "NaN", "Infinity", "-Infinity".
     """
 
     version: int = VERSION
@@ -106,22 +108,22 @@ def write_manifest(
 ) -> Manifest:
     """Completes a checkpoint: hashes its files and writes its manifest.
 
-    On return everything is on disk, and the checkpoint is good. One process
-    must call it, after all of them have written their files. Reads every file
-    once (1 GB in about a second).
+    On return, all files are on disk, and the checkpoint is good. Only one
+    process must call this function, after all processes have written their
+    files. It reads every file once (1 GB takes about a second).
 
     Args:
-      path: The checkpoint's folder, named by its step.
-      step: The number of train steps done.
-      facts: Short JSON, see `Manifest.facts`; may contain numpy numbers.
+      path: The checkpoint's folder. Its name must be the step.
+      step: The number of train steps completed.
+      facts: Short metadata as JSON (see `Manifest.facts`); it may contain numpy
+        numbers.
       created: The time of the save, in seconds since 1970 (UTC); None for now.
 
     Raises:
-      DamagedCheckpoint: if the folder is missing, or contains a link, a pipe
-        or the like.
-      TypeError: if a fact cannot be converted to JSON.
-      ValueError: if the folder is not named by the step, or the facts are too
-        long.
+      DamagedCheckpoint: if the folder is missing, or contains a link, a pipe or
+        another special file.
+      TypeError: if a value in `facts` cannot be converted to JSON.
+      ValueError: if the folder's name is not the step, or `facts` is too long.
       OSError: if the manifest cannot be written.
     """
     path = pathlib.Path(path)
@@ -156,19 +158,19 @@ def write_manifest(
 
 
 def read_manifest(path: str | os.PathLike[str]) -> Manifest:
-    """Reads a checkpoint's manifest, and none of the other files.
+    """Reads a checkpoint's manifest, without reading the other files.
 
     Args:
       path: The checkpoint's folder.
 
     Raises:
       DamagedCheckpoint: if the manifest is missing (the save did not finish),
-        is of another step or version, or was changed.
+        has another step or version, or was changed after it was written.
     """
     path = pathlib.Path(path)
     check_folder(path)
     if not os.path.lexists(path / MANIFEST):
-        check_folder(path)  # It may have been deleted just now.
+        check_folder(path)  # The folder may have just been deleted.
         fault = "it is missing: the save did not finish"
         raise make_damage_error(path, MANIFEST, fault, _PARTIAL)
     with open_file(path, MANIFEST) as file:
@@ -181,7 +183,7 @@ def read_manifest(path: str | os.PathLike[str]) -> Manifest:
 
 
 def _serialize(manifest: Manifest) -> bytes:
-    """Serializes a manifest to its canonical form."""
+    """Converts a manifest to the bytes of its canonical form."""
     content: dict[str, Any] = {
         "version": manifest.version,
         "step": manifest.step,
@@ -200,7 +202,8 @@ def _dump(content: object) -> bytes:
 
 def _write(path: pathlib.Path, text: bytes) -> None:
     """Writes the manifest atomically."""
-    # Stays there if the process is killed; the folder is a partial save then.
+    # If the process is killed, this file remains, and the folder is an
+    # unfinished save.
     temporary = path / f"{MANIFEST}.{secrets.token_hex(4)}.tmp"
     try:
         with open(temporary, "xb") as file:
@@ -241,7 +244,8 @@ def _parse(path: pathlib.Path, text: bytes) -> Manifest:
         },
         facts=content["facts"],
     )
-    # Compares all bytes, so that a changed space or order is found, too.
+    # Compares all bytes, so that changes in whitespace or order are detected,
+    # too.
     if _serialize(manifest) != text:
         fault = "its checksum differs: it was changed after it was written"
         raise make_damage_error(path, MANIFEST, fault)
@@ -249,7 +253,10 @@ def _parse(path: pathlib.Path, text: bytes) -> Manifest:
 
 
 def _find_fault(content: dict[str, Any]) -> str | None:
-    """Returns the first fault of the types in a manifest, or None."""
+    """Describes the first value of a wrong type in a manifest.
+
+    Returns None if all types are correct.
+    """
     if set(content) != set(_FORM):
         return "its keys are not those of a manifest"
     fault = fault_of(content, _FORM)
@@ -268,14 +275,14 @@ def _is_sha256(value: object) -> bool:
 
 
 def _to_json(value: Tree, name: str) -> Tree:
-    """Converts a fact to JSON."""
+    """Converts a value in `Manifest.facts` to JSON."""
     if value is None or isinstance(value, bool | str):
         return value
     if isinstance(value, Mapping):
         return {str(key): _to_json(part, name) for key, part in value.items()}
     if isinstance(value, list | tuple):
         return [_to_json(part, name) for part in value]
-    if hasattr(value, "tolist"):  # Numpy's and jax's numbers and arrays.
+    if hasattr(value, "tolist"):  # Numbers and arrays of numpy and jax.
         return _to_json(value.tolist(), name)
     if isinstance(value, int):
         return int(value)

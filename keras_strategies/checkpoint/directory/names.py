@@ -1,4 +1,4 @@
-"""Names in a directory of checkpoints, and in a checkpoint."""
+"""Names of files and folders in a directory of checkpoints."""
 
 import os
 import pathlib
@@ -33,11 +33,15 @@ _ASIDE = re.compile(
 
 
 def parse_step(name: str) -> int | None:
-    """Parses the step in a folder's name; returns None for other names.
+    """Parses the name of a checkpoint's folder as a step.
 
     Args:
-      name: The last part of a path. Decimal digits without leading zeros are
-        a step: "0", "120"; not "007", "-1", "1.5" or "1 ".
+      name: The last component of a path.
+
+    Returns:
+      The step if the name consists of decimal digits without leading zeros,
+      such as "0" or "120". None for other names, such as "007", "-1", "1.5" or
+      "1 ".
     """
     if not _STEP.fullmatch(name) or int(name) > MAX_STEP:
         return None
@@ -45,7 +49,7 @@ def parse_step(name: str) -> int | None:
 
 
 def step_path(directory: str | os.PathLike[str], step: int) -> pathlib.Path:
-    """Returns the folder of a step in a directory; it need not exist.
+    """Returns the path of a step's folder in a directory; it need not exist.
 
     Raises:
       TypeError: if the step is not an integer.
@@ -65,14 +69,16 @@ def step_path(directory: str | os.PathLike[str], step: int) -> pathlib.Path:
 
 
 def find_steps(directory: str | os.PathLike[str]) -> list[int]:
-    """Finds the steps with a folder in a directory, good or damaged, sorted.
+    """Finds the steps of all checkpoints in a directory, good or damaged.
+
+    Returns the steps in ascending order.
 
     Args:
       directory: The directory of checkpoints; it need not exist. Links in it
         are not followed, so a link to a checkpoint does not count.
 
     Raises:
-      NotADirectoryError: if it is not a directory.
+      NotADirectoryError: if `directory` is not a directory.
     """
     return [step for step, is_folder in find_entries(directory) if is_folder]
 
@@ -80,10 +86,11 @@ def find_steps(directory: str | os.PathLike[str]) -> list[int]:
 def find_entries(
     directory: str | os.PathLike[str],
 ) -> list[tuple[int, bool]]:
-    """Finds everything in a directory that is named by a step, sorted.
+    """Finds everything in a directory whose name is a step.
 
     Returns:
-      (step, whether it is a folder); a link to a folder is not a folder.
+      Pairs (step, whether the entry is a folder), sorted by step. A link to a
+      folder does not count as a folder.
     """
     steps: list[tuple[int, bool]] = []
     for entry in _scan(directory):
@@ -94,16 +101,16 @@ def find_entries(
 
 
 def find_partial_saves(directory: str | os.PathLike[str]) -> list[pathlib.Path]:
-    """Finds what killed saves and deletions left in a directory, by name.
+    """Finds the remains of killed saves and deletions, by their names.
 
-    A running save looks the same: only the process that holds the directory's
-    lock may remove them, while it is not saving.
+    The folder of a running save has such a name, too. So only the process that
+    holds the directory's lock may remove them, while it is not saving.
     """
     return _find_matching(directory, _PARTIAL)
 
 
 def find_quarantined(directory: str | os.PathLike[str]) -> list[pathlib.Path]:
-    """Finds damaged checkpoints that a run has set aside, sorted by name."""
+    """Finds damaged checkpoints that a run has renamed, sorted by name."""
     return _find_matching(directory, _ASIDE)
 
 

@@ -1,4 +1,4 @@
-"""Orbax's JSON files in a checkpoint, which are not trusted."""
+"""Checking Orbax's JSON files in a checkpoint, which are not trusted."""
 
 import contextlib
 import os
@@ -28,8 +28,8 @@ _CURE = (
     "copy."
 )
 _MAX_SHOWN = 1000
-# Errors that Orbax raises if its JSON has unexpected entries; not those of a
-# disk, a device or another process.
+# Errors that Orbax raises if its JSON files have unexpected entries. Errors of
+# the disk, of a device or of another process are not among them.
 _FAULTS = (
     ArithmeticError,
     AssertionError,
@@ -46,19 +46,20 @@ _FAULTS = (
 def guard_restore(
     path: str | os.PathLike[str], names: Mapping[str, Iterable[str]]
 ) -> Iterator[None]:
-    """Checks Orbax's files before it reads arrays, and converts its errors.
+    """Protects a restore with Orbax, which runs in the enclosed code.
 
-    Orbax reads its files without limits, trusts their entries, and leaves out
-    an array that is not in them. So they are checked first, and errors about
-    them are raised as damage.
+    Orbax reads its JSON files without a size limit, trusts their entries, and
+    silently omits arrays that the files do not list. So the files are checked
+    before the enclosed code runs, and errors that Orbax raises about them are
+    converted to DamagedCheckpoint.
 
     Args:
       path: The checkpoint's folder.
       names: The names of the arrays to read, by group.
 
     Raises:
-      DamagedCheckpoint: if the files do not have Orbax's form, or lack an
-        array; or if the checkpoint was deleted while it was read.
+      DamagedCheckpoint: if the files are not in Orbax's format, if an array is
+        missing, or if the checkpoint was deleted while it was read.
     """
     path = pathlib.Path(path)
     with guard_read(path):
@@ -90,7 +91,7 @@ def _load(path: pathlib.Path, name: str) -> dict[str, Any]:
 
 
 def _find_names(content: dict[str, Any]) -> set[tuple[str, ...]]:
-    """Returns the arrays' paths in the tree; ignores malformed entries."""
+    """Returns the paths of all listed arrays; ignores malformed entries."""
     tree = content.get("tree_metadata")
     names = set()
     for entry in tree.values() if isinstance(tree, dict) else ():

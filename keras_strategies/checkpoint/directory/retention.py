@@ -1,4 +1,4 @@
-"""Retention rules for checkpoints, and deletion of the others."""
+"""Rules for which checkpoints are retained, and deletion of all others."""
 
 import dataclasses
 import logging
@@ -27,7 +27,7 @@ _SECONDS_PER_HOUR = 3600
 _COUNT = "Give a number of checkpoints."
 _MODES = ("auto", "min", "max")
 _LOSSES = re.compile(r"loss|error|divergence|crossentropy|hinge|poisson")
-# Parts of the names of Keras metrics for which higher is better.
+# Substrings in the names of Keras metrics for which higher values are better.
 _MAX = re.compile(
     r"acc|auc|precision|recall|sensitivity|specificity|correlation"
     r"|similarity|f1|f2|f_?beta|f_?score|f_?measure|r2|io_?u|dice|bleu|rouge"
@@ -36,24 +36,27 @@ _MAX = re.compile(
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Keep:
-    """The rules for retaining checkpoints; any of them retains a checkpoint.
+    """Rules for which checkpoints are retained.
 
-    The newest good one is always retained.
+    A checkpoint is retained if at least one of the rules applies to it. The
+    newest good checkpoint is always retained.
 
         ks.checkpoint.Keep(last=3, best="val_accuracy", num_best=2)
 
     Attributes:
       last: The number of newest checkpoints to retain; None or 0 for all, like
-        tf's `keep_checkpoint_max`.
-      every_n_hours: The interval, in hours of the run, at which one more
-        checkpoint is retained forever, like tf's
-        `keep_checkpoint_every_n_hours`; None for no more.
-      best: The name of a metric, as in `logs` ("val_loss"), by which the best
-        checkpoints are retained, too; None for no more. A checkpoint whose
-        metric is NaN or missing is never among the best.
-      mode: "min" or "max", the better direction of the metric; "auto" infers
-        it from the name, as for Keras's metrics ("max" for accuracies, AUC,
-        precision, ...).
+        TensorFlow's `keep_checkpoint_max`.
+      every_n_hours: Also retains a checkpoint forever each time that this
+        number of hours has passed since the start of the run, or since the last
+        checkpoint that this rule retained. Like TensorFlow's
+        `keep_checkpoint_every_n_hours`; None disables this rule.
+      best: The name of a metric, as in `logs` ("val_loss"). Also retains the
+        checkpoints with the best values of this metric. None disables this
+        rule. A checkpoint whose metric is NaN or missing is never among the
+        best.
+      mode: Whether lower ("min") or higher ("max") values of the metric are
+        better. "auto" infers this from the metric's name ("max" for accuracies,
+        AUC, precision and other such metrics of Keras).
       num_best: The number of best checkpoints to retain.
     """
 
@@ -101,10 +104,10 @@ class Keep:
 
 
 def as_keep(keep: object) -> Keep:
-    """Converts a number of newest checkpoints to rules, if it is a number.
+    """Returns a `Keep`; a number n is converted to `Keep(last=n)`.
 
     Raises:
-      TypeError: if it is neither a number nor a `Keep`.
+      TypeError: if `keep` is neither a number nor a `Keep`.
     """
     if isinstance(keep, Keep):
         return keep
@@ -122,8 +125,8 @@ def find_deletable(manifests: Iterable[Manifest], keep: Keep) -> list[int]:
 
     Args:
       manifests: The manifests of all good checkpoints of a run, in any order.
-        The run's hours count from the fact "started" (seconds since 1970), or
-        from the oldest checkpoint if that is missing.
+        The run started at the time "started" in their `facts` (in seconds since
+        1970), or at the oldest checkpoint if this is missing.
       keep: The rules.
     """
     ordered = sorted(manifests, key=lambda manifest: manifest.step)
@@ -137,12 +140,12 @@ def find_deletable(manifests: Iterable[Manifest], keep: Keep) -> list[int]:
 def delete(directory: str | os.PathLike[str], step: int) -> None:
     """Deletes a checkpoint, good or damaged, if it exists.
 
-    Renames it first, so that it does not look like a checkpoint while its
-    files are deleted. Links are deleted, never followed. Only one process may
-    call it.
+    The folder is renamed first, so that it does not look like a checkpoint
+    while its files are being deleted. Links are deleted and never followed.
+    Only one process may call this function.
 
     Raises:
-      OSError: if it cannot be renamed.
+      OSError: if the folder cannot be renamed.
     """
     path = step_path(directory, step)
     doomed = path.with_name(f"{path.name}{DELETING}{secrets.token_hex(4)}")
@@ -158,7 +161,7 @@ def quarantine(fault: DamagedCheckpoint) -> str:
     """Renames a damaged checkpoint, so that its step can be saved again.
 
     Returns:
-      The new name.
+      The new name of its folder.
     """
     assert fault.path is not None
     for number in range(1, 1000):
@@ -170,7 +173,7 @@ def quarantine(fault: DamagedCheckpoint) -> str:
 
 
 def delete_partial_saves(directory: str | os.PathLike[str]) -> list[str]:
-    """Deletes what killed saves and deletions left behind.
+    """Deletes the remains of killed saves and deletions.
 
     Only the chief may call it, while it holds the directory's lock and is not
     saving.
@@ -187,7 +190,7 @@ def delete_partial_saves(directory: str | os.PathLike[str]) -> list[str]:
 def _find_periodic(
     ordered: list[Manifest], older: list[Manifest], keep: Keep
 ) -> set[int]:
-    """Returns the first of the older steps of each `keep.every_n_hours`."""
+    """Returns the older steps that the rule `every_n_hours` retains."""
     if keep.every_n_hours is None:
         return set()
     last_retained = _find_start(ordered)
@@ -218,13 +221,17 @@ def _find_best(ordered: list[Manifest], keep: Keep) -> set[int]:
             _to_finite(logs.get(keep.best)) if isinstance(logs, dict) else None
         )
         if value is not None:
-            # Of equal values the first is the best, as in Keras.
+            # If values are equal, the earliest step counts as the best, as in
+            # Keras.
             ranked.append((sign * value, entry.step))
     return {step for _, step in sorted(ranked)[: keep.num_best]}
 
 
 def _to_finite(value: object) -> float | None:
-    """Returns a finite number as float; None for anything else ("NaN")."""
+    """Converts a finite number to float.
+
+    Returns None for anything else, such as the string "NaN".
+    """
     if isinstance(value, bool) or not isinstance(value, int | float):
         return None
     return float(value) if math.isfinite(value) else None
@@ -240,7 +247,7 @@ def _remove(path: os.PathLike[str]) -> None:
     except FileNotFoundError:
         return
     except OSError as error:
-        # It was renamed and is harmless, so the run continues.
+        # The folder no longer looks like a checkpoint, so the run continues.
         _logger.warning(
             "%s cannot be deleted: %s. Delete it by hand.", path, error.strerror
         )

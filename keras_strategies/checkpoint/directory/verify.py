@@ -1,4 +1,4 @@
-"""Verification of the checkpoints of a directory."""
+"""Verification of checkpoints."""
 
 import contextlib
 import os
@@ -30,23 +30,24 @@ _DELETED = (
 
 
 def verify(path: str | os.PathLike[str], *, is_quick: bool = False) -> Manifest:
-    """Checks that a checkpoint is as it was saved.
+    """Checks that a checkpoint has not changed since it was saved.
 
-    Must be called before anything else reads the checkpoint: it follows no
-    links, and uses a file's content only for its checksum.
+    Must be called before anything else reads the checkpoint. It is safe for
+    untrusted checkpoints: it follows no links, and uses the contents of files
+    only to compute checksums.
 
     Args:
-      path: The checkpoint's folder, named by its step.
-      is_quick: Whether to compare only names and sizes. Checksums require
-        reading every file once (1 GB in about a second).
+      path: The checkpoint's folder. Its name must be the step.
+      is_quick: Whether to compare only the names and sizes of files. To compare
+        checksums, every file must be read once (1 GB takes about a second).
 
     Returns:
       The checkpoint's manifest.
 
     Raises:
-      DamagedCheckpoint: if a file is missing, changed, not in the manifest, a
-        link or a pipe; or the manifest is missing or changed. The message
-        names the file.
+      DamagedCheckpoint: if a file is missing, was changed, is not in the
+        manifest, or is a link or a pipe; or if the manifest is missing or was
+        changed. The message names the file.
     """
     path = pathlib.Path(path)
     manifest = read_manifest(path)
@@ -77,8 +78,8 @@ def find_newest_good(
       directory: The directory of checkpoints; it need not exist.
 
     Returns:
-      Its manifest, or None if there is no good checkpoint; and the errors of
-      newer, damaged checkpoints, newest first.
+      The manifest of the newest good checkpoint, or None if there is none; and
+      the errors for newer, damaged checkpoints, newest first.
     """
     faults: list[DamagedCheckpoint] = []
     for step, _ in reversed(find_entries(directory)):
@@ -91,10 +92,11 @@ def find_newest_good(
 
 @contextlib.contextmanager
 def guard_read(path: str | os.PathLike[str]) -> Iterator[None]:
-    """Reports the deletion of a checkpoint while the enclosed code reads it.
+    """Converts errors in code that reads a checkpoint while it is deleted.
 
     Raises:
-      DamagedCheckpoint: if the code fails and the checkpoint no longer exists.
+      DamagedCheckpoint: if the enclosed code fails and the checkpoint no longer
+        exists.
     """
     try:
         yield

@@ -26,39 +26,43 @@ from keras_strategies.data.options import AutoShardPolicy
 from keras_strategies.data.own_rows import ProcessRows, stack_rows
 from keras_strategies.data.source import Cut, Part, take
 
-# Batches of a `MapDataset` that are read concurrently, ahead of time.
+# Number of batches of a `MapDataset` that are read ahead of time, concurrently.
 _NUM_THREADS = 4
-# Positions of an iterator whose states are kept, to resume from one of them.
+# Number of positions for which the iterator's state is stored, to resume there.
 _NUM_STATES = 64
-# In grain a dataset after `repeat()` has `sys.maxsize` elements; after `batch`,
-# fewer.
+# In grain, `repeat()` makes a dataset of `sys.maxsize` elements, and a later
+# `batch` divides this number. A dataset at least this long is infinite.
 _ENDLESS = 2**40
 
 
 class GrainSource(LoadedSource):
-    """The batches of a `grain.MapDataset`, `IterDataset` or `DataLoader`.
+    """A source that reads a `grain.MapDataset`, `IterDataset` or `DataLoader`.
 
-    If the last transformation of a `MapDataset` is `.batch(...)`, stacking
-    rows, a process reads only its rows. Reading starts at any position, and
-    epoch `e` has the order of grain's `e`-th repetition, so that a seeded
-    `shuffle` differs between epochs. Other data yield entire batches to every
-    process, which keeps its rows: an `IterDataset`, a `DataLoader`, or
-    transformations after `.batch(...)`. Their epochs are the same.
+    If the last transformation of a `MapDataset` is a `.batch(...)` that stacks
+    rows, each process reads only its own rows. Reading can start at any
+    position. Epoch `e` has the order of grain's `e`-th repetition, so that a
+    seeded `shuffle` has a different order in each epoch.
 
-    Differs from tf: a `DataLoader` that grain's `ShardOptions` already divide
-    over the processes is left as it is. Its batch size is that of one process,
-    as everywhere in grain.
+    From other data, every process reads entire batches and discards the rows of
+    the other processes. This applies to an `IterDataset`, to a `DataLoader`,
+    and to a `MapDataset` with transformations after `.batch(...)`. An
+    `IterDataset` or `DataLoader` has the same order in all epochs.
+
+    Differs from tf: a `DataLoader` that grain's `ShardOptions` have already
+    divided among the processes is not divided again. Its batch size is per
+    process, as everywhere in grain.
 
     Args:
       dataset: The data to read; its elements are batches.
-      num_processes: Number of processes that read it.
+      num_processes: Number of processes that read the data.
       process_index: Index of this process among them.
-      seed: Not used: grain's datasets have their own seeds.
-      policy: AUTO and DATA share the rows; OFF makes the data process-local.
+      seed: Ignored: grain's datasets have their own seeds.
+      policy: AUTO and DATA divide the rows of each batch among the processes;
+        OFF makes the data process-local.
 
     Raises:
-      ValueError: if the elements are not batches, or the policy or the shard
-        options do not fit.
+      ValueError: if the elements are not batches, or if the policy or the shard
+        options are not suitable.
     """
 
     kind = "grain dataset"
@@ -86,7 +90,7 @@ class GrainSource(LoadedSource):
 
 
 class _MapBatches:
-    """The batches of a `MapDataset`, readable in any order."""
+    """Reads the batches of a `MapDataset` by index."""
 
     has_checksums = False
 
@@ -148,14 +152,15 @@ class _MapBatches:
 
 
 class _IteratedBatches:
-    """Batches that come one after the other, from an iterator with states.
+    """Reads batches in sequence, from an iterator whose state can be saved.
 
-    The first batch is read at once, and kept for the first epoch.
+    If the batch size cannot be found otherwise, the first batch is read
+    immediately, and stored until it is needed in the first epoch.
     """
 
     length = num_rows = None
     is_by_rows = has_checksums = False
-    is_infinite = False  # Unknown, in fact.
+    is_infinite = False  # The data may be infinite, but this is unknown.
 
     def __init__(self, dataset: Dataset) -> None:
         self._dataset = dataset
@@ -187,7 +192,11 @@ class _IteratedBatches:
             getattr(iterator, "close", lambda: None)()
 
     def _open_at(self, start: int) -> tuple[Any, int, list[Tree]]:
-        """Returns an iterator, its position, and the batches read already."""
+        """Opens an iterator at the latest stored position up to `start`.
+
+        Returns:
+          The iterator, its position, and the batches already read from it.
+        """
         if start == 0 and self._first_pass is not None:
             first_pass, self._first_pass = self._first_pass, None
             return first_pass[0], 0, first_pass[1]
@@ -205,7 +214,10 @@ class _IteratedBatches:
 
 
 def _find_batch_size(dataset: Dataset) -> int | None:
-    """Returns the batch size if a `DataLoader` batches last, else None."""
+    """Finds the batch size of a `DataLoader`.
+
+    Returns None unless its last operation forms batches.
+    """
     batch = sys.modules["grain"].transforms.Batch
     for operation in list(getattr(dataset, "_operations", ()))[-1:]:
         if isinstance(operation, batch):
@@ -216,7 +228,7 @@ def _find_batch_size(dataset: Dataset) -> int | None:
 def _is_divided(
     dataset: Dataset, num_processes: int, process_index: int
 ) -> bool:
-    """Returns whether a `DataLoader` reads only this process's shard."""
+    """Returns whether a `DataLoader` is already sharded over the processes."""
     if not _is_a(dataset, "DataLoader"):
         return False
     try:
@@ -245,7 +257,10 @@ def _is_divided(
 
 
 def _warn_of_slices(dataset: Dataset, count: int, process_index: int) -> None:
-    """Warns of a dataset that seems to be this process's shard already."""
+    """Warns if a dataset seems to be only this process's shard.
+
+    It would then be divided a second time.
+    """
     for inner in iterate_pipeline(dataset):
         begin, step = (getattr(inner, n, None) for n in ("_start", "_step"))
         if (begin, step) == (process_index, count):
@@ -282,7 +297,10 @@ def _warn_of_lost_rows(dataset: Dataset) -> None:
 
 @functools.cache
 def _loses_remainders() -> bool:
-    """Returns whether grain's loaders do so, as in grain 0.2.18."""
+    """Returns whether this version of grain loses rows of uneven shards.
+
+    grain 0.2.18 does.
+    """
     grain = sys.modules["grain"]
     options = grain.sharding.ShardOptions(shard_index=0, shard_count=2)
     sampler = grain.samplers.SequentialSampler(3, shard_options=options)
@@ -304,7 +322,8 @@ def _count_rows(batch: Tree) -> int:
 
 def _to_arrays(batch: Tree) -> Tree:
     """Returns a nest of arrays; a top-level list becomes a tuple, for `fit`."""
-    # Subclasses of arrays are kept: grain's hold references to shared memory.
+    # Subclasses of arrays are not converted: those of grain keep the shared
+    # memory alive that contains their values.
     batch = jax.tree.map(
         lambda leaf: leaf if isinstance(leaf, np.ndarray) else np.asarray(leaf),
         batch,
@@ -315,7 +334,7 @@ def _to_arrays(batch: Tree) -> Tree:
 def _read_in_threads(
     read: Callable[[int], Part], indices: Iterable[int]
 ) -> Iterator[Part]:
-    """Reads several batches at once; yields them in order."""
+    """Reads several batches concurrently; yields them in order."""
     pool = concurrent.futures.ThreadPoolExecutor(
         _NUM_THREADS, thread_name_prefix="keras-strategies-grain"
     )

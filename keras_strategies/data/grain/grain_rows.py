@@ -1,8 +1,8 @@
-"""Rows of grain's `MapDataset`s, and the facts of their pipelines.
+"""Reading single rows of grain's `MapDataset`s, and inspecting pipelines.
 
-Private attributes of grain show what a transformation does. Without them
-(tests/data/grain/test_grain_data.py notices) rows are read one by one, or
-entire batches.
+Private attributes of grain show what a transformation does. If a version of
+grain does not have these attributes, rows are read one at a time, or entire
+batches are read. tests/data/grain/test_grain_data.py fails in that case.
 """
 
 import copy
@@ -15,19 +15,20 @@ import numpy as np
 
 from keras_strategies._types import Dataset, Tree
 
-# Rows that are read at once, and so are in memory before they are mapped.
+# Number of rows that are read together, and so are in memory at the same time
+# before the mapped functions run.
 _NUM_AT_ONCE = 32
 _OF_GRAIN = "grain._src.python.dataset."
 
 
 class Stacked(NamedTuple):
-    """Rows of a `MapDataset` that are stacked to batches.
+    """The rows of a `MapDataset` that stacks them into batches.
 
     Attributes:
       rows: The dataset of rows.
-      batch_size: Number of rows of a batch.
-      many: The same dataset, over sources that read many rows at once; None if
-        grain cannot.
+      batch_size: Number of rows in a batch.
+      many: A copy of `rows` that can read many rows in one call; None if grain
+        does not support this.
     """
 
     rows: Any
@@ -35,10 +36,10 @@ class Stacked(NamedTuple):
     many: Any
 
     def read(self, indices: Sequence[int]) -> list[Tree]:
-        """Returns some rows.
+        """Returns the rows at the given indices.
 
-        grain's statistics cost 10 to 20 us for each row that is read by itself;
-        for rows that are read together they are recorded once.
+        Each call to grain takes 10 to 20 us to record statistics. To pay this
+        only once for many rows, they are read together if possible.
         """
         if self.many is None:
             return [self.rows[index] for index in indices]
@@ -49,7 +50,10 @@ class Stacked(NamedTuple):
 
 
 def find_stacked_rows(dataset: Dataset) -> Stacked | None:
-    """Returns the rows below a `.batch(...)` that only stacks them, or None."""
+    """Finds the rows that the last `.batch(...)` of a dataset stacks.
+
+    Returns None if the last transformation is not such a `.batch(...)`.
+    """
     if type(dataset).__name__ != "BatchMapDataset":
         return None
     from grain._src.python.dataset.transformations import batch
@@ -73,7 +77,7 @@ def compute_checksum(dataset: Dataset) -> int:
 
 
 def iterate_pipeline(dataset: Dataset) -> Iterator[Any]:
-    """Iterates over a dataset and everything that it is made from."""
+    """Yields a dataset and, recursively, the datasets and sources it reads."""
     waiting = [dataset]
     for inner in waiting:
         yield inner
@@ -81,7 +85,10 @@ def iterate_pipeline(dataset: Dataset) -> Iterator[Any]:
 
 
 def _copy_for_many(dataset: Dataset) -> Dataset | None:
-    """Returns a copy of a pipeline that reads many rows at once, or None."""
+    """Copies a pipeline so that it can read many rows in one call.
+
+    Returns None if grain does not support this.
+    """
     kind = type(dataset)
     if not kind.__module__.startswith(_OF_GRAIN) or not _reads_many(kind):
         return None
@@ -89,26 +96,27 @@ def _copy_for_many(dataset: Dataset) -> Dataset | None:
     if kind.__name__ == "SourceMapDataset":
         if not _is_grain_source(dataset._source):
             clone._source = _ManyRows(dataset._source)
-        # Metrics would be recorded for each row if Prometheus is installed.
+        # Otherwise, if Prometheus is installed, metrics are recorded for each
+        # row.
         clone._record_metrics = False
         return clone
     parents = [_copy_for_many(parent) for parent in dataset.parents]
     if not parents or None in parents:
         return None
     clone._parents = parents
-    # The statistics refer to the original's parents.
+    # The statistics refer to the parents of the original, not of the copy.
     vars(clone).pop("_stats", None)
     return clone
 
 
 def _is_grain_source(source: object) -> bool:
-    """Returns whether a source is grain's and reads many rows by itself."""
+    """Returns whether a source is part of grain and can read many rows."""
     module = type(source).__module__
     return module.startswith("grain.") and hasattr(source, "_getitems")
 
 
 def _reads_many(kind: type) -> bool:
-    """Returns whether a class of grain overrides reading many rows."""
+    """Returns whether a class of grain overrides the method for many rows."""
     from grain import MapDataset
 
     rows = getattr(MapDataset, "_getitems", None)
@@ -116,7 +124,7 @@ def _reads_many(kind: type) -> bool:
 
 
 class _ManyRows:
-    """A source that can be asked for many rows at once."""
+    """Wraps a source so that many rows can be read in one call."""
 
     def __init__(self, source: Any) -> None:
         self._source = source
@@ -128,8 +136,9 @@ class _ManyRows:
         return self._source[index]
 
     def _getitems(self, indices: Sequence[int]) -> list[Tree]:
-        # Copies, because a source may reuse one array for all rows. Read one by
-        # one, each row would be mapped before the next is read.
+        # Rows are copied, because a source may reuse one array for all rows. If
+        # rows were read one at a time, this would be no problem, since each row
+        # would be mapped before the next is read.
         return [jax.tree.map(_copy, self._source[index]) for index in indices]
 
 

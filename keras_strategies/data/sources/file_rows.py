@@ -1,4 +1,4 @@
-"""The rows of array files, texts and files of records."""
+"""Reading the rows of array files, text files and record files."""
 
 import contextlib
 import functools
@@ -19,17 +19,20 @@ from keras_strategies.data.sources.files import Files
 from keras_strategies.data.sources.mapped_arrays import let_go
 
 _MAX_OPEN = 64
-# Bytes around a record: its length and two checksums.
+# Bytes around a record in a TFRecord file: its length and two checksums.
 _TFRECORD_FRAME = 16
 
 
 class ArrayRows:
-    """Rows of array files. An item is a row's position among all rows.
+    """The rows of "npz" and "npy" files.
+
+    An item, which stands for a row, is the row's index among the rows of all
+    `paths`.
 
     Args:
-      data: All files.
-      paths: The files that are read, in order.
-      counts: The number of rows of each file.
+      data: The description of all files.
+      paths: The files to read, in order.
+      counts: The number of rows in each file.
     """
 
     def __init__(
@@ -47,11 +50,11 @@ class ArrayRows:
         return iter(range(skip, int(self._ends[-1])))
 
     def label(self, item: int) -> str:
-        """Returns a text that identifies an item and the files."""
+        """Returns a text that identifies an item and the files (to hash)."""
         return f"{self._names} {item}"
 
     def read(self, items: Sequence[int]) -> Tree:
-        """Reads rows into new arrays (rows, ...)."""
+        """Reads the rows at the given items into new arrays (rows, ...)."""
         positions = np.asarray(items)
         numbers = np.searchsorted(self._ends, positions, side="right") - 1
         nest, leaves = None, []
@@ -80,12 +83,15 @@ class _Record(NamedTuple):
 
 
 class RecordRows:
-    """Rows that files yield one after the other. An item is a record.
+    """The rows of files that can only be read from beginning to end.
+
+    These are text files, TFRecord files and the files of a user's reader. An
+    item, which stands for a row, is a record that is not parsed yet.
 
     Args:
-      data: All files.
-      paths: The files that are read, in order.
-      counts: The numbers of rows, for files where they are known.
+      data: The description of all files.
+      paths: The files to read, in order.
+      counts: The number of rows in each file for which it is known.
     """
 
     def __init__(
@@ -115,7 +121,7 @@ class RecordRows:
                 )
 
     def label(self, item: _Record) -> str:
-        """Returns a text that identifies an item and its file."""
+        """Returns a text that identifies an item and its file (to hash)."""
         return f"{os.path.basename(item.path)} {item.index}"
 
     def read(self, items: Sequence[_Record]) -> Tree:
@@ -138,15 +144,15 @@ def iterate_batches(
     window: int,
     key: tuple[int, ...],
 ) -> Iterator[list[Any]]:
-    """Iterates over the items of each batch, starting at a row.
+    """Yields the list of items of each batch.
 
     Args:
       rows: The rows.
-      start: Number of rows to skip.
-      size: Number of rows of a batch.
-      window: Number of consecutive rows that are shuffled among each other, or
-        0.
-      key: The seed of the shuffling, as integers.
+      start: Number of rows to skip at the beginning.
+      size: Number of rows in a batch.
+      window: Number of consecutive rows that are shuffled together; 0 for no
+        shuffling.
+      key: The seed for shuffling, as integers.
     """
     items = _shuffle(rows, start, window, key) if window else rows.items(start)
     while batch := list(itertools.islice(items, size)):
@@ -156,8 +162,9 @@ def iterate_batches(
 def _shuffle(
     rows: ArrayRows | RecordRows, start: int, window: int, key: tuple[int, ...]
 ) -> Iterator[Any]:
-    # Each window has its order, so resuming skips the windows before `start`
-    # unread, and only a part of the first remaining one.
+    # Each window has a shuffle order of its own. So resuming skips all windows
+    # before `start` without reading them, and then the first rows of the window
+    # that contains `start`.
     number, skip = divmod(start, window)
     items = rows.items(number * window)
     while in_window := list(itertools.islice(items, window)):
@@ -169,9 +176,9 @@ def _shuffle(
 
 
 def count_array_rows(data: Files) -> dict[str, int]:
-    """Returns the rows of each file by its header.
+    """Returns the number of rows in each array file, read from its header.
 
-    Raises ValueError unless all files have the same arrays.
+    Raises ValueError unless all files contain the same arrays.
     """
     counts, expected = {}, None
     for path in data.paths:
@@ -195,7 +202,7 @@ def count_array_rows(data: Files) -> dict[str, int]:
 
 
 def count_records(data: Files, path: str) -> int:
-    """Returns the number of rows of a file of records."""
+    """Returns the number of rows in a record file."""
     if callable(data.count):
         return data.count(path)
     return sum(1 for _ in _read_values(data, path))
@@ -213,7 +220,7 @@ def _read_batch(data: Files, path: str) -> Tree:
 def _read_arrays(
     data: Files, path: str, with_data: bool = True
 ) -> dict[str, np.ndarray]:
-    """Returns a file's arrays by name; mapped, if they are not compressed."""
+    """Returns a file's arrays by name; memory-mapped unless compressed."""
     with _explain_errors(lambda: path), open(path, "rb") as file:
         if data.reader == "npy":
             return {"": _map(file, 0)}
@@ -227,8 +234,8 @@ def _read_arrays(
                 with archive.open(info) as member:
                     shape, _, dtype = _read_header(member)
                 if info.compress_type == zipfile.ZIP_STORED:
-                    # A member's name and extra field are between its header
-                    # and its data; the header has their lengths.
+                    # A zip member's name and extra field are stored between its
+                    # header and its data; the header contains their lengths.
                     file.seek(info.header_offset + 26)
                     extra = sum(struct.unpack("<HH", file.read(4)))
                     arrays[name] = _map(file, info.header_offset + 30 + extra)
@@ -262,7 +269,7 @@ def _read_header(file: IO[bytes]) -> tuple[tuple[int, ...], bool, np.dtype]:
 
 
 def _read_values(data: Files, path: str) -> Iterator[Any]:
-    """Iterates over the values in a file of records."""
+    """Yields the values in a record file."""
     index = 0
     with _explain_errors(lambda: f"{path}, record {index}"):
         records: Iterable[Any]
@@ -284,8 +291,8 @@ def _read_tfrecords(path: str) -> Iterator[Any]:
     for record in tf.data.TFRecordDataset(path).as_numpy_iterator():
         yield record
         left -= len(record) + _TFRECORD_FRAME
-    # TensorFlow (2.21) takes a record of which only the first bytes exist for
-    # the end of the file; test_tfrecords checks this.
+    # TensorFlow (2.21) treats a record that is cut off as the end of the file
+    # and raises no error; test_tfrecords checks this.
     if left:
         raise EOFError(f"the file ends {left} bytes after its last record")
 

@@ -1,4 +1,4 @@
-"""Files as a source, read without a pipeline."""
+"""The source that reads the files of `ks.data.files`."""
 
 import dataclasses
 import functools
@@ -25,20 +25,21 @@ from keras_strategies.data.sources.files import ARRAYS, Files
 
 
 class FilesSource(Source):
-    """The rows of files.
+    """A source that reads the rows of files.
 
     Args:
-      data: The files.
-      num_processes: Number of processes that read them.
+      data: The description of the files.
+      num_processes: Number of processes that read the files.
       process_index: Index of this process among them.
-      seed: The seed of the shuffling if `data` has none. The same in all
-        processes.
-      policy: FILE assigns entire files to each process, DATA its rows of each
-        batch, OFF all rows; AUTO is FILE if there are enough files, else DATA.
+      seed: The seed for shuffling if `data` has no seed. Must be the same in
+        all processes.
+      policy: With FILE, each process reads entire files; with DATA, its own
+        rows of each batch; with OFF, all rows. AUTO is FILE if there are enough
+        files, else DATA.
 
     Raises:
-      ValueError: if the policy is HINT, or FILE with fewer files than
-        processes; or if the files' arrays differ.
+      ValueError: if the policy is HINT; if it is FILE and there are fewer files
+        than processes; or if the files do not contain the same arrays.
       OSError: if a file could not be read.
     """
 
@@ -151,7 +152,7 @@ def _read(
 def _is_by_file(
     data: Files, num_processes: int, policy: AutoShardPolicy
 ) -> bool:
-    """Returns whether each process reads entire files."""
+    """Returns whether each process reads entire files, as under FILE."""
     if policy is AutoShardPolicy.HINT:
         raise ValueError(
             "HINT needs a `tf.data.Dataset` with `shard(SHARD_HINT, ...)`. "

@@ -1,4 +1,4 @@
-"""Descriptions of files whose rows are a dataset."""
+"""Descriptions of datasets that are stored in files."""
 
 import dataclasses
 import glob
@@ -18,12 +18,15 @@ _WINDOW = 10_000
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Files:
-    """Files and how their rows are read. `files` makes this object.
+    """A description of files and of how to read rows from them.
+
+    `files` creates this object; its other attributes are the arguments of
+    `files`.
 
     Attributes:
       paths: The files, in order.
-      window: Number of consecutive rows that are shuffled among each other, or
-        0.
+      window: Number of consecutive rows that are shuffled together; 0 for no
+        shuffling.
 
     Example:
       >>> files = ks.data.files("train/*.npz", "npz", batch_size=64)
@@ -91,37 +94,41 @@ def files(
     seed: int | None = None,
     drop_remainder: bool = False,
 ) -> Files:
-    """Describes a dataset of files, for `fit` and distributed datasets.
+    """Describes a dataset stored in files, for `fit` and distributed datasets.
 
-    The files' rows form one sequence: the files in sorted order, the rows of
-    each file in order. If there is at least one file for each of several
-    processes, each process reads entire files (`AutoShardPolicy.AUTO` and
-    `FILE`). Otherwise (`DATA`) each takes its rows of every batch of the
-    sequence. Of "npz" and "npy" files it reads only these rows (if they are not
-    compressed); of other files it reads all rows and parses only these.
+    The rows of all files form one sequence: the files in sorted order, and the
+    rows of each file in order. If there are several processes and at least as
+    many files, each process reads entire files (`AutoShardPolicy.AUTO` and
+    `FILE`). Otherwise (`DATA`) each process uses its own rows of every batch of
+    the sequence. From uncompressed "npz" and "npy" files it reads only these
+    rows. From other files it reads all rows, but parses only its own.
 
     Args:
-      pattern: A path, a glob ("**" for any folders), or several paths.
-      reader: The format of the files. "npz": arrays of equal length; each batch
-        is a dict (or see `keys`). "npy": one array. "text": lines. "tfrecord":
-        records. Or a function of a path that yields rows: in the same order at
-        every call, each in new arrays.
-      batch_size: Number of rows of a global batch.
-      keys: The arrays of "npz" files that make a batch: a tuple of these arrays
-        for several names, or the array itself for one name (a str).
-      parse: A function from a line (str) or a record (bytes) to a row: a nest
-        of arrays with the same structure and shapes in all rows.
-      count: A function from a file to its number of rows, or True to count them
-        by reading each file once more, in every process. The length is then
-        known in advance, and resuming opens no file that was already read. The
-        numbers of rows of "npz" and "npy" files are always known.
-      shuffle: Whether to reorder the files each epoch and to shuffle windows of
-        10000 consecutive rows; an int is another size of these windows. The
-        records of a window are held in memory.
-      seed: The seed of the shuffling. The order depends only on it and the
-        epoch.
-      drop_remainder: Whether to drop a last, smaller batch. If each process
-        reads entire files, each drops its last, smaller batch.
+      pattern: A path, a glob ("**" matches any folders), or several paths.
+      reader: The format of the files. "npz": arrays of equal length, where each
+        batch is a dict of arrays (or see `keys`). "npy": one array. "text":
+        lines. "tfrecord": records. For other formats, pass a function that is
+        called with a path and yields rows. It must yield them in the same order
+        in every call, and each row in new arrays.
+      batch_size: Number of rows in a global batch.
+      keys: The names of the arrays in "npz" files that form a batch. With
+        several names, a batch is a tuple of these arrays; with one name (a
+        str), it is the array itself.
+      parse: A function that converts a line (str) or a record (bytes) to a row:
+        a nest of arrays with the same structure and shapes in all rows.
+      count: A function that is called with a path and returns the number of
+        rows in that file; or True to count the rows by reading each file once
+        more, in every process. Then the length of the dataset is known in
+        advance, and resuming does not open files that were already used. For
+        "npz" and "npy" files the numbers of rows are always known.
+      shuffle: Whether to shuffle the files in each epoch, and to shuffle the
+        rows within windows of 10000 consecutive rows. An int sets another
+        window size. All records of a window are held in memory.
+      seed: The seed for shuffling. The order of the rows depends only on the
+        seed and the epoch.
+      drop_remainder: Whether to drop the last batch if it has fewer rows. If
+        each process reads entire files, each of them drops its own last,
+        smaller batch.
 
     Raises:
       ValueError: if no file was found, or the arguments do not fit together.
@@ -149,7 +156,7 @@ def files(
 
 
 def _find_files(pattern: Any) -> tuple[str, ...]:
-    """Returns the files of a pattern, sorted: the same in every process."""
+    """Returns the files that match a pattern, sorted in all processes."""
     is_one = isinstance(pattern, str | os.PathLike)
     paths = [os.fspath(path) for path in ([pattern] if is_one else pattern)]
     if is_one and not os.path.lexists(pattern):

@@ -1,4 +1,4 @@
-"""Datasets from a user's function, whose batches are a replica's."""
+"""Datasets from a user's function, where each batch is for one replica."""
 
 import dataclasses
 import itertools
@@ -20,11 +20,12 @@ from keras_strategies.data.sources.iterables import check_batches, host_batches
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class InputContext:
-    """The facts that a function that makes a dataset may use.
+    """Information about the job that is passed to a dataset function.
 
     Attributes:
-      num_input_pipelines: Number of datasets that are made, one per process.
-        Processes that have cores of the same replicas make the same one.
+      num_input_pipelines: Number of different datasets in the job: one per
+        process. Processes that have cores of the same replicas create the same
+        dataset, which counts only once.
       input_pipeline_id: Index of this dataset among them.
       num_replicas_in_sync: Number of replicas in all processes.
 
@@ -44,13 +45,14 @@ class InputContext:
     num_replicas_in_sync: int = 1
 
     def get_per_replica_batch_size(self, global_batch_size: int) -> int:
-        """Returns the number of rows of one replica's batch.
+        """Returns the number of rows in one replica's batch.
 
         Args:
-          global_batch_size: Number of rows of all replicas together.
+          global_batch_size: Number of rows for all replicas together.
 
         Raises:
-          ValueError: if the replicas cannot share them evenly.
+          ValueError: if the number of replicas does not divide
+            `global_batch_size`.
         """
         rows, rest = divmod(global_batch_size, self.num_replicas_in_sync)
         if rest:
@@ -65,17 +67,20 @@ class InputContext:
 
 
 class FunctionSource(Source):
-    """The datasets that a function makes: each replica takes entire batches.
+    """A source that reads the datasets that a user's function creates.
+
+    Each replica receives entire batches.
 
     Args:
-      dataset_fn: The function that makes a dataset.
+      dataset_fn: The function that creates a dataset.
       mesh: The replicas.
-      is_per_replica: Whether it makes one dataset per replica.
-      prepare: A function from each dataset to the one that is read.
+      is_per_replica: Whether `dataset_fn` is called once for each replica.
+      prepare: A function that is applied to each dataset; its result is the
+        dataset that is read.
 
     Raises:
-      TypeError: if `dataset_fn` cannot be called, or returns something that
-        does not yield batches.
+      TypeError: if `dataset_fn` is not callable, or returns an object that does
+        not yield batches.
       ValueError: if one dataset per replica is requested on several processes.
     """
 
@@ -143,7 +148,7 @@ class FunctionSource(Source):
             if not present:
                 return
             for part in present:
-                num_rows(part)  # Raises unless it is a batch.
+                num_rows(part)  # Raises an error unless `part` is a batch.
             _check_equal(present)
             empty = jax.tree.map(lambda leaf: leaf[:0], present[0])
             filled = [empty if part is None else part for part in parts]

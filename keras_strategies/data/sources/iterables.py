@@ -13,12 +13,15 @@ from keras_strategies.data.source import Cut, Part, Source, take
 
 
 class IterableSource(Source):
-    """Any iterable of batches; every process iterates over all of it.
+    """A source that reads any iterable of batches.
+
+    Every process iterates over the entire iterable.
 
     Args:
-      dataset: An iterable of nests of arrays.
-      is_process_local: Whether each process has different rows.
-      has_checksums: See `take`.
+      dataset: An iterable of batches: nests of arrays.
+      is_process_local: Whether each process's iterable yields different rows.
+      has_checksums: Whether processes compare checksums of their batches; see
+        `take`.
     """
 
     kind = "an iterable"
@@ -48,7 +51,7 @@ class IterableSource(Source):
             )
 
     def _replay_peeked(self, batches: Iterator[Tree]) -> Iterator[Tree]:
-        """Iterates over the batches; peeked ones are yielded again."""
+        """Yields all batches, including those read to find their shapes."""
         if self.is_peeked:
             for batch in batches:
                 self._peeked.append(batch)
@@ -76,7 +79,7 @@ def _iterate_py_dataset(dataset: Dataset) -> Iterator[Tree]:
 
 
 def check_batches(dataset: object) -> None:
-    """Raises TypeError unless a dataset can be iterated in batches."""
+    """Raises TypeError unless an object is an iterable of batches."""
     if isinstance(dataset, str | bytes | os.PathLike):
         raise TypeError(
             "A dataset must yield global batches. Received: "

@@ -1,4 +1,4 @@
-"""Arrays of files, mapped into memory."""
+"""Arrays that are memory-mapped from files."""
 
 import mmap
 
@@ -6,19 +6,20 @@ import numpy as np
 
 
 def is_mapped(array: object) -> bool:
-    """Returns whether an array is (a view of) a shared `np.memmap`.
+    """Returns whether an array is a shared `np.memmap`, or a view of one.
 
-    Copy-on-write arrays are not: they do not share their file's pages.
+    Returns False for copy-on-write arrays (mode "c"), which do not share memory
+    with their file.
     """
     return _find_memory(array) is not None
 
 
 def let_go(array: object) -> None:
-    """Lets the system evict the pages that were read from a mapped file.
+    """Allows the system to free the memory of a memory-mapped array.
 
-    Otherwise they count as the process's memory as long as the array lives.
-    Nothing is lost: values written to the array are in the file. Does nothing
-    for other arrays.
+    Otherwise the pages that were read from the file count as the process's
+    memory for as long as the array exists. No data is lost: values written to
+    the array are in the file. Does nothing for other arrays.
     """
     memory = _find_memory(array)
     if memory is not None and hasattr(mmap, "MADV_DONTNEED"):
@@ -28,8 +29,8 @@ def let_go(array: object) -> None:
 def _find_memory(array: object) -> mmap.mmap | None:
     while isinstance(array, np.ndarray):
         if isinstance(array, np.memmap):
-            # Values written to a copy-on-write array are not in the file, so
-            # its pages must stay in memory.
+            # Values that were written to a copy-on-write array are not in the
+            # file, so the array's pages must stay in memory.
             memory = getattr(array, "_mmap", None)
             return None if array.mode == "c" else memory
         array = array.base

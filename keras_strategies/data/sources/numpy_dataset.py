@@ -23,16 +23,20 @@ from keras_strategies.data.sources.mapped_arrays import let_go
 
 
 class NumpyDataset:
-    """A dataset of the rows of arrays; `batch` makes one of batches.
+    """A dataset that yields the rows of arrays, or batches of these rows.
+
+    A dataset without a batch size yields single rows; its method `batch`
+    returns a dataset that yields batches.
 
     Args:
       arrays: A nest of arrays; lists in it are stacked into arrays.
-      batch_size: Number of rows of a batch; None yields single rows.
-      drop_remainder: Whether to drop a short last batch.
+      batch_size: Number of rows in a batch; None to yield single rows.
+      drop_remainder: Whether to drop the last batch if it has fewer rows.
 
     Attributes:
       arrays: The nest of arrays.
-      batch_size: Number of rows of a batch; None if it yields rows.
+      batch_size: Number of rows in a batch; None if the dataset yields single
+        rows.
     """
 
     def __init__(
@@ -54,8 +58,8 @@ class NumpyDataset:
         """Returns a dataset of the same rows in batches.
 
         Args:
-          batch_size: Number of rows of a global batch.
-          drop_remainder: Whether to drop a short last batch.
+          batch_size: Number of rows in a global batch.
+          drop_remainder: Whether to drop the last batch if it has fewer rows.
 
         Raises:
           ValueError: if `batch_size` is not positive.
@@ -68,12 +72,12 @@ class NumpyDataset:
         return NumpyDataset(self.arrays, batch_size, drop_remainder)
 
     def __len__(self) -> int:
-        """Returns the number of batches, or of rows."""
+        """Returns the number of batches, or of rows if it yields rows."""
         whole, rest = divmod(self._rows, self.batch_size or 1)
         return whole + (rest > 0 and not self._drop_remainder)
 
     def __iter__(self) -> Iterator[Tree]:
-        """Yields batches, or rows."""
+        """Yields batches, or single rows if there is no batch size."""
         size = self.batch_size
         for index in range(len(self)):
             part = index
@@ -83,12 +87,12 @@ class NumpyDataset:
 
 
 class IndexedSource(Source):
-    """A source any of whose rows can be read.
+    """The base class of sources whose rows can be read by index.
 
     Args:
-      num_rows: Number of rows.
-      batch_size: Number of rows of a global batch.
-      num_batches: Number of batches.
+      num_rows: Number of rows in the data.
+      batch_size: Number of rows in a global batch.
+      num_batches: Number of batches in an epoch.
     """
 
     is_planned = True
@@ -103,7 +107,7 @@ class IndexedSource(Source):
 
     @abc.abstractmethod
     def rows_at(self, indices: slice | np.ndarray) -> Tree:
-        """Returns a nest of arrays of some rows.
+        """Returns the rows at the given indices, as a nest of arrays.
 
         Args:
           indices: The indices of the rows.
@@ -138,13 +142,13 @@ class IndexedSource(Source):
 
 
 class RowsSource(IndexedSource):
-    """The batches of a batched `NumpyDataset`.
+    """A source that reads the batches of a `NumpyDataset`.
 
     Args:
-      dataset: The dataset.
+      dataset: The dataset, which must yield batches.
 
     Raises:
-      ValueError: if it yields single rows.
+      ValueError: if the dataset yields single rows.
     """
 
     kind = "a dataset of arrays"

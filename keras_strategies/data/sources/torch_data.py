@@ -23,35 +23,34 @@ _Key = tuple[int, ...]
 
 
 class TorchSource(LoadedSource):
-    """The batches of a `torch.utils.data.DataLoader` or `Dataset`.
+    """A source that reads a `torch.utils.data.DataLoader` or `Dataset`.
 
-    Of a map-style dataset a process reads only its rows, with the loader's
-    settings (worker processes, timeout, ...); all processes draw the samplers'
-    indices from the same seeds. Every process reads entire batches of an
-    `IterableDataset`, of a subclass of `DataLoader`, with `batch_size=None`,
-    and with a custom `collate_fn`, since that may pad a batch, or mix or drop
-    its rows.
+    From a map-style dataset a process reads only its own rows, with the
+    loader's settings (workers, timeout, ...). All processes seed the samplers
+    equally. Every process reads entire batches from an `IterableDataset` or a
+    subclass of `DataLoader`, or if `batch_size` is None or the `collate_fn` is
+    custom (it may pad a batch, or mix or drop its rows).
 
-    torch's global generator is seeded for each batch, and restored. Other
-    generators, and those of resumed worker processes, are left to the user.
+    torch's global generator is seeded for each batch, then restored. The user
+    must seed other generators, also in the worker processes of a resumed run.
 
-    Differs from torch: the order of a `RandomSampler` is a function of the seed
-    and the epoch, drawn by numpy's generator; memory is not pinned.
+    Differs from torch: the shuffle order of a `RandomSampler` depends only on
+    the seed and the epoch (numpy generates it). Memory is not pinned.
 
     Args:
       data: The data to read (see `is_torch`).
-      batch_size: For a dataset without a loader; 32 if left out.
-      shuffle: For a map-style dataset without a loader.
-      num_processes: Number of processes that read it.
+      batch_size: The batch size if `data` is a `Dataset`; default 32.
+      shuffle: Whether to shuffle, if `data` is a map-style `Dataset`.
+      num_processes: Number of processes that read the data.
       process_index: Index of this process among them.
-      seed: The seed of the orders if the loader has no `generator`. The same in
-        all processes.
-      policy: AUTO and DATA share the rows; OFF makes the data process-local. A
-        `DistributedSampler` has already divided them: its loader's batch size
-        is that of one process, as everywhere in torch.
+      seed: The seed for shuffling if the loader has no `generator`. Must be the
+        same in all processes.
+      policy: AUTO and DATA divide each batch's rows; OFF makes the data
+        process-local. With a `DistributedSampler`, the data is already divided,
+        and the loader's batch size is per process, as in torch.
 
     Raises:
-      ValueError: if the policy or the `DistributedSampler` does not fit.
+      ValueError: if the policy or the `DistributedSampler` is not suitable.
     """
 
     kind = "torch dataset"
@@ -103,7 +102,7 @@ def is_torch(data: object) -> bool:
 
 
 class _IndexedBatches:
-    """The batches of a map-style dataset, by the samplers' indices."""
+    """Reads a map-style dataset at the indices that the samplers yield."""
 
     has_checksums = False
 
@@ -156,7 +155,7 @@ class _IndexedBatches:
             )
 
     def _read_keys(self, epoch: int, start: int) -> Iterator[Any]:
-        """Returns an iterator over each batch's keys, from `start` on."""
+        """Returns an iterator over lists of keys, one for each batch."""
         sampler, key = self._sampler, (self.seed, epoch)
         order = None
         if type(sampler) is _data().BatchSampler:
@@ -170,7 +169,7 @@ class _IndexedBatches:
         return (order[first : first + size] for first in firsts)
 
     def _find_order(self, sampler: Any, key: _Key) -> Any:
-        """Returns all rows' order for torch's two usual samplers, else None."""
+        """Returns the order of all rows, or None for unusual samplers."""
         shuffled = type(sampler) is _data().RandomSampler
         if not shuffled and type(sampler) is not _data().SequentialSampler:
             return None
@@ -184,13 +183,13 @@ class _IndexedBatches:
     def _read_items(
         self, keys: Iterator[Any], epoch: int, start: int
     ) -> Iterator[Any]:
-        """Returns an iterator over the collated items at the keys."""
+        """Returns an iterator over collated batches of the items at `keys`."""
         user = self._loader
         is_plain = self.is_by_rows and not user.num_workers
         if is_plain and type(user.dataset) is _data().TensorDataset:
             return _read_rows(_to_arrays(user.dataset.tensors), keys)
-        # Processes augment their rows differently, but batches that all of
-        # them read must be the same.
+        # Random augmentation must differ between processes that read different
+        # rows, but be the same if all processes read entire batches.
         key = (self.seed, epoch, 1 + self._process_index * self.is_by_rows)
         if self._inner is None:
             self._inner = _make_loader(user, self._keys)
@@ -207,13 +206,13 @@ class _IndexedBatches:
 def _plan_reads(
     batches: Iterator[Any], cut: Cut
 ) -> Iterator[tuple[Any, int, int, int]]:
-    """Yields keys to read, kept rows, all rows and checksum of each batch."""
+    """Yields a batch's keys to read, own rows, all rows and checksum."""
     is_first = True
     for keys in batches:
         begin, end = cut(len(keys))
         needed = keys[begin:end]
         if begin == end:
-            # The first batch is read even without rows, for the shapes.
+            # From the first batch a row is read in any case, for its shapes.
             needed = keys[:1] if is_first else None
         is_first = False
         checksum = zlib.crc32(f"{keys[0]} {keys[-1]}".encode())
@@ -221,7 +220,7 @@ def _plan_reads(
 
 
 class _IteratedBatches:
-    """Batches that a loader yields one after the other."""
+    """Reads batches by iterating over a loader."""
 
     length = num_rows = None
     has_checksums = is_by_rows = False
@@ -242,13 +241,13 @@ class _IteratedBatches:
                 _to_arrays(batch),
                 cut,
                 has_checksums=self.has_checksums,
-                # `default_collate` makes new tensors each time.
+                # `default_collate` creates new tensors for each batch.
                 is_copied=loader.collate_fn is not _data().default_collate,
             )
 
 
 class _Keys:
-    """An iterable over keys that are set later."""
+    """An iterable whose keys are set after it has been created."""
 
     coming: Iterator[Any] = iter(())
 
@@ -257,7 +256,7 @@ class _Keys:
 
 
 def _make_loader(user: Dataset, keys: _Keys) -> Dataset:
-    """Returns a loader with a user's settings that reads at the keys."""
+    """Copies a user's loader; the copy reads the items at `keys`."""
     order: dict[str, Any] = {"batch_sampler": keys}
     if user.batch_sampler is None:
         order = {"sampler": keys, "batch_size": None}
@@ -280,7 +279,7 @@ def _data() -> ModuleType:
 
 
 def _is_divided(loader: Dataset, count: int, process_index: int) -> bool:
-    """Returns whether a loader reads only this process's rows."""
+    """Returns whether a loader is already sharded over the processes."""
     sampler = getattr(loader.batch_sampler, "sampler", loader.sampler)
     if not isinstance(sampler, _data().distributed.DistributedSampler):
         return False
@@ -314,7 +313,7 @@ def _set_epoch(target: object, epoch: int) -> None:
 
 
 def _seed_sampler(sampler: Any, key: _Key) -> Any:
-    """Returns a sampler that yields the same in every process, if possible."""
+    """Returns a sampler seeded equally in all processes, if possible."""
     changes = {}
     if hasattr(sampler, "generator"):
         generator = sys.modules["torch"].Generator()
@@ -344,7 +343,7 @@ def _seed_each(
     first: int = 0,
     generators: Iterable[Any] = (),
 ) -> Iterator[Any]:
-    """Iterates over items, seeding generators by each item's position."""
+    """Yields items; seeds the generators by each item's position."""
     used = [sys.modules["torch"].default_generator, *generators]
     items, end = None, object()
     for place in itertools.count(first):
@@ -355,7 +354,8 @@ def _seed_each(
             items = make() if items is None else items
             item = next(items, end)
         finally:
-            # Before the `yield`, so that the user's draws do not change.
+            # Restored before `yield`, so that the caller's random numbers are
+            # not affected.
             for generator, state in zip(used, states, strict=True):
                 generator.set_state(state)
         if item is end:
@@ -364,7 +364,7 @@ def _seed_each(
 
 
 def _read_rows(arrays: Tree, keys: Iterator[Any]) -> Iterator[Tree]:
-    """Iterates over batches of arrays, as collating single rows would do."""
+    """Yields the same batches as collating the arrays' single rows."""
     for wanted in keys:
         is_range = isinstance(wanted, range)
         rows = slice(wanted.start, wanted.stop) if is_range else list(wanted)
@@ -378,7 +378,7 @@ def _to_arrays(batch: Batch) -> Tree:
 
 
 def _to_array(leaf: Array) -> Tree:
-    """Returns a tensor as an array, sharing memory if it is on the host."""
+    """Converts a tensor to an array; shares memory if it is on the host."""
     torch = sys.modules["torch"]
     if isinstance(leaf, Mapping):
         return _to_arrays(dict(leaf))
@@ -392,7 +392,7 @@ def _to_array(leaf: Array) -> Tree:
         )
     leaf = leaf.detach().cpu()
     name = str(leaf.dtype).removeprefix("torch.")
-    # Only ml_dtypes' types (bfloat16, float8) need a view; numpy has no such.
+    # numpy has no bfloat16 and float8: they need a view with ml_dtypes' type.
     if not leaf.is_floating_point() or not hasattr(ml_dtypes, name):
         return leaf.numpy()
     same_size = {1: torch.uint8, 2: torch.int16}[leaf.element_size()]

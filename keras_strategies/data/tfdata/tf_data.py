@@ -1,6 +1,7 @@
-"""A `tf.data.Dataset` as a source, shared by several processes.
+"""The source that reads a `tf.data.Dataset`, in one or several processes.
 
-TensorFlow is not imported here: code that has a dataset has imported it.
+This module does not import TensorFlow: the code that created the dataset has
+already imported it.
 """
 
 import dataclasses
@@ -48,66 +49,72 @@ def _is_number(value: object) -> bool:
     return value is None or (is_int and -(2**63) <= value < 2**63)
 
 
-# The form of `TfDataSource.seed`, which may come from a file.
+# The valid types of `TfDataSource.seed`. It may come from a file, so it is
+# checked.
 _SEED = Either((_is_number, (_is_number, [(_is_number, _is_number)])))
 
 
 class TfDataSource(Source):
-    """The batches of a `tf.data.Dataset`.
+    """A source that reads the batches of a `tf.data.Dataset`.
 
-    The policies share the dataset between processes as follows:
+    The policy determines how the dataset is divided among the processes:
 
-    * DATA: each process runs the entire pipeline, in the same order, and keeps
-      its rows: a contiguous piece of each batch.
-    * FILE: TensorFlow inserts a shard before the operations that read the
+    * DATA: each process runs the entire pipeline, in the same order, and uses
+      only its own rows: a contiguous range of rows in each batch.
+    * FILE: TensorFlow inserts a `shard` before the operations that read the
       files. The batches are process-local.
-    * AUTO: FILE if there are enough files and if it is certain that all
-      processes together read what one process would, every row once; otherwise
-      DATA, with a warning if files are read. It is uncertain if operations
-      count or pair rows of all files: `take`, `skip`, `zip` (rows stay paired
-      only if all files have the same length), `drop_remainder=True` unless the
-      rows repeat forever (each process would drop its remainder), `batch` on
-      batches, `filter` on batches, `padded_batch` to the longest row. FILE
-      itself then splits as tf does, with a warning.
-    * HINT: each `shard(SHARD_HINT, ...)` becomes the process's shard.
-    * OFF: each process reads everything that its dataset yields.
+    * AUTO: FILE if there are enough files, and if it is certain that all
+      processes together read every row that a single process would read,
+      exactly once. Otherwise DATA, with a warning if the dataset reads files.
+      It is not certain if an operation counts or pairs rows across files:
+      `take`, `skip`, `zip` (its rows match only if all files have the same
+      length), `drop_remainder=True` unless the rows repeat forever (each
+      process would drop its own remainder), `batch` on batches, `filter` on
+      batches, and `padded_batch` to the longest row. If FILE is requested for
+      such a dataset, it is divided as in TensorFlow, with a warning.
+    * HINT: each `shard(SHARD_HINT, ...)` is replaced by a shard with the number
+      of processes and this process's index.
+    * OFF: each process uses everything that its own dataset yields.
 
-    Shuffles without a seed are seeded, so the order of an epoch is a function
-    of (`seed`, epoch): the same in all processes and when reading starts again.
-    With user-defined seeds, epoch `e` has the order of tf.data's `e`-th
-    iterator. To do that, the dataset is rebuilt from its graph in each epoch.
-    If that is not possible, one process iterates over the original dataset: if
-    it has no graph (arrays of 2 GiB and more), or if its functions use a
-    `tf.Variable` or `tf.random.Generator`. On several processes each epoch uses
-    a copy of their present values.
+    Shuffles without a seed are given one, so that the order of an epoch depends
+    only on `seed` and the epoch: it is the same in all processes, and the same
+    again when reading restarts. With user-defined seeds, epoch `e` has the
+    order of tf.data's `e`-th iterator. To achieve this, the dataset is rebuilt
+    from its graph in each epoch. In two cases a single process instead iterates
+    over the original dataset: if the dataset has no graph (arrays of 2 GiB and
+    more), or if its functions use a `tf.Variable` or `tf.random.Generator`.
+    With several processes, each epoch uses a copy of the current values of such
+    variables and generators.
 
-    On several processes a `cache("file")` gets a separate file for each
-    process. Under DATA parallel operations keep their order even if they need
-    not (`deterministic=False`); under the other policies they keep their
-    setting, and the order may not be reproducible.
+    With several processes, each process writes a separate file for a
+    `cache("file")`. Under DATA, parallel operations are deterministic even with
+    `deterministic=False`. Under the other policies this setting is unchanged,
+    so that the order may not be reproducible.
 
-    Differs from tf: too few files are an error or DATA on every process; HINT
-    without a `shard(SHARD_HINT, ...)`, and a user's `shard` under a policy
-    other than OFF and HINT, are errors; DATA yields contiguous rows.
+    Differs from tf: if there are too few files, all processes raise an error
+    (FILE) or use DATA (AUTO). HINT without a `shard(SHARD_HINT, ...)` is an
+    error, and so is a user's `shard` under a policy other than OFF and HINT.
+    DATA yields contiguous rows.
 
     Args:
       dataset: The dataset; its elements are global batches.
-      num_processes: Number of processes that share it.
+      num_processes: Number of processes among which the dataset is divided.
       process_index: Index of this process among them.
       seed: Any number, the same in all processes.
-      policy: The policy by which they share it; None for that of the dataset's
-        options.
-      copy: Index of this process among those that read the same rows; None if
-        there are no others.
+      policy: The policy by which the dataset is divided; None for the policy in
+        the dataset's options.
+      copy: Index of this process among the processes that read the same rows;
+        None if no other process does.
 
     Attributes:
-      plan: The decision on sharing; `summary` adds the numbers of rows.
-      is_infinite: Whether it certainly never ends.
+      plan: How the dataset is divided, and why; `summary` adds the numbers of
+        rows.
+      is_infinite: Whether the dataset certainly never ends.
 
     Raises:
       TypeError: if the elements are not dense arrays of numbers.
-      ValueError: if the dataset is not batched, or cannot be shared in this
-        way.
+      ValueError: if the dataset is not batched, or cannot be divided by the
+        policy.
     """
 
     kind = "a tf.data.Dataset"
@@ -162,7 +169,7 @@ class TfDataSource(Source):
             self.num_batches = count
 
     def _name_files(self, epochs: EpochDatasets) -> None:
-        """Adds this process's files to the plan, if they are found."""
+        """Adds the names of this process's files to the plan, if known."""
         first, _ = epochs.make_graph(0)
         if (files := find_part_files(first)) is not None:
             named = {self._process_index: files}
@@ -177,7 +184,7 @@ class TfDataSource(Source):
 
     @property
     def seed(self) -> str | int | None:
-        """The seed, including the seeds of the shuffles if they have any."""
+        """The seed, together with the dataset's own shuffle seeds, if any."""
         seeds = [] if self._epochs is None else self._epochs.seeds
         if not any(map(any, seeds)):
             return self._seed
@@ -193,7 +200,8 @@ class TfDataSource(Source):
         self._seed, seeds = (
             document if isinstance(document, list) else (document, None)
         )
-        # A new graph, because caches may hold rows in the previous order.
+        # Starts from a new graph, because caches of the present one may contain
+        # rows in the previous order.
         graph = write_graph(self._dataset)
         self._epochs = self._make_epochs(
             graph, seed=int(self._seed or 0), seeds=seeds
@@ -229,8 +237,8 @@ class TfDataSource(Source):
 
     def _read_batches(self, iterator: Iterator[Tree]) -> Iterator[Tree]:
         errors = tensorflow().errors
-        # Not around the `yield`, since Python clears modules before it closes
-        # generators: `errors` would be gone.
+        # The `try` must not enclose the `yield`: at exit Python clears modules
+        # before it closes generators, so that `errors` would be gone.
         while True:
             try:
                 batch = next(iterator, None)
@@ -246,7 +254,7 @@ class TfDataSource(Source):
             yield batch
 
     def _explain(self, error: Exception) -> None:
-        """Raises an error that names the bad file, if it can be found."""
+        """Raises an error that names the unreadable file, if one is found."""
         files = self.plan.files.get(self._process_index)
         files = files or find_files(self._dataset)
         if isinstance(error, tensorflow().errors.DataLossError):
@@ -266,25 +274,27 @@ class TfDataSource(Source):
 def _let_go(
     held: list[Any], is_finalizing: Callable[[], bool] = sys.is_finalizing
 ) -> None:
-    """Drops a TensorFlow iterator, and the objects that it needs, in a thread.
+    """Deletes a TensorFlow iterator, and the objects it needs, in a thread.
 
-    TensorFlow waits there for its threads: up to a second if training keeps the
-    cores busy.
+    The deletion waits for TensorFlow's threads to end, which may take a second
+    if training keeps the cores busy.
     """
     if is_finalizing():
-        # A thread would never begin, and `start` would wait for it forever.
+        # While Python exits, a new thread would never begin to run, and `start`
+        # would wait for it forever.
         held.clear()
         return
     try:
         threading.Thread(target=held.clear).start()
-    except RuntimeError:  # Python 3.12 and later raise shortly before.
+    except RuntimeError:  # Raised early at exit by Python 3.12 and later.
         held.clear()
 
 
 def _repeats_rows(dataset: Dataset, graph: Graph | None) -> bool:
-    """Returns whether the same rows are certainly read each time.
+    """Returns whether each iteration certainly reads the same rows.
 
-    Functions may draw, which changes rows but loses none.
+    Returns False if the dataset's functions use random numbers, since these
+    may change the values of rows in each iteration.
     """
     if graph is None:
         return is_plain(dataset, with_functions=False)
@@ -292,7 +302,7 @@ def _repeats_rows(dataset: Dataset, graph: Graph | None) -> bool:
 
 
 def _is_seeded(graph: Graph) -> bool:
-    """Returns whether a process that reads alone rebuilds each epoch's data."""
+    """Returns whether a single process rebuilds the dataset in each epoch."""
     if find_hints(graph):
         return True
     return draws_order(graph) and not has_variables(graph)
@@ -323,12 +333,15 @@ def _check_elements(element_spec: Tree) -> None:
 
 
 def _is_none(spec: object) -> bool:
-    """Returns whether a spec is of a None, which contains no tensor."""
+    """Returns whether a spec describes None, which contains no tensor."""
     return type(spec).__name__ == "NoneTensorSpec"
 
 
 def _find_batch_size(dataset: Dataset) -> int | None:
-    """Returns the rows of a batch if shapes or the last `batch` show them."""
+    """Finds the batch size in the shapes or in the last `batch`.
+
+    Returns None if it cannot be found.
+    """
     tf = tensorflow()
     specs = tf.nest.flatten(dataset.element_spec)
     sizes = {

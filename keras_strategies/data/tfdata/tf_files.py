@@ -1,4 +1,4 @@
-"""Files that tf.data datasets read: split over processes, or found damaged."""
+"""Splitting tf.data datasets by their files, and finding damaged files."""
 
 import dataclasses
 import os
@@ -40,14 +40,16 @@ _MAX_NAMES = 100_000
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class FileSplit:
-    """A dataset split by the files that it reads.
+    """The result of splitting a dataset by the files that it reads.
 
     Attributes:
-      dataset: The process's part, if there is one.
-      graph: The part's graph.
-      obstacle: The reason why it cannot be split: the end of "because ...".
-      doubt: The reason why all parts together may have other rows than the
-        dataset.
+      dataset: The dataset that reads only this process's files; None if the
+        dataset cannot be split.
+      graph: The graph of that dataset.
+      obstacle: The reason why the dataset cannot be split, as the end of a
+        sentence: "because ..."; None if it can be split.
+      doubt: The reason why the datasets of all processes together may not yield
+        the same rows as the original dataset; None if they certainly do.
     """
 
     dataset: Any = None
@@ -57,7 +59,7 @@ class FileSplit:
 
 
 def reads_files(graph: Graph) -> bool:
-    """Returns whether a dataset reads files, judging by its operations."""
+    """Returns whether a dataset contains an operation that reads files."""
     return any(
         kind_of(node) in READERS for node in list_called(graph, graph.node)
     )
@@ -66,7 +68,7 @@ def reads_files(graph: Graph) -> bool:
 def split_by_files(
     dataset: Dataset, graph: Graph, num_processes: int, process_index: int
 ) -> FileSplit:
-    """Splits a dataset with TensorFlow's rewrite, and checks the result."""
+    """Splits a dataset by its files with TensorFlow, and checks the result."""
     tf = tensorflow()
     try:
         part = _rewrite(dataset, num_processes, process_index)
@@ -122,10 +124,10 @@ def _rewrite(
 
 
 def _find_doubt(graph: Graph, shards: set[str]) -> str | None:
-    """Returns why a row may be lost or changed between shards and the end.
+    """Returns why operations after the shards may lose or change rows, or None.
 
-    Each operation must treat rows, or batches, independently, so that it does
-    not matter which files the others come from.
+    An operation is safe if it treats each row or batch independently, so that
+    it does not matter which files the other rows come from.
     """
     top = Scope(graph.node)
     waiting = [(find_sink(top), False)]
@@ -167,9 +169,10 @@ def _find_batch_doubt(top: Scope, node: Node) -> str | None:
 
 
 def _find_shuffle_doubt(graph: Graph) -> str | None:
-    """Returns why rows may be lost if TensorFlow moves a shuffle.
+    """Returns why rows may be lost if TensorFlow moves a shuffle, or None.
 
-    TensorFlow moves shuffles of file names behind its shard.
+    When TensorFlow splits a dataset, it inserts its shard before a shuffle of
+    file names.
     """
     top = Scope(graph.node)
     for node in graph.node:
@@ -183,7 +186,7 @@ def _find_shuffle_doubt(graph: Graph) -> str | None:
 
 
 def _count_elements(dataset: Dataset, limit: int) -> int:
-    """Counts elements; stops at `limit` where it has to iterate."""
+    """Counts a dataset's elements, up to `limit` if it must iterate."""
     tf = tensorflow()
     count = int(dataset.cardinality())
     if count == tf.data.UNKNOWN_CARDINALITY:
@@ -192,7 +195,10 @@ def _count_elements(dataset: Dataset, limit: int) -> int:
 
 
 def _read_names(graph: Graph, nodes: list[Node]) -> tuple[str, ...] | None:
-    """Returns the file names that some of a graph's datasets yield, or None."""
+    """Returns the file names that the datasets of the given nodes yield.
+
+    Returns None if they cannot be found.
+    """
     tf = tensorflow()
     names: list[str] = []
     for node in nodes:
@@ -209,12 +215,15 @@ def _read_names(graph: Graph, nodes: list[Node]) -> tuple[str, ...] | None:
 
 
 def find_part_files(graph: Graph) -> tuple[str, ...] | None:
-    """Returns the files of a part by its graph, or None if not found."""
+    """Returns the files that one process's split dataset reads.
+
+    Returns None if they cannot be found in its graph.
+    """
     return _read_names(graph, find_file_shards(graph))
 
 
 def find_files(dataset: Dataset) -> tuple[str, ...]:
-    """Returns the names of the files that a dataset reads, if found."""
+    """Returns the names of the files that a dataset reads, or () if unknown."""
     tf = tensorflow()
     try:
         split = write_graph(_rewrite(dataset, 2, 0))
@@ -227,7 +236,7 @@ def find_files(dataset: Dataset) -> tuple[str, ...]:
 
 
 def find_texts(graph: Graph) -> tuple[str, ...]:
-    """Returns all text constants, which may include file names."""
+    """Returns all string constants of a graph; some may be file names."""
     text = tensorflow().string.as_datatype_enum
     texts: list[str] = []
     for scope in list_scopes(graph):
@@ -255,10 +264,11 @@ def find_damage(names: Iterable[str]) -> str | None:
     """Finds the first TFRecord file that cannot be read to its end.
 
     Args:
-      names: The files; names of other things are skipped.
+      names: Strings that may be names of files; those that are not are skipped.
 
     Returns:
-      The file and record, as words for a message; None if all can be read.
+      A text for a message that names the file and the record; None if all files
+      can be read.
     """
     for name in names:
         if find_missing_file([name]) is not None:

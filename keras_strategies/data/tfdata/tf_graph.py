@@ -1,7 +1,7 @@
-"""Graphs of tf.data datasets: read, edited, and turned into datasets again.
+"""Converting tf.data datasets to graphs, editing these, and converting back.
 
-The ops that write a dataset as a graph and read it again are public;
-tf_nodes.py has the names of their nodes.
+The ops that convert a dataset to a graph and back are public; tf_nodes.py
+lists the names of the nodes in such graphs.
 """
 
 import re
@@ -21,23 +21,24 @@ _MAX_BYTES = 1 << 31
 
 
 def tensorflow() -> ModuleType:
-    """Returns TensorFlow, which code that has a dataset has imported."""
+    """Returns TensorFlow, which the code that made a dataset has imported."""
     return sys.modules["tensorflow"]
 
 
 def write_graph(dataset: Dataset) -> Graph | None:
-    """Returns a dataset's graph.
+    """Converts a dataset to a graph.
 
-    None if it has none: it is too large (2 GiB), or TensorFlow cannot write one
-    of its operations as a graph.
+    Returns None if that is not possible, because the graph would be too large
+    (2 GiB) or TensorFlow cannot convert one of the dataset's operations.
     """
     tf = tensorflow()
     if _num_bytes(dataset) >= _MAX_BYTES:
-        return None  # Writing it, only to fail, takes long.
+        return None  # Trying to convert it would fail after a long time.
     try:
         written = tf.raw_ops.DatasetToGraphV2(
             input_dataset=tf.data.experimental.to_variant(dataset),
-            external_state_policy=1,  # Ignore: it is the same process.
+            # 1 ignores external state, which stays valid in this process.
+            external_state_policy=1,
             strip_device_assignment=True,
         )
     except tf.errors.OpError:
@@ -48,7 +49,7 @@ def write_graph(dataset: Dataset) -> Graph | None:
 
 
 def _num_bytes(dataset: Dataset) -> int:
-    """Returns the size of the arrays that a dataset slices, if known."""
+    """Returns the size in bytes of the arrays in a dataset, if known."""
     return sum(
         array.shape.num_elements() * array.dtype.size
         for part in iterate_inputs(dataset)
@@ -57,7 +58,7 @@ def _num_bytes(dataset: Dataset) -> int:
 
 
 def iterate_inputs(dataset: Dataset) -> Iterator[Any]:
-    """Iterates over a dataset and everything that it is made from."""
+    """Yields a dataset and, recursively, the datasets that it reads."""
     waiting = [dataset]
     for part in waiting:  # The list grows during the loop.
         yield part
@@ -80,7 +81,7 @@ def build_dataset(graph: Graph, structure: Tree) -> Dataset:
 
 
 def build_part(graph: Graph, node: Node) -> Dataset:
-    """Builds the dataset that one node of a graph makes.
+    """Builds the dataset that one node of a graph produces.
 
     Returns:
       A `tf.data.Dataset` whose elements are flat tuples of tensors.
@@ -110,24 +111,25 @@ def kind_of(node: Node) -> str:
 
 
 def read_constant(node: Node) -> np.ndarray | None:
-    """Returns the value of a "Const" node; None if it is a resource."""
+    """Returns the value of a "Const" node; None if it contains a resource."""
     tf = tensorflow()
     tensor = node.attr["value"].tensor
     dtype = tf.as_dtype(tensor.dtype)
     if dtype == tf.resource:
         return None
-    # `tf.make_ndarray` cannot read text (2.21).
+    # `tf.make_ndarray` cannot read strings (TensorFlow 2.21).
     read = tf.io.parse_tensor(tensor.SerializeToString(), dtype)
     return np.asarray(read.numpy())
 
 
 class Scope:
-    """The nodes of a graph, or of one of its functions.
+    """The nodes of a graph itself, or of one of its functions.
 
     Args:
-      nodes: The repeated field of nodes, to which nodes may be added.
-      caller: For a function: the graph's node that calls it, directly or
-        through other functions. None for the graph itself.
+      nodes: The protobuf list of nodes; new nodes are added to it.
+      caller: If the nodes are those of a function: the graph's node that calls
+        this function, directly or through other functions. None for the graph
+        itself.
     """
 
     def __init__(self, nodes: Any, caller: Node | None = None) -> None:
@@ -136,7 +138,10 @@ class Scope:
         self._named = {node.name: node for node in nodes}
 
     def source(self, node: Node, index: int) -> Node | None:
-        """Returns the node that makes an input; None for function arguments."""
+        """Returns the node whose output is an input of `node`.
+
+        Returns None if the input is an argument of the function.
+        """
         name = node.input[index].removeprefix("^").split(":")[0]
         return self._named.get(name)
 
@@ -150,7 +155,7 @@ class Scope:
         ]
 
     def value(self, node: Node, index: int) -> np.ndarray | None:
-        """Returns an input's value if it is a constant of numbers or text."""
+        """Returns an input's value if it is a numeric or string constant."""
         source = self.source(node, index)
         if source is None or source.op != "Const":
             return None
@@ -162,8 +167,8 @@ class Scope:
         Args:
           node: The node.
           index: Index of the input.
-          value: A number or text; or a node without inputs, of which a copy is
-            added.
+          value: The new input: a number, a string, or a node without inputs. A
+            copy of the node is added to the scope.
         """
         name = f"{node.name}/fed_{index}"
         if isinstance(value, type(node)):
@@ -182,8 +187,8 @@ class Scope:
 def list_scopes(graph: Graph) -> list[Scope]:
     """Returns the scope of the graph, then those of each called function.
 
-    Their order does not depend on the functions' names, which count what the
-    process did before.
+    The order does not depend on the functions' names, since these contain
+    counters that depend on what the process did before.
     """
     bodies = {f.signature.name: f.node_def for f in graph.library.function}
     found = [Scope(graph.node)]
@@ -199,7 +204,10 @@ def list_scopes(graph: Graph) -> list[Scope]:
 def find_nodes(
     graph: Graph, kinds: Collection[str]
 ) -> list[tuple[Scope, Node]]:
-    """Returns the nodes of some kinds, in the graph and all functions."""
+    """Returns the nodes with the given operations, and their scopes.
+
+    Searches the graph and all functions that it calls.
+    """
     return [
         (scope, node)
         for scope in list_scopes(graph)
@@ -209,7 +217,7 @@ def find_nodes(
 
 
 def find_sink(top: Scope) -> Node:
-    """Returns the node of the dataset that the graph describes."""
+    """Returns the last node: the dataset that the whole graph describes."""
     (result,) = (node for node in top.nodes if node.op == "_Retval")
     sink = top.source(result, 0)
     assert sink is not None
@@ -217,7 +225,7 @@ def find_sink(top: Scope) -> Node:
 
 
 def list_upstream(scope: Scope, node: Node) -> list[Node]:
-    """Returns a node and all nodes that it is made from."""
+    """Returns a node and all nodes that it depends on."""
     found = {}
     waiting = [node]
     while waiting:
@@ -240,7 +248,7 @@ def list_functions(node: Node) -> list[str]:
 
 
 def list_called(graph: Graph, nodes: Iterable[Node]) -> list[Node]:
-    """Returns nodes, and the nodes of all functions that they call."""
+    """Returns the given nodes, and the nodes of all functions they call."""
     bodies = {f.signature.name: f.node_def for f in graph.library.function}
     found = list(nodes)
     for node in found:  # The list grows during the loop.

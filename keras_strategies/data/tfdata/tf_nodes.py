@@ -1,7 +1,8 @@
-"""TensorFlow's names of datasets, graph nodes, their inputs and attributes.
+"""TensorFlow's names for datasets, graph nodes, their inputs and attributes.
 
-All code that depends on them is here: tests/contract/test_tf_nodes_contract.py
-checks each name against the installed TensorFlow.
+All code that depends on these names is in this module.
+tests/contract/test_tf_nodes_contract.py checks each name against the installed
+TensorFlow.
 """
 
 import re
@@ -31,14 +32,14 @@ def _kinds(names: str) -> frozenset[str]:
     return frozenset(f"{name}Dataset" for name in names.split())
 
 
-# Python classes that draw no order, lose no row and read no file.
+# Classes of datasets that do not shuffle, do not shard and read no files.
 PLAIN = _kinds(
     "_TensorSlice _Tensor _Range _Batch _ParallelBatch _PaddedBatch _Map "
     "_ParallelMap _Filter _Prefetch _Options _Repeat _Take _Skip _Zip "
     "_Concatenate _Unbatch"
 )
-# Classes that batch rows, that keep the rows of batches together, and that map
-# elements one to one.
+# Classes of datasets that form batches; classes that do not regroup the rows of
+# batches; and classes that yield one element for each element they read.
 BATCH_CLASSES = _kinds("_Batch _ParallelBatch _PaddedBatch")
 KEEP_BATCHES = _kinds(
     "_Map _ParallelMap _Prefetch _Options _Repeat _Shuffle _Take _Skip _Filter "
@@ -46,11 +47,11 @@ KEEP_BATCHES = _kinds(
 )
 ONE_TO_ONE = _kinds("_Map _ParallelMap _Prefetch _Options Cache")
 
-# Operations of graphs, without their version: readers that TensorFlow splits,
-# and all readers.
+# Operations in graphs, without their version: the file readers before which
+# TensorFlow can insert a shard, and all file readers.
 SPLIT_READERS = _kinds("TFRecord TextLine FixedLengthRecord")
 READERS = SPLIT_READERS | _kinds("CSV LMDB Sql")
-# Operations that treat each element, a row or a batch, independently.
+# Operations that treat each element (a row or a batch) independently.
 EACH = _kinds(
     "Map ParallelMap Prefetch Options Model Cache Repeat Shuffle "
     "ShuffleAndRepeat Concatenate MaxIntraOpParallelism PrivateThreadPool "
@@ -68,8 +69,8 @@ DOUBTS = {
     "FilterDataset": "`filter` after `batch` depends on a batch's rows",
 }
 
-# Operations that draw an order: the first of their two seed inputs, and the
-# input that is a seed generator.
+# Operations that shuffle: the index of the first of their two seed inputs, and
+# the index of the input that is a seed generator (None if there is none).
 SEED_INPUTS: dict[str, tuple[int, int | None]] = {
     "ShuffleDataset": (2, None),
     "ShuffleDatasetV3": (2, 4),
@@ -79,12 +80,13 @@ SEED_INPUTS: dict[str, tuple[int, int | None]] = {
     "RandomDatasetV2": (0, 2),
 }
 _DRAWS = re.compile(r"\w*(Shuffle|Random|Sampl)\w*Dataset(V\d+)?")
-# Ops that draw in functions: they change rows, but not which rows exist.
+# Ops that generate random numbers in mapped functions. They may change the
+# values of rows, but do not add or remove rows.
 _RANDOM_OP = re.compile(
     "(Random|Stateful|TruncatedNormal|Parameterized|Multinomial|SampleDist"
     "|PyFunc|EagerPyFunc)(?!.*Dataset)"
 )
-# Inputs of other operations.
+# The indices of inputs of other operations, by name.
 INPUTS = {
     "RepeatDataset": {"count": 1},
     "ShardDataset": {"num_shards": 1, "index": 2},
@@ -94,13 +96,15 @@ RESHUFFLE_ATTRS = ("reshuffle_each_iteration", "rerandomize_each_iteration")
 
 
 def is_plain(dataset: Dataset, *, with_functions: bool = True) -> bool:
-    """Returns whether a dataset certainly has no shuffle, shard or reader.
+    """Returns whether a dataset certainly has no shuffle, shard or file reader.
 
-    It then need not be written as a graph, with all the arrays in it.
+    Such a dataset need not be converted to a graph, which would contain copies
+    of all its arrays.
 
     Args:
       dataset: The dataset.
-      with_functions: Whether it may call the user's functions.
+      with_functions: Whether a dataset that calls the user's functions may
+        count as plain.
     """
     return all(
         type(part).__name__ in PLAIN
@@ -111,7 +115,10 @@ def is_plain(dataset: Dataset, *, with_functions: bool = True) -> bool:
 
 
 def guess_batch_size(dataset: Dataset) -> int | None:
-    """Returns rows of a batch by the last `batch`, as if maps kept them."""
+    """Returns the batch size of the last `batch`.
+
+    Assumes that functions mapped over batches do not change it.
+    """
     while True:
         kind = type(dataset).__name__
         if kind in BATCH_CLASSES:
@@ -123,7 +130,10 @@ def guess_batch_size(dataset: Dataset) -> int | None:
 
 
 def find_known_rows(dataset: Dataset) -> tuple[int | None, int | None]:
-    """Returns rows of a batch and of an epoch, if `batch` shows them."""
+    """Returns the number of rows in a batch and in an epoch.
+
+    Each is None unless it is known from a `batch` at the end of the pipeline.
+    """
     while (kind := type(dataset).__name__) in ONE_TO_ONE:
         (dataset,) = dataset._inputs()
     if kind not in BATCH_CLASSES:
@@ -135,13 +145,13 @@ def find_known_rows(dataset: Dataset) -> tuple[int | None, int | None]:
 def find_shuffles(
     graph: Graph,
 ) -> Iterator[tuple[Scope, Node, int, int | None]]:
-    """Iterates over the nodes that draw an order.
+    """Yields the nodes of a graph that shuffle.
 
     Yields:
-      The scope, the node, and its inputs as in SEED_INPUTS.
+      The scope, the node, and the two indices of its inputs in SEED_INPUTS.
 
     Raises:
-      RuntimeError: if a node draws whose inputs are not known.
+      RuntimeError: if a node that is not in SEED_INPUTS shuffles.
     """
     for scope in list_scopes(graph):
         for node in scope.nodes:
@@ -158,10 +168,11 @@ def find_shuffles(
 
 
 def read_seeds(graph: Graph) -> list[list[int | None]]:
-    """Returns the two seeds of each shuffle; 0 means unset, None unknown.
+    """Returns the two seeds of each shuffle.
 
-    A shuffle without a seed gets one that depends on `tf.random.set_seed` and
-    on how much the process has drawn.
+    A seed of 0 is not set, and None is unknown. After `tf.random.set_seed`,
+    TensorFlow gives a shuffle without a seed one that also depends on the
+    random operations that the process has created before.
     """
     return [
         [
@@ -173,12 +184,12 @@ def read_seeds(graph: Graph) -> list[list[int | None]]:
 
 
 def draws_order(graph: Graph) -> bool:
-    """Returns whether a dataset shuffles, or draws in another way."""
+    """Returns whether a dataset shuffles, or has a random order otherwise."""
     return any(True for _ in find_shuffles(graph))
 
 
 def is_reshuffled(node: Node) -> bool:
-    """Returns whether each iterator has another order."""
+    """Returns whether a shuffle has a different order in each iterator."""
     for name in RESHUFFLE_ATTRS:
         if name in node.attr:
             return node.attr[name].b
@@ -186,13 +197,16 @@ def is_reshuffled(node: Node) -> bool:
 
 
 def has_draws_above(graph: Graph, node: Node) -> bool:
-    """Returns whether a node is made from one that draws an order."""
+    """Returns whether a node depends, directly or not, on one that shuffles."""
     above = list_called(graph, list_upstream(Scope(graph.node), node))
     return any(other.op in SEED_INPUTS for other in above)
 
 
 def count_draws(graph: Graph) -> dict[str, int]:
-    """Counts how often each shuffle begins in an epoch; 0 above a cache."""
+    """Counts how often each dataset node is iterated over in an epoch.
+
+    The count is 0 for nodes whose rows a later node caches.
+    """
     top = Scope(graph.node)
     draws = {}
     waiting = [(find_sink(top), 1)]
@@ -200,7 +214,7 @@ def count_draws(graph: Graph) -> dict[str, int]:
         node, count = waiting.pop()
         draws[node.name] = count
         if kind_of(node) == "CacheDataset":
-            count = 0  # Its inputs are read in the first epoch only.
+            count = 0  # The cache reads its inputs in the first epoch only.
         elif kind_of(node) == "RepeatDataset":
             times = top.value(node, INPUTS["RepeatDataset"]["count"])
             count *= 1 if times is None else max(int(times), 1)
@@ -209,7 +223,7 @@ def count_draws(graph: Graph) -> dict[str, int]:
 
 
 def repeats_forever(top: Scope, node: Node) -> bool:
-    """Returns whether a node's elements are repeated without end."""
+    """Returns whether a node's elements are repeated forever."""
     repeats = (
         top.value(above, INPUTS["RepeatDataset"]["count"])
         for above in list_upstream(top, node)
@@ -220,13 +234,14 @@ def repeats_forever(top: Scope, node: Node) -> bool:
 
 def drops_remainder(top: Scope, node: Node) -> bool:
     """Returns whether a node of BATCHES drops a last, smaller batch."""
-    # `drop_remainder` is the last input of each, apart from control inputs.
+    # `drop_remainder` is the last input of each of these operations, apart from
+    # control inputs.
     drops: np.ndarray | None = top.value(node, len(node.input) - 1)
     return drops is not None and drops.dtype == bool and bool(drops)
 
 
 def pads_to_longest(node: Node) -> bool:
-    """Returns whether a node pads rows to the longest of their batch."""
+    """Returns whether a node pads rows to the longest row in their batch."""
     shapes = node.attr["output_shapes"].list.shape
     return kind_of(node) == "PaddedBatchDataset" and any(
         dim.size == -1 for shape in shapes for dim in shape.dim[1:]
@@ -234,12 +249,15 @@ def pads_to_longest(node: Node) -> bool:
 
 
 def has_variables(graph: Graph) -> bool:
-    """Returns whether functions use variables; a graph contains copies."""
+    """Returns whether a graph's functions use variables.
+
+    The graph contains copies of these variables.
+    """
     return any(node.op == "VarHandleOp" for node in graph.node)
 
 
 def changes_rows(graph: Graph) -> bool:
-    """Returns whether a row may differ each time that it is read."""
+    """Returns whether a row's values may differ each time that it is read."""
     return any(
         _RANDOM_OP.match(node.op)
         for scope in list_scopes(graph)
@@ -250,7 +268,10 @@ def changes_rows(graph: Graph) -> bool:
 
 
 def find_shards(graph: Graph) -> list[tuple[Scope, Node, Any]]:
-    """Returns the nodes of `shard`, and their constant number of shards."""
+    """Returns the scope, node and number of shards of each `shard`.
+
+    The number is None if it is not a constant.
+    """
     place = INPUTS["ShardDataset"]["num_shards"]
     return [
         (scope, node, scope.value(node, place))
@@ -268,7 +289,7 @@ def find_hints(graph: Graph) -> list[tuple[Scope, Node]]:
 
 
 def feed_hints(graph: Graph, num_processes: int, process_index: int) -> None:
-    """Makes each `shard(SHARD_HINT, ...)` the process's shard."""
+    """Turns each `shard(SHARD_HINT, ...)` into this process's shard."""
     inputs = INPUTS["ShardDataset"]
     for scope, node in find_hints(graph):
         scope.feed(node, inputs["num_shards"], num_processes)

@@ -1,8 +1,8 @@
-"""Orders of tf.data datasets that are a function of (seed, epoch).
+"""Shuffling of tf.data datasets that depends only on the seed and the epoch.
 
-A dataset that shuffles has another order in each iteration, and without a seed
-another one in each process. Here it is rebuilt for each epoch from its graph,
-with the seeds of that epoch.
+A dataset that shuffles has a different order in each iteration and, if it has
+no seed, also in each process. Here the dataset is rebuilt from its graph in
+each epoch, with seeds for that epoch.
 """
 
 from typing import Any
@@ -40,26 +40,28 @@ _LARGE_BYTES = 1 << 20
 
 
 class EpochDatasets:
-    """A maker of the datasets of epochs.
+    """Creates a separate dataset for each epoch.
 
-    Shuffles without a seed get one from `seed` and the epoch. With a
-    user-defined seed, epoch `e` has the order of the dataset's `e`-th iterator.
-    Shuffles above a cache always have the first epoch's order.
+    Shuffles without a seed get one that is computed from `seed` and the epoch.
+    With a user-defined seed, epoch `e` has the order of the dataset's `e`-th
+    iterator. Shuffles whose rows are cached afterwards have the order of the
+    first epoch in all epochs.
 
-    In-memory caches are kept from epoch to epoch. If the dataset's functions
-    use a `tf.Variable` or a `tf.random.Generator`, each epoch uses a copy of
-    its present value.
+    The contents of in-memory caches are reused in later epochs. If the
+    dataset's functions use a `tf.Variable` or a `tf.random.Generator`, each
+    epoch uses a copy of its current value.
 
     Args:
       dataset: The dataset.
-      graph: The graph of `dataset`. It is edited.
-      seed: Any number, the same in all processes whose orders must be equal.
+      graph: The graph of `dataset`. This object edits it.
+      seed: Any number. Processes with the same number have the same orders.
       num_processes: Number of processes, for `SHARD_HINT`.
       process_index: Index of this process among them.
-      is_whole: Whether every process reads all rows, and so in the same order.
-      copy: Index of this process among those that read the same rows; None if
-        there are no others.
-      seeds: The seeds of the shuffles, if not those of the graph.
+      is_whole: Whether every process reads all rows, and therefore must read
+        them in the same order.
+      copy: Index of this process among the processes that read the same rows;
+        None if no other process does.
+      seeds: The seeds of the shuffles, to replace those of the graph.
 
     Attributes:
       seeds: The seeds of the shuffles, as `read_seeds` returns them.
@@ -80,7 +82,7 @@ class EpochDatasets:
         self._dataset = dataset
         self.seeds = read_seeds(graph)
         if seeds and len(seeds) == len(self.seeds):
-            # Otherwise they are those of another dataset.
+            # Otherwise the seeds belong to another dataset.
             self.seeds = seeds
         self._seed = seed % 2**64
         self._num_processes = num_processes
@@ -93,13 +95,19 @@ class EpochDatasets:
         self._graph = None if has_variables(graph) else graph
 
     def make_dataset(self, epoch: int) -> tuple[Any, Any]:
-        """Returns an epoch's dataset, and objects to keep during iteration."""
+        """Returns an epoch's dataset, and the objects that it needs.
+
+        The caller must keep these objects alive while it iterates.
+        """
         graph, kept = self.make_graph(epoch)
         dataset = build_dataset(graph, self._dataset.element_spec)
         return dataset, (kept, self._served, self._caches, self._dataset)
 
     def make_graph(self, epoch: int) -> tuple[Graph, Any]:
-        """Returns an epoch's graph, and objects to keep during its use."""
+        """Returns an epoch's graph, and the objects that it needs.
+
+        The caller must keep these objects alive while it uses the graph.
+        """
         graph = tensorflow().compat.v1.GraphDef()
         if self._graph is not None:
             graph.CopyFrom(self._graph)
@@ -109,13 +117,13 @@ class EpochDatasets:
         return graph, self._seed_nodes(graph, epoch)
 
     def _prepare(self, graph: Graph) -> None:
-        """Makes the edits that are the same in all epochs."""
+        """Edits the graph in the ways that are the same for all epochs."""
         feed_hints(graph, self._num_processes, self._process_index)
         top = Scope(graph.node)
         parts = list(graph.node)
         is_shared = self._is_whole and self._num_processes > 1
         if not is_shared and self._copy is None:
-            # Processes must agree on the order only before a shard.
+            # The order must be the same in all processes only before a shard.
             parts = [
                 part
                 for shard in find_file_shards(graph)
@@ -134,7 +142,8 @@ class EpochDatasets:
         path = top.value(node, inputs["filename"])
         if path is not None and path.item():
             if self._num_processes > 1 or self._copy is not None:
-                # Each process writes the file; their rows may differ.
+                # Each process writes a file of its own, since their rows may
+                # differ.
                 part = f".{self._process_index}-of-{self._num_processes}"
                 part += "" if self._copy is None else f".{self._copy}"
                 name = path.item() + part.encode()
@@ -143,13 +152,13 @@ class EpochDatasets:
         if node.op != "CacheDatasetV2":
             return
         if self._is_whole and not has_draws_above(graph, node):
-            return  # The dataset's cache may be filled, and used later.
+            return  # The user's cache may already be filled, or be used later.
         if node.name not in self._caches:
             self._caches[node.name] = _make_cache()
         top.feed(node, inputs["cache"], self._caches[node.name][0])
 
     def _serve(self, node: Node) -> None:
-        """Keeps an array outside of the graph, which is copied often."""
+        """Moves an array out of the graph, since the graph is copied often."""
         tf = tensorflow()
         array = read_constant(node)
         if array is None or array.dtype.kind not in "biufc":
@@ -177,8 +186,8 @@ class EpochDatasets:
             zip(find_shuffles(graph), self.seeds, strict=True), 1
         )
         for number, ((scope, node, first, generator), seeds) in shuffles:
-            # How often the shuffle begins in an epoch; 0 if every epoch has the
-            # first one's order.
+            # How often the shuffle starts in an epoch; 0 if all epochs have the
+            # order of the first one.
             begins = draws.get((scope.caller or node).name, 1)
             if not is_reshuffled(node):
                 begins = 0
@@ -187,7 +196,8 @@ class EpochDatasets:
                 numbers = (self._seed, epoch if begins else 0, number)
                 seeds = _mix(*numbers)
             elif not scope.caller and epoch and begins and None not in seeds:
-                # Continues where tf.data would be after the earlier epochs.
+                # Continues with the generator state that tf.data would have
+                # after the earlier epochs.
                 handle, drawn = _make_generator(seeds, epoch * begins)
                 kept.append(drawn)
             for i, value in enumerate(seeds):
@@ -199,15 +209,17 @@ class EpochDatasets:
 
 
 def _mix(*numbers: int) -> list[int]:
-    """Returns two seeds that are a function of some numbers."""
+    """Computes two seeds from the given numbers."""
     state = np.random.SeedSequence(numbers).generate_state(2, np.uint64)
     return [int(value >> 1) for value in state]
 
 
 def _make_generator(seeds: list[Any], draws: int) -> tuple[Node, Any]:
-    """Makes a seed generator that has already been drawn from `draws` times.
+    """Creates a seed generator that has already generated `draws` seeds.
 
-    It lives as long as the dataset that is returned with its node.
+    Returns:
+      The generator's node, and a dataset. The generator exists only as long as
+      this dataset.
     """
     tf = tensorflow()
     one = tf.data.Dataset.range(1)
@@ -228,7 +240,12 @@ def _make_generator(seeds: list[Any], draws: int) -> tuple[Node, Any]:
 
 
 def _make_cache() -> tuple[Node, Any]:
-    """Makes an empty cache's node; it lives as long as the dataset with it."""
+    """Creates an empty cache.
+
+    Returns:
+      The cache's node, and a dataset. The cache exists only as long as this
+      dataset.
+    """
     cached = tensorflow().data.Dataset.range(1).cache()
     return _find_last_input(cached), cached
 

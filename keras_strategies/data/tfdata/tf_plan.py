@@ -1,4 +1,4 @@
-"""Plans of how several processes share a `tf.data.Dataset`."""
+"""Plans for dividing a `tf.data.Dataset` among processes."""
 
 import warnings
 
@@ -30,21 +30,23 @@ def plan_shards(
     num_processes: int,
     process_index: int,
 ) -> tuple[Summary, FileSplit | None]:
-    """Decides how the processes share a dataset.
+    """Decides how a dataset is divided among the processes.
 
     Args:
       dataset: The dataset.
-      graph: The graph of `dataset`; None if it is plain (see `is_plain`) or has
-        none.
-      policy: The requested policy; None for that of the dataset's options.
+      graph: The graph of `dataset`; None if the dataset is plain (see
+        `is_plain`) or cannot be converted to a graph.
+      policy: The requested policy; None for the policy in the dataset's
+        options.
       num_processes: Number of processes.
       process_index: Index of this process among them.
 
     Returns:
-      The plan, and this process's part if the dataset is split by files.
+      The plan; and the dataset of this process if it is split by files, else
+      None.
 
     Raises:
-      ValueError: if the policy and the dataset do not fit.
+      ValueError: if the policy cannot be applied to the dataset.
     """
     if policy is None:
         options = dataset.options().experimental_distribute
@@ -71,7 +73,7 @@ def plan_shards(
 
 
 def _warn_of_rows(split: FileSplit, why_not: str, num_processes: int) -> None:
-    """Warns that files are not split, if the dataset reads some."""
+    """Warns that a dataset is divided by rows although it reads files."""
     if split is _NO_FILES:
         return
     warnings.warn(
@@ -85,7 +87,10 @@ def _warn_of_rows(split: FileSplit, why_not: str, num_processes: int) -> None:
 
 
 def _check_split(split: FileSplit, num_processes: int) -> None:
-    """Raises if files cannot be split; warns if the rows may differ."""
+    """Raises ValueError if a dataset cannot be split by its files.
+
+    Warns if all processes together may read other rows than a single process.
+    """
     if split.obstacle is not None:
         raise ValueError(
             "`AutoShardPolicy.FILE` needs a dataset that reads at least one "
