@@ -54,7 +54,7 @@ def substitute_averages(
         matches = slots.get(slot, ())
         if len(matches) > 1:
             raise ValueError(
-                "A weight must have the average of one optimizer. Received: "
+                "Each weight must be averaged by exactly one optimizer. Received: "
                 f"{where}, where {name!r} has {matches}. Pass "
                 "`averages=False` for the weights that were trained."
             )
