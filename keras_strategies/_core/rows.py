@@ -83,7 +83,7 @@ def rows_of_processes(
 
 
 def fill_replicas(counts: Sequence[int], rows: int) -> tuple[int, ...]:
-    """Divides the rows of a process over its replicas, filled one by one.
+    """Divides a process's rows among its replicas, filling them one by one.
 
     Args:
       counts: The maximum number of rows of each replica of the process.

@@ -145,7 +145,7 @@ class Every:
         )
 
     def start(self, now: float, step: int, rows: int | None) -> None:
-        """Starts to measure the speed.
+        """Starts measuring the speed.
 
         Args:
           now: The current time, in seconds.

@@ -54,8 +54,8 @@ def substitute_averages(
         matches = slots.get(slot, ())
         if len(matches) > 1:
             raise ValueError(
-                "Each weight must be averaged by exactly one optimizer. Received: "
-                f"{where}, where {name!r} has {matches}. Pass "
+                "Each weight must be averaged by exactly one optimizer. "
+                f"Received: {where}, where {name!r} has {matches}. Pass "
                 "`averages=False` for the weights that were trained."
             )
         kind = saved[_WEIGHTS][name]

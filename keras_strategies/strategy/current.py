@@ -24,7 +24,7 @@ class AnyStrategy(Protocol):
 
     @property
     def extended(self) -> Any:
-        """The strategy's methods for libraries.
+        """The strategy's methods for authors of libraries.
 
         Returns:
           A `StrategyExtended`.

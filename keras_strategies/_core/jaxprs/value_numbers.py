@@ -26,7 +26,7 @@ class ValueNumbers:
         self._held: list[Any] = []
 
     def number_outputs(self, traced: ClosedJaxpr) -> list[int]:
-        """Returns the number of each output of a traced function."""
+        """Returns the number assigned to each output of a traced function."""
         consts = [self._by_identity(const) for const in traced.consts]
         return self._number_jaxpr(traced.jaxpr, consts)
 
