@@ -53,9 +53,9 @@ def test_the_files_hold_the_package(built):
     call(tools / "twine", "check", "--strict", wheel, sdist, cwd=dist)
     names = zipfile.ZipFile(wheel).namelist()
     modules = ROOT / "keras_strategies"
-    expected = {
-        str(path.relative_to(ROOT)) for path in modules.rglob("*.py")
-    } | {"keras_strategies/py.typed"}
+    sources = [*modules.rglob("*.py"), *modules.rglob("*.pyi")]
+    expected = {str(path.relative_to(ROOT)) for path in sources}
+    expected.add("keras_strategies/py.typed")
     found = {name for name in names if ".dist-info/" not in name}
     assert found == expected
     with tarfile.open(sdist) as archive:
