@@ -36,9 +36,9 @@ RULE = re.compile(
     re.I,
 )
 WORDS = {
-    r"\b(nobody|somebody)\b": "a person is meant by no code",
-    r"\b(lie|lies|lay|lays|laid|lying)\b": '"is", "is stored", "is placed"',
-    r"\b(alike|anew|meanwhile)\b": '"equally", "again", "in between"',
+    r"(?i)\b(nobody|somebody)\b": "a person is meant by no code",
+    r"(?i)\b(lie|lies|lay|lays|laid|lying)\b": '"is", "is stored", "is placed"',
+    r"(?i)\b(alike|anew|meanwhile)\b": '"equally", "again", "in between"',
     r"\b(as|equally) many\b": '"the same number of"',
     r"\b[Ii]t is none\b": '"is not one"',
 }
@@ -54,6 +54,8 @@ def summary_fault(doc, kind):
         or NO_VERB.match(first)
     ):
         return "does not begin with a verb in the third person"
+    if not re.match(r"[A-Z`\"'(]|grain|tf\b|torch", first):
+        return "begins in the middle of a sentence"
     if kind == "module" and not first.endswith((".", ":")):
         return "continues in a second line"
     return None
@@ -193,3 +195,18 @@ def test_faults_are_found(change, fault):
     else:
         assert len(found) == 1
         assert fault in found[0]
+
+
+@pytest.mark.parametrize(
+    ("first", "fault"),
+    [
+        ("The state of a running fit.", None),
+        ("`Strategy.describe`: the mesh drawn.", None),
+        ("What a fit is made of.", "question word"),
+        ("The progress of this process, shown by", "second line"),
+        ("and others.", "middle of a sentence"),
+    ],
+)
+def test_faults_of_a_module_are_found(first, fault):
+    found = summary_fault(first, "module")
+    assert found is None if fault is None else fault in found

@@ -1,7 +1,7 @@
 """A patch of JAX's lowering that omits empty sharding constraints.
 
-In a `shard_map` program that is manual over the replicas and automatic over
-each replica's cores, jax 0.10 emits a sharding constraint with all dimensions
+In a mapped program that is manual over the replicas and automatic over each
+replica's cores, jax 0.10 emits a sharding constraint with all dimensions
 open after every operation. The constraint has no effect itself, but it hides
 constants from XLA's pass that duplicates a constant for each use. The TPU
 compiler then shards a constant as one of its uses requires and propagates this
