@@ -2,6 +2,7 @@
 
 import os
 import pathlib
+import re
 import shutil
 import sys
 import tarfile
@@ -63,11 +64,30 @@ def test_the_files_hold_the_package(built):
     assert expected | {"README.md", "LICENSE", "pyproject.toml"} <= inside
 
 
-def test_the_wheel_alone_trains(built, tmp_path):
+@pytest.fixture(scope="module")
+def commands(built, tmp_path_factory):
+    """An environment's commands, with the wheel and what examples need."""
     (wheel,) = built[0].glob("*.whl")
-    commands = environment(tmp_path / "env", f"{wheel}[examples]")
+    return environment(tmp_path_factory.mktemp("env"), f"{wheel}[examples]")
+
+
+def test_the_wheel_alone_trains(commands, tmp_path):
     shutil.copy(ROOT / "examples" / "digits_fit.py", tmp_path)
     shown = call(commands / "python", "digits_fit.py", cwd=tmp_path)
     assert "accuracy" in shown
     shown = call(commands / "keras-strategies", "doctor", cwd=tmp_path)
     assert "nothing to change" in shown
+
+
+def test_the_code_of_the_readme_trains(commands, tmp_path):
+    text = (ROOT / "README.md").read_text("utf-8")
+    (code,) = re.findall(r"^```python\n(.*?)^```", text, re.M | re.S)
+    layers, count = "[keras.layers.Dense(10, activation='softmax')]", 2560
+    assert code.count("[...]") == 1
+    script = f"""
+import numpy as np
+x, y = np.random.rand({count}, 8), np.arange({count}) % 10
+{code.replace("[...]", layers)}"""
+    shown = call(commands / "python", "-c", script, cwd=tmp_path)
+    assert "Epoch 5/5" in shown
+    assert f"{count // 256}/{count // 256}" in shown
