@@ -59,8 +59,8 @@ def sharded_map(
         passed to it as full, replicated arrays.
       mesh: The replicas.
       in_specs: Specs of the arguments, or a prefix of their nest.
-      out_specs: Specs of the results, or a prefix of their nest. Or a function
-        that takes the results and returns these specs. Results that are
+      out_specs: Specs of the results, a prefix of their nest, or a function
+        that takes the results and returns such specs. Results that are
         `Sharded` must be equal on all replicas.
     """
     if not any(isinstance(s, Sharded) for s in jax.tree.leaves(in_specs)):
@@ -376,7 +376,7 @@ class _SectionedStep:
 
 
 def _operands(equation: JaxprEqn, update: Update) -> list[tuple[Any, _Want]]:
-    """Returns an update's operands, each with how the update reads it."""
+    """Returns an update's operands, each with the value that it needs."""
     wants = [_Want(_Result.VALUE, replicated_spec())] * update.num_captured
     for reduction in update.gradients:
         if reduction == MAX:

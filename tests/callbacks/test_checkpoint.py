@@ -110,7 +110,7 @@ def test_a_finished_run_trains_nothing_and_warns(
     assert not told
     assert (folder / "log.csv").read_text() == log
     (text,) = [r.getMessage() for r in caplog.records]
-    assert "12 steps are done, and no further step is trained." in text
+    assert "has ended after 12 steps, so `fit` trains no further steps." in text
     assert "Pass more `epochs`" in text
 
 

@@ -1,7 +1,8 @@
-"""Divides traced functions into stages, by the collectives that come before.
+"""Divides traced functions into stages, which begin after each collective.
 
-An equation is in stage k if it depends on the results of the first k
-collectives, but of no later one. Values also flow between equations through
+An equation is in stage k if the last collective on whose results it depends is
+number k (counted from 1). It is in stage 0 if it depends on no collective.
+Values also flow between equations through
 references (`jax.new_ref`): an equation that uses a reference depends on all
 equations that wrote to it.
 """
@@ -34,7 +35,8 @@ _SILENT = {
 def find_output_stages(jaxpr: Jaxpr, stages: Sequence[int]) -> list[int]:
     """Returns the stage of each output: the last collective it depends on.
 
-    Collectives are counted from 1. The stage is 0 without a collective.
+    Collectives are counted from 1. The stage is 0 if an output depends on no
+    collective.
 
     Args:
       jaxpr: A program that takes the results of collectives as inputs.

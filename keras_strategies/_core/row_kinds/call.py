@@ -1,4 +1,4 @@
-"""Describes an equation with its operands' kinds; has helpers for rules."""
+"""An equation with the kinds of its operands, and helpers for the rules."""
 
 import dataclasses
 import math
@@ -114,7 +114,7 @@ def scale_power(
 
 
 def add_powers(kinds: Sequence[Kind]) -> float | None:
-    """Returns the exponent of a product, or None if a factor's is unknown."""
+    """Returns a product's exponent; None if that of a factor is unknown."""
     powers = [kind.power for kind in kinds]
     return None if None in powers else sum(p or 0.0 for p in powers)
 

@@ -39,8 +39,8 @@ def gather(call: Call) -> Kind:
             dim = numbers.operand_batching_dims[batching.index(index.axis)]
             size = call.shape(1)[index.axis] // index.outer
             is_row &= operand.is_flat(dim, size)
-        # In a dimension whose size grows with the number of rows, the table
-        # must be flat. For other dimensions see `iota`.
+        # A table whose size grows with the number of rows is different on a
+        # replica and on one device, so it must be flat in that dimension.
         is_row &= all(
             operand.is_flat(dim, call.shape()[dim]) for dim in call.grown_dims()
         )
@@ -141,7 +141,7 @@ def _window_dims(call: Call) -> list[int]:
 
 
 def _place_of_index(call: Call, dim: int) -> int:
-    """Returns the updates' dimension that corresponds to one of the indices."""
+    """Returns the dimension of the updates for dimension `dim` of indices."""
     window = call.params["dimension_numbers"].update_window_dims
     return other_dims(call.shape(2), window)[dim]
 

@@ -11,9 +11,11 @@ from keras_strategies._core.row_kinds.call import Call, join_plain
 from keras_strategies._core.row_kinds.kinds import Kind, make_rows
 
 CUDNN = {
-    # query, key, value, bias, lengths, offsets, page tables; output, statistics
+    # Operands: query, key, value, bias, lengths, offsets, page tables.
+    # Results: output, statistics.
     "dot_product_attention_fwd_wrapper": ((0,) * 10, (0, 0)),
-    # inputs, states, weights, lengths; outputs, states, space for the gradient
+    # Operands: inputs, two states, weights, lengths.
+    # Results: outputs, two states, space for the gradient.
     "rnn_fwd": ((0, 1, 1, None, 0), (0, 1, 1, 0)),
 }
 """For each primitive: the row dimension of each operand and of each result."""
@@ -44,7 +46,7 @@ def pallas(call: Call) -> list[Kind]:
 
 
 def _mapped_dims(block: Any, mapping: Any) -> dict[int, int]:
-    """Maps a block's dimensions to the grid's, for those mapped by `vmap`."""
+    """Returns the grid dimension of each block dimension added by `vmap`."""
     from jax.experimental.pallas import Squeezed
 
     index = block.index_map_jaxpr.jaxpr

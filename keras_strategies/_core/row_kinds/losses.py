@@ -47,7 +47,7 @@ VALUES = "ks.values"
 GLOBAL = "ks.global"
 """Marks values computed from the rows of all replicas, as on one device."""
 REDUCED = "ks.reduced"
-"""Marks a reduction's result; its mean over replicas is the global value."""
+"""Marks a reduction's result, whose mean over replicas is the global value."""
 AVERAGED = "ks.averaged"
 """Marks a mean of per-row values that Keras's own reduction computed."""
 OWN = "ks.own"
@@ -96,7 +96,7 @@ def losses_in(
     num_rows: int,
     twin: ClosedJaxpr | None = None,
 ) -> Finding:
-    """Decides whether the losses that are marked in a trace are means.
+    """Decides whether the losses marked in a trace are means over the rows.
 
     Args:
       traced: The closed jaxpr of a step.

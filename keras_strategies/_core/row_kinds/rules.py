@@ -75,8 +75,8 @@ def _is_scale_safe(call: Call) -> bool:
 
     This is the case if the rule tracks exponents, or if all operands are
     constants. It is also the case if the constants do not depend on the number
-    of rows, and the primitive is linear or its rows do not scale with that
-    number.
+    of rows, and either the primitive is linear or its rows do not scale with
+    that number.
     """
     if call.name in _TRACKS_POWERS:
         return True
@@ -149,7 +149,7 @@ _LINEAR = names_in(
     "dynamic_slice dynamic_update_slice gather scatter scatter-add",
     "scatter_add scatter-sub",
 )
-"""Primitives that keep the exponent of rows if their constants are fixed."""
+"""Primitives that keep the exponent of rows if constants are fixed."""
 
 
 _RANDOM = names_in(
@@ -163,7 +163,7 @@ _GLOBAL = names_in(
     "psum psum2 psum_invariant pmax pmin all_gather all_gather_invariant",
     "reduce_scatter psum_scatter all_to_all ppermute pbroadcast",
 )
-"""Primitives whose results are the same on all replicas as on one device."""
+"""Collectives, whose results are as on one device with all rows."""
 
 _ELEMENTWISE = names_in(
     "abs acos acosh add add_any and asin asinh atan atan2 atanh cbrt ceil",

@@ -58,11 +58,11 @@ def reshape(call: Call) -> Kind:
             call,
             lambda axis: starts.get((math.prod(before[:axis]), before[axis])),
         )
-    # A reshape keeps the row-major order of the entries. So the product of all
-    # sizes before the row's index does not change. Before the reshape it is
-    # `outer`. After it, it is the product of the sizes of the dimensions before
-    # the new row dimension (`ahead`) and the number of blocks within that
-    # dimension.
+    # A reshape keeps the row-major order of the entries, so it does not change
+    # the number of blocks that each contain all rows, which is `outer`. After
+    # the reshape, this number is the product of the sizes of the dimensions
+    # before the new row dimension (`ahead`) and of the number of blocks within
+    # that dimension (`within`).
     outer = math.prod(before[: kind.axis]) * kind.outer
     candidates = []
     for axis, size in enumerate(after):
@@ -142,7 +142,7 @@ def _part(call: Call, kind: Kind, start: int, stop: int, step: int) -> Kind:
 
 
 def _part_of_constant(call: Call, out: int = 0) -> Kind:
-    """Returns the kind of a slice of a constant or a sum."""
+    """Returns the kind that results from slicing a constant or a sum."""
     kind, before = call.kinds[0], call.shape()
     after = call.out_shape(out)
     result = move_dims(call, lambda axis: axis, out=out)
@@ -222,7 +222,7 @@ def _concatenate_columns(call: Call, first: Kind, same: bool) -> Kind:
 
     Args:
       call: The call.
-      first: The kind of the first operand that is rows.
+      first: The kind of the first operand of the form `ROWS`.
       same: Whether the operands' exponents (`Kind.power`) are equal.
     """
     axis, columns, start = first.axis, set(), 0
