@@ -181,10 +181,10 @@ def _raise_invalid(batch: Tree) -> NoReturn:
         shape = np.shape(leaf)
         if not shape:
             raise ValueError(
-                "Every array of a batch must have a first dimension, its rows."
-                f" Received: {name} of rank 0, with the value {leaf!r}. Repeat "
-                "the value for each row, or store it as an attribute of the "
-                "model."
+                "Every array of a batch must have a first dimension that "
+                f"indexes the rows. Received: {name} of rank 0, with the value "
+                f"{leaf!r}. Repeat the value for each row, or store it as an "
+                "attribute of the model."
             )
         host_arrays.check_numbers(leaf, name)
         lengths[name] = shape[0]

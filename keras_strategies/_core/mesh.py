@@ -92,7 +92,8 @@ class ReplicaMesh:
             raise ValueError(
                 "All replicas must have the same number of devices. Received: "
                 f"{len(self.devices)} devices, cores_per_replica={cores}. "
-                "Pass a multiple of `cores_per_replica` devices."
+                "Pass a number of devices that is a multiple of "
+                "`cores_per_replica`."
             )
         if self.shards is not None and (
             self.shards < 1 or self.num_replicas % self.shards
@@ -249,7 +250,7 @@ class ReplicaMesh:
         return range(start, start + count)
 
     def first_of_readers(self, of_processes: Sequence[Any]) -> list[Any]:
-        """Selects one value per group of `readers`: that of its first process.
+        """Selects, for each group of `readers`, its first process's value.
 
         Args:
           of_processes: One value for each process, in the order of `processes`.

@@ -194,8 +194,8 @@ class Alone:
     def collective(self, reduce: Reduce, operands: list[Any]) -> list[Any]:
         """Returns the operands in place of the collective's results.
 
-        For a concatenation, returns as many concatenated copies of the operand
-        as there are replicas.
+        For a concatenation, returns copies of the operand, one for each
+        replica, concatenated.
         """
         if isinstance(reduce, Concatenation):
             copies = operands * self._num_replicas

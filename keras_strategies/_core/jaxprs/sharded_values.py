@@ -194,8 +194,8 @@ class ShardedInterpreter:
     def _tie(self, equation: JaxprEqn, gathered: list[Gathered]) -> bool:
         """Makes gathers of values depend on the operands of an equation.
 
-        So the compiler cannot gather the values before the equation's other
-        operands are computed.
+        This keeps the compiler from gathering the values before the equation's
+        other operands are computed.
 
         Args:
           equation: The equation.

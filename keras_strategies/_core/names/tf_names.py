@@ -66,7 +66,7 @@ EXPERIMENTAL = {
     "MinSizePartitioner": _PARTITIONERS,
     "Partitioner": _PARTITIONERS,
     "partitioners": _PARTITIONERS,
-    "rpc": "another library, because here processes only train together",
+    "rpc": "another library for remote procedure calls, which ks does not have",
 }
 """Names of `tf.distribute.experimental`."""
 

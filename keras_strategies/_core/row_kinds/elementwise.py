@@ -1,4 +1,8 @@
-"""Rules for elementwise primitives."""
+"""Rules for elementwise primitives.
+
+A rule returns the kind of a result (see `kinds`), given the kinds of the
+operands.
+"""
 
 import math
 import operator

@@ -1,4 +1,8 @@
-"""Rules for gathers and scatters."""
+"""Rules for gathers and scatters.
+
+A rule returns the kind of a result (see `kinds`), given the kinds of the
+operands.
+"""
 
 from keras_strategies._core.row_kinds.call import (
     Call,
@@ -40,7 +44,8 @@ def gather(call: Call) -> Kind:
             size = call.shape(1)[index.axis] // index.outer
             is_row &= operand.is_flat(dim, size)
         # A table whose size grows with the number of rows is different on a
-        # replica and on one device, so it must be flat in that dimension.
+        # replica and on one device, so its entries must be equal along that
+        # dimension.
         is_row &= all(
             operand.is_flat(dim, call.shape()[dim]) for dim in call.grown_dims()
         )

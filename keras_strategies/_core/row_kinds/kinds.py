@@ -1,4 +1,4 @@
-"""Kinds of traced values, by their dependence on the rows of a batch.
+"""Kinds of traced values: how they depend on the rows of a batch.
 
 A value has one of four forms:
 

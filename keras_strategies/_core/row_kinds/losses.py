@@ -2,9 +2,9 @@
 
 If a loss is a mean over rows, plus terms that do not depend on the rows, then
 the mean of the replicas' losses equals the loss of the global batch. The same
-holds for gradients. The traced step is interpreted with `kinds` in place of
-arrays, and `rules` has a rule for each primitive. Primitives without a rule are
-assumed to mix rows, so a loss that passes the check is certainly a mean. A
+holds for gradients. The traced step is interpreted with kinds of values (see
+`kinds`) instead of arrays, by the rules in `rules`. Primitives without a rule
+are assumed to mix rows, so a loss that passes the check is certainly a mean. A
 value that depends on the number of rows is recognized only by comparison with a
 second trace that has another number of rows.
 
@@ -268,7 +268,7 @@ class _Interpreter:
         body: Callable[[list[Kind]], list[Kind]],
         why: JaxprEqn,
     ) -> list[Kind]:
-        """Returns the kinds of a loop's carry after any iteration."""
+        """Returns kinds of a loop's carry that are valid in all iterations."""
         with self._not_noting():
             # A kind changes only a few times: from `CONST` to `ROWS` or `SUM`,
             # and then to `MIXED`.

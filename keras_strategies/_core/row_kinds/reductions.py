@@ -1,4 +1,8 @@
-"""Rules for primitives that sum or compute along dimensions."""
+"""Rules for primitives that sum or compute along dimensions.
+
+A rule returns the kind of a result (see `kinds`), given the kinds of the
+operands.
+"""
 
 import math
 from collections.abc import Callable

@@ -1,7 +1,7 @@
-"""The rule for each JAX primitive; see `kinds`.
+"""The rules for JAX primitives, which return the kinds of results.
 
-The result of a primitive without a rule is `MIXED`, unless all of its operands
-are constants.
+See `kinds`. The result of a primitive without a rule is `MIXED`, unless all of
+its operands are constants.
 """
 
 import math
@@ -97,8 +97,9 @@ def _is_scale_safe(call: Call) -> bool:
 def _check_with_twin(call: Call, kind: Kind, out: int) -> Kind:
     """Corrects a result's kind by comparing it with the other trace.
 
-    If a dimension grows with the number of rows, either it is the dimension of
-    the rows, or the result combines its entries and may depend on their number.
+    Each dimension that grows with the number of rows must be the dimension of
+    the rows. If the result lacks such a dimension of an operand, its entries
+    were combined, so the result may depend on the number of rows.
     """
     is_global = any(operand.is_global for operand in call.kinds)
     if kind.is_const and is_global:

@@ -1,4 +1,8 @@
-"""Rules for primitives that reshape, join or slice arrays."""
+"""Rules for primitives that reshape, join or slice arrays.
+
+A rule returns the kind of a result (see `kinds`), given the kinds of the
+operands.
+"""
 
 import math
 
