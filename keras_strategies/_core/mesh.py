@@ -201,7 +201,7 @@ class ReplicaMesh:
 
     @functools.cached_property
     def readers(self) -> tuple[tuple[int, ...], ...]:
-        """The groups of processes that read the same rows, as JAX ids.
+        """Groups of JAX process ids; a group's processes read the same rows.
 
         Each process reads the rows of its replicas. If the cores of a replica
         belong to several processes, these processes read the same rows.

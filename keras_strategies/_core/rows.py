@@ -50,7 +50,7 @@ def balanced_rows(rows: int, num_replicas: int) -> tuple[int, ...]:
 def rotated_rows(
     step: int, batch_size: int, num_replicas: int, num_processes: int
 ) -> tuple[int, ...]:
-    """Returns the number of rows that each replica reads of process-local data.
+    """Returns how many rows of process-local data each replica reads.
 
     These are the numbers that `rows_of_replicas` returns for a full batch, but
     as in TensorFlow each step rotates them further by the number of replicas of

@@ -52,7 +52,7 @@ def sharded_map(
     in_specs: Tree,
     out_specs: Tree,
 ) -> Callable[..., Any]:
-    """Maps `fn` over the replicas like `replica_map`, with `Sharded` values.
+    """Maps `fn` over the replicas, with arguments that may be `Sharded`.
 
     Args:
       fn: The function that each replica computes. `Sharded` arguments are
@@ -376,7 +376,7 @@ class _SectionedStep:
 
 
 def _operands(equation: JaxprEqn, update: Update) -> list[tuple[Any, _Want]]:
-    """Returns an update's operands, each with the value that it needs."""
+    """Returns an update's operands and, for each, the value that is needed."""
     wants = [_Want(_Result.VALUE, replicated_spec())] * update.num_captured
     for reduction in update.gradients:
         if reduction == MAX:

@@ -272,7 +272,7 @@ class ShardedInterpreter:
         return _is_rematerialized(equation) or self.is_sharded(variable)
 
     def _enter(self, equation: Equation, places: dict[Var, Sharded]) -> None:
-        """Computes a function that `_is_entered`, equation by equation."""
+        """Computes a called function on operands of which some are shards."""
         entering = []
         for variable in equation.invars:
             if self._enters_sharded(equation, variable):

@@ -283,5 +283,5 @@ def scan_operands(
 
 
 def names_in(*groups: str) -> tuple[str, ...]:
-    """Splits texts at spaces into names of primitives."""
+    """Splits strings at spaces into the names of primitives."""
     return tuple(name for group in groups for name in group.split())

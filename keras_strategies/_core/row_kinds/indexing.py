@@ -22,7 +22,7 @@ from keras_strategies._core.row_kinds.kinds import (
 
 
 def gather(call: Call) -> Kind:
-    """Returns the kind of the result of a gather."""
+    """Returns the `Kind` of the result of a gather."""
     operand, index = call.kinds
     numbers = call.params["dimension_numbers"]
     places = other_dims(call.out_shape(), numbers.offset_dims)
@@ -92,7 +92,7 @@ def _gathered_rows(call: Call, places: list[int]) -> Kind:
 
 
 def scatter(call: Call) -> Kind:
-    """Returns the kind of the result of a scatter."""
+    """Returns the `Kind` of the result of a scatter."""
     operand, index, _ = call.kinds
     forms = [kind.form for kind in call.kinds]
     if forms == [CONST] * 3:
@@ -122,7 +122,7 @@ def scatter(call: Call) -> Kind:
 
 
 def _scattered_constants(call: Call) -> Kind:
-    """Returns the kind of a constant updated by constants.
+    """Returns the `Kind` of a constant updated by constants.
 
     The result is flat along dimensions in which each update covers all entries.
     """
@@ -146,7 +146,7 @@ def _window_dims(call: Call) -> list[int]:
 
 
 def _place_of_index(call: Call, dim: int) -> int:
-    """Returns the dimension of the updates for dimension `dim` of indices."""
+    """Returns the updates' dimension for dimension `dim` of the indices."""
     window = call.params["dimension_numbers"].update_window_dims
     return other_dims(call.shape(2), window)[dim]
 
@@ -173,7 +173,7 @@ def _if_rows_meet(
 
 
 def _scattered_into_constant(call: Call) -> Kind:
-    """Returns the kind of a constant into which rows are scattered.
+    """Returns the `Kind` of a constant into which rows are scattered.
 
     Either each row is written to its own row index, or rows are summed.
     """

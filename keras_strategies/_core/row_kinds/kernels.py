@@ -22,14 +22,14 @@ CUDNN = {
 
 
 def cudnn(call: Call) -> list[Kind]:
-    """Returns the kinds of the results of cuDNN's attention and LSTM."""
+    """Returns the `Kind` of each result of cuDNN's attention or LSTM."""
     operands, results = CUDNN[call.name]
     places = [{} if axis is None else {axis: 0} for axis in operands]
     return _by_rows(call, places, [{axis: 0} for axis in results])
 
 
 def pallas(call: Call) -> list[Kind]:
-    """Returns the kinds of the results of a Pallas kernel.
+    """Returns the `Kind` of each result of a Pallas kernel.
 
     `vmap` maps a kernel by adding a dimension to its grid. An entry of a result
     at some position along that dimension is computed only from the operands'
@@ -65,7 +65,7 @@ def _by_rows(
     operands: Sequence[Mapping[int, int]],
     results: Sequence[Mapping[int, int]],
 ) -> list[Kind]:
-    """Returns the kinds of results computed row by row from the operands.
+    """Returns the `Kind` of each result, computed row by row from the operands.
 
     Args:
       call: The call of the kernel.

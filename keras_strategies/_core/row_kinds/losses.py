@@ -126,7 +126,7 @@ class _Different(Exception):
 
 
 class _Interpreter:
-    """Interprets one trace, or two traces with the same equations, with kinds.
+    """Finds the `Kind` of each value in a trace, or in two matching traces.
 
     Args:
       num_rows: The number of rows in the first trace.
@@ -152,13 +152,13 @@ class _Interpreter:
         return worst
 
     def interpret(self, jaxprs: list[Any], inputs: list[Kind]) -> list[Kind]:
-        """Returns the kinds of the results of closed jaxprs."""
+        """Returns the `Kind` of each result of closed jaxprs."""
         return self._interpret([(j.jaxpr, j.consts) for j in jaxprs], inputs)
 
     def _interpret(
         self, pairs: Sequence[Any], inputs: list[Kind]
     ) -> list[Kind]:
-        """Returns the kinds of the results of jaxprs with constants."""
+        """Returns the `Kind` of each result of jaxprs with constants."""
         jaxprs = [jaxpr for jaxpr, _ in pairs]
         columns = zip(*(consts for _, consts in pairs), strict=True)
         consts = map(kind_of_arrays, columns)
@@ -373,7 +373,7 @@ def _verdict(kind: Kind) -> Verdict:
 
 
 def _slice_of(kind: Kind, why: JaxprEqn) -> Kind:
-    """Returns the kind of one entry along dimension 0 of a value."""
+    """Returns the `Kind` of one entry along dimension 0 of a value."""
     if kind.is_rows:
         if kind.axis == 0:
             return make_mixed(why)
@@ -384,7 +384,7 @@ def _slice_of(kind: Kind, why: JaxprEqn) -> Kind:
 
 
 def _stack(kind: Kind) -> Kind:
-    """Returns the kind of values stacked along a new dimension 0."""
+    """Returns the `Kind` of values stacked along a new dimension 0."""
     if kind.is_rows:
         return kind.but(axis=kind.axis + 1, columns=frozenset())
     blocks = {axis + 1: size for axis, size in kind.blocks.items()}

@@ -30,7 +30,7 @@ from keras_strategies._core.row_kinds.kinds import (
 
 
 def kinds_of_results(call: Call) -> list[Kind]:
-    """Returns the kinds of an equation's results."""
+    """Returns the `Kind` of each of an equation's results."""
     num = len(call.equation.outvars)
     if call.name in _RANDOM:
         return [_random(call, k) for k in range(num)]
@@ -55,7 +55,7 @@ def kinds_of_results(call: Call) -> list[Kind]:
 
 
 def _random(call: Call, out: int) -> Kind:
-    """Returns the kind of a result of a random primitive.
+    """Returns the `Kind` of a result of a random primitive.
 
     The entries of such a result are drawn independently, and the distribution's
     parameters are constants. Only `random_gamma` may have parameters that
@@ -71,7 +71,7 @@ def _random(call: Call, out: int) -> Kind:
 
 
 def _is_scale_safe(call: Call) -> bool:
-    """Returns whether the exponents of a call's operands are handled.
+    """Returns whether a rule is valid for the exponents of the operands.
 
     This is the case if the rule tracks exponents, or if all operands are
     constants. It is also the case if the constants do not depend on the number

@@ -105,7 +105,7 @@ def stack(call: Call) -> Kind:
 
 
 def unstack(call: Call) -> list[Kind]:
-    """Returns the kinds of the entries along a dimension (JAX 0.12)."""
+    """Returns the `Kind` of each entry along a dimension (JAX 0.12)."""
     dims = [call.params["axis"]]
     outputs = range(len(call.equation.outvars))
     return [drop_dims(call, dims, out=k) for k in outputs]
@@ -131,7 +131,7 @@ def _with_columns(call: Call, kind: Kind, out: int = 0) -> Kind:
 
 
 def _part(call: Call, kind: Kind, start: int, stop: int, step: int) -> Kind:
-    """Returns the kind of a slice along the dimension of the rows.
+    """Returns the `Kind` of a slice along the dimension of the rows.
 
     The slice must consist of complete blocks of rows, else the result is
     `MIXED`.
@@ -146,7 +146,7 @@ def _part(call: Call, kind: Kind, start: int, stop: int, step: int) -> Kind:
 
 
 def _part_of_constant(call: Call, out: int = 0) -> Kind:
-    """Returns the kind that results from slicing a constant or a sum."""
+    """Returns the `Kind` that results from slicing a constant or a sum."""
     kind, before = call.kinds[0], call.shape()
     after = call.out_shape(out)
     result = move_dims(call, lambda axis: axis, out=out)
@@ -222,7 +222,7 @@ def _concatenated_constants(call: Call, dim: int, sizes: list[int]) -> Kind:
 
 
 def _concatenate_columns(call: Call, first: Kind, same: bool) -> Kind:
-    """Returns the kind of a concatenation along a dimension other than rows.
+    """Returns the `Kind` of a concatenation along a dimension other than rows.
 
     Args:
       call: The call.
