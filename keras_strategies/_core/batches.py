@@ -142,9 +142,9 @@ class Execution:
 jax.tree_util.register_dataclass(
     Segment, data_fields=["data"], meta_fields=["rows", "steps", "parts"]
 )
-# The pytree node has no leaves. Keras moves all arrays that it finds in its
-# data to one device; it must not find these arrays, which are already on the
-# right devices.
+# This pytree node has no leaves, because Keras moves all arrays that it finds
+# in its data to one device. Keras must not find these arrays, which are already
+# on the right devices.
 jax.tree_util.register_dataclass(
     Execution, data_fields=[], meta_fields=["segments", "place", "logs"]
 )
@@ -280,8 +280,8 @@ def _block_of(parts: tuple[int, ...], mesh: ReplicaMesh) -> int:
     )
 
 
-# `device_put` takes three times as long as `make_array_from_callback` on the
-# host for a sharded array (jax 0.10.2).
+# For a sharded array, `device_put` takes three times as long on the host as
+# `make_array_from_callback` (jax 0.10.2).
 
 
 def _put(column: Sequence[Any], block: int, mesh: ReplicaMesh) -> jax.Array:

@@ -101,8 +101,7 @@ def fill_in_order(places: Sequence[int], rows: int) -> tuple[int, ...]:
     """Fills places with rows one after another, each up to its size.
 
     A place is a replica or a process. Returns the number of rows in each place.
-    For example, 5 rows in places of
-    sizes 2, 2 and 2 result in 2, 2 and 1 rows.
+    For example, 5 rows in places of sizes 2, 2 and 2 result in 2, 2 and 1 rows.
     """
     taken = []
     for size in places:

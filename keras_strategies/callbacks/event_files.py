@@ -174,7 +174,7 @@ class Points:
 
 
 def _describe(error: Exception) -> str:
-    """Returns an error's text, after its class name unless an OSError."""
+    """Returns an error's text; adds the class name unless it is an OSError."""
     if isinstance(error, OSError):
         return str(error)
     return f"{type(error).__name__}: {error}"

@@ -5,7 +5,7 @@ import dataclasses
 from jax.sharding import NamedSharding, PartitionSpec
 
 Axis = str | tuple[str, ...]
-"""The name of the replica axis, or of two: over groups, and within a group."""
+"""The replica axis, or two axes: over groups, and within a group."""
 
 
 @dataclasses.dataclass(frozen=True)

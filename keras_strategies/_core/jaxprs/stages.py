@@ -1,10 +1,9 @@
-"""Divides traced functions into stages, which begin after each collective.
+"""Divides traced functions into stages that are separated by collectives.
 
 An equation is in stage k if the last collective on whose results it depends is
 number k (counted from 1). It is in stage 0 if it depends on no collective.
-Values also flow between equations through
-references (`jax.new_ref`): an equation that uses a reference depends on all
-equations that wrote to it.
+Values also flow between equations through references (`jax.new_ref`): an
+equation that uses a reference depends on all equations that wrote to it.
 """
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence

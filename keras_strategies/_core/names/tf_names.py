@@ -66,7 +66,10 @@ EXPERIMENTAL = {
     "MinSizePartitioner": _PARTITIONERS,
     "Partitioner": _PARTITIONERS,
     "partitioners": _PARTITIONERS,
-    "rpc": "another library for remote procedure calls, which ks does not have",
+    "rpc": (
+        "another library, because keras_strategies has no remote procedure "
+        "calls"
+    ),
 }
 """Names of `tf.distribute.experimental`."""
 
