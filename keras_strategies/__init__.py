@@ -10,7 +10,7 @@
     model.fit(x, y, batch_size=256)
 
 Importing this package does not initialize devices, import keras or jax, or
-patch anything: each public name is imported when it is first used.
+patch anything. Each public name is imported only when it is first used.
 """
 
 from typing import Any

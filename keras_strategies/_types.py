@@ -17,9 +17,9 @@ Leaf: TypeAlias = Any
 """One value of a tree: an array, a number, or any other object."""
 
 Batch: TypeAlias = Any
-"""A tree of arrays whose first dimension is the rows: (rows, ...).
+"""A tree of arrays of shape (rows, ...): their first dimension is the rows.
 
-A batch in Keras's loops is x, (x, y) or (x, y, sample_weight), as in
+In Keras's loops, a batch is x, (x, y) or (x, y, sample_weight), as in
 `keras.utils.unpack_x_y_sample_weight`.
 """
 
@@ -30,16 +30,17 @@ Shape: TypeAlias = tuple[int, ...]
 """The sizes of an array's dimensions."""
 
 Logs: TypeAlias = Mapping[str, Any]
-"""The `logs` that Keras's loops pass to callbacks: values by name."""
+"""The `logs` that Keras's loops pass to callbacks, from names to values."""
 
 Dataset: TypeAlias = Any
 """Data that `fit` or `experimental_distribute_dataset` accepts."""
 
 Callbacks: TypeAlias = Any
-"""The argument `callbacks`: one callback, a list, `CallbackList` or None."""
+"""The argument `callbacks`: a callback, a list, a `CallbackList` or None."""
 
 Equation: TypeAlias = Any
 """A `JaxprEqn`.
 
-It is `Any` because JAX's annotations do not give operands `shape` and `dtype`.
+The alias is `Any`, because JAX's type annotations do not declare the `shape`
+and `dtype` of an equation's operands.
 """

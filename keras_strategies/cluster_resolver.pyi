@@ -1,4 +1,4 @@
-"""The names, for type checkers; `_MODULES` has where they are."""
+"""The public names, for type checkers; `_MODULES` maps them to modules."""
 
 from keras_strategies.cluster.resolvers.kubernetes_resolver import (
     KubernetesClusterResolver as KubernetesClusterResolver,

@@ -3,9 +3,9 @@
     options = ks.experimental.CommunicationOptions(timeout_seconds=120)
     strategy = ks.MultiWorkerMirroredStrategy(communication_options=options)
 
-Differs from tf: `experimental.MultiWorkerMirroredStrategy` takes the same
-arguments as `MultiWorkerMirroredStrategy`. The argument `communication`, which
-is the first one in tf, does not exist.
+Differs from tf: `experimental.MultiWorkerMirroredStrategy` accepts the same
+arguments as `MultiWorkerMirroredStrategy`. It has no argument `communication`,
+which is the first argument in TensorFlow.
 """
 
 from keras_strategies._core.names import tf_names as _tf_names

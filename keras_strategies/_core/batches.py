@@ -34,8 +34,8 @@ class HostBatch:
       parts: The number of rows of each process. Processes that read the same
         rows (a group in `ReplicaMesh.readers`) share one entry.
       batch_size: The number of rows that a full global batch has in this step.
-      counts: The number of rows of each replica. None if the default rule for
-        dividing rows over replicas applies.
+      counts: The number of rows of each replica. None if the rows are divided
+        over the replicas by the default rule.
     """
 
     data: Tree
@@ -142,9 +142,9 @@ class Execution:
 jax.tree_util.register_dataclass(
     Segment, data_fields=["data"], meta_fields=["rows", "steps", "parts"]
 )
-# The pytree node has no leaves. Keras moves all arrays that it finds in its
-# data to one device; it must not find these arrays, which are already on the
-# right devices.
+# This pytree node has no leaves, because Keras moves all arrays that it finds
+# in its data to one device. Keras must not find these arrays, which are already
+# on the right devices.
 jax.tree_util.register_dataclass(
     Execution, data_fields=[], meta_fields=["segments", "place", "logs"]
 )
@@ -156,7 +156,7 @@ def num_rows(batch: Tree) -> int:
     Raises:
       ValueError: if a leaf has rank 0, if the arrays differ in length, or if
         there are no arrays or no rows.
-      TypeError: if a leaf does not hold numbers.
+      TypeError: if a leaf does not contain numbers.
     """
     arrays = jax.tree.leaves(batch)
     first_dims = {np.shape(array)[:1] for array in arrays}
@@ -181,9 +181,10 @@ def _raise_invalid(batch: Tree) -> NoReturn:
         shape = np.shape(leaf)
         if not shape:
             raise ValueError(
-                "Every array of a batch must have a first dimension, its rows."
-                f" Received: {name} of rank 0, value {leaf!r}. Repeat the "
-                "value for each row, or make it an attribute of the model."
+                "Every array of a batch must have a first dimension that "
+                f"indexes the rows. Received: {name} of rank 0, with the value "
+                f"{leaf!r}. Repeat the value for each row, or store it as an "
+                "attribute of the model."
             )
         host_arrays.check_numbers(leaf, name)
         lengths[name] = shape[0]
@@ -194,9 +195,9 @@ def _raise_invalid(batch: Tree) -> NoReturn:
             "dataset yields batches (`.batch(global_batch_size)`)."
         )
     raise ValueError(
-        "A batch must have at least one row. Received: shapes "
+        "A batch must have at least one row. Received: arrays with the shapes "
         f"{[np.shape(leaf) for _, leaf in leaves]}. Check that the data "
-        "is not empty."
+        "are not empty."
     )
 
 
@@ -279,8 +280,8 @@ def _block_of(parts: tuple[int, ...], mesh: ReplicaMesh) -> int:
     )
 
 
-# `device_put` takes three times as long as `make_array_from_callback` on the
-# host for a sharded array (jax 0.10.2).
+# For a sharded array, `device_put` takes three times as long on the host as
+# `make_array_from_callback` (jax 0.10.2).
 
 
 def _put(column: Sequence[Any], block: int, mesh: ReplicaMesh) -> jax.Array:

@@ -54,14 +54,17 @@ class Buffering:
         return [members for members in by_dtype.values() if len(members) > 1]
 
 
-# Step times relative to one all-reduce per array, on 2 cores with jax 0.10.2:
-# dense stacks of width 32 to 64 with 6 arrays take 0.9x on 2 devices and 0.7x
-# to 0.8x on 4. A small transformer, a ResNet and 16 dense layers (31 to 40
-# arrays) take 0.9x to 1.0x and 0.8x to 0.9x, for up to a second of compile
-# time. Arrays of 16384 entries take 1.3x (width 128, 9 layers).
+# Step times with buffers, relative to one all-reduce per array (2 cores, jax
+# 0.10.2). Stacks of dense layers of width 32 to 64, with 6 arrays, take 0.9x on
+# 2 devices and 0.7x to 0.8x on 4 devices. A small transformer, a ResNet and a
+# stack of 16 dense layers (31 to 40 arrays) take 0.9x to 1.0x on 2 devices and
+# 0.8x to 0.9x on 4 devices, and need up to a second longer to compile. If
+# arrays of 16384 entries are buffered too (width 128, 9 layers), a step takes
+# 1.3x.
 IN_PROCESS = Buffering(max_entries=4096, max_arrays=40)
-# Over gloo the same steps take 0.2x, or 0.15x with 34 arrays. Width 512 takes
-# 0.6x if arrays of 2**18 entries are included, 0.9x with only the small ones.
+# Between processes (over gloo) the same steps take 0.2x, or 0.15x with 34
+# arrays. Dense layers of width 512 take 0.6x if arrays of 2**18 entries are
+# buffered, and 0.9x if only the small arrays are.
 BETWEEN_PROCESSES = Buffering(max_entries=2**18, max_arrays=None)
 
 

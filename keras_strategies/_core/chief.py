@@ -14,7 +14,9 @@ from keras_strategies._types import Array
 
 
 def broadcast(values: Sequence[Any], mesh: ReplicaMesh) -> list[jax.Array]:
-    """Broadcasts the chief's values to all devices. Collective.
+    """Broadcasts the chief's values to all devices.
+
+    All processes must call this function together.
 
     Args:
       values: This process's arrays. In every process they must have the same

@@ -121,8 +121,9 @@ class CompiledProgram:
     def collective_bytes(self) -> dict[str, int]:
         """The bytes of the arrays that the collectives of each kind send.
 
-        The size of the full array is counted, not of a shard: the gathered
-        result, the reduced array, or the sum before it is scattered. A
+        The size of the full array is counted, not the size of a shard. The full
+        array is the result of an all-gather, the reduced array of an
+        all-reduce, or the sum of a reduce-scatter before it is scattered. A
         collective in a loop is counted once.
         """
         sent = self._figures.sent
@@ -135,7 +136,7 @@ class CompiledProgram:
 
     @property
     def output_bytes(self) -> int:
-        """The bytes on each device of results outside of the state."""
+        """The bytes per device of results that do not overwrite the state."""
         return int(self._figures.output_bytes)
 
     @property
@@ -200,7 +201,7 @@ def compile_program(
     """
     if options is not None and not isinstance(options, Mapping):
         raise TypeError(
-            "`compiler_options` must be a mapping of XLA's option names to "
+            "`compiler_options` must be a mapping from XLA option names to "
             f"values. Received: {options!r} of type {type(options).__name__}. "
             'Pass for example {"exec_time_optimization_effort": -1.0}.'
         )

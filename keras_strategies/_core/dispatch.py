@@ -46,8 +46,8 @@ def dispatch(mesh: ReplicaMesh, fn: Callable[..., Any], *args: Any) -> Any:
     Args:
       mesh: The replicas that run the program.
       fn: The program. It returns a tuple; the arrays in its first entry (logs
-        or outputs) are never donated to another program, so that they can be
-        waited for.
+        or outputs) are never donated to another program, so `dispatch` can
+        wait for them.
       *args: Arguments of the program.
 
     Returns:

@@ -23,12 +23,13 @@ _LEAST_BYTES = 2**16
 
 
 def check_numbers(leaf: object, name: str = "an array") -> None:
-    """Raises TypeError unless a leaf holds numbers or booleans."""
+    """Raises TypeError unless a leaf contains numbers or booleans."""
     if not holds_numbers(leaf):
         raise TypeError(
-            "The arrays of a batch must hold numbers or booleans. "
+            "The arrays of a batch must contain numbers or booleans. "
             f"Received: {name} of dtype {getattr(leaf, 'dtype', None)} "
-            f"({type(leaf).__name__}). Encode it before training."
+            f"({type(leaf).__name__}). Encode its values as numbers before "
+            "training."
         )
 
 
@@ -38,7 +39,7 @@ def holds_numbers(leaf: object) -> bool:
 
 
 def empty(shape: tuple[int, ...], dtype: "DTypeLike") -> np.ndarray:
-    """Returns an uninitialized array that JAX does not copy."""
+    """Returns an uninitialized array that JAX can use without a copy."""
     dtype = np.dtype(dtype)
     num_bytes = math.prod(shape) * dtype.itemsize
     buffer = np.empty(num_bytes + _ALIGNMENT, np.uint8)
@@ -97,7 +98,7 @@ def align(array: Array) -> Array:
 
 
 def take_rows(array: np.ndarray, indices: np.ndarray) -> np.ndarray:
-    """Returns the rows at the given indices, copied only once.
+    """Returns the rows at the given indices; copies each row only once.
 
     Args:
       array: The array.

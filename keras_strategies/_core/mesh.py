@@ -80,7 +80,7 @@ class ReplicaMesh:
         if not self.devices:
             raise ValueError(
                 "A strategy must have at least one device. Received: "
-                "devices=(). Omit `devices` to use all of them."
+                "devices=(). Omit `devices` to use all available devices."
             )
         if len(set(self.devices)) != len(self.devices):
             raise ValueError(
@@ -92,15 +92,16 @@ class ReplicaMesh:
             raise ValueError(
                 "All replicas must have the same number of devices. Received: "
                 f"{len(self.devices)} devices, cores_per_replica={cores}. "
-                "Pass a multiple of `cores_per_replica` devices."
+                "Pass a number of devices that is a multiple of "
+                "`cores_per_replica`."
             )
         if self.shards is not None and (
             self.shards < 1 or self.num_replicas % self.shards
         ):
             raise ValueError(
                 "`shards` must divide the number of replicas. "
-                f"Received: shards={self.shards} of {self.num_replicas} "
-                "replicas. Choose a number that divides it."
+                f"Received: shards={self.shards} and {self.num_replicas} "
+                "replicas. Pass a divisor of the number of replicas."
             )
         _check_owners(self._owners, cores)
 
@@ -154,7 +155,7 @@ class ReplicaMesh:
 
     @property
     def replica_axes(self) -> tuple[str, ...]:
-        """The names of the replicas' axes: (axis,), or (group axis, axis)."""
+        """The mesh axes of the replicas: (axis,), or (group axis, axis)."""
         is_one_group = self.shards in (None, self.num_replicas)
         return (self.axis,) if is_one_group else (GROUPS, self.axis)
 
@@ -200,7 +201,7 @@ class ReplicaMesh:
 
     @functools.cached_property
     def readers(self) -> tuple[tuple[int, ...], ...]:
-        """The groups of processes that read the same rows, as JAX ids.
+        """Groups of JAX process ids; a group's processes read the same rows.
 
         Each process reads the rows of its replicas. If the cores of a replica
         belong to several processes, these processes read the same rows.
@@ -238,18 +239,18 @@ class ReplicaMesh:
 
     @property
     def replicas_per_process(self) -> int:
-        """The number of replicas of which each process has cores."""
+        """The number of replicas that have cores in each process."""
         return self.num_replicas // self.num_readers
 
     @functools.cached_property
     def local_replicas(self) -> range:
-        """The ids of the replicas of which this process has cores."""
+        """The ids of the replicas that have cores in this process."""
         count = self.replicas_per_process
         start = self.reader_index * count
         return range(start, start + count)
 
     def first_of_readers(self, of_processes: Sequence[Any]) -> list[Any]:
-        """Selects one value per group of `readers`: that of its first process.
+        """Selects, for each group of `readers`, its first process's value.
 
         Args:
           of_processes: One value for each process, in the order of `processes`.
@@ -272,13 +273,13 @@ class ReplicaMesh:
         """Raises RuntimeError if programs can only be compiled, not run."""
         if self.is_abstract:
             raise RuntimeError(
-                "This strategy can only compile, because its TPUs are not "
-                "available here. Received: a call that must run on "
-                f"{format_devices(self.devices[:1])} and "
-                f"{len(self.devices) - 1} other devices. Use "
+                "This strategy can only compile programs, because its TPU "
+                "devices are not available to this process. Received: a call "
+                f"that must run on {format_devices(self.devices[:1])} and "
+                f"{len(self.devices) - 1} other devices. To compile, call "
                 "`strategy.compile_step(model, batch)` or "
-                "`strategy.compile_run(fn, args)`, and `ks.TPUStrategy()` "
-                "on the TPU itself."
+                "`strategy.compile_run(fn, args)`. To run, use "
+                "`ks.TPUStrategy()` on the TPU itself."
             )
 
     @property
@@ -337,10 +338,10 @@ def _check_owners(owners: list[int], cores: int) -> None:
     if sum(map(len, groups)) > len(set(owners)):
         raise ValueError(
             "Processes that share a replica must share all of their replicas, "
-            "because they read the same rows. Received: replicas with cores "
-            f"of the processes {_shorten(shown)}. Choose a `computation_shape` "
-            "within the chips of one host, such as [2, 2, 1, 1], or one that "
-            "covers all chips of its hosts."
+            "because they read the same rows. Received: replicas whose cores "
+            f"belong to the processes {_shorten(shown)}. Choose a "
+            "`computation_shape` within the chips of one host, such as "
+            "[2, 2, 1, 1], or one that covers all chips of its hosts."
         )
     runs = [(k, len(list(run))) for k, run in itertools.groupby(of_replicas)]
     if len(runs) != len(groups) or len({count for _, count in runs}) > 1:
@@ -348,9 +349,10 @@ def _check_owners(owners: list[int], cores: int) -> None:
         processes = [g[0] if len(g) == 1 else g for g in of_each]
         raise ValueError(
             "All processes must have the same number of replicas, and the "
-            "replicas of a process must be consecutive. Received: replicas of "
-            f"the processes {_shorten(processes)}. Choose the same number of "
-            "devices in each process, in the order of the processes."
+            "replicas of a process must be consecutive. Received: replicas "
+            f"that belong to the processes {_shorten(processes)}, in the order "
+            "of replica ids. Pass the same number of devices from each "
+            "process, ordered by process."
         )
 
 

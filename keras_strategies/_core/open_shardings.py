@@ -1,11 +1,11 @@
 """A patch of JAX's lowering that omits empty sharding constraints.
 
 In a mapped program that is manual over the replicas and automatic over each
-replica's cores, jax 0.10 emits a sharding constraint with all dimensions
-open after every operation. The constraint has no effect itself, but it hides
-constants from XLA's pass that duplicates a constant for each use. The TPU
-compiler then shards a constant as one of its uses requires and propagates this
-sharding to all values of the same shape, so activations and weights are
+replica's cores, jax 0.10 emits a sharding constraint after every operation,
+with all dimensions open (unspecified). The constraint itself has no effect, but
+it hides constants from XLA's pass that duplicates a constant for each use. The
+TPU compiler then shards a constant as one of its uses requires, and propagates
+this sharding to all values of the same shape, so activations and weights are
 gathered unnecessarily. For example, the train step of a small MLP gets 15
 all-gathers although it needs none. JAX intends to omit these constraints (a
 TODO in its source). See `test_open_constraints_are_still_emitted` in

@@ -23,8 +23,9 @@ from keras_strategies._core.jaxprs.specs import Axis, Sharded
 from keras_strategies._core.mesh import ReplicaMesh
 from keras_strategies._types import Array, Equation, Tree
 
-# A shard's rows must be a multiple of the rows of a TPU tile, and its columns a
-# multiple of the columns of eight tiles.
+# Sizes of the blocks that `_is_of_blocks` accepts. The number of rows of a
+# shard must be a multiple of the rows of a TPU tile, and its number of columns
+# a multiple of the columns of eight tiles.
 _TILE_ROWS = 8
 _TILE_COLUMNS = 1024
 
@@ -151,10 +152,8 @@ def split_spec(mesh: ReplicaMesh, *, dim: int = 0) -> PartitionSpec:
 def replica_id(axis: Axis) -> jax.Array | int:
     """Returns the id of the calling replica.
 
-    It is a traced int32 in a mapped program, and an int if replicas run in
-    lockstep.
-
-    It is also an int in a replay with `Alone`.
+    It is a traced int32 in a mapped program. It is an int if replicas run in
+    lockstep, or in a replay with `Alone`.
     """
     side = replay.current_side()
     if isinstance(side, Turn | replay.Alone):
@@ -168,9 +167,10 @@ def all_sum(
     """Sums each array over the replicas.
 
     Args:
-      leaves: Arrays of any shapes and dtypes, one value per replica.
+      leaves: This replica's arrays, of any shapes and dtypes.
       axis: The replica axis.
-      buffering: The rule for arrays that share a buffer; None for no buffers.
+      buffering: The rule that decides which arrays share a buffer. None for no
+        buffers.
 
     Returns:
       The sums, in the order and with the shapes of `leaves`.

@@ -11,7 +11,9 @@ def rows_of_replicas(
     The replicas get equal numbers of rows of a full batch, except that each of
     the first `batch_size mod num_replicas` replicas gets one additional row.
     With a shorter batch, the replicas are filled up to these numbers one after
-    another, so the last replicas may get fewer rows, or none.
+    another, so the last replicas may get fewer rows, or none. For example, with
+    a batch size of 8 on 2 replicas, a last batch of 6 rows is split into 4 and
+    2 rows.
 
     Args:
       rows: Number of rows of this batch.
@@ -48,12 +50,12 @@ def balanced_rows(rows: int, num_replicas: int) -> tuple[int, ...]:
 def rotated_rows(
     step: int, batch_size: int, num_replicas: int, num_processes: int
 ) -> tuple[int, ...]:
-    """Returns the number of rows that each replica reads of process-local data.
+    """Returns how many rows of process-local data each replica reads.
 
     These are the numbers that `rows_of_replicas` returns for a full batch, but
-    in each step they are rotated by the replicas of one process, as in
-    TensorFlow. Without the rotation, the first processes would always read more
-    rows and run out of data before the others.
+    as in TensorFlow each step rotates them further by the number of replicas of
+    one process. Without the rotation, the first processes would always read
+    more rows and would run out of data before the other processes.
 
     Args:
       step: Index of the step.
@@ -69,7 +71,7 @@ def rotated_rows(
 def rows_of_processes(
     counts: Sequence[int], num_processes: int
 ) -> tuple[int, ...]:
-    """Sums the replicas' numbers of rows for each process.
+    """Returns the number of rows of each process, summed over its replicas.
 
     Args:
       counts: The number of rows of each replica, in the order of replica ids.
@@ -98,8 +100,8 @@ def fill_replicas(counts: Sequence[int], rows: int) -> tuple[int, ...]:
 def fill_in_order(places: Sequence[int], rows: int) -> tuple[int, ...]:
     """Fills places with rows one after another, each up to its size.
 
-    Returns the number of rows in each place. For example, 5 rows in places of
-    sizes 2, 2 and 2 result in 2, 2 and 1 rows.
+    A place is a replica or a process. Returns the number of rows in each place.
+    For example, 5 rows in places of sizes 2, 2 and 2 result in 2, 2 and 1 rows.
     """
     taken = []
     for size in places:

@@ -52,15 +52,15 @@ def sharded_map(
     in_specs: Tree,
     out_specs: Tree,
 ) -> Callable[..., Any]:
-    """Maps `fn` over the replicas like `replica_map`, with `Sharded` values.
+    """Maps `fn` over the replicas, with arguments that may be `Sharded`.
 
     Args:
       fn: The function that each replica computes. `Sharded` arguments are
         passed to it as full, replicated arrays.
       mesh: The replicas.
       in_specs: Specs of the arguments, or a prefix of their nest.
-      out_specs: Specs of the results, or a prefix of their nest. Or a function
-        that takes the results and returns these specs. Results that are
+      out_specs: Specs of the results, a prefix of their nest, or a function
+        that takes the results and returns such specs. Results that are
         `Sharded` must be equal on all replicas.
     """
     if not any(isinstance(s, Sharded) for s in jax.tree.leaves(in_specs)):
@@ -376,7 +376,7 @@ class _SectionedStep:
 
 
 def _operands(equation: JaxprEqn, update: Update) -> list[tuple[Any, _Want]]:
-    """Returns an update's operands, each with how the update reads it."""
+    """Returns an update's operands and, for each, the value that is needed."""
     wants = [_Want(_Result.VALUE, replicated_spec())] * update.num_captured
     for reduction in update.gradients:
         if reduction == MAX:

@@ -16,7 +16,7 @@ from keras_strategies._types import Array, Tree
 STACKED = "stacked"
 """Component i is entry i of the first dimension."""
 ROWS = "rows"
-"""Component i is the i-th part of the first dimension; parts are equal."""
+"""Component i is the i-th of equally long parts of the first dimension."""
 PADDED = "padded"
 """Like `STACKED`, but component i is padded and must be cut to its shape."""
 LOCAL = "local"
@@ -109,9 +109,9 @@ class PerReplica(DistributedValues):
             return self._shapes_of_components(self.arrays[0])
         if self.layout == LOCAL:
             raise RuntimeError(
-                "Values that are being merged have no `.values`: components "
-                "are on different devices of one program. Received: `.values` "
-                "inside `merge_call`. Use `strategy.extended.reduce_to`."
+                "Inside `merge_call`, `.values` cannot be read, because each "
+                "device of the program has only one component. Received: a "
+                "read of `.values`. Use `strategy.extended.reduce_to`."
             )
         shards = self._shards()
         if self.layout == ROWS:
@@ -121,7 +121,7 @@ class PerReplica(DistributedValues):
         return tuple(data[0] for _, data in shards)
 
     def _shards(self) -> list[tuple[int, Any]]:
-        """Returns the parts of the array in this process: (start row, part).
+        """Returns this process's parts of the array as pairs (start row, part).
 
         A replica's part comes from its first core in this process.
         """
@@ -172,8 +172,8 @@ class PerReplica(DistributedValues):
     def __array__(self, *args: Any, **kwargs: Any) -> NoReturn:
         raise ValueError(
             "A per-replica value must not be used as one array. Received: a "
-            "PerReplica. Use `strategy.reduce`, `strategy.gather` or "
-            "`strategy.experimental_local_results` on it first."
+            "PerReplica. Convert it with `strategy.reduce`, `strategy.gather` "
+            "or `strategy.experimental_local_results` first."
         )
 
 
@@ -198,7 +198,7 @@ class Mirrored(DistributedValues):
     def values(self) -> tuple[Any, ...]:
         """The copies, one for each replica of this process.
 
-        Reading this property is collective if the array is sharded.
+        If the array is sharded, all processes must read it together.
         """
         if self.mesh is None:
             return tuple(data for _, data in local_shards(self.array))
@@ -271,7 +271,7 @@ def _within_replicas(
 
 
 def check_home(value: PerReplica, mesh: ReplicaMesh) -> None:
-    """Raises ValueError if a value belongs to another strategy than `mesh`."""
+    """Raises ValueError unless a value belongs to the strategy of `mesh`."""
     if value.layout == LOCAL:
         return
     if value.layout == PARTS:
@@ -286,8 +286,8 @@ def check_home(value: PerReplica, mesh: ReplicaMesh) -> None:
         raise ValueError(
             "A per-replica value must have one component for each replica and "
             "be used with the strategy whose `run` returned it. Received: "
-            f"{count} components, {mesh.num_replicas} replicas, on other "
-            "devices. Use it with that strategy, or make it with "
+            f"{count} components for {mesh.num_replicas} replicas, or other "
+            "devices. Use the strategy that returned it, or create it with "
             "`experimental_distribute_values_from_function`."
         )
 
@@ -298,7 +298,7 @@ def is_distributed(value: object) -> bool:
 
 
 def local_shards(array: jax.Array) -> list[tuple[Any, jax.Array]]:
-    """Returns the parts of an array on this process's devices, with indices.
+    """Returns this process's shards of an array as pairs (index, data).
 
     Unlike `addressable_shards`, it also works in a process with one device if
     `device_put` has spread the array over several processes (jax 0.10).
@@ -316,8 +316,8 @@ def set_apart(array: jax.Array) -> jax.Array:
     otherwise it copies them first. A step can still donate the buffers of
     `array`, so copy them to the host before the next step. An array that is
     replicated in one process is returned as the copy on its first device, the
-    fastest to read. For other results, `addressable_shards` never raises an
-    error: see `local_shards`.
+    fastest to read. The `addressable_shards` of other results can always be
+    read (see `local_shards`).
     """
     sharding = array.sharding
     if sharding.is_fully_replicated and sharding.is_fully_addressable:
@@ -333,7 +333,7 @@ def set_apart(array: jax.Array) -> jax.Array:
 
 
 def select_components(nest: Tree) -> Tree:
-    """Replaces each per-replica value in a nest by this replica's component.
+    """Replaces each per-replica value in a nest with this replica's component.
 
     Returns:
       A nest of arrays that can be passed to a replica's function.
@@ -389,12 +389,12 @@ def as_reduce_op(op: object) -> ReduceOp:
     if not isinstance(op, str):
         raise TypeError(
             "A reduction must be a `ReduceOp` or its name. Received: "
-            f"{op!r} of type {type(op).__name__}. Pass ReduceOp.SUM or "
-            "ReduceOp.MEAN."
+            f"{op!r} of type {type(op).__name__}. Pass `ReduceOp.SUM` or "
+            "`ReduceOp.MEAN`."
         )
     try:
         return ReduceOp(op.upper())
     except ValueError:
         raise ValueError(
-            f"{op!r} is not a valid ReduceOp. Choose SUM or MEAN."
+            f"{op!r} is not a valid ReduceOp. Pass 'SUM' or 'MEAN'."
         ) from None

@@ -28,10 +28,10 @@ class Checkpoint(CheckpointCallback):
 
     A checkpoint contains the weights, the state of layers, metrics and random
     seeds, the optimizers, the position in the epoch and in the data,
-    `History`, and the states of callbacks. The states of Keras's
-    `EarlyStopping`, `ReduceLROnPlateau`, `ModelCheckpoint`, `OrbaxCheckpoint`,
-    `CSVLogger`, `TensorBoard` and `SwapEMAWeights` are saved, and that of every
-    callback that has the methods `get_state()` and `set_state(state)`.
+    `History`, and the states of callbacks. A callback's state is saved if it is
+    Keras's `EarlyStopping`, `ReduceLROnPlateau`, `ModelCheckpoint`,
+    `OrbaxCheckpoint`, `CSVLogger`, `TensorBoard` or `SwapEMAWeights`, or if it
+    has the methods `get_state()` and `set_state(state)`.
 
     If `fit` finds a checkpoint in the directory, it resumes at the next batch
     as if training had not been interrupted. On the same number of devices and
@@ -136,7 +136,7 @@ class Checkpoint(CheckpointCallback):
         """Returns whether to restore only the variables of a checkpoint.
 
         If True, the metrics, the epoch and the position in the data start
-        over. Collective.
+        over. All processes call this method together.
 
         Args:
           loop: The state of the fit.
@@ -146,10 +146,10 @@ class Checkpoint(CheckpointCallback):
         return False
 
     def before_save(self, loop: FitState) -> None:
-        """Does nothing; a hook before a checkpoint is saved. Collective."""
+        """Does nothing; all processes call this before a save begins."""
 
     def after_save(self, loop: FitState) -> None:
-        """Does nothing; a hook after a save has begun. Collective.
+        """Does nothing; all processes call this after a save has begun.
 
         The files may still be written in the background; `wait` blocks until
         the save is complete.
@@ -182,7 +182,7 @@ class Checkpoint(CheckpointCallback):
             )
 
     def after_batch(self, loop: FitState) -> None:
-        """Saves if a save is due, or if the process was told to exit."""
+        """Saves if a save is due, or if SIGTERM asks the process to exit."""
         every = self._every_steps
         is_due = every is not None and self._is_due(loop.num_steps, every)
         if self._clock is not None and self._clock.is_due(loop.num_steps):
@@ -247,14 +247,17 @@ class Checkpoint(CheckpointCallback):
             raise FileNotFoundError(
                 "`resume=True` needs a checkpoint to resume from. Received: "
                 f"the directory {self.directory!r}, which contains no valid "
-                "checkpoint. Pass the run's directory, or `resume='auto'`."
+                "checkpoint. Pass the directory of the run to resume. To start "
+                "from scratch if there is no checkpoint, pass "
+                "`resume='auto'`."
             )
         if self._resume is False and step is not None:
             raise FileExistsError(
-                "`resume=False` starts over, and needs a directory without "
-                f"checkpoints. Received: {self.directory!r}, which contains "
-                f"one of step {step}. Pass another directory, delete this "
-                "one, or use `resume='auto'`."
+                "`resume=False` starts from scratch and needs a directory "
+                f"without checkpoints. Received: {self.directory!r}, which "
+                f"contains a checkpoint of step {step}. Pass another "
+                "directory, delete this one, or pass `resume='auto'` to "
+                "resume from the checkpoint."
             )
 
     def _resume_from(self, loop: FitState, step: int) -> None:
@@ -287,23 +290,25 @@ class Checkpoint(CheckpointCallback):
             return
         if loop.other_batches is not None and not loop.is_over:
             _logger.warning(
-                "The position in the data is saved as a number of batches. The "
-                "fit in %r resumes in the middle of a pass over data of %s: "
-                "until the end of that pass, rows may be seen twice or not at "
+                "The fit in %r resumes in the middle of a pass over the data, "
+                "but the data differ from those of the saved run: %s. The "
+                "position in the data is saved as a number of batches, so "
+                "until the end of this pass rows may be seen twice or not at "
                 "all. Pass the original data and `batch_size`.",
                 self.directory,
                 loop.other_batches,
             )
         if loop.is_over:
             _logger.warning(
-                "The run in %r is over: %d steps are done, and no further "
-                "step is trained. %s",
+                "The run in %r has ended after %d steps, so `fit` trains no "
+                "further steps. %s",
                 self.directory,
                 step,
-                "A callback ended it (as EarlyStopping does): use another "
-                "directory."
+                "A callback stopped it, as EarlyStopping does. To train again, "
+                "use another directory."
                 if loop.was_stopped
-                else "Pass more `epochs`, or another directory.",
+                else "Pass more `epochs` to continue, or use another directory "
+                "to start again.",
             )
             return
         text = (
@@ -350,8 +355,9 @@ class Checkpoint(CheckpointCallback):
         if best in logs or may_come or not self._storage.is_chief:
             return
         _logger.warning(
-            "`Keep(best=%r)` must be a name in `logs`, which contain %s: no "
-            "checkpoint is retained as the best. Pass one of these names.",
+            "`best` of `Keep` must be the name of a value in the logs. "
+            "Received: best=%r, but the logs contain %s. No checkpoint is kept "
+            "as the best one. Pass one of the names in the logs.",
             best,
             sorted(logs),
         )
@@ -362,9 +368,9 @@ class Checkpoint(CheckpointCallback):
             from keras_strategies.cluster.watchdog import exit_hooks
 
             exit_hooks.write(
-                f"stopped by SIGTERM after step {loop.num_steps}, which is "
-                f"saved in {self.directory!r}; exit code "
-                f"{int(ExitCode.PREEMPTED)}."
+                f"stopped by SIGTERM after step {loop.num_steps}. A checkpoint "
+                f"of this step is saved in {self.directory!r}. The process "
+                f"exits with exit code {int(ExitCode.PREEMPTED)}."
             )
         raise Preempted
 

@@ -21,8 +21,8 @@ def check_installed() -> None:
     """Raises ImportError unless tensorboardX is installed."""
     if importlib.util.find_spec("tensorboardX") is None:
         raise ImportError(
-            "`Scalars` needs tensorboardX to write TensorBoard's files. "
-            "Received: no module `tensorboardX`. Run "
+            "`Scalars` needs tensorboardX to write files for TensorBoard. "
+            "Received: a Python environment without tensorboardX. Run "
             "`pip install tensorboardX`."
         )
 
@@ -164,8 +164,8 @@ class Points:
                 return
             self._is_given_up = True
             warnings.warn(
-                "`Scalars` could not write its points, and drops the rest of "
-                f"this run's points. Received: {self._folder!r}: "
+                "`Scalars` could not write to its folder, so it writes no "
+                f"further points in this run. Received: {self._folder!r}: "
                 f"{_describe(error)}. Free space on the disk, or choose "
                 "another folder.",
                 RuntimeWarning,
@@ -174,7 +174,7 @@ class Points:
 
 
 def _describe(error: Exception) -> str:
-    """Returns an error's text, with its class name unless an OSError."""
+    """Returns an error's text; adds the class name unless it is an OSError."""
     if isinstance(error, OSError):
         return str(error)
     return f"{type(error).__name__}: {error}"

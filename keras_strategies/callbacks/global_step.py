@@ -1,4 +1,4 @@
-"""The global step of the model that a callback watches, and its speed."""
+"""Counts the train steps of a model and measures the training speed."""
 
 import math
 import weakref
@@ -26,8 +26,8 @@ class GlobalStep:
     that Keras reports to callbacks.
 
     Args:
-      start: The number of steps before this counter; None to read it from the
-        optimizer of the first model.
+      start: The number of steps trained before counting starts. None to read
+        the step count of the first model's optimizer.
     """
 
     def __init__(self, start: int | None = None) -> None:
@@ -45,7 +45,7 @@ class GlobalStep:
 
     @property
     def is_numbered(self) -> bool:
-        """Whether steps are counted by `note_batch`, as for a plain model."""
+        """Whether `note_batch` counts the steps, as for a plain Keras model."""
         return self._counts is self._numbered
 
     @property
@@ -71,8 +71,8 @@ class GlobalStep:
         binding = find_binding(model)
         counts = self._numbered if binding is None else binding.trained
         if counts is not self._counts:
-            # The base is adjusted for the counter, so that `value` does not
-            # change.
+            # The base changes together with the counter, so that `value` stays
+            # the same.
             step = self.value
             self._counts, self._base = counts, counts.steps
             if self._start is not None:
@@ -92,9 +92,9 @@ class GlobalStep:
         """Records the progress within an epoch.
 
         Args:
-          batch: The number that Keras gives the execution's last batch. It is
-            larger than the last batch of the epoch if the number of steps is
-            not a multiple of `steps_per_execution`.
+          batch: The index that Keras assigns to the execution's last batch. It
+            exceeds the index of the epoch's last batch if the number of steps
+            is not a multiple of `steps_per_execution`.
           steps: The number of steps in the epoch, or None if unknown.
         """
         done = min(batch + 1, steps or batch + 1)
@@ -111,7 +111,7 @@ class Every:
 
     Attributes:
       period: The argument.
-      due: The next step that is due; infinite if no step will be.
+      due: The next step that is due; infinity if no further step is due.
     """
 
     def __init__(self, period: int) -> None:

@@ -175,7 +175,7 @@ class Scalars(keras.callbacks.Callback):
         """Returns whether the logs of the last execution are needed.
 
         Args:
-          batch: The number that Keras gives the execution's last batch.
+          batch: The index that Keras assigns to the execution's last batch.
         """
         if not self._is_writer:
             return False
@@ -208,7 +208,7 @@ class Scalars(keras.callbacks.Callback):
     # Called by Keras in evaluate, and for the validation in fit.
 
     def on_test_begin(self, logs: Logs | None = None) -> None:
-        """Records the start time, and opens the file unless in a fit."""
+        """Records the start time; opens the file unless a fit is running."""
         self._test_began = time.perf_counter()
         if not self._is_fitting:
             self._follow()
@@ -283,8 +283,8 @@ class Scalars(keras.callbacks.Callback):
         self._left_out.add(name)
         warnings.warn(
             f"`Scalars` cannot write metrics of more than {_MAX_ENTRIES} "
-            f"entries. Received: {name!r} of shape {shape}, which is left out. "
-            "Reduce it in the metric's `result`.",
+            f"entries. Received: {name!r} of shape {shape}, which is not "
+            "written. Return fewer entries from the metric's `result` method.",
             UserWarning,
             stacklevel=2,
         )
@@ -306,7 +306,7 @@ def _line(
 def _folder(log_dir: object) -> str:
     if not isinstance(log_dir, str | os.PathLike) or not str(log_dir):
         raise TypeError(
-            "`log_dir` must be a path that is not empty, or None. Received: "
+            "`log_dir` must be a non-empty path, or None. Received: "
             f"log_dir={log_dir!r}. Pass the folder to write to."
         )
     return str(log_dir)
@@ -317,8 +317,8 @@ def _eval_folder(name: object) -> str:
         return "eval"
     if not isinstance(name, str) or not name or set(name) & set("/\\\0"):
         raise ValueError(
-            "`eval_name` must be a valid part of a folder's name. Received: "
-            f"eval_name={name!r}. Use letters and digits, or omit it."
+            "`eval_name` must be a string that a folder's name can contain. "
+            f"Received: eval_name={name!r}. Use letters and digits, or omit it."
         )
     return f"eval_{name}"
 

@@ -1,4 +1,4 @@
-"""Runs a test's function in several processes of a `jax.distributed` job.
+"""Runs a test function in several processes of a `jax.distributed` job.
 
 All processes run on this machine, on virtual CPU devices, and communicate over
 127.0.0.1.
@@ -74,7 +74,7 @@ def run_processes(
       num_processes: Number of processes. A single process does not join a
         `jax.distributed` job.
       args: Positional arguments for the function, as JSON values.
-      devices_per_process: Number of virtual CPU devices of each process.
+      devices_per_process: Number of virtual CPU devices in each process.
       timeout_s: Time limit for all processes together, in seconds.
       env: Environment variables to set in the processes, in addition to those
         of this process.
@@ -84,8 +84,8 @@ def run_processes(
       The result of each process, in the order of the process ids.
 
     Raises:
-      TimeoutError: if a process does not exit in time. All processes are
-        killed before the error is raised.
+      TimeoutError: if a process does not exit within `timeout_s`. All
+        processes are killed before the error is raised.
       RuntimeError: if a process fails and `must_succeed` is true.
 
     Example:
@@ -120,12 +120,17 @@ def run_processes(
         results = list(map(_result, running, paths))
     if is_late:
         raise TimeoutError(
-            f"{target} did not end within {timeout_s:.0f} s in "
-            f"{num_processes} processes.{_format_outputs(results)}"
+            f"{target!r} must finish within `timeout_s`. Received: "
+            f"{num_processes} processes, of which at least one was still "
+            f"running after {timeout_s:.0f} s. Check the output of each "
+            "process, shown below, or pass a larger `timeout_s`."
+            f"{_format_outputs(results)}"
         )
     if must_succeed and any(result.returncode for result in results):
         raise RuntimeError(
-            f"{target} failed in one of {num_processes} processes."
+            f"{target!r} must succeed in all {num_processes} processes. "
+            "Received: at least one exit status other than 0. Check the "
+            "output of each process, shown below."
             f"{_format_outputs(results)}"
         )
     return results
@@ -163,12 +168,13 @@ def _make_environment(
 
 
 def _wait(running: list[subprocess.Popen[bytes]], timeout_s: float) -> bool:
-    """Waits until all processes have exited, or the time is over.
+    """Waits until all processes have exited, or the time limit is reached.
 
-    After one process fails, the others get only `_GRACE_S` more seconds.
+    After one process has failed, waits at most `_GRACE_S` more seconds for the
+    other processes.
 
     Returns:
-      False if the time limit was reached.
+      False if the time limit was reached, else True.
     """
     end = time.monotonic() + timeout_s
     failed_at: float | None = None
@@ -209,7 +215,7 @@ def _format_outputs(results: list[ProcessResult]) -> str:
 
 
 def run(words: str) -> None:
-    """Runs in each process: joins the job and calls the function.
+    """Joins the job and calls the function; each process runs this.
 
     Args:
       words: The JSON message from `run_processes`.

@@ -45,6 +45,7 @@ def assert_replicated(*owners: keras.Model | keras.Variable) -> None:
                 break
     if different:
         raise AssertionError(
-            "Replicated variables differ between replicas: "
-            f"{', '.join(different)}."
+            "All copies of a replicated variable must be equal. Received: "
+            f"different copies of {', '.join(different)}. Find the operation "
+            "that wrote different values on the replicas."
         )

@@ -110,7 +110,7 @@ def test_a_finished_run_trains_nothing_and_warns(
     assert not told
     assert (folder / "log.csv").read_text() == log
     (text,) = [r.getMessage() for r in caplog.records]
-    assert "12 steps are done, and no further step is trained." in text
+    assert "has ended after 12 steps, so `fit` trains no further steps." in text
     assert "Pass more `epochs`" in text
 
 
@@ -122,7 +122,7 @@ def test_a_run_that_a_callback_ended_is_over(runner, tmp_path, caplog):
     assert not caplog.records
     history = model.fit(X, Y, epochs=9, **given)
     (text,) = [r.getMessage() for r in caplog.records]
-    assert "A callback ended it (as EarlyStopping does)" in text
+    assert "A callback stopped it, as EarlyStopping does." in text
     assert history.epoch == [0, 1]
 
 
@@ -265,7 +265,7 @@ def test_a_best_that_is_nowhere_is_told_once(
     told = [r.getMessage() for r in caplog.records if "best" in r.getMessage()]
     assert len(told) == is_told
     if told:
-        assert f"Keep(best={best!r})" in told[0]
+        assert f"Received: best={best!r}" in told[0]
         assert "'loss', 'mae', 'val_loss'" in told[0]
 
 
@@ -609,16 +609,16 @@ def test_a_callback_with_half_of_what_it_needs_is_told(
 @pytest.mark.parametrize(
     ("other", "what"),
     [
-        ({"batch_size": 16}, "of 8 rows a batch, now 16; 4 batches, now 2:"),
-        ({"x": X[:24], "y": Y[:24]}, "data of 4 batches, now 3; "),
-        ({"x": X[:30], "y": Y[:30]}, "data of 32 rows, now 30:"),
+        ({"batch_size": 16}, "run: 8 rows a batch, now 16; 4 batches, now 2."),
+        ({"x": X[:24], "y": Y[:24]}, "run: 4 batches, now 3; "),
+        ({"x": X[:30], "y": Y[:30]}, "run: 32 rows, now 30."),
         (
             {"x": Batches(16), "y": None, "batch_size": None},
-            "data of another kind or order; 4 batches, now 2:",
+            "run: another kind or order; 4 batches, now 2.",
         ),
         (
             {"y": None, "batch_size": None} | cases.pydataset(),
-            "over data of another kind or order: ",
+            "run: another kind or order.",
         ),
         ({}, None),
     ],

@@ -266,7 +266,7 @@ CASES = {
     "A TPU system needs TPUs": tpu_system,
     "All arrays of a batch": two_lengths,
     "Every array of a batch must": scalar_of_a_batch,
-    "The arrays of a batch must hold": lambda _: fit(X.astype(object), Y),
+    "The arrays of a batch must contain": lambda _: fit(X.astype(object), Y),
     "Training, evaluation and prediction": nothing,
     "All batches must have the same": two_structures,
     "An epoch of an infinite dataset": infinite,

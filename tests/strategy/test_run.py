@@ -114,7 +114,7 @@ def test_components_of_different_kinds_are_refused():
         with pytest.raises(ValueError, match="the same rank and dtype"):
             strategy.run(lambda x: x, args=(wrong,))
     wrong = ks.PerReplica((np.zeros(1),) * 3)
-    with pytest.raises(ValueError, match="3 components, 2 replicas"):
+    with pytest.raises(ValueError, match="3 components for 2 replicas"):
         strategy.run(lambda x: x, args=(wrong,))
 
 

@@ -29,7 +29,7 @@ _CALLS = {
     "custom_vjp_call": "call_jaxpr",
     "custom_lin": "call_jaxpr",
 }
-"""Primitives that call a jaxpr on their operands, and the parameter with it."""
+"""The parameter with the jaxpr, for each primitive that calls a jaxpr."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -138,7 +138,7 @@ def add_collectives(cut: Cut, other: Cut) -> Cut | None:
 
 
 def _keys_of(collectives: Sequence[Any]) -> list[Any]:
-    """Returns keys of collectives: the primitive, shapes and name scope."""
+    """Returns a key per collective: its primitive, shapes and name scope."""
     return [
         (
             equation.primitive.name,
@@ -150,7 +150,7 @@ def _keys_of(collectives: Sequence[Any]) -> list[Any]:
 
 
 def _places(keys: Sequence[Any], of_all: Sequence[Any]) -> list[int] | None:
-    """Finds keys, in their order, in a longer list; None if one is missing."""
+    """Returns the positions of keys in a longer list, or None if not found."""
     places, start = [], 0
     for key in keys:
         rest = [k for k in range(start, len(of_all)) if of_all[k] == key]
@@ -162,7 +162,7 @@ def _places(keys: Sequence[Any], of_all: Sequence[Any]) -> list[int] | None:
 
 
 def reduce(collective: JaxprEqn, operands: Sequence[Any]) -> list[Any]:
-    """Computes a collective, at which a program was cut, from its operands."""
+    """Computes one of the collectives of a `Cut` from its operands."""
     results = collective.primitive.bind(*operands, **collective.params)
     return list(results) if collective.primitive.multiple_results else [results]
 
@@ -185,7 +185,7 @@ def find_called_jaxpr(equation: Equation) -> tuple[Any, list[Any]] | None:
 def _trace_expanded(equation: JaxprEqn) -> tuple[Any, list[Any]]:
     """Traces the function of JAX 0.12's `call_hi_primitive`.
 
-    Its equation contains no jaxpr.
+    The equation itself contains no jaxpr.
     """
     called = equation.params["_prim"]
 
@@ -204,11 +204,13 @@ def _collectives_in(jaxpr: Jaxpr) -> Iterator[Any]:
             called = find_called_jaxpr(equation)
             if called is None:
                 raise RuntimeError(
-                    "Replicas with different numbers of rows must not "
-                    "communicate inside a loop or a branch of JAX. "
+                    "If the replicas have different numbers of rows, they must "
+                    "not communicate inside a loop or a branch of JAX. "
                     f"Received: a collective in `{equation.primitive.name}`, "
-                    "with an uneven batch. Call it outside, or make the batch "
-                    "even (`drop_remainder`)."
+                    "with a batch that cannot be divided equally among the "
+                    "replicas. Call the collective outside of the loop or "
+                    "branch, or use only batches that can be divided equally "
+                    "(`drop_remainder=True`)."
                 )
             yield from _collectives_in(called[0])
 
@@ -227,7 +229,7 @@ def _evaluate(
     inputs: Sequence[Any],
     meet: Callable[[list[Any]], list[Any]],
 ) -> list[Any]:
-    """Evaluates a program, calling `meet` in place of each collective."""
+    """Evaluates a program, but calls `meet` instead of each collective."""
     values = dict(zip(jaxpr.constvars, consts, strict=True))
     values |= dict(zip(jaxpr.invars, inputs, strict=True))
 

@@ -24,7 +24,7 @@ Sum = Callable[[list[Any]], list[Any]]
 def with_combined_sums(
     traced: ClosedJaxpr, axis: Axis, all_sum: Sum
 ) -> Callable[..., list[Any]]:
-    """Returns a traced function with its sums over an axis combined.
+    """Returns a traced function in which sums over an axis are combined.
 
     Args:
       traced: The function. Its sums are not combined if it prints, calls back
@@ -67,7 +67,7 @@ def with_combined_sums(
 
 
 def _rounds(equations: Sequence[Any], axis: Axis) -> list[tuple[Any, Any]]:
-    """Returns for each round: the equations to compute first, and the sums."""
+    """Returns for each round the equations to compute first, and the sums."""
     waits: dict[Any, int] = {}
     computed, sums = collections.defaultdict(list), {}
     for equation in equations:

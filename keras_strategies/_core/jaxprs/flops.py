@@ -1,4 +1,4 @@
-"""Counts the operations of a traced program's products and convolutions."""
+"""Counts the floating-point operations of a traced program."""
 
 import math
 
@@ -12,7 +12,7 @@ def count_flops(jaxpr: Jaxpr | ClosedJaxpr) -> float:
     """Counts the multiplications and additions of a traced program.
 
     Only matrix products and convolutions (without their padding) are counted;
-    the rest is negligible. Of a conditional, only the most expensive branch is
+    the rest is negligible. For a conditional, only the most expensive branch is
     counted. For a loop of unknown length, one iteration is counted.
     """
     total = 0.0

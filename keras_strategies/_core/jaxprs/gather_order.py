@@ -27,8 +27,8 @@ def find_gathers(
 ) -> dict[int, list[Gathered]]:
     """Finds the values that each equation must gather before it is computed.
 
-    Values that several equations read, such as in the backward pass, are left
-    out: they stay gathered between the reads.
+    Values that several equations read, for example once more in the backward
+    pass, are left out, because they stay gathered between the reads.
 
     Args:
       equations: The equations, in their order.

@@ -44,8 +44,9 @@ def count_collectives(text: str) -> dict[str, int]:
 def count_collective_bytes(text: str) -> dict[str, int]:
     """Returns the bytes of the arrays that collectives of each kind send.
 
-    The size of the full array is counted, not of a shard: the gathered result,
-    the reduced array, or the sum before it is scattered. A collective in a loop
+    The size of the full array is counted, not the size of a shard. The full
+    array is the result of an all-gather, the reduced array of an all-reduce, or
+    the sum of a reduce-scatter before it is scattered. A collective in a loop
     is counted once.
     """
     sizes: dict[str, int] = dict.fromkeys(COLLECTIVES, 0)

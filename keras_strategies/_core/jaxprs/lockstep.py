@@ -262,8 +262,8 @@ def _check_kinds(kinds: list[str]) -> None:
         raise RuntimeError(
             "All replicas must call the same collectives in the same order "
             "(`all_reduce`, `merge_call`, an optimizer's `apply`, a write of "
-            f"an aggregated variable). Received: replicas at {kinds}. Call "
-            "the same ones on every replica."
+            f"an aggregated variable). Received: replicas that reached {kinds}."
+            " Call the same collectives on every replica."
         )
 
 
@@ -274,10 +274,10 @@ def _stack(values: list[list[Any]]) -> list[Any]:
 def _check_concrete(arrays: list[Any]) -> None:
     if any(isinstance(array, Tracer) for array in arrays):
         raise RuntimeError(
-            "In debug mode replicas must not communicate inside functions that "
-            "JAX traces (`jit`, `scan`, `cond`, a second gradient). Received: "
-            "a collective in one. Remove that transformation, or turn debug "
-            "mode off."
+            "In debug mode, replicas must not communicate inside functions "
+            "that JAX traces (`jit`, `scan`, `cond`, a second gradient). "
+            "Received: a collective inside such a function. Call the "
+            "collective outside of the function, or turn debug mode off."
         )
 
 
@@ -285,7 +285,8 @@ def _check_shapes(values: list[list[Any]]) -> None:
     shapes = [[(a.shape, str(a.dtype)) for a in arrays] for arrays in values]
     if any(s != shapes[0] for s in shapes):
         raise ValueError(
-            "A collective's value must have one shape and dtype on all "
-            f"replicas. Received: {shapes}. Make them equal, or reduce over "
-            "the rows first."
+            "The arrays that replicas pass to a collective must have the same "
+            "shapes and dtypes on all replicas. Received, for each replica: "
+            f"{shapes}. Make the shapes and dtypes match, or reduce over the "
+            "rows first."
         )

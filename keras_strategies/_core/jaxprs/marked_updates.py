@@ -21,7 +21,10 @@ from keras_strategies._core.jaxprs.specs import Spec
 from keras_strategies._core.jaxprs.stages import with_consts_as_inputs
 
 MAX = "max"
-"""The reduction of a gradient whose value replaces its variable."""
+"""The reduction of a "gradient" that is its variable's new value.
+
+See `overwrite_with_gradient` in Keras.
+"""
 
 Reduction = Spec | Literal["max"]
 """The spec of a gradient's sum, or `MAX` for its replicated maximum."""

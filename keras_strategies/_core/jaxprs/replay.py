@@ -71,10 +71,10 @@ class Concatenation:
         dim = self.dim
         if len({s[:dim] + s[dim + 1 :] for s in shapes}) > 1:
             raise ValueError(
-                "Arrays must have equal shapes except in the dimension in "
-                "which they are concatenated. Received: shapes "
-                f"{shapes} of the replicas, and dimension {dim}. Make the "
-                "other dimensions equal."
+                "To be concatenated, the replicas' arrays must have equal "
+                "sizes in all other dimensions. Received: arrays of shapes "
+                f"{shapes}, concatenated along dimension {dim}. Make the sizes "
+                "in the other dimensions equal."
             )
         return dataclasses.replace(self, sizes=tuple(s[dim] for s in shapes))
 
@@ -89,7 +89,7 @@ class Concatenation:
 def uneven_concatenation(
     axis: Axis, dim: int, sizes: tuple[int, ...]
 ) -> Reduce:
-    """Makes a concatenation of arrays that differ in size along `dim`.
+    """Returns a collective that concatenates arrays of different sizes.
 
     It is implemented as a sum: each replica's array is placed at its position
     in an array of zeros. So all replicas' programs have the same collective,
@@ -150,7 +150,7 @@ class Replay:
         self._has_ended = False
 
     def collective(self, reduce: Reduce, operands: list[Any]) -> list[Any]:
-        """Computes the next collective if it is known, or ends the replay.
+        """Computes the next collective if it is known, else ends the replay.
 
         Raises:
           Reached: if the collective is not in `known`.
@@ -168,9 +168,11 @@ class Replay:
         if self._has_ended:
             raise RuntimeError(
                 "A step, or a function passed to `run`, must not catch "
-                "BaseException: with an uneven batch an exception ends it at "
-                "each collective. Received: one that caught it (`except:` or "
-                "`except BaseException:`). Catch `Exception` instead."
+                "BaseException. If a batch cannot be divided equally among "
+                "the replicas, the function is traced repeatedly, and a "
+                "BaseException ends these traces at collectives. Received: a "
+                "function that caught it (`except:` or `except "
+                "BaseException:`). Catch `Exception` instead."
             )
 
 
@@ -192,7 +194,8 @@ class Alone:
     def collective(self, reduce: Reduce, operands: list[Any]) -> list[Any]:
         """Returns the operands in place of the collective's results.
 
-        For a concatenation, the operand is concatenated with copies of itself.
+        For a concatenation, returns copies of the operand, one for each
+        replica, concatenated.
         """
         if isinstance(reduce, Concatenation):
             copies = operands * self._num_replicas

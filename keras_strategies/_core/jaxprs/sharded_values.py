@@ -1,6 +1,6 @@
 """Interprets a traced step on one replica, with sharded values.
 
-Of a sharded value, a replica stores only its shard. The value is gathered just
+For a sharded value, a replica stores only its shard. The value is gathered just
 before an equation reads it. If the value is cast before it is read, the shard
 is cast first and the result is gathered. If it is read in a rematerialized
 function, it is gathered inside that function, so that the backward pass gathers
@@ -49,8 +49,7 @@ class Exchange(Protocol):
         """Returns this replica's shard of the sum of the replicas' values.
 
         Returns:
-          An array that is one shard: in dimension `spec.dim` it has the size of
-          a replica's part.
+          An array whose size in dimension `spec.dim` is that of one shard.
         """
         ...
 
@@ -58,8 +57,7 @@ class Exchange(Protocol):
         """Returns this replica's shard of a replicated value.
 
         Returns:
-          An array that is one shard: in dimension `spec.dim` it has the size of
-          a replica's part.
+          An array whose size in dimension `spec.dim` is that of one shard.
         """
         ...
 
@@ -114,8 +112,7 @@ class ShardedInterpreter:
         """Returns this replica's shard of a value.
 
         Returns:
-          An array that is one shard: in dimension `spec.dim` it has the size of
-          a replica's part.
+          An array whose size in dimension `spec.dim` is that of one shard.
         """
         if not isinstance(variable, Literal) and variable in self._shards:
             shard, shard_spec = self._shards[variable]
@@ -127,8 +124,7 @@ class ShardedInterpreter:
         """Returns this replica's shard of the sum of the replicas' values.
 
         Returns:
-          An array that is one shard: in dimension `spec.dim` it has the size of
-          a replica's part.
+          An array whose size in dimension `spec.dim` is that of one shard.
         """
         if not isinstance(variable, Literal) and variable in self._sums:
             return self._sums[variable]
@@ -198,8 +194,8 @@ class ShardedInterpreter:
     def _tie(self, equation: JaxprEqn, gathered: list[Gathered]) -> bool:
         """Makes gathers of values depend on the operands of an equation.
 
-        So the compiler cannot gather the values before the equation's other
-        operands are computed.
+        This keeps the compiler from gathering the values before the equation's
+        other operands are computed.
 
         Args:
           equation: The equation.
@@ -207,8 +203,8 @@ class ShardedInterpreter:
             equation's other operands.
 
         Returns:
-          True if the values were tied or there are none. False if the equation
-          has no other operands to which they can be tied.
+          True if the values were tied, or if there are no values. False if the
+          equation has no other operands to which they can be tied.
         """
         read = variables(equation.invars)
         others = [
@@ -251,12 +247,10 @@ class ShardedInterpreter:
     def _is_entered(
         self, equation: JaxprEqn, places: dict[Var, Sharded]
     ) -> bool:
-        """Returns whether to compute an equation by entering its function.
+        """Returns whether the function that an equation calls uses shards.
 
-        Then the function that the equation calls is computed with shards.
-
-        This is the case if an operand is passed as a shard, or if the sum of a
-        result is scattered inside the function.
+        This is the case if an operand is passed to the function as a shard, or
+        if the sum of one of its results is scattered inside the function.
         """
         if not _is_call(equation):
             return False
@@ -278,7 +272,7 @@ class ShardedInterpreter:
         return _is_rematerialized(equation) or self.is_sharded(variable)
 
     def _enter(self, equation: Equation, places: dict[Var, Sharded]) -> None:
-        """Computes the function that an equation calls, with some shards."""
+        """Computes a called function on operands of which some are shards."""
         entering = []
         for variable in equation.invars:
             if self._enters_sharded(equation, variable):

@@ -5,7 +5,7 @@ import dataclasses
 from jax.sharding import NamedSharding, PartitionSpec
 
 Axis = str | tuple[str, ...]
-"""The replica axis, or the two axes (over groups, within a group)."""
+"""The replica axis, or two axes: over groups, and within a group."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -20,7 +20,7 @@ class OverCores:
 
     @property
     def spec(self) -> PartitionSpec:
-        """The spec in a function mapped over the replicas: replicated."""
+        """The spec in a mapped function, where the value is replicated."""
         return PartitionSpec()
 
 

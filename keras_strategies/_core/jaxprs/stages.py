@@ -1,9 +1,9 @@
-"""Divides traced functions into stages, by the collectives that come before.
+"""Divides traced functions into stages that are separated by collectives.
 
-An equation is in stage k if it depends on the results of the first k
-collectives, but of no later one. Values also flow between equations through
-references (`jax.new_ref`): an equation that uses a reference depends on all
-equations that wrote to it.
+An equation is in stage k if the last collective on whose results it depends is
+number k (counted from 1). It is in stage 0 if it depends on no collective.
+Values also flow between equations through references (`jax.new_ref`): an
+equation that uses a reference depends on all equations that wrote to it.
 """
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -34,7 +34,8 @@ _SILENT = {
 def find_output_stages(jaxpr: Jaxpr, stages: Sequence[int]) -> list[int]:
     """Returns the stage of each output: the last collective it depends on.
 
-    Collectives are counted from 1. The stage is 0 without a collective.
+    Collectives are counted from 1. The stage is 0 if an output depends on no
+    collective.
 
     Args:
       jaxpr: A program that takes the results of collectives as inputs.
@@ -281,5 +282,5 @@ def scan_operands(
 
 
 def names_in(*groups: str) -> tuple[str, ...]:
-    """Splits texts at spaces into names of primitives."""
+    """Splits strings at spaces into the names of primitives."""
     return tuple(name for group in groups for name in group.split())

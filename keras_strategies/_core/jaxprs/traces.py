@@ -18,7 +18,8 @@ from keras_strategies._core.jaxprs import stages
 def is_tracing() -> bool:
     """Returns whether JAX is tracing the current function to compile it.
 
-    In a trace, values from Python are read once and not in each later call.
+    During a trace, values from Python are read once, not again in each later
+    call.
     Computing a gradient eagerly does not count as tracing.
     """
     from jax._src import core
@@ -30,10 +31,10 @@ def is_tracing() -> bool:
 
 
 def find_place(equation: JaxprEqn) -> str:
-    """Returns the file and line of the user's code that an equation is from.
+    """Returns the file and line of user code that an equation comes from.
 
-    Returns an empty string if the origin is unknown or no stack frame is in the
-    user's code.
+    Returns an empty string if the origin is unknown, or if no stack frame is in
+    user code.
     """
     info = getattr(equation, "source_info", None)
     traceback = getattr(info, "traceback", None)

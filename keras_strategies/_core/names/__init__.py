@@ -1,1 +1,1 @@
-"""Names that users write: public names, TensorFlow's, devices, versions."""
+"""Handles names: of this package, TensorFlow, devices and versions."""

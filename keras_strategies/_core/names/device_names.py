@@ -1,4 +1,4 @@
-"""Parses users' names of devices: "CPU:0", "/gpu:1", "tpu:3"."""
+"""Parses names of devices, such as "CPU:0", "/gpu:1" or "tpu:3"."""
 
 import collections
 import re
@@ -20,9 +20,9 @@ def find_device(
 
     Args:
       name: A JAX device, or a string with a platform and an index among that
-        platform's devices, such as "gpu:1", "/gpu:1" or "/device:GPU:1".
-        TensorFlow's job and task may precede it. Without an index it is the
-        first device of the platform.
+        platform's devices, such as "gpu:1", "/gpu:1" or "/device:GPU:1". As
+        in TensorFlow, the string may begin with a job and a task. Without an
+        index it refers to the first device of the platform.
       available: The devices to choose from.
 
     Raises:
@@ -86,7 +86,8 @@ def _names(available: Sequence[jax.Device]) -> list[str]:
 
 def _describe_unknown(name: str, available: Sequence[jax.Device]) -> str:
     return (
-        f"Unknown device {name!r}. A device must be a platform and an index, "
-        f"and must exist. Received: {name!r}. Available devices: "
-        f"{', '.join(_names(available))}."
+        f"Unknown device {name!r}. A device must be the name of an existing "
+        "device, which consists of a platform and an index. Received: "
+        f"{name!r}. Available devices: {', '.join(_names(available))}. Pass "
+        "one of these names."
     )

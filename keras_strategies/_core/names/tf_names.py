@@ -1,28 +1,35 @@
 """Replacements suggested for unsupported `tf.distribute` names."""
 
 _WORKERS = (
-    "`ks.MultiWorkerMirroredStrategy` on chief and worker tasks: every process "
-    "trains, no process serves variables, and variables can be sharded over "
-    "the replicas (`variable_partitioner=ks.experimental.FullySharded()`)"
+    "`ks.MultiWorkerMirroredStrategy` on the chief and worker tasks. Every "
+    "process trains, and no process is a parameter server. To shard variables "
+    "over the replicas, pass "
+    "`variable_partitioner=ks.experimental.FullySharded()`"
 )
 _PARTITIONERS = (
-    "`ks.experimental.FullySharded(shards, min_size=...)`, whose `min_size` is "
-    "a number of entries, or a function of a variable's path, shape and dtype"
+    "`ks.experimental.FullySharded(shards, min_size=...)`, where `min_size` is "
+    "a number of entries, or pass a function of a variable's path, shape and "
+    "dtype as `variable_partitioner`"
 )
 _ONE_HOST = (
-    "`ks.MirroredStrategy`: the variables are replicated on every device, so "
-    "that reading them needs no transfer"
+    "`ks.MirroredStrategy`. It replicates the variables on every device, so "
+    "reading them needs no transfer"
 )
-_REDUCING = "nothing instead: XLA chooses how the replicas' devices communicate"
+_REDUCING = (
+    "the strategy without `cross_device_ops`, because XLA chooses how the "
+    "devices communicate"
+)
 _OPTIONS = "`ks.experimental.CommunicationOptions`"
 _PREEMPTED = (
     "`ks.callbacks.Checkpoint`, which saves on SIGTERM at the same step in all "
-    "processes. Custom training loops end with `SystemExit(75)` before the "
-    "same step: keep a `ks.checkpoint.CheckpointManager`"
+    "processes. In custom training loops, all processes raise "
+    "`SystemExit(75)` before the same step, so save checkpoints regularly with "
+    "a `ks.checkpoint.CheckpointManager`"
 )
 _RESOLVER = (
     "`ks.cluster_resolver.SimpleClusterResolver` with the machines' addresses, "
-    "TF_CONFIG, or `ks.MultiWorkerMirroredStrategy(coordinator_address=...)`"
+    "the environment variable TF_CONFIG, or "
+    "`ks.MultiWorkerMirroredStrategy(coordinator_address=...)`"
 )
 
 DISTRIBUTE = {
@@ -35,8 +42,9 @@ DISTRIBUTE = {
     "StrategyExtendedV1": "`ks.StrategyExtended`",
     "InputWorkers": "`ks.InputContext`",
     "Server": (
-        "`keras-strategies launch`, or start the script in every process: "
-        "no process waits for work"
+        "`keras-strategies launch`, or start the script in every process. "
+        "Each process runs the script itself; no process is a server that "
+        "waits for work"
     ),
     "coordinator": _WORKERS,
 }
@@ -58,7 +66,10 @@ EXPERIMENTAL = {
     "MinSizePartitioner": _PARTITIONERS,
     "Partitioner": _PARTITIONERS,
     "partitioners": _PARTITIONERS,
-    "rpc": "another library: here, processes only train together",
+    "rpc": (
+        "another library, because keras_strategies has no remote procedure "
+        "calls"
+    ),
 }
 """Names of `tf.distribute.experimental`."""
 

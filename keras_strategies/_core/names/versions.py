@@ -1,8 +1,8 @@
 """Supported and installed versions of Keras and JAX.
 
 This module imports neither package. It reads versions from the packages' files
-and not from their metadata, because Keras's nightlies are installed as `keras`
-but their distribution has another name.
+and not from their metadata, because Keras's nightly builds are imported as
+`keras` although their distribution has another name.
 """
 
 import importlib.metadata

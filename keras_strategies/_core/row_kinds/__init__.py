@@ -1,1 +1,1 @@
-"""Kinds of traced values, by their dependence on the rows of a batch."""
+"""Classifies traced values by how they depend on the rows of a batch."""

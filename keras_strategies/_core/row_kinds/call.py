@@ -1,4 +1,4 @@
-"""Describes an equation with its operands' kinds; has helpers for rules."""
+"""An equation with the kinds of its operands, and helpers for the rules."""
 
 import dataclasses
 import math
@@ -69,7 +69,7 @@ class Call:
         return _changing([e.outvars[k] for e in self.equations])
 
     def make_mixed(self) -> Kind:
-        """Returns the kind of a result in which this equation mixes rows."""
+        """Returns the `Kind` of a result in which this equation mixes rows."""
         return make_mixed(self.equation)
 
     def inner(self, kind: Kind, k: int = 0) -> int:
@@ -78,7 +78,7 @@ class Call:
 
 
 def _changing(variables: Sequence[Any]) -> list[int]:
-    """Returns the dimensions in which a variable's size differs by trace."""
+    """Returns the dimensions whose size differs between the traces."""
     sizes = zip(*(v.aval.shape for v in variables), strict=True)
     return [dim for dim, of_dim in enumerate(sizes) if len(set(of_dim)) > 1]
 
@@ -89,7 +89,7 @@ def other_dims(shape: Sequence[int], dims: Sequence[int]) -> list[int]:
 
 
 def join_plain(kinds: Sequence[Kind]) -> Kind:
-    """Returns the kind of a constant computed from constants in any way."""
+    """Returns the `Kind` of a value that is computed only from constants."""
     is_random = any(kind.is_random for kind in kinds)
     power = 0.0 if all(map(is_constant, kinds)) else math.nan
     return PLAIN.but(is_random=is_random, power=power)
@@ -114,13 +114,13 @@ def scale_power(
 
 
 def add_powers(kinds: Sequence[Kind]) -> float | None:
-    """Returns the exponent of a product, or None if a factor's is unknown."""
+    """Returns a product's exponent; None if that of a factor is unknown."""
     powers = [kind.power for kind in kinds]
     return None if None in powers else sum(p or 0.0 for p in powers)
 
 
 def join_all(kinds: Sequence[Kind], call: Call) -> Kind:
-    """Returns the kind of a result that may be equal to any of the operands."""
+    """Returns the `Kind` of a result that may equal any of the operands."""
     result = kinds[0]
     for kind in kinds[1:]:
         result = join(result, kind, call.out_shape(), call.equation)
@@ -133,7 +133,7 @@ def move_dims(
     kind: Kind | None = None,
     out: int = 0,
 ) -> Kind:
-    """Returns the kind of a result whose dimensions are moved or removed.
+    """Returns the `Kind` of a result whose dimensions are moved or removed.
 
     Args:
       call: The equation.
@@ -161,7 +161,7 @@ def move_dims(
 def drop_dims(
     call: Call, dims: Sequence[int], kind: Kind | None = None, out: int = 0
 ) -> Kind:
-    """Returns the kind of a result without some of operand 0's dimensions."""
+    """Returns the `Kind` of a result without some of operand 0's dimensions."""
     kept = other_dims(call.shape(), dims)
 
     def to(axis: int) -> int | None:
@@ -177,7 +177,7 @@ def at_axis(kind: Kind, axis: int, outer: int | None = None) -> Kind:
 
 
 def kind_of_entries(call: Call) -> Kind:
-    """Returns the kind of a result computed row by row from its operands.
+    """Returns the `Kind` of a result computed row by row from its operands.
 
     The operands have equal shapes.
     """

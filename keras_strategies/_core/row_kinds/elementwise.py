@@ -1,4 +1,8 @@
-"""Rules for elementwise primitives."""
+"""Rules for elementwise primitives.
+
+A rule returns the kind of a result (see `kinds`), given the kinds of the
+operands.
+"""
 
 import math
 import operator
@@ -31,7 +35,7 @@ from keras_strategies._types import Array
 
 
 def elementwise(call: Call) -> Kind:
-    """Returns the kind of the result of an elementwise primitive."""
+    """Returns the `Kind` of the result of an elementwise primitive."""
     forms = {kind.form for kind in call.kinds}
     if forms == {CONST}:
         return _constant(call)
@@ -65,7 +69,7 @@ def _constant(call: Call) -> Kind:
 
 
 def _spread(kind: Kind, before: Sequence[int], after: Sequence[int]) -> Kind:
-    """Returns the kind of a constant operand after broadcasting it."""
+    """Returns the `Kind` of a constant operand after broadcasting it."""
     if kind.values is not None or len(before) < len(after):
         return make_uniform(kind.values, after)
     spread = {
@@ -274,7 +278,7 @@ def _power_of_cases(kinds: list[Kind]) -> tuple[bool, float | None]:
 
 
 def select(call: Call) -> Kind:
-    """Returns the kind of the result of a `select_n`."""
+    """Returns the `Kind` of the result of a `select_n`."""
     which, *cases = call.kinds
     if which.is_const and which.values is not None:
         chosen = {int(value) for value in which.values}

@@ -1,4 +1,8 @@
-"""Rules for gathers and scatters."""
+"""Rules for gathers and scatters.
+
+A rule returns the kind of a result (see `kinds`), given the kinds of the
+operands.
+"""
 
 from keras_strategies._core.row_kinds.call import (
     Call,
@@ -18,7 +22,7 @@ from keras_strategies._core.row_kinds.kinds import (
 
 
 def gather(call: Call) -> Kind:
-    """Returns the kind of the result of a gather."""
+    """Returns the `Kind` of the result of a gather."""
     operand, index = call.kinds
     numbers = call.params["dimension_numbers"]
     places = other_dims(call.out_shape(), numbers.offset_dims)
@@ -39,8 +43,9 @@ def gather(call: Call) -> Kind:
             dim = numbers.operand_batching_dims[batching.index(index.axis)]
             size = call.shape(1)[index.axis] // index.outer
             is_row &= operand.is_flat(dim, size)
-        # In a dimension whose size grows with the number of rows, the table
-        # must be flat. For other dimensions see `iota`.
+        # A table whose size grows with the number of rows is different on a
+        # replica and on one device, so its entries must be equal along that
+        # dimension.
         is_row &= all(
             operand.is_flat(dim, call.shape()[dim]) for dim in call.grown_dims()
         )
@@ -87,7 +92,7 @@ def _gathered_rows(call: Call, places: list[int]) -> Kind:
 
 
 def scatter(call: Call) -> Kind:
-    """Returns the kind of the result of a scatter."""
+    """Returns the `Kind` of the result of a scatter."""
     operand, index, _ = call.kinds
     forms = [kind.form for kind in call.kinds]
     if forms == [CONST] * 3:
@@ -117,7 +122,7 @@ def scatter(call: Call) -> Kind:
 
 
 def _scattered_constants(call: Call) -> Kind:
-    """Returns the kind of a constant updated by constants.
+    """Returns the `Kind` of a constant updated by constants.
 
     The result is flat along dimensions in which each update covers all entries.
     """
@@ -141,7 +146,7 @@ def _window_dims(call: Call) -> list[int]:
 
 
 def _place_of_index(call: Call, dim: int) -> int:
-    """Returns the updates' dimension that corresponds to one of the indices."""
+    """Returns the updates' dimension for dimension `dim` of the indices."""
     window = call.params["dimension_numbers"].update_window_dims
     return other_dims(call.shape(2), window)[dim]
 
@@ -168,7 +173,7 @@ def _if_rows_meet(
 
 
 def _scattered_into_constant(call: Call) -> Kind:
-    """Returns the kind of a constant into which rows are scattered.
+    """Returns the `Kind` of a constant into which rows are scattered.
 
     Either each row is written to its own row index, or rows are summed.
     """

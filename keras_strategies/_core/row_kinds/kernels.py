@@ -11,23 +11,25 @@ from keras_strategies._core.row_kinds.call import Call, join_plain
 from keras_strategies._core.row_kinds.kinds import Kind, make_rows
 
 CUDNN = {
-    # query, key, value, bias, lengths, offsets, page tables; output, statistics
+    # Operands: query, key, value, bias, lengths, offsets, page tables.
+    # Results: output, statistics.
     "dot_product_attention_fwd_wrapper": ((0,) * 10, (0, 0)),
-    # inputs, states, weights, lengths; outputs, states, space for the gradient
+    # Operands: inputs, two states, weights, lengths.
+    # Results: outputs, two states, space for the gradient.
     "rnn_fwd": ((0, 1, 1, None, 0), (0, 1, 1, 0)),
 }
 """For each primitive: the row dimension of each operand and of each result."""
 
 
 def cudnn(call: Call) -> list[Kind]:
-    """Returns the kinds of the results of cuDNN's attention and LSTM."""
+    """Returns the `Kind` of each result of cuDNN's attention or LSTM."""
     operands, results = CUDNN[call.name]
     places = [{} if axis is None else {axis: 0} for axis in operands]
     return _by_rows(call, places, [{axis: 0} for axis in results])
 
 
 def pallas(call: Call) -> list[Kind]:
-    """Returns the kinds of the results of a Pallas kernel.
+    """Returns the `Kind` of each result of a Pallas kernel.
 
     `vmap` maps a kernel by adding a dimension to its grid. An entry of a result
     at some position along that dimension is computed only from the operands'
@@ -44,7 +46,7 @@ def pallas(call: Call) -> list[Kind]:
 
 
 def _mapped_dims(block: Any, mapping: Any) -> dict[int, int]:
-    """Maps a block's dimensions to the grid's, for those mapped by `vmap`."""
+    """Returns the grid dimension of each block dimension added by `vmap`."""
     from jax.experimental.pallas import Squeezed
 
     index = block.index_map_jaxpr.jaxpr
@@ -63,7 +65,7 @@ def _by_rows(
     operands: Sequence[Mapping[int, int]],
     results: Sequence[Mapping[int, int]],
 ) -> list[Kind]:
-    """Returns the kinds of results computed row by row from the operands.
+    """Returns the `Kind` of each result, computed row by row from the operands.
 
     Args:
       call: The call of the kernel.

@@ -1,4 +1,4 @@
-"""Kinds of traced values, by their dependence on the rows of a batch.
+"""Kinds of traced values: how they depend on the rows of a batch.
 
 A value has one of four forms:
 
@@ -39,7 +39,7 @@ _MOST_ENTRIES = 1 << 20
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Kind:
-    """The known properties of a traced value.
+    """Describes how a traced value depends on the rows of a batch.
 
     Attributes:
       form: `CONST`, `ROWS`, `SUM` or `MIXED`.
@@ -126,22 +126,22 @@ PLAIN = Kind(form=CONST)
 
 
 def make_mixed(why: JaxprEqn) -> Kind:
-    """Returns the kind of a value that mixes rows at the equation `why`."""
+    """Returns the `Kind` of a value that mixes rows at the equation `why`."""
     return Kind(form=MIXED, why=why)
 
 
 def make_rows(axis: int, outer: int = 1, power: float | None = 0.0) -> Kind:
-    """Returns the kind of a value with an entry for each row."""
+    """Returns the `Kind` of a value with an entry for each row."""
     return Kind(form=ROWS, axis=axis, outer=outer, power=power)
 
 
 def make_sum(power: float | None) -> Kind:
-    """Returns the kind of a sum over rows."""
+    """Returns the `Kind` of a sum over rows."""
     return Kind(form=SUM, power=power)
 
 
 def make_uniform(values: tuple[Any, ...] | None, shape: Sequence[int]) -> Kind:
-    """Returns the kind of a constant whose entries are all equal."""
+    """Returns the `Kind` of a constant whose entries are all equal."""
     blocks = dict(enumerate(shape))
     return Kind(form=CONST, values=values, blocks=blocks)
 
@@ -226,7 +226,7 @@ def is_constant(kind: Kind) -> bool:
 
 
 def join(one: Kind, two: Kind, shape: Sequence[int], why: JaxprEqn) -> Kind:
-    """Returns the kind of a value that may have either of two kinds.
+    """Returns the `Kind` of a value that may have either of two kinds.
 
     Args:
       one: A kind.
@@ -261,7 +261,7 @@ def join(one: Kind, two: Kind, shape: Sequence[int], why: JaxprEqn) -> Kind:
 
 
 def join_constants(kinds: Sequence[Kind]) -> Kind:
-    """Returns the kind of a constant computed elementwise from constants."""
+    """Returns the `Kind` of a constant computed elementwise from constants."""
     axes = set.intersection(*(set(kind.blocks) for kind in kinds))
     blocks = {
         axis: math.gcd(*(kind.blocks[axis] for kind in kinds)) for axis in axes
@@ -276,7 +276,7 @@ def join_constants(kinds: Sequence[Kind]) -> Kind:
 
 
 def kind_of_arrays(arrays: Sequence[Any]) -> Kind:
-    """Returns the kind of a constant, from its value in each trace."""
+    """Returns the `Kind` of a constant, from its value in each trace."""
     shape = np.shape(arrays[0])
     if any(
         isinstance(a, Tracer)

@@ -2,9 +2,9 @@
 
 If a loss is a mean over rows, plus terms that do not depend on the rows, then
 the mean of the replicas' losses equals the loss of the global batch. The same
-holds for gradients. The traced step is interpreted with `kinds` in place of
-arrays, and `rules` has a rule for each primitive. Primitives without a rule are
-assumed to mix rows, so a loss that passes the check is certainly a mean. A
+holds for gradients. The traced step is interpreted with kinds of values (see
+`kinds`) instead of arrays, by the rules in `rules`. Primitives without a rule
+are assumed to mix rows, so a loss that passes the check is certainly a mean. A
 value that depends on the number of rows is recognized only by comparison with a
 second trace that has another number of rows.
 
@@ -47,7 +47,7 @@ VALUES = "ks.values"
 GLOBAL = "ks.global"
 """Marks values computed from the rows of all replicas, as on one device."""
 REDUCED = "ks.reduced"
-"""Marks a reduction's result; its mean over replicas is the global value."""
+"""Marks a reduction's result, whose mean over replicas is the global value."""
 AVERAGED = "ks.averaged"
 """Marks a mean of per-row values that Keras's own reduction computed."""
 OWN = "ks.own"
@@ -96,7 +96,7 @@ def losses_in(
     num_rows: int,
     twin: ClosedJaxpr | None = None,
 ) -> Finding:
-    """Decides whether the losses that are marked in a trace are means.
+    """Decides whether the losses marked in a trace are means over the rows.
 
     Args:
       traced: The closed jaxpr of a step.
@@ -126,7 +126,7 @@ class _Different(Exception):
 
 
 class _Interpreter:
-    """Interprets one trace, or two traces with the same equations, with kinds.
+    """Finds the `Kind` of each value in a trace, or in two matching traces.
 
     Args:
       num_rows: The number of rows in the first trace.
@@ -152,13 +152,13 @@ class _Interpreter:
         return worst
 
     def interpret(self, jaxprs: list[Any], inputs: list[Kind]) -> list[Kind]:
-        """Returns the kinds of the results of closed jaxprs."""
+        """Returns the `Kind` of each result of closed jaxprs."""
         return self._interpret([(j.jaxpr, j.consts) for j in jaxprs], inputs)
 
     def _interpret(
         self, pairs: Sequence[Any], inputs: list[Kind]
     ) -> list[Kind]:
-        """Returns the kinds of the results of jaxprs with constants."""
+        """Returns the `Kind` of each result of jaxprs with constants."""
         jaxprs = [jaxpr for jaxpr, _ in pairs]
         columns = zip(*(consts for _, consts in pairs), strict=True)
         consts = map(kind_of_arrays, columns)
@@ -268,7 +268,7 @@ class _Interpreter:
         body: Callable[[list[Kind]], list[Kind]],
         why: JaxprEqn,
     ) -> list[Kind]:
-        """Returns the kinds of a loop's carry after any iteration."""
+        """Returns kinds of a loop's carry that are valid in all iterations."""
         with self._not_noting():
             # A kind changes only a few times: from `CONST` to `ROWS` or `SUM`,
             # and then to `MIXED`.
@@ -373,7 +373,7 @@ def _verdict(kind: Kind) -> Verdict:
 
 
 def _slice_of(kind: Kind, why: JaxprEqn) -> Kind:
-    """Returns the kind of one entry along dimension 0 of a value."""
+    """Returns the `Kind` of one entry along dimension 0 of a value."""
     if kind.is_rows:
         if kind.axis == 0:
             return make_mixed(why)
@@ -384,7 +384,7 @@ def _slice_of(kind: Kind, why: JaxprEqn) -> Kind:
 
 
 def _stack(kind: Kind) -> Kind:
-    """Returns the kind of values stacked along a new dimension 0."""
+    """Returns the `Kind` of values stacked along a new dimension 0."""
     if kind.is_rows:
         return kind.but(axis=kind.axis + 1, columns=frozenset())
     blocks = {axis + 1: size for axis, size in kind.blocks.items()}

@@ -1,4 +1,8 @@
-"""Rules for primitives that sum or compute along dimensions."""
+"""Rules for primitives that sum or compute along dimensions.
+
+A rule returns the kind of a result (see `kinds`), given the kinds of the
+operands.
+"""
 
 import math
 from collections.abc import Callable
@@ -26,7 +30,7 @@ from keras_strategies._core.row_kinds.kinds import (
 
 
 def reduce_sum(call: Call) -> Kind:
-    """Returns the kind of a sum over dimensions."""
+    """Returns the `Kind` of a sum over dimensions."""
     kind, axes = call.kinds[0], tuple(call.params["axes"])
     before = call.shape()
     if kind.is_const and kind.values is not None:
@@ -46,7 +50,7 @@ def reduce_sum(call: Call) -> Kind:
 
 
 def reduce(call: Call) -> Kind:
-    """Returns the kind of a reduction over dimensions other than the rows."""
+    """Returns the `Kind` of a reduction over dimensions other than the rows."""
     kind = call.kinds[0]
     if kind.is_sum and call.name != "reduce_sum":
         return call.make_mixed()
@@ -88,7 +92,7 @@ def make_dim_rule(axis_of: Callable[[Call], int]) -> Callable[[Call], Any]:
 
 
 def reduce_window(call: Call) -> Kind:
-    """Returns the kind of a reduction over windows."""
+    """Returns the `Kind` of a reduction over windows."""
     kind = call.kinds[0]
     if kind.is_const:
         return join_plain(call.kinds)
@@ -106,7 +110,7 @@ def reduce_window(call: Call) -> Kind:
 
 
 def reverse(call: Call) -> Kind:
-    """Returns the kind of a `rev`."""
+    """Returns the `Kind` of a `rev`."""
     kind = call.kinds[0]
     if kind.is_rows and kind.axis in call.params["dimensions"]:
         return call.make_mixed()
@@ -116,7 +120,7 @@ def reverse(call: Call) -> Kind:
 
 
 def dot_general(call: Call) -> Kind:
-    """Returns the kind of a product of arrays."""
+    """Returns the `Kind` of a product of arrays."""
     one, two = call.kinds
     contracted, batch = call.params["dimension_numbers"]
     if one.is_const and two.is_const:
@@ -203,7 +207,7 @@ def _product_of_rows(call: Call, places: list[int | None]) -> Kind:
 
 
 def convolution(call: Call) -> Kind:
-    """Returns the kind of a convolution."""
+    """Returns the `Kind` of a convolution."""
     image, kernel = call.kinds
     numbers = call.params["dimension_numbers"]
     if image.is_const and kernel.is_const:
@@ -222,7 +226,7 @@ def convolution(call: Call) -> Kind:
 
 
 def make_matrix_rule(dims: int) -> Callable[[Call], Kind]:
-    """Makes the rule for primitives on the last dimensions of their operands.
+    """Makes the rule for primitives that operate on the last dimensions.
 
     Args:
       dims: The number of last dimensions on which the primitives operate.
@@ -254,5 +258,5 @@ def make_matrix_rule(dims: int) -> Callable[[Call], Kind]:
 
 
 def fft(call: Call) -> Kind:
-    """Returns the kind of an FFT."""
+    """Returns the `Kind` of an FFT."""
     return make_matrix_rule(len(call.params["fft_lengths"]))(call)

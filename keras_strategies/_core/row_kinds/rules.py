@@ -1,7 +1,7 @@
-"""The rule for each JAX primitive; see `kinds`.
+"""The rules for JAX primitives, which return the kinds of results.
 
-The result of a primitive without a rule is `MIXED`, unless all of its operands
-are constants.
+See `kinds`. The result of a primitive without a rule is `MIXED`, unless all of
+its operands are constants.
 """
 
 import math
@@ -30,7 +30,7 @@ from keras_strategies._core.row_kinds.kinds import (
 
 
 def kinds_of_results(call: Call) -> list[Kind]:
-    """Returns the kinds of an equation's results."""
+    """Returns the `Kind` of each of an equation's results."""
     num = len(call.equation.outvars)
     if call.name in _RANDOM:
         return [_random(call, k) for k in range(num)]
@@ -55,7 +55,7 @@ def kinds_of_results(call: Call) -> list[Kind]:
 
 
 def _random(call: Call, out: int) -> Kind:
-    """Returns the kind of a result of a random primitive.
+    """Returns the `Kind` of a result of a random primitive.
 
     The entries of such a result are drawn independently, and the distribution's
     parameters are constants. Only `random_gamma` may have parameters that
@@ -71,12 +71,12 @@ def _random(call: Call, out: int) -> Kind:
 
 
 def _is_scale_safe(call: Call) -> bool:
-    """Returns whether the exponents of a call's operands are handled.
+    """Returns whether a rule is valid for the exponents of the operands.
 
     This is the case if the rule tracks exponents, or if all operands are
     constants. It is also the case if the constants do not depend on the number
-    of rows, and the primitive is linear or its rows do not scale with that
-    number.
+    of rows, and either the primitive is linear or its rows do not scale with
+    that number.
     """
     if call.name in _TRACKS_POWERS:
         return True
@@ -97,8 +97,9 @@ def _is_scale_safe(call: Call) -> bool:
 def _check_with_twin(call: Call, kind: Kind, out: int) -> Kind:
     """Corrects a result's kind by comparing it with the other trace.
 
-    If a dimension grows with the number of rows, either it is the dimension of
-    the rows, or the result combines its entries and may depend on their number.
+    Each dimension that grows with the number of rows must be the dimension of
+    the rows. If the result lacks such a dimension of an operand, its entries
+    were combined, so the result may depend on the number of rows.
     """
     is_global = any(operand.is_global for operand in call.kinds)
     if kind.is_const and is_global:
@@ -149,7 +150,7 @@ _LINEAR = names_in(
     "dynamic_slice dynamic_update_slice gather scatter scatter-add",
     "scatter_add scatter-sub",
 )
-"""Primitives that keep the exponent of rows if their constants are fixed."""
+"""Primitives that keep the exponent of rows if constants are fixed."""
 
 
 _RANDOM = names_in(
@@ -163,7 +164,7 @@ _GLOBAL = names_in(
     "psum psum2 psum_invariant pmax pmin all_gather all_gather_invariant",
     "reduce_scatter psum_scatter all_to_all ppermute pbroadcast",
 )
-"""Primitives whose results are the same on all replicas as on one device."""
+"""Collectives, whose results are as on one device with all rows."""
 
 _ELEMENTWISE = names_in(
     "abs acos acosh add add_any and asin asinh atan atan2 atanh cbrt ceil",

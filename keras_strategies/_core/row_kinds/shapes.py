@@ -1,4 +1,8 @@
-"""Rules for primitives that reshape, join or slice arrays."""
+"""Rules for primitives that reshape, join or slice arrays.
+
+A rule returns the kind of a result (see `kinds`), given the kinds of the
+operands.
+"""
 
 import math
 
@@ -58,11 +62,11 @@ def reshape(call: Call) -> Kind:
             call,
             lambda axis: starts.get((math.prod(before[:axis]), before[axis])),
         )
-    # A reshape keeps the row-major order of the entries. So the product of all
-    # sizes before the row's index does not change. Before the reshape it is
-    # `outer`. After it, it is the product of the sizes of the dimensions before
-    # the new row dimension (`ahead`) and the number of blocks within that
-    # dimension.
+    # A reshape keeps the row-major order of the entries, so it does not change
+    # the number of blocks that each contain all rows, which is `outer`. After
+    # the reshape, this number is the product of the sizes of the dimensions
+    # before the new row dimension (`ahead`) and of the number of blocks within
+    # that dimension (`within`).
     outer = math.prod(before[: kind.axis]) * kind.outer
     candidates = []
     for axis, size in enumerate(after):
@@ -101,7 +105,7 @@ def stack(call: Call) -> Kind:
 
 
 def unstack(call: Call) -> list[Kind]:
-    """Returns the kinds of the entries along a dimension (JAX 0.12)."""
+    """Returns the `Kind` of each entry along a dimension (JAX 0.12)."""
     dims = [call.params["axis"]]
     outputs = range(len(call.equation.outvars))
     return [drop_dims(call, dims, out=k) for k in outputs]
@@ -127,7 +131,7 @@ def _with_columns(call: Call, kind: Kind, out: int = 0) -> Kind:
 
 
 def _part(call: Call, kind: Kind, start: int, stop: int, step: int) -> Kind:
-    """Returns the kind of a slice along the dimension of the rows.
+    """Returns the `Kind` of a slice along the dimension of the rows.
 
     The slice must consist of complete blocks of rows, else the result is
     `MIXED`.
@@ -142,7 +146,7 @@ def _part(call: Call, kind: Kind, start: int, stop: int, step: int) -> Kind:
 
 
 def _part_of_constant(call: Call, out: int = 0) -> Kind:
-    """Returns the kind of a slice of a constant or a sum."""
+    """Returns the `Kind` that results from slicing a constant or a sum."""
     kind, before = call.kinds[0], call.shape()
     after = call.out_shape(out)
     result = move_dims(call, lambda axis: axis, out=out)
@@ -218,11 +222,11 @@ def _concatenated_constants(call: Call, dim: int, sizes: list[int]) -> Kind:
 
 
 def _concatenate_columns(call: Call, first: Kind, same: bool) -> Kind:
-    """Returns the kind of a concatenation along a dimension other than rows.
+    """Returns the `Kind` of a concatenation along a dimension other than rows.
 
     Args:
       call: The call.
-      first: The kind of the first operand that is rows.
+      first: The kind of the first operand of the form `ROWS`.
       same: Whether the operands' exponents (`Kind.power`) are equal.
     """
     axis, columns, start = first.axis, set(), 0

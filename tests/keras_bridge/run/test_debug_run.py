@@ -213,7 +213,7 @@ def a_collective_in_jit():
     ("fn", "error", "text"),
     [
         (structures_that_differ, ValueError, "results of the same structure"),
-        (shapes_that_differ, ValueError, "one shape and dtype on all"),
+        (shapes_that_differ, ValueError, "same shapes and dtypes on all"),
         (a_collective_on_one_replica, RuntimeError, "same collectives"),
         (a_collective_too_many, RuntimeError, "same collectives"),
         (a_collective_in_jit, RuntimeError, "In debug mode"),

@@ -540,7 +540,7 @@ class TestTfData:
         (X, {"policy": Policy.OFF}, "always split by rows"),
         (Pairs(), {"policy": Policy.FILE}, "`FILE` only applies to"),
         ((X, X[:3]), {}, "[Cc]ardinality"),
-        ((X, np.float32(3)), {}, "must have a first dimension, its"),
+        ((X, np.float32(3)), {}, "must have a first dimension that"),
     ],
 )
 def test_arguments_that_do_not_fit(data, arguments, message):
