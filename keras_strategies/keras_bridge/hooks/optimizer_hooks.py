@@ -118,11 +118,11 @@ def _is_cut(
     optimizer: keras.optimizers.Optimizer,
     variables: Sequence[keras.Variable],
 ) -> bool:
-    """Returns whether the step's program is split in two at this update.
+    """Returns whether the step's program is cut at this update.
 
-    The program is split if the update involves sharded variables. The first
-    program computes the gradients on each replica, and the second computes the
-    update on shards.
+    An update of sharded variables is cut out of the mapped program where this
+    is possible. XLA then computes the update on global, sharded arrays (see
+    `marked_updates`).
     """
     targets = [*variables, *optimizer.variables]
     if not shardings.any_sharded(targets, step.facts.mesh):
@@ -140,7 +140,7 @@ def _apply_in_cut(
     grads: Sequence[Array | None],
     variables: list[keras.Variable],
 ) -> None:
-    """Applies gradients in a step whose program is split at this update."""
+    """Applies gradients in a step whose program is cut at this update."""
     weights = IdentitySet(variables)
     slots = [v for v in optimizer.variables if v not in weights]
     targets = [*variables, *slots]
@@ -170,7 +170,7 @@ def _mark_update(
     values: list[Any],
     update: Callable[[list[Any], list[Any]], list[Any]],
 ) -> list[Any]:
-    """Computes the update in one jaxpr equation, where the program is split.
+    """Computes the update in one jaxpr equation, at which the program is cut.
 
     Args:
       step: The step that is being traced.
