@@ -12,8 +12,8 @@ _COMMAND_MODULE = "keras_strategies.cli"
 def is_command() -> bool:
     """Returns whether this process runs the command `keras-strategies`.
 
-    The command must start even if another Keras backend than JAX is selected,
-    so that its subcommand `doctor` can report the wrong backend.
+    The command must start even if Keras's backend is not JAX, so that its
+    subcommand `doctor` can report the wrong backend.
     """
     name = os.path.basename((getattr(sys, "argv", None) or [""])[0])
     if name == "-m":  # Python is still looking for the module.

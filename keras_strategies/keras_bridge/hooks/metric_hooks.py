@@ -103,11 +103,10 @@ def _choose_rule(
     if rule == metric_rules.GLOBAL or known not in (None, rule):
         described = metric_rules.describe_metric(metric)
         step.demand_global_batch(
-            f"the replicas' updates of {described} cannot be combined. Either "
-            "it is updated with a value that has no rows and may be a sum or a "
-            "mean, or its updates in one step differ in this respect. Update "
-            "it with one value per row, or use `keras.metrics.Mean` for a mean "
-            "over the rows"
+            f"{described} is updated either with a value that has no rows and "
+            "may be a sum or a mean, or with different kinds of values in one "
+            "step, such as rows and a mean. Update it with one value per row, "
+            "or use `keras.metrics.Mean` for a mean over the rows"
         )
     return rule
 

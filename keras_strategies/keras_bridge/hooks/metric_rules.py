@@ -3,8 +3,8 @@
 Most metrics are sums over rows, so the replicas' changes are summed. Other
 metrics (a maximum, a last value, the mean of a function whose value for one row
 depends on other rows) are updated on every replica with the rows of all
-replicas. Keras's metrics are sums over rows. A user-defined metric is tested
-once on toy data.
+replicas. Keras's metrics are sums over rows, except those for which
+`mixes_rows` returns True. A user-defined metric is tested once on toy data.
 """
 
 import warnings

@@ -44,8 +44,8 @@ class CollectingScope(keras.StatelessScope):
     ) -> None:
         super().__init__(list(mapping), True, initialize_variables)
         self._ids: IdentityMap[set[int]] = IdentityMap()
-        # Losses that this scope's trace cannot return: those of the outer
-        # scope, and those of a trace inside this scope's trace, such as the
+        # Losses that this scope's trace cannot return: losses of the outer
+        # scope, and losses of a trace inside this scope's trace, such as the
         # body of a scan.
         self._outer = IdentitySet()
         self._inner = IdentitySet()

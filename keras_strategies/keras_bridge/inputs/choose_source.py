@@ -76,8 +76,8 @@ def make_dataset_source(
     Args:
       dataset: The dataset.
       mesh: The replicas.
-      policy: How several processes share the dataset. None for the policy that
-        is set in the dataset's options, if any, or AUTO.
+      policy: How several processes share the dataset. None for the policy in
+        the dataset's options, or for AUTO if no policy is set there.
 
     Raises:
       TypeError: if `dataset` is not a dataset.
@@ -205,7 +205,8 @@ def _make_without_adapter(
         raise ValueError(
             "If `x` is a dataset, its batches must contain the targets and "
             "sample weights. Received: `y` or `sample_weight` with an `x` of "
-            f"type {type(x).__name__}. Make it yield (x, y, sample_weight)."
+            f"type {type(x).__name__}. Make the dataset yield tuples "
+            "(x, y, sample_weight)."
         )
     if isinstance(x, DistributedDataset):
         source = x.source

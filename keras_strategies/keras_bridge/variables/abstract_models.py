@@ -107,8 +107,8 @@ def materialize(
     lost = [v.path for v in waiting if has_lost_value(v)]
     if lost:
         raise ValueError(
-            "`materialize` cannot restore values that were assigned in "
-            f"`ks.abstract()`. Received: the model {model.name!r}, whose "
+            "`materialize` can only initialize variables with their "
+            f"initializers. Received: the model {model.name!r}, whose "
             f"variables {lost[:8]} were assigned values that were not stored, "
             "because they are larger than 1 MB or were computed from missing "
             "values (as in `quantize`). Create the model without "

@@ -101,7 +101,7 @@ def agree_on_dimensions(
 def _find_difference(received: list[dict[str, Any]]) -> list[str]:
     """Describes the first difference by process; returns [] if all agree.
 
-    Paths are not compared, because they contain the numbers of layers that a
+    Paths are not compared, because the numbers in them count the layers that a
     process has created, which may differ between processes.
     """
     names = [message["partitioner"] for message in received]

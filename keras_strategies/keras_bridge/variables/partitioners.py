@@ -320,8 +320,8 @@ def _check_partitioner(partitioner: object) -> None:
     if cls is partitioner:
         raise TypeError(
             "`variable_partitioner` must be an object or a function. "
-            f"Received: the class {cls.__name__}. Pass an object of the class: "
-            f"`{cls.__name__}()`."
+            f"Received: the class {cls.__name__}. Add parentheses to create an "
+            f"object: `{cls.__name__}()`."
         )
 
 

@@ -60,11 +60,10 @@ def transformer_layout(model: keras.Model, cores: int) -> dict[str, Layout]:
     another dense layer of the same parent layer narrows it again, the layout
     shards the columns of the first kernel and the rows of the second, also for
     experts with stacked kernels. It also shards the rows of
-    `keras.layers.Embedding` tables. Biases
-    and LoRA weights follow their kernels. Norms, positions and scales of
-    quantized kernels are replicated on every core. So are dimensions that are
-    not a multiple of `cores`, for example if there are too few key and value
-    heads.
+    `keras.layers.Embedding` tables. Biases and LoRA weights are sharded like
+    their kernels. Norms, positions and scales of quantized kernels are
+    replicated on every core. Dimensions that are not a multiple of `cores` are
+    not sharded, for example if there are too few key and value heads.
 
     Attention is recognized by layer names, as in Keras's `MultiHeadAttention`
     and `GroupQueryAttention` and in keras-hub models.
