@@ -268,7 +268,7 @@ class StepContext:
 
         Raises:
           GlobalBatchNeeded: if the step is a model's step.
-          ValueError: if the step is a function given to `run`.
+          ValueError: if the step is a function passed to `run`.
         """
         if self.facts.is_local:
             raise ValueError(

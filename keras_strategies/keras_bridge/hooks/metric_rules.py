@@ -76,7 +76,7 @@ def choose_update_rule(
 def choose_local_rule(
     metric: keras.metrics.Metric, args: Sequence[Any], kwargs: dict[str, Any]
 ) -> str:
-    """Returns the rule for an update in a function given to `run`.
+    """Returns the rule for an update in a function passed to `run`.
 
     As in tf.distribute, each replica may update a metric with any value, and
     the replicas' changes are summed. If the metric's state is not a sum of its

@@ -229,7 +229,7 @@ def _make_without_adapter(
 class _Weighted:
     """A source that adds class weights to the batches of another source.
 
-    All attributes except `read` are those of the other source.
+    Except for `read`, it has the attributes of the other source.
     """
 
     def __init__(self, source: Source, class_weight: dict[int, float]) -> None:
@@ -279,7 +279,7 @@ def densify(dataset: Dataset) -> Dataset:
     """Converts the sparse tensors of a tf.data dataset to dense tensors.
 
     Returns:
-      A tf.data dataset with dense elements; or `dataset` itself, if it has no
+      A tf.data dataset with dense elements, or `dataset` itself if it has no
       sparse tensors or is not a tf.data dataset.
     """
     if not is_tf_dataset(dataset):

@@ -76,8 +76,8 @@ class Feed(FeedAdapter):
         self._signature: Any = None
         self._first: Tree = None
         self._at = FeedPosition.begin_at(Place(source.passes.next, 0))
-        # A resumed feed yields empty executions (`_done`) for those steps of
-        # the loop's epoch that an earlier fit has computed.
+        # A resumed feed yields empty executions (`_done`) for the steps of the
+        # loop's epoch that an earlier fit has already computed.
         self._is_resumed = False
         self.is_other_kind = False
         self._done: list[Execution] = []
@@ -312,9 +312,9 @@ class Feed(FeedAdapter):
 
     @property
     def sizes(self) -> dict[str, int | None]:
-        """The sizes that positions depend on, by name; None if unknown.
+        """The sizes of the data by name, with None for unknown sizes.
 
-        A position is exact only in data with the same sizes.
+        A position is valid only in data with the same sizes.
         """
         known = self._source.summary()
         return {

@@ -32,8 +32,8 @@ class LayoutKeys:
         """Warns once about each key that has matched no variable so far.
 
         Args:
-          variables: All variables of the strategy; the check runs before a
-            step.
+          variables: All variables of the strategy. `check` is called before a
+            step, so these variables exist.
 
         Raises:
           ValueError: if no key has matched a path or a part of a path.
