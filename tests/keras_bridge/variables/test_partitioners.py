@@ -174,8 +174,8 @@ def test_wrong_answers(answer, error, text):
         (3, TypeError, "FullySharded"),
         ("fsdp", TypeError, "FullySharded"),
         (lambda x: 0, TypeError, "path, shape, dtype"),
-        (FullySharded(3), ValueError, "shards=3 of 4 replicas"),
-        (FullySharded(8), ValueError, "shards=8 of 4 replicas"),
+        (FullySharded(3), ValueError, "shards=3 with 4 replicas"),
+        (FullySharded(8), ValueError, "shards=8 with 4 replicas"),
     ],
 )
 def test_wrong_partitioners(partitioner, error, text):
