@@ -12,8 +12,8 @@ _COMMAND_MODULE = "keras_strategies.cli"
 def is_command() -> bool:
     """Returns whether this process runs the command `keras-strategies`.
 
-    The command starts with every backend of Keras, so that its subcommand
-    `doctor` can report a wrong backend.
+    The command must start even if Keras's backend is not JAX, so that its
+    subcommand `doctor` can report the wrong backend.
     """
     name = os.path.basename((getattr(sys, "argv", None) or [""])[0])
     if name == "-m":  # Python is still looking for the module.
@@ -68,5 +68,6 @@ def _check(backend: str, *, has_nnx: bool) -> None:
     if has_nnx:
         raise ImportError(
             "keras_strategies does not support NNX variables. Received: "
-            "KERAS_NNX_ENABLED is on. Unset it before keras is imported."
+            "KERAS_NNX_ENABLED is on. Unset this environment variable "
+            "before keras is imported."
         )

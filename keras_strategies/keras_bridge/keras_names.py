@@ -23,43 +23,49 @@ from keras_strategies.data import shuffled_orders as order_lib
 TRAINER: Any = (
     getattr(trainer_lib, "BaseTrainer", None) or vars(trainer_lib)["Trainer"]
 )
-"""The class that defines `compile`: `Trainer`, in 3.16 `BaseTrainer`."""
+"""The class that defines `compile`: `Trainer` in Keras 3.15, `BaseTrainer` in
+3.16."""
 
 NN: Any = getattr(jax_backend, "nn", None) or vars(jax_backend)["ops"].nn
-"""The backend module that defines `dot_product_attention`: `nn`, in 3.16
-`ops.nn`."""
+"""The backend module that defines `dot_product_attention`: `nn` in Keras 3.15,
+`ops.nn` in 3.16."""
 
 MAYBE_BUILD = "_maybe_symbolic_build"
 BUILDS_FIRST = hasattr(keras.Model, MAYBE_BUILD)
-"""Whether fit and evaluate call `_maybe_symbolic_build` (3.16), which reads a
-batch of the data if something is not built."""
+"""Whether fit and evaluate call `_maybe_symbolic_build` (Keras 3.16). It reads
+a batch of the data if the model, its loss, its metrics or its optimizer are not
+built yet."""
 
 ORDERS_ARE_NUMBERED = "_epoch" in vars(ArrayDataAdapter(np.zeros((1, 1))))
-"""Whether Keras's shuffle orders depend on the epoch's number (3.16), and not
-on the global random generators. The first epoch of a fit has the number 1."""
+"""Whether Keras computes shuffle orders from the epoch's number (Keras 3.16)
+instead of from the global random generators (3.15). The first epoch of a fit
+has the number 1."""
 
 ROW_ORDER: Any = (
     order_lib.NumberedRowOrder if ORDERS_ARE_NUMBERED else order_lib.RowOrder
 )
-"""The class of the shuffle orders of the rows of arrays."""
+"""The class that computes the shuffle orders for the rows of arrays."""
 
 BATCH_ORDER: Any = (
     order_lib.NumberedBatchOrder
     if ORDERS_ARE_NUMBERED
     else order_lib.BatchOrder
 )
-"""The class of the shuffle orders of the batches of a PyDataset."""
+"""The class that computes the shuffle orders for a PyDataset's batches."""
 
 _PARTIAL: Any = getattr(data_adapter_utils, "PartialBatchList", None)
 SUPER_BATCHES = _PARTIAL is not None
-"""Whether Keras's iterators stack the batches of `steps_per_execution` (3.16),
-for its trainer to scan on the device."""
+"""Whether Keras's iterators stack `steps_per_execution` batches (Keras 3.16).
+Keras's trainer then scans over the stacked batches on the device."""
 
 
 def take_execution(
     iterator: Iterator[Any], first: Batch, num_steps: int
 ) -> list[Any]:
     """Returns the batches of one execution of Keras's loop as a list.
+
+    An execution is one call of a program that computes up to
+    `steps_per_execution` steps.
 
     Args:
       iterator: Keras's iterator over the data.

@@ -1,4 +1,4 @@
-"""Patches of Keras's attributes that last while any user needs them."""
+"""Temporary patches of Keras's classes and modules, shared by threads."""
 
 import contextlib
 import threading
@@ -35,7 +35,7 @@ class Patches:
     def hold(self, *args: object) -> Iterator[None]:
         """Installs the patches for a block.
 
-        If they are installed already, the arguments are ignored.
+        If the patches are installed already, the arguments are ignored.
         """
         with _lock:
             if self._holders == 0:
@@ -60,8 +60,8 @@ class Patches:
     def _restore(self) -> None:
         while self._patched:
             owner, name, wrapper, previous = self._patched.pop()
-            # If another library has patched the attribute since, its patch
-            # stays.
+            # If another library has patched the attribute in the meantime, its
+            # patch is left in place.
             if vars(owner).get(name) is not wrapper:
                 continue
             if previous is None:

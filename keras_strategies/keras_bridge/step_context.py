@@ -1,8 +1,9 @@
 """The context of a replica-mapped step while it is traced.
 
-A step is traced in one thread, so the context is thread-local. The hooks that
-are installed while a step is traced find no context in other threads, and so
-change nothing there.
+A replica-mapped step is traced with the rows of one replica, and the program
+then runs on every replica. A step is traced in one thread, so its context is
+thread-local. Hooks that are installed during the trace find no context in other
+threads, and change nothing there.
 """
 
 import contextlib
@@ -19,8 +20,9 @@ from keras_strategies._core.jaxprs.specs import Axis
 from keras_strategies._core.mesh import ReplicaMesh
 
 Group = list[Any]
-"""The values of some variables, in the order of the variables. Each value has
-its variable's shape. In a mapped program these are one replica's values."""
+"""The values of a list of variables, in the same order. Each value has its
+variable's shape. In a replica-mapped step these are the values on one
+replica."""
 
 
 class GlobalBatchNeeded(Exception):
@@ -48,22 +50,24 @@ class StepFacts:
     Attributes:
       mesh: The mesh of the replicas.
       rows: Number of rows in this replica's part of the batch.
-      is_local: Whether the step is a function given to `run`. In such a step
-        losses are per-replica, and the optimizer sums the gradients.
+      is_local: Whether the step is a function passed to `run` instead of a
+        model's step. In such a function a loss is computed from one replica's
+        rows, and the optimizer sums the replicas' gradients.
       is_probe: Whether this is an extra trace with twice the rows, made only
         to find out which sizes depend on the number of rows.
-      is_uneven: Whether replicas may run different code, because their
-        numbers of rows differ.
-      rows_of_all: For uneven arguments, maps this replica's number of rows to
-        a tuple with the numbers of rows of all replicas. There are several
-        tuples if the arguments differ.
+      is_uneven: Whether replicas may run different branches of the program,
+        because their numbers of rows differ.
+      rows_of_all: If the replicas' numbers of rows differ: maps a number of
+        rows that an argument has on this replica to the set of tuples that
+        contain the argument's numbers of rows on all replicas. The set has
+        several tuples if arguments differ in their rows on other replicas.
       rows_of_replicas: Number of rows of each replica, if the replicas run a
         model's step on different numbers of rows; else None.
       is_global_batch: Whether the step is traced with the global batch instead
         of one replica's rows.
-      share: This replica's weight in averages of states, a number or a traced
-        scalar. It is 0 if the replica has no rows. None if all replicas have
-        the same weight.
+      share: This replica's weight where state, such as moving averages, is
+        averaged over the replicas. A number or a traced scalar. It is 0 if the
+        replica has no rows. None if all replicas have the same weight.
       loss_tracker: The metric that Keras's step updates with the loss and the
         number of rows.
     """
@@ -91,19 +95,20 @@ class StepFlags:
     Attributes:
       sees_global_batch: Whether the code already gets the rows of the global
         batch.
-      in_optimizer: Whether an optimizer is being applied. Optimizers called
-        inside it get gradients that are already reduced.
-      in_metric: Whether a metric is being updated or read. Metrics called
-        inside it are its parts.
+      in_optimizer: Whether an optimizer is being applied. An inner optimizer
+        that it calls receives gradients that are already reduced.
+      in_metric: Whether a metric is being updated or read. An inner metric
+        that it calls is a part of it.
       in_scaling: Whether a loss is being scaled.
       in_assign: Whether a variable is being written with a value that was
         already combined from all replicas.
       in_update: Whether the function writes the same value to all copies of a
         variable (`extended.update`).
-      in_loss: Whether a loss is being computed. Losses called inside it are
-        its parts.
-      in_compiled: Whether losses or metrics that were given to `compile` are
-        being called. Their arguments are known to have rows.
+      in_loss: Whether a loss is being computed. An inner loss that it calls
+        is a part of it.
+      in_compiled: Whether losses or metrics that were passed to `compile` are
+        being called. The first dimension of their arguments is certainly the
+        batch's rows.
     """
 
     sees_global_batch: bool = False
@@ -118,10 +123,10 @@ class StepFlags:
 
 @dataclasses.dataclass(kw_only=True)
 class StepNotes:
-    """The records that the hooks make during a trace.
+    """The information that the hooks record during a trace.
 
-    Other hooks read these records, as does the code that combines the
-    replicas' states after the step.
+    It is read by other hooks, and by the code that combines the replicas'
+    states after the step.
 
     Attributes:
       replica_seeds: Seeds whose random streams differ between replicas.
@@ -131,16 +136,17 @@ class StepNotes:
         optimizer computed from reduced gradients.
       metric_rules: For a metric's variable, the rule by which the replicas'
         values are combined. By default the replicas' changes are summed.
-      before: For a variable of a metric, the value on this replica relative to
-        which the change is computed: the value before the step or, if the
-        metric was reset in the step, the value after the reset.
+      before: For a variable of a metric, the value on this replica from which
+        the variable's change is computed: the value before the step or, if
+        the metric was reset in the step, the value after the reset.
       results: For each value that a metric returned for the global batch, its
         `metric_hooks.Result`.
       unaggregated: User-defined variables that were written, but have no
-        aggregation by which different values could be combined.
+        `aggregation` that defines how different values are combined.
       sizes: Sizes that may be the number of rows, in the order of the trace.
-        Each entry has the size, whether it was taken for the number of rows,
-        and a description of the function that received the array.
+        Each entry is a tuple: the size, whether the size was assumed to be the
+        number of rows, and a description of the function that received the
+        array.
       replica_uses: Names of the members of the replica context that the step
         used.
       global_batch_reason: The reason that the step cannot be mapped over the
@@ -170,7 +176,7 @@ class StepContext:
     Attributes:
       facts: Properties of the step that are fixed before the trace.
       flags: Flags that tell which kind of code is being traced.
-      notes: What the hooks record during the trace.
+      notes: The information that the hooks record during the trace.
     """
 
     facts: StepFacts
@@ -189,13 +195,16 @@ class StepContext:
 
     @property
     def num_sharing(self) -> int:
-        """Number of replicas with rows: losses are averaged over these."""
+        """Number of replicas that have rows, whose losses are averaged."""
         of_replicas = self.facts.rows_of_replicas or ()
         return sum(rows > 0 for rows in of_replicas) or self.num_replicas
 
     @property
     def weight(self) -> float:
-        """The factor for this replica's mean loss; 1 if rows are even."""
+        """The factor by which this replica's mean loss is multiplied.
+
+        It is 1 if all replicas have the same number of rows.
+        """
         of_replicas = self.facts.rows_of_replicas
         if of_replicas is None:
             return 1.0
@@ -220,7 +229,11 @@ class StepContext:
         return choose_buffering(self.facts.mesh)
 
     def with_facts(self, **facts: object) -> "StepContext":
-        """Returns a context with other facts, but the same flags and notes."""
+        """Returns a context with changed facts and the same flags and notes.
+
+        Args:
+          **facts: The attributes of `StepFacts` to replace.
+        """
         return dataclasses.replace(
             self, facts=dataclasses.replace(self.facts, **facts)
         )
@@ -233,12 +246,12 @@ class StepContext:
     def note_size(self, size: float, is_rows: bool, of: str) -> None:
         """Records a size that may be the number of rows.
 
-        A trace with another number of rows checks the records
-        (trace_checks.py).
+        A second trace with another number of rows checks whether the size
+        changes with the number of rows (trace_checks.py).
 
         Args:
           size: A dimension of an array, or a number.
-          is_rows: Whether the size was taken for the number of rows.
+          is_rows: Whether the size is assumed to be the number of rows.
           of: A description of the function or metric that received the array
             or number, for messages.
         """
@@ -250,17 +263,17 @@ class StepContext:
         """Aborts the trace; the step is then traced with the global batch.
 
         Args:
-          reason: A sentence for the warning: what the step does, and how to
-            change it so that it can be mapped over the replicas.
+          reason: Text for the warning: what the step does, and how to change
+            it so that it can be mapped over the replicas.
 
         Raises:
           GlobalBatchNeeded: if the step is a model's step.
-          ValueError: if the step is a function given to `run`.
+          ValueError: if the step is a function passed to `run`.
         """
         if self.facts.is_local:
             raise ValueError(
-                "The replicas' updates in `run` cannot be combined. Received: "
-                f"{reason}."
+                "The updates that the replicas make in `run` cannot be "
+                f"combined. Received: {reason}."
             )
         self.notes.global_batch_reason = reason
         raise GlobalBatchNeeded(reason)
@@ -288,9 +301,9 @@ class _Uses:
 def count_replica_uses() -> int:
     """Returns how often steps of this process used their replica context.
 
-    The count is part of the names of traces (`separate_trace`). JAX caches
-    traces of inner functions by that name, so a later trace does not reuse an
-    inner trace in which the replica context was used.
+    `separate_trace` makes the count a part of a trace's name. JAX caches the
+    traces of inner functions by this name, so that a later trace does not reuse
+    an inner trace in which the replica context was used.
     """
     return _Uses.count
 
@@ -298,8 +311,8 @@ def count_replica_uses() -> int:
 ReplicaScope = Callable[
     [StepContext | None], contextlib.AbstractContextManager[Any]
 ]
-"""Makes a step's replica context current for a block. If the step is None, it
-is the context of a single replica."""
+"""Makes a step's replica context current for a block. For None instead of a
+step, this is the replica context of a single replica."""
 
 current_step: Callable[[], StepContext | None] = _current.current_step
 """Returns the replica-mapped step that this thread is tracing, or None."""
@@ -310,13 +323,14 @@ step_scope = _current.step_scope
 
 @contextlib.contextmanager
 def building(mesh: ReplicaMesh, replica_scope: ReplicaScope) -> Iterator[None]:
-    """Makes models that are built in the block see one replica's shapes.
+    """Enters a replica context in which models can be built.
 
-    The block has a replica context, as in a replica-mapped step.
+    Models that are built in the block see the shapes of one replica, as in a
+    replica-mapped step.
 
     Args:
       mesh: The mesh of the replicas.
-      replica_scope: Makes a step's replica context current.
+      replica_scope: A function that makes a step's replica context current.
     """
     step = StepContext(facts=StepFacts(mesh=mesh, rows=1))
     alone = replay.Alone(mesh.num_replicas)

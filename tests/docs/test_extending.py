@@ -239,7 +239,7 @@ def off():
         (
             lambda s, m: s.experimental_distribute_dataset(Endless(), off()),
             ValueError,
-            "decides itself",
+            "itself decides",
         ),
     ],
 )

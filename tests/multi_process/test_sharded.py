@@ -130,7 +130,7 @@ def test_what_processes_do_not_divide_alike_is_refused_in_all():
                 assert part in told
         else:
             assert told == other
-            assert "All processes must divide variables in the same" in told
+            assert "All processes must shard variables in the same" in told
     told = first.value
     assert "dimension 0 of" in told["differs, created"]
     assert "(24, 24) (process 0), dimension 1" in told["differs, attached"]

@@ -91,8 +91,8 @@ def test_rows_that_differ_within_a_replica_are_refused():
         beginnings = {
             "generator": "Processes that have cores of the same replicas",
             "arrays": "Processes that have cores of the same replicas",
-            "on_batch": "All processes of a replica must provide equal",
-            "values": "All processes of a replica must provide equal",
+            "on_batch": "Processes that share replicas must provide equal",
+            "values": "Processes that share replicas must provide equal",
         }
         for name, beginning in beginnings.items():
             assert found[name].startswith(f"ValueError: {beginning}")

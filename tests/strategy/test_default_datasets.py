@@ -96,7 +96,7 @@ def test_epochs_validation_data_and_class_weights():
 def test_arguments_that_a_dataset_has_no_use_for_are_refused():
     strategy = ks.get_strategy()
     distribute = strategy.experimental_distribute_dataset
-    with pytest.raises(ValueError, match="Targets and sample"):
+    with pytest.raises(ValueError, match="targets and sample"):
         build().fit(distribute(tf_dataset()), Y, verbose=0)
     with pytest.raises(ValueError, match="needs an end"):
         build().fit(distribute(tf_dataset().repeat()), verbose=0)

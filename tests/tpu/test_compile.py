@@ -179,7 +179,9 @@ def test_what_replicas_cannot_divide_is_refused_when_it_is_made():
     strategy = ks.TPUStrategy.for_topology("v5e:2x2", variable_partitioner=last)
     with strategy.scope():
         keras.layers.Dense(8).build((None, 6))
-        with pytest.raises(ValueError, match="multiple of the shards"):
+        with pytest.raises(
+            ValueError, match="multiple of the number of shards"
+        ):
             keras.layers.Dense(6).build((None, 8))
     with pytest.raises(ValueError, match="shards=3 in slices"):
         ks.TPUStrategy.for_topology(

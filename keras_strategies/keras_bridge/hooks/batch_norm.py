@@ -2,8 +2,8 @@
 
 Keras rejects `synchronized=True` on JAX. In a strategy's scope the constructor
 accepts it, and the layer computes its mean and variance over the rows of all
-replicas. It does so in two passes: the variance is computed from differences
-to the global mean.
+replicas. This takes two passes, because the variance is computed from the
+differences to the global mean.
 
 References:
   - Peng et al., MegDet (2018), on synchronized BatchNormalization:
@@ -32,8 +32,8 @@ def accept_synchronized(
 
     Args:
       original: The constructor.
-      entered: Returns the strategy whose scope the calling thread is in, or
-        None.
+      entered: A function that returns the strategy whose scope the calling
+        thread is in, or None.
     """
 
     @functools.wraps(original)
@@ -60,11 +60,11 @@ def accept_synchronized(
 def compute_moments(
     layer: keras.layers.BatchNormalization, inputs: Array, mask: Array | None
 ) -> tuple[Any, Any]:
-    """Returns the mean and variance of `inputs` over all axes but the layer's.
+    """Returns the mean and variance of `inputs`, except over the layer's axis.
 
-    In a replica-mapped step and in `run` they are computed over the rows of
-    all replicas, and elsewhere over the rows of `inputs` only. Entries that
-    the mask excludes are ignored, as in Keras.
+    In a replica-mapped step and in `run`, they are computed over the rows of
+    all replicas, and elsewhere over the rows of `inputs` only. Entries that the
+    mask excludes are ignored, as in Keras.
     """
     step = current_step()
     is_run = step is not None and step.facts.is_local
@@ -131,9 +131,9 @@ def call_layer(
 ) -> Array:
     """Calls the layer, and marks its output as normalized on one replica.
 
-    The layer's statistics are per-replica by definition. The marks tell the
-    later check of losses that a loss of these rows does not count as one that
-    mixes the rows of different replicas.
+    The layer's statistics are per-replica by definition, although they mix the
+    replica's rows. Because of the marks, the later check of losses does not
+    report that the rows in the loss depend on each other.
 
     Returns:
       The normalized rows, of the inputs' shape.

@@ -1,4 +1,4 @@
-"""Recognizes the arrays that have rows, and gathers rows of all replicas."""
+"""Recognizes arrays of batch rows, and gathers the rows of all replicas."""
 
 from collections.abc import Callable
 from typing import Any
@@ -22,12 +22,13 @@ def has_rows(value: object, rows: int) -> bool:
 
 
 def note_rows(step: StepContext, values: Tree, of: str) -> None:
-    """Records which arrays of a nest are assumed to have rows.
+    """Records which arrays of a nest are assumed to contain batch rows.
 
     Args:
-      step: The step that is traced.
+      step: The step that is being traced.
       values: The nest of arrays.
-      of: A description of the function that received them, for messages.
+      of: A description of the function that received the arrays, for
+        messages.
     """
     for value in tree.flatten(values):
         for size in tuple(getattr(value, "shape", ()))[:1]:
@@ -35,9 +36,10 @@ def note_rows(step: StepContext, values: Tree, of: str) -> None:
 
 
 def gather_all_rows(step: StepContext, values: Tree) -> Tree:
-    """Gathers the rows of all replicas, including those of masks.
+    """Gathers the rows of all replicas, also of the arrays' Keras masks.
 
-    In `run` the number of rows is unknown, so arrays of any size are gathered.
+    In `run` the number of rows is unknown, so every array that is not a scalar
+    is gathered.
 
     Returns:
       The nest, in which arrays of shape (rows, ...) are replaced by arrays

@@ -19,10 +19,10 @@ Loss = TypeVar("Loss")
 def global_batch_loss(loss: Loss) -> Loss:
     """Marks a loss whose value for one row depends on other rows.
 
-    Examples are contrastive and ranking losses, and losses with an overlap or
-    a denominator over the batch. A marked loss receives the gathered rows of
-    all replicas, as Keras's Dice, Tversky and Circle losses do. This costs one
-    gather of the loss's arguments per step.
+    Examples are contrastive and ranking losses, and losses that compute an
+    overlap or a denominator over all rows of the batch. A marked loss receives
+    the rows of all replicas, as Keras's Dice, Tversky and Circle losses do. For
+    this, the loss's arguments are gathered from the replicas once per step.
 
     Args:
       loss: One of: a function of arrays whose first dimension is the rows,
@@ -54,8 +54,8 @@ def global_batch_loss(loss: Loss) -> Loss:
     ):
         raise TypeError(
             "`loss` must be a function or a `keras.losses.Loss`. "
-            f"Received: {loss!r} of type {type(loss).__name__}. For a loss "
-            'that Keras knows by name, use its class: "dice" is marked.'
+            f"Received: {loss!r} of type {type(loss).__name__}. Pass a loss "
+            "function, or a loss object or class instead of the loss's name."
         )
     marked: Any = loss
     if not is_class and not isinstance(loss, keras.losses.Loss):

@@ -22,9 +22,9 @@ def value_and_grad(
 ) -> Callable[..., tuple[Any, list[Any]]]:
     """Makes a function that returns the value of `fn` and its gradients.
 
-    It is like `jax.value_and_grad`, but for functions that use Keras
-    variables, and takes the place of `tf.GradientTape`. Variables that `fn`
-    writes (moving statistics, seeds, metrics) get their new values.
+    It is like `jax.value_and_grad`, but for functions that use Keras variables.
+    Use it instead of `tf.GradientTape`. Variables that `fn` writes (moving
+    statistics, seeds, metrics) are updated.
 
     Inside `run` each replica gets the gradients of its own rows. They are
     summed over the replicas by `optimizer.apply` or by `all_reduce`.
@@ -41,7 +41,7 @@ def value_and_grad(
       `has_aux`), and `gradients` is a list with one array for each variable.
 
     Raises:
-      TypeError: if an element of `variables` is not a variable.
+      TypeError: if an element of `variables` is not a Keras variable.
       ValueError: if `variables` is empty, for example because the model is
         not built yet.
 
@@ -107,17 +107,17 @@ def _differentiate(
 def _check_variables(variables: Sequence[object]) -> None:
     if not variables:
         raise ValueError(
-            "`variables` must contain at least one variable. Received: none, "
-            "as for a model that has no variables yet. Call it on one batch "
-            "first, or begin it with `keras.Input`. `model.build` creates no "
-            "variables for a class that does not define `build`."
+            "`variables` must contain at least one variable. Received: an "
+            "empty list. If the model is not built yet, call it on one batch "
+            "first, or start it with a `keras.Input`. `model.build(shape)` "
+            "creates no variables if the model's class does not define `build`."
         )
     for variable in variables:
         if not isinstance(variable, keras.Variable):
             raise TypeError(
-                "`variables` must contain only Keras variables. "
-                f"Received: {type(variable).__name__} in `variables`. Use "
-                "`jax.grad` for arrays."
+                "`variables` must contain only Keras variables. Received: an "
+                f"object of type {type(variable).__name__}. To differentiate "
+                "with respect to arrays, use `jax.grad`."
             )
 
 
@@ -128,7 +128,7 @@ def grad(
 ) -> Callable[..., Any]:
     """Makes a function that returns the gradients of `fn`.
 
-    It is like `value_and_grad`, but does not return the value.
+    It is like `value_and_grad`, but the function does not return the value.
 
     Args:
       fn: A function that returns a scalar, or with `has_aux` a pair of a

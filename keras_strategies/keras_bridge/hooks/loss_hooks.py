@@ -1,7 +1,8 @@
 """Changes to losses while a step is traced: denominators over all rows.
 
-The denominators are chosen so that the mean of the replicas' losses is the
-loss of the global batch, and the mean of their gradients is its gradient.
+The denominators are chosen so that the mean of the replicas' losses is the loss
+of the global batch. The mean of the replicas' gradients then is the gradient of
+that loss.
 """
 
 from collections.abc import Callable
@@ -35,7 +36,7 @@ def reduce_values(
     sample_weight: Array | None = None,
     reduction: str | None = "sum_over_batch_size",
 ) -> Array:
-    """Reduces a loss's values with a denominator over all replicas' rows.
+    """Reduces per-row losses with a denominator over all replicas' rows.
 
     Returns:
       A scalar, or the unchanged values if `reduction` is None or "none".
@@ -43,7 +44,8 @@ def reduce_values(
     is_per_replica = step.sees_replica_rows
     if is_per_replica and step.is_empty and reduction not in (None, "none"):
         if reduction == "mean_with_sample_weight" and sample_weight is not None:
-            # `_average` is a collective, so this replica must take part, too.
+            # `_average` is a collective, so a replica without rows must take
+            # part, too.
             _average(step, jnp.zeros((), values.dtype))
         # Keras would return the empty values, not a scalar.
         return jnp.sum(values)
@@ -75,10 +77,11 @@ def apply_mask(
     dtype: str,
     reduction: str | None,
 ) -> Array | None:
-    """Combines a mask and sample weights, as in the global batch.
+    """Combines a mask and sample weights, as for the global batch.
 
-    Keras scales the weights of the entries that the mask selects by
-    total / selected. Here that ratio is the global batch's, not the replica's.
+    Keras multiplies the weights of the entries that the mask selects by the
+    ratio of all entries to selected entries. Here this ratio is computed over
+    the global batch instead of over one replica's rows.
 
     Returns:
       The weights, or None if there are neither weights nor a mask.
@@ -90,9 +93,9 @@ def apply_mask(
     if mask is None or not step.sees_replica_rows or not is_mean:
         return weighted
     mask = losses.mark(jnp.asarray(mask), losses.OWN)
-    # Keras multiplies each selected entry by total / kept, counted over this
-    # replica's rows. Multiplying by `kept` and dividing by its mean over the
-    # replicas turns that into the ratio of the global batch.
+    # Keras has multiplied each selected entry by total / kept, both counted
+    # over this replica's rows. Multiplying by `kept` and dividing by the mean
+    # of `kept` over the replicas gives the ratio of the global batch.
     kept = jnp.sum(jnp.asarray(mask, dtype=weighted.dtype))
     weighted = weighted * ops.divide_no_nan(kept, _average(step, kept))
     weighted = _unweight(step, weighted)
@@ -106,10 +109,13 @@ def call_loss(
     *args: Tree,
     **kwargs: Tree,
 ) -> Array:
-    """Calls a loss with this replica's rows, or with all if it mixes rows.
+    """Calls a loss with this replica's rows, or with all replicas' rows.
+
+    A loss whose value for one row depends on other rows receives the rows of
+    all replicas.
 
     Returns:
-      The loss: a scalar if the loss reduces its values, else the values.
+      The loss: a scalar if the loss object reduces its values, else the values.
     """
     if not step.sees_replica_rows:
         return original(loss, *args, **kwargs)
@@ -127,14 +133,15 @@ def call_loss(
 def compute_loss(
     step: StepContext, original: _Method, *args: Any, **kwargs: Any
 ) -> Array:
-    """Computes a loss; marks or weights it unless it is part of another loss.
+    """Computes a loss, and marks a scalar loss or weights it by the rows.
 
-    If the replicas have different numbers of rows, a scalar loss is weighted
-    by this replica's number.
+    If all replicas have the same number of rows, the loss is marked, so that
+    the end of the trace can check it. Otherwise the loss is weighted by this
+    replica's number of rows. A loss that is part of another loss is unchanged.
 
     Args:
-      step: The step that is traced. At its end the marked losses are checked.
-      original: The method of a model or of a loss.
+      step: The step that is being traced.
+      original: The method of a model or of a loss that computes the loss.
       *args: The model or the loss, followed by the method's positional
         arguments.
       **kwargs: The method's keyword arguments.
@@ -154,7 +161,8 @@ def compute_loss(
         # The loss is zero but must still depend on the weights, so that its
         # gradient takes part in the all-reduce.
         return jnp.where(jnp.isnan(loss), 0.0, loss) * 0.0
-    # A loss that uses the replica context combines the replicas itself.
+    # A loss that uses the replica context combines the replicas' values
+    # itself.
     is_local = len(step.notes.replica_uses) == num_uses
     return loss * step.weight if is_local else loss
 
@@ -170,8 +178,8 @@ def _average(step: StepContext, value: Array) -> Array:
 def _unweight(step: StepContext, value: Array) -> Array:
     """Divides a value by the weight by which it is multiplied later.
 
-    It is used for values whose mean over the replicas is already the value
-    for the global batch, so that they must not be weighted by rows again.
+    This is for values whose mean over the replicas is already the value for the
+    global batch. The later weighting by rows must not change them.
     """
     return value if step.weight in (0.0, 1.0) else value / step.weight
 

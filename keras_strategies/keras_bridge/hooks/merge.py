@@ -28,8 +28,8 @@ def merge(variable: keras.Variable, rule: str) -> keras.Variable:
 
     By default floating-point state (moving statistics) is averaged, integer
     and boolean state is taken from replica 0, and metrics are summed. Call
-    `merge` for variables that need another rule, such as a counter of rows or
-    a maximum.
+    `merge` for variables that need another rule, such as a row counter or a
+    maximum.
 
     Args:
       variable: The variable, typically created by `layer.add_weight`.
@@ -59,7 +59,8 @@ def merge(variable: keras.Variable, rule: str) -> keras.Variable:
     if not isinstance(variable, keras.Variable):
         raise TypeError(
             "`variable` must be a Keras variable. Received: "
-            f"{type(variable).__name__}. Pass what `add_weight` returned."
+            f"{type(variable).__name__}. Pass the variable that `add_weight` "
+            "returned."
         )
     if rule not in MERGE_RULES:
         raise ValueError(
@@ -72,10 +73,10 @@ def merge(variable: keras.Variable, rule: str) -> keras.Variable:
 
 @dataclasses.dataclass(kw_only=True)
 class Merge:
-    """The changes of a step, collected so that one reduction sums them all.
+    """Collects the changes of a step, so that one reduction sums all of them.
 
     Attributes:
-      step: The step that is traced.
+      step: The step that is being traced.
       summands: The arrays to sum over the replicas.
     """
 
@@ -103,19 +104,22 @@ def plan_merge(
 ) -> Callable[[list[Any]], Group]:
     """Plans how the replicas' values of a group of variables are combined.
 
-    The arrays to sum are added to the plan. Once the plan has computed the
-    sums of all groups, the returned function finishes the merge.
+    The arrays that must be summed over the replicas are added to the plan. When
+    the plan has computed the sums for all groups, call the returned function
+    with these sums to get the combined values.
 
     Args:
       plan: The plan that collects the summands.
       variables: The variables of the group.
       old: The variables' values before the step.
-      folded: The same as `old`, but with the seeds that the replica used.
+      folded: The same as `old`, except that each random seed is replaced by
+        the seed that this replica used.
       new: The variables' values after the step on this replica.
-      are_metrics: Whether the replicas' changes are summed by default.
+      are_metrics: Whether these are metrics' variables, for which the
+        replicas' changes are summed by default.
 
     Returns:
-      A function that takes the plan's sums and returns the merged values.
+      A function that takes the plan's sums and returns the combined values.
     """
     finishers = [
         _plan_variable(plan, *of_variable, are_metrics)
@@ -150,9 +154,10 @@ def _plan_variable(
         # the program, which the compiler may round differently.
         return _plan_first(plan, new)
     if is_seed(variable):
-        # `new` is the stream's seed and its count of draws. Replicas with
-        # other numbers of rows may have drawn less often, so the stream
-        # continues from the largest count. Its seed does not change.
+        # `new` contains the random stream's seed and the number of draws so
+        # far. Replicas with different numbers of rows may have drawn a
+        # different number of times, so the stream continues from the largest
+        # number. Its seed does not change.
         drawn = all_max(new[1], step.axis) if step.facts.is_uneven else new[1]
         return lambda sums: jnp.stack([old[0], drawn])
     rule = _find_rule(variable, step, is_metric)
@@ -191,11 +196,11 @@ def _plan_first(plan: Merge, value: Array) -> Callable[[list[Any]], Any]:
 
 
 def compute_mean_share(value: Array, step: StepContext) -> Array:
-    """Returns this replica's summand of the average over the replicas.
+    """Returns the part that this replica contributes to an average.
 
     Returns:
       An array with the shape of `value`. The sum of these arrays over the
-      replicas is the average.
+      replicas is the (weighted) average of `value` over the replicas.
     """
     if step.facts.share is None:
         return value / step.num_replicas
@@ -234,7 +239,7 @@ def apply_changes(group: Group, changes: dict[str, Any]) -> Group:
 
 
 def find_changes(old: list[Any], new: Group) -> dict[str, Any]:
-    """Returns the new values of changed variables, by their positions."""
+    """Returns the new values of changed variables, by index in the group."""
     return {
         str(k): cast_like(n, o)
         for k, (o, n) in enumerate(zip(old, new, strict=True))

@@ -30,7 +30,7 @@ def update_compiled(
     *args: Any,
     **kwargs: Any,
 ) -> object:
-    """Updates the metrics given to `compile`, with `in_compiled` set."""
+    """Updates the metrics passed to `compile`, with `in_compiled` set."""
     with step.flag("in_compiled"):
         return original(metrics, *args, **kwargs)
 
@@ -44,15 +44,16 @@ def update_state(
 ) -> object:
     """Updates a metric with this replica's rows or with all replicas' rows.
 
-    The metric's rule, see `metric_rules`, decides which.
+    The rule that `metric_rules` chooses for the metric decides which rows.
     """
     if step.flags.in_metric:
         return original(metric, *args, **kwargs)
     if args:
-        # A `Mean` takes a scalar to be a mean over this replica's rows.
+        # A `Mean` treats a scalar as a mean over this replica's rows.
         value = loss_hooks.mark_loss(step, args[0])
         if metric is step.facts.loss_tracker and step.weight not in (0.0, 1.0):
-            # The tracker itself weights the loss by the replica's rows.
+            # The tracker itself weights the loss by the replica's rows, so the
+            # weight that `compute_loss` applied is removed.
             value = value / step.weight
         args = (value, *args[1:])
     if (
@@ -102,10 +103,10 @@ def _choose_rule(
     if rule == metric_rules.GLOBAL or known not in (None, rule):
         described = metric_rules.describe_metric(metric)
         step.demand_global_batch(
-            f"{described} is updated with a value without "
-            "the batch's rows, which may be a sum or a mean, or with values "
-            "of several kinds. Update it with rows, or use "
-            "`keras.metrics.Mean` for a mean over rows"
+            f"{described} is updated either with a value that has no rows and "
+            "may be a sum or a mean, or with different kinds of values in one "
+            "step, such as rows and a mean. Update it with one value per row, "
+            "or use `keras.metrics.Mean` for a mean over the rows"
         )
     return rule
 
@@ -117,7 +118,7 @@ def _update_in_turn(
     args: tuple[Any, ...],
     kwargs: dict[str, Any],
 ) -> object:
-    """Updates a metric with each replica's scalars, in order of replica id."""
+    """Updates a metric with every replica's scalars, in order of replica id."""
     leaves, structure = jax.tree.flatten((args, kwargs))
     of_all = [
         all_rows(jnp.asarray(leaf)[None], step.axis)
@@ -155,8 +156,8 @@ def result(
     """Computes a metric's result from all replicas' updates so far.
 
     Returns:
-      What the metric's `result` returns: a scalar, or a dict that maps names
-      to scalars.
+      The return value of the metric's `result`: a scalar, or a dict that maps
+      names to scalars.
     """
     variables = metric.variables
     is_known = all(v in step.notes.before for v in variables)
@@ -182,9 +183,10 @@ def result(
     if len(scope.written) or reads_others:
         described = metric_rules.describe_metric(metric)
         step.demand_global_batch(
-            f"the result of {described} reads a metric that "
-            "is not part of it, or writes a variable. Make the other metric "
-            "an attribute of it, and write in `update_state`"
+            f"the `result` method of {described} reads another metric that is "
+            "not one of its attributes, or writes a variable. Make the other "
+            "metric an attribute of this one, and write variables only in "
+            "`update_state`"
         )
     parts = value.items() if isinstance(value, dict) else [(None, value)]
     for key, part in parts:

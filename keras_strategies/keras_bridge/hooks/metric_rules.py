@@ -1,9 +1,10 @@
 """The rules by which the replicas' metric variables are combined.
 
 Most metrics are sums over rows, so the replicas' changes are summed. Other
-metrics (a maximum, a last value, a mean of a function that mixes rows) are
-updated on every replica with the rows of all replicas. Keras's own metrics are
-known to be sums. A user-defined metric is tested once on toy data.
+metrics (a maximum, a last value, the mean of a function whose value for one row
+depends on other rows) are updated on every replica with the rows of all
+replicas. Keras's metrics are sums over rows, except those for which
+`mixes_rows` returns True. A user-defined metric is tested once on toy data.
 """
 
 import warnings
@@ -23,15 +24,16 @@ from keras_strategies.keras_bridge.step_context import StepContext
 SUM = "sum"
 """The replicas' changes are summed."""
 MEAN = "mean"
-"""The replicas' changes are averaged, because each replica's update was the
-mean over its rows."""
+"""The replicas' changes are averaged, because each replica updates the metric
+with the mean over its rows."""
 SAME = "same"
-"""Every replica made the same change, so there is nothing to combine."""
+"""Every replica makes the same change, so there is nothing to combine."""
 IN_TURN = "in turn"
-"""Every replica made the updates of all replicas, one after the other, so
+"""Every replica makes the updates of all replicas, one after the other, so
 there is nothing to combine."""
 GLOBAL = "global batch"
-"""No rule is certain to be right: the step must see the global batch."""
+"""None of the rules is certain to be correct, so the step must see the global
+batch."""
 
 _PARTS = (3, 5)
 _verdicts: "weakref.WeakKeyDictionary[keras.metrics.Metric, bool]"
@@ -66,19 +68,20 @@ def choose_update_rule(
     is_mean = type(metric).update_state is keras.metrics.Mean.update_state
     if not is_mean or _is_array(weight):
         return GLOBAL
-    # A mean weighted with its number of rows is a sum over rows, and the
-    # replicas' sums add up.
+    # A mean that is weighted with its number of rows is a sum over rows, so the
+    # replicas' changes can be summed.
     return SUM if _is_number(weight) and weight == rows else MEAN
 
 
 def choose_local_rule(
     metric: keras.metrics.Metric, args: Sequence[Any], kwargs: dict[str, Any]
 ) -> str:
-    """Returns the rule for an update in a function given to `run`.
+    """Returns the rule for an update in a function passed to `run`.
 
     As in tf.distribute, each replica may update a metric with any value, and
-    the replicas' changes are summed. A metric that is not a sum of its updates
-    is instead updated on every replica with the entries of all replicas.
+    the replicas' changes are summed. If the metric's state is not a sum of its
+    updates, the metric is instead updated on every replica with the values of
+    all replicas.
     """
     if _is_keras_own(metric):
         return SUM
@@ -99,9 +102,10 @@ def note_sizes(
     args: tuple[Any, ...],
     kwargs: dict[str, Any],
 ) -> None:
-    """Records which sizes `choose_update_rule` took for the number of rows.
+    """Records which sizes `choose_update_rule` assumed to be row counts.
 
-    A trace with another number of rows (`StepFacts.is_probe`) checks them.
+    A second trace with another number of rows (`StepFacts.is_probe`) checks
+    whether these sizes change with the number of rows.
     """
     leaves, rows = tree.flatten((args, kwargs)), step.facts.rows
     of = describe_metric(metric)
@@ -152,9 +156,10 @@ def mixes_rows(loss: object, ndim: int) -> bool:
 
     This is true for:
     - Keras's Dice, Tversky and Circle losses;
-    - Keras's hinge losses, which read all labels to distinguish 0/1 from -1/1;
-    - losses that reduce over the axis of the rows, as all of Keras's loss
-      functions do if the arrays have no other axis;
+    - Keras's hinge losses, which read all labels to find out whether labels are
+      0 and 1 or -1 and 1;
+    - losses that reduce over the axis of the rows, as Keras's loss functions do
+      if the arrays have no other axis;
     - losses marked by `keras_strategies.global_batch_loss`.
 
     Args:
@@ -203,10 +208,11 @@ def _is_additive(
         ):
             warnings.warn(
                 f"Metric {metric.name!r} ({type(metric).__name__}) is not a "
-                "sum over rows: updating it with two halves of a batch is "
-                "not the same as updating it with the entire batch. It is "
-                "evaluated on the gathered rows of all replicas, which is "
-                "exact and costs one gather of y and y_pred per step.",
+                "sum over rows: updating it with two parts of a batch gives "
+                "another result than updating it with the entire batch. "
+                "Therefore each replica updates it with the rows of all "
+                "replicas. The result is exact, but y and y_pred must be "
+                "gathered from the replicas in each step.",
                 UserWarning,
                 stacklevel=2,
             )
@@ -218,8 +224,9 @@ def _try_out(
 ) -> bool:
     """Returns whether a metric is a sum over rows, by a test on toy data.
 
-    It is one if updating it with the parts of a toy batch and summing the
-    changes gives the same state as updating it with the entire batch.
+    The metric is updated with the parts of a toy batch, and the changes are
+    summed. It is a sum over rows if this gives the same state as an update with
+    the entire batch.
     """
     batch = (tuple(args), dict(kwargs))
     rows = next(a.shape[0] for a in _find_arrays(batch) if len(a.shape))
@@ -267,7 +274,11 @@ def _adds_the_same(
 
 
 def _adds_up(metric: keras.metrics.Metric, like: Tree, rows: int) -> bool:
-    """Returns whether a metric adds up on some toy data, and fails on none."""
+    """Returns whether a metric is a sum over rows on all toy data that decide.
+
+    Toy data do not decide if they do not change the metric, or if the metric
+    raises an error. At least one range of toy data must decide.
+    """
     answers: list[bool | None] = []
     error: Exception | None = None
     for toy in _TOYS:
@@ -283,9 +294,9 @@ def _adds_up(metric: keras.metrics.Metric, like: Tree, rows: int) -> bool:
 def _adds_up_on(
     toy: "_Toy", metric: keras.metrics.Metric, like: Tree, rows: int
 ) -> bool | None:
-    """Returns whether a metric adds up on one range of toy data.
+    """Returns whether a metric is a sum over rows on one range of toy data.
 
-    Returns None if the data decide nothing, because they do not change the
+    Returns None if the data do not decide this, because they do not change the
     metric.
     """
     state = _make_reset_state(metric)
@@ -297,8 +308,8 @@ def _adds_up_on(
             like,
         )
         at_once = _compute_update(metric, state, batch)
-        # As by the rule SUM: sum the changes of both parts, where each part
-        # updates the metric from `state`.
+        # The rule SUM does the same: it sums the changes of both parts, where
+        # each part updates the metric from `state`.
         merged = [np.array(s) for s in state]
         start = 0
         for size in _PARTS:
@@ -310,8 +321,8 @@ def _adds_up_on(
             ]
             start += size
         for m, w, s in zip(merged, at_once, state, strict=True):
-            # Entries that overflowed, or are a logarithm of a negative
-            # number, decide nothing.
+            # Entries that are not finite, because of an overflow or of the
+            # logarithm of a negative number, are ignored.
             finite = np.isfinite(np.asarray(m, "float64")) & np.isfinite(w)
             if not np.allclose(m[finite], w[finite], rtol=1e-4, atol=1e-5):
                 return False
@@ -336,7 +347,7 @@ def _compute_update(
 
 
 class _Toy(NamedTuple):
-    """A range of toy data. Some metrics change only for one of the ranges."""
+    """A range of toy data. Some metrics change only in one of the ranges."""
 
     low: float
     high: float

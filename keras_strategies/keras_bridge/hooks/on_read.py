@@ -31,9 +31,10 @@ _COPIES = "_ks_copies"
 
 
 class Unreadable:
-    """The value, outside of `run`, of a variable without an aggregation.
+    """The value that a variable without an aggregation has outside of `run`.
 
-    It has a shape and a dtype, but reading its entries raises ValueError.
+    The value has a shape and a dtype, but reading its entries raises a
+    ValueError.
 
     Args:
       variable: The variable.
@@ -50,10 +51,10 @@ class Unreadable:
     def _raise(self, *args: object, **kwargs: object) -> NoReturn:
         raise ValueError(
             "A variable with a copy on each replica must have an aggregation "
-            f"to be read. Received: a read of {self._path!r} outside of `run`. "
-            'Create it with aggregation="sum", "mean" or '
-            '"only_first_replica", or read the copies: '
-            "`strategy.experimental_local_results(variable)`."
+            "so that it can be read outside of `run`. Received: a read of "
+            f"{self._path!r}, which has none. Create the variable with "
+            'aggregation="sum", "mean" or "only_first_replica", or read its '
+            "copies with `strategy.experimental_local_results(variable)`."
         )
 
     __array__ = __jax_array__ = __float__ = __int__ = __bool__ = _raise
@@ -76,14 +77,15 @@ def create(
     """Creates a variable, with a copy on each replica if it is "on_read".
 
     Raises:
-      ValueError: if strategies do not support the `synchronization` argument.
+      ValueError: if `synchronization` is None or "none", which strategies do
+        not support.
     """
     mode, name = kwargs.get("synchronization"), kwargs.get("name")
     if mode in (None, "none"):
         raise ValueError(
             "`NONE` variable synchronization mode is not supported in a "
             f"strategy's scope. Received: synchronization={mode!r} for "
-            f"variable: {name}. Choose 'auto', 'on_write' or 'on_read'."
+            f"variable: {name}. Use 'auto', 'on_write' or 'on_read'."
         )
     variable = next_creator(**kwargs)
     caller = creating_layer()
@@ -103,9 +105,10 @@ def is_on_read(variable: object) -> bool:
 def get_copies(variable: keras.Variable, mesh: ReplicaMesh) -> jax.Array:
     """Returns a variable's copies, one for each replica.
 
-    At first each copy is the initial value. A value that was assigned outside
-    of `run` replaces the copies: with aggregation "sum" it is divided into
-    copies that add up to it, otherwise every copy is the value.
+    At first each copy is the initial value. If a value was assigned outside of
+    `run`, new copies are made from this value. With aggregation "sum", the
+    value is divided into copies that add up to it. Otherwise each copy is the
+    assigned value.
 
     Returns:
       An array of shape (replicas, *shape), with one copy on each device.
@@ -138,18 +141,17 @@ def _check_home(
 ) -> None:
     if array.sharding.device_set != set(mesh.devices):
         raise ValueError(
-            "A variable with a copy on each replica must be used by the "
-            "strategy that created it. "
-            f"Received: {variable.path!r}, whose copies are on "
-            f"{array.shape[0]} devices, in `run` of a strategy of "
-            f"{mesh.num_replicas} replicas on others. Create it in this "
-            "strategy's scope."
+            "A variable with a copy on each replica can be used only by the "
+            f"strategy that created it. Received: {variable.path!r}, whose "
+            f"copies are on {array.shape[0]} devices, in `run` of a strategy "
+            f"with {mesh.num_replicas} replicas on different devices. Create "
+            "the variable in the scope of this strategy."
         )
 
 
 def create_copies(variable: keras.Variable, mesh: ReplicaMesh) -> None:
-    """Creates the copies of an "on_read" variable that has none yet."""
-    # On an abstract mesh programs are only compiled, so variables stay on the
+    """Creates the copies of an "on_read" variable that has no copies yet."""
+    # On an abstract mesh, programs are only compiled. So variables stay on the
     # host.
     is_made = variable._value is not None and not mesh.is_abstract
     if is_on_read(variable) and is_made and not hasattr(variable, _COPIES):
@@ -163,7 +165,7 @@ def create_copies(variable: keras.Variable, mesh: ReplicaMesh) -> None:
 def set_copies(
     variable: keras.Variable, array: jax.Array, aggregate: Array
 ) -> None:
-    """Sets a variable's copies, and the value that it has outside of `run`.
+    """Sets a variable's copies, and the variable's value outside of `run`.
 
     Args:
       variable: The variable.

@@ -1,7 +1,8 @@
 """Changes to optimizers while a step is traced: gradients are reduced.
 
-The outermost optimizer reduces the gradients over the replicas first, so
-Keras's loss scaling and gradient accumulation receive reduced gradients.
+If optimizers are nested, the outermost one first reduces the gradients over the
+replicas. So Keras's loss scaling and gradient accumulation receive reduced
+gradients.
 
 References:
   - Micikevicius et al., Mixed Precision Training (2018), on loss scaling:
@@ -60,8 +61,8 @@ def apply(
             result = _apply_purely(optimizer, grads, list(variables))
         else:
             result = original(optimizer, grads, *args, **kwargs)
-    # These values are equal on all replicas, because the reduced gradients
-    # are.
+    # These values are equal on all replicas, because the reduced gradients are
+    # equal on all replicas.
     applied = (*variables, *optimizer.variables)
     step.notes.equal.update(variable.value for variable in applied)
     return result
@@ -117,9 +118,11 @@ def _is_cut(
     optimizer: keras.optimizers.Optimizer,
     variables: Sequence[keras.Variable],
 ) -> bool:
-    """Returns whether the step's program is cut in two at this update.
+    """Returns whether the step's program is cut at this update.
 
-    The program is cut if the update involves sharded variables.
+    An update of sharded variables is cut out of the mapped program where this
+    is possible. XLA then computes the update on global, sharded arrays (see
+    `marked_updates`).
     """
     targets = [*variables, *optimizer.variables]
     if not shardings.any_sharded(targets, step.facts.mesh):
@@ -167,10 +170,10 @@ def _mark_update(
     values: list[Any],
     update: Callable[[list[Any], list[Any]], list[Any]],
 ) -> list[Any]:
-    """Computes the update in one jaxpr equation that marks the cut.
+    """Computes the update in one jaxpr equation, at which the program is cut.
 
     Args:
-      step: The step that is traced.
+      step: The step that is being traced.
       optimizer: The optimizer.
       grads: This replica's gradients; None for a weight without a gradient.
       targets: The weights, in the order of the gradients, followed by the
@@ -184,8 +187,9 @@ def _mark_update(
     """
     mesh = step.facts.mesh
     grads = _clear_empty(step, grads)
-    # The operands of an equation must be arrays. So only gradients that are
-    # not None become operands, and the Nones are put back inside the equation.
+    # The operands of an equation must be arrays. So only gradients that are not
+    # None become operands, and the function in the equation inserts the Nones
+    # again.
     present = [i for i, g in enumerate(grads) if g is not None]
 
     def with_missing(some: list[Any]) -> list[Any]:
@@ -219,9 +223,10 @@ def _find_divisor(
 ) -> int:
     """Returns the number by which the sum of the gradients is divided.
 
-    It is 1 for a scaled loss: `scale_loss` has divided the loss by the number
-    of replicas already, so that a replica's gradients overflow in the same
-    cases as the gradients on a single device.
+    It is 1 for a scaled loss, because `scale_loss` has already divided the loss
+    by the number of replicas. This is done before the gradients are computed,
+    so that a replica's gradients overflow in the same cases as the gradients on
+    a single device.
     """
     is_sum = step.facts.is_local or optimizer in step.notes.scaled_losses
     return 1 if is_sum else step.num_sharing
@@ -234,8 +239,8 @@ def _apply_purely(
 ) -> None:
     """Applies gradients through `stateless_apply`.
 
-    `LossScaleOptimizer.apply` (keras 3.15) writes variables inside a branch.
-    JAX does not allow that in a trace.
+    `LossScaleOptimizer.apply` (Keras 3.15) writes variables inside a branch,
+    which JAX does not allow in a trace.
     """
     if not optimizer.built:
         optimizer.build(variables)
@@ -286,9 +291,9 @@ def _clear_nan(array: Array) -> jax.Array:
 
 
 def _is_overwritten(variable: keras.Variable) -> bool:
-    """Returns whether a variable's "gradient" is its new value.
+    """Returns whether a variable's "gradient" is the variable's new value.
 
-    Keras uses such variables for float8 scales.
+    Keras uses such variables for the scales in float8 training.
     """
     return getattr(variable, "overwrite_with_gradient", False)
 
@@ -301,8 +306,9 @@ def scale_loss(
 ) -> Array:
     """Scales a loss by the optimizer's `scale_loss`.
 
-    If the optimizer changes the loss, it is also divided by the number of
-    replicas, and the gradients are later summed rather than averaged.
+    If the optimizer scales losses, or has variables whose "gradient" is their
+    new value, the loss is also divided by the number of replicas, and the
+    gradients are later summed instead of averaged.
 
     Returns:
       The scaled loss, a scalar.

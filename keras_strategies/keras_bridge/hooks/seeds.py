@@ -1,4 +1,4 @@
-"""Random streams: separate ones for the replicas, and a common stream."""
+"""Random streams: a separate stream for each replica, and a common stream."""
 
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -29,9 +29,9 @@ def fold_seeds(
 ) -> Arrays:
     """Folds the replica's id into seeds, for separate random streams.
 
-    The id is hashed before it is combined with the seed. With the id itself,
-    seed 3 on replica 1 could give the same stream as another seed on
-    replica 0.
+    The id is hashed before it is combined with the seed. Without the hash,
+    seed 3 on replica 1 would give the same stream as seed 2 on replica 0,
+    because `3 ^ 1 == 2`.
 
     Returns:
       The values, in which the seeds are replaced by this replica's seeds.

@@ -3,9 +3,9 @@
 While a step is traced, and only in the tracing thread:
 - the outermost optimizer first reduces the gradients over the replicas
   (optimizer_hooks.py);
-- losses have denominators over the global batch, and losses that mix rows
-  receive the rows of all replicas (loss_hooks.py);
-- each metric is updated by its own rule (metric_hooks.py).
+- losses have denominators over the global batch, and losses whose value for one
+  row depends on other rows receive the rows of all replicas (loss_hooks.py);
+- each metric is updated by the rule that is chosen for it (metric_hooks.py).
 
 The hooks wrap methods of classes rather than of instances, so that they affect
 every optimizer, loss and metric of a model and leave no attributes on them.
@@ -87,7 +87,7 @@ def _find_class_patches(
 def _make_hook(wrapper: Callable[..., Any]) -> Callable[..., Any]:
     """Makes a patch that calls `wrapper(step, original, ...)`.
 
-    Outside of a step that is traced, the patch calls only the original.
+    If no step is being traced, the patch calls only the original method.
     """
 
     def wrap(original: Callable[..., Any]) -> Callable[..., Any]:

@@ -1,4 +1,4 @@
-"""Writes to user-defined variables in a function given to `run`.
+"""Writes to user-defined variables in a function passed to `run`.
 
 As in tf.distribute, the values that the replicas write are combined by the
 variable's `aggregation`, and the result is written on all replicas.
@@ -21,9 +21,9 @@ from keras_strategies.keras_bridge.step_context import StepContext
 def is_user_defined(variable: keras.Variable) -> bool:
     """Returns whether a user created a variable or chose its aggregation.
 
-    If its creation was not recorded, as outside of scopes, the variable's path
-    decides: the path of a variable that a layer, metric or optimizer created
-    begins with that object's name.
+    Creation is recorded only in a strategy's scope. For other variables the
+    path decides: if a layer, metric or optimizer created the variable, its path
+    begins with the name of that object, and so differs from its name.
     """
     if variable.aggregation != "none":
         return True
@@ -41,12 +41,12 @@ def assign(
 ) -> Array:
     """Writes the replicas' combined value to a user-defined variable.
 
-    This replaces `assign`, `assign_add` and `assign_sub` in a function given
-    to `run`. Writes to other variables are unchanged.
+    This replaces `assign`, `assign_add` and `assign_sub` in a function passed
+    to `run`. Writes to variables that are not user-defined are unchanged.
 
     Args:
-      step: The step that is traced.
-      original: `assign`, `assign_add` or `assign_sub`.
+      step: The step that is being traced.
+      original: Keras's method: `assign`, `assign_add` or `assign_sub`.
       variable: The variable.
       value: This replica's value.
 

@@ -1,9 +1,10 @@
 """The variables that a function uses, and the losses that its layers add.
 
-A Keras layer stores the losses of its last call. Outside of stateless scopes
-it stores them in a list. Inside, the scope has a list of all losses, and the
-layer stores the ids of its own. Here the scope stores these ids, too, so that
-they do not outlive the scope and threads do not clear each other's ids.
+A Keras layer stores the losses that its last call added. Outside of a stateless
+scope, the layer stores a list of these losses. Inside, the scope stores a list
+of the losses of all layers, and each layer stores the ids of its losses. The
+scopes in this module also store these ids, so that the ids do not outlive the
+scope, and threads do not clear each other's ids.
 """
 
 import contextlib
@@ -43,8 +44,8 @@ class CollectingScope(keras.StatelessScope):
     ) -> None:
         super().__init__(list(mapping), True, initialize_variables)
         self._ids: IdentityMap[set[int]] = IdentityMap()
-        # Losses that this scope's trace cannot return: those of the outer
-        # scope, and those of a trace inside this scope's trace, such as the
+        # Losses that this scope's trace cannot return: losses of the outer
+        # scope, and losses of a trace inside this scope's trace, such as the
         # body of a scan.
         self._outer = IdentitySet()
         self._inner = IdentitySet()
@@ -79,7 +80,7 @@ class CollectingScope(keras.StatelessScope):
         return self._ids[layer]
 
     def outputs(self) -> list[Any]:
-        """Returns the losses, with None for those of other traces."""
+        """Returns the losses, with None for each loss of another trace."""
         return [
             None if loss in self._inner or loss in self._outer else loss
             for loss in self.losses
@@ -89,8 +90,8 @@ class CollectingScope(keras.StatelessScope):
         """Passes the losses to the outer scope, after this scope was exited.
 
         Args:
-          outputs: The result of the method `outputs`, with the values that it
-            has in the outer trace.
+          outputs: The losses that the method `outputs` returned, as values of
+            the outer trace.
         """
         pairs = [
             # JAX cannot compute with a tracer of a trace that has ended.
@@ -130,8 +131,9 @@ class CollectingScope(keras.StatelessScope):
 class LiftingScope(CollectingScope):
     """A stateless scope that records every variable that is read or written.
 
-    It is meant for an abstract trace. Reading a variable returns zeros, and
-    variables that are created in the scope get their values when it exits.
+    It is meant for a trace that only infers shapes. A variable reads as zeros
+    unless it was written in the scope, and variables that are created in the
+    scope get their values when the scope exits.
     """
 
     def __init__(self) -> None:
@@ -175,8 +177,9 @@ def _make_chained_getter(original: Callable[..., Any]) -> Callable[..., Any]:
 class InnerScope(CollectingScope):
     """A stateless scope that reads missing variables from the outer scope.
 
-    Keras's `StatelessScope` reads a variable that is not in its mapping from
-    the variable itself, so a trace includes that value as a constant.
+    If a variable is not in the mapping of Keras's `StatelessScope`, the scope
+    reads the value of the variable itself, which becomes a constant of the
+    trace.
 
     Args:
       mapping: Pairs of a variable and its value.
@@ -193,7 +196,8 @@ class InnerScope(CollectingScope):
 def chain_scopes() -> contextlib.AbstractContextManager[None]:
     """Makes nested stateless scopes read from outer scopes, for a block.
 
-    In the block, a layer's losses belong to the scope in which they are added.
+    In the block, a loss that a layer adds belongs to the scope in which it was
+    added.
     """
     return _patches.hold()
 

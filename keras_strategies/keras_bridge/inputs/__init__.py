@@ -1,1 +1,1 @@
-"""Inputs: from the data given to `fit` to executions on the devices."""
+"""Inputs: turns the data passed to `fit` into executions on the devices."""

@@ -1,4 +1,4 @@
-"""Makes sources in all processes, and raises errors in all processes."""
+"""Makes data sources collectively; an error in one process is raised in all."""
 
 import itertools
 from collections.abc import Callable
@@ -18,7 +18,7 @@ from keras_strategies.data.step_checks import find_unequal_readers
 _T = TypeVar("_T")
 _MAX_NUMBER = 2**31 - 1
 _MAX_SHOWN = 8
-# The forms of the messages that processes exchange.
+# The formats of the messages that processes exchange.
 _FAILED = {"error": str}
 _NUMBER = {"number": message_forms.is_count}
 _MADE = message_forms.Either(
@@ -41,18 +41,18 @@ def build_on_all_processes(
 ) -> Source:
     """Makes a source in every process. Collective.
 
-    All processes use the chief's seed, unless the rows are process-local. If
-    one process cannot make its source, all processes raise an error, so that
-    no process waits for the failed process later.
+    All processes shuffle with the chief's seed, unless the rows are
+    process-local. If one process cannot make its source, all processes raise an
+    error, so that no process waits for the failed process later.
 
     Args:
       mesh: The mesh of the replicas.
       name: The call that needs the source, for error messages.
       make: A function that makes the source from a number. All processes pass
         the same number to it.
-      facts: JSON values by name. They must be equal in all processes, like the
-        facts of the sources.
-      draws: Whether the number is drawn at random in each call. Otherwise it
+      facts: JSON values by name, such as the number of steps. They must be
+        equal in all processes, and so must the results of `Source.facts`.
+      draws: Whether the number that is passed to `make` is random. Otherwise it
         is 0.
 
     Raises:
@@ -123,10 +123,10 @@ def build_equal_replicas(
         )
         more = ", ..." * (len(outlines) > _MAX_SHOWN)
         raise ValueError(
-            f"On several processes {name} must make values of the same "
-            "structure, shapes and dtypes for all replicas. Received: "
-            f"{shown}{more}. Pad the rows, or distribute a dataset, whose "
-            "batches may differ."
+            f"If there are several processes, the values in {name} must have "
+            "the same structure, shapes and dtypes for all replicas. Received: "
+            f"{shown}{more}. Pad the arrays to the same shape, or distribute a "
+            "dataset, whose batches may differ in their number of rows."
         )
     _check_same_values(mesh, name, received)
     assert values is not None
@@ -153,22 +153,22 @@ def _check_same_values(
     group = find_unequal_readers(mesh, checksums)
     if group is not None:
         raise ValueError(
-            "All processes of a replica must provide equal values to "
+            "Processes that share replicas must provide equal values to "
             f"{name}. Received: values with the checksums "
             f"{list_values(mesh, checksums)}, where the processes {group} "
-            "share replicas. Make the values equal in all processes; draw "
-            "random ones with one seed."
+            "share replicas. Pass equal values in all processes. If they are "
+            "random, generate them with the same seed."
         )
 
 
 def _try_to_make(
     make: Callable[[], _T],
 ) -> tuple[_T | None, Exception | None, dict[str, Any]]:
-    """Calls `make`, and catches its error.
+    """Calls `make`, and catches an error that it raises.
 
     Returns:
-      The new value, None and an empty message; or, if `make` failed, None, the
-      error, and the message about it for the other processes.
+      The new value, None and an empty message. If `make` failed: None, the
+      error, and the message that reports the error to the other processes.
     """
     try:
         return make(), None, {}
@@ -191,11 +191,11 @@ def _check_facts(
         values = [one.get(fact) for one in facts]
         if any(value != values[0] for value in values):
             raise ValueError(
-                f"All processes must give {name} the same data, batch size "
-                f"and numbers of steps and epochs. Received: {fact} of "
-                f"{list_values(mesh, values)}. Pass the same in all processes; "
-                "only the number of process-local rows (with "
-                "`AutoShardPolicy.OFF`) may differ."
+                "All processes must pass the same data, batch size and numbers "
+                f"of steps and epochs to {name}. Received: different values of "
+                f"{fact}: {list_values(mesh, values)}. Pass the same value in "
+                "all processes. Only process-local rows "
+                "(`AutoShardPolicy.OFF`) may differ in number."
             )
 
 

@@ -76,8 +76,8 @@ def make_dataset_source(
     Args:
       dataset: The dataset.
       mesh: The replicas.
-      policy: How several processes share the dataset. None uses the policy
-        that the dataset itself has.
+      policy: How several processes share the dataset. None for the policy in
+        the dataset's options, or for AUTO if no policy is set there.
 
     Raises:
       TypeError: if `dataset` is not a dataset.
@@ -131,10 +131,11 @@ def make_local_source(
     if isinstance(dataset, Source):
         if chosen is not AutoShardPolicy.AUTO:
             raise ValueError(
-                "The policy of a `ks.data.Source` must be AUTO: the source "
-                "decides itself what each process reads. Received: "
-                f"`AutoShardPolicy.{chosen.name}`. Leave the policy out, or "
-                "set the source's `is_process_local`."
+                "The policy for a `ks.data.Source` must be AUTO, because the "
+                "source itself decides which rows each process reads. Received:"
+                f" `AutoShardPolicy.{chosen.name}`. Do not pass a policy. If "
+                "the rows are process-local, set the source's "
+                "`is_process_local`."
             )
         return dataset
     if isinstance(dataset, Files):
@@ -202,9 +203,10 @@ def _make_without_adapter(
     x, shuffle = data.x, data.shuffle
     if data.y is not None or data.sample_weight is not None:
         raise ValueError(
-            "Targets and sample weights must be in the batches of a dataset. "
-            "Received: `y` or `sample_weight` with an `x` of type "
-            f"{type(x).__name__}. Let it yield (x, y, sample_weight)."
+            "If `x` is a dataset, its batches must contain the targets and "
+            "sample weights. Received: `y` or `sample_weight` with an `x` of "
+            f"type {type(x).__name__}. Make the dataset yield tuples "
+            "(x, y, sample_weight)."
         )
     if isinstance(x, DistributedDataset):
         source = x.source
@@ -217,8 +219,8 @@ def _make_without_adapter(
     _check_ends(source, data.steps_per_epoch)
     if shuffle and (is_grain_dataset(x) or is_torch_dataloader(x)):
         warnings.warn(
-            "`shuffle=True` was passed, but is ignored: a "
-            f"{type(x).__name__} sets its order itself.",
+            "`shuffle=True` was passed, but is ignored, because a "
+            f"{type(x).__name__} determines the order of its rows itself.",
             stacklevel=2,
         )
     return source
@@ -227,7 +229,7 @@ def _make_without_adapter(
 class _Weighted:
     """A source that adds class weights to the batches of another source.
 
-    All other attributes are those of the other source.
+    Except for `read`, it has the attributes of the other source.
     """
 
     def __init__(self, source: Source, class_weight: dict[int, float]) -> None:
@@ -245,8 +247,8 @@ class _Weighted:
                 raise ValueError(
                     "`class_weight` needs batches of inputs and one target, "
                     "without sample weights. Received: batches of "
-                    f"{len(data)} entries. Multiply the class weights into "
-                    "the sample weights."
+                    f"{len(data)} entries. Multiply the sample weights by the "
+                    "class weights, and do not pass `class_weight`."
                 )
             weight = data_adapter_utils.class_weight_to_sample_weights(
                 data[1], self._class_weight
@@ -267,9 +269,9 @@ def _check_ends(source: Source, steps_per_epoch: int | None) -> None:
     if source.is_infinite and not steps_per_epoch:
         raise ValueError(
             "An epoch of an infinite dataset needs an end. Received: a "
-            "dataset that repeats forever, and no number of steps. Pass "
-            "`steps_per_epoch` (to evaluate and predict: `steps`), or leave "
-            "out `.repeat()`."
+            "dataset that repeats forever, without a number of steps. Pass "
+            "`steps_per_epoch` (in `evaluate` and `predict`: `steps`), or "
+            "remove `.repeat()`."
         )
 
 
@@ -277,7 +279,7 @@ def densify(dataset: Dataset) -> Dataset:
     """Converts the sparse tensors of a tf.data dataset to dense tensors.
 
     Returns:
-      A tf.data dataset with dense elements; or `dataset` itself, if it has no
+      A tf.data dataset with dense elements, or `dataset` itself if it has no
       sparse tensors or is not a tf.data dataset.
     """
     if not is_tf_dataset(dataset):
@@ -299,19 +301,19 @@ def densify(dataset: Dataset) -> Dataset:
 
 
 def _draws_orders(x: Dataset) -> bool:
-    """Returns whether a dataset may be shuffled with our random seed."""
+    """Returns whether a source needs a random seed to shuffle a dataset."""
     return isinstance(x, Files) or is_tf_dataset(x) or _is_torch(x)
 
 
-# The counts of passes over datasets, by the datasets' ids. The shuffle order of
-# these datasets depends on the number of the pass.
+# The counters of passes over datasets, by the datasets' ids. The shuffle order
+# of a pass depends on the number of earlier passes.
 _passes: dict[int, Passes] = {}
 
 
 def _get_passes(dataset: Dataset) -> Passes:
-    """Returns the count of passes over a dataset.
+    """Returns the counter of passes over a dataset.
 
-    The count is stored as long as the dataset is alive.
+    The counter is stored as long as the dataset is alive.
     """
     key = id(dataset)
     if key not in _passes:
@@ -323,10 +325,10 @@ def _get_passes(dataset: Dataset) -> Passes:
 def _is_read_without_keras(x: Dataset) -> bool:
     """Returns whether a dataset is read without Keras's adapters.
 
-    This is so if Keras has no adapter for the dataset, or if making the
-    adapter already reads data. Keras's adapter of a grain `MapDataset` makes
+    This is the case if Keras has no adapter for the dataset, or if creating the
+    adapter already reads data. Keras's adapter for a grain `MapDataset` makes
     grain read 500 batches ahead, only to find the shapes of the first batch.
-    Its adapter of a torch `DataLoader` starts the loader's workers.
+    Its adapter for a torch `DataLoader` starts the loader's workers.
     """
     is_ours = isinstance(x, DistributedDataset | Files | Source)
     return is_ours or _is_torch(x) or is_grain_dataset(x)

@@ -1,9 +1,10 @@
 """The data of fit, evaluate and predict, as executions on the devices.
 
-If a `DataAdapter` is passed as `x`, Keras uses it unchanged. `Feed` is such an
-adapter. Its source reads the user's data, `data.steps` makes batches for steps
-in which all processes take part, and a thread moves the batches to the devices
-ahead of time.
+An execution contains the batches of one program call: up to
+`steps_per_execution` steps. If a `DataAdapter` is passed as `x`, Keras uses it
+unchanged. `Feed` is such an adapter. Its source reads the user's data,
+`data.steps` makes the batches of steps in which all processes take part, and a
+thread moves the batches to the devices ahead of time.
 """
 
 import dataclasses
@@ -75,23 +76,23 @@ class Feed(FeedAdapter):
         self._signature: Any = None
         self._first: Tree = None
         self._at = FeedPosition.begin_at(Place(source.passes.next, 0))
-        # A resumed feed yields empty executions (`_done`) for those steps of
-        # the loop's epoch that an earlier fit has computed.
+        # A resumed feed yields empty executions (`_done`) for the steps of the
+        # loop's epoch that an earlier fit has already computed.
         self._is_resumed = False
         self.is_other_kind = False
         self._done: list[Execution] = []
 
     def get_numpy_iterator(self) -> Iterator[Tree]:
-        """Yields host batches of the size of global batches.
+        """Yields batches on the host with the shapes of global batches.
 
-        Keras builds the model with them.
+        Keras builds the model with these batches.
         """
         has_rows = False
         self._source.is_peeked = True
         for batch in self._steps.read_epoch(*self._at.next):
             if not has_rows and self._source.order is not None:
                 # Keras draws a shuffle order for each of its iterators, also
-                # for the one with which it builds the model.
+                # for the iterator with which it builds the model.
                 self._source.order.skip()
             has_rows = True
             yield batch_spec.resize_batch(batch.data, sum(batch.parts) or 1)
@@ -125,8 +126,8 @@ class Feed(FeedAdapter):
                     self._at = self._at.advance(epoch, stop)
                     if is_last := self._continues_after(stop):
                         # Keras counts batches from where the loop was resumed,
-                        # and so does not make an iterator for the next pass:
-                        # this iterator reads it.
+                        # so it does not make an iterator for the next pass.
+                        # Therefore this iterator also reads the next pass.
                         epoch, start = epoch + 1, 0
                         self._at = self._at.stop(Place(epoch, start))
                     yield execution
@@ -173,9 +174,9 @@ class Feed(FeedAdapter):
     def position(self) -> dict[str, Any]:
         """The position of the loop in the data, as JSON values.
 
-        "epoch" counts passes over the data. With `steps_per_epoch` a pass may
+        "epoch" counts passes over the data. With `steps_per_epoch`, a pass may
         last for several of the loop's epochs. "step" is the number of steps of
-        the pass that were yielded. With process-local data each process has
+        this pass that were yielded. With process-local data, each process has
         a different position.
         """
         epoch, step = self._at.yielded
@@ -198,7 +199,7 @@ class Feed(FeedAdapter):
         return self.position_at(place)
 
     def position_at(self, place: tuple[int, int]) -> dict[str, Any]:
-        """Returns the position in the middle of a loop's epoch.
+        """Returns the position, as JSON values, in the middle of an epoch.
 
         Args:
           place: The place after the last computed execution. The property
@@ -230,8 +231,8 @@ class Feed(FeedAdapter):
             that its count of steps continues.
           logs: The logs that the last of these steps returned.
         """
-        # If the data are of another kind, such as unshuffled, reading begins
-        # with a new shuffle order and a new pass.
+        # If the seed does not fit these data, for example because they are not
+        # shuffled, reading begins with a new shuffle order and a new pass.
         seed = position["seed"]
         self.is_other_kind = (seed is None) != (self._source.seed is None)
         try:
@@ -265,7 +266,7 @@ class Feed(FeedAdapter):
     def _executions(
         self, batches: Iterator[HostBatch], epoch: int, start: int
     ) -> Iterator[tuple[Execution, int]]:
-        """Yields pairs of an execution and the pass's steps up to its end."""
+        """Yields executions, each with the pass's step count at its end."""
         group: list[HostBatch] = []
         stop = start
         for batch in batches:
@@ -294,9 +295,9 @@ class Feed(FeedAdapter):
         elif signature != self._signature:
             raise ValueError(
                 "All batches must have the same structure, ranks and dtypes. "
-                f"Received: first batch {self._first}, batch {index} "
-                f"{batch_spec.describe(batch)}. Make the dataset yield one "
-                "structure."
+                f"Received: {self._first} as the first batch, and "
+                f"{batch_spec.describe(batch)} as batch {index}. Make the "
+                "dataset yield all batches in the same structure."
             )
 
     @property
@@ -311,9 +312,9 @@ class Feed(FeedAdapter):
 
     @property
     def sizes(self) -> dict[str, int | None]:
-        """The sizes that positions depend on, by name; None if unknown.
+        """The sizes of the data by name, with None for unknown sizes.
 
-        A position is exact only in data with the same sizes.
+        A position is valid only in data with the same sizes.
         """
         known = self._source.summary()
         return {
@@ -350,7 +351,7 @@ def make_feed(
       **data: The attributes of `LoopData`.
 
     Returns:
-      A `Feed`; or `x` itself, if it already is a Keras adapter.
+      A `Feed`, or `x` itself if `x` already is a Keras adapter.
     """
     loop_data = LoopData(**data)
     if isinstance(loop_data.x, DataAdapter):
@@ -386,5 +387,5 @@ def place_batch(batch: Tree, mesh: ReplicaMesh) -> Execution:
 
 _NO_ROWS = (
     "Training, evaluation and prediction need at least one row. Received: "
-    "data without any. Check the dataset, its filters and its batch size."
+    "data without rows. Check the dataset, its filters and its batch size."
 )

@@ -1,15 +1,19 @@
-"""The position of a feed in its data, and how passes divide into epochs."""
+"""The position of a feed in its data, and the division of passes into epochs.
+
+A pass reads all of the data once. By default, an epoch of Keras's loop is one
+pass. With `steps_per_epoch`, a pass may last for several epochs.
+"""
 
 import dataclasses
 from typing import NamedTuple
 
 
 class Place(NamedTuple):
-    """A place between two steps.
+    """A place in the data, between two steps.
 
     Attributes:
       epoch: The index of the pass over the data.
-      step: The number of steps of that pass before the place.
+      step: The number of steps of this pass that are before the place.
     """
 
     epoch: int
@@ -40,7 +44,7 @@ class FeedPosition:
     def begin_pass(self, epoch: int) -> "FeedPosition":
         """Returns the position when an iterator begins to read a pass.
 
-        The next iterator will begin with the pass after it.
+        The next iterator will begin with the pass after this one.
         """
         after = Place(epoch + 1, 0)
         return dataclasses.replace(self, next=after, is_reading=True)
@@ -80,8 +84,8 @@ class FeedPosition:
 class Division:
     """Keras's division of passes over the data into a loop's epochs.
 
-    The beginning of a pass is always the beginning of an epoch. In all methods
-    `stop` is the number of batches of the pass that were already yielded.
+    Each pass begins with a new epoch. In all methods, `stop` is the number of
+    batches of the pass that were already yielded.
 
     Attributes:
       num_batches: The number of batches in a pass, or None if unknown.
@@ -111,8 +115,8 @@ class Division:
         """Returns whether Keras considers the pass to be over.
 
         Keras then makes a new iterator before it continues. It counts
-        `steps_per_execution` steps for every execution, even for one with
-        fewer steps, so it may skip the last batches of a pass.
+        `steps_per_execution` steps for every execution, even for an execution
+        with fewer steps, so it may skip the last batches of a pass.
         """
         if self.num_batches is None:
             return False

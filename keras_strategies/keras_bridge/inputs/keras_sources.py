@@ -1,8 +1,8 @@
 """Sources that read the user's data through Keras's adapters.
 
-Keras's rules apply for what counts as an array, for class weights, for workers
-and for the first batches of a generator. The sources in this module only
-choose the rows that each process reads, and shuffle in reproducible orders.
+Keras's adapters decide which objects are arrays, apply class weights, run
+workers and read the first batches of a generator. The sources in this module
+only choose the rows that each process reads, and shuffle reproducibly.
 """
 
 import contextlib
@@ -50,8 +50,8 @@ class ArraySource(IndexedSource):
         rows, size = adapter._num_samples, adapter.batch_size
         super().__init__(rows, size, adapter.num_batches)
         inputs = keras.tree.map_structure(_make_sliceable, adapter._inputs)
-        # The nest is flattened once. Keras traverses the nest for every batch,
-        # which would cost as much as a small step.
+        # The nest is flattened only once. Keras traverses the nest for every
+        # batch, which would take as long as a small step.
         self._leaves, self._structure = jax.tree.flatten(inputs)
         if adapter._shuffle:
             window = size if adapter._shuffle == "batch" else None
@@ -83,7 +83,7 @@ class _MappedRows(array_slicing.NumpySliceable):
     """The rows of an array that is mapped from a file.
 
     Rows are in memory only while they are needed. Keras would cast the entire
-    array at the beginning.
+    array at the beginning, and so read the entire file.
     """
 
     def __init__(self, array: np.ndarray) -> None:
@@ -209,8 +209,9 @@ class PyDatasetSource(Source):
             raise self._error
         if view.num_batches == 0:
             return
-        # Each pass has a new adapter. If a pass is not read to its end, an
-        # adapter would yield in the next pass what its workers had read ahead.
+        # Each pass has a new adapter. If a pass is not read to its end, its
+        # adapter's workers have read ahead, and the adapter would yield these
+        # batches in the next pass.
         adapter = PyDatasetAdapter(view, class_weight=self._class_weight)
         try:
             yield from self._parts(adapter, cut)
@@ -231,10 +232,10 @@ class PyDatasetSource(Source):
 
 
 class _View(keras.utils.PyDataset):
-    """A PyDataset that has the batches of another one in the given order.
+    """A PyDataset that returns the batches of another PyDataset in an order.
 
-    Its first batch is at position `first` of `order` or, if `order` is None,
-    of the other dataset.
+    The first `first` batches in this order are skipped. If `order` is None, the
+    batches keep the order that they have in the other dataset.
     """
 
     def __init__(
@@ -296,7 +297,7 @@ def to_numpy(leaf: Array) -> Array:
     """Converts one leaf of a batch; see `to_host_batch`.
 
     Returns:
-      A NumPy array; or `leaf` itself, if it is on several devices.
+      A NumPy array, or `leaf` itself if it is on several devices.
     """
     if type(leaf) is np.ndarray or _is_distributed(leaf):
         return leaf

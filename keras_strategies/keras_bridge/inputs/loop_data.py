@@ -40,12 +40,12 @@ class FeedAdapter(DataAdapter):
 
     @property
     def has_partial_batch(self) -> bool | None:
-        """Whether the last batch is shorter: None, for unknown."""
+        """Whether the last batch is shorter. Always None, for unknown."""
         return None
 
     @property
     def partial_batch_size(self) -> int | None:
-        """Number of rows of a shorter last batch: None, for unknown."""
+        """Number of rows in a shorter last batch. Always None, for unknown."""
         return None
 
 
@@ -55,16 +55,16 @@ def compute_batch_weights(
     """Computes the sample weights of `train_on_batch` from class weights.
 
     Returns:
-      Weights of shape (rows,) or a nest of such arrays. Without class weights,
-      `sample_weight` unchanged, which may be None.
+      Weights of shape (rows,), or a nest of such arrays. Without class weights,
+      the unchanged `sample_weight`, which may be None.
     """
     if class_weight is None:
         return sample_weight
     if sample_weight is not None:
         raise ValueError(
             "Arguments `sample_weight` and `class_weight` cannot be passed "
-            "together. Received both. Multiply the class weights into "
-            "`sample_weight`."
+            "together. Received: both. Multiply `sample_weight` by the class "
+            "weights, and pass only the product as `sample_weight`."
         )
     return data_adapter_utils.class_weight_to_sample_weights(y, class_weight)
 
@@ -82,8 +82,8 @@ def split_validation(call: Any) -> None:
     if fraction and not 0 < fraction < 1:
         raise ValueError(
             "`validation_split` must be a fraction of the rows, in [0, 1). "
-            f"Received: validation_split={fraction!r}. Pass 0.2 to validate "
-            "on a fifth of them."
+            f"Received: validation_split={fraction!r}. Pass for example 0.2 to "
+            "validate on a fifth of the rows."
         )
     if fraction and call["validation_data"] is None:
         data = call["x"], call["y"], call["sample_weight"]

@@ -1,8 +1,8 @@
 """Distributed datasets in the loops of models without a strategy.
 
-The default strategy distributes datasets as other strategies do, but its
-models are plain Keras models, and Keras's loops have no adapter for a
-distributed dataset. A patch adds the adapter while such a dataset is alive.
+The default strategy distributes datasets as other strategies do. But its models
+are plain Keras models, and Keras's loops have no adapter for a distributed
+dataset. A patch adds the adapter as long as such a dataset exists.
 """
 
 import contextlib
@@ -32,7 +32,7 @@ class PlainFeed(FeedAdapter):
     """A Keras adapter for a distributed dataset with one replica.
 
     Args:
-      dataset: The dataset; each iteration is an epoch.
+      dataset: The dataset. Each iteration over it is an epoch.
     """
 
     def __init__(self, dataset: DistributedDataset) -> None:
@@ -49,8 +49,8 @@ class PlainFeed(FeedAdapter):
         started, self._started = self._started, None
         batches = started[1] if started else iter(self._dataset)
         for first in [started[0]] if started else batches:
-            # Keras reads one batch to build the model. The batch is stored, so
-            # that the model is also trained on it.
+            # Keras reads one batch to build the model. This batch is stored, so
+            # that the next iterator yields it again for training.
             self._started = first, batches
             yield first
             self._started = None
@@ -74,7 +74,7 @@ def adapt_to_plain_loops(
 
     Args:
       dataset: The dataset. The patch is removed when the dataset is deleted.
-      mesh: The mesh of the one replica.
+      mesh: The mesh, which has one replica.
 
     Returns:
       `dataset`.

@@ -43,16 +43,17 @@ def abstract() -> Iterator[None]:
     machine can be built in seconds, and its memory on a TPU slice can be
     measured. Shapes, dtypes, paths, layouts and the program equal those of an
     ordinary model. A variable of up to 64 entries (a seed, a counter, a
-    learning rate) does get its value. So does a variable of up to 1 MB that a
-    layer assigns in its `build` without reading other variables, such as
-    positions. Optimizer slots, and variables that such a model creates later,
-    have no values. Applies to this thread.
+    learning rate) does get its value. So does a variable of up to 1 MB to which
+    a layer assigns a value in its `build` without reading other variables, such
+    as positions. Optimizer slots, and variables that such a model creates after
+    the block, have no values. Affects only this thread.
 
     Code that needs values raises a RuntimeError that contains the variable's
     path: `get_weights`, `set_weights`, `load_weights`, `save`, `fit`,
-    `numpy.asarray(variable)`, or loading a pretrained model. A step that reads
-    a variable outside of its state raises this error too.
-    `strategy.materialize(model)` initializes the variables. Not in tf.
+    `numpy.asarray(variable)`, or loading a pretrained model. A step also raises
+    this error if it reads such a variable that is not in the step's state.
+    `strategy.materialize(model)` initializes the variables. TensorFlow has no
+    equivalent.
 
     Example:
       ```python
@@ -106,13 +107,14 @@ def materialize(
     lost = [v.path for v in waiting if has_lost_value(v)]
     if lost:
         raise ValueError(
-            "The variables of an abstract model must start with the values of "
-            f"their initializers. Received: {model.name!r}, of which "
-            f"{lost[:8]} were assigned other values: of more than 1 MB, or "
-            "computed from missing values, as `quantize` does. Create it "
-            "without `ks.abstract()`."
+            "`materialize` can only initialize variables with their "
+            f"initializers. Received: the model {model.name!r}, whose "
+            f"variables {lost[:8]} were assigned values that were not stored, "
+            "because they are larger than 1 MB or were computed from missing "
+            "values (as in `quantize`). Create the model without "
+            "`ks.abstract()`."
         )
-    # Also for nested models: variables that they create from now on have
+    # Variables that the model and its nested models create from now on get
     # values.
     for layer in model._flatten_layers():
         layer.__dict__.pop(_MARK, None)
@@ -160,10 +162,11 @@ def _wrap_quantize(
         name = mode if isinstance(mode, str) else getattr(config, "mode", mode)
         if name not in _BY_SHAPES:
             raise ValueError(
-                "A model that was made in `ks.abstract()` has no values to "
-                f"calibrate with. Received: quantize({name!r}) of "
-                f"{model.name!r}. Choose one of {', '.join(_BY_SHAPES)}, or "
-                "create it without `ks.abstract()`."
+                "A model that was created in `ks.abstract()` has no values "
+                "with which a quantization could be calibrated. Received: "
+                f"quantize({name!r}) of the model {model.name!r}. Use one of "
+                f"{', '.join(_BY_SHAPES)}, or create the model without "
+                "`ks.abstract()`."
             )
         with shapes_only():
             return quantize(mode, config, *args, **kwargs)

@@ -1,10 +1,10 @@
 """Variables without values, for models that are only compiled.
 
-Such a variable keeps its initializer but stays uninitialized, like Keras's
-variables in a StatelessScope. While Keras infers shapes, it reads as zeros,
-which cost nothing because this happens in traces. In a step it reads as the
-value in the step's state. Any other read raises an error: in a trace, the
-variable would become a constant of zeros.
+Such a variable stores its initializer but stays uninitialized, like Keras's
+variables in a StatelessScope. While Keras infers shapes, the variable reads as
+zeros. They take no memory, because shapes are inferred in traces. In a step,
+the variable reads as its value in the step's state. Any other read raises an
+error, because otherwise a trace would contain the zeros as a constant.
 """
 
 import contextlib
@@ -84,6 +84,8 @@ class AbstractVariable(keras.Variable):
 
     def assign(self, value: Array) -> Array:
         """Assigns in a step's state, or makes the variable real with the value.
+
+        Outside of steps, a value of more than `MAX_GIVEN_BYTES` is dropped.
 
         Returns:
           The value, in the variable's dtype.
@@ -221,17 +223,18 @@ def _message(variable: keras.Variable, *, in_step: bool) -> str:
         received += f", of layer {layer}"
     if in_step:
         return (
-            "A step must read a variable that was made in `ks.abstract()` from "
-            f"its state. Received: a step that reads {received}, which is not "
-            "in its state, and would be zeros. Make its layer an attribute of "
-            "the model or of one of its layers, or create it outside of "
-            "`ks.abstract()`."
+            "A step can read a variable that was created in `ks.abstract()` "
+            "only if the variable is in the step's state. Received: a step "
+            f"that reads {received}. The variable is not in its state, so its "
+            "value would be zeros. Make the variable's layer an attribute of "
+            "the model or of one of its layers, or create the variable outside "
+            "of `ks.abstract()`."
         )
     return (
-        "A variable that was made in `ks.abstract()` has a shape and no value. "
-        f"Received: a read or write of {received}. Compile for the model with "
-        "`strategy.compile_step(model, batch)`, which needs no values; or "
-        "give it initial values with `strategy.materialize(model)`."
+        "A variable that was created in `ks.abstract()` has a shape and no "
+        f"value. Received: a read or write of {received}. To compile a step, "
+        "call `strategy.compile_step(model, batch)`, which needs no values. To "
+        "initialize the variables, call `strategy.materialize(model)`."
     )
 
 

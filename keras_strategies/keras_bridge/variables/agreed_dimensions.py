@@ -21,7 +21,7 @@ from keras_strategies.keras_bridge.variables.partitioners import (
 
 _DIVIDING = "dividing variables"
 _CURE = (
-    "Pass the same `variable_partitioner` in all processes; its result must "
+    "Pass the same `variable_partitioner` in all processes. Its result must "
     "depend only on a variable's path, shape and dtype."
 )
 _MAX_ERROR = 500
@@ -58,12 +58,13 @@ def agree_on_dimensions(
       partitioner: The partitioner.
       mesh: The replicas.
       variables: Variables of the same shapes in all processes.
-      over_cores: The axes of each variable, as in
+      over_cores: For each variable, the axes that are passed to
         `Partitioner.choose_dimension`.
 
     Raises:
-      ValueError: if processes shard a variable differently; all raise.
-      RuntimeError: if another process's partitioner raised.
+      ValueError: if processes shard a variable differently. All processes
+        raise it.
+      RuntimeError: if another process's partitioner raised an error.
     """
     dims: list[Dimension] = []
     error: Exception | None = None
@@ -91,7 +92,7 @@ def agree_on_dimensions(
     shown = _find_difference(received)
     if shown:
         raise ValueError(
-            "All processes must divide variables in the same way. Received: "
+            "All processes must shard variables in the same way. Received: "
             f"{list_values(mesh, shown)}. {_CURE}"
         )
     return dims
@@ -100,8 +101,8 @@ def agree_on_dimensions(
 def _find_difference(received: list[dict[str, Any]]) -> list[str]:
     """Describes the first difference by process; returns [] if all agree.
 
-    Paths are not compared: the numbers in them count the layers that a process
-    has created, which may differ.
+    Paths are not compared, because the numbers in them count the layers that a
+    process has created, which may differ between processes.
     """
     names = [message["partitioner"] for message in received]
     if len(set(names)) > 1:

@@ -1,4 +1,9 @@
-"""Variables that are created in a trace, or whose values a fit has taken."""
+"""Variables that have no value: in a trace, or while a fit runs.
+
+Variables that are created in a trace get their values after the trace. While
+Keras's loop of `fit` runs, the values of a model's variables are in the loop's
+state, and the variables themselves may have no values.
+"""
 
 import contextlib
 import weakref
@@ -17,15 +22,15 @@ from keras_strategies.keras_bridge.variables.variable_creator import (
 )
 
 models_in_loops: "weakref.WeakSet[keras.Model]" = weakref.WeakSet()
-"""Models whose Keras loop may have taken the values of their variables."""
+"""Models in whose Keras loop the values may be in the loop's state."""
 
 
 @contextlib.contextmanager
 def defer_creation() -> Iterator[None]:
-    """Lets a trace create variables, which get their values afterwards.
+    """Allows a trace to create variables, which get their values afterwards.
 
-    Keras defers only variables that have an initializer, so a plain value is
-    wrapped in an initializer.
+    Keras can initialize a variable later only if it has an initializer, so a
+    plain value is wrapped in an initializer.
     """
 
     def create(
@@ -48,7 +53,9 @@ def defer_creation() -> Iterator[None]:
 
 
 def sync_fits(variables: Sequence[keras.Variable]) -> None:
-    """Gives variables back the values that a running fit has taken.
+    """Writes values from the state of a running fit back to the variables.
+
+    Does nothing if all the variables have values.
 
     Raises:
       RuntimeError: if a variable was created in `ks.abstract()` and has no
@@ -60,7 +67,7 @@ def sync_fits(variables: Sequence[keras.Variable]) -> None:
 
 
 def sync_all_fits() -> None:
-    """Gives all variables back the values that running fits have taken."""
+    """Writes the values from the states of running fits back to variables."""
     for model in list(models_in_loops):
         if any(v._value is None for v in model.variables):
             model.jax_state_sync()

@@ -55,12 +55,12 @@ def create(
         if _NOT_THE_SAME not in str(error):
             raise
         raise ValueError(
-            "All processes must create a variable with the same value. "
+            "All processes must create a variable with the same initial value. "
             f"Received: {kwargs.get('initializer')!r} for variable "
             f"{kwargs.get('name')!r} in process {jax.process_index()}, and "
-            "another value in another process. Pass the same number (a "
-            "learning rate, for example) everywhere, or a function of "
-            "(shape, dtype): the chief's result is sent to all."
+            "a different value in another process. Pass the same value (for "
+            "example, the same learning rate) in all processes, or a function "
+            "of (shape, dtype), whose result in the chief is sent to all."
         ) from error
 
 

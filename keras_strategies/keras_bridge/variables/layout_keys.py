@@ -18,7 +18,7 @@ class LayoutKeys:
       keys: Paths of variables, or regular expressions for full paths.
 
     Raises:
-      ValueError: if a key is neither.
+      ValueError: if a key is not a valid regular expression.
     """
 
     def __init__(self, keys: Iterable[Any]) -> None:
@@ -32,8 +32,8 @@ class LayoutKeys:
         """Warns once about each key that has matched no variable so far.
 
         Args:
-          variables: All variables of the strategy; the check runs before a
-            step.
+          variables: All variables of the strategy. `check` is called before a
+            step, so these variables exist.
 
         Raises:
           ValueError: if no key has matched a path or a part of a path.
@@ -50,17 +50,17 @@ class LayoutKeys:
         shown = _describe_keys(unmatched, list(dict.fromkeys(weights)))
         if not self._has_matched and not has_part:
             raise ValueError(
-                "A key of `layout_map` must match the whole path of a "
-                "variable. Received: keys that match none, so that no "
-                f"variable would be divided over cores: {shown}. Change the "
-                "keys, or leave `layout_map` out."
+                "Each key of `layout_map` must match the full path of a "
+                "variable. Received: only keys that match no variable, so that "
+                f"no variable would be sharded over cores: {shown}. Change the "
+                "keys, or remove `layout_map`."
             )
         self._unmatched = []
         if unmatched:
             warnings.warn(
-                "A key of `layout_map` must match the whole path of a "
-                "variable. Received: keys that match none, and have no "
-                f"effect: {shown}. Change or remove them.",
+                "Each key of `layout_map` must match the full path of a "
+                "variable. Received: keys that match no variable and therefore "
+                f"have no effect: {shown}. Change or remove these keys.",
                 UserWarning,
                 stacklevel=2,
             )
@@ -71,7 +71,7 @@ def _is_key_of(key: str, paths: list[str]) -> bool:
 
 
 def _find_partial_matches(key: str, paths: list[str]) -> list[str]:
-    """Returns the paths that a key matches partly, as Keras's maps do."""
+    """Returns the paths of which a key matches a part, as in Keras's maps."""
     return [path for path in paths if re.search(key, path)]
 
 
@@ -96,6 +96,6 @@ def _check_key(key: str) -> None:
     except (TypeError, re.error) as error:
         raise ValueError(
             "A key of `layout_map` must be a variable's path or a regular "
-            f"expression. Received: {key!r} ({error}). Write for example "
+            f"expression. Received: {key!r} ({error}). Use a key such as "
             "'.*/kernel'."
         ) from error

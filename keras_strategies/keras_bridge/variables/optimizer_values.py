@@ -1,7 +1,8 @@
 """Current values of a model's optimizer, also during fit.
 
-While Keras's loop runs, the variables do not contain their values. Putting all
-values back to read one number would take longer than a small step.
+While Keras's loop runs, current values are in the loop's state instead of in
+the variables. Writing all values back to the variables to read one number would
+take longer than a small step.
 """
 
 from collections.abc import Sequence
@@ -21,12 +22,12 @@ def read_learning_rates(model: keras.Model) -> dict[str, float]:
     this function.
 
     Args:
-      model: A compiled model, in a fit or not.
+      model: A compiled model. A fit of the model may be running.
 
     Returns:
-      {"learning_rate": rate}; for a MultiOptimizer {"learning_rate/0": ...,
-      "learning_rate/1": ...}. Empty if the model has no Keras optimizer. Rates
-      that are not scalars are omitted.
+      A dict {"learning_rate": rate}, or for a MultiOptimizer
+      {"learning_rate/0": ..., "learning_rate/1": ...}. Empty if the model has
+      no Keras optimizer. Rates that are not scalars are omitted.
     """
     optimizer = _unwrap_optimizer(model)
     if optimizer is None:

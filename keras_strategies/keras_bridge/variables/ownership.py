@@ -61,8 +61,8 @@ def take_ownership(
             known = sum(i < len(h) and h[i] is value for h in holders)
             is_ours = owned is not None and (known or _is_among(value, owned))
             num_others = counts[i] - baseline - known
-            # The variable may also refer to the array; any other reference
-            # forbids donation.
+            # The variable itself may also refer to the array. If anything else
+            # does, the array must not be donated.
             if not is_ours or num_others > (variable._value is value):
                 value = copy_with_sharding(value, sharding)
             elif not known:
@@ -86,10 +86,10 @@ def note_devices(mesh: ReplicaMesh) -> None:
 def has_rivals(mesh: ReplicaMesh) -> bool:
     """Returns whether another strategy shares only some of these devices.
 
-    The devices of the other strategy must overlap with these devices but not be
-    the same. If a variable of one strategy is then assigned to a variable of
-    the other, the two arrays share buffers on the common devices, and neither
-    array shows this.
+    Its devices must overlap with these devices, without being the same. If a
+    variable of one strategy is then assigned to a variable of the other, the
+    two arrays share buffers on the common devices, and this cannot be detected
+    from either array.
     """
     if len(_device_sets) < 2:
         return False
@@ -98,7 +98,7 @@ def has_rivals(mesh: ReplicaMesh) -> bool:
 
 
 def are_unshared(values: Group, known: Sequence[Any]) -> bool:
-    """Returns whether steps returned the arrays and only variables use them.
+    """Returns whether the arrays are steps' results that only variables use.
 
     Args:
       values: The arrays of the variables.

@@ -3,7 +3,7 @@
 References:
   - Rajbhandari et al., ZeRO: Memory Optimizations Toward Training Trillion
     Parameter Models (2020): https://arxiv.org/abs/1910.02054
-  - Zhao et al., PyTorch FSDP (2023), on groups that hold copies:
+  - Zhao et al., PyTorch FSDP (2023), on groups that each store all shards:
     https://arxiv.org/abs/2304.11277
 """
 
@@ -30,17 +30,17 @@ class FullySharded:
 
     Pass it as the `variable_partitioner` of a strategy. This is ZeRO-3, or
     fully sharded data parallelism. A step gathers a weight where a layer reads
-    it; results equal those with replicated variables. A variable is sharded
+    it. Results equal those with replicated variables. A variable is sharded
     along the first dimension whose size is a multiple of `shards` and that no
     `layout_map` shards over a replica's cores.
 
     Args:
       shards: The number of replicas in a group. Consecutive replicas form a
-        group. Each group stores all variables, one shard on each replica. None
-        chooses the replicas of a process, which are close to each other, or all
-        replicas if each process has only one. On TPUs, None chooses the
-        replicas of a slice; in a large slice, the replicas of a box of 64
-        chips.
+        group. Each group stores all variables, one shard on each replica. With
+        None, the replicas of a process form a group, because they are close to
+        each other. If each process has only one replica, all replicas form a
+        group. On TPUs, the replicas of a slice form a group or, in a large
+        slice, the replicas of a box of 64 chips.
       min_size: The smallest number of entries of a sharded variable; smaller
         variables are replicated.
       reduce_dtype: The float dtype in which gradients of sharded variables are
@@ -67,7 +67,7 @@ class FullySharded:
     reduce_dtype: str | None = None
 
     def __post_init__(self) -> None:
-        cure = "Leave it out for all replicas of a process."
+        cure = "Leave it out to shard over all replicas of a process."
         check_number("shards", self.shards, cure, least=1)
         cure = "Pass 1 to shard every variable that can be sharded."
         check_number(
@@ -111,7 +111,7 @@ class Partitioner:
     Args:
       partitioner: A `FullySharded` or `SlotsOnly`; or a function of a
         variable's path, shape and dtype, or of only `shape` and `dtype`, as in
-        tf.
+        TensorFlow.
       mesh: The strategy's replicas.
 
     Attributes:
@@ -139,8 +139,8 @@ class Partitioner:
         if num_replicas % self.shards:
             raise ValueError(
                 "`shards` must divide the number of replicas. "
-                f"Received: shards={self.shards} of {num_replicas} replicas. "
-                "Choose a number that divides them."
+                f"Received: shards={self.shards} with {num_replicas} replicas. "
+                "Pass a divisor of the number of replicas."
             )
         self._is_named = not isinstance(partitioner, FullySharded) and (
             _has_tf_signature(partitioner)
@@ -160,14 +160,14 @@ class Partitioner:
           shape: Its shape, of any rank.
           dtype: Its dtype.
           over_cores: For each dimension, the mesh axis of cores over which it
-            is sharded, or None. Trailing dimensions may be omitted; they count
-            as None.
+            is sharded, or None. Trailing dimensions whose axis is None may be
+            omitted.
 
         Raises:
           TypeError: if the partitioner returned something other than a
             dimension or None.
           ValueError: if the dimension does not exist, is not a multiple of
-            the shards, or is sharded over a replica's cores.
+            the number of shards, or is sharded over a replica's cores.
           Exception: if a user-defined function raises it.
         """
         if self.shards == 1 or not shape:
@@ -191,10 +191,11 @@ class Partitioner:
         dim = self._check_answer(answer, path, shape)
         if dim is not None and any(over_cores[dim : dim + 1]):
             raise ValueError(
-                "A dimension must not be divided over both the replicas and a "
-                f"replica's cores. Received: {answer!r} for variable {path!r} "
-                f"of shape {shape}, whose dimension {dim} `layout_map` divides "
-                f"over {over_cores[dim]!r}. Return another dimension, or None."
+                "A dimension cannot be sharded over both the replicas and a "
+                "replica's cores. Received: `variable_partitioner` returned "
+                f"{answer!r} for variable {path!r} of shape {shape}, but "
+                f"`layout_map` shards dimension {dim} over "
+                f"{over_cores[dim]!r}. Return another dimension, or None."
             )
         return dim
 
@@ -231,7 +232,7 @@ class Partitioner:
         if not shape:
             return None
         if self.shards == 1:
-            return "1 shard", "Each replica is a group by itself."
+            return "1 shard", "Each group has only one replica."
         if not isinstance(partitioner, FullySharded):
             return "chosen", f"{self.name} returned None for it."
         if math.prod(shape) < partitioner.min_size:
@@ -245,11 +246,11 @@ class Partitioner:
         if self._find_first(shape, over_cores) is None:
             return (
                 "over cores",
-                "Cores divide the only dimension that is a multiple of the "
-                f"{self.shards} shards.",
+                "Every dimension that is a multiple of the "
+                f"{self.shards} shards is already sharded over cores.",
             )
         if self.has_replicated_weights:
-            return "weight", "Only its slots are divided."
+            return "weight", "Only its slots are sharded."
         return None
 
     def _find_first(
@@ -282,17 +283,18 @@ class Partitioner:
             dim = dims[0] if is_one and counts[dims[0]] == self.shards else -1
         elif isinstance(answer, bool) or not hasattr(answer, "__index__"):
             raise TypeError(
-                "A partitioner must return the dimension of a variable to "
-                f"divide, or None. Received: {answer!r} of type "
+                "`variable_partitioner` must return the dimension along which "
+                f"to shard a variable, or None. Received: {answer!r} of type "
                 f"{type(answer).__name__} for variable {path!r}. Return an "
-                "integer."
+                "integer or None."
             )
         if not 0 <= dim < len(shape) or not self._fits(shape[dim]):
             raise ValueError(
-                "A variable must be divided along one of its dimensions, whose "
-                f"size is a multiple of the shards. Received: {answer!r} for "
-                f"variable {path!r} of shape {shape}, {self.shards} shards. "
-                "Return such a dimension, or None to replicate it."
+                "A variable must be sharded along one of its dimensions, whose "
+                "size is a multiple of the number of shards. Received: "
+                f"`variable_partitioner` returned {answer!r} for variable "
+                f"{path!r} of shape {shape}, with {self.shards} shards. Return "
+                "such a dimension, or None to replicate the variable."
             )
         return int(dim)
 
@@ -310,15 +312,16 @@ def _check_partitioner(partitioner: object) -> None:
     if cls.__module__.startswith("tensorflow"):
         raise TypeError(
             "`variable_partitioner` must be a `ks.experimental` partitioner. "
-            f"Received: tf's {cls.__name__}, which counts shards of parameter "
-            "servers. Pass `ks.experimental.FullySharded()`, with `min_size` "
-            "in entries."
+            f"Received: TensorFlow's {cls.__name__}, which chooses a number of "
+            "shards for parameter servers. Pass "
+            "`ks.experimental.FullySharded()`. Its `min_size` is a number of "
+            "entries, not of bytes."
         )
     if cls is partitioner:
         raise TypeError(
             "`variable_partitioner` must be an object or a function. "
-            f"Received: the class {cls.__name__}. Write `{cls.__name__}()`, "
-            "with parentheses."
+            f"Received: the class {cls.__name__}. Add parentheses to create an "
+            f"object: `{cls.__name__}()`."
         )
 
 
@@ -329,9 +332,10 @@ def _check_float(reduce_dtype: object) -> None:
         dtype = None
     if dtype not in ("bfloat16", "float16", "float32", "float64"):
         raise ValueError(
-            "`reduce_dtype` must be the float dtype to sum gradients in. "
-            f"Received: {reduce_dtype!r} of type {type(reduce_dtype).__name__}."
-            " Pass 'bfloat16', or None for the gradients' dtype."
+            "`reduce_dtype` must be a float dtype, in which gradients are "
+            f"summed. Received: {reduce_dtype!r} of type "
+            f"{type(reduce_dtype).__name__}. Pass 'bfloat16', or None to use "
+            "the dtype of the gradients."
         )
 
 
@@ -355,9 +359,9 @@ def _has_tf_signature(partitioner: Callable[..., Any]) -> bool:
         signature.bind(shape=(1,), dtype="float32")
     except TypeError as error:
         raise TypeError(
-            "A partitioner must take a variable's path, shape and dtype. "
-            f"Received: {partitioner!r} with the arguments {signature}. Write "
-            "`def partitioner(path, shape, dtype)`."
+            "`variable_partitioner` must accept a variable's path, shape and "
+            f"dtype. Received: {partitioner!r} with the arguments {signature}. "
+            "Define the function as `def partitioner(path, shape, dtype)`."
         ) from error
     return True
 
@@ -365,7 +369,12 @@ def _has_tf_signature(partitioner: Callable[..., Any]) -> bool:
 def bind_partitioner(
     partitioner: PartitionerLike | None, mesh: ReplicaMesh
 ) -> tuple[Partitioner | None, ReplicaMesh]:
-    """Binds a partitioner to a mesh; returns it and a mesh with its shards."""
+    """Binds a partitioner to a mesh.
+
+    Returns:
+      The bound partitioner and a copy of the mesh with the partitioner's number
+      of shards. Without a partitioner, None and the unchanged mesh.
+    """
     if partitioner is None:
         return None, mesh
     bound = Partitioner(partitioner, mesh)

@@ -1,8 +1,8 @@
 """A sharded variable that can be read as one NumPy array.
 
-Keras reads variables this way to save them and to return weights. JAX itself
-would cache the full array on the host for as long as the variable has this
-value, and could not read shards on the devices of other processes.
+Keras converts variables to NumPy arrays to save them and to return weights. JAX
+itself would cache the full array on the host for as long as the variable has
+this value, and could not read shards on the devices of other processes.
 """
 
 from typing import TYPE_CHECKING

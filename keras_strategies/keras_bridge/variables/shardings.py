@@ -167,8 +167,8 @@ class Placements:
         if not isinstance(layout_map, Mapping):
             raise TypeError(
                 "`layout_map` must map paths of variables to axes. Received: "
-                f"an object of type {type(layout_map).__name__}. Pass for "
-                f"example {{'.*/kernel': (None, {mesh.model_axis!r})}}."
+                f"an object of type {type(layout_map).__name__}. Pass a dict "
+                f"such as {{'.*/kernel': (None, {mesh.model_axis!r})}}."
             )
         self._keys = LayoutKeys(layout_map)
         for path in layout_map:
@@ -235,11 +235,11 @@ class Placements:
         )
         if not is_possible:
             raise ValueError(
-                "A layout must have an axis or None for each dimension of its "
-                "variable, and a dimension with an axis must be a multiple of "
-                f"a replica's cores. Received: layout {axes} for variable "
-                f"{variable.path!r} of shape {tuple(shape)}, "
-                f"{cores} cores. Change its entry in `layout_map`."
+                "A layout must contain an axis or None for each dimension, and "
+                "a dimension with an axis must be a multiple of the number of "
+                f"cores per replica. Received: layout {axes} for variable "
+                f"{variable.path!r} of shape {tuple(shape)}, with {cores} "
+                "cores per replica. Change the layout in `layout_map`."
             )
         return axes
 
@@ -251,8 +251,8 @@ class Placements:
         if len(keys) > 1:
             raise ValueError(
                 "A variable must match only one entry of `layout_map`. "
-                f"Received: variable {path!r}, which {keys} match. Change one "
-                "of them."
+                f"Received: variable {path!r}, which the keys {keys} match. "
+                "Change one of these keys."
             )
         return keys[0] if keys else None
 
@@ -318,8 +318,8 @@ class Placements:
         """Returns the partitioner's choices, which all processes must share.
 
         The choices of a `FullySharded` are compared between processes only
-        once. Those of a function are compared each time, because it may return
-        anything.
+        once. The choices of a function are compared each time, because the
+        function may return anything.
         """
         mesh = self._mesh
         is_single = mesh.num_processes == 1 or mesh.is_abstract
@@ -346,9 +346,9 @@ class Placements:
         named = [axis for axis in axes if axis is not None]
         if not is_nest or set(named) - {model} or len(named) > 1:
             raise ValueError(
-                "A layout must divide a variable over a replica's cores along "
-                f"at most one dimension. Received: layout_map[{path!r}] = "
-                f"{value!r}. Use a tuple of None with at most one {model!r}."
+                "A layout must shard at most one dimension of a variable over "
+                f"cores. Received: layout_map[{path!r}] = {value!r}. Use a "
+                f"tuple of None for each dimension, with at most one {model!r}."
             )
         return axes
 
@@ -360,7 +360,7 @@ def _strip_trailing(axes: Axes) -> Axes:
 
 
 def shard_like(slot: keras.Variable, weight: keras.Variable) -> None:
-    """Shards an optimizer slot with the slot sharding of its weight."""
+    """Shards an optimizer slot with the sharding for its weight's slots."""
     placement = placement_of(weight)
     if placement is not None and tuple(slot.shape) == tuple(weight.shape):
         of_slot = dataclasses.replace(placement, sharding=placement.of_slots)

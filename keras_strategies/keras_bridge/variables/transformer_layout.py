@@ -1,9 +1,9 @@
 """A layout map that shards a transformer's variables over cores.
 
-Each core computes different attention heads. Of two consecutive dense layers,
-it computes different columns of the first kernel and the matching rows of the
-second one. One all-reduce after the second layer combines the results of the
-cores.
+Each core computes different attention heads. For two consecutive dense layers,
+each core computes with different columns of the first kernel and the matching
+rows of the second kernel. One all-reduce after the second layer combines the
+results of the cores.
 
 References:
   - Shoeybi et al., Megatron-LM (2019): https://arxiv.org/abs/1909.08053
@@ -38,8 +38,8 @@ class ByShape:
       wider: The axes of a variable whose last dimension is at least as large as
         the first.
       narrower: The axes of all other variables.
-      cores: The number of cores; a variable is replicated if the dimension to
-        shard is not a multiple of it.
+      cores: The number of cores. A variable is replicated if the dimension to
+        shard is not a multiple of this number.
     """
 
     wider: Axes
@@ -56,14 +56,14 @@ def transformer_layout(model: keras.Model, cores: int) -> dict[str, Layout]:
     """Makes a `layout_map` that shards a transformer over a replica's cores.
 
     The layout shards attention heads, in the projections of queries, keys and
-    values and in the output projection. Where two dense layers of the same
-    parent layer first widen and then narrow again, it shards the columns of the
-    first and the rows of the second; this includes experts with stacked
-    kernels. It also shards the rows of `keras.layers.Embedding` tables. Biases
-    and LoRA weights follow their kernels. Norms, positions and scales of
-    quantized kernels are replicated on every core. So are dimensions that are
-    not a multiple of `cores`, for example if there are too few key and value
-    heads.
+    values and in the output projection. If one dense layer widens its input and
+    another dense layer of the same parent layer narrows it again, the layout
+    shards the columns of the first kernel and the rows of the second, also for
+    experts with stacked kernels. It also shards the rows of
+    `keras.layers.Embedding` tables. Biases and LoRA weights are sharded like
+    their kernels. Norms, positions and scales of quantized kernels are
+    replicated on every core. Dimensions that are not a multiple of `cores` are
+    not sharded, for example if there are too few key and value heads.
 
     Attention is recognized by layer names, as in Keras's `MultiHeadAttention`
     and `GroupQueryAttention` and in keras-hub models.
@@ -112,10 +112,10 @@ def transformer_layout(model: keras.Model, cores: int) -> dict[str, Layout]:
     layouts = {p: layout for p, layout in layouts.items() if layout is not None}
     if not layouts:
         raise ValueError(
-            "`cores` must divide a model's heads, width of dense layers or "
-            f"vocabulary. Received: cores={cores} for the model "
-            f"{model.name!r}, of which it divides none. Choose a number that "
-            "divides its heads."
+            "`cores` must divide the number of heads, the width of dense "
+            f"layers or the size of the vocabulary. Received: cores={cores}, "
+            f"which divides none of them in the model {model.name!r}. Pass a "
+            "divisor of the number of heads."
         )
     return _match_nested(layouts, [v.path for v in model.variables])
 
@@ -130,7 +130,7 @@ def _check_model(model: object) -> None:
         raise ValueError(
             "`transformer_layout` expects a built model. Received: the model "
             f"{model.name!r} without variables. Call it on one batch first, or "
-            "begin it with `keras.Input`."
+            "start it with a `keras.Input`."
         )
 
 
@@ -164,9 +164,9 @@ def _choose_axes(model: keras.Model) -> dict[int, Axes]:
         raise ValueError(
             "A transformer must have layers with projections of queries and "
             f"values. Received: the model {model.name!r}, in which no layer "
-            "has a `query` and a `value`. Name the layers of user-defined "
-            "attention 'query', 'key', 'value' and 'attention_output', or "
-            "write `layout_map` for the model."
+            "has sublayers named 'query' and 'value'. Name the sublayers of "
+            "user-defined attention 'query', 'key', 'value' and "
+            "'attention_output', or write a `layout_map` for the model."
         )
     return by_id
 
@@ -178,10 +178,10 @@ class _Projection:
     Attributes:
       layer: A `Dense` or `EinsumDense`.
       kernel: Its kernel.
-      columns: The kernel's dimensions that also occur in the output, in the
-        order of the output.
-      rows: The kernel's dimensions that are summed over, in the order of the
-        input.
+      columns: The kernel's dimensions that are also dimensions of the output,
+        in the order of the output.
+      rows: The kernel's dimensions over which the layer sums, in the order of
+        the input.
     """
 
     layer: Any
@@ -252,7 +252,13 @@ def _parse_equation(equation: str) -> tuple[tuple[int, ...], tuple[int, ...]]:
 
 
 def _find_attention(projections: Sequence[_Projection]) -> dict[int, bool]:
-    """Maps attention projections, by id, to whether heads are columns."""
+    """Finds the attention projections among the layers of a parent layer.
+
+    Returns:
+      A dict that maps a projection's id to whether the heads are in the columns
+      of its kernel (otherwise they are in the rows). Empty if the layers do
+      not form an attention layer.
+    """
     first = [
         p
         for p in projections
@@ -272,6 +278,9 @@ def _is_first_of_two(
     projection: _Projection, siblings: Sequence[_Projection]
 ) -> bool | None:
     """Returns whether a dense layer is the widening layer of a pair.
+
+    A pair is two dense layers of the same parent layer. The narrowing layer
+    has the input and output sizes of the widening layer in reverse.
 
     Returns:
       True for the widening layer, False for the narrowing layer of a pair, and
@@ -339,7 +348,7 @@ def _make_layout(
         (axes,) = kinds
         if all(fit) and all(a == axes for a, _ in group):
             return axes
-        # The size of a vector does not show whether it should be sharded.
+        # Whether a vector should be sharded cannot be seen from its size.
         return ByShape(axes, axes, cores) if len(axes) > 1 else None
     if kinds == {(None, _MODEL), (_MODEL, None)}:
         return ByShape((None, _MODEL), (_MODEL, None), cores)
@@ -367,7 +376,7 @@ def _strip_number(name: str) -> str:
 def _match_nested(
     layouts: dict[str, Layout], paths: Sequence[str]
 ) -> dict[str, Layout]:
-    """Lets patterns also match paths that are nested in other layers.
+    """Makes patterns also match paths that are nested in other layers.
 
     Returns:
       The layouts by their new patterns. A pattern stays unchanged if its nested

@@ -109,9 +109,9 @@ class ReplicaDistribution(Distribution):
     def get_data_layout(self, data_shape: Iterable[int]) -> NamedSharding:
         """Returns the layout of data that other libraries place in a scope.
 
-        keras-hub's `generate` asks; the feed of a loop does not. Rows are
-        replicated if the replicas cannot share them evenly or, since a process
-        reads only from its devices, if there are several processes.
+        keras-hub's `generate` calls this, unlike `fit`. Rows are replicated if
+        the replicas cannot share them evenly, or if there are several
+        processes, because a process can read only from its devices.
         """
         mesh, rows = self._mesh, next(iter(data_shape), 0)
         shares = rows and rows % mesh.num_replicas == 0
@@ -185,8 +185,8 @@ def _set_layout_of_slots(
 ) -> contextlib.AbstractContextManager[None]:
     """Makes Keras create slots with their own layout, not the weight's.
 
-    If replicas shard variables, but not this weight, the layout is None: then
-    Keras asks the distribution for the slot's layout.
+    If replicas shard variables, but not this weight, the layout is None, so
+    that Keras asks the distribution for the slot's layout.
     """
     placement = placement_of(weight)
     if placement is None and distribution.placements.partitioner is None:
@@ -214,9 +214,9 @@ def adopt(
 ) -> None:
     """Moves variables that were created elsewhere onto the mesh.
 
-    A variable gets its layout and a real copy of its value: a plain
-    `device_put` shares the source's buffer, which a donating step deletes. If
-    the strategy can only compile, nothing is moved.
+    A variable gets its layout and a copy of its value. A plain `device_put`
+    would share the source's buffer, which a step that donates its state would
+    delete. If the strategy can only compile, nothing is moved.
 
     Raises:
       ValueError: if a variable is on the devices of another strategy or
@@ -256,7 +256,7 @@ def adopt(
 def _place_from_chief(
     values: list[Any], shardings: list[Any], mesh: ReplicaMesh
 ) -> list[Any]:
-    """Places the chief's values: replicated ones first, then each sharded."""
+    """Places the chief's values: first all replicated, then each sharded."""
     is_replicated = [sharding is mesh.whole for sharding in shardings]
     sent = broadcast(list(itertools.compress(values, is_replicated)), mesh)
     placed = []
@@ -323,11 +323,9 @@ def variable_creator_scope(
     """Calls `creator` for every Keras variable created in the block.
 
     As in `tf.variable_creator_scope`, creators can be nested. The innermost is
-    called first; it calls the next with `next_creator(**kwargs)` and may change
-    the keywords. Applies to this thread.
-
-    Differs from tf: the creator must return the variable from `next_creator`,
-    not another.
+    called first. It calls the next with `next_creator(**kwargs)`, and may
+    change the keywords. Affects only this thread. Unlike in TensorFlow, a
+    creator must return the variable that `next_creator` returned.
 
     Args:
       creator: `creator(next_creator, **kwargs) -> keras.Variable`, where
@@ -344,7 +342,7 @@ def variable_creator_scope(
           layer.build((None, 2))
       ```
     """
-    # A new object for each entry, because a creator may be entered twice.
+    # A new object for each scope, because a creator may be in two scopes.
     entry = functools.partial(creator)
     _creators.stack.append(entry)
     try:
@@ -356,13 +354,13 @@ def variable_creator_scope(
         if not is_nested:
             raise RuntimeError(
                 "Exiting variable_creator_scope without proper nesting: scopes "
-                "must be left in the reverse order of their entry. Received: "
-                "an exit while an inner scope is open. Leave that one first."
+                "must be exited in the reverse order of their entry. Received: "
+                "an exit while an inner scope is open. Exit that scope first."
             )
 
 
 def innermost_creator() -> object:
-    """Returns this thread's innermost open creator's entry, or None."""
+    """Returns an object for this thread's innermost open scope, or None."""
     return _creators.stack[-1] if _creators.stack else None
 
 
@@ -391,7 +389,7 @@ def _wrap_init(original: Callable[..., None]) -> Callable[..., None]:
                 "A variable creator must return the variable that its "
                 "`next_creator` returned. Received: another object from "
                 f"{_creators.stack[-1].func!r}. Change the keywords passed to "
-                "`next_creator` instead of the variable."
+                "`next_creator` instead of replacing the variable."
             )
 
     return init

@@ -60,7 +60,7 @@ def test_fully_sharded():
 
 @pytest.mark.parametrize("dtype", ["int8", "bf16", 3, "", object(), np.int32])
 def test_gradients_are_summed_in_a_float_dtype(dtype):
-    text = "`reduce_dtype` must be the float dtype"
+    text = "`reduce_dtype` must be a float dtype"
     with pytest.raises(ValueError, match=text):
         FullySharded(reduce_dtype=dtype)
 
@@ -147,12 +147,12 @@ def test_one_replica_divides_nothing():
 @pytest.mark.parametrize(
     ("answer", "error", "text"),
     [
-        (0, ValueError, "multiple of the shards"),
-        (2, ValueError, "multiple of the shards"),
-        (-1, ValueError, "multiple of the shards"),
-        ([4, 1], ValueError, "multiple of the shards"),
-        ([2, 2], ValueError, "multiple of the shards"),
-        ([1], ValueError, "multiple of the shards"),
+        (0, ValueError, "multiple of the number of shards"),
+        (2, ValueError, "multiple of the number of shards"),
+        (-1, ValueError, "multiple of the number of shards"),
+        ([4, 1], ValueError, "multiple of the number of shards"),
+        ([2, 2], ValueError, "multiple of the number of shards"),
+        ([1], ValueError, "multiple of the number of shards"),
         ("0", TypeError, "dimension"),
         (True, TypeError, "dimension"),
         (1.0, TypeError, "dimension"),
@@ -174,8 +174,8 @@ def test_wrong_answers(answer, error, text):
         (3, TypeError, "FullySharded"),
         ("fsdp", TypeError, "FullySharded"),
         (lambda x: 0, TypeError, "path, shape, dtype"),
-        (FullySharded(3), ValueError, "shards=3 of 4 replicas"),
-        (FullySharded(8), ValueError, "shards=8 of 4 replicas"),
+        (FullySharded(3), ValueError, "shards=3 with 4 replicas"),
+        (FullySharded(8), ValueError, "shards=8 with 4 replicas"),
     ],
 )
 def test_wrong_partitioners(partitioner, error, text):
@@ -201,7 +201,9 @@ def test_tfs_partitioners():
         def __call__(self, shape, dtype):
             return [1]
 
-    with pytest.raises(TypeError, match="counts shards of parameter servers"):
+    with pytest.raises(
+        TypeError, match="number of shards for parameter servers"
+    ):
         strategy_of(FixedShardsPartitioner())
     with pytest.raises(AttributeError, match="min_size"):
         ks.experimental.partitioners  # noqa: B018
@@ -332,7 +334,7 @@ def failing(path, shape, dtype):
 @pytest.mark.parametrize(
     ("partitioner", "error", "text"),
     [
-        (last_dimension, ValueError, "multiple of the shards"),
+        (last_dimension, ValueError, "multiple of the number of shards"),
         (failing, LookupError, "no rule"),
     ],
 )

@@ -167,7 +167,7 @@ def test_a_model_with_other_names_is_divided_and_trains_as_on_one_device():
         (("model", 2), TypeError, "of type str"),
         ((None, 0), ValueError, "cores must be >= 1"),
         ((None, "2"), TypeError, "cores must be an integer"),
-        ((None, 7), ValueError, "cores=7 for the model"),
+        ((None, 7), ValueError, "cores=7, which divides none"),
     ],
 )
 def test_wrong_arguments_are_named(arguments, error, text):

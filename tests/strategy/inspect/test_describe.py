@@ -224,7 +224,7 @@ def test_reasons_of_slots_only(capsys, monkeypatch):
     slots = [v for v in model.optimizer.variables if v.shape == kernel.shape]
     assert [cells[v.path] for v in slots] == ["P(None, 'replica')"]
     assert "8 replicas\n" in text
-    assert "weight: Only its slots are divided." in text
+    assert "weight: Only its slots are sharded." in text
 
 
 def test_reasons_of_a_function(capsys, monkeypatch):
