@@ -148,7 +148,7 @@ def test_replicas_are_not_started_in_a_merge():
         context = ks.get_replica_context()
         context.merge_call(lambda strategy: strategy.run(lambda: 1))
 
-    with pytest.raises(RuntimeError, match="while others run"):
+    with pytest.raises(RuntimeError, match="while the replicas run"):
         strategy.run(step)
 
 
