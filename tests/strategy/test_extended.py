@@ -170,7 +170,9 @@ def test_names_of_extended_without_a_meaning_name_the_way_out(name):
 
 def check_way_out(owner, name, way_out):
     assert not hasattr(owner, name)
-    with pytest.raises(AttributeError, match=f"Use {re.escape(way_out)}"):
+    with pytest.raises(
+        AttributeError, match=f"Replacement: {re.escape(way_out)}"
+    ):
         getattr(owner, name)
 
 

@@ -14,7 +14,7 @@ from keras_strategies.keras_bridge.step_context import StepContext
 
 
 def find_averaged_logs(step: StepContext, logs: Logs) -> IdentitySet:
-    """Returns the logs that no metric returned, which are averaged."""
+    """Returns the logs to average: those that are not results of metrics."""
     return IdentitySet(
         leaf
         for leaf in jax.tree.leaves(logs)

@@ -255,6 +255,6 @@ class _OneReplica:
 
 
 def _group(values: list[Any], like: Sequence[Sequence[Any]]) -> list[list[Any]]:
-    """Splits a flat list into groups as long as those of `like`."""
+    """Splits a flat list into groups of the same lengths as in `like`."""
     rest = iter(values)
     return [list(itertools.islice(rest, len(group))) for group in like]

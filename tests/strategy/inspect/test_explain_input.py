@@ -534,8 +534,8 @@ class TestTfData:
 @pytest.mark.parametrize(
     ("data", "arguments", "message"),
     [
-        (X, {"batch_size": 0}, "positive number.*Received: 0 for a ndarray"),
-        (X, {"batch_size": "8"}, "positive number.*Received: '8'"),
+        (X, {"batch_size": 0}, "positive integer.*Received: 0 for a ndarray"),
+        (X, {"batch_size": "8"}, "positive integer.*Received: '8'"),
         (Pairs(), {"batch_size": 8}, "Received: 8 for a Pairs"),
         (X, {"policy": Policy.OFF}, "always split by rows"),
         (Pairs(), {"policy": Policy.FILE}, "`FILE` only applies to"),
