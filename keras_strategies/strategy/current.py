@@ -115,7 +115,7 @@ def check_not_mixing(strategy: object) -> None:
 
 
 def refuse_mixing(strategy: object, other: str) -> NoReturn:
-    """Raises RuntimeError for `strategy`, used in another strategy's scope."""
+    """Raises RuntimeError for a strategy used in another strategy's scope."""
     raise RuntimeError(
         "Mixing different tf.distribute.Strategy objects. A strategy, and "
         "the models compiled in its scope, must be used in its scope or "

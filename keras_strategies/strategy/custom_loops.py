@@ -135,7 +135,7 @@ class CustomLoops:
           reduce_op: `ReduceOp.SUM` or `ReduceOp.MEAN`, or their names.
           value: A nest of results of `run`.
           axis: None to reduce elementwise over the replicas only. A dimension,
-            or a tuple of several, to reduce over it as well; `MEAN` then
+            or a tuple of dimensions, to reduce over them, too; `MEAN` then
             divides by the number of reduced entries on all replicas together.
 
         Returns:

@@ -27,9 +27,10 @@ def compute_average_loss(
         shape as the losses.
       global_batch_size: The number of rows of all replicas together. The
         default is the number of this replica's rows times the number of
-        replicas. If the replicas have different numbers of rows, the default is
-        found by an argument of `run` that has a row for each of the losses on
-        this replica: it is the number of that argument's rows on all replicas.
+        replicas. If the replicas have different numbers of rows, the arguments
+        of `run` determine the default: if one has the same number of rows on
+        this replica as there are losses, the default is the number of its rows
+        on all replicas together.
 
     Returns:
       A scalar.

@@ -290,7 +290,7 @@ class _Call(NamedTuple):
 
 
 def _add_captured_note(error: ValueError, fn: Callable[..., Any]) -> None:
-    """Adds a note to an error that names the distributed arrays `fn` captured.
+    """Adds to an error a note about distributed arrays that `fn` captured.
 
     JAX cannot index these arrays in a mapped function, because their mesh
     differs from the mesh of the trace.

@@ -235,7 +235,7 @@ class Strategy(CustomLoops, PlanMixin):
     ) -> CompiledProgram:
         """Compiles the program of `run(fn, args, kwargs)`, without running it.
 
-        Variables that `fn` creates in its first call are created. Not in tf.
+        Also creates the variables that a first call of `fn` creates. Not in tf.
 
         Args:
           fn: The function.

@@ -114,7 +114,7 @@ class Binding:
         attributes: dict[str, Any] = {**self._functions.makers()}
         for name in LOOPS:
             method = getattr(type(self.model), name)
-            # In a subclass, the attribute may not be a method.
+            # A subclass may use the name for something that is not a method.
             if callable(method):
                 loop = functools.partial(self._loop, name)
                 attributes[name] = functools.update_wrapper(loop, method)

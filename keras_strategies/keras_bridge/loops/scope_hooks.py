@@ -29,7 +29,7 @@ LOOPS = (
 """The methods of a model that receive data and train, evaluate or predict."""
 
 ON_USE = ("compile", "predict", "predict_on_batch")
-"""The methods with which a model's use may begin; see `bind_on_use`."""
+"""Methods by which a model may first be used; `bind_on_use` replaces them."""
 
 BINDING = "_ks_binding"
 """The name of a model's attribute that stores its `Binding`."""

@@ -185,7 +185,8 @@ def needing_no_replica(
             "A step that runs over the global batch must not use a replica "
             f"context. Received: a use of `{needed.name}` of a replica "
             "context, in a step that must run over the global batch for this "
-            f"reason: {reason}. Remove that use or that reason."
+            f"reason: {reason}. Remove that use, or change the step so that "
+            "the reason no longer applies."
         ) from None
 
 

@@ -124,7 +124,7 @@ class PredictProgram(ModelProgram):
         return jax.tree.unflatten(called.structure, called.outputs)
 
     def _has_known_outputs(self) -> bool:
-        """Returns whether all outputs surely have one entry for each row."""
+        """Returns whether each output is known to have an entry per row."""
         model = getattr(self._step, "__self__", None)
         if any(
             {"predict_step", "call"} & vars(cls).keys()

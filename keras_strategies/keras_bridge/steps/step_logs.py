@@ -84,7 +84,7 @@ def read_logs(
     Args:
       outputs: The outputs of the step on this replica.
       means: For each output, its mean over the replicas, or None.
-      results: For each output, the metric result that it is, or None.
+      results: For each output, the metric result that it represents, or None.
       metrics: The metrics' variables and their merged values, from which
         results are read.
     """

@@ -324,7 +324,7 @@ def describe_error(error: Exception) -> str:
     """Describes a trace's error, as the reason why a step is not mapped."""
     lines = [line for line in str(error).splitlines() if line.strip()]
     return (
-        "it cannot be traced with only a part of the batch's rows "
+        "it cannot be traced with a different number of rows "
         f"({type(error).__name__}: {lines[0] if lines else ''}). Do not fix "
         "the batch size in the model's shapes"
     )

@@ -395,6 +395,6 @@ def _refuse() -> NoReturn:
     raise ValueError(
         "All replicas must call the same collectives in the same order, "
         "and return results of the same structure. Received: a function that "
-        "behaves differently for different numbers of rows. Make it treat all "
-        "of them in the same way, or pass `drop_remainder=True` to the data."
+        "behaves differently for different numbers of rows. Change that, or "
+        "drop incomplete batches (`drop_remainder=True`)."
     )

@@ -121,7 +121,7 @@ class UnevenCall:
     Attributes:
       outputs: The step's output arrays, padded to one shape.
       structure: The structure of the outputs.
-      results: For each output, the metric result that it is, or None.
+      results: For each output, the metric result that it represents, or None.
       state: The new values of the groups of variables.
       means: For each output, its mean over the replicas that have rows; empty
         if the outputs have rows.

@@ -186,11 +186,11 @@ def explain_input(
 def _guess_size(
     dataset: Dataset, source: Source, summary: Summary
 ) -> tuple[int | None, list[str]]:
-    """Guesses a full batch's size from the first batch; returns also notes."""
+    """Guesses a full batch's size from the first batch; also returns notes."""
     if source.is_process_local:
         note = (
-            "The number of rows in a full batch is that of the first batch of "
-            "a process, split over the processes."
+            "The first batch of a process determines the number of rows in a "
+            "full batch, whose rows are split over the processes."
         )
         return source.likely_size, [note]
     if source.num_batches == 0:
@@ -213,7 +213,7 @@ def _list_readers(mesh: ReplicaMesh) -> tuple[str, ...]:
 
 
 def _list_devices(mesh: ReplicaMesh) -> tuple[str, ...]:
-    """Returns the names of each replica's device, or of its end cores."""
+    """Returns each replica's device, or its first and last core, as text."""
     cores = mesh.cores_per_replica
     names = [describe.format_device(device) for device in mesh.devices]
     if cores == 1:
