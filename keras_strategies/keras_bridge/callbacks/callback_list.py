@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from keras.src.trainers.data_adapters.data_adapter import DataAdapter
 
 _LOOPS = {"fit": "train", "evaluate": "test", "predict": "predict"}
-"""For each loop, the kind of its batches, as in the names of the hooks."""
+"""For each loop, the kind of its batches, which hooks have in their names."""
 
 _HOOKS = {
     "train": ("on_batch_end", "on_train_batch_end"),

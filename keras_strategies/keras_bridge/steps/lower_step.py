@@ -48,8 +48,9 @@ def lower_step(
     """
     if kind not in KINDS:
         raise ValueError(
-            "`kind` must be the kind of a model's step. Received: "
-            f"kind={kind!r}. Pass one of {', '.join(map(repr, KINDS))}."
+            f"`kind` must be one of {', '.join(map(repr, KINDS))}. Received: "
+            f"kind={kind!r}. Pass 'train' for the step of `fit`, 'test' for "
+            "`evaluate`, or 'predict' for `predict`."
         )
     data = tuple(batch) if isinstance(batch, list) else batch
     parts = keras.utils.unpack_x_y_sample_weight(data)

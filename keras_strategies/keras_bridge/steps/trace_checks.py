@@ -147,9 +147,10 @@ def _check_sizes(
         eval_with_rows(probe.facts.rows, probed, state, data)
     except Exception as error:
         step.demand_global_batch(
-            "a user-defined step passes arrays to metrics or marked losses, "
-            "and a second trace with twice the rows, which shows whether these "
-            f"arrays have rows, failed: {describe_error(error)}"
+            "a user-defined step passes arrays to metrics or to losses that "
+            "combine rows, and the second trace, which must show whether "
+            "these arrays have an entry for each row, failed: "
+            f"{describe_error(error)}"
         )
     sizes = [size for size, _, _ in probe.notes.sizes]
     for k, (size, is_rows, of) in enumerate(step.notes.sizes):

@@ -124,7 +124,7 @@ class UnevenCall:
       results: For each output, the metric result that it represents, or None.
       state: The new values of the groups of variables.
       means: For each output, its mean over the replicas that have rows; empty
-        if the outputs have rows.
+        if the outputs have an entry for each row.
     """
 
     outputs: list[Any]
@@ -155,7 +155,7 @@ def call_step(
       mesh: The replicas.
       counts: Each replica's number of rows.
       metrics: The variables of metrics if the outputs are numbers to average;
-        None if the outputs have rows.
+        None if the outputs have an entry for each row.
     """
     leaves, structure = jax.tree.flatten(data)
     rows = [(count,) * len(leaves) for count in counts]

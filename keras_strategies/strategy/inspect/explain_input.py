@@ -51,7 +51,7 @@ class InputExplanation:
     """The rows that each replica reads; prints as a table or a picture.
 
     Attributes:
-      facts: What is known about the dataset, by name.
+      facts: Descriptions of the dataset's properties, by name.
       devices: Names of the devices, in the order of replica ids.
       processes: The process ids of each reader: a process, or several that
         share replicas and so read the same rows.

@@ -7,7 +7,7 @@ from typing import Any
 from keras_strategies.cluster.checks import check_number
 
 _MAX_SECONDS = 7 * 24 * 3600
-_CURE = "Leave it out for the default."
+_CURE = "Omit it to use the default."
 
 
 class CommunicationImplementation(enum.Enum):
@@ -75,7 +75,7 @@ class CommunicationOptions:
             raise ValueError(
                 "`implementation` must be one of "
                 f"{', '.join(map(repr, known))}. Received: "
-                f"{self.implementation!r}. Leave it out for 'AUTO'."
+                f"{self.implementation!r}. Omit it to use 'AUTO'."
             )
         if name == "RING":
             raise ValueError(
