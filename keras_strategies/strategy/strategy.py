@@ -108,8 +108,8 @@ class Strategy(CustomLoops, PlanMixin):
 
         In the block every Keras variable is created on the strategy's devices,
         and every model that is created or compiled is bound to the strategy. A
-        model created in the block may be compiled after it. Scopes of the same
-        strategy may be nested, and a scope may be entered more than once.
+        model created in the block may also be compiled after the block. Scopes
+        of one strategy may be nested, and a scope may be entered repeatedly.
 
         Returns:
           A context manager that yields the strategy.
@@ -140,8 +140,8 @@ class Strategy(CustomLoops, PlanMixin):
           The model.
 
         Raises:
-          ValueError: if the model's variables are on another strategy's
-            devices.
+          ValueError: if the model is bound to another strategy, or its
+            variables are on that strategy's devices.
         """
         _check_model("attach", model)
         self._check_free(model)

@@ -153,7 +153,7 @@ def is_same(value: Array, axis: Axis) -> jax.Array:
 def find_unaggregated(notes: list[replica_merge.BranchFacts]) -> list[int]:
     """Returns the positions of variables for which replicas must agree.
 
-    These are variables without an aggregation that a replica wrote.
+    These are variables that a replica wrote and that have no aggregation.
     """
     return [
         k
