@@ -9,7 +9,7 @@ from keras_strategies.tpu.replica_meshes import make_topology_mesh
 
 
 class CompileOnlyStrategy(Strategy):
-    """A base of strategies that can be made for absent TPU slices."""
+    """The base of strategies that can also compile for absent TPU slices."""
 
     _resolver: Any = None
 
@@ -29,17 +29,17 @@ class CompileOnlyStrategy(Strategy):
         TPU compiler reports the memory and the collectives that a step would
         need. Models are created in the strategy's scope as usual, but their
         variables stay on the host. Calls that would run on the slice (`fit`,
-        `run`, `reduce`, ...) raise RuntimeError. Needs libtpu, which the extra
-        `tpu` installs.
+        `run`, `reduce`, ...) raise RuntimeError. Needs libtpu, which is
+        installed by this package's extra `tpu`.
 
         Args:
           name: The TPU generation and the number of chips in each dimension,
             such as "v5e:16x16".
-          num_slices: The number of these slices, which the data centre's
-            network connects.
+          num_slices: The number of such slices, connected by the data centre's
+            network.
           computation_shape: The number of a replica's cores in each dimension:
             x, y, z and core within a chip. By default, each core is a replica.
-            The replicas fill the slice.
+            Together, the replicas use all cores of the slice.
           layout_map: See `TPUStrategy`.
           variable_partitioner: See `TPUStrategy`.
 

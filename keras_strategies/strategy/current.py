@@ -24,7 +24,7 @@ class AnyStrategy(Protocol):
 
     @property
     def extended(self) -> Any:
-        """The strategy's methods for authors of libraries.
+        """The strategy's methods intended for library authors.
 
         Returns:
           A `StrategyExtended`.
@@ -69,8 +69,8 @@ def check_cross_replica(name: str) -> None:
         raise RuntimeError(
             "Method requires being in cross-replica context, use "
             "get_replica_context().merge_call(). Received: a call of "
-            f"`{name}` inside of a function given to `run`. Call it outside, "
-            "or use the methods of the replica context."
+            f"`{name}` inside of a function given to `run`. Call it outside "
+            "of that function, or use a method of `get_replica_context()`."
         )
 
 
@@ -85,9 +85,9 @@ def check_outside(name: str) -> None:
     check_cross_replica(name)
     if stack.replicas:
         raise RuntimeError(
-            "Replicas cannot be started while others run. Received: a call "
-            f"of `{name}` inside of a function given to `merge_call` or "
-            "`update`. Call it outside of `run`."
+            f"`{name}` must not be called while the replicas run a function. "
+            "Received: a call inside of a function given to `merge_call` or "
+            f"`update`. Call `{name}` outside of that function."
         )
 
 
@@ -115,7 +115,7 @@ def check_not_mixing(strategy: object) -> None:
 
 
 def refuse_mixing(strategy: object, other: str) -> NoReturn:
-    """Raises RuntimeError: `strategy` is used in another strategy's scope."""
+    """Raises RuntimeError for a strategy used in another strategy's scope."""
     raise RuntimeError(
         "Mixing different tf.distribute.Strategy objects. A strategy, and "
         "the models compiled in its scope, must be used in its scope or "
@@ -132,7 +132,7 @@ def warn_of_old_name(old: str, new: str) -> None:
     if old not in _warned:
         _warned.add(old)
         warnings.warn(
-            f"`{old}` is the old name of `{new}`. Use `{new}`.",
+            f"`{old}` is deprecated. Use its new name, `{new}`.",
             DeprecationWarning,
             stacklevel=3,
         )

@@ -67,23 +67,23 @@ class CustomLoops:
     ) -> Tree:
         """Runs `fn(*args, **kwargs)` once on every replica. Collective.
 
-        All replicas run one compiled program. A program is compiled for each
-        new function, structure of arguments, shapes and dtypes, and Python
-        numbers and objects among the arguments. An equal function reuses the
-        program, such as a `def` or lambda that a loop creates again.
+        All replicas run one compiled program. A new program is compiled if the
+        function, the structure, shapes or dtypes of its arguments, or a Python
+        number or object among them are new. An equal function that a loop
+        creates again, such as a `def` or a lambda, reuses the program.
 
         In the function, Keras layers, losses, optimizers and metrics work on
         the replica's rows. An optimizer's `apply` sums the gradients over the
-        replicas: divide the loss by the number of rows in the global batch.
+        replicas, so divide the loss by the number of rows in the global batch.
         Metrics combine the updates of all replicas. Collectives are methods of
         `get_replica_context()`.
 
         Args:
           fn: The function. It returns a nest of arrays, numbers, strings or
-            None. Variables that its first call creates are reused.
+            None. Later calls reuse the variables that its first call creates.
           args: Positional arguments: nests. Each `PerReplica` is replaced by
             the replica's component; other values are passed unchanged.
-          kwargs: Keyword arguments, likewise.
+          kwargs: Keyword arguments, treated like `args`.
           options: Not used; accepted as in tf.
 
         Returns:
@@ -91,9 +91,9 @@ class CustomLoops:
           replicas; Python numbers, strings and None are unchanged.
 
         Raises:
-          RuntimeError: if called inside of a replica's function, or in another
-            strategy's scope.
-          TypeError: if a result is not an array.
+          RuntimeError: if called inside of a function given to `run`, or in
+            another strategy's scope.
+          TypeError: if `fn` returns an object of another type.
 
         Example:
           ```python
@@ -119,7 +119,7 @@ class CustomLoops:
         args: Sequence[Any] = (),
         kwargs: dict[str, Any] | None = None,
     ) -> Tree:
-        """Calls `run`, the new name of this method; warns once."""
+        """Calls `run`, and warns once that this method was renamed."""
         current.warn_of_old_name("experimental_run_v2", "run")
         return self.run(fn, args, kwargs)
 
@@ -135,8 +135,8 @@ class CustomLoops:
           reduce_op: `ReduceOp.SUM` or `ReduceOp.MEAN`, or their names.
           value: A nest of results of `run`.
           axis: None to reduce elementwise over the replicas only. A dimension,
-            or several, to reduce over as well; `MEAN` then divides by the
-            number of reduced entries on all replicas together.
+            or a tuple of dimensions, to reduce over them, too; `MEAN` then
+            divides by the number of reduced entries on all replicas together.
 
         Returns:
           The nest of arrays, replicated on every device.
@@ -145,7 +145,7 @@ class CustomLoops:
           ValueError: if shapes differ with axis=None, a component does not have
             the dimension, the reduction is unknown, or `SUM` is applied to a
             value that is not distributed.
-          RuntimeError: if called inside of a replica's function.
+          RuntimeError: if called inside of a function given to `run`.
         """
         self._check_call("reduce")
         return reducing.reduce(reduce_op, value, axis, self._runtime.mesh)
@@ -164,7 +164,7 @@ class CustomLoops:
         Raises:
           ValueError: if other dimensions differ, or a component does not have
             the dimension.
-          RuntimeError: if called inside of a replica's function.
+          RuntimeError: if called inside of a function given to `run`.
         """
         self._check_call("gather")
         return reducing.gather(value, axis, self._runtime.mesh)
@@ -196,8 +196,8 @@ class CustomLoops:
           The nest of `PerReplica`; of plain values if there is one replica.
 
         Raises:
-          ValueError: if the structures differ or, on several processes, the
-            shapes or dtypes. All processes raise.
+          ValueError: if the replicas' nests differ in structure or, with
+            several processes, in shapes or dtypes. All processes raise it.
         """
         self._check_call(_VALUES_FROM)
         count, mesh = self.num_replicas_in_sync, self._runtime.mesh
@@ -214,8 +214,9 @@ class CustomLoops:
         structures = [jax.tree.structure(nest) for nest in nests]
         if any(one != structures[0] for one in structures):
             raise ValueError(
-                f"{name} must make nests of the same structure for all "
-                f"replicas. Received: {structures}. Make them equal."
+                f"The function given to {name} must return nests of the same "
+                f"structure for all replicas. Received: {structures}. Return "
+                "equal structures."
             )
         if mesh.num_processes == 1:
             return jax.tree.map(lambda *parts: PerReplica(parts), *nests)
@@ -249,7 +250,7 @@ class CustomLoops:
 
         Raises:
           TypeError: if `dataset` does not yield batches.
-          NotImplementedError: if `options` have `PER_REPLICA`, as in tf.
+          NotImplementedError: if `options` select `PER_REPLICA`, as in tf.
         """
         self._check_call("experimental_distribute_dataset")
         mesh, policy = self._runtime.mesh, None
@@ -340,7 +341,7 @@ class CustomLoops:
         The replicas execute the Python code one at a time, in the order of
         their ids; each runs up to its next collective. Prints, breakpoints and
         branches on the replica's id (a Python int here) work, and results equal
-        those of the compiled program. Slow. Applies to this thread only.
+        those of the compiled program. It is slow, and affects only this thread.
 
         Example:
           ```python
@@ -359,14 +360,14 @@ class CustomLoops:
         """Explains which process and replica reads which rows of a dataset.
 
         Nothing is trained, and no process waits for another. At most the first
-        batch is read. An iterable is not read, because that might consume it;
-        the table then contains "unknown".
+        batch is read. An iterable is not read, because reading might consume
+        it; the table then contains "unknown".
 
         Args:
           dataset: Data for `fit` or `experimental_distribute_dataset`: a nest
             of arrays, such as (x, y), a dataset, or a distributed dataset.
-          batch_size: Rows of a global batch, for arrays and torch datasets; 32
-            by default.
+          batch_size: The number of rows of a global batch, for arrays and torch
+            datasets; 32 by default.
           options: See `experimental_distribute_dataset`.
 
         Returns:

@@ -135,7 +135,7 @@ def experimental_set_strategy(strategy: Strategy | None) -> None:
 
     Args:
       strategy: The strategy to enter. It replaces the strategy that an earlier
-        call has set. None only leaves that earlier strategy.
+        call has set. None only leaves the scope of that earlier strategy.
 
     Raises:
       RuntimeError: if called inside a `with strategy.scope()`.

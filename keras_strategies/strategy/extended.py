@@ -1,4 +1,4 @@
-"""`strategy.extended`: the TensorFlow methods that libraries call."""
+"""`strategy.extended`: methods for library authors, as in TensorFlow."""
 
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -16,7 +16,7 @@ from keras_strategies.strategy.tf_compat import old_names
 
 
 class StrategyExtended:
-    """A stateless view of a strategy, for libraries.
+    """The methods of a strategy that are intended for library authors.
 
     Args:
       runtime: The strategy's runtime.
@@ -48,7 +48,7 @@ class StrategyExtended:
 
     @property
     def worker_devices(self) -> tuple[jax.Device, ...]:
-        """The devices of replicas, in the order of replica ids.
+        """The devices of the replicas, in the order of replica ids.
 
         If a replica has several cores, only its first core is listed.
         """
@@ -80,7 +80,7 @@ class StrategyExtended:
         `merge_call`.
 
         Args:
-          reduce_op: `ReduceOp.SUM` or `ReduceOp.MEAN`, or the name of one.
+          reduce_op: `ReduceOp.SUM` or `ReduceOp.MEAN`, or its name.
           value: A nest of `PerReplica`.
           destinations: Not used: the result is on all of the strategy's
             devices.
@@ -105,7 +105,7 @@ class StrategyExtended:
         """Reduces several values; see `reduce_to`.
 
         Args:
-          reduce_op: `ReduceOp.SUM` or `ReduceOp.MEAN`, or the name of one.
+          reduce_op: `ReduceOp.SUM` or `ReduceOp.MEAN`, or its name.
           value_destination_pairs: Pairs of a value and a destination.
           options: Not used.
         """
@@ -134,7 +134,7 @@ class StrategyExtended:
             copies, unless the variable has `synchronization="on_read"`.
           args: Positional arguments. A `PerReplica` is replaced by the
             component of the replica that owns the copy.
-          kwargs: Keyword arguments, likewise.
+          kwargs: Keyword arguments, treated like `args`.
           group: Whether to return None instead of the results.
 
         Returns:
@@ -214,6 +214,6 @@ class StrategyExtended:
 def _check_variable(name: str, value: object) -> None:
     if not isinstance(value, keras.Variable):
         raise TypeError(
-            f"`{name}` expects a Keras variable. Received: "
-            f"{type(value).__name__}. Pass `layer.variables[i]`."
+            f"`{name}` expects a Keras variable. Received: an object of type "
+            f"{type(value).__name__}. Pass, for example, `layer.variables[i]`."
         )

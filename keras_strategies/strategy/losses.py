@@ -27,10 +27,10 @@ def compute_average_loss(
         shape as the losses.
       global_batch_size: The number of rows of all replicas together. The
         default is the number of this replica's rows times the number of
-        replicas. If the replicas have different numbers of rows, the default is
-        looked up by the number of losses: the argument of `run` with this
-        number of rows on this replica determines it, by its number of rows on
-        all replicas together.
+        replicas. If the replicas have different numbers of rows, the arguments
+        of `run` determine the default: if one has the same number of rows on
+        this replica as there are losses, the default is the number of its rows
+        on all replicas together.
 
     Returns:
       A scalar.
@@ -52,8 +52,9 @@ def compute_average_loss(
     losses = jnp.asarray(per_example_loss)
     if not losses.ndim:
         raise ValueError(
-            "`per_example_loss` must be losses of rows, of shape (rows, ...). "
-            'Received: a scalar. Make the loss with `reduction="none"`.'
+            "`per_example_loss` must contain a loss for each row, with shape "
+            "(rows, ...). Received: a scalar. Create the Keras loss with "
+            '`reduction="none"`.'
         )
     if global_batch_size is None:
         global_batch_size = _count_global_rows(losses.shape[0])
@@ -71,9 +72,10 @@ def _count_global_rows(rows: int) -> int:
     if len(known) > 1:
         raise ValueError(
             "The global batch size of the losses must be unambiguous. "
-            f"Received: {rows} losses on this replica; arguments of `run` "
-            f"with {rows} rows here have {sorted(known)} rows on all replicas. "
-            "Pass `global_batch_size`."
+            f"Received: {rows} losses on this replica; the arguments of `run` "
+            f"with {rows} rows on this replica have different numbers of rows "
+            f"on all replicas together: {sorted(known)}. Pass "
+            "`global_batch_size`."
         )
     count = get_strategy().num_replicas_in_sync
     return next(iter(known), rows * count)

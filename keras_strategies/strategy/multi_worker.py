@@ -26,8 +26,8 @@ class MultiWorkerMirroredStrategy(Strategy):
     Create the strategy before anything else uses JAX's devices, or after
     `jax.distributed.initialize`. If neither the arguments nor TF_CONFIG
     describe a cluster, the strategy behaves like a `MirroredStrategy`. If a
-    process is missing, was started twice, or has a different version, all other
-    processes raise an error.
+    process is missing, was started twice, or has different versions of Python
+    or packages, all other processes raise an error.
 
     Args:
       cluster_resolver: Describes the processes of the job: a resolver of
@@ -52,7 +52,7 @@ class MultiWorkerMirroredStrategy(Strategy):
       ValueError: if `predict_in` is unknown, the description of the cluster is
         incomplete or wrong, or processes have different numbers of devices.
       RuntimeError: if JAX's devices are already in use, the processes did not
-        connect in time, or they do not match.
+        connect in time, or their versions or programs differ.
 
     Example:
       ```python

@@ -82,7 +82,7 @@ class PlanMixin:
             rows.
           TypeError: if a leaf of `batch` has no shape and dtype.
           ImportError: if slices are named and libtpu is not installed.
-          Exception: if the function that makes the model raises it.
+          Exception: if the function that makes the model raises one.
 
         Example:
           ```python

@@ -50,8 +50,8 @@ def _reduce_one(
         if axis is not None:
             raise ValueError(
                 "The axis of `reduce` must be None inside of `merge_call`. "
-                f"Received: axis={axis}. Sum over the dimension in the "
-                "replica's function."
+                f"Received: axis={axis}. Pass axis=None, and reduce over the "
+                "dimension in the function given to `run`."
             )
         array = to_summable(value.arrays[0], op)
         (total,) = all_sum([array], mesh.all_replicas)
@@ -104,10 +104,10 @@ def _apply_to_components(
         return fn(parts, *args)
     if value.layout == values.PARTS:
         raise ValueError(
-            "A `PerReplica` must not be made from components in a job of "
-            "several processes. Received: such a value in a job of "
-            f"{mesh.num_processes} processes. Make it with "
-            "`experimental_distribute_values_from_function`."
+            "With several processes, a `PerReplica` must not be constructed "
+            "directly from its components. Received: such a value in a job "
+            f"with {mesh.num_processes} processes. Make it with "
+            "`strategy.experimental_distribute_values_from_function`."
         )
     program = _compile_over_components(
         mesh, value.layout, value.shapes, fn, *args
@@ -136,11 +136,10 @@ def _compile_over_components(
 
 
 def _read_variable(leaf: Leaf, mesh: ReplicaMesh) -> Leaf:
-    """Returns the value of a leaf: of a variable, or the leaf itself.
+    """Returns the value of a variable, or any other leaf unchanged.
 
     The value of a variable is a `PerReplica` if its copies may differ,
-    otherwise a `Mirrored`. Leaves that are not variables are returned
-    unchanged.
+    otherwise a `Mirrored`.
     """
     if not isinstance(leaf, keras.Variable):
         return leaf
@@ -263,8 +262,8 @@ def _check_gather(axis: object, part: Array, parts: list[Any]) -> None:
     if not isinstance(axis, int) or not -part.ndim <= axis < part.ndim:
         raise ValueError(
             "The axis of `gather` must be a dimension that all components "
-            f"have. Received: axis={axis}, shapes {shapes}. Return values of "
-            "at least one dimension: x[None]."
+            f"have. Received: axis={axis}, shapes {shapes}. Choose such a "
+            "dimension; `x[None]` adds one to a scalar."
         )
 
     def others(shape: tuple[int, ...]) -> tuple[int, ...]:
@@ -274,8 +273,8 @@ def _check_gather(axis: object, part: Array, parts: list[Any]) -> None:
     if len({len(s) for s in shapes}) > 1 or len(set(map(others, shapes))) > 1:
         raise ValueError(
             "Dimensions other than the gathered one must be equal on all "
-            f"replicas. Received: axis={axis}, shapes {shapes}. Pad them to "
-            "one shape."
+            f"replicas. Received: axis={axis}, shapes {shapes}. Pad the values "
+            "to the same size in these dimensions."
         )
 
 

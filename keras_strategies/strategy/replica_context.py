@@ -101,9 +101,9 @@ class ReplicaContext:
 
     @property
     def devices(self) -> tuple[Any, ...]:
-        """The devices that the replica may run on: all devices of the strategy.
+        """The devices of all replicas; see `extended.worker_devices`.
 
-        Differs from tf, where this is the replica's own device. A traced
+        Differs from tf, where this is only the device of this replica. A traced
         program runs on all devices, so there is no single device to return.
         """
         return self._strategy.extended.worker_devices
@@ -200,7 +200,8 @@ class ReplicaContext:
           kwargs: The function's keyword arguments.
 
         Returns:
-          This replica's part of the function's result.
+          The result of `merge_fn`, in which each `PerReplica` is replaced by
+          this replica's component.
 
         Example:
           ```python
@@ -247,9 +248,9 @@ class ReplicaContext:
         if current.stack.replicas[-1:] == [self]:
             return
         raise RuntimeError(
-            "A replica context must be used inside of the function that it was "
-            f"made for. Received: `{name}` elsewhere. Call "
-            "`get_replica_context()` where it is used."
+            "A replica context can be used only inside of the function in "
+            "which `get_replica_context()` returned it. Received: a use of "
+            f"`{name}` elsewhere. Call `get_replica_context()` again there."
         )
 
 

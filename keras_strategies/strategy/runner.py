@@ -98,18 +98,17 @@ class Runner:
             return self._debug(call, leaves)
         arguments = list(map(self._convert_argument, leaves))
         try:
-            # Only one thread at a time may take the variables' values, change
-            # them and put them back.
+            # Only one thread at a time may read the variables' values, change
+            # them and store the new ones.
             with self._lock:
                 return self._run_compiled(call, arguments)
         except _NEEDS_VALUE as error:
             raise TypeError(
-                "A function given to `run` is traced, so its arrays have no "
-                "values that Python could use. Received: a function that "
-                "converts one to a number, a condition or a numpy array "
-                f"({type(error).__name__}). Use `keras.ops` (`where`, `cond`, "
-                "`cast`) instead, or look at values in `with "
-                "strategy.debug():`."
+                "A function given to `run` is traced by JAX, so Python code "
+                "in it cannot read the values of arrays. Received: a function "
+                "that converts an array to a number, a condition or a numpy "
+                f"array ({type(error).__name__}). Use `keras.ops` (`where`, "
+                "`cond`, `cast`), or print values in `with strategy.debug():`."
             ) from error
 
     def _run_compiled(self, call: "_Call", arguments: list[_Argument]) -> Tree:
@@ -148,16 +147,16 @@ class Runner:
             return program.lower(_list_arrays(arguments)), program.written
 
     def enable_debugging(self) -> contextlib.AbstractContextManager[None]:
-        """Runs functions eagerly in this thread, inside of the block."""
+        """Returns a context in which this thread runs functions eagerly."""
         return temporary_attribute(self._thread, "is_debugging", True)
 
     def _debug(self, call: "_Call", leaves: list[Any]) -> Tree:
         mesh = self._mesh
         if mesh.num_processes > 1:
             raise RuntimeError(
-                "`debug` needs a strategy of one process. Received: `run` of "
-                f"a strategy of {mesh.num_processes} processes. Debug with a "
-                "`MirroredStrategy` in one of them, with the same data."
+                "`debug` works only with a single process. Received: `run` of "
+                f"a strategy with {mesh.num_processes} processes. Debug with a "
+                "`MirroredStrategy` in a single process, with the same data."
             )
         deferred_creation.sync_all_fits()
         split = [leaf for leaf in leaves if isinstance(leaf, values.PerReplica)]
@@ -197,10 +196,10 @@ class Runner:
     def _combine_components(
         self, value: values.PerReplica
     ) -> tuple[str, Any, Variant | None]:
-        """Returns a value's layout, one array, and the components' sizes.
+        """Returns a value's layout, its components as one array, and sizes.
 
         Components of different shapes are padded to one shape. The sizes are
-        None if all components have the same shape.
+        the components' true sizes; None if all have the same shape.
         """
         values.check_home(value, self._mesh)
         if value.layout == values.PADDED:
@@ -269,16 +268,17 @@ class Runner:
         if self._num_made[code] == _WARN_AFTER:
             warnings.warn(
                 f"`run` has compiled {fn.__name__!r} {_WARN_AFTER} times. "
-                "It compiles again for other shapes and dtypes, for other "
-                "Python numbers and objects among its arguments, and for "
-                "other objects in its closure. Pass changing values as arrays.",
+                "It compiles a function again if the shapes or dtypes of its "
+                "arguments change, or if a Python number or object among its "
+                "arguments or in its closure changes. Pass such values as "
+                "arrays.",
                 UserWarning,
                 stacklevel=4,
             )
 
 
 class _Call(NamedTuple):
-    """A function and its arguments' structure; called with their leaves."""
+    """A function and its arguments' structure; call it with the leaves."""
 
     fn: Callable[..., Any]
     structure: Any
@@ -290,7 +290,7 @@ class _Call(NamedTuple):
 
 
 def _add_captured_note(error: ValueError, fn: Callable[..., Any]) -> None:
-    """Adds a note to an error: which distributed arrays `fn` has captured.
+    """Adds to an error a note about distributed arrays that `fn` captured.
 
     JAX cannot index these arrays in a mapped function, because their mesh
     differs from the mesh of the trace.
@@ -337,7 +337,7 @@ def _list_arrays(arguments: list[_Argument]) -> list[Any]:
 
 
 def _find_sizes(shapes: Sequence[Any], dtypes: Sequence[str] = ()) -> Variant:
-    """Returns each component's row count, or its shape if not only rows differ.
+    """Returns each component's row count, or shapes if other dimensions differ.
 
     Raises:
       ValueError: if components have different ranks or dtypes.
@@ -347,7 +347,7 @@ def _find_sizes(shapes: Sequence[Any], dtypes: Sequence[str] = ()) -> Variant:
         raise ValueError(
             "The components of a PerReplica given to `run` must have the same "
             f"rank and dtype. Received: shapes {list(shapes)}{of_dtypes}. "
-            "Reshape or cast them."
+            "Reshape or cast the components."
         )
     if len({shape[1:] for shape in shapes}) > 1:
         return tuple(map(tuple, shapes))
@@ -367,7 +367,7 @@ def _flatten_call(
         raise TypeError(
             "`run` needs the function's arguments as a tuple `args` and a "
             f"dict `kwargs`. Received: args of type {type(args).__name__}, "
-            f"kwargs of type {type(kwargs).__name__}. Write `args=(x,)`."
+            f"kwargs of type {type(kwargs).__name__}. Pass `args=(x,)`."
         )
 
     def is_leaf(value: object) -> bool:

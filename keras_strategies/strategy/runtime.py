@@ -61,8 +61,8 @@ def is_chief_alone(predict_in: str) -> bool:
     """
     if predict_in not in ("all", "chief"):
         raise ValueError(
-            "`predict_in` must be 'all' or 'chief': where `predict` returns "
-            f"its rows. Received: predict_in={predict_in!r}. Pass 'all' or "
-            "'chief'."
+            "`predict_in` must be 'all' or 'chief'. Received: "
+            f"predict_in={predict_in!r}. Pass 'all' if `predict` should return "
+            "all rows in every process, or 'chief' for only process 0."
         )
     return predict_in == "chief"

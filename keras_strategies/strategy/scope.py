@@ -45,15 +45,17 @@ class Scope:
     def __exit__(self, *error: object) -> None:
         if not self._open:
             raise RuntimeError(
-                "A scope must be left as often as it was entered. Received: "
-                f"another exit of a scope of {self._strategy!r}. Use `with`."
+                "A scope must be exited exactly as often as it was entered. "
+                f"Received: an additional exit of a scope of "
+                f"{self._strategy!r}. Use a `with` statement."
             )
         if variable_creator.innermost_creator() is not self._open[-1][1]:
             raise RuntimeError(
-                "Variable creator scope nesting error: scopes must be left in "
-                "the reverse order of their entry. Received: the exit of a "
-                f"scope of {self._strategy!r} while another scope or a "
-                "`variable_creator_scope` is open in it. Leave that first."
+                "Variable creator scope nesting error: scopes must be exited "
+                "in the reverse order of entering them. Received: the exit of "
+                f"a scope of {self._strategy!r}, inside of which another scope "
+                "or a `variable_creator_scope` is open. Exit the inner one "
+                "first."
             )
         self._open.pop()[0].close()
 
@@ -91,16 +93,17 @@ def _enter_loop(
             # Keras itself raises an error that the model is not compiled.
             return contextlib.nullcontext()
         raise RuntimeError(
-            "In a strategy's scope a model must be bound to the strategy: by "
-            f"`compile` or by a call of `model.{name}`. Received: `{name}` of "
-            f"a class, called with {model.name!r}, which is not bound, in the "
-            f"scope of {kind}. Call `model.{name}`, compile the model, call "
+            "In a strategy's scope a model must be bound to the strategy "
+            f"before it is used. `model.{name}` binds it, but the method of "
+            f"the class does not. Received: `{name}` of a class, called with "
+            f"the unbound model {model.name!r} in the scope of {kind}. Call "
+            f"`model.{name}`, compile the model, call "
             "`strategy.attach(model)`, or leave the scope to use one device."
         )
     raise RuntimeError(
         "A model that is used in a strategy's scope must have been created or "
-        f"compiled in it. Received: `{name}` of {model.name!r}, which was "
-        f"created outside, in the scope of {kind}. Compile it in the scope, "
-        f"call `strategy.attach(model)` before `{name}`, or leave the scope "
-        "to use one device."
+        f"compiled in it. Received: a call of `{name}` in the scope of {kind}, "
+        f"on the model {model.name!r}, which was created outside of it. "
+        "Compile the model in the scope, call `strategy.attach(model)` before "
+        f"`{name}`, or leave the scope to use one device."
     )

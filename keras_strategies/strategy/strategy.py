@@ -33,8 +33,8 @@ class Strategy(CustomLoops, PlanMixin):
     """Distributes Keras models over devices; the base of all strategies.
 
     A model that is compiled in `scope()` trains, evaluates and predicts on
-    every device, also after the scope has ended. Losses, metrics and weights
-    equal those on one device with the same global batches.
+    every device, even after the scope has ended. Losses, metrics and weights
+    equal those of the same training on one device with the same global batches.
 
     Args:
       mesh: The replicas, a `ks.ReplicaMesh`. Most users call a subclass such as
@@ -43,7 +43,7 @@ class Strategy(CustomLoops, PlanMixin):
         `TPUStrategy`.
       variable_partitioner: Chooses which variables the replicas shard; see
         `MirroredStrategy`.
-      outputs_on_chief: Whether `predict` returns rows only in the chief.
+      outputs_on_chief: Whether `predict` returns rows only in process 0.
 
     Raises:
       TypeError: if `mesh` is not a `ReplicaMesh`.
@@ -67,8 +67,8 @@ class Strategy(CustomLoops, PlanMixin):
     ) -> None:
         if not isinstance(mesh, ReplicaMesh):
             raise TypeError(
-                "A strategy needs a `ks.ReplicaMesh`. Received: an object "
-                f"of type {type(mesh).__name__}. Write "
+                "`mesh` must be a `ks.ReplicaMesh`. Received: an object "
+                f"of type {type(mesh).__name__}. Pass "
                 "`ks.ReplicaMesh(devices=jax.devices())`, or use "
                 "`ks.MirroredStrategy(devices)`."
             )
@@ -85,12 +85,12 @@ class Strategy(CustomLoops, PlanMixin):
 
     @staticmethod
     def _make_planned(mesh: ReplicaMesh, **kwargs: Any) -> "Strategy":
-        """Returns a strategy over other devices, for `plan`."""
+        """Returns a strategy over the devices that `plan` compiles for."""
         return Strategy(mesh, **kwargs)
 
     @property
     def extended(self) -> StrategyExtended:
-        """The methods for libraries, as in TensorFlow."""
+        """The methods intended for library authors, as in TensorFlow."""
         return self._extended
 
     @property
@@ -108,15 +108,15 @@ class Strategy(CustomLoops, PlanMixin):
 
         In the block every Keras variable is created on the strategy's devices,
         and every model that is created or compiled is bound to the strategy. A
-        model created in the block may be compiled later, outside. Scopes of the
-        same strategy may be nested, and a scope may be entered more than once.
+        model created in the block may also be compiled after the block. Scopes
+        of one strategy may be nested, and a scope may be entered repeatedly.
 
         Returns:
           A context manager that yields the strategy.
 
         Raises:
-          RuntimeError: (on entering) if another strategy's scope is open, or a
-            replica's function is running.
+          RuntimeError: on entering, if another strategy's scope is open or a
+            function given to `run` is running.
 
         Example:
           ```python
@@ -140,8 +140,8 @@ class Strategy(CustomLoops, PlanMixin):
           The model.
 
         Raises:
-          ValueError: if the model's variables are on another strategy's
-            devices.
+          ValueError: if the model is bound to another strategy, or its
+            variables are on that strategy's devices.
         """
         _check_model("attach", model)
         self._check_free(model)
@@ -157,9 +157,9 @@ class Strategy(CustomLoops, PlanMixin):
         return model
 
     def detach(self, model: keras.Model) -> keras.Model:
-        """Unbinds a model: it is again a plain Keras model on one device.
+        """Turns a bound model back into a plain Keras model on one device.
 
-        Collective if several processes shard variables: all receive all values.
+        If several processes shard variables, all of them must call `detach`.
 
         Args:
           model: A model that is bound to this strategy.
@@ -184,14 +184,14 @@ class Strategy(CustomLoops, PlanMixin):
         """Compiles a step of a model, without running it.
 
         The program reports the memory and the collectives that a step of `fit`,
-        `evaluate` or `predict` needs on each device. This also works without
-        the devices (`TPUStrategy.for_topology`). Not in tf.
+        `evaluate` or `predict` needs on each device. The devices need not be
+        present (see `TPUStrategy.for_topology`). Not in tf.
 
         Args:
           model: A model of this strategy; it is built here if necessary.
           batch: A batch as a dataset would yield it: `x`, `(x, y)` or
             `(x, y, sample_weight)`, as nests of arrays or of
-            `jax.ShapeDtypeStruct`, with the rows of the GLOBAL batch.
+            `jax.ShapeDtypeStruct`, with all rows of the GLOBAL batch.
           kind: `"train"`, `"test"` or `"predict"`; `"predict"` uses only x.
           compiler_options: XLA options by name. With
             `{"exec_time_optimization_effort": -1.0}` a large program for TPUs
@@ -199,11 +199,11 @@ class Strategy(CustomLoops, PlanMixin):
             memory, but its collectives do not overlap with computation.
 
         Returns:
-          The program: its collectives, bytes per chip and text.
+          The compiled program, with its collectives, bytes per chip and text.
 
         Raises:
           ValueError: if the model is not bound to this strategy, `kind` is
-            unknown, or arrays have different numbers of rows.
+            unknown, or arrays of `batch` have different numbers of rows.
           TypeError: if a leaf of `batch` has no shape and dtype.
 
         Example:
@@ -235,23 +235,23 @@ class Strategy(CustomLoops, PlanMixin):
     ) -> CompiledProgram:
         """Compiles the program of `run(fn, args, kwargs)`, without running it.
 
-        Creates the variables that the first call of `fn` creates. Not in tf.
+        Also creates the variables that a first call of `fn` creates. Not in tf.
 
         Args:
           fn: The function.
-          args: Positional arguments: nests. Arrays, or `jax.ShapeDtypeStruct`,
-            of at least one dimension stand for a distributed batch: their rows
-            are those of the GLOBAL batch, a multiple of the number of replicas.
+          args: Positional arguments: nests. An array or `jax.ShapeDtypeStruct`
+            with at least one dimension stands for a distributed batch: it has
+            all rows of the GLOBAL batch, a multiple of the number of replicas.
             Scalars, and arrays within `ks.Mirrored`, are replicated; other
             values are passed unchanged.
-          kwargs: Keyword arguments, likewise.
+          kwargs: Keyword arguments, treated like `args`.
           compiler_options: See `compile_step`.
 
         Returns:
-          The program: its collectives, bytes per chip and text.
+          The compiled program, with its collectives, bytes per chip and text.
 
         Raises:
-          ValueError: if the replicas cannot share the rows evenly.
+          ValueError: if rows cannot be split evenly among the replicas.
 
         Example:
           ```python
@@ -270,10 +270,10 @@ class Strategy(CustomLoops, PlanMixin):
     def materialize(self, model: keras.Model) -> keras.Model:
         """Initializes a model that was created under `ks.abstract()`.
 
-        Each variable's initializer runs, and sharded variables are created
-        sharded. The optimizer slots of its weights get their initial values,
-        even if a custom loop owns the optimizer. A model that already has
-        values is not changed. Collective. Not in tf.
+        Runs each variable's initializer; sharded variables are created directly
+        as shards. Optimizer slots for the model's weights get their initial
+        values, even if the optimizer belongs to a custom loop. A model that
+        already has values is not changed. Collective. Not in tf.
 
         Args:
           model: A model of this strategy.
@@ -362,9 +362,9 @@ class Strategy(CustomLoops, PlanMixin):
         if existing is None or existing.owner is not self:
             raise ValueError(
                 f"`{name}` needs a model that is bound to this strategy. "
-                f"Received: {model.name!r}, bound to "
-                f"{existing.owner if existing else None!r}. Compile it in "
-                "the scope, or call `attach(model)`, first."
+                f"Received: {model.name!r}, which is bound to "
+                f"{existing.owner if existing else None!r}. Compile the model "
+                "in the strategy's scope, or call `strategy.attach(model)`."
             )
         return existing
 
@@ -373,9 +373,9 @@ class Strategy(CustomLoops, PlanMixin):
         existing = binding_lib.find_binding(model)
         if existing is not None and existing.owner is not self:
             raise ValueError(
-                f"Model {model.name!r} is bound to another strategy. "
-                f"Received: {existing.owner!r}; it cannot be bound to {self!r} "
-                "as well. Call `detach(model)` of that strategy first."
+                f"Model {model.name!r} cannot be bound to {self!r}, because it "
+                "is bound to another strategy. Received: a model of "
+                f"{existing.owner!r}. Call `detach(model)` on that one first."
             )
         variables = all_variables(model)
         check_home(variables, self._runtime.mesh)
@@ -391,10 +391,10 @@ def _check_model(name: str, model: object) -> None:
 
 def _watch_job() -> None:
     """Makes the job's watchdog start all multi-process programs."""
-    # Imported here: a single process does not need it.
+    # Imported here because a single process does not need it.
     from keras_strategies.cluster.exchange import kv_store
     from keras_strategies.cluster.watchdog import watchdog
 
-    # A mesh of a named topology's devices has no job to watch.
+    # If the mesh consists of absent devices, there may be no job to watch.
     if kv_store.is_available():
         dispatch.set_starter(watchdog.start().run)

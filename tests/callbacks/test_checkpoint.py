@@ -493,7 +493,7 @@ def test_a_list_of_callbacks_of_the_users(runner, tmp_path):
         [Checkpoint(tmp_path)], model=model, add_history=True
     )
     for callbacks in (listed, [listed]):
-        with pytest.raises(ValueError, match="Pass fit a list"):
+        with pytest.raises(ValueError, match="Pass a plain list"):
             model.fit(X, Y, verbose=0, callbacks=callbacks)
 
 
@@ -602,7 +602,7 @@ def test_a_callback_with_half_of_what_it_needs_is_told(
     fit(runner, kind(), Checkpoint(tmp_path))
     (text,) = [r.getMessage() for r in caplog.records]
     missing = "set_state" if kind is GetsAlone else "get_state"
-    assert f"`{kind.__name__}` has no `{missing}`: " in text
+    assert f"`{kind.__name__}`, which has no `{missing}`, " in text
     fit(runner, kind(), Checkpoint(tmp_path), epochs=2)
 
 

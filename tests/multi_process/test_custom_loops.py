@@ -67,7 +67,7 @@ def test_values_are_those_of_all_processes(two_processes):
     assert [len(s) for s in first["steps"]] == list(map(len, expected))
     # Each of the four copies starts with 1, and is added 2.
     assert first["copies"] == second["copies"] == 12
-    assert "one process" in first["refused"]
+    assert "single process" in first["refused"]
 
 
 def test_a_step_sends_one_buffer(two_processes):

@@ -105,7 +105,7 @@ def test_models_whose_gradients_are_accumulated_are_compiled_whole():
     ("change", "error", "message"),
     [
         ({"batch": SHAPE}, ValueError, "as `fit` trains on"),
-        ({"batch": (1, 2)}, TypeError, "arrays, or their shapes"),
+        ({"batch": (1, 2)}, TypeError, "arrays, or for their shapes"),
         (
             {"batch": (SHAPE, SHAPE.update(shape=(8, 4)))},
             ValueError,

@@ -251,7 +251,7 @@ def test_the_old_name_of_datasets_from_function_warns_once(monkeypatch):
             lambda _: NUMPY.batch(2)
         )
 
-    with pytest.warns(DeprecationWarning, match="is the old name of"):
+    with pytest.warns(DeprecationWarning, match="its new name"):
         make()
     make()
 

@@ -167,7 +167,7 @@ def test_losses_of_the_global_batch():
     assert plain == pytest.approx(9 / 4)
     assert weighted == pytest.approx(12 / 5)
     assert regular == pytest.approx(4.0)
-    with pytest.raises(ValueError, match="losses of rows"):
+    with pytest.raises(ValueError, match="a loss for each row"):
         ks.compute_average_loss(1.0)
 
 

@@ -468,7 +468,7 @@ def test_a_context_is_of_use_in_its_function_only():
     strategy = mirrored(2)
     kept = []
     strategy.run(lambda: kept.append(ks.get_replica_context()))
-    with pytest.raises(RuntimeError, match="A replica context must be used"):
+    with pytest.raises(RuntimeError, match="A replica context can be used"):
         kept[0].all_reduce("sum", 1.0)
 
 
@@ -599,7 +599,7 @@ def test_mistakes_with_collectives(call, error, text):
 def test_old_names_warn_once(monkeypatch):
     monkeypatch.setattr(current, "_warned", set())
     strategy = mirrored(2)
-    with pytest.warns(DeprecationWarning, match="old name of `run`"):
+    with pytest.warns(DeprecationWarning, match="its new name, `run`"):
         strategy.experimental_run_v2(lambda: 1)
     assert strategy.experimental_run_v2(lambda: 1) == 1
 
@@ -881,8 +881,8 @@ def test_gradients_outside_of_run_write_variables_too():
     ("fn", "args", "kwargs", "text"),
     [
         (3, (), None, "must be a function"),
-        (abs, np.ones(3), None, r"Write `args=\(x,\)`"),
-        (abs, (), [1], r"Write `args=\(x,\)`"),
+        (abs, np.ones(3), None, r"Pass `args=\(x,\)`"),
+        (abs, (), [1], r"Pass `args=\(x,\)`"),
     ],
 )
 def test_what_is_no_call_is_refused(fn, args, kwargs, text):
@@ -910,7 +910,7 @@ def test_options_that_are_none_are_refused():
 def test_python_that_needs_an_arrays_value_is_told_of_debug_mode(fn):
     strategy = mirrored(2)
     x = by_replica(strategy, lambda i: np.float32(i))
-    with pytest.raises(TypeError, match=r"look at values in `with strategy"):
+    with pytest.raises(TypeError, match=r"print values in `with strategy"):
         strategy.run(lambda x: (fn(x), None)[1], args=(x,))
     with strategy.debug():
         strategy.run(lambda x: (fn(x), None)[1], args=(x,))

@@ -565,7 +565,7 @@ def test_a_function_is_compiled(abstract):
         (
             lambda s, m: s.compile_step(keras.Sequential(), spec(4, 6)),
             ValueError,
-            ["`attach(model)`"],
+            ["`strategy.attach(model)`"],
         ),
         (
             lambda s, m: s.compile_run(lambda x: x, (spec(6),)),

@@ -5,10 +5,10 @@ callbacks, even if no callback implements the hook. That takes a sixth of the
 time of a small step (keras 3.15).
 
 A callback that needs the logs of only a few training steps can define
-`wants_batch(batch) -> bool`. It is called at the end of every execution. Only
-if it returns True, the logs are fetched and `on_train_batch_end` is called. If
-such a callback is in one of Keras's own lists, `on_train_batch_end` is called
-every time.
+`wants_batch(batch) -> bool`. It is called at the end of every execution. The
+logs are fetched, and `on_train_batch_end` is called, only if it returns True.
+If such a callback is in a list that Keras makes itself, `on_train_batch_end` is
+called every time.
 """
 
 from collections.abc import Collection, Sequence
@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from keras.src.trainers.data_adapters.data_adapter import DataAdapter
 
 _LOOPS = {"fit": "train", "evaluate": "test", "predict": "predict"}
-"""For each loop, the kind of its batches, as in the names of the hooks."""
+"""For each loop, the kind of its batches, which hooks have in their names."""
 
 _HOOKS = {
     "train": ("on_batch_end", "on_train_batch_end"),
@@ -94,7 +94,7 @@ def make_quiet_list(
     Args:
       loop: `"fit"`, `"evaluate"` or `"predict"`.
       arguments: The loop's arguments, by name. If `verbose` is not 0 there is
-        a progress bar, which needs the end of every batch.
+        a progress bar, which is updated at the end of every batch.
       model: The model.
       feed: The data.
 
@@ -127,7 +127,7 @@ def make_quiet_list(
 def find_quiet_kinds(
     callbacks: Sequence[Any], verbose: object
 ) -> frozenset[str]:
-    """Finds the kinds of batches whose end no callback needs.
+    """Finds the kinds of batches for which no callback has a batch-end hook.
 
     Args:
       callbacks: The callbacks. Training hooks of callbacks with `wants_batch`

@@ -81,7 +81,7 @@ def has_swapped_averages(states: object) -> bool:
 def resume_writing(
     callbacks: Iterable[Any], states: dict[str, State]
 ) -> list[tuple[Any, bool]]:
-    """Makes loggers continue their files where the saved fit was.
+    """Makes loggers continue their files where the saved fit stopped.
 
     Lines that were written after the state was saved are removed, and the
     loggers are set to append. This must be called before the loggers open
@@ -116,8 +116,8 @@ def warn_of_unsaved(callbacks: Iterable[Any]) -> None:
         if len(missing) == 1:
             _logger.warning(
                 "A callback must have both `get_state` and `set_state` for "
-                "its state to be saved. `%s` has no `%s`: its state is not "
-                "saved. Define both.",
+                "its state to be saved. Received: `%s`, which has no `%s`, so "
+                "its state is not saved. Define both methods.",
                 type(callback).__name__,
                 missing[0],
             )
@@ -177,8 +177,8 @@ def _check(callback: object, state: object, form: message_forms.Form) -> None:
     if fault is not None:
         raise ValueError(
             "A callback can only resume from the state of a callback of the "
-            f"same class. Received: a state of `{type(callback).__name__}` "
-            f"of which {fault}. Use an earlier checkpoint."
+            "same class. Received: an invalid state for "
+            f"`{type(callback).__name__}` ({fault}). Use an earlier checkpoint."
         )
 
 

@@ -90,10 +90,11 @@ class _CollectiveBackup(keras.callbacks.BackupAndRestore):
         if len(set(received)) > 1:
             places = dict(zip(mesh.processes, received, strict=True))
             raise ValueError(
-                "All processes must find the same backup. Received: whether "
-                f"weights and position exist, by process: {places}, in "
-                f"{self.backup_dir}. Put `backup_dir` on a disk that all "
-                "processes share, or delete it everywhere to start again."
+                "All processes must find the same backup. Received: for each "
+                "process, whether the weights and the position exist in "
+                f"{self.backup_dir}: {places}. Put `backup_dir` on a disk that "
+                "all processes share, or delete it in all processes to start "
+                "again."
             )
         super().on_train_begin(logs)
         # The chief must not write before the other processes have read.

@@ -83,7 +83,7 @@ class FitState:
       mesh: The mesh of the replicas.
       variables: All variables of the model, its optimizers and metrics.
       epoch: The index of the current epoch or, between epochs, of the next.
-      step: Number of steps of that epoch that are done.
+      step: Number of completed steps in that epoch.
       steps_per_epoch: Number of steps of an epoch, or None if unknown.
       num_steps: Number of steps since the beginning of the first fit.
       is_over: Whether the fit had nothing left to do when it began, because
@@ -202,7 +202,8 @@ class FitState:
         if fault is not None:
             raise ValueError(
                 "A fit can only resume from a state that another fit saved. "
-                f"Received: one of which {fault}. Use an earlier checkpoint."
+                f"Received: an invalid state ({fault}). Use an earlier "
+                "checkpoint."
             )
         self.saved = state
         self.epoch, self.step = state["epoch"], state["step"]
@@ -237,15 +238,16 @@ class FitState:
         if len(positions) != count or not feed.is_process_local:
             raise ValueError(
                 "A fit on process-local rows must resume with the same number "
-                "of processes. Received: positions of "
-                f"{len(positions)} processes, now {count}. Start "
-                f"{len(positions)}, or give all processes the same data."
+                "of processes. Received: a state with the positions of "
+                f"{len(positions)} processes, for {count} processes. Start "
+                f"{len(positions)} processes, or pass the same data in all "
+                "processes."
             )
         return positions[self.mesh.process_index]
 
     @property
     def first_epoch(self) -> int:
-        """The `initial_epoch` for fit, past the last if nothing is left."""
+        """The `initial_epoch` for fit; past the last if none are left."""
         return max(self._epochs, self.epoch) if self.is_over else self.epoch
 
     @property
@@ -283,7 +285,7 @@ class FitState:
         return False
 
     def count(self, logs: Logs | None) -> bool:
-        """Counts the steps since the last call; returns if there were any."""
+        """Counts steps since the last call; returns whether there were any."""
         seen = self._functions.trained.steps
         new, self._seen = seen - self._seen, seen
         self.step += new

@@ -59,9 +59,10 @@ class CheckpointCallback(keras.callbacks.Callback):
             name = getattr(self.model, "name", None)
             raise RuntimeError(
                 f"`{type(self).__name__}` can only save the fit of a model "
-                f"that a strategy distributes. Received: {name!r}, which "
-                "was compiled outside a strategy's scope. Compile it in `with "
-                "ks.MirroredStrategy().scope():`; one device will do."
+                f"that a strategy distributes. Received: {name!r}, which was "
+                "compiled outside a strategy's scope. Compile the model in "
+                "`with ks.MirroredStrategy().scope():`, which also works with "
+                "one device."
             )
 
 
@@ -112,7 +113,7 @@ class CheckpointingCallbackList(QuietCallbackList):
                 variable.assign(value)
 
     def on_train_begin(self, logs: Logs | None = None) -> None:
-        """Begins training; in a resumed fit restores the callbacks' states."""
+        """Begins training, and restores callbacks' states in a resumed fit."""
         loop = self._loop
         saved = loop.saved
         states = {} if saved is None else saved["callbacks"]
@@ -251,6 +252,6 @@ def find_checkpointer(callbacks: Callbacks) -> CheckpointCallback | None:
         raise ValueError(
             f"`{type(checkpointers[0]).__name__}` must be called after all "
             "other callbacks. Received: a `CallbackList`, whose order is "
-            "fixed. Pass fit a list."
+            "fixed. Pass a plain list of callbacks to `fit`."
         )
     return checkpointers[0]

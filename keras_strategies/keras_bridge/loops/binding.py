@@ -114,7 +114,7 @@ class Binding:
         attributes: dict[str, Any] = {**self._functions.makers()}
         for name in LOOPS:
             method = getattr(type(self.model), name)
-            # A subclass may have replaced the method by something else.
+            # A subclass may use the name for something that is not a method.
             if callable(method):
                 loop = functools.partial(self._loop, name)
                 attributes[name] = functools.update_wrapper(loop, method)
@@ -268,7 +268,7 @@ class Binding:
 
     @contextlib.contextmanager
     def _session(self, kind: str) -> Iterator[None]:
-        """Clears Keras's distribution, or its loops would place the data."""
+        """Clears Keras's distribution, so that its loops do not place data."""
         self.check_context()
         try:
             with (
@@ -311,8 +311,9 @@ class Binding:
     ) -> None:
         """Replaces `_symbolic_build`, which Keras's loops call.
 
-        Within a session the model is already built. Outside, as in a loop that
-        an overridden method calls with its own data, it is built here.
+        Within a session the model is already built. Outside of one, as in a
+        loop that an overridden method calls with its own data, the model is
+        built here.
         """
         if self._is_in_session:
             return

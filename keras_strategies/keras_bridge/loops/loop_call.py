@@ -1,4 +1,4 @@
-"""A call of one of Keras's loops, whose arguments can be replaced."""
+"""A call of one of Keras's loops, with arguments that can be replaced."""
 
 import inspect
 from typing import Any

@@ -21,7 +21,7 @@ SAVERS = ("save", "save_weights")
 def make_saves_collective(
     model: keras.Model, mesh: ReplicaMesh, adopt: Callable[[], None]
 ) -> None:
-    """Makes `save` and `save_weights` collective for variables in shards.
+    """Makes `save` and `save_weights` collective for sharded variables.
 
     Nothing changes if each process has the complete variables.
 
@@ -53,8 +53,8 @@ def _save(
     if mesh.is_chief:
         save(filepath, *args, **kwargs)
         return
-    # Saving to a temporary file takes part in the same collective reads as the
-    # chief, in the same order. The file is discarded.
+    # By saving to a temporary file, this process takes part in the same
+    # collective reads as the chief, in the same order. The file is discarded.
     with tempfile.TemporaryDirectory() as folder:
         scratch = pathlib.Path(folder) / pathlib.Path(filepath).name
         save(scratch, *args, **kwargs)

@@ -29,7 +29,7 @@ LOOPS = (
 """The methods of a model that receive data and train, evaluate or predict."""
 
 ON_USE = ("compile", "predict", "predict_on_batch")
-"""Methods that may be a model's first use; `bind_on_use` replaces them."""
+"""Methods by which a model may first be used; `bind_on_use` replaces them."""
 
 BINDING = "_ks_binding"
 """The name of a model's attribute that stores its `Binding`."""
@@ -242,5 +242,5 @@ def _wrap_to_bind(
 
 
 def is_built(model: keras.Model) -> bool:
-    """Returns whether all layers of a model have their variables."""
+    """Returns whether all layers of a model have been built."""
     return all(layer.built for layer in model._flatten_layers())

@@ -33,7 +33,7 @@ def describe_argument(leaf: Leaf, mesh: ReplicaMesh) -> tuple[Kind, Any]:
       not an array.
 
     Raises:
-      ValueError: if the replicas cannot share the rows evenly.
+      ValueError: if the rows cannot be split evenly among the replicas.
     """
     if isinstance(leaf, values.Mirrored):
         return _describe_shape(REPLICATED, shape_of(leaf.array), mesh.whole)
@@ -41,8 +41,9 @@ def describe_argument(leaf: Leaf, mesh: ReplicaMesh) -> tuple[Kind, Any]:
         values.check_home(leaf, mesh)
         if leaf.layout not in (values.ROWS, values.STACKED):
             raise ValueError(
-                "A compiled program needs a batch that all replicas share "
-                f"evenly. Received: {leaf!r}. Pass the shapes of an even one."
+                "A program can be compiled only for a batch in which all "
+                f"replicas have the same number of rows. Received: {leaf!r}. "
+                "Pass the shapes of such a batch."
             )
         return _describe_shape(
             leaf.layout, shape_of(leaf.arrays[0]), mesh.split
@@ -56,9 +57,9 @@ def describe_argument(leaf: Leaf, mesh: ReplicaMesh) -> tuple[Kind, Any]:
     if rows % mesh.num_replicas or not rows:
         raise ValueError(
             "The number of rows of a distributed batch must be a multiple of "
-            f"the number of replicas. Received: an array of {rows} rows, "
-            f"{mesh.num_replicas} replicas. Pass another number of rows, or "
-            "`ks.Mirrored(array)` for an array that is replicated."
+            f"the number of replicas. Received: an array of {rows} rows for "
+            f"{mesh.num_replicas} replicas. Change the number of rows, or pass "
+            "`ks.Mirrored(array)` to replicate the array."
         )
     return _describe_shape(values.ROWS, described, mesh.split)
 

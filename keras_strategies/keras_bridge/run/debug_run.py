@@ -2,8 +2,8 @@
 
 Each replica has a thread that runs the function on the replica's arrays. Only
 one thread runs at a time (`_core/jaxprs/lockstep.py`). A scope collects the
-replica's writes to variables. They are combined by the same code that the
-compiled program consists of.
+replica's writes to variables. The writes of all replicas are then combined by
+the same code as in a compiled program.
 """
 
 import contextlib
@@ -165,7 +165,7 @@ def _merge_writes(
 
 
 class _SeenScope(CollectingScope):
-    """A scope that collects writes, and variables' values before the call.
+    """A scope that collects a call's writes, and the variables' old values.
 
     Args:
       step: The replica's step.
@@ -196,8 +196,8 @@ class _SeenScope(CollectingScope):
         The replica's id is folded into a seed.
         """
         if variable not in self.old:
-            # A branch or loop may be being traced now. Compute the value
-            # outside of that trace.
+            # JAX may be tracing a branch or a loop now. The value must be
+            # computed outside of that trace.
             with jax.ensure_compile_time_eval():
                 self.old[variable] = old = self._read_start(variable)
                 (folded,) = seeds.fold_seeds([variable], [old], self._step)

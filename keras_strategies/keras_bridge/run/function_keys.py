@@ -1,6 +1,6 @@
-"""Keys of function objects, by which compiled programs are found again.
+"""Keys of functions, by which their compiled programs are cached.
 
-Functions with equal keys give the same program. A function that a loop creates
+Functions with equal keys have the same program. A function that a loop creates
 again in every step (a lambda, a local `def`, a partial) has the same code and
 equal cells each time, so it need not be traced again.
 """

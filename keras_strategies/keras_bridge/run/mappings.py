@@ -39,8 +39,9 @@ def _rebuild(
         return cls(dict(zip(keys, values, strict=True)))
     except TypeError as error:
         raise TypeError(
-            "The class of a mapping in a nest must accept a dict. "
-            f"Received: {cls!r}, which raises: {error}. Use a dict."
+            "The class of a mapping in a nest must accept a dict, so that the "
+            f"mapping can be created again. Received: {cls!r}, which raises: "
+            f"{error}. Use a plain dict."
         ) from error
 
 
@@ -55,18 +56,19 @@ def open_nest(
     *,
     having: Callable[[Any], bool] | None = None,
 ) -> Tree:
-    """Replaces parts of a nest so that JAX flattens all that TensorFlow would.
+    """Makes a nest in which JAX flattens everything that TensorFlow flattens.
 
-    Without this, JAX takes mappings that are not dicts, and objects of
-    subclasses of list and tuple, for leaves. Unflattening the structure
-    restores the classes of mappings. Lists and tuples of subclasses become
-    plain lists and tuples.
+    By default, JAX treats mappings that are not dicts, and objects of
+    subclasses of list and tuple, as leaves. Unflattening the structure
+    restores the classes of mappings. Objects of subclasses of list and tuple
+    become plain lists and tuples.
 
     Args:
       nest: The nest.
       is_leaf: The same as in `jax.tree.map`.
       having: A predicate of leaves. A mapping, list or tuple that contains no
-        leaf for which it is true stays a leaf. If None, all are flattened.
+        leaf for which `having` is true stays a leaf. If None, all are
+        flattened.
 
     Returns:
       The nest, in which mappings, lists and tuples are nodes for JAX.
@@ -92,5 +94,5 @@ def open_nest(
 
 
 def is_closed(leaf: object) -> bool:
-    """Returns whether a leaf of a JAX pytree is a nest for TensorFlow."""
+    """Returns whether TensorFlow would flatten an object that JAX does not."""
     return isinstance(leaf, Mapping | list | tuple)

@@ -153,7 +153,7 @@ def is_same(value: Array, axis: Axis) -> jax.Array:
 def find_unaggregated(notes: list[replica_merge.BranchFacts]) -> list[int]:
     """Returns the positions of variables for which replicas must agree.
 
-    These are variables without an aggregation that a replica wrote.
+    These are variables that a replica wrote and that have no aggregation.
     """
     return [
         k
@@ -167,8 +167,8 @@ def refuse_difference(variable: keras.Variable) -> None:
     raise ValueError(
         "The replicas wrote different values to a variable that has "
         f"no aggregation. Received: {variable.path!r} with "
-        "aggregation='none' (it now holds the mean of the values, or "
-        "replica 0's integer). Create it with "
+        "aggregation='none' (its value is now the mean over the replicas or, "
+        "for integers, the value of replica 0). Create the variable with "
         'aggregation="sum", "mean" or "only_first_replica".'
     )
 
@@ -191,7 +191,7 @@ def refuse_foreign(variable: keras.Variable, mesh: ReplicaMesh) -> None:
     raise RuntimeError(
         "Mixing strategies: in `run` a variable can only be written by the "
         f"strategy that created it. Received: {variable.path!r} of a strategy "
-        f"on {shown}, written in `run` of one on "
-        f"{format_devices(mesh.devices)}. Call `run` of the variable's "
-        "strategy, or return the value and `assign` it afterwards."
+        f"on {shown}, written in `run` of a strategy on "
+        f"{format_devices(mesh.devices)}. Call `run` of the variable's own "
+        "strategy, or return the value from `run` and `assign` it afterwards."
     )

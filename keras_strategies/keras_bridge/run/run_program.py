@@ -69,8 +69,8 @@ class RunProgram:
         replica's components of the arguments that are arrays.
       is_split: For each leaf, whether it is split over the replicas (or else
         replicated).
-      rows: For each leaf None or, if the replicas differ, the number of rows
-        or shape on each replica: the array is padded to the largest.
+      rows: For each leaf, None or, if its rows or shape differ by replica, its
+        row count or shape on each replica; the array is padded to the largest.
       mesh: The mesh of the replicas.
       replica_scope: Makes a step's replica context current for a block.
       is_update: Whether the function writes the same value to every copy of a
@@ -110,7 +110,7 @@ class RunProgram:
         self._on_read: list[keras.Variable] = []
         self._read: list[keras.Variable] = []
         self._last_read: list[Any] = []
-        # The last call's variables, and whether all replicas wrote the same.
+        # The last call's variables, and whether replicas wrote equal values.
         self._same: list[tuple[keras.Variable, Any]] | None = None
         self._program: Any = None
         ownership.note_devices(mesh)
@@ -148,8 +148,8 @@ class RunProgram:
     def _find_variables(self, leaves: list[Any]) -> LiftingScope:
         """Traces the function once, to find the variables that it uses."""
         scope = LiftingScope()
-        # JAX caches traces of inner functions per mesh. With a separate mesh,
-        # later traces do not reuse inner traces that contain the zeros.
+        # JAX caches traces of inner functions per mesh. The separate mesh keeps
+        # later traces from reusing this one's, which has zeros for variables.
         mesh = dataclasses.replace(self._mesh, marker="lifting")
         step = replica_trace.make_step(mesh, is_update=self._is_update)
 
@@ -249,7 +249,7 @@ class RunProgram:
     def _collect_state(
         self, last: ownership.Owned
     ) -> tuple[list[Any], list[Any]]:
-        """Returns the values of written and read variables to be passed."""
+        """Returns the values of written and read variables for the program."""
         written, read, mesh = self._written, self._read, self._mesh
         taken = [v._value for v in written]
         known = [last.get(id(v)) for v in written]

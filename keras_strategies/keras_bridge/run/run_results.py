@@ -17,7 +17,7 @@ from keras_strategies._types import Leaf, Tree
 class TraceReport:
     """A report of the trace of a `RunProgram`.
 
-    The program returns it as a static result, beside its arrays.
+    The program returns it as a static result, in addition to its arrays.
 
     Attributes:
       structure: The structure of the user's results.

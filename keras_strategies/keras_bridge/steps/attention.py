@@ -4,8 +4,8 @@ On a TPU, Keras 3.15 computes attention without a mask in a kernel (JAX's splash
 attention). The kernel always computes causal attention and does not scale the
 scores. With a mask, or for causal attention, a traced step uses XLA's
 attention, but does not cap the scores even if the layer asks for it. So this
-module makes every step for TPUs use XLA's attention with the cap, also if the
-step is planned without a TPU.
+module makes every step for TPUs use XLA's attention, with the cap that the
+layer asks for, even if the step is compiled without a TPU.
 """
 
 import contextlib

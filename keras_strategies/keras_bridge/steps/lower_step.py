@@ -39,7 +39,7 @@ def lower_step(
       build: A function that builds the model from the batch's shapes.
       steps: The number of steps in one program, as in `steps_per_execution`. If
         the train step cannot run in a loop, a single step is lowered.
-      replica_scope: A context in which a step's replica context is current.
+      replica_scope: Makes a step's replica context current for a block.
 
     Raises:
       ValueError: if the kind is unknown, the batch has no rows, or its arrays
@@ -48,8 +48,9 @@ def lower_step(
     """
     if kind not in KINDS:
         raise ValueError(
-            "`kind` must be that of a model's step. Received: "
-            f"kind={kind!r}. Pass one of {', '.join(map(repr, KINDS))}."
+            f"`kind` must be one of {', '.join(map(repr, KINDS))}. Received: "
+            f"kind={kind!r}. Pass 'train' for the step of `fit`, 'test' for "
+            "`evaluate`, or 'predict' for `predict`."
         )
     data = tuple(batch) if isinstance(batch, list) else batch
     parts = keras.utils.unpack_x_y_sample_weight(data)
@@ -89,9 +90,9 @@ def shape_of(leaf: object) -> jax.ShapeDtypeStruct:
     shape, dtype = getattr(leaf, "shape", None), getattr(leaf, "dtype", None)
     if shape is None or dtype is None or None in tuple(shape):
         raise TypeError(
-            "Data to compile for must be arrays, or their shapes and dtypes. "
-            f"Received: {leaf!r} of type {type(leaf).__name__}. Pass "
-            "`jax.ShapeDtypeStruct((rows, ...), 'float32')`."
+            "A program can be compiled only for arrays, or for their shapes "
+            f"and dtypes. Received: {leaf!r} of type {type(leaf).__name__}. "
+            "Pass, for example, `jax.ShapeDtypeStruct((rows, ...), 'float32')`."
         )
     dtype = jax.dtypes.canonicalize_dtype(np.dtype(dtype))
     return jax.ShapeDtypeStruct(tuple(shape), dtype)

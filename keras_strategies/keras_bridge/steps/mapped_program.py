@@ -1,4 +1,4 @@
-"""A step's compiled programs: on each replica, or on the global batch."""
+"""A step's compiled programs, for each replica or for the global batch."""
 
 import contextlib
 import dataclasses
@@ -43,7 +43,7 @@ class NotMapped(Exception):
 def mapped_trace(
     step: StepContext, model_step: Callable[..., Any]
 ) -> Iterator[None]:
-    """Turns errors of a replica's trace into `NotMapped`.
+    """Turns errors while tracing one replica's step into `NotMapped`.
 
     Args:
       step: The context of the trace.
@@ -91,7 +91,7 @@ class MappedProgram:
     uneven: jax.stages.Wrapped
     is_global: bool
     is_uneven: bool = False
-    reason: str = "the model's state is that of the global batch"
+    reason: str = "a layer of the model stores a state for each row"
 
     def start(
         self,
@@ -105,7 +105,7 @@ class MappedProgram:
 
         Args:
           call: A function that runs a jitted function, or lowers it.
-          args: The two parts of the state, and the segment's data.
+          args: The written state, the read state, and the segment's data.
           segment: The segment.
           is_shared: Whether the replicas can share the segment's rows evenly.
 
@@ -123,8 +123,8 @@ class MappedProgram:
             )
             with needing_no_replica(self.reason, cause):
                 self.whole.trace(*args, segment.shape)
-            # Warns before the step takes its state, because filters may turn
-            # the warning into an error.
+            # Warns before the program donates the state, because filters may
+            # turn the warning into an error.
             if reason is not None:
                 trace_checks.warn_of_global_batch(reason)
             self.is_global = True
@@ -160,7 +160,7 @@ class MappedProgram:
 def needing_no_replica(
     reason: str, fault: BaseException | None = None
 ) -> Iterator[None]:
-    """Raises if a trace over the global batch uses a single replica.
+    """Raises if a trace over the global batch uses a replica's context.
 
     Args:
       reason: The reason why the step must see the global batch.
@@ -177,14 +177,16 @@ def needing_no_replica(
     except ReplicaNeeded as needed:
         if fault is not None and not isinstance(fault, GlobalBatchNeeded):
             fault.add_note(
-                "The step was traced with one replica's share of the batch's "
-                f"rows, since it asks its replica context for `{needed.name}`."
+                "The step was traced with the rows of one replica, because it "
+                f"uses `{needed.name}` of its replica context."
             )
             raise fault from None
         raise RuntimeError(
             "A step that runs over the global batch must not use a replica "
-            f"context. Received: `{needed.name}` of one, in a step that "
-            f"must run over the global batch: {reason}. Remove one of the two."
+            f"context. Received: a use of `{needed.name}` of a replica "
+            "context, in a step that must run over the global batch for this "
+            f"reason: {reason}. Remove that use, or change the step so that "
+            "the reason no longer applies."
         ) from None
 
 
@@ -199,7 +201,7 @@ def global_batch_trace(
 
     Args:
       mesh: The replicas.
-      replica_scope: A context in which a step's replica context is current.
+      replica_scope: Makes a step's replica context current for a block.
       model_step: The model's step that is traced.
       step: The context of the trace, if the strategy has only one replica.
     """

@@ -67,7 +67,7 @@ class ModelProgram:
         returned.
       mesh: The replicas.
       is_global: Whether the step must see the global batch.
-      replica_scope: A context in which a step's replica context is current.
+      replica_scope: Makes a step's replica context current for a block.
     """
 
     # Whether the results have the batch's rows. Otherwise the results are logs,
@@ -171,7 +171,7 @@ class ModelProgram:
     def _run_global_batch(
         self, written: Group, read: Group, data: Batch, shape: RowShape
     ) -> tuple[Any, ...]:
-        """Runs the step on all true rows of one or several padded batches."""
+        """Runs the step on all rows of a batch or several, without padding."""
         body = self._global_body
         fn = self._scan_steps(body) if shape.steps > 1 else body
         return call_on_global_batch(
@@ -181,7 +181,7 @@ class ModelProgram:
     def _run_uneven_rows(
         self, written: Group, read: Group, data: Batch, shape: RowShape
     ) -> tuple[Any, ...]:
-        """Runs the step on each replica's rows of a padded batch."""
+        """Runs the step on each replica's rows of a batch, without padding."""
         mesh, axis = self._mesh, int(shape.steps > 1)
         padded = jax.tree.leaves(data)[0].shape[axis]
         rows = UnevenRows.of(shape, padded, mesh.num_replicas)

@@ -112,11 +112,11 @@ class PredictProgram(ModelProgram):
         outputs, new = self._call_in_replica(step, state, data)
         if not _is_by_rows(outputs, step.facts.rows):
             raise RuntimeError(
-                "A predict step that asks its replica context for other "
-                "replicas must return one entry for each row. Received: "
-                f"shapes {jax.tree.map(np.shape, outputs)} of "
-                f"{step.facts.rows} rows. Return rows, or make the "
-                "batches divisible by the replicas."
+                "A predict step that uses its replica context must return one "
+                "entry for each row. Received: outputs of shapes "
+                f"{jax.tree.map(np.shape, outputs)} for {step.facts.rows} "
+                "rows. Return an entry for each row, or use batch sizes that "
+                "are divisible by the number of replicas."
             )
         return outputs, new
 
@@ -124,7 +124,7 @@ class PredictProgram(ModelProgram):
         return jax.tree.unflatten(called.structure, called.outputs)
 
     def _has_known_outputs(self) -> bool:
-        """Returns whether all outputs are known to have rows."""
+        """Returns whether each output is known to have an entry per row."""
         model = getattr(self._step, "__self__", None)
         if any(
             {"predict_step", "call"} & vars(cls).keys()

@@ -14,7 +14,7 @@ from keras_strategies.keras_bridge.steps.uneven_rows import BranchResult
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class BranchFacts:
-    """The facts about a call that its trace shows, without its values.
+    """The facts that the trace of a call shows, without arrays.
 
     Attributes:
       structure: The structure of the results, and what else is needed to
@@ -23,8 +23,8 @@ class BranchFacts:
       is_equal: Whether the new value of each variable is equal on all replicas.
       rules: For each variable, the merge rule if it belongs to a metric;
         otherwise None.
-      is_unaggregated: For each variable, whether the replicas must have written
-        the same value.
+      is_unaggregated: For each variable, whether the replicas must write the
+        same value, because the variable has no aggregation.
     """
 
     structure: Any
@@ -88,9 +88,9 @@ def merge_state(
       summands: Other arrays to sum over the replicas.
 
     Returns:
-      The merged values; for a variable with a separate copy on each replica,
-      the aggregate of the copies. The copies of these variables, in the order
-      of the variables. The sums of `summands`.
+      Three lists. The merged values, in which a variable with a separate copy
+      on each replica has the aggregate of its copies; this replica's copies of
+      these variables, in the order of the variables; the sums of `summands`.
     """
     new, start = list(called.new), list(called.start)
     for k, variable in enumerate(variables):

@@ -88,7 +88,7 @@ class StepFunctionCache:
       model: A compiled or plain Keras model.
       mesh: The replicas.
       keeps_outputs: Whether `predict` returns its outputs in this process.
-      replica_scope: A context in which a step's replica context is current.
+      replica_scope: Makes a step's replica context current for a block.
 
     Attributes:
       trained: The counts of train steps and rows.
@@ -210,7 +210,8 @@ class StepFunctionCache:
     ) -> Sequence[Any]:
         """Returns a state whose donated arrays nothing else refers to.
 
-        Other arrays are replaced by copies, in the lists of `state`.
+        Arrays with other references are replaced by copies, in the lists of
+        `state`.
         """
         last = self._last.pop(kind, None)
         if state is last:
@@ -234,8 +235,9 @@ class StepFunctionCache:
             return self._make_eager(kind)
         if not model.jit_compile:
             warnings.warn(
-                "`jit_compile=False` has no effect on distributed steps: "
-                "they are always compiled. Use `run_eagerly=True` to debug.",
+                "`jit_compile=False` has no effect on distributed steps, "
+                "because they are always compiled. Use `run_eagerly=True` to "
+                "debug.",
                 UserWarning,
                 stacklevel=2,
             )
@@ -288,7 +290,7 @@ def make_program(
 
 
 def _has_fixed_batch(model: keras.Model) -> bool:
-    """Returns whether the state depends on the batch, as of a stateful RNN."""
+    """Returns whether a layer, such as an RNN, stores a state for each row."""
     layers = model._flatten_layers()
     return any(getattr(layer, "stateful", False) for layer in layers)
 
@@ -309,7 +311,7 @@ def step_variables(
 def _holders(
     model: keras.Model, groups: tuple[str, ...], last: Sequence[Any] | None
 ) -> list[Any]:
-    """Returns the states that may refer to the last arrays."""
+    """Returns the states that may refer to the last step's arrays."""
     holders = [] if last is None else [last]
     keras_state = getattr(model, "_jax_state", None)
     if keras_state and all(name in keras_state for name in groups):

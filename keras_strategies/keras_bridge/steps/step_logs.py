@@ -14,7 +14,7 @@ from keras_strategies.keras_bridge.step_context import StepContext
 
 
 def find_averaged_logs(step: StepContext, logs: Logs) -> IdentitySet:
-    """Returns the logs that no metric returned, which are averaged."""
+    """Returns the logs to average: those that are not results of metrics."""
     return IdentitySet(
         leaf
         for leaf in jax.tree.leaves(logs)
@@ -84,7 +84,7 @@ def read_logs(
     Args:
       outputs: The outputs of the step on this replica.
       means: For each output, its mean over the replicas, or None.
-      results: For each output, the metric result that it is, or None.
+      results: For each output, the metric result that it represents, or None.
       metrics: The metrics' variables and their merged values, from which
         results are read.
     """

@@ -51,7 +51,7 @@ class Traced:
         self._compute = jaxpr_as_fun(self.jaxpr)
 
     def combine_sums(self, step: StepContext) -> None:
-        """Combines sums over the replicas into fewer (combined_sums.py)."""
+        """Merges sums over the replicas into fewer sums; see combined_sums."""
         self._compute = with_combined_sums(
             self.jaxpr,
             step.axis,
@@ -70,7 +70,7 @@ def trace_and_check(
     state: Sequence[Group],
     data: Batch,
 ) -> tuple[Any, ...]:
-    """Traces `body(step, *state, data)`, checks the trace and computes it.
+    """Traces `body(step, *state, data)`, checks the trace and evaluates it.
 
     Raises:
       GlobalBatchNeeded: if the replicas would communicate in a branch or a loop
@@ -85,7 +85,7 @@ def trace_and_check(
     if is_unaware and has_unsure_collectives(traced.jaxpr):
         step.demand_global_batch(
             "gradients or metrics are reduced over the replicas inside a "
-            "`cond`, `switch` or `while_loop`, which not every replica may "
+            "`cond`, `switch` or `while_loop`, which some replicas might not "
             "enter. Apply optimizers and update metrics outside of it"
         )
     if step.notes.sizes:
@@ -100,7 +100,7 @@ def trace_and_check(
 def combine_sums(
     fn: Callable[..., Any], step: StepContext
 ) -> Callable[..., Any]:
-    """Wraps a function so that its sums over the replicas are combined."""
+    """Wraps a function so that its sums over replicas become fewer sums."""
     if not _are_sums_expensive(step):
         return fn
 
@@ -140,24 +140,26 @@ def _check_sizes(
     state: Sequence[Group],
     data: Batch,
 ) -> None:
-    """Traces the step with twice the rows: only numbers of rows may double."""
+    """Checks, by a trace with twice the rows, that only row counts double."""
     probe = step.make_probe(2 * step.facts.rows)
     try:
         probed = functools.partial(body, probe)
         eval_with_rows(probe.facts.rows, probed, state, data)
     except Exception as error:
         step.demand_global_batch(
-            "metrics or marked losses get arrays in a user-defined step, and "
-            "only a trace with another number of rows shows whether these "
-            f"have rows. It failed: {describe_error(error)}"
+            "a user-defined step passes arrays to metrics or to losses that "
+            "combine rows, and the second trace, which must show whether "
+            "these arrays have an entry for each row, failed: "
+            f"{describe_error(error)}"
         )
     sizes = [size for size, _, _ in probe.notes.sizes]
     for k, (size, is_rows, of) in enumerate(step.notes.sizes):
         if sizes[k : k + 1] != [2 * size if is_rows else size]:
             step.demand_global_batch(
-                f"{of} gets an array or a number that has the size of the "
-                "batch's rows by chance, or counts them. Pass arrays with "
-                "rows; `keras.metrics.Mean` also takes a mean over rows"
+                f"{of} receives an array whose size equals the number of rows "
+                "only by chance, or a number that counts the rows. Pass arrays "
+                "with an entry for each row; `keras.metrics.Mean` also accepts "
+                "a mean over the rows"
             )
 
 
@@ -170,9 +172,10 @@ def _check_losses(
 ) -> None:
     """Checks that the losses are means over the rows.
 
-    If one trace does not show it, a second trace uses the global number of
-    rows. The comparison shows what depends on the number of rows: constants,
-    shapes, and user code that treats some numbers differently.
+    If one trace is not sufficient, the step is traced again with the global
+    number of rows. The comparison of the traces shows what depends on the
+    number of rows: constants, shapes, and user code that treats some numbers of
+    rows differently.
     """
     inputs = len(jaxpr.jaxpr.invars)
     of_rows = range(inputs - len(jax.tree.leaves(data)), inputs)
@@ -228,7 +231,7 @@ def _agrees(one: Any, two: Any, more: Any) -> bool:
 
 _LOSS_REASON = (
     "its loss is not a mean over the batch's rows{place}, so the mean of the "
-    "replicas' losses would be a different number. To run it replica by "
+    "replicas' losses would be a different number. To run the step replica by "
     "replica, compute a loss for each row and return `ops.mean` of these, or "
     "mark the loss with `ks.global_batch_loss`, which gathers the rows"
 )
@@ -322,7 +325,7 @@ def describe_error(error: Exception) -> str:
     """Describes a trace's error, as the reason why a step is not mapped."""
     lines = [line for line in str(error).splitlines() if line.strip()]
     return (
-        "it cannot be traced with one replica's share of the rows "
-        f"({type(error).__name__}: {lines[0] if lines else ''}). Leave the "
-        "batch size out of the model's shapes"
+        "it cannot be traced with a different number of rows "
+        f"({type(error).__name__}: {lines[0] if lines else ''}). Do not fix "
+        "the batch size in the model's shapes"
     )

@@ -33,7 +33,7 @@ class BranchResult:
       outputs: The results that are arrays.
       new: The variables' values after the call.
       start: The values from which the variables' changes are computed.
-      note: What is known when the branch is traced.
+      note: The `BranchFacts` that the branch's trace shows.
       is_alike: For each new value, whether all replicas compute it with the
         same code from values that are equal on all replicas.
     """
@@ -56,7 +56,7 @@ def call_unevenly(
 ) -> tuple[BranchResult, list[Any], list[list[tuple[int, ...]]]]:
     """Calls a function on each replica's rows.
 
-    Collectives must be outside of the switch, so the function is computed in
+    Collectives must be outside of branches, so the function is computed in
     stages: stage n uses the results of the first n collectives. Each output is
     computed in the earliest possible stage; a value that a later stage also
     needs is computed again. Code that is the same in all variants (an
@@ -65,7 +65,7 @@ def call_unevenly(
 
     Args:
       call: The function, called with the state and the arguments.
-      rows: The variant of each replica: the rows of its uneven arguments.
+      rows: Each replica's variant: the row counts of its uneven arguments.
       is_uneven: Whether each argument is uneven.
       axis: The replica axis.
       state: The values of variables.
@@ -241,7 +241,7 @@ class _Stages:
         self._stages = list(map(max, zip(*of_each, strict=True)))
         if any(stages.has_answers(t.jaxpr.jaxpr) for t in traces):
             # Each stage calls Python callbacks again. So all outputs except
-            # operands are computed in the last stage, from the same answers.
+            # operands are computed in the last stage, from the same calls.
             last = [len(self._expected)] * len(self._stages)
             operands = jax.tree.leaves(traces[0].shapes[0])
             last[: len(operands)] = self._stages[: len(operands)]
@@ -361,10 +361,10 @@ def _adapt_shapes(
             uneven.axis, uneven.dim, uneven.sizes or ()
         )
     raise ValueError(
-        "A collective's value must have one shape on all replicas. "
-        f"Received: shapes {shapes} in a step or a function "
-        "with an uneven batch. Reduce over the rows first, or make "
-        "the batch even (`drop_remainder`)."
+        "A value given to a collective must have the same shape on all "
+        f"replicas. Received: shapes {shapes}, because the replicas have "
+        "different numbers of rows. Reduce over the rows first, or drop "
+        "incomplete batches (`drop_remainder=True`)."
     )
 
 
@@ -395,6 +395,6 @@ def _refuse() -> NoReturn:
     raise ValueError(
         "All replicas must call the same collectives in the same order, "
         "and return results of the same structure. Received: a function that "
-        "behaves differently for another number of rows. Make the batch even "
-        "(`drop_remainder`), or treat all numbers of rows in the same way."
+        "behaves differently for different numbers of rows. Change that, or "
+        "drop incomplete batches (`drop_remainder=True`)."
     )

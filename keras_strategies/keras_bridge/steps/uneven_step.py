@@ -121,10 +121,10 @@ class UnevenCall:
     Attributes:
       outputs: The step's output arrays, padded to one shape.
       structure: The structure of the outputs.
-      results: For each output, the metric result that it is, or None.
+      results: For each output, the metric result that it represents, or None.
       state: The new values of the groups of variables.
       means: For each output, its mean over the replicas that have rows; empty
-        if the outputs have rows.
+        if the outputs have an entry for each row.
     """
 
     outputs: list[Any]
@@ -155,7 +155,7 @@ def call_step(
       mesh: The replicas.
       counts: Each replica's number of rows.
       metrics: The variables of metrics if the outputs are numbers to average;
-        None if the outputs have rows.
+        None if the outputs have an entry for each row.
     """
     leaves, structure = jax.tree.flatten(data)
     rows = [(count,) * len(leaves) for count in counts]
@@ -255,6 +255,6 @@ class _OneReplica:
 
 
 def _group(values: list[Any], like: Sequence[Sequence[Any]]) -> list[list[Any]]:
-    """Splits a flat list into groups as long as those of `like`."""
+    """Splits a flat list into groups of the same lengths as in `like`."""
     rest = iter(values)
     return [list(itertools.islice(rest, len(group))) for group in like]

@@ -1,4 +1,4 @@
-"""Variants: the replicas' numbers of rows, and arguments cut to them."""
+"""Variants: the numbers of rows on the replicas, to which arguments are cut."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -40,7 +40,7 @@ def find_variants(rows: Sequence[Variant]) -> list[Variant]:
 
 
 def compute_shares(rows: Sequence[Variant]) -> list[float] | None:
-    """Computes each replica's weight in averages; 0 for one without rows.
+    """Computes each replica's weight in averages; 0 for those without rows.
 
     Args:
       rows: Each replica's numbers of rows, of all uneven arguments.
@@ -65,7 +65,10 @@ def compute_local_share(
 def group_rows_of_all(
     local: Variant, rows: Sequence[Variant]
 ) -> dict[int, set[tuple[int, ...]]]:
-    """Maps a replica's number of rows to the rows of all replicas.
+    """Maps numbers of rows on one replica to those on all replicas.
+
+    A key is the number of rows that uneven arguments have on this replica. Its
+    value contains, for each such argument, the numbers of rows on all replicas.
 
     Args:
       local: The replica's variant.

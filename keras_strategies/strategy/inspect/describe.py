@@ -27,7 +27,7 @@ from keras_strategies.keras_bridge.variables.shardings import (
     sharding_of,
 )
 
-# In longer sequences the middle is left out.
+# Sequences that are longer than this are drawn without their middle.
 MAX_DEVICES = 16
 MAX_DEVICES_OF_PROCESS = 4
 MAX_PROCESSES = 4
@@ -50,7 +50,7 @@ class VariableRow:
       num_bytes: The bytes on each device that stores a shard or a copy of the
         variable.
       remark: Why the variable is not sharded: a short remark for the table, and
-        a sentence for the legend. None if there is nothing to remark.
+        a sentence for the legend. None if there is no remark.
     """
 
     path: str
@@ -117,7 +117,8 @@ def _find_remark(
     if is_updated_replicated(variable):
         return "replicated update", (
             "Its optimizer is called inside of a branch or a loop, or by "
-            "replicas that run different code: each gathers it to update it."
+            "replicas that run different code, so each replica gathers the "
+            "full variable to update it."
         )
     placement = placement_of(variable)
     axes = () if placement is None else tuple(placement.sharding.spec)
@@ -216,8 +217,8 @@ def _make_table(
             header,
             footer,
             justify="right" if header == "MB per device" else "left",
-            # In a narrow terminal only the paths are cut, which are the
-            # longest.
+            # In a narrow terminal only the paths are cut, because they are the
+            # longest texts.
             no_wrap=i > 0,
             overflow="ellipsis",
             min_width=min(widest, MAX_WIDTH) if i else None,
@@ -238,8 +239,8 @@ def describe_variable(
 
     Args:
       variable: A variable, built or not.
-      mesh: The replicas. If they can only be compiled for, or the variable is
-        abstract, the row shows the sharding that the variable would have.
+      mesh: The replicas. If the mesh can only be compiled for, or the variable
+        is abstract, the row shows the sharding that the variable would have.
       partitioner: The partitioner that shards variables, if any.
 
     Returns:

@@ -35,8 +35,8 @@ from keras_strategies.strategy.inspect import describe
 
 Counts = tuple[int, ...]
 Shares = tuple[Counts, Counts]
-"""Two tuples with each replica's number of rows: in `fit`, `evaluate` and
-`predict`; and from a distributed dataset."""
+"""Two tuples of each replica's number of rows: the first for `fit`, `evaluate`
+and `predict`, the second for a distributed dataset."""
 _Policy = AutoShardPolicy
 
 _READING = {
@@ -48,20 +48,20 @@ _READING = {
 
 @dataclasses.dataclass(frozen=True, kw_only=True, repr=False)
 class InputExplanation:
-    """An explanation that prints as a table; notebooks show a picture.
+    """The rows that each replica reads; prints as a table or a picture.
 
     Attributes:
-      facts: What is known about the dataset, by name.
+      facts: Descriptions of the dataset's properties, by name.
       devices: Names of the devices, in the order of replica ids.
-      processes: The ids of each reader of its own rows: one process, or several
-        that share replicas. All have the same number of replicas.
-      is_process_local: Whether each process has its own rows, without a common
-        order.
+      processes: The process ids of each reader: a process, or several that
+        share replicas and so read the same rows.
+      is_process_local: Whether each process reads its own dataset, without an
+        order of rows across processes.
       batch_size: The rows of a full global batch, or None if unknown.
       whole: Each replica's rows in a full batch, or None if unknown.
       last: Each replica's rows in an epoch's last batch, or None if unknown.
-      files: For each process its files, or None if they are not known here;
-        empty if no files are known.
+      files: For each process, its files, or None if this process does not know
+        them; empty if no files are known.
     """
 
     facts: dict[str, str]
@@ -186,11 +186,11 @@ def explain_input(
 def _guess_size(
     dataset: Dataset, source: Source, summary: Summary
 ) -> tuple[int | None, list[str]]:
-    """Guesses the rows of a full batch from the first batch; adds notes."""
+    """Guesses a full batch's size from the first batch; also returns notes."""
     if source.is_process_local:
         note = (
-            "Full batches have the number of rows of the first batch of a "
-            "process, whose rows the processes share."
+            "The first batch of a process determines the number of rows in a "
+            "full batch, whose rows are split over the processes."
         )
         return source.likely_size, [note]
     if source.num_batches == 0:
@@ -198,7 +198,7 @@ def _guess_size(
     size = summary.first_rows
     if isinstance(dataset, PyDataset):
         size = num_rows(keras_sources.to_host_batch(dataset[0]))
-    return size, ["Batches may have other sizes than the first."] * bool(size)
+    return size, ["Later batches may have a different size."] * bool(size)
 
 
 def _list_readers(mesh: ReplicaMesh) -> tuple[str, ...]:
@@ -213,7 +213,7 @@ def _list_readers(mesh: ReplicaMesh) -> tuple[str, ...]:
 
 
 def _list_devices(mesh: ReplicaMesh) -> tuple[str, ...]:
-    """Returns the name of each replica's device, or of its end cores."""
+    """Returns each replica's device, or its first and last core, as text."""
     cores = mesh.cores_per_replica
     names = [describe.format_device(device) for device in mesh.devices]
     if cores == 1:
@@ -225,7 +225,7 @@ def _list_devices(mesh: ReplicaMesh) -> tuple[str, ...]:
 def compute_batch_shares(
     rows: int, batch_size: int, num_replicas: int
 ) -> Shares:
-    """Returns each replica's rows of a batch that all processes see."""
+    """Returns each replica's row count in a batch that all processes see."""
     fixed = rows_lib.rows_of_replicas(rows, batch_size, num_replicas)
     return rows_lib.balanced_rows(rows, num_replicas), fixed
 
@@ -233,7 +233,7 @@ def compute_batch_shares(
 def compute_local_shares(
     batch_size: int, num_replicas: int, num_processes: int
 ) -> Shares:
-    """Returns each replica's rows of a first batch of process-local rows."""
+    """Returns each replica's row count in the first process-local batch."""
     each = num_replicas // num_processes
     counts = rows_lib.rows_of_replicas(batch_size, batch_size, num_replicas)
     parts = rows_lib.rows_of_processes(counts, num_processes)
@@ -270,17 +270,17 @@ def _read_policy(
     is_size = takes_size and isinstance(size, int) and size > 0
     if size is not None and not is_size:
         raise ValueError(
-            "`batch_size` must be a positive number, and is for arrays and "
-            f"torch datasets only. Received: {size!r} for a {kind}. Leave it "
-            "out for other data."
+            "`batch_size` must be a positive integer, and can be passed only "
+            f"for arrays and torch datasets. Received: {size!r} for a {kind}. "
+            "Omit it for other data."
         )
     if options is None or options.distribute is None:
         return None
     if is_arrays or isinstance(dataset, DistributedDataset):
         raise ValueError(
             "`options` must not be passed for arrays, which are always split "
-            "by rows, or for a distributed dataset, which has its options. "
-            f"Received: `options` for a {kind}. Leave them out."
+            "by rows, or for a distributed dataset, which already has options. "
+            f"Received: `options` for a {kind}. Omit `options`."
         )
     return options.distribute.policy
 

@@ -42,9 +42,9 @@ def function(
     """
     if options:
         raise TypeError(
-            "`function` takes no options: there is no graph to make. "
-            f"Received: {', '.join(sorted(options))}. Leave them out; `run` "
-            "compiles once for each shape of its arguments."
+            "`function` accepts no options, because it builds no graph. "
+            f"Received: {', '.join(sorted(options))}. Remove the options; "
+            "`run` compiles once for each shape of its arguments."
         )
     if fn is None:
         return function

@@ -7,14 +7,15 @@ from typing import Any
 from keras_strategies.cluster.checks import check_number
 
 _MAX_SECONDS = 7 * 24 * 3600
-_CURE = "Leave it out for the default."
+_CURE = "Omit it to use the default."
 
 
 class CommunicationImplementation(enum.Enum):
-    """The communication libraries that tf offers, of which XLA chooses one.
+    """The communication libraries that can be selected in tf.
 
-    XLA has one library for each platform. Differs from tf: `RING` raises an
-    error, and so does `NCCL` without GPUs.
+    Here the choice has no effect, because XLA has one library for each
+    platform. Differs from tf: `RING` raises an error, and so does `NCCL`
+    without GPUs.
 
     Example:
       >>> options = ks.experimental.CommunicationOptions(
@@ -74,13 +75,14 @@ class CommunicationOptions:
             raise ValueError(
                 "`implementation` must be one of "
                 f"{', '.join(map(repr, known))}. Received: "
-                f"{self.implementation!r}. Leave it out for 'AUTO'."
+                f"{self.implementation!r}. Omit it to use 'AUTO'."
             )
         if name == "RING":
             raise ValueError(
-                "`implementation` must not be 'RING': XLA chooses the "
-                "algorithm (gloo's on CPU, NCCL's on GPU, that of the links on "
-                "TPU). Received: implementation='RING'. Leave it out."
+                "`implementation` must not be 'RING', because XLA chooses the "
+                "algorithm (from gloo on CPU, from NCCL on GPU, or that of the "
+                "chips' links on TPU). Received: implementation='RING'. Omit "
+                "the argument."
             )
         object.__setattr__(self, "implementation", known[name])
 
@@ -95,7 +97,7 @@ class CommunicationOptions:
             raise ValueError(
                 "The implementation 'NCCL' needs GPUs. Received: "
                 f"implementation='NCCL' and devices of platform {platform!r}. "
-                "Leave it out: XLA uses the platform's library."
+                "Omit the argument; XLA uses the platform's library."
             )
 
 
@@ -111,7 +113,8 @@ def resolve_options(options: object) -> CommunicationOptions:
         raise TypeError(
             "`communication_options` must be `ks.experimental."
             "CommunicationOptions`. Received: an object of type "
-            f"{type(options).__name__}. Make such an object, or leave it out."
+            f"{type(options).__name__}. Pass such an object, or omit the "
+            "argument."
         )
     return options
 
@@ -167,6 +170,6 @@ def check_options(options: object) -> None:
     if options is not None and not isinstance(options, RunOptions):
         raise TypeError(
             "`options` of `run` must be `RunOptions`. Received: an object of "
-            f"type {type(options).__name__}. Leave them out: none has an "
-            "effect."
+            f"type {type(options).__name__}. Omit `options`, because they have "
+            "no effect."
         )

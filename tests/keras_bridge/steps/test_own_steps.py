@@ -622,7 +622,7 @@ def test_a_model_that_is_tied_to_its_batch_size_is_run_whole():
         check_same(fixed, train_and_predict, optimizer="sgd", loss="mse")
     told = [str(w.message) for w in caught if "global batch" in str(w.message)]
     assert len(told) == 3  # fit, evaluate, predict
-    assert all("Leave the batch size out" in text for text in told)
+    assert all("Do not fix the batch size" in text for text in told)
 
 
 class Wrong(OwnStep):

@@ -415,7 +415,7 @@ def test_a_variable_of_another_partitioner_is_not_written_in_run():
     other = strategy_of(FullySharded(2, min_size=1))
     with pytest.raises(RuntimeError, match="which shards it") as caught:
         other.run(lambda: kernel.assign(kernel * 2.0))
-    assert "Call `run` of the variable's strategy" in str(caught.value)
+    assert "Call `run` of the variable's own strategy" in str(caught.value)
     np.testing.assert_array_equal(kernel, before)
     # Read it may be.
     total = other.run(lambda: keras.ops.sum(kernel))

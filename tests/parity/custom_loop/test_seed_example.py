@@ -92,7 +92,7 @@ def test_a_function_is_called_each_time():
     ("arguments", "options", "text"),
     [
         ((3,), {}, "must decorate a function"),
-        ((), {"jit_compile": True}, "takes no options"),
+        ((), {"jit_compile": True}, "accepts no options"),
     ],
 )
 def test_what_a_function_does_not_take(arguments, options, text):

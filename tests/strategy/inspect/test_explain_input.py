@@ -302,7 +302,7 @@ def test_first_batch_of_a_py_dataset_is_read():
     assert explanation.facts["reading"] == RUNS_ALL
     assert explanation.whole == ((2, 2, 2, 0), (2, 2, 1, 1))
     assert explanation.facts["last batch"].startswith("unknown")
-    assert "other sizes" in explanation.facts["note"]
+    assert "a different size" in explanation.facts["note"]
 
 
 @pytest.mark.parametrize("num_processes", WORKERS)
@@ -468,7 +468,7 @@ class TestTfData:
         assert alone.last == ((3, 2), (4, 1))
         # Without a known size, processes divide each batch as if whole.
         assert two.last == ((2, 2, 1, 0), (2, 1, 1, 1))
-        assert "other sizes" in alone.facts["note"]
+        assert "a different size" in alone.facts["note"]
 
     def test_files_of_all_processes(self, records):
         explanation = explain(records.batch(8), 2)
@@ -534,8 +534,8 @@ class TestTfData:
 @pytest.mark.parametrize(
     ("data", "arguments", "message"),
     [
-        (X, {"batch_size": 0}, "positive number.*Received: 0 for a ndarray"),
-        (X, {"batch_size": "8"}, "positive number.*Received: '8'"),
+        (X, {"batch_size": 0}, "positive integer.*Received: 0 for a ndarray"),
+        (X, {"batch_size": "8"}, "positive integer.*Received: '8'"),
         (Pairs(), {"batch_size": 8}, "Received: 8 for a Pairs"),
         (X, {"policy": Policy.OFF}, "always split by rows"),
         (Pairs(), {"policy": Policy.FILE}, "`FILE` only applies to"),
