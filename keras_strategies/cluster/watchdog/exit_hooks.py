@@ -179,8 +179,8 @@ class _Hooks:
         if done.was_preempted:
             write(
                 f"process {watchdog.process} was stopped by SIGTERM after "
-                f"{done.num_started} programs, like all others; exit code "
-                f"{int(ExitCode.PREEMPTED)}."
+                f"{done.num_started} programs, like all other processes; exit "
+                f"code {int(ExitCode.PREEMPTED)}."
             )
         elif status not in (None, 0) and programs == done.num_started:
             reason = (
