@@ -119,9 +119,9 @@ class DeviceAssignment:
         if not (0 <= replica < counts[0] and 0 <= logical_core < counts[1]):
             raise IndexError(
                 "`replica` and `logical_core` must be in the assignment. "
-                f"Received: replica={replica} with {counts[0]} replicas, "
-                f"logical_core={logical_core} with {counts[1]} cores per "
-                "replica. Both are counted from 0."
+                f"Received: replica={replica} and logical_core={logical_core}, "
+                f"but there are {counts[0]} replicas with {counts[1]} cores "
+                "each. Both are counted from 0."
             )
         return tuple(self._core_assignment[replica, logical_core].tolist())
 
@@ -135,8 +135,8 @@ class DeviceAssignment:
         if replicas is None:
             raise ValueError(
                 "No replica has this core in this task. Received: task_id="
-                f"{task_id} with {self._topology.num_tasks} tasks, "
-                f"logical_core={logical_core} with "
+                f"{task_id} and logical_core={logical_core}, in an assignment "
+                f"with {self._topology.num_tasks} tasks and "
                 f"{self.num_cores_per_replica} cores per replica."
             )
         return list(replicas)

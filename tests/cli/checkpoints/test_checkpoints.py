@@ -187,7 +187,10 @@ def test_empty_directory_says_so(tmp_path, capsys):
     [
         ("none", "cannot be listed: No such file or directory"),
         ("run/3/run/metadata", "cannot be listed: Not a directory"),
-        ("run/3", "is one checkpoint. Give the directory that it is in: "),
+        (
+            "run/3",
+            "is a single checkpoint. Pass the directory that contains it: ",
+        ),
     ],
 )
 def test_wrong_directory_is_told(directory, path, expected, capsys):

@@ -318,7 +318,7 @@ OPEN_MPI = {"OMPI_COMM_WORLD_RANK": "1", "OMPI_COMM_WORLD_SIZE": "2"}
         (
             {"TF_CONFIG": tf_config(["a:1", "b:1"], 1)},
             "TF_CONFIG",
-            "who",
+            "the program that",
             "a:1",
         ),
         (SLURM, "SLURM", "srun", "node1:8888"),
