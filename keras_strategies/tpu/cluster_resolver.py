@@ -88,7 +88,7 @@ class TPUClusterResolver(ClusterResolver):
       credentials: Not used.
       service: Not used.
       discovery_url: Not used.
-      environ: The variables to read; None for those of this process.
+      environ: The environment variables; None for those of this process.
 
     Raises:
       TypeError: if `tpu` is not a str.

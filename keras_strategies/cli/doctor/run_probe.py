@@ -48,6 +48,7 @@ _TIMED = {
     "keras": "import keras_strategies",
 }
 Answers = dict[str, dict[str, Any]]
+"""The answers that `probe` has written, by the name of the stage."""
 
 
 def check_devices(
@@ -244,7 +245,7 @@ def _check_meeting(
     if cluster.info is None or not _failed_to_meet(answers):
         return
     yield fault(
-        f"The processes could not connect. {answers['join']['error']}",
+        f"The processes cannot start a job together. {answers['join']['error']}",
         "Run doctor in all processes at the same time, for example with `srun "
         "keras-strategies doctor`, with `torchrun -m keras_strategies.cli "
         "doctor` or in all pods. To check only this process, run `doctor "

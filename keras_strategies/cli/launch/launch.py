@@ -48,8 +48,8 @@ def launch(
 
     Returns:
       The exit code: 0 on success, 130 after Ctrl-C, 2 for invalid arguments.
-      If a process failed, the exit code of the first one that did, or 128 + n
-      if signal n killed it.
+      If a process failed, the exit code of the first process that failed, or
+      128 + n if signal n killed that process.
     """
     command = list(command[1:] if command[:1] == ["--"] else command)
     fault = find_fault(

@@ -39,6 +39,7 @@ _PREEMPTED = 25.0
 _INTERRUPTED = (5.0, 8.0)
 _SEND_LINE = "send line"
 Action = int | str
+"""The signal to send to the running processes, or `_SEND_LINE`."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

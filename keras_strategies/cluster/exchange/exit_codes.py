@@ -68,7 +68,7 @@ class Cause:
     def from_json(cls, text: str) -> "Cause":
         """Parses the cause that another process sent.
 
-        If the text is malformed, returns a cause that says so.
+        If the text is malformed, returns a cause whose text states this.
         """
         form = {"text": str, "code": _is_code}
         with contextlib.suppress(ValueError):

@@ -25,7 +25,7 @@ from keras_strategies.cluster.watchdog import watchdog
 BIND_ADDRESS = "JAX_COORDINATOR_BIND_ADDRESS"
 """JAX's environment variable for the address at which process 0 listens."""
 
-# The timeout for JAX's own startup, which follows the rendezvous.
+# The timeout for the startup of JAX itself, which follows the rendezvous.
 _JAX_TIMEOUT_S = 60
 _NUM_SLICES = "MEGASCALE_NUM_SLICES"
 _PACKAGES = ("keras_strategies", "keras", "jax", "jaxlib")

@@ -28,7 +28,7 @@ class UnjoinedJob:
     """A job with several processes that this process should have joined.
 
     A launcher such as srun has started the processes, but the user's script
-    did not tell the strategy about them.
+    did not pass a description of the job to the strategy.
 
     Attributes:
       variable: The environment variable with the number of processes.

@@ -105,7 +105,7 @@ class KubernetesClusterResolver(ClusterResolver):
         create one.
       executable_location: The location of the program, which determines the
         credentials that a new client uses.
-      environ: The variables to read; None for those of this process.
+      environ: The environment variables; None for those of this process.
 
     Raises:
       ImportError: if `kubernetes` is not installed, and no client is passed.
@@ -209,7 +209,7 @@ def has_job_variables(environ: Mapping[str, str]) -> bool:
 
 
 def read_pod_of_job(environ: Mapping[str, str], port: int) -> PodOfJob:
-    """Reads a pod's place in its Job from environment variables.
+    """Reads a pod's index, Job size and coordinator from the environment.
 
     Args:
       environ: The environment variables.

@@ -177,7 +177,7 @@ class ClusterResolver(abc.ABC):
     def _find_address(
         self, task_type: str | None, task_id: int | None
     ) -> str | None:
-        """Returns the address for `master`, which returns "" if it is None."""
+        """Returns the address for `master`; None if `master` returns ""."""
         task_type = self.task_type if task_type is None else task_type
         task_id = self.task_id if task_id is None else task_id
         if task_type is None or task_id is None:

@@ -63,7 +63,7 @@ class SlurmClusterResolver(ClusterResolver):
         SLURM_STEP_TASKS_PER_NODE.
       auto_set_gpu: Not used; accepted for compatibility with TensorFlow.
       rpc_layer: The protocol that `master()` prepends to addresses.
-      environ: The variables to read; None for those of this process.
+      environ: The environment variables; None for those of this process.
 
     Raises:
       RuntimeError: if a variable is not set, the numbers in `jobs` do not add

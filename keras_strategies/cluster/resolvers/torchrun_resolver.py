@@ -48,7 +48,7 @@ class TorchrunClusterResolver(ClusterResolver):
         MASTER_PORT (TORCHELASTIC_USE_AGENT_STORE is then "True"), the port
         after MASTER_PORT is used instead.
       rpc_layer: The protocol that `master()` prepends to the address.
-      environ: The variables to read; None for those of this process.
+      environ: The environment variables; None for those of this process.
 
     References:
       https://docs.pytorch.org/docs/stable/elastic/run.html

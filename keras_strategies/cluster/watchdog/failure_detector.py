@@ -83,7 +83,7 @@ class _Received:
 
 
 def make_death_cause(processes: Sequence[int], why: str) -> Cause:
-    """Returns a cause which says that processes died or stopped.
+    """Returns a cause for the case that processes died or stopped.
 
     Args:
       processes: The numbers of the processes.
