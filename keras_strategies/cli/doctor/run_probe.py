@@ -245,7 +245,8 @@ def _check_meeting(
     if cluster.info is None or not _failed_to_meet(answers):
         return
     yield fault(
-        f"The processes cannot start a job together. {answers['join']['error']}",
+        "The processes cannot start a job together. "
+        f"{answers['join']['error']}",
         "Run doctor in all processes at the same time, for example with `srun "
         "keras-strategies doctor`, with `torchrun -m keras_strategies.cli "
         "doctor` or in all pods. To check only this process, run `doctor "
