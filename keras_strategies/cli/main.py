@@ -20,12 +20,13 @@ from keras_strategies.cli.options import (
 )
 
 _LAUNCH = """\
-Starts several local processes of one script: a cluster on this machine.
+Runs a script in several local processes, which form a cluster on this machine.
 
-Sets TF_CONFIG for each process (workers only; worker 0 is the chief), which
-runs on virtual CPU devices. The chief's output is shown unchanged, that of the
-others with their number. If one process fails, all of them are ended, and this
-command exits with its exit code.
+Sets TF_CONFIG in each process: all tasks are workers, and worker 0 is the
+chief. The processes use virtual CPU devices. The chief's output is shown
+unchanged. Each output line of another process begins with its task. If one
+process fails, the others are ended, and this command exits with the exit code
+of the process that failed.
 """
 _EXAMPLES = """\
 examples:
@@ -36,53 +37,62 @@ examples:
   keras-strategies launch --processes 2 -m keras_strategies.cli doctor
 """
 _DOCTOR = """\
-Shows what keras_strategies finds on this machine and in its cluster, and what
-to change. If it runs in all processes of a cluster (through srun, launch, ...),
-they connect and time an all-reduce. The exit code is 1 if there is a fault.
+Reports what keras_strategies finds on this machine and in its cluster, and what
+you should change. If you run it in all processes of a cluster (through srun,
+launch, ...), the processes connect and time an all-reduce. The exit code is 1
+if a fault was found.
 """
 _CHECKPOINTS = """\
-Shows the checkpoints of a directory: which are good, what they contain, and
-what else is there. Every file is read once and compared with its checksum. A
-run may write there at the same time. The exit code is 1 if a checkpoint is
-damaged.
+Lists the checkpoints in a directory: which are damaged, what they contain, and
+which other files are in the directory. Every file is read once and compared
+with its checksum. A run may write to the directory at the same time. The exit
+code is 1 if a checkpoint is damaged.
 """
 _REST = {"nargs": argparse.REMAINDER}
 _LAUNCH_OPTIONS: tuple[Option, ...] = (
-    ("--processes", "default: 2", {"type": int, "default": 2, "metavar": "N"}),
+    (
+        "--processes",
+        "the number of processes; default: 2",
+        {"type": int, "default": 2, "metavar": "N"},
+    ),
     (
         "--devices-per-process",
-        "virtual CPU devices of each process; default: 1",
+        "the number of virtual CPU devices in each process; default: 1",
         {"type": int, "metavar": "D"},
     ),
     (
         "--evaluator",
-        "start one more process, TF_CONFIG's evaluator, which is not part "
-        "of the cluster; the first process is then the chief",
+        "also start a process with the task 'evaluator', which is not part "
+        "of the cluster; the first process then has the task 'chief'",
         FLAG,
     ),
     (
         "--platform",
-        "the platform of JAX (JAX_PLATFORMS); default: cpu",
+        "the value of JAX_PLATFORMS in all processes; default: cpu",
         {"default": "cpu"},
     ),
     (
         "-m",
-        "run a module, as `python -m` does; its arguments follow",
+        "the module to run, as with `python -m`, followed by its arguments",
         _REST | {"dest": "module", "metavar": "MODULE"},
     ),
     (
         "script",
-        "the script; its arguments follow",
+        "the script to run, followed by its arguments",
         _REST | {"metavar": "SCRIPT"},
     ),
 )
 _DOCTOR_OPTIONS: tuple[Option, ...] = (
     (
         "--quick",
-        "skip everything that starts JAX: no devices, no all-reduce",
+        "skip the checks that start JAX: devices and the all-reduce",
         FLAG,
     ),
-    ("--json", "print the report as JSON (in a cluster, the chief does)", FLAG),
+    (
+        "--json",
+        "print the report as JSON; in a cluster, only the chief prints it",
+        FLAG,
+    ),
     (
         "--timeout",
         "the time to wait for the other processes; default: 30",
@@ -92,8 +102,8 @@ _DOCTOR_OPTIONS: tuple[Option, ...] = (
 _CHECKPOINTS_OPTIONS: tuple[Option, ...] = (
     (
         "directory",
-        "the directory of a run's checkpoints, as for "
-        "`ks.callbacks.Checkpoint`, or an Estimator's `model_dir`",
+        "the directory with a run's checkpoints: the `directory` of "
+        "`ks.callbacks.Checkpoint`, or the `model_dir` of an Estimator",
         {"metavar": "DIR"},
     ),
 )
@@ -192,14 +202,14 @@ def _make_parser() -> argparse.ArgumentParser:
     add_command(
         commands,
         "doctor",
-        "show versions, devices, the cluster and advice",
+        "report on versions, devices and the cluster, with advice",
         _DOCTOR,
         _DOCTOR_OPTIONS,
     )
     checkpoints = add_command(
         commands,
         "checkpoints",
-        "show the checkpoints of a directory and verify them",
+        "list the checkpoints in a directory and verify them",
         _CHECKPOINTS,
         _CHECKPOINTS_OPTIONS,
     )

@@ -10,7 +10,7 @@ Option = tuple[str, str | None, dict[str, Any]]
 
 FLAG = {"action": "store_true"}
 MANY = {"action": "append"}
-JSON: Option = ("--json", "print it as JSON", FLAG)
+JSON: Option = ("--json", "print the result as JSON", FLAG)
 
 
 def add_command(

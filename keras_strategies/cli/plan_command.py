@@ -29,11 +29,12 @@ examples:
 --model models:make_7b --batch 1024x4096:int32 --batch 1024x4096:int32
 """
 _PLAN = """\
-Predicts whether, how and how fast a script's model trains on TPU slices,
-without a TPU: the compiler for the slice compiles its step on this machine. The
-script runs unchanged up to its first `fit` or `strategy.run`, with strategies
-for the slice. Its models have no values, nothing is trained and no checkpoint
-is opened. Needs libtpu (`pip install 'keras-strategies[tpu]'`), on Linux.
+Predicts without a TPU whether a script's model fits on TPU slices, with which
+layout, and how fast it trains: the TPU compiler compiles the model's training
+step on this machine. The script runs unchanged up to its first `fit` or
+`strategy.run`, but its strategies use the devices of the slice. Variables have
+no values, nothing is trained and no checkpoint is opened. This needs Linux and
+libtpu (`pip install 'keras-strategies[tpu]'`).
 """
 _OPTIONS: tuple[Option, ...] = (
     (
@@ -43,8 +44,9 @@ _OPTIONS: tuple[Option, ...] = (
     ),
     (
         "--layout",
-        "replicated, slots[:N], sharded[:N], model:N, or several joined by +; "
-        "may be repeated; default: the layouts that suit the slice",
+        "how to distribute variables: replicated, slots[:N], sharded[:N], "
+        "model:N, or several of these joined by +; may be repeated; default: "
+        "the layouts that suit the slice",
         MANY | {"metavar": "WORDS"},
     ),
     (
@@ -56,13 +58,14 @@ _OPTIONS: tuple[Option, ...] = (
     ),
     (
         "--effort",
-        "the compiler's effort; default (auto): low, and near the memory "
-        "limit also full, as in a run",
+        "the compiler's effort; the default (auto) is low, and near the "
+        "memory limit also full, which is the effort of a real run",
         {"choices": ("auto", "low", "full"), "default": "auto"},
     ),
     (
         "--verify",
-        "compile the largest batch that fits, and one row more, at full effort",
+        "check the prediction of the largest batch that fits: compile this "
+        "batch, and a batch with one more row, at full effort",
         FLAG,
     ),
     (
@@ -72,23 +75,28 @@ _OPTIONS: tuple[Option, ...] = (
     ),
     (
         "--model",
-        "a function that makes and compiles the model, instead of a script",
+        "a function that creates and compiles the model, instead of a script",
         {"metavar": "MODULE:FUNCTION"},
     ),
     (
         "--batch",
-        "with --model: x, such as 8x2048:int32; repeat it for y",
+        "with --model: the shape and dtype of x, such as 8x2048:int32; repeat "
+        "the option for y (default: the same as x)",
         MANY | {"metavar": "SHAPE:DTYPE"},
     ),
     (
         "--processes",
-        "the number of candidates to plan at once",
+        "the number of candidates to plan at the same time",
         {"type": int, "metavar": "N"},
     ),
-    ("--no-cache", None, FLAG),
+    ("--no-cache", "neither read nor write cached results", FLAG),
     JSON,
-    ("--html", "also write the plan as a page", {"metavar": "FILE"}),
-    ("-m", "run a module", {"dest": "module", "metavar": "MODULE"}),
+    ("--html", "also write the plan as an HTML page", {"metavar": "FILE"}),
+    (
+        "-m",
+        "the module to run, instead of a script",
+        {"dest": "module", "metavar": "MODULE"},
+    ),
     (
         "script",
         "the script; its arguments come after --",
@@ -210,8 +218,9 @@ def _list_candidates(options: argparse.Namespace) -> list[tuple[str, str]]:
 def _require_libtpu() -> None:
     if importlib.util.find_spec("libtpu") is None:
         raise ImportError(
-            "Programs for TPUs are compiled by libtpu, which is not installed. "
-            "Run `pip install 'keras-strategies[tpu]'`; it needs no TPU."
+            "Compiling for TPUs needs libtpu, which is not installed. Run `pip "
+            "install 'keras-strategies[tpu]'`, which also works on a machine "
+            "without a TPU."
         )
 
 
@@ -253,31 +262,34 @@ def _check(options: argparse.Namespace) -> None:
     ]
     if len(subjects) != 1:
         raise ValueError(
-            "A plan must be for a script, a module (-m) or a function "
+            "A plan must be for one script, one module (-m) or one function "
             f"(--model). Received: {', '.join(subjects) or 'none of them'}. "
-            "Name one."
+            "Pass exactly one of them."
         )
     if bool(options.model) != bool(options.batch):
         raise ValueError(
-            "--model and --batch must be used together: the function makes "
-            "the model, the batch has the shapes of its data. Received: one "
-            "of them. Give both."
+            "--model and --batch must be used together. The function creates "
+            "the model, and the batch specifies the shapes and dtypes of its "
+            "data. Received: only one of the options. Pass both."
         )
     if options.model:
         module, _, function = options.model.partition(":")
         if not module or not function.isidentifier():
             raise ValueError(
-                "--model must name a function of a module. Received: "
-                f"{options.model!r}. Write module:function."
+                "--model must be a module and a function, separated by a "
+                f"colon. Received: {options.model!r}. Pass, for example, "
+                "--model models:make_7b."
             )
     if not options.topology:
         raise ValueError(
-            "A plan must name a slice. Received: no --topology. Name one, for "
-            "example --topology v5e:4x4. Plans do not support GPUs: programs "
-            "for them can only be compiled on a machine with a GPU."
+            "A plan must be for a TPU slice. Received: no --topology. Pass a "
+            "slice, for example --topology v5e:4x4. Plans do not support GPUs, "
+            "because programs for a GPU can only be compiled on a machine with "
+            "a GPU."
         )
     script = options.script or options.module or ""
     if "script" in subjects and not os.path.isfile(script):
         raise ValueError(
-            f"The script must exist. Received: {script!r}. Give its path."
+            f"The script must be an existing file. Received: {script!r}. Pass "
+            "the path of the script."
         )

@@ -29,7 +29,7 @@ def shorten(value: object) -> str:
 
 
 def join_few(names: Sequence[object]) -> str:
-    """Joins names for an error message, at most eight: "0, 1, ..."."""
+    """Joins up to eight names for an error message, as in "0, 1, ..."."""
     more = ", ..." * (len(names) > _MOST_NAMES)
     return ", ".join(map(str, names[:_MOST_NAMES])) + more
 
@@ -41,7 +41,7 @@ def name_processes(numbers: Sequence[int]) -> str:
 
 
 def check_address(address: str, what: str) -> None:
-    """Raises unless an address has the form `host:port`.
+    """Raises an error unless an address has the form `host:port`.
 
     Args:
       address: A host name, an IPv4 address or an IPv6 address in brackets,
@@ -85,7 +85,7 @@ def parse_index(value: object, what: str) -> int:
     if isinstance(value, bool) or not isinstance(value, int | str):
         raise TypeError(
             f"{what} must be an integer. Received: {shorten(value)} of type "
-            f"{type(value).__name__}. Write it as 0, 1, 2, ..."
+            f"{type(value).__name__}. Pass an integer such as 0, 1 or 2."
         )
     if isinstance(value, str):
         index = _parse_digits(value)
@@ -96,7 +96,7 @@ def parse_index(value: object, what: str) -> int:
     if not 0 <= index < MAX_TASKS:
         raise ValueError(
             f"{what} must be from 0 to {MAX_TASKS - 1}. Received: "
-            f"{shorten(value)}. Number the tasks of a job 0, 1, 2, ..."
+            f"{shorten(value)}. The tasks of a job are numbered 0, 1, 2, ..."
         )
     return index
 
@@ -115,10 +115,10 @@ def read_text(environ: Mapping[str, str], name: str, setter: str) -> str:
     value = environ.get(name, "")
     if not value:
         raise RuntimeError(
-            f"{name} not found in environment. It is set by {setter}. "
-            f"Received: {'an empty value' if name in environ else 'nothing'}. "
-            "Start the program that way, or choose the resolver for your "
-            "cluster (docs/clusters.md)."
+            f"{name} not found in environment. It is normally set by {setter}. "
+            f"Received: {'an empty' if name in environ else 'no'} value. "
+            "Start the program so that this variable is set, or use the "
+            "resolver that fits your cluster (docs/clusters.md)."
         )
     return value
 
@@ -149,13 +149,14 @@ def read_number(
     if number < 0 or not least <= number <= most:
         raise ValueError(
             f"{name} must be an integer from {least} to {most}. Received: "
-            f"{shorten(text)}. It is set by {setter}: check what else sets it."
+            f"{shorten(text)}. It is normally set by {setter}. Check whether "
+            "something else also sets it."
         )
     return number
 
 
 def read_port(environ: Mapping[str, str], name: str, setter: str) -> int:
-    """Returns the port in a variable. Raises the errors of `read_number`."""
+    """Returns the port in an environment variable; see `read_number`."""
     return read_number(environ, name, setter, least=1, most=MAX_PORT)
 
 

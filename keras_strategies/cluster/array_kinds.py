@@ -9,7 +9,8 @@ if TYPE_CHECKING:
 
 
 _MAX_DTYPE = 64
-# The maximum size of one array entry: a string dtype may have any length.
+# The maximum size of one array element, in bytes. A string dtype, which may
+# have any length, can exceed it.
 _MAX_BYTES = 1 << 20
 _MAX_RANK = 31
 _MAX_ENTRIES = 2.0**48

@@ -21,7 +21,7 @@ def check_number(
     is_whole: bool = True,
     is_optional: bool = True,
 ) -> None:
-    """Raises unless a value is a finite number within bounds.
+    """Raises an error unless a value is a finite number within bounds.
 
     Args:
       name: The value's name, with which the error message begins.

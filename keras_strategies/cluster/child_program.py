@@ -4,8 +4,8 @@ import pathlib
 import sys
 
 _FOLDER = str(pathlib.Path(__file__).parents[2])
-# The folder is appended to the end of the path, because it may contain many
-# other packages, which must not shadow those found earlier.
+# The folder comes last in Python's import path, because it may contain many
+# other packages, which must not shadow those that are found earlier.
 _PROGRAM = """
 import sys
 sys.path.append({folder!r})

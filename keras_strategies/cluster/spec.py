@@ -17,8 +17,9 @@ class ClusterSpec:
         ClusterSpec({"worker": {0: "host0:2222"}})  # Others are unknown.
 
     A `ClusterSpec` is immutable. It is false in a boolean context if it has no
-    jobs. It equals another `ClusterSpec` with the same tasks, and a dict from
-    job names to dicts from task indices to addresses with the same tasks.
+    jobs. It equals another `ClusterSpec` with the same tasks. It also equals a
+    dict that maps each job's name to a dict from task indices to addresses, if
+    the dict contains the same tasks.
 
     Args:
       cluster: A mapping from each job's name either to a list of addresses or
@@ -56,7 +57,8 @@ class ClusterSpec:
             return self._tasks == other._tasks
         return self._tasks == other
 
-    # As in TensorFlow: a ClusterSpec can equal a dict, which is not hashable.
+    # As in TensorFlow, a ClusterSpec is not hashable, because it can equal a
+    # dict, and dicts are not hashable.
     __hash__ = None  # pyright: ignore[reportAssignmentType]
 
     def __repr__(self) -> str:
@@ -104,8 +106,8 @@ class ClusterSpec:
         if isinstance(task_index, bool) or task_index not in tasks:
             raise ValueError(
                 f"No task with index {shorten(task_index)} in job "
-                f"{shorten(job_name)}, which has {len(tasks)}. Pass the index "
-                "of one of its tasks."
+                f"{shorten(job_name)}, which has {len(tasks)} tasks. Pass the "
+                "index of one of these tasks."
             )
         return tasks[task_index]
 
@@ -122,8 +124,8 @@ class ClusterSpec:
         if not isinstance(name, str) or name not in self._tasks:
             raise ValueError(
                 f"No such job in cluster: {shorten(name)}. The cluster has the "
-                f"jobs {shorten(self.jobs)}. Pass one of them. If this "
-                "process's type and index are not known yet, set `task_type` "
+                f"jobs {shorten(self.jobs)}. Pass one of them. If the job is "
+                "None because this process's task is unknown, set `task_type` "
                 "and `task_id`."
             )
         return self._tasks[name]
@@ -165,16 +167,19 @@ class TaskInfo:
     def __post_init__(self) -> None:
         if len(self.addresses) != self.num_processes or not self.addresses:
             raise ValueError(
-                "A job must have at least one process, and an address or None "
-                f"for each. Received: num_processes={self.num_processes} and "
-                f"{len(self.addresses)} addresses. Pass one for each process."
+                "A job must have at least one process, and `addresses` must "
+                "have one entry for each process. Received: "
+                f"num_processes={self.num_processes} and "
+                f"{len(self.addresses)} addresses. Pass an address, or None if "
+                "it is unknown, for each process."
             )
         process = self.process_id
         if process is not None and not 0 <= process < self.num_processes:
             raise ValueError(
                 "`process_id` must be from 0 to `num_processes` - 1. "
                 f"Received: process_id={process}, "
-                f"num_processes={self.num_processes}. Count from 0."
+                f"num_processes={self.num_processes}. Number the processes "
+                "from 0."
             )
 
     @property
@@ -188,7 +193,7 @@ def _read_tasks(job: str, tasks: object) -> dict[int, str]:
         pairs = list(enumerate(tasks))
     elif isinstance(tasks, Mapping):
         pairs = [
-            (parse_index(index, f"An index of job {shorten(job)}"), address)
+            (parse_index(index, f"A task index of job {shorten(job)}"), address)
             for index, address in tasks.items()
         ]
     else:
@@ -203,7 +208,7 @@ def _read_tasks(job: str, tasks: object) -> dict[int, str]:
     if len(dict(pairs)) != len(pairs):
         raise ValueError(
             f"Each task of job {shorten(job)} must have one address. Received: "
-            f"an index twice, as a number and as text. {_CURE}"
+            f"the same index twice, as a number and as text. {_CURE}"
         )
     return dict(pairs)
 

@@ -10,11 +10,11 @@ from keras_strategies.cluster.addresses import (
 from keras_strategies.cluster.spec import ClusterSpec, TaskInfo
 
 ROLES = ("chief", "worker", "evaluator", "ps")
-"""The names of jobs in `tf.distribute`."""
+"""The names that jobs can have in `tf.distribute`."""
 
 _SERVERS = (
-    "Parameter servers are not supported: every process trains, and keeps all "
-    "variables. Received: a cluster with the job 'ps'. Use "
+    "Parameter servers are not supported, because every process trains and "
+    "stores variables itself. Received: a cluster with the job 'ps'. Use "
     "`MultiWorkerMirroredStrategy` with a cluster of 'chief' and 'worker' "
     "tasks only (docs/migration.md)."
 )
@@ -23,17 +23,17 @@ _SERVERS = (
 class AnyResolver(Protocol):
     """The part of a cluster resolver's interface that this package uses.
 
-    Both this package's and TensorFlow's resolvers have it.
+    The resolvers of this package and those of TensorFlow implement it.
     """
 
     @property
     def task_type(self) -> str | None:
-        """The job of this process."""
+        """The job of this process's task, such as "worker"."""
         ...
 
     @property
     def task_id(self) -> int | None:
-        """The index of this process in its job."""
+        """The index of this process's task in its job."""
         ...
 
     def cluster_spec(self) -> Any:
@@ -95,7 +95,8 @@ def task_info(resolver: AnyResolver) -> TaskInfo:
         raise ValueError(
             "This process's task must be in the cluster. Received: task "
             f"{index} of job {task_type!r}, which has {limits[task_type]} "
-            "tasks. Correct the index or the cluster; indices start at 0."
+            "tasks. Correct the task's index or the cluster. Indices start at "
+            "0."
         )
     process_id = None
     if task_type != "evaluator":
@@ -113,7 +114,7 @@ def task_info(resolver: AnyResolver) -> TaskInfo:
 def make_task_info(
     coordinator_address: str, num_processes: int, process_id: int
 ) -> TaskInfo:
-    """Makes a `TaskInfo` from arguments as for `jax.distributed.initialize`.
+    """Makes a `TaskInfo` from arguments of `jax.distributed.initialize`.
 
     Args:
       coordinator_address: `host:port` of process 0.
@@ -126,8 +127,8 @@ def make_task_info(
         `host:port`.
     """
     check_address(coordinator_address, "process 0")
-    count = parse_index(num_processes, "The number of processes")
-    process = parse_index(process_id, "The number of a process")
+    count = parse_index(num_processes, "`num_processes`")
+    process = parse_index(process_id, "`process_id`")
     return TaskInfo(
         type="worker",
         index=process,
@@ -139,7 +140,7 @@ def make_task_info(
 
 
 def check_roles(spec: ClusterSpec) -> None:
-    """Raises unless all jobs of a cluster are known to `tf.distribute`.
+    """Raises an error unless `tf.distribute` allows all jobs of a cluster.
 
     Raises:
       ValueError: if the cluster has an unknown job, or several chiefs or
@@ -156,12 +157,13 @@ def check_roles(spec: ClusterSpec) -> None:
         if count_tasks(spec, job) > 1:
             raise ValueError(
                 f"There must be at most one {job!r} task. Received: "
-                f"{spec.num_tasks(job)}. Make the others workers."
+                f"{spec.num_tasks(job)} tasks. Move the other tasks to the "
+                "job 'worker'."
             )
 
 
 def check_addresses(spec: ClusterSpec) -> None:
-    """Raises unless all addresses have the form `host:port` and are unique.
+    """Raises an error unless all addresses are `host:port` and unique.
 
     Raises:
       ValueError: if an address is not `host:port`, or two tasks have the same
@@ -177,8 +179,8 @@ def check_addresses(spec: ClusterSpec) -> None:
             if first != owner:
                 raise ValueError(
                     "Tasks must have different addresses. Received: "
-                    f"{shorten(address)} for {first} and for {owner}. Give "
-                    "tasks of one host different ports."
+                    f"{shorten(address)} for {first} and for {owner}. Use "
+                    "different ports for tasks on the same host."
                 )
 
 
@@ -192,9 +194,9 @@ def _make_lone_task(task_type: str | None, task_id: int | None) -> TaskInfo:
     if task_id not in (None, 0):
         raise ValueError(
             "A process without a cluster must be task 0. Received: task "
-            f"{shorten(task_id)} and no cluster: several processes would train "
-            "separately, and write to the same files. Pass the cluster (in "
-            'TF_CONFIG: its "cluster"), or omit the task.'
+            f"{shorten(task_id)} and no cluster. Without a cluster, each "
+            "process would train separately and write to the same files. Pass "
+            'the cluster (in TF_CONFIG, set "cluster"), or omit the task.'
         )
     is_evaluator = task_type == "evaluator"
     return TaskInfo(
@@ -212,7 +214,7 @@ def _check_task(task_type: str | None, task_id: int | None) -> tuple[str, int]:
         missing = "type" if task_type is None else "index"
         raise ValueError(
             "A process in a cluster needs the type and index of its task. "
-            f"Received: a cluster, and no {missing}. Set the resolver's "
+            f"Received: a cluster, but no {missing}. Set the resolver's "
             "`task_type` and `task_id` (in TF_CONFIG: "
             '"task": {"type": "worker", "index": 0}).'
         )
@@ -235,8 +237,8 @@ def _list_training_addresses(
     Args:
       spec: The cluster.
       num_processes: The number of processes, if the cluster may contain only
-        some of their addresses; the others are None in the result. None: the
-        cluster must contain all addresses.
+        some of their addresses; unknown addresses are None in the result. If
+        `num_processes` is None, the cluster must contain all addresses.
     """
     if num_processes is not None:
         known = spec.job_tasks("worker")
@@ -250,18 +252,19 @@ def _list_training_addresses(
     if not addresses:
         raise ValueError(
             "A cluster must have a 'chief' or a 'worker' task. Received: the "
-            f"jobs {shorten(spec.jobs)}. Add the processes that train."
+            f"jobs {shorten(spec.jobs)}. Add a task for each process that "
+            "trains."
         )
     if None in addresses:
         raise ValueError(
-            "The tasks of a job must be 0, 1, 2, ... without a gap. Received: "
-            f"{addresses.index(None)} tasks, then none of the next index. "
-            "Pass the addresses of all tasks."
+            "The tasks of a job must be numbered 0, 1, 2, ... without a gap. "
+            f"Received: a gap after {addresses.index(None)} tasks. Pass the "
+            "addresses of all tasks."
         )
     return tuple(addresses)
 
 
 def _suggest_role(name: str) -> str:
     if name == "master":
-        return "Rename it to 'chief', the new name of tf 1's 'master'."
-    return "Rename it: processes that train are 'worker'."
+        return "Use 'chief', which replaces the name 'master' of tf 1."
+    return "Use 'worker' for processes that train."

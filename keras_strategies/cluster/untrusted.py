@@ -32,14 +32,14 @@ def load_json(
       `has_nan` is True.
 
     Raises:
-      ValueError: if the text is not such JSON. The message describes what is
-        wrong. It quotes nothing from the text except a duplicate key,
-        truncated.
+      ValueError: if the text is not JSON, or exceeds a limit. The message
+        describes what is wrong. It quotes nothing from the text except a
+        duplicate key, which is truncated.
     """
     if len(text) > max_characters:
         raise ValueError(
-            f"it has {len(text)} characters, and at most {max_characters} "
-            "are read"
+            f"it has {len(text)} characters, more than the maximum of "
+            f"{max_characters}"
         )
     try:
         # Decoded here, because `json.loads` would also accept UTF-16.
@@ -86,7 +86,7 @@ def _open_if_regular(path: str, flags: int) -> int:
     if stat.S_ISREG(os.fstat(descriptor).st_mode):
         return descriptor
     os.close(descriptor)
-    raise OSError(errno.EINVAL, "it must be a file", path)
+    raise OSError(errno.EINVAL, "it must be a regular file", path)
 
 
 def escape_controls(text: str, *, keeps: str = "") -> str:

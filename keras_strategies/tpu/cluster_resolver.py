@@ -71,16 +71,15 @@ class TPUClusterResolver(ClusterResolver):
         resolver = TPUClusterResolver.connect("")
         strategy = ks.TPUStrategy(resolver)
 
-    A JAX program runs on the TPU's hosts themselves: every host runs the same
-    program. It cannot use a remote TPU, so the only TPU that can be named is
-    the one that this host belongs to.
+    Every host of the TPU runs the same JAX program. A program cannot use a
+    remote TPU, so `tpu` can only refer to the TPU that this host belongs to.
 
     Args:
       tpu: "" for the TPU that this host belongs to, with all its hosts;
         "local" for only the cores of this host; or the TPU's name, which must
         equal the environment variable TPU_NAME. None: the value of TPU_NAME,
         or "" if it is not set.
-      zone: Not used: nothing is looked up.
+      zone: Not used, because the TPU's name is not looked up.
       project: Not used.
       job_name: The name of the job that contains all hosts.
       coordinator_name: The name of an additional job in `cluster_spec`.
@@ -89,11 +88,11 @@ class TPUClusterResolver(ClusterResolver):
       credentials: Not used.
       service: Not used.
       discovery_url: Not used.
-      environ: The variables to read; None for those of this process.
+      environ: The environment variables; None for those of this process.
 
     Raises:
       TypeError: if `tpu` is not a str.
-      ValueError: if `tpu` is an address, or a name that is not this TPU's.
+      ValueError: if `tpu` is an address, or the name of another TPU.
 
     References:
       https://www.tensorflow.org/api_docs/python/tf/distribute/cluster_resolver/TPUClusterResolver
@@ -185,7 +184,7 @@ class TPUClusterResolver(ClusterResolver):
         )
 
     def cluster_spec(self) -> ClusterSpec:
-        """Returns those addresses of hosts that environment variables contain.
+        """Returns the addresses of hosts that environment variables contain.
 
         The result is empty for "local", and if no variable is set (then JAX
         gets the addresses from Cloud TPU). In a job with several slices, the
@@ -208,7 +207,7 @@ class TPUClusterResolver(ClusterResolver):
         return ClusterSpec(jobs)
 
     def get_master(self) -> str:
-        """Returns the result of `master()`; this is its old name."""
+        """Returns the result of `master()`, which replaces this method."""
         return self.master()
 
     def get_job_name(self) -> str:
@@ -250,7 +249,7 @@ class TPUClusterResolver(ClusterResolver):
 
     @property
     def num_processes(self) -> int | None:
-        """The number of hosts, or None if the variables do not contain it."""
+        """The number of hosts; None if no environment variables specify it."""
         if self._tpu == LOCAL:
             return 1
         count = len(self._read_addresses())
@@ -292,7 +291,7 @@ class TPUClusterResolver(ClusterResolver):
         ]
 
     def _read_coordinator(self) -> dict[int, str]:
-        """Returns the first slice's first address as {0: address}, or {}."""
+        """Returns {0: address} for the first slice's first host, or {}."""
         host = self._environ_now.get(_COORDINATOR)
         return {0: self._make_address(host, _COORDINATOR)} if host else {}
 
@@ -321,8 +320,8 @@ class TPUClusterResolver(ClusterResolver):
             return read_number(environ, _SLICE_ID, _SETTER, most=count - 1)
         except (ValueError, RuntimeError) as error:
             raise ValueError(
-                f"{error} {_NUM_SLICES} is {count}: correct the variable that "
-                "is wrong."
+                f"{error} {_NUM_SLICES} is {count}. Correct whichever of the "
+                "two variables is wrong."
             ) from error
 
     def __repr__(self) -> str:
@@ -340,11 +339,11 @@ def _check_name(tpu: str | None, environ: Mapping[str, str]) -> str:
         return tpu
     known = f"{this_tpu!r}" if this_tpu else "not set"
     raise ValueError(
-        "`tpu` must be this host's TPU: a program cannot connect to another "
-        f"one. Received: tpu={shorten(tpu)}, and TPU_NAME is {known}. Pass '' "
-        "(this host's TPU with all its hosts), 'local' (only this host) or "
-        "the value of TPU_NAME. To compile for another TPU, use "
-        "`ks.TPUStrategy.for_topology('v5e:4x4')`."
+        "`tpu` must be the TPU that this host belongs to, because a program "
+        f"cannot connect to another TPU. Received: tpu={shorten(tpu)}, while "
+        f"TPU_NAME is {known}. Pass '' (this host's TPU with all its hosts), "
+        "'local' (only this host) or the value of TPU_NAME. To compile for "
+        "another TPU, use `ks.TPUStrategy.for_topology('v5e:4x4')`."
     )
 
 
@@ -359,9 +358,9 @@ def _check_alone(num_hosts: int | None, error: RuntimeError) -> None:
     if num_hosts is None and is_started and jax.process_count() == 1:
         return
     raise RuntimeError(
-        "The hosts of the TPU could not be joined. All hosts must join before "
-        f"JAX's devices are used. Received: {error} Call "
+        "The hosts of the TPU could not be connected. All hosts must connect "
+        f"before JAX's devices are used. Received: {error} Call "
         "`TPUClusterResolver.connect()` at the start of the program, on every "
-        "host; or use `TPUClusterResolver('local')` for only this host's "
-        "cores."
+        "host. To use only this host's cores, create the resolver with "
+        "`TPUClusterResolver('local')`."
     ) from error

@@ -8,7 +8,7 @@ from keras_strategies.tpu.placement import DeviceOrderMode, place_replicas
 from keras_strategies.tpu.topology import Topology
 
 SINGLE_CORE_ASSIGNMENT = [[[0, 0, 0, 0]]]
-"""The coordinates for an assignment of one replica to the first core."""
+"""The coordinates of an assignment with one replica on the first core."""
 
 
 class DeviceAssignment:
@@ -119,13 +119,14 @@ class DeviceAssignment:
         if not (0 <= replica < counts[0] and 0 <= logical_core < counts[1]):
             raise IndexError(
                 "`replica` and `logical_core` must be in the assignment. "
-                f"Received: replica={replica} of {counts[0]}, logical_core="
-                f"{logical_core} of {counts[1]}."
+                f"Received: replica={replica} and logical_core={logical_core}, "
+                f"but there are {counts[0]} replicas with {counts[1]} cores "
+                "each. Both are counted from 0."
             )
         return tuple(self._core_assignment[replica, logical_core].tolist())
 
     def lookup_replicas(self, task_id: int, logical_core: int) -> list[int]:
-        """Returns the replicas whose core `logical_core` is in a task.
+        """Returns the replicas whose core `logical_core` is in a given task.
 
         Raises:
           ValueError: if there are no such replicas.
@@ -133,9 +134,10 @@ class DeviceAssignment:
         replicas = self._replicas.get((task_id, logical_core))
         if replicas is None:
             raise ValueError(
-                "No replica has that core in that task. Received: task_id="
-                f"{task_id} of {self._topology.num_tasks}, logical_core="
-                f"{logical_core} of {self.num_cores_per_replica}."
+                "No replica has this core in this task. Received: task_id="
+                f"{task_id} and logical_core={logical_core}, in an assignment "
+                f"with {self._topology.num_tasks} tasks and "
+                f"{self.num_cores_per_replica} cores per replica."
             )
         return list(replicas)
 
@@ -172,7 +174,7 @@ class DeviceAssignment:
 def replica_mesh_devices(
     assignment: DeviceAssignment,
 ) -> npt.NDArray[np.object_]:
-    """Returns an assignment's JAX devices, for a mesh with two axes.
+    """Returns the JAX device of each core in an assignment.
 
     Args:
       assignment: An assignment whose topology was made from devices.
@@ -198,7 +200,7 @@ def _check_topology(topology: object) -> Topology:
         raise ValueError(
             "`topology` must be a Topology. Received: "
             f"{type(topology).__name__}. "
-            "Make one with `Topology.from_devices(jax.devices())`."
+            "Create one with `Topology.from_devices(jax.devices())`."
         )
     return topology
 
@@ -212,8 +214,8 @@ def _check_cores(topology: Topology, value: object) -> IntArray:
         )
     if not cores.size:
         raise ValueError(
-            "An assignment must have at least one replica of one core. "
-            f"Received: `core_assignment` of the shape {cores.shape}."
+            "An assignment must have at least one replica with one core. "
+            f"Received: `core_assignment` with the shape {cores.shape}."
         )
     owners: dict[Cell, tuple[int, int]] = {}
     for replica, core in np.ndindex(cores.shape[:2]):
@@ -229,7 +231,8 @@ def _check_cores(topology: Topology, value: object) -> IntArray:
         if other != (replica, core):
             raise ValueError(
                 "Each core may be used only once. Received: "
-                f"core_assignment with {list(place)} as core {other[1]} of "
-                f"replica {other[0]} and core {core} of replica {replica}."
+                f"core_assignment with {list(place)} both as core {other[1]} "
+                f"of replica {other[0]} and as core {core} of replica "
+                f"{replica}."
             )
     return cores

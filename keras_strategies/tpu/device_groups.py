@@ -55,8 +55,9 @@ def default_device_order(
     sizes = Counter(map(get_slice, devices))
     if len(set(sizes.values())) > 1:
         raise ValueError(
-            "All slices must have the same number of devices. Received: number "
-            f"of devices by slice {dict(sizes)}. Use the same number of each."
+            "All slices must have the same number of devices. Received: these "
+            f"numbers of devices by slice: {dict(sizes)}. Pass the same number "
+            "of devices from each slice."
         )
     return tuple(sorted(devices, key=lambda d: (get_slice(d), d.process_index)))
 
@@ -66,11 +67,14 @@ def group_devices(
 ) -> tuple[tuple[jax.Device, ...], int | None]:
     """Returns devices ordered by group, and the number of devices per group.
 
+    Variables can be sharded over the devices of a group.
+
     Args:
       devices: Unique devices of one platform, with the same number of devices
         from each slice.
       shards: The number of devices in each group. None: each slice is a group,
-        or in a large slice the largest box of at most 64 chips.
+        but a slice with more than 64 chips is split into the largest boxes
+        with at most 64 chips.
 
     Returns:
       The devices, and the number of devices in each group. For devices without
@@ -99,7 +103,7 @@ def group_replicas(
 ) -> tuple[np.ndarray, int | None]:
     """Returns a slice's replicas ordered by group, and the size of a group.
 
-    Does the same as `group_devices`, but for replicas with several cores each.
+    It works like `group_devices`, but for replicas with several cores each.
 
     Args:
       replicas: The replicas' devices, as an array of shape (replicas, cores).
@@ -148,10 +152,9 @@ def _group_slice(
         return [replicas], count
     if count not in boxes:
         raise ValueError(
-            "On TPUs a group that shards variables must be a box of complete "
-            "hosts, with all cores of its replicas. Received: "
-            f"shards={count} in slices with {size} replicas. "
-            f"Choose one of {sorted(boxes)}, or None."
+            "On TPUs, a group of replicas that shards variables must fill a "
+            f"box of complete hosts. Received: shards={count} in slices with "
+            f"{size} replicas. Choose one of {sorted(boxes)}, or None."
         )
     return _split_into_boxes(replicas, boxes[count]), count
 

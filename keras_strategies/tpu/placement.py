@@ -94,12 +94,12 @@ def _read_count(
         most = min(most, present // math.prod(shape))
     if count > most:
         raise ValueError(
-            f"Only {most} replicas fit in the topology, each of "
-            "computation_shape times computation_stride. Received: "
+            f"Only {most} replicas fit in the topology with this "
+            "computation_shape and computation_stride. Received: "
             f"num_replicas={value}, computation_shape={list(shape)}, "
             f"computation_stride={list(stride)}, mesh_shape={mesh}, "
             f"{len(topology.missing_devices)} devices missing. Use fewer "
-            "replicas, or fewer cores for each."
+            "replicas, or fewer cores per replica."
         )
     return int(count)
 
@@ -170,11 +170,11 @@ def _place_in_task_order(
 ) -> IntArray:
     if math.prod(stride) != 1:
         raise ValueError(
-            "`computation_stride` must be 1 where devices are missing: "
-            "replicas take the present ones in the order of the tasks. "
-            f"Received: computation_stride={list(stride)}, "
-            f"{len(topology.missing_devices)} devices missing. Omit the "
-            "stride."
+            "`computation_stride` must be 1 if devices are missing from the "
+            "topology, because the other devices are then assigned to replicas "
+            "in the order of the tasks. Received: computation_stride="
+            f"{list(stride)}, {len(topology.missing_devices)} devices missing. "
+            "Omit the stride."
         )
     places = topology.device_coordinates.reshape(-1, topology.mesh_rank)
     size = math.prod(shape)

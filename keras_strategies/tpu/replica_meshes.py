@@ -1,6 +1,6 @@
 """Functions that make replica meshes from devices, assignments or topologies.
 
-A replica mesh says which devices each replica uses, and in which order.
+A replica mesh defines which devices each replica uses, and in which order.
 """
 
 import itertools
@@ -31,7 +31,7 @@ Assignments = DeviceAssignment | Sequence[DeviceAssignment]
 def choose_assignment(
     assignment: Assignments | None, experimental: Assignments | None
 ) -> Assignments | None:
-    """Returns the one assignment that was passed under either of two names.
+    """Returns the assignment that was passed in one of two arguments.
 
     Args:
       assignment: The argument `device_assignment` of the strategy.
@@ -43,7 +43,8 @@ def choose_assignment(
     if assignment is not None and experimental is not None:
         raise ValueError(
             "`experimental_device_assignment` and `device_assignment` must not "
-            "be passed together. Received: both. Pass only one."
+            "be passed together. Received: both. Pass only "
+            "`device_assignment`."
         )
     return experimental if assignment is None else assignment
 
@@ -139,18 +140,18 @@ def make_assigned_mesh(
         isinstance(a, DeviceAssignment) for a in assignments
     ):
         raise TypeError(
-            "`device_assignment` must be a DeviceAssignment, or a list of one "
-            f"per slice. Received: {assignments!r}. Make one with "
-            "`ks.tpu.experimental.DeviceAssignment.build`."
+            "`device_assignment` must be a DeviceAssignment, or a list with a "
+            f"DeviceAssignment for each slice. Received: {assignments!r}. "
+            "Create them with `ks.tpu.experimental.DeviceAssignment.build`."
         )
     shapes = {a.num_cores_per_replica for a in assignments}
     if len(shapes) != 1:
         raise ValueError(
-            "`device_assignment` must have at least one assignment, and the "
-            "same number of cores per replica in all slices. Received: "
-            "assignments with cores per replica "
-            f"{[a.num_cores_per_replica for a in assignments]}. Build all "
-            "with one `computation_shape`."
+            "`device_assignment` must contain at least one assignment, and all "
+            "assignments must have the same number of cores per replica. "
+            "Received: assignments with these numbers of cores per replica: "
+            f"{[a.num_cores_per_replica for a in assignments]}. Use the same "
+            "`computation_shape` for all of them."
         )
     blocks = map(replica_mesh_devices, assignments)
     return _make_block_mesh(blocks, partitioner, is_abstract=is_abstract)
@@ -197,7 +198,7 @@ def _sort_by_process(
 def _fill_slice(
     devices: Sequence[jax.Device], computation_shape: Sequence[int]
 ) -> DeviceAssignment:
-    """Makes an assignment with the most replicas that fit in a slice."""
+    """Makes an assignment with the maximum number of replicas for a slice."""
     topology = Topology.from_devices(devices)
     cores = int(np.prod(computation_shape)) or 1
     count = max(int(topology.mesh_shape.prod()) // cores, 1)
@@ -222,6 +223,7 @@ def check_resolver(resolver: object) -> TPUClusterResolver | None:
     raise TypeError(
         "`tpu_cluster_resolver` must be a TPUClusterResolver or None. "
         f"Received: an object of type {type(resolver).__name__}. If another "
-        "resolver describes the cluster, call `jax.distributed.initialize` "
-        "with its values and omit it, or use `MultiWorkerMirroredStrategy`."
+        "resolver describes the cluster, omit `tpu_cluster_resolver` and call "
+        "`jax.distributed.initialize` with the values of that resolver, or use "
+        "`MultiWorkerMirroredStrategy`."
     )

@@ -48,8 +48,9 @@ def initialize_tpu_system(
             "A TPU system needs TPUs. Received: "
             f"{len(tpus)} devices of the platform '{tpus[0].platform}'. "
             "On a TPU machine run `pip install 'jax[tpu]'` and leave "
-            "JAX_PLATFORMS unset; elsewhere pass `devices=jax.devices()`, or "
-            "use `Topology.from_name('v5e:4x4')` to compile only."
+            "JAX_PLATFORMS unset. On other machines, pass "
+            "`devices=jax.devices()`, or use `Topology.from_name('v5e:4x4')` "
+            "if you only want to compile."
         )
     return Topology.from_devices(tpus)
 
@@ -83,5 +84,5 @@ def _check_resolver(cluster_resolver: object) -> None:
     raise TypeError(
         "`cluster_resolver` must be a cluster resolver or None. Received: "
         f"{cluster_resolver!r} of type {type(cluster_resolver).__name__}. "
-        "Omit it."
+        "Pass a `TPUClusterResolver`, or omit the argument."
     )

@@ -173,7 +173,7 @@ class Topology:
     def task_ordinal_at_coordinates(
         self, device_coordinates: Sequence[int]
     ) -> int:
-        """Returns the task of the device at (x, y, z, core).
+        """Returns the index of the task with the device at (x, y, z, core).
 
         Raises:
           IndexError: if the coordinates are outside the mesh.
@@ -219,7 +219,7 @@ class Topology:
         if not self._devices:
             raise ValueError(
                 "The topology must be made from devices. Received: a topology "
-                f"made from coordinates: {self!r}. Make it with "
+                f"made from coordinates: {self!r}. Create it with "
                 "`Topology.from_devices(jax.devices())` or "
                 "`Topology.from_name(name)`."
             )
@@ -246,8 +246,9 @@ class Topology:
         )
         if not is_inside:
             raise IndexError(
-                "Coordinates must be four integers, each from 0 to the mesh's "
-                f"size - 1. Received: device_coordinates={cell.tolist()}, "
+                "Coordinates must be four integers, each at least 0 and less "
+                "than the mesh's size in that dimension. Received: "
+                f"device_coordinates={cell.tolist()}, "
                 f"mesh_shape={self._mesh_shape.tolist()}."
             )
         place = tuple(cell.tolist())
@@ -340,16 +341,16 @@ def _check_devices(devices: Sequence[jax.Device]) -> None:
     slices = sorted({get_slice(device) for device in devices})
     if len(slices) > 1:
         raise ValueError(
-            "The devices of a topology must be of one slice: each slice has "
-            f"separate coordinates. Received: devices of slices {slices}. Make "
-            "one topology per `slice_index`."
+            "The devices of a topology must belong to one slice, because each "
+            "slice has separate coordinates. Received: devices of the slices "
+            f"{slices}. Create a topology for each `slice_index`."
         )
     counts = Counter(device.process_index for device in devices)
     if len(set(counts.values())) > 1:
         raise ValueError(
             "All processes must have the same number of devices. Received: "
-            f"number of devices by process {dict(counts)}. Use the same number "
-            "of each."
+            f"these numbers of devices by process: {dict(counts)}. Pass the "
+            "same number of devices from each process."
         )
 
 
@@ -365,7 +366,10 @@ def _compute_places(devices: Sequence[jax.Device]) -> list[Cell]:
 
 
 def _parse(serialized: bytes | str) -> tuple[Any, Any]:
-    cure = "Pass the result of `Topology.serialized()`; tf's is not supported."
+    cure = (
+        "Pass the result of `Topology.serialized()`. Serialized topologies of "
+        "TensorFlow are not supported."
+    )
     kinds = bytes | str
     check_type("`serialized`", serialized, kinds, "bytes or a str", cure)
     try:
@@ -375,7 +379,7 @@ def _parse(serialized: bytes | str) -> tuple[Any, Any]:
     except ValueError as error:
         raise ValueError(
             "`serialized` must be the JSON of a topology, version 1. Received: "
-            f"{serialized[:80]!r}, in which {error}. {cure}"
+            f"{serialized[:80]!r}, but {error}. {cure}"
         ) from None
     return content["mesh_shape"], content["device_coordinates"]
 

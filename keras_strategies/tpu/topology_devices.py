@@ -37,7 +37,7 @@ def make_tpu_devices(
         0 < math.prod(int(size) for size in sizes) * num_slices <= _MOST_CHIPS
     ):
         raise ValueError(
-            _describe_fault(name, num_slices, "not of this form, or too large")
+            _describe_fault(name, num_slices, "wrong format, or too large")
         )
     from jax.experimental import topologies
 
@@ -58,9 +58,9 @@ def make_tpu_devices(
         raise ValueError(_describe_fault(name, num_slices, reason)) from error
     except RuntimeError as error:
         raise ImportError(
-            "A topology by name needs libtpu, which JAX did not find. "
-            f"Received: name={name!r}. Run `pip install "
-            "'jax[tpu]'`; it needs no TPU."
+            "Creating a topology from a name needs libtpu, which JAX did not "
+            f"find. Received: name={name!r}. Run `pip install 'jax[tpu]'`, "
+            "which also works on a machine without a TPU."
         ) from error
     return tuple(described.devices)
 
@@ -68,8 +68,8 @@ def make_tpu_devices(
 def _describe_fault(name: object, num_slices: int, reason: str) -> str:
     slices = "" if num_slices == 1 else f", num_slices={num_slices}"
     return (
-        "There is no such TPU slice to compile for. A name must be a "
-        "generation and the chips in each dimension, and `num_slices` "
-        f"positive. Received: {name!r}{slices} ({reason}). Write, for example, "
-        f"{_EXAMPLES}."
+        "There is no such TPU slice to compile for. The name must be a TPU "
+        "generation, a colon and the number of chips in each dimension, and "
+        f"`num_slices` must be positive. Received: {name!r}{slices} "
+        f"({reason}). Pass, for example, {_EXAMPLES}."
     )

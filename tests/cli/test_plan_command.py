@@ -17,11 +17,14 @@ from tests.support import strangers
     [
         (["train.py"], "no --topology"),
         (["--topology", "v5e:4x4"], "none of them"),
-        (["--topology", "v5e:4x4", "nowhere.py"], "script must exist"),
+        (
+            ["--topology", "v5e:4x4", "nowhere.py"],
+            "script must be an existing file",
+        ),
         (["--topology", "v5e:4x4", "--model", "a:b"], "used together"),
         (
             ["--topology", "v5e:4x4", "--model", "a", "--batch", "2:int32"],
-            "module:function",
+            "separated by a colon",
         ),
         (
             ["--topology", "v5e:4x4", "--model", "a:b", "--batch", "x:y"],

@@ -40,7 +40,7 @@ def test_json_is_read(value):
         ("[-Infinity]", "-Infinity"),
         ("1e999", "too large"),
         ("9" * 5000, "too long"),
-        (" " * 100_001, "at most 100000"),
+        (" " * 100_001, "maximum of 100000"),
     ],
     ids=lambda value: str(value[:20]),
 )

@@ -296,13 +296,13 @@ CASES = {
 OF_SEVERAL = {
     "keras_strategies needs Keras",
     "All ... processes must start",
-    "All processes must be given",
+    "All processes must expect",
     "All processes must pass",
     "Process ... did not take part",
-    "All processes must make",
+    "All processes must call",
     "All processes must shard",
     "Calling `variable_partitioner`",
-    "A function that is compiled for several",
+    "An array that is sharded over several",
     "Every process must see",
     "process 0 ends with",
 }

@@ -29,10 +29,10 @@ CAUSES = {
     "exception": r"process {p} failed: .*Trouble: user bug \(faults.py:\d+ in ",
     "exit": r"process {p} ended with sys.exit\(3\)",
     "interrupt": r"process {p} failed: KeyboardInterrupt",
-    "stuck": r"process {p} has started \d+ programs, none for \d+ s; its main "
-    r"thread is at faults.py:\d+ in go_wrong",
-    "early": r"process {p} has ended its script after \d+ programs",
-    "stop_training": r"process {p} has ended its script after \d+ programs",
+    "stuck": r"process {p} has started \d+ programs, none in the last \d+ s; "
+    r"its main thread is at faults.py:\d+ in go_wrong",
+    "early": r"the script of process {p} has ended after \d+ programs",
+    "stop_training": r"the script of process {p} has ended after \d+ programs",
 }
 slow = pytest.mark.slow
 

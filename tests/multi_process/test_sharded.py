@@ -123,7 +123,7 @@ def test_what_processes_do_not_divide_alike_is_refused_in_all():
         elif name == "captured":
             assert told == other
             for part in (
-                "must take arrays",
+                "must be passed to a compiled function",
                 "float32[6, 24]",
                 "to `run` in `args`",
             ):

@@ -142,7 +142,7 @@ def assert_refused(of_processes):
         assert f"{1.0 + me} for variable 'rate' in process {me}" in found.pop()
         loss, is_untouched, constant, is_still, *runs, last = found
         assert len(runs) == 2
-        assert "process 0 at `" in loss
+        assert "process 0: `" in loss
         assert "mul" in loss
         assert is_untouched
         assert is_still

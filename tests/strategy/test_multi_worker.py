@@ -122,7 +122,7 @@ def test_options_of_gpus(value):
     [
         (
             {"cluster_resolver": object(), "num_processes": 2},
-            ["a resolver or by numbers", "`num_processes`"],
+            ["either by `cluster_resolver` or by", "`num_processes`"],
         ),
         ({"num_processes": 2}, ["Pass coordinator_address and process_id"]),
         ({"predict_in": "some"}, ["'some'", "'chief'"]),

@@ -90,7 +90,7 @@ def test_an_assignment_makes_replicas_of_its_cores(make):
                 "experimental_device_assignment": assignment_of(2, 2),
             },
             ValueError,
-            ["both", "Pass only one"],
+            ["both", "Pass only"],
         ),
         (
             {

@@ -261,7 +261,7 @@ def test_impossible_assignments_are_refused(cores, text):
 def test_a_core_that_is_not_there_is_refused(place):
     ours, _ = make_both("v5e:4x4")
     built = DeviceAssignment(ours, SINGLE_CORE_ASSIGNMENT)
-    with pytest.raises(IndexError, match="of 1"):
+    with pytest.raises(IndexError, match="there are 1 replicas"):
         built.coordinates(*place)
 
 

@@ -252,5 +252,8 @@ Topology.from_name("v5e:2x2")
 """
     done = run_python(code, KERAS_BACKEND="jax")
     assert done.returncode != 0
-    assert "ImportError: A topology by name needs libtpu" in done.stderr
+    assert (
+        "ImportError: Creating a topology from a name needs libtpu"
+        in done.stderr
+    )
     assert "pip install 'jax[tpu]'" in done.stderr

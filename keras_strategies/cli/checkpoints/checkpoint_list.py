@@ -90,7 +90,7 @@ class LeftBehind:
 
     Attributes:
       name: The name of the file or folder.
-      reason: Where it comes from, for example "save, stopped".
+      reason: The reason why it exists, for example "interrupted save".
       num_bytes: The size in bytes.
     """
 
@@ -106,8 +106,8 @@ class Listing:
     Attributes:
       directory: The path of the directory.
       entries: The checkpoints, sorted by step.
-      left_behind: What killed processes left behind, and quarantined
-        checkpoints.
+      left_behind: The files and folders that killed processes left behind,
+        and damaged checkpoints that a run has renamed.
       writer: The process that is writing to the directory, or None.
     """
 
@@ -214,7 +214,7 @@ def _make_entry(
 
 
 def _read_contents(path: pathlib.Path) -> Contents:
-    """Reads `Entry.contents` of a checkpoint; empty if unreadable."""
+    """Reads the value of `Entry.contents`; returns {} if it is unreadable."""
     if not os.path.lexists(path / RUN):
         return {}
     try:
@@ -238,10 +238,11 @@ def _find_left_behind(
     found: list[tuple[pathlib.Path, str]] = []
     for path in find_partial_saves(directory):
         act = "deletion" if DELETING in path.name else "save"
-        how = "stopped" if writer is None else "stopped, or under way"
-        found.append((path, f"{act}, {how}"))
+        how = "interrupted" if writer is None else "interrupted or running"
+        found.append((path, f"{how} {act}"))
     found += [
-        (path, "damaged, put aside") for path in find_quarantined(directory)
+        (path, "damaged, renamed by a run")
+        for path in find_quarantined(directory)
     ]
     return tuple(
         LeftBehind(

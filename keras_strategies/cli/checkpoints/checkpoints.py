@@ -58,7 +58,7 @@ def checkpoints(
 
 
 def print_listing(listing: Listing, console: Console) -> None:
-    """Prints a table of checkpoints, what is damaged, and a summary.
+    """Prints a table of checkpoints, a list of damages, and a summary.
 
     Args:
       listing: The directory's checkpoints.
@@ -83,7 +83,7 @@ def print_listing(listing: Listing, console: Console) -> None:
         text = f"Step {entry.step} is damaged: {entry.fault}."
         _print(console, text, "bold red")
     if listing.writer is not None:
-        _print(console, f"Written to by {listing.writer}.")
+        _print(console, f"A run is writing here: {listing.writer}.")
     count, wrong = len(listing.entries), len(listing.damaged)
     counts = f"{count or 'No'} checkpoint{'s' * (count != 1)}"
     damaged = f", {wrong} damaged" * bool(wrong)
@@ -126,14 +126,14 @@ def _find_fault(directory: str) -> str | None:
         names = os.listdir(directory)
     except OSError as error:
         return (
-            f"{quote_name(directory)} cannot be listed: {error.strerror}. Give "
-            "the directory of a run's checkpoints."
+            f"{quote_name(directory)} cannot be listed: {error.strerror}. Pass "
+            "the directory that contains a run's checkpoints."
         )
     name = os.path.basename(os.path.abspath(directory))
     if MANIFEST in names and parse_step(name) is not None:
         above = os.path.dirname(os.path.abspath(directory))
         return (
-            f"{quote_name(directory)} is one checkpoint. Give the directory "
-            f"that it is in: {quote_name(above)}."
+            f"{quote_name(directory)} is a single checkpoint. Pass the "
+            f"directory that contains it: {quote_name(above)}."
         )
     return None

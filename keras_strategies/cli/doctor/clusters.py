@@ -38,7 +38,7 @@ _CONNECT_S = 2.0
 _BIND_ADDRESS = "JAX_COORDINATOR_BIND_ADDRESS"
 _DOCUMENT = "docs/clusters.md"
 _SETTERS = {
-    "TF_CONFIG": "whoever started this process",
+    "TF_CONFIG": "the program that started this process",
     "SLURM": "srun",
     "Open MPI": "mpirun",
 }
@@ -158,7 +158,7 @@ def check_clusters(environ: Mapping[str, str]) -> tuple[Part, Cluster | None]:
     """
     clusters = find_clusters(environ)
     if not clusters:
-        alone = ("variables", "none of a cluster: this process is alone")
+        alone = ("variables", "none for a cluster: this process runs alone")
         findings = tuple(_check_incomplete(environ))
         return Part(title="Cluster", rows=(alone,), findings=findings), None
     chosen = clusters[0]
@@ -175,7 +175,7 @@ def check_clusters(environ: Mapping[str, str]) -> tuple[Part, Cluster | None]:
 def check_address(
     info: TaskInfo, environ: Mapping[str, str], *, connects: bool
 ) -> Iterator[Finding]:
-    """Checks whether processes can connect at the coordinator's address.
+    """Checks whether processes can connect to the coordinator's address.
 
     Process 0 tries to listen at the address, and closes the socket again. Other
     processes resolve the host name and, if `connects` is true, connect.
@@ -199,7 +199,7 @@ def check_address(
         yield fault(
             f"The name of the coordinator, {host!r}, cannot be resolved here: "
             f"{getattr(error, 'strerror', None) or error}.",
-            "Give a name that all machines can resolve, or an IP address.",
+            "Use a name that all machines can resolve, or an IP address.",
         )
         return
     if info.process_id == 0:
@@ -224,23 +224,25 @@ def _try_to_listen(
             yield fault(
                 f"Another process listens at the coordinator's address, "
                 f"{address}.",
-                "End it if it is not needed, or give process 0 another port.",
+                "End that process if it is not needed, or use another port for "
+                "process 0.",
             )
         else:
             yield fault(
                 f"Process 0 cannot listen at {address}: "
                 f"{error.strerror or error}.",
                 "The coordinator's address must belong to the machine that "
-                "runs process 0, with a port from 1024. Correct the cluster.",
+                "runs process 0, and its port must be at least 1024. Correct "
+                "the cluster.",
             )
         return
     yield good(f"Process 0 can listen at {address}.")
     others = {a.rpartition(":")[0] for a in info.addresses if a}
     if len(others) > 1 and _is_loopback(place):
         yield fault(
-            f"{address} is a loopback address ({place[4][0]}): processes on "
+            f"{address} is a loopback address ({place[4][0]}), so processes on "
             "other machines cannot reach it.",
-            "Correct this machine's /etc/hosts, or give its IP address.",
+            "Correct this machine's /etc/hosts, or use its IP address.",
         )
 
 
@@ -253,7 +255,8 @@ def _try_to_connect(address: str, place: Place) -> Finding:
         return warning(
             f"The machine of the coordinator answers, but no process listens "
             f"at {address}.",
-            "Start process 0; it listens once it has created its strategy.",
+            "Start process 0, which listens as soon as it creates its "
+            "strategy.",
         )
     except OSError as error:
         what = error.strerror or "no answer"
@@ -301,7 +304,7 @@ def _find_setter(cluster: Cluster, environ: Mapping[str, str]) -> str:
 def _make_rows(info: TaskInfo | None) -> Iterator[Row]:
     if info is None:
         return
-    process = "none (an evaluator trains nothing)"
+    process = "none (an evaluator does not train)"
     if info.process_id is not None:
         process = f"{info.process_id} of {info.num_processes}"
     yield "task", f"{info.type} {info.index}" + ", chief" * info.is_chief
@@ -318,8 +321,8 @@ def _make_finding(cluster: Cluster) -> Finding:
         )
     if cluster.info is None:
         return note(
-            f"The variables of {cluster.name} are set; JAX reads them itself.",
-            f"In a script: {cluster.use}.",
+            f"The variables of {cluster.name} are set. JAX reads them itself.",
+            f"In a script, use {cluster.use}.",
         )
     return good(
         f"{cluster.name} describes a cluster of {cluster.info.num_processes} "
@@ -332,8 +335,8 @@ def _check_several(clusters: list[Cluster]) -> Iterator[Finding]:
         names = " and ".join(cluster.name for cluster in clusters)
         yield warning(
             f"The variables of {names} are all set.",
-            f"Those of {clusters[0].name} are used. Unset the others, or give "
-            f"the strategy the intended resolver ({_DOCUMENT}).",
+            f"The variables of {clusters[0].name} are used. Unset the others, "
+            f"or pass the intended resolver to the strategy ({_DOCUMENT}).",
         )
 
 
@@ -341,13 +344,14 @@ def _check_incomplete(environ: Mapping[str, str]) -> Iterator[Finding]:
     """Finds variables of a cluster without this process's number."""
     if environ.get("SLURM_JOB_ID"):
         yield warning(
-            "This process is in a SLURM job but not in a step of it, so it is "
-            "alone.",
+            "This process runs in a SLURM job but not in one of its steps, so "
+            "it runs alone.",
             "Start the script with `srun`.",
         )
     elif environ.get("KUBERNETES_SERVICE_HOST"):
         yield note(
-            "This pod does not belong to an indexed Job, so the process is "
+            "This pod does not belong to an indexed Job, so the process runs "
             "alone.",
-            f"For several pods set `completionMode: Indexed` ({_DOCUMENT}).",
+            "To train in several pods, set `completionMode: Indexed` "
+            f"({_DOCUMENT}).",
         )

@@ -60,7 +60,7 @@ def check_packages(
             versions.format_version(python),
             versions.format_version(LEAST_PYTHON),
         )
-        cure = "Make a virtual environment with a newer Python."
+        cure = "Create a virtual environment with a newer Python."
         findings.append(fault(f"Python {old} is older than {least}.", cure))
     for package in versions.LEAST:
         version = version_of(package)
@@ -93,8 +93,8 @@ def _check_package(package: str, version: str | None) -> Iterator[Finding]:
         package, (10**9,)
     ):
         yield warning(
-            f"{package} {version} is newer than the tested versions: see "
-            "docs/versions.md.",
+            f"{package} {version} is newer than the tested versions (see "
+            "docs/versions.md).",
             cure,
         )
 
@@ -155,7 +155,8 @@ def _check_keras(environ: Mapping[str, str]) -> Iterator[Finding]:
         yield fault(
             "KERAS_NNX_ENABLED is on, so importing keras_strategies raises an "
             "error.",
-            "Unset it: strategies need Keras variables, not those of NNX.",
+            "Unset it, because strategies need Keras variables, not NNX "
+            "variables.",
         )
 
 
@@ -167,7 +168,7 @@ def _check_platforms(text: str) -> Iterator[Finding]:
         yield note(
             f"JAX_PLATFORMS contains {', '.join(map(repr, unknown))}, which "
             "is not a built-in platform of JAX.",
-            "Check the spelling, unless a plugin adds it.",
+            "Check the spelling, unless a plugin provides this platform.",
         )
 
 
@@ -189,7 +190,7 @@ def _check_virtual_devices(
         elif int(count) > num_cores:
             yield warning(
                 f"{count} virtual CPU devices share {num_cores} "
-                f"core{'s' * (num_cores > 1)}: useful to try a script, but no "
-                "faster than fewer devices.",
-                f"For speed use {DEVICE_COUNT}{num_cores} or an accelerator.",
+                f"core{'s' * (num_cores > 1)}. This is useful to try a script, "
+                "but not faster than fewer devices.",
+                f"For speed, use {DEVICE_COUNT}{num_cores} or an accelerator.",
             )

@@ -30,16 +30,16 @@ _PROBE = "keras_strategies.cli.doctor.probe"
 _DEVICES_S = 90.0
 _LAST_LINES = 3
 _CURE_OF_FLAGS = (
-    "XLA aborts the process if XLA_FLAGS contains an unknown flag: remove or "
-    "correct it. Flags for TPUs belong in LIBTPU_INIT_ARGS."
+    "XLA aborts the process if XLA_FLAGS contains an unknown flag. Remove or "
+    "correct this flag. Flags for TPUs belong in LIBTPU_INIT_ARGS."
 )
 _LONGEST = 600
 _MAX_LINE = 1 << 20
 _NAMES = {
     "jax": "JAX was imported",
-    "join": "the processes were joined",
+    "join": "the processes were connected",
     "devices": "JAX had started its devices",
-    "all_reduce": "the all-reduce was done",
+    "all_reduce": "the all-reduce was complete",
     "keras": "keras_strategies was imported",
 }
 _TIMED = {
@@ -48,6 +48,7 @@ _TIMED = {
     "keras": "import keras_strategies",
 }
 Answers = dict[str, dict[str, Any]]
+"""The answers that `probe` has written, by the name of the stage."""
 
 
 def check_devices(
@@ -80,7 +81,7 @@ def check_devices(
     return part, "kinds" in devices
 
 
-_MET = good("All processes have met, and JAX joined them.")
+_MET = good("All processes have connected, and JAX has started the job.")
 
 
 def has_met(part: Part) -> bool:
@@ -205,7 +206,7 @@ def _check_kinds(kinds: Sequence[Sequence[Any]]) -> Finding:
         return note("JAX has one device, so a strategy has one replica.")
     return note(
         "JAX has one CPU device, so a strategy has one replica.",
-        f"To try several, set XLA_FLAGS={DEVICE_COUNT}4.",
+        f"To try several replicas, set XLA_FLAGS={DEVICE_COUNT}4.",
     )
 
 
@@ -214,8 +215,8 @@ def _check_counts(counts: list[int]) -> Iterator[Finding]:
         yield fault(
             "The processes have different numbers of devices: "
             f"{', '.join(map(str, counts))}.",
-            "Give all of them the same number: a strategy divides batches "
-            "evenly.",
+            "Use the same number of devices in all processes, because a "
+            "strategy divides batches evenly.",
         )
 
 
@@ -228,7 +229,8 @@ def _check_all_reduce(answers: Answers, over: str) -> Iterator[Finding]:
     else:
         yield fault(
             f"An all-reduce over {over} returns a wrong sum.",
-            "Do not train there: look for a broken device or link.",
+            "Do not train on these devices. Check whether a device or a link "
+            "between devices is broken.",
         )
 
 
@@ -243,10 +245,12 @@ def _check_meeting(
     if cluster.info is None or not _failed_to_meet(answers):
         return
     yield fault(
-        f"The processes did not meet. {answers['join']['error']}",
-        "Run doctor in all processes at the same time: `srun "
-        "keras-strategies doctor`, `torchrun -m keras_strategies.cli "
-        "doctor`, in all pods; or `doctor --quick` in this one.",
+        "The processes cannot start a job together. "
+        f"{answers['join']['error']}",
+        "Run doctor in all processes at the same time, for example with `srun "
+        "keras-strategies doctor`, with `torchrun -m keras_strategies.cli "
+        "doctor` or in all pods. To check only this process, run `doctor "
+        "--quick`.",
     )
     for finding in check_address(cluster.info, environ, connects=True):
         if finding.fix and cluster.info.process_id:
@@ -264,7 +268,7 @@ def _check_end(
     error = answers.get(stage, {}).get("error")
     flags = environ.get("XLA_FLAGS")
     if code is None:
-        what = f"It took too long until {_NAMES[stage]}."
+        what = f"The time limit ended before {_NAMES[stage]}."
     elif error is None:
         what = f"The process {describe_exit(code)} before {_NAMES[stage]}."
         if code < 0:
@@ -275,7 +279,7 @@ def _check_end(
         kind = answers[stage].get("kind", "an error")
         what = f"{kind} was raised before {_NAMES[stage]}: {error}"
     if error is None and text:
-        what += f" Its last line: {text}"
+        what += f" Its last output: {text}"
     if code and error is None and stage == "devices" and flags:
         yield fault(what, _CURE_OF_FLAGS)
     else:
@@ -284,19 +288,19 @@ def _check_end(
 
 def _choose_cure(stage: str, platforms: str | None) -> str:
     if stage == "keras":
-        return "Reinstall the packages that Packages lists as wrong or missing."
+        return "Reinstall the packages that this report lists as faults."
     if stage == "devices" and platforms:
         return (
             f"JAX_PLATFORMS={platforms} selects devices that JAX does not "
-            "find. Install support for them ('.[cuda]', '.[tpu]'), or set "
-            "JAX_PLATFORMS=cpu."
+            "find. Install support for them (`pip install "
+            "'keras-strategies[cuda]'` or `[tpu]`), or set JAX_PLATFORMS=cpu."
         )
     if stage == "all_reduce":
         return (
-            "Processes must reach each other on all ports, not only the "
-            "coordinator's: look for a firewall between them."
+            "Processes must be able to reach each other on all ports, not only "
+            "on the coordinator's port. Check for a firewall between them."
         )
     return (
-        "Check the drivers of the devices, and whether other processes use "
-        "them; JAX_PLATFORMS=cpu selects the CPU."
+        "Check the drivers of the devices, and check whether other processes "
+        "use the devices. To use the CPU instead, set JAX_PLATFORMS=cpu."
     )

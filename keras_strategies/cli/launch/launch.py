@@ -48,8 +48,8 @@ def launch(
 
     Returns:
       The exit code: 0 on success, 130 after Ctrl-C, 2 for invalid arguments.
-      If a process failed, the exit code of the first one that did, or 128 + n
-      if signal n killed it.
+      If a process failed, the exit code of the first process that failed, or
+      128 + n if signal n killed that process.
     """
     command = list(command[1:] if command[:1] == ["--"] else command)
     fault = find_fault(
@@ -85,28 +85,31 @@ def find_fault(
     devices_per_process: int | None,
     platform: str,
 ) -> str:
-    """Returns what is wrong with `launch`'s arguments and a cure, or ""."""
+    """Returns what is wrong with the arguments and what to do, or ""."""
     if os.name != "posix":
-        return "runs only on Linux and macOS. Start the processes by hand here."
+        return (
+            "this command runs only on Linux and macOS. On this system, start "
+            "each process yourself."
+        )
     if not 1 <= num_processes <= _MOST_PROCESSES:
         return (
             f"--processes must be from 1 to {_MOST_PROCESSES}. Received: "
-            f"{num_processes}. Give, for example, --processes 2."
+            f"{num_processes}. Pass, for example, --processes 2."
         )
     if devices_per_process is not None and devices_per_process < 1:
         return (
             "--devices-per-process must be 1 or more. Received: "
-            f"{devices_per_process}. Leave it out for one device each."
+            f"{devices_per_process}. Omit it for one device per process."
         )
     if devices_per_process is not None and platform != "cpu":
         return (
             "--devices-per-process can only be used on the CPU. "
-            f"Received: --platform {platform}. Leave one of the two out."
+            f"Received: --platform {platform}. Omit one of the two options."
         )
     if not command:
         kind = "a module after -m" if is_module else "a script"
         return (
-            f"{kind} is missing. Give the command of the processes: "
+            f"{kind} is missing. Specify what the processes run, for example "
             "`keras-strategies launch --processes 2 train.py`."
         )
     return _find_command_fault(command[0], is_module) or _find_limit_fault(
@@ -116,25 +119,26 @@ def find_fault(
 
 def _find_command_fault(name: str, is_module: bool) -> str:
     if is_module:
-        # Looks up only the root package: to search in it would import it.
+        # Looks up only the root package, because searching in it would import
+        # it.
         path = [os.getcwd(), *sys.path]
         root = name.split(".")[0]
         if root in sys.builtin_module_names or root in sys.modules:
             return ""
         if importlib.machinery.PathFinder.find_spec(root, path) is None:
             return (
-                f"the module {name!r} does not exist. Install it, or change to "
-                "its folder."
+                f"the module {name!r} does not exist. Install it, or run this "
+                "command in the folder that contains it."
             )
         return ""
     path = pathlib.Path(name)
     if not path.exists():
         return (
-            f"the file {name!r} does not exist in {os.getcwd()!r}. Give the "
+            f"the file {name!r} does not exist in {os.getcwd()!r}. Pass the "
             "path of a Python script, after all options."
         )
     if path.is_dir() and not (path / "__main__.py").exists():
-        return f"{name!r} is a folder. Give the path of a Python script."
+        return f"{name!r} is a folder. Pass the path of a Python script."
     if not os.access(path, os.R_OK):
         return f"{name!r} cannot be read. Change its permissions."
     return ""
@@ -153,7 +157,8 @@ def _find_limit_fault(num_processes: int) -> str:
         return ""
     return (
         f"{num_processes} processes need {needed} open files. Received: a "
-        f"limit of {most}. Raise it (`ulimit -n`), or start fewer processes."
+        f"limit of {most}. Raise the limit (`ulimit -n`), or start fewer "
+        "processes."
     )
 
 

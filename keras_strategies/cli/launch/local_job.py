@@ -1,7 +1,8 @@
 """Supervises a job's local processes until all have ended.
 
-When a process ends, rules decide what happens to the others. The rules are
-methods of `_Job`. They set a plan: a list of actions and when to perform them.
+When a process ends, rules decide what happens to the other processes. The rules
+are methods of `_Job`. They set a plan, which is a list of actions and the times
+at which to perform them.
 """
 
 import collections
@@ -24,7 +25,7 @@ _FAILED_OUTPUT = 74  # EX_IOERR
 _POLL_S = 0.02
 _SHOW_S = 2.0
 # Seconds from a failure until the other processes are sent SIGTERM and SIGKILL.
-# Usually they detect the failure immediately, print an error and exit before.
+# Usually they detect the failure, print an error and exit before this time.
 _FAILED = (0.6, 0.9)
 # Seconds until the launcher reports a failure to the other processes, if the
 # failed process exited by itself. It has then sent them its error, which has
@@ -38,6 +39,7 @@ _PREEMPTED = 25.0
 _INTERRUPTED = (5.0, 8.0)
 _SEND_LINE = "send line"
 Action = int | str
+"""The signal to send to the running processes, or `_SEND_LINE`."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -58,7 +60,11 @@ class Ending:
 
     @property
     def rank(self) -> int:
-        """The distance from being a cause: 0 is a cause, 4 is no failure."""
+        """A number from 0 (this process failed first) to 4 (it did not fail).
+
+        Among several endings, the one with the lowest number is considered the
+        cause of the others.
+        """
         if self.code == 0:
             return 4
         if self.code == ExitCode.PREEMPTED:
@@ -100,7 +106,7 @@ def run_job(
 
 
 def find_first_cause(endings: Sequence[Ending]) -> Ending | None:
-    """Finds the ending that caused the others; None if nothing failed.
+    """Finds the ending that caused the others; None if no process failed.
 
     Args:
       endings: The endings in the order in which they occurred.
@@ -278,7 +284,11 @@ class _Job:
                     child.send(action)
 
     def _conclude(self) -> int:
-        """Prints why the job ended, unless it succeeded; returns exit code."""
+        """Prints why the job ended, unless it succeeded.
+
+        Returns:
+          The exit code of the launcher.
+        """
         cause, fault = find_first_cause(self._endings), self._output.fault
         if self._is_interrupted:
             self._print_line("interrupted; all processes have ended.")

@@ -42,7 +42,10 @@ class Output:
 
     @property
     def fault(self) -> str:
-        """The error of stdout or stderr; "" if none, or for a closed pipe."""
+        """The error of stdout or stderr; "" if there is none, or a closed pipe.
+
+        A closed pipe (`| head`) is not an error.
+        """
         for file, error in self._errors.items():
             if error.errno != errno.EPIPE:
                 return f"{_NAMES[file]} cannot be written: {error.strerror}"

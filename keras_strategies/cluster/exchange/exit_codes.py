@@ -14,8 +14,8 @@ _MAX_CHARACTERS = 1 << 20
 class ExitCode(enum.IntEnum):
     """The exit code of a process that belongs to a job.
 
-    The values are codes of `sysexits.h` where one fits, and for Ctrl-C the
-    code that shells use. A process that calls `sys.exit(n)` exits with n.
+    Most values are codes from `sysexits.h`. The value for Ctrl-C is the code
+    that shells use. A process that calls `sys.exit(n)` exits with n.
     """
 
     DONE = 0
@@ -27,7 +27,9 @@ class ExitCode(enum.IntEnum):
 
 
 class Preempted(SystemExit):
-    """Raised in all processes, before the same step, after SIGTERM to one.
+    """Raised in all processes after one of them has received SIGTERM.
+
+    All processes raise it before the same step.
 
     It is a `SystemExit`, so that `finally` blocks run, `except Exception` does
     not catch it, and the process ends with `ExitCode.PREEMPTED`.
@@ -50,8 +52,8 @@ class Cause:
     """The reason why a job ends, which is sent to all of its processes.
 
     Attributes:
-      text: A sentence without a period at its end. It says which process is
-        at fault.
+      text: A sentence, without a period at its end, that states which process
+        is at fault.
       code: The exit code with which the processes that receive it end.
     """
 
@@ -66,7 +68,7 @@ class Cause:
     def from_json(cls, text: str) -> "Cause":
         """Parses the cause that another process sent.
 
-        If the text is malformed, returns a cause that says so.
+        If the text is malformed, returns a cause whose text states this.
         """
         form = {"text": str, "code": _is_code}
         with contextlib.suppress(ValueError):

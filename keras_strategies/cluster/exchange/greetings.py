@@ -26,13 +26,19 @@ MOST = 2**31
 # The senders' roles in proofs. They are part of the protocol, because both
 # sides include them in the hash.
 PROCESS_0, PROCESS, _SENDS = "process 0", "process", "process 0 tells"
-SAME = f"All processes of a job must have the same {VARIABLE}, or none. "
-SET = f"Set it in all of them; `{job_secret.MAKE}` makes one."
-NOT_THERE = f"{SAME}Received: one in process 0, and none here. {SET}"
-ONLY_HERE = f"{SAME}Received: one here, and none in process 0. {SET}"
+SAME = (
+    f"All processes of a job must have the same {VARIABLE}, or it must be "
+    "unset in all of them. "
+)
+SET = (
+    "Set it to the same value in all of them. The command "
+    f"`{job_secret.MAKE}` prints a new value."
+)
+NOT_THERE = f"{SAME}Received: a value in process 0, but none here. {SET}"
+ONLY_HERE = f"{SAME}Received: a value here, but none in process 0. {SET}"
 ANOTHER = (
-    f"{SAME}Received: another one in process 0. {SET} If it is the same, "
-    "look for another job at process 0's address."
+    f"{SAME}Received: a different value in process 0. {SET} If the values are "
+    "equal, check whether another job uses the address of process 0."
 )
 
 

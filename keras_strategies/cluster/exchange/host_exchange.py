@@ -31,18 +31,19 @@ seconds."""
 
 _SLICE_MS = 250
 _TIMEOUT_S = 600.0
-# The messages of an ended agreement are deleted once this number of further
-# agreements has been created: then no process can still be reading them.
+# The messages of an ended agreement are deleted when this number of further
+# agreements has been created, because then no process can still be reading
+# them.
 _NUM_KEPT = 64
 # Up to this number of processes, every process reads the messages of every
 # other one. With more processes, the first process reads all messages and
 # sends them to all, so that the number of reads grows only linearly.
 _MOST_RECEIVED_BY_ALL = 4
 _SAME_CALLS = (
-    "All processes must make the same calls of fit, evaluate, predict and of "
-    "datasets in the same order, with the same number of epochs."
+    "All processes must call fit, evaluate and predict, and iterate over "
+    "datasets, in the same order and with the same number of epochs."
 )
-_CURE = "Look in the logs of all processes for the call that differs."
+_CURE = "Compare the logs of all processes to find the call that differs."
 _ALL = "all"
 _numbers = itertools.count()
 # By thread: the name of the agreement in which it waits, and the time when it
@@ -91,7 +92,7 @@ class Agreement:
             forget()
 
     def end(self) -> None:
-        """Ends the rounds; others can still read the last round's texts."""
+        """Ends the rounds; other processes can still read the last texts."""
         last = self._round - 1
         if last >= 0:
             _ended[self._number] = lambda: self._forget(get_client(), last)
@@ -236,9 +237,9 @@ class Agreement:
                     f"Process {process} did not take part in {self._name} "
                     f"within {timeout_s:.0f} s. {_SAME_CALLS} Received: "
                     f"nothing from process {process} in round {number}. "
-                    f"{_CURE} If it has no error and needs more time (to read "
-                    f"its data), set the environment variable {TIMEOUT} to "
-                    "more seconds."
+                    f"{_CURE} If that process has no error but needs more "
+                    "time, for example to read its data, set the environment "
+                    f"variable {TIMEOUT} to a larger number of seconds."
                 )
 
     def _make_key(self, number: int, process: int | str) -> str:
@@ -246,7 +247,7 @@ class Agreement:
 
 
 def find_longest_wait() -> tuple[str, float]:
-    """Finds the agreement in which this process has been waiting the longest.
+    """Finds the agreement on which this process has waited the longest.
 
     Returns:
       The agreement's name and the time waited so far, in seconds; "" and 0.0

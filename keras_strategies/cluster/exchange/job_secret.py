@@ -96,6 +96,6 @@ def read_secret(environ: Mapping[str, str]) -> Secret | None:
         raise ValueError(
             f"{VARIABLE} must be a secret of {_LEAST} to {_MOST} characters, "
             f"the same in all processes of a job. Received: {len(text)} "
-            f"characters. Use the output of `{MAKE}`, or unset it."
+            f"characters. Use the output of `{MAKE}`, or unset the variable."
         )
     return Secret(text)

@@ -23,8 +23,8 @@ _RETRY_S = 0.1
 # How long the verdict may take after the timeout for all processes to arrive.
 _GRACE_S = 2.0
 # The minimum time for an attempt to connect that begins just before the
-# timeout. It gives the attempt time to fail with an error that says more than
-# that the time is over.
+# timeout. It gives the attempt time to fail with an error that is more specific
+# than a timeout.
 _LAST_TRY_S = 1.0
 
 
@@ -58,13 +58,13 @@ def join(
         else:
             if verdict is not None:
                 return verdict
-            reason = "it hung up, as another service would"
+            reason = "a closed connection, as from a different service"
         time.sleep(min(_RETRY_S, max(left, 0)))
     host, port = address
     return (
         f"Process {hello['process']} must reach process 0 at {host}:{port} "
         f"within {timeout_s:.0f} s. Received: {reason}. Check that process 0 "
-        "was started there, and that no firewall is between the machines."
+        "was started there, and that no firewall blocks the connection."
     )
 
 
@@ -127,7 +127,7 @@ class _Guest:
         if "left_s" in message or "verdict" in message:
             return ONLY_HERE
         if not job_secret.is_nonce(message.get("nonce")):
-            raise ConnectionError("it is another service")
+            raise ConnectionError("an answer from a different service")
         nonces = message["nonce"], nonce
         if not job_secret.is_same(
             message.get("proof"), secret.prove(PROCESS_0, nonces, hello)

@@ -29,9 +29,9 @@ def get_client() -> Any:
     client = distributed.global_state.client
     if client is None:
         raise RuntimeError(
-            "Several processes need JAX's coordination service. Received: a "
-            "strategy over their devices without it. Call "
-            "`jax.distributed.initialize` first."
+            "A strategy over several processes needs JAX's coordination "
+            "service. Received: a process that is not connected to it. Call "
+            "`jax.distributed.initialize` before you create the strategy."
         )
     return client
 
@@ -63,8 +63,8 @@ def is_reachable() -> bool:
 def is_speaking() -> bool:
     """Returns whether the service's process is running, that is, not stopped.
 
-    The kernel accepts connections even on behalf of a stopped process. But
-    only a running gRPC server sends bytes after that, without a request.
+    The kernel accepts connections even for a stopped process. But only a
+    running gRPC server sends bytes as soon as a client has connected.
     """
     address = _get_address()
     if address is None:

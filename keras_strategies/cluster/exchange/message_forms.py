@@ -37,8 +37,8 @@ class Either:
 def is_count(value: object) -> TypeGuard[int]:
     """Returns whether `value` is an int from 0 to 2**53 - 1.
 
-    A float represents such numbers exactly. The function can be used as a
-    form.
+    A float can represent all of these numbers exactly. The function can be
+    used as a form.
     """
     return type(value) is int and 0 <= value < _MOST
 
@@ -125,10 +125,11 @@ def read_messages(
             )
         except ValueError as error:
             raise RuntimeError(
-                f"The messages of processes about {about} must have one form. "
-                f"Received: a message of process {process} in which {error}. "
-                "Start all processes with one version of keras_strategies, "
-                "and let no other program reach the job's port."
+                f"The messages of processes about {about} must have the "
+                "expected structure. Received: a message from process "
+                f"{process}, with this fault: {error}. Use the same version "
+                "of keras_strategies in all processes, and make sure that no "
+                "other program can reach the job's port."
             ) from None
         received.append(value)
     return received

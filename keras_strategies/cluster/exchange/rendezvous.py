@@ -12,7 +12,7 @@ the secret, and connections without a proof are closed. Without a secret, any
 client can claim to be a process. The secret protects only the rendezvous:
 JAX's service and gloo need a trusted network anyway.
 
-The protocol has one line of JSON per message. The sender and the content are:
+Each message is a line of JSON. In order, the senders and their messages are:
   each process: its description, "hello" (and a nonce, if it has a secret);
   process 0, if it has a secret: a nonce and its proof;
   each process, if it has a secret: its proof;
@@ -55,7 +55,7 @@ _PENDING_S = 5.0
 _NO_FILES_S = 0.05
 # How long the verdict may take after the timeout for all processes to arrive.
 _GRACE_S = 2.0
-# How long to wait after an error for more processes, to inform them, too.
+# After an error, how long to wait for more processes, so that they receive it.
 _LINGER_S = 5.0
 
 
@@ -84,8 +84,8 @@ def meet(
       facts: JSON values that must be the same in all processes, by name, such
         as versions and the strategy's name.
       timeout_s: The timeout for all to arrive, in seconds.
-      problem: The error text if this process cannot continue, which is sent to
-        all processes; or "".
+      problem: If this process cannot continue, the text of the error, which is
+        sent to all processes; otherwise "".
       bind_address: The address at which process 0 listens, if not `address`.
       names: The processes' names in messages, in the order of their numbers.
       secret: The job's secret, which all processes must know, if any.
@@ -169,9 +169,9 @@ class _Host:
             except OSError as error:
                 raise RendezvousError(
                     f"Process 0 cannot listen at {host}:{port}. Its address "
-                    "must be one of this machine, with a free port. Received: "
-                    f"{error.strerror or error}. Check whether another job "
-                    "uses the port, or the address is another machine's."
+                    "must belong to this machine, and its port must be free. "
+                    f"Received: {error.strerror or error}. Check the address, "
+                    "and check whether another job uses the port."
                 ) from error
             stack.enter_context(server)
             self._selector = stack.enter_context(selectors.DefaultSelector())
@@ -304,14 +304,14 @@ class _Host:
     def _find_problem(self, process: int, hello: dict[str, Any]) -> str:
         if "nonce" in hello and self._secret is None:
             return (
-                f"{SAME}Received: one in {self._name(process)}, and none in "
-                f"process 0. {SET}"
+                f"{SAME}Received: a value in {self._name(process)}, but none "
+                f"in process 0. {SET}"
             )
         if hello["count"] != self._count:
             return (
-                "All processes must be given the same number of processes. "
+                "All processes must expect the same number of processes. "
                 f"Received: {self._count} in process 0, {hello['count']} in "
-                f"{self._name(process)}. Pass the same cluster to all."
+                f"{self._name(process)}. Pass the same cluster in all of them."
             )
         if not 0 <= process < self._count:
             return (
@@ -321,8 +321,8 @@ class _Host:
         if process in self._hellos:
             return (
                 "Process ids must be unique. Received: two processes that "
-                f"claim to be {self._name(process)}. Give each a different "
-                "task index, and end processes of earlier runs."
+                f"claim to be {self._name(process)}. Set a different task "
+                "index in each, and end processes left from earlier runs."
             )
         if hello["problem"]:
             return f"{self._name(process)}: {clean_text(hello['problem'])}"
@@ -334,8 +334,8 @@ class _Host:
                     f"All processes must have the same {clean_text(name)}. "
                     f"Received: {shorten_ascii(mine.get(name))} in process 0, "
                     f"{shorten_ascii(other.get(name))} in "
-                    f"{self._name(process)}. Start "
-                    "all from one environment and one script."
+                    f"{self._name(process)}. Start all processes with the "
+                    "same script in the same environment."
                 )
         return ""
 
@@ -348,15 +348,15 @@ class _Host:
             [self._name(i) for i in missing if i in self._unproved]
         )
         others = (
-            f" except a process that claimed to be {unproved} and did not "
-            f"prove the job's {VARIABLE}"
+            f" except from a process that claimed to be {unproved}, but did "
+            f"not prove that it knows the job's {VARIABLE}"
             if unproved
             else ""
         )
         return (
             f"All {self._count} processes must start within {timeout_s:.0f} s. "
-            f"Received: nothing from {names}{others}. Check its logs, that it "
-            "was started, and that it can reach process 0."
+            f"Received: nothing from {names}{others}. Check their logs, that "
+            "they were started, and that they can reach process 0."
         )
 
     def _name(self, process: int) -> str:

@@ -26,14 +26,14 @@ if TYPE_CHECKING:
     from jax.extend.core import ClosedJaxpr, Jaxpr
 
 
-# Of larger constants, only the shapes and dtypes are compared.
+# For larger constants, only the shapes and dtypes are compared.
 _MAX_CONSTANT_BYTES = 1 << 26
 _MAX_LINES = 20_000
 _MAX_SHOWN = 160
 _ADDRESS = re.compile(r"0x[0-9a-f]+")
 _CURE = (
-    "Find the difference between the processes: the script, an environment "
-    "variable, the order of a set, a file that a layer was made from."
+    "Find what differs between the processes, such as the script, an "
+    "environment variable, the order of a set, or a file that a layer reads."
 )
 # By program: the signatures (structure, shapes and dtypes of the arguments)
 # for which the processes have already compared it.
@@ -73,8 +73,9 @@ def trace_program(program: Any, args: tuple[Any, ...]) -> Traced | None:
       signature or cannot be traced.
 
     Raises:
-      ValueError: if the function has captured an array that is sharded over
-        several processes. JAX cannot turn such an array into a constant.
+      ValueError: if the function uses an array from outside (a closure) that
+        is sharded over several processes. JAX cannot turn such an array into
+        a constant.
     """
     if not hasattr(program, "trace"):
         return None
@@ -90,7 +91,7 @@ def trace_program(program: Any, args: tuple[Any, ...]) -> Traced | None:
 
 
 def compare(processes: tuple[int, ...], traced: Traced) -> None:
-    """Raises unless all processes have traced the same program. Collective.
+    """Raises an error unless all processes traced the same program. Collective.
 
     The comparison uses no devices. This process waits without a timeout while
     the others trace their programs; the watchdog detects a process that is
@@ -122,11 +123,11 @@ def _check_captured(value: Array) -> None:
     if is_replicated or value.is_fully_addressable:
         return
     raise ValueError(
-        "A function that is compiled for several processes must take arrays "
-        "that are sharded over them as arguments. Received: a function that "
-        f"has captured {value.dtype}{list(value.shape)}, such as a "
+        "An array that is sharded over several processes must be passed to a "
+        "compiled function as an argument. Received: a function that uses an "
+        f"array {value.dtype}{list(value.shape)} from outside, such as a "
         "`variable.value`. Pass it to `run` in `args`, read the variable "
-        "inside the function, or keep a copy in a `keras.Variable`."
+        "inside the function, or store a copy in a `keras.Variable`."
     )
 
 
@@ -196,10 +197,10 @@ def _describe_difference(
         groups.setdefault(digest, []).append(process)
     there = dict(zip(processes, map(clean_text, shown), strict=True))
     parts = [
-        f"{name_processes(group)} at `{there[group[0]]}`"
+        f"{name_processes(group)}: `{there[group[0]]}`"
         for group in groups.values()
     ]
     return (
         "All processes must run the same program. Received: programs that "
-        f"differ from line {first + 1} on; {'; '.join(parts)}. {_CURE}"
+        f"first differ in line {first + 1} ({'; '.join(parts)}). {_CURE}"
     )

@@ -25,7 +25,7 @@ from keras_strategies.cluster.watchdog import watchdog
 BIND_ADDRESS = "JAX_COORDINATOR_BIND_ADDRESS"
 """JAX's environment variable for the address at which process 0 listens."""
 
-# The timeout for JAX's own startup, which follows the rendezvous.
+# The timeout for the startup of JAX itself, which follows the rendezvous.
 _JAX_TIMEOUT_S = 60
 _NUM_SLICES = "MEGASCALE_NUM_SLICES"
 _PACKAGES = ("keras_strategies", "keras", "jax", "jaxlib")
@@ -35,8 +35,9 @@ def join(task: TaskInfo, *, strategy: str, timeout_s: float) -> None:
     """Connects this process to the other processes of its job. Collective.
 
     Before JAX starts, all processes check each other's settings (see
-    `rendezvous.meet`). So a mistake raises an error in every process. JAX
-    itself would abort them without naming the process at fault.
+    `rendezvous.meet`). A mistake therefore raises an error in every process,
+    whereas JAX itself would abort the processes without naming the one at
+    fault.
 
     Args:
       task: This process's role. If it is an evaluator or the only process, the
@@ -89,31 +90,34 @@ def join(task: TaskInfo, *, strategy: str, timeout_s: float) -> None:
 
 
 def check_main_guard() -> None:
-    """Raises if a spawned child of `multiprocessing` is importing its script.
+    """Raises an error in a child that `multiprocessing` has just spawned.
 
-    If the script has no `if __name__ == "__main__":` guard, the child runs it
-    again, and would join the job under the number of its parent.
+    Such a child imports its parent's script before it runs its target function.
+
+    If the script has no `if __name__ == "__main__":` guard, the child runs the
+    entire script again, and would join the job under its parent's number.
 
     Raises:
-      RuntimeError: if this process is such a child.
+      RuntimeError: if this process is a child that is importing the script.
     """
     # `multiprocessing` itself uses this attribute to detect a missing guard.
     if not getattr(multiprocessing.current_process(), "_inheriting", False):
         return
     raise RuntimeError(
-        "The children of a job's process must not join the job. Received: a "
-        "strategy created while a child that `multiprocessing` spawned "
-        "imports the script. Put the script's code under "
+        "A child process must not join the job that its parent belongs to. "
+        "Received: a strategy that was created when a child, spawned by "
+        "`multiprocessing`, imported the script. Put the script's code under "
         "`if __name__ == '__main__':`."
     )
 
 
 def _fail_without_address(task: TaskInfo) -> NoReturn:
     raise ValueError(
-        "Processes of a job need the address of process 0. Received: no "
+        "Every process of a job needs the address of process 0. Received: no "
         f"address, in process {task.process_id} of {task.num_processes}. With "
-        "several TPU slices, set MEGASCALE_COORDINATOR_ADDRESS to it, or call "
-        "`TPUClusterResolver.connect()` first: then JAX finds it."
+        "several TPU slices, set MEGASCALE_COORDINATOR_ADDRESS to this "
+        "address, or call `TPUClusterResolver.connect()` first, so that JAX "
+        "finds the address."
     )
 
 
@@ -128,7 +132,7 @@ def _find_bind_address(task: TaskInfo, address: str) -> str:
 
 @contextlib.contextmanager
 def _add_slices_to_error() -> Iterator[None]:
-    """Mentions the number of TPU slices, if set, in a rendezvous error."""
+    """Adds the number of TPU slices, if it is set, to a rendezvous error."""
     try:
         yield
     except RendezvousError as error:
@@ -136,8 +140,8 @@ def _add_slices_to_error() -> Iterator[None]:
         if not text:
             raise
         raise RendezvousError(
-            f"{error} {_NUM_SLICES} is {shorten(text)} here; it must be the "
-            "number of slices that were started."
+            f"{error} {_NUM_SLICES} is {shorten(text)} in this process. It "
+            "must be the number of slices that were started."
         ) from error
 
 
@@ -145,10 +149,11 @@ def _check_joined(task: TaskInfo) -> None:
     joined = (jax.process_count(), jax.process_index())
     if joined != (task.num_processes, task.process_id):
         raise ValueError(
-            "This process is part of a job already. Received: process "
-            f"{task.process_id} of {task.num_processes}, in a job of "
-            f"{joined[0]} as process {joined[1]}. Create the strategy without "
-            "a cluster, or without a call of `jax.distributed.initialize`."
+            "This process has already joined a different job. Received: a "
+            f"cluster with this process as process {task.process_id} of "
+            f"{task.num_processes}, after it joined a job as process "
+            f"{joined[1]} of {joined[0]}. Create the strategy without a "
+            "cluster, or do not call `jax.distributed.initialize` before it."
         )
 
 
@@ -176,9 +181,9 @@ def _find_problem() -> str:
     if not xla_bridge.backends_are_initialized():
         return ""
     return (
-        "A job of several processes must start before any of them uses JAX's "
-        "devices. Received: devices in use already. Create the strategy first, "
-        "before models, JAX arrays and `jax.devices()`."
+        "A process must join its job before it uses JAX's devices. Received: "
+        "a process that already uses them. Create the strategy first, before "
+        "you create models or JAX arrays or call `jax.devices()`."
     )
 
 
@@ -207,9 +212,9 @@ def _warn_of_strangers(address: str) -> None:
     else:
         return
     warnings.warn(
-        f"JAX's coordination service listens at {address}, for {reason}. "
-        "It has no authentication: anyone who reaches it can stop the job. "
-        "Give process 0 an address of the cluster's internal network, or "
-        "block other hosts with a firewall.",
+        f"JAX's coordination service listens at {address}, which can be "
+        f"reached from {reason}. The service has no authentication, so anyone "
+        "who can reach it can stop the job. Use an address of the cluster's "
+        "internal network for process 0, or block other hosts with a firewall.",
         stacklevel=2,
     )

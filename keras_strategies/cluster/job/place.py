@@ -28,7 +28,7 @@ class UnjoinedJob:
     """A job with several processes that this process should have joined.
 
     A launcher such as srun has started the processes, but the user's script
-    did not tell the strategy about them.
+    did not pass a description of the job to the strategy.
 
     Attributes:
       variable: The environment variable with the number of processes.
@@ -53,7 +53,7 @@ _LAUNCHERS = (
     (
         "OMPI_COMM_WORLD_SIZE",
         ("OMPI_COMM_WORLD_RANK",),
-        "`coordinator_address`, and the numbers of OMPI_COMM_WORLD_SIZE and "
+        "`coordinator_address`, and the values of OMPI_COMM_WORLD_SIZE and "
         "OMPI_COMM_WORLD_RANK as `num_processes` and `process_id`",
     ),
     (
@@ -114,7 +114,7 @@ def set_timeout(seconds: float | None) -> None:
 
 
 def find_unjoined_job(environ: Mapping[str, str]) -> UnjoinedJob | None:
-    """Returns the multi-process job to which a launcher's variables point.
+    """Returns the multi-process job that a launcher's variables describe.
 
     Returns None if a launcher's variables are not set, or describe only one
     process. The caller must check whether this process has joined a job.
@@ -133,7 +133,7 @@ def find_unjoined_job(environ: Mapping[str, str]) -> UnjoinedJob | None:
 
 
 def _check_one_way(resolver: object, numbers: dict[str, Any]) -> None:
-    """Raises if a job is described both ways, or by only some numbers.
+    """Raises an error if a job is described in two ways, or incompletely.
 
     Args:
       resolver: The user's cluster resolver, or None.
@@ -145,8 +145,9 @@ def _check_one_way(resolver: object, numbers: dict[str, Any]) -> None:
     if resolver is not None:
         passed = ", ".join(f"`{n}`" for n in numbers if n not in missing)
         raise ValueError(
-            "A job must be described by a resolver or by numbers, not both. "
-            f"Received: `cluster_resolver` and {passed}. Pass one of the two."
+            "A job must be described either by `cluster_resolver` or by "
+            "`coordinator_address`, `num_processes` and `process_id`. "
+            f"Received: both `cluster_resolver` and {passed}. Omit one of them."
         )
     if missing:
         raise ValueError(
@@ -173,8 +174,8 @@ def _resolve(
         raise TypeError(
             "`cluster_resolver` must have `cluster_spec()`, `task_type` and "
             "`task_id`, which describe the job. Received: an object of type "
-            f"{type(resolver).__name__}. Pass a resolver of "
-            "`ks.cluster_resolver`, or omit it to use TF_CONFIG."
+            f"{type(resolver).__name__}. Pass a resolver from "
+            "`ks.cluster_resolver`, or omit the argument to use TF_CONFIG."
         )
     return resolver, tasks.task_info(resolver)
 
@@ -182,7 +183,7 @@ def _resolve(
 def _warn_if_alone() -> None:
     """Warns if a launcher started several processes that did not join a job.
 
-    Each of them would train a separate model.
+    Each of these processes would train a separate model.
     """
     job = find_unjoined_job(os.environ)
     is_launched = launcher_pipe.LAUNCHER_FD in os.environ
@@ -191,17 +192,17 @@ def _warn_if_alone() -> None:
     if os.environ.get("TF_CONFIG"):
         return
     warnings.warn(
-        "`MultiWorkerMirroredStrategy` needs a cluster to join its processes. "
+        "`MultiWorkerMirroredStrategy` needs a description of the cluster. "
         f"Received: no cluster, in one of {job.count} processes "
-        f"({job.variable}={job.count}), each of which now trains a separate "
-        f"model. Pass {job.cure}.",
+        f"({job.variable}={job.count}). Each process now trains a separate "
+        f"model. To train one model together, pass {job.cure}.",
         UserWarning,
         stacklevel=4,
     )
 
 
 def _make_job_resolver() -> simple_resolver.SimpleClusterResolver:
-    """Makes a resolver with this process's task according to JAX."""
+    """Makes a resolver that returns this process's task, as JAX numbers it."""
     is_alone = jax.process_count() == 1
     return simple_resolver.SimpleClusterResolver(
         spec.ClusterSpec({}),

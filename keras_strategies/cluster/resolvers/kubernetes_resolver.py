@@ -88,23 +88,24 @@ class KubernetesClusterResolver(ClusterResolver):
     This needs the package `kubernetes`, and the program must set `task_type`
     and `task_id` itself.
 
-    Differs from tf: without labels, a pod's variables are read. A task's
-    address is the IP address of its pod, as TensorFlow documents, if the
-    client returns this address. Credentials are loaded only once, and from the
-    given location.
+    Differs from tf: without labels, the resolver can read a pod's environment
+    variables. A task's address is the IP address of its pod, as TensorFlow
+    documents, if the client returns this address. The credentials are loaded
+    only once, as `executable_location` specifies.
 
     Args:
       job_to_label_mapping: A mapping from jobs to lists of label selectors.
         The pods that match a selector are ordered by name. None: reads the
         pod's variables if it belongs to an indexed Job; otherwise the mapping
         is `{"worker": ["job-name=tensorflow"]}`.
-      tf_server_port: The port of every task, unless a variable sets another.
+      tf_server_port: The port of every task, unless an environment variable
+        specifies another port.
       rpc_layer: The protocol that `master()` prepends to addresses.
       override_client: The `kubernetes.client.CoreV1Api` to query; None to
         create one.
       executable_location: The location of the program, which determines the
         credentials that a new client uses.
-      environ: The variables to read; None for those of this process.
+      environ: The environment variables; None for those of this process.
 
     Raises:
       ImportError: if `kubernetes` is not installed, and no client is passed.
@@ -141,7 +142,7 @@ class KubernetesClusterResolver(ClusterResolver):
             self._client = _make_client(executable_location)
 
     def cluster_spec(self) -> ClusterSpec:
-        """Returns the addresses of all pods, or in an indexed Job of pod 0.
+        """Returns the addresses of all pods; in an indexed Job, of pod 0 only.
 
         Raises:
           RuntimeError: if a pod is not running, or a variable is not set.
@@ -162,7 +163,7 @@ class KubernetesClusterResolver(ClusterResolver):
 
     @property
     def num_processes(self) -> int | None:
-        """The number of pods in the indexed Job; None for pods with labels."""
+        """The number of pods in an indexed Job; None if labels are used."""
         return self._read().count if self._is_job else None
 
     def _find_task_type(self) -> str | None:
@@ -191,9 +192,10 @@ class KubernetesClusterResolver(ClusterResolver):
             if pod.status.phase != "Running":
                 raise RuntimeError(
                     f'Pod "{pod.metadata.name}" is not running; phase: '
-                    f'"{pod.status.phase}". All pods with the label '
-                    f"{shorten(selector)} must run. Received: one that does "
-                    "not. Wait for it, or choose labels that exclude it."
+                    f'"{pod.status.phase}". All pods that match the label '
+                    f"selector {shorten(selector)} must be running. Received: "
+                    "a pod that is not. Wait until it is running, or pass a "
+                    "selector that excludes it."
                 )
         return [join_address(_read_ip(pod), self._port) for pod in pods]
 
@@ -207,11 +209,11 @@ def has_job_variables(environ: Mapping[str, str]) -> bool:
 
 
 def read_pod_of_job(environ: Mapping[str, str], port: int) -> PodOfJob:
-    """Reads a pod's index, its Job's size and pod 0's address from variables.
+    """Reads a pod's index, Job size and coordinator from the environment.
 
     Args:
       environ: The environment variables.
-      port: The port of pod 0, unless a variable sets another.
+      port: The port of pod 0, unless a variable specifies another port.
 
     Raises:
       RuntimeError: if a variable is missing.
@@ -220,8 +222,8 @@ def read_pod_of_job(environ: Mapping[str, str], port: int) -> PodOfJob:
     name = _find_first(environ, _COUNTS)
     if name is None:
         raise RuntimeError(
-            f"{_COUNTS[0]} not found in environment. A pod cannot know how "
-            "many pods its Job has. Received: a pod's index, and no number of "
+            f"{_COUNTS[0]} not found in environment. A pod cannot detect how "
+            "many pods its Job has. Received: a pod's index, but no number of "
             f"pods. Set {_COUNTS[0]} in the manifest to the Job's "
             "`parallelism` (docs/clusters.md)."
         )
@@ -248,7 +250,7 @@ def _find_coordinator(environ: Mapping[str, str], index: int, port: int) -> str:
     job, dash, number = pod.rpartition("-")
     if not job_set or not dash or number != str(index):
         raise RuntimeError(
-            f"{_COORDINATORS[0]} not found in environment. Pods need the "
+            f"{_COORDINATORS[0]} not found in environment. Every pod needs the "
             f"address of pod 0. Received: {_POD}={shorten(pod)}, "
             f"{_JOB_SET}={shorten(job_set)}. Set {_COORDINATORS[0]} in the "
             "manifest to the name of pod 0 in the headless service, or "
@@ -277,7 +279,7 @@ def _make_client(location: KubernetesExecutableLocation) -> Any:
             "The Kubernetes Python client must be installed to query pods. "
             "Received: no module `kubernetes`. Run `pip install kubernetes`, "
             "pass `override_client`, or start the program in an indexed Job, "
-            "whose variables are read without it (docs/clusters.md)."
+            "where the client is not needed (docs/clusters.md)."
         ) from error
     if location == KubernetesExecutableLocation.OFF_CLUSTER:
         config.load_kube_config()
@@ -286,7 +288,8 @@ def _make_client(location: KubernetesExecutableLocation) -> Any:
     else:
         raise ValueError(
             "`executable_location` must be a `KubernetesExecutableLocation`. "
-            f"Received: {shorten(location)}. Use .WITHIN_CLUSTER in a pod."
+            f"Received: {shorten(location)}. Pass WITHIN_CLUSTER in a pod, "
+            "or OFF_CLUSTER elsewhere."
         )
     return client.CoreV1Api()
 

@@ -50,11 +50,12 @@ class ClusterResolver(abc.ABC):
 
     @abc.abstractmethod
     def cluster_spec(self) -> ClusterSpec:
-        """Returns the addresses of the cluster's tasks, as far as known.
+        """Returns the known addresses of the cluster's tasks.
+
+        Most resolvers read their environment variables again at each call.
 
         Returns:
-          A `ClusterSpec`, which is empty if there is no cluster. Each call
-          reads the environment variables again.
+          A `ClusterSpec`, which is empty if there is no cluster.
         """
 
     def master(
@@ -63,10 +64,10 @@ class ClusterResolver(abc.ABC):
         task_id: int | None = None,
         rpc_layer: str | None = None,
     ) -> str:
-        """Returns the address of a task, as TensorFlow 1 sessions use it.
+        """Returns the address of a task, for a session of TensorFlow 1.
 
         Without arguments, most resolvers return the address of this process's
-        own task. The exceptions are:
+        task. The exceptions are:
 
         - `SimpleClusterResolver`: returns its argument `master`;
         - `TFConfigClusterResolver`: returns "" in a cluster with a single
@@ -98,7 +99,7 @@ class ClusterResolver(abc.ABC):
     def num_accelerators(
         self, task_type: str | None = None, task_id: int | None = None
     ) -> dict[str, int]:
-        """Returns a task's number of accelerators of each kind.
+        """Returns how many accelerators of each kind a task has.
 
         Args:
           task_type: The task's job. Not used, because all tasks have the same
@@ -128,7 +129,7 @@ class ClusterResolver(abc.ABC):
 
     @property
     def task_type(self) -> str | None:
-        """The job of this process, set or detected; None if unknown."""
+        """The job of this process, as set or detected; None if unknown."""
         if self._task_type is None:
             return self._find_task_type()
         return self._task_type
@@ -139,7 +140,7 @@ class ClusterResolver(abc.ABC):
 
     @property
     def task_id(self) -> int | None:
-        """This process's index in its job, set or detected; None if unknown."""
+        """The index of this process in its job; None if unknown."""
         if self._task_id is None:
             return self._find_task_id()
         return self._task_id
@@ -176,7 +177,7 @@ class ClusterResolver(abc.ABC):
     def _find_address(
         self, task_type: str | None, task_id: int | None
     ) -> str | None:
-        """Returns the address for `master`, or None if it should return ""."""
+        """Returns the address for `master`; None if `master` returns ""."""
         task_type = self.task_type if task_type is None else task_type
         task_id = self.task_id if task_id is None else task_id
         if task_type is None or task_id is None:

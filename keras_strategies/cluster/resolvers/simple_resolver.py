@@ -36,7 +36,10 @@ class SimpleClusterResolver(ClusterResolver):
         num_accelerators: dict[str, int] | None = None,
         rpc_layer: str | None = None,
     ) -> None:
-        cure = "Make one from a dict; from a tf one, use `spec.as_dict()`."
+        cure = (
+            "Create one with `ClusterSpec(jobs)`, where `jobs` is a dict or "
+            "the `as_dict()` of a TensorFlow ClusterSpec."
+        )
         kind = "a `ks.cluster_resolver.ClusterSpec`"
         check_type("`cluster_spec`", cluster_spec, ClusterSpec, kind, cure)
         cure = "Omit it, or pass an address."

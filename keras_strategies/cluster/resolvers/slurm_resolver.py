@@ -38,9 +38,9 @@ class SlurmClusterResolver(ClusterResolver):
     srun --nodes 2 --ntasks-per-node 4 python train.py
     ```
 
-    Tasks are assigned to hosts in the same way as SLURM assigns them, which
-    SLURM_DISTRIBUTION (srun's option -m) determines: in blocks, that is host
-    by host in SLURM's order (the default), cyclically, or in planes.
+    The resolver assigns tasks to hosts in the same way as SLURM, according to
+    SLURM_DISTRIBUTION (srun's option -m). By default, the hosts are filled one
+    after the other ("block"). "cyclic" and "plane" are also supported.
 
     Differs from tf: `task_type` and `task_id` are set from the start. Hosts
     keep SLURM's order, and distributions other than block are supported.
@@ -63,13 +63,13 @@ class SlurmClusterResolver(ClusterResolver):
         SLURM_STEP_TASKS_PER_NODE.
       auto_set_gpu: Not used; accepted for compatibility with TensorFlow.
       rpc_layer: The protocol that `master()` prepends to addresses.
-      environ: The variables to read; None for those of this process.
+      environ: The environment variables; None for those of this process.
 
     Raises:
-      RuntimeError: if a variable is not set, `jobs` does not add up to the
-        number of tasks that SLURM runs, the tasks of a host request more GPUs
-        than it has, or this task runs on a different host than its rank
-        implies (as with SLURM's distribution "arbitrary").
+      RuntimeError: if a variable is not set, the numbers in `jobs` do not add
+        up to the number of tasks that SLURM runs, the tasks on a host request
+        more GPUs than the host has, or this task does not run on the host that
+        its rank implies (as with SLURM's distribution "arbitrary").
       ValueError: if a variable or a number is invalid.
       TypeError: if a number is not an integer.
 
@@ -161,12 +161,13 @@ def _read_hosts(
             raise ValueError(
                 f"{_HOSTS} and {_TASKS_PER_NODE} must have one entry for each "
                 f"host. Received: {len(names)} hosts and {len(counts)} "
-                "numbers. Both are set by srun: check what else sets them, or "
-                "pass `tasks_per_node`."
+                "numbers of tasks. Both variables are normally set by srun. "
+                "Check whether something else also sets them, or pass "
+                "`tasks_per_node`."
             )
         hosts = list(zip(names, counts, strict=True))
     for _, count in hosts:
-        _check_count(count, "The tasks of a host")
+        _check_count(count, "The number of tasks on a host")
     return hosts
 
 
@@ -179,14 +180,15 @@ def _check_counts(
     assigned = sum(count for _, count in hosts)
     if requested != assigned or not assigned:
         raise RuntimeError(
-            "The jobs must have the number of tasks that SLURM runs. Requested "
-            f"{requested} tasks but {assigned} were assigned. Received: the "
-            f"jobs {shorten(dict(jobs))}. Correct `jobs`, or srun's --ntasks."
+            "`jobs` must add up to the number of tasks that SLURM runs. "
+            f"Requested {requested} tasks but {assigned} were assigned. "
+            f"Received: the jobs {shorten(dict(jobs))}. Correct `jobs`, or "
+            "srun's --ntasks."
         )
     if rank >= assigned:
         raise RuntimeError(
-            f"{_PROCESS_ID} must be below the number of tasks. Received: "
-            f"{rank} of {assigned} tasks. Start the program with srun, and "
+            f"{_PROCESS_ID} must be less than the number of tasks. Received: "
+            f"{rank}, with {assigned} tasks. Start the program with srun, and "
             "correct `tasks_per_node` if you pass it."
         )
 
@@ -209,10 +211,10 @@ def _compute_gpus_per_task(
         return gpus_per_node // most_on_host
     if most_on_host * gpus_per_task > gpus_per_node:
         raise RuntimeError(
-            "Requested more GPUs per node than available: the tasks of a host "
+            "Requested more GPUs per node than available. The tasks on a host "
             f"do not share GPUs. Received: {most_on_host} tasks with "
-            f"{gpus_per_task} GPUs each on a host with {gpus_per_node}. Lower "
-            "`gpus_per_task`, or pass `gpus_per_node`."
+            f"{gpus_per_task} GPUs each on a host with {gpus_per_node} GPUs. "
+            "Lower `gpus_per_task`, or correct `gpus_per_node`."
         )
     return gpus_per_task
 
@@ -231,8 +233,8 @@ def _allocate(
     """Assigns the addresses, in the order of ranks, to the jobs.
 
     Returns:
-      The cluster; and the job of the task with rank `rank`, and its index in
-      that job.
+      The cluster, the job of the task whose rank is `rank`, and the index of
+      this task in the job.
     """
     cluster: dict[str, list[str]] = {}
     task_type, task_id, start = None, None, 0

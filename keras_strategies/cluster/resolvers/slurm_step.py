@@ -73,7 +73,8 @@ def expand_tasks_per_node(tasks_per_node: str) -> list[int]:
             raise ValueError(
                 "Invalid tasks-per-node list format: it must be numbers such "
                 f"as '3(x2),2,1'. Received: {shorten(tasks_per_node)}. It is "
-                "set by srun: check what else sets SLURM_STEP_TASKS_PER_NODE."
+                "normally set by srun. Check whether something else also sets "
+                "SLURM_STEP_TASKS_PER_NODE."
             )
         counts += [int(match[1])] * repeats
     return counts
@@ -82,7 +83,7 @@ def expand_tasks_per_node(tasks_per_node: str) -> list[int]:
 def place_tasks(
     environ: Mapping[str, str], hosts: Sequence[tuple[str, int]], rank: int
 ) -> list[tuple[str, int]]:
-    """Computes on which host each task runs.
+    """Computes the host on which each task runs.
 
     Args:
       environ: The variables of one task. SLURM_DISTRIBUTION is "block",
@@ -150,8 +151,8 @@ def _expand_ranges(ranges: str, hostlist: str) -> Iterator[str]:
 def _make_error(hostlist: str, fault: str) -> ValueError:
     return ValueError(
         f"Invalid hostlist format: {fault}. Received: {shorten(hostlist)}. It "
-        "is set by srun as 'n[1-4],m5': check what else sets "
-        "SLURM_STEP_NODELIST."
+        "is normally set by srun, for example to 'n[1-4],m5'. Check whether "
+        "something else also sets SLURM_STEP_NODELIST."
     )
 
 
@@ -187,9 +188,10 @@ def _make_place_error(
 ) -> RuntimeError:
     distribution = shorten(environ.get(_DISTRIBUTION, "block"))
     return RuntimeError(
-        "Tasks must be numbered in blocks, in turns (cyclic) or in planes of "
-        f"hosts. Received: task {rank}, which runs as task {actual[1]} of "
-        f"{shorten(actual[0])}, but by the distribution {distribution} is task "
-        f"{expected[1]} of {shorten(expected[0])}. Start the program with "
-        "`srun -m block`, or use TF_CONFIG and TFConfigClusterResolver."
+        "SLURM must distribute the tasks as 'block', 'cyclic' or 'plane'. "
+        f"Received: task {rank}, which runs as task {actual[1]} on host "
+        f"{shorten(actual[0])}. According to the distribution {distribution}, "
+        f"it must run as task {expected[1]} on host {shorten(expected[0])}. "
+        "Start the program with `srun -m block`, or use TF_CONFIG and "
+        "TFConfigClusterResolver."
     )

@@ -73,7 +73,7 @@ class TFConfigClusterResolver(ClusterResolver):
       rpc_layer: The protocol that `master()` prepends to addresses. None: the
         one in TF_CONFIG.
       environment: The value of `environment`.
-      environ: The variables to read; None for those of this process.
+      environ: The environment variables; None for those of this process.
 
     References:
       https://www.tensorflow.org/api_docs/python/tf/distribute/cluster_resolver/TFConfigClusterResolver

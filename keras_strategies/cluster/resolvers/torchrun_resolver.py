@@ -35,8 +35,9 @@ class TorchrunClusterResolver(ClusterResolver):
 
     Each call reads the environment variables RANK, WORLD_SIZE, MASTER_ADDR and
     MASTER_PORT again. All processes are workers, numbered by RANK, and rank 0
-    is the chief. torchrun does not tell the addresses of the other processes,
-    so `cluster_spec` contains only task 0, and `num_processes` is WORLD_SIZE.
+    is the chief. torchrun does not provide the addresses of the other
+    processes, so `cluster_spec` contains only task 0, and `num_processes` is
+    WORLD_SIZE.
 
     Methods and properties that read a variable raise RuntimeError if it is not
     set, and ValueError if it is invalid.
@@ -44,10 +45,10 @@ class TorchrunClusterResolver(ClusterResolver):
     Args:
       port: The chief's port. None: the port in JAX_COORDINATOR_PORT; if that
         is not set, MASTER_PORT. If torchrun's own agent already listens on
-        MASTER_PORT (TORCHELASTIC_USE_AGENT_STORE is then "True"), the next
-        port is used instead.
+        MASTER_PORT (TORCHELASTIC_USE_AGENT_STORE is then "True"), the port
+        after MASTER_PORT is used instead.
       rpc_layer: The protocol that `master()` prepends to the address.
-      environ: The variables to read; None for those of this process.
+      environ: The environment variables; None for those of this process.
 
     References:
       https://docs.pytorch.org/docs/stable/elastic/run.html
@@ -100,7 +101,7 @@ class TorchrunClusterResolver(ClusterResolver):
 
     @property
     def local_rank(self) -> int:
-        """The index of this process among those on its host: LOCAL_RANK."""
+        """The index of this process on its host, from LOCAL_RANK."""
         return read_number(self._environ_now, _LOCAL_RANK, _SETTER)
 
     def _read_port(self) -> int:

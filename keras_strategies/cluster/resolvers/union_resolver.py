@@ -104,12 +104,12 @@ class UnionResolver(ClusterResolver):
     def num_accelerators(
         self, task_type: str | None = None, task_id: int | None = None
     ) -> dict[str, int]:
-        """Returns the first resolver's numbers of accelerators."""
+        """Returns the first resolver's `num_accelerators`."""
         return self._resolvers[0].num_accelerators(task_type, task_id)
 
     @property
     def num_processes(self) -> int | None:
-        """The first number of processes that is not None, or None."""
+        """The first `num_processes` of a resolver that is not None, or None."""
         for resolver in self._resolvers:
             if resolver.num_processes is not None:
                 return resolver.num_processes
@@ -147,7 +147,8 @@ def _merge(
     if twice := sorted(merged.keys() & tasks.keys()):
         raise KeyError(
             "Duplicate keys: the combined resolvers must have different tasks. "
-            f"Received: the indices {shorten(twice)} of job {shorten(job)} "
-            "twice. Define each task in one resolver."
+            f"Received: the task indices {shorten(twice)} of job "
+            f"{shorten(job)} in several resolvers. Define each task in only "
+            "one of them."
         )
     merged.update(tasks)

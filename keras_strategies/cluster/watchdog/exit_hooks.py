@@ -134,13 +134,13 @@ class _Hooks:
     def _fail(
         self, error: BaseException, trace: types.TracebackType | None
     ) -> None:
-        """Tells the other processes about an exception that ends this one."""
+        """Reports an exception that ends this process to the others."""
         if not self._is_here() or _is_interactive():
             return
         if _is_suspect(error):
             self._watchdog.explain()
         if isinstance(error, Stalled):
-            # The error's text says which other processes are at fault.
+            # The error's text names the other processes that are at fault.
             name = str(error).rstrip(".")
             cause = Cause(text=name, code=ExitCode.STALLED)
             self._watchdog.fail(name, ExitCode.STALLED, cause)
@@ -179,8 +179,8 @@ class _Hooks:
         if done.was_preempted:
             write(
                 f"process {watchdog.process} was stopped by SIGTERM after "
-                f"{done.num_started} programs, like all others; exit code "
-                f"{int(ExitCode.PREEMPTED)}."
+                f"{done.num_started} programs, like all other processes; exit "
+                f"code {int(ExitCode.PREEMPTED)}."
             )
         elif status not in (None, 0) and programs == done.num_started:
             reason = (

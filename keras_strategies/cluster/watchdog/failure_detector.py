@@ -17,9 +17,9 @@ from keras_strategies.cluster.addresses import name_processes
 from keras_strategies.cluster.exchange.exit_codes import Cause, ExitCode
 from keras_strategies.cluster.exchange.message_forms import load_form
 
-# A process whose script has ended takes part in no further program. A process
-# that still waits for it is reported only after this time, in case the first
-# process has failed and is about to send the cause.
+# A process whose script has ended runs no further programs. If another process
+# still waits for it, this is reported only after this time, because the ended
+# process may have failed and be about to send the cause.
 _DONE_S = 1.0
 _AGREEING_S = 1.0
 # How long after a process's death its last heartbeat may still arrive.
@@ -35,8 +35,8 @@ class Heartbeat:
 
     Attributes:
       number: The number of heartbeats that the process sent before this one.
-      programs: How many programs that run over all processes the process has
-        started.
+      programs: The number of programs that this process has started, counting
+        only programs that run over all processes.
       waiting_s: The time since the start of the oldest program that is still
         running, in seconds; 0 if all programs have ended.
       starting_s: How long the process has been tracing, compiling or starting
@@ -83,7 +83,7 @@ class _Received:
 
 
 def make_death_cause(processes: Sequence[int], why: str) -> Cause:
-    """Returns a cause which says that processes died or stopped.
+    """Returns a cause for the case that processes died or stopped.
 
     Args:
       processes: The numbers of the processes.
@@ -204,10 +204,10 @@ class FailureDetector:
                 else:
                     continue
                 return Cause(
-                    text=f"process {gone} has ended its script after "
-                    f"{programs} programs, and process {process} waits for "
+                    text=f"the script of process {gone} has ended after "
+                    f"{programs} programs, but process {process} waits for "
                     f"it in {waits_in} (at {heartbeat.where}); all processes "
-                    "must make the same calls and take the same steps"
+                    "must make the same calls and run the same steps"
                 )
         return None
 
@@ -233,22 +233,23 @@ class FailureDetector:
         ]
         if not behind:
             text = (
-                f"all processes wait for program {most} for {waits:.0f} s; it "
-                "is too slow, or they have started different programs"
+                f"all processes have waited for program {most} for "
+                f"{waits:.0f} s; it is too slow, or the processes have started "
+                "different programs"
             )
         else:
             lines = [self._describe(p, now) for p in behind[:_SHOWN]]
             ahead = next(p for p in heartbeats if p not in behind)
             text = (
-                f"{'; '.join(lines)}; process {ahead} has started {most} and "
-                f"waits for {waits:.0f} s"
+                f"{'; '.join(lines)}; process {ahead} has started {most} "
+                f"programs and has waited for {waits:.0f} s"
             )
         return Cause(text=text, code=ExitCode.STALLED)
 
     def _find_absent(
         self, heartbeats: dict[int, Heartbeat], now: float
     ) -> Cause | None:
-        """Returns a cause if others have waited too long in an `Agreement`."""
+        """Returns a cause if an `Agreement` has been waited for too long."""
         waits = [
             p for p, heartbeat in heartbeats.items() if heartbeat.agreeing_s
         ]
@@ -258,15 +259,16 @@ class FailureDetector:
         if longest is None:
             return None
         heartbeat = heartbeats[longest]
-        # An agreement also has a timeout of its own, whose error is more
-        # precise. So it is given a moment to raise it first.
+        # `Agreement` also has a timeout, whose error is more precise. The extra
+        # time allows it to raise that error first.
         if heartbeat.agreeing_s <= self.timeout_s + _AGREEING_S:
             return None
         others = [p for p in heartbeats if p not in waits][:_SHOWN]
         lines = [self._describe(p, now) for p in others]
         lines.append(
-            f"process {longest} waits for others in {heartbeat.agreeing} for "
-            f"{heartbeat.agreeing_s:.0f} s (at {heartbeat.where})"
+            f"process {longest} has waited for other processes in "
+            f"{heartbeat.agreeing} for {heartbeat.agreeing_s:.0f} s (at "
+            f"{heartbeat.where})"
         )
         return Cause(text="; ".join(lines), code=ExitCode.STALLED)
 
@@ -276,5 +278,6 @@ class FailureDetector:
         seconds = now - received.same_since
         return (
             f"process {process} has started {heartbeat.programs} programs, "
-            f"none for {seconds:.0f} s; its main thread is at {heartbeat.where}"
+            f"none in the last {seconds:.0f} s; its main thread is at "
+            f"{heartbeat.where}"
         )

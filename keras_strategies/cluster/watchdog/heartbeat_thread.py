@@ -33,7 +33,7 @@ _OVER, _DETECTOR, _SILENT = "over", "judge", "silent"
 _PERIOD_S = 0.25
 _HEARTBEAT_S = 0.5
 # Process 0 detects failures first. Another process whose wait has exceeded the
-# timeout starts its own detection only after this additional time.
+# timeout also runs the detector, but only after this additional time.
 _HOST_FIRST_S = 5.0
 # With more processes than this, each process sends heartbeats less often.
 _MANY = 64
@@ -138,9 +138,9 @@ class HeartbeatThread:
         self._wake.set()
 
     def suspect(self) -> None:
-        """Starts to check, after an error, whether all others are alive.
+        """Starts checking, after an error, whether all processes are alive.
 
-        `all_live` is set when all of them have sent a new heartbeat.
+        `all_live` is set when all other processes have sent a new heartbeat.
         """
         self.all_live.clear()
         self._suspects_since = self._clock.seconds
@@ -195,7 +195,7 @@ class HeartbeatThread:
             self._has_answered = True
         if self._process == HOST and (self._failure or self._has_answered):
             # A process that has itself failed (its number is a key in `_SENT`)
-            # never acknowledges a message. So it counts as having received it.
+            # never acknowledges a message, so it counts as having received it.
             received = [*received, *dict(client.key_value_dir_get(_RECEIVED))]
             if self._others <= {key.rpartition("/")[2] for key in received}:
                 self.all_received.set()

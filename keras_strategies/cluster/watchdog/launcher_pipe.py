@@ -73,8 +73,8 @@ def find_pipe(environ: MutableMapping[str, str]) -> LauncherPipe | None:
     if not is_pipe:
         warnings.warn(
             f"{LAUNCHER_FD} must be the file descriptor of a pipe that the "
-            f"launcher opened. Received: {text[:40]!r}. It is ignored: this "
-            "process receives nothing from a launcher.",
+            f"launcher opened. Received: {text[:40]!r}. The variable is "
+            "ignored, so this process receives no messages from a launcher.",
             stacklevel=2,
         )
         return None

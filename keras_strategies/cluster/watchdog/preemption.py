@@ -137,9 +137,9 @@ def _reset_sigterm() -> None:
         notice := getattr(handler, "__self__", None), PreemptionNotice
     ):
         handler = notice.previous
-    # This also replaces JAX's handler. That one was installed from C++, so
-    # Python still returns the handler before it. None means that other C code
-    # installed the handler.
+    # This also replaces JAX's handler. JAX installed it from C++, so
+    # `getsignal` still returns the previous handler. If it returns None, other
+    # C code installed the handler.
     if handler is not None:
         signal.signal(signal.SIGTERM, handler)
     _release_sigterm()

@@ -45,7 +45,7 @@ _COMPARES = (
     "broadcast_one_to_all",
     "sync_global_devices",
 )
-_COMPARED = "a value that JAX compares between processes (`assign`)"
+_COMPARED = "the comparison of a value by JAX (as in `assign`)"
 
 
 class ProgramRunner:
@@ -85,8 +85,8 @@ class ProgramRunner:
         self._last: _InFlight | None = None
         self.was_preempted = self.was_preempted_in_main = False
         self.is_done = False
-        # The number of open `PreemptionNotice` contexts. Their code saves, and
-        # then itself raises `Preempted`.
+        # The number of `PreemptionNotice` contexts that the program is in. The
+        # code in them saves, and then raises `Preempted` itself.
         self.num_savers = 0
 
     def run(
@@ -319,7 +319,8 @@ def is_user_code(file: str) -> bool:
 
 
 def _has_reached_sync_point(number: int) -> bool:
-    # Imported here, so that a process without others does not spend the time.
+    # Imported here, so that a program with only one process does not spend time
+    # on it.
     from jax.experimental import multihost_utils
 
     try:

@@ -2,7 +2,8 @@
 
 The watchdog is a daemon thread. It makes no calls that may hang: it reads
 clocks, the launcher's pipe, and the messages that `HeartbeatThread` has
-received. Only if the store does not answer, it probes the store's host, with a
+received from the key-value store of JAX's coordination service. Only if the
+store does not answer, the watchdog tries to connect to the store's host, with a
 short timeout. When it ends this process, it prints the cause. If this process
 itself fails or ends, `exit_hooks` reports that to the other processes.
 """
@@ -49,24 +50,25 @@ INITIALIZE_ARGUMENTS: dict[str, Any] = {
 The documented times for detecting failures hold only with these timeouts."""
 
 _LOOK_S = 0.1
-# The time between receiving a failure's message and ending this process. In
-# this time the same error may be raised here, with a traceback.
+# The time between the message about a failure and the end of this process. In
+# this time the same error may be raised in this process, with a traceback.
 _GRACE_S = 0.4
-# How long the key-value store may hang or fail before this process probes the
-# store's host, and before it considers processes dead that were already silent.
+# How long the key-value store may hang or fail before this process tries to
+# connect to the store's host, and before it considers silent processes dead.
 _HUNG_S = 0.5
 _LOST_S = 1.5
-# Long enough for the others to receive the message about a failure while JAX's
-# service still runs.
+# Long enough for the other processes to receive the message about a failure
+# while JAX's service still runs.
 _SOON_S = 0.6
 # The time after which JAX's service is reported as the cause of an abort, if no
 # process's death explains the abort.
 _FATAL_S = 3.0
 _FATAL = (
-    "JAX's coordination service has aborted the job, for the reason in its "
-    'log above ("fatal errors"): if a process "unexpectedly tried to '
-    'connect", it was restarted alone, or another program took its place. '
-    "Check what can reach process 0's port (docs/clusters.md)"
+    "JAX's coordination service has aborted the job for the reason in its log "
+    'above ("fatal errors"). If the log says that a process "unexpectedly '
+    'tried to connect", that process was restarted alone, or another program '
+    "connected in its place. Check which programs can reach process 0's port "
+    "(docs/clusters.md)"
 )
 # How long this process may continue after its failure, to run other threads
 # and users' `atexit` functions.
@@ -79,7 +81,7 @@ _watchdog: "Watchdog | None" = None
 
 
 def start(timeout_s: float | None = None) -> ProgramRunner:
-    """Starts this process's watchdog, unless it runs. Not collective.
+    """Starts this process's watchdog if it is not running. Not collective.
 
     This is called when a strategy over several processes is created. From then
     on, this process ends when another process fails, dies or hangs, and it
@@ -172,7 +174,7 @@ class Watchdog:
         self._heartbeats.detector.timeout_s = timeout_s
 
     def explain(self) -> None:
-        """Waits until it is clear if another process caused an error here.
+        """Waits until it is clear whether another process caused an error here.
 
         If another process died or failed, the watchdog ends this process during
         the wait and reports that cause. Otherwise the function returns as soon
@@ -199,7 +201,7 @@ class Watchdog:
         self._heartbeats.send(cause)
 
     def end_soon(self) -> None:
-        """Makes this process end soon, if `fail` was called before.
+        """Makes this process end soon, if `fail` was called earlier.
 
         The process ends even if its script continues to run.
         """
@@ -225,7 +227,7 @@ class Watchdog:
         exit_hooks.end(self.process, *self._failure)
 
     def wait_for_others(self) -> None:
-        """Waits, after this process's script, until the others' have ended too.
+        """Waits until the scripts of all other processes have ended, too.
 
         If another process fails, the watchdog ends this process during the
         wait.

@@ -67,9 +67,9 @@ def test_table_tells_all(directory):
         f"3 1.7 kB 2023-11-14 22:13 verified 0 73 {logs}",
         f"12 1.7 kB 2023-11-15 00:12 verified 3 73 {logs}",
         "20 1.2 kB damaged",
-        "Left behind: 1.deleting-ab, 1.0 kB: deletion, stopped.",
-        "Left behind: 24.orbax-checkpoint-tmp, 1.0 kB: save, stopped.",
-        "Left behind: 2.damaged-1, 1.0 kB: damaged, put aside.",
+        "Left behind: 1.deleting-ab, 1.0 kB: interrupted deletion.",
+        "Left behind: 24.orbax-checkpoint-tmp, 1.0 kB: interrupted save.",
+        "Left behind: 2.damaged-1, 1.0 kB: damaged, renamed by a run.",
         "Step 20 is damaged: manifest.json: it is missing: the save did not "
         "finish.",
         "3 checkpoints, 1 damaged, 7.5 kB.",
@@ -151,8 +151,10 @@ def test_newest_without_a_manifest_is_being_saved_if_somebody_writes(directory):
     assert not listing.damaged
     lines = text_of(listing, 80)
     assert any("being saved" in line for line in lines)
-    assert any(line.startswith("Written to by process") for line in lines)
-    assert any(line.endswith("save, stopped, or under way.") for line in lines)
+    assert any(
+        line.startswith("A run is writing here: process") for line in lines
+    )
+    assert any(line.endswith("interrupted or running save.") for line in lines)
     # Older ones are no saves under way.
     write(directory, 30)
     with DirectoryLock(directory):
@@ -185,7 +187,10 @@ def test_empty_directory_says_so(tmp_path, capsys):
     [
         ("none", "cannot be listed: No such file or directory"),
         ("run/3/run/metadata", "cannot be listed: Not a directory"),
-        ("run/3", "is one checkpoint. Give the directory that it is in: "),
+        (
+            "run/3",
+            "is a single checkpoint. Pass the directory that contains it: ",
+        ),
     ],
 )
 def test_wrong_directory_is_told(directory, path, expected, capsys):

@@ -318,7 +318,7 @@ OPEN_MPI = {"OMPI_COMM_WORLD_RANK": "1", "OMPI_COMM_WORLD_SIZE": "2"}
         (
             {"TF_CONFIG": tf_config(["a:1", "b:1"], 1)},
             "TF_CONFIG",
-            "who",
+            "the program that",
             "a:1",
         ),
         (SLURM, "SLURM", "srun", "node1:8888"),
@@ -514,7 +514,7 @@ def test_report_of_a_job_is_the_chiefs():
     shown = joined(" ".join(chief))
     assert "set by keras-strategies launch" in shown
     assert "process 0 of 2" in shown
-    assert "All processes have met" in shown
+    assert "All processes have connected" in shown
     assert re.search(r"all-reduce, 4 MiB [\d.]+ ms over 2 devices", shown)
     assert "An all-reduce over all processes is correct." in shown
     others = [x for x in done.stdout.splitlines() if x.startswith("[worker 1]")]
@@ -538,9 +538,19 @@ def test_process_that_does_not_come_is_named(process_id):
 @pytest.mark.parametrize(
     ("told", "end", "environ", "expected"),
     [
-        ({"jax": {"begins": True}}, (None, ""), {}, "took too long until JAX"),
+        (
+            {"jax": {"begins": True}},
+            (None, ""),
+            {},
+            "time limit ended before JAX",
+        ),
         ({"devices": {}}, (-6, "Check failed"), {}, "ended by SIGABRT before"),
-        ({"devices": {}}, (-6, "Check failed"), {}, "last line: Check failed"),
+        (
+            {"devices": {}},
+            (-6, "Check failed"),
+            {},
+            "last output: Check failed",
+        ),
         (
             {"devices": {"error": "E: no"}},
             (1, ""),

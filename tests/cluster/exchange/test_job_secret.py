@@ -76,12 +76,12 @@ def test_one_without_it_says_so_and_keeps_nobody_out(address):
     )
     assert told == ["met", "met"]
     assert f"the same {VARIABLE}" in alone
-    assert "one in process 0, and none here" in alone
+    assert "a value in process 0, but none here" in alone
 
 
 def test_process_0_says_who_did_not_prove_it(address):
     told, _ = run(address, [ONE, None], timeout_s=LIMIT)
-    assert "a process that claimed to be process 1 and did not prove" in told[0]
+    assert "a process that claimed to be process 1, but did not" in told[0]
     assert VARIABLE in told[0]
     assert "none here" in told[1]
 
@@ -89,9 +89,9 @@ def test_process_0_says_who_did_not_prove_it(address):
 def test_only_the_others_have_it(address):
     told, _ = run(address, [None, ONE, None])
     assert f"the same {VARIABLE}" in told[0]
-    assert "one in process 1, and none in process 0" in told[0]
+    assert "a value in process 1, but none in process 0" in told[0]
     assert told[2] == told[0]
-    assert "one here, and none in process 0" in told[1]
+    assert "a value here, but none in process 0" in told[1]
 
 
 def test_another_secret_is_another_job(address):
@@ -99,7 +99,7 @@ def test_another_secret_is_another_job(address):
         address, [ONE, ONE], before=lambda: said_to(address, 1, OTHER)
     )
     assert told == ["met", "met"]
-    assert "another one in process 0" in other
+    assert "a different value in process 0" in other
     told, _ = run(address, [ONE, OTHER], timeout_s=LIMIT)
     assert "a process that claimed to be process 1" in told[0]
 
@@ -228,7 +228,7 @@ def test_a_process_0_that_proves_nothing_is_not_believed(address, words):
         told = said_to(address, 1, ONE, timeout_s=0.5)
         server.shutdown(socket.SHUT_RDWR)
     assert "Give up" not in told
-    assert VARIABLE in told or "another service" in told
+    assert VARIABLE in told or "a different service" in told
 
 
 def test_what_process_0_says_is_proved_too(address):

@@ -39,7 +39,7 @@ def test_each_process_receives_all_messages():
 def test_a_message_of_another_form_names_its_process_and_ends_the_rounds():
     echo = Echo('{"wait": -1}')
     with (
-        pytest.raises(RuntimeError, match="about numbers.*of process 1"),
+        pytest.raises(RuntimeError, match="about numbers.*from process 1"),
         Rounds((0, 1), "counting", "numbers", agree=echo) as rounds,
     ):
         rounds.exchange({"wait": 2}, {"wait": is_count})

@@ -47,7 +47,7 @@ def test_a_number_of_slices_is_named_where_processes_are_missing(monkeypatch):
     task = dataclasses.replace(TASK, addresses=(address, None))
     monkeypatch.setattr(bootstrap, "_find_problem", str)
     monkeypatch.setenv("MEGASCALE_NUM_SLICES", "2")
-    text = "nothing from process 1.*MEGASCALE_NUM_SLICES is '2' here"
+    text = "nothing from process 1.*MEGASCALE_NUM_SLICES is '2' in this"
     with pytest.raises(RendezvousError, match=text):
         bootstrap.join(task, strategy="A", timeout_s=0.01)
 
@@ -85,5 +85,5 @@ def test_a_child_of_a_script_without_a_guard_is_told(tmp_path, method):
     )
     assert ended.returncode == 1
     last = ended.stderr.splitlines()[-1]
-    assert "RuntimeError: The children of a job's process must not join" in last
+    assert "RuntimeError: A child process must not join the job" in last
     assert "`if __name__ == '__main__':`" in last

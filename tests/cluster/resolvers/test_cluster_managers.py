@@ -123,7 +123,7 @@ def test_slurm_refuses_what_tf_refuses(slurm, changed, arguments, words):
 @pytest.mark.parametrize(
     ("changed", "arguments", "error", "words"),
     [
-        ({"SLURM_PROCID": "5"}, {}, RuntimeError, "5 of 5 tasks"),
+        ({"SLURM_PROCID": "5"}, {}, RuntimeError, "5, with 5 tasks"),
         ({"SLURM_PROCID": "-1"}, {}, ValueError, "'-1'"),
         ({"SLURM_STEP_NUM_TASKS": "0"}, {}, ValueError, "from 1"),
         ({"SLURM_STEP_TASKS_PER_NODE": "2,3"}, {}, ValueError, "3 hosts and 2"),

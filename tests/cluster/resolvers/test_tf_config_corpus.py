@@ -142,7 +142,11 @@ CORPUS = {
         ValueError,
         ["'chief'", "0 tasks"],
     ),
-    "type unknown": (task(type="Worker"), ValueError, ["'Worker'", "Rename"]),
+    "type unknown": (
+        task(type="Worker"),
+        ValueError,
+        ["'Worker'", "Use"],
+    ),
     "type of tf 1": (task(type="master"), ValueError, ["'master'", "'chief'"]),
     "type ps": (task(type="ps"), ValueError, ["MultiWorkerMirroredStrategy"]),
     "evaluator beyond": (
@@ -169,7 +173,7 @@ CORPUS = {
     "job of a huge name": (
         config({"w" * 100_000: ["a:1"]}),
         ValueError,
-        ["'www", "Rename"],
+        ["'www", "Use 'worker'"],
     ),
     "job without a name": (config({"": ["a:1"]}), ValueError, ["a job ''"]),
     "parameter servers": (
@@ -190,9 +194,9 @@ CORPUS = {
     "evaluator only": (
         config({"evaluator": ["c:1"]}, {"type": "evaluator", "index": 0}),
         ValueError,
-        ["processes that train"],
+        ["process that trains"],
     ),
-    "no tasks": (config({"worker": []}), ValueError, ["processes that train"]),
+    "no tasks": (config({"worker": []}), ValueError, ["process that trains"]),
     "gap": (config({"worker": {"0": "a:1", "2": "c:1"}}), ValueError, ["gap"]),
     "index of a job is no number": (
         config({"worker": {"first": f"{SECRET}:1"}}),

@@ -80,8 +80,9 @@ BAD = {
     "one is behind": (
         [WAITS, {"programs": 17, "where": STALL}],
         ExitCode.STALLED,
-        f"process 1 has started 17 programs, none for 100 s; its main thread "
-        f"is at {STALL}; process 0 has started 18 and waits for 61 s",
+        "process 1 has started 17 programs, none in the last 100 s; its main "
+        f"thread is at {STALL}; process 0 has started 18 programs and has "
+        "waited for 61 s",
     ),
     "the first is behind": (
         [{"programs": 0, "where": STALL}, WAITS],
@@ -96,12 +97,12 @@ BAD = {
     "all wait for each other": (
         [WAITS, WAITS],
         ExitCode.STALLED,
-        "all processes wait for program 18 for 61 s",
+        "all processes have waited for program 18 for 61 s",
     ),
     "one has left": (
         [WAITS, {"programs": 17, "is_done": True}],
         ExitCode.PEER_FAILED,
-        "process 1 has ended its script after 17 programs, and process 0 "
+        "the script of process 1 has ended after 17 programs, but process 0 "
         "waits for it in program 18 (at train.py:9 in step)",
     ),
     "one is missed on the host": (
@@ -110,9 +111,9 @@ BAD = {
             {"programs": 3, "where": STALL},
         ],
         ExitCode.STALLED,
-        f"process 1 has started 3 programs, none for 100 s; its main thread "
-        f"is at {STALL}; process 0 waits for others in `fit`'s data for 62 s "
-        "(at a:1)",
+        "process 1 has started 3 programs, none in the last 100 s; its main "
+        f"thread is at {STALL}; process 0 has waited for other processes in "
+        "`fit`'s data for 62 s (at a:1)",
     ),
     "one has left an agreement": (
         [{"agreeing": "`fit`'s data", "agreeing_s": 3.0}, {"is_done": True}],
@@ -144,7 +145,9 @@ def test_a_process_that_starts_programs_again_is_not_said_to_stand_still():
     detector.receive(told | {1: Heartbeat(number=2, programs=2)}, 60.0)
     cause = detector.find(60.0)
     assert cause is not None
-    assert "process 1 has started 2 programs, none for 10 s" in cause.text
+    assert (
+        "process 1 has started 2 programs, none in the last 10 s" in cause.text
+    )
 
 
 def test_a_wait_counts_from_when_the_others_have_compiled():
