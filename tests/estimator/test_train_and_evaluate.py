@@ -193,11 +193,11 @@ def modes_of(folder):
         ({"assets_extra": {"../a": "b"}}, ValueError, "relative path"),
         ({"assets_extra": {"/a": "b"}}, ValueError, "relative path"),
         ({"assets_extra": {"a": "/nowhere"}}, ValueError, "paths of files"),
-        ({"as_text": True}, ValueError, "have no text form"),
+        ({"as_text": True}, ValueError, "`as_text` is not"),
         (
             {"serving_input_receiver_fn": arrays},
             ValueError,
-            "no meaning here",
+            "is not supported",
         ),
         ({"experimental_mode": "a"}, ValueError, "must be one of"),
         ({"checkpoint_path": "/nowhere/3"}, ValueError, "without a checkpoint"),
@@ -354,7 +354,7 @@ def test_a_cluster_without_an_evaluator_is_told_once(
     if is_evaluated:
         pathlib.Path(estimator.eval_dir()).mkdir(parents=True)
     assert run(estimator, max_steps=1) == (None, [])
-    assert caplog.text.count("No evaluator is known") == count
+    assert caplog.text.count("No evaluator was found") == count
 
 
 @pytest.mark.parametrize(
@@ -628,7 +628,7 @@ def not_built():
         (
             lambda: {"keras_model": keras_model(), "export_outputs": {}},
             ValueError,
-            "no meaning here",
+            "is not supported",
         ),
         (
             lambda: {"keras_model": keras_model(), "metric_names_map": 3},
