@@ -134,12 +134,12 @@ def check_listeners(listeners: object) -> tuple[Any, ...]:
             if not callable(getattr(listener, name, None))
         ]
         if missing or isinstance(listener, type):
+            fault = f"without {', '.join(missing)}" if missing else "a class"
             raise TypeError(
                 "All saving_listeners must be objects with the methods "
                 f"{', '.join(_OF_LISTENERS)}. Received: {shorten(listener)} of "
-                f"type {type(listener).__name__}, without "
-                f"{', '.join(missing) or 'an instance'}. Pass an instance of a "
-                "subclass of `ks.estimator.CheckpointSaverListener`."
+                f"type {type(listener).__name__}, {fault}. Pass an instance of "
+                "a subclass of `ks.estimator.CheckpointSaverListener`."
             )
     return checked
 

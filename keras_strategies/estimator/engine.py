@@ -382,7 +382,7 @@ def _isolate_random_state(
 
     Args:
       seed: Seed to set on entry; None to start with the caller's states.
-      moves_on: Whether to use the caller's states, and not to restore them.
+      moves_on: Whether to use the caller's states, without restoring them.
     """
     if moves_on:
         yield

@@ -327,7 +327,7 @@ class Estimator(Settings):
         path = self.latest_checkpoint()
         if path is None:
             raise ValueError(
-                f"Could not find trained model in model_dir: {self.model_dir}. "
+                f"Could not find a trained model in {self.model_dir}. "
                 "Received: a folder without a checkpoint. Call `train` first."
             )
         return path
@@ -336,7 +336,7 @@ class Estimator(Settings):
 def _check_steps(steps: object, max_steps: object) -> None:
     if steps is not None and max_steps is not None:
         raise ValueError(
-            "Can not provide both steps and max_steps. Received: "
+            "Cannot set both steps and max_steps. Received: "
             f"steps={steps}, max_steps={max_steps}. Pass only `steps` to limit "
             "the steps of this call, or only `max_steps` to limit the total "
             "number of steps over all calls."

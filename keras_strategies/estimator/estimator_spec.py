@@ -98,8 +98,8 @@ class EstimatorSpec:
       eval_metric_ops: A dict that maps the names of results to metrics, which
         are computed in evaluations. A metric is a `keras.metrics.Metric`, the
         name of one, or a function of (y_true, y_pred).
-      export_outputs: Must be None. An exported model always returns the outputs
-        of `model`.
+      export_outputs: Must be None. An exported model returns the `predictions`
+        if they are symbolic tensors, and otherwise the outputs of `model`.
       training_chief_hooks: Keras callbacks for training, only in the chief.
       training_hooks: Keras callbacks for training, in all processes.
       scaffold: Must be None.
@@ -281,13 +281,13 @@ def _check_export_outputs(outputs: object) -> None:
         raise TypeError(
             "export_outputs must be dict. Received: "
             f"{shorten(outputs)} of type {type(outputs).__name__}. Omit it, "
-            "because an exported model always returns the outputs of `model`."
+            "because an exported model returns the outputs of `model`."
         )
     raise ValueError(
         "`export_outputs` is not supported. Received: the signatures "
         f"{sorted(map(str, outputs))}. Omit it, because an exported model "
-        "always returns the outputs of `model`. Choose these outputs when you "
-        "create the model, with `keras.Model(inputs, outputs)`."
+        "returns the outputs of `model`. To choose these outputs, create the "
+        "model with `keras.Model(inputs, outputs)`."
     )
 
 

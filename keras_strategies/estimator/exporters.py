@@ -329,7 +329,7 @@ def _check_compare_fn(compare_fn: object) -> None:
     names = set(find_argument_names(compare_fn))
     for name in sorted(expected - names):
         raise ValueError(
-            f"compare_fn must include {name} argument. Received: a function "
+            f"compare_fn must have an argument `{name}`. Received: a function "
             f"with the arguments {sorted(names)}. Define it as "
             "`def compare_fn(best_eval_result, current_eval_result)`."
         )

@@ -74,7 +74,7 @@ def export(
     path = checkpoint_path or reading.find_newest_good(model_dir)
     if path is None:
         raise ValueError(
-            f"Couldn't find trained model at {model_dir}. Received: "
+            f"Could not find a trained model in {model_dir}. Received: "
             "a folder without a valid checkpoint. Call `train` first."
         )
     reading.check(path)
@@ -243,7 +243,7 @@ def _make_folder(base: str) -> str:
     except (FileExistsError, NotADirectoryError):
         raise NotADirectoryError(
             "`export_dir_base` must be a folder. Received: "
-            f"{base!r}, which is a file or a path below a file. Pass another "
+            f"{base!r}, which is a file or a path inside a file. Pass another "
             "path. The folder is created if it does not exist."
         ) from None
     folder = os.path.join(base, f"temp-{secrets.token_hex(8)}")

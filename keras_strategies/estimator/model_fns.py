@@ -54,8 +54,8 @@ def check_model_fn(model_fn: object, params: object) -> None:
     """
     if model_fn is None:
         raise ValueError(
-            "model_fn must be provided to Estimator. Received: None. Pass a "
-            "function that returns the model."
+            "model_fn must be provided to the Estimator. Received: None. Pass "
+            "a function that returns the model."
         )
     if not callable(model_fn):
         raise TypeError(
@@ -80,14 +80,14 @@ def check_model_fn(model_fn: object, params: object) -> None:
         )
     if params is not None and "params" not in names:
         raise ValueError(
-            "model_fn does not include params argument, but params are passed "
-            "to Estimator. Received: a model_fn with the arguments "
+            "model_fn does not include an argument `params`, but `params` are "
+            "passed to the Estimator. Received: a model_fn with the arguments "
             f"{list(names)}. Add `params` to the arguments of model_fn."
         )
     if params is None and "params" in names:
         _logger.warning(
-            "model_fn includes params argument, but params are not passed to "
-            "Estimator, so model_fn receives an empty dict."
+            "model_fn has an argument `params`, but no `params` are passed to "
+            "the Estimator, so model_fn receives an empty dict."
         )
 
 
@@ -121,7 +121,7 @@ def make(
         bundle = _bundle_spec(result, mode)
     else:
         raise ValueError(
-            "model_fn should return an EstimatorSpec or a compiled "
+            "model_fn must return an EstimatorSpec or a compiled "
             f"keras.Model. Received: {shorten(result)} of type "
             f"{type(result).__name__}. Return "
             "`ks.estimator.EstimatorSpec(mode, model=model, ...)`."

@@ -87,9 +87,9 @@ def select_keys(predictions: Tree, keys: tuple[str, ...] | None) -> Tree:
         return predictions
     if not isinstance(predictions, Mapping):
         raise ValueError(
-            "predict_keys argument is not valid in case of non-dict "
-            f"predictions. Received: predict_keys={keys}. Omit `predict_keys`, "
-            "or set `predictions` of the EstimatorSpec to a dict."
+            "`predict_keys` cannot be used with non-dict predictions. "
+            f"Received: predict_keys={keys}. Omit `predict_keys`, or set "
+            "`predictions` of the EstimatorSpec to a dict."
         )
     chosen = {name: predictions[name] for name in predictions if name in keys}
     if not chosen:

@@ -166,7 +166,7 @@ def _check_exporters(exporters: Any) -> tuple[Exporter, ...]:
     is_one |= not isinstance(exporters, Iterable)
     checked = (exporters,) if is_one else tuple(exporters)
     for exporter in checked:
-        what = "an Exporter, an iterable of Exporter, or `None`"
+        what = "an Exporter, an iterable of Exporters, or None"
         cure = "Use, for example, `ks.estimator.BestExporter()`."
         check_type("`exporters`", exporter, Exporter, what, cure)
     names = [exporter.name for exporter in checked]

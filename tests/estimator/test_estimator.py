@@ -77,7 +77,7 @@ def needs_nothing():
         (
             {"model_fn": lambda features: 0, "params": {}},
             ValueError,
-            "does not include params",
+            "does not include an argument",
         ),
         ({"config": 3}, ValueError, "instance of `RunConfig`"),
         ({"model_dir": "/other"}, ValueError, "different values"),
@@ -175,14 +175,14 @@ def test_parameters_are_copied(tmp_path):
             "export_saved_model",
             {"export_dir_base": "a"},
             ValueError,
-            "Couldn't find trained model",
+            "Could not find a trained",
         ),
-        ("get_variable_names", {}, ValueError, "Could not find trained model"),
+        ("get_variable_names", {}, ValueError, "Could not find a trained"),
         (
             "get_variable_value",
             {"name": "a"},
             ValueError,
-            "Could not find trained model",
+            "Could not find a trained",
         ),
     ],
 )
@@ -650,7 +650,7 @@ def test_input_context_makes_batches_of_a_replica(tmp_path, replicas):
 @pytest.mark.parametrize(
     ("model_fn", "text"),
     [
-        (lambda features, labels: None, "should return an EstimatorSpec"),
+        (lambda features, labels: None, "must return an EstimatorSpec"),
         (
             lambda features, labels: keras.Sequential([keras.layers.Dense(1)]),
             "must be compiled",

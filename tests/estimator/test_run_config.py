@@ -176,7 +176,7 @@ def test_replace_switches_between_steps_and_seconds(first, changes, expected):
         (
             {"save_checkpoints_steps": 1, "save_checkpoints_secs": 1},
             ValueError,
-            "cannot be both set",
+            "cannot both be set",
         ),
         ({"model_dir": ""}, ValueError, "model_dir should be non-empty"),
         ({"model_dir": 3}, TypeError, "`model_dir` must be a path"),

@@ -526,7 +526,7 @@ def test_in_memory_evaluation_is_that_of_a_checkpoint(tmp_path, replicas):
             "`estimator` must be a `ks.estimator.Estimator`",
         ),
         ({"input_fn": 3}, TypeError, "must be callable"),
-        ({"every_n_iter": None}, ValueError, "invalid every_n_iter"),
+        ({"every_n_iter": None}, ValueError, "`every_n_iter` must be a number"),
         ({"every_n_iter": 0}, ValueError, "`every_n_iter` must be > 0"),
         ({"steps": 0}, ValueError, "`steps` must be > 0"),
         ({"hooks": [3]}, TypeError, "All `hooks`"),
@@ -602,7 +602,7 @@ def not_built():
         (
             lambda: {"keras_model": not_compiled()},
             ValueError,
-            "has not been compiled",
+            "must be compiled",
         ),
         (
             lambda: {"keras_model": not_built()},

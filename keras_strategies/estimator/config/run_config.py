@@ -31,7 +31,7 @@ class _Default(enum.Enum):
 _USE_DEFAULT: Any = _Default.NOT_GIVEN
 
 _BOTH = (
-    "`save_checkpoints_steps` and `save_checkpoints_secs` cannot be both set. "
+    "`save_checkpoints_steps` and `save_checkpoints_secs` cannot both be set. "
     "Received: save_checkpoints_steps={}, save_checkpoints_secs={}. Pass only "
     "one of the two."
 )

@@ -71,7 +71,7 @@ def model_to_estimator(
     if (keras_model is None) == (keras_model_path is None):
         raise ValueError(
             "Either `keras_model` or `keras_model_path` needs to be provided, "
-            f"and not both. Received: keras_model={shorten(keras_model)} and "
+            f"but not both. Received: keras_model={shorten(keras_model)} and "
             f"keras_model_path={shorten(keras_model_path)}. Pass one of the "
             "two."
         )
@@ -107,7 +107,7 @@ def _check_options(
         raise ValueError(
             "`export_outputs` is not supported. Received: "
             f"{shorten(export_outputs)}. Omit it, because an exported model "
-            "always returns the outputs of the Keras model."
+            "returns the outputs of the Keras model."
         )
     what = "a dict from names of results to new names"
     cure = "Pass a dict such as {'acc': 'accuracy'}."
@@ -135,9 +135,9 @@ def _save(model: keras.Model, path: str) -> None:
 def _check_compiled(model: keras.Model) -> None:
     if not model.compiled:
         raise ValueError(
-            "The given keras model has not been compiled yet. Received: "
-            f"{model.name!r}. Please compile the model with `model.compile()` "
-            "before calling `model_to_estimator()`."
+            "The given Keras model must be compiled. Received: "
+            f"{model.name!r}, which is not compiled. Call `model.compile()` "
+            "before `model_to_estimator()`."
         )
 
 

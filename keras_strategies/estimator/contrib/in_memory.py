@@ -65,8 +65,8 @@ class InMemoryEvaluatorHook(keras.callbacks.Callback):
         check_kind("estimator", estimator, Estimator)
         if every_n_iter is None:
             raise ValueError(
-                "invalid every_n_iter, which must be a number of train steps. "
-                "Received: None. Pass a number, such as 100."
+                "`every_n_iter` must be a number of train steps. Received: "
+                "None. Pass a number, such as 100."
             )
         check_positive("every_n_iter", every_n_iter)
         check_positive("steps", steps)

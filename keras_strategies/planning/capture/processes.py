@@ -174,8 +174,8 @@ class _Process:
             answer = parse_answer(self._read_answers())
         if answer is None:
             tail = "\n".join(lines[-12:])
-            text = f"The planning process ended with status {code}:\n{tail}"
-            return {"error": text}
+            text = f"The planning process ended with exit status {code}."
+            return {"error": f"{text} Its last output:\n{tail}"}
         if "ended" in answer:
             # The last line of the script's output usually explains why it
             # ended.

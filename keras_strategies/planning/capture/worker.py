@@ -72,7 +72,7 @@ def main(descriptor: str, words: str, parent: str) -> NoReturn:
 
 
 def _exit_with_parent(parent: int) -> None:
-    """Ends this process once its parent has ended, for example was killed."""
+    """Ends this process when its parent has ended, even by a signal."""
     while os.getppid() == parent:
         time.sleep(_POLL_SECONDS)
     if os.getpgrp() == os.getpid():

@@ -66,9 +66,10 @@ def compile_like(clone: keras.Model, model: keras.Model) -> None:
 
 
 def has_own_step(model: keras.Model) -> bool:
-    """Returns whether a model's class overrides a method of Keras's step.
+    """Returns whether a model's class overrides a method that defines a step.
 
-    These methods are, for example, `train_step` and `compute_loss`.
+    The methods are `train_step`, `compute_loss`, `compute_metrics` and
+    `compile`.
     """
     return any(_has_own(type(model), name) for name in _OF_A_STEP)
 

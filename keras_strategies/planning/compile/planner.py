@@ -156,7 +156,10 @@ class _Planning:
             self._rows = (rows, rows)
             begun = self._measure(self._rows)
             text = _get_first_line(error)
-            self._notes.append(f"It is unknown how many rows fit: {text}")
+            self._notes.append(
+                "It is unknown how many rows fit, because more rows raise an "
+                f"error: {text}"
+            )
             return begun
 
     def _measure(
@@ -352,7 +355,8 @@ class _Planning:
         except Exception as error:
             text = _get_first_line(error)
             self._notes.append(
-                f"The number of rows that fit was not verified: {text}"
+                "The number of rows that fit was not verified, because "
+                f"compiling raised an error: {text}"
             )
             return row
         return dataclasses.replace(

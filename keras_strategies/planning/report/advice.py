@@ -32,7 +32,7 @@ def write_advice(
     before, after = remat
     if before is not None and after is not None and after < _LESS * before:
         return (
-            "Create the model's blocks in a `keras.RematScope`: it reduces the "
+            "Create the model's blocks in a `keras.RematScope`. It reduces the "
             f"memory from {format_gb(before)} to {format_gb(after)} GB."
         )
     if step.fits is False:

@@ -266,8 +266,8 @@ def test_more_rows_than_anybody_has_are_not_compiled():
 @pytest.mark.parametrize(
     ("most", "found", "note"),
     [
-        (20, 12, "was not verified: It is of so many rows."),
-        (4, None, "how many rows fit: It is of so many rows."),
+        (20, 12, "compiling raised an error: It is of so many rows."),
+        (4, None, "more rows raise an error: It is of so many rows."),
     ],
 )
 def test_a_step_that_cannot_have_more_rows_keeps_its_figures(

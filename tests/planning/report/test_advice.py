@@ -67,7 +67,7 @@ def test_what_to_do(given, advice):
 def test_with_remat_is_said_only_where_it_saves():
     big = step(bytes_in_all=30e9, memory=ROWS)
     assert write_advice(big, remat=(30e9, 9e9)) == (
-        "Create the model's blocks in a `keras.RematScope`: it reduces the "
+        "Create the model's blocks in a `keras.RematScope`. It reduces the "
         "memory from 30.0 to 9.00 GB."
     )
     assert write_advice(big, remat=(30e9, 29e9)) == write_advice(big)
