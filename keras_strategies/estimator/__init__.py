@@ -37,8 +37,8 @@ _MODULES = {
 
 _get, __dir__ = _lazy_names(__name__, __name__, _MODULES, _tf_names.ESTIMATOR)
 
-# The endings of the names of TensorFlow's canned estimators, such as
-# DNNClassifier and BoostedTreesRegressor.
+# The names of TensorFlow's canned estimators, such as DNNClassifier and
+# BoostedTreesRegressor, end with one of these words.
 _CANNED = ("Classifier", "Regressor", "Estimator", "Head")
 
 

@@ -13,11 +13,11 @@ _OF_LISTENERS = ("begin", "before_save", "after_save", "end")
 _CALLBACKS = {
     "CheckpointSaverHook": "`RunConfig(save_checkpoints_steps=...)`, or "
     "`ks.callbacks.Checkpoint` with plain `fit`",
-    "CheckpointInputPipelineHook": "nothing: an interrupted run resumes at "
-    "the next batch",
+    "CheckpointInputPipelineHook": "no hook, because an interrupted run "
+    "resumes at the next batch",
     "FeedFnHook": "an `input_fn` that yields the values",
     "FinalOpsHook": "a `keras.callbacks.Callback` with `on_train_end`",
-    "GlobalStepWaiterHook": "nothing: all processes start together",
+    "GlobalStepWaiterHook": "no hook, because all processes start together",
     "LoggingTensorHook": "`RunConfig(log_step_count_steps=...)` for loss and "
     "speed, or a `keras.callbacks.LambdaCallback` with `on_train_batch_end`",
     "NanTensorHook": "`keras.callbacks.TerminateOnNaN`",
@@ -57,7 +57,7 @@ def check_input_fn(input_fn: object) -> None:
 
 
 def check_positive(name: str, value: object) -> None:
-    """Raises unless a number of steps is None or a positive integer.
+    """Raises unless a value is None or a positive integer.
 
     Raises:
       TypeError: if `value` is neither an integer nor None.
@@ -134,12 +134,12 @@ def check_listeners(listeners: object) -> tuple[Any, ...]:
             if not callable(getattr(listener, name, None))
         ]
         if missing or isinstance(listener, type):
+            fault = f"without {', '.join(missing)}" if missing else "a class"
             raise TypeError(
-                "All saving_listeners must be like `CheckpointSaverListener`. "
-                f"Received: {shorten(listener)} of type "
-                f"{type(listener).__name__}, without "
-                f"{', '.join(missing) or 'an instance'}. Derive it from "
-                "`ks.estimator.CheckpointSaverListener`."
+                "All saving_listeners must be objects with the methods "
+                f"{', '.join(_OF_LISTENERS)}. Received: {shorten(listener)} of "
+                f"type {type(listener).__name__}, {fault}. Pass an instance of "
+                "a subclass of `ks.estimator.CheckpointSaverListener`."
             )
     return checked
 
@@ -172,7 +172,7 @@ def _as_tuple(values: object, name: str) -> tuple[Any, ...]:
     if isinstance(values, str) or not isinstance(values, Iterable):
         raise TypeError(
             f"`{name}` must be a list. Received: {shorten(values)} of type "
-            f"{type(values).__name__}. Put it in brackets: [{name[:-1]}]."
+            f"{type(values).__name__}. Pass a list, such as [{name[:-1]}]."
         )
     return tuple(values)
 
@@ -184,17 +184,18 @@ def _explain_refusal(hook: object, name: str) -> str:
     names = [parent.__name__ for parent in kind.__mro__]
     known = next((n for n in names if n in _CALLBACKS), None)
     if known is not None:
-        cure = f"Instead of a {known} use {_CALLBACKS[known]}."
+        cure = f"Instead of `{known}`, use {_CALLBACKS[known]}."
     elif any(callable(getattr(hook, n, None)) for n in _OF_SESSIONS):
         cure = (
-            "Hooks into sessions are not supported: derive it from "
-            "`keras.callbacks.Callback`; `begin` becomes `on_train_begin`, "
-            "`before_run` `on_train_batch_begin`, `after_run` "
-            "`on_train_batch_end`, `end` `on_train_end`, and "
-            "`request_stop()` `self.model.stop_training = True`."
+            "Hooks into sessions are not supported. Derive the hook from "
+            "`keras.callbacks.Callback`, and rename its methods: `begin` to "
+            "`on_train_begin`, `before_run` to `on_train_batch_begin`, "
+            "`after_run` to `on_train_batch_end`, and `end` to "
+            "`on_train_end`. Replace `request_stop()` with "
+            "`self.model.stop_training = True`."
         )
     else:
-        cure = "Derive it from `keras.callbacks.Callback`."
+        cure = "Derive the hook from `keras.callbacks.Callback`."
     return (
         f"All `{name}` must be `keras.callbacks.Callback` instances. "
         f"Received: {shorten(hook)} of type {kind.__name__}. {cure}"

@@ -50,7 +50,7 @@ class Settings:
     Args:
       model_fn: The `model_fn`.
       config: The RunConfig, whose `model_dir` is set.
-      params: Parameters. `model_fn` and each `input_fn` get copies.
+      params: Parameters, which are copied for each function that gets them.
       warm_start_from: The source of the initial weights, or None.
     """
 
@@ -100,7 +100,7 @@ def rename_results(estimator: Settings, names: Mapping[str, str]) -> None:
 
 
 def find_strategy(estimator: Settings, mode: str) -> Strategy:
-    """Returns a mode's strategy; by default, a strategy on one device."""
+    """Returns the strategy for a mode; by default, one for a single device."""
     strategy = estimator.config.eval_distribute
     if mode == ModeKeys.TRAIN:
         strategy = estimator.config.train_distribute
@@ -114,7 +114,7 @@ def find_strategy(estimator: Settings, mode: str) -> Strategy:
 def make_plain(
     estimator: Settings, mode: str, features: Tree
 ) -> model_fns.ModelBundle:
-    """Calls `model_fn` without any strategy's scope, for an export.
+    """Calls `model_fn` outside of any strategy scope, for an export.
 
     Args:
       estimator: The Estimator.
@@ -202,7 +202,7 @@ def evaluate(
             return evaluate_at(newest)
         except DamagedCheckpoint:
             # A training that is still running may have deleted the checkpoint
-            # while it was read. Then a newer checkpoint exists: try again.
+            # while it was read. In that case there is a newer one to try.
             if newest is None or os.path.isdir(newest):
                 raise
     return evaluate_at(_find_newest(estimator, strategy))
@@ -226,7 +226,7 @@ def evaluate_model(
       hooks: Keras callbacks.
       restore: Function that is called with the built model and assigns its
         weights.
-      step: The global step of the weights.
+      step: The global step up to which the weights were trained.
       steps: The number of batches; None for all.
       name: Name of the evaluation, or None.
     """
@@ -290,7 +290,7 @@ def predict(
 def _make(
     estimator: Settings, mode: str, data: inputs.Input
 ) -> model_fns.ModelBundle:
-    """Creates the model: calls `model_fn` in the scope of the strategy."""
+    """Creates the model by calling `model_fn` in the strategy's scope."""
     features, labels = inputs.make_symbols(data.example)
     if mode == ModeKeys.TRAIN and jax.process_index() == 0:
         exporting.write_features(estimator.model_dir, features)
@@ -353,7 +353,7 @@ def _fit(
 
 
 def _make_restore(path: str | None) -> Restore:
-    """Returns a function that restores a model; no-op if `path` is None."""
+    """Returns a function that restores a model, or a no-op without a path."""
     if path is None:
         return lambda model: None
     return functools.partial(reading.restore, path=path)
@@ -382,7 +382,7 @@ def _isolate_random_state(
 
     Args:
       seed: Seed to set on entry; None to start with the caller's states.
-      moves_on: Whether to use and advance the caller's states instead.
+      moves_on: Whether to use the caller's states, without restoring them.
     """
     if moves_on:
         yield

@@ -35,7 +35,9 @@ _logger = logging.getLogger(__name__)
 
 
 class Estimator(Settings):
-    """Trains, evaluates, predicts with and exports a model, as in TensorFlow.
+    """Trains, evaluates and exports a model, and computes its predictions.
+
+    The API is that of `tf.estimator.Estimator`.
 
         def model_fn(features, labels, mode, params):
             model = keras.Sequential([keras.layers.Dense(1)])
@@ -65,8 +67,8 @@ class Estimator(Settings):
         returns an `EstimatorSpec`. It may have any of the arguments
         `features`, `labels`, `mode` (see `ModeKeys`), `params` and `config`,
         which are passed by name. Features are `keras.Input`s and labels are
-        `keras.KerasTensor`s: use them as the inputs of a functional model, or
-        only to find out shapes.
+        `keras.KerasTensor`s. Use them as the inputs of a functional model, or
+        only to read their shapes.
       model_dir: Folder for checkpoints, event files and exports; None to use
         `config.model_dir`, or a temporary folder if that is None too.
       config: The RunConfig; None for a default one.
@@ -113,12 +115,12 @@ class Estimator(Settings):
         max_steps: int | None = None,
         saving_listeners: Iterable[Any] | None = None,
     ) -> "Estimator":
-        """Trains from the newest checkpoint onward and saves at the end.
+        """Trains from the newest checkpoint onward and saves a new one.
 
         Each call reads the data from the start, as in TensorFlow. If a call was
         interrupted (the process was killed or received SIGTERM), the next call
-        completes it, starting with the first batch that was not trained on.
-        Collective if the strategy spans several processes.
+        completes it, starting with the first batch that was not trained on. If
+        the strategy spans several processes, all of them must call `train`.
 
         Args:
           input_fn: Function that returns the data; see `Estimator`.
@@ -126,8 +128,8 @@ class Estimator(Settings):
           steps: Number of steps to train in this call; None to train until
             the data end.
           max_steps: The global step to train up to, counted over all calls.
-          saving_listeners: `CheckpointSaverListener`s, whose methods are called
-            when checkpoints are saved, in the chief only.
+          saving_listeners: `CheckpointSaverListener`s. When a checkpoint is
+            saved, their methods are called, but only in the chief.
 
         Returns:
           This Estimator, so that calls can be chained.
@@ -162,7 +164,8 @@ class Estimator(Settings):
     ) -> dict[str, Any]:
         """Evaluates a checkpoint and returns the loss and the metrics.
 
-        Collective if the strategy `eval_distribute` spans several processes.
+        If the strategy `eval_distribute` spans several processes, all of them
+        must call `evaluate`.
 
         Args:
           input_fn: Function that returns the data; see `Estimator`.
@@ -219,7 +222,7 @@ class Estimator(Settings):
           or the outputs of the model if `model_fn` returns a model.
 
         Raises:
-          ValueError: if no prediction is named by `predict_keys`, the
+          ValueError: if `predict_keys` contains no name of a prediction, the
             checkpoint does not exist, or `yield_single_examples` is true and
             the predictions have different numbers of rows.
           TypeError: if an argument has the wrong type.
@@ -290,10 +293,10 @@ class Estimator(Settings):
 
         Args:
           export_dir_base: Folder for exports. Each export is a new subfolder,
-            named by its time in seconds since 1970.
+            whose name is the time of the export in seconds since 1970.
           serving_input_receiver_fn: Must be None; see `FinalExporter`.
-          assets_extra: Files to copy into the export's folder `assets.extra`.
-            A dict that maps relative destination paths to source paths.
+          assets_extra: A dict that maps relative destination paths to source
+            paths. The files are copied into the export's folder `assets.extra`.
           as_text: Must be False.
           checkpoint_path: Path of the checkpoint; None for the newest one.
           experimental_mode: The mode that `model_fn` is called with.
@@ -324,8 +327,8 @@ class Estimator(Settings):
         path = self.latest_checkpoint()
         if path is None:
             raise ValueError(
-                f"Could not find trained model in model_dir: {self.model_dir}. "
-                "Received: a folder without a checkpoint. Train first."
+                f"Could not find a trained model in {self.model_dir}. "
+                "Received: a folder without a checkpoint. Call `train` first."
             )
         return path
 
@@ -333,9 +336,10 @@ class Estimator(Settings):
 def _check_steps(steps: object, max_steps: object) -> None:
     if steps is not None and max_steps is not None:
         raise ValueError(
-            "Can not provide both steps and max_steps. Received: "
-            f"steps={steps}, max_steps={max_steps}. `steps` counts the steps "
-            "of this call, `max_steps` those of all calls: pass one of them."
+            "Cannot set both steps and max_steps. Received: "
+            f"steps={steps}, max_steps={max_steps}. Pass only `steps` to limit "
+            "the steps of this call, or only `max_steps` to limit the total "
+            "number of steps over all calls."
         )
     check_positive("steps", steps)
     check_positive("max_steps", max_steps)
@@ -348,21 +352,25 @@ def _resolve_config(config: object, model_dir: object) -> RunConfig:
     if not isinstance(config, RunConfig):
         raise ValueError(
             "config must be an instance of `RunConfig`. Received: "
-            f"{shorten(config)} of type {type(config).__name__}. Create one: "
-            "`ks.estimator.RunConfig(...)`."
+            f"{shorten(config)} of type {type(config).__name__}. Pass "
+            "`config=ks.estimator.RunConfig(...)`."
         )
     if isinstance(model_dir, os.PathLike):
         model_dir = os.fspath(model_dir)
     if model_dir is not None:
         if config.model_dir is not None and config.model_dir != model_dir:
             raise ValueError(
-                "`model_dir` are set both in constructor and `RunConfig`, but "
-                f"with different values. Received: {shorten(model_dir)} and "
-                f"{shorten(config.model_dir)}. Pass it once."
+                "`model_dir` is set both in the constructor and in "
+                "`RunConfig`, but with different values. Received: "
+                f"{shorten(model_dir)} in the constructor, and "
+                f"{shorten(config.model_dir)} in `RunConfig`. Set it in only "
+                "one of the two."
             )
         return config.replace(model_dir=model_dir)
     if config.model_dir is not None:
         return config
     folder = tempfile.mkdtemp(prefix="keras-strategies-")
-    _logger.warning("Using temporary folder as model directory: %s", folder)
+    _logger.warning(
+        "Using a temporary folder as the model directory: %s", folder
+    )
     return config.replace(model_dir=folder)

@@ -1,4 +1,4 @@
-"""EstimatorSpec, which a `model_fn` returns: a collection of Keras objects."""
+"""EstimatorSpec: the model and other Keras objects of a `model_fn`."""
 
 import dataclasses
 from collections.abc import Iterable, Mapping
@@ -77,8 +77,8 @@ class EstimatorSpec:
 
     Training needs `loss` and `train_op`, evaluation needs `loss`, and
     prediction needs `predictions`. Arguments that a mode does not need are
-    ignored. They can be omitted if `model` is compiled, because it already has
-    its loss, optimizer and metrics.
+    ignored. If `model` is compiled, omit `loss`, `train_op` and
+    `eval_metric_ops`, because the model already contains them.
 
     Differs from tf: there is no graph, so `loss`, `train_op` and the other
     arguments are not the results of a computation, but Keras objects that
@@ -98,7 +98,8 @@ class EstimatorSpec:
       eval_metric_ops: A dict that maps the names of results to metrics, which
         are computed in evaluations. A metric is a `keras.metrics.Metric`, the
         name of one, or a function of (y_true, y_pred).
-      export_outputs: Must be None; an export has the outputs of the model.
+      export_outputs: Must be None. An exported model returns the `predictions`
+        if they are symbolic tensors, and otherwise the outputs of `model`.
       training_chief_hooks: Keras callbacks for training, only in the chief.
       training_hooks: Keras callbacks for training, in all processes.
       scaffold: Must be None.
@@ -131,7 +132,7 @@ class EstimatorSpec:
         if self.mode not in MODES:
             raise ValueError(
                 f"`mode` must be one of {MODES}. Received: "
-                f"{shorten(self.mode)}. Pass on the `mode` of the `model_fn`."
+                f"{shorten(self.mode)}. Pass the argument `mode` of `model_fn`."
             )
         _check_model(self.model)
         _check_compiled(self)
@@ -158,9 +159,10 @@ def _check_compiled(spec: EstimatorSpec) -> None:
     extra = [name for name in _COMPILED if getattr(spec, name) is not None]
     if extra and spec.model is not None and spec.model.compiled:
         raise ValueError(
-            "An EstimatorSpec of a compiled model must not set the loss, "
-            "optimizer or metrics. Received: a compiled model, and "
-            f"{', '.join(extra)}. Omit these, or do not compile the model."
+            "An EstimatorSpec with a compiled model must not set the loss, "
+            "optimizer or metrics. Received: a compiled model, and the "
+            f"arguments {', '.join(extra)}. Omit these arguments, or do not "
+            "compile the model."
         )
 
 
@@ -183,8 +185,9 @@ def _check_needed(spec: EstimatorSpec) -> None:
     if spec.mode == ModeKeys.PREDICT and spec.predictions is None:
         raise ValueError(
             f"Missing predictions. Received: predictions=None for mode="
-            f"{spec.mode!r}. Name outputs of the model, or pass a function of "
-            "them; or return the model itself, for all its outputs."
+            f"{spec.mode!r}. Pass the names of outputs of the model, or a "
+            "function of the outputs. To predict all outputs, return the model "
+            "instead of an EstimatorSpec."
         )
 
 
@@ -192,9 +195,9 @@ def _check_train_op(train_op: object) -> None:
     import keras
 
     kinds = keras.optimizers.Optimizer | str | None
-    what = "an optimizer of Keras, or its name"
+    what = "a Keras optimizer, or the name of one"
     cure = (
-        "Graph operations are not supported: pass "
+        "Graph operations are not supported. Pass an optimizer such as "
         "`keras.optimizers.Adam(...)` instead of the result of `minimize`."
     )
     check_type("train_op", train_op, kinds, what, cure)
@@ -208,12 +211,12 @@ def _check_loss(loss: Tree) -> None:
             continue
         if is_tensor(part) or not callable(part):
             raise TypeError(
-                "loss must be a loss of Keras, its name, or a function of "
+                "loss must be a Keras loss, the name of one, or a function of "
                 f"(y_true, y_pred). Received: {shorten(part)} of type "
-                f"{type(part).__name__}. Graph tensors are not supported: "
-                "pass `keras.losses.MeanSquaredError()` instead of its value. "
-                "Add a loss of other tensors by `add_loss` of a layer or the "
-                "model."
+                f"{type(part).__name__}. Graph tensors are not supported. "
+                "Pass a loss such as `keras.losses.MeanSquaredError()` instead "
+                "of a computed value. To add a loss that depends on other "
+                "tensors, call `add_loss` of a layer or of the model."
             )
 
 
@@ -228,11 +231,12 @@ def _check_predictions(predictions: Tree) -> None:
             continue
         if is_tensor(part) or not callable(part):
             raise TypeError(
-                "predictions must be names of the model's outputs, its "
-                "symbolic tensors, or functions of its outputs. Received: "
+                "predictions must be names of the model's outputs, symbolic "
+                "tensors of the model, or functions of its outputs. Received: "
                 f"{shorten(part)} of type {type(part).__name__}. Graph tensors "
-                "are not supported: pass `lambda outputs: outputs.argmax(-1)` "
-                "instead of a value."
+                "are not supported. Pass a function such as "
+                "`lambda outputs: outputs.argmax(-1)` instead of a computed "
+                "value."
             )
 
 
@@ -240,31 +244,32 @@ def _check_metrics(metrics: Mapping[str, Any] | None) -> None:
     import keras
 
     cure = (
-        "Pass metrics by name: {'accuracy': "
+        "Pass a dict from names to metrics, such as {'accuracy': "
         "keras.metrics.SparseCategoricalAccuracy()}."
     )
     check_type("eval_metric_ops", metrics, Mapping | None, "a dict", cure)
     for name, metric in (metrics or {}).items():
         if not isinstance(name, str) or not name:
             raise TypeError(
-                "Keys of eval_metric_ops must be names. Received: "
-                f"{shorten(name)}. Use a name for each metric."
+                "Keys of eval_metric_ops must be names, which are non-empty "
+                f"strings. Received: {shorten(name)}. Use the name of each "
+                "metric as its key."
             )
         if name in _RESERVED_RESULTS:
             raise ValueError(
                 f"Metric with name {name!r} is not allowed, because every "
-                "evaluation already has a result of that name. Received: "
+                "evaluation already returns a result with this name. Received: "
                 f"{shorten(metric)}. Use another name."
             )
         if isinstance(metric, keras.metrics.Metric | str):
             continue
         if is_tensor(metric) or not callable(metric):
             raise TypeError(
-                "Values of eval_metric_ops must be metrics of Keras, their "
-                "names, or functions of (y_true, y_pred). Received: "
+                "Values of eval_metric_ops must be Keras metrics, names of "
+                "Keras metrics, or functions of (y_true, y_pred). Received: "
                 f"{shorten(metric)} of type {type(metric).__name__} for key: "
-                f"{name}. Graph tensors are not supported: pass "
-                "`keras.metrics.SparseCategoricalAccuracy()` instead of a "
+                f"{name}. Graph tensors are not supported. Pass a metric such "
+                "as `keras.metrics.SparseCategoricalAccuracy()` instead of a "
                 "pair (value, update_op)."
             )
 
@@ -275,23 +280,24 @@ def _check_export_outputs(outputs: object) -> None:
     if not isinstance(outputs, Mapping):
         raise TypeError(
             "export_outputs must be dict. Received: "
-            f"{shorten(outputs)} of type {type(outputs).__name__}. Omit it: an "
-            "export has the outputs of the model."
+            f"{shorten(outputs)} of type {type(outputs).__name__}. Omit it, "
+            "because an exported model returns the outputs of `model`."
         )
     raise ValueError(
-        "`export_outputs` has no meaning here. Received: the signatures "
-        f"{sorted(map(str, outputs))}. Omit it: an export has the outputs of "
-        "the model, which `keras.Model(inputs, outputs)` names."
+        "`export_outputs` is not supported. Received: the signatures "
+        f"{sorted(map(str, outputs))}. Omit it, because an exported model "
+        "returns the outputs of `model`. To choose these outputs, create the "
+        "model with `keras.Model(inputs, outputs)`."
     )
 
 
 def _check_scaffold(scaffold: object) -> None:
     if scaffold is not None:
         raise TypeError(
-            "`scaffold` has no meaning without sessions. Received: "
-            f"{shorten(scaffold)} of type {type(scaffold).__name__}. Use "
-            "`warm_start_from` for initial values, and `RunConfig` for "
-            "checkpoints."
+            "`scaffold` is not supported, because JAX has no sessions. "
+            f"Received: {shorten(scaffold)} of type {type(scaffold).__name__}. "
+            "Use `warm_start_from` to set initial values, and `RunConfig` to "
+            "configure checkpoints."
         )
 
 

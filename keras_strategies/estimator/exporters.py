@@ -1,4 +1,4 @@
-"""Exporters: they decide after each evaluation whether to export the model."""
+"""Exporters, which decide after each evaluation whether to export the model."""
 
 import abc
 import glob
@@ -52,7 +52,7 @@ class Exporter(abc.ABC):
         eval_result: Mapping[str, Any],
         is_the_final_export: bool,
     ) -> str | None:
-        """Exports the evaluated checkpoint, or decides not to.
+        """Exports the evaluated checkpoint, if this exporter decides to.
 
         Args:
           estimator: The `Estimator`.
@@ -68,7 +68,7 @@ class Exporter(abc.ABC):
 
 
 class _ModelExporter(Exporter):
-    """An exporter that exports if `_is_due` says so; deletes old exports."""
+    """An exporter that exports when `_is_due` is true; deletes old exports."""
 
     def __init__(
         self,
@@ -125,14 +125,14 @@ class FinalExporter(_ModelExporter):
 
     It requires `TrainSpec(max_steps=...)`.
 
-    Differs from tf: the exported model takes the same features as the model of
-    the `model_fn`, so `serving_input_receiver_fn` is not supported.
+    Differs from tf: the exported model has the same inputs as the model that
+    `model_fn` returns, so `serving_input_receiver_fn` is not supported.
 
     Args:
       name: Name of the folder under `model_dir/export`.
       serving_input_receiver_fn: Must be None.
-      assets_extra: Files to copy into the export's folder `assets.extra`. A
-        dict that maps relative destination paths to source paths.
+      assets_extra: A dict that maps relative destination paths to source paths.
+        The files are copied into the export's folder `assets.extra`.
       as_text: Must be False.
       saved_model: Whether to write a SavedModel as well (see
         `Estimator.export_saved_model`).
@@ -164,14 +164,14 @@ class FinalExporter(_ModelExporter):
         self, estimator: Any, eval_result: Mapping[str, Any], is_final: bool
     ) -> bool:
         if is_final:
-            _logger.info("The final export, at the end of training.")
+            _logger.info("Exporting the final model at the end of training.")
         return is_final
 
 
 class LatestExporter(_ModelExporter):
     """Exports the model after every evaluation, as in TensorFlow.
 
-    It deletes the oldest exports.
+    It keeps the newest exports and deletes older ones.
 
     Args:
       name: Name of the folder under `model_dir/export`.
@@ -197,7 +197,7 @@ class LatestExporter(_ModelExporter):
 def has_smaller_loss(
     best_eval_result: Mapping[str, Any], current_eval_result: Mapping[str, Any]
 ) -> bool:
-    """Returns whether the current result has a smaller loss than the best.
+    """Returns whether the loss of the current result is smaller than the best.
 
     Raises:
       ValueError: if one of the results has no loss.
@@ -209,14 +209,14 @@ def has_smaller_loss(
         if not result or _LOSS not in result:
             raise ValueError(
                 f"{name} cannot be empty or without a loss. Received: "
-                f"{shorten(result)}. Pass a `compare_fn` for the results of "
-                "your evaluations to `BestExporter`."
+                f"{shorten(result)}. To compare results without a loss, pass a "
+                "`compare_fn` to `BestExporter`."
             )
     return best_eval_result[_LOSS] > current_eval_result[_LOSS]
 
 
 class BestExporter(_ModelExporter):
-    """Exports each model that is better than all before it, as in TensorFlow.
+    """Exports the model whenever it is the best so far, as in TensorFlow.
 
         exporter = ks.estimator.BestExporter(
             compare_fn=lambda best_eval_result, current_eval_result: (
@@ -227,9 +227,9 @@ class BestExporter(_ModelExporter):
     Args:
       name: Name of the folder under `model_dir/export`.
       serving_input_receiver_fn: Must be None; see `FinalExporter`.
-      event_file_pattern: Pattern of paths relative to `model_dir`. Its folder
-        contains the results of earlier runs to compare with, for example
-        "eval_test/*" for an evaluation named "test". None to compare only
+      event_file_pattern: Pattern of paths relative to `model_dir`, for example
+        "eval_test/*" for an evaluation named "test". The results of earlier
+        runs in the pattern's folder are compared, too. None to compare only
         results of this process.
       compare_fn: Function that receives `best_eval_result` and
         `current_eval_result`, and returns whether the current one is better.
@@ -282,7 +282,7 @@ class BestExporter(_ModelExporter):
             )
         ):
             return False
-        _logger.info("The best model so far is exported.")
+        _logger.info("Exporting the best model so far.")
         self._best = eval_result
         return True
 
@@ -306,16 +306,16 @@ def check_serving(serving_input_receiver_fn: object, as_text: object) -> None:
     """Raises ValueError if export arguments that need a graph are given."""
     if serving_input_receiver_fn is not None:
         raise ValueError(
-            "`serving_input_receiver_fn` has no meaning here. Received: "
-            f"{shorten(serving_input_receiver_fn)}. Omit it: the exported "
-            "model takes the same features as the model of the `model_fn`. Put "
-            "preprocessing into the model's layers."
+            "`serving_input_receiver_fn` is not supported. Received: "
+            f"{shorten(serving_input_receiver_fn)}. Omit it, because the "
+            "exported model has the same inputs as the model that `model_fn` "
+            "returns. To preprocess inputs, add layers to the model."
         )
     if as_text:
         raise ValueError(
-            "Exports have no text form. Received: "
-            f"as_text={as_text}. Omit it: a `.keras` file is a zip archive "
-            "with the model's configuration as JSON."
+            "`as_text` is not supported. Received: "
+            f"as_text={as_text}. Omit it. The exported `.keras` file is a zip "
+            "archive that contains the model's configuration as JSON."
         )
 
 
@@ -329,15 +329,15 @@ def _check_compare_fn(compare_fn: object) -> None:
     names = set(find_argument_names(compare_fn))
     for name in sorted(expected - names):
         raise ValueError(
-            f"compare_fn must include {name} argument. Received: the "
-            f"arguments {sorted(names)}. Write "
+            f"compare_fn must have an argument `{name}`. Received: a function "
+            f"with the arguments {sorted(names)}. Define it as "
             "`def compare_fn(best_eval_result, current_eval_result)`."
         )
     if names - expected:
         raise ValueError(
             "compare_fn has arguments that are not expected. Received: "
-            f"{sorted(names - expected)}. Take only best_eval_result and "
-            "current_eval_result."
+            f"{sorted(names - expected)}. Define it as "
+            "`def compare_fn(best_eval_result, current_eval_result)`."
         )
 
 
@@ -354,7 +354,7 @@ def _is_equal(
 
 
 def _delete_old(export_path: str, exports_to_keep: int | None) -> None:
-    """Deletes all exports but the newest; does not delete other folders."""
+    """Deletes all exports except the newest; does not touch other folders."""
     if exports_to_keep is None:
         return
     versions = sorted(list_exports(export_path))
@@ -363,7 +363,9 @@ def _delete_old(export_path: str, exports_to_keep: int | None) -> None:
         try:
             shutil.rmtree(path)
         except OSError as error:
-            _logger.warning("Can not delete %s: %s", path, error)
+            _logger.warning(
+                "The old export %s could not be deleted: %s", path, error
+            )
 
 
 def list_exports(export_path: str) -> list[int]:

@@ -1,4 +1,4 @@
-"""Exports of an Estimator: each is a folder whose name is the time."""
+"""Exports an Estimator's model to a folder whose name is the time."""
 
 import functools
 import importlib.util
@@ -52,12 +52,12 @@ def export(
 
     Args:
       make: Function that is called with a mode and features, and calls the
-        `model_fn` without a strategy's scope.
+        `model_fn` outside of any strategy scope.
       model_dir: The Estimator's folder.
       base: The folder for exports.
       checkpoint_path: The checkpoint; None for the newest valid one.
       serving_input_receiver_fn: Must be None.
-      assets_extra: Source paths of files to copy, by relative destination.
+      assets_extra: A dict from relative destination paths to source paths.
       as_text: Must be False.
       mode: One of `ModeKeys`.
       saved_model: Whether to write a SavedModel; None to write one if
@@ -74,8 +74,8 @@ def export(
     path = checkpoint_path or reading.find_newest_good(model_dir)
     if path is None:
         raise ValueError(
-            f"Couldn't find trained model at {model_dir}. Received: "
-            "a folder without a valid checkpoint. Train first."
+            f"Could not find a trained model in {model_dir}. Received: "
+            "a folder without a valid checkpoint. Call `train` first."
         )
     reading.check(path)
     model = _restore_model(make, mode, path, read_features(model_dir))
@@ -94,9 +94,9 @@ def export(
 def write_features(model_dir: str, features: Tree) -> None:
     """Writes a file with the structure, shapes and dtypes of the features.
 
-    Other processes need it to build the model for an export. No file is
-    written if the size of a dimension other than the rows is unknown, or if
-    the structure contains named tuples.
+    Other processes need the file to build the model for an export. It is not
+    written if the size of a dimension other than the first one is unknown, or
+    if the structure contains named tuples.
 
     Args:
       model_dir: The folder to write to.
@@ -125,7 +125,7 @@ def write_features(model_dir: str, features: Tree) -> None:
 
 
 def read_features(model_dir: str) -> Tree:
-    """Reads the file of `write_features`.
+    """Reads the file that `write_features` wrote.
 
     Returns:
       The features as arrays with 0 rows. None if there is no file, or if it is
@@ -138,7 +138,9 @@ def read_features(model_dir: str) -> Tree:
     try:
         return batch_spec.make_empty(text.decode("utf-8"), has_classes=False)
     except ValueError as error:
-        _logger.warning("%s is ignored: %s", path, error)
+        _logger.warning(
+            "The file %s is ignored, because it is not valid: %s", path, error
+        )
         return None
 
 
@@ -164,8 +166,9 @@ def _restore_model(
         if features is None:
             raise ValueError(
                 "The input shapes of an exported model must be known. "
-                f"Received: {model.name!r}, which was never called. Have "
-                "`model_fn` create it with `keras.Input`, or train it first."
+                f"Received: the model {model.name!r}, which was never called. "
+                "Create it with `keras.Input` in `model_fn`, or train it "
+                "before you export it."
             )
         model(
             keras.tree.map_structure(
@@ -184,8 +187,9 @@ def _writes_saved_model(saved_model: bool | None) -> bool:
     if saved_model and not has_tensorflow:
         raise ImportError(
             "`saved_model=True` needs TensorFlow. Received: "
-            "saved_model=True, and no module `tensorflow`. Run `pip install "
-            "tensorflow-cpu`, or serve `model.keras`."
+            "saved_model=True, but TensorFlow is not installed. Run `pip "
+            "install tensorflow-cpu`, or omit `saved_model` and serve the "
+            "file `model.keras`."
         )
     return has_tensorflow if saved_model is None else saved_model
 
@@ -206,14 +210,14 @@ def _check_files(files: Mapping[str, str] | None) -> dict[str, str]:
     """Checks `assets_extra` and returns the source path per destination."""
     if files is None:
         return {}
-    what = "a dict from paths in the export to files"
-    cure = "Write {'labels.txt': '/data/labels.txt'}."
+    what = "a dict from paths in the export to paths of files"
+    cure = "Pass a dict such as {'labels.txt': '/data/labels.txt'}."
     check_type("`assets_extra`", files, Mapping, what, cure)
     for name, source in files.items():
         parts = pathlib.PurePath(name).parts
         if not parts or ".." in parts or pathlib.PurePath(name).is_absolute():
             raise ValueError(
-                "Keys of `assets_extra` must be paths in the export. "
+                "Keys of `assets_extra` must be paths inside the export. "
                 f"Received: {shorten(name)}. Use a relative path without '..'."
             )
         if not os.path.isfile(source):
@@ -239,18 +243,18 @@ def _make_folder(base: str) -> str:
     except (FileExistsError, NotADirectoryError):
         raise NotADirectoryError(
             "`export_dir_base` must be a folder. Received: "
-            f"{base!r}, which is a file or inside of one. Pass another path; "
-            "it need not exist."
+            f"{base!r}, which is a file or a path inside a file. Pass another "
+            "path. The folder is created if it does not exist."
         ) from None
     folder = os.path.join(base, f"temp-{secrets.token_hex(8)}")
-    # As for other folders, the mode is 755 minus the umask; temporary folders
-    # would have 700.
+    # As for ordinary folders, the mode is 755 minus the umask. A folder that
+    # `tempfile` creates would have the mode 700.
     os.mkdir(folder, 0o755)
     return folder
 
 
 def _put_in_place(folder: str, base: str) -> str:
-    """Renames a complete export to an unused time and returns its path."""
+    """Renames a complete export to a time not yet used; returns its path."""
     version = max([int(time.time()), *(v + 1 for v in list_exports(base))])
     while True:
         path = os.path.join(base, str(version))

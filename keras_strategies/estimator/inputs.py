@@ -1,4 +1,4 @@
-"""Converts the data of an `input_fn` for Keras's loops and a `model_fn`."""
+"""Converts the data of an `input_fn` for `fit`, `evaluate` and a `model_fn`."""
 
 import dataclasses
 import itertools
@@ -23,8 +23,8 @@ from keras_strategies.strategy.strategy import Strategy
 DEFAULT_BATCH_SIZE = 32
 """Rows per batch if an `input_fn` returns arrays; the default of Keras."""
 
-# The largest number of batches that building a model may read: one for each
-# replica.
+# The largest number of batches that are read to build a model: at most one for
+# each replica.
 _MAX_SEEN = 512
 _CURE = (
     "Return a dataset (tf.data, a PyDataset, grain, a generator of batches) "
@@ -34,14 +34,14 @@ _CURE = (
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Input:
-    """The data of an `input_fn`.
+    """The data that an `input_fn` returned.
 
     Attributes:
       x: Features as arrays, or a dataset of (features, labels).
-      y: Labels as arrays; None for a dataset or without labels.
-      sample_weight: Weights of rows as an array, or None.
-      example: A batch, or the same structure with objects that have a shape
-        and a dtype instead of arrays.
+      y: Labels as arrays. None if `x` is a dataset or there are no labels.
+      sample_weight: The weight of each row as an array, or None.
+      example: A batch, or a nest with the structure of a batch. Each leaf of
+        the nest has a shape and a dtype, like an array.
       is_dataset: Whether `x` is a dataset.
       is_endless: Whether `x` is a dataset that declares itself infinite.
     """
@@ -54,7 +54,7 @@ class Input:
     is_endless: bool = False
 
     def make_arguments(self) -> dict[str, Any]:
-        """Returns the arguments of `fit` or `evaluate` that pass the data."""
+        """Returns the arguments that pass the data to `fit` or `evaluate`."""
         if self.is_dataset:
             return {"x": self.x}
         return {
@@ -91,8 +91,8 @@ def call_input_fn(
     """Calls an `input_fn` with the arguments that its signature contains.
 
     If the function has the argument `input_context`, it must return a
-    process-local dataset of per-replica batches, as in TensorFlow. The call is
-    then collective.
+    process-local dataset of per-replica batches, as in TensorFlow. In that
+    case, all processes must make this call.
 
     Raises:
       TypeError: if the function does not return data.
@@ -112,7 +112,9 @@ def call_input_fn(
         if not inputs[-1].is_dataset:
             raise ValueError(
                 "An `input_fn` with `input_context` must return a dataset. "
-                f"Received: arrays, from {shorten(input_fn)}. {_CURE}"
+                f"Received: arrays, from {shorten(input_fn)}. Return a dataset "
+                "of per-replica batches, or remove the argument "
+                "`input_context`."
             )
         x = inputs[-1].x
         return _Replayable(x) if isinstance(x, Iterator) else x
@@ -137,7 +139,7 @@ def make_symbols(example: Tree) -> tuple[Tree, Tree]:
 
 
 class _Replayable:
-    """An iterable that makes an iterator's first batches readable again.
+    """An iterable over batches whose first batches can be read again.
 
     Building a model reads the first batches, and training must use them too.
     They are stored until more than `_MAX_SEEN` batches have been read.
@@ -194,8 +196,8 @@ def _from_arrays(data: Tree, mode: str) -> Input:
     if len(data) > 3:
         raise ValueError(
             "An `input_fn` must return (features, labels), or (features, "
-            f"labels, sample_weight). Received: {len(data)} entries. Put "
-            "several features into a dict."
+            f"labels, sample_weight). Received: {len(data)} entries. If there "
+            "are several features, return them in one dict."
         )
     x, y, weight = (*data, None, None)[:3]
     if x is None:
@@ -215,7 +217,7 @@ def _from_arrays(data: Tree, mode: str) -> Input:
 
 
 def _from_iterator(data: Iterator[Any]) -> Input:
-    """Returns an iterator as an `Input`, with its first batch as example.
+    """Converts an iterator to an `Input`; the first batch is its example.
 
     Raises:
       ValueError: if the iterator is empty.
@@ -224,8 +226,8 @@ def _from_iterator(data: Iterator[Any]) -> Input:
         first = next(data)
     except StopIteration:
         raise ValueError(
-            "An `input_fn` must return data. Received: an iterator without a "
-            "batch. Check the source that it reads."
+            "An `input_fn` must return data. Received: an iterator that yields "
+            "no batches. Check the source that the iterator reads."
         ) from None
 
     def batches() -> Iterator[Any]:
@@ -295,10 +297,10 @@ def _as_element(batch: Tree) -> Tree:
 
 
 def _map_leaves(function: Callable[[Any, str | None], Any], nest: Tree) -> Tree:
-    """Replaces each leaf of a nest by the function of the leaf and its key.
+    """Replaces each leaf of a nest with `function(leaf, key)`.
 
-    The key of a nested leaf is made of its keys and indices, joined with "_".
-    It is None if the leaf is not nested.
+    The key consists of the dict keys and indices of the leaf, joined with "_".
+    It is None if the leaf is not in a dict.
     """
 
     def visit(value: Tree, key: str | None) -> Tree:
@@ -330,7 +332,7 @@ def _is_pair(value: object) -> bool:
 def _compute_shape_and_dtype(
     leaf: Array, key: str | None
 ) -> tuple[tuple[int | None, ...], str]:
-    """Returns a leaf's shape without rows and its dtype in Keras's loops.
+    """Returns the shape of a leaf's rows, and the dtype that Keras uses.
 
     Raises:
       ValueError: if the shape is unknown, or the leaf is a scalar.
@@ -339,8 +341,8 @@ def _compute_shape_and_dtype(
     shape, dtype = leaf if _is_pair(leaf) else _read_shape_and_dtype(leaf)
     if getattr(shape, "rank", 0) is None:
         raise ValueError(
-            "The data of a model must have known shapes. Received: data "
-            f"without a shape{_format_key(key)}. Pass `output_signature` to "
+            "The shapes of features and labels must be known. Received: data "
+            f"of unknown shape{_format_key(key)}. Pass `output_signature` to "
             "`tf.data.Dataset.from_generator`, or call `tf.ensure_shape` in "
             "`dataset.map`."
         )
@@ -355,9 +357,10 @@ def _compute_shape_and_dtype(
     ):
         raise TypeError(
             "Features and labels must be numbers or booleans. Received: "
-            f"strings{_format_key(key)}. Encode them in the `input_fn`, by "
-            "`keras.utils.FeatureSpace`, `keras.layers.StringLookup` or "
-            "`Hashing` in `dataset.map`, or omit them."
+            f"strings{_format_key(key)}. Encode the strings as numbers in the "
+            "`input_fn`: apply `keras.utils.FeatureSpace`, "
+            "`keras.layers.StringLookup` or `keras.layers.Hashing` in "
+            "`dataset.map`. If the model does not need them, omit them."
         )
     # Keras's loops convert floats to floatx, and JAX has no int64 by default.
     name = keras.backend.standardize_dtype(dtype)

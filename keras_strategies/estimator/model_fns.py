@@ -1,4 +1,4 @@
-"""Calls a `model_fn`, checks its result and bundles it."""
+"""Calls a `model_fn`, and checks the model or EstimatorSpec that it returns."""
 
 import dataclasses
 import functools
@@ -31,8 +31,8 @@ class ModelBundle:
       model: The model. It is compiled unless the mode is PREDICT.
       outputs: The model to run for predictions: `model`, or a model that
         computes some of its tensors.
-      predictions: Function that receives a batch of the outputs of `outputs`,
-        as NumPy arrays, and returns the predictions.
+      predictions: Function that receives what the model `outputs` returns for
+        a batch, as NumPy arrays, and returns the predictions.
       chief_hooks: Callbacks for training, only in the chief.
       hooks: Callbacks for the mode, in all processes.
     """
@@ -54,13 +54,13 @@ def check_model_fn(model_fn: object, params: object) -> None:
     """
     if model_fn is None:
         raise ValueError(
-            "model_fn must be provided to Estimator. Received: None. Pass a "
-            "function that returns the model."
+            "model_fn must be provided to the Estimator. Received: None. Pass "
+            "a function that returns the model."
         )
     if not callable(model_fn):
         raise TypeError(
             f"model_fn must be a function. Received: {shorten(model_fn)} of "
-            f"type {type(model_fn).__name__}. For an existing model use "
+            f"type {type(model_fn).__name__}. To use an existing model, call "
             "`ks.estimator.model_to_estimator`."
         )
     if isinstance(model_fn, keras.Model):
@@ -75,19 +75,19 @@ def check_model_fn(model_fn: object, params: object) -> None:
     if others:
         raise ValueError(
             "model_fn has arguments that are not expected. Received: "
-            f"{', '.join(others)}. Take {', '.join(ARGUMENTS)} by name; put "
-            "other values into `params`."
+            f"{', '.join(others)}. Use only the argument names "
+            f"{', '.join(ARGUMENTS)}, and pass other values in `params`."
         )
     if params is not None and "params" not in names:
         raise ValueError(
-            "model_fn does not include params argument, but params are passed "
-            f"to Estimator. Received: the arguments {list(names)}. Add "
-            "`params` to the arguments of model_fn."
+            "model_fn does not include an argument `params`, but `params` are "
+            "passed to the Estimator. Received: a model_fn with the arguments "
+            f"{list(names)}. Add `params` to the arguments of model_fn."
         )
     if params is None and "params" in names:
         _logger.warning(
-            "model_fn includes params argument, but params are not passed to "
-            "Estimator: model_fn gets {}."
+            "model_fn has an argument `params`, but no `params` are passed to "
+            "the Estimator, so model_fn receives an empty dict."
         )
 
 
@@ -121,7 +121,7 @@ def make(
         bundle = _bundle_spec(result, mode)
     else:
         raise ValueError(
-            "model_fn should return an EstimatorSpec, or a compiled "
+            "model_fn must return an EstimatorSpec or a compiled "
             f"keras.Model. Received: {shorten(result)} of type "
             f"{type(result).__name__}. Return "
             "`ks.estimator.EstimatorSpec(mode, model=model, ...)`."
@@ -146,14 +146,14 @@ def _check_new(model: keras.Model) -> None:
     if strategy is not None and owner is not strategy:
         raise ValueError(
             "model_fn must return a new model in each call. Received: "
-            f"{model.name!r}, which was compiled before. Create and compile "
-            "it in model_fn; for an existing model use "
+            f"{model.name!r}, which was compiled before the call. Create and "
+            "compile the model in model_fn. To use an existing model, call "
             "`ks.estimator.model_to_estimator`."
         )
 
 
 def _check_labels(model: keras.Model, labels: Tree) -> None:
-    """Raises ValueError if a model has a loss but the data no labels."""
+    """Raises ValueError if a model has a loss but the data have no labels."""
     kind = type(model)
     # A custom train step may compute the loss without labels.
     has_custom_steps = (
@@ -163,9 +163,9 @@ def _check_labels(model: keras.Model, labels: Tree) -> None:
     if labels is None and not has_custom_steps and getattr(model, "loss", None):
         raise ValueError(
             "The data must contain labels for the loss. Received: data "
-            f"without labels, and the loss {shorten(model.loss)}. Have the "
-            "`input_fn` return (features, labels); if the features are also "
-            "the labels, (features, features)."
+            f"without labels, and the loss {shorten(model.loss)}. Return "
+            "(features, labels) from the `input_fn`. If the features are also "
+            "the labels, return (features, features)."
         )
 
 
@@ -173,7 +173,7 @@ def _bundle_model(model: keras.Model, mode: str) -> ModelBundle:
     if mode != ModeKeys.PREDICT and not model.compiled:
         raise ValueError(
             "A model that model_fn returns must be compiled. Received: "
-            f"{model.name!r}, which is not, for mode={mode!r}. Call "
+            f"{model.name!r}, which is not compiled, for mode={mode!r}. Call "
             "`model.compile(optimizer, loss, metrics)`, or return an "
             "EstimatorSpec."
         )
@@ -186,8 +186,8 @@ def _bundle_spec(spec: EstimatorSpec, mode: str) -> ModelBundle:
     if spec.mode != mode:
         raise ValueError(
             "An EstimatorSpec must have the mode that model_fn is called "
-            f"with. Received: mode={spec.mode!r}, called with {mode!r}. Pass "
-            "on `mode`."
+            f"with. Received: mode={spec.mode!r} in a call with "
+            f"mode={mode!r}. Pass the argument `mode` of model_fn."
         )
     model = spec.model
     assert model is not None  # EstimatorSpec has checked it.
@@ -226,8 +226,8 @@ def _name_metric(name: str, metric: object) -> keras.metrics.Metric | str:
         metric = keras.metrics.get(metric)
     if not isinstance(metric, keras.metrics.Metric):
         return keras.metrics.MeanMetricWrapper(metric, name=name)
-    # Renamed in place, because a copy made from its config could lose
-    # arguments.
+    # The metric is renamed in place, because a copy created from its config
+    # could lose arguments.
     metric.name = name
     return metric
 
@@ -239,18 +239,18 @@ def _check_metrics(spec: EstimatorSpec) -> None:
     if metrics and len(outputs) > 1:
         raise ValueError(
             "eval_metric_ops need a model with one output. Received: "
-            f"{sorted(metrics)} for a model with {len(outputs)}. Assign each "
-            "metric to an output: `model.compile(optimizer, loss, "
-            "metrics={'output': [...]})`, and omit loss, train_op and "
-            "eval_metric_ops."
+            f"{sorted(metrics)} for a model with {len(outputs)} outputs. "
+            "Assign each metric to an output with `model.compile(optimizer, "
+            "loss, metrics={'output': [...]})`, and omit loss, train_op and "
+            "eval_metric_ops in the EstimatorSpec."
         )
     kind = keras.metrics.Metric
     objects = [id(m) for m in metrics.values() if isinstance(m, kind)]
     if len(set(objects)) < len(objects):
         raise ValueError(
             "A metric of eval_metric_ops must have one name. Received: the "
-            f"same object twice in {sorted(metrics)}. Create one metric for "
-            "each name."
+            "same metric object under more than one of the names "
+            f"{sorted(metrics)}. Create a separate metric for each name."
         )
 
 
@@ -264,9 +264,10 @@ def _choose_predictions(
         return keras.Model(model.inputs, predictions), lambda outputs: outputs
     if any(symbols):
         raise ValueError(
-            "predictions must be either symbolic tensors, or names and "
-            "functions. Received: some of both. Use `keras.ops` on the "
-            "model's tensors for all of them."
+            "predictions must be either all symbolic tensors, or all names "
+            "and functions. Received: a mixture of the two. Compute all "
+            "predictions as symbolic tensors, with `keras.ops` on the tensors "
+            "of the model."
         )
     entry = functools.partial(_pick_output, model)
     if isinstance(predictions, str):
@@ -306,7 +307,7 @@ def _make_output_namer(model: keras.Model) -> Callable[[Tree], Tree]:
 def find_output_names(model: keras.Model) -> list[str]:
     """Returns the names of a model's outputs, or [] if they are unknown."""
     if isinstance(model, keras.Sequential):
-        # The last layer gives the output its name, as in a functional
+        # The output is named after the last layer, as in a functional
         # model.
         return [layer.name for layer in model.layers[-1:]]
     return list(getattr(model, "output_names", None) or [])
@@ -327,7 +328,7 @@ def _pick_output(model: keras.Model, outputs: Tree, name: str) -> Array:
     if name not in named:
         raise ValueError(
             "predictions must be names of the model's outputs. Received: "
-            f"{name!r}; the model has {sorted(map(str, named))}. Use one of "
-            "these."
+            f"{name!r}, but the model has {sorted(map(str, named))}. Use one "
+            "of these names."
         )
     return named[name]

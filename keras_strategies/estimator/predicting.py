@@ -15,7 +15,7 @@ from keras_strategies.strategy.strategy import Strategy
 
 
 def check_keys(keys: Iterable[str] | str | None) -> tuple[str, ...] | None:
-    """Checks `predict_keys` and returns them as a tuple; None for all.
+    """Checks `predict_keys`; returns them as a tuple, or None to select all.
 
     Raises:
       TypeError: if a key is not a str.
@@ -27,7 +27,8 @@ def check_keys(keys: Iterable[str] | str | None) -> tuple[str, ...] | None:
     if not all(isinstance(name, str) for name in names):
         raise TypeError(
             "`predict_keys` must be names of predictions. Received: "
-            f"{shorten(keys)}. Pass a str or a list of them, or None for all."
+            f"{shorten(keys)}. Pass a string or a list of strings, or None for "
+            "all predictions."
         )
     return names or None
 
@@ -37,12 +38,12 @@ def iter_batches(
 ) -> Iterator[Tree]:
     """Yields the model's outputs batch by batch, as NumPy arrays.
 
-    If there are several processes, the call is collective: all rows are
-    predicted first, and are then yielded as a single batch.
+    If there are several processes, all of them must make the call. All rows are
+    then predicted before they are yielded as a single batch.
 
     Args:
       bundle: The model, as returned by its `model_fn`.
-      data: The data.
+      data: The data to predict for.
       strategy: The model's strategy.
       callbacks: Keras callbacks, called as in `keras.Model.predict`.
     """
@@ -86,16 +87,16 @@ def select_keys(predictions: Tree, keys: tuple[str, ...] | None) -> Tree:
         return predictions
     if not isinstance(predictions, Mapping):
         raise ValueError(
-            "predict_keys argument is not valid in case of non-dict "
-            f"predictions. Received: predict_keys={keys}. Have `predictions` "
-            "of the EstimatorSpec name them, or omit `predict_keys`."
+            "`predict_keys` cannot be used with non-dict predictions. "
+            f"Received: predict_keys={keys}. Omit `predict_keys`, or set "
+            "`predictions` of the EstimatorSpec to a dict."
         )
     chosen = {name: predictions[name] for name in predictions if name in keys}
     if not chosen:
         raise ValueError(
-            "Expected to run at least one output from "
+            "`predict_keys` must contain at least one output from "
             f"{sorted(map(str, predictions))}. Received: predict_keys={keys}. "
-            "Use some of these."
+            "Use one or more of these names."
         )
     return chosen
 
@@ -111,9 +112,9 @@ def iter_rows(predictions: Tree) -> Iterator[Tree]:
         raise ValueError(
             "Predictions must be an array or a dict of arrays to be split "
             f"into rows. Received: {shorten(predictions)} of type "
-            f"{type(predictions).__name__}. Have `predictions` of the "
-            "EstimatorSpec name them in a dict, or pass "
-            "`yield_single_examples=False` to get batches."
+            f"{type(predictions).__name__}. Set `predictions` of the "
+            "EstimatorSpec to a dict, or pass `yield_single_examples=False` to "
+            "get whole batches."
         )
     if not isinstance(predictions, Mapping):
         yield from predictions
@@ -121,8 +122,9 @@ def iter_rows(predictions: Tree) -> Iterator[Tree]:
     lengths = {name: _count_rows(v) for name, v in predictions.items()}
     if len(set(lengths.values())) > 1:
         raise ValueError(
-            "Batch length of predictions should be same. Received: "
-            f"{lengths}. Pass `yield_single_examples=False` to get batches."
+            "All predictions must have the same number of rows to be split "
+            f"into rows. Received: the numbers of rows {lengths}. Pass "
+            "`yield_single_examples=False` to get whole batches."
         )
     for index in range(next(iter(lengths.values()), 0)):
         yield {name: value[index] for name, value in predictions.items()}

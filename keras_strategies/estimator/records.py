@@ -49,7 +49,7 @@ def append(directory: str, step: int, metrics: Mapping[str, Any]) -> None:
     path = pathlib.Path(directory, FILE)
     path.parent.mkdir(parents=True, exist_ok=True)
     with path.open("ab+") as file:
-        # The last line is incomplete if a process was killed while it wrote.
+        # The last line is incomplete if a process was killed while writing it.
         is_torn = file.tell() > 0 and _read_last_byte(file) != b"\n"
         file.write((b"\n" if is_torn else b"") + line.encode() + b"\n")
         file.flush()
@@ -57,10 +57,11 @@ def append(directory: str, step: int, metrics: Mapping[str, Any]) -> None:
 
 
 def read(directory: str) -> dict[int, dict[str, float]]:
-    """Returns the results in a folder by global step, in order.
+    """Returns a folder's results as a dict whose keys are the global steps.
 
-    If a step was evaluated more than once, the latest results are returned.
-    Lines that cannot be parsed are skipped, and a warning is logged.
+    The steps are in ascending order. If a step was evaluated more than once,
+    the dict contains the latest value of each result. Lines that cannot be
+    parsed are skipped, and a warning is logged.
 
     Args:
       directory: The evaluation's folder, which may not exist yet.
@@ -72,7 +73,8 @@ def read(directory: str) -> dict[int, dict[str, float]]:
         entry = _parse_line(line)
         if entry is None:
             _logger.warning(
-                "Line %d of %s is not a valid evaluation; it is left out.",
+                "Line %d of %s is skipped, because it is not a valid result of "
+                "an evaluation.",
                 number,
                 os.path.join(directory, FILE),
             )
@@ -85,7 +87,7 @@ def read(directory: str) -> dict[int, dict[str, float]]:
 def rename(
     results: Mapping[str, Any], names: Mapping[str, str]
 ) -> dict[str, Any]:
-    """Returns results under new names.
+    """Returns an evaluation's results, some of them with new names.
 
     Raises:
       ValueError: if a key of `names` is not the name of a result.
@@ -93,7 +95,7 @@ def rename(
     for name in names:
         if name not in results:
             raise ValueError(
-                "Keys of `metric_names_map` must be results of evaluations. "
+                "Keys of `metric_names_map` must be names of results. "
                 f"Received: {name!r}; the results are {sorted(results)}. "
                 "Correct the key."
             )
@@ -103,7 +105,7 @@ def rename(
 def make_scalars(
     config: RunConfig, step: int, eval_name: str | None = None
 ) -> list[Any]:
-    """Makes the callbacks that write and log the scalars of a run.
+    """Creates the callbacks that write and log a run's scalars.
 
     Args:
       config: The RunConfig.
@@ -144,13 +146,13 @@ def _warn_once() -> None:
     # Without `cache`, `train_and_evaluate` would repeat the warning for each
     # evaluation.
     _logger.warning(
-        "No event files are written: tensorboardX is not installed. Run "
-        "`pip install tensorboardX`, or set `save_summary_steps=None`."
+        "No event files are written, because tensorboardX is not installed. "
+        "Run `pip install tensorboardX`, or set `save_summary_steps=None`."
     )
 
 
 def _iter_lines(path: pathlib.Path) -> Iterator[bytes]:
-    """Yields a file's lines, if it exists; lines that are too long are cut."""
+    """Yields the lines of a file, if it exists; long lines are truncated."""
     try:
         file = open_regular(path)
     except FileNotFoundError:

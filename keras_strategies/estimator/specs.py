@@ -64,8 +64,8 @@ class EvalSpec:
         `Estimator.evaluate`.
       steps: Number of batches in each evaluation. The default is 100, as in
         TensorFlow; pass None to evaluate every row.
-      name: Name of the evaluation. It is part of the name of the folder for
-        its files, so that several evaluations do not share one.
+      name: Name of the evaluation. Its files are written to the folder
+        `eval_<name>`, so that several evaluations do not share a folder.
       hooks: Keras callbacks.
       exporters: An `Exporter`, or several exporters with different names. They
         are called after each evaluation.
@@ -109,7 +109,7 @@ class EvalSpec:
 class CheckpointSaverListener:
     """A base class for objects that are notified when checkpoints are saved.
 
-    As in TensorFlow, pass subclasses' objects to `Estimator.train`. Their
+    As in TensorFlow, pass instances of subclasses to `Estimator.train`. Their
     methods are called only in the chief. `session` is always None.
 
     Example:
@@ -123,10 +123,10 @@ class CheckpointSaverListener:
     """
 
     def begin(self) -> None:
-        """Does nothing; a hook before the first step."""
+        """Does nothing by default; called before the first step."""
 
     def before_save(self, session: None, global_step_value: int) -> None:
-        """Does nothing; a hook before a checkpoint is written.
+        """Does nothing by default; called before a checkpoint is written.
 
         Args:
           session: Always None.
@@ -134,7 +134,7 @@ class CheckpointSaverListener:
         """
 
     def after_save(self, session: None, global_step_value: int) -> bool | None:
-        """Does nothing; a hook after a checkpoint has been written.
+        """Does nothing by default; called after a checkpoint is written.
 
         Args:
           session: Always None.
@@ -145,7 +145,7 @@ class CheckpointSaverListener:
         """
 
     def end(self, session: None, global_step_value: int) -> None:
-        """Does nothing; a hook at the end, after the last checkpoint.
+        """Does nothing by default; called after the last checkpoint.
 
         Args:
           session: Always None.
@@ -160,12 +160,13 @@ def _set(spec: object, name: str, value: object) -> None:
 def _check_exporters(exporters: Any) -> tuple[Exporter, ...]:
     if exporters is None:
         return ()
-    # A str is wrapped too. Otherwise the error would quote one letter of it.
+    # A str is wrapped too. Otherwise the error would quote only its first
+    # letter.
     is_one = isinstance(exporters, Exporter | str)
     is_one |= not isinstance(exporters, Iterable)
     checked = (exporters,) if is_one else tuple(exporters)
     for exporter in checked:
-        what = "an Exporter, an iterable of Exporter, or `None`"
+        what = "an Exporter, an iterable of Exporters, or None"
         cure = "Use, for example, `ks.estimator.BestExporter()`."
         check_type("`exporters`", exporter, Exporter, what, cure)
     names = [exporter.name for exporter in checked]
@@ -173,7 +174,7 @@ def _check_exporters(exporters: Any) -> tuple[Exporter, ...]:
         if not name:
             raise ValueError(
                 "An Exporter cannot have a name that is `None` or empty. "
-                f"Received: the names {names}. Set a name for each."
+                f"Received: the names {names}. Set the name of each exporter."
             )
         if not isinstance(name, str):
             raise ValueError(
@@ -184,12 +185,13 @@ def _check_exporters(exporters: Any) -> tuple[Exporter, ...]:
         check_name(name)
         if name in (".", ".."):
             raise ValueError(
-                "An Exporter must have the name of a folder. Received: "
-                f"{name!r}. Use a name such as 'best'."
+                "The name of an Exporter must be a valid name of a folder. "
+                f"Received: {name!r}. Use a name such as 'best'."
             )
     if len(set(names)) < len(names):
         raise ValueError(
             "`exporters` must have unique names. Received: the names "
-            f"{names}. Rename one: each name is the name of a folder."
+            f"{names}. Rename an exporter, because each one writes to the "
+            "folder with its name."
         )
     return checked

@@ -3,7 +3,7 @@
 A call is one epoch of Keras's `fit`. If the previous call was interrupted, the
 next call resumes it at the batch after the checkpoint. If the previous call was
 completed, the next call reads the data from the start, as in TensorFlow. A file
-in the directory, called the mark, distinguishes the two cases.
+in `model_dir`, called the mark, shows whether the last call was completed.
 """
 
 import dataclasses
@@ -38,7 +38,7 @@ MARK = "training.json"
 """The name of the mark: a file with the step at which `train` last ended."""
 
 _MAX_MARK_BYTES = 4096
-_WHERE = "where a training is"
+_WHERE = "whether the last call of `Estimator.train` was completed"
 _MARK = {"ended_at_step": is_count}
 _PROGRESS = {"step": is_count, "begun": is_count, "is_done": bool}
 _logger = logging.getLogger(__name__)
@@ -76,7 +76,7 @@ def read_progress(model_dir: str) -> Progress:
 
 
 def share_progress(mesh: ReplicaMesh, model_dir: str) -> Progress:
-    """Returns the chief's `read_progress` in all processes. Collective."""
+    """Returns the chief's progress; all processes must call this function."""
     local = dataclasses.asdict(read_progress(model_dir))
     of_chief = broadcast_from_chief(mesh, "`Estimator.train`", local, _PROGRESS)
     return Progress(**{name: of_chief[name] for name in _PROGRESS})
@@ -136,12 +136,15 @@ def find_global_step(model: Any) -> int:
 def broadcast_from_chief(
     mesh: ReplicaMesh, name: str, value: object, form: Form
 ) -> Any:
-    """Sends the chief's value to all processes. Collective.
+    """Sends the chief's value to all processes.
+
+    All processes must call this function.
 
     Args:
       mesh: The replicas.
       name: What the value describes, for error messages.
-      value: This process's value, as JSON values. Only the chief's is used.
+      value: This process's value, which must be convertible to JSON. Only the
+        chief's value is used.
       form: The types that the value must have.
 
     Returns:
@@ -203,8 +206,9 @@ def has_steps(
         return True
     if mesh.is_chief:
         _logger.warning(
-            "No step is trained: %s is at step %d, and max_steps=%d. Pass "
-            "more `max_steps`, or another `model_dir`.",
+            "No step is trained, because the training in %s has already "
+            "reached step %d, and max_steps=%d. Pass a larger `max_steps`, or "
+            "another `model_dir`.",
             config.model_dir,
             progress.step,
             max_steps,
@@ -224,7 +228,8 @@ def warn_of_end(num_steps: int, planned_steps: int | None) -> None:
     """
     if planned_steps is not None and num_steps < planned_steps:
         warnings.warn(
-            "Arrays that an `input_fn` returns are read only once. Received: "
+            "Arrays that an `input_fn` returns are read only once, so training "
+            "ended before the requested number of steps. Received: arrays with "
             f"{num_steps} batches of rows for {planned_steps} steps. Return a "
             "dataset that repeats, such as "
             "`tf.data.Dataset.from_tensor_slices(arrays).repeat()"
@@ -237,10 +242,10 @@ class TrainCheckpoint(Checkpoint):
     """A callback that saves and resumes a call of `Estimator.train`.
 
     Args:
-      config: The RunConfig, which says where and how often to save.
+      config: The RunConfig, which defines where and how often to save.
       listeners: Objects like `CheckpointSaverListener`, called in the chief.
       after_save: Function that is called with the global step after each save,
-        in all processes, and returns whether to stop. Collective.
+        in all processes, and returns whether to stop.
       initialize: Function that is called with the model if there is no
         checkpoint to resume from.
     """
@@ -331,7 +336,7 @@ class TrainCheckpoint(Checkpoint):
         for listener in self._listeners_here:
             should_stop |= bool(listener.after_save(None, loop.num_steps))
         should_stop = broadcast_from_chief(
-            loop.mesh, "after a checkpoint", should_stop, bool
+            loop.mesh, "whether to stop training", should_stop, bool
         )
         if self._asks_to_stop is not None:
             should_stop |= self._asks_to_stop(loop.num_steps)

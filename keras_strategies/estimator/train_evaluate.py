@@ -29,15 +29,15 @@ _logger = logging.getLogger(__name__)
 def train_and_evaluate(
     estimator: Estimator, train_spec: TrainSpec, eval_spec: EvalSpec
 ) -> Results:
-    """Trains a model, evaluates and exports its checkpoints, as in TensorFlow.
+    """Trains a model, and evaluates and exports it, as in TensorFlow.
 
     Without a cluster, this process trains up to `train_spec.max_steps`. During
-    training it evaluates new checkpoints, but at most one in
+    training it evaluates new checkpoints, but at most one checkpoint every
     `eval_spec.throttle_secs` seconds. The last checkpoint is always evaluated.
     Exporters are called after each evaluation.
 
-    If TF_CONFIG describes a cluster, each process performs its own task, as in
-    TensorFlow. The chief and the workers train together
+    If TF_CONFIG describes a cluster, each process performs the task that its
+    TF_CONFIG specifies. The chief and the workers train together
     (`train_distribute=ks.MultiWorkerMirroredStrategy()`). An evaluator, which
     is not part of the training cluster, evaluates the chief's checkpoints until
     training ends. All tasks must use the same `model_dir`. Without an
@@ -82,17 +82,17 @@ def train_and_evaluate(
     if config.task_type not in (CHIEF, WORKER):
         raise ValueError(
             f"Task type {config.task_type} is not supported. Received: a "
-            "TF_CONFIG with that task. Supported task types are chief, "
-            "worker and evaluator; parameter servers are not needed, because "
-            "each training process has all variables."
+            "TF_CONFIG with this task type. Use the task types chief, worker "
+            "and evaluator. Parameter servers are not needed, because the "
+            "training processes store the variables."
         )
     _logger.info("Training as %s %d.", config.task_type, config.task_id)
     jobs = config.cluster_spec.jobs if config.is_chief else [EVALUATOR]
     if not {CHIEF, EVALUATOR} & {*jobs}:
         _warn_without_evaluator(estimator)
     _train(estimator, train_spec, None)
-    # An evaluator outside the cluster may be waiting for the checkpoints of a
-    # "chief". If there is such an evaluator, its folder exists by now.
+    # If the cluster has a "chief", there may be an evaluator that the cluster
+    # does not list. If so, its folder exists by now.
     may_be = CHIEF in jobs and EVALUATOR not in jobs
     if may_be and not os.path.isdir(estimator.eval_dir(eval_spec.name)):
         _warn_without_evaluator(estimator)
@@ -101,10 +101,10 @@ def train_and_evaluate(
 
 def _warn_without_evaluator(estimator: Estimator) -> None:
     _logger.warning(
-        "No evaluator is known, so no checkpoint in %s is evaluated or "
-        "exported. Start one more process of the script, whose task in "
-        'TF_CONFIG is {"type": "evaluator", "index": 0} (`keras-strategies '
-        "launch --evaluator`).",
+        "No evaluator was found, so no checkpoint in %s is evaluated or "
+        "exported. Run the script in one more process, whose task in "
+        'TF_CONFIG is {"type": "evaluator", "index": 0}. `keras-strategies '
+        "launch --evaluator` starts this process, too.",
         estimator.model_dir,
     )
 
@@ -123,7 +123,7 @@ def _check(
         raise ValueError(
             "For distributed training, there can only be one `evaluator` task "
             f"(with task id 0). Received: task id {config.task_id}. Start only "
-            "one."
+            "one evaluator."
         )
 
 
@@ -156,7 +156,11 @@ def _train_locally(
         if is_due:
             evaluation.run(reading.make_path(estimator.model_dir, step))
         else:
-            _logger.info("Step %d is not evaluated: throttle_secs.", step)
+            _logger.info(
+                "Step %d is not evaluated, because fewer than throttle_secs "
+                "seconds have passed since the last evaluation began.",
+                step,
+            )
         return False
 
     _train(estimator, train_spec, after_save)
@@ -211,7 +215,7 @@ class _Watch:
         self._model_dir = estimator.model_dir
         self._max_steps = max_steps
         self._timeout_s = estimator.config.session_creation_timeout_secs
-        # The end mark that is there now may be from an earlier training.
+        # A mark that exists now may have been written by an earlier training.
         self._stale = train_callback.identify_mark(self._model_dir)
         self.note_news()
 
@@ -245,9 +249,10 @@ class _Watch:
         if path is None:
             raise RuntimeError(
                 "The first checkpoint must be saved within "
-                f"`session_creation_timeout_secs`. Received: {timeout_s} s, "
-                f"and no checkpoint in {self._model_dir}. Check the chief's "
-                "log; all tasks need the same `model_dir` on a shared disk."
+                "`session_creation_timeout_secs`. Received: no checkpoint in "
+                f"{self._model_dir} after {timeout_s} s. Check the chief's "
+                "log, and check that all tasks use the same `model_dir` on a "
+                "shared disk."
             )
         step = reading.parse_step(path)
         return train_callback.read_end_step(self._model_dir) == step

@@ -1,4 +1,4 @@
-"""Loads initial weights from the checkpoint of another training."""
+"""Loads initial weights from the checkpoint of another training run."""
 
 import dataclasses
 import logging
@@ -20,8 +20,8 @@ _logger = logging.getLogger(__name__)
 class WarmStartSettings:
     """Selects the weights to initialize from a checkpoint, as in TensorFlow.
 
-    Differs from tf: names are Keras's ("dense/kernel"), and vocabularies are
-    not supported.
+    Differs from tf: weights have their Keras names, such as "dense/kernel", and
+    vocabularies are not supported.
 
     Attributes:
       ckpt_to_initialize_from: Path of a checkpoint, or of a `model_dir` whose
@@ -66,26 +66,27 @@ class WarmStartSettings:
             )
         if self.var_name_to_vocab_info:
             raise ValueError(
-                "`var_name_to_vocab_info` has no meaning here. Received: "
-                f"{shorten(self.var_name_to_vocab_info)}. Omit it, and reorder "
-                "the rows of the embedding before training."
+                "`var_name_to_vocab_info` is not supported. Received: "
+                f"{shorten(self.var_name_to_vocab_info)}. Omit it. If the "
+                "vocabularies differ, reorder the rows of the embedding before "
+                "training."
             )
         for pattern in _list_patterns(self.vars_to_warm_start):
             name, what = "`vars_to_warm_start`", "regular expressions"
-            cure = "Pass a str, or a list of them."
+            cure = "Pass a string or a list of strings."
             check_type(name, pattern, str, what, cure)
             try:
                 re.compile(pattern)
             except re.error as error:
                 raise ValueError(
                     "`vars_to_warm_start` must be valid regular expressions. "
-                    f"Received: {pattern!r}: {error}. Correct it; '.*' matches "
-                    "any name."
+                    f"Received: {pattern!r}, which is not valid: {error}. "
+                    "Correct the expression. To match every name, use '.*'."
                 ) from None
         names = self.var_name_to_prev_var_name
         name = "`var_name_to_prev_var_name`"
-        what = "a dict from names to those in the checkpoint"
-        cure = "Write {'dense/kernel': 'old/kernel'}."
+        what = "a dict from names in the model to names in the checkpoint"
+        cure = "Pass a dict such as {'dense/kernel': 'old/kernel'}."
         check_type(name, names, Mapping | None, what, cure)
 
 
@@ -137,13 +138,13 @@ def make_settings(source: Any) -> WarmStartSettings | None:
 
 
 def _find_checkpoint(path: str) -> str:
-    """Returns the path if it is a checkpoint, or its newest checkpoint.
+    """Returns the path if it is a checkpoint, or the newest checkpoint in it.
 
     Raises:
       ValueError: if there is no checkpoint.
     """
-    # The folder's name does not show which it is: a folder that contains
-    # checkpoints may also be named by a number.
+    # A name that is a number does not prove that the folder is a checkpoint: a
+    # folder that contains checkpoints may have such a name, too.
     latest = reading.find_newest_good(path) if os.path.isdir(path) else None
     if latest is not None:
         return latest
@@ -152,8 +153,8 @@ def _find_checkpoint(path: str) -> str:
     except ValueError as error:
         raise ValueError(
             f"`warm_start_from` needs a checkpoint. Received: {path!r}, which "
-            "is not one. Pass a checkpoint's folder or a `model_dir`. "
-            f"({error})"
+            "is not a checkpoint and contains no checkpoints. Pass the folder "
+            f"of a checkpoint, or a `model_dir`. ({error})"
         ) from error
     return path
 
@@ -162,9 +163,9 @@ def _check_saved(name: str, saved: Mapping[str, Any], path: str) -> None:
     if name not in saved:
         raise ValueError(
             "The checkpoint must contain all warm-started weights. "
-            f"Received: {name!r}, which is not in {path}. Exclude it by "
-            "`vars_to_warm_start`, or map it to its name there by "
-            "`var_name_to_prev_var_name`."
+            f"Received: {name!r}, which is not in {path}. Exclude this weight "
+            "with `vars_to_warm_start`, or map it to its name in the "
+            "checkpoint with `var_name_to_prev_var_name`."
         )
 
 
@@ -173,7 +174,8 @@ def _check_shape(variable: keras.Variable, shape: list[int], path: str) -> None:
         raise ValueError(
             "A warm-started weight must have the same shape in the checkpoint. "
             f"Received: {variable.path!r} of shape {tuple(variable.shape)}, "
-            f"{tuple(shape)} in {path}. Exclude it with `vars_to_warm_start`."
+            f"which has the shape {tuple(shape)} in {path}. Exclude this "
+            "weight with `vars_to_warm_start`."
         )
 
 
@@ -181,9 +183,10 @@ def _check_used(names: Mapping[str, str], paths: list[str]) -> None:
     unused = sorted(set(names) - set(paths))
     if unused:
         raise ValueError(
-            "Keys of `var_name_to_prev_var_name` must be warm-started weights. "
-            f"Received: {unused}; warm-started are {paths[:8]}. Correct the "
-            "names, or omit them."
+            "Keys of `var_name_to_prev_var_name` must be names of warm-started "
+            f"weights. Received: {unused}, which are not among the "
+            f"warm-started weights, such as {paths[:8]}. Correct the names, or "
+            "omit them."
         )
 
 
@@ -208,7 +211,7 @@ def _choose_weights(
     if not matches:
         raise ValueError(
             "`vars_to_warm_start` must match the name of a weight. Received: "
-            f"{patterns!r}, which matches none of "
-            f"{[v.path for v in weights][:8]}. Correct it."
+            f"{patterns!r}, which matches none of the weights, such as "
+            f"{[v.path for v in weights][:8]}. Correct the expression."
         )
     return matches

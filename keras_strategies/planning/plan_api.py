@@ -1,4 +1,4 @@
-"""Implements `Strategy.plan`, which plans candidates in this process."""
+"""Implements `Strategy.plan`, which plans all candidates in this process."""
 
 import contextlib
 import random
@@ -76,7 +76,7 @@ def _plan_all(
     effort: Effort,
     show: Show,
 ) -> tuple[PlannedStep, ...]:
-    """Plans all candidates; shows progress and the finished candidates."""
+    """Plans all candidates; shows the finished ones and the current work."""
     done: list[PlannedStep] = []
 
     def on_stage(candidate: lib.Candidate, stage: str) -> None:

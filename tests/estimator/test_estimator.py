@@ -77,7 +77,7 @@ def needs_nothing():
         (
             {"model_fn": lambda features: 0, "params": {}},
             ValueError,
-            "does not include params",
+            "does not include an argument",
         ),
         ({"config": 3}, ValueError, "instance of `RunConfig`"),
         ({"model_dir": "/other"}, ValueError, "different values"),
@@ -175,14 +175,14 @@ def test_parameters_are_copied(tmp_path):
             "export_saved_model",
             {"export_dir_base": "a"},
             ValueError,
-            "Couldn't find trained model",
+            "Could not find a trained",
         ),
-        ("get_variable_names", {}, ValueError, "Could not find trained model"),
+        ("get_variable_names", {}, ValueError, "Could not find a trained"),
         (
             "get_variable_value",
             {"name": "a"},
             ValueError,
-            "Could not find trained model",
+            "Could not find a trained",
         ),
     ],
 )
@@ -213,8 +213,9 @@ def test_steps_add_and_max_steps_are_absolute(tmp_path, caplog):
     estimator.train(needs_nothing, max_steps=5)
     estimator.train(needs_nothing, max_steps=4)
     assert warnings_of(caplog) == [
-        f"No step is trained: {tmp_path} is at step 5, and max_steps={asked}. "
-        "Pass more `max_steps`, or another `model_dir`."
+        f"No step is trained, because the training in {tmp_path} has already "
+        f"reached step 5, and max_steps={asked}. Pass a larger `max_steps`, or "
+        "another `model_dir`."
         for asked in (5, 4)
     ]
     assert_equal_weights(weights_of(estimator), weights)
@@ -527,7 +528,7 @@ def test_input_may_be_what_fit_takes(tmp_path, input_fn):
         (None, TypeError, "Received: None"),
         (3, TypeError, "Received: 3"),
         ("a", TypeError, "Received: 'a'"),
-        (iter([]), ValueError, "without a batch"),
+        (iter([]), ValueError, "yields no batches"),
         ((X, Y, Y, Y), ValueError, "4 entries"),
         (({"a": X.tolist()}, Y.tolist()), TypeError, "of type tuple"),
         (({"a": X, "b": np.array(["b"] * 22)}, Y), TypeError, "strings in 'b'"),
@@ -649,7 +650,7 @@ def test_input_context_makes_batches_of_a_replica(tmp_path, replicas):
 @pytest.mark.parametrize(
     ("model_fn", "text"),
     [
-        (lambda features, labels: None, "should return an EstimatorSpec"),
+        (lambda features, labels: None, "must return an EstimatorSpec"),
         (
             lambda features, labels: keras.Sequential([keras.layers.Dense(1)]),
             "must be compiled",
@@ -829,7 +830,7 @@ def test_some_predictions_are_chosen_by_their_keys(tmp_path):
     [
         ("other", "has .'dense'"),
         ({"a": "other"}, "has .'dense'"),
-        ({"a": lambda y: y[:3], "b": None}, "Batch length"),
+        ({"a": lambda y: y[:3], "b": None}, "same number of rows"),
         (lambda y: y.sum(), "of type float32"),
         (lambda y: (y, y), "of type tuple"),
     ],
@@ -1068,7 +1069,7 @@ def test_warm_start_takes_some_weights(tmp_path):
         ({"vars_to_warm_start": [3]}, TypeError, "regular expressions"),
         ({"vars_to_warm_start": "*a"}, ValueError, "nothing to repeat"),
         ({"var_name_to_prev_var_name": ["a"]}, TypeError, "must be a dict"),
-        ({"var_name_to_vocab_info": {"a": 1}}, ValueError, "no meaning"),
+        ({"var_name_to_vocab_info": {"a": 1}}, ValueError, "not supported"),
     ],
 )
 def test_wrong_settings_are_refused(settings, error, text):
@@ -1083,7 +1084,7 @@ def test_wrong_settings_are_refused(settings, error, text):
         ({"vars_to_warm_start": "colour"}, "matches none"),
         (
             {"var_name_to_prev_var_name": {"colour": "dense/bias"}},
-            r"\['colour'\]; warm-started are",
+            r"\['colour'\], which are not among",
         ),
         (
             {"var_name_to_prev_var_name": {"dense/bias": "colour"}},

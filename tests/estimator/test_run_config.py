@@ -176,7 +176,7 @@ def test_replace_switches_between_steps_and_seconds(first, changes, expected):
         (
             {"save_checkpoints_steps": 1, "save_checkpoints_secs": 1},
             ValueError,
-            "cannot be both set",
+            "cannot both be set",
         ),
         ({"model_dir": ""}, ValueError, "model_dir should be non-empty"),
         ({"model_dir": 3}, TypeError, "`model_dir` must be a path"),
@@ -207,8 +207,8 @@ def test_replace_switches_between_steps_and_seconds(first, changes, expected):
         (
             {"protocol": "grpc"},
             ValueError,
-            "protocol='grpc'. Omit it. JAX chooses it. See `ks.experimental."
-            "CommunicationOptions` for the available options.$",
+            "protocol='grpc'. Omit it. JAX chooses the protocol. See `ks."
+            "experimental.CommunicationOptions` for the available options.$",
         ),
         ({"protocol": "http"}, ValueError, "CommunicationOptions"),
         ({"checkpoint_save_graph_def": False}, ValueError, "contain a graph"),
@@ -216,7 +216,7 @@ def test_replace_switches_between_steps_and_seconds(first, changes, expected):
         (
             {"train_distribute": ks.MirroredStrategy},
             TypeError,
-            "the class MirroredStrategy. Create one: `MirroredStrategy",
+            "the class MirroredStrategy. Pass an instance of it: `Mirrored",
         ),
         ({"eval_distribute": object()}, TypeError, "`eval_distribute`"),
         ({"experimental_distribute": 3}, TypeError, "attributes"),

@@ -193,11 +193,11 @@ def modes_of(folder):
         ({"assets_extra": {"../a": "b"}}, ValueError, "relative path"),
         ({"assets_extra": {"/a": "b"}}, ValueError, "relative path"),
         ({"assets_extra": {"a": "/nowhere"}}, ValueError, "paths of files"),
-        ({"as_text": True}, ValueError, "have no text form"),
+        ({"as_text": True}, ValueError, "`as_text` is not"),
         (
             {"serving_input_receiver_fn": arrays},
             ValueError,
-            "no meaning here",
+            "is not supported",
         ),
         ({"experimental_mode": "a"}, ValueError, "must be one of"),
         ({"checkpoint_path": "/nowhere/3"}, ValueError, "without a checkpoint"),
@@ -354,7 +354,7 @@ def test_a_cluster_without_an_evaluator_is_told_once(
     if is_evaluated:
         pathlib.Path(estimator.eval_dir()).mkdir(parents=True)
     assert run(estimator, max_steps=1) == (None, [])
-    assert caplog.text.count("No evaluator is known") == count
+    assert caplog.text.count("No evaluator was found") == count
 
 
 @pytest.mark.parametrize(
@@ -526,7 +526,7 @@ def test_in_memory_evaluation_is_that_of_a_checkpoint(tmp_path, replicas):
             "`estimator` must be a `ks.estimator.Estimator`",
         ),
         ({"input_fn": 3}, TypeError, "must be callable"),
-        ({"every_n_iter": None}, ValueError, "invalid every_n_iter"),
+        ({"every_n_iter": None}, ValueError, "`every_n_iter` must be a number"),
         ({"every_n_iter": 0}, ValueError, "`every_n_iter` must be > 0"),
         ({"steps": 0}, ValueError, "`steps` must be > 0"),
         ({"hooks": [3]}, TypeError, "All `hooks`"),
@@ -602,7 +602,7 @@ def not_built():
         (
             lambda: {"keras_model": not_compiled()},
             ValueError,
-            "has not been compiled",
+            "must be compiled",
         ),
         (
             lambda: {"keras_model": not_built()},
@@ -628,7 +628,7 @@ def not_built():
         (
             lambda: {"keras_model": keras_model(), "export_outputs": {}},
             ValueError,
-            "no meaning here",
+            "is not supported",
         ),
         (
             lambda: {"keras_model": keras_model(), "metric_names_map": 3},

@@ -104,7 +104,7 @@ def test_models_whose_gradients_are_accumulated_are_compiled_whole():
 @pytest.mark.parametrize(
     ("change", "error", "message"),
     [
-        ({"batch": SHAPE}, ValueError, "as `fit` trains on"),
+        ({"batch": SHAPE}, ValueError, "as for `fit`"),
         ({"batch": (1, 2)}, TypeError, "arrays, or for their shapes"),
         (
             {"batch": (SHAPE, SHAPE.update(shape=(8, 4)))},
@@ -117,7 +117,7 @@ def test_models_whose_gradients_are_accumulated_are_compiled_whole():
         ({"topologies": 3}, TypeError, "names of slices"),
         ({"scale": "local"}, ValueError, "`scale` must be one of"),
         ({"effort": "high"}, ValueError, "`effort` must be one of"),
-        ({"model": 3}, TypeError, "a function that makes one"),
+        ({"model": 3}, TypeError, "a function that creates one"),
         (
             {"model": keras.Sequential([keras.layers.Dense(1)])},
             ValueError,

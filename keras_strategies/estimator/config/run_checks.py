@@ -23,17 +23,17 @@ _WITHOUT_MEANING = {
     "session_config": (
         None,
         "Set XLA_FLAGS or `jax.config` before JAX starts, and choose devices "
-        "by `train_distribute`.",
+        "with `train_distribute`.",
     ),
     "device_fn": (
         None,
-        "Choose devices by `train_distribute`, and the sharding of variables "
-        "by `TPUStrategy(layout_map=...)`.",
+        "Choose devices with `train_distribute`, and the sharding of "
+        "variables with `TPUStrategy(layout_map=...)`.",
     ),
     "protocol": (
         None,
-        "JAX chooses it. See `ks.experimental.CommunicationOptions` for the "
-        "available options.",
+        "JAX chooses the protocol. See `ks.experimental.CommunicationOptions` "
+        "for the available options.",
     ),
     "checkpoint_save_graph_def": (
         True,
@@ -47,13 +47,13 @@ def check_fields(config: Any) -> None:
     """Raises ValueError or TypeError for the first field that is invalid."""
     _check_model_dir(config.model_dir)
     for name, bounds in _NUMBERS.items():
-        cure = "Pass such a number, or None."
+        cure = "Pass a valid number, or None."
         check_number(f"`{name}`", getattr(config, name), cure, **bounds)
     for name, (default, cure) in _WITHOUT_MEANING.items():
         value = getattr(config, name)
         if value is not default:
             raise ValueError(
-                f"`{name}` has no meaning on JAX. Received: {name}="
+                f"`{name}` is not supported on JAX. Received: {name}="
                 f"{shorten(value)}. Omit it. {cure}"
             )
     for name in ("train_distribute", "eval_distribute"):
@@ -71,17 +71,18 @@ def check_trains(config: Any, num_processes: int) -> None:
         raise ValueError(
             "Train has been called with a wrong configuration: task type "
             f"{config.task_type!r} does not train. Received: a TF_CONFIG with "
-            "that task. Call `ks.estimator.train_and_evaluate`, which runs "
-            "the right part for each task; parameter servers are not "
-            "supported."
+            "this task type. Call `ks.estimator.train_and_evaluate`, which "
+            "trains or evaluates according to the task type. Parameter servers "
+            "are not supported."
         )
     if config.num_worker_replicas > 1 and num_processes == 1:
         raise ValueError(
             "All training processes of a cluster must train together. "
             "Received: a TF_CONFIG with "
-            f"{config.num_worker_replicas} training processes, and "
-            f"train_distribute={shorten(config.train_distribute)} on one. "
-            "Pass `train_distribute=ks.MultiWorkerMirroredStrategy()`."
+            f"{config.num_worker_replicas} training processes, but "
+            f"train_distribute={shorten(config.train_distribute)}, which uses "
+            "only one process. Pass "
+            "`train_distribute=ks.MultiWorkerMirroredStrategy()`."
         )
 
 
@@ -108,7 +109,7 @@ def _check_strategy(name: str, strategy: object) -> None:
         cure = "Use, for example, `ks.MirroredStrategy()`."
         if isinstance(strategy, type) and issubclass(strategy, Strategy):
             received = f"the class {strategy.__name__}"
-            cure = f"Create one: `{strategy.__name__}()`."
+            cure = f"Pass an instance of it: `{strategy.__name__}()`."
         raise TypeError(
             f"`{name}` must be a strategy of keras_strategies. Received: "
             f"{received}. {cure}"

@@ -63,7 +63,7 @@ def parse_cluster(text: str, *, needs_chief: bool) -> RunCluster:
     Args:
       text: The value of the environment variable; "" if it is not set.
       needs_chief: Whether a cluster must have a "chief". If false, worker 0
-        acts as the chief of a cluster that has none, as it does in
+        acts as the chief of a cluster without a "chief", as it does in
         `MultiWorkerMirroredStrategy`.
 
     Raises:
@@ -106,7 +106,7 @@ def parse_cluster(text: str, *, needs_chief: bool) -> RunCluster:
 
 def _read_service(raw: dict[str, Any]) -> dict[str, Any] | None:
     name, service = f'"service" in {VARIABLE}', raw.get("service")
-    cure = "Write an object, or omit it."
+    cure = "Set it to a JSON object, or omit it."
     check_type(name, service, dict | None, "a dict", cure)
     return service
 
@@ -115,8 +115,8 @@ def _read_model_dir(raw: dict[str, Any]) -> str | None:
     directory = read_string(raw, "model_dir")
     if directory == "":
         raise ValueError(
-            f"model_dir in {VARIABLE} should be non-empty. Received: ''. Write "
-            "a path, or omit it."
+            f"model_dir in {VARIABLE} should be non-empty. Received: ''. Set "
+            "it to a path, or omit it."
         )
     return directory
 
@@ -147,15 +147,15 @@ def _validate_task(
     ):
         raise ValueError(
             f'If "cluster" is set in {VARIABLE}, it must have one "{CHIEF}" '
-            f"node. Received: the jobs {shorten(spec.jobs)}. Rename one worker "
-            "to 'chief', or pass `train_distribute="
+            f"node. Received: the jobs {shorten(spec.jobs)}. Make one worker "
+            "the 'chief', or pass `train_distribute="
             "MultiWorkerMirroredStrategy()`, whose worker 0 is the chief."
         )
     if not task_type or task_id is None:
         missing = "type" if not task_type else "index"
         raise ValueError(
             f'If "cluster" is set in {VARIABLE}, task {missing} must be set. '
-            f"Received: a cluster, and no {missing}. Write "
+            f"Received: a cluster, but no task {missing}. Add a task such as "
             '"task": {"type": "worker", "index": 0}.'
         )
     if task_type == EVALUATOR:
@@ -164,14 +164,16 @@ def _validate_task(
         raise ValueError(
             f"{shorten(task_type)} is not a valid task_type in the "
             "cluster_spec. Received: a cluster with the jobs "
-            f"{shorten(spec.jobs)}. These values come from {VARIABLE}: correct "
-            "its task or its cluster."
+            f"{shorten(spec.jobs)}. These values come from {VARIABLE}. Correct "
+            "the task or the cluster in it."
         )
     if task_id not in spec.task_indices(task_type):
         raise ValueError(
             f"{task_id} is not a valid task_id for task_type {task_type} in "
-            f"the cluster_spec. Received: {spec.num_tasks(task_type)} such "
-            f"tasks. These values come from {VARIABLE}: indices count from 0."
+            f"the cluster_spec. Received: a cluster with "
+            f"{spec.num_tasks(task_type)} such tasks. These values come from "
+            f"{VARIABLE}. Correct the task or the cluster in it. Task indices "
+            "start at 0."
         )
     return task_type, task_id
 

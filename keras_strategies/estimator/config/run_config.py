@@ -31,9 +31,9 @@ class _Default(enum.Enum):
 _USE_DEFAULT: Any = _Default.NOT_GIVEN
 
 _BOTH = (
-    "`save_checkpoints_steps` and `save_checkpoints_secs` cannot be both set. "
-    "Received: save_checkpoints_steps={}, save_checkpoints_secs={}. Pass one "
-    "of the two."
+    "`save_checkpoints_steps` and `save_checkpoints_secs` cannot both be set. "
+    "Received: save_checkpoints_steps={}, save_checkpoints_secs={}. Pass only "
+    "one of the two."
 )
 _MODEL_DIR = "model_dir"
 _STEPS, _SECS = "save_checkpoints_steps", "save_checkpoints_secs"
@@ -55,8 +55,8 @@ class RunConfig:
     properties such as `cluster_spec` and `task_type` from it.
 
     Differs from tf: `session_config`, `device_fn`, `protocol` and
-    `checkpoint_save_graph_def=False` have no meaning on JAX and raise an error
-    (docs/parity.md).
+    `checkpoint_save_graph_def=False` are not supported on JAX, and raise an
+    error (docs/parity.md).
 
     Args:
       model_dir: Folder for checkpoints and event files. None to use TF_CONFIG's
@@ -93,8 +93,8 @@ class RunConfig:
 
     Raises:
       ValueError: if both `save_checkpoints_steps` and `save_checkpoints_secs`
-        are given, a number is too small, an argument that has no meaning on
-        JAX is given, `model_dir` differs from TF_CONFIG's "model_dir", or
+        are given, a number is too small, an argument is given that is not
+        supported on JAX, `model_dir` differs from TF_CONFIG's "model_dir", or
         TF_CONFIG is invalid.
       TypeError: if a value has the wrong type.
 
@@ -138,8 +138,9 @@ class RunConfig:
     def replace(self, **changes: Any) -> "RunConfig":
         """Returns a copy in which some fields have new values.
 
-        The cluster is the same: TF_CONFIG is not read again. Setting
-        `save_checkpoints_steps` clears `save_checkpoints_secs`, and vice versa.
+        The copy has the same cluster, because TF_CONFIG is not read again.
+        Setting `save_checkpoints_steps` clears `save_checkpoints_secs`, and
+        vice versa.
 
         Args:
           **changes: The new values, with the names of their fields.
@@ -161,8 +162,9 @@ class RunConfig:
                 raise ValueError(
                     f"Replacing {name} is not supported. Allowed properties "
                     f"are {', '.join(_FIELDS)}. Received: {name}="
-                    f"{shorten(changes[name])}. Properties that TF_CONFIG sets "
-                    "are read when a `RunConfig` is created."
+                    f"{shorten(changes[name])}. To change a property that "
+                    "TF_CONFIG sets, change TF_CONFIG and create a new "
+                    "`RunConfig`."
                 )
         if _MODEL_DIR in changes:
             changes[_MODEL_DIR] = _convert_path(changes[_MODEL_DIR])
@@ -195,7 +197,7 @@ class RunConfig:
 
     @property
     def master(self) -> str:
-        """This process's "grpc://host:port"; "" if it is the only one."""
+        """This process's address "grpc://host:port"; "" if it runs alone."""
         return self._cluster.master
 
     @property
@@ -220,7 +222,7 @@ class RunConfig:
 
     @property
     def global_id_in_cluster(self) -> int | None:
-        """This process's index: chief, workers, then parameter servers."""
+        """This process's index: chief first, then workers, then servers."""
         return self._cluster.global_id_in_cluster
 
     @property
@@ -251,14 +253,15 @@ class RunConfig:
             if getattr(self, name) is not None:
                 raise ValueError(
                     f"Either `{name}` or `experimental_distribute.{name}` can "
-                    "be set. Received: both. Omit one of the two."
+                    "be set, but not both. Received: both. Omit one of the two."
                 )
             self._set(**{name: strategy})
         if getattr(source, "remote_cluster", None):
             raise ValueError(
                 "`remote_cluster` is not supported. Received: "
                 "`experimental_distribute.remote_cluster`. Start the script "
-                "once for each process, with its TF_CONFIG (docs/clusters.md)."
+                "once for each process, and set TF_CONFIG in each of them (see "
+                "docs/clusters.md)."
             )
 
 
@@ -268,7 +271,7 @@ _FIELDS = tuple(
 
 
 def _choose_save_rule(steps: object, secs: object) -> tuple[object, object]:
-    """Returns the steps and the seconds between saves; one of them is None.
+    """Returns the steps and the seconds between saves; one or both are None.
 
     Raises:
       ValueError: if both are given.
@@ -283,7 +286,7 @@ def _choose_save_rule(steps: object, secs: object) -> tuple[object, object]:
 
 
 def _switch_save_rule(changes: dict[str, Any]) -> dict[str, Any]:
-    """Adds to changes of steps that the seconds are None, or vice versa.
+    """Returns the changes, with the save rule that they replace set to None.
 
     Raises:
       ValueError: if both are given.
@@ -308,8 +311,9 @@ def _choose_model_dir(directory: object, cluster: RunCluster) -> object:
     if of_cluster and directory and of_cluster != directory:
         raise ValueError(
             "`model_dir` of RunConfig, if set, must have the same value as "
-            f"model_dir in TF_CONFIG. Received: {shorten(directory)}, and "
-            f"{shorten(of_cluster)} in TF_CONFIG. Omit one of the two."
+            f"model_dir in TF_CONFIG. Received: {shorten(directory)} in "
+            f"RunConfig, and {shorten(of_cluster)} in TF_CONFIG. Omit one of "
+            "the two."
         )
     # "" is kept, so that `check_fields` raises an error for it.
     return of_cluster if directory is None else directory

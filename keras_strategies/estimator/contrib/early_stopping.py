@@ -75,7 +75,8 @@ def make_early_stopping_hook(
         raise ValueError(
             "Exactly one of `run_every_secs` and `run_every_steps` must be "
             f"set. Received: run_every_secs={run_every_secs}, run_every_steps="
-            f"{run_every_steps}. Set the other one to None."
+            f"{run_every_steps}. Set one of them to a number and the other to "
+            "None."
         )
     check_positive("run_every_steps", run_every_steps)
     if run_every_secs is not None:
@@ -84,8 +85,9 @@ def make_early_stopping_hook(
         if mesh.num_processes > 1:
             raise ValueError(
                 "run_every_secs should not be set when several processes "
-                f"train: their clocks differ. Received: {run_every_secs}. "
-                "Pass run_every_secs=None and run_every_steps=..."
+                f"train, because their clocks differ. Received: "
+                f"{run_every_secs}. Pass run_every_secs=None, and set "
+                "run_every_steps instead."
             )
     return _Stopping(estimator, should_stop_fn, run_every_secs, run_every_steps)
 
@@ -108,7 +110,7 @@ def stop_if_higher_hook(
       threshold: The threshold, a number.
       eval_dir: The evaluation's folder, which contains the results; None for
         `estimator.eval_dir()`.
-      min_steps: Results at lower global steps are ignored.
+      min_steps: Results of evaluations before this global step are ignored.
       run_every_secs: See `make_early_stopping_hook`.
       run_every_steps: See `make_early_stopping_hook`.
 
@@ -117,8 +119,8 @@ def stop_if_higher_hook(
 
     Raises:
       TypeError: if an argument has the wrong type.
-      ValueError: see `make_early_stopping_hook`. During training: if the
-        evaluations have no result named `metric_name`.
+      ValueError: as for `make_early_stopping_hook`. The hook also raises it
+        during training, if the evaluations have no result named `metric_name`.
 
     Example:
       ```python
@@ -221,7 +223,7 @@ def iter_values(
     """Yields the global step and value of a result for each evaluation.
 
     Args:
-      results: Results by global step, in order.
+      results: Results by global step, in ascending order of the steps.
       name: The result's name.
       min_steps: Results at lower steps are skipped.
 
@@ -233,7 +235,7 @@ def iter_values(
             continue
         if name not in metrics:
             raise ValueError(
-                "`metric_name` must be a result of the evaluations. Received: "
+                "`metric_name` must be the name of a result. Received: "
                 f"{name!r}; the results are {sorted(metrics)}. Use one of them."
             )
         yield step, metrics[name]
@@ -301,7 +303,7 @@ class _Stopping(keras.callbacks.Callback):
         self._asked_at, self._asked = time.monotonic(), step
         should_stop = self._mesh.is_chief and bool(self._should_stop_fn())
         if train_callback.broadcast_from_chief(
-            self._mesh, "stopping early", should_stop, bool
+            self._mesh, "whether to stop early", should_stop, bool
         ):
             _logger.info("Requesting early stopping at global step %d.", step)
             self.model.stop_training = True  # pyright: ignore[reportOptionalMemberAccess, reportAttributeAccessIssue]
@@ -322,7 +324,7 @@ def _make_hook(
     min_steps: int,
     every: tuple[float | None, int | None],
 ) -> keras.callbacks.Callback:
-    """Returns a hook that stops when a rule is true of a metric's values."""
+    """Returns a hook that stops training when `rule` is true for a metric."""
     what, cure = "the name of a result", "Pass a name, such as 'accuracy'."
     check_type("`metric_name`", name, str, what, cure)
     _check_integer("`min_steps`", min_steps)

@@ -1,4 +1,4 @@
-"""Implements `model_to_estimator`: an Estimator for an existing Keras model."""
+"""Implements `model_to_estimator`: creates an Estimator from a Keras model."""
 
 import os
 import pathlib
@@ -71,8 +71,9 @@ def model_to_estimator(
     if (keras_model is None) == (keras_model_path is None):
         raise ValueError(
             "Either `keras_model` or `keras_model_path` needs to be provided, "
-            f"and not both. Received: {shorten(keras_model)} and "
-            f"{shorten(keras_model_path)}. Pass one."
+            f"but not both. Received: keras_model={shorten(keras_model)} and "
+            f"keras_model_path={shorten(keras_model_path)}. Pass one of the "
+            "two."
         )
     _check_options(checkpoint_format, export_outputs, metric_names_map)
     folder = tempfile.mkdtemp(prefix="keras-strategies-model-")
@@ -100,16 +101,16 @@ def _check_options(
     if checkpoint_format not in _FORMATS:
         raise ValueError(
             f"`checkpoint_format` must be one of {_FORMATS}. Received: "
-            f"{shorten(checkpoint_format)}. Omit it: it has no effect."
+            f"{shorten(checkpoint_format)}. Omit it, because it has no effect."
         )
     if export_outputs is not None:
         raise ValueError(
-            "`export_outputs` has no meaning here. Received: "
-            f"{shorten(export_outputs)}. Omit it: an export has the outputs of "
-            "the model."
+            "`export_outputs` is not supported. Received: "
+            f"{shorten(export_outputs)}. Omit it, because an exported model "
+            "returns the outputs of the Keras model."
         )
-    what = "a dict from names of results to new ones"
-    cure = "Write {'acc': 'accuracy'}."
+    what = "a dict from names of results to new names"
+    cure = "Pass a dict such as {'acc': 'accuracy'}."
     name, names = "`metric_names_map`", metric_names_map
     check_type(name, names, Mapping | None, what, cure)
 
@@ -121,8 +122,8 @@ def _save(model: keras.Model, path: str) -> None:
     if not model.built:
         raise ValueError(
             "`keras_model` must be built, because its weights are copied. "
-            f"Received: {model.name!r}, which has no weights yet. Start it "
-            "with `keras.Input(shape)`, or call it on data."
+            f"Received: {model.name!r}, which has no weights yet. Start the "
+            "model with `keras.Input(shape)`, or call it on data."
         )
     optimizer = model.optimizer
     if not optimizer.built:
@@ -134,9 +135,9 @@ def _save(model: keras.Model, path: str) -> None:
 def _check_compiled(model: keras.Model) -> None:
     if not model.compiled:
         raise ValueError(
-            "The given keras model has not been compiled yet. Received: "
-            f"{model.name!r}. Please compile the model with `model.compile()` "
-            "before calling `model_to_estimator()`."
+            "The given Keras model must be compiled. Received: "
+            f"{model.name!r}, which is not compiled. Call `model.compile()` "
+            "before `model_to_estimator()`."
         )
 
 
@@ -146,16 +147,16 @@ def _copy(source: Any, path: str) -> None:
     if pathlib.Path(source).suffix != _SUFFIX:
         raise ValueError(
             "`keras_model_path` must be a `.keras` file. Received: "
-            f"{os.fspath(source)!r}. Save the model again, by "
-            "`model.save('model.keras')`: other formats may run code when "
-            "they are loaded."
+            f"{os.fspath(source)!r}. Save the model again with "
+            "`model.save('model.keras')`. Other formats are not supported, "
+            "because they may run code when they are loaded."
         )
     shutil.copyfile(source, path)
     if not zipfile.is_zipfile(path):
         raise ValueError(
             "`keras_model_path` must be a `.keras` file. Received: "
-            f"{os.fspath(source)!r}, which has another format, or is "
-            "incomplete. Save the model again, by "
+            f"{os.fspath(source)!r}, which has another format or is "
+            "incomplete. Save the model again with "
             "`model.save('model.keras')`."
         )
 

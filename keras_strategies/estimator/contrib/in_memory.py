@@ -26,15 +26,16 @@ class InMemoryEvaluatorHook(keras.callbacks.Callback):
     """A hook that evaluates a model during training, without a checkpoint.
 
     As in TensorFlow, the chief evaluates at the start, periodically and at the
-    end. The current weights are copied to a separate model, created under the
-    Estimator's `eval_distribute`.
+    end. For an evaluation, the current weights are copied to a separate model,
+    which is created in the scope of the strategy `eval_distribute`.
 
     Args:
       estimator: The Estimator that trains.
       input_fn: Function that returns the evaluation data.
       steps: Number of batches in each evaluation; None for all.
       hooks: Keras callbacks for the evaluations.
-      name: Name of the evaluation, which is used for its files.
+      name: Name of the evaluation. Its event files are written to the folder
+        `eval_<name>`.
       every_n_iter: Number of train steps between evaluations.
 
     Raises:
@@ -64,8 +65,8 @@ class InMemoryEvaluatorHook(keras.callbacks.Callback):
         check_kind("estimator", estimator, Estimator)
         if every_n_iter is None:
             raise ValueError(
-                "invalid every_n_iter. Received: None. Pass a number of train "
-                "steps, such as 100."
+                "`every_n_iter` must be a number of train steps. Received: "
+                "None. Pass a number, such as 100."
             )
         check_positive("every_n_iter", every_n_iter)
         check_positive("steps", steps)

@@ -83,12 +83,12 @@ class Capture:
     Args:
       devices: The devices of the slice.
       layout: The layout of models on the devices. None for the script's own.
-      layout_map: The layout map for replicas of several cores.
+      layout_map: The layout map for replicas with several cores.
       is_per_replica: Whether each of the script's batches is for one replica.
         Otherwise they are global batches.
       plan: A function of the step and the layout's name, or None. It is called
-        where the script trains, so that contexts around `fit` take effect (such
-        as a precision of matrix products).
+        in place of the script's `fit` or `run`, so that contexts around the
+        call take effect, such as a precision of matrix products.
 
     Attributes:
       step: The step that was captured, or None.
@@ -126,7 +126,7 @@ class Capture:
 
     @contextlib.contextmanager
     def install(self) -> Iterator[None]:
-        """Replaces strategies by the slice's and captures the first step."""
+        """Makes strategies use the slice, and captures the first step."""
         patches: list[tuple[Any, str, Any]] = [
             (
                 cls,
@@ -187,7 +187,7 @@ class Capture:
             raise PlanError(
                 "The layout must have a model axis if the script passes a "
                 "`device_assignment` or a `layout_map`. Received: the layout "
-                f"'{layout}'. Leave --layout out, or name one with 'model:N'."
+                f"'{layout}'. Omit --layout, or pass one with 'model:N'."
             )
         partitioner = layout.variable_partitioner
         if assignment is not None and layout.cores == 1:
@@ -237,7 +237,7 @@ class Capture:
     def _read_shapes(
         self, binding: Binding, call: Call
     ) -> tuple[Any, int | None]:
-        """Returns the first batch's shapes, and the batches per epoch."""
+        """Returns the first batch's shapes, and the steps per epoch."""
         strategy = binding.owner
         split_validation(call)
         if isinstance(call["x"], CapturedData):
@@ -268,7 +268,7 @@ class Capture:
 
     def _catch_fit(self, binding: Binding, call: Call) -> None:
         if self.step is not None:
-            # The script continued in an `except` or `finally`.
+            # The script continued after the capture, in `except` or `finally`.
             raise StepCaptured
         strategy, model = binding.owner, binding.model
         self._check_devices(strategy.mesh)
@@ -282,7 +282,7 @@ class Capture:
             batch, steps = times_rows(given, self._find_factor(strategy)), 1
 
         if not jax.tree.leaves(batch):
-            raise PlanError("`fit` needs data. Received: none. Pass `x`.")
+            raise PlanError("`fit` needs data. Received: no data. Pass `x`.")
         step = FitStep(model, strategy, batch, steps)
         self._catch(step, model)
 
@@ -320,12 +320,12 @@ class Capture:
     def _check_devices(self, mesh: ReplicaMesh) -> None:
         if not set(mesh.devices) <= set(self._devices):
             raise PlanError(
-                "A planned step must be of one of "
+                "A planned step must use one of the strategies "
                 f"{', '.join(cls.__name__ for cls in _CLASSES)}. Received: a "
-                f"step of another strategy, over {len(mesh.devices)} of "
-                f"{mesh.devices[0].device_kind!r}, such as the default "
-                "strategy or `TPUStrategy.for_topology`. Train in the scope "
-                "of one of those listed."
+                "step of another strategy (such as the default strategy or "
+                f"`TPUStrategy.for_topology`), on {len(mesh.devices)} x "
+                f"{mesh.devices[0].device_kind!r}. Train in the scope of one "
+                "of the listed strategies."
             )
 
 
@@ -352,7 +352,7 @@ def _open_scope(original: _Function, strategy: Strategy) -> _AbstractScope:
 
 
 def _make_value_shapes(strategy: Strategy, value_fn: _Function) -> Tree:
-    """Returns per-replica shapes; all are those of the first replica."""
+    """Returns per-replica shapes; all replicas get the shapes of the first."""
     count, mesh = strategy.num_replicas_in_sync, strategy.mesh
     first = value_fn(ValueContext(0, count))
 
@@ -374,9 +374,9 @@ def _list_local_results(strategy: Strategy, value: Tree) -> Tree:
 def _make_refusal(name: str) -> Callable[..., None]:
     def refuse(binding: Binding, *args: object, **kwargs: object) -> None:
         raise PlanError(
-            "A planned script must train first, by `fit` or `run`. Received: "
-            f"a script that calls `{name}` of {binding.model.name!r} before. "
-            "Skip that call in the plan, for example by a flag of the script."
+            "A planned script must first call `fit` or `run`. Received: a "
+            f"script that calls `{name}` of {binding.model.name!r} first. Make "
+            "the script skip that call, for example if a flag is passed."
         )
 
     return refuse
@@ -385,8 +385,8 @@ def _make_refusal(name: str) -> Callable[..., None]:
 def _refuse_plain(model: keras.Model, *args: object, **kwargs: object) -> None:
     raise PlanError(
         "A planned script must first train a strategy's model. Received: a "
-        f"script that first trains {model.name!r}, which was not made or "
-        "compiled in a strategy's scope. Make and compile it in the scope."
+        f"script that first trains {model.name!r}, which was not created or "
+        "compiled in a strategy's scope. Create and compile it in the scope."
     )
 
 

@@ -22,9 +22,9 @@ class CapturedData(DistributedDataset):
 
     Args:
       source: The source of the batches.
-      host: A mesh with the one device that reads the batches.
+      host: A mesh with a single device, on which the batches are read.
       mesh: The replicas that the batches are for.
-      factor: The number of batches of the source that make up a global batch.
+      factor: The number of batches from the source in one global batch.
     """
 
     def __init__(
@@ -72,7 +72,7 @@ class _ShapeIterator(DistributedIterator):
 
 
 def times_rows(batch: Batch, factor: int) -> Batch:
-    """Returns the shapes of a batch, with its number of rows times `factor`."""
+    """Returns the shapes of a batch with `factor` times the number of rows."""
     return jax.tree.map(
         lambda leaf: with_rows(leaf, shape_of(leaf).shape[0] * factor), batch
     )

@@ -8,7 +8,7 @@ from keras_strategies import checkpoint as lib
 from keras_strategies.estimator import exporting, train_callback
 
 Patch = tuple[Any, str, Any]
-"""A class or module, the name of its attribute, and a temporary value."""
+"""A class or module, the name of an attribute, and the attribute's stub."""
 
 _OF_MANAGER = ("save", "restore_or_initialize", "restore", "wait", "close")
 

@@ -36,11 +36,11 @@ def plan_in_processes(
     Args:
       requests: The candidates.
       num_processes: The number of candidates to plan at the same time. None to
-        choose it by the machine's cores and memory.
+        choose it based on the machine's cores and memory.
 
     Returns:
-      A plan with the steps of all candidates that have one, in the order of the
-      requests.
+      A plan with the steps in the order of the requests. It contains no step
+      for default layouts that cannot be planned, except for "replicated".
     """
     pool = _Pool(requests, num_processes or count_jobs(len(requests)))
     with live_table() as show, contextlib.closing(pool):
@@ -75,8 +75,8 @@ class _Pool:
         self._waiting = collections.deque(enumerate(requests))
         self._at_once = at_once
         # Each process compiles in several threads. On a machine with few cores,
-        # no other candidate starts until the first one has sent its row, so
-        # that the table shows a row early.
+        # no other candidate starts until the first one has sent its preliminary
+        # step, so that the table has a row early.
         self._is_first = len(os.sched_getaffinity(0)) < 2 * at_once
 
     @property
@@ -85,9 +85,9 @@ class _Pool:
         return bool(self._waiting or self.running)
 
     def start(self) -> dict[int, PlannedStep]:
-        """Starts processes; returns preliminary rows of those that run.
+        """Starts processes; returns the preliminary steps of running ones.
 
-        The rows are by the index of the candidate.
+        The keys of the steps are the indices of their candidates.
         """
         while self._waiting and len(self.running) < (
             1 if self._is_first else self._at_once
@@ -174,7 +174,8 @@ class _Process:
             answer = parse_answer(self._read_answers())
         if answer is None:
             tail = "\n".join(lines[-12:])
-            return {"error": f"The process ended ({code}).\n{tail}"}
+            text = f"The planning process ended with exit status {code}."
+            return {"error": f"{text} Its last output:\n{tail}"}
         if "ended" in answer:
             # The last line of the script's output usually explains why it
             # ended.

@@ -1,4 +1,4 @@
-"""Requests to the child processes of `keras-strategies plan`, and answers."""
+"""Requests to the child processes of `keras-strategies plan`, and replies."""
 
 import dataclasses
 import json
@@ -8,8 +8,8 @@ from typing import Any
 ENVIRONMENT = {
     "JAX_PLATFORMS": "cpu",
     "KERAS_BACKEND": "jax",
-    # libtpu must not query a metadata server for the machine's type, and
-    # several processes use it at the same time.
+    # libtpu must not query a metadata server for the machine's type, and must
+    # allow several processes to use it at the same time.
     "TPU_SKIP_MDS_QUERY": "1",
     "ALLOW_MULTIPLE_LIBTPU_LOAD": "1",
     "TF_CPP_MIN_LOG_LEVEL": "2",
@@ -23,7 +23,7 @@ _BATCH = re.compile(
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Request:
-    """A candidate that one child process plans, with all options.
+    """A candidate for one child process to plan, with all options.
 
     Attributes:
       script: The path of the script, or the name of a module. "" if `function`
@@ -88,8 +88,8 @@ def parse_shape_and_dtype(text: str) -> tuple[tuple[int, ...], str]:
     sizes = tuple(map(int, match["sizes"].split("x"))) if match else ()
     if match is None or 0 in sizes:
         raise ValueError(
-            "A batch must be given as sizes and a dtype. Received: "
-            f"{text!r}. Write for example 8x2048:int32."
+            "A batch must be specified as sizes and a dtype. Received: "
+            f"{text!r}. Pass, for example, 8x2048:int32."
         )
     return sizes, match["dtype"]
 

@@ -72,7 +72,8 @@ def run_script(capture: Capture, request: Request) -> Capture:
         raise threads.error or PlanError(
             "A planned script must call `fit` of a strategy's model, or "
             f"`strategy.run`. Received: {request.script!r}, which ended "
-            "without either. If it trains only with a flag, pass that flag."
+            "without either call. If the script trains only if a flag is "
+            "passed, pass that flag."
         )
     return capture
 
@@ -130,7 +131,9 @@ class _ScriptThreads:
             yield
 
     def finish(self, is_done: Callable[[], bool]) -> None:
-        """Waits up to a minute for the threads, as Python does at exit.
+        """Waits up to a minute until the threads have ended.
+
+        Python waits for these threads at exit, too.
 
         Args:
           is_done: A function that returns whether to stop waiting.

@@ -54,13 +54,13 @@ _POLL_SECONDS = 1.0
 def main(descriptor: str, words: str, parent: str) -> NoReturn:
     """Plans the candidate and writes answers to a file descriptor.
 
-    Each answer is a line of JSON. The first one is the step compiled at low
-    effort, the last one is the final step or an error.
+    Each answer is a line of JSON. The first answer is the step as compiled at
+    low effort. The last answer is the final step or an error.
 
     Args:
       descriptor: The number of the file descriptor, as text.
       words: The request, as text from `Request.to_text`.
-      parent: The process id of the command, as text.
+      parent: The id of the parent process, which runs the command, as text.
     """
     threading.Thread(
         target=_exit_with_parent, args=(int(parent),), daemon=True
@@ -72,7 +72,7 @@ def main(descriptor: str, words: str, parent: str) -> NoReturn:
 
 
 def _exit_with_parent(parent: int) -> None:
-    """Ends the process once its parent has ended, as on a closed terminal."""
+    """Ends this process when its parent has ended, even by a signal."""
     while os.getppid() == parent:
         time.sleep(_POLL_SECONDS)
     if os.getpgrp() == os.getpid():
@@ -136,9 +136,9 @@ class Worker:
             model = self._run(devices, plain, _check_thread).model
             if model is None:
                 raise PlanError(
-                    "A model axis can only be planned for models that `fit` "
-                    "trains. Received: a script with a custom loop. Leave "
-                    "'model' out."
+                    "A layout with 'model' can only be planned for models that "
+                    "`fit` trains. Received: a script with a custom training "
+                    "loop. Use a layout without 'model'."
                 )
             layout_map = transformer_layout(model, layout.cores)
         is_scripts = request.is_default and layout == Layout()
@@ -212,9 +212,9 @@ class Worker:
 def _check_thread(*args: object) -> None:
     if threading.current_thread() is not threading.main_thread():
         raise PlanError(
-            "A model axis can only be planned for scripts that train in their "
-            "main thread. Received: a script that trains in another thread. "
-            "Leave 'model' out."
+            "A layout with 'model' can only be planned for scripts that train "
+            "in their main thread. Received: a script that trains in another "
+            "thread. Use a layout without 'model'."
         )
 
 

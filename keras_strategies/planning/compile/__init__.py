@@ -1,1 +1,1 @@
-"""Compiles candidates for shapes and reads their programs' figures."""
+"""Compiles candidates and reads the memory and time that they need."""

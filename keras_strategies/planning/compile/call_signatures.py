@@ -94,7 +94,7 @@ def _read_attributes(layer: keras.layers.Layer) -> tuple[Any, ...]:
 
 
 def _read_arguments(node: Any) -> Hashable:
-    """Returns those arguments of a call that are not tensors.
+    """Returns a key for the arguments of a call that are not tensors.
 
     Float arguments of a Keras operation (not a layer) are left out, because
     their values do not change which operations are computed.

@@ -54,8 +54,8 @@ class Batch:
     def __init__(self, batch: Tree, replicas: int, *, is_global: bool) -> None:
         if not isinstance(batch, tuple) or len(batch) not in (2, 3):
             raise ValueError(
-                "A plan's batch must be `(x, y)` or `(x, y, sample_weight)`, "
-                "as `fit` trains on. Received: an object of type "
+                "The batch of a plan must be `(x, y)` or `(x, y, "
+                "sample_weight)`, as for `fit`. Received: an object of type "
                 f"{type(batch).__name__}. Pass a tuple of arrays or shapes."
             )
         self._shapes = jax.tree.map(shape_of, batch)
@@ -93,9 +93,9 @@ def get_maker(model: object) -> Maker:
         return functools.partial(clone_from_config, model)
     if not callable(model):
         raise TypeError(
-            "A plan needs a Keras model, or a function that makes one. "
+            "A plan needs a Keras model, or a function that creates one. "
             f"Received: an object of type {type(model).__name__}. Pass a "
-            "function that makes and compiles the model."
+            "function that creates and compiles the model."
         )
     return cast("Maker", model)
 
@@ -196,7 +196,7 @@ def make_candidate(
     layout: lib.Layout,
     make: Callable[[ReplicaMesh], Step],
 ) -> Candidate:
-    """Returns a candidate.
+    """Returns a candidate, whose step is created when the plan needs it.
 
     Args:
       name: The slice's name.
@@ -207,8 +207,8 @@ def make_candidate(
     try:
         mesh = make_mesh(devices, layout)
     except (ValueError, TypeError) as error:
-        # The error is raised later, so that it is shown in the candidate's row
-        # of the plan.
+        # The error is raised when the step is created, so that the plan's table
+        # shows it for this candidate.
         make_step = functools.partial(_fail, error)
         num_replicas = max(len(devices) // layout.cores, 1)
     else:
@@ -238,9 +238,9 @@ def make_mesh(devices: Sequence[Any], layout: lib.Layout) -> ReplicaMesh:
     if layout.cores > 1:
         if devices[0].platform != "tpu":
             raise ValueError(
-                "Replicas of several cores need a TPU slice. Received: "
-                f"{layout} on devices of {devices[0].platform!r}. Leave "
-                "'model' out."
+                "Replicas with several cores need a TPU slice. Received: the "
+                f"layout '{layout}' on devices of the platform "
+                f"{devices[0].platform!r}. Use a layout without 'model'."
             )
         mesh_shape = Topology.from_devices(devices).mesh_shape
         shape = lib.find_computation_shape(
@@ -249,9 +249,9 @@ def make_mesh(devices: Sequence[Any], layout: lib.Layout) -> ReplicaMesh:
         if shape is None:
             raise ValueError(
                 "The cores of a replica must form a box that tiles the slice. "
-                f"Received: {layout} for a slice of "
-                f"{tuple(map(int, mesh_shape))} in x, y, z and core. Choose "
-                "another number of cores."
+                f"Received: the layout '{layout}' for a slice of shape "
+                f"{tuple(map(int, mesh_shape))} in the dimensions x, y, z and "
+                "core. Choose another number of cores."
             )
     if devices[0].platform == "tpu":
         return make_abstract_mesh(devices, shape, partitioner)

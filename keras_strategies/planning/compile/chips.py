@@ -53,8 +53,8 @@ def _make_chip(
 
 
 # Specifications by JAX's `device_kind`. The memory is the "available HBM" in
-# error messages of libtpu 0.0.42. The other values are from the pages, where
-# the Gbps of links are per direction.
+# error messages of libtpu 0.0.42. The other values are from the web pages,
+# which list the bandwidth of links per direction.
 _BY_KIND = {
     "TPU v4": _make_chip("v4", 30.75, 275, 1228, 300, "v4"),
     "TPU v5 lite": _make_chip("v5e", 15.75, 197, 819, 200, "v5e"),

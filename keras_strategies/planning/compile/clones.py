@@ -20,7 +20,7 @@ _OF_A_STEP = ("train_step", "compute_loss", "compute_metrics", "compile")
 
 
 def clone_from_config(model: keras.Model) -> keras.Model:
-    """Creates a model from a model's config and compiles it in the same way.
+    """Clones a model from its config, and compiles the clone like the model.
 
     Args:
       model: A model that has a config.
@@ -43,10 +43,10 @@ def clone_from_config(model: keras.Model) -> keras.Model:
             compile_like(clone, model)
     except Exception as error:
         raise ValueError(
-            "A planned model must be one that Keras can make from its config. "
-            f"Received: {model.name!r} of type {type(model).__name__}, which "
-            f"failed ({type(error).__name__}: {error}). Pass a function that "
-            "makes and compiles the model instead."
+            "A planned model must be a model that Keras can create from its "
+            f"config. Received: {model.name!r} of type {type(model).__name__}, "
+            f"for which this failed ({type(error).__name__}: {error}). Pass a "
+            "function that creates and compiles the model instead."
         ) from error
     return clone
 
@@ -66,9 +66,10 @@ def compile_like(clone: keras.Model, model: keras.Model) -> None:
 
 
 def has_own_step(model: keras.Model) -> bool:
-    """Returns whether a model's class overrides a step method of Keras.
+    """Returns whether a model's class overrides a method that defines a step.
 
-    An example is `train_step`.
+    The methods are `train_step`, `compute_loss`, `compute_metrics` and
+    `compile`.
     """
     return any(_has_own(type(model), name) for name in _OF_A_STEP)
 
@@ -98,7 +99,7 @@ def _has_own(kind: type, name: str) -> bool:
 
 
 def _copy_modes(model: keras.Model, clone: keras.Model) -> None:
-    """Copies the layers' rematerialization modes, which configs omit."""
+    """Copies the layers' rematerialization modes; they are not in configs."""
     pairs = zip(model._flatten_layers(), clone._flatten_layers(), strict=True)
     for layer, other in pairs:
         other._remat_mode = layer._remat_mode
@@ -111,7 +112,7 @@ def has_remat_layers(model: keras.Model) -> bool:
 
 @contextlib.contextmanager
 def rematerialize(layers: Iterable[keras.layers.Layer]) -> Iterator[None]:
-    """Makes layers rematerialize while a block runs.
+    """Makes layers rematerialize within a `with` statement.
 
     The layers behave as if they were created in a `keras.RematScope`.
     """

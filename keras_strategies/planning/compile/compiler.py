@@ -1,8 +1,9 @@
 """Compiles programs in parallel and caches their figures.
 
-XLA releases Python's global lock while it compiles, so threads compile in
-parallel. The figures are cached in files. The key of a file depends on the
-program's text, its devices, its compiler options and the compiler's version.
+The figures of a program are its bytes, operations and collectives. XLA releases
+Python's global lock while it compiles, so threads compile in parallel. The
+figures are cached in files. The key of a file depends on the program's text,
+its devices, its compiler options and the compiler's version.
 """
 
 import concurrent.futures
@@ -38,7 +39,7 @@ _FLAGS = ("XLA_FLAGS", "LIBTPU_INIT_ARGS")
 """Environment variables that affect compilation."""
 
 LOW_EFFORT = {"exec_time_optimization_effort": -1.0}
-"""XLA options for low effort: large TPU programs compile in minutes."""
+"""XLA options for low effort, with which large TPU programs compile faster."""
 _UNITS = {"": 1, "K": 2**10, "M": 2**20, "G": 2**30, "T": 2**40}
 _EXHAUSTED = "RESOURCE_EXHAUSTED"
 _NEEDED = re.compile(r"temporaries \((?P<size>\d+(\.\d+)?)(?P<unit>[KMGT]?)")
@@ -90,7 +91,7 @@ class Compiler:
         *,
         is_full: bool,
     ) -> "concurrent.futures.Future[Outcome]":
-        """Starts to compile a program, unless its figures are cached.
+        """Starts compiling a program, unless its figures are cached.
 
         Args:
           lowered: A lowered program.
@@ -124,7 +125,7 @@ class Compiler:
         self.close()
 
     def close(self) -> None:
-        """Cancels compilations that have not started. Waits for none."""
+        """Cancels compilations that have not started, without waiting."""
         self._pool.shutdown(wait=False, cancel_futures=True)
 
 
@@ -132,7 +133,7 @@ def parse_misfit(error: jax.errors.JaxRuntimeError) -> DoesNotFit | None:
     """Parses an out-of-memory error of the compiler.
 
     Returns:
-      The parsed error, or None if it is a different error.
+      The parsed error, or None if the error is not an out-of-memory error.
     """
     # JAX exposes the error's status only as the message's first word.
     message = str(error)
@@ -160,7 +161,7 @@ def list_compilers() -> tuple[str, ...]:
 
 
 def find_cache_folder() -> pathlib.Path | None:
-    """Returns the folder of the user's cache, or None without a home."""
+    """Returns the cache folder, or None if the user has no home directory."""
     base = os.environ.get("XDG_CACHE_HOME") or "~/.cache"
     try:
         return pathlib.Path(base).expanduser() / _FOLDER / "plans"
@@ -176,7 +177,7 @@ def count_jobs(most: int = _MOST_JOBS) -> int:
     try:
         cores = len(os.sched_getaffinity(0))
         free = os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
-    except (AttributeError, ValueError, OSError):  # Not on macOS.
+    except (AttributeError, ValueError, OSError):  # For example, on macOS.
         cores, free = 2, 2 * _BYTES_OF_JOB
     return max(min(cores, int(free // _BYTES_OF_JOB), most, _MOST_JOBS), 1)
 
@@ -222,8 +223,8 @@ def _write(path: pathlib.Path, outcome: Outcome) -> None:
         kept: Any = {"misfit": str(outcome), "needed": outcome.needed}
     else:
         kept = dataclasses.asdict(outcome)
-    # Errors such as a full disk or a read-only home are ignored: nothing is
-    # cached, so the next plan only takes longer.
+    # Errors such as a full disk or a read-only home are ignored. In this case
+    # nothing is cached, and the next plan takes longer.
     with contextlib.suppress(OSError):
         _make_private(path.parent)
         handle, name = tempfile.mkstemp(dir=path.parent)

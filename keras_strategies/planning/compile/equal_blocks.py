@@ -30,8 +30,8 @@ _MAX_NODES = 5000
 class Blocks:
     """Equal blocks of a model: consecutive repetitions of a part of its graph.
 
-    The inputs of each block are one tensor of the previous block, and tensors
-    that all blocks have as inputs (such as a mask).
+    The inputs of each block are one output of the previous block, and tensors
+    that are inputs of all blocks (such as a mask).
 
     Attributes:
       model: The functional model that contains the blocks: the model itself,
@@ -40,7 +40,7 @@ class Blocks:
       trunks: The trunk of each block, which is its only output that is used
         outside of the block. It is described by the operation and the index of
         the output.
-      num_entries: The total number of entries of one block's variables.
+      num_entries: The total number of array entries in one block's variables.
     """
 
     model: keras.Model
@@ -100,12 +100,10 @@ def find_blocks(model: keras.Model) -> Blocks | None:
 
 
 def _iter_functional_parts(model: keras.Model) -> Iterator[keras.Model]:
-    """Yields a model, and the models among its layers, if functional.
+    """Yields a functional model, and the functional models among its layers.
 
-    Models that override `call` are left out.
-
-    Models inside other layers are left out, because they cannot be replaced by
-    shorter ones.
+    Models that override `call` are left out. Models inside other layers are
+    left out, too, because they cannot be replaced by shorter models.
     """
     if not model.built or _get_graph(model) is None or _has_own_call(model):
         return
@@ -190,7 +188,7 @@ def _find_repetitions(kinds: Sequence[Any]) -> Iterator[tuple[int, int, int]]:
 def _make_blocks(
     model: keras.Model, nodes: Sequence[_Node], segments: Sequence[range]
 ) -> Blocks | None:
-    """Converts repetitions to blocks; returns None if they form no chain.
+    """Converts repetitions to blocks, or returns None if they are not a chain.
 
     Args:
       model: The model that contains the repetitions.
@@ -262,8 +260,8 @@ def _find_entering(
 ) -> int | None:
     """Returns the input of the first block that plays the role of a trunk.
 
-    The first block reads it in the same place in which the second block reads
-    the trunk of the first block.
+    The first block reads this tensor at the position where the second block
+    reads the trunk of the first block.
     """
     shift = segment.stop - segment.start
     for i in segment:

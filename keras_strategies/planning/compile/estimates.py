@@ -12,9 +12,9 @@ from keras_strategies.planning.compile.chips import Chip
 from keras_strategies.planning.report.planned_step import Estimate
 
 _LAUNCH_SECONDS = 1e-4
-"""The time that JAX needs to start a program: no execution is faster."""
-# How often a chip's links carry an array. In a ring all-reduce it goes round
-# the ring twice.
+"""The time that JAX needs to start a program, so no execution is faster."""
+# The number of times that a chip's links carry an array. In a ring all-reduce,
+# an array is sent around the ring twice.
 _PASSES = {"all-reduce": 2.0}
 
 
@@ -29,7 +29,8 @@ def estimate(
     """Estimates the time of a step.
 
     Args:
-      figures: The figures of the step's program, compiled at low effort.
+      figures: The figures of the step's program compiled at low effort: its
+        operations, bytes and collectives.
       chip: The chip that the program runs on.
       model_flops: Operations of the model on a device, forward and backward,
         without rematerialization. None if unknown.

@@ -1,4 +1,4 @@
-"""The train step of `fit`, as plans compile it."""
+"""The train step of `fit`, which a plan compiles."""
 
 import copy
 import math
@@ -67,7 +67,7 @@ class FitStep(Step):
         self.steps = steps or model.steps_per_execution
         self._batch = jax.tree.map(shape_of, batch)
         self._strategy, self.mesh = strategy, strategy.mesh
-        # Layers that are additionally rematerialized in the backward pass.
+        # Layers that `with_remat` additionally rematerializes.
         self._again: list[keras.layers.Layer] = []
         self._models: dict[int | None, keras.Model] = {None: model}
         self.rows = jax.tree.leaves(self._batch)[0].shape[0]
@@ -135,8 +135,8 @@ class FitStep(Step):
         def forward(
             weights: Sequence[Array], others: Sequence[Array], x: Tree
         ) -> Tree:
-            # With `training=False`, because some models only support inference,
-            # such as keras-hub's tasks.
+            # `training` is False, because some models can only be called for
+            # inference, such as keras-hub's tasks.
             return model.stateless_call(weights, others, x, training=False)[0]
 
         jaxpr = jax.make_jaxpr(forward)(
@@ -171,10 +171,11 @@ class FitStep(Step):
     def block_bytes(self, rows: int) -> tuple[float, float]:
         """Implements `Step.block_bytes`.
 
-        The least is the block's input, which is stored for the backward pass,
-        and its sharded gradients, which are all reduced before any of them is
-        used. Unsharded gradients are not included: each may be used, and freed,
-        as soon as it is computed.
+        The lower bound consists of the block's input, which is stored for the
+        backward pass, and of the block's sharded gradients, which are all
+        reduced before any of them is used. It does not include unsharded
+        gradients, because each of them may be used, and freed, as soon as it is
+        computed.
         """
         blocks = self.blocks
         if blocks is None:
@@ -210,7 +211,7 @@ class FitStep(Step):
 
 
 def _count_tokens(x: Tree) -> int | None:
-    """Returns the number of tokens per row, or None without token ids."""
+    """Returns the number of tokens per row, or None if `x` has no token ids."""
     for leaf in jax.tree.leaves(x):
         is_integer = jax.numpy.issubdtype(leaf.dtype, jax.numpy.integer)
         if is_integer and len(leaf.shape) == 2:
@@ -219,7 +220,7 @@ def _count_tokens(x: Tree) -> int | None:
 
 
 def _length(x: Tree) -> int:
-    """Returns the inputs' size in the second dimension, or 1 without one."""
+    """Returns the largest second dimension of the inputs, or 1 without one."""
     lengths = [s.shape[1] for s in jax.tree.leaves(x) if len(s.shape) > 1]
     return max(lengths, default=1)
 

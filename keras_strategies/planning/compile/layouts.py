@@ -1,4 +1,4 @@
-"""Layouts of a model on a slice, as plans use them.
+"""Layouts, which define how a plan shards a model over a slice.
 
 On the command line their names are, for example, "replicated", "slots",
 "slots:64", "sharded", "sharded:64", "model:4" or "sharded:16+model:4".
@@ -30,9 +30,9 @@ class Layout:
 
     Attributes:
       divides: The variables that are sharded over replicas: "nothing", "slots"
-        or "all".
+        (the optimizer's state) or "all".
       shards: The number of replicas over which the variables are sharded. None
-        for the default of the slice.
+        to use the default for the slice.
       cores: The number of devices of a replica. If there are several, a
         transformer's attention heads and dense layers are sharded over them.
       partitioner: A user-defined partitioner, which replaces `divides`.
@@ -87,8 +87,9 @@ def parse_layout(spec: object) -> Layout:
         return Layout(partitioner=spec)
     if not isinstance(spec, str):
         raise TypeError(
-            "A plan's strategies must be names or partitioners. Received: "
-            f"{spec!r} of type {type(spec).__name__}. Pass {_EXAMPLES}."
+            "The strategies of a plan must be names or partitioners. Received: "
+            f"{spec!r} of type {type(spec).__name__}. Pass, for example, "
+            f"{_EXAMPLES}."
         )
     numbers: dict[str, int | None] = {}
     for word in spec.split("+"):
@@ -116,10 +117,10 @@ def parse_layout(spec: object) -> Layout:
 
 def _describe_unknown(spec: str) -> str:
     return (
-        "A plan's strategy must be 'replicated', 'slots' or 'sharded' (the "
-        "last two optionally with a number of replicas), 'model' with a "
-        "number of cores, or a combination by '+'. Received: "
-        f"{spec!r:.100}. Pass for example {_EXAMPLES}."
+        "The name of a layout must be 'replicated'; 'slots' or 'sharded', "
+        "optionally with a number of replicas; 'model' with a number of cores; "
+        f"or a combination with '+'. Received: {spec!r:.100}. Pass, for "
+        f"example, {_EXAMPLES}."
     )
 
 
@@ -145,7 +146,7 @@ def list_layouts(num_devices: int, default_shards: int | None) -> list[Layout]:
 def find_computation_shape(
     cores: int, mesh_shape: Sequence[int]
 ) -> tuple[int, ...] | None:
-    """Finds the shape of the box of devices that a replica consists of.
+    """Finds the shape of the box of devices that forms a replica.
 
     Args:
       cores: The number of devices of a replica.
@@ -153,7 +154,7 @@ def find_computation_shape(
 
     Returns:
       The shape of the most compact box that tiles the slice, or None if no box
-      does.
+      with this number of devices tiles it.
     """
     boxes = [
         box
@@ -186,20 +187,20 @@ def check_topologies(spec: object) -> list[str]:
         isinstance(name, str) for name in names
     ):
         raise TypeError(
-            "A plan's topologies must be names of slices. Received: "
-            f"{spec!r}. Pass for example ['v5e:4x4', 'v5p:2x2x2']."
+            "The topologies of a plan must be names of slices. Received: "
+            f"{spec!r}. Pass, for example, ['v5e:4x4', 'v5p:2x2x2']."
         )
     if not names:
         raise ValueError(
             "A plan needs at least one slice. Received: topologies=[]. "
-            "Leave it out for the strategy's devices."
+            "Omit `topologies` to plan for the strategy's devices."
         )
     return list(dict.fromkeys(names))
 
 
 def compute_rows(per_replica: float, replicas: int) -> int:
-    """Returns the number of rows of a global batch for some replicas.
+    """Returns the number of rows of a global batch for a number of replicas.
 
-    The rows of each replica are rounded up, and there is at least one.
+    The number of rows per replica is rounded up, and is at least 1.
     """
     return max(math.ceil(per_replica), 1) * replicas

@@ -1,8 +1,9 @@
 """Computes a step's figures for any number of rows from few compilations.
 
-The bytes and operations of a step are linear in the number of rows, and in the
-number of equal blocks of the model. So two compilations determine the line on
-which all others are.
+The figures are the bytes, operations and collectives of a compiled program. A
+step's bytes and operations are linear in the number of rows, and in the number
+of equal blocks of the model. So the figures of two compilations determine a
+line, from which those for other numbers are computed.
 """
 
 import concurrent.futures
@@ -108,7 +109,7 @@ def add_growth(outcome: Outcome, before: Outcome, after: Outcome) -> Outcome:
     base, first, second = map(get_bytes, (outcome, before, after))
     if base is None or first is None or second is None:
         return outcome
-    return DoesNotFit("It does not fit.", base + second - first)
+    return DoesNotFit("The program does not fit.", base + second - first)
 
 
 class Measuring:
@@ -174,7 +175,8 @@ class Measuring:
 
         For a deep model, there is an upper and a lower estimate of its bytes.
         If the upper estimate fits, it is returned. If the lower estimate does
-        not fit, that is returned. Otherwise the model itself is compiled.
+        not fit, the lower one is returned. Otherwise the model itself is
+        compiled.
         """
         results = [[f.result() for f in row] for row in self._running]
         if self.blocks is None:
@@ -192,8 +194,8 @@ class Measuring:
         ]
         if (get_bytes(least[0]) or 0.0) > self._limit:
             return least
-        # The estimates do not decide whether it fits, so the model itself is
-        # compiled.
+        # The estimates do not tell whether the model fits, so the model itself
+        # is compiled.
         self.blocks = None
         first = self._begin(self._rows[0], None).result()
         return [first, *(add_growth(first, least[0], x) for x in least[1:])]
@@ -218,7 +220,9 @@ class Measuring:
             num_few, num_many, count = self.blocks
             slope = max((second - first) / (num_many - num_few), least)
             needed = second + slope * (count - num_many)
-        return DoesNotFit("Some blocks of the model do not fit.", needed)
+        return DoesNotFit(
+            "Even a model with fewer blocks does not fit.", needed
+        )
 
 
 def extrapolate(
@@ -234,11 +238,11 @@ def extrapolate(
       many: The figures of the longer model, with more blocks.
       blocks: The number of blocks of the shorter, the longer and the deep
         model.
-      block_bytes: The least and the most bytes of temporaries that each block
-        adds (infinite if unknown). Bounds are needed for two reasons. In short
-        models, the temporaries of other layers may be larger than those of
-        blocks and hide their growth. And extrapolation magnifies a difference
-        of a few arrays between the two models.
+      block_bytes: Lower and upper bounds of the temporary bytes that each block
+        adds. The upper bound is infinite if unknown. Bounds are needed for two
+        reasons. In short models, the temporaries of other layers may be larger
+        than those of blocks and hide their growth. And extrapolation magnifies
+        a difference of a few arrays between the two models.
     """
     num_few, num_many, count = blocks
     share = (count - num_few) / (num_many - num_few)
@@ -253,11 +257,9 @@ def extrapolate(
 
 
 def combine(a: Figures, of_a: float, b: Figures, of_b: float) -> Figures:
-    """Returns `of_a * a + of_b * b` for all figures of two programs.
+    """Returns `of_a * a + of_b * b` for each of the figures of two programs.
 
-    Negative results are replaced by 0.
-
-    Compile times are summed.
+    Negative results are replaced by 0. Compile times are added.
     """
 
     def add(x: Tree, y: Tree) -> Tree:
@@ -275,7 +277,7 @@ def combine(a: Figures, of_a: float, b: Figures, of_b: float) -> Figures:
 def memory_breakdown(
     state: Mapping[str, float], line: Line
 ) -> Mapping[str, float]:
-    """Returns the bytes on a device by category, as `PlannedStep.memory`.
+    """Returns the bytes on a device by category, as in `PlannedStep.memory`.
 
     Args:
       state: The bytes of weights, slots, other state and gradients, computed

@@ -1,4 +1,4 @@
-"""The planner, which traces candidates one by one and compiles in parallel."""
+"""Plans candidates: traces them one by one and compiles them in parallel."""
 
 import dataclasses
 import math
@@ -36,10 +36,10 @@ _QUICK_SECONDS = 30.0
 full effort is considered quick. Full effort takes up to twelve times longer."""
 _MOST_TRIES = 24
 _MORE = 3
-"""The number of additional rows of the second program, as a multiple of those
-of the first program. With fewer additional rows, their bytes might not be
-visible, because the peak memory of the first program may be at another time of
-the step."""
+"""The number of additional rows of the second program, as a multiple of the
+rows of the first program. With fewer additional rows, their bytes might not be
+visible, because the peak memory of the two programs may be at different points
+of the step."""
 _HUGE = 2**20
 
 
@@ -94,7 +94,7 @@ def iter_plans(
     on_stage: Callable[[Candidate, str], None] = lambda candidate, stage: None,
     on_row: Callable[[PlannedStep], None] = lambda row: None,
 ) -> Iterator[PlannedStep]:
-    """Plans candidates in their order.
+    """Plans candidates in the given order.
 
     Args:
       candidates: The candidates.
@@ -156,7 +156,10 @@ class _Planning:
             self._rows = (rows, rows)
             begun = self._measure(self._rows)
             text = _get_first_line(error)
-            self._notes.append(f"The most rows are not known: {text}")
+            self._notes.append(
+                "It is unknown how many rows fit, because more rows raise an "
+                f"error: {text}"
+            )
             return begun
 
     def _measure(
@@ -241,7 +244,7 @@ class _Planning:
         return self.candidate.devices[0].platform == "tpu"
 
     def _describe_step(self, low: Line, line: Line) -> PlannedStep:
-        """Returns a planned step with everything known about it.
+        """Returns a planned step with the results of the compilations.
 
         Args:
           low: The figures at low effort, which are used to estimate times.
@@ -327,7 +330,7 @@ class _Planning:
         return first + share * (second - first)
 
     def _find_most_rows(self, line: Line) -> int | None:
-        """Returns the most rows per replica that fit according to a line.
+        """Returns how many rows per replica fit, extrapolated along a line.
 
         Returns None if this number is unknown or huge.
         """
@@ -352,7 +355,8 @@ class _Planning:
         except Exception as error:
             text = _get_first_line(error)
             self._notes.append(
-                f"The most rows were not found by compiling: {text}"
+                "The number of rows that fit was not verified, because "
+                f"compiling raised an error: {text}"
             )
             return row
         return dataclasses.replace(
@@ -364,7 +368,8 @@ class _Planning:
 
         Returns whether they fit, and the bytes if known.
         """
-        self.on_stage(self.candidate, f"trying {rows} rows a replica")
+        self.on_stage(self.candidate, f"trying {rows} rows per replica")
+
         number = rows * self.candidate.num_replicas
         outcome = self.compiler.submit(
             self._step.lower(number, None),

@@ -1,4 +1,4 @@
-"""The step of a custom loop, as plans compile it: a call of `run`."""
+"""The step of a custom loop, a call of `run`, which a plan compiles."""
 
 import collections
 import math
@@ -57,7 +57,7 @@ class RunStep(Step):
             try:
                 return self._lower(rows)
             except Exception:
-                # The guess was wrong: the arrays are not a batch, so the number
+                # The guess was wrong. The arrays are not a batch, so the number
                 # of rows cannot be changed.
                 rows = self.rows
         return self._lower(rows)
@@ -148,10 +148,7 @@ def _is_of_rows(
 
 
 def _wrap_array(leaf: object) -> object:
-    """Converts an argument to the form with which programs are lowered.
-
-    Arrays are replicated.
-    """
+    """Converts arrays to replicated values; returns other values unchanged."""
     if isinstance(leaf, jax.Array | np.ndarray | np.generic):
         return values.Mirrored(leaf)
     return leaf
@@ -161,10 +158,10 @@ def _guess_rows(shapes: Sequence[tuple[int, ...]]) -> int:
     """Guesses a batch's number of rows from shapes of per-replica values.
 
     Returns:
-      The first dimension of an array with at least two dimensions: the size
-      that is most frequent among the first dimensions of all arrays. Among
-      equally frequent sizes, that of the largest array. 0 if no array has two
-      dimensions.
+      The first dimension of one of the arrays that have at least two
+      dimensions. The size that occurs most often as the first dimension of any
+      array is preferred, and then the size of the larger array. 0 if no array
+      has two dimensions.
     """
     counts = collections.Counter(shape[0] for shape in shapes)
     matrices = [shape for shape in shapes if len(shape) > 1]

@@ -1,4 +1,4 @@
-"""The interface of planned steps, and the bytes of their variables."""
+"""The interface of planned steps, and functions that count their bytes."""
 
 import math
 from collections.abc import Iterable, Mapping
@@ -25,7 +25,8 @@ class Step:
       blocks: The equal blocks of the model, or None if it has none. The step
         can be lowered with fewer blocks.
       keeps_nothing_else: Whether each block is rematerialized in the backward
-        pass, so that it adds no more bytes than `block_bytes`.
+        pass, so that it adds no more bytes than the upper bound that
+        `block_bytes` returns.
       steps: The number of training steps in the program
         (`steps_per_execution`).
       note: A remark for the plan's report, which is set when the step is
@@ -61,9 +62,9 @@ class Step:
         return None
 
     def model_flops(self, rows: int, blocks: int | None) -> float | None:
-        """Returns the model's operations on one device, or None if unknown.
+        """Returns the model's FLOPs per step on a device, or None if unknown.
 
-        Rematerialization is not counted.
+        The operations of rematerialization are not counted.
         """
         return None
 
@@ -81,14 +82,14 @@ class Step:
     def block_bytes(self, rows: int) -> tuple[float, float]:
         """Returns lower and upper bounds of the temporary bytes per block.
 
-        They are bytes on one device. The upper bound includes all gradients of
-        the block.
+        The bytes are those on one device. The upper bound includes all
+        gradients of the block.
         """
         return 0.0, 0.0
 
 
 def with_rows(batch: Batch, rows: int) -> Batch:
-    """Returns the shapes of a batch or array with its rows set to `rows`."""
+    """Returns the shapes of a batch or array, changed to `rows` rows."""
 
     def resize(leaf: Array) -> jax.ShapeDtypeStruct:
         shape = shape_of(leaf)

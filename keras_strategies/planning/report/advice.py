@@ -19,12 +19,12 @@ def write_advice(
     remat: tuple[float | None, float | None] = (None, None),
     has_remat: bool = False,
 ) -> str:
-    """Returns advice on a step, or "" if there is nothing to do.
+    """Returns advice on a step, or "" if there is no advice.
 
     Args:
       step: The step.
-      remat: The bytes on a device without and with `keras.RematScope` on the
-        model's blocks. None if unknown.
+      remat: The bytes on a device without and with a `keras.RematScope` around
+        the model's blocks. None if unknown.
       has_remat: Whether layers of the model are already rematerialized.
     """
     if step.error is not None or step.bytes_in_all is None:
@@ -32,8 +32,8 @@ def write_advice(
     before, after = remat
     if before is not None and after is not None and after < _LESS * before:
         return (
-            f"`keras.RematScope` on your blocks: {format_gb(before)} -> "
-            f"{format_gb(after)} GB."
+            "Create the model's blocks in a `keras.RematScope`. It reduces the "
+            f"memory from {format_gb(before)} to {format_gb(after)} GB."
         )
     if step.fits is False:
         return _advise_on_size(step, step.bytes_in_all, has_remat)
@@ -44,15 +44,21 @@ def write_advice(
         is_slow = links > _SLOW * compute and links > _SECONDS
         if is_slow and step.most_rows > _SLOW * rows:
             return (
-                "Communication takes longer than computation: more rows a "
-                f"replica (up to {step.most_rows} fit) cost little."
+                "Communication takes longer than computation, so more rows per "
+                f"replica (up to {step.most_rows} fit) add little time."
             )
     spare = (step.limit_bytes or 0) - step.bytes_in_all
     if step.is_accepted and spare < 0:
-        return "No memory is left: some arrays share memory with others."
+        return (
+            "No memory is left. The step fits only because some arrays share "
+            "memory."
+        )
     if spare < 0.05 * (step.limit_bytes or 0) and step.limit_bytes:
         spare_gb = f"{spare / BYTES_PER_GB:.2f}"
-        return f"Only {spare_gb} GB are left: small changes may not fit."
+        return (
+            f"Only {spare_gb} GB are left, so the step may no longer fit after "
+            "a small change."
+        )
     return ""
 
 
@@ -62,14 +68,19 @@ def _advise_on_size(step: PlannedStep, total: float, has_remat: bool) -> str:
     state = memory.get("weights", 0) + memory.get("slots", 0)
     if state > _MUCH * (step.limit_bytes or 0) and step.num_replicas > 1:
         if step.layout.startswith("sharded"):
-            return "Use a larger group (`shards`), or a larger slice."
+            return (
+                "Shard over more replicas (with a larger `shards`), or use a "
+                "larger slice."
+            )
         return (
-            f"Weights and slots take {format_gb(state)} GB on every device: "
-            "shard them with `ks.experimental.FullySharded()`."
+            f"Weights and optimizer slots take {format_gb(state)} GB on every "
+            "device. Shard them with `ks.experimental.FullySharded()`."
         )
     if memory.get("activations", 0) > _MUCH * total:
         if step.most_rows:
-            return f"At most {step.most_rows} rows a replica fit."
-        cure = "" if has_remat else "`keras.RematScope` on its blocks, or "
-        return f"One row needs too much: {cure}a model axis."
+            return f"At most {step.most_rows} rows per replica fit."
+        cure = "use a layout with a model axis, such as 'model:4'"
+        if not has_remat:
+            cure = f"create its blocks in a `keras.RematScope`, or {cure}"
+        return f"One row needs too much memory. To fit the model, {cure}."
     return "Use a slice of chips with more memory, or shard the state."

@@ -86,14 +86,14 @@ def _format_rate(step: PlannedStep) -> str:
 
 
 def _format_fits(step: PlannedStep) -> str:
-    """Returns whether a step fits, as a colored word."""
+    """Returns HTML: a colored word that tells whether a step fits."""
     kind, word = {
         True: ("yes", "fits"),
         False: ("no", "does not fit"),
         None: ("maybe", "unknown"),
     }[step.fits]
     if step.error is not None and step.bytes_in_all is None:
-        word = "no figures"
+        word = "no result"
     return f'<span class="fits {kind}">{word}</span>'
 
 
@@ -161,9 +161,9 @@ def _iter_facts(step: PlannedStep) -> Iterator[tuple[str, str]]:
     if step.rows:
         yield "Rows of a step", f"{step.rows:,}, {rows:,.6g} on each replica"
     if step.most_rows is not None:
-        how = "by arithmetic"
+        how = "estimated"
         if step.is_most_verified:
-            how = "compiled; one more does not fit"
+            how = "verified by compiling: one more does not fit"
         yield "Most rows", f"{step.most_rows:,} on each replica ({how})"
     if step.rows_per_second is not None:
         rate = _format_rate(step)
@@ -186,21 +186,21 @@ def _iter_facts(step: PlannedStep) -> Iterator[tuple[str, str]]:
 def _iter_collectives(step: PlannedStep) -> Iterable[str]:
     for kind, count in step.counts.items():
         sent = _format_size(step.sent.get(kind, 0.0))
-        yield f"{count:,} {escape(kind)}, of {sent}"
+        yield f"{count:,} {escape(kind)}, {sent} in total"
 
 
 def _describe_effort(step: PlannedStep) -> str:
     text = "at full effort, as for training"
     if not step.is_full_effort:
         text = (
-            "at low effort: at full effort it needs up to a tenth less or "
-            "half more"
+            "at low effort; at full effort, the step may need up to 10 % less "
+            "or 50 % more memory"
         )
     if step.blocks is not None:
         few, many, count = step.blocks
         text += (
-            f"; extrapolated to {count} equal blocks, from models of {few} "
-            f"and {many}"
+            f"; extrapolated to {count} equal blocks from models with {few} "
+            f"and {many} blocks"
         )
     if step.compile_seconds:
         text += f"; in {step.compile_seconds:,.1f}\N{NO-BREAK SPACE}s"
@@ -219,7 +219,7 @@ def _compute_scales(steps: Sequence[PlannedStep]) -> Mapping[int | None, float]:
 
 
 def _list_parts(step: PlannedStep) -> list[tuple[str, str, float]]:
-    """Returns the name, kind and bytes of each part of a device's memory."""
+    """Returns the name, CSS class and bytes of each category of memory."""
     sizes = [(kind, kind, step.memory.get(kind, 0.0)) for kind in KINDS]
     rest = (step.bytes_in_all or 0.0) - sum(size for _, _, size in sizes)
     if rest > 0.01 * (step.bytes_in_all or 0.0):

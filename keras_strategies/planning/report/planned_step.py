@@ -24,8 +24,8 @@ class Estimate:
       utilization: The model FLOPs utilization (MFU): the fraction of the chip's
         peak rate that the model's operations reach, without those of
         rematerialization. None if unknown.
-      most_utilization: The utilization of a step whose time is its largest
-        lower bound. It is an upper bound. None if unknown.
+      most_utilization: An upper bound of the utilization, which a step would
+        reach if its time were the largest lower bound. None if unknown.
     """
 
     seconds: float
@@ -49,7 +49,8 @@ class Estimate:
 class PlannedStep:
     """The requirements of a step on one slice with one layout.
 
-    They are bytes of memory, collectives and an estimated time.
+    The requirements are the bytes of memory on a device, the collectives and an
+    estimated time.
 
     Attributes:
       topology: The name of the slice, or JAX's name of the device kind.
@@ -62,12 +63,13 @@ class PlannedStep:
         if unknown.
       bytes_in_all: Total bytes that the step needs on a device, or None if
         unknown.
-      memory: The needed bytes by category: "weights", "slots", "other"
-        (metrics, the batch and padding), "gradients" (an upper bound: all
-        gradients at the same time), "activations" (memory that grows with the
-        number of rows) and "temporary".
-      counts: The number of collectives in a step, by kind such as "all-reduce".
-      sent: Bytes of the arrays that these collectives send, by kind.
+      memory: The needed bytes by category: "weights", "slots" (the optimizer's
+        state), "other" (metrics, the batch and padding), "gradients" (an upper
+        bound: the bytes of all gradients at the same time), "activations"
+        (memory that grows with the number of rows) and "temporary" (the rest).
+      counts: The number of collectives in a step, by the name of the
+        collective, such as "all-reduce".
+      sent: Bytes of the arrays that these collectives send, by the same names.
       estimate: The estimated time of a step, or None if unknown.
       tokens: The number of tokens per row. None if rows are not sequences of
         tokens.
@@ -178,7 +180,7 @@ def format_gb(size: float) -> str:
 def find_fastest(steps: Iterable[PlannedStep]) -> PlannedStep | None:
     """Returns the step that fits and has the most rows/s per device.
 
-    Returns None if no step fits or no time is known.
+    Returns None if no step fits, or if no step has an estimated time.
     """
     fit = [(s.rows_per_second, s) for s in steps if s.fits]
     rates = [(rate / s.num_devices, s) for rate, s in fit if rate]

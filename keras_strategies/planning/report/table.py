@@ -26,8 +26,8 @@ _WIDE = 100
 """The width of a terminal, in characters, that fits the whole table."""
 Show = Callable[[Sequence[PlannedStep], str], None]
 NOTES = (
-    "Bytes and collectives are from the compiler. Times are estimates: a step "
-    "cannot be faster than its bounds.",
+    "Bytes and collectives are reported by the compiler. Times are estimates; "
+    "a step cannot be faster than its lower bounds.",
 )
 
 
@@ -35,8 +35,8 @@ NOTES = (
 class Plan:
     """The requirements of a step on each candidate; `print` shows a table.
 
-    This is the result of `Strategy.plan`. The programs were compiled but not
-    run.
+    This is the result of `Strategy.plan`. A candidate is a slice with a layout
+    of the model's variables. The programs were compiled but not run.
 
     Attributes:
       steps: One planned step per candidate, in the requested order.
@@ -99,14 +99,14 @@ class Plan:
 
 @contextlib.contextmanager
 def live_table(*, is_shown: bool = True) -> Iterator[Show]:
-    """Shows a table on stderr as it fills, if stderr is a terminal.
+    """Shows a table on stderr, which can be updated, if stderr is a terminal.
 
     Args:
       is_shown: Whether to show the table at all.
 
     Yields:
-      A function that shows the planned steps so far, and a line of text about
-      the current work.
+      A function that updates the table. Its arguments are the planned steps so
+      far, and a line of text about the current work.
     """
     if not is_shown or not sys.stderr.isatty():
         yield lambda steps, text: None
@@ -168,8 +168,8 @@ def _iter_marks(plan: Plan) -> Iterator[str]:
     known = [s for s in plan.steps if s.bytes_in_all is not None]
     if any(not s.is_full_effort for s in known):
         yield (
-            "~ compiled at low effort: at full effort, as for training, a step "
-            "needs up to a tenth less or half more."
+            "~ compiled at low effort. At full effort, as for training, a step "
+            "may need up to 10 % less or 50 % more memory."
         )
     uneven = {
         (s.rows, s.num_replicas)
@@ -178,18 +178,19 @@ def _iter_marks(plan: Plan) -> Iterator[str]:
     }
     for rows, replicas in sorted(uneven):
         yield (
-            f"{rows:,} rows are not a multiple of {replicas:,} replicas: they "
-            "are computed as a global batch, with more memory and time. Use a "
-            "multiple."
+            f"{rows:,} rows are not a multiple of {replicas:,} replicas, so "
+            "the step computes them as one global batch, which needs more "
+            "memory and time. Use a number of rows that all replicas can share "
+            "evenly."
         )
     counts = {s.blocks for s in known if s.blocks is not None}
     for few, many, count in sorted(counts):
         yield (
-            f"The figures of the model's {count} equal blocks are extrapolated "
-            f"from {few} and {many} blocks."
+            f"The results for the model's {count} equal blocks are "
+            f"extrapolated from models with {few} and {many} blocks."
         )
     if any(s.is_most_verified for s in known):
-        yield "* compiled; one more row does not fit."
+        yield "* verified by compiling: one more row does not fit."
 
 
 def _format_cells(step: PlannedStep, is_of_tokens: bool) -> tuple[str, ...]:

@@ -461,7 +461,7 @@ def test_everything_is_restored_after_the_script(tmp_path):
             + "model = keras.Sequential([keras.layers.Dense(2)])\n"
             + "model.compile('sgd', 'mse')\n"
             + "model.fit(np.zeros((4, 3)), np.zeros((4, 2)))",
-            "not made or compiled",
+            "not created or compiled",
         ),
         (
             HEAD
@@ -470,9 +470,9 @@ def test_everything_is_restored_after_the_script(tmp_path):
             + "strategy = ks.Strategy(ReplicaMesh(devices=jax.devices()[:2]))\n"
             + MODEL
             + "model.fit(x, y)",
-            "of another strategy, over 2 of 'cpu'",
+            "of another strategy .*, on 2 x 'cpu'",
         ),
-        (HEAD + "ks.get_strategy().run(lambda: 1)", "over 1 of 'cpu'"),
+        (HEAD + "ks.get_strategy().run(lambda: 1)", "on 1 x 'cpu'"),
     ],
 )
 def test_what_cannot_be_planned_is_refused_by_name(tmp_path, text, message):

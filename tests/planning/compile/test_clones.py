@@ -148,7 +148,7 @@ class NoConfig(Own):
 
 def test_a_model_without_a_config_is_refused_with_what_to_do():
     model = NoConfig(2)
-    with pytest.raises(ValueError, match="makes and compiles") as caught:
+    with pytest.raises(ValueError, match="creates and compiles") as caught:
         clone_from_config(model)
     for words in ("NoConfig", "NotImplementedError: no config"):
         assert words in str(caught.value)

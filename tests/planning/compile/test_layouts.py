@@ -72,7 +72,7 @@ def test_a_partitioner_of_the_user_s_own_is_used_as_it_is():
     ],
 )
 def test_words_that_say_none_are_refused(given):
-    with pytest.raises(ValueError, match="Pass for example") as caught:
+    with pytest.raises(ValueError, match="Pass, for example,") as caught:
         lib.parse_layout(given)
     assert repr(given) in str(caught.value)
 

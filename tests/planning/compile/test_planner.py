@@ -213,7 +213,7 @@ def test_of_what_does_not_fit_rows_and_kinds_are_known(effort):
         (16 if effort is False else 14.65) * GIB, rel=0.02
     )
     assert row.most_rows == 3
-    assert row.advice == "At most 3 rows a replica fit."
+    assert row.advice == "At most 3 rows per replica fit."
 
 
 def test_the_most_rows_are_found_by_compiling():
@@ -221,7 +221,7 @@ def test_the_most_rows_are_found_by_compiling():
     # At full effort a row needs 0.9 GiB.
     assert row.most_rows == 14
     assert row.is_most_verified
-    assert "trying 15 rows a replica" in stages
+    assert "trying 15 rows per replica" in stages
 
 
 def test_a_row_that_does_not_fit_is_none():
@@ -240,7 +240,8 @@ def test_a_program_that_the_compiler_takes_fits():
     assert row.fits
     assert row.most_rows == 1
     assert row.advice == (
-        "No memory is left: some arrays share memory with others."
+        "No memory is left. The step fits only because some arrays share "
+        "memory."
     )
 
 
@@ -265,8 +266,8 @@ def test_more_rows_than_anybody_has_are_not_compiled():
 @pytest.mark.parametrize(
     ("most", "found", "note"),
     [
-        (20, 12, "not found by compiling: It is of so many rows."),
-        (4, None, "not known: It is of so many rows."),
+        (20, 12, "compiling raised an error: It is of so many rows."),
+        (4, None, "more rows raise an error: It is of so many rows."),
     ],
 )
 def test_a_step_that_cannot_have_more_rows_keeps_its_figures(
@@ -292,7 +293,7 @@ def test_a_note_is_kept_when_the_step_is_lowered_again():
     step.most_rows = 4
     (row,), _ = plan(step, is_full=True)
     assert row.is_full_effort
-    assert row.advice.startswith("It trains nothing. The most rows are not")
+    assert row.advice.startswith("It trains nothing. It is unknown how many")
 
 
 def test_rows_that_need_no_bytes_are_not_compiled():

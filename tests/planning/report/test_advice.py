@@ -20,12 +20,13 @@ OTHER = {"weights": 1e9, "slots": 2e9, "temporary": 27e9}
         ({"bytes_in_all": None}, ""),
         (
             {"bytes_in_all": 30e9, "memory": STATE, "layout": "replicated"},
-            "Weights and slots take 24.0 GB on every device: shard them with "
-            "`ks.experimental.FullySharded()`.",
+            "Weights and optimizer slots take 24.0 GB on every device. Shard "
+            "them with `ks.experimental.FullySharded()`.",
         ),
         (
             {"bytes_in_all": 30e9, "memory": STATE, "layout": "sharded:4"},
-            "Use a larger group (`shards`), or a larger slice.",
+            "Shard over more replicas (with a larger `shards`), or use a "
+            "larger slice.",
         ),
         (
             {"bytes_in_all": 30e9, "memory": STATE, "num_replicas": 1},
@@ -33,12 +34,13 @@ OTHER = {"weights": 1e9, "slots": 2e9, "temporary": 27e9}
         ),
         (
             {"bytes_in_all": 30e9, "memory": ROWS, "most_rows": 2},
-            "At most 2 rows a replica fit.",
+            "At most 2 rows per replica fit.",
         ),
         (
             {"bytes_in_all": 30e9, "memory": ROWS, "most_rows": 0},
-            "One row needs too much: `keras.RematScope` on its blocks, or a "
-            "model axis.",
+            "One row needs too much memory. To fit the model, create its "
+            "blocks in a `keras.RematScope`, or use a layout with a model "
+            "axis, such as 'model:4'.",
         ),
         (
             {"bytes_in_all": 30e9, "memory": OTHER},
@@ -46,13 +48,14 @@ OTHER = {"weights": 1e9, "slots": 2e9, "temporary": 27e9}
         ),
         (
             {"estimate": times(compute=0.1, links=0.4), "most_rows": 7},
-            "Communication takes longer than computation: more rows a replica "
-            "(up to 7 fit) cost little.",
+            "Communication takes longer than computation, so more rows per "
+            "replica (up to 7 fit) add little time.",
         ),
         ({"estimate": times(compute=0.1, links=0.4), "most_rows": 5}, ""),
         (
             {"bytes_in_all": 15.9e9},
-            "Only 0.10 GB are left: small changes may not fit.",
+            "Only 0.10 GB are left, so the step may no longer fit after a "
+            "small change.",
         ),
         ({"limit_bytes": None}, ""),
     ],
@@ -64,7 +67,8 @@ def test_what_to_do(given, advice):
 def test_with_remat_is_said_only_where_it_saves():
     big = step(bytes_in_all=30e9, memory=ROWS)
     assert write_advice(big, remat=(30e9, 9e9)) == (
-        "`keras.RematScope` on your blocks: 30.0 -> 9.00 GB."
+        "Create the model's blocks in a `keras.RematScope`. It reduces the "
+        "memory from 30.0 to 9.00 GB."
     )
     assert write_advice(big, remat=(30e9, 29e9)) == write_advice(big)
     one = step(bytes_in_all=30e9, memory=ROWS, most_rows=None)
