@@ -150,7 +150,9 @@ def test_a_loop_resumes_as_shown():
 
 
 def test_rows_of_a_batch_in_a_loop_of_ones_own():
-    assert "6 rows of 8 over 2 replicas are 4 and 2" in TEXT
+    assert "a last batch of 6 rows is split into 4 and 2" in " ".join(
+        TEXT.split()
+    )
     strategy = mirrored(2)
     dataset = strategy.experimental_distribute_dataset(
         grain.MapDataset.source(np.arange(14)).batch(8)
