@@ -17,7 +17,8 @@ _LAST_ITEM_S = 5.0
 # consumer for the interpreter. Items that take less time than this are
 # therefore made in the consumer's thread.
 _QUICK_S = 0.0005
-# A single item this slow is enough to start the thread: it is not jitter.
+# A single item that takes this long is enough to start the thread, since jitter
+# cannot be the cause.
 _SLOW_S = 0.005
 
 
@@ -230,7 +231,8 @@ def _close(iterator: object) -> None:
 def _choose_depth(num_bytes: int) -> int:
     """Returns the number of items to prefetch, given the size of one item.
 
-    The prefetched items use only a share of the free memory.
+    The prefetched items together use at most `_MEMORY_SHARE` of the free
+    memory, but at least one item is prefetched.
     """
     try:
         free = os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")

@@ -303,7 +303,7 @@ OF_SEVERAL = {
     "All processes must divide",
     "Calling `variable_partitioner`",
     "A function that is compiled for several",
-    "Every process must see",
+    "Every process must read",
     "process 0 ends with",
 }
 

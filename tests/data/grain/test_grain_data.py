@@ -389,7 +389,7 @@ def test_dataset_sliced_by_process_is_warned_of():
 
 @pytest.mark.parametrize("policy", [AutoShardPolicy.FILE, AutoShardPolicy.HINT])
 def test_policies_of_files_are_refused(policy):
-    with pytest.raises(ValueError, match="shared by rows"):
+    with pytest.raises(ValueError, match="divided by rows"):
         GrainSource(of_map(4, 2), policy=policy)
 
 

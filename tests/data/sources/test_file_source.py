@@ -392,7 +392,7 @@ def test_patterns(tmp_path):
         ("csv", {}, "one of 'npz'.*Received: 'csv'"),
         ("text", {}, "`parse` must be set for"),
         ("npz", {"parse": of_line}, "`parse` must be set for"),
-        ("npy", {"keys": ("x",)}, "`keys` must be left out except for 'npz'"),
+        ("npy", {"keys": ("x",)}, "`keys` can only be used for 'npz'"),
         ("npz", {"batch_size": 0}, "`batch_size` must be positive"),
         ("npz", {"shuffle": -1}, "`shuffle` must be True"),
     ],
@@ -457,7 +457,9 @@ def test_unlike_arrays_are_refused(tmp_path):
 def test_arrays_that_hold_no_rows_of_numbers_are_refused(tmp_path, array):
     np.save(tmp_path / "a.npy", array)
     data = files(tmp_path / "a.npy", "npy", batch_size=2)
-    with pytest.raises(OSError, match=r"a\.npy: ValueError: an array of shape"):
+    with pytest.raises(
+        OSError, match=r"a\.npy: ValueError: it contains an array with shape"
+    ):
         FilesSource(data)
 
 
