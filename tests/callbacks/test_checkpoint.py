@@ -308,7 +308,7 @@ def test_a_damaged_checkpoint_is_put_aside(
     assert told[0][:2] == ["begins", 1]
     (text,) = [r.getMessage() for r in caplog.records if "damaged" in r.message]
     assert str(tmp_path / "kept" / "10") in text
-    assert "It is now 10.damaged-1." in text
+    assert "It was renamed to 10.damaged-1." in text
     assert os.path.lexists(tmp_path / "kept" / "10.damaged-1")
     assert find_steps(tmp_path / "kept") == [5, 10, 12]
 
@@ -561,7 +561,9 @@ def test_what_else_is_another_is_told(tmp_path, options, what):
     first = compiled(of_units(3))
     first.fit(X, Y, verbose=0, callbacks=[Checkpoint(tmp_path)])
     second = compiled(of_units(3), **options)
-    with pytest.raises(ValueError, match=f"which is of another {what}"):
+    with pytest.raises(
+        ValueError, match=f"which was saved with another {what}"
+    ):
         second.fit(X, Y, verbose=0, callbacks=[Checkpoint(tmp_path)])
 
 

@@ -248,7 +248,7 @@ def test_a_damaged_checkpoint_is_put_aside_and_its_step_saved_again(
             manager.restore(2)
         scramble(found)
         manager.save(2)
-    assert "It is now 2.damaged-1." in caplog.text
+    assert "It was renamed to 2.damaged-1." in caplog.text
     again = parts(2)
     with manager_of(tmp_path, again) as manager:
         assert manager.restore_or_initialize() == 2
@@ -610,7 +610,7 @@ def test_weights_of_a_managers_checkpoint_are_loaded(tmp_path):
         ks.checkpoint.load_weights(plain, tmp_path, name="gone")
     with pytest.raises(ValueError, match="of another other"):
         ks.checkpoint.load_weights(plain, tmp_path, name="other")
-    with pytest.raises(ValueError, match="which is of another"):
+    with pytest.raises(ValueError, match="which was saved with another"):
         ks.checkpoint.load_weights(two_layers(7), tmp_path)
     with pytest.raises(ValueError, match="is not built"):
         ks.checkpoint.load_weights(

@@ -160,7 +160,7 @@ def test_parameters_are_copied(tmp_path):
             "evaluate",
             {"checkpoint_path": "/nowhere"},
             ValueError,
-            "named by its step",
+            "named after its step",
         ),
         ("predict", {"input_fn": "a"}, TypeError, "must be callable"),
         ("predict", {"predict_keys": 3}, TypeError, "names of predictions"),
@@ -917,7 +917,7 @@ def test_metrics_that_cannot_be_named_are_refused(
 
 def test_initial_weights_are_told_of(tmp_path, caplog):
     estimator = estimator_of(tmp_path)
-    told = f"No checkpoint in {tmp_path}: initial weights are used."
+    told = f"No checkpoint in {tmp_path}, so the initial weights are used."
     estimator.evaluate(arrays, steps=1)
     assert warnings_of(caplog) == [told]
     next(estimator.predict(arrays))

@@ -163,7 +163,7 @@ def test_a_hard_link_is_refused_and_its_file_left_whole(tmp_path):
 
 def test_second_object_of_a_process_is_refused(tmp_path):
     with DirectoryLock(tmp_path):
-        with pytest.raises(RuntimeError, match="close the manager"):
+        with pytest.raises(RuntimeError, match="Use the manager"):
             DirectoryLock(tmp_path).acquire(timeout_seconds=0)
         assert find_writer(tmp_path).process_id == os.getpid()
 
@@ -171,7 +171,7 @@ def test_second_object_of_a_process_is_refused(tmp_path):
 def test_an_object_that_holds_it_keeps_it_when_it_is_refused_again(tmp_path):
     lock = DirectoryLock(tmp_path)
     with lock:
-        with pytest.raises(RuntimeError, match="close the manager"):
+        with pytest.raises(RuntimeError, match="Use the manager"):
             lock.acquire(timeout_seconds=0)
         assert lock.is_held
         assert find_writer(tmp_path)

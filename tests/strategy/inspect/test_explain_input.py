@@ -394,7 +394,7 @@ class TestFiles:
     def test_too_few_are_divided_by_rows(self, tmp_path):
         explanation = explain(npz_files(tmp_path, [5, 6]), 3)
         assert explanation.facts["policy"].startswith("AUTO, applied as DATA")
-        assert "needs at least one file" in explanation.facts["note"]
+        assert "there must be at least one file" in explanation.facts["note"]
         assert explanation.facts["reading"] == ITS_ROWS
         assert len(set(explanation.files)) == 1
         assert sum(explanation.last[0]) == 3
