@@ -31,7 +31,7 @@ def gather_states(
     text = nests.pack(states)
     if len(processes) == 1:
         return {"all": states}
-    agreement = Agreement(processes, "keeping states")
+    agreement = Agreement(processes, "gathering the states of objects to save")
     # States may be long. So hashes are exchanged first, and the states only if
     # the hashes differ.
     hashes = agreement.exchange(hashlib.sha256(text.encode()).hexdigest())

@@ -281,7 +281,7 @@ def read_into(
       checkpoint: The objects to restore.
       storage: The directory of the saved checkpoint.
       step: The step of the saved checkpoint.
-      is_part: Whether the saved checkpoint may contain other objects.
+      is_part: Whether the saved checkpoint may also contain other objects.
 
     Returns:
       The names of saved values that were not restored.

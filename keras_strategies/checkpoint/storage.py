@@ -57,8 +57,8 @@ _POLL_S = 0.1
 class Storage:
     """A directory of checkpoints that all processes of a job use together.
 
-    All processes must call its methods in the same order: except for `wait`,
-    `close`, `path` and `load_document`, the methods are collective.
+    Its methods except `wait`, `close`, `path` and `load_document` are
+    collective: all processes must call them in the same order.
 
     Args:
       directory: The directory of the checkpoints, created if missing.
@@ -234,7 +234,7 @@ class Storage:
         Args:
           step: The step of the checkpoint.
           targets: Each array's shape, dtype and sharding, by group and name.
-          is_part: Whether the checkpoint may contain other arrays.
+          is_part: Whether the checkpoint may also contain other arrays.
         """
         import orbax.checkpoint as ocp
 

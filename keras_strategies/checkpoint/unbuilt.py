@@ -11,7 +11,7 @@ Objects = Mapping[str, Any]
 """The objects of a checkpoint, by name."""
 
 Names = Mapping[str, Mapping[str, Any]]
-"""Variables of a checkpoint, by the names of object and variable."""
+"""Variables of a checkpoint, by object name and variable name."""
 
 _MAX_SHOWN = 8
 

@@ -99,8 +99,8 @@ def load_weights(
         `CheckpointManager`, or one checkpoint in it.
       step: The step to load; None for the newest good checkpoint.
       name: The model's name in a manager's checkpoint, such as "generator" for
-        `Checkpoint(generator=model)`. It can be None if only one object in the
-        checkpoint matches the model.
+        `Checkpoint(generator=model)`. Only needed if several objects in the
+        checkpoint match the model.
       averages: Whether to load the moving averages of the weights instead of
         the trained values, for a checkpoint of a fit whose optimizer has
         `use_ema=True`. `fit` also assigns the averages to the model when it

@@ -37,9 +37,9 @@ class Prefetched(Generic[Item]):
       stop: An event that is set when this object is closed.
       num_bytes: A function that returns the memory used by an item, in bytes.
         The larger the items, the fewer are made ahead of time.
-      is_pause: A function that is called with an item. True means that the item
-        after it is made only when it is requested, so that nothing is read that
-        may never be needed.
+      is_pause: A function that is called with an item. If it returns True, the
+        next item is made only when it is requested, because it may never be
+        needed.
       needs_thread: Whether even quick items are made in the thread.
     """
 

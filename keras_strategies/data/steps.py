@@ -187,7 +187,11 @@ class Steps:
         return start, start + parts[self.mesh.reader_index]
 
     def _divide_rows(self, rows: int, batch_size: int) -> tuple[int, ...]:
-        """Returns the number of rows of a batch that each reader uses."""
+        """Returns the number of a batch's rows for each reader.
+
+        A reader is a process, or a group of processes that share replicas and
+        therefore read the same rows.
+        """
         count = self.mesh.num_replicas
         counts = (
             balanced_rows(rows, count)
@@ -220,9 +224,9 @@ class Steps:
     ) -> Iterator[Part]:
         """Finds the batch size from the first batches of all processes.
 
-        If a process has only one batch, that batch may be smaller than the
-        others. In this case the size is determined by the batches of other
-        processes, or by the source's `likely_size`.
+        If a process has only one batch, it may be smaller than a full batch.
+        In this case the size is determined by the batches of other processes,
+        or by the source's `likely_size`.
 
         Returns:
           An iterator over all parts, including those that were read to find

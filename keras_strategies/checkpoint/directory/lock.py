@@ -105,8 +105,8 @@ class DirectoryLock:
             if the holder has been killed and takes a moment to end.
 
         Raises:
-          RuntimeError: if another process or another lock object of this
-            process holds the lock.
+          RuntimeError: if the lock is already held, by another process or by
+            this process.
           OSError: if the lock file cannot be written, is a link or a pipe, or
             has a second name (a hard link).
         """

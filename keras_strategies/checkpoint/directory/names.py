@@ -105,7 +105,8 @@ def find_partial_saves(directory: str | os.PathLike[str]) -> list[pathlib.Path]:
     """Finds the remains of killed saves and deletions, by their names.
 
     The folder of a running save has such a name, too. So only the process that
-    holds the directory's lock may remove them, while it is not saving.
+    holds the directory's lock may remove the folders that are found, and only
+    while it is not saving.
     """
     return _find_matching(directory, _PARTIAL)
 

@@ -20,8 +20,8 @@ _WINDOW = 10_000
 class Files:
     """A description of files and of how to read rows from them.
 
-    `files` creates this object; its other attributes are the arguments of
-    `files`.
+    The function `files` creates this object. Its attributes that are not listed
+    below are arguments of that function.
 
     Attributes:
       paths: The files, in order.

@@ -1,4 +1,4 @@
-"""Datasets from a user's function, where each batch is for one replica."""
+"""Datasets that a user's function creates, with one batch per replica."""
 
 import dataclasses
 import itertools

@@ -26,10 +26,10 @@ class TorchSource(LoadedSource):
     """A source that reads a `torch.utils.data.DataLoader` or `Dataset`.
 
     From a map-style dataset a process reads only its own rows, with the
-    loader's settings (workers, timeout, ...). All processes seed the samplers
-    equally. Every process reads entire batches from an `IterableDataset` or a
-    subclass of `DataLoader`, or if `batch_size` is None or the `collate_fn` is
-    custom (it may pad a batch, or mix or drop its rows).
+    loader's settings (workers, timeout, ...). All processes use the same seed
+    for the samplers. Every process reads entire batches from an
+    `IterableDataset` or a subclass of `DataLoader`, or if `batch_size` is None
+    or the `collate_fn` is custom (it may pad a batch, or mix or drop its rows).
 
     torch's global generator is seeded for each batch, then restored. The user
     must seed other generators, also in the worker processes of a resumed run.
@@ -364,7 +364,7 @@ def _seed_each(
 
 
 def _read_rows(arrays: Tree, keys: Iterator[Any]) -> Iterator[Tree]:
-    """Yields the same batches as collating the arrays' single rows."""
+    """Yields the batches that collating single rows would also yield."""
     for wanted in keys:
         is_range = isinstance(wanted, range)
         rows = slice(wanted.start, wanted.stop) if is_range else list(wanted)

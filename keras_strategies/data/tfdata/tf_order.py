@@ -61,7 +61,7 @@ class EpochDatasets:
         them in the same order.
       copy: Index of this process among the processes that read the same rows;
         None if no other process does.
-      seeds: The seeds of the shuffles, to replace those of the graph.
+      seeds: The seeds of the shuffles, used instead of the seeds in the graph.
 
     Attributes:
       seeds: The seeds of the shuffles, as `read_seeds` returns them.
