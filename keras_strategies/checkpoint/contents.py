@@ -314,7 +314,7 @@ def _make_mismatch_error(where: str, faults: list[str]) -> ValueError:
         f"Received: {where}, which was saved with another {what}: "
         f"{'; '.join(faults[:_MAX_SHOWN])}"
         f"{f'; and {more} more' if more > 0 else ''}. Build the same model as "
-        "when it was saved, or use another directory for the present model."
+        "when it was saved, or use another directory for this model."
     )
 
 

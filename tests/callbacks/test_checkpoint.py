@@ -521,7 +521,7 @@ def test_another_model_is_refused_and_the_faults_listed(whole, tmp_path):
             ]
         )
     )
-    with pytest.raises(ValueError, match="of another model") as raised:
+    with pytest.raises(ValueError, match="with another model") as raised:
         model.fit(X, Y, verbose=0, callbacks=[Checkpoint(whole[0] / "kept")])
     text = str(raised.value)
     assert str(whole[0] / "kept" / "12") in text
@@ -716,7 +716,7 @@ def test_a_format_of_later_is_refused(runner, whole, tmp_path):
     path.write_text(json.dumps(document | {"version": 99}))
     (tmp_path / "12" / "manifest.json").unlink()
     manifest.write_manifest(tmp_path / "12", 12, {})
-    with pytest.raises(ValueError, match="of format 99"):
+    with pytest.raises(ValueError, match="with format 99"):
         fit(runner, Checkpoint(tmp_path))
     assert find_steps(tmp_path) == [12]
 

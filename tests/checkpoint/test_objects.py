@@ -136,7 +136,7 @@ def test_layers_that_the_model_has_not_are_no_full_match(tmp_path):
     path = ks.checkpoint.Checkpoint(model=model_of()).save(tmp_path / "a")
     new = keras.Sequential([keras.Input((3,)), dense(4)])
     status = ks.checkpoint.Checkpoint(model=new).restore(path)
-    with pytest.raises(ValueError, match=r"also has .*dense_\d+\.kernel"):
+    with pytest.raises(ValueError, match=r"also contains .*dense_\d+\.kernel"):
         status.assert_consumed()
 
 
@@ -158,7 +158,7 @@ def test_no_write_deletes_what_was_saved(tmp_path):
     checkpoint = ks.checkpoint.Checkpoint(v=keras.Variable(1.0))
     for _ in range(3):
         checkpoint.save(tmp_path / "ckpt")
-    with pytest.raises(ValueError, match="has 3 checkpoints. Use `save`"):
+    with pytest.raises(ValueError, match="contains 3 checkpoints. Use `save`"):
         checkpoint.write(tmp_path)
     assert len(list(tmp_path.glob("[0-9]*"))) == 3
 

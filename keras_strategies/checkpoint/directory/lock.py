@@ -326,5 +326,6 @@ def _make_taken_error(directory: pathlib.Path) -> RuntimeError:
         cure = "Use another directory for this run, or end the other run."
     return RuntimeError(
         "Only one run at a time may write to a directory of checkpoints. "
-        f"Received: {str(directory)!r}, which is locked by {writer}. {cure}"
+        f"Received: {str(directory)!r}, which is locked by "
+        f"{'another ' * (writer.process_id is None)}{writer}. {cure}"
     )
