@@ -175,7 +175,7 @@ def _is_by_file(
     if data.reader not in ARRAYS:
         cost = "reads all files and uses only its own rows of each batch"
     warnings.warn(
-        f"{reason}AutoShardPolicy.AUTO therefore means DATA: each process "
+        f"{reason}AutoShardPolicy.AUTO becomes DATA: each process "
         f"{cost}. Write more files, or set AutoShardPolicy.DATA.",
         stacklevel=4,
     )
