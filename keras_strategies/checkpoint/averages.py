@@ -54,9 +54,10 @@ def substitute_averages(
         matches = slots.get(slot, ())
         if len(matches) > 1:
             raise ValueError(
-                "Each weight must be averaged by exactly one optimizer. "
-                f"Received: {where}, where {name!r} has {matches}. Pass "
-                "`averages=False` for the weights that were trained."
+                "A weight must be averaged by at most one optimizer. "
+                f"Received: {where}, where {name!r} has several averages: "
+                f"{matches}. Pass `averages=False` to load the trained weights "
+                "instead of averages."
             )
         kind = saved[_WEIGHTS][name]
         if matches and saved[_OPTIMIZER][matches[0]] == kind:

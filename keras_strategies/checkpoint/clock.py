@@ -14,9 +14,9 @@ class Clock:
     """A timer that makes all processes save after the same step.
 
     The chief's clock decides when to save. The processes do not exchange
-    messages at every step: in each exchange the chief announces the step of
-    the next one, which it estimates from the measured duration of a step. So
-    there are only one or two exchanges for each save.
+    messages at every step: in each exchange the chief announces after which
+    step the next exchange takes place. It estimates this step from the measured
+    duration of a step, so only one or two exchanges are needed for each save.
 
     Args:
       seconds: The time between saves, in seconds.

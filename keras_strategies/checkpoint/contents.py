@@ -121,9 +121,10 @@ def load_document(path: str | os.PathLike[str]) -> Document:
     if version != VERSION:
         raise ValueError(
             "A checkpoint must have a format that this version of "
-            f"keras_strategies can read. Received: {os.fspath(path)} of "
-            f"format {ascii(version)[:80]}; the readable format is {VERSION}. "
-            "Install the version that wrote it."
+            f"keras_strategies can read. Received: {os.fspath(path)} with "
+            f"format {ascii(version)[:80]}, but this version reads format "
+            f"{VERSION}. Install the version of keras_strategies that wrote "
+            "the checkpoint."
         )
     return document
 
@@ -225,7 +226,10 @@ def make_targets(
     document: Document,
     mesh: ReplicaMesh | None,
 ) -> Arrays:
-    """Makes the shapes, dtypes and shardings of the arrays to restore."""
+    """Returns the shape, dtype and sharding of each array to restore.
+
+    Numpy arrays stand for arrays that are restored to the host.
+    """
     restored: Arrays = {}
     for group, entries in matches.items():
         if entries:
@@ -237,9 +241,10 @@ def make_targets(
         kind = parse_dtype(dtype)
         if kind is None:
             raise ValueError(
-                "The arrays of a checkpoint must have known dtypes. "
-                f"Received: {shorten(dtype)}. Use an earlier checkpoint, or "
-                "the versions of jax and numpy that wrote it."
+                "The arrays in a checkpoint must have dtypes that the "
+                f"installed numpy and jax support. Received: {shorten(dtype)}. "
+                "Install the versions that wrote the checkpoint, or use an "
+                "earlier checkpoint."
             )
         restored.setdefault(STATE, {})[name] = np.empty(shape, kind)
     return restored
@@ -306,10 +311,10 @@ def _make_mismatch_error(where: str, faults: list[str]) -> ValueError:
     more = len(faults) - _MAX_SHOWN
     return ValueError(
         "A checkpoint must be restored into a model with the same variables. "
-        f"Received: {where}, which is of another {what}: "
+        f"Received: {where}, which was saved with another {what}: "
         f"{'; '.join(faults[:_MAX_SHOWN])}"
-        f"{f'; and {more} more' if more > 0 else ''}. Build the model as "
-        "it was saved, or give this one another directory."
+        f"{f'; and {more} more' if more > 0 else ''}. Build the same model as "
+        "when it was saved, or use another directory for this model."
     )
 
 

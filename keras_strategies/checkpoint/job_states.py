@@ -31,7 +31,7 @@ def gather_states(
     text = nests.pack(states)
     if len(processes) == 1:
         return {"all": states}
-    agreement = Agreement(processes, "keeping states")
+    agreement = Agreement(processes, "gathering the states of objects to save")
     # States may be long. So hashes are exchanged first, and the states only if
     # the hashes differ.
     hashes = agreement.exchange(hashlib.sha256(text.encode()).hexdigest())
@@ -61,16 +61,19 @@ def select_local_states(
     if fault is not None:
         raise ValueError(
             "Objects must be restored from a checkpoint that contains their "
-            f"states. Received: {where}, of whose state {fault}. Give a "
-            "checkpoint that a manager, or `Checkpoint.save`, has written."
+            f"states. Received: {where}, whose state is malformed: {fault}. "
+            "Pass a checkpoint that a `CheckpointManager` or `Checkpoint.save` "
+            "has written."
         )
     if "all" in state:
         return state["all"]
     if len(state["each"]) != len(processes):
         raise ValueError(
-            "A run whose processes have different states must resume with the "
-            "same number of processes. Received: states of "
-            f"{len(state['each'])} processes, now {len(processes)}. Start the "
-            "same number, or give all processes the same data."
+            "A run whose processes saved different states must resume with the "
+            "same number of processes. Received: the states of "
+            f"{len(state['each'])} processes in a job with {len(processes)}. "
+            "Start the same number of processes. A run can resume with any "
+            "number if the states of all its processes are equal, for example "
+            "because all of them read the same data."
         )
     return state["each"][processes.index(jax.process_index())]

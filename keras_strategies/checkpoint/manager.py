@@ -62,8 +62,8 @@ class CheckpointManager:
         if not isinstance(checkpoint, Checkpoint):
             raise TypeError(
                 "`checkpoint` must be a `ks.checkpoint.Checkpoint`. Received: "
-                f"an object of type {type(checkpoint).__name__}. Write "
-                "`Checkpoint(model=model)`."
+                f"an object of type {type(checkpoint).__name__}. Pass, for "
+                "example, `ks.checkpoint.Checkpoint(model=model)`."
             )
         if max_to_keep is not _UNSET:
             keep = Keep(last=None) if max_to_keep is None else max_to_keep
@@ -144,8 +144,8 @@ class CheckpointManager:
         if self._is_closed:
             raise RuntimeError(
                 "A manager cannot save after it was closed, since another run "
-                "may write to its directory. Received: `save` into "
-                f"{self.directory!r} after `close`. Make another manager."
+                "may be writing to its directory. Received: a call of `save` "
+                f"for {self.directory!r} after `close`. Create a new manager."
             )
         current.check_outside("CheckpointManager.save")
         if step is None:
@@ -230,13 +230,13 @@ class CheckpointManager:
         if step == newest:
             raise ValueError(
                 "A step can only be saved once. Received: "
-                f"step={step}, which is already in {self.directory!r}. Give "
-                "the next step, or another directory."
+                f"step={step}, which is already in {self.directory!r}. Pass "
+                "a higher step, or use another directory."
             )
         if step < newest:
             raise ValueError(
                 "Steps must be saved in increasing order, since a restart "
-                f"resumes from the highest. Received: step={step}, but step "
-                f"{newest} is in {self.directory!r}. Restore it first, or "
-                "give another directory."
+                f"resumes from the highest step. Received: step={step}, but "
+                f"{self.directory!r} already contains step {newest}. Restore "
+                f"step {newest} first, or use another directory."
             )

@@ -86,7 +86,7 @@ def split(state: Tree) -> tuple[Tree, dict[str, np.ndarray]]:
             "A checkpoint's state must consist of dicts with strings as "
             "keys, lists, tuples, arrays of numbers, numbers, strings, "
             f"booleans and None. Received: an object of type {kind} at "
-            f"{path or 'the top'}. Change what `get_state` returns."
+            f"{path or 'the top level'}. Change what `get_state` returns."
         )
 
     return encode(state, ""), arrays
@@ -114,7 +114,7 @@ def join(state: Tree, arrays: Mapping[str, Any]) -> Tree:
         return {key: join(v, arrays) for key, v in state.items()}
     content = state[mark]
     if fault_of(content, _FORMS[mark]) is not None:
-        raise _make_error(f"the value of {mark!r} has another form")
+        raise _make_error(f"the value of {mark!r} is malformed")
     if mark == _ARRAY:
         if content not in arrays:
             raise _make_error("an array is missing")
@@ -127,7 +127,7 @@ def join(state: Tree, arrays: Mapping[str, Any]) -> Tree:
         return _decode_scalar(*content)
     shape, dtype = content
     if 0 not in shape:
-        raise _make_error("an empty array has entries")
+        raise _make_error("an array that should be empty is not empty")
     return np.empty(shape, parse_dtype(dtype))
 
 
@@ -175,7 +175,7 @@ def _decode_array(dtype: str, shape: list[int], raw: str) -> np.ndarray:
         data = base64.b64decode(raw, validate=True)
         return np.frombuffer(data, parse_dtype(dtype)).reshape(shape)
     except ValueError:
-        raise _make_error("an array has another size") from None
+        raise _make_error("an array's size does not match its shape") from None
 
 
 def _decode_scalar(value: float, dtype: str) -> np.generic:
@@ -185,14 +185,14 @@ def _decode_scalar(value: float, dtype: str) -> np.generic:
             raise ValueError
         return kind.type(value)
     except (ValueError, OverflowError):
-        raise _make_error("a number does not have its dtype") from None
+        raise _make_error("a number does not fit its dtype") from None
 
 
 def _make_error(fault: str) -> ValueError:
     return ValueError(
-        "A checkpoint's state must be a nest as `get_state` returned it. "
-        f"Received: one of which {fault}. Use an earlier checkpoint, and "
-        "start all processes with one version of keras_strategies."
+        "A checkpoint's state must be as it was saved. Received: a malformed "
+        f"state: {fault}. Use an earlier checkpoint, and make sure that all "
+        "processes use the same version of keras_strategies."
     )
 
 
@@ -204,7 +204,7 @@ def _is_real(dtype: np.dtype) -> bool:
 
 
 def _to_plain(value: object) -> bool | float | str | None:
-    """Converts a subclass of a Python type, such as numpy's float64, to it."""
+    """Converts to plain Python types; numpy's float64 becomes a float."""
     if isinstance(value, bool) or value is None:
         return value
     kinds = (int, float, str)

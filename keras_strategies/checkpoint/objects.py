@@ -50,7 +50,8 @@ class Checkpoint:
         if not objects:
             raise ValueError(
                 "A checkpoint must have at least one named object. Received: "
-                "none. Write `Checkpoint(model=model, optimizer=optimizer)`."
+                "no arguments. Pass objects as keyword arguments: "
+                "`Checkpoint(model=model, optimizer=optimizer)`."
             )
         for name, value in objects.items():
             if not _has_state(value):
@@ -100,16 +101,17 @@ class Checkpoint:
             if name not in states:
                 raise ValueError(
                     "A checkpoint must contain the states of all objects to "
-                    f"restore. Received: one without a state of {name!r}. "
-                    "Leave that object out, or give another directory."
+                    "restore. Received: a checkpoint without a state of "
+                    f"{name!r}. Remove this object from the `Checkpoint`, or "
+                    "restore another checkpoint."
                 )
             value.set_state(states[name])
 
     def save(self, file_prefix: str | os.PathLike[str]) -> str:
         """Saves a checkpoint with the next number. Collective.
 
-        Like `tf.train.Checkpoint.save`, but the checkpoint is a folder named
-        just by the number: `save("run/ckpt")` writes `run/1`, then `run/2`.
+        Like `tf.train.Checkpoint.save`, but the name of the checkpoint's folder
+        is just the number: `save("run/ckpt")` writes `run/1`, then `run/2`.
 
         Args:
           file_prefix: The folder to save in, followed by a name, as in
@@ -145,10 +147,10 @@ class Checkpoint:
         # it deleted the old one.
         if len(steps) > 2:
             raise ValueError(
-                "`write` must have a folder for one checkpoint, which it "
-                f"replaces. Received: {shorten(str(file_prefix))}, which has "
-                f"{len(steps)} checkpoints. Use `save`, or give another "
-                "folder."
+                "`write` needs a folder for a single checkpoint, which the "
+                "next `write` replaces. Received: "
+                f"{shorten(str(file_prefix))}, which contains {len(steps)} "
+                "checkpoints. Use `save`, or pass another folder."
             )
         self._write(file_prefix, Keep(last=1))
         return os.fspath(file_prefix)
@@ -223,9 +225,10 @@ class CheckpointStatus:
         if self._others:
             raise ValueError(
                 "All values of a checkpoint must be restored. Received: "
-                f"{self._path}, which also has "
-                f"{', '.join(map(shorten, self._others))}. Give them to "
-                "`Checkpoint`, or call `expect_partial()`."
+                f"{self._path}, which also contains "
+                f"{', '.join(map(shorten, self._others))}. Pass the objects "
+                "that are missing to `Checkpoint`, or call `expect_partial()` "
+                "if these values are not needed."
             )
         return self
 
@@ -236,9 +239,10 @@ class CheckpointStatus:
         """
         if not self._path:
             raise ValueError(
-                "A checkpoint must have been restored. Received: None as its "
-                "path, which restores nothing. Check that there is one: "
-                "`latest_checkpoint(directory)`."
+                "A checkpoint must have been restored. Received: None as the "
+                "path, so nothing was restored. Check the directory: "
+                "`latest_checkpoint(directory)` returns None if it contains no "
+                "checkpoint."
             )
         return self
 
@@ -257,7 +261,7 @@ def write_from(
     step: int,
     metrics: Mapping[str, float],
 ) -> None:
-    """Starts to save the values of a checkpoint's objects. Collective."""
+    """Starts saving the values of a checkpoint's objects. Collective."""
     groups = checkpoint.groups()
     processes = contents.find_processes(groups)
     state = job_states.gather_states(checkpoint.states(), processes)
@@ -277,7 +281,7 @@ def read_into(
       checkpoint: The objects to restore.
       storage: The directory of the saved checkpoint.
       step: The step of the saved checkpoint.
-      is_part: Whether the saved checkpoint may contain other objects.
+      is_part: Whether the saved checkpoint may also contain other objects.
 
     Returns:
       The names of saved values that were not restored.
@@ -334,9 +338,10 @@ def _iter_variables(value: object, name: str) -> Iterator[keras.Variable]:
             raise TypeError(
                 "The objects of a checkpoint must be Keras models, layers, "
                 "optimizers, metrics, seed generators, variables, lists and "
-                "dicts of them, or have `get_state` and `set_state`. Received: "
-                f"{name} of type {type(part).__name__}. Leave it out, or give "
-                "it these methods."
+                "dicts of these, or objects with `get_state` and `set_state`. "
+                f"Received: {name}, with an object of type "
+                f"{type(part).__name__}. Remove it, or add these methods to "
+                "its class."
             )
 
 

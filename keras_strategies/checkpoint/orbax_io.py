@@ -17,7 +17,7 @@ def make_checkpointer(processes: tuple[int, ...]) -> "ocp.AsyncCheckpointer":
 
     Each folder contains arrays and a JSON document. Compression is off, because
     trained weights are nearly random: compression would make them only a tenth
-    smaller, while saves would take twice and restores three times the work.
+    smaller, but double the work of a save and triple that of a restore.
 
     Args:
       processes: JAX's ids of the processes; the first is the chief.

@@ -62,7 +62,7 @@ def warn_no_checkpoint(directory: str) -> None:
     This is the case if the directory has no checkpoint to load.
     """
     _logger.warning(
-        "No %scheckpoint in %s: initial weights are used.",
+        "There is no %scheckpoint in %s, so the initial weights are used.",
         "good " if names.find_steps(directory) else "",
         directory,
     )
@@ -77,8 +77,8 @@ def parse_step(path: str | os.PathLike[str]) -> int:
     step = names.parse_step(pathlib.Path(path).name)
     if step is None:
         raise ValueError(
-            "A checkpoint must be a folder named by its step. Received: "
-            f"{os.fspath(path)!r}. Give, for example, "
+            "A checkpoint must be a folder that is named after its step. "
+            f"Received: {os.fspath(path)!r}. Pass, for example, "
             "`estimator.latest_checkpoint()`."
         )
     return step
@@ -119,7 +119,7 @@ def check(path: str) -> None:
     if not os.path.isdir(path):
         raise ValueError(
             f"Couldn't find trained model at {path}. Received: a path without "
-            "a checkpoint. Train first, or give another path."
+            "a checkpoint. Train first, or pass another path."
         )
     verify.verify(path)
 
@@ -242,9 +242,10 @@ def read_variable(path: str, name: str) -> np.ndarray:
     name = name.replace(".", "/")
     if name not in variables:
         raise ValueError(
-            "The name must be that of a variable in the checkpoint. Received: "
-            f"{name!r}; {path} has {', '.join(sorted(variables)[:8])}, ... "
-            "`get_variable_names()` lists them."
+            "`name` must be the name of a variable in the checkpoint. "
+            f"Received: {name!r}, but {path} contains "
+            f"{', '.join(sorted(variables)[:8])}, ... Call "
+            "`get_variable_names()` for a list of all names."
         )
     group, entry = variables[name]
     facts = contents.load_document(path)["variables"][group][entry]

@@ -57,8 +57,8 @@ _POLL_S = 0.1
 class Storage:
     """A directory of checkpoints that all processes of a job use together.
 
-    All processes must call its methods in the same order: except for `wait`,
-    `close`, `path` and `load_document`, the methods are collective.
+    Its methods except `wait`, `close`, `path` and `load_document` are
+    collective: all processes must call them in the same order.
 
     Args:
       directory: The directory of the checkpoints, created if missing.
@@ -94,15 +94,15 @@ class Storage:
           OSError: if the directory is not writable.
           RuntimeError: if another job is writing to it.
           ValueError: if not all processes see the directory, if its path
-            contains "*", "?" or "[", or if process 0 is not among them.
+            contains "*", "?" or "[", or if `processes` does not contain 0.
         """
         if self._processes[0] != 0:
             # In Orbax, only process 0 of a job writes numpy arrays.
             raise ValueError(
                 "Process 0 must have variables, since it writes a job's "
                 "checkpoints. Received: variables of the processes "
-                f"{list(self._processes)}. Use a strategy that has process 0, "
-                "or a separate job for these processes."
+                f"{list(self._processes)}. Use a strategy that includes "
+                "process 0, or a separate job for these processes."
             )
         self._run_on_chief("opening", self._acquire)
         self._check_shared()
@@ -137,13 +137,13 @@ class Storage:
             raise ValueError(
                 "All processes of a job must share the directory of their "
                 f"checkpoints. Received: {str(self.directory)!r}, where "
-                f"processes {blind} do not see what process "
-                f"{self._processes[0]} wrote. Give a directory on a disk that "
-                "all of them share."
+                f"processes {blind} do not see the file that process "
+                f"{self._processes[0]} wrote. Use a directory on a disk that "
+                "all processes share."
             )
 
     def close(self) -> None:
-        """Waits for a pending save, unlocks the directory. Not collective."""
+        """Waits for pending saves and unlocks the directory. Not collective."""
         try:
             self.wait()
         finally:
@@ -168,7 +168,7 @@ class Storage:
             manifest, faults = verify.find_newest_good(self.directory)
             for fault in faults:
                 aside = quarantine(fault)
-                _logger.warning("%s It is now %s.", fault, aside)
+                _logger.warning("%s It was renamed to %s.", fault, aside)
             self._note_good()
             return None if manifest is None else manifest.step
 
@@ -234,7 +234,7 @@ class Storage:
         Args:
           step: The step of the checkpoint.
           targets: Each array's shape, dtype and sharding, by group and name.
-          is_part: Whether the checkpoint may contain other arrays.
+          is_part: Whether the checkpoint may also contain other arrays.
         """
         import orbax.checkpoint as ocp
 
@@ -334,8 +334,8 @@ class Storage:
         """Blocks until pending saves are on disk. Not collective.
 
         Raises:
-          OSError: if a checkpoint could not be written. Earlier ones are
-            still good.
+          OSError: if a checkpoint could not be written. Earlier checkpoints
+            are still good.
         """
         if self._finished is not None:
             # `Thread.join` is not used: after a Ctrl-C during a join, the next
@@ -382,7 +382,7 @@ class Storage:
         if "error" in received:
             kind = DamagedCheckpoint if received["is_damage"] else RuntimeError
             raise kind(
-                f"Process {self._processes[0]} failed in {doing} "
+                f"Process {self._processes[0]} failed while {doing} "
                 f"{str(self.directory)!r}: {clean_text(received['error'])}"
             )
         return received["value"]

@@ -11,7 +11,7 @@ Objects = Mapping[str, Any]
 """The objects of a checkpoint, by name."""
 
 Names = Mapping[str, Mapping[str, Any]]
-"""Variables of a checkpoint, by the names of object and variable."""
+"""Variables of a checkpoint, by object name and variable name."""
 
 _MAX_SHOWN = 8
 
@@ -22,10 +22,10 @@ def check_models(objects: Objects) -> None:
         for model in _find_instances(keras.Model, value):
             if not model.built:
                 raise ValueError(
-                    "A model must have its variables before a checkpoint is "
-                    f"restored. Received: {name}={model.name!r}, which is not "
-                    "built. Call it on one batch, or begin it with "
-                    "`keras.Input`."
+                    "A model must be built before a checkpoint is restored "
+                    f"into it. Received: {name}={model.name!r}, which is not "
+                    "built. Call the model on one batch, or start its layers "
+                    "with a `keras.Input`."
                 )
 
 
@@ -81,9 +81,10 @@ def list_unrestored(
         for optimizer in _iter_optimizers(value):
             if _lacks_variables(optimizer, list(saved[group])):
                 raise ValueError(
-                    "An optimizer must have its variables before a checkpoint "
-                    f"is restored. Received: {optimizer.name!r} of {group}, "
-                    "which is not built, and its model is unknown. Call "
+                    "An optimizer must be built before a checkpoint is "
+                    f"restored into it. Received: {optimizer.name!r} in "
+                    f"{group!r}, which is not built and whose model is "
+                    "unknown. Call "
                     "`optimizer.build(model.trainable_variables)` first."
                 )
         if any(map(_awaits_metrics, _find_instances(keras.Model, value))):
@@ -116,7 +117,10 @@ def _first_word(name: str) -> str:
 
 
 def _iter_optimizers(value: object) -> Iterator[keras.optimizers.Optimizer]:
-    """Yields the optimizers in a value, and in attributes of its models."""
+    """Yields the optimizers in a value, and in attributes of its models.
+
+    Also searches the attributes of the models' layers.
+    """
     yield from _find_instances(keras.optimizers.Optimizer, value)
     for model in _find_instances(keras.Model, value):
         parts = [list(vars(part).values()) for part in (model, *model.layers)]

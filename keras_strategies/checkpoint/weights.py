@@ -72,7 +72,8 @@ def open_checkpoint(
             raise FileNotFoundError(
                 "The path must contain a valid checkpoint. Received: "
                 f"{shorten(str(path))}, which contains no valid checkpoint. "
-                "Give `latest_checkpoint(directory)`."
+                "Pass the directory that checkpoints were saved in, or one of "
+                "its checkpoints."
             )
         yield storage, step
 
@@ -98,13 +99,13 @@ def load_weights(
         `CheckpointManager`, or one checkpoint in it.
       step: The step to load; None for the newest good checkpoint.
       name: The model's name in a manager's checkpoint, such as "generator" for
-        `Checkpoint(generator=model)`. It can be None if only one object in the
-        checkpoint matches the model.
+        `Checkpoint(generator=model)`. Only needed if several objects in the
+        checkpoint match the model.
       averages: Whether to load the moving averages of the weights instead of
         the trained values, for a checkpoint of a fit whose optimizer has
         `use_ema=True`. `fit` also assigns the averages to the model when it
-        ends. Has no effect on a manager's checkpoint, from which the weights
-        that the model had when it was saved are loaded.
+        ends. Has no effect on a manager's checkpoint: its weights are the
+        values that the model had when the checkpoint was saved.
 
     Returns:
       The step that was loaded.
@@ -128,7 +129,7 @@ def load_weights(
     if not isinstance(model, keras.Model):
         raise TypeError(
             "The first argument of `load_weights` must be a model. Received: "
-            f"{shorten(model)} of type {type(model).__name__}. Write "
+            f"{shorten(model)} of type {type(model).__name__}. Call "
             "`load_weights(model, path)`."
         )
     groups = _make_groups(model)
@@ -169,9 +170,9 @@ def _match(
         if model.built:
             raise
         raise ValueError(
-            "A model must have its variables before weights are loaded. "
-            f"Received: {model.name!r}, which is not built. Call it on a "
-            "batch, or begin it with `keras.Input`."
+            "A model must be built before weights are loaded into it. "
+            f"Received: {model.name!r}, which is not built. Call the model on "
+            "one batch, or start its layers with a `keras.Input`."
         ) from None
 
 
@@ -210,8 +211,8 @@ def _select_object(
         if name not in names:
             raise ValueError(
                 "`name` must be the model's name in the checkpoint. Received: "
-                f"{shorten(name)}; {where} contains "
-                f"{', '.join(map(shorten, names))}. Give one of them."
+                f"{shorten(name)}, but {where} contains "
+                f"{', '.join(map(shorten, names))}. Pass one of these names."
             )
         names = [name]
     fitting = {
@@ -222,9 +223,10 @@ def _select_object(
     }
     if len(fitting) > 1:
         raise ValueError(
-            "Weights must come from one object of a checkpoint. Received: "
-            f"{where}, where {', '.join(map(shorten, fitting))} match "
-            f"{model.name!r}. Choose one: `name={next(iter(fitting))!r}`."
+            "Weights must be loaded from a single object in a checkpoint. "
+            f"Received: {where}, in which several objects match "
+            f"{model.name!r}: {', '.join(map(shorten, fitting))}. Pass the "
+            f"name of one of them, such as `name={next(iter(fitting))!r}`."
         )
     # If no object matches, the error lists the differences from this group.
     group = next(iter(fitting or names), _WEIGHTS[0])

@@ -28,7 +28,7 @@ def make_spec(batch: Tree) -> str:
 
 
 def make_empty(spec: str, *, has_classes: bool = True) -> Tree:
-    """Returns an empty batch: the structure in `spec`, arrays without rows.
+    """Returns a batch that has the structure in `spec`, but no rows.
 
     Args:
       spec: The text that `make_spec` returned. It may come from another process
@@ -49,7 +49,7 @@ def make_empty(spec: str, *, has_classes: bool = True) -> Tree:
 
 
 def format_spec(spec: str) -> str:
-    """Formats a spec for messages: ("float32[?, 3]", "int64[?]")."""
+    """Formats a spec for messages, such as "float32[?, 3]"."""
     nest = jax.tree.map(
         lambda leaf: (
             f"{leaf.dtype}[{', '.join(['?', *map(str, leaf.shape[1:])])}]"
@@ -93,9 +93,9 @@ def find_row_kind(
 
 
 def resize_batch(batch: Tree, rows: int) -> Tree:
-    """Returns a batch with `rows` rows, which a model is built on.
+    """Returns a batch with `rows` rows, to build a model with.
 
-    Only the shapes matter for that, so all rows are copies of one row.
+    Only the shapes matter for building, so rows may be copies of one row.
     """
 
     def resize(leaf: Array) -> Array:
@@ -128,16 +128,17 @@ def _encode(value: Tree) -> object:
     if hasattr(value, "_fields"):
         named = type(value)
         name = f"{named.__module__}:{named.__qualname__}"
-        # If the class cannot be found, this raises here, in every process.
-        # Otherwise only processes without rows would look it up later, and
-        # fail while the other processes wait for them.
+        # If the class cannot be found, this call raises an error in every
+        # process. Without it, only processes without rows would look up the
+        # class later, and fail while the other processes wait for them.
         _find_class(name)
         return {"named": name, "items": [_encode(item) for item in value]}
     if not hasattr(value, "dtype"):
         raise TypeError(
-            "On several processes a batch must be a nest of dicts, lists, "
-            f"tuples and arrays. Received: a {type(value).__name__} in it. "
-            "Convert it to one of these."
+            "With several processes, a batch must consist of nested dicts, "
+            "lists, tuples and arrays. Received: a batch that contains an "
+            f"object of type {type(value).__name__}. Convert this object to "
+            "one of these types."
         )
     return {"dtype": str(value.dtype), "shape": list(np.shape(value)[1:])}
 
@@ -164,12 +165,12 @@ def _decode(value: object, has_classes: bool) -> Tree:
             named = _find_class(value["named"])
             items = list(map(decode, _read_items(value["items"])))
             if len(items) != len(_fields(named) or ()):
-                raise _make_error("a named tuple has other fields")
+                raise _make_error("a named tuple has a wrong number of fields")
             # Not `named(*items)`: the class may define `__new__`.
             return tuple.__new__(named, items)
         case ["dtype", "shape"]:
             return _make_empty_leaf(value["dtype"], value["shape"])
-    raise _make_error("a part of it is neither a nest nor an array")
+    raise _make_error("a part of it describes neither a nest nor an array")
 
 
 def _read_items(value: object) -> list[Any]:
@@ -193,7 +194,7 @@ def _make_empty_leaf(name: object, shape: object) -> np.ndarray:
         raise _make_error("a shape is invalid")
     dtype = parse_dtype(name)
     if dtype is None:
-        raise _make_error("a dtype is not one that `make_spec` writes")
+        raise _make_error("a dtype is unknown")
     try:
         return np.zeros((0, *shape), dtype)
     except ValueError:
@@ -202,9 +203,10 @@ def _make_empty_leaf(name: object, shape: object) -> np.ndarray:
 
 def _make_error(fault: str) -> ValueError:
     return ValueError(
-        "The structure of a batch must be text that `make_spec` wrote. "
-        f"Received: malformed text: {fault}. Check for another program on the "
-        "job's port, or for a file that was changed."
+        "The description of a batch's structure, from another process or a "
+        f"file, must be valid. Received: an invalid description: {fault}. "
+        "Check that no other program uses the job's port, and that no file of "
+        "the job was changed."
     )
 
 
@@ -239,10 +241,10 @@ def _find_class(name: object) -> type[tuple[Any, ...]]:
     )
     if not is_it:
         raise TypeError(
-            "The class of a named tuple in a batch must be found by every "
-            "process, because one without rows makes an empty batch. Received: "
-            f"a named tuple {ascii(path)}, which is not found in "
-            f"{ascii(module)}. Define it at the top of a module that all "
-            "processes import, or yield tuples."
+            "Every process must be able to find the class of a named tuple in "
+            "a batch, because processes without rows create empty batches. "
+            f"Received: a named tuple {ascii(path)}, which is not found in the "
+            f"module {ascii(module)}. Define it at the top level of a module "
+            "that all processes import, or yield plain tuples."
         )
     return found

@@ -71,7 +71,7 @@ class DistributedDataset:
 
     @property
     def element_spec(self) -> Tree:
-        """The shapes and dtypes of a global batch; the rows are None."""
+        """The shapes and dtypes of a batch; the number of rows is None."""
         return _read_spec(self.source)
 
 
@@ -102,11 +102,11 @@ class DistributedIterator:
 
     @property
     def element_spec(self) -> Tree:
-        """The shapes and dtypes of a global batch; the rows are None."""
+        """The shapes and dtypes of a batch; the number of rows is None."""
         return _read_spec(self._steps.source)
 
     def __iter__(self) -> "DistributedIterator":
-        """Returns this iterator, at its present position."""
+        """Returns this iterator, at its current position."""
         return self
 
     def __next__(self) -> Tree:
@@ -114,8 +114,8 @@ class DistributedIterator:
 
         Raises:
           ValueError: if it is called inside a function that a strategy runs on
-            the replicas or that JAX traces. A trace reads only one batch and
-            would use it in all later calls.
+            the replicas or that JAX traces. Tracing would read only one batch,
+            which all later calls would use again.
           StopIteration: if the epoch has ended.
         """
         _check_where()
@@ -173,16 +173,18 @@ class DistributedIterator:
         if set(state) != {"epoch", "step", "seed"}:
             raise ValueError(
                 "`state` must be a dict that `get_state` returned. "
-                f"Received: {state!r}. Pass such a dict."
+                f"Received: {state!r}. Pass the result of "
+                "`iterator.get_state()`."
             )
         self._batches = None
         try:
             self._steps.source.restart(state["seed"])
         except ValueError:
             raise ValueError(
-                "`state` must come from an iterator over the same kind of "
-                "data. Received: a state with an order drawn for other data. "
-                "Distribute the data that the state comes from, or start again."
+                "`state` must come from an iterator over the same data. "
+                "Received: a state whose shuffle order was generated for "
+                "different data. Distribute the dataset that the state was "
+                "saved from, or start from the beginning."
             ) from None
         self._place = (state["epoch"], state["step"])
 
@@ -206,17 +208,17 @@ def _read_spec(source: Source) -> Tree:
 
 
 def _check_where() -> None:
-    """Raises ValueError if called in a replica's or a traced function."""
+    """Raises ValueError if a function on replicas or a traced one calls it."""
     is_in_replica = current_step() is not None
     if not is_in_replica and not is_tracing():
         return
-    where = "a replica's function" if is_in_replica else "a traced function"
+    where = "a replica's function" if is_in_replica else "a compiled function"
     raise ValueError(
         "The iterator of a distributed dataset must be read outside of "
-        "functions that run on replicas or are compiled. Received: `next` in "
-        f"{where}, where one batch would be read for all calls. Read the "
-        "batch first and pass it: `strategy.run(step, "
-        "args=(next(iterator),))`."
+        "functions that run on replicas or are compiled. Received: a call of "
+        f"`next` in {where}, which would read a single batch and use it in "
+        "every call. Read the batch first and pass it as an argument: "
+        "`strategy.run(step, args=(next(iterator),))`."
     )
 
 
@@ -244,9 +246,9 @@ class Optional:
         """
         if not self._is_filled:
             raise ValueError(
-                "`get_value()` needs an Optional with a value. Received: an "
-                "empty one, at the end of the dataset. Check `has_value()` "
-                "first."
+                "`get_value()` must be called on an `Optional` that has a "
+                "value. Received: an empty `Optional`, because the dataset has "
+                "ended. Check `has_value()` first."
             )
         return self._value
 
@@ -293,8 +295,8 @@ def _on_all_cores(leaf: np.ndarray, mesh: ReplicaMesh) -> jax.Array:
 
 
 def _shard_evenly(leaf: np.ndarray, rows: int, mesh: ReplicaMesh) -> PerReplica:
-    # `leaf` contains only this reader's rows; the first of them is row `first`
-    # of the global batch.
+    # `leaf` contains only the rows that this process reads. Its first row is
+    # row `first` of the global batch.
     first = rows // mesh.num_readers * mesh.reader_index
 
     def select_rows(index: Any) -> np.ndarray:

@@ -73,7 +73,7 @@ def check_by_rows(policy: AutoShardPolicy, what: str) -> None:
     """
     if policy in (AutoShardPolicy.FILE, AutoShardPolicy.HINT):
         raise ValueError(
-            f"{what} must be shared by rows. Received: AutoShardPolicy."
+            f"{what} must be divided by rows. Received: AutoShardPolicy."
             f"{AutoShardPolicy(policy).name}. Use AUTO or DATA, or OFF if each "
             "process has different rows."
         )

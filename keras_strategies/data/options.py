@@ -8,12 +8,13 @@ class AutoShardPolicy(enum.IntEnum):
     """The way in which a dataset is divided among processes, as in tf.data.
 
     Attributes:
-      AUTO: FILE if the dataset reads enough files, else DATA.
+      AUTO: FILE if the dataset can be split by files and reads at least one
+        file for each process, else DATA.
       FILE: Each process reads different files.
       DATA: Each process runs the entire pipeline and uses only its own share of
         the rows.
-      HINT: Each `shard(SHARD_HINT, ...)` in the dataset is replaced by a shard
-        with the number of processes and this process's index.
+      HINT: Each `shard(SHARD_HINT, ...)` in the dataset is replaced by
+        `shard(num_processes, process_index)`.
       OFF: The dataset is not divided: each process uses all the rows that its
         own dataset yields.
 
@@ -141,13 +142,13 @@ def check_input_options(options: object) -> None:
         return
     if not isinstance(options, InputOptions):
         raise TypeError(
-            "`options` must be `ks.InputOptions`. Received: an object of type "
-            f"{type(options).__name__}. Options of tf.data belong to the "
-            "dataset: `dataset.with_options(options)`."
+            "`options` must be a `ks.InputOptions`. Received: an object of "
+            f"type {type(options).__name__}. Set options of tf.data on the "
+            "dataset itself: `dataset.with_options(options)`."
         )
     if options.experimental_place_dataset_on_device:
         raise ValueError(
-            "Datasets must be read by the host. Received: "
-            "experimental_place_dataset_on_device=True. Leave it out: batches "
-            "are moved to the devices ahead of time anyway."
+            "Datasets must be read on the host. Received: "
+            "experimental_place_dataset_on_device=True. Omit this option, "
+            "because batches are moved to the devices ahead of time anyway."
         )

@@ -53,8 +53,8 @@ def stack_rows(rows: Sequence[Tree], cure: str, where: str = "") -> Tree:
     Args:
       rows: The rows, as nests of arrays with equal structure and shapes.
       cure: Advice for the error message, in case the rows differ.
-      where: The origin of the rows for the error message, such as ", from a
-        file".
+      where: A text that is inserted into the error message, to show where the
+        rows come from, such as ", from a file".
 
     Raises:
       ValueError: if the rows differ in structure or shape.
@@ -63,7 +63,8 @@ def stack_rows(rows: Sequence[Tree], cure: str, where: str = "") -> Tree:
         return jax.tree.map(lambda *leaves: np.stack(leaves), *rows)
     except ValueError as error:
         raise ValueError(
-            "The rows of a batch must have one structure and one shape. "
-            f"Received: {[jax.tree.map(np.shape, row) for row in rows[:8]]}"
+            "All rows of a batch must have the same structure and shapes. "
+            "Received: rows with the shapes "
+            f"{[jax.tree.map(np.shape, row) for row in rows[:8]]}"
             f"{where}. {cure}"
         ) from error

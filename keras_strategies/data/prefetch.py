@@ -17,7 +17,8 @@ _LAST_ITEM_S = 5.0
 # consumer for the interpreter. Items that take less time than this are
 # therefore made in the consumer's thread.
 _QUICK_S = 0.0005
-# A single item this slow is enough to start the thread: it is not jitter.
+# A single item that takes this long is enough to start the thread, since jitter
+# cannot be the cause.
 _SLOW_S = 0.005
 
 
@@ -36,9 +37,9 @@ class Prefetched(Generic[Item]):
       stop: An event that is set when this object is closed.
       num_bytes: A function that returns the memory used by an item, in bytes.
         The larger the items, the fewer are made ahead of time.
-      is_pause: A function that is called with an item. True means that the item
-        after it is made only when it is requested, so that nothing is read that
-        may never be needed.
+      is_pause: A function that is called with an item. If it returns True, the
+        next item is made only when it is requested, because it may never be
+        needed.
       needs_thread: Whether even quick items are made in the thread.
     """
 
@@ -230,7 +231,8 @@ def _close(iterator: object) -> None:
 def _choose_depth(num_bytes: int) -> int:
     """Returns the number of items to prefetch, given the size of one item.
 
-    The prefetched items use only a share of the free memory.
+    The prefetched items together use at most `_MEMORY_SHARE` of the free
+    memory, but at least one item is prefetched.
     """
     try:
         free = os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")

@@ -20,7 +20,7 @@ def raise_everywhere(
     received: list[dict[str, Any]],
     error: Exception | None,
     *,
-    cure: str = "Fix the data that the named process reads.",
+    cure: str = "Fix the data that these processes read.",
 ) -> None:
     """Raises an error in every process if any of them reported a failure.
 
@@ -45,7 +45,8 @@ def raise_everywhere(
         return
     if error is not None:
         if len(failed) < mesh.num_processes:
-            error.add_note(f"{what} failed here, so all processes stop.")
+            note = f"{what} failed in this process, so all processes stop."
+            error.add_note(note)
         raise error
     raise RuntimeError(
         f"{what} failed in another process, so all processes stop. Received: "

@@ -24,8 +24,8 @@ class Rebatcher:
     def take(self, count: int) -> Tree | None:
         """Returns the next `count` rows as one batch.
 
-        Returns fewer rows at the end of the data, or if the next rows have
-        other shapes. Returns None if no row is left.
+        Returns fewer rows at the end of the data, or if the rows after them
+        have different shapes. Returns None if no rows are left.
         """
         # At least one row is read, so that the shapes are known.
         while self._count < max(count, 1):
@@ -43,8 +43,9 @@ class Rebatcher:
         while missing and self._left:
             first = self._left[0]
             if taken and find_row_kind(taken[0]) != find_row_kind(first):
-                # The rows have other shapes (for example, they are padded to
-                # another length) and cannot be part of the same batch.
+                # The rows have different shapes (for example, because they are
+                # padded to another length), so they cannot be part of the same
+                # batch.
                 break
             rows = num_rows(first)
             if rows <= missing:

@@ -35,14 +35,15 @@ class Order(abc.ABC):
           seed: The value of `seed` of another `Order` object.
 
         Raises:
-          ValueError: if `seed` comes from another class of orders.
+          ValueError: if `seed` comes from another kind of `Order`.
         """
 
     @abc.abstractmethod
     def skip(self) -> None:
         """Skips the shuffle order that Keras uses while it builds a model.
 
-        Keras creates an extra iterator for that, which may use up an order.
+        To build a model, Keras creates an extra iterator, which may use up an
+        order.
         """
 
     @abc.abstractmethod
@@ -210,7 +211,8 @@ class NumberedOrder(Order):
     several epochs, its order is that of the first of these epochs.
     """
 
-    _unit = ""  # "rows" or "batches": one's seed does not fit the other.
+    # "rows" or "batches". A seed for rows cannot be used for batches.
+    _unit = ""
 
     def __init__(self) -> None:
         self._epochs = 1
@@ -226,10 +228,11 @@ class NumberedOrder(Order):
         is_ours = kind == f"{self._unit} by number"
         if not is_ours or not re.fullmatch("[1-9][0-9]{0,9}", epochs):
             raise ValueError(
-                f"The seed of orders of {self._unit} must be one of Keras "
-                "3.16, which numbers epochs. Received: the seed of other data, "
-                "or a random state, which Keras 3.15 uses. Resume with the "
-                "data, and the version of Keras, that the run began with."
+                f"With Keras 3.16, shuffling of {self._unit} must resume from "
+                "a seed that Keras 3.16 saved with the same data. Received: a "
+                "seed of other data, or a random state that Keras 3.15 saved. "
+                "Resume with the data and the version of Keras that the run "
+                "started with."
             )
         self._epochs = int(epochs)
 

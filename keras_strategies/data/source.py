@@ -1,4 +1,4 @@
-"""Sources yield batches of rows, of which each process reads its share."""
+"""Sources yield batches of rows; each process reads its share of them."""
 
 import abc
 import dataclasses
@@ -99,13 +99,13 @@ class Source(abc.ABC):
         process-local source may yield batches of any size. Their rows are
         regrouped into this process's share of `batch_size`; if that is unknown,
         the size of the first batch determines the share.
-      likely_size: Number of rows in a full global batch, provided that the
-        functions that are mapped over batches do not change it.
+      likely_size: Number of rows in a full global batch, assuming that
+        functions mapped over batches do not change this number.
       num_batches: Number of global batches in an epoch, if known.
       order: The shuffle orders of the epochs, if the source shuffles its rows
         or batches itself; else None.
-      is_infinite: Whether the source certainly never ends, so that `fit` must
-        be told the number of steps.
+      is_infinite: Whether the source certainly never ends, so that `fit`
+        requires `steps_per_epoch`.
       is_peeked: Whether data is currently read only to find its shapes. A
         source that can be read only once then yields the same data again to the
         next reader.
@@ -215,10 +215,11 @@ class Source(abc.ABC):
         """
 
     def begin_epoch(self, epoch: int, start: int) -> None:
-        """Prepares an epoch. Called before `read`, with the same arguments.
+        """Prepares an epoch. Called before it is read, with the same arguments.
 
-        Only the loops of models (`fit`, `evaluate`, `predict`) call this
-        method, and never a second time without `end_epoch` in between.
+        The loops of models (`fit`, `evaluate`, `predict`) and the iterators of
+        distributed datasets call this method. A model's loop never calls it a
+        second time without calling `end_epoch` in between.
         """
         del epoch, start
 
@@ -249,8 +250,8 @@ def take(
       batch: The global batch.
       cut: The function that was passed to `Source.read`.
       has_checksums: Whether to compute `Part.checksum`. Use it for data whose
-        order this library does not determine, so that a process that reads
-        other batches than the rest is noticed.
+        order this library does not determine: if a process reads different
+        batches than the other processes, an error is raised.
       is_copied: Whether to copy the rows, unless their arrays are immutable.
         This is necessary if the code that yields the batches reuses its arrays
         for later batches: parts are read ahead of time, and CPU devices use the
@@ -280,8 +281,8 @@ def check_part(part: object, kind: str) -> Part:
     """
     if not isinstance(part, Part):
         raise TypeError(
-            "A source must yield parts of batches. Received: an object of type "
-            f"{type(part).__name__} from {kind}. Yield "
+            "A source must yield `ks.data.Part` objects. Received: an object "
+            f"of type {type(part).__name__} from {kind}. Yield "
             "`ks.data.take(batch, cut)`, or a `ks.data.Part`."
         )
     return part

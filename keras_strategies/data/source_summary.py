@@ -12,13 +12,14 @@ class Reading(enum.Enum):
 
     Attributes:
       ROWS: The process reads only its own rows.
-      PIPELINE: The process reads all rows and discards those of the others.
+      PIPELINE: The process reads all rows and discards the rows of the other
+        processes.
       REPLICAS: The process reads an entire batch for each of its replicas.
     """
 
-    ROWS = "each process reads only its rows of each batch"
-    PIPELINE = "each process runs the entire pipeline and keeps its rows"
-    REPLICAS = "each replica takes entire batches from its process's dataset"
+    ROWS = "each process reads only its own rows of each batch"
+    PIPELINE = "each process runs the entire pipeline and uses only its rows"
+    REPLICAS = "each replica gets entire batches from its process's dataset"
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

@@ -23,7 +23,7 @@ def check_places(mesh: ReplicaMesh, received: Received) -> None:
             "All processes must read the same step of the same epoch. "
             f"Received: {list_values(mesh, places)}. Iterate over "
             "datasets the same number of times in all processes, and resume "
-            "all from the same position."
+            "all processes from the same position."
         )
 
 
@@ -43,15 +43,16 @@ def check_specs(
     if len(known) > 1:
         raise ValueError(
             "The batches of all processes must have the same structure, "
-            f"shapes and dtypes. Received: in step {step} "
+            f"shapes and dtypes. Received: in step {step}: "
             f"{list_values(mesh, list(map(_format_spec, specs)))}. Check "
-            "what each process reads."
+            "which data each process reads."
         )
     if before and known and not batch_spec.is_like(before, *known):
         raise ValueError(
             "All batches must have the same structure, ranks and dtypes. "
-            f"Received: {_format_spec(before)} before, {_format_spec(*known)} "
-            f"in step {step}. Make the dataset yield one structure."
+            f"Received: {_format_spec(before)} in the previous step, "
+            f"{_format_spec(*known)} in step {step}. Change the dataset so "
+            "that all of its batches have the same structure."
         )
 
 
@@ -64,27 +65,27 @@ def check_global_batch(
         texts = ["no more rows" if n is None else f"{n} rows" for n in rows]
         raise ValueError(
             "All processes must see the same number of batches and rows. "
-            f"Received: in step {step} {list_values(mesh, texts)}. Give "
-            "all processes the same data, or use `AutoShardPolicy.OFF` if each "
-            "has different rows."
+            f"Received: in step {step}: {list_values(mesh, texts)}. Use the "
+            "same data in all processes, or `AutoShardPolicy.OFF` if each "
+            "process has different rows."
         )
     checksums = [h.get("checksum") for h in received]
     if any(checksum != checksums[0] for checksum in checksums):
         raise ValueError(
-            "Every process must see the same batches and take its rows from "
-            "them; otherwise some rows are lost and others used twice. "
-            f"Received: rows that differ in step {step} (checksums "
+            "Every process must read the same batches, and selects its rows "
+            "from them; otherwise some rows are lost and others used twice. "
+            f"Received: different rows in step {step} (checksums "
             f"{list_values(mesh, checksums)}). Shuffle and augment with the "
             "same seed in all processes, or use `AutoShardPolicy.OFF` if each "
-            "has different rows."
+            "process has different rows."
         )
 
 
 def check_readers(mesh: ReplicaMesh, received: Received, step: int) -> None:
     """Raises ValueError if processes that share replicas read different rows.
 
-    Without this check it would go unnoticed that the cores of one replica
-    compute with rows from two different batches.
+    Without this check, the cores of one replica could compute with rows from
+    different batches, and no error would be raised.
     """
     if not mesh.spans_processes:
         return
@@ -93,15 +94,17 @@ def check_readers(mesh: ReplicaMesh, received: Received, step: int) -> None:
     group = find_unequal_readers(mesh, values)
     if group is not None:
         texts = [
-            "no rows" if rows is None else f"{rows} rows of checksum {checksum}"
+            "no rows"
+            if rows is None
+            else f"{rows} rows with checksum {checksum}"
             for rows, _, _, checksum in values
         ]
         raise ValueError(
             "Processes that have cores of the same replicas must read the "
-            f"same rows, in the same order. Received: in step {step} "
+            f"same rows, in the same order. Received: in step {step}: "
             f"{list_values(mesh, texts)}, where the processes {group} share "
             "replicas. Shuffle and augment with the same seed in all "
-            "processes, or choose replicas within one process."
+            "processes, or choose replicas whose cores are all in one process."
         )
 
 
@@ -110,7 +113,7 @@ def find_unequal_readers(
 ) -> list[int] | None:
     """Finds processes that share replicas but have different values.
 
-    Returns None if there are none.
+    Returns the first such group of processes, or None.
 
     Args:
       mesh: The replicas.

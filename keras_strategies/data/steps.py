@@ -103,7 +103,7 @@ class Steps:
           epoch: Number of the epoch, from 0.
           start: Number of steps to skip at the beginning.
           is_stopped: A function that is called while this process waits for
-            the others; the wait ends if it returns True.
+            the other processes; the wait ends if it returns True.
 
         Yields:
           This process's part of each step's batch.
@@ -141,7 +141,7 @@ class Steps:
         num_bytes: Callable[[Any], int],
         is_pause: Callable[[Any], bool],
     ) -> Iterator[Any]:
-        """Makes items from an epoch's steps, ahead of time if this is faster.
+        """Converts an epoch's batches to items, ahead of time if it is faster.
 
         Args:
           epoch: Number of the epoch, from 0.
@@ -187,7 +187,11 @@ class Steps:
         return start, start + parts[self.mesh.reader_index]
 
     def _divide_rows(self, rows: int, batch_size: int) -> tuple[int, ...]:
-        """Returns the number of rows of a batch that each reader uses."""
+        """Returns the number of a batch's rows for each reader.
+
+        A reader is a process, or a group of processes that share replicas and
+        therefore read the same rows.
+        """
         count = self.mesh.num_replicas
         counts = (
             balanced_rows(rows, count)
@@ -204,7 +208,11 @@ class Steps:
     def _read_local_parts(
         self, rounds: Rounds, parts: Iterator[Part], start: int
     ) -> Iterator[Part]:
-        """Yields this process's rows, regrouped into its share of each step."""
+        """Yields this process's rows, regrouped into its share of each step.
+
+        Rows that the source has assigned to replicas (`Part.counts`) are not
+        regrouped.
+        """
         if self.source.batch_size is None and not self.sizes:
             parts = self._find_batch_size(rounds, parts)
         if self._size is None:
@@ -216,9 +224,9 @@ class Steps:
     ) -> Iterator[Part]:
         """Finds the batch size from the first batches of all processes.
 
-        If a process has only one batch, that batch may be smaller than the
-        others. In this case the size is determined by the batches of other
-        processes, or by the source's `likely_size`.
+        If a process has only one batch, it may be smaller than a full batch.
+        In this case the size is determined by the batches of other processes,
+        or by the source's `likely_size`.
 
         Returns:
           An iterator over all parts, including those that were read to find
@@ -298,8 +306,9 @@ class Steps:
         Args:
           rounds: The exchanges of the epoch.
           parts: This process's parts.
-          place: A text that identifies the epoch and the first step, which must
-            be the same in all processes; None for later steps.
+          place: A text that identifies the epoch and the step, if this is the
+            first step to be read; all processes must have the same text. None
+            for later steps.
 
         Returns:
           This process's part, and the messages of all processes.
@@ -355,7 +364,7 @@ class Steps:
             part = next(parts, None)
             if part is None:
                 return None, {"rows": None}, None
-            part = check_part(part, "it")
+            part = check_part(part, self.source.kind)
             message = {
                 "rows": part.rows,
                 "spec": batch_spec.make_spec(part.data),

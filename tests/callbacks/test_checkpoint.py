@@ -308,7 +308,7 @@ def test_a_damaged_checkpoint_is_put_aside(
     assert told[0][:2] == ["begins", 1]
     (text,) = [r.getMessage() for r in caplog.records if "damaged" in r.message]
     assert str(tmp_path / "kept" / "10") in text
-    assert "It is now 10.damaged-1." in text
+    assert "It was renamed to 10.damaged-1." in text
     assert os.path.lexists(tmp_path / "kept" / "10.damaged-1")
     assert find_steps(tmp_path / "kept") == [5, 10, 12]
 
@@ -521,7 +521,7 @@ def test_another_model_is_refused_and_the_faults_listed(whole, tmp_path):
             ]
         )
     )
-    with pytest.raises(ValueError, match="of another model") as raised:
+    with pytest.raises(ValueError, match="with another model") as raised:
         model.fit(X, Y, verbose=0, callbacks=[Checkpoint(whole[0] / "kept")])
     text = str(raised.value)
     assert str(whole[0] / "kept" / "12") in text
@@ -561,7 +561,9 @@ def test_what_else_is_another_is_told(tmp_path, options, what):
     first = compiled(of_units(3))
     first.fit(X, Y, verbose=0, callbacks=[Checkpoint(tmp_path)])
     second = compiled(of_units(3), **options)
-    with pytest.raises(ValueError, match=f"which is of another {what}"):
+    with pytest.raises(
+        ValueError, match=f"which was saved with another {what}"
+    ):
         second.fit(X, Y, verbose=0, callbacks=[Checkpoint(tmp_path)])
 
 
@@ -714,7 +716,7 @@ def test_a_format_of_later_is_refused(runner, whole, tmp_path):
     path.write_text(json.dumps(document | {"version": 99}))
     (tmp_path / "12" / "manifest.json").unlink()
     manifest.write_manifest(tmp_path / "12", 12, {})
-    with pytest.raises(ValueError, match="of format 99"):
+    with pytest.raises(ValueError, match="with format 99"):
         fit(runner, Checkpoint(tmp_path))
     assert find_steps(tmp_path) == [12]
 

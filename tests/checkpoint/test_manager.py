@@ -127,7 +127,7 @@ def test_steps_are_saved_in_their_order(tmp_path):
         with pytest.raises(ValueError, match="saved once. Received: step=5"):
             manager.save(5)
         manager.save(np.int64(7))
-        with pytest.raises(ValueError, match="step=6, but step 7 is in"):
+        with pytest.raises(ValueError, match="step=6, but .* contains step 7"):
             manager.save(6)
         manager.wait()
         names = [os.path.basename(path) for path in manager.checkpoints]
@@ -248,7 +248,7 @@ def test_a_damaged_checkpoint_is_put_aside_and_its_step_saved_again(
             manager.restore(2)
         scramble(found)
         manager.save(2)
-    assert "It is now 2.damaged-1." in caplog.text
+    assert "It was renamed to 2.damaged-1." in caplog.text
     again = parts(2)
     with manager_of(tmp_path, again) as manager:
         assert manager.restore_or_initialize() == 2
@@ -351,7 +351,7 @@ def test_weights_are_loaded_and_exported(tmp_path):
     np.testing.assert_array_equal(loaded(ROWS), plain(ROWS))
     with pytest.raises(FileNotFoundError, match="no valid checkpoint"):
         ks.checkpoint.load_weights(plain, tmp_path)
-    text = "no checkpoint of step 3 in .*run'; there are 2, 4[.]$"
+    text = "no checkpoint of step 3 in .*run'. Available steps: 2, 4[.]$"
     with pytest.raises(ks.checkpoint.DamagedCheckpoint, match=text):
         ks.checkpoint.load_weights(plain, directory, step=3)
     with pytest.raises(ks.checkpoint.DamagedCheckpoint, match=text):
@@ -362,7 +362,7 @@ def test_weights_are_loaded_and_exported(tmp_path):
     with pytest.raises(ValueError, match="'late', which is not built"):
         ks.checkpoint.load_weights(unbuilt, directory)
     other = keras.Sequential([keras.Input((4,)), keras.layers.Dense(3)])
-    with pytest.raises(ValueError, match="of another model"):
+    with pytest.raises(ValueError, match="with another model"):
         ks.checkpoint.load_weights(other, directory)
 
 
@@ -608,9 +608,9 @@ def test_weights_of_a_managers_checkpoint_are_loaded(tmp_path):
     )
     with pytest.raises(ValueError, match="contains 'step', 'other', 'net'"):
         ks.checkpoint.load_weights(plain, tmp_path, name="gone")
-    with pytest.raises(ValueError, match="of another other"):
+    with pytest.raises(ValueError, match="with another other"):
         ks.checkpoint.load_weights(plain, tmp_path, name="other")
-    with pytest.raises(ValueError, match="which is of another"):
+    with pytest.raises(ValueError, match="which was saved with another"):
         ks.checkpoint.load_weights(two_layers(7), tmp_path)
     with pytest.raises(ValueError, match="is not built"):
         ks.checkpoint.load_weights(

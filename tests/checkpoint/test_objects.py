@@ -136,7 +136,7 @@ def test_layers_that_the_model_has_not_are_no_full_match(tmp_path):
     path = ks.checkpoint.Checkpoint(model=model_of()).save(tmp_path / "a")
     new = keras.Sequential([keras.Input((3,)), dense(4)])
     status = ks.checkpoint.Checkpoint(model=new).restore(path)
-    with pytest.raises(ValueError, match=r"also has .*dense_\d+\.kernel"):
+    with pytest.raises(ValueError, match=r"also contains .*dense_\d+\.kernel"):
         status.assert_consumed()
 
 
@@ -148,7 +148,9 @@ def test_a_compiled_model_that_is_not_built(tmp_path, wrap):
     path = ks.checkpoint.Checkpoint(model=wrap(model)).save(tmp_path / "a")
     new = keras.Sequential([dense(4), dense(1)])
     new.compile("adam", "mse")
-    with pytest.raises(ValueError, match="which is not built. Call it on one"):
+    with pytest.raises(
+        ValueError, match="which is not built. Call the model on one"
+    ):
         ks.checkpoint.Checkpoint(model=wrap(new)).restore(path)
 
 
@@ -156,7 +158,7 @@ def test_no_write_deletes_what_was_saved(tmp_path):
     checkpoint = ks.checkpoint.Checkpoint(v=keras.Variable(1.0))
     for _ in range(3):
         checkpoint.save(tmp_path / "ckpt")
-    with pytest.raises(ValueError, match="has 3 checkpoints. Use `save`"):
+    with pytest.raises(ValueError, match="contains 3 checkpoints. Use `save`"):
         checkpoint.write(tmp_path)
     assert len(list(tmp_path.glob("[0-9]*"))) == 3
 
@@ -169,7 +171,7 @@ def test_no_save_after_close_or_in_a_replica(tmp_path):
         with pytest.raises(RuntimeError, match="Call it outside"):
             strategy.run(save)
     manager.close()
-    with pytest.raises(RuntimeError, match="Make another manager"):
+    with pytest.raises(RuntimeError, match="Create a new manager"):
         manager.save()
     assert not manager.checkpoints
 
@@ -181,10 +183,10 @@ def test_a_part_of_it_and_its_status(tmp_path):
     status = ks.checkpoint.Checkpoint(model=new).restore(tmp_path)
     assert_same(new.get_weights(), model.get_weights())
     status.expect_partial().assert_existing_objects_matched()
-    with pytest.raises(ValueError, match=r"which also has 'count'"):
+    with pytest.raises(ValueError, match=r"which also contains 'count'"):
         status.assert_consumed()
     other = keras.Variable(0)
-    with pytest.raises(ValueError, match="is of another"):
+    with pytest.raises(ValueError, match="was saved with another"):
         ks.checkpoint.Checkpoint(other=other).restore(tmp_path)
 
 
@@ -216,7 +218,7 @@ def test_no_path_restores_nothing(tmp_path):
     assert ks.checkpoint.latest_checkpoint(tmp_path) is None
     status = checkpoint.restore(ks.checkpoint.latest_checkpoint(tmp_path))
     assert float(variable.value) == 1.0
-    with pytest.raises(ValueError, match="Received: None as its path"):
+    with pytest.raises(ValueError, match="Received: None as the path"):
         status.assert_existing_objects_matched()
     with pytest.raises(FileNotFoundError, match="no valid checkpoint"):
         checkpoint.restore(tmp_path)
@@ -225,7 +227,9 @@ def test_no_path_restores_nothing(tmp_path):
 def test_a_model_that_is_not_built(tmp_path):
     ks.checkpoint.Checkpoint(model=model_of()).save(tmp_path / "a")
     new = keras.Sequential([dense(4), dense(1)])
-    with pytest.raises(ValueError, match="which is not built. Call it on one"):
+    with pytest.raises(
+        ValueError, match="which is not built. Call the model on one"
+    ):
         ks.checkpoint.Checkpoint(model=new).restore(tmp_path)
 
 
@@ -331,7 +335,7 @@ def test_a_disk_that_fills_in_the_middle_of_a_save(tmp_path):
     last = done.stderr.strip().splitlines()[-1]
     assert "of step 2 could not be written to" in last
     assert repr(str(tmp_path)) in last
-    assert "the newest is of step 1" in last
+    assert "the newest one is step 1" in last
     variable = keras.Variable(np.zeros(100_000))
     ks.checkpoint.Checkpoint(v=variable).restore(tmp_path).assert_consumed()
     assert_same([variable.value], [np.arange(100_000.0)])

@@ -93,13 +93,13 @@ def test_nests_keep_their_kinds_and_order():
 
 
 def test_what_cannot_be_told_is_refused():
-    with pytest.raises(TypeError, match="Received: a set"):
+    with pytest.raises(TypeError, match="an object of type set"):
         batch_spec.make_spec((np.ones(2), {1}))
     own = collections.namedtuple("own", "a b")
     with pytest.raises(TypeError, match="Received: a named tuple 'own'"):
         batch_spec.make_spec(own(np.ones(2), np.ones(2)))
     spec = batch_spec.make_spec(Named(np.ones(2), np.ones(2)))
-    with pytest.raises(TypeError, match="top of a module"):
+    with pytest.raises(TypeError, match="top level of a module"):
         batch_spec.make_empty(spec.replace("Named", "Gone"))
 
 
@@ -151,7 +151,7 @@ FOREIGN = [
 
 @pytest.mark.parametrize("text", FOREIGN, ids=lambda text: text[:40])
 def test_what_is_no_structure_is_refused(text):
-    with pytest.raises(ValueError, match="text that `make_spec` wrote"):
+    with pytest.raises(ValueError, match="an invalid description"):
         batch_spec.make_empty(text)
 
 
@@ -175,7 +175,7 @@ def test_what_is_no_structure_is_refused(text):
 )
 def test_a_class_is_neither_imported_nor_called(name):
     before = set(sys.modules)
-    with pytest.raises(TypeError, match="top of a module"):
+    with pytest.raises(TypeError, match="top level of a module"):
         batch_spec.make_empty(spec_with({"named": name, "items": [LEAF]}))
     assert set(sys.modules) == before
     assert not done
@@ -219,7 +219,7 @@ def test_a_named_tuple_is_made_without_its_own_code():
 
 def test_files_name_no_classes():
     spec = batch_spec.make_spec(Named(np.ones(2), np.ones(2)))
-    with pytest.raises(ValueError, match="text that `make_spec` wrote"):
+    with pytest.raises(ValueError, match="an invalid description"):
         batch_spec.make_empty(spec, has_classes=False)
 
 

@@ -303,7 +303,7 @@ OF_SEVERAL = {
     "All processes must shard",
     "Calling `variable_partitioner`",
     "An array that is sharded over several",
-    "Every process must see",
+    "Every process must read",
     "process 0 ends with",
 }
 

@@ -160,7 +160,7 @@ def test_parameters_are_copied(tmp_path):
             "evaluate",
             {"checkpoint_path": "/nowhere"},
             ValueError,
-            "named by its step",
+            "named after its step",
         ),
         ("predict", {"input_fn": "a"}, TypeError, "must be callable"),
         ("predict", {"predict_keys": 3}, TypeError, "names of predictions"),
@@ -918,14 +918,17 @@ def test_metrics_that_cannot_be_named_are_refused(
 
 def test_initial_weights_are_told_of(tmp_path, caplog):
     estimator = estimator_of(tmp_path)
-    told = f"No checkpoint in {tmp_path}: initial weights are used."
+    told = (
+        f"There is no checkpoint in {tmp_path}, so the initial weights are "
+        "used."
+    )
     estimator.evaluate(arrays, steps=1)
     assert warnings_of(caplog) == [told]
     next(estimator.predict(arrays))
     assert warnings_of(caplog) == [told] * 2
     (tmp_path / "3").mkdir()
     next(estimator.predict(arrays))
-    assert "No good checkpoint in" in warnings_of(caplog)[-1]
+    assert "There is no good checkpoint in" in warnings_of(caplog)[-1]
 
 
 def test_evaluation_notes_its_results(tmp_path):

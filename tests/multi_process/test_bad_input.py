@@ -8,19 +8,19 @@ TARGET = "tests.multi_process.bad_input:run"
 # What every process is told, by case; and what the failing one is told.
 EVERYWHERE = {
     "lengths of arrays": "number of rows of 32 (process 0), 33 (process 1)",
-    "contents of arrays": "rows that differ in step 0",
-    "dtypes of arrays": "rows that differ in step 0",
+    "contents of arrays": "different rows in step 0",
+    "dtypes of arrays": "different rows in step 0",
     "shapes of arrays": "('float32[?, 4]', 'float32[?, 1]') (process 1)",
-    "structures of arrays": "in step 0 ('float32[?, 3]', 'float32[?, 1]')",
+    "structures of arrays": "in step 0: ('float32[?, 3]', 'float32[?, 1]')",
     "batch sizes": "batch_size: 8 (process 0), 16 (process 1)",
     "a shorter PyDataset": "no batch 3",
     "other numbers of batches": "num_batches: 4 (process 0), 5 (process 1)",
-    "a PyDataset in two orders": "rows that differ in step 0",
+    "a PyDataset in two orders": "different rows in step 0",
     "structure changes in all": "must have the same structure",
     "structure changes in one": "must have the same structure",
     "rank changes": "must have the same structure",
-    "a generator of two orders": "rows that differ in step 0",
-    "a longer generator": "in step 4 no more rows (process 0), 8 rows",
+    "a generator of two orders": "different rows in step 0",
+    "a longer generator": "in step 4: no more rows (process 0), 8 rows",
     "text": "must have a first dimension",
     "an infinite dataset": "Pass `steps_per_epoch`",
     "an unbatched dataset": "Call `.batch(global_batch_size)` first",
@@ -44,7 +44,7 @@ IN_ONE = {
     "a PyDataset's hook": "OSError: no connection",
     "a PyDataset fails": "OSError: cannot decode",
     "a PyDataset with workers fails": "OSError: cannot decode",
-    "a cut record": "cut-1.tfrecord, damaged or cut off at record 15",
+    "a cut record": "cut-1.tfrecord, which is damaged or truncated at record",
     "own rows fail": "OSError: own disk is gone",
     "a function fails": "OSError: no shard here",
 }
@@ -70,7 +70,10 @@ def test_wrong_data_ends_in_one_error_everywhere(tmp_path):
             assert other["error"].startswith(IN_ONE[name][:8]) or (
                 "cut" in name
             ), name
-            assert "failed here, so all processes stop" in other["error"]
+            assert (
+                "failed in this process, so all processes stop"
+                in other["error"]
+            )
         else:
             assert name == "a process stays away"
     away = [result.value["a process stays away"] for result in (first, second)]

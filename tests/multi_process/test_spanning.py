@@ -97,6 +97,6 @@ def test_rows_that_differ_within_a_replica_are_refused():
         for name, beginning in beginnings.items():
             assert found[name].startswith(f"ValueError: {beginning}")
             assert "[0, 1] share replicas" in found[name]
-        assert "in step 1 8 rows of checksum" in found["generator"]
-        assert "in step 3 40 rows of checksum" in found["arrays"]
+        assert "in step 1: 8 rows with checksum" in found["generator"]
+        assert "in step 3: 40 rows with checksum" in found["arrays"]
         assert "share all of their replicas" in found["shares"]

@@ -90,7 +90,7 @@ def test_an_optional_tells_the_end():
     taken = [iterator.get_next_as_optional() for _ in range(3)]
     assert [o.has_value() for o in taken] == [True, True, False]
     assert taken[0].get_value()[0].values[0].shape == (4, 1)
-    with pytest.raises(ValueError, match="Optional with a value"):
+    with pytest.raises(ValueError, match="`Optional` that has a value"):
         taken[2].get_value()
     with pytest.raises(StopIteration):
         iterator.get_next()
@@ -258,7 +258,7 @@ def test_the_old_name_of_datasets_from_function_warns_once(monkeypatch):
 
 def test_what_is_no_function_of_batches_is_refused():
     strategy = mirrored(2)
-    with pytest.raises(TypeError, match="a function that makes a dataset"):
+    with pytest.raises(TypeError, match="a function that returns a dataset"):
         strategy.distribute_datasets_from_function(NUMPY.batch(2))
     with pytest.raises(TypeError, match="must yield global batches"):
         strategy.distribute_datasets_from_function(lambda _: X)
@@ -308,7 +308,7 @@ def test_a_traced_function_reads_no_iterator():
         return x + strategy.reduce("sum", next(iterator), axis=0)
 
     for transform in (jax.jit, jax.make_jaxpr, lambda f: jax.jit(jax.grad(f))):
-        with pytest.raises(ValueError, match="a traced function"):
+        with pytest.raises(ValueError, match="a compiled function"):
             transform(fn)(0.0)
     # A gradient that is computed on the spot reads anew in each call.
     found = [float(jax.value_and_grad(lambda x: fn(x)[0])(0.0)[0])]

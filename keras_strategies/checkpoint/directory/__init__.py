@@ -2,7 +2,7 @@
 
     <directory>/                  mode 0700 if we create it
         .lock                     locked by the process that writes here
-        <step>/                   ^(0|[1-9][0-9]*)$: train steps done
+        <step>/                   number of train steps: ^(0|[1-9][0-9]*)$
             _CHECKPOINT_METADATA  written by Orbax
             state/...             Orbax's item of arrays
             run/metadata          Orbax's JSON item: everything else

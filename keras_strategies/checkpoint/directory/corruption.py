@@ -5,13 +5,13 @@ import pathlib
 
 _MAX_SHOWN = 160
 _CURE = (
-    "It is not restored. Use an earlier step, restore this folder from a copy, "
-    "or delete it."
+    "This checkpoint is not restored. Use an earlier step, restore this folder "
+    "from a copy, or delete it."
 )
 
 
 class DamagedCheckpoint(ValueError):
-    """The error for a checkpoint that is damaged: it differs from its save.
+    """The error for a damaged checkpoint: it differs from what was saved.
 
     A damaged checkpoint is never restored.
 

@@ -34,7 +34,7 @@ def check_free_space(directory: str | os.PathLike[str], num_bytes: int) -> None:
         errno.ENOSPC,
         f"A checkpoint does not fit on the disk of {os.fspath(directory)!r}. "
         f"It needs {num_bytes / _GB:.3f} GB; {free / _GB:.3f} GB are free. "
-        "Delete files there, keep fewer checkpoints, or give another "
+        "Delete files on this disk, keep fewer checkpoints, or use another "
         "directory",
     )
 
@@ -45,7 +45,7 @@ def make_save_error(
     good: int | None,
     error: Exception,
 ) -> OSError:
-    """Makes the error for a save that failed halfway, as on a full disk.
+    """Makes the error for a save that failed, for example on a full disk.
 
     Args:
       directory: The directory of checkpoints.
@@ -56,7 +56,7 @@ def make_save_error(
     kept = (
         "There is no earlier complete checkpoint"
         if good is None
-        else f"Earlier checkpoints are good; the newest is of step {good}"
+        else f"Earlier checkpoints are good; the newest one is step {good}"
     )
     number = getattr(error, "errno", None)
     received = str(error).strip().rstrip(".") or type(error).__name__
@@ -94,8 +94,9 @@ def check_writable(directory: str | os.PathLike[str]) -> None:
         raise OSError(
             fault.errno,
             "The directory of checkpoints must be writable for this user. "
-            f"Received: {str(path)!r}, where {str(existing)!r} is not: "
-            f"{fault.strerror}. Give another directory, or change its mode",
+            f"Received: {str(path)!r}, but {str(existing)!r} is not writable: "
+            f"{fault.strerror}. Use another directory, or change the "
+            "permissions of this one",
         )
 
 
@@ -114,15 +115,15 @@ def check_name(directory: str | os.PathLike[str]) -> None:
     if glob.has_magic(os.fspath(directory)):
         raise ValueError(
             "The path of a directory of checkpoints must not contain '*', '?' "
-            f"or '['. Received: {os.fspath(directory)!r}. Give another name, "
+            f"or '['. Received: {os.fspath(directory)!r}. Use another name, "
             "for example 'lr=0.1' instead of 'lr=[0.1]'."
         )
     path = pathlib.Path(directory)
     if parse_step(path.name) is not None and (path / MANIFEST).exists():
         raise ValueError(
             "Checkpoints must be saved in a directory of checkpoints. "
-            f"Received: {os.fspath(directory)!r}, which is one checkpoint. "
-            f"Give the directory that it is in: {os.fspath(path.parent)!r}."
+            f"Received: {os.fspath(directory)!r}, which is itself a "
+            f"checkpoint. Pass its parent folder: {os.fspath(path.parent)!r}."
         )
 
 
@@ -137,8 +138,8 @@ def _find_existing(path: pathlib.Path) -> pathlib.Path:
 
 
 def _try_to_write(path: pathlib.Path) -> OSError | None:
-    # File modes do not tell whether this user can really write to the disk, so
-    # a temporary file is written.
+    # A file mode does not show whether this user can really write to the disk,
+    # so a temporary file is written.
     try:
         with tempfile.TemporaryFile(dir=path, prefix=".probe-") as file:
             file.write(b"\0")

@@ -11,10 +11,10 @@ from keras_strategies.cluster.array_kinds import is_dtype_name, is_shape
 from keras_strategies.cluster.exchange.message_forms import fault_of
 
 VERSION = 1
-"""The readable version of documents."""
+"""The version of documents that this code reads and writes."""
 
 MAX_BYTES = 64 << 20
-"""The maximum length of a document."""
+"""The maximum length of a document, in bytes."""
 
 
 def read_document(path: str | os.PathLike[str]) -> dict[str, Any]:
@@ -38,7 +38,7 @@ def read_document(path: str | os.PathLike[str]) -> dict[str, Any]:
         raise make_damage_error(path, RUN, "it has no version")
     if document["version"] == VERSION and not _is_complete(document):
         raise make_damage_error(
-            path, RUN, "its entries are not those of a document"
+            path, RUN, "its entries are not those of a checkpoint's document"
         )
     return document
 

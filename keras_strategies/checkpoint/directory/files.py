@@ -28,7 +28,7 @@ NO_LINKS = (
     | getattr(os, "O_NONBLOCK", 0)
     | getattr(os, "O_BINARY", 0)
 )
-"""The flags for opening files without following links or awaiting pipes."""
+"""The flags for opening files without following links or waiting for pipes."""
 
 _NOT_KNOWN = (errno.EINVAL, errno.ENOSYS, errno.ENOTSUP, errno.EBADF)
 _MAX_STEPS = 8
@@ -215,10 +215,9 @@ def _make_missing_error(path: pathlib.Path) -> DamagedCheckpoint:
         cure = "It may have been deleted since it was listed. Use another step."
         return make_damage_error(path, None, fault, cure)
     steps = find_steps(path.parent)
-    others = f"there {'are' if len(steps) > 1 else 'is'} {_list_steps(steps)}"
     return DamagedCheckpoint(
-        f"There is no checkpoint of step {step} in {str(path.parent)!r}; "
-        f"{others}.",
+        f"There is no checkpoint of step {step} in {str(path.parent)!r}. "
+        f"Available steps: {_list_steps(steps)}.",
         path=path,
         fault=fault,
     )

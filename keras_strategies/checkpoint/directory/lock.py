@@ -105,7 +105,8 @@ class DirectoryLock:
             if the holder has been killed and takes a moment to end.
 
         Raises:
-          RuntimeError: if another process, or this one, holds the lock.
+          RuntimeError: if the lock is already held, by another process or by
+            this process.
           OSError: if the lock file cannot be written, is a link or a pipe, or
             has a second name (a hard link).
         """
@@ -228,14 +229,14 @@ def _open(path: pathlib.Path, flags: int) -> int:
         fault = f"is a {describe_kind(status)}"
     elif status.st_nlink > 1:
         # Writing to the file would truncate it under its other name, too.
-        fault = f"is a hard link: its file has {status.st_nlink} names"
+        fault = f"is a hard link to a file with {status.st_nlink} names"
     if fault is None:
         return descriptor
     os.close(descriptor)
     raise OSError(
         errno.EINVAL,
-        "A directory's lock must be a file with one name. Received: "
-        f"{str(path)!r}, which {fault}. Delete that file",
+        "The lock file of a directory must be a regular file with one name. "
+        f"Received: {str(path)!r}, which {fault}. Delete this file",
     )
 
 
@@ -275,7 +276,7 @@ def _try_lock(
     if directory is not None:
         _logger.warning(
             "%s cannot be locked: %s. Make sure that no other run writes "
-            "there.",
+            "to this directory.",
             directory,
             reason,
         )
@@ -318,12 +319,13 @@ def _make_taken_error(directory: pathlib.Path) -> RuntimeError:
     is_here = writer.host == socket.gethostname()
     if is_here and writer.process_id == os.getpid():
         cure = (
-            "That is this process: close the manager that writes there first "
-            "(`manager.close()`), or use that manager."
+            "That is this process. Use the manager that has locked the "
+            "directory, or close it first (`manager.close()`)."
         )
     else:
-        cure = "Give this run another directory, or end the other one."
+        cure = "Use another directory for this run, or end the other run."
     return RuntimeError(
         "Only one run at a time may write to a directory of checkpoints. "
-        f"Received: {str(directory)!r}, where {writer} writes. {cure}"
+        f"Received: {str(directory)!r}, which is locked by "
+        f"{'another ' * (writer.process_id is None)}{writer}. {cure}"
     )

@@ -41,19 +41,19 @@ from keras_strategies.cluster.exchange.message_forms import fault_of, is_count
 from keras_strategies.cluster.untrusted import load_json
 
 VERSION = 1
-"""The version of the format."""
+"""The version of the manifest's format."""
 
 MAX_BYTES = 16 << 20
-"""The maximum length of a manifest."""
+"""The maximum length of a manifest, in bytes."""
 
 _SHA256 = re.compile(r"[0-9a-f]{64}", re.ASCII)
 _PARTIAL = (
-    "It is not restored. Use an earlier step. If no run is saving it, the "
-    "folder can be deleted."
+    "This checkpoint is not restored. Use an earlier step. If no run is saving "
+    "it at the moment, its folder can be deleted."
 )
 _NEWER = (
-    "It may be of another version of keras_strategies. Restore it with the "
-    "version that wrote it, or use an earlier step."
+    "Another version of keras_strategies may have written this checkpoint. "
+    "Restore it with that version, or use an earlier step."
 )
 
 
@@ -129,8 +129,8 @@ def write_manifest(
     path = pathlib.Path(path)
     if path.name != step_path(path.parent, step).name:
         raise ValueError(
-            "A checkpoint's folder must be named by its step. Received: "
-            f"step={step}, path={str(path)!r}. Give the folder of that step."
+            "A checkpoint's folder must be named after its step. Received: "
+            f"step={step}, path={str(path)!r}. Pass the folder of that step."
         )
     sizes = find_files(path)
     manifest = Manifest(
@@ -147,8 +147,9 @@ def write_manifest(
         load_json(text, max_characters=MAX_BYTES)
     except ValueError as error:
         raise ValueError(
-            "A manifest must be short, valid JSON. Received: one of "
-            f"{len(sizes)} files, of which {error}. Leave that out of `facts`."
+            "A checkpoint's manifest must be short, valid JSON. Received: a "
+            f"manifest for {len(sizes)} files, of which {error}. Shorten or "
+            "simplify the metadata in `facts`."
         ) from None
     names = {path / name for name in sizes}
     for flushed in sorted(names | {name.parent for name in names}):
@@ -225,7 +226,7 @@ def _parse(path: pathlib.Path, text: bytes) -> Manifest:
     try:
         content = load_json(text, max_characters=MAX_BYTES)
     except ValueError as error:
-        fault = f"it is not JSON in the form of a manifest: {error}"
+        fault = f"it is not a valid manifest: {error}"
         raise make_damage_error(path, MANIFEST, fault) from None
     if not isinstance(content, dict) or "version" not in content:
         raise make_damage_error(path, MANIFEST, "it has no version")
@@ -265,7 +266,7 @@ def _find_fault(content: dict[str, Any]) -> str | None:
     for name, entry in content["files"].items():
         if fault_of(entry, (is_count, _is_sha256)) is not None:
             return (
-                f"its entry of {quote_name(name)} is not a size and a checksum"
+                f"its entry for {quote_name(name)} is not a size and a checksum"
             )
     return None
 
@@ -295,7 +296,7 @@ def _to_json(value: Tree, name: str) -> Tree:
             else f"{value}".replace("inf", "Infinity")
         )
     raise TypeError(
-        "Facts of a checkpoint must be JSON: numbers, strings, lists, "
-        f"mappings. Received: an object of type {type(value).__name__} in "
+        "The metadata of a checkpoint must be JSON: numbers, strings, lists "
+        f"and mappings. Received: an object of type {type(value).__name__} in "
         f"{name!r}. Convert it to a number or a string."
     )

@@ -7,19 +7,19 @@ import stat
 from typing import Any
 
 MANIFEST = "manifest.json"
-"""The file in a checkpoint's folder that lists the others."""
+"""The file in a checkpoint's folder that lists the other files."""
 
 RUN = "run/metadata"
-"""The file in a checkpoint's folder with everything but arrays."""
+"""The file in a checkpoint's folder that contains all data except arrays."""
 
 MAX_STEP = 2**63 - 1
 """The highest step."""
 
 DELETING = ".deleting-"
-"""The text between step and random digits in the name of a deleted folder."""
+"""The text after the step in the name of a folder that is being deleted."""
 
 DAMAGED = ".damaged-"
-"""The text between step and number in the name of a quarantined folder."""
+"""The text after the step in the name of a damaged checkpoint's folder."""
 
 _STEP = re.compile(r"0|[1-9][0-9]{0,18}", re.ASCII)
 _PARTIAL = re.compile(
@@ -58,12 +58,13 @@ def step_path(directory: str | os.PathLike[str], step: int) -> pathlib.Path:
     if isinstance(step, bool) or not hasattr(step, "__index__"):
         raise TypeError(
             "A checkpoint's step must be an integer. Received: an object of "
-            f"type {type(step).__name__}. Give the number of train steps done."
+            f"type {type(step).__name__}. Pass the number of completed train "
+            "steps."
         )
     if not 0 <= int(step) <= MAX_STEP:
         raise ValueError(
             "A checkpoint's step must be in [0, 2**63). Received: "
-            f"{int(step)}. Give the number of train steps done."
+            f"{int(step)}. Pass the number of completed train steps."
         )
     return pathlib.Path(directory) / str(int(step))
 
@@ -104,7 +105,8 @@ def find_partial_saves(directory: str | os.PathLike[str]) -> list[pathlib.Path]:
     """Finds the remains of killed saves and deletions, by their names.
 
     The folder of a running save has such a name, too. So only the process that
-    holds the directory's lock may remove them, while it is not saving.
+    holds the directory's lock may remove the folders that are found, and only
+    while it is not saving.
     """
     return _find_matching(directory, _PARTIAL)
 
@@ -133,7 +135,7 @@ def make_directory(directory: str | os.PathLike[str]) -> pathlib.Path:
             error.errno,
             "The directory of checkpoints must exist or be creatable. "
             f"Received: {str(path)!r}, which cannot be created: "
-            f"{error.strerror}. Give another directory",
+            f"{error.strerror}. Use another directory",
         ) from error
     return path
 
@@ -156,7 +158,7 @@ def make_directory_error(path: pathlib.Path) -> NotADirectoryError:
     """Makes the error for a path that is not a directory of checkpoints."""
     return NotADirectoryError(
         f"Checkpoints must be in a directory. Received: {str(path)!r}, which "
-        "is not a directory. Give a directory; it need not exist."
+        "is not a directory. Pass the path of a directory; it need not exist."
     )
 
 

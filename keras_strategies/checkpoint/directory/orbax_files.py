@@ -24,8 +24,8 @@ _STATE = "state"
 _TREE = f"{_STATE}/_METADATA"
 _ARRAYS = f"{_STATE}/array_metadatas"
 _CURE = (
-    "It is not restored. Use an earlier step, or restore this folder from a "
-    "copy."
+    "This checkpoint is not restored. Use an earlier step, or restore this "
+    "folder from a copy."
 )
 _MAX_SHOWN = 1000
 # Errors that Orbax raises if its JSON files have unexpected entries. Errors of
@@ -67,7 +67,7 @@ def guard_restore(
         for group, wanted in names.items():
             if not known.issuperset((group, name) for name in wanted):
                 raise make_damage_error(
-                    path, _TREE, f"it lacks arrays of {quote_name(group)}"
+                    path, _TREE, f"arrays of {quote_name(group)} are missing"
                 )
         for name in _list_array_files(path):
             _load(path, name)

@@ -24,7 +24,7 @@ from keras_strategies.cluster.checks import check_number
 _logger = logging.getLogger(__name__)
 
 _SECONDS_PER_HOUR = 3600
-_COUNT = "Give a number of checkpoints."
+_COUNT = "Pass a number of checkpoints."
 _MODES = ("auto", "min", "max")
 _LOSSES = re.compile(r"loss|error|divergence|crossentropy|hinge|poisson")
 # Substrings in the names of Keras metrics for which higher values are better.
@@ -56,7 +56,7 @@ class Keep:
         best.
       mode: Whether lower ("min") or higher ("max") values of the metric are
         better. "auto" infers this from the metric's name ("max" for accuracies,
-        AUC, precision and other such metrics of Keras).
+        AUC, precision and similar Keras metrics).
       num_best: The number of best checkpoints to retain.
     """
 
@@ -74,24 +74,24 @@ class Keep:
         check_number(
             "`every_n_hours`",
             self.every_n_hours,
-            "Give a number of hours, or None.",
+            "Pass a number of hours, or None.",
             above=0,
             is_whole=False,
         )
         if self.best is not None and not isinstance(self.best, str):
             raise TypeError(
                 "`best` must be a metric's name. Received: an object of type "
-                f'{type(self.best).__name__}. Give a name such as "val_loss".'
+                f'{type(self.best).__name__}. Pass a name such as "val_loss".'
             )
         if self.best is not None and not self.best.strip():
             raise ValueError(
                 f"`best` must be a metric's name. Received: best={self.best!r}."
-                ' Give a name such as "val_loss", or None.'
+                ' Pass a name such as "val_loss", or None.'
             )
         if self.mode not in _MODES:
             raise ValueError(
                 '`mode` must be "auto", "min" or "max". Received: '
-                f'mode={self.mode!r}. Give "min" for losses.'
+                f'mode={self.mode!r}. Use "min" for losses.'
             )
 
     @property
@@ -115,8 +115,8 @@ def as_keep(keep: object) -> Keep:
         return Keep(last=keep)
     raise TypeError(
         "`keep` must be a number of checkpoints or a `ks.checkpoint.Keep`. "
-        f"Received: keep={keep!r}. Give `ks.checkpoint.Keep(last=None)` to "
-        "retain all."
+        f"Received: keep={keep!r}. Pass `ks.checkpoint.Keep(last=None)` to "
+        "retain all checkpoints."
     )
 
 

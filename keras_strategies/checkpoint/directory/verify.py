@@ -24,8 +24,8 @@ from keras_strategies.checkpoint.directory.names import (
 )
 
 _DELETED = (
-    "A run's keep rule, or a person, has deleted it. Use the newest "
-    "checkpoint that still exists."
+    "A run that retains only some checkpoints, or a user, has deleted it. Use "
+    "the newest checkpoint that still exists."
 )
 
 

@@ -128,9 +128,10 @@ class _MapBatches:
         batch = self._dataset[index]
         if batch is None:
             raise ValueError(
-                "Every index of a `grain.MapDataset` must hold a batch. "
-                f"Received: None at {index}, as after `filter`. Call "
-                "`.to_iter_dataset()`, which skips such elements."
+                "A `grain.MapDataset` must have a batch at every index. "
+                f"Received: None at index {index}, for example because of a "
+                "`filter`. Call `.to_iter_dataset()`, which skips such "
+                "elements."
             )
         return _to_arrays(batch)
 
@@ -145,7 +146,7 @@ class _MapBatches:
         def read(start: int, stop: int) -> Tree:
             read = stacked.read([*range(first + start, first + stop)])
             return _to_arrays(
-                stack_rows(read, "Pad them before `.batch(...)`.")
+                stack_rows(read, "Pad the rows before `.batch(...)`.")
             )
 
         return self._process_rows.make_part(read, rows, cut, self._checksum)
@@ -237,10 +238,10 @@ def _is_divided(
     except AttributeError:
         raise RuntimeError(
             "With this version of grain it is unknown whether a "
-            "`grain.DataLoader` reads a shard, and rows might be lost. "
-            "Received: a loader without `_shard_options`, on several "
-            "processes. Use a `grain.MapDataset`, `AutoShardPolicy.OFF` if "
-            "each process has different rows, or another version of grain."
+            "`grain.DataLoader` is sharded, so rows might be lost. Received: a "
+            "loader without `_shard_options`, in a job with several "
+            "processes. Use a `grain.MapDataset` or another version of grain; "
+            "or, if each process has different rows, `AutoShardPolicy.OFF`."
         ) from None
     if options.shard_count == 1:
         return False
@@ -265,10 +266,11 @@ def _warn_of_slices(dataset: Dataset, count: int, process_index: int) -> None:
         begin, step = (getattr(inner, n, None) for n in ("_start", "_step"))
         if (begin, step) == (process_index, count):
             warnings.warn(
-                "This grain dataset seems to be divided already: it is sliced "
-                f"[{begin}::{step}] in process {process_index} of "
-                f"{count}. The strategy divides it once more, and rows are "
-                "lost. Leave out the slice, or set `AutoShardPolicy.OFF`.",
+                "This grain dataset seems to be divided among the processes "
+                f"already: it is sliced with [{begin}::{step}] in process "
+                f"{process_index} of {count}. The strategy divides it again, "
+                "so rows are lost. Remove the slice, or set "
+                "`AutoShardPolicy.OFF`.",
                 stacklevel=4,
             )
             return
@@ -285,12 +287,13 @@ def _warn_of_lost_rows(dataset: Dataset) -> None:
     if lost and rows < _ENDLESS and _loses_remainders():
         grain = sys.modules["grain"]
         warnings.warn(
-            "This version of grain loses rows of a `DataLoader` that its "
-            "shards cannot share evenly, also with `drop_remainder=False`. "
-            f"Received: grain {grain.__version__}, {rows} rows and "
-            f"{options.shard_count} shards: no process reads {lost} of the "
-            "rows. Leave sharding to the strategy "
-            "(`grain.sharding.NoSharding()`), or install a later grain.",
+            "This version of grain loses rows of a `DataLoader` if the number "
+            "of rows is not a multiple of the number of shards, even with "
+            f"`drop_remainder=False`. Received: grain {grain.__version__}, "
+            f"{rows} rows and {options.shard_count} shards, so that no process "
+            f"reads {lost} of the rows. Leave sharding to the strategy "
+            "(`grain.sharding.NoSharding()`), or install a later version of "
+            "grain.",
             stacklevel=4,
         )
 
@@ -321,7 +324,7 @@ def _count_rows(batch: Tree) -> int:
 
 
 def _to_arrays(batch: Tree) -> Tree:
-    """Returns a nest of arrays; a top-level list becomes a tuple, for `fit`."""
+    """Converts a batch to arrays, and a top-level list to a tuple for `fit`."""
     # Subclasses of arrays are not converted: those of grain keep the shared
     # memory alive that contains their values.
     batch = jax.tree.map(

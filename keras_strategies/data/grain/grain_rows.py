@@ -15,7 +15,7 @@ import numpy as np
 
 from keras_strategies._types import Dataset, Tree
 
-# Number of rows that are read together, and so are in memory at the same time
+# Number of rows that are read together. They are all in memory at the same time
 # before the mapped functions run.
 _NUM_AT_ONCE = 32
 _OF_GRAIN = "grain._src.python.dataset."
@@ -96,7 +96,7 @@ def _copy_for_many(dataset: Dataset) -> Dataset | None:
     if kind.__name__ == "SourceMapDataset":
         if not _is_grain_source(dataset._source):
             clone._source = _ManyRows(dataset._source)
-        # Otherwise, if Prometheus is installed, metrics are recorded for each
+        # Otherwise, if Prometheus is installed, grain records metrics for each
         # row.
         clone._record_metrics = False
         return clone
@@ -116,7 +116,7 @@ def _is_grain_source(source: object) -> bool:
 
 
 def _reads_many(kind: type) -> bool:
-    """Returns whether a class of grain overrides the method for many rows."""
+    """Returns whether a grain class overrides the method to read many rows."""
     from grain import MapDataset
 
     rows = getattr(MapDataset, "_getitems", None)
@@ -137,8 +137,8 @@ class _ManyRows:
 
     def _getitems(self, indices: Sequence[int]) -> list[Tree]:
         # Rows are copied, because a source may reuse one array for all rows. If
-        # rows were read one at a time, this would be no problem, since each row
-        # would be mapped before the next is read.
+        # rows were read one at a time, no copies would be needed, since each
+        # row would be mapped before the next one is read.
         return [jax.tree.map(_copy, self._source[index]) for index in indices]
 
 

@@ -26,8 +26,8 @@ _TFRECORD_FRAME = 16
 class ArrayRows:
     """The rows of "npz" and "npy" files.
 
-    An item, which stands for a row, is the row's index among the rows of all
-    `paths`.
+    The methods refer to rows by *items*. Here, an item is the row's index among
+    the rows of all `paths`.
 
     Args:
       data: The description of all files.
@@ -50,7 +50,7 @@ class ArrayRows:
         return iter(range(skip, int(self._ends[-1])))
 
     def label(self, item: int) -> str:
-        """Returns a text that identifies an item and the files (to hash)."""
+        """Returns a text to be hashed, which identifies the item and files."""
         return f"{self._names} {item}"
 
     def read(self, items: Sequence[int]) -> Tree:
@@ -85,8 +85,9 @@ class _Record(NamedTuple):
 class RecordRows:
     """The rows of files that can only be read from beginning to end.
 
-    These are text files, TFRecord files and the files of a user's reader. An
-    item, which stands for a row, is a record that is not parsed yet.
+    These are text files, TFRecord files and the files of a user's reader. The
+    methods refer to rows by *items*. Here, an item is a record that has not
+    been parsed yet.
 
     Args:
       data: The description of all files.
@@ -115,20 +116,22 @@ class RecordRows:
             if count not in (None, num_rows):
                 raise OSError(
                     "A file must contain the number of rows that was counted. "
-                    f"Received: {path} with {num_rows} rows, counted {count}. "
-                    "Check `count`, and that no other program writes to the "
-                    "file."
+                    f"Received: {path} with {num_rows} rows, although {count} "
+                    "were counted. Check what `count` returns, and make sure "
+                    "that no other program writes to the file."
                 )
 
     def label(self, item: _Record) -> str:
-        """Returns a text that identifies an item and its file (to hash)."""
+        """Returns a text to be hashed, which identifies the item and file."""
         return f"{os.path.basename(item.path)} {item.index}"
 
     def read(self, items: Sequence[_Record]) -> Tree:
         """Parses records and stacks them into arrays (rows, ...)."""
-        where = f", from {items[0].path}, record {items[0].index}, on"
+        path, index = items[0].path, items[0].index
+        where = f", from {path}, starting with record {index}"
         rows = [self._parse(item) for item in items]
-        return stack_rows(rows, "Pad them in `parse`.", where)
+        cure = "Pad the rows in `parse`, or in the reader that yields them."
+        return stack_rows(rows, cure, where)
 
     def _parse(self, record: _Record) -> Tree:
         if self._data.parse is None:
@@ -162,9 +165,9 @@ def iterate_batches(
 def _shuffle(
     rows: ArrayRows | RecordRows, start: int, window: int, key: tuple[int, ...]
 ) -> Iterator[Any]:
-    # Each window has a shuffle order of its own. So resuming skips all windows
-    # before `start` without reading them, and then the first rows of the window
-    # that contains `start`.
+    # Each window has a separate shuffle order. So resuming skips all windows
+    # before `start` without shuffling them, and then the first rows of the
+    # window that contains `start`.
     number, skip = divmod(start, window)
     items = rows.items(number * window)
     while in_window := list(itertools.islice(items, window)):
@@ -186,16 +189,18 @@ def count_array_rows(data: Files) -> dict[str, int]:
         rows = {name: array.shape[0] for name, array in arrays.items()}
         if len(set(rows.values())) != 1:
             raise ValueError(
-                "The arrays of a file must have the same number of rows. "
-                f"Received: {path} with {rows}. Choose arrays with `keys`."
+                "All arrays in a file must have the same number of rows. "
+                f"Received: {path} with the numbers of rows {rows}. Use `keys` "
+                "to select arrays of equal length."
             )
         spec = {n: (a.dtype, a.shape[1:]) for n, a in arrays.items()}
         expected = spec if expected is None else expected
         if spec != expected:
             raise ValueError(
-                "The arrays of all files must have the same names, dtypes and "
-                f"shapes of rows. Received: {spec} in {path}, {expected} in "
-                f"{data.paths[0]}. Choose those that agree with `keys`."
+                "The arrays in all files must have the same names, dtypes and "
+                f"row shapes. Received: {spec} in {path}, {expected} in "
+                f"{data.paths[0]}. Use `keys` to select arrays that are in all "
+                "files."
             )
         counts[path] = next(iter(rows.values()))
     return counts
@@ -262,8 +267,8 @@ def _read_header(file: IO[bytes]) -> tuple[tuple[int, ...], bool, np.dtype]:
     shape, is_fortran, dtype = read(file)
     if not shape or dtype.kind in "OSUVmM":
         raise ValueError(
-            f"an array of shape {shape} and dtype {dtype}, but rows of "
-            "numbers or booleans are needed"
+            f"it contains an array with shape {shape} and dtype {dtype}, but "
+            "arrays must contain rows of numbers or booleans"
         )
     return shape, is_fortran, dtype
 
@@ -294,7 +299,9 @@ def _read_tfrecords(path: str) -> Iterator[Any]:
     # TensorFlow (2.21) treats a record that is cut off as the end of the file
     # and raises no error; test_tfrecords checks this.
     if left:
-        raise EOFError(f"the file ends {left} bytes after its last record")
+        raise EOFError(
+            f"the file ends {left} bytes after its last complete record"
+        )
 
 
 def _read_lines(path: str) -> Iterator[str]:
@@ -310,7 +317,8 @@ def _explain_errors(place: Callable[[], str]) -> Iterator[None]:
     except Exception as error:
         raise OSError(
             f"A file could not be read. Received: {place()}: "
-            f"{type(error).__name__}: {error}. Write it again, or leave it out."
+            f"{type(error).__name__}: {error}. Write the file again, or remove "
+            "it from the dataset."
         ) from error
 
 

@@ -34,8 +34,8 @@ class FilesSource(Source):
       seed: The seed for shuffling if `data` has no seed. Must be the same in
         all processes.
       policy: With FILE, each process reads entire files; with DATA, its own
-        rows of each batch; with OFF, all rows. AUTO is FILE if there are enough
-        files, else DATA.
+        rows of each batch; with OFF, all rows. AUTO is FILE if there is at
+        least one file for each process, else DATA.
 
     Raises:
       ValueError: if the policy is HINT; if it is FILE and there are fewer files
@@ -156,8 +156,8 @@ def _is_by_file(
     if policy is AutoShardPolicy.HINT:
         raise ValueError(
             "HINT needs a `tf.data.Dataset` with `shard(SHARD_HINT, ...)`. "
-            "Received: AutoShardPolicy.HINT for files. Use AUTO, FILE, DATA or "
-            "OFF."
+            "Received: AutoShardPolicy.HINT for the files of `ks.data.files`. "
+            "Use AUTO, FILE, DATA or OFF."
         )
     by_rows = (AutoShardPolicy.DATA, AutoShardPolicy.OFF)
     if num_processes == 1 or policy in by_rows:
@@ -165,17 +165,18 @@ def _is_by_file(
     if len(data.paths) >= num_processes:
         return True
     reason = (
-        "Sharing by files needs at least one file for each process. Received: "
+        "To divide a dataset by files, there must be at least one file for "
+        "each process. Received: "
         f"{len(data.paths)} files for {num_processes} processes. "
     )
     if policy is AutoShardPolicy.FILE:
         raise ValueError(f"{reason}Write more files, or use AUTO or DATA.")
-    cost = "opens all files and reads its rows of each batch"
+    cost = "opens all files and reads its own rows of each batch"
     if data.reader not in ARRAYS:
-        cost = "reads all files and keeps its rows of each batch"
+        cost = "reads all files and uses only its own rows of each batch"
     warnings.warn(
-        f"{reason}AutoShardPolicy.AUTO becomes DATA: each process {cost}. "
-        "Write more files, or set DATA.",
+        f"{reason}AutoShardPolicy.AUTO becomes DATA: each process "
+        f"{cost}. Write more files, or set AutoShardPolicy.DATA.",
         stacklevel=4,
     )
     return False

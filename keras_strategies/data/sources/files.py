@@ -20,8 +20,8 @@ _WINDOW = 10_000
 class Files:
     """A description of files and of how to read rows from them.
 
-    `files` creates this object; its other attributes are the arguments of
-    `files`.
+    The function `files` creates this object. Its attributes that are not listed
+    below are arguments of that function.
 
     Attributes:
       paths: The files, in order.
@@ -48,30 +48,33 @@ class Files:
         if self.batch_size < 1:
             raise ValueError(
                 "`batch_size` must be positive. Received: "
-                f"{self.batch_size}. Pass the number of rows of a global batch."
+                f"{self.batch_size}. Pass the number of rows in a global batch."
             )
         if self.window < 0:
             raise ValueError(
-                "`shuffle` must be True, False or a number of rows. Received: "
-                f"{self.window}. Use True for windows of {_WINDOW} rows."
+                "`shuffle` must be True, False or a positive number of rows. "
+                f"Received: {self.window}. Pass True to shuffle within windows "
+                f"of {_WINDOW} rows."
             )
         if not callable(self.reader) and self.reader not in ARRAYS + RECORDS:
             raise ValueError(
                 "`reader` must be one of 'npz', 'npy', 'text', 'tfrecord' or "
-                f"a function of a path. Received: {self.reader!r}. Write a "
-                "generator of rows for other formats."
+                f"a function of a path. Received: {self.reader!r}. For other "
+                "formats, pass a function that is called with a path and "
+                "yields rows."
             )
         if (self.reader in RECORDS) != (self.parse is not None):
             raise ValueError(
                 "`parse` must be set for 'text' and 'tfrecord' files, and only "
                 f"for these. Received: reader={self.reader!r}, "
-                f"parse={self.parse!r}. Pass a function of a str (text) or of "
-                "bytes (tfrecord) that returns a nest of arrays."
+                f"parse={self.parse!r}. For these files, pass a function that "
+                "converts a str ('text') or bytes ('tfrecord') to a nest of "
+                "arrays. For other files, omit `parse`."
             )
         if self.keys is not None and self.reader != "npz":
             raise ValueError(
-                "`keys` must be left out except for 'npz' files. Received: "
-                f"reader={self.reader!r}, keys={self.keys!r}. Leave it out."
+                "`keys` can only be used for 'npz' files. Received: "
+                f"reader={self.reader!r}, keys={self.keys!r}. Omit `keys`."
             )
         if self.reader == "tfrecord" and not importlib.util.find_spec(
             "tensorflow"
@@ -123,7 +126,7 @@ def files(
         "npz" and "npy" files the numbers of rows are always known.
       shuffle: Whether to shuffle the files in each epoch, and to shuffle the
         rows within windows of 10000 consecutive rows. An int sets another
-        window size. All records of a window are held in memory.
+        window size. All records of a window are in memory at the same time.
       seed: The seed for shuffling. The order of the rows depends only on the
         seed and the epoch.
       drop_remainder: Whether to drop the last batch if it has fewer rows. If
@@ -131,7 +134,8 @@ def files(
         smaller batch.
 
     Raises:
-      ValueError: if no file was found, or the arguments do not fit together.
+      ValueError: if no file was found, or if arguments are invalid or cannot be
+        combined.
       FileNotFoundError: if a path does not exist.
 
     Example:

@@ -1,4 +1,4 @@
-"""Datasets from a user's function, where each batch is for one replica."""
+"""Datasets that a user's function creates, with one batch per replica."""
 
 import dataclasses
 import itertools
@@ -81,7 +81,7 @@ class FunctionSource(Source):
     Raises:
       TypeError: if `dataset_fn` is not callable, or returns an object that does
         not yield batches.
-      ValueError: if one dataset per replica is requested on several processes.
+      ValueError: if `is_per_replica` is True in a job with several processes.
     """
 
     kind = "a dataset from a function"
@@ -96,9 +96,9 @@ class FunctionSource(Source):
     ) -> None:
         if not callable(dataset_fn):
             raise TypeError(
-                "`dataset_fn` must be a function that makes a dataset. "
-                f"Received: an object of type {type(dataset_fn).__name__}. "
-                "Pass a dataset itself to `experimental_distribute_dataset`."
+                "`dataset_fn` must be a function that returns a dataset. "
+                f"Received: an object of type {type(dataset_fn).__name__}. If "
+                "it is a dataset, use `experimental_distribute_dataset`."
             )
         self._num_replicas = mesh.replicas_per_process
         self.is_process_local = mesh.num_processes > 1
@@ -106,9 +106,9 @@ class FunctionSource(Source):
         if is_per_replica:
             if mesh.num_processes > 1:
                 raise ValueError(
-                    "`PER_REPLICA` must be used on one process. Received: a "
-                    f"job of {mesh.num_processes} processes. Use "
-                    "`InputReplicationMode.PER_WORKER`."
+                    "`InputReplicationMode.PER_REPLICA` can only be used in a "
+                    "job with a single process. Received: a job with "
+                    f"{mesh.num_processes} processes. Use `PER_WORKER`."
                 )
             count = mesh.num_replicas
             pipelines = range(count)
@@ -164,6 +164,6 @@ def _check_equal(parts: list[Tree]) -> None:
     if any(kind != kinds[0] for kind in kinds):
         raise ValueError(
             "The batches of a step must differ only in their number of rows. "
-            f"Received: {[str(kind) for kind in kinds]}. Check what the "
-            "dataset yields."
+            f"Received: {[str(kind) for kind in kinds]}. Make the dataset "
+            "yield batches with the same structure, row shapes and dtypes."
         )

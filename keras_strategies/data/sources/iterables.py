@@ -83,13 +83,14 @@ def check_batches(dataset: object) -> None:
     if isinstance(dataset, str | bytes | os.PathLike):
         raise TypeError(
             "A dataset must yield global batches. Received: "
-            f"{dataset!r}. For the files of a path or a pattern pass "
-            "`ks.data.files(path, reader)`."
+            f"{dataset!r}. To read files, pass `ks.data.files(path, reader, "
+            "batch_size=...)`."
         )
     if isinstance(dataset, np.ndarray | jax.Array | dict | tuple | list):
         raise TypeError(
             "A dataset must yield global batches. Received: "
-            f"{type(dataset).__name__}. Make batches of arrays with "
+            f"an object of type {type(dataset).__name__}. To divide arrays "
+            "into batches, use "
             "`experimental_make_numpy_dataset(arrays).batch(batch_size)`."
         )
     if not hasattr(dataset, "__iter__") and not hasattr(dataset, "__getitem__"):

@@ -29,7 +29,7 @@ class NumpyDataset:
     returns a dataset that yields batches.
 
     Args:
-      arrays: A nest of arrays; lists in it are stacked into arrays.
+      arrays: A nest of arrays; lists in it are converted to arrays.
       batch_size: Number of rows in a batch; None to yield single rows.
       drop_remainder: Whether to drop the last batch if it has fewer rows.
 

@@ -26,10 +26,10 @@ class TorchSource(LoadedSource):
     """A source that reads a `torch.utils.data.DataLoader` or `Dataset`.
 
     From a map-style dataset a process reads only its own rows, with the
-    loader's settings (workers, timeout, ...). All processes seed the samplers
-    equally. Every process reads entire batches from an `IterableDataset` or a
-    subclass of `DataLoader`, or if `batch_size` is None or the `collate_fn` is
-    custom (it may pad a batch, or mix or drop its rows).
+    loader's settings (workers, timeout, ...). All processes use the same seed
+    for the samplers. Every process reads entire batches from an
+    `IterableDataset` or a subclass of `DataLoader`, or if `batch_size` is None
+    or the `collate_fn` is custom (it may pad a batch, or mix or drop its rows).
 
     torch's global generator is seeded for each batch, then restored. The user
     must seed other generators, also in the worker processes of a resumed run.
@@ -206,13 +206,13 @@ class _IndexedBatches:
 def _plan_reads(
     batches: Iterator[Any], cut: Cut
 ) -> Iterator[tuple[Any, int, int, int]]:
-    """Yields a batch's keys to read, own rows, all rows and checksum."""
+    """Yields per batch: keys to read, number of own and all rows, checksum."""
     is_first = True
     for keys in batches:
         begin, end = cut(len(keys))
         needed = keys[begin:end]
         if begin == end:
-            # From the first batch a row is read in any case, for its shapes.
+            # At least one row of the first batch is read, for its shapes.
             needed = keys[:1] if is_first else None
         is_first = False
         checksum = zlib.crc32(f"{keys[0]} {keys[-1]}".encode())
@@ -286,16 +286,16 @@ def _is_divided(loader: Dataset, count: int, process_index: int) -> bool:
     place = (sampler.rank, sampler.num_replicas)
     if place != (process_index, count):
         raise ValueError(
-            "A `DistributedSampler` must divide the rows over the processes. "
+            "A `DistributedSampler` must divide the rows among the processes. "
             f"Received: rank={place[0]}, num_replicas={place[1]} in process "
-            f"{process_index} of {count}. Leave it out: the strategy shards "
-            "the rows."
+            f"{process_index} of {count}. Remove it, because the strategy "
+            "shards the rows."
         )
     repeated = sampler.total_size - len(sampler.dataset)
     if repeated > 0:
         warnings.warn(
-            f"`DistributedSampler` yields {repeated} rows twice an epoch. "
-            "Leave it out: the strategy reads each row once.",
+            f"`DistributedSampler` yields {repeated} rows twice in an epoch. "
+            "Remove it, because the strategy reads each row exactly once.",
             stacklevel=4,
         )
     return True
@@ -364,7 +364,7 @@ def _seed_each(
 
 
 def _read_rows(arrays: Tree, keys: Iterator[Any]) -> Iterator[Tree]:
-    """Yields the same batches as collating the arrays' single rows."""
+    """Yields the batches that collating single rows would also yield."""
     for wanted in keys:
         is_range = isinstance(wanted, range)
         rows = slice(wanted.start, wanted.stop) if is_range else list(wanted)
@@ -372,7 +372,7 @@ def _read_rows(arrays: Tree, keys: Iterator[Any]) -> Iterator[Tree]:
 
 
 def _to_arrays(batch: Batch) -> Tree:
-    """Returns a nest of arrays; a top-level list becomes a tuple, for `fit`."""
+    """Converts a batch to arrays, and a top-level list to a tuple for `fit`."""
     batch = jax.tree.map(_to_array, batch)
     return tuple(batch) if type(batch) is list else batch
 
@@ -386,9 +386,9 @@ def _to_array(leaf: Array) -> Tree:
         return leaf if isinstance(leaf, str) else np.asarray(leaf)
     if leaf.layout is not torch.strided or leaf.is_nested:
         raise ValueError(
-            "Batches must hold dense tensors. Received: one with layout "
-            f"{leaf.layout}{' that is nested' * leaf.is_nested}. Call "
-            "`.to_dense()`, or pad it, in the dataset or in `collate_fn`."
+            "Batches must contain dense tensors. Received: "
+            f"a {'nested ' * leaf.is_nested}tensor with layout {leaf.layout}. "
+            "Call `.to_dense()` or pad it, in the dataset or in `collate_fn`."
         )
     leaf = leaf.detach().cpu()
     name = str(leaf.dtype).removeprefix("torch.")

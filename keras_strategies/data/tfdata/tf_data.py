@@ -66,7 +66,7 @@ class TfDataSource(Source):
     * AUTO: FILE if there are enough files, and if it is certain that all
       processes together read every row that a single process would read,
       exactly once. Otherwise DATA, with a warning if the dataset reads files.
-      It is not certain if an operation counts or pairs rows across files:
+      This is not certain if an operation counts or pairs rows across files:
       `take`, `skip`, `zip` (its rows match only if all files have the same
       length), `drop_remainder=True` unless the rows repeat forever (each
       process would drop its own remainder), `batch` on batches, `filter` on
@@ -107,8 +107,8 @@ class TfDataSource(Source):
         None if no other process does.
 
     Attributes:
-      plan: How the dataset is divided, and why; `summary` adds the numbers of
-        rows.
+      plan: A `Summary` of how the dataset is divided, and why. The result of
+        `summary` also contains the numbers of rows.
       is_infinite: Whether the dataset certainly never ends.
 
     Raises:
@@ -196,7 +196,7 @@ class TfDataSource(Source):
             return
         document = load_json(str(seed), max_characters=_MAX_SEED)
         if fault_of(document, _SEED) is not None:
-            raise ValueError("Pass a value that `Source.seed` returned.")
+            raise ValueError("`seed` must be a value of `Source.seed`.")
         self._seed, seeds = (
             document if isinstance(document, list) else (document, None)
         )
@@ -224,7 +224,8 @@ class TfDataSource(Source):
             dataset = dataset.skip(start)
         held = [dataset.as_numpy_iterator(), dataset, kept]
         del dataset, kept
-        # At exit Python clears modules before it closes generators.
+        # A local name is needed, since at exit Python clears modules before it
+        # closes generators.
         let_go = _let_go
         try:
             for batch in self._read_batches(held[0]):
@@ -266,7 +267,7 @@ class TfDataSource(Source):
         if received is not None:
             raise OSError(
                 "The files of a dataset must exist and be complete. Received: "
-                f"{received}. Write the file again, or leave it out of the "
+                f"{received}. Write the file again, or remove it from the "
                 "dataset."
             ) from error
 
@@ -317,12 +318,14 @@ def _check_elements(element_spec: Tree) -> None:
             raise TypeError(
                 "The elements of a dataset must be dense tensors. Received: "
                 f"{spec}. Use `dataset.map(tf.sparse.to_dense)` for sparse "
-                "ones, `.to_tensor()` or `padded_batch` for ragged ones."
+                "tensors, and `.to_tensor()` or `padded_batch` for ragged "
+                "tensors."
             )
         if spec.dtype in (tf.string, tf.resource, tf.variant):
             raise TypeError(
                 "The arrays of a batch must hold numbers or booleans. "
-                f"Received: {spec}. Encode it before training."
+                f"Received: {spec}. Convert its values to numbers in the "
+                "dataset."
             )
         if spec.shape.rank == 0:
             raise ValueError(

@@ -145,7 +145,7 @@ def _find_doubt(graph: Graph, shards: set[str]) -> str | None:
         elif kind == "UnbatchDataset":
             is_batched = False
         elif kind not in EACH and not (is_batched and kind in EACH_ROW):
-            default = f"`{kind}` is in it"
+            default = f"it contains `{kind}`"
             return DOUBTS.get(kind.removeprefix("Parallel"), default)
         waiting += [(source, is_batched) for source in top.datasets(node)]
     return None
@@ -280,7 +280,8 @@ def find_damage(names: Iterable[str]) -> str | None:
                 break
             record = max(record, found)
         else:
-            return f"{name}, damaged or cut off at record {record} (from 0)"
+            where = f"at record {record} (counted from 0)"
+            return f"{name}, which is damaged or truncated {where}"
     return None
 
 

@@ -65,7 +65,7 @@ DOUBTS = {
     "TakeDataset": "`take` counts rows of all files together",
     "SkipDataset": "`skip` counts rows of all files together",
     "ShardDataset": "it already has a `shard`",
-    "ZipDataset": "`zip` would pair other rows than on one process",
+    "ZipDataset": "`zip` would pair different rows than in a single process",
     "FilterDataset": "`filter` after `batch` depends on a batch's rows",
 }
 
@@ -130,9 +130,9 @@ def guess_batch_size(dataset: Dataset) -> int | None:
 
 
 def find_known_rows(dataset: Dataset) -> tuple[int | None, int | None]:
-    """Returns the number of rows in a batch and in an epoch.
+    """Returns the number of rows in a batch, and the number in an epoch.
 
-    Each is None unless it is known from a `batch` at the end of the pipeline.
+    A number is None unless a `batch` at the end of the pipeline determines it.
     """
     while (kind := type(dataset).__name__) in ONE_TO_ONE:
         (dataset,) = dataset._inputs()
@@ -159,20 +159,22 @@ def find_shuffles(
                 yield scope, node, *SEED_INPUTS[node.op]
             elif _DRAWS.fullmatch(node.op):
                 raise RuntimeError(
-                    "Every operation that draws the order of a tf.data "
-                    "pipeline must be known, to repeat that order. Received: "
-                    f"{node.op!r} of TensorFlow {tensorflow().__version__}. "
-                    "Shuffle with `dataset.shuffle`, or use "
-                    "`ks.data.files(shuffle=True)` or grain."
+                    "To reproduce the order of a tf.data pipeline, this "
+                    "library must know all of its operations that shuffle. "
+                    f"Received: the unknown operation {node.op!r} of "
+                    f"TensorFlow {tensorflow().__version__}. Shuffle with "
+                    "`dataset.shuffle`, or use `ks.data.files(shuffle=True)` "
+                    "or grain."
                 )
 
 
 def read_seeds(graph: Graph) -> list[list[int | None]]:
     """Returns the two seeds of each shuffle.
 
-    A seed of 0 is not set, and None is unknown. After `tf.random.set_seed`,
-    TensorFlow gives a shuffle without a seed one that also depends on the
-    random operations that the process has created before.
+    The value 0 means that a seed is not set, and None that it is unknown. After
+    `tf.random.set_seed`, TensorFlow also sets the seeds of shuffles that the
+    user has given none. These seeds depend on the random operations that the
+    process has created before.
     """
     return [
         [
@@ -184,7 +186,7 @@ def read_seeds(graph: Graph) -> list[list[int | None]]:
 
 
 def draws_order(graph: Graph) -> bool:
-    """Returns whether a dataset shuffles, or has a random order otherwise."""
+    """Returns whether a dataset shuffles or is otherwise randomly ordered."""
     return any(True for _ in find_shuffles(graph))
 
 
@@ -297,7 +299,7 @@ def feed_hints(graph: Graph, num_processes: int, process_index: int) -> None:
 
 
 def find_file_shards(graph: Graph) -> list[Node]:
-    """Returns the shards that TensorFlow inserted before readers."""
+    """Returns the shards that TensorFlow inserted before file readers."""
     return [
         node
         for node in graph.node
@@ -306,7 +308,7 @@ def find_file_shards(graph: Graph) -> list[Node]:
 
 
 def make_deterministic(nodes: Iterable[Node]) -> None:
-    """Makes parallel operations keep their order."""
+    """Makes parallel operations yield their elements in a fixed order."""
     for node in nodes:
         if "deterministic" in node.attr:
             node.attr["deterministic"].s = b"true"

@@ -61,7 +61,7 @@ class EpochDatasets:
         them in the same order.
       copy: Index of this process among the processes that read the same rows;
         None if no other process does.
-      seeds: The seeds of the shuffles, to replace those of the graph.
+      seeds: The seeds of the shuffles, used instead of the seeds in the graph.
 
     Attributes:
       seeds: The seeds of the shuffles, as `read_seeds` returns them.
@@ -142,8 +142,8 @@ class EpochDatasets:
         path = top.value(node, inputs["filename"])
         if path is not None and path.item():
             if self._num_processes > 1 or self._copy is not None:
-                # Each process writes a file of its own, since their rows may
-                # differ.
+                # Each process writes a separate file, since the rows of the
+                # processes may differ.
                 part = f".{self._process_index}-of-{self._num_processes}"
                 part += "" if self._copy is None else f".{self._copy}"
                 name = path.item() + part.encode()
@@ -186,8 +186,8 @@ class EpochDatasets:
             zip(find_shuffles(graph), self.seeds, strict=True), 1
         )
         for number, ((scope, node, first, generator), seeds) in shuffles:
-            # How often the shuffle starts in an epoch; 0 if all epochs have the
-            # order of the first one.
+            # Number of times that the shuffle starts in an epoch; 0 if all
+            # epochs have the order of the first epoch.
             begins = draws.get((scope.caller or node).name, 1)
             if not is_reshuffled(node):
                 begins = 0

@@ -77,10 +77,10 @@ def _warn_of_rows(split: FileSplit, why_not: str, num_processes: int) -> None:
     if split is _NO_FILES:
         return
     warnings.warn(
-        "A dataset that reads files is shared by rows instead "
+        "A dataset that reads files is divided by rows instead of by files "
         f"(`AutoShardPolicy.DATA`), because {why_not}. Each of the "
         f"{num_processes} processes reads all files and runs the entire input "
-        "pipeline. Choose `AutoShardPolicy.DATA` if that is intended"
+        "pipeline. Set `AutoShardPolicy.DATA` if this is intended"
         f"{'' if split.obstacle else _OR_FILES}.",
         stacklevel=5,
     )
@@ -89,21 +89,22 @@ def _warn_of_rows(split: FileSplit, why_not: str, num_processes: int) -> None:
 def _check_split(split: FileSplit, num_processes: int) -> None:
     """Raises ValueError if a dataset cannot be split by its files.
 
-    Warns if all processes together may read other rows than a single process.
+    Warns if all processes together may read different rows than a single
+    process would.
     """
     if split.obstacle is not None:
         raise ValueError(
             "`AutoShardPolicy.FILE` needs a dataset that reads at least one "
             "file for each process. Received: a dataset that cannot be split "
-            f"over {num_processes} processes, because {split.obstacle}. Use "
-            "`AutoShardPolicy.DATA`, or more files."
+            f"among {num_processes} processes, because {split.obstacle}. Use "
+            "`AutoShardPolicy.DATA`, or write more files."
         )
     if split.doubt is not None:
         warnings.warn(
             "A dataset is split by its files (`AutoShardPolicy.FILE`), but "
-            f"{split.doubt}: all processes together may use other rows than "
-            "one process would. Choose `AutoShardPolicy.DATA` for the same "
-            "rows.",
+            f"{split.doubt}. So all processes together may use different rows "
+            "than a single process would. Set `AutoShardPolicy.DATA` to use "
+            "the same rows.",
             stacklevel=5,
         )
 
@@ -123,29 +124,30 @@ def _check_shards(
     if policy is _Policy.HINT and not has_hint:
         raise ValueError(
             "`AutoShardPolicy.HINT` needs a `dataset.shard(SHARD_HINT, ...)`. "
-            "Received: a dataset without one. Add it where the rows should "
-            "be split, or use `AutoShardPolicy.OFF` if every process should "
-            "read all of them."
+            "Received: a dataset without such a `shard`. Add one where the "
+            "rows should be split, or use `AutoShardPolicy.OFF` if every "
+            "process should read all rows."
         )
     is_split = graph is not None and any(
         count == num_processes for _, _, count in find_shards(graph)
     )
     if is_split and policy not in (_Policy.HINT, _Policy.OFF):
         raise ValueError(
-            "A dataset that the user splits must not be split again. "
-            f"Received: a dataset with `.shard({num_processes}, ...)` on "
-            f"{num_processes} processes and `AutoShardPolicy.{policy.name}`. "
-            "Set `options.experimental_distribute.auto_shard_policy` to OFF, "
-            "or leave the `shard` out."
+            "A dataset that is already split with `shard` must not be split "
+            f"again. Received: a dataset with `.shard({num_processes}, ...)` "
+            f"in a job with {num_processes} processes, and "
+            f"`AutoShardPolicy.{policy.name}`. Set `options."
+            "experimental_distribute.auto_shard_policy` to OFF, or remove the "
+            "`shard`."
         )
 
 
 def _check_inspectable(dataset: Dataset, graph: Graph | None) -> None:
     if graph is None and not is_plain(dataset):
         raise ValueError(
-            "On several processes a tf.data.Dataset must have a graph that "
-            "can be inspected. Received: one that TensorFlow cannot write, "
-            "with arrays of 2 GiB or more or with operations of another "
-            "library. Pass the arrays themselves, read them from files, or "
-            "use `AutoShardPolicy.OFF`."
+            "With several processes, TensorFlow must be able to convert a "
+            "tf.data.Dataset to a graph. Received: a dataset that it cannot "
+            "convert, because of arrays of 2 GiB or more, or of operations "
+            "from another library. Pass the arrays themselves, read them from "
+            "files, or use `AutoShardPolicy.OFF`."
         )

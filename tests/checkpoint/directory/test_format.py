@@ -150,7 +150,9 @@ def test_a_path_that_orbax_takes_for_a_pattern_is_refused(tmp_path, name):
 def test_a_checkpoint_is_no_directory_of_checkpoints(tmp_path):
     (tmp_path / "25").mkdir()
     (tmp_path / "25" / "manifest.json").touch()
-    with pytest.raises(ValueError, match="is one checkpoint. Give the direct"):
+    with pytest.raises(
+        ValueError, match="is itself a checkpoint. Pass its parent"
+    ):
         check_name(tmp_path / "25")
     check_name(tmp_path)
     (tmp_path / "26").mkdir()
@@ -229,7 +231,7 @@ def test_facts_are_turned_into_json(tmp_path):
         (1, {"a": {"b": b""}}, TypeError, "type bytes"),
         (1, {"a": "x" * (17 << 20)}, ValueError, "at most 16777216"),
         (1, {"a": json.loads("[" * 70 + "]" * 70)}, ValueError, "too deeply"),
-        (2, {}, ValueError, "named by its step"),
+        (2, {}, ValueError, "named after its step"),
         (-1, {}, ValueError, "A checkpoint's step"),
     ],
 )
@@ -376,7 +378,7 @@ def test_deleted_while_it_is_read_is_said(directory):
     assert isinstance(caught.value.__cause__, FileNotFoundError)
     with pytest.raises(DamagedCheckpoint, match="was deleted while"):
         files.compute_digest(path, "run/metadata")
-    text = "no checkpoint of step 12 in .*; there (are|is)"
+    text = "no checkpoint of step 12 in .*Available steps"
     with pytest.raises(DamagedCheckpoint, match=text) as caught:
         verify(path)
     assert caught.value.fault == "the folder does not exist"
@@ -447,7 +449,7 @@ def _check_denied(path, user):
     )
     done = python("-c", code, path, ROOT, user, timeout=30)
     assert "must be writable" in done.stdout, done.stderr
-    assert "Permission denied. Give another directory" in done.stdout
+    assert "Permission denied. Use another directory" in done.stdout
     assert path.rstrip("/") in done.stdout
 
 

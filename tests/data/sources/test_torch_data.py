@@ -401,7 +401,7 @@ def test_distributed_sampler_must_fit():
 
 @pytest.mark.parametrize("policy", [AutoShardPolicy.FILE, AutoShardPolicy.HINT])
 def test_policies_of_files_are_refused(policy):
-    with pytest.raises(ValueError, match="shared by rows"):
+    with pytest.raises(ValueError, match="divided by rows"):
         TorchSource(Counted(4), policy=policy)
 
 

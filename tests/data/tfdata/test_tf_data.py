@@ -332,7 +332,7 @@ def test_auto_reads_the_rows_of_one_process_where_files_are_no_rows(
         return DOUBTFUL[name](records(folder), folder)
 
     expected = list(make().as_numpy_iterator())
-    with pytest.warns(UserWarning, match="shared by rows") as warned:
+    with pytest.warns(UserWarning, match="divided by rows") as warned:
         sources = sources_of(make, 2)
     assert len(warned) == 2  # One in each process.
     assert "runs the entire input pipeline" in str(warned[0].message)
@@ -412,7 +412,7 @@ def test_a_reader_that_tf_does_not_split(tmp_path):
         names.append(f"{tmp_path}/{i}.csv")
         pathlib.Path(names[-1]).write_text(f"{i}\n{i + 2}\n")
     dataset = tf.data.experimental.CsvDataset(names, [tf.int64]).batch(3)
-    with pytest.warns(UserWarning, match="`CSVDataset` is in it"):
+    with pytest.warns(UserWarning, match="it contains `CSVDataset`"):
         assert rows_of(lambda: dataset, 2) == [0, 1, 2, 3]
 
 
@@ -468,7 +468,7 @@ def test_hint_without_a_shard_is_refused():
 @pytest.mark.parametrize("policy", [AUTO, FILE, DATA])
 def test_a_dataset_that_is_split_already_is_refused(folder, policy, index):
     dataset = records(folder).shard(2, index).batch(4)
-    with pytest.raises(ValueError, match="to OFF, or leave the `shard` out"):
+    with pytest.raises(ValueError, match="to OFF, or remove the `shard`"):
         source_of(dataset, 2, index, policy)
     assert flat(batches_of(source_of(dataset, 2, index, OFF))) == list(
         range(index, 13, 2)
@@ -790,7 +790,10 @@ def test_a_damaged_file_and_record_are_named(tmp_path, count, compression):
         record = "7"
     dataset = tf.data.TFRecordDataset(names, compression).map(number).batch(4)
     source = source_of(dataset, count)
-    match = rf"{names[2]}, damaged or cut off at record {record} \(from 0\)"
+    match = (
+        rf"{names[2]}, which is damaged or truncated at record {record} "
+        r"\(counted from 0\)"
+    )
     with pytest.raises(OSError, match=match) as raised:
         batches_of(source)
     assert isinstance(raised.value.__cause__, tf.errors.DataLossError)
@@ -802,7 +805,7 @@ def test_a_damaged_file_of_a_zip_is_named(tmp_path):
     path.write_bytes(path.read_bytes()[:-1])
     rows = tf.data.TFRecordDataset(names).map(number)
     dataset = tf.data.Dataset.zip((rows, tf.data.Dataset.range(99))).batch(4)
-    with pytest.raises(OSError, match=f"{names[3]}, damaged"):
+    with pytest.raises(OSError, match=f"{names[3]}, which is damaged"):
         batches_of(source_of(dataset, 2, 0, DATA))
 
 

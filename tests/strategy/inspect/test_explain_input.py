@@ -266,8 +266,8 @@ def npz_files(folder, lengths, **options):
     return ks.data.files(folder / "*.npz", "npz", **options)
 
 
-RUNS_ALL = "each process runs the entire pipeline and keeps its rows"
-ITS_ROWS = "each process reads only its rows of each batch"
+RUNS_ALL = "each process runs the entire pipeline and uses only its rows"
+ITS_ROWS = "each process reads only its own rows of each batch"
 
 
 @pytest.mark.parametrize("num_processes", WORKERS)
@@ -322,7 +322,7 @@ def test_function_of_datasets():
         lambda context: iter([X])
     )
     explanation = strategy.explain_input(dataset)
-    assert "each replica takes entire batches" in explanation.facts["reading"]
+    assert "each replica gets entire batches" in explanation.facts["reading"]
     assert explanation.whole is None
 
 
@@ -366,7 +366,10 @@ def test_grain():
     assert mapped.facts["reading"] == RUNS_ALL
     assert mapped.last is None
     # Sliced by the user for this process, as it seems: said, not warned of.
-    assert "divided already" in explain(rows[0::2].batch(4), 2).facts["note"]
+    assert (
+        "divided among the processes already"
+        in explain(rows[0::2].batch(4), 2).facts["note"]
+    )
 
 
 class TestFiles:
@@ -391,7 +394,7 @@ class TestFiles:
     def test_too_few_are_divided_by_rows(self, tmp_path):
         explanation = explain(npz_files(tmp_path, [5, 6]), 3)
         assert explanation.facts["policy"].startswith("AUTO, applied as DATA")
-        assert "needs at least one file" in explanation.facts["note"]
+        assert "there must be at least one file" in explanation.facts["note"]
         assert explanation.facts["reading"] == ITS_ROWS
         assert len(set(explanation.files)) == 1
         assert sum(explanation.last[0]) == 3

@@ -300,7 +300,7 @@ DAMAGES = (
     Damage(
         "huge manifest",
         _make_manifest_huge,
-        f"{MANIFEST}: it is not JSON in the form of a manifest: it has",
+        f"{MANIFEST}: it is not a valid manifest: it has",
     ),
     Damage(
         "manifest of another version",
