@@ -46,7 +46,7 @@ class ReplicaMesh:
         available: programs can be compiled for it but not run.
 
     Raises:
-      ValueError: if there are no devices; if there are duplicates; if the
+      ValueError: if `devices` is empty; if there are duplicates; if the
         number of devices is not divisible by `cores_per_replica`; if processes
         have different numbers of replicas; or if processes share only some of
         their replicas.

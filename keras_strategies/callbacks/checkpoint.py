@@ -248,7 +248,7 @@ class Checkpoint(CheckpointCallback):
                 "`resume=True` needs a checkpoint to resume from. Received: "
                 f"the directory {self.directory!r}, which contains no valid "
                 "checkpoint. Pass the directory of the run to resume. To start "
-                "from scratch if there is no checkpoint, pass "
+                "from scratch if no checkpoint exists, pass "
                 "`resume='auto'`."
             )
         if self._resume is False and step is not None:

@@ -178,7 +178,7 @@ class Checkpoint:
           The load status, as in TensorFlow.
 
         Raises:
-          FileNotFoundError: if there is no good checkpoint.
+          FileNotFoundError: if no good checkpoint exists.
           DamagedCheckpoint: if the checkpoint is damaged.
           ValueError: if the checkpoint does not match the objects; the message
             lists the differences.

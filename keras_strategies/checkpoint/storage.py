@@ -177,7 +177,7 @@ class Storage:
     def find_highest(self) -> int:
         """Returns the highest step of all checkpoints, good or damaged.
 
-        Returns -1 if there are none. Waits for a pending save.
+        Returns -1 if none exist. Waits for a pending save.
         """
         self.wait()
         return self._run_on_chief(

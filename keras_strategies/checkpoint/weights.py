@@ -57,7 +57,7 @@ def open_checkpoint(
       The storage of the directory, and the step of the checkpoint.
 
     Raises:
-      FileNotFoundError: if there is no good checkpoint.
+      FileNotFoundError: if no good checkpoint exists.
       DamagedCheckpoint: if the requested checkpoint is damaged or missing.
     """
     directory = pathlib.Path(path)
@@ -111,7 +111,7 @@ def load_weights(
       The step that was loaded.
 
     Raises:
-      FileNotFoundError: if there is no good checkpoint.
+      FileNotFoundError: if no good checkpoint exists.
       DamagedCheckpoint: if the requested checkpoint is damaged or missing.
       ValueError: if the checkpoint is from another model (the message lists the
         differences), if several objects in it match the model, or if the model

@@ -84,7 +84,7 @@ class ClusterSpec:
         """Returns the number of tasks in a job.
 
         Raises:
-          ValueError: if there is no such job.
+          ValueError: if no such job exists.
         """
         return len(self._find_job(job_name))
 
@@ -92,7 +92,7 @@ class ClusterSpec:
         """Returns the indices of a job's tasks, in ascending order.
 
         Raises:
-          ValueError: if there is no such job.
+          ValueError: if no such job exists.
         """
         return sorted(self._find_job(job_name))
 
@@ -115,7 +115,7 @@ class ClusterSpec:
         """Returns a job's addresses as a list, with None for missing tasks.
 
         Raises:
-          ValueError: if there is no such job.
+          ValueError: if no such job exists.
         """
         tasks = self._find_job(job_name)
         return [tasks.get(index) for index in range(max(tasks, default=-1) + 1)]

@@ -307,7 +307,7 @@ class Estimator(Settings):
           The path of the new subfolder.
 
         Raises:
-          ValueError: if there is no checkpoint, the inputs of the model are
+          ValueError: if no checkpoint exists, the inputs of the model are
             unknown, or an argument is not supported on JAX.
           ImportError: if `saved_model` is true but TensorFlow is not installed.
         """

@@ -128,8 +128,8 @@ def read_features(model_dir: str) -> Tree:
     """Reads the file that `write_features` wrote.
 
     Returns:
-      The features as arrays with 0 rows. None if there is no file, or if it is
-      damaged, which is logged as a warning.
+      The features as arrays with 0 rows. None if the file is missing or
+      damaged; damage is logged as a warning.
     """
     path = pathlib.Path(model_dir, FEATURES)
     text = _read_bytes(path)

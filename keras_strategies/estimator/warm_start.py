@@ -94,7 +94,7 @@ def apply(settings: WarmStartSettings | None, model: keras.Model) -> None:
     """Assigns the selected weights to a built model; no-op without settings.
 
     Raises:
-      ValueError: if there is no checkpoint, no weight is selected, or a
+      ValueError: if no checkpoint exists, no weight is selected, or a
         selected weight is missing from the checkpoint or has a different shape
         there.
     """
@@ -141,7 +141,7 @@ def _find_checkpoint(path: str) -> str:
     """Returns the path if it is a checkpoint, or the newest checkpoint in it.
 
     Raises:
-      ValueError: if there is no checkpoint.
+      ValueError: if no checkpoint exists.
     """
     # A name that is a number does not prove that the folder is a checkpoint: a
     # folder that contains checkpoints may have such a name, too.

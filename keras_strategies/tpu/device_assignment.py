@@ -129,7 +129,7 @@ class DeviceAssignment:
         """Returns the replicas whose core `logical_core` is in a given task.
 
         Raises:
-          ValueError: if there are no such replicas.
+          ValueError: if no such replicas exist.
         """
         replicas = self._replicas.get((task_id, logical_core))
         if replicas is None:

@@ -41,7 +41,7 @@ def default_device_order(
         from each slice.
 
     Raises:
-      ValueError: if there are no devices, or the slices have different numbers
+      ValueError: if `devices` is empty, or the slices have different numbers
         of devices.
     """
     devices = tuple(devices)

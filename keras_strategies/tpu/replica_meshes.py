@@ -57,7 +57,7 @@ def make_mesh(
     """Makes the mesh of an assignment, or a mesh with a replica on each core.
 
     Args:
-      resolver: The resolver whose devices are used if there is no assignment;
+      resolver: The resolver whose devices are used without an assignment;
         None for all devices.
       assignments: See `make_assigned_mesh`.
       partitioner: The partitioner of variables over groups of replicas, or

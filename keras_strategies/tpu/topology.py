@@ -102,7 +102,7 @@ class Topology:
             each process.
 
         Raises:
-          ValueError: if there are no devices, a device is passed twice, the
+          ValueError: if `devices` is empty, a device is passed twice, the
             devices are from several slices, or processes have different
             numbers of devices.
         """
@@ -132,7 +132,7 @@ class Topology:
 
         Raises:
           ImportError: if libtpu is not installed.
-          ValueError: if there is no such slice.
+          ValueError: if no such slice exists.
         """
         return cls.from_devices(make_tpu_devices(name))
 

@@ -203,7 +203,7 @@ class ShardedInterpreter:
             equation's other operands.
 
         Returns:
-          True if the values were tied, or if there are no values. False if the
+          True if the values were tied, or if `gathered` is empty. False if the
           equation has no other operands to which they can be tied.
         """
         read = variables(equation.invars)

@@ -26,7 +26,7 @@ def find_device(
       available: The devices to choose from.
 
     Raises:
-      ValueError: if there is no such device. The message lists the available
+      ValueError: if no such device exists. The message lists the available
         devices.
       TypeError: if `name` is neither a string nor a JAX device.
     """

@@ -161,7 +161,7 @@ def power_of(values: tuple[Any, ...] | None, ratio: float) -> float | None:
         the first trace.
 
     Returns:
-      The exponent. NaN if there is no such exponent, or None if there is only
+      The exponent. NaN if no such exponent exists, or None if there is only
       one trace.
     """
     if values is None:

@@ -50,7 +50,7 @@ def make_save_error(
     Args:
       directory: The directory of checkpoints.
       step: The step of the failed checkpoint.
-      good: The step of the newest complete checkpoint; None if there is none.
+      good: The step of the newest complete checkpoint; None if none exists.
       error: The error that made the save fail.
     """
     kept = (

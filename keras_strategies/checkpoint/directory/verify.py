@@ -78,7 +78,7 @@ def find_newest_good(
       directory: The directory of checkpoints; it need not exist.
 
     Returns:
-      The manifest of the newest good checkpoint, or None if there is none; and
+      The manifest of the newest good checkpoint, or None if none exists; and
       the errors for newer, damaged checkpoints, newest first.
     """
     faults: list[DamagedCheckpoint] = []

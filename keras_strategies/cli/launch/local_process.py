@@ -42,7 +42,7 @@ class Output:
 
     @property
     def fault(self) -> str:
-        """The error of stdout or stderr; "" if there is none, or a closed pipe.
+        """The error of stdout or stderr; "" without one, or for a closed pipe.
 
         A closed pipe (`| head`) is not an error.
         """

@@ -55,7 +55,7 @@ class ClusterResolver(abc.ABC):
         Most resolvers read their environment variables again at each call.
 
         Returns:
-          A `ClusterSpec`, which is empty if there is no cluster.
+          A `ClusterSpec`, which is empty without a cluster.
         """
 
     def master(
@@ -86,10 +86,10 @@ class ClusterResolver(abc.ABC):
             "grpc://host:port". A TPU resolver always prepends "grpc".
 
         Returns:
-          The address, or "" if there is no cluster.
+          The address, or "" without a cluster.
 
         Raises:
-          ValueError: if there is no such task, or its address is unknown.
+          ValueError: if no such task exists, or its address is unknown.
         """
         address = self._find_address(task_type, task_id)
         if address is None:

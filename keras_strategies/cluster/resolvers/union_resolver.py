@@ -32,7 +32,7 @@ class UnionResolver(ClusterResolver):
 
     Raises:
       TypeError: if an argument is not a `ClusterResolver`.
-      ValueError: if there are no resolvers, or an unknown keyword is passed.
+      ValueError: if no resolver is passed, or an unknown keyword is passed.
     """
 
     def __init__(

@@ -148,7 +148,7 @@ class HeartbeatThread:
     def hung_s(self) -> float:
         """Returns how long the current call of the store has been waiting.
 
-        The time is in seconds; 0 if there is no current call.
+        The time is in seconds; 0 outside of a call.
         """
         since = self._call_since
         return 0.0 if since is None else self._clock.seconds - since

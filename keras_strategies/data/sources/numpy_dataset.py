@@ -77,7 +77,7 @@ class NumpyDataset:
         return whole + (rest > 0 and not self._drop_remainder)
 
     def __iter__(self) -> Iterator[Tree]:
-        """Yields batches, or single rows if there is no batch size."""
+        """Yields batches, or single rows without a batch size."""
         size = self.batch_size
         for index in range(len(self)):
             part = index

@@ -70,7 +70,7 @@ DOUBTS = {
 }
 
 # Operations that shuffle: the index of the first of their two seed inputs, and
-# the index of the input that is a seed generator (None if there is none).
+# the index of the input that is a seed generator (None without one).
 SEED_INPUTS: dict[str, tuple[int, int | None]] = {
     "ShuffleDataset": (2, None),
     "ShuffleDatasetV3": (2, 4),

@@ -88,7 +88,7 @@ class PlannedStep:
         of equal blocks of each of these two models and of the model itself.
         None if the model itself was compiled.
       compile_seconds: The total compile time in seconds.
-      advice: A sentence of advice, or "" if there is none.
+      advice: A sentence of advice, or "".
       error: If the step could not be planned: the reason. Otherwise None.
 
     Example:

@@ -50,7 +50,7 @@ class VariableRow:
       num_bytes: The bytes on each device that stores a shard or a copy of the
         variable.
       remark: Why the variable is not sharded: a short remark for the table, and
-        a sentence for the legend. None if there is no remark.
+        a sentence for the legend. None without a remark.
     """
 
     path: str
