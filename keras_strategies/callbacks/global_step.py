@@ -93,8 +93,8 @@ class GlobalStep:
 
         Args:
           batch: The index that Keras assigns to the execution's last batch. It
-            exceeds the index of the epoch's last batch if the number of steps
-            is not a multiple of `steps_per_execution`.
+            can exceed the index of the epoch's last batch, if the number of
+            steps is not a multiple of `steps_per_execution`.
           steps: The number of steps in the epoch, or None if unknown.
         """
         done = min(batch + 1, steps or batch + 1)

@@ -69,10 +69,9 @@ def _by_rows(
 
     Args:
       call: The call of the kernel.
-      operands: For each operand, a dict. It maps a dimension of the operand to
-        the dimension of the kernel's grid along which its entries are computed
-        independently.
-      results: The same for each result.
+      operands: For each operand, a dict from its dimensions to those dimensions
+        of the kernel's grid along which different positions are independent.
+      results: For each result, such a dict.
     """
     if all(kind.is_const for kind in call.kinds):
         return [join_plain(call.kinds)] * len(results)
