@@ -102,7 +102,7 @@ class PerReplica(DistributedValues):
 
     @property
     def values(self) -> tuple[Any, ...]:
-        """The components on the first device of each replica (no collective)."""
+        """The components on each replica's first device; runs no collective."""
         if self.layout == PARTS:
             return self.arrays
         if isinstance(self.arrays[0], jax.ShapeDtypeStruct):
