@@ -111,7 +111,7 @@ class Segment(RowShape):
 
     @property
     def shape(self) -> RowShape:
-        """How the batches' rows are arranged; a static value in programs."""
+        """The arrangement of the rows in the batches; static in programs."""
         return RowShape(rows=self.rows, steps=self.steps, parts=self.parts)
 
 

@@ -162,7 +162,7 @@ class Checkpoint(CheckpointCallback):
     # Called by fit.
 
     def begin(self, loop: FitState) -> None:
-        """Opens the directory and resumes from its newest checkpoint."""
+        """Opens the directory; resumes from its newest checkpoint, if any."""
         self._storage = Storage(
             self.directory, processes=loop.mesh.processes, keep=self._keep
         )

@@ -27,7 +27,7 @@ class GlobalStep:
 
     Args:
       start: The number of steps trained before counting starts. None to read
-        the step count of the first model's optimizer.
+        the step count from the optimizer of the first model that is followed.
     """
 
     def __init__(self, start: int | None = None) -> None:

@@ -194,8 +194,7 @@ class Alone:
     def collective(self, reduce: Reduce, operands: list[Any]) -> list[Any]:
         """Returns the operands in place of the collective's results.
 
-        For a concatenation, returns copies of the operand, one for each
-        replica, concatenated.
+        For a concatenation, returns the operand repeated once for each replica.
         """
         if isinstance(reduce, Concatenation):
             copies = operands * self._num_replicas

@@ -98,10 +98,10 @@ def join_plain(kinds: Sequence[Kind]) -> Kind:
 def scale_power(
     power: float | None, by: Kind, call: Call, *, inverse: bool = False
 ) -> float | None:
-    """Returns the exponent p of a value that is multiplied by a constant.
+    """Returns the exponent of the product of a value and a constant.
 
-    The value scales as num_rows**p. With `inverse`, it is divided by the
-    constant.
+    A value with the exponent p scales as num_rows**p. With `inverse`, the value
+    is divided by the constant.
     """
     if power is None:
         return power

@@ -152,13 +152,13 @@ class _Interpreter:
         return worst
 
     def interpret(self, jaxprs: list[Any], inputs: list[Kind]) -> list[Kind]:
-        """Returns the `Kind` of each result of closed jaxprs."""
+        """Returns the `Kind` of each result of a function from its traces."""
         return self._interpret([(j.jaxpr, j.consts) for j in jaxprs], inputs)
 
     def _interpret(
         self, pairs: Sequence[Any], inputs: list[Kind]
     ) -> list[Kind]:
-        """Returns the `Kind` of each result of jaxprs with constants."""
+        """Does the same for each trace as a pair (jaxpr, constants)."""
         jaxprs = [jaxpr for jaxpr, _ in pairs]
         columns = zip(*(consts for _, consts in pairs), strict=True)
         consts = map(kind_of_arrays, columns)

@@ -1,4 +1,4 @@
-"""The rules for JAX primitives, which return the kinds of results.
+"""The rules that return the kinds of a JAX primitive's results.
 
 See `kinds`. The result of a primitive without a rule is `MIXED`, unless all of
 its operands are constants.
@@ -124,7 +124,7 @@ def _check_with_twin(call: Call, kind: Kind, out: int) -> Kind:
     row_dims = [kind.axis] if kind.is_rows else []
     dtype = call.equation.outvars[out].aval.dtype
     if kind.is_rows and jnp.issubdtype(dtype, jnp.integer):
-        # Results such as indices, which do not depend on the scale of the
+        # Integer results, such as indices, do not depend on the scale of the
         # entries.
         kind = kind.but(power=0.0)
     if call.out_grown_dims(out) != row_dims:
