@@ -123,8 +123,8 @@ class Execution:
       segments: The batches. An execution without segments stands for steps that
         were already completed before a training loop was resumed.
       place: The epoch of the data, and the number of steps of that epoch that
-        are finished after this execution. Set only in executions of a training
-        loop on a `Feed`.
+        are finished after this execution. Only a `Feed` (keras_bridge/inputs)
+        sets it.
       logs: For an execution without segments: the result to report, which is
         that of the last completed step.
     """
