@@ -30,7 +30,7 @@ class ReplicaMesh:
     Attributes:
       devices: JAX devices without duplicates, in the order of the replica ids.
         The cores of a replica are next to each other. Pass the same list in all
-        processes; each process must own the same number of the devices.
+        processes; each process must own the same number of these devices.
         Processes that share a replica must share all of their replicas.
       axis: Name of the mesh axis of the replicas.
       cores_per_replica: Number of devices of each replica.
@@ -146,7 +146,7 @@ class ReplicaMesh:
 
     @functools.cached_property
     def stacked(self) -> NamedSharding:
-        """The sharding of stacked batches, shape (steps, rows, ...).
+        """The sharding of stacked batches, of shape (steps, rows, ...).
 
         The rows are split over the replicas, as in `split`.
         """
@@ -295,10 +295,11 @@ def format_devices(devices: Sequence[jax.Device]) -> str:
 
 
 def has_sharding(array: jax.Array, sharding: NamedSharding) -> bool:
-    """Returns whether an array has an equivalent sharding of the same class.
+    """Returns whether an array has the given sharding or an equivalent one.
 
-    The class matters: on one device all shardings are equivalent, but JAX
-    compiles a program again if the class of an input's sharding changes.
+    The classes of the two must also be equal: on one device all shardings are
+    equivalent, but JAX compiles a program again if the class of an input's
+    sharding changes.
     """
     return type(array.sharding) is type(
         sharding

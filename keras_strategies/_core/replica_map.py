@@ -297,7 +297,7 @@ def has_unsafe_scatters(jaxpr: ClosedJaxpr) -> bool:
     and wrongly includes the padding in the gradients of scatters that set or
     multiply rows. It aborts the process if the indices within rows are
     unsigned, as in gradients of sorts, medians and quantiles. Scatters that
-    add, such as in gradients of embeddings, are correct.
+    add, such as those in gradients of embeddings, are correct.
     """
 
     def is_one(equation: Equation) -> bool:

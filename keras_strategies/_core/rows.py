@@ -53,8 +53,8 @@ def rotated_rows(
     """Returns how many rows of process-local data each replica reads.
 
     These are the numbers that `rows_of_replicas` returns for a full batch, but
-    as in TensorFlow each step rotates them further by the number of replicas of
-    one process. Without the rotation, the first processes would always read
+    each further step rotates them by the number of replicas of one process, as
+    in TensorFlow. Without the rotation, the first processes would always read
     more rows and would run out of data before the other processes.
 
     Args:

@@ -58,10 +58,14 @@ def sharded_map(
       fn: The function that each replica computes. `Sharded` arguments are
         passed to it as full, replicated arrays.
       mesh: The replicas.
-      in_specs: Specs of the arguments, or a prefix of their nest.
-      out_specs: Specs of the results, a prefix of their nest, or a function
-        that takes the results and returns such specs. Results that are
-        `Sharded` must be equal on all replicas.
+      in_specs: The specs of the arguments, as a nest of the same structure or a
+        prefix of it.
+      out_specs: The same for the results, or a function that takes the results
+        and returns such specs. Results that are `Sharded` must be equal on all
+        replicas.
+
+    Returns:
+      The mapped function; it takes and returns global arrays.
     """
     if not any(isinstance(s, Sharded) for s in jax.tree.leaves(in_specs)):
         # No argument is sharded over replicas. Arrays that are sharded only
@@ -107,7 +111,7 @@ def _is_spec(leaf: object) -> bool:
 
 
 class _Result(enum.Enum):
-    """The way in which a section returns a variable."""
+    """The form in which a section returns a variable."""
 
     VALUE = "value"
     """The value itself, which is equal on all replicas or split over them."""
@@ -180,8 +184,8 @@ class _SectionedStep:
         for update in updates.values():
             if not any(update is u for u in cut):
                 update.on_replicated()
-        # Results of the sections that are already computed, with the same keys
-        # as in the sections' plans.
+        # Results that sections have already returned. The keys are those of the
+        # sections' plans (see `_plans`).
         self._returned: dict[Any, Any] = {}
 
     def _divide(self) -> None:
@@ -214,7 +218,8 @@ class _SectionedStep:
     def compute(self, specs: Sequence[Spec]) -> list[Any]:
         """Computes the step and returns its results as a flat list.
 
-        `specs` are the specs of the results.
+        Args:
+          specs: The spec of each result.
         """
         outputs = [
             (v, _Want(_Result.VALUE, spec))
@@ -376,7 +381,7 @@ class _SectionedStep:
 
 
 def _operands(equation: JaxprEqn, update: Update) -> list[tuple[Any, _Want]]:
-    """Returns an update's operands and, for each, the value that is needed."""
+    """Returns an update's operands as pairs (variable, `_Want`)."""
     wants = [_Want(_Result.VALUE, replicated_spec())] * update.num_captured
     for reduction in update.gradients:
         if reduction == MAX:

@@ -70,9 +70,9 @@ class Points:
             ) from error
 
     def discard_from(self, step: int) -> None:
-        """Marks points from a step onward in earlier files as obsolete.
+        """Declares the points of a step, and of all later steps, obsolete.
 
-        The next file tells TensorBoard to drop these points.
+        The next file tells TensorBoard to drop these points from earlier files.
 
         Args:
           step: The first global step whose points are dropped.

@@ -27,7 +27,7 @@ class GlobalStep:
 
     Args:
       start: The number of steps trained before counting starts. None to read
-        the step count of the first model's optimizer.
+        the step count from the optimizer of the first model that is followed.
     """
 
     def __init__(self, start: int | None = None) -> None:
@@ -93,8 +93,8 @@ class GlobalStep:
 
         Args:
           batch: The index that Keras assigns to the execution's last batch. It
-            exceeds the index of the epoch's last batch if the number of steps
-            is not a multiple of `steps_per_execution`.
+            can exceed the index of the epoch's last batch, if the number of
+            steps is not a multiple of `steps_per_execution`.
           steps: The number of steps in the epoch, or None if unknown.
         """
         done = min(batch + 1, steps or batch + 1)

@@ -42,10 +42,10 @@ class Scalars(keras.callbacks.Callback):
     - `evaluate`, and the validation in `fit`, write their results to
       `<log_dir>/eval`.
 
-    A step is a train step, counted over all calls of `fit` of a model. Steps
-    in between cost no time, because the callback does not read their logs.
-    With `steps_per_execution=K`, the first step at or after each multiple of
-    `every_n_steps` is written.
+    A step is a train step, counted over all calls of `fit` of a model. A step
+    that is neither written nor logged costs no time, because the callback does
+    not read its logs. With `steps_per_execution=K`, the first step at or after
+    each multiple of `every_n_steps` is written.
 
     If a checkpoint contains the callback's state (`get_state`), the callback
     resumes at the checkpoint's step, and TensorBoard drops the old points of

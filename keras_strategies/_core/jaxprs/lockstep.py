@@ -26,7 +26,7 @@ from keras_strategies._types import Array
 
 _SHAPES = "a collective (Concatenation)"
 END = "the function's end"
-"""Names the exchange after the user's function has returned."""
+"""The name of the exchange after the user's function has returned."""
 _NOTHING: Any = object()
 
 
@@ -163,7 +163,7 @@ class Turn:
         """Exchanges values of any type; returns the values of all replicas.
 
         Raises:
-          RuntimeError: if other replicas called with a different `where`.
+          RuntimeError: if other replicas called `meet` with another `where`.
         """
         count = self._lockstep.num_replicas
         return self._lockstep.exchange(

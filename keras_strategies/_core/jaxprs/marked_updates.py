@@ -48,7 +48,7 @@ class Update:
       values: The spec of each value (weight or optimizer slot).
       divisor: The number by which the gradients' sums are divided.
       on_replicated: A function that is called if the step is not cut at the
-        update, because it is inside a branch or a loop.
+        update, for example because the update is inside a branch or a loop.
     """
 
     traced: ClosedJaxpr

@@ -32,7 +32,7 @@ class Concatenation:
 
     Attributes:
       axis: The replica axis.
-      dim: The dimension, not negative.
+      dim: The dimension along which the arrays are concatenated; not negative.
       sizes: The size of each replica's array in `dim`, if the sizes differ,
         else None. Arrays of different sizes are padded at the end to the
         largest size.
@@ -66,13 +66,13 @@ class Concatenation:
           shapes: The shape of each replica's array.
 
         Raises:
-          ValueError: if the shapes differ in another dimension than `dim`.
+          ValueError: if the shapes differ in a dimension other than `dim`.
         """
         dim = self.dim
         if len({s[:dim] + s[dim + 1 :] for s in shapes}) > 1:
             raise ValueError(
-                "To be concatenated, the replicas' arrays must have equal "
-                "sizes in all other dimensions. Received: arrays of shapes "
+                "The replicas' arrays must have equal sizes in all dimensions "
+                "except the concatenated one. Received: arrays of shapes "
                 f"{shapes}, concatenated along dimension {dim}. Make the sizes "
                 "in the other dimensions equal."
             )
@@ -97,7 +97,7 @@ def uneven_concatenation(
 
     Args:
       axis: The replica axis.
-      dim: The dimension, not negative.
+      dim: The dimension along which the arrays are concatenated; not negative.
       sizes: The size of each replica's array in `dim`.
     """
     starts = [sum(sizes[:k]) for k in range(len(sizes))]
@@ -194,8 +194,7 @@ class Alone:
     def collective(self, reduce: Reduce, operands: list[Any]) -> list[Any]:
         """Returns the operands in place of the collective's results.
 
-        For a concatenation, returns copies of the operand, one for each
-        replica, concatenated.
+        For a concatenation, returns the operand repeated once for each replica.
         """
         if isinstance(reduce, Concatenation):
             copies = operands * self._num_replicas
@@ -219,11 +218,14 @@ _current = _Current()
 
 
 def collective(reduce: Reduce, operands: list[Any]) -> list[Any]:
-    """Calls `reduce(operands)`, or passes it to this thread's `Side` if set.
+    """Computes a collective with JAX, or with this thread's `Side` if set.
 
     Args:
-      reduce: A collective over arrays.
+      reduce: A function that computes the collective with JAX.
       operands: This replica's arrays.
+
+    Returns:
+      This replica's results.
     """
     side = _current.side
     if side is None:
@@ -241,8 +243,8 @@ def replay_scope(side: Side | None) -> Iterator[None]:
     """Passes this thread's collectives to `side` while a block runs."""
     before = _current.side
     _current.side = side
-    # `separate_trace` is used only inside a trace: outside, its additional axis
-    # would make JAX believe that it is tracing.
+    # `separate_trace` is used only while JAX traces. At other times, the axis
+    # that it adds would make JAX believe that it is tracing.
     is_other = side is not None and is_tracing()
     name = f"ks.replay.{next(_numbers)}"
     try:

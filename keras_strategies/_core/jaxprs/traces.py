@@ -19,8 +19,7 @@ def is_tracing() -> bool:
     """Returns whether JAX is tracing the current function to compile it.
 
     During a trace, values from Python are read once, not again in each later
-    call.
-    Computing a gradient eagerly does not count as tracing.
+    call. Computing a gradient eagerly does not count as tracing.
     """
     from jax._src import core
 

@@ -244,9 +244,9 @@ def _power_of_rows(
                 power = scale_power(0.0 if is_known else None, by, call)
                 return first.power in (0.0, None), power
             counts = set(by.values or (None,))
-            # Dividing by the number of entries that the last sum added computes
-            # a mean within each row, even if that number happens to equal the
-            # number of rows.
+            # If the divisor is the number of entries that the last sum added,
+            # the result is a mean within each row, even if the divisor happens
+            # to equal the number of rows.
             if is_inverse and counts == {first.count}:
                 return True, first.power
             return True, scale_power(first.power, by, call, inverse=is_inverse)

@@ -1,4 +1,4 @@
-"""Rules for kernels (cuDNN, Pallas), which JAX cannot trace inside.
+"""Rules for kernels (cuDNN, Pallas), whose code JAX does not trace.
 
 Only kernels of the forward pass have rules. Gradients of kernels are not
 differentiated again, so no loss depends on them.
@@ -46,7 +46,7 @@ def pallas(call: Call) -> list[Kind]:
 
 
 def _mapped_dims(block: Any, mapping: Any) -> dict[int, int]:
-    """Returns the grid dimension of each block dimension added by `vmap`."""
+    """Returns the grid dimension for each block dimension that `vmap` added."""
     from jax.experimental.pallas import Squeezed
 
     index = block.index_map_jaxpr.jaxpr
@@ -69,10 +69,9 @@ def _by_rows(
 
     Args:
       call: The call of the kernel.
-      operands: For each operand, a dict. It maps a dimension of the operand to
-        the dimension of the kernel's grid along which its entries are computed
-        independently.
-      results: The same for each result.
+      operands: For each operand, a dict from its dimensions to those dimensions
+        of the kernel's grid along which different positions are independent.
+      results: For each result, such a dict.
     """
     if all(kind.is_const for kind in call.kinds):
         return [join_plain(call.kinds)] * len(results)

@@ -152,13 +152,13 @@ class _Interpreter:
         return worst
 
     def interpret(self, jaxprs: list[Any], inputs: list[Kind]) -> list[Kind]:
-        """Returns the `Kind` of each result of closed jaxprs."""
+        """Returns the `Kind` of each result of a function from its traces."""
         return self._interpret([(j.jaxpr, j.consts) for j in jaxprs], inputs)
 
     def _interpret(
         self, pairs: Sequence[Any], inputs: list[Kind]
     ) -> list[Kind]:
-        """Returns the `Kind` of each result of jaxprs with constants."""
+        """Does the same for each trace as a pair (jaxpr, constants)."""
         jaxprs = [jaxpr for jaxpr, _ in pairs]
         columns = zip(*(consts for _, consts in pairs), strict=True)
         consts = map(kind_of_arrays, columns)
@@ -236,8 +236,8 @@ class _Interpreter:
             self._losses.append(kind)
             return kind.but(of_loss=True)
         if name == GLOBAL and kind.is_global:
-            # From here on, a value that depends on the number of rows depends
-            # on the replica's own number of rows.
+            # Later computations with this value run on each replica, so a
+            # number of rows in them is the replica's.
             return kind.but(is_global=False)
         if name in (VALUES, OWN):
             self._marked[name] = kind
@@ -348,8 +348,8 @@ def _without_placing(jaxpr: Jaxpr) -> tuple[list[Any], dict[Any, Any]]:
     """Removes the equations of a jaxpr that only change a sharding.
 
     Returns:
-      The other equations, and the operand of each removed equation by its
-      result.
+      The other equations, and a dict from the result of each removed equation
+      to its operand.
     """
     equations, same = [], {}
     for equation in jaxpr.eqns:

@@ -229,7 +229,7 @@ def make_matrix_rule(dims: int) -> Callable[[Call], Kind]:
     """Makes the rule for primitives that operate on the last dimensions.
 
     Args:
-      dims: The number of last dimensions on which the primitives operate.
+      dims: How many of the last dimensions the primitives operate on.
     """
 
     def rule(call: Call) -> Kind:
