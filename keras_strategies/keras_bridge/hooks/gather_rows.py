@@ -36,10 +36,11 @@ def note_rows(step: StepContext, values: Tree, of: str) -> None:
 
 
 def gather_all_rows(step: StepContext, values: Tree) -> Tree:
-    """Gathers the rows of all replicas, also of the arrays' Keras masks.
+    """Gathers the rows of all replicas for the arrays of a nest.
 
-    In `run` the number of rows is unknown, so every array that is not a scalar
-    is gathered.
+    In a model's step, the Keras masks of the arrays are gathered, too. In `run`
+    the number of rows is unknown, so every array that is not a scalar is
+    gathered.
 
     Returns:
       The nest, in which arrays of shape (rows, ...) are replaced by arrays

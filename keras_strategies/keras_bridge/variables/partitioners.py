@@ -225,8 +225,8 @@ class Partitioner:
           over_cores: See `choose_dimension`.
 
         Returns:
-          A short reason and a sentence. None for a scalar, and for a variable
-          that is sharded.
+          The reason twice: as a few words and as a sentence. None for a
+          scalar, and for a variable that is sharded.
         """
         partitioner = self._partitioner
         if not shape:
