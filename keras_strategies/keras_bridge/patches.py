@@ -16,8 +16,9 @@ class Patches:
     """Patches of classes and modules, installed in blocks of `hold`.
 
     Several threads may be in such blocks at the same time. The first thread
-    installs the patches, and the last removes them. Patches affect all threads of the
-    process, so a wrapper must check the state of the thread that calls it.
+    installs the patches, and the last removes them. Patches affect all threads
+    of the process, so a wrapper must check the state of the thread that calls
+    it.
 
     Args:
       find: A function that receives the arguments of `hold` and returns the

@@ -60,8 +60,8 @@ class StepFacts:
       rows_of_all: Describes the arguments whose number of rows depends on the
         replica. A key is the number of rows that such an argument has on this
         replica. The value is a set of tuples with the numbers of rows on all
-        replicas. It has several tuples if arguments have equally many rows on
-        this replica, but not on all others.
+        replicas. It has several tuples if arguments have the same number of
+        rows on this replica, but not on all others.
       rows_of_replicas: Number of rows of each replica, if the replicas run a
         model's step on different numbers of rows; else None.
       is_global_batch: Whether the step is traced with the global batch instead

@@ -53,6 +53,9 @@ def choose_update_rule(
       args: The positional arguments of the call.
       kwargs: The keyword arguments of the call.
       rows: Number of rows of a replica's batch.
+
+    Returns:
+      One of this module's rules: `SUM`, `MEAN`, `SAME` or `GLOBAL`.
     """
     arrays = _find_arrays((args, kwargs))
     if not arrays:

@@ -189,8 +189,8 @@ class Feed(FeedAdapter):
         """Returns the position where the loop's next epoch begins.
 
         Args:
-          place: The place after the last computed execution. If it is None,
-            the next iterator decides.
+          place: The place after the last computed execution, or None
+            for the place where the next iterator begins.
         """
         if not (self._at.is_reading and self._steps_per_epoch and place):
             # Keras makes an iterator for each epoch.
