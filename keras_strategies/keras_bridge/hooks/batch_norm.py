@@ -133,11 +133,12 @@ def call_layer(
     *args: Any,
     **kwargs: Any,
 ) -> Array:
-    """Calls the layer, and marks its output as normalized over one replica.
+    """Calls the layer, and marks its output as normalized.
 
-    The layer's statistics mix the rows of a replica, but this is intended: each
-    replica computes them for itself. Because of the marks, the later check of
-    losses does not report that the rows in the loss depend on each other.
+    The layer's statistics mix rows by definition: those of one replica or, with
+    `synchronized=True`, those of all replicas. Because of the marks, the later
+    check of losses does not report that the rows in the loss depend on each
+    other.
 
     Returns:
       The normalized rows, of the inputs' shape.

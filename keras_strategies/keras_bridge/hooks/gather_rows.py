@@ -17,8 +17,8 @@ from keras_strategies.keras_bridge.step_context import StepContext
 def has_rows(value: object, rows: int) -> bool:
     """Returns whether an array may have the rows of a batch.
 
-    Its first dimension is then a multiple of `rows`, the batch's number of rows
-    on a replica; or 0 if that number is 0.
+    It may if its first dimension is a multiple of `rows`, the number of the
+    batch's rows on this replica. If `rows` is 0, the dimension must be 0.
     """
     for size in tuple(getattr(value, "shape", ()))[:1]:
         return size % rows == 0 if rows else not size

@@ -2,10 +2,9 @@
 
 A Keras layer stores the losses that its last call added. Outside of a stateless
 scope, the layer stores a list of these losses. Inside, the scope stores a list
-of the losses of all layers, and each layer stores the ids of its losses. With
-the scopes in this module, the scope stores these ids, too, instead of the
-layers. So the ids do not outlive the scope, and threads do not clear each
-other's ids.
+of the losses of all layers, and each layer stores the ids of its losses. A
+scope of this module stores these ids itself, in place of the layers, so that
+the ids do not outlive the scope, and threads do not clear each other's ids.
 """
 
 import contextlib
@@ -176,11 +175,11 @@ def _make_chained_getter(original: Callable[..., Any]) -> Callable[..., Any]:
 
 
 class InnerScope(CollectingScope):
-    """A stateless scope that reads other variables from the outer scope.
+    """A stateless scope that reads variables it lacks from the outer scope.
 
-    Other variables are those that are not in the mapping. A `StatelessScope` of
-    Keras reads them from the variables themselves, so that their values become
-    constants of the trace.
+    These are the variables that are not in its mapping. In Keras's
+    `StatelessScope`, they would be read as if outside of any scope, and so
+    their values would become constants of the trace.
 
     Args:
       mapping: Pairs of a variable and its value.

@@ -74,7 +74,7 @@ def abstract() -> Iterator[None]:
 def creating_like(
     model: keras.Model,
 ) -> contextlib.AbstractContextManager[None]:
-    """Creates the block's variables with values only if a model's have them.
+    """Creates the block's variables with values only if a model's have values.
 
     A model's variables have no values if it was created in an `abstract` scope.
     """

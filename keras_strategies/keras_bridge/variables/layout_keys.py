@@ -71,7 +71,7 @@ def _is_key_of(key: str, paths: list[str]) -> bool:
 
 
 def _find_partial_matches(key: str, paths: list[str]) -> list[str]:
-    """Returns the paths in which a key matches a part, as Keras's keys do."""
+    """Returns the paths that a key matches in part, as in Keras's maps."""
     return [path for path in paths if re.search(key, path)]
 
 

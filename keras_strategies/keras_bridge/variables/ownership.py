@@ -98,7 +98,7 @@ def has_rivals(mesh: ReplicaMesh) -> bool:
 
 
 def are_unshared(values: Group, known: Sequence[Any]) -> bool:
-    """Returns whether the arrays are steps' results that only variables use.
+    """Returns whether steps returned the arrays, and only variables use them.
 
     Args:
       values: The arrays of the variables.

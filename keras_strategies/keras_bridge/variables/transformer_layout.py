@@ -196,7 +196,7 @@ class _Projection:
 
     @property
     def sizes(self) -> tuple[int, int]:
-        """The numbers of input and output features, each a product of sizes."""
+        """The total numbers of the kernel's input and output features."""
         shape = self.kernel.shape
         size_in, size_out = (
             math.prod(shape[dim] for dim in dims)
@@ -363,7 +363,7 @@ def _fits(axes: Axes, shape: Sequence[int], cores: int) -> bool:
 
 
 def _make_pattern(path: str) -> str:
-    """Makes a regular expression for paths that differ in layer numbers."""
+    """Makes a regular expression that ignores the layer numbers in a path."""
     *layers, name = path.split("/")
     parts = [re.escape(_strip_number(part)) + r"(_\d+)?" for part in layers]
     return "/".join([*parts, re.escape(name)])

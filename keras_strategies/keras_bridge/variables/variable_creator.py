@@ -56,7 +56,7 @@ class Registry:
         self._variables = weakref.WeakValueDictionary()
 
     def add(self, variable: keras.Variable) -> None:
-        """Adds a variable, until it is garbage-collected."""
+        """Adds a variable, which stays until it is garbage-collected."""
         self._variables[id(variable)] = variable
 
     def __contains__(self, variable: object) -> bool:
@@ -183,10 +183,10 @@ def _is_made_later(weight: keras.Variable) -> bool:
 def _set_layout_of_slots(
     weight: keras.Variable, distribution: ReplicaDistribution
 ) -> contextlib.AbstractContextManager[None]:
-    """Makes Keras create slots in the layout for slots, not the weight's.
+    """Makes Keras give slots the layout for slots, not the weight's layout.
 
-    If variables are sharded over the replicas, but not this weight, the layout
-    is None, so that Keras asks the distribution for the slot's layout.
+    If variables are sharded over the replicas, but not this weight, its layout
+    is None in the block, so that Keras asks the distribution for the slot's.
     """
     placement = placement_of(weight)
     if placement is None and distribution.placements.partitioner is None:
