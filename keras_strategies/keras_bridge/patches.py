@@ -13,11 +13,12 @@ _lock = threading.RLock()
 
 
 class Patches:
-    """Patches of classes and modules, installed while `hold` is entered.
+    """Patches of classes and modules, installed inside blocks of `hold`.
 
-    Several threads may be in `hold` at the same time. The first installs the
-    patches, and the last removes them. Patches affect all threads of the
-    process, so a wrapper must check the state of the thread that calls it.
+    Several threads may be in such blocks at the same time. The first thread
+    installs the patches, and the last removes them. Patches affect all threads
+    of the process, so a wrapper must check the state of the thread that calls
+    it.
 
     Args:
       find: A function that receives the arguments of `hold` and returns the

@@ -1,7 +1,7 @@
 """Changes to losses while a step is traced: denominators over all rows.
 
 The denominators are chosen so that the mean of the replicas' losses is the loss
-of the global batch. The mean of the replicas' gradients then is the gradient of
+of the global batch. The mean of the replicas' gradients is then the gradient of
 that loss.
 """
 
@@ -77,7 +77,7 @@ def apply_mask(
     dtype: str,
     reduction: str | None,
 ) -> Array | None:
-    """Combines a mask and sample weights, as for the global batch.
+    """Combines a mask and sample weights as Keras does for a global batch.
 
     Keras multiplies the weights of the entries that the mask selects by the
     ratio of all entries to selected entries. Here this ratio is computed over
@@ -133,11 +133,12 @@ def call_loss(
 def compute_loss(
     step: StepContext, original: _Method, *args: Any, **kwargs: Any
 ) -> Array:
-    """Computes a loss, and marks a scalar loss or weights it by the rows.
+    """Computes a loss; if it is a scalar, marks it or weights it by its rows.
 
-    If all replicas have the same number of rows, the loss is marked, so that
-    the end of the trace can check it. Otherwise the loss is weighted by this
-    replica's number of rows. A loss that is part of another loss is unchanged.
+    If all replicas have the same number of rows, the loss is marked, so that it
+    can be checked at the end of the trace. Otherwise the loss is weighted by
+    this replica's number of rows. A loss that is part of another loss is not
+    changed.
 
     Args:
       step: The step that is being traced.
@@ -188,8 +189,8 @@ def mark_loss(step: StepContext, value: Leaf) -> Leaf:
     """Marks a scalar as a loss of one replica's rows.
 
     Returns:
-      The value. It is marked if it is a scalar that was computed from this
-      replica's rows only, and otherwise unchanged.
+      The marked value, if it is a scalar that was computed from this replica's
+      rows only; otherwise the unchanged value.
     """
     is_per_replica = step.sees_replica_rows and not step.facts.is_local
     is_scalar = isinstance(value, jax.Array) and not value.ndim

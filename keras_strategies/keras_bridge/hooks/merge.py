@@ -239,7 +239,7 @@ def apply_changes(group: Group, changes: dict[str, Any]) -> Group:
 
 
 def find_changes(old: list[Any], new: Group) -> dict[str, Any]:
-    """Returns the new values of changed variables, by index in the group."""
+    """Returns a dict from indices of changed variables to their new values."""
     return {
         str(k): cast_like(n, o)
         for k, (o, n) in enumerate(zip(old, new, strict=True))

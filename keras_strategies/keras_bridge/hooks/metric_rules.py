@@ -53,6 +53,9 @@ def choose_update_rule(
       args: The positional arguments of the call.
       kwargs: The keyword arguments of the call.
       rows: Number of rows of a replica's batch.
+
+    Returns:
+      One of this module's rules: `SUM`, `MEAN`, `SAME` or `GLOBAL`.
     """
     arrays = _find_arrays((args, kwargs))
     if not arrays:
@@ -274,10 +277,11 @@ def _adds_the_same(
 
 
 def _adds_up(metric: keras.metrics.Metric, like: Tree, rows: int) -> bool:
-    """Returns whether a metric is a sum over rows on all toy data that decide.
+    """Returns whether a metric is a sum over rows, by tests on toy data.
 
-    Toy data do not decide if they do not change the metric, or if the metric
-    raises an error. At least one range of toy data must decide.
+    A range of toy data decides nothing if it does not change the metric, or if
+    the metric raises an error. The result is True if at least one range shows
+    that the metric is a sum, and no range shows that it is not.
     """
     answers: list[bool | None] = []
     error: Exception | None = None

@@ -77,7 +77,7 @@ def stateless_apply(
     *args: Any,
     **kwargs: Any,
 ) -> tuple[Any, ...]:
-    """Reduces gradients over the replicas, then calls `stateless_apply`.
+    """Reduces gradients over the replicas, then calls Keras's method.
 
     Returns:
       The new weights and the new optimizer variables.
@@ -118,11 +118,11 @@ def _is_cut(
     optimizer: keras.optimizers.Optimizer,
     variables: Sequence[keras.Variable],
 ) -> bool:
-    """Returns whether the step's program is cut at this update.
+    """Returns whether the step's program is cut into parts at this update.
 
-    An update of sharded variables is cut out of the mapped program where this
-    is possible. XLA then computes the update on global, sharded arrays (see
-    `marked_updates`).
+    Where possible, an update of sharded variables is taken out of the program
+    that is mapped over the replicas. XLA then computes the update on global,
+    sharded arrays (see `marked_updates`).
     """
     targets = [*variables, *optimizer.variables]
     if not shardings.any_sharded(targets, step.facts.mesh):

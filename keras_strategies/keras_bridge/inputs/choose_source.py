@@ -229,7 +229,7 @@ def _make_without_adapter(
 class _Weighted:
     """A source that adds class weights to the batches of another source.
 
-    Except for `read`, it has the attributes of the other source.
+    All other attributes and methods are those of the other source.
     """
 
     def __init__(self, source: Source, class_weight: dict[int, float]) -> None:

@@ -43,8 +43,8 @@ class Feed(FeedAdapter):
     """A Keras adapter that yields executions of up to K batches.
 
     Args:
-      steps: Reads the user's data as the batches of steps.
-      steps_per_execution: K.
+      steps: The object that reads the user's data and makes batches for steps.
+      steps_per_execution: The number K.
       steps_per_epoch: The number of steps in an epoch, if the epochs end
         before the data do. An execution never extends beyond an epoch's end.
     """
@@ -65,8 +65,8 @@ class Feed(FeedAdapter):
         self._steps_per_execution = steps_per_execution
         self._steps_per_epoch = steps_per_epoch
         self._division = Division(
-            # With process-local rows a pass lasts as long as the data of any
-            # process do, and no process knows how many batches that are.
+            # With process-local rows a pass ends when all processes have read
+            # all of their data, and no process knows how many batches that is.
             num_batches=None if source.is_process_local else source.num_batches,
             steps_per_epoch=max(steps_per_epoch or 0, 0) or None,
             steps_per_execution=steps_per_execution,
@@ -189,7 +189,8 @@ class Feed(FeedAdapter):
         """Returns the position where the loop's next epoch begins.
 
         Args:
-          place: The place after the last computed execution, or None.
+          place: The place after the last computed execution, or None
+            for the place where the next iterator begins.
         """
         if not (self._at.is_reading and self._steps_per_epoch and place):
             # Keras makes an iterator for each epoch.
@@ -199,7 +200,7 @@ class Feed(FeedAdapter):
         return self.position_at(place)
 
     def position_at(self, place: tuple[int, int]) -> dict[str, Any]:
-        """Returns the position, as JSON values, in the middle of an epoch.
+        """Returns the position that belongs to a place, as JSON values.
 
         Args:
           place: The place after the last computed execution. The property

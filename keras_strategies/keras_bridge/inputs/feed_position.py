@@ -42,7 +42,7 @@ class FeedPosition:
         return cls(next=place, yielded=place, epoch_start=place)
 
     def begin_pass(self, epoch: int) -> "FeedPosition":
-        """Returns the position when an iterator begins to read a pass.
+        """Returns the position after an iterator has begun to read a pass.
 
         The next iterator will begin with the pass after this one.
         """
@@ -54,7 +54,7 @@ class FeedPosition:
         return dataclasses.replace(self, yielded=Place(epoch, step))
 
     def stop(self, at: Place | None = None) -> "FeedPosition":
-        """Returns the position when an iterator has ended.
+        """Returns the position after an iterator has ended.
 
         Args:
           at: The place where the next iterator will begin; None for the place

@@ -40,12 +40,12 @@ class FeedAdapter(DataAdapter):
 
     @property
     def has_partial_batch(self) -> bool | None:
-        """Whether the last batch is shorter. Always None, for unknown."""
+        """Whether the last batch is shorter: always None, for unknown."""
         return None
 
     @property
     def partial_batch_size(self) -> int | None:
-        """Number of rows in a shorter last batch. Always None, for unknown."""
+        """Number of rows in a shorter last batch: always None, for unknown."""
         return None
 
 

@@ -2,7 +2,7 @@
 
 The default strategy distributes datasets as other strategies do. But its models
 are plain Keras models, and Keras's loops have no adapter for a distributed
-dataset. A patch adds the adapter as long as such a dataset exists.
+dataset. While such a dataset exists, a patch adds the adapter.
 """
 
 import contextlib

@@ -22,7 +22,7 @@ from keras_strategies.keras_bridge.variables.variable_creator import (
 )
 
 models_in_loops: "weakref.WeakSet[keras.Model]" = weakref.WeakSet()
-"""Models in whose Keras loop the values may be in the loop's state."""
+"""Models whose values may be in the state of a loop of Keras."""
 
 
 @contextlib.contextmanager
