@@ -90,9 +90,10 @@ class _CollectiveBackup(keras.callbacks.BackupAndRestore):
         if len(set(received)) > 1:
             places = dict(zip(mesh.processes, received, strict=True))
             raise ValueError(
-                "All processes must find the same backup. Received: for each "
-                "process, whether the weights and the position exist in "
-                f"{self.backup_dir}: {places}. Put `backup_dir` on a disk that "
+                "All processes must find the same backup. Received: "
+                f"backup_dir={self.backup_dir!r}, in which the files of the "
+                "weights and of the position exist or not, by process: "
+                f"{places}. Put `backup_dir` on a disk that "
                 "all processes share, or delete it in all processes to start "
                 "again."
             )

@@ -101,12 +101,12 @@ class MappedProgram:
         *,
         is_shared: bool = True,
     ) -> Any:
-        """Calls `call(program, *args)` with the program for a segment.
+        """Calls `call(program, *args)` with the program that fits a segment.
 
         Args:
           call: A function that runs a jitted function, or lowers it.
           args: The written state, the read state, and the segment's data.
-          segment: The segment.
+          segment: The batches to run.
           is_shared: Whether the replicas can share the segment's rows evenly.
 
         Returns:
@@ -197,7 +197,7 @@ def global_batch_trace(
     model_step: Callable[..., Any],
     step: StepContext | None = None,
 ) -> Iterator[None]:
-    """Sets up the block's trace of a step over the global batch.
+    """Sets up the tracing of a step over the global batch, for a block.
 
     Args:
       mesh: The replicas.

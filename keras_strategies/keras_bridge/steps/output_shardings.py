@@ -62,10 +62,11 @@ def constrain_run(
     """Constrains the shardings of the outputs of a `RunProgram`'s program.
 
     Args:
-      program: A function that returns six things: results and copies of
-        variables, both split over the replicas; sums; comparisons; values of
-        variables; and a report without arrays.
-      variables: The variables that the values belong to.
+      program: A function that returns six things: the results and the
+        variables' separate copies, both split over the replicas; the sums of
+        results; the outcomes of comparisons; the new values of variables; and a
+        report without arrays.
+      variables: The variables that the new values belong to.
       mesh: The replicas.
     """
     if mesh.cores_per_replica == 1 and not any_sharded(variables, mesh):

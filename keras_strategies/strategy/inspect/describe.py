@@ -27,7 +27,7 @@ from keras_strategies.keras_bridge.variables.shardings import (
     sharding_of,
 )
 
-# Sequences that are longer than this are drawn without their middle.
+# In drawings, the middle of longer sequences is omitted.
 MAX_DEVICES = 16
 MAX_DEVICES_OF_PROCESS = 4
 MAX_PROCESSES = 4
@@ -141,7 +141,7 @@ def draw_mesh(mesh: ReplicaMesh) -> Group:
     num_shown, num_processes = mesh.num_replicas, mesh.num_processes
     is_many = num_shown > MAX_DEVICES
     if is_many:
-        # If there is only one process, twice the number of boxes is shown.
+        # If all replicas are in one group, twice as many boxes are shown.
         num_shown = MAX_DEVICES_OF_PROCESS * (2 if len(groups) == 1 else 1)
     parts: list[RenderableType] = [_make_heading(mesh)]
     for group in abbreviate(groups, MAX_PROCESSES if is_many else len(groups)):
@@ -272,7 +272,7 @@ def describe_variable(
 
 
 def describe_sharding(sharding: Sharding, devices: Sequence[jax.Device]) -> str:
-    """Returns text that describes an array's sharding.
+    """Describes an array's sharding as text.
 
     Args:
       sharding: The array's sharding.
