@@ -28,17 +28,17 @@ def compute_average_loss(
       global_batch_size: The number of rows of all replicas together. The
         default is the number of this replica's rows times the number of
         replicas. If the replicas have different numbers of rows, the arguments
-        of `run` determine the default: if one of them has as many rows on this
-        replica as there are losses, the default is the total number of its rows
-        over all replicas.
+        of `run` determine the default: if one of them has the same number of
+        rows on this replica as there are losses, the default is its total
+        number of rows over all replicas.
 
     Returns:
       A scalar.
 
     Raises:
       ValueError: if the losses are a scalar; or if several arguments of
-        `run` have as many rows on this replica as there are losses, but
-        different total numbers of rows over all replicas.
+        `run` have this number of rows on this replica, but different total
+        numbers of rows over all replicas.
 
     References:
       `tf.nn.compute_average_loss`.

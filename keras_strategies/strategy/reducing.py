@@ -206,8 +206,8 @@ def _check_equal_shapes(parts: list[Any]) -> None:
     shapes = [tuple(p.shape) for p in parts]
     if len(set(shapes)) > 1:
         raise ValueError(
-            "With axis=None values are reduced elementwise over the replicas, "
-            f"so their shapes must be equal. Received: {shapes}. Pass "
+            "With axis=None, values are reduced elementwise over the replicas, "
+            f"so their shapes must be equal. Received: shapes {shapes}. Pass "
             "axis=0 to sum over the rows first."
         )
 
@@ -264,7 +264,7 @@ def _check_gather(axis: object, part: Array, parts: list[Any]) -> None:
         raise ValueError(
             "The axis of `gather` must be a dimension that all components "
             f"have. Received: axis={axis}, shapes {shapes}. Choose such a "
-            "dimension; `x[None]` adds one to a scalar."
+            "dimension; `x[None]` turns a scalar into an array."
         )
 
     def others(shape: tuple[int, ...]) -> tuple[int, ...]:

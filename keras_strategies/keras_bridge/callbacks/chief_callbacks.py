@@ -91,11 +91,10 @@ class _CollectiveBackup(keras.callbacks.BackupAndRestore):
             places = dict(zip(mesh.processes, received, strict=True))
             raise ValueError(
                 "All processes must find the same backup. Received: "
-                f"backup_dir={self.backup_dir!r}, in which the files of the "
-                "weights and of the position exist or not, by process: "
-                f"{places}. Put `backup_dir` on a disk that "
-                "all processes share, or delete it in all processes to start "
-                "again."
+                f"backup_dir={self.backup_dir!r}; whether it contains weights "
+                f"and a position, by process: {places}. Put `backup_dir` on a "
+                "disk that all processes share, or delete it in all processes "
+                "to start again."
             )
         super().on_train_begin(logs)
         # The chief must not write before the other processes have read.

@@ -164,7 +164,7 @@ def find_unaggregated(notes: list[replica_merge.BranchFacts]) -> list[int]:
 
 
 def refuse_difference(variable: keras.Variable) -> None:
-    """Raises ValueError for a variable that replicas wrote differently."""
+    """Raises ValueError: replicas wrote different values to a variable."""
     raise ValueError(
         "The replicas wrote different values to a variable that has "
         f"no aggregation. Received: {variable.path!r} with "

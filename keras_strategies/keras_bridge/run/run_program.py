@@ -1,8 +1,8 @@
 """A user's function as one compiled program over the replicas.
 
 One abstract trace finds the variables that the function reads and writes. The
-values of written variables are donated, and the replicas' new values are
-returned combined. Each result is one array over all replicas. Small results
+values of written variables are donated; the program combines the replicas' new
+values. Each result is one array over all replicas. Small results
 are also summed in the program: most of them are losses to be reduced next.
 """
 
@@ -204,7 +204,7 @@ class RunProgram:
 
     @property
     def written(self) -> list[keras.Variable]:
-        """The variables that the function writes."""
+        """The variables whose values the program returns."""
         return [*self._written, *self._on_read]
 
     @property

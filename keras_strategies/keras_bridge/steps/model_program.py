@@ -55,7 +55,7 @@ from keras_strategies.keras_bridge.variables.shardings import spec_of
 class ModelProgram:
     """The programs of a model's train, test or predict step.
 
-    A step is a pure function: (written, read, data) -> (results, written,
+    Each program is a pure function: (written, read, data) -> (results, written,
     changed), where `changed` maps indices in each read group to new values.
 
     Args:
@@ -63,9 +63,9 @@ class ModelProgram:
       name: The programs' name in profiles.
       variables: The groups of the model's variables, aligned with the state.
       written: The indices of the groups that the step usually writes; these
-        groups are donated. From the other groups, only changed values are
+        groups are donated. Of the other groups, only changed values are
         returned.
-      mesh: The replicas.
+      mesh: The mesh of the replicas.
       is_global: Whether the step must see the global batch.
       replica_scope: Makes a step's replica context current for a block.
     """

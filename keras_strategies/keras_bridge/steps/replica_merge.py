@@ -14,7 +14,7 @@ from keras_strategies.keras_bridge.steps.uneven_rows import BranchResult
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class BranchFacts:
-    """What the trace of a call shows about its results and variables.
+    """Findings from the trace of a call, about its results and variables.
 
     Attributes:
       structure: The structure of the results, and what else is needed to

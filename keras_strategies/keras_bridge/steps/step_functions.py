@@ -86,7 +86,7 @@ class StepFunctionCache:
 
     Args:
       model: A compiled or plain Keras model.
-      mesh: The replicas.
+      mesh: The mesh of the replicas.
       keeps_outputs: Whether `predict` returns its outputs in this process.
       replica_scope: Makes a step's replica context current for a block.
 
@@ -332,7 +332,7 @@ def _read_execution(
     Args:
       iterator: An iterator of a feed; or, if a method of the model's class
         calls Keras's loop with its own data, an iterator of batches.
-      mesh: The replicas.
+      mesh: The mesh of the replicas.
       num_steps: The number of batches in an execution.
     """
     data = next(iterator)

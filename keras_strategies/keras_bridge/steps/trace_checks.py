@@ -51,7 +51,7 @@ class Traced:
         self._compute = jaxpr_as_fun(self.jaxpr)
 
     def combine_sums(self, step: StepContext) -> None:
-        """Merges sums over the replicas into fewer sums; see combined_sums."""
+        """Merges the trace's sums over the replicas into fewer sums."""
         self._compute = with_combined_sums(
             self.jaxpr,
             step.axis,
@@ -140,7 +140,7 @@ def _check_sizes(
     state: Sequence[Group],
     data: Batch,
 ) -> None:
-    """Checks that sizes taken for row counts double with twice the rows."""
+    """Checks, with twice the rows, that exactly the row counts double."""
     probe = step.make_probe(2 * step.facts.rows)
     try:
         probed = functools.partial(body, probe)

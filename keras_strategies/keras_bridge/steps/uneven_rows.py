@@ -180,7 +180,7 @@ class _Trace:
         self.jaxpr, self.shapes = tracing(*inputs)
 
     def cut_at_collectives(self) -> list[Any]:
-        """Makes collectives' results inputs and returns the collectives."""
+        """Turns collectives' results into inputs; returns the collectives."""
         self._use(collective_cut.cut_at_collectives(self.jaxpr))
         return self.cut.collectives
 
@@ -369,7 +369,7 @@ def _adapt_shapes(
 
 
 def _pad(array: Array, most: jax.ShapeDtypeStruct) -> jax.Array:
-    # A literal has a Python type.
+    # The value of a literal may be a Python number.
     array = jnp.asarray(array, most.dtype)
     return array if array.shape == most.shape else pad_to(array, most.shape)
 

@@ -87,7 +87,7 @@ class UnevenRows:
         )
 
     def take(self, data: Batch, axis: int, mesh: ReplicaMesh) -> Batch:
-        """Moves each row to its replica; is called in a compiled program.
+        """Moves the rows to their replicas, within a compiled program.
 
         Returns:
           A batch in which all replicas have the same number of rows, with
@@ -154,7 +154,7 @@ def call_step(
       old: The values of the variables.
       data: A replica's rows, padded to the largest number of rows of any
         replica.
-      mesh: The replicas.
+      mesh: The mesh of the replicas.
       counts: Each replica's number of rows.
       metrics: The variables of metrics if the outputs are numbers to average;
         None if the outputs have an entry for each row.
