@@ -375,7 +375,7 @@ class Strategy(CustomLoops, PlanMixin):
             raise ValueError(
                 f"Model {model.name!r} cannot be bound to {self!r}, because it "
                 "is bound to another strategy. Received: a model of "
-                f"{existing.owner!r}. Call `detach(model)` on the other one first."
+                f"{existing.owner!r}. Call `detach(model)` on the other first."
             )
         variables = all_variables(model)
         check_home(variables, self._runtime.mesh)

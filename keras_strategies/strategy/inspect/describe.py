@@ -239,9 +239,9 @@ def describe_variable(
 
     Args:
       variable: A variable, built or not.
-      mesh: The mesh of the replicas. If programs can only be compiled for it, or
-        if the variable is abstract, the row shows the sharding that the
-        variable would have.
+      mesh: The mesh of the replicas. If it can only be compiled for, or if
+        the variable is abstract, the row shows the sharding that the variable
+        would have.
       partitioner: The partitioner that shards variables, if any.
 
     Returns:
