@@ -46,8 +46,8 @@ class _Stack(threading.local):
     def __init__(self) -> None:
         self.entered: list[AnyStrategy] = []
         self.set_globally: contextlib.ExitStack | None = None
-        # The replica contexts of the functions that are running; None stands
-        # for a function given to `merge_call` or `update`.
+        # The replica contexts of the functions that are running, outermost
+        # first; None stands for a function given to `merge_call` or `update`.
         self.replicas: list[Any] = []
         # The number of open scopes of the default strategy, which are not in
         # `entered`.
@@ -75,7 +75,7 @@ def check_cross_replica(name: str) -> None:
 
 
 def check_outside(name: str) -> None:
-    """Raises RuntimeError inside of functions that run for replicas.
+    """Raises RuntimeError inside of any function that runs for replicas.
 
     These are the functions given to `run`, `merge_call` and `update`.
 

@@ -132,7 +132,7 @@ class CustomLoops:
         """Sums or averages per-replica values over the replicas.
 
         Args:
-          reduce_op: `ReduceOp.SUM` or `ReduceOp.MEAN`, or their names.
+          reduce_op: `ReduceOp.SUM` or `ReduceOp.MEAN`, or its name.
           value: A nest of results of `run`.
           axis: None to reduce elementwise over the replicas only. A dimension,
             or a tuple of dimensions, to reduce over them, too; `MEAN` then
@@ -193,7 +193,7 @@ class CustomLoops:
             processes, shapes must be equal on all replicas.
 
         Returns:
-          The nest of `PerReplica`; of plain values if there is one replica.
+          The nest, of `PerReplica`; of plain values if there is one replica.
 
         Raises:
           ValueError: if the replicas' nests differ in structure or, with
@@ -232,7 +232,7 @@ class CustomLoops:
 
         If N replicas cannot share a global batch of B rows evenly, the first B
         mod N replicas get one row more than the others. A shorter last batch
-        fills the replicas in order: if batches of 8 rows are split over 2
+        fills one replica after the other: if batches of 8 rows are split over 2
         replicas, a last batch of 6 rows is split into 4 and 2. No row is left
         out.
 
@@ -277,7 +277,7 @@ class CustomLoops:
             arrays.
 
         Raises:
-          ValueError: if arrays have different lengths or no rows.
+          ValueError: if the arrays have different numbers of rows, or none.
         """
         return NumpyDataset(arrays)
 
@@ -328,7 +328,7 @@ class CustomLoops:
         dataset_fn: Callable[[InputContext], Iterable[Any]],
         options: InputOptions | None = None,
     ) -> DistributedDataset:
-        """Calls `distribute_datasets_from_function`; warns once (old name)."""
+        """Calls `distribute_datasets_from_function` under its old name."""
         current.warn_of_old_name(
             "experimental_distribute_datasets_from_function",
             "distribute_datasets_from_function",

@@ -74,10 +74,10 @@ class StrategyExtended:
         destinations: object,
         options: object = None,
     ) -> Tree:
-        """Reduces values elementwise over the replicas, onto all devices.
+        """Reduces values elementwise over the replicas.
 
-        May be called outside of replica functions, and in a function given to
-        `merge_call`.
+        The result is on all devices. May be called outside of replica
+        functions, and in a function given to `merge_call`.
 
         Args:
           reduce_op: `ReduceOp.SUM` or `ReduceOp.MEAN`, or its name.

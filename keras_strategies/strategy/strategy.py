@@ -330,7 +330,7 @@ class Strategy(CustomLoops, PlanMixin):
         )
 
     def __deepcopy__(self, memo: dict[int, Any]) -> "Strategy":
-        """Returns itself, so that copies of objects share the strategy."""
+        """Returns the strategy itself, so that copied objects share it."""
         return self
 
     def __getattr__(self, name: str) -> Any:
@@ -375,7 +375,7 @@ class Strategy(CustomLoops, PlanMixin):
             raise ValueError(
                 f"Model {model.name!r} cannot be bound to {self!r}, because it "
                 "is bound to another strategy. Received: a model of "
-                f"{existing.owner!r}. Call `detach(model)` on that one first."
+                f"{existing.owner!r}. Call `detach(model)` on the other first."
             )
         variables = all_variables(model)
         check_home(variables, self._runtime.mesh)
@@ -390,7 +390,7 @@ def _check_model(name: str, model: object) -> None:
 
 
 def _watch_job() -> None:
-    """Makes the job's watchdog start all multi-process programs."""
+    """Lets the job's watchdog start all programs that span processes."""
     # Imported here because a single process does not need it.
     from keras_strategies.cluster.exchange import kv_store
     from keras_strategies.cluster.watchdog import watchdog

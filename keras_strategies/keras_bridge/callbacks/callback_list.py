@@ -33,12 +33,12 @@ _HOOKS = {
 
 
 class QuietCallbackList(keras.callbacks.CallbackList):
-    """A list of callbacks that calls batch-end hooks only where needed.
+    """A list of callbacks that calls batch-end hooks only if they are needed.
 
     Args:
       callbacks: The callbacks, as given to the loop.
-      quiet: The kinds of batches for which no callback implements the hook of
-        a batch's end, not counting callbacks with `wants_batch`; see
+      quiet: The kinds of batches for which no callback implements the
+        batch-end hook, not counting callbacks with `wants_batch`; see
         `find_quiet_kinds`.
       **options: Options of `keras.callbacks.CallbackList`.
     """
@@ -89,12 +89,12 @@ def make_quiet_list(
     model: keras.Model,
     feed: "DataAdapter",
 ) -> Callbacks:
-    """Makes a `QuietCallbackList` of a loop's callbacks, if it saves work.
+    """Makes a `QuietCallbackList` of a loop's callbacks, if that saves work.
 
     Args:
       loop: `"fit"`, `"evaluate"` or `"predict"`.
-      arguments: The loop's arguments, by name. If `verbose` is not 0 there is
-        a progress bar, which is updated at the end of every batch.
+      arguments: The loop's arguments, by name. If `verbose` is not 0, the
+        loop shows a progress bar, which is updated at the end of every batch.
       model: The model.
       feed: The data.
 
@@ -155,7 +155,7 @@ def _is_selective(callback: object) -> bool:
 
 
 def _is_listening(callback: keras.callbacks.Callback, kind: str) -> bool:
-    """Returns whether a callback implements the hook for a batch's end."""
+    """Returns whether a callback implements the batch-end hook."""
     if kind == "train" and _is_selective(callback):
         return False
     default = keras.callbacks.Callback

@@ -90,11 +90,11 @@ class _CollectiveBackup(keras.callbacks.BackupAndRestore):
         if len(set(received)) > 1:
             places = dict(zip(mesh.processes, received, strict=True))
             raise ValueError(
-                "All processes must find the same backup. Received: for each "
-                "process, whether the weights and the position exist in "
-                f"{self.backup_dir}: {places}. Put `backup_dir` on a disk that "
-                "all processes share, or delete it in all processes to start "
-                "again."
+                "All processes must find the same backup. Received: "
+                f"backup_dir={self.backup_dir!r}; whether it contains weights "
+                f"and a position, by process: {places}. Put `backup_dir` on a "
+                "disk that all processes share, or delete it in all processes "
+                "to start again."
             )
         super().on_train_begin(logs)
         # The chief must not write before the other processes have read.

@@ -70,7 +70,7 @@ class CheckpointingCallbackList(QuietCallbackList):
     """A list of callbacks that calls the checkpoint callback last.
 
     Args:
-      loop: The fit's state.
+      loop: The state of the fit.
       checkpointer: The checkpoint callback, one of `callbacks`.
       callbacks: The callbacks of fit.
       verbose: The `verbose` of fit.
@@ -107,7 +107,7 @@ class CheckpointingCallbackList(QuietCallbackList):
         loop.settle = self._flush_futures
 
     def _restore(self) -> None:
-        """Restores the values of variables that callbacks or Keras wrote."""
+        """Undoes the writes of callbacks or Keras to restored variables."""
         for variable, value in self._values:
             if variable.value is not value:
                 variable.assign(value)

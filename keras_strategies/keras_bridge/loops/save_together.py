@@ -1,4 +1,4 @@
-"""Collective saving of models whose variables are sharded over processes.
+"""Saves models collectively if their variables are sharded over processes.
 
 No process has all shards, so reading a variable is a collective operation in
 which all processes take part. Only the chief writes to the user's path.

@@ -2,8 +2,8 @@
 
 Keras has no public hook for a model's creation or compilation, so the methods
 are wrapped as long as a scope is open in any thread. Keras's loops are wrapped
-during that time, too, and also while an overridden loop runs, because the
-overridden loop may call Keras's loop.
+during that time, too, and also while an overridden loop runs, because it may
+call Keras's loop.
 """
 
 import contextlib
@@ -73,7 +73,7 @@ _in_loop: list[_InLoop] = []
 
 
 class _Routes(threading.local):
-    """The current thread's routes, by the ids of the models."""
+    """The functions that replace Keras's loops in this thread, by model id."""
 
     def __init__(self) -> None:
         self.of_models: dict[int, Route | None] = {}
@@ -88,7 +88,7 @@ def keras_hooks(
     before_compile: Callable[[keras.Model], None],
     in_loop: _InLoop,
 ) -> Iterator[None]:
-    """Hooks the creation, compilation and loops of models for a block.
+    """Installs hooks into creating, compiling and running models, for a block.
 
     The constructor of BatchNormalization is wrapped, too. The hooks are called
     in all threads, so each hook checks which scope the calling thread is in.
@@ -178,7 +178,7 @@ def bind_on_use(model: keras.Model, strategy: Any) -> None:
 
     def compile_and_attach(*args: Any, **kwargs: Any) -> Any:
         result = type(model).compile(model, *args, **kwargs)
-        # In a scope, the patched `compile` has already bound the model.
+        # If a scope is open, the wrapped `compile` has already bound the model.
         if BINDING not in vars(model):
             strategy.attach(model)
         return result
@@ -186,7 +186,7 @@ def bind_on_use(model: keras.Model, strategy: Any) -> None:
     def attaching(name: str) -> Callable[..., Any]:
         def attach_and_call(*args: Any, **kwargs: Any) -> Any:
             strategy.attach(model)
-            # By now the binding has replaced this attribute.
+            # The binding has replaced the attribute by now.
             return getattr(model, name)(*args, **kwargs)
 
         return attach_and_call

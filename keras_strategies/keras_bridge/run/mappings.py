@@ -66,9 +66,9 @@ def open_nest(
     Args:
       nest: The nest.
       is_leaf: The same as in `jax.tree.map`.
-      having: A predicate of leaves. A mapping, list or tuple that contains no
-        leaf for which `having` is true stays a leaf. If None, all are
-        flattened.
+      having: A function from a leaf to a boolean. A mapping, list or tuple in
+        which it is true for no leaf stays a leaf itself. If None, all
+        mappings, lists and tuples are flattened.
 
     Returns:
       The nest, in which mappings, lists and tuples are nodes for JAX.

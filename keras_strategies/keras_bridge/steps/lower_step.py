@@ -31,10 +31,10 @@ def lower_step(
 
     Args:
       model: The model.
-      mesh: The replicas.
+      mesh: The mesh of the replicas.
       kind: "train", "test" or "predict".
-      batch: A global batch, as a dataset yields it: `(x, y)`, `x` or
-        `(x, y, sample_weight)`, nests of arrays or of objects with a shape
+      batch: A global batch, as a dataset yields it: `x`, `(x, y)` or
+        `(x, y, sample_weight)`, as nests of arrays, or of objects with a shape
         and a dtype.
       build: A function that builds the model from the batch's shapes.
       steps: The number of steps in one program, as in `steps_per_execution`. If

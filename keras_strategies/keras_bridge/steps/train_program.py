@@ -78,8 +78,8 @@ class StepProgram(ModelProgram):
         if step.facts.is_probe:
             # A probe has no merge rules for metrics, and merges nothing.
             return logs
-        # A metric's change is measured from the metric's last reset in the
-        # step.
+        # If the step resets a metric, the metric's change is measured from its
+        # value after the last reset.
         folded[-1] = [step.notes.before[v] for v in metrics]
         return self._merge(step, old, folded, new, logs)
 
@@ -126,7 +126,7 @@ class StepProgram(ModelProgram):
         return logs, *self._select_changes(old, merged)
 
     def _scan_steps(self, body: Body) -> Body:
-        """Turns a step into a loop over batches; it returns the last logs."""
+        """Turns a step into a loop over batches that returns the last logs."""
 
         def many(written: Group, read: Group, data: Batch) -> tuple[Any, ...]:
             changed_keys: list[list[str]] = []
