@@ -23,7 +23,7 @@ NamedVariables = Mapping[str, Mapping[str, keras.Variable]]
 def substitute_averages(
     variables: NamedVariables, document: Document, where: str
 ) -> NamedVariables:
-    """Selects, for each weight that has an average, the average's array.
+    """Chooses the arrays of averages for the weights that have averages.
 
     Args:
       variables: The variable to restore from each array, by the group and name

@@ -208,7 +208,7 @@ def _read_spec(source: Source) -> Tree:
 
 
 def _check_where() -> None:
-    """Raises ValueError if a function on replicas or a traced one calls it."""
+    """Raises ValueError inside a function that is traced or run on replicas."""
     is_in_replica = current_step() is not None
     if not is_in_replica and not is_tracing():
         return

@@ -104,9 +104,9 @@ def check_name(directory: str | os.PathLike[str]) -> None:
     """Raises ValueError for a path that is unsuitable for a directory.
 
     A path is unsuitable if it is itself a checkpoint, or if it contains
-    characters of a glob pattern. Orbax 0.12 finds its files with a glob pattern
-    that contains the path. If the path itself looks like a pattern, Orbax finds
-    no files, and the checkpoint has no arrays
+    characters that are special in a glob pattern. Orbax 0.12 finds its files
+    with a glob pattern that contains the path. If the path itself looks like a
+    pattern, Orbax finds no files, and the checkpoint has no arrays
     (tests/contract/test_orbax_contract.py).
 
     Args:

@@ -148,7 +148,7 @@ def write_manifest(
     except ValueError as error:
         raise ValueError(
             "A checkpoint's manifest must be short, valid JSON. Received: a "
-            f"manifest for {len(sizes)} files, of which {error}. Shorten or "
+            f"manifest for {len(sizes)} files; {error}. Shorten or "
             "simplify the metadata in `facts`."
         ) from None
     names = {path / name for name in sizes}

@@ -50,7 +50,7 @@ class ArrayRows:
         return iter(range(skip, int(self._ends[-1])))
 
     def label(self, item: int) -> str:
-        """Returns a text to be hashed, which identifies the item and files."""
+        """Returns a text to be hashed that identifies an item and its files."""
         return f"{self._names} {item}"
 
     def read(self, items: Sequence[int]) -> Tree:
@@ -92,7 +92,7 @@ class RecordRows:
     Args:
       data: The description of all files.
       paths: The files to read, in order.
-      counts: The number of rows in each file for which it is known.
+      counts: The number of rows in each file whose number of rows is known.
     """
 
     def __init__(
@@ -122,7 +122,7 @@ class RecordRows:
                 )
 
     def label(self, item: _Record) -> str:
-        """Returns a text to be hashed, which identifies the item and file."""
+        """Returns a text to be hashed that identifies an item and its file."""
         return f"{os.path.basename(item.path)} {item.index}"
 
     def read(self, items: Sequence[_Record]) -> Tree:
