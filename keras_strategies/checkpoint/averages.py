@@ -17,7 +17,7 @@ _WEIGHTS, _OPTIMIZER = "weights", "optimizer"
 _SUFFIX = "_average"
 
 NamedVariables = Mapping[str, Mapping[str, keras.Variable]]
-"""Variables by group and name of their arrays in a checkpoint."""
+"""Variables, by the group and name of their arrays in a checkpoint."""
 
 
 def substitute_averages(

@@ -173,7 +173,7 @@ class Source(abc.ABC):
     def checksum(self) -> int | None:
         """A checksum of some rows, by which processes compare their data.
 
-        None if each `Part` has a checksum, or no checksums are needed.
+        None if each `Part` has a checksum, or if no checksums are needed.
         """
         return None
 

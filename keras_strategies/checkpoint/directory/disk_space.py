@@ -93,7 +93,7 @@ def check_writable(directory: str | os.PathLike[str]) -> None:
     if fault is not None:
         raise OSError(
             fault.errno,
-            "The directory of checkpoints must be writable for this user. "
+            "The directory of checkpoints must be writable by this user. "
             f"Received: {str(path)!r}, but {str(existing)!r} is not writable: "
             f"{fault.strerror}. Use another directory, or change the "
             "permissions of this one",

@@ -26,7 +26,7 @@ from keras_strategies.data.options import AutoShardPolicy
 from keras_strategies.data.own_rows import ProcessRows, stack_rows
 from keras_strategies.data.source import Cut, Part, take
 
-# Number of batches of a `MapDataset` that are read ahead of time, concurrently.
+# Number of batches of a `MapDataset` that are read concurrently in advance.
 _NUM_THREADS = 4
 # Number of positions at which the iterator's state is stored, so that reading
 # can resume from them.
@@ -195,7 +195,7 @@ class _IteratedBatches:
             getattr(iterator, "close", lambda: None)()
 
     def _open_at(self, start: int) -> tuple[Any, int, list[Tree]]:
-        """Opens an iterator at the latest stored position up to `start`.
+        """Opens an iterator at the last stored position not after `start`.
 
         Returns:
           The iterator, its position, and the batches already read from it.
@@ -339,7 +339,7 @@ def _to_arrays(batch: Tree) -> Tree:
 def _read_in_threads(
     read: Callable[[int], Part], indices: Iterable[int]
 ) -> Iterator[Part]:
-    """Reads several batches concurrently; yields them in order."""
+    """Reads several batches concurrently; yields them in order of `indices`."""
     pool = concurrent.futures.ThreadPoolExecutor(
         _NUM_THREADS, thread_name_prefix="keras-strategies-grain"
     )

@@ -1,4 +1,4 @@
-"""Converting tf.data datasets to graphs, editing these, and converting back.
+"""Converting tf.data datasets to graphs, editing graphs, and converting back.
 
 The ops that convert a dataset to a graph and back are public; tf_nodes.py
 lists the names of the nodes in such graphs.

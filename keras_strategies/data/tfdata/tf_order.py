@@ -54,7 +54,7 @@ class EpochDatasets:
     Args:
       dataset: The dataset.
       graph: The graph of `dataset`. This object edits it.
-      seed: Any number. Processes with the same number have the same orders.
+      seed: Any number. Processes with the same number shuffle equally.
       num_processes: Number of processes, for `SHARD_HINT`.
       process_index: Index of this process among them.
       is_whole: Whether every process reads all rows, and therefore must read
