@@ -290,7 +290,7 @@ class Storage:
         )
         if any(isinstance(leaf, jax.Array) for leaf in jax.tree.leaves(arrays)):
             # After `save` has returned, steps may donate the buffers of these
-            # arrays. So Orbax must copy them to the host before it returns.
+            # arrays. So Orbax must copy them to the host before `save` returns.
             write()
             write = None
         facts = {**facts, "started": self._started}

@@ -100,7 +100,7 @@ class DrawnOrder(Order):
         """See `Order.compute`.
 
         Also advances the global generator, as if the order had been generated
-        with it, unless other code has used the global generator in between.
+        with it, unless other code has used it since the previous order.
         """
         if self._last is not None and self._last[0] == epoch:
             return self._last[1]
