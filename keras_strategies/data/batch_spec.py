@@ -224,7 +224,7 @@ def _fields(named: object) -> tuple[str, ...] | None:
 
 
 def _find_class(name: object) -> type[tuple[Any, ...]]:
-    """Finds the named tuple class whose name another process sent.
+    """Finds a named tuple class by a name that may come from another process.
 
     The name is looked up in the namespaces of imported modules and their
     classes: nothing is imported to find it, and no `__getattr__` is called.
