@@ -21,7 +21,7 @@ class _Saving(Protocol):
 
 
 def wait_at_exit(storage: _Saving) -> None:
-    """Makes exit wait for the storage's pending save, and log its failure."""
+    """Makes exit wait for a pending save, and log an error if it fails."""
     _register()
     _open.add(storage)
 

@@ -17,13 +17,13 @@ _WEIGHTS, _OPTIMIZER = "weights", "optimizer"
 _SUFFIX = "_average"
 
 NamedVariables = Mapping[str, Mapping[str, keras.Variable]]
-"""Variables by group and name of their arrays in a checkpoint."""
+"""Variables, by the group and name of their arrays in a checkpoint."""
 
 
 def substitute_averages(
     variables: NamedVariables, document: Document, where: str
 ) -> NamedVariables:
-    """Selects, for each weight that has an average, the average's array.
+    """Chooses the arrays of averages for the weights that have averages.
 
     Args:
       variables: The variable to restore from each array, by the group and name

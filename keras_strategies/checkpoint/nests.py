@@ -204,7 +204,7 @@ def _is_real(dtype: np.dtype) -> bool:
 
 
 def _to_plain(value: object) -> bool | float | str | None:
-    """Converts to plain Python types; numpy's float64 becomes a float."""
+    """Converts a value to a plain Python type, such as float64 to float."""
     if isinstance(value, bool) or value is None:
         return value
     kinds = (int, float, str)

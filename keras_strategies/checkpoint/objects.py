@@ -200,8 +200,8 @@ class Checkpoint:
         storage = Storage(directory, processes=processes, keep=keep)
         storage.open()
         with contextlib.closing(storage):
-            # Called so that the storage knows the existing checkpoints, which
-            # it may have to delete.
+            # This call tells the storage which checkpoints exist, since it may
+            # have to delete them.
             storage.find_newest()
             step = max(storage.find_highest(), 0) + 1
             write_from(self, storage, step, {})

@@ -172,7 +172,7 @@ def copy_weights(source: keras.Model, target: keras.Model) -> None:
 def read_arrays(
     path: str, wanted: dict[str, dict[str, Any]]
 ) -> dict[str, dict[str, np.ndarray]]:
-    """Reads arrays of a checkpoint to the host.
+    """Reads arrays of a checkpoint into numpy arrays.
 
     Args:
       path: The path of the checkpoint.

@@ -48,7 +48,7 @@ class Order(abc.ABC):
 
     @abc.abstractmethod
     def compute(self, epoch: int) -> np.ndarray:
-        """Computes the order of an epoch: an array of indices, shape (size,).
+        """Computes the order of an epoch, an array of indices of shape (size,).
 
         Args:
           epoch: Number of the pass over the data, from 0.
@@ -100,7 +100,7 @@ class DrawnOrder(Order):
         """See `Order.compute`.
 
         Also advances the global generator, as if the order had been generated
-        with it, unless other code has used the global generator in between.
+        with it, unless other code has used it since the previous order.
         """
         if self._last is not None and self._last[0] == epoch:
             return self._last[1]
@@ -134,7 +134,7 @@ class DrawnOrder(Order):
 
 
 class RowOrder(DrawnOrder):
-    """Shuffle orders of rows, generated with numpy as Keras does for arrays.
+    """Shuffled row orders, generated with numpy as Keras does for arrays.
 
     Args:
       rows: Number of rows.
@@ -171,7 +171,7 @@ class RowOrder(DrawnOrder):
 
 
 class BatchOrder(DrawnOrder):
-    """Shuffle orders of batches, generated with Python's `random` as in Keras.
+    """Shuffled batch orders, generated with Python's `random` as in Keras.
 
     Args:
       size: Number of batches.
@@ -205,7 +205,7 @@ class BatchOrder(DrawnOrder):
 
 
 class NumberedOrder(Order):
-    """Shuffle orders that depend only on the epoch's number, as in Keras 3.16.
+    """Shuffle orders that depend only on an epoch's number, as in Keras 3.16.
 
     The first epoch of a fit has the number 1. If one pass over the data covers
     several epochs, its order is that of the first of these epochs.
@@ -253,7 +253,7 @@ class NumberedOrder(Order):
 
 
 class NumberedRowOrder(NumberedOrder):
-    """Shuffle orders of rows, as in Keras 3.16."""
+    """Shuffled row orders, the same as those of Keras 3.16."""
 
     _unit = "rows"
 
@@ -270,7 +270,7 @@ class NumberedRowOrder(NumberedOrder):
 
 
 class NumberedBatchOrder(NumberedOrder):
-    """Shuffle orders of batches, as in Keras 3.16."""
+    """Shuffled batch orders, the same as those of Keras 3.16."""
 
     _unit = "batches"
 

@@ -31,10 +31,10 @@ class Part:
     """One process's rows of a batch.
 
     Attributes:
-      data: A nest of arrays with this process's rows, in order; each array has
-        the shape (number of rows, ...). If the process has no rows in this
-        batch, the arrays are empty, but their dtypes and other dimensions are
-        still those of the other processes' rows.
+      data: A nest of arrays with this process's rows, in the order of the
+        batch; each array has the shape (number of rows, ...). If the process
+        has no rows in this batch, the arrays are empty, but their dtypes and
+        other dimensions are still those of the other processes' rows.
       rows: Number of rows in the global batch. For a process-local source,
         number of rows in `data`.
       checksum: A checksum of the first and the last row of the global batch,
@@ -173,7 +173,7 @@ class Source(abc.ABC):
     def checksum(self) -> int | None:
         """A checksum of some rows, by which processes compare their data.
 
-        None if each `Part` has a checksum, or no checksums are needed.
+        None if each `Part` has a checksum, or if no checksums are needed.
         """
         return None
 
@@ -249,7 +249,7 @@ def take(
     Args:
       batch: The global batch.
       cut: The function that was passed to `Source.read`.
-      has_checksums: Whether to compute `Part.checksum`. Use it for data whose
+      has_checksums: Whether to compute `Part.checksum`. Set it for data whose
         order this library does not determine: if a process reads different
         batches than the other processes, an error is raised.
       is_copied: Whether to copy the rows, unless their arrays are immutable.

@@ -72,8 +72,9 @@ def check_global_batch(
     checksums = [h.get("checksum") for h in received]
     if any(checksum != checksums[0] for checksum in checksums):
         raise ValueError(
-            "Every process must read the same batches, and selects its rows "
-            "from them; otherwise some rows are lost and others used twice. "
+            "Every process must read the same batches, because it uses only "
+            "its own rows of them; otherwise some rows are lost and others are "
+            "used twice. "
             f"Received: different rows in step {step} (checksums "
             f"{list_values(mesh, checksums)}). Shuffle and augment with the "
             "same seed in all processes, or use `AutoShardPolicy.OFF` if each "

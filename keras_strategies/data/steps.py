@@ -141,7 +141,7 @@ class Steps:
         num_bytes: Callable[[Any], int],
         is_pause: Callable[[Any], bool],
     ) -> Iterator[Any]:
-        """Converts an epoch's batches to items, ahead of time if it is faster.
+        """Makes items from an epoch's batches, ahead of time if that is faster.
 
         Args:
           epoch: Number of the epoch, from 0.
@@ -224,9 +224,9 @@ class Steps:
     ) -> Iterator[Part]:
         """Finds the batch size from the first batches of all processes.
 
-        If a process has only one batch, it may be smaller than a full batch.
-        In this case the size is determined by the batches of other processes,
-        or by the source's `likely_size`.
+        If a process has only one batch, this batch may not be full. Then the
+        size is determined by the batches of other processes, or by the source's
+        `likely_size`.
 
         Returns:
           An iterator over all parts, including those that were read to find
@@ -304,7 +304,7 @@ class Steps:
         """Reads the next part and exchanges messages about it.
 
         Args:
-          rounds: The exchanges of the epoch.
+          rounds: The object that exchanges the messages of the epoch.
           parts: This process's parts.
           place: A text that identifies the epoch and the step, if this is the
             first step to be read; all processes must have the same text. None
@@ -329,7 +329,7 @@ class Steps:
         return part, received
 
     def _join(self, data: Tree, received: list[dict[str, Any]]) -> HostBatch:
-        """Makes a step's batch from this process's rows and all messages."""
+        """Makes a step's batch from this process's data and all messages."""
         received = self.mesh.first_of_readers(received)
         rows = tuple(h["rows"] or 0 for h in received)
         by_reader, counts = [h.get("counts") for h in received], None

@@ -139,7 +139,8 @@ class FunctionSource(Source):
         if len(iterators) == 1:
             iterators *= count
         while True:
-            # Copies, because a dataset may reuse its arrays for the next batch.
+            # Makes copies, because a dataset may reuse its arrays for the next
+            # batch.
             parts = [
                 jax.tree.map(host_arrays.copy_if_mutable, next(batches, None))
                 for batches in iterators
