@@ -185,7 +185,7 @@ class Topology:
     def tpu_device_ordinal_at_coordinates(
         self, device_coordinates: Sequence[int]
     ) -> int:
-        """Returns the index, in its task, of the device at (x, y, z, core).
+        """Returns the index in its task of the device at (x, y, z, core).
 
         Raises: see `task_ordinal_at_coordinates`.
         """
@@ -349,8 +349,8 @@ def _check_devices(devices: Sequence[jax.Device]) -> None:
     if len(set(counts.values())) > 1:
         raise ValueError(
             "All processes must have the same number of devices. Received: "
-            f"these numbers of devices by process: {dict(counts)}. Pass the "
-            "same number of devices from each process."
+            f"{dict(counts)} devices, by process. Pass the same number of "
+            "devices from each process."
         )
 
 
@@ -379,7 +379,7 @@ def _parse(serialized: bytes | str) -> tuple[Any, Any]:
     except ValueError as error:
         raise ValueError(
             "`serialized` must be the JSON of a topology, version 1. Received: "
-            f"{serialized[:80]!r}, but {error}. {cure}"
+            f"{serialized[:80]!r}, with this fault: {error}. {cure}"
         ) from None
     return content["mesh_shape"], content["device_coordinates"]
 

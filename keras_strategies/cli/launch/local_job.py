@@ -17,8 +17,8 @@ from types import FrameType
 from keras_strategies.cli.launch.local_process import Child, Output
 from keras_strategies.cluster.exchange.exit_codes import ExitCode
 
-# Exit codes which show that a process ended by itself, even if it was also sent
-# a signal.
+# Exit codes which show that a process ended by itself, even if the launcher had
+# also sent it a signal.
 _SELF_MADE = (ExitCode.FAILED, ExitCode.STALLED, ExitCode.PEER_FAILED)
 _CLOSED_OUTPUT = 141
 _FAILED_OUTPUT = 74  # EX_IOERR

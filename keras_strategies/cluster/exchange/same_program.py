@@ -35,8 +35,8 @@ _CURE = (
     "Find what differs between the processes, such as the script, an "
     "environment variable, the order of a set, or a file that a layer reads."
 )
-# By program: the signatures (structure, shapes and dtypes of the arguments)
-# for which the processes have already compared it.
+# For each program: the signatures (structure, shapes and dtypes of the
+# arguments) for which the processes have already compared it.
 _compared: weakref.WeakKeyDictionary[Any, set[Any]] = (
     weakref.WeakKeyDictionary()
 )
