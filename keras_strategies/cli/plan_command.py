@@ -51,9 +51,9 @@ _OPTIONS: tuple[Option, ...] = (
     ),
     (
         "--scale",
-        "the meaning of the script's batch size: global (the default) keeps "
-        "it as the size of the global batch; replica makes it the number of "
-        "rows of each replica of the slice",
+        "what the script's batch size means on the slice: with global (the "
+        "default), the size of the global batch; with replica, the number of "
+        "rows of each replica",
         {"choices": ("global", "replica"), "default": "global"},
     ),
     (

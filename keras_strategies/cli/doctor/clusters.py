@@ -158,7 +158,7 @@ def check_clusters(environ: Mapping[str, str]) -> tuple[Part, Cluster | None]:
     """
     clusters = find_clusters(environ)
     if not clusters:
-        alone = ("variables", "none for a cluster: this process runs alone")
+        alone = ("variables", "none of a cluster, so this process runs alone")
         findings = tuple(_check_incomplete(environ))
         return Part(title="Cluster", rows=(alone,), findings=findings), None
     chosen = clusters[0]
@@ -341,7 +341,7 @@ def _check_several(clusters: list[Cluster]) -> Iterator[Finding]:
 
 
 def _check_incomplete(environ: Mapping[str, str]) -> Iterator[Finding]:
-    """Warns if the process is in SLURM or Kubernetes, but has no number."""
+    """Yields a finding if a SLURM job or pod gave this process no number."""
     if environ.get("SLURM_JOB_ID"):
         yield warning(
             "This process runs in a SLURM job but not in one of its steps, so "

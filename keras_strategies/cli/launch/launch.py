@@ -14,8 +14,8 @@ from keras_strategies.cluster.job.free_ports import find_free_ports
 _FLAGS = "XLA_FLAGS"
 _DEVICE_COUNT = "--xla_force_host_platform_device_count"
 _HOST = "127.0.0.1"
-# Two pipes for output, and one whose end tells the process that the launcher has
-# ended.
+# Two pipes for output, and one through which the process learns that the
+# launcher ends the job or has died.
 _FILES_PER_PROCESS = 3
 _OTHER_FILES = 64
 _WRONG_ARGUMENTS = 2

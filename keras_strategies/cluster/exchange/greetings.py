@@ -34,8 +34,12 @@ SET = (
     "Set it to the same value in all of them. The command "
     f"`{job_secret.MAKE}` prints a new value."
 )
-NOT_THERE = f"{SAME}Received: a value in process 0, but none here. {SET}"
-ONLY_HERE = f"{SAME}Received: a value here, but none in process 0. {SET}"
+NOT_THERE = (
+    f"{SAME}Received: a value in process 0, but none in this process. {SET}"
+)
+ONLY_HERE = (
+    f"{SAME}Received: a value in this process, but none in process 0. {SET}"
+)
 ANOTHER = (
     f"{SAME}Received: a different value in process 0. {SET} If the values are "
     "equal, check whether another job uses the address of process 0."

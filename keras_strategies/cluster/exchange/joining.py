@@ -58,7 +58,7 @@ def join(
         else:
             if verdict is not None:
                 return verdict
-            reason = "a closed connection, as from a different service"
+            reason = "a connection that another service may have closed"
         time.sleep(min(_RETRY_S, max(left, 0)))
     host, port = address
     return (

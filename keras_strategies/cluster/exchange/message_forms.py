@@ -61,7 +61,7 @@ def fault_of(value: object, form: Form, name: str = "it") -> str | None:
         return _find_first_fault(value, form * len(value), name)
     if isinstance(form, tuple):
         if not isinstance(value, list) or len(value) != len(form):
-            return f"{name} is not an array of {len(form)}"
+            return f"{name} is not an array of {len(form)} values"
         return _find_first_fault(value, form, name)
     if isinstance(form, Either):
         faults = [fault_of(value, one, name) for one in form.forms]

@@ -356,8 +356,8 @@ class _Host:
         )
         return (
             f"All {self._count} processes must start within {timeout_s:.0f} s. "
-            f"Received: nothing from {names}{others}. Check their logs, that "
-            "they were started, and that they can reach process 0."
+            f"Received: nothing from {names}{others}. Read their logs, and "
+            "check that they were started and can reach process 0."
         )
 
     def _name(self, process: int) -> str:

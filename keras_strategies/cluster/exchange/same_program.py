@@ -201,6 +201,7 @@ def _describe_difference(
         for group in groups.values()
     ]
     return (
-        "All processes must run the same program. Received: programs that "
-        f"first differ in line {first + 1} ({'; '.join(parts)}). {_CURE}"
+        "All processes must run the same program. Received: traced programs "
+        f"whose first different line is {first + 1} ({'; '.join(parts)}). "
+        f"{_CURE}"
     )
