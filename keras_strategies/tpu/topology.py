@@ -153,7 +153,7 @@ class Topology:
 
     @functools.cached_property
     def missing_devices(self) -> npt.NDArray[np.intp]:
-        """The coordinates at which there is no device, of shape (n, 4)."""
+        """The coordinates without a device, as an array of shape (n, 4)."""
         is_missing = np.ones(self._mesh_shape, dtype=bool)
         is_missing[tuple(self._device_coordinates.reshape(-1, _RANK).T)] = False
         missing = np.argwhere(is_missing)
@@ -177,8 +177,8 @@ class Topology:
 
         Raises:
           IndexError: if the coordinates are outside the mesh.
-          ValueError: if there is no device at the coordinates. Differs from
-            tf, which returns -1.
+          ValueError: if no device is at the coordinates. Differs from tf,
+            which returns -1.
         """
         return self._find_owner(device_coordinates)[0]
 
@@ -211,8 +211,8 @@ class Topology:
         """Returns the JAX device at (x, y, z, core).
 
         Raises:
-          ValueError: if the topology was not made from devices, or there is no
-            device at the coordinates.
+          ValueError: if the topology was not made from devices, or no device
+            is at the coordinates.
           IndexError: if the coordinates are outside the mesh.
         """
         self._find_owner(device_coordinates)

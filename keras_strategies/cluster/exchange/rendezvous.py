@@ -94,7 +94,7 @@ def meet(
     Raises:
       RendezvousError: if a process is missing, arrived twice, has other facts
         or cannot continue. All processes that arrived raise the same error,
-        but only a process that does not know the secret learns that reason.
+        but a process with a wrong secret raises a separate one.
     """
     if num_processes == 1:
         return

@@ -109,7 +109,7 @@ class UnionResolver(ClusterResolver):
 
     @property
     def num_processes(self) -> int | None:
-        """The `num_processes` of the first resolver that knows it, or None."""
+        """The first `num_processes` that is not None, among all resolvers."""
         for resolver in self._resolvers:
             if resolver.num_processes is not None:
                 return resolver.num_processes

@@ -74,7 +74,7 @@ class HeartbeatThread:
     Args:
       process: This process's number.
       num_processes: The number of processes.
-      runner: The runner of this process's programs.
+      runner: The `ProgramRunner` of this process.
       detector: The failure detector.
       clock: The clock, which another thread advances.
     """

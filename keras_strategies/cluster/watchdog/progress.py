@@ -108,7 +108,7 @@ class ProgramRunner:
         Raises:
           Preempted: if one of the processes received SIGTERM. All processes
             raise it once, before the same program. It is not raised inside a
-            `PreemptionNotice` (`num_savers`), whose code saves first.
+            `PreemptionNotice`, because the code there must first save.
           RuntimeError: if another process is about to run a different program.
         """
         if num_processes != self._num_processes:
@@ -225,7 +225,7 @@ class ProgramRunner:
 
 
 class _InFlight:
-    """A program that may still be executing, observed by one of its outputs."""
+    """A program that may be executing, observed through one of its outputs."""
 
     def __init__(self, output: Array, since: float, *, keeps: bool) -> None:
         self.since = since
