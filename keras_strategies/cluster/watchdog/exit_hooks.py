@@ -1,6 +1,6 @@
 """Exit hooks, which report the end of this process to the other processes.
 
-They run on an uncaught exception (also in a thread that has trained), on
+They run on an uncaught exception (also in a thread that ran programs), on
 `sys.exit`, at the end of the script, and before `jax.distributed.shutdown`.
 """
 

@@ -146,7 +146,7 @@ class FailureDetector:
                 self._received[process] = _Received(heartbeat, now, since)
 
     def all_live(self, since: float, now: float) -> bool:
-        """Returns whether all processes sent a heartbeat after the time `since`.
+        """Returns whether all processes sent a heartbeat after time `since`.
 
         The process that hosts the store is not checked. A heartbeat that
         arrives after the time `since` may have been sent before it. So the
