@@ -51,15 +51,15 @@ _OPTIONS: tuple[Option, ...] = (
     ),
     (
         "--scale",
-        "the meaning of the script's batch size: global (the default) keeps "
-        "it as the size of the global batch; replica makes it the number of "
-        "rows of each replica of the slice",
+        "what the script's batch size means on the slice: with global (the "
+        "default), the size of the global batch; with replica, the number of "
+        "rows of each replica",
         {"choices": ("global", "replica"), "default": "global"},
     ),
     (
         "--effort",
-        "the compiler's effort; the default (auto) is low, and near the "
-        "memory limit also full, which is the effort of a real run",
+        "the compiler's effort; full is that of a real run; auto (the "
+        "default) uses low, and near the memory limit also full",
         {"choices": ("auto", "low", "full"), "default": "auto"},
     ),
     (
@@ -197,7 +197,7 @@ def _make_requests(options: argparse.Namespace) -> list[Any]:
 
 
 def _list_candidates(options: argparse.Namespace) -> list[tuple[str, str]]:
-    """Returns the names of the slice and the layout of each candidate."""
+    """Returns a pair for each candidate: the names of its slice and layout."""
     from keras_strategies.planning.compile import layouts as lib
     from keras_strategies.planning.compile.candidates import (
         list_default_layouts,

@@ -184,7 +184,7 @@ class TPUClusterResolver(ClusterResolver):
         )
 
     def cluster_spec(self) -> ClusterSpec:
-        """Returns the addresses of hosts that environment variables contain.
+        """Returns the hosts' addresses, if environment variables list them.
 
         The result is empty for "local", and if no variable is set (then JAX
         gets the addresses from Cloud TPU). In a job with several slices, the

@@ -54,11 +54,11 @@ def make_mesh(
     assignments: Assignments | None,
     partitioner: object = None,
 ) -> ReplicaMesh:
-    """Makes the mesh of an assignment, or a mesh with a replica on each core.
+    """Makes the mesh of the assignments, or one with a replica on each core.
 
     Args:
-      resolver: The resolver whose devices are used without an assignment;
-        None for all devices.
+      resolver: The resolver whose devices are used if `assignments` is None.
+        Without a resolver, all devices are used.
       assignments: See `make_assigned_mesh`.
       partitioner: The partitioner of variables over groups of replicas, or
         None.
@@ -131,7 +131,7 @@ def make_assigned_mesh(
     Raises:
       ValueError: if the topology of an assignment was not made from devices,
         the assignments have different numbers of cores per replica, or
-        `ReplicaMesh` raises it.
+        `ReplicaMesh` rejects the devices.
       TypeError: if `assignments` is not an assignment or a list of them.
     """
     if isinstance(assignments, DeviceAssignment):
@@ -149,9 +149,9 @@ def make_assigned_mesh(
         raise ValueError(
             "`device_assignment` must contain at least one assignment, and all "
             "assignments must have the same number of cores per replica. "
-            "Received: assignments with these numbers of cores per replica: "
-            f"{[a.num_cores_per_replica for a in assignments]}. Use the same "
-            "`computation_shape` for all of them."
+            "Received: assignments with "
+            f"{[a.num_cores_per_replica for a in assignments]} cores per "
+            "replica. Use the same `computation_shape` for all of them."
         )
     blocks = map(replica_mesh_devices, assignments)
     return _make_block_mesh(blocks, partitioner, is_abstract=is_abstract)

@@ -68,7 +68,7 @@ def make_tpu_devices(
 def _describe_fault(name: object, num_slices: int, reason: str) -> str:
     slices = "" if num_slices == 1 else f", num_slices={num_slices}"
     return (
-        "There is no such TPU slice to compile for. The name must be a TPU "
+        "No such TPU slice exists to compile for. The name must be a TPU "
         "generation, a colon and the number of chips in each dimension, and "
         f"`num_slices` must be positive. Received: {name!r}{slices} "
         f"({reason}). Pass, for example, {_EXAMPLES}."

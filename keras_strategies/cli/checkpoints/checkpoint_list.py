@@ -1,4 +1,4 @@
-"""Lists and verifies a directory's checkpoints without restoring them.
+"""Lists and verifies the checkpoints in a directory; restores none of them.
 
 A run may be writing to the directory at the same time. This module imports
 neither jax nor keras.
@@ -74,7 +74,7 @@ class Entry:
 
     @property
     def is_damaged(self) -> bool:
-        """Whether the checkpoint is damaged, so it cannot be restored."""
+        """Whether the checkpoint is damaged and cannot be restored."""
         return self.state is State.DAMAGED
 
     @property
@@ -160,7 +160,7 @@ def look_at(
     Raises:
       OSError: if the directory cannot be listed.
     """
-    os.listdir(directory)  # Raises if it cannot be read.
+    os.listdir(directory)  # Raises OSError if this is impossible.
     writer = find_writer(directory)
     entries: list[Entry] = []
     steps = [step for step, _ in find_entries(directory)]

@@ -67,7 +67,7 @@ def doctor(
 def examine(
     environ: Mapping[str, str], *, quick: bool, timeout_s: float
 ) -> Report:
-    """Runs all checks. Collective unless `quick` is true.
+    """Runs all checks and returns a report. Collective unless `quick` is true.
 
     Args:
       environ: The environment variables.

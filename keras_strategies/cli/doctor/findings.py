@@ -59,7 +59,7 @@ class Part:
 
     @property
     def harmless(self) -> list[Finding]:
-        """The findings that are not problems, which are listed separately."""
+        """The findings that are not problems; `problems` lists the others."""
         return [f for f in self.findings if f.level not in PROBLEMS]
 
 

@@ -16,7 +16,7 @@ from typing import Any
 
 _REPEATS = 5
 _SMALL = 1
-_LARGE = 1 << 20  # Numbers in float32: 4 MiB on each device.
+_LARGE = 1 << 20  # As float32 numbers: 4 MiB on each device.
 _LONGEST_ERROR = 2000
 
 

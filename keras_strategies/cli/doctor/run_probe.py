@@ -26,7 +26,7 @@ from keras_strategies.cluster.untrusted import load_json
 from keras_strategies.cluster.watchdog.launcher_pipe import LAUNCHER_FD
 
 _PROBE = "keras_strategies.cli.doctor.probe"
-# Time limit for JAX to initialize its devices, which is slow on large slices.
+# The time limit for JAX to start its devices, which takes long on large slices.
 _DEVICES_S = 90.0
 _LAST_LINES = 3
 _CURE_OF_FLAGS = (
@@ -92,7 +92,7 @@ def has_met(part: Part) -> bool:
 def check_job(
     cluster: Cluster, environ: Mapping[str, str], timeout_s: float
 ) -> Part:
-    """Joins the job and measures an all-reduce over it. Collective.
+    """Joins the job, checks it and times an all-reduce over it. Collective.
 
     Args:
       cluster: A cluster of several processes, or one that only JAX can detect.

@@ -17,8 +17,8 @@ from types import FrameType
 from keras_strategies.cli.launch.local_process import Child, Output
 from keras_strategies.cluster.exchange.exit_codes import ExitCode
 
-# Exit codes which show that a process ended by itself, even if it was also sent
-# a signal.
+# Exit codes which show that a process ended by itself, even if the launcher had
+# also sent it a signal.
 _SELF_MADE = (ExitCode.FAILED, ExitCode.STALLED, ExitCode.PEER_FAILED)
 _CLOSED_OUTPUT = 141
 _FAILED_OUTPUT = 74  # EX_IOERR
@@ -28,8 +28,8 @@ _SHOW_S = 2.0
 # Usually they detect the failure, print an error and exit before this time.
 _FAILED = (0.6, 0.9)
 # Seconds until the launcher reports a failure to the other processes, if the
-# failed process exited by itself. It has then sent them its error, which has
-# more details than the launcher's report.
+# failed process exited by itself. Such a process has already sent them its
+# error, which has more details than the launcher's report.
 _REPORTS_ITSELF_S = 0.4
 # Additional seconds if a process ended because a peer failed. That peer may
 # still be running, because it waits a second for others to receive its error.
@@ -60,7 +60,7 @@ class Ending:
 
     @property
     def rank(self) -> int:
-        """A number from 0 (this process failed first) to 4 (it did not fail).
+        """A number from 0 (probably failed first) to 4 (did not fail).
 
         Among several endings, the one with the lowest number is considered the
         cause of the others.

@@ -18,13 +18,13 @@ HELLO_KINDS = {
 _OURS = {"job": lambda job: job == HELLO}
 MAX_BYTES = 65_536
 _MAX_SHOWN, _MAX_TEXT = 160, 4000
-# The upper bound of process numbers, of the number of processes, and of times
-# in seconds.
+# The upper bound of process numbers, of counts of processes, and of times in
+# seconds.
 MOST = 2**31
 
 
-# The senders' roles in proofs. They are part of the protocol, because both
-# sides include them in the hash.
+# The senders' roles in proofs. They are part of the protocol, because sender
+# and receiver both include them in the hash.
 PROCESS_0, PROCESS, _SENDS = "process 0", "process", "process 0 tells"
 SAME = (
     f"All processes of a job must have the same {VARIABLE}, or it must be "
@@ -34,8 +34,12 @@ SET = (
     "Set it to the same value in all of them. The command "
     f"`{job_secret.MAKE}` prints a new value."
 )
-NOT_THERE = f"{SAME}Received: a value in process 0, but none here. {SET}"
-ONLY_HERE = f"{SAME}Received: a value here, but none in process 0. {SET}"
+NOT_THERE = (
+    f"{SAME}Received: a value in process 0, but none in this process. {SET}"
+)
+ONLY_HERE = (
+    f"{SAME}Received: a value in this process, but none in process 0. {SET}"
+)
 ANOTHER = (
     f"{SAME}Received: a different value in process 0. {SET} If the values are "
     "equal, check whether another job uses the address of process 0."

@@ -20,7 +20,7 @@ from keras_strategies.cluster.exchange.greetings import (
 from keras_strategies.cluster.exchange.job_secret import Secret
 
 _RETRY_S = 0.1
-# How long the verdict may take after the timeout for all processes to arrive.
+# How long after the timeout of the rendezvous its verdict may still arrive.
 _GRACE_S = 2.0
 # The minimum time for an attempt to connect that begins just before the
 # timeout. It gives the attempt time to fail with an error that is more specific
@@ -40,7 +40,7 @@ def join(
       address: The host and port of process 0.
       hello: The description of this process.
       timeout_s: The timeout for reaching process 0, in seconds.
-      secret: The job's secret, if it has one.
+      secret: The job's secret, or None if it has none.
 
     Returns:
       "" if the job can start, else the text of an error.
@@ -58,7 +58,7 @@ def join(
         else:
             if verdict is not None:
                 return verdict
-            reason = "a closed connection, as from a different service"
+            reason = "a connection that another service may have closed"
         time.sleep(min(_RETRY_S, max(left, 0)))
     host, port = address
     return (
@@ -85,7 +85,7 @@ class _Guest:
 
         Args:
           hello: The description of this process.
-          end: The deadline, as a time of `time.monotonic`, in seconds.
+          end: The deadline, in seconds on the `time.monotonic` clock.
         """
         nonce = job_secret.make_nonce()
         line = encode_line(hello | ({"nonce": nonce} if self._secret else {}))

@@ -1,4 +1,4 @@
-"""A notation for the structure (form) of JSON messages, and its checks."""
+"""Forms, which describe the structure of JSON messages, and their checks."""
 
 import dataclasses
 from collections.abc import Callable, Sequence
@@ -38,7 +38,7 @@ def is_count(value: object) -> TypeGuard[int]:
     """Returns whether `value` is an int from 0 to 2**53 - 1.
 
     A float can represent all of these numbers exactly. The function can be
-    used as a form.
+    used as a `Form`.
     """
     return type(value) is int and 0 <= value < _MOST
 
@@ -61,7 +61,7 @@ def fault_of(value: object, form: Form, name: str = "it") -> str | None:
         return _find_first_fault(value, form * len(value), name)
     if isinstance(form, tuple):
         if not isinstance(value, list) or len(value) != len(form):
-            return f"{name} is not an array of {len(form)}"
+            return f"{name} is not an array of {len(form)} values"
         return _find_first_fault(value, form, name)
     if isinstance(form, Either):
         faults = [fault_of(value, one, name) for one in form.forms]
@@ -106,11 +106,14 @@ def read_messages(
 
     Args:
       texts: The message of each process, as JSON.
-      form: The form that every message must have.
+      form: The `Form` that every message must have.
       processes: The numbers of the senders, in the order of `texts`.
       about: The subject for the error message, such as "reading the data of
         `fit`".
       max_characters: The length above which a text is rejected.
+
+    Returns:
+      The parsed messages, in the order of `texts`.
 
     Raises:
       RuntimeError: if a message does not have the form. The error message does
@@ -125,7 +128,7 @@ def read_messages(
             )
         except ValueError as error:
             raise RuntimeError(
-                f"The messages of processes about {about} must have the "
+                f"The messages between processes about {about} must have the "
                 "expected structure. Received: a message from process "
                 f"{process}, with this fault: {error}. Use the same version "
                 "of keras_strategies in all processes, and make sure that no "

@@ -35,8 +35,8 @@ _CURE = (
     "Find what differs between the processes, such as the script, an "
     "environment variable, the order of a set, or a file that a layer reads."
 )
-# By program: the signatures (structure, shapes and dtypes of the arguments)
-# for which the processes have already compared it.
+# For each program: the signatures (structure, shapes and dtypes of the
+# arguments) for which the processes have already compared it.
 _compared: weakref.WeakKeyDictionary[Any, set[Any]] = (
     weakref.WeakKeyDictionary()
 )
@@ -201,6 +201,7 @@ def _describe_difference(
         for group in groups.values()
     ]
     return (
-        "All processes must run the same program. Received: programs that "
-        f"first differ in line {first + 1} ({'; '.join(parts)}). {_CURE}"
+        "All processes must run the same program. Received: traced programs "
+        f"whose first different line is {first + 1} ({'; '.join(parts)}). "
+        f"{_CURE}"
     )

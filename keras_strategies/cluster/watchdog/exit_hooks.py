@@ -1,6 +1,6 @@
 """Exit hooks, which report the end of this process to the other processes.
 
-They run on an uncaught exception (also in a thread that has trained), on
+They run on an uncaught exception (also in a thread that ran programs), on
 `sys.exit`, at the end of the script, and before `jax.distributed.shutdown`.
 """
 
@@ -134,7 +134,7 @@ class _Hooks:
     def _fail(
         self, error: BaseException, trace: types.TracebackType | None
     ) -> None:
-        """Reports an exception that ends this process to the others."""
+        """Tells the other processes of an exception that ends this process."""
         if not self._is_here() or _is_interactive():
             return
         if _is_suspect(error):
@@ -161,7 +161,7 @@ class _Hooks:
         previous(status)
 
     def on_shutdown(self, previous: Callable[..., object]) -> None:
-        """Waits for the others; replaces `jax.distributed.shutdown`."""
+        """Waits for other processes; replaces `jax.distributed.shutdown`."""
         self._leave()
         previous()
 
@@ -196,7 +196,7 @@ class _Hooks:
         except KeyboardInterrupt:
             end(watchdog.process, "KeyboardInterrupt", ExitCode.INTERRUPTED)
         if done.was_preempted and not done.was_preempted_in_main:
-            # Python ignores a SystemExit that is raised in any other thread
+            # Python ignores a SystemExit that is raised in any thread other
             # than the main thread, so the process must be ended here.
             sys.stdout.flush()
             sys.stderr.flush()
@@ -211,7 +211,7 @@ class _Hooks:
     def _is_here(self) -> bool:
         """Returns whether the watchdog runs in this process.
 
-        It does not run in a forked child, or after this process has left the
+        It does not run in a forked child, nor after this process has left the
         job.
         """
         return os.getpid() == self._process_id and not self._is_over
@@ -241,8 +241,8 @@ def _describe_error(
 def _is_suspect(error: BaseException | None) -> bool:
     """Returns whether the end of another process may have caused an error.
 
-    This is possible if JAX or XLA raised the error, or an error that caused
-    it. Failed collectives have no specific error type.
+    This is possible if JAX or XLA raised the error itself, or an earlier error
+    that led to it. The error's type does not show whether a collective failed.
     """
     seen: set[int] = set()
     while error is not None and id(error) not in seen:

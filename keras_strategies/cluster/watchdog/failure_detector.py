@@ -83,7 +83,7 @@ class _Received:
 
 
 def make_death_cause(processes: Sequence[int], why: str) -> Cause:
-    """Returns a cause for the case that processes died or stopped.
+    """Returns a `Cause` which states that processes died or stopped.
 
     Args:
       processes: The numbers of the processes.
@@ -146,7 +146,7 @@ class FailureDetector:
                 self._received[process] = _Received(heartbeat, now, since)
 
     def all_live(self, since: float, now: float) -> bool:
-        """Returns whether all processes have sent a heartbeat after a time.
+        """Returns whether all processes sent a heartbeat after time `since`.
 
         The process that hosts the store is not checked. A heartbeat that
         arrives after the time `since` may have been sent before it. So the
@@ -186,7 +186,7 @@ class FailureDetector:
         return self._find_done() or self._find_stalled(now)
 
     def _find_done(self) -> Cause | None:
-        """Returns a cause if another process waits for one that has ended."""
+        """Returns a cause if a process waits for another that has ended."""
         done = [
             p for p, h in sorted(self._received.items()) if h.heartbeat.is_done
         ]
@@ -249,7 +249,7 @@ class FailureDetector:
     def _find_absent(
         self, heartbeats: dict[int, Heartbeat], now: float
     ) -> Cause | None:
-        """Returns a cause if an `Agreement` has been waited for too long."""
+        """Returns a cause if a process waits in an `Agreement` for too long."""
         waits = [
             p for p, heartbeat in heartbeats.items() if heartbeat.agreeing_s
         ]

@@ -1,7 +1,7 @@
 """The heartbeat thread, which exchanges messages with the other processes.
 
 It uses the key-value store of JAX's coordination service. If the process that
-hosts the service is stopped or dead, calls of the store may hang or fail. The
+hosts the service is stopped or dead, calls to the store may hang or fail. The
 watchdog detects this with `hung_s` and `failing_s`.
 """
 
@@ -74,7 +74,7 @@ class HeartbeatThread:
     Args:
       process: This process's number.
       num_processes: The number of processes.
-      runner: The runner of this process's programs.
+      runner: The `ProgramRunner` of this process.
       detector: The failure detector.
       clock: The clock, which another thread advances.
     """
@@ -146,7 +146,7 @@ class HeartbeatThread:
         self._suspects_since = self._clock.seconds
 
     def hung_s(self) -> float:
-        """Returns how long the current call of the store has been waiting.
+        """Returns how long the current call to the store has been waiting.
 
         The time is in seconds; 0 outside of a call.
         """
@@ -154,7 +154,7 @@ class HeartbeatThread:
         return 0.0 if since is None else self._clock.seconds - since
 
     def failing_s(self) -> float:
-        """Returns for how many seconds all calls of the store have failed."""
+        """Returns for how many seconds all calls to the store have failed."""
         since = self._errors_since
         return 0.0 if since is None else self._clock.seconds - since
 
@@ -237,7 +237,7 @@ class HeartbeatThread:
 
 
 def _parse_heartbeats(received: list[tuple[str, str]]) -> dict[int, Heartbeat]:
-    """Parses heartbeats, by process number. Malformed ones are ignored."""
+    """Returns the heartbeats by process number, without malformed ones."""
     heartbeats = {}
     for key, text in received:
         name = key.rpartition("/")[2]

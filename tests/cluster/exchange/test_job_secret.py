@@ -76,14 +76,14 @@ def test_one_without_it_says_so_and_keeps_nobody_out(address):
     )
     assert told == ["met", "met"]
     assert f"the same {VARIABLE}" in alone
-    assert "a value in process 0, but none here" in alone
+    assert "a value in process 0, but none in this" in alone
 
 
 def test_process_0_says_who_did_not_prove_it(address):
     told, _ = run(address, [ONE, None], timeout_s=LIMIT)
     assert "a process that claimed to be process 1, but did not" in told[0]
     assert VARIABLE in told[0]
-    assert "none here" in told[1]
+    assert "none in this process" in told[1]
 
 
 def test_only_the_others_have_it(address):
@@ -91,7 +91,7 @@ def test_only_the_others_have_it(address):
     assert f"the same {VARIABLE}" in told[0]
     assert "a value in process 1, but none in process 0" in told[0]
     assert told[2] == told[0]
-    assert "a value here, but none in process 0" in told[1]
+    assert "a value in this process, but none in" in told[1]
 
 
 def test_another_secret_is_another_job(address):
