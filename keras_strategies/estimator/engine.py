@@ -45,7 +45,7 @@ _logger = logging.getLogger(__name__)
 
 
 class Settings:
-    """The arguments of an Estimator, as properties named as in TensorFlow.
+    """The arguments of an Estimator, as properties with TensorFlow's names.
 
     Args:
       model_fn: The `model_fn`.

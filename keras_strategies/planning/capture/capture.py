@@ -82,7 +82,7 @@ class Capture:
 
     Args:
       devices: The devices of the slice.
-      layout: The layout of models on the devices. None for the script's own.
+      layout: The layout of models on the devices. None to keep the script's.
       layout_map: The layout map for replicas with several cores.
       is_per_replica: Whether each of the script's batches is for one replica.
         Otherwise they are global batches.
@@ -297,7 +297,7 @@ class Capture:
             if self._plan is not None:
                 self.planned = self._plan(step, self.layout)
         except BaseException as error:
-            # Stored instead of raised, because the script could catch it.
+            # The script could catch the error, so it is stored, not raised.
             self.error = error
         finally:
             self._done.set()

@@ -177,7 +177,7 @@ def count_jobs(most: int = _MOST_JOBS) -> int:
     try:
         cores = len(os.sched_getaffinity(0))
         free = os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
-    except (AttributeError, ValueError, OSError):  # Such as on macOS.
+    except (AttributeError, ValueError, OSError):  # For example, on macOS.
         cores, free = 2, 2 * _BYTES_OF_JOB
     return max(min(cores, int(free // _BYTES_OF_JOB), most, _MOST_JOBS), 1)
 

@@ -3,7 +3,7 @@
 The figures are the bytes, operations and collectives of a compiled program. A
 step's bytes and operations are linear in the number of rows, and in the number
 of equal blocks of the model. So the figures of two compilations determine a
-line, from which those for other numbers are computed.
+line, from which the figures for other numbers of rows or blocks are computed.
 """
 
 import concurrent.futures
@@ -119,7 +119,7 @@ class Measuring:
       step: The step.
       devices: The step's devices, in the order of its mesh.
       compiler: The compiler.
-      rows: Numbers of rows of the global batch.
+      rows: The numbers of rows of the global batch to compile for.
       is_full: Whether to compile at full effort.
       is_whole: Whether to always compile the model with all of its blocks.
       limit: The bytes that a program may use on a device. None if unknown.
