@@ -95,7 +95,7 @@ class Settings:
 
 
 def rename_results(estimator: Settings, names: Mapping[str, str]) -> None:
-    """Makes an Estimator's evaluations report results under new names."""
+    """Sets new names of an Estimator's results; `names` maps old to new."""
     estimator._result_names = dict(names)
 
 
