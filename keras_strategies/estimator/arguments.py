@@ -68,7 +68,7 @@ def check_positive(name: str, value: object) -> None:
 
 
 def check_seconds(name: str, value: object) -> None:
-    """Raises unless a value is a number of seconds that is not negative."""
+    """Raises unless a value is a non-negative number of seconds."""
     cure = "Pass a number of seconds, 0 or more."
     check_number(
         f"`{name}`", value, cure, least=0, is_whole=False, is_optional=False

@@ -45,7 +45,7 @@ _logger = logging.getLogger(__name__)
 
 
 class Settings:
-    """The arguments of an Estimator, as properties named as in TensorFlow.
+    """The arguments of an Estimator, as properties with TensorFlow's names.
 
     Args:
       model_fn: The `model_fn`.
@@ -95,7 +95,7 @@ class Settings:
 
 
 def rename_results(estimator: Settings, names: Mapping[str, str]) -> None:
-    """Makes an Estimator's evaluations report results under new names."""
+    """Sets new names of an Estimator's results; `names` maps old to new."""
     estimator._result_names = dict(names)
 
 
@@ -201,7 +201,7 @@ def evaluate(
         try:
             return evaluate_at(newest)
         except DamagedCheckpoint:
-            # A training that is still running may have deleted the checkpoint
+            # If training is still running, it may have deleted the checkpoint
             # while it was read. In that case there is a newer one to try.
             if newest is None or os.path.isdir(newest):
                 raise
@@ -353,7 +353,7 @@ def _fit(
 
 
 def _make_restore(path: str | None) -> Restore:
-    """Returns a function that restores a model, or a no-op without a path."""
+    """Returns a function that restores a model; without a path, a no-op."""
     if path is None:
         return lambda model: None
     return functools.partial(reading.restore, path=path)
@@ -382,7 +382,8 @@ def _isolate_random_state(
 
     Args:
       seed: Seed to set on entry; None to start with the caller's states.
-      moves_on: Whether to use the caller's states, without restoring them.
+      moves_on: Whether to leave the caller's states alone: `seed` is ignored,
+        and the states are not restored.
     """
     if moves_on:
         yield

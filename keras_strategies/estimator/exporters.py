@@ -197,7 +197,7 @@ class LatestExporter(_ModelExporter):
 def has_smaller_loss(
     best_eval_result: Mapping[str, Any], current_eval_result: Mapping[str, Any]
 ) -> bool:
-    """Returns whether the loss of the current result is smaller than the best.
+    """Returns whether the current loss is smaller than the best one.
 
     Raises:
       ValueError: if one of the results has no loss.
@@ -354,7 +354,7 @@ def _is_equal(
 
 
 def _delete_old(export_path: str, exports_to_keep: int | None) -> None:
-    """Deletes all exports except the newest; does not touch other folders."""
+    """Deletes all exports except the newest ones; keeps all other folders."""
     if exports_to_keep is None:
         return
     versions = sorted(list_exports(export_path))

@@ -207,7 +207,7 @@ def _make_zeros(num_rows: int, feature: Array) -> np.ndarray:
 
 
 def _check_files(files: Mapping[str, str] | None) -> dict[str, str]:
-    """Checks `assets_extra` and returns the source path per destination."""
+    """Checks `assets_extra`, and returns source paths by destination path."""
     if files is None:
         return {}
     what = "a dict from paths in the export to paths of files"

@@ -23,8 +23,8 @@ from keras_strategies.strategy.strategy import Strategy
 DEFAULT_BATCH_SIZE = 32
 """Rows per batch if an `input_fn` returns arrays; the default of Keras."""
 
-# The largest number of batches that are read to build a model: at most one for
-# each replica.
+# The largest number of batches that building a model may read. It reads at most
+# one batch for each replica.
 _MAX_SEEN = 512
 _CURE = (
     "Return a dataset (tf.data, a PyDataset, grain, a generator of batches) "
@@ -241,7 +241,7 @@ def _iter_global_batches(dataset: Dataset) -> Iterator[Tree]:
     if not isinstance(dataset, DistributedDataset):
         return host_batches(dataset)
     source = dataset.source
-    # Reading counts as one pass, so the next loop begins with the next epoch.
+    # This loop counts as one pass, so the next loop reads the next epoch.
     epoch = source.passes.next
     source.passes.reach(epoch + 1)
     return (part.data for part in source.read(epoch, 0, all_rows))
@@ -320,7 +320,7 @@ def _map_leaves(function: Callable[[Any, str | None], Any], nest: Tree) -> Tree:
 
 
 def _is_pair(value: object) -> bool:
-    """Returns whether a value is a (shape, dtype) in an `element_spec`."""
+    """Returns whether a value is a (shape, dtype) pair of an `element_spec`."""
     return (
         isinstance(value, tuple)
         and len(value) == 2

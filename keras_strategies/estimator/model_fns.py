@@ -30,7 +30,7 @@ class ModelBundle:
     Attributes:
       model: The model. It is compiled unless the mode is PREDICT.
       outputs: The model to run for predictions: `model`, or a model that
-        computes some of its tensors.
+        computes some tensors of `model`.
       predictions: Function that receives what the model `outputs` returns for
         a batch, as NumPy arrays, and returns the predictions.
       chief_hooks: Callbacks for training, only in the chief.

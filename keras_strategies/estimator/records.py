@@ -87,7 +87,7 @@ def read(directory: str) -> dict[int, dict[str, float]]:
 def rename(
     results: Mapping[str, Any], names: Mapping[str, str]
 ) -> dict[str, Any]:
-    """Returns an evaluation's results, some of them with new names.
+    """Returns an evaluation's results; `names` maps old to new names.
 
     Raises:
       ValueError: if a key of `names` is not the name of a result.

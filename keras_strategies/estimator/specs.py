@@ -160,8 +160,8 @@ def _set(spec: object, name: str, value: object) -> None:
 def _check_exporters(exporters: Any) -> tuple[Exporter, ...]:
     if exporters is None:
         return ()
-    # A str is wrapped too. Otherwise the error would quote only its first
-    # letter.
+    # A str is also treated as one exporter. Otherwise, the error would quote
+    # only its first letter.
     is_one = isinstance(exporters, Exporter | str)
     is_one |= not isinstance(exporters, Iterable)
     checked = (exporters,) if is_one else tuple(exporters)

@@ -108,7 +108,7 @@ def read_end_step(model_dir: str) -> int | None:
 
 
 def identify_mark(model_dir: str) -> tuple[int, int] | None:
-    """Returns an ID of the mark that changes whenever a call ends, or None."""
+    """Returns the mark's ID, which changes whenever a call ends, or None."""
     try:
         status = os.stat(os.path.join(model_dir, MARK))
     except OSError:
@@ -148,8 +148,8 @@ def broadcast_from_chief(
       form: The types that the value must have.
 
     Returns:
-      The chief's `value`. If there are several processes, it is checked to
-      have the types of `form`.
+      The chief's `value`. If there are several processes, an error is raised
+      unless the value has the types of `form`.
     """
     if mesh.num_processes == 1:
         return value

@@ -307,7 +307,7 @@ class _Evaluation:
         step = metrics[records.GLOBAL_STEP]
         is_final = self._max_steps is not None and step >= self._max_steps
         base = os.path.join(self._estimator.model_dir, "export")
-        exporters: Any = self._spec.exporters  # EvalSpec converts it.
+        exporters: Any = self._spec.exporters  # EvalSpec makes it a tuple.
         return [
             exporter.export(
                 estimator=self._estimator,

@@ -102,8 +102,8 @@ def _preserve_seeds() -> Iterator[None]:
     """Restores, on exit, the random state that Keras draws seeds from.
 
     A layer without a seed draws one from Python's `random` module when it is
-    created. Without the restore, a plan would change the seeds of layers that
-    are created later.
+    created. Unless the state is restored, a plan changes the seeds of layers
+    that are created later.
     """
     before = random.getstate()
     try:

@@ -286,7 +286,7 @@ def _choose_save_rule(steps: object, secs: object) -> tuple[object, object]:
 
 
 def _switch_save_rule(changes: dict[str, Any]) -> dict[str, Any]:
-    """Returns the changes, with the save rule that they replace set to None.
+    """Returns the changes; if they set one save rule, the other is None.
 
     Raises:
       ValueError: if both are given.

@@ -324,7 +324,7 @@ def _make_hook(
     min_steps: int,
     every: tuple[float | None, int | None],
 ) -> keras.callbacks.Callback:
-    """Returns a hook that stops training when `rule` is true for a metric."""
+    """Returns a hook that stops training once `rule` is true for a metric."""
     what, cure = "the name of a result", "Pass a name, such as 'accuracy'."
     check_type("`metric_name`", name, str, what, cure)
     _check_integer("`min_steps`", min_steps)

@@ -1,7 +1,7 @@
 """Captures a script's first training step before the step runs.
 
-While a script runs here, its strategies use a slice's devices, its models'
-variables have shapes but no values, and the first `fit` or `run` ends it.
+While the script runs, its strategies use a slice's devices and its models'
+variables have shapes but no values. The first `fit` or `run` ends the script.
 """
 
 import contextlib
@@ -70,7 +70,7 @@ class StepCaptured(BaseException):
 
 
 class PlanError(Exception):
-    """Raised for a script that cannot be planned; its message is for users."""
+    """Raised for a script that cannot be planned; users see the message."""
 
 
 class ScriptEnded(PlanError):
@@ -82,13 +82,13 @@ class Capture:
 
     Args:
       devices: The devices of the slice.
-      layout: The layout of models on the devices. None for the script's own.
+      layout: The layout of models on the devices. None to keep the script's.
       layout_map: The layout map for replicas with several cores.
       is_per_replica: Whether each of the script's batches is for one replica.
         Otherwise they are global batches.
       plan: A function of the step and the layout's name, or None. It is called
-        in place of the script's `fit` or `run`, so that contexts around the
-        call take effect, such as a precision of matrix products.
+        in place of the script's `fit` or `run`, so that contexts around that
+        call take effect, such as `jax.default_matmul_precision`.
 
     Attributes:
       step: The step that was captured, or None.
@@ -237,7 +237,7 @@ class Capture:
     def _read_shapes(
         self, binding: Binding, call: Call
     ) -> tuple[Any, int | None]:
-        """Returns the first batch's shapes, and the steps per epoch."""
+        """Returns the batch's shapes, and steps per epoch (None if unknown)."""
         strategy = binding.owner
         split_validation(call)
         if isinstance(call["x"], CapturedData):
@@ -297,7 +297,7 @@ class Capture:
             if self._plan is not None:
                 self.planned = self._plan(step, self.layout)
         except BaseException as error:
-            # Stored instead of raised, because the script could catch it.
+            # The script could catch the error, so it is stored, not raised.
             self.error = error
         finally:
             self._done.set()
@@ -352,7 +352,7 @@ def _open_scope(original: _Function, strategy: Strategy) -> _AbstractScope:
 
 
 def _make_value_shapes(strategy: Strategy, value_fn: _Function) -> Tree:
-    """Returns per-replica shapes; all replicas get the shapes of the first."""
+    """Calls `value_fn` for one replica; returns shapes for all replicas."""
     count, mesh = strategy.num_replicas_in_sync, strategy.mesh
     first = value_fn(ValueContext(0, count))
 
@@ -367,7 +367,7 @@ def _make_value_shapes(strategy: Strategy, value_fn: _Function) -> Tree:
 
 
 def _list_local_results(strategy: Strategy, value: Tree) -> Tree:
-    """Returns the components of all replicas; for batches, their shapes."""
+    """Returns each replica's value; for a batch, each replica's shapes."""
     return reducing.list_local_results(value, strategy.mesh)
 
 

@@ -34,7 +34,7 @@ class CapturedData(DistributedDataset):
         self._replicas, self._factor = mesh, factor
 
     def iterator(self, epoch: int, start: int = 0) -> "_ShapeIterator":
-        """Returns an iterator over nests of abstract per-replica values."""
+        """Returns an iterator over batches that contain shapes, not values."""
         return _ShapeIterator(super().iterator(epoch, start), self._stand_in)
 
     def first_shapes(self) -> Batch:
@@ -49,8 +49,8 @@ class CapturedData(DistributedDataset):
     def _stand_in(self, leaf: Array) -> values.PerReplica:
         shape, mesh = times_rows(leaf, self._factor), self._replicas
         replicas = mesh.num_replicas
-        # Programs are compiled for numbers of rows that the replicas can divide
-        # evenly.
+        # The number of rows is rounded up to a multiple of the number of
+        # replicas, because programs are compiled for such numbers.
         rows = max(-(-shape.shape[0] // replicas), 1) * replicas
         array = jax.ShapeDtypeStruct(
             (rows, *shape.shape[1:]), shape.dtype, sharding=mesh.split
@@ -72,7 +72,7 @@ class _ShapeIterator(DistributedIterator):
 
 
 def times_rows(batch: Batch, factor: int) -> Batch:
-    """Returns the shapes of a batch with `factor` times the number of rows."""
+    """Returns a batch's shapes, with the number of rows times `factor`."""
     return jax.tree.map(
         lambda leaf: with_rows(leaf, shape_of(leaf).shape[0] * factor), batch
     )

@@ -81,13 +81,14 @@ class _Pool:
 
     @property
     def is_busy(self) -> bool:
-        """Whether at least one candidate has not ended."""
+        """Whether any candidate is still waiting or running."""
         return bool(self._waiting or self.running)
 
     def start(self) -> dict[int, PlannedStep]:
-        """Starts processes; returns the preliminary steps of running ones.
+        """Starts processes, and returns the preliminary steps of running ones.
 
-        The keys of the steps are the indices of their candidates.
+        Returns:
+          A dict from the indices of candidates to their preliminary steps.
         """
         while self._waiting and len(self.running) < (
             1 if self._is_first else self._at_once

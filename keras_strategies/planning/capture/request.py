@@ -1,4 +1,4 @@
-"""Requests to the child processes of `keras-strategies plan`, and replies."""
+"""Requests to child processes of `keras-strategies plan`, and answers."""
 
 import dataclasses
 import json

@@ -38,7 +38,7 @@ _MODEL_AXIS = 4
 
 
 class Batch:
-    """The shapes of a global batch, scaled to any number of replicas.
+    """The shapes of a global batch, for any number of replicas.
 
     Args:
       batch: `(x, y)` or `(x, y, sample_weight)`.

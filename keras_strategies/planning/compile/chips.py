@@ -60,7 +60,7 @@ _BY_KIND = {
     "TPU v5 lite": _make_chip("v5e", 15.75, 197, 819, 200, "v5e"),
     "TPU v5": _make_chip("v5p", 95.74, 459, 2765, 600, "v5p"),
     "TPU v6 lite": _make_chip("v6e", 31.25, 918, 1640, 400, "v6e"),
-    # Values of one of a chip's two devices.
+    # JAX shows such a chip as two devices. The values are those of one device.
     "TPU7x": _make_chip("tpu7x", 94.75, 1153.5, 3690, 600, "tpu7x"),
 }
 # For a v4 chip whose two cores JAX shows as two devices.

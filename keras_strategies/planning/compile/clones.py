@@ -125,7 +125,7 @@ def rematerialize(layers: Iterable[keras.layers.Layer]) -> Iterator[None]:
 
 
 def embeds_tokens(model: keras.Model) -> bool:
-    """Returns whether a model has an embedding, so inputs may be tokens."""
+    """Returns whether a model has an embedding, so its inputs can be tokens."""
     return any(
         isinstance(layer, keras.layers.Embedding)
         or "embedding" in type(layer).__name__.lower()

@@ -162,9 +162,9 @@ def _iter_nodes(model: keras.Model) -> Iterator[_Node]:
 
 
 def _find_repetitions(kinds: Sequence[Any]) -> Iterator[tuple[int, int, int]]:
-    """Yields repeated parts of a sequence: (start, length, repetitions)."""
-    # For each possible length of a block: if all positions in a range are equal
-    # to the positions `length` later, the sequence repeats there with that
+    """Yields (start, length, repetitions) for each repeated part of a list."""
+    # Each possible length of a block is tried. If all entries in a range equal
+    # the entries `length` positions later, the list repeats there with that
     # period.
     ids: dict[Any, int] = {}
     numbers = [ids.setdefault(kind, len(ids)) for kind in kinds]

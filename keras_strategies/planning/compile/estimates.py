@@ -12,9 +12,9 @@ from keras_strategies.planning.compile.chips import Chip
 from keras_strategies.planning.report.planned_step import Estimate
 
 _LAUNCH_SECONDS = 1e-4
-"""The time that JAX needs to start a program, so no execution is faster."""
-# The number of times that a chip's links carry an array. In a ring all-reduce,
-# an array is sent around the ring twice.
+"""The time that JAX needs to start a program. No execution takes less time."""
+# The number of times that a chip's links carry an array: 2 in an all-reduce,
+# which sends it around a ring twice, and 1 in other collectives.
 _PASSES = {"all-reduce": 2.0}
 
 

@@ -220,7 +220,7 @@ def _count_tokens(x: Tree) -> int | None:
 
 
 def _length(x: Tree) -> int:
-    """Returns the largest second dimension of the inputs, or 1 without one."""
+    """Returns the largest second dimension of the inputs, or 1 without any."""
     lengths = [s.shape[1] for s in jax.tree.leaves(x) if len(s.shape) > 1]
     return max(lengths, default=1)
 
@@ -228,7 +228,7 @@ def _length(x: Tree) -> int:
 def _count_gradient_bytes(
     weights: Iterable[keras.Variable], mesh: ReplicaMesh
 ) -> float:
-    """Returns the bytes of all reduced gradients on one device."""
+    """Returns the bytes of the weights' reduced gradients on one device."""
     shapes = (
         jax.ShapeDtypeStruct(
             tuple(v.shape), v.dtype, sharding=_find_gradient_sharding(v, mesh)

@@ -29,7 +29,7 @@ class Layout:
     """The layout of a model on the devices of a slice.
 
     Attributes:
-      divides: The variables that are sharded over replicas: "nothing", "slots"
+      divides: Which variables are sharded over replicas: "nothing", "slots"
         (the optimizer's state) or "all".
       shards: The number of replicas over which the variables are sharded. None
         to use the default for the slice.
@@ -100,7 +100,8 @@ def parse_layout(spec: object) -> Layout:
         number = match["number"]
         numbers[name] = int(number) if number else None
     divided = [name for name in ("slots", "sharded") if name in numbers]
-    # "replicated" cannot be combined with the other two, and accepts no number.
+    # "replicated" accepts no number, and cannot be combined with "slots" or
+    # "sharded".
     is_contradiction = "replicated" in numbers and (
         divided or numbers["replicated"]
     )

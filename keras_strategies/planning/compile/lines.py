@@ -1,9 +1,9 @@
-"""Computes a step's figures for any number of rows from few compilations.
+"""Computes a step's figures for any number of rows from a few compilations.
 
 The figures are the bytes, operations and collectives of a compiled program. A
 step's bytes and operations are linear in the number of rows, and in the number
 of equal blocks of the model. So the figures of two compilations determine a
-line, from which those for other numbers are computed.
+line, from which the figures for other numbers of rows or blocks are computed.
 """
 
 import concurrent.futures
@@ -76,14 +76,14 @@ class Line:
 
 
 def get_bytes(outcome: Outcome) -> float | None:
-    """Returns the bytes on a device, or None if they were not reported."""
+    """Returns an outcome's bytes on a device, or None if they are unknown."""
     if isinstance(outcome, DoesNotFit):
         return outcome.needed
     return outcome.bytes_in_all
 
 
 def add_growth(outcome: Outcome, before: Outcome, after: Outcome) -> Outcome:
-    """Adds the growth in bytes between two other outcomes to an outcome.
+    """Adds the growth in bytes from `before` to `after` to an outcome.
 
     Returns:
       `outcome + after - before`, as far as these bytes were reported.
@@ -119,7 +119,7 @@ class Measuring:
       step: The step.
       devices: The step's devices, in the order of its mesh.
       compiler: The compiler.
-      rows: Numbers of rows of the global batch.
+      rows: The numbers of rows of the global batch to compile for.
       is_full: Whether to compile at full effort.
       is_whole: Whether to always compile the model with all of its blocks.
       limit: The bytes that a program may use on a device. None if unknown.
@@ -320,7 +320,7 @@ def find_max_rows(
 ) -> tuple[int, bool]:
     """Finds the largest batch that fits, by compiling for several sizes.
 
-    The bytes are nearly linear in the number of rows. So the search
+    The bytes are nearly linear in the number of rows, so the search
     interpolates between the ends of the remaining interval, and bisects the
     interval once it is narrow.
 
@@ -328,7 +328,7 @@ def find_max_rows(
       guess: The first number of rows to try.
       limit: The bytes that a program may use on a device.
       fits: A function that compiles for a number of rows. It returns whether
-        they fit, and the bytes, or None if unknown.
+        they fit, and the bytes that they need (None if unknown).
       most_tries: The maximum number of tries.
 
     Returns:
@@ -360,7 +360,7 @@ def find_max_rows(
 def _choose_between(
     low: int, of_low: float, high: int, of_high: float | None, limit: float
 ) -> int:
-    """Returns the rows to try next, between the ends of an interval.
+    """Returns the number of rows to try next, between `low` and `high`.
 
     `low` rows fit, and `high` rows do not.
     """

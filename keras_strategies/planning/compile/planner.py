@@ -151,8 +151,8 @@ class _Planning:
             return self._measure(self._rows)
         except Exception as error:
             # Tracing may fail only for the larger number of rows, for example
-            # if a loss requires a certain batch size. Then the step is planned
-            # without the largest number of rows that fits.
+            # if a loss requires a certain batch size. In this case, the planned
+            # step does not tell how many rows fit.
             self._rows = (rows, rows)
             begun = self._measure(self._rows)
             text = _get_first_line(error)
@@ -226,9 +226,9 @@ class _Planning:
         if isinstance(figures, DoesNotFit):
             needed = figures.needed
             return needed is not None and needed < self._limit * _NEAR[1]
-        # If the model itself was compiled, full effort decides whether it fits,
-        # even if it is far above the limit. An extrapolation far above the
-        # limit is not verified.
+        # If the model itself was compiled, it is compiled again at full effort,
+        # even if its bytes are far above the limit. An extrapolation that is
+        # far above the limit is not verified.
         least, most = _NEAR if line.blocks else (_NEAR[0], math.inf)
         return least < figures.bytes_in_all / self._limit < most
 
@@ -303,7 +303,8 @@ class _Planning:
         """Returns the planned step with advice added.
 
         If the step does not fit, or most of its memory is activations, it is
-        also compiled with rematerialization, at low effort like `low`.
+        also compiled with rematerialization, to compare the bytes with those
+        of `low`.
         """
         again = self._step.with_remat()
         before, after = get_bytes(low), None
@@ -366,7 +367,7 @@ class _Planning:
     def _try_rows(self, rows: int) -> tuple[bool, float | None]:
         """Compiles for a number of rows per replica.
 
-        Returns whether they fit, and the bytes if known.
+        Returns whether the rows fit, and the bytes that they need if known.
         """
         self.on_stage(self.candidate, f"trying {rows} rows per replica")
 

@@ -1,4 +1,4 @@
-"""The step of a custom loop, a call of `run`, which a plan compiles."""
+"""The step of a custom loop: a call of `run`, which a plan compiles."""
 
 import collections
 import math
@@ -41,8 +41,8 @@ class RunStep(Step):
         batches = [leaf for leaf in leaves if _is_rows(leaf)]
         shapes = [x.arrays[0].shape[1:] for x in leaves if _is_of_rows(x)]
         replicas = self.mesh.num_replicas
-        # The number of rows per replica, if it is guessed from per-replica
-        # values.
+        # The number of rows per replica if it had to be guessed from the shapes
+        # of per-replica values, and 0 otherwise.
         self._own_rows = 0 if batches else _guess_rows(shapes)
         if batches:
             self.rows = max(leaf.arrays[0].shape[0] for leaf in batches)
@@ -52,7 +52,7 @@ class RunStep(Step):
             self.rows = replicas
 
     def lower(self, rows: int, blocks: int | None) -> jax.stages.Lowered:
-        """Implements `Step.lower`. A function has no blocks."""
+        """Implements `Step.lower`. Ignores `blocks`: a function has none."""
         if rows != self.rows and self._own_rows:
             try:
                 return self._lower(rows)
@@ -138,7 +138,7 @@ def _is_rows(leaf: object) -> TypeGuard[values.PerReplica]:
 def _is_of_rows(
     leaf: object, rows: int | None = None
 ) -> TypeGuard[values.PerReplica]:
-    """Returns whether a leaf has one array per replica, with `rows` rows."""
+    """Returns whether a leaf has an array with `rows` rows for each replica."""
     if not isinstance(leaf, values.PerReplica):
         return False
     shape = leaf.arrays[0].shape
@@ -159,9 +159,9 @@ def _guess_rows(shapes: Sequence[tuple[int, ...]]) -> int:
 
     Returns:
       The first dimension of one of the arrays that have at least two
-      dimensions. The size that occurs most often as the first dimension of any
-      array is preferred, and then the size of the larger array. 0 if no array
-      has two dimensions.
+      dimensions, or 0 without such arrays. If these dimensions differ, the one
+      that most arrays have in common is chosen, and in a tie that of the
+      largest array.
     """
     counts = collections.Counter(shape[0] for shape in shapes)
     matrices = [shape for shape in shapes if len(shape) > 1]

@@ -19,7 +19,7 @@ def write_advice(
     remat: tuple[float | None, float | None] = (None, None),
     has_remat: bool = False,
 ) -> str:
-    """Returns advice on a step; "" without any.
+    """Returns advice on a step, or "" if it needs none.
 
     Args:
       step: The step.

@@ -151,7 +151,7 @@ def _make_paragraph(kind: str, text: str) -> str:
 
 
 def _iter_facts(step: PlannedStep) -> Iterator[tuple[str, str]]:
-    """Yields the properties of a step to show: (name, text)."""
+    """Yields (name, text) for each property of a step to show."""
     replicas = max(step.num_replicas, 1)
     yield (
         "Devices",
@@ -208,7 +208,7 @@ def _describe_effort(step: PlannedStep) -> str:
 
 
 def _compute_scales(steps: Sequence[PlannedStep]) -> Mapping[int | None, float]:
-    """Returns, for each memory limit, the bytes that a full-width bar shows."""
+    """Returns the bytes that a full-width bar represents, by memory limit."""
     scales: dict[int | None, float] = {}
     for step in steps:
         size, limit = step.bytes_in_all or 0.0, step.limit_bytes

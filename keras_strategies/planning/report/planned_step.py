@@ -22,8 +22,8 @@ class Estimate:
       link_seconds: A lower bound: the time to send the collectives' data over
         all links of a chip.
       utilization: The model FLOPs utilization (MFU): the fraction of the chip's
-        peak rate that the model's operations reach, without those of
-        rematerialization. None if unknown.
+        peak rate that the model's operations (without recomputed ones) reach.
+        None if unknown.
       most_utilization: An upper bound of the utilization, which a step would
         reach if its time were the largest lower bound. None if unknown.
     """
@@ -64,8 +64,8 @@ class PlannedStep:
       bytes_in_all: Total bytes that the step needs on a device, or None if
         unknown.
       memory: The needed bytes by category: "weights", "slots" (the optimizer's
-        state), "other" (metrics, the batch and padding), "gradients" (an upper
-        bound: the bytes of all gradients at the same time), "activations"
+        state), "other" (metrics, the batch and padding), "gradients" (as if all
+        gradients existed at the same time, an upper bound), "activations"
         (memory that grows with the number of rows) and "temporary" (the rest).
       counts: The number of collectives in a step, by the name of the
         collective, such as "all-reduce".

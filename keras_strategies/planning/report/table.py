@@ -99,7 +99,7 @@ class Plan:
 
 @contextlib.contextmanager
 def live_table(*, is_shown: bool = True) -> Iterator[Show]:
-    """Shows a table on stderr, which can be updated, if stderr is a terminal.
+    """Shows an updatable table on stderr, if stderr is a terminal.
 
     Args:
       is_shown: Whether to show the table at all.
@@ -125,7 +125,7 @@ def live_table(*, is_shown: bool = True) -> Iterator[Show]:
 def _make_table(plan: Plan, is_wide: bool, is_stacked: bool) -> Table:
     """Returns a plan's table.
 
-    If `is_stacked`, each layout is in a second line below its slice's name.
+    If `is_stacked`, each layout is on a second line, below its slice's name.
     """
     is_of_tokens = any(step.tokens is not None for step in plan.steps)
     headers = [
