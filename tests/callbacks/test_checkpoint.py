@@ -623,12 +623,8 @@ def test_a_callback_with_half_of_what_it_needs_is_told(
         ({}, None),
     ],
     ids=[
-        "batch size",
-        "fewer batches",
-        "rows",
-        "other kind",
-        "of as many rows",
-        "same",
+        *("batch size", "fewer batches", "rows"),
+        *("other kind", "of as many rows", "same"),
     ],
 )
 def test_other_batches_in_the_middle_of_an_epoch_are_told(

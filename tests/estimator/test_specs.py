@@ -216,18 +216,9 @@ def spec_of(mode=ModeKeys.TRAIN, is_compiled=False, **fields):
 def test_estimator_spec_has_the_fields_of_tf():
     names = [field.name for field in dataclasses.fields(EstimatorSpec)]
     assert names == [
-        "mode",
-        "predictions",
-        "loss",
-        "train_op",
-        "eval_metric_ops",
-        "export_outputs",
-        "training_chief_hooks",
-        "training_hooks",
-        "scaffold",
-        "evaluation_hooks",
-        "prediction_hooks",
-        "model",
+        *("mode", "predictions", "loss", "train_op", "eval_metric_ops"),
+        *("export_outputs", "training_chief_hooks", "training_hooks"),
+        *("scaffold", "evaluation_hooks", "prediction_hooks", "model"),
     ]
 
 

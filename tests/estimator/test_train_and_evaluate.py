@@ -675,21 +675,11 @@ def test_a_result_that_is_renamed_is_there(tmp_path):
 
 def test_public_names():
     names = {
-        "BestExporter",
-        "CheckpointSaverListener",
-        "Estimator",
-        "EstimatorSpec",
-        "EvalSpec",
-        "Exporter",
-        "FinalExporter",
-        "LatestExporter",
-        "ModeKeys",
-        "RunConfig",
-        "TrainSpec",
-        "WarmStartSettings",
-        "experimental",
-        "model_to_estimator",
-        "train_and_evaluate",
+        *("BestExporter", "CheckpointSaverListener", "Estimator"),
+        *("EstimatorSpec", "EvalSpec", "Exporter", "FinalExporter"),
+        *("LatestExporter", "ModeKeys", "RunConfig", "TrainSpec"),
+        *("WarmStartSettings", "experimental"),
+        *("model_to_estimator", "train_and_evaluate"),
     }
     assert set(ks.estimator._MODULES) == names
     assert names <= set(dir(ks.estimator))

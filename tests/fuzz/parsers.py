@@ -41,14 +41,7 @@ from keras_strategies.cluster.exchange.message_forms import (
 )
 from keras_strategies.cluster.exchange.rounds import Rounds
 from keras_strategies.cluster.job.place import find_unjoined_job
-from keras_strategies.cluster.resolvers.kubernetes_resolver import (
-    has_job_variables,
-    read_pod_of_job,
-)
-from keras_strategies.cluster.resolvers.slurm_step import (
-    expand_hostlist,
-    expand_tasks_per_node,
-)
+from keras_strategies.cluster.resolvers import kubernetes_resolver, slurm_step
 from keras_strategies.cluster.resolvers.tf_config_resolver import (
     parse_tf_config,
 )
@@ -66,10 +59,7 @@ from keras_strategies.data.source import Part
 from keras_strategies.data.steps import Steps
 from keras_strategies.estimator import exporting, records, train_callback
 from keras_strategies.estimator.config.run_cluster import parse_cluster
-from keras_strategies.keras_bridge.callbacks import fit_state
-from keras_strategies.keras_bridge.callbacks.callback_states import (
-    resume_writing,
-)
+from keras_strategies.keras_bridge.callbacks import callback_states, fit_state
 from keras_strategies.keras_bridge.inputs import agree_source
 from keras_strategies.planning.compile import compiler as compiling
 from keras_strategies.planning.compile.layouts import parse_layout
@@ -702,12 +692,12 @@ PARSERS: dict[str, Parser] = {
     ),
     "SLURM's hosts": Parser(
         documents=["n[1-2],m5,o[3-4,06]", "r[1-2]n[1-2]", "n[1-99999]"],
-        prepared=of(expand_hostlist),
+        prepared=of(slurm_step.expand_hostlist),
         errors=(ValueError,),
     ),
     "SLURM's tasks": Parser(
         documents=["3(x2),2,1", "1(x99999)"],
-        prepared=of(expand_tasks_per_node),
+        prepared=of(slurm_step.expand_tasks_per_node),
         errors=(ValueError,),
     ),
     "torchrun": Parser(
@@ -725,8 +715,8 @@ PARSERS: dict[str, Parser] = {
         documents=[_POD],
         prepared=of(
             lambda text: (
-                has_job_variables(_variables(text)),
-                read_pod_of_job(_variables(text), 8888),
+                kubernetes_resolver.has_job_variables(_variables(text)),
+                kubernetes_resolver.read_pod_of_job(_variables(text), 8888),
             )
         ),
         errors=_NO_ENVIRON,
@@ -778,7 +768,7 @@ def _csv_state(folder: Any) -> Parse:
 
     def parse(text: str) -> object:
         said = load_json(text, max_characters=1 << 26, has_nan=True)
-        return resume_writing([logger], {"CSVLogger": said})
+        return callback_states.resume_writing([logger], {"CSVLogger": said})
 
     return parse
 

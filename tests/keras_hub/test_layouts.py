@@ -11,9 +11,7 @@ import numpy as np
 import pytest
 
 import keras_strategies as ks
-from keras_strategies.keras_bridge.variables.model_variables import (
-    all_variables,
-)
+from keras_strategies.keras_bridge.variables import model_variables
 from keras_strategies.testing import assert_replicated
 from tests.support.strategies import of_cores
 
@@ -296,6 +294,6 @@ def test_lora_leaves_divided_frozen_weights_as_they_were(over, name):
         assert axes_of(kernel) == axes, kernel.path
     # What is trained has moved, and its momenta are divided with it.
     assert abs(found[1][0] - found[1][1]) > 1e-3
-    lora = [v for v in all_variables(model) if "lora" in v.path]
+    lora = [v for v in model_variables.all_variables(model) if "lora" in v.path]
     assert len(lora) == 2 * len(model.trainable_variables)
     assert any(axes_of(v) for v in lora)

@@ -533,18 +533,9 @@ CASES = OPTIMIZERS | LOSSES | METRICS | STEPS | LAYERS
 
 # What they do is in another case or file of the default run, too.
 _TOLD_ELSEWHERE = {
-    "adamw",
-    "schedule",
-    "clipvalue",
-    "loss_scale_factor",
-    "dice_by_name",
-    "function_of_rows",
-    "tversky",
-    "mask_sum",
-    "keras_regression",
-    "run_eagerly",
-    "jit_compile_false",
-    "synchronized",
+    *("adamw", "schedule", "clipvalue", "loss_scale_factor", "dice_by_name"),
+    *("function_of_rows", "tversky", "mask_sum", "keras_regression"),
+    *("run_eagerly", "jit_compile_false", "synchronized"),
 }
 
 BY_DEFAULT = [name for name in CASES if name not in _TOLD_ELSEWHERE]

@@ -10,10 +10,7 @@ import numpy as np
 import pytest
 
 import keras_strategies as ks
-from keras_strategies.strategy.tf_compat.old_names import (
-    OF_EXTENDED,
-    OF_STRATEGY,
-)
+from keras_strategies.strategy.tf_compat import old_names
 from keras_strategies.testing import assert_replicated
 from tests.support.plain_keras import mirrored
 
@@ -158,14 +155,14 @@ def test_what_is_no_variable_is_refused():
         strategy.extended.update(1.0, lambda v: None)
 
 
-@pytest.mark.parametrize("name", OF_STRATEGY)
+@pytest.mark.parametrize("name", old_names.OF_STRATEGY)
 def test_names_of_strategies_without_a_meaning_name_the_way_out(name):
-    check_way_out(mirrored(2), name, OF_STRATEGY[name])
+    check_way_out(mirrored(2), name, old_names.OF_STRATEGY[name])
 
 
-@pytest.mark.parametrize("name", OF_EXTENDED)
+@pytest.mark.parametrize("name", old_names.OF_EXTENDED)
 def test_names_of_extended_without_a_meaning_name_the_way_out(name):
-    check_way_out(mirrored(2).extended, name, OF_EXTENDED[name])
+    check_way_out(mirrored(2).extended, name, old_names.OF_EXTENDED[name])
 
 
 def check_way_out(owner, name, way_out):
@@ -185,7 +182,7 @@ def test_docs_list_the_names_of_extended_without_a_meaning():
         for names, way_out in [row.strip("| ").split(" | ")]
         for name in re.findall(r"`(\w+)`", names)
     }
-    assert listed == OF_EXTENDED
+    assert listed == old_names.OF_EXTENDED
 
 
 def test_other_names_are_plain_attribute_errors():

@@ -71,17 +71,9 @@ SAMPLES = {
     "TopKCategoricalAccuracy": ({"k": 2}, ONE_HOT),
 }
 OF_SCORES = (
-    "AUC",
-    "BinaryAccuracy",
-    "BinaryCrossentropy",
-    "FalseNegatives",
-    "FalsePositives",
-    "Hinge",
-    "Precision",
-    "Recall",
-    "SquaredHinge",
-    "TrueNegatives",
-    "TruePositives",
+    *("AUC", "BinaryAccuracy", "BinaryCrossentropy", "FalseNegatives"),
+    *("FalsePositives", "Hinge", "Precision", "Recall"),
+    *("SquaredHinge", "TrueNegatives", "TruePositives"),
 )
 SAMPLES |= {name: ({}, SCORES) for name in OF_SCORES}
 

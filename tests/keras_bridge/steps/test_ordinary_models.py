@@ -292,12 +292,8 @@ LOSSES = {
 }
 
 _OF_SCALARS = (
-    "mean_of_rows",
-    "quantile",
-    "sum_over_rows",
-    "picked_by_label",
-    "conditional",
-    "of_vectorized_rows",
+    *("mean_of_rows", "quantile", "sum_over_rows"),
+    *("picked_by_label", "conditional", "of_vectorized_rows"),
 )
 
 
