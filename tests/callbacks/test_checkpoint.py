@@ -36,6 +36,7 @@ from tests.support.checkpoint.runs import (
     assert_equal,
     usual,
 )
+from tests.support.models import chain
 from tests.support.plain_keras import mirrored
 
 Checkpoint = ks.callbacks.Checkpoint
@@ -513,12 +514,10 @@ def compiled(make, **options):
 
 def test_another_model_is_refused_and_the_faults_listed(whole, tmp_path):
     model = compiled(
-        lambda: keras.Sequential(
-            [
-                keras.Input((4,)),
-                keras.layers.Dense(7, name="hidden"),
-                keras.layers.Dense(1, name="out"),
-            ]
+        lambda: chain(
+            (4,),
+            keras.layers.Dense(7, name="hidden"),
+            keras.layers.Dense(1, name="out"),
         )
     )
     with pytest.raises(ValueError, match="of another model") as raised:
@@ -531,12 +530,8 @@ def test_another_model_is_refused_and_the_faults_listed(whole, tmp_path):
 
 
 def of_units(units):
-    return lambda: keras.Sequential(
-        [
-            keras.Input((4,)),
-            keras.layers.Dense(units),
-            keras.layers.Dense(1, name="flat"),
-        ]
+    return lambda: chain(
+        (4,), keras.layers.Dense(units), keras.layers.Dense(1, name="flat")
     )
 
 

@@ -1,6 +1,5 @@
 """An Estimator on two processes that train and evaluate together."""
 
-
 import numpy as np
 import pytest
 

@@ -17,6 +17,7 @@ from keras import layers, losses, metrics, optimizers, regularizers
 
 from tests.parity import models
 from tests.parity.models import rows_of
+from tests.support.models import chain
 
 FEATURES, CLASSES = 6, 3
 # Of the layers in the middle, and of each step of a sequence.
@@ -245,18 +246,10 @@ def frozen():
 
 def gan():
     model = models.TwoOptimizers(
-        keras.Sequential(
-            [
-                keras.Input((FEATURES,)),
-                layers.Dense(8, "tanh", kernel_initializer=glorot(1)),
-            ]
+        chain(
+            (FEATURES,), layers.Dense(8, "tanh", kernel_initializer=glorot(1))
         ),
-        keras.Sequential(
-            [
-                keras.Input((8,)),
-                layers.Dense(CLASSES, kernel_initializer=glorot(2)),
-            ]
-        ),
+        chain((8,), layers.Dense(CLASSES, kernel_initializer=glorot(2))),
     )
     model.build((None, FEATURES))
     model.compile(optimizers.Adam(1e-2), "mse")

@@ -14,6 +14,7 @@ from tests.support.checkpoint.runs import (
     mlp,
     usual,
 )
+from tests.support.models import chain
 
 layers = keras.layers
 
@@ -132,13 +133,11 @@ def with_optimizer(make, **more):
 
 def mixed():
     policy = "mixed_float16"
-    return keras.Sequential(
-        [
-            keras.Input((4,)),
-            layers.Dense(5, activation="tanh", dtype=policy),
-            layers.Dropout(0.3, seed=2, dtype=policy),
-            layers.Dense(1, dtype=policy),
-        ]
+    return chain(
+        (4,),
+        layers.Dense(5, activation="tanh", dtype=policy),
+        layers.Dropout(0.3, seed=2, dtype=policy),
+        layers.Dense(1, dtype=policy),
     )
 
 
@@ -157,27 +156,23 @@ def nested():
 
 
 def masked():
-    return keras.Sequential(
-        [
-            keras.Input((4,)),
-            layers.Reshape((4, 1)),
-            layers.Masking(),
-            layers.SimpleRNN(3, recurrent_dropout=0.2, seed=4),
-            layers.Dense(1),
-        ]
+    return chain(
+        (4,),
+        layers.Reshape((4, 1)),
+        layers.Masking(),
+        layers.SimpleRNN(3, recurrent_dropout=0.2, seed=4),
+        layers.Dense(1),
     )
 
 
 def unnumbered():
     """Layers that Keras names, with numbers of the process."""
-    return keras.Sequential(
-        [
-            keras.Input((4,)),
-            layers.Dense(3),
-            layers.Dense(3),
-            layers.Dropout(0.1, seed=1),
-            layers.Dense(1),
-        ]
+    return chain(
+        (4,),
+        layers.Dense(3),
+        layers.Dense(3),
+        layers.Dropout(0.1, seed=1),
+        layers.Dense(1),
     )
 
 
