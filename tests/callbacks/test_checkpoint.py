@@ -46,7 +46,7 @@ VALIDATED = {"validation_data": (X[:12], Y[:12])}
 
 @pytest.fixture(scope="module")
 def runner():
-    return Runner(Case(name="usual", data=of(**VALIDATED)))
+    return Runner(Case("usual", data=of(**VALIDATED)))
 
 
 @pytest.fixture(scope="module")

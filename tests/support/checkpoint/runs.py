@@ -156,7 +156,7 @@ def usual(folder):
     ]
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
+@dataclasses.dataclass(frozen=True)
 class Case:
     """A fit.
 
@@ -174,6 +174,7 @@ class Case:
     """
 
     name: str
+    _: dataclasses.KW_ONLY
     make: Callable[[], keras.Model] = mlp
     compiled: Callable[[int], dict[str, Any]] = adam
     data: Callable[[], dict[str, Any]] = arrays
