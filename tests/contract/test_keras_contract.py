@@ -21,26 +21,37 @@ from keras.src.backend.common.variables import Variable as KerasVariable
 from keras.src.distribution.distribution_lib import Distribution
 from keras.src.losses import loss as loss_module
 from keras.src.optimizers.base_optimizer import BaseOptimizer
-from keras.src.trainers import compile_utils, data_adapters
+from keras.src.trainers import data_adapters
+from keras.src.trainers.compile_utils import (
+    CompileLoss,
+    CompileMetrics,
+    MetricsList,
+)
 from keras.src.trainers.data_adapters import (
     array_slicing,
     data_adapter_utils,
-    generator_data_adapter,
     get_data_adapter,
-    grain_dataset_adapter,
     is_grain_dataset,
     is_tf_dataset,
     is_torch_dataloader,
-    tf_dataset_adapter,
 )
 from keras.src.trainers.data_adapters.array_data_adapter import (
     ArrayDataAdapter,
     can_convert_arrays,
 )
 from keras.src.trainers.data_adapters.data_adapter import DataAdapter
+from keras.src.trainers.data_adapters.generator_data_adapter import (
+    GeneratorDataAdapter,
+)
+from keras.src.trainers.data_adapters.grain_dataset_adapter import (
+    GrainDatasetAdapter,
+)
 from keras.src.trainers.data_adapters.py_dataset_adapter import (
     PyDataset,
     PyDatasetAdapter,
+)
+from keras.src.trainers.data_adapters.tf_dataset_adapter import (
+    TFDatasetAdapter,
 )
 from keras.src.trainers.data_adapters.torch_data_loader_adapter import (
     TorchDataLoaderAdapter,
@@ -49,9 +60,13 @@ from keras.src.trainers.epoch_iterator import EpochIterator
 from keras.src.utils import file_utils
 from keras.src.utils.python_utils import pythonify_logs
 
-from keras_strategies.keras_bridge import keras_names
 from keras_strategies.keras_bridge.fresh_names import fresh_names
 from keras_strategies.keras_bridge.inputs.loop_data import LoopData
+from keras_strategies.keras_bridge.keras_names import (
+    BUILDS_FIRST,
+    MAYBE_BUILD,
+    TRAINER,
+)
 from keras_strategies.keras_bridge.loops import scope_hooks
 
 BRIDGE = pathlib.Path(__file__).parents[2] / "keras_strategies/keras_bridge"
@@ -341,8 +356,8 @@ def test_variable_init_has_named_arguments():
 
 
 def test_compile_comes_from_the_trainer():
-    assert keras.Model.compile is keras_names.TRAINER.compile, "TRAINER.compile"
-    assert keras.Sequential.compile is keras_names.TRAINER.compile
+    assert keras.Model.compile is TRAINER.compile, "TRAINER.compile"
+    assert keras.Sequential.compile is TRAINER.compile
     model = model_of()
     model.train_function = model.test_function = model.predict_function = 1
     model.compile("sgd", "mse")
@@ -355,7 +370,7 @@ def test_loops_come_from_the_trainer():
     owners = {scope_hooks.find_loop_owner(name) for name in scope_hooks.LOOPS}
     assert len(owners) == 1, owners
     assert keras.Model not in owners
-    assert keras_names.TRAINER not in owners
+    assert TRAINER not in owners
     for name in scope_hooks.LOOPS:
         (owner,) = owners
         assert getattr(keras.Model, name) is vars(owner)[name], name
@@ -363,7 +378,7 @@ def test_loops_come_from_the_trainer():
 
 def test_making_a_model_goes_through_the_trainers_constructor(monkeypatch):
     made = []
-    original = keras_names.TRAINER.__init__
+    original = TRAINER.__init__
 
     def noting(model, *args, **kwargs):
         original(model, *args, **kwargs)
@@ -371,7 +386,7 @@ def test_making_a_model_goes_through_the_trainers_constructor(monkeypatch):
         object.__setattr__(model, "_ks_note", "ours")
         made.append(model)
 
-    monkeypatch.setattr(keras_names.TRAINER, "__init__", noting)
+    monkeypatch.setattr(TRAINER, "__init__", noting)
     models = [model_of(), keras.Model(), keras.Sequential()]
     assert [m for m in models if m not in made] == []
     assert {vars(m)["_ks_note"] for m in models} == {"ours"}
@@ -471,21 +486,19 @@ def test_loops_go_through_attributes_of_the_instance():
         "make_predict_function",
         "_symbolic_build",
         "evaluate",
-        *[keras_names.MAYBE_BUILD] * keras_names.BUILDS_FIRST,
+        *[MAYBE_BUILD] * BUILDS_FIRST,
     ):
         noting(model, name)
     model.fit(X, Y, validation_data=(X, Y), verbose=0)
     model.predict(X, verbose=0)
     names = [name for name, _ in called]
     assert names == [
-        *[keras_names.MAYBE_BUILD] * keras_names.BUILDS_FIRST,
+        *[MAYBE_BUILD] * BUILDS_FIRST,
         "_symbolic_build",
         "make_train_function",
         "evaluate",
         # In 3.16 `_symbolic_build` follows where something is not built.
-        keras_names.MAYBE_BUILD
-        if keras_names.BUILDS_FIRST
-        else "_symbolic_build",
+        MAYBE_BUILD if BUILDS_FIRST else "_symbolic_build",
         "make_test_function",
         "make_predict_function",
     ]
@@ -688,7 +701,7 @@ def test_adapters_are_chosen_by_kind_of_data():
             return X, Y
 
     generator = get_data_adapter(x=((X, Y) for _ in range(2)))
-    assert isinstance(generator, generator_data_adapter.GeneratorDataAdapter)
+    assert isinstance(generator, GeneratorDataAdapter)
     assert isinstance(get_data_adapter(x=Data()), PyDatasetAdapter)
     arrays = get_data_adapter(x=X, y=Y, batch_size=4)
     assert (arrays.num_batches, arrays.partial_batch_size) == (2, 2)
@@ -711,9 +724,9 @@ def test_datasets_of_others_are_chosen_by_kind():
     )
     of_grain = grain.MapDataset.source(list(X)).batch(2)
     for given, is_one, kind in (
-        (dataset, is_tf_dataset, tf_dataset_adapter.TFDatasetAdapter),
+        (dataset, is_tf_dataset, TFDatasetAdapter),
         (loader, is_torch_dataloader, TorchDataLoaderAdapter),
-        (of_grain, is_grain_dataset, grain_dataset_adapter.GrainDatasetAdapter),
+        (of_grain, is_grain_dataset, GrainDatasetAdapter),
     ):
         assert is_one(given)
         assert not is_one(X)
@@ -996,13 +1009,13 @@ def test_float8_variables_are_marked():
 
 
 def test_compiled_metrics_are_lists_of_metrics():
-    assert issubclass(compile_utils.CompileMetrics, keras.metrics.Metric)
-    assert issubclass(compile_utils.MetricsList, keras.metrics.Metric)
+    assert issubclass(CompileMetrics, keras.metrics.Metric)
+    assert issubclass(MetricsList, keras.metrics.Metric)
     model = model_of(keras.layers.Dense(1), metrics=["mae"])
     model.train_on_batch(X, Y)
     kinds = [type(m) for m in model.metrics]
     assert kinds[0] is keras.metrics.Mean, "the loss tracker"
-    assert compile_utils.CompileMetrics in kinds
+    assert CompileMetrics in kinds
 
 
 def test_a_compiled_loss_is_a_loss_that_calls_the_given_ones():
@@ -1013,13 +1026,11 @@ def test_a_compiled_loss_is_a_loss_that_calls_the_given_ones():
             seen.append(self)
             return keras.ops.mean(y_true - y_pred, axis=-1)
 
-    assert issubclass(compile_utils.CompileLoss, keras.losses.Loss)
+    assert issubclass(CompileLoss, keras.losses.Loss)
     own = Own()
     model = model_of(keras.layers.Dense(1), loss=own)
     model.train_on_batch(X, Y)
-    assert isinstance(model._compile_loss, compile_utils.CompileLoss), (
-        "_compile_loss"
-    )
+    assert isinstance(model._compile_loss, CompileLoss), "_compile_loss"
     assert seen[0] is own
 
 

@@ -13,6 +13,7 @@ import pytest
 import keras_strategies as ks
 from keras_strategies.keras_bridge.variables import model_variables
 from keras_strategies.testing import assert_replicated
+from tests.support.numbers import assert_all_close
 from tests.support.strategies import of_cores
 
 pytestmark = [
@@ -133,10 +134,8 @@ def on_one_device(name, optimizer):
 def assert_same(found, expected):
     """Two trained models and their losses."""
     np.testing.assert_allclose(found[1], expected[1], rtol=2e-5)
-    for ours, plain in zip(
-        found[0].get_weights(), expected[0].get_weights(), strict=True
-    ):
-        np.testing.assert_allclose(ours, plain, rtol=2e-5, atol=2e-5)
+    weights = found[0].get_weights(), expected[0].get_weights()
+    assert_all_close(*weights, rtol=2e-5, atol=2e-5)
 
 
 def axes_of(variable):
