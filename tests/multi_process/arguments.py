@@ -206,6 +206,13 @@ class Listed(keras.utils.PyDataset):
         return self.batches[index]
 
 
+OWN_ROWS = ks.InputOptions(
+    distribute=ks.data.DistributeOptions(
+        auto_shard_policy=ks.data.AutoShardPolicy.OFF
+    )
+)
+
+
 def off(strategy, model):
     """Each process has rows of its own, of unequal numbers."""
     own = [
@@ -216,7 +223,6 @@ def off(strategy, model):
         # Regrouped to the share of a batch of 8, whatever their own size.
         dataset = Listed(shared(own))
     else:
-        policy = ks.data.AutoShardPolicy.OFF
         import tensorflow as tf
 
         whole = [
@@ -227,9 +233,7 @@ def off(strategy, model):
             tf.data.Dataset.from_tensor_slices(tuple(whole))
             .batch(8)
             .with_options(off_options()),
-            ks.InputOptions(
-                distribute=ks.data.DistributeOptions(auto_shard_policy=policy)
-            ),
+            OWN_ROWS,
         )
     return [fit(model, dataset), model.evaluate(dataset, verbose=0)]
 
@@ -253,12 +257,9 @@ def off_py_dataset(strategy, model):
         # A batch of 4 is the global one, as in tf: 2 rows of each process.
         dataset = Listed(shared(own, each=2))
     else:
-        policy = ks.data.AutoShardPolicy.OFF
         dataset = strategy.experimental_distribute_dataset(
             Listed(own[jax.process_index()]),
-            ks.InputOptions(
-                distribute=ks.data.DistributeOptions(auto_shard_policy=policy)
-            ),
+            OWN_ROWS,
         )
     return [fit(model, dataset), model.evaluate(dataset, verbose=0)]
 

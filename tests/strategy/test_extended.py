@@ -5,25 +5,14 @@ import pathlib
 import re
 
 import jax
-import keras
 import numpy as np
 import pytest
 
 import keras_strategies as ks
 from keras_strategies.strategy.tf_compat import old_names
 from keras_strategies.testing import assert_replicated
+from tests.support.per_replica import ids, on_read, variable_of
 from tests.support.plain_keras import mirrored
-
-
-def variable_of(strategy, value=1.0, **kwargs):
-    with strategy.scope():
-        return keras.Variable(value, name="v", **kwargs)
-
-
-def ids(strategy):
-    return strategy.experimental_distribute_values_from_function(
-        lambda c: np.float32(c.replica_id_in_sync_group)
-    )
 
 
 @pytest.mark.parametrize("replicas", [1, 2, 3])
@@ -55,9 +44,7 @@ def test_update_refuses_copies_that_would_differ(aggregation):
 
 def test_update_gives_every_copy_its_component():
     strategy = mirrored(2)
-    variable = variable_of(
-        strategy, synchronization="on_read", aggregation="sum"
-    )
+    variable = on_read(strategy, "sum")
     strategy.extended.update(
         variable, lambda v, x: v.assign(10 * x), args=(ids(strategy),)
     )

@@ -17,6 +17,7 @@ from keras import ops
 
 import keras_strategies as ks
 from keras_strategies.testing import assert_replicated
+from tests.support.per_replica import ids, on_read, variable_of
 from tests.support.plain_keras import mirrored
 
 CONTEXTS, STRATEGY, REPLICA, VARIABLES = (
@@ -39,13 +40,6 @@ def row(section, promise):
 @pytest.mark.parametrize("check", ROWS)
 def test_row(check):
     check(mirrored(2))
-
-
-def ids(strategy):
-    """0.0, 1.0, ... on the replicas."""
-    return strategy.experimental_distribute_values_from_function(
-        lambda c: np.float32(c.replica_id_in_sync_group)
-    )
 
 
 def parts(*arrays):
@@ -530,16 +524,6 @@ def _(_):
 
 
 # 4. Variables.
-
-
-def variable_of(strategy, value=1.0, **kwargs):
-    with strategy.scope():
-        return keras.Variable(value, name="v", **kwargs)
-
-
-def on_read(strategy, aggregation, value=1.0):
-    how = {"synchronization": "on_read", "aggregation": aggregation}
-    return variable_of(strategy, value, **how)
 
 
 @row(VARIABLES, "deviates: NONE written differently in replicas is an error")

@@ -12,7 +12,7 @@ from keras.src.losses.losses import LossFunctionWrapper
 
 import keras_strategies as ks
 from keras_strategies.keras_bridge.steps import trace_checks
-from tests.support.models import chain
+from tests.support.models import chain, compiled_in
 from tests.support.plain_keras import (
     assert_same,
     check_same,
@@ -169,9 +169,9 @@ def test_logs_computed_from_results():
 def test_results_are_reduced_with_the_rest_of_the_step():
     """Two collectives: the gradients, and all that metrics added."""
     strategy = mirrored(2)
-    with strategy.scope():
-        model = two_outputs()
-        model.compile("sgd", "mse", metrics=["mae", "mape"])
+    model = compiled_in(
+        strategy, two_outputs, "sgd", "mse", metrics=["mae", "mape"]
+    )
     model.fit(X[:16], Y[:16], batch_size=16, verbose=0)
     from keras_strategies._core.batches import global_batch, place
     from keras_strategies.keras_bridge.steps.step_functions import make_program
@@ -322,9 +322,7 @@ def test_added_losses_survive_a_step_that_is_run_whole():
 
 
 def test_a_failed_fit_says_nothing_of_the_next():
-    with mirrored(2).scope():
-        model = two_outputs()
-        model.compile("sgd", "mse")
+    model = compiled_in(mirrored(2), two_outputs, "sgd", "mse")
     for _ in range(2):
         with pytest.raises(ValueError, match="incompatible"):
             model.fit(X[:, :2], Y, batch_size=16, verbose=0)
@@ -603,9 +601,7 @@ class Wrong(OwnStep):
 
 
 def test_errors_in_a_step_show_the_batchs_shapes():
-    with mirrored(2).scope():
-        model = Wrong()
-        model.compile("sgd")
+    model = compiled_in(mirrored(2), Wrong, "sgd")
     for _ in range(2):
         with pytest.raises(TypeError, match=r"\(16,\)"):
             model.fit(X, Y, batch_size=16, verbose=0)
@@ -668,9 +664,13 @@ def test_kerass_own_step_is_traced_once(monkeypatch):
         raise AssertionError("a second trace")
 
     monkeypatch.setattr(trace_checks, "_check_sizes", fail)
-    with mirrored(2).scope():
-        model = two_outputs()
-        model.compile("sgd", "mse", metrics=["mae", keras.metrics.R2Score()])
+    model = compiled_in(
+        mirrored(2),
+        two_outputs,
+        "sgd",
+        "mse",
+        metrics=["mae", keras.metrics.R2Score()],
+    )
     train(model)
 
 

@@ -9,6 +9,7 @@ import pytest
 
 from keras_strategies._core import dispatch as dispatch_lib
 from tests.keras_bridge.inputs.sources import one_input
+from tests.support.models import compiled_in
 from tests.support.plain_keras import (
     assert_same,
     dense,
@@ -315,9 +316,9 @@ def dispatched(fn):
     ],
 )
 def test_k_steps_are_one_program(rows, steps, expected):
-    with mirrored(2).scope():
-        model = one_input()
-        model.compile("sgd", "mse", steps_per_execution=steps)
+    model = compiled_in(
+        mirrored(2), one_input, "sgd", "mse", steps_per_execution=steps
+    )
     x, y, options = X[:rows], Y[:rows], {"batch_size": 8, "verbose": 0}
     assert dispatched(lambda: model.fit(x, y, **options)) == expected
     if rows == 60:
@@ -349,9 +350,9 @@ def test_convolutions_are_trained_step_by_step_on_cpu(rows):
         convolving, act, optimizer="sgd", loss="mse", steps_per_execution=4
     )
     assert_same(plain, ours)
-    with mirrored(2).scope():
-        model = convolving()
-        model.compile("sgd", "mse", steps_per_execution=4)
+    model = compiled_in(
+        mirrored(2), convolving, "sgd", "mse", steps_per_execution=4
+    )
     seen = dispatched(lambda: act(model))
     # Of each group of steps: taking it apart, and each step; and one attempt
     # to make a program of all.
@@ -376,9 +377,9 @@ def compilations(fn):
 
 
 def test_a_second_fit_compiles_nothing():
-    with mirrored(2).scope():
-        model = one_input()
-        model.compile("sgd", "mse", steps_per_execution=3)
+    model = compiled_in(
+        mirrored(2), one_input, "sgd", "mse", steps_per_execution=3
+    )
 
     def act():
         fit(model, 70, 16, shuffle=True, epochs=2)
