@@ -21,10 +21,7 @@ def mapped(fn, replicas, *, split_out=False):
     split, whole = rm.split_spec(mesh), rm.replicated_spec()
     return jax.jit(
         rm.replica_map(
-            fn,
-            mesh,
-            in_specs=split,
-            out_specs=split if split_out else whole,
+            fn, mesh, in_specs=split, out_specs=split if split_out else whole
         )
     )
 

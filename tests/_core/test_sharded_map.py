@@ -130,10 +130,7 @@ def test_values_alive_across_an_update():
 
     inputs = (specs, split_spec(mesh))
     cut = sharded_map(
-        step,
-        mesh,
-        in_specs=inputs,
-        out_specs=(split_spec(mesh), specs, WHOLE),
+        step, mesh, in_specs=inputs, out_specs=(split_spec(mesh), specs, WHOLE)
     )
     plain = replica_map(
         step,

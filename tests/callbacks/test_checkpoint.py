@@ -626,11 +626,7 @@ def test_other_batches_in_the_middle_of_an_epoch_are_told(
     runner, tmp_path, other, what, caplog
 ):
     with pytest.raises(Interrupted):
-        fit(
-            runner,
-            Seen(stop=3),
-            Checkpoint(tmp_path, save_every_steps=2),
-        )
+        fit(runner, Seen(stop=3), Checkpoint(tmp_path, save_every_steps=2))
     assert find_steps(tmp_path) == [2]
     fit(runner, Checkpoint(tmp_path, save_every_steps=2), **other)
     texts = [r.getMessage() for r in caplog.records if r.levelname != "INFO"]

@@ -50,9 +50,7 @@ from keras.src.trainers.data_adapters.py_dataset_adapter import (
     PyDataset,
     PyDatasetAdapter,
 )
-from keras.src.trainers.data_adapters.tf_dataset_adapter import (
-    TFDatasetAdapter,
-)
+from keras.src.trainers.data_adapters.tf_dataset_adapter import TFDatasetAdapter
 from keras.src.trainers.data_adapters.torch_data_loader_adapter import (
     TorchDataLoaderAdapter,
 )

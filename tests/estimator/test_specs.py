@@ -131,12 +131,7 @@ def test_eval_spec():
             TypeError,
             "All saving_listeners",
         ),
-        (
-            TrainSpec,
-            {"saving_listeners": [Listener]},
-            TypeError,
-            "an instance",
-        ),
+        (TrainSpec, {"saving_listeners": [Listener]}, TypeError, "an instance"),
         (EvalSpec, {"input_fn": None}, TypeError, "must be callable"),
         (EvalSpec, {"steps": 0}, ValueError, "`steps` must be > 0"),
         (EvalSpec, {"steps": "1"}, TypeError, "must be an integer"),

@@ -194,11 +194,7 @@ def modes_of(folder):
         ({"assets_extra": {"/a": "b"}}, ValueError, "relative path"),
         ({"assets_extra": {"a": "/nowhere"}}, ValueError, "paths of files"),
         ({"as_text": True}, ValueError, "have no text form"),
-        (
-            {"serving_input_receiver_fn": arrays},
-            ValueError,
-            "no meaning here",
-        ),
+        ({"serving_input_receiver_fn": arrays}, ValueError, "no meaning here"),
         ({"experimental_mode": "a"}, ValueError, "must be one of"),
         ({"checkpoint_path": "/nowhere/3"}, ValueError, "without a checkpoint"),
     ],
@@ -618,10 +614,7 @@ def not_built():
             "nowhere",
         ),
         (
-            lambda: {
-                "keras_model": keras_model(),
-                "checkpoint_format": "a",
-            },
+            lambda: {"keras_model": keras_model(), "checkpoint_format": "a"},
             ValueError,
             "checkpoint_format",
         ),

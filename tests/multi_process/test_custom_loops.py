@@ -47,11 +47,7 @@ def test_values_are_those_of_all_processes(two_processes):
     # Process 0 has three batches of two rows, process 1 five: [2, 2 | 2, 2],
     # [2, 0 | 2, 2], [0, 0 | 2, 0].
     assert first["steps"] == second["steps"]
-    expected = [
-        [0, 1, 2, 3, 1, 2, 3, 4],
-        [4, 5, 5, 6, 7, 8],
-        [9, 10],
-    ]
+    expected = [[0, 1, 2, 3, 1, 2, 3, 4], [4, 5, 5, 6, 7, 8], [9, 10]]
     np.testing.assert_array_equal(
         sum(first["steps"], []), np.concatenate(expected)
     )

@@ -11,11 +11,7 @@ DETECTION_S = 15.0
 # 0.5 s where nothing else runs. Beats that are missed are noticed after 12 s.
 EXCEPTION_S = 8.0
 TIMEOUT_S = 4
-SECONDS = {
-    "stuck": TIMEOUT_S + 2.0,
-    "early": 5.0,
-    "stop_training": 5.0,
-}
+SECONDS = {"stuck": TIMEOUT_S + 2.0, "early": 5.0, "stop_training": 5.0}
 # Of the process that the fault is in.
 ITS_CODE = {
     "exception": 70,

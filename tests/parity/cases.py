@@ -64,12 +64,7 @@ def weights(rows):
 
 
 def net(
-    *middle,
-    cls=keras.Model,
-    out=CLASSES,
-    activation=None,
-    dtype=None,
-    **dense,
+    *middle, cls=keras.Model, out=CLASSES, activation=None, dtype=None, **dense
 ):
     """Input, Dense, the middle layers, Dense."""
     inputs = keras.Input((FEATURES,))
@@ -89,11 +84,7 @@ def net(
 
 
 def compiled(
-    model=None,
-    optimizer=None,
-    loss=None,
-    measured=("accuracy",),
-    **kwargs,
+    model=None, optimizer=None, loss=None, measured=("accuracy",), **kwargs
 ):
     model = model or net()
     if loss is None:

@@ -533,9 +533,7 @@ def test_all_reduce_and_all_gather_of_nests(replicas):
 
 
 @pytest.mark.parametrize("replicas", [2, 8])
-def test_gradients_through_collectives_are_those_of_the_sum_of_losses(
-    replicas,
-):
+def test_gradients_through_collectives_are_those_of_the_sum_of_losses(replicas):
     strategy = mirrored(replicas)
     x = by_replica(strategy, lambda i: np.float32(i + 1))
 
@@ -770,11 +768,7 @@ def test_values_written_in_replicas_are_aggregated(
     with strategy.scope():
         variable = keras.Variable(10.0, aggregation=aggregation, name="v")
     x = by_replica(strategy, lambda i: np.ones((rows[i], 1), "float32"))
-    writes = {
-        "assign": assigned,
-        "assign_add": added,
-        "assign_sub": subtracted,
-    }
+    writes = {"assign": assigned, "assign_add": added, "assign_sub": subtracted}
     for method, expected in writes.items():
         variable.assign(10.0)
 

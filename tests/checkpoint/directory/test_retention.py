@@ -90,11 +90,7 @@ def losses(*values):
             [made(7, 11, started=0), made(8, 12, started=0)],
             [],
         ),
-        (
-            Keep(last=1, every_n_hours=10),
-            [made(7, 11), made(8, 12)],
-            [7],
-        ),
+        (Keep(last=1, every_n_hours=10), [made(7, 11), made(8, 12)], [7]),
         # A clock that is set back.
         (
             Keep(last=1, every_n_hours=1),

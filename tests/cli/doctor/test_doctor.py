@@ -502,12 +502,7 @@ def test_processes_meet_join_and_time_an_all_reduce():
 @pytest.mark.slow
 def test_report_of_a_job_is_the_chiefs():
     done = run(
-        "launch",
-        "--processes",
-        "2",
-        "-m",
-        "keras_strategies.cli",
-        "doctor",
+        "launch", "--processes", "2", "-m", "keras_strategies.cli", "doctor"
     )
     assert done.returncode == 0, done.stdout + done.stderr
     chief = [x for x in done.stdout.splitlines() if not x.startswith("[")]

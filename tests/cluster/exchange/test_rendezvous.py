@@ -87,10 +87,7 @@ def test_a_missing_chief_is_named(address):
             same(0, 1, 1, count=3),
             "two processes that claim to be process 1 (worker 1)",
         ),
-        (
-            [*same(0, 0, count=2), (2.0, 1, 2, {})],
-            None,
-        ),
+        ([*same(0, 0, count=2), (2.0, 1, 2, {})], None),
         (
             [*same(0, count=2), *same(1, 2, count=3)],
             "2 in process 0, 3 in process",

@@ -250,9 +250,7 @@ def test_batches_may_differ_in_rows_and_in_another_dimension():
 
     def build():
         embed = keras.layers.Embedding(
-            9,
-            2,
-            embeddings_initializer=keras.initializers.RandomNormal(seed=3),
+            9, 2, embeddings_initializer=keras.initializers.RandomNormal(seed=3)
         )
         return keras.Sequential(
             [

@@ -160,10 +160,7 @@ def tf_data(count, index, seed):
 
     dataset = tf.data.Dataset.from_tensor_slices(X).cache().shuffle(ROWS)
     return TfDataSource(
-        dataset.batch(SIZE),
-        num_processes=count,
-        process_index=index,
-        seed=seed,
+        dataset.batch(SIZE), num_processes=count, process_index=index, seed=seed
     )
 
 
@@ -238,11 +235,7 @@ def test_the_rest_of_an_epoch_on_other_numbers_of_processes(
         for workers, start, stop in [(2, 0, 3), (1, 3, 4), (3, 4, 8)]:
             kept += global_batches(
                 read_all(
-                    source,
-                    workers=workers,
-                    epoch=epoch,
-                    start=start,
-                    stop=stop,
+                    source, workers=workers, epoch=epoch, start=start, stop=stop
                 )
             )
         assert kept == whole

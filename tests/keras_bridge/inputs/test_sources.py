@@ -83,11 +83,7 @@ ARRAYS = {
     "one sample weight for two outputs": (
         dict_in_dict_out,
         TWO_OUTPUTS,
-        {
-            "x": {"a": X, "b": X2},
-            "y": {"p": Y, "q": Y2},
-            "sample_weight": W,
-        },
+        {"x": {"a": X, "b": X2}, "y": {"p": Y, "q": Y2}, "sample_weight": W},
     ),
     "y is None": (without_targets, NO_LOSS, {"x": X, "batch_size": 8}),
     "sample_weight": (

@@ -506,11 +506,7 @@ def deferred():
 
 def unbuilt():
     return keras.Sequential(
-        [
-            RowsSeen(name="model"),
-            dense(4, activation="tanh"),
-            dense(1, seed=2),
-        ],
+        [RowsSeen(name="model"), dense(4, activation="tanh"), dense(1, seed=2)],
         name="model",
     )
 

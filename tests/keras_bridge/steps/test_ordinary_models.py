@@ -448,12 +448,7 @@ MODELS = {
         ONE_HOT,
         {"metrics": ["accuracy", keras.metrics.AUC(), "mae"]},
     ),
-    "auto_scaled": (
-        classifier,
-        VECTORS,
-        ONE_HOT,
-        {"auto_scale_loss": True},
-    ),
+    "auto_scaled": (classifier, VECTORS, ONE_HOT, {"auto_scale_loss": True}),
     "connectionist": (
         lambda: keras.Sequential([keras.Input((6, 4)), layers.Dense(5)]),
         SEQUENCES,

@@ -148,10 +148,7 @@ def nested():
     x = layers.Dropout(0.2, seed=1)(x)
     return keras.Model(
         {"one": one, "two": two},
-        {
-            "a": layers.Dense(1, name="a")(x),
-            "b": layers.Dense(1, name="b")(x),
-        },
+        {"a": layers.Dense(1, name="a")(x), "b": layers.Dense(1, name="b")(x)},
     )
 
 
