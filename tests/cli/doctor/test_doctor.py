@@ -404,9 +404,7 @@ def test_address_of_the_coordinator_in_use():
         address = f"127.0.0.1:{server.getsockname()[1]}"
         levels, text = found_at(0, address)
         assert levels == [Level.FAULT]
-        assert (
-            f"Another process listens at the coordinator's address, {address}"
-        )
+        assert "Another process listens" in text
         assert address in text
         assert found_at(1, address)[0] == [Level.GOOD]
         elsewhere = {"JAX_COORDINATOR_BIND_ADDRESS": address}
