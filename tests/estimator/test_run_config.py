@@ -233,18 +233,9 @@ def test_wrong_field_is_refused(fields, error, text):
 @pytest.mark.parametrize(
     "name",
     [
-        "cluster_spec",
-        "task_type",
-        "task_id",
-        "master",
-        "is_chief",
-        "num_ps_replicas",
-        "num_worker_replicas",
-        "global_id_in_cluster",
-        "evaluation_master",
-        "service",
-        "_cluster",
-        "model_dirs",
+        *("cluster_spec", "task_type", "task_id", "master", "is_chief"),
+        *("num_ps_replicas", "num_worker_replicas", "global_id_in_cluster"),
+        *("evaluation_master", "service", "_cluster", "model_dirs"),
     ],
 )
 def test_what_is_no_field_cannot_be_replaced(name):
