@@ -455,7 +455,7 @@ def test_an_error_frees_the_directory(runner, tmp_path):
         ({"resume": "always"}, ValueError, "resume='always'"),
         ({"directory": b"x"}, TypeError, "type bytes"),
         ({"directory": None}, TypeError, "type NoneType"),
-        ({"keep": "all"}, TypeError, "keep='all'. Give `ks.checkpoint.Keep("),
+        ({"keep": "all"}, TypeError, "keep='all'. Pass `ks.checkpoint.Keep("),
         ({"keep": None}, TypeError, "keep=None"),
         ({"keep": -1}, ValueError, "last"),
     ],

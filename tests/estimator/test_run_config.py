@@ -446,7 +446,7 @@ def test_worker_zero_is_the_chief_of_a_strategy_s_cluster(monkeypatch):
         (task("worker", 3), ValueError, "3 is not a valid task_id"),
         (task("worker", -1), ValueError, '"index" of the task'),
         (task("worker", 1.5), TypeError, '"index" of the task'),
-        (task("master"), ValueError, "Rename it to 'chief'"),
+        (task("master"), ValueError, "Use 'chief'"),
         (task("cook"), ValueError, "jobs of a cluster must be"),
         (
             {

@@ -520,7 +520,7 @@ def test_pipes_in_the_place_of_files_are_not_waited_for(tmp_path):
         return train_callback.read_end_step(folder)
 
     def evaluated():
-        with pytest.raises(OSError, match="must be a file"):
+        with pytest.raises(OSError, match="must be a regular file"):
             records.read(folder)
 
     for name, read in (

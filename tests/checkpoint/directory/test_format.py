@@ -219,7 +219,7 @@ def test_facts_are_turned_into_json(tmp_path):
     [
         (1, {"a": object()}, TypeError, "an object of type object in 'a'"),
         (1, {"a": {"b": b""}}, TypeError, "type bytes"),
-        (1, {"a": "x" * (17 << 20)}, ValueError, "at most 16777216"),
+        (1, {"a": "x" * (17 << 20)}, ValueError, "maximum of 16777216"),
         (1, {"a": json.loads("[" * 70 + "]" * 70)}, ValueError, "too deeply"),
         (2, {}, ValueError, "named after its step"),
         (-1, {}, ValueError, "A checkpoint's step"),
