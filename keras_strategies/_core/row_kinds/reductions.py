@@ -72,7 +72,7 @@ def make_dim_rule(axis_of: Callable[[Call], int]) -> Callable[[Call], Any]:
     The result is `MIXED` if this is the dimension of the rows.
 
     Args:
-      axis_of: A function that returns the dimension for a call.
+      axis_of: A function that returns this dimension for an equation.
     """
 
     def rule(call: Call) -> Kind:
