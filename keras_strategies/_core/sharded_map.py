@@ -276,7 +276,7 @@ class _SectionedStep:
         return self._returned[id(variable), want]
 
     def _equations(self, k: int, plan: dict[Any, Any]) -> list[Any]:
-        """Returns the equations on which a section's results or effects rely."""
+        """Returns the equations that a section's results or effects require."""
         outputs = [v for v, _ in plan.values()]
         return needed_equations(self._sections[k], outputs, has_effects)
 

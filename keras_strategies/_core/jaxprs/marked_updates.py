@@ -46,7 +46,8 @@ class Update:
       num_captured: Number of captured arrays.
       gradients: How each gradient is reduced over the replicas.
       values: The spec of each value (weight or optimizer slot).
-      divisor: The number by which the gradients' sums are divided.
+      divisor: The number by which the sums of the gradients over the replicas
+        are divided before the update.
       on_replicated: A function that is called if the step is not cut at the
         update, for example because the update is inside a branch or a loop.
     """

@@ -265,7 +265,7 @@ def separate_trace(name: str) -> contextlib.AbstractContextManager[Any]:
     although the function is now called for other replicas.
 
     Args:
-      name: Name of the cache; blocks with the same name share it.
+      name: Name of the cache, which all blocks with the same name share.
     """
     from jax._src import core
 
