@@ -27,7 +27,7 @@ _Key = tuple[Any, ...]
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class HostBatch:
-    """A global batch, of which this process stores only its own rows.
+    """A global batch, of which this process stores only the rows that it reads.
 
     Attributes:
       data: The nest of host arrays with this process's rows.
@@ -51,7 +51,7 @@ class HostBatch:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class RowShape:
-    """Describes how the rows are arranged in batches of equal shape.
+    """The arrangement of the rows in batches of equal shape.
 
     Attributes:
       rows: Number of rows of each batch, without the padding.
@@ -111,7 +111,7 @@ class Segment(RowShape):
 
     @property
     def shape(self) -> RowShape:
-        """The arrangement of the rows in the batches; static in programs."""
+        """The arrangement of the rows; a compile-time constant in programs."""
         return RowShape(rows=self.rows, steps=self.steps, parts=self.parts)
 
 
@@ -265,13 +265,13 @@ def _place_run(
 
 
 def _block_of(parts: tuple[int, ...], mesh: ReplicaMesh) -> int:
-    """Returns the number of rows of each process, including its padding."""
+    """Returns the padded number of rows, which is equal for all processes."""
     block = rows_lib.padded_rows(max(parts), mesh.replicas_per_process)
     rows = sum(parts)
     even = rows_lib.padded_rows(rows, mesh.num_replicas) // len(parts)
-    # `even` is the shortest possible block. It can be used only if the
-    # processes are filled one after another, because then only the last ones
-    # need padding.
+    # `even` is the smallest possible number of rows per process. It can be used
+    # only if the processes are filled one after another, because then only the
+    # last ones need padding.
     return (
         even
         if parts == rows_lib.fill_in_order([even] * len(parts), rows)

@@ -38,7 +38,7 @@ def broadcast(values: Sequence[Any], mesh: ReplicaMesh) -> list[jax.Array]:
 
 
 def _split(mesh: ReplicaMesh) -> NamedSharding:
-    """Returns the sharding of an array that has one row for each device.
+    """Returns the sharding that puts one row of an array on each device.
 
     The array has a row for each device, not for each replica, because the cores
     of one replica may belong to several processes. With one row per replica,

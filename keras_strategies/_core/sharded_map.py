@@ -111,7 +111,7 @@ def _is_spec(leaf: object) -> bool:
 
 
 class _Result(enum.Enum):
-    """The form in which a section returns a variable."""
+    """The form in which a mapped section of a step returns a variable."""
 
     VALUE = "value"
     """The value itself, which is equal on all replicas or split over them."""
@@ -125,7 +125,7 @@ class _Result(enum.Enum):
 
 @dataclasses.dataclass(frozen=True)
 class _Want:
-    """A request for a variable that a section has to return.
+    """The form and spec in which a mapped section has to return a variable.
 
     Attributes:
       how: Whether to return the value, each replica's value, or a reduction.
@@ -143,8 +143,8 @@ class _SectionedStep:
       traced: The jaxpr of the mapped step.
       updates: The marked updates, by name.
       mesh: The replicas.
-      specs: Specs of the inputs.
-      inputs: The inputs.
+      specs: The spec of each input.
+      inputs: The inputs of the step, as global arrays.
     """
 
     def __init__(
@@ -189,7 +189,7 @@ class _SectionedStep:
         self._returned: dict[Any, Any] = {}
 
     def _divide(self) -> None:
-        """Puts each equation into the earliest possible section."""
+        """Assigns each equation to the earliest possible mapped section."""
         last_action = 0
         for equation in self._jaxpr.eqns:
             place = max(map(self._place, equation.invars), default=0)
@@ -234,7 +234,7 @@ class _SectionedStep:
         return [self._value(v, want) for v, want in outputs]
 
     def _plans(self, outputs: Iterable[Any]) -> list[dict[Any, Any]]:
-        """Finds the variables that each section has to return.
+        """Finds the variables that each mapped section has to return.
 
         Works backwards from the step's outputs. A section returns the variables
         that are read by the step's outputs, by the updates after the section,
@@ -276,7 +276,7 @@ class _SectionedStep:
         return self._returned[id(variable), want]
 
     def _equations(self, k: int, plan: dict[Any, Any]) -> list[Any]:
-        """Returns a section's equations that its results or effects need."""
+        """Returns the equations that a section's results or effects require."""
         outputs = [v for v, _ in plan.values()]
         return needed_equations(self._sections[k], outputs, has_effects)
 

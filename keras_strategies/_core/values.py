@@ -86,7 +86,7 @@ class PerReplica(DistributedValues):
         total: Array | None = None,
         shapes: "Shapes | None" = None,
     ) -> "PerReplica":
-        """Creates a value from one array with the components of all replicas.
+        """Creates a `PerReplica` from one array with all replicas' components.
 
         Args:
           array: The array.
@@ -211,7 +211,7 @@ class Mirrored(DistributedValues):
         return f"Mirrored(shape={np.shape(self.array)})"
 
     def __str__(self) -> str:
-        """Returns the value."""
+        """Returns the value as text."""
         return f"Mirrored:{_format(self.array)}"
 
 
@@ -265,7 +265,7 @@ def _copies(array: jax.Array, mesh: ReplicaMesh) -> tuple[Any, ...]:
 def _within_replicas(
     sharding: jax.sharding.Sharding, mesh: ReplicaMesh
 ) -> PartitionSpec:
-    """Returns a sharding's spec with only the axis of a replica's cores."""
+    """Returns a sharding's partition spec, reduced to the axis of the cores."""
     spec = getattr(sharding, "spec", ())
     return PartitionSpec(*(a if a == mesh.model_axis else None for a in spec))
 

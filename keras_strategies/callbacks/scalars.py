@@ -238,7 +238,7 @@ class Scalars(keras.callbacks.Callback):
         )
 
     def _resume_writing(self) -> None:
-        """Starts new files and schedules after the current step."""
+        """Drops points after the current step and restarts the schedules."""
         step = self._step.value
         if self._eval_step is None:
             self._eval_step = step

@@ -150,7 +150,7 @@ def _keys_of(collectives: Sequence[Any]) -> list[Any]:
 
 
 def _places(keys: Sequence[Any], of_all: Sequence[Any]) -> list[int] | None:
-    """Returns the positions of keys in a longer list, or None if not found."""
+    """Returns the positions of keys in a longer list, None if one is absent."""
     places, start = [], 0
     for key in keys:
         rest = [k for k in range(start, len(of_all)) if of_all[k] == key]
@@ -229,7 +229,7 @@ def _evaluate(
     inputs: Sequence[Any],
     meet: Callable[[list[Any]], list[Any]],
 ) -> list[Any]:
-    """Evaluates a program with calls of `meet` in place of its collectives."""
+    """Evaluates a program, but calls `meet` in place of each collective."""
     values = dict(zip(jaxpr.constvars, consts, strict=True))
     values |= dict(zip(jaxpr.invars, inputs, strict=True))
 

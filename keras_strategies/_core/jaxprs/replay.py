@@ -118,14 +118,15 @@ def uneven_concatenation(
 
 
 class Reached(BaseException):
-    """Raised to end a replay at a collective that no earlier replay reached.
+    """The exception that ends a replay at a collective that is not yet known.
 
-    It is not an `Exception`, so that user code and Keras layers do not catch
-    it.
+    No earlier replay has reached this collective. The class is not an
+    `Exception`, so that user code and Keras layers do not catch it.
 
     Attributes:
-      reduce: The collective.
-      shapes: The shapes of this replica's arrays.
+      reduce: The function that computes the collective.
+      shapes: The shapes and dtypes of the arrays that this replica passed to
+        it.
     """
 
     def __init__(
@@ -137,7 +138,7 @@ class Reached(BaseException):
 
 
 class Replay:
-    """One replay: a trace up to the first collective that is new.
+    """A trace that ends at the first collective that is not yet known.
 
     Args:
       known: The collectives that earlier replays reached, adapted to the shapes
@@ -177,7 +178,7 @@ class Replay:
 
 
 class Alone:
-    """Collectives of one replica that are computed without other replicas.
+    """Stand-ins for collectives, computed by one replica without the others.
 
     The results have the right shapes but not the right values. This class is
     used to build models.
@@ -218,7 +219,7 @@ _current = _Current()
 
 
 def collective(reduce: Reduce, operands: list[Any]) -> list[Any]:
-    """Computes a collective with JAX, or with this thread's `Side` if set.
+    """Computes a collective, with this thread's `Side` if set, else with JAX.
 
     Args:
       reduce: A function that computes the collective with JAX.
@@ -234,13 +235,13 @@ def collective(reduce: Reduce, operands: list[Any]) -> list[Any]:
 
 
 def current_side() -> Side | None:
-    """Returns the object that handles this thread's collectives, or None."""
+    """Returns this thread's `Side`, or None if JAX computes its collectives."""
     return _current.side
 
 
 @contextlib.contextmanager
 def replay_scope(side: Side | None) -> Iterator[None]:
-    """Passes this thread's collectives to `side` while a block runs."""
+    """Makes `side` compute this thread's collectives while a block runs."""
     before = _current.side
     _current.side = side
     # `separate_trace` is used only while JAX traces. At other times, the axis
@@ -258,13 +259,13 @@ _numbers = itertools.count()
 
 
 def separate_trace(name: str) -> contextlib.AbstractContextManager[Any]:
-    """Makes JAX use a separate cache of traces within a block.
+    """Makes JAX use a separate cache of traces while a `with` block runs.
 
     Otherwise JAX would reuse an earlier trace of a user's jitted function,
     although the function is now called for other replicas.
 
     Args:
-      name: Name of the cache; blocks with the same name share it.
+      name: Name of the cache, which all blocks with the same name share.
     """
     from jax._src import core
 

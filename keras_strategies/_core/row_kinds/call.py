@@ -114,7 +114,7 @@ def scale_power(
 
 
 def add_powers(kinds: Sequence[Kind]) -> float | None:
-    """Returns a product's exponent; None if that of a factor is unknown."""
+    """Adds the exponents of two factors; None if one of them is unknown."""
     powers = [kind.power for kind in kinds]
     return None if None in powers else sum(p or 0.0 for p in powers)
 

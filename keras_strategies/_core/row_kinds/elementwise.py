@@ -220,7 +220,7 @@ def _power_of_rows(
     """Returns whether a result scales as num_rows**p, and the exponent p.
 
     Args:
-      call: The call.
+      call: An elementwise equation.
       of_rows: The kinds of those operands that are `ROWS`.
     """
     name, kinds = call.name, call.kinds
@@ -263,7 +263,7 @@ def _power_of_rows(
 
 
 def _power_of_cases(kinds: list[Kind]) -> tuple[bool, float | None]:
-    """Returns the same as `_power_of_rows`, for a `select_n`."""
+    """Returns the same as `_power_of_rows`, for the primitive `select_n`."""
     which, *cases = kinds
     of_rows = [kind for kind in cases if kind.is_rows]
     constants = [kind for kind in cases if kind.is_const]

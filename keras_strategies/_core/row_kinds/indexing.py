@@ -147,7 +147,7 @@ def _window_dims(call: Call) -> list[int]:
 
 
 def _place_of_index(call: Call, dim: int) -> int:
-    """Returns the updates' dimension for the dimension `dim` of the indices."""
+    """Returns the dimension of the updates that is `dim` of the indices."""
     window = call.params["dimension_numbers"].update_window_dims
     return other_dims(call.shape(2), window)[dim]
 

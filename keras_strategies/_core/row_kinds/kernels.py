@@ -71,7 +71,7 @@ def _by_rows(
       call: The call of the kernel.
       operands: For each operand, a dict from its dimensions to those dimensions
         of the kernel's grid along which different positions are independent.
-      results: For each result, such a dict.
+      results: For each result, a dict as in `operands`.
     """
     if all(kind.is_const for kind in call.kinds):
         return [join_plain(call.kinds)] * len(results)

@@ -39,7 +39,7 @@ _MOST_ENTRIES = 1 << 20
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Kind:
-    """Describes how a traced value depends on the rows of a batch.
+    """The way in which a traced value depends on the rows of a batch.
 
     Attributes:
       form: `CONST`, `ROWS`, `SUM` or `MIXED`.

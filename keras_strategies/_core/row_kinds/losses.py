@@ -126,10 +126,10 @@ class _Different(Exception):
 
 
 class _Interpreter:
-    """Finds the `Kind` of each value in a trace, or in two matching traces.
+    """An interpreter that finds the `Kind` of each value in one or two traces.
 
     Args:
-      num_rows: The number of rows in the first trace.
+      num_rows: The number of rows of the batch in the first trace.
       ratio: The number of rows of the second trace, divided by `num_rows`.
     """
 
@@ -152,13 +152,13 @@ class _Interpreter:
         return worst
 
     def interpret(self, jaxprs: list[Any], inputs: list[Kind]) -> list[Kind]:
-        """Returns the `Kind` of each result of a function from its traces."""
+        """Returns the `Kind` of each result of a function, given its traces."""
         return self._interpret([(j.jaxpr, j.consts) for j in jaxprs], inputs)
 
     def _interpret(
         self, pairs: Sequence[Any], inputs: list[Kind]
     ) -> list[Kind]:
-        """Does the same for each trace as a pair (jaxpr, constants)."""
+        """Does the same as `interpret`, for traces as (jaxpr, constants)."""
         jaxprs = [jaxpr for jaxpr, _ in pairs]
         columns = zip(*(consts for _, consts in pairs), strict=True)
         consts = map(kind_of_arrays, columns)
@@ -237,7 +237,7 @@ class _Interpreter:
             return kind.but(of_loss=True)
         if name == GLOBAL and kind.is_global:
             # Later computations with this value run on each replica, so a
-            # number of rows in them is the replica's.
+            # number of rows in them is that of the replica.
             return kind.but(is_global=False)
         if name in (VALUES, OWN):
             self._marked[name] = kind
@@ -333,7 +333,7 @@ class _Interpreter:
 def _join_each(
     ones: list[Kind], others: list[Kind], why: Equation
 ) -> list[Kind]:
-    """Joins two lists of kinds, one pair for each of an equation's results."""
+    """Joins two lists that contain one kind for each result of an equation."""
     shapes = [variable.aval.shape for variable in why.outvars[: len(ones)]]
     columns = zip(ones, others, shapes, strict=True)
     return [join(one, two, shape, why) for one, two, shape in columns]
