@@ -141,7 +141,7 @@ def draw_mesh(mesh: ReplicaMesh) -> Group:
     num_shown, num_processes = mesh.num_replicas, mesh.num_processes
     is_many = num_shown > MAX_DEVICES
     if is_many:
-        # If all replicas are in one group, twice as many boxes are drawn.
+        # If all replicas are in one group, it is drawn with more boxes.
         num_shown = MAX_DEVICES_OF_PROCESS * (2 if len(groups) == 1 else 1)
     parts: list[RenderableType] = [_make_heading(mesh)]
     for group in abbreviate(groups, MAX_PROCESSES if is_many else len(groups)):
