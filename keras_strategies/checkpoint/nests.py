@@ -44,8 +44,8 @@ def split(state: Tree) -> tuple[Tree, dict[str, np.ndarray]]:
         numbers, strings, booleans and None.
 
     Returns:
-      The nest as JSON, where marks with the arrays' names replace the arrays;
-      and the arrays by name.
+      The nest as JSON, in which placeholders with the arrays' names replace the
+      arrays; and the arrays by name.
 
     Raises:
       TypeError: if `state` contains a value of another type.

@@ -94,7 +94,7 @@ class Checkpoint:
         }
 
     def set_states(self, states: Mapping[str, Any]) -> None:
-        """Passes the results of `states` to the objects' `set_state`."""
+        """Restores the objects from the results of `states`."""
         for name, value in self._objects.items():
             if not _has_state(value):
                 continue
@@ -261,7 +261,7 @@ def write_from(
     step: int,
     metrics: Mapping[str, float],
 ) -> None:
-    """Starts saving the values of a checkpoint's objects. Collective."""
+    """Starts saving the objects of a `Checkpoint`. Collective."""
     groups = checkpoint.groups()
     processes = contents.find_processes(groups)
     state = job_states.gather_states(checkpoint.states(), processes)

@@ -219,7 +219,7 @@ class Storage:
                 self._started = started
 
     def path(self, step: int) -> pathlib.Path:
-        """Returns the folder of a step."""
+        """Returns the path of the checkpoint of a step."""
         return names.step_path(self.directory, step)
 
     def load_document(self, step: int) -> contents.Document:

@@ -29,7 +29,7 @@ class DistributedDataset:
 
     Args:
       source: The source of the batches.
-      mesh: The replicas.
+      mesh: The mesh of the replicas.
 
     Attributes:
       source: The source of the batches.
@@ -79,7 +79,7 @@ class DistributedIterator:
     """An iterator over the batches of a `DistributedDataset`.
 
     Args:
-      steps: The steps to read.
+      steps: The `Steps` object that reads the batches, one for each step.
       epoch: Number of the epoch to read, from 0.
       start: Number of steps to skip.
 

@@ -3,9 +3,8 @@
 The orders are the same as in plain Keras. Because they depend only on the seed
 and the epoch, the seed can be sent to every process, and an interrupted run can
 compute its orders again. Keras 3.15 generates the orders one after the other
-from the state that the global random generator has at the start of a loop; here
-that state is the seed. Keras 3.16 generates each order from the epoch's number
-only.
+from the state that the global random generator has when `fit` starts; here that
+state is the seed. Keras 3.16 generates each order from the epoch's number only.
 """
 
 import abc
@@ -63,12 +62,12 @@ class Order(abc.ABC):
         del size
 
     def set_epochs_per_pass(self, epochs: int) -> None:
-        """Sets how many of a loop's epochs one pass over the data covers."""
+        """Sets how many epochs of `fit` one pass over the data covers."""
         del epochs
 
 
 class DrawnOrder(Order):
-    """Shuffle orders generated with one of the global random generators.
+    """Shuffle orders generated with numpy's or Python's global generator.
 
     Args:
       seed: The value of `seed` of another `DrawnOrder`, to get the same orders

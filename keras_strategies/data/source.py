@@ -59,17 +59,18 @@ class Part:
 
 
 class Passes:
-    """A counter of the passes over a dataset, shared by all loops.
+    """A counter of the epochs that have been read from a dataset.
 
     Attributes:
-      next: Number of the epoch that the next loop begins with.
+      next: Number of the epoch that the next call of `fit`, `evaluate` or
+        `predict`, or the next iterator, begins with.
     """
 
     def __init__(self) -> None:
         self.next = 0
 
     def reach(self, epoch: int) -> None:
-        """Records that loops have begun all epochs before `epoch`."""
+        """Records that all epochs before `epoch` have been begun."""
         self.next = max(self.next, epoch)
 
 
@@ -140,7 +141,7 @@ class Source(abc.ABC):
 
     @functools.cached_property
     def passes(self) -> Passes:
-        """The counter of passes over the data; all loops may share it."""
+        """The counter of epochs read so far; other sources may share it."""
         return Passes()
 
     def facts(self) -> dict[str, Any]:
@@ -215,11 +216,11 @@ class Source(abc.ABC):
         """
 
     def begin_epoch(self, epoch: int, start: int) -> None:
-        """Prepares an epoch. Called before it is read, with the same arguments.
+        """Prepares an epoch. Called before `read`, with the same arguments.
 
-        The loops of models (`fit`, `evaluate`, `predict`) and the iterators of
-        distributed datasets call this method. A model's loop never calls it a
-        second time without calling `end_epoch` in between.
+        `fit`, `evaluate`, `predict` and the iterators of distributed datasets
+        call this method. A model always calls `end_epoch` before it calls this
+        method again.
         """
         del epoch, start
 

@@ -33,7 +33,7 @@ def check_specs(
     """Raises ValueError unless all batches have the same structure.
 
     Args:
-      mesh: The replicas.
+      mesh: The mesh of the replicas.
       received: The messages of all processes.
       step: Number of the step.
       before: The spec of the previous step's batch; None for the first step.
@@ -117,7 +117,7 @@ def find_unequal_readers(
     Returns the first such group of processes, or None.
 
     Args:
-      mesh: The replicas.
+      mesh: The mesh of the replicas.
       values: The value of each process, in the order of `mesh.processes`.
     """
     of_process = dict(zip(mesh.processes, values, strict=True))

@@ -72,8 +72,9 @@ class Steps:
 
     Attributes:
       source: The source to read.
-      mesh: The replicas.
-      name: The name of the loop for messages, such as "fit".
+      mesh: The mesh of the replicas.
+      name: The name of the method that reads the data, such as "fit", for
+        messages.
       is_balanced: Whether the rows of a batch are divided evenly among the
         replicas, as in `fit`. Otherwise each replica has a fixed range of rows
         in the batch (rule V2 of docs/parity.md).
@@ -329,7 +330,7 @@ class Steps:
         return part, received
 
     def _join(self, data: Tree, received: list[dict[str, Any]]) -> HostBatch:
-        """Makes a step's batch from this process's data and all messages."""
+        """Makes a step's batch from this process's rows and all messages."""
         received = self.mesh.first_of_readers(received)
         rows = tuple(h["rows"] or 0 for h in received)
         by_reader, counts = [h.get("counts") for h in received], None

@@ -69,8 +69,8 @@ class CustomLoops:
 
         All replicas run one compiled program. A new program is compiled if the
         function, the structure, shapes or dtypes of its arguments, or a Python
-        number or object among them are new. An equal function that a loop
-        creates again, such as a `def` or a lambda, reuses the program.
+        number or object among them are new. If a training loop creates an equal
+        function again, such as a `def` or a lambda, the program is reused.
 
         In the function, Keras layers, losses, optimizers and metrics work on
         the replica's rows. An optimizer's `apply` sums the gradients over the
@@ -193,7 +193,7 @@ class CustomLoops:
             processes, shapes must be equal on all replicas.
 
         Returns:
-          The nest, of `PerReplica`; of plain values if there is one replica.
+          The nest of `PerReplica`, or of plain values if there is one replica.
 
         Raises:
           ValueError: if the replicas' nests differ in structure or, with
@@ -277,7 +277,7 @@ class CustomLoops:
             arrays.
 
         Raises:
-          ValueError: if the arrays have different numbers of rows, or none.
+          ValueError: if the arrays have no rows, or different numbers of rows.
         """
         return NumpyDataset(arrays)
 
@@ -336,7 +336,7 @@ class CustomLoops:
         return self.distribute_datasets_from_function(dataset_fn, options)
 
     def debug(self) -> contextlib.AbstractContextManager[None]:
-        """Runs functions given to `run` eagerly, inside of the block.
+        """Runs functions given to `run` eagerly while the block runs.
 
         The replicas execute the Python code one at a time, in the order of
         their ids; each runs up to its next collective. Prints, breakpoints and
@@ -371,9 +371,9 @@ class CustomLoops:
           options: See `experimental_distribute_dataset`.
 
         Returns:
-          An object that prints as a table: the policy and its reason, and each
-          replica's rows in a full batch and in the last batch. Notebooks show
-          it as an SVG picture (`_repr_svg_()`).
+          An object that prints as a table: the policy that divides the data,
+          its reason, and each replica's rows in a full batch and in the last
+          batch. Notebooks show it as an SVG picture (`_repr_svg_()`).
 
         Raises:
           TypeError: if `dataset` is not a dataset.

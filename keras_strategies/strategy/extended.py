@@ -19,8 +19,8 @@ class StrategyExtended:
     """The methods of a strategy that are intended for library authors.
 
     Args:
-      runtime: The strategy's runtime.
-      runner: The strategy's runner.
+      runtime: The strategy's mesh, variables and distribution.
+      runner: The object that compiles and runs functions for the replicas.
       is_multi_worker: Whether the strategy is a `MultiWorkerMirroredStrategy`.
 
     Example:

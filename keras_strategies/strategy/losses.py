@@ -1,4 +1,4 @@
-"""Replica losses that add up to the loss of the global batch."""
+"""Per-replica losses that add up to the loss of the global batch."""
 
 from collections.abc import Sequence
 

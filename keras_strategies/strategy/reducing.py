@@ -73,7 +73,7 @@ def _reduce_one(
 def _reduce_parts(
     parts: list[Any], op: ReduceOp, axes: tuple[int, ...] | None
 ) -> jax.Array:
-    """Reduces components to one value, eagerly or while being traced."""
+    """Reduces the components of a value, eagerly or while being traced."""
     if axes is None:
         _check_equal_shapes(parts)
         total = sum_in_order([to_summable(part, op) for part in parts])

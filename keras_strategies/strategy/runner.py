@@ -57,7 +57,7 @@ class Runner:
 
     Args:
       strategy: The strategy.
-      mesh: The strategy's replicas.
+      mesh: The mesh of the strategy's replicas.
     """
 
     def __init__(
@@ -115,7 +115,7 @@ class Runner:
         kept = tuple(kind[:4] for kind, _ in arguments)
         key = (make_function_key(call.fn), call.structure, kept, call.is_update)
         # A list of programs: one for each combination of the variables'
-        # `trainable`, because a loop may alternate between these.
+        # `trainable`, because a training loop may alternate between these.
         programs = self._programs.get(key, [])
         program = next((p for p in programs if p.is_current), None)
         if program is None:
@@ -134,7 +134,7 @@ class Runner:
         args: Sequence[Any],
         kwargs: dict[str, Any],
     ) -> tuple[Any, list[Any]]:
-        """Lowers the program of a call.
+        """Lowers the program that a call of `run` would execute.
 
         Returns:
           The lowered program, and the variables that the program writes.
@@ -178,7 +178,7 @@ class Runner:
         return sum(map(len, self._programs.values()))
 
     def _convert_argument(self, leaf: Leaf) -> _Argument:
-        """Returns (what the program depends on, the array to pass to it)."""
+        """Returns an argument's key for caching programs, and its array."""
         if isinstance(leaf, values.PerReplica):
             layout, array, rows = self._combine_components(leaf)
             return (layout, array.shape, array.dtype, rows), array
@@ -255,7 +255,7 @@ class Runner:
         return program
 
     def _make_replica_scope(self, call: "_Call") -> ReplicaScope:
-        """Returns a function that makes a call's replica context current."""
+        """Returns a function that enters the replica context of a call."""
         if not call.is_update:
             return make_replica_scope(self._strategy)
         return lambda step: current.replica_context(self._strategy, None)
@@ -278,7 +278,7 @@ class Runner:
 
 
 class _Call(NamedTuple):
-    """A function and its arguments' structure; is called with the leaves."""
+    """A function and the structure of its arguments; callable with leaves."""
 
     fn: Callable[..., Any]
     structure: Any
@@ -337,7 +337,7 @@ def _list_arrays(arguments: list[_Argument]) -> list[Any]:
 
 
 def _find_sizes(shapes: Sequence[Any], dtypes: Sequence[str] = ()) -> Variant:
-    """Returns the components' row counts; their shapes if other sizes differ.
+    """Returns the components' row counts, or shapes if other dimensions differ.
 
     Raises:
       ValueError: if components have different ranks or dtypes.

@@ -73,9 +73,9 @@ def _check_free(model: keras.Model) -> None:
 def _enter_loop(
     model: keras.Model, name: str
 ) -> contextlib.AbstractContextManager[None]:
-    """Raises if a loop such as `fit` is called on an unbound model.
+    """Raises if `fit`, `evaluate` or `predict` gets an unbound model.
 
-    Keras would place the batches of such a model, and the state that the loop
+    Keras would place the batches of such a model, and the state that the method
     creates, on the scope's devices; the model would be unusable afterwards. For
     a bound model, the returned context manager clears Keras's distribution,
     because the model's binding places the batches.

@@ -30,7 +30,7 @@ from keras_strategies.strategy.tf_compat import old_names
 
 
 class Strategy(CustomLoops, PlanMixin):
-    """Distributes Keras models over devices; the base of all strategies.
+    """Distributes Keras models over devices; the base class of strategies.
 
     A model that is compiled in `scope()` trains, evaluates and predicts on
     every device, even after the scope has ended. Losses, metrics and weights
@@ -104,7 +104,7 @@ class Strategy(CustomLoops, PlanMixin):
         return
 
     def scope(self) -> Scope:
-        """Makes the strategy current for a `with` block of this thread.
+        """Makes the strategy current in this thread while the block runs.
 
         In the block every Keras variable is created on the strategy's devices,
         and every model that is created or compiled is bound to the strategy. A
@@ -390,7 +390,7 @@ def _check_model(name: str, model: object) -> None:
 
 
 def _watch_job() -> None:
-    """Lets the job's watchdog start all programs that span processes."""
+    """Makes the job's watchdog run all programs that span processes."""
     # Imported here because a single process does not need it.
     from keras_strategies.cluster.exchange import kv_store
     from keras_strategies.cluster.watchdog import watchdog

@@ -195,7 +195,7 @@ class _IteratedBatches:
             getattr(iterator, "close", lambda: None)()
 
     def _open_at(self, start: int) -> tuple[Any, int, list[Tree]]:
-        """Opens an iterator at the last stored position not after `start`.
+        """Opens an iterator at the last stored position up to `start`.
 
         Returns:
           The iterator, its position, and the batches already read from it.

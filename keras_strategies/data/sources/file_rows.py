@@ -50,7 +50,7 @@ class ArrayRows:
         return iter(range(skip, int(self._ends[-1])))
 
     def label(self, item: int) -> str:
-        """Returns a text to be hashed that identifies an item and its files."""
+        """Returns text that identifies an item and its files, for checksums."""
         return f"{self._names} {item}"
 
     def read(self, items: Sequence[int]) -> Tree:
@@ -122,7 +122,7 @@ class RecordRows:
                 )
 
     def label(self, item: _Record) -> str:
-        """Returns a text to be hashed that identifies an item and its file."""
+        """Returns text that identifies an item and its file, for checksums."""
         return f"{os.path.basename(item.path)} {item.index}"
 
     def read(self, items: Sequence[_Record]) -> Tree:

@@ -73,7 +73,7 @@ class FunctionSource(Source):
 
     Args:
       dataset_fn: The function that creates a dataset.
-      mesh: The replicas.
+      mesh: The mesh of the replicas.
       is_per_replica: Whether `dataset_fn` is called once for each replica.
       prepare: A function that is applied to each dataset; its result is the
         dataset that is read.

@@ -21,7 +21,7 @@ _MAX_BYTES = 1 << 31
 
 
 def tensorflow() -> ModuleType:
-    """Returns TensorFlow, which the code that made a dataset has imported."""
+    """Returns the TensorFlow module, which the user's code has imported."""
     return sys.modules["tensorflow"]
 
 

@@ -27,7 +27,7 @@ from keras_strategies.keras_bridge.variables.shardings import (
     sharding_of,
 )
 
-# In drawings, the middle of longer sequences is omitted.
+# The limits of the output: of longer sequences, only both ends are shown.
 MAX_DEVICES = 16
 MAX_DEVICES_OF_PROCESS = 4
 MAX_PROCESSES = 4
@@ -40,7 +40,7 @@ BYTES_PER_MB = 1e6
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class VariableRow:
-    """A variable's row of the table.
+    """One row of the table of variables.
 
     Attributes:
       path: The variable's path, with the names of its layers.
@@ -50,7 +50,7 @@ class VariableRow:
       num_bytes: The bytes on each device that stores a shard or a copy of the
         variable.
       remark: Why the variable is not sharded: a short remark for the table, and
-        a sentence for the legend. None without a remark.
+        a sentence for the legend. None if no remark is needed.
     """
 
     path: str
@@ -141,7 +141,7 @@ def draw_mesh(mesh: ReplicaMesh) -> Group:
     num_shown, num_processes = mesh.num_replicas, mesh.num_processes
     is_many = num_shown > MAX_DEVICES
     if is_many:
-        # A single group is drawn with twice the number of boxes.
+        # If all replicas are in one group, it is drawn with more boxes.
         num_shown = MAX_DEVICES_OF_PROCESS * (2 if len(groups) == 1 else 1)
     parts: list[RenderableType] = [_make_heading(mesh)]
     for group in abbreviate(groups, MAX_PROCESSES if is_many else len(groups)):
@@ -235,13 +235,13 @@ def describe_variable(
     mesh: ReplicaMesh,
     partitioner: Partitioner | None = None,
 ) -> VariableRow:
-    """Returns a variable's row of the table.
+    """Returns the row of a variable for the table.
 
     Args:
       variable: A variable, built or not.
-      mesh: The mesh of the replicas. If it can only be compiled for, or if
-        the variable is abstract, the row shows the sharding that the variable
-        would have.
+      mesh: The mesh of the replicas. If its devices are absent, or if the
+        variable is abstract, the row shows the sharding that the variable would
+        have.
       partitioner: The partitioner that shards variables, if any.
 
     Returns:

@@ -53,8 +53,8 @@ class InputExplanation:
     Attributes:
       facts: Descriptions of the dataset's properties, by name.
       devices: Names of the devices, in the order of replica ids.
-      processes: The process ids of each reader: a process, or several that
-        share replicas and so read the same rows.
+      processes: For each reader, its process ids. A reader is one process, or
+        several that share replicas and so read the same rows.
       is_process_local: Whether each process reads its own dataset, without an
         order of rows across processes.
       batch_size: The rows of a full global batch, or None if unknown.
@@ -75,7 +75,7 @@ class InputExplanation:
 
     @property
     def columns(self) -> list[tuple[str, Counts]]:
-        """The columns for batches: their titles and each replica's rows."""
+        """The columns with row counts: each title and its count per replica."""
         columns: list[tuple[str, Counts]] = []
         last = None if self.last == self.whole else self.last
         for name, shares in (("full batch", self.whole), ("last batch", last)):
@@ -103,7 +103,7 @@ class InputExplanation:
         return Group(facts, table)
 
     def _format_cells(self, process: int | None, i: int | None) -> list[str]:
-        """Returns a table row's cells: "..." for a process or replica None."""
+        """Returns the cells of one row; "..." stands for omitted replicas."""
         if process is None or i is None:
             return [
                 "..." if process is None else self.processes[process],
@@ -291,7 +291,7 @@ def _make_source(
     policy: _Policy | None,
     size: int | None,
 ) -> Source:
-    """Makes this process's source without communicating."""
+    """Makes this process's source, without contacting other processes."""
     if isinstance(dataset, DistributedDataset):
         return dataset.source
     if x := _list_arrays(dataset):

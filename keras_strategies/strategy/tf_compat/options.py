@@ -166,7 +166,7 @@ class RunOptions:
 
 
 def check_options(options: object) -> None:
-    """Raises TypeError unless options are None or `RunOptions`."""
+    """Raises TypeError unless `options` is None or a `RunOptions`."""
     if options is not None and not isinstance(options, RunOptions):
         raise TypeError(
             "`options` of `run` must be `RunOptions`. Received: an object of "
