@@ -1,4 +1,4 @@
-"""Devices of a TPU slice with a given name, for compilation without a TPU."""
+"""Devices of a named TPU slice, for compilation on machines without a TPU."""
 
 import math
 import re

@@ -160,7 +160,7 @@ def look_at(
     Raises:
       OSError: if the directory cannot be listed.
     """
-    os.listdir(directory)  # Raises OSError if this is impossible.
+    os.listdir(directory)  # Raises OSError if unreadable.
     writer = find_writer(directory)
     entries: list[Entry] = []
     steps = [step for step, _ in find_entries(directory)]

@@ -44,7 +44,7 @@ def checkpoints(
     if fault:
         print(f"keras-strategies checkpoints: {fault}", file=sys.stderr)
         return _WRONG_ARGUMENTS
-    with Console(stderr=True).status("") as status:  # Terminals only.
+    with Console(stderr=True).status("") as status:  # Shown only on terminals.
         listing = look_at(
             directory,
             is_quick=quick,

@@ -142,7 +142,7 @@ def _check_jax(
 def _num_cores() -> int:
     try:
         return len(os.sched_getaffinity(0))
-    except AttributeError:  # Not on macOS.
+    except AttributeError:  # macOS lacks this function.
         return os.cpu_count() or 1
 
 

@@ -149,7 +149,7 @@ def _time_all_reduce() -> dict[str, Any]:
 
 
 def _make_row(index: Any, width: int) -> Any:
-    """Creates a row filled with the device's number, counted from 1."""
+    """Creates the row of one device, filled with its number (from 1)."""
     import numpy as np
 
     first = index[0].start or 0

@@ -9,7 +9,7 @@ from keras_strategies.cluster.spec import ClusterSpec
 
 
 class ClusterResolver(abc.ABC):
-    """A source of a cluster's tasks, and of this process's task among them.
+    """Base class of resolvers: objects that know a cluster's tasks.
 
     This is the base class of all resolvers, including user-defined ones. A
     subclass defines `cluster_spec`, and either sets `task_type` and `task_id`
@@ -124,7 +124,7 @@ class ClusterResolver(abc.ABC):
 
     @property
     def environment(self) -> str | None:
-        """The environment in which the program runs; "" outside Google."""
+        """The environment in which the program runs; "" by default."""
         return ""
 
     @property
@@ -186,5 +186,5 @@ class ClusterResolver(abc.ABC):
 
 
 def choose_environ(environ: Mapping[str, str] | None) -> Mapping[str, str]:
-    """Returns `environ`, or this process's variables if it is None."""
+    """Returns `environ`; if it is None, `os.environ`."""
     return os.environ if environ is None else environ
