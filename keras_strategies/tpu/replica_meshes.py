@@ -54,7 +54,7 @@ def make_mesh(
     assignments: Assignments | None,
     partitioner: object = None,
 ) -> ReplicaMesh:
-    """Makes the mesh of the device assignments; else a replica on each core.
+    """Makes a mesh from device assignments, or with a replica on each core.
 
     Args:
       resolver: The resolver whose devices are used if `assignments` is None.
@@ -86,7 +86,7 @@ def make_topology_mesh(
     computation_shape: Sequence[int] | None,
     partitioner: object = None,
 ) -> ReplicaMesh:
-    """Makes a mesh of TPU slices of a named type, for compilation only.
+    """Makes a mesh of TPU slices such as "v5e:4x4", for compilation only.
 
     For the arguments, see `TPUStrategy.for_topology`.
     """
@@ -115,7 +115,7 @@ def make_assigned_mesh(
     *,
     is_abstract: bool = False,
 ) -> ReplicaMesh:
-    """Makes the mesh of a device assignment, or of one for each TPU slice.
+    """Makes the mesh of one device assignment, or of one for each TPU slice.
 
     In the mesh, replicas that belong together are contiguous: the replicas of
     one process, the replicas that several processes share, and the replicas

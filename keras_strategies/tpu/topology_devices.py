@@ -1,4 +1,4 @@
-"""Devices of a named TPU slice, for compilation on machines without a TPU."""
+"""Devices of a TPU slice such as "v5e:4x4", for compilation without TPUs."""
 
 import math
 import re

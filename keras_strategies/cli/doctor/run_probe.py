@@ -85,7 +85,7 @@ _MET = good("All processes have connected, and JAX has started the job.")
 
 
 def has_met(part: Part) -> bool:
-    """Returns whether a report of `check_job` states that all connected."""
+    """Returns whether `check_job` reported that all processes connected."""
     return _MET in part.findings
 
 

@@ -107,7 +107,7 @@ def run_job(
 
 
 def find_first_cause(endings: Sequence[Ending]) -> Ending | None:
-    """Finds the process end that caused the others; None if none failed.
+    """Returns the `Ending` that caused the others; None if no process failed.
 
     Args:
       endings: The ends of processes, in the order in which they occurred.

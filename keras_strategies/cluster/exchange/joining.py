@@ -20,8 +20,8 @@ from keras_strategies.cluster.exchange.greetings import (
 from keras_strategies.cluster.exchange.job_secret import Secret
 
 _RETRY_S = 0.1
-# How long after the rendezvous has timed out process 0's verdict may still
-# arrive.
+# The verdict of process 0 may still arrive this long after the rendezvous has
+# timed out.
 _GRACE_S = 2.0
 # The minimum time for an attempt to connect that begins just before the
 # timeout. It gives the attempt time to fail with an error that is more specific

@@ -54,7 +54,7 @@ _MAX_PENDING = 512
 _PENDING_S = 5.0
 # The pause before another try when this process is out of file descriptors.
 _NO_FILES_S = 0.05
-# How long after the rendezvous has timed out its verdict may still arrive.
+# The verdict may still arrive this long after the rendezvous has timed out.
 _GRACE_S = 2.0
 # How long to wait, after an error, for processes that have not yet connected.
 _LINGER_S = 5.0

@@ -44,7 +44,7 @@ _compared: weakref.WeakKeyDictionary[Any, set[Any]] = (
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Traced:
-    """A traced program, which `compare` compares between processes.
+    """A traced program, to be compared between processes.
 
     Attributes:
       program: The function that was traced.

@@ -203,9 +203,8 @@ def _warn_of_strangers(address: str) -> None:
     host, _ = split_address(address)
     try:
         ip = ipaddress.ip_address(host)
-    except (
-        ValueError
-    ):  # It is a host name, which may resolve to an address of any network.
+    except ValueError:
+        # It is a host name, which may resolve to an address of any network.
         return
     if ip.is_unspecified:
         reason = "all networks of this machine"

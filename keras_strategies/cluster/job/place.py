@@ -108,7 +108,7 @@ def list_devices() -> tuple[jax.Device, ...]:
 
 
 def set_timeout(seconds: float | None) -> None:
-    """Sets the watchdog's timeout, unless `seconds` is None or none runs."""
+    """Sets the watchdog's timeout if it runs and `seconds` is not None."""
     if watchdog.is_running() and seconds is not None:
         watchdog.start(seconds)
 
@@ -202,7 +202,7 @@ def _warn_if_alone() -> None:
 
 
 def _make_job_resolver() -> simple_resolver.SimpleClusterResolver:
-    """Makes a resolver for this process, whose task is its number in JAX."""
+    """Makes a resolver whose `task_id` is this process's index in JAX."""
     is_alone = jax.process_count() == 1
     return simple_resolver.SimpleClusterResolver(
         spec.ClusterSpec({}),

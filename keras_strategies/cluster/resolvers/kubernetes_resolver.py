@@ -183,7 +183,7 @@ class KubernetesClusterResolver(ClusterResolver):
         return read_pod_of_job(self._environ_now, self._port)
 
     def _list_addresses(self, selector: str) -> list[str]:
-        """Returns the addresses of pods that match a selector, by pod name."""
+        """Returns the addresses of matching pods, sorted by pod name."""
         pods = self._client.list_pod_for_all_namespaces(
             label_selector=selector
         ).items

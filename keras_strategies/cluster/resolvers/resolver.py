@@ -9,9 +9,9 @@ from keras_strategies.cluster.spec import ClusterSpec
 
 
 class ClusterResolver(abc.ABC):
-    """Base class of resolvers: objects that know a cluster's tasks.
+    """Base class of cluster resolvers, which describe a cluster's tasks.
 
-    This is the base class of all resolvers, including user-defined ones. A
+    User-defined resolvers can inherit from it, too. A
     subclass defines `cluster_spec`, and either sets `task_type` and `task_id`
     or overrides these properties. Most resolvers only read environment
     variables that describe the cluster: they start no devices and open no

@@ -114,7 +114,7 @@ class TFConfigClusterResolver(ClusterResolver):
 
     @property
     def task_type(self) -> str | None:
-        """The job of this process: the value that was set, or in TF_CONFIG."""
+        """The job of this process: the value that was set, else TF_CONFIG's."""
         if self._task_type is None:
             return self._read().task_type
         return str(self._task_type)
@@ -125,7 +125,7 @@ class TFConfigClusterResolver(ClusterResolver):
 
     @property
     def task_id(self) -> int | None:
-        """The index of this process in its job, as set or as in TF_CONFIG."""
+        """The index of this process in its job, as set, else TF_CONFIG's."""
         if self._task_id is None:
             return self._read().task_id
         return parse_index(self._task_id, "`task_id`")

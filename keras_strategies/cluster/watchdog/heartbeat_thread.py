@@ -155,7 +155,7 @@ class HeartbeatThread:
         return 0.0 if since is None else self._clock.seconds - since
 
     def failing_s(self) -> float:
-        """Returns how long all calls to the key-value store have failed (s)."""
+        """Returns for how many seconds no call to the store has succeeded."""
         since = self._errors_since
         return 0.0 if since is None else self._clock.seconds - since
 

@@ -95,7 +95,7 @@ class ProgramRunner:
         program: Callable[..., Any],
         args: tuple[Any, ...],
     ) -> Tree:
-        """Runs a compiled program; counts it if all processes of the job do.
+        """Runs a compiled program, and records it if all processes run it.
 
         Args:
           num_processes: The number of processes over which the program runs.
