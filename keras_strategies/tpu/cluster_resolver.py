@@ -238,7 +238,7 @@ class TPUClusterResolver(ClusterResolver):
     def num_accelerators(
         self, task_type: str | None = None, task_id: int | None = None
     ) -> dict[str, int]:
-        """Returns a dict with this host's number of cores, such as `{"TPU": 4}`.
+        """Returns a dict such as `{"TPU": 4}`: the number of this host's cores.
 
         Connects the hosts and starts the devices first. Without a TPU, the
         number is 0.

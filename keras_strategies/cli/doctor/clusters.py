@@ -65,7 +65,7 @@ class Cluster:
 
     @property
     def address(self) -> str | None:
-        """The coordinator's address; None for one process or if unknown."""
+        """The coordinator's address; None if unknown, or for one process."""
         if self.info is None or self.info.num_processes == 1:
             return None
         return self.info.coordinator_address
@@ -141,7 +141,10 @@ _KINDS = (
 
 
 def find_clusters(environ: Mapping[str, str]) -> list[Cluster]:
-    """Returns all clusters that variables describe; the first one is used."""
+    """Returns the clusters that environment variables describe.
+
+    The first one is used.
+    """
     return [
         _read_cluster(kind, environ)
         for kind in _KINDS

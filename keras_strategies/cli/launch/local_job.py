@@ -44,7 +44,7 @@ Action = int | str
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Ending:
-    """The end of one process.
+    """The end of one process of a local job.
 
     Attributes:
       process: The number of the process.

@@ -39,7 +39,7 @@ def join(
 
     Args:
       address: The host and port of process 0.
-      hello: The description of this process.
+      hello: The first message, which describes this process.
       timeout_s: The timeout for reaching process 0, in seconds.
       secret: The job's secret, or None if it has none.
 
@@ -85,7 +85,7 @@ class _Guest:
         Returns None if the server at the address is not process 0.
 
         Args:
-          hello: The description of this process.
+          hello: The first message, which describes this process.
           end: The deadline, in seconds on the `time.monotonic` clock.
         """
         nonce = job_secret.make_nonce()

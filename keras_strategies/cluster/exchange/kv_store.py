@@ -15,7 +15,7 @@ _PROBE_S = 1.0
 
 
 def get_client() -> Any:
-    """Returns the client of the key-value store.
+    """Returns the client of JAX's key-value store.
 
     Returns:
       JAX's `DistributedRuntimeClient`. Its type is `Any` here, because its

@@ -245,7 +245,7 @@ class _Host:
         self, connection: socket.socket, pending: _Pending, text: bytes
     ) -> None:
         hello = parse_hello(text)
-        if hello is None:  # A stranger, such as a port scanner.
+        if hello is None:  # A stranger, perhaps a port scanner.
             self._drop(connection)
             return
         nonce = hello.get("nonce")

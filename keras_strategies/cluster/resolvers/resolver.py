@@ -11,12 +11,12 @@ from keras_strategies.cluster.spec import ClusterSpec
 class ClusterResolver(abc.ABC):
     """Base class of cluster resolvers, which describe a cluster's tasks.
 
-    User-defined resolvers can inherit from it, too. A
-    subclass defines `cluster_spec`, and either sets `task_type` and `task_id`
-    or overrides these properties. Most resolvers only read environment
-    variables that describe the cluster: they start no devices and open no
-    connections. The exceptions are `KubernetesClusterResolver`, which may query
-    Kubernetes, and `TPUClusterResolver`, which can connect a TPU's hosts.
+    User-defined resolvers inherit from it, too. A subclass defines
+    `cluster_spec`, and either sets `task_type` and `task_id` or overrides these
+    properties. Most resolvers only read environment variables that describe the
+    cluster: they start no devices and open no connections. The exceptions are
+    `KubernetesClusterResolver`, which may query Kubernetes, and
+    `TPUClusterResolver`, which can connect a TPU's hosts.
 
     Differs from tf: `num_accelerators` does not count accelerators, except in
     `TPUClusterResolver`, because counting would start JAX's devices. It has no
@@ -151,7 +151,7 @@ class ClusterResolver(abc.ABC):
 
     @property
     def rpc_layer(self) -> str | None:
-        """The protocol that `master` prepends. JAX does not use it."""
+        """The protocol that `master` prepends to addresses; not used by JAX."""
         if self._rpc_layer is None:
             return self._find_rpc_layer()
         return self._rpc_layer

@@ -166,7 +166,7 @@ class ProgramRunner:
         )
 
     def _measure_comparing(self, now: float) -> float:
-        """Returns for how many seconds JAX has been comparing a host value.
+        """Returns for how many seconds JAX has compared a value over processes.
 
         When `device_put` places a value on the devices of several processes,
         JAX checks that the value is the same in all of them; `assign` of a
