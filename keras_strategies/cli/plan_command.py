@@ -142,7 +142,7 @@ def parse_options(
 
 
 def run(options: argparse.Namespace) -> int:
-    """Plans the candidates that the options describe, and prints the results.
+    """Plans each combination of a slice and a layout, and prints the results.
 
     Returns:
       The exit status: 0 on success, 1 if no candidate could be planned, 2 for
@@ -168,7 +168,7 @@ def run(options: argparse.Namespace) -> int:
 
 
 def _make_requests(options: argparse.Namespace) -> list[Any]:
-    """Creates a planning request for each candidate."""
+    """Creates a planning request for each slice and layout."""
     from keras_strategies.planning.capture.request import (
         ENVIRONMENT,
         Request,
@@ -197,7 +197,7 @@ def _make_requests(options: argparse.Namespace) -> list[Any]:
 
 
 def _list_candidates(options: argparse.Namespace) -> list[tuple[str, str]]:
-    """Returns a pair for each candidate: the names of its slice and layout."""
+    """Returns the candidates as pairs of the names of a slice and a layout."""
     from keras_strategies.planning.compile import layouts as lib
     from keras_strategies.planning.compile.candidates import (
         list_default_layouts,

@@ -29,13 +29,13 @@ def shorten(value: object) -> str:
 
 
 def join_few(names: Sequence[object]) -> str:
-    """Joins names with commas; "..." replaces those after the eighth."""
+    """Joins at most eight names with commas; "..." replaces the rest."""
     more = ", ..." * (len(names) > _MOST_NAMES)
     return ", ".join(map(str, names[:_MOST_NAMES])) + more
 
 
 def name_processes(numbers: Sequence[int]) -> str:
-    """Returns a text such as "process 0" or "processes 1, 2"."""
+    """Formats process numbers as "process 0" or "processes 1, 2"."""
     word = "process" if len(numbers) == 1 else "processes"
     return f"{word} {join_few(numbers)}"
 

@@ -21,7 +21,7 @@ _SERVERS = (
 
 
 class AnyResolver(Protocol):
-    """The part of a cluster resolver's interface that this package uses.
+    """The interface that this package requires of a cluster resolver.
 
     The resolvers of this package and those of TensorFlow implement it.
     """

@@ -31,7 +31,7 @@ Assignments = DeviceAssignment | Sequence[DeviceAssignment]
 def choose_assignment(
     assignment: Assignments | None, experimental: Assignments | None
 ) -> Assignments | None:
-    """Returns the assignment that was passed in one of two arguments.
+    """Returns the device assignment that was passed in one of two arguments.
 
     Args:
       assignment: The argument `device_assignment` of the strategy.
@@ -54,7 +54,7 @@ def make_mesh(
     assignments: Assignments | None,
     partitioner: object = None,
 ) -> ReplicaMesh:
-    """Makes the mesh of the assignments, or one with a replica on each core.
+    """Makes a mesh from device assignments, or with a replica on each core.
 
     Args:
       resolver: The resolver whose devices are used if `assignments` is None.
@@ -86,7 +86,7 @@ def make_topology_mesh(
     computation_shape: Sequence[int] | None,
     partitioner: object = None,
 ) -> ReplicaMesh:
-    """Makes a mesh of the slices with a given name, for compilation only.
+    """Makes a mesh of TPU slices such as "v5e:4x4", for compilation only.
 
     For the arguments, see `TPUStrategy.for_topology`.
     """
@@ -99,7 +99,7 @@ def make_abstract_mesh(
     computation_shape: Sequence[int] | None,
     partitioner: object = None,
 ) -> ReplicaMesh:
-    """Makes a mesh whose replicas fill the slices, for compilation only."""
+    """Makes a mesh whose replicas fill TPU slices, for compilation only."""
     if computation_shape is None:
         return _make_core_mesh(devices, partitioner, is_abstract=True)
     blocks = [
@@ -115,7 +115,7 @@ def make_assigned_mesh(
     *,
     is_abstract: bool = False,
 ) -> ReplicaMesh:
-    """Makes the mesh of an assignment, or of several, one for each slice.
+    """Makes the mesh of one device assignment, or of one for each TPU slice.
 
     In the mesh, replicas that belong together are contiguous: the replicas of
     one process, the replicas that several processes share, and the replicas

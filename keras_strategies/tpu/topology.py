@@ -121,7 +121,7 @@ class Topology:
 
     @classmethod
     def from_name(cls, name: str) -> "Topology":
-        """Returns the topology of a slice with a given name, without a TPU.
+        """Returns the topology of a slice such as "v5e:4x4", without a TPU.
 
         Programs can be compiled for its devices, but cannot run on them. This
         needs libtpu, which the extra `tpu` of this package installs.
@@ -185,7 +185,7 @@ class Topology:
     def tpu_device_ordinal_at_coordinates(
         self, device_coordinates: Sequence[int]
     ) -> int:
-        """Returns the index in its task of the device at (x, y, z, core).
+        """Returns the index, within its task, of the device at (x, y, z, core).
 
         Raises: see `task_ordinal_at_coordinates`.
         """

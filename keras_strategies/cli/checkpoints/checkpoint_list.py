@@ -128,7 +128,7 @@ class Listing:
         return sum(part.num_bytes for part in parts)
 
     def as_dict(self) -> dict[str, Any]:
-        """Returns the list as a dict that can be written as JSON."""
+        """Returns the listing as a dict that can be written as JSON."""
         return {
             "directory": self.directory,
             "num_bytes": self.num_bytes,
@@ -160,7 +160,7 @@ def look_at(
     Raises:
       OSError: if the directory cannot be listed.
     """
-    os.listdir(directory)  # Raises OSError if this is impossible.
+    os.listdir(directory)  # Raises OSError if unreadable.
     writer = find_writer(directory)
     entries: list[Entry] = []
     steps = [step for step, _ in find_entries(directory)]
@@ -214,7 +214,7 @@ def _make_entry(
 
 
 def _read_contents(path: pathlib.Path) -> Contents:
-    """Reads the value of `Entry.contents`; returns {} if it is unreadable."""
+    """Counts the arrays in a checkpoint by group; {} if it is unreadable."""
     if not os.path.lexists(path / RUN):
         return {}
     try:

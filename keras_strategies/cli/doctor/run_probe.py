@@ -85,7 +85,7 @@ _MET = good("All processes have connected, and JAX has started the job.")
 
 
 def has_met(part: Part) -> bool:
-    """Returns whether `check_job` found that all processes connected."""
+    """Returns whether `check_job` reported that all processes connected."""
     return _MET in part.findings
 
 
@@ -140,7 +140,7 @@ def _probe(
 
 
 def _parse_answers(text: bytes) -> Answers:
-    """Parses the answers of a child process; skips incomplete lines."""
+    """Parses the JSON lines of `probe`'s answers; skips incomplete lines."""
     answers: Answers = {}
     for line in text.splitlines():
         try:

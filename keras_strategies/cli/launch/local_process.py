@@ -23,7 +23,7 @@ _NAMES = {_STDOUT: "stdout", _STDERR: "stderr"}
 
 
 class Output:
-    """Writes the lines of all processes to stdout or stderr, one at a time."""
+    """A writer of the lines of all processes, one at a time."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
@@ -32,7 +32,7 @@ class Output:
 
     @property
     def is_closed(self) -> bool:
-        """Whether stdout or stderr can no longer be written."""
+        """Whether stdout or stderr can no longer be written to."""
         return bool(self._errors)
 
     @property

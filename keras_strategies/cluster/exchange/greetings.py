@@ -1,4 +1,4 @@
-"""The messages that processes send at the rendezvous, as lines of JSON."""
+"""Messages that processes send before JAX starts, as lines of JSON."""
 
 import json
 from typing import Any
@@ -23,8 +23,8 @@ _MAX_SHOWN, _MAX_TEXT = 160, 4000
 MOST = 2**31
 
 
-# The senders' roles in proofs. They are part of the protocol, because sender
-# and receiver both include them in the hash.
+# The roles of the senders of proofs. Sender and receiver must use the same
+# texts, because both include them in the hash.
 PROCESS_0, PROCESS, _SENDS = "process 0", "process", "process 0 tells"
 SAME = (
     f"All processes of a job must have the same {VARIABLE}, or it must be "
@@ -49,7 +49,7 @@ ANOTHER = (
 def prove_message(
     secret: Secret, nonces: tuple[str, str], message: dict[str, Any]
 ) -> str:
-    """Returns the proof with which process 0 signs a message."""
+    """Returns the HMAC with which process 0 signs a message."""
     content = json.dumps(message, sort_keys=True).encode()
     return secret.prove(_SENDS, nonces, content)
 

@@ -20,7 +20,8 @@ from keras_strategies.cluster.exchange.greetings import (
 from keras_strategies.cluster.exchange.job_secret import Secret
 
 _RETRY_S = 0.1
-# How long after the timeout of the rendezvous its verdict may still arrive.
+# The verdict of process 0 may still arrive this long after the rendezvous has
+# timed out.
 _GRACE_S = 2.0
 # The minimum time for an attempt to connect that begins just before the
 # timeout. It gives the attempt time to fail with an error that is more specific
@@ -34,11 +35,11 @@ def join(
     timeout_s: float,
     secret: Secret | None,
 ) -> str:
-    """Connects to process 0 and waits for its verdict on the rendezvous.
+    """Connects to process 0 and waits until it replies whether the job starts.
 
     Args:
       address: The host and port of process 0.
-      hello: The description of this process.
+      hello: The first message, which describes this process.
       timeout_s: The timeout for reaching process 0, in seconds.
       secret: The job's secret, or None if it has none.
 
@@ -79,12 +80,12 @@ class _Guest:
         self._nonces: tuple[str, str] | None = None
 
     def ask(self, hello: dict[str, Any], end: float) -> str | None:
-        """Sends this process's description and returns process 0's verdict.
+        """Sends a description of this process and returns process 0's verdict.
 
         Returns None if the server at the address is not process 0.
 
         Args:
-          hello: The description of this process.
+          hello: The first message, which describes this process.
           end: The deadline, in seconds on the `time.monotonic` clock.
         """
         nonce = job_secret.make_nonce()
@@ -120,7 +121,7 @@ class _Guest:
     def _prove(
         self, secret: Secret, message: dict[str, Any], hello: bytes, nonce: str
     ) -> str | None:
-        """Checks process 0's proof of the secret and sends this process's.
+        """Checks process 0's proof of the secret and sends a proof in return.
 
         Returns the text of an error if the secrets differ.
         """

@@ -1,4 +1,4 @@
-"""Forms, which describe the structure of JSON messages, and their checks."""
+"""Checks that JSON messages have the structure that a `Form` describes."""
 
 import dataclasses
 from collections.abc import Callable, Sequence
@@ -44,7 +44,7 @@ def is_count(value: object) -> TypeGuard[int]:
 
 
 def fault_of(value: object, form: Form, name: str = "it") -> str | None:
-    """Describes the first mismatch between a value and a form.
+    """Describes the first mismatch between a JSON value and a form.
 
     Returns None if the value has the form.
 
@@ -72,7 +72,7 @@ def fault_of(value: object, form: Form, name: str = "it") -> str | None:
 def load_form(
     text: str | bytes, form: Form, *, max_characters: int, has_nan: bool = False
 ) -> Any:
-    """Parses JSON and checks that it has a given form.
+    """Parses JSON and checks that its structure matches a form.
 
     Args:
       text: See `load_json`.

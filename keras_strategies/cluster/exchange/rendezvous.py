@@ -54,9 +54,9 @@ _MAX_PENDING = 512
 _PENDING_S = 5.0
 # The pause before another try when this process is out of file descriptors.
 _NO_FILES_S = 0.05
-# How long after the timeout of the rendezvous its verdict may still arrive.
+# The verdict may still arrive this long after the rendezvous has timed out.
 _GRACE_S = 2.0
-# How long to wait, after an error, for processes that should also receive it.
+# How long to wait, after an error, for processes that have not yet connected.
 _LINGER_S = 5.0
 
 
@@ -133,7 +133,7 @@ class _Pending:
 
 
 class _Host:
-    """The server in process 0, which sends the verdict to all processes."""
+    """The server in process 0, to which all processes of the job connect."""
 
     def __init__(
         self,
@@ -245,7 +245,7 @@ class _Host:
         self, connection: socket.socket, pending: _Pending, text: bytes
     ) -> None:
         hello = parse_hello(text)
-        if hello is None:  # A stranger, such as a port scanner.
+        if hello is None:  # A stranger, perhaps a port scanner.
             self._drop(connection)
             return
         nonce = hello.get("nonce")
@@ -281,7 +281,7 @@ class _Host:
         hello: dict[str, Any],
         nonces: tuple[str, str],
     ) -> None:
-        """Accepts a connection as the process that it claims to be."""
+        """Assigns a connection to the process that its client claims to be."""
         self._selector.unregister(connection)
         del self._pending[connection]
         self._joined[connection] = nonces

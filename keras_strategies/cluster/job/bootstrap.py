@@ -132,7 +132,7 @@ def _find_bind_address(task: TaskInfo, address: str) -> str:
 
 @contextlib.contextmanager
 def _add_slices_to_error() -> Iterator[None]:
-    """Adds the number of TPU slices, if it is set, to a rendezvous error."""
+    """Adds to a rendezvous error the number of TPU slices, if it is set."""
     try:
         yield
     except RendezvousError as error:
@@ -203,7 +203,8 @@ def _warn_of_strangers(address: str) -> None:
     host, _ = split_address(address)
     try:
         ip = ipaddress.ip_address(host)
-    except ValueError:  # A host name, which may resolve to any network.
+    except ValueError:
+        # It is a host name, which may resolve to an address of any network.
         return
     if ip.is_unspecified:
         reason = "all networks of this machine"

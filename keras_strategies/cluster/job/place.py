@@ -108,13 +108,13 @@ def list_devices() -> tuple[jax.Device, ...]:
 
 
 def set_timeout(seconds: float | None) -> None:
-    """Sets the watchdog's timeout, if a watchdog runs and `seconds` is set."""
+    """Sets the watchdog's timeout if it runs and `seconds` is not None."""
     if watchdog.is_running() and seconds is not None:
         watchdog.start(seconds)
 
 
 def find_unjoined_job(environ: Mapping[str, str]) -> UnjoinedJob | None:
-    """Returns the multi-process job that a launcher's variables describe.
+    """Returns the multi-process job that environment variables describe.
 
     Returns None if a launcher's variables are not set, or describe only one
     process. The caller must check whether this process has joined a job.
@@ -202,7 +202,7 @@ def _warn_if_alone() -> None:
 
 
 def _make_job_resolver() -> simple_resolver.SimpleClusterResolver:
-    """Makes a resolver that returns this process's task, as JAX numbers it."""
+    """Makes a resolver whose `task_id` is this process's index in JAX."""
     is_alone = jax.process_count() == 1
     return simple_resolver.SimpleClusterResolver(
         spec.ClusterSpec({}),

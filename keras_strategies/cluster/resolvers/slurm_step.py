@@ -114,7 +114,7 @@ def place_tasks(
 
 
 def _split(hostlist: str) -> Iterator[list[str]]:
-    """Splits each comma-separated entry into plain text and bracketed parts.
+    """Splits the entries of a host list at commas and around brackets.
 
     For example, "n[1-2],m5" yields ["n", "[1-2]"] and ["m5"].
     """

@@ -49,7 +49,7 @@ def is_aborting() -> bool:
 
 
 def install() -> bool:
-    """Delays future aborts; returns whether the operating system allows it."""
+    """Delays later aborts by JAX; returns whether the system allows it."""
     if os.name != "posix":
         return False
     library = ctypes.CDLL(None)

@@ -1,7 +1,7 @@
 """Exit hooks, which report the end of this process to the other processes.
 
-They run on an uncaught exception (also in a thread that ran programs), on
-`sys.exit`, at the end of the script, and before `jax.distributed.shutdown`.
+They run on an uncaught exception (also in a thread that ran compiled programs),
+on `sys.exit`, at the end of the script, and before `jax.distributed.shutdown`.
 """
 
 import atexit
@@ -27,7 +27,8 @@ from keras_strategies.cluster.watchdog import progress
 
 _MAX_TEXT = 2000
 _FLUSH_S = 1.0
-# XLA's errors are raised in JAX's files, or in the module that runs programs.
+# Errors of XLA are raised in the files of JAX, or in the module of this package
+# that runs compiled programs.
 _RAISING = (os.path.dirname(jax.__file__), progress.__file__)
 
 
@@ -239,7 +240,7 @@ def _describe_error(
 
 
 def _is_suspect(error: BaseException | None) -> bool:
-    """Returns whether the end of another process may have caused an error.
+    """Returns whether an error may result from the end of another process.
 
     This is possible if JAX or XLA raised the error itself, or an earlier error
     that led to it. The error's type does not show whether a collective failed.

@@ -24,7 +24,8 @@ from keras_strategies.cluster.watchdog.progress import ProgramRunner
 HOST = 0
 """The process in which JAX's coordination service runs."""
 
-# The keys in the store, which are part of the protocol between processes.
+# Parts of the keys in the key-value store. They must be the same in all
+# processes.
 _FOLDER = "keras_strategies/watchdog"
 _SENT = f"{_FOLDER}/sent/"
 _HEARTBEATS = f"{_FOLDER}/beats/"
@@ -146,7 +147,7 @@ class HeartbeatThread:
         self._suspects_since = self._clock.seconds
 
     def hung_s(self) -> float:
-        """Returns how long the current call to the store has been waiting.
+        """Returns how long the current call to the key-value store has lasted.
 
         The time is in seconds; 0 outside of a call.
         """
@@ -154,7 +155,7 @@ class HeartbeatThread:
         return 0.0 if since is None else self._clock.seconds - since
 
     def failing_s(self) -> float:
-        """Returns for how many seconds all calls to the store have failed."""
+        """Returns for how many seconds no call to the store has succeeded."""
         since = self._errors_since
         return 0.0 if since is None else self._clock.seconds - since
 

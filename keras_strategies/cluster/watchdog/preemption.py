@@ -75,7 +75,7 @@ class PreemptionNotice:
 
     @property
     def previous(self) -> Callable[..., object] | int:
-        """The handler for SIGTERM that this context has replaced."""
+        """The handler for SIGTERM that was installed before this context."""
         return self._previous or signal.SIG_DFL
 
     def _on_signal(self, number: int, frame: types.FrameType | None) -> None:

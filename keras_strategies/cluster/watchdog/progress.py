@@ -1,4 +1,4 @@
-"""ProgramRunner, which runs this process's programs and records progress.
+"""ProgramRunner, which runs compiled JAX programs and records progress.
 
 Only programs that run over all processes of the job are counted. All processes
 run these programs in the same order, so their counts can be compared: a
@@ -49,7 +49,7 @@ _COMPARED = "the comparison of a value by JAX (as in `assign`)"
 
 
 class ProgramRunner:
-    """Runs this process's programs and records their progress.
+    """A runner of this process's compiled JAX programs that records progress.
 
     Args:
       num_processes: The number of processes in the job.
@@ -95,7 +95,7 @@ class ProgramRunner:
         program: Callable[..., Any],
         args: tuple[Any, ...],
     ) -> Tree:
-        """Calls a program; records it if all processes of the job run it.
+        """Runs a compiled program, and records it if all processes run it.
 
         Args:
           num_processes: The number of processes over which the program runs.
@@ -166,7 +166,7 @@ class ProgramRunner:
         )
 
     def _measure_comparing(self, now: float) -> float:
-        """Returns for how many seconds JAX has been comparing a host value.
+        """Returns for how many seconds JAX has compared a value over processes.
 
         When `device_put` places a value on the devices of several processes,
         JAX checks that the value is the same in all of them; `assign` of a
@@ -183,7 +183,7 @@ class ProgramRunner:
         return now - self._comparing_since
 
     def _measure_starting(self, now: float) -> tuple[float, float]:
-        """Returns how long a program has been starting, or executing.
+        """Returns how long a compiled program has been starting, or executing.
 
         The result is a pair of times in seconds, at least one of which is 0.
         Usually a program executes after its call has returned. But on CPU with
@@ -225,7 +225,7 @@ class ProgramRunner:
 
 
 class _InFlight:
-    """A program that may be executing, observed through one of its outputs."""
+    """A JAX program that may be executing, observed through an output."""
 
     def __init__(self, output: Array, since: float, *, keeps: bool) -> None:
         self.since = since

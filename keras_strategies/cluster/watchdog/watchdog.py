@@ -88,7 +88,7 @@ def start(timeout_s: float | None = None) -> ProgramRunner:
     reports its own end to the others.
 
     Args:
-      timeout_s: The maximum duration of a program, and of a wait for other
+      timeout_s: The maximum duration of a JAX program, and of a wait for other
         processes, in seconds. None: the value of the environment variable
         `KERAS_STRATEGIES_TIMEOUT_S`, or 600. A later call with a number
         replaces the timeout.
@@ -118,7 +118,7 @@ def is_running() -> bool:
 
 
 def get_runner() -> ProgramRunner | None:
-    """Returns this process's program runner, or None without a watchdog."""
+    """Returns this process's `ProgramRunner`; None without a watchdog."""
     return None if _watchdog is None else _watchdog.runner
 
 
@@ -126,7 +126,7 @@ class Watchdog:
     """The watchdog of this process, which `start` creates and starts.
 
     Args:
-      timeout_s: The maximum duration of a program, and of a wait for other
+      timeout_s: The maximum duration of a JAX program, and of a wait for other
         processes, in seconds.
       pipe: The pipe from the launcher, if there is one.
     """
@@ -159,7 +159,7 @@ class Watchdog:
         self._thread.start()
 
     def stop(self) -> None:
-        """Ends both threads.
+        """Ends the watchdog's thread and the heartbeat thread.
 
         If this process later joins another job, `start` creates a new watchdog.
         """
@@ -170,7 +170,7 @@ class Watchdog:
         _watchdog = None
 
     def set_timeout(self, timeout_s: float) -> None:
-        """Replaces the timeout for programs and for waiting, in seconds."""
+        """Replaces the timeout for JAX programs and for waits, in seconds."""
         self._heartbeats.detector.timeout_s = timeout_s
 
     def explain(self) -> None:
