@@ -32,7 +32,7 @@ def patches() -> list[Patch]:
 
 
 class Restored:
-    """A stand-in for the status that `restore` returns; nothing is read."""
+    """A stand-in for the status object that `Checkpoint.restore` returns."""
 
     def __getattr__(self, name: str) -> Callable[..., "Restored"]:
         if name.startswith("_"):
