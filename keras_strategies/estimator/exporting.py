@@ -53,7 +53,7 @@ def export(
     Args:
       make: Function of a mode and features that calls the `model_fn` outside of
         any strategy scope and returns the result.
-      model_dir: The Estimator's folder.
+      model_dir: The Estimator's `model_dir`.
       base: The folder for exports.
       checkpoint_path: The checkpoint; None for the newest valid one.
       serving_input_receiver_fn: Must be None.

@@ -48,10 +48,10 @@ _logger = logging.getLogger(__name__)
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Progress:
-    """The progress of the training in a directory.
+    """The progress of the training whose checkpoints are in a directory.
 
     Attributes:
-      step: The global step.
+      step: The global step of the newest checkpoint; 0 without checkpoints.
       begun: The global step at which the interrupted call of `train` began;
         equal to `step` if the last call was completed.
       is_done: Whether the last call of `train` was completed.

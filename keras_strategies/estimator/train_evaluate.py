@@ -282,7 +282,12 @@ class _Evaluation:
         self.results: Results = _NOTHING
 
     def is_due(self, throttle_s: float) -> bool:
-        """Returns whether the last evaluation began `throttle_s` seconds ago."""
+        """Returns whether the next evaluation may begin.
+
+        Args:
+          throttle_s: The minimum number of seconds from the start of an
+            evaluation to the start of the next one.
+        """
         began = self._began
         return began is None or time.monotonic() - began >= throttle_s
 

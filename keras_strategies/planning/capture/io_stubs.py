@@ -14,7 +14,7 @@ _OF_MANAGER = ("save", "restore_or_initialize", "restore", "wait", "close")
 
 
 def patches() -> list[Patch]:
-    """Returns the stubs for checkpoints and for an Estimator's directory."""
+    """Returns the stubs that replace the reading and writing of checkpoints."""
     checkpoint, kept = lib.Checkpoint, lib.CheckpointManager
     return [
         (lib, "latest_checkpoint", _do_nothing),

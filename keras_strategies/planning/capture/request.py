@@ -39,7 +39,7 @@ class Request:
       is_alone: Whether this is the only candidate.
       scale: "replica" if the script's batches are for one replica, "global" if
         they are global batches.
-      effort: "auto", "low" or "full".
+      effort: How thoroughly to compile: "auto", "low" or "full".
       verify: See `Strategy.plan`.
       whole: See `Strategy.plan`.
       cache: See `Strategy.plan`.

@@ -217,10 +217,10 @@ def _make_blocks(
 def _find_trunks(
     model: keras.Model, nodes: Sequence[_Node], segments: Sequence[range]
 ) -> list[_Trunk] | None:
-    """Returns each block's trunk: its only output that later calls read.
+    """Returns each block's only output that is read outside of the block.
 
-    Returns None if a block does not have exactly one such output, or if calls
-    after the next block also read it.
+    Returns None if a block does not have exactly one such output (its trunk),
+    or if calls after the next block also read it.
     """
     last_reads = {t: i for i, node in enumerate(nodes) for t in node.inputs}
     last_reads |= {id(tensor): len(nodes) for tensor in model.outputs}
@@ -259,10 +259,10 @@ def _have_equal_wiring(
 def _find_entering(
     nodes: Sequence[_Node], segment: range, trunk: _Trunk
 ) -> int | None:
-    """Returns the tensor that the first block reads in place of a trunk.
+    """Returns the tensor from which the first of the equal blocks starts.
 
     The first block reads this tensor at the position where the second block
-    reads the trunk of the first block.
+    reads the trunk (the output) of the first block.
     """
     shift = segment.stop - segment.start
     for i in segment:

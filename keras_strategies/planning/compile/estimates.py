@@ -36,9 +36,9 @@ def estimate(
         forward and backward, without rematerialization. None if unknown.
       steps: The number of training steps in the program. The operations that
         XLA reports are those of one step.
-      step_bytes: Bytes of the state and one step's batch on a device.
+      step_bytes: Bytes of the model's state and one step's batch on a device.
     """
-    # XLA counts the body of a loop only once.
+    # XLA counts the body of the loop over steps only once.
     compute = max(figures.flops, model_flops or 0.0) / chip.flops
     # The state is read once, and written in place once. The batches of the
     # program's other steps are not counted.

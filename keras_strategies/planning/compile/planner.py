@@ -333,7 +333,7 @@ class _Planning:
     def _find_most_rows(self, line: Line) -> int | None:
         """Returns how many rows per replica fit, by linear extrapolation.
 
-        Returns None if this number is unknown or huge.
+        Returns None if this number is unknown or exceeds `_HUGE`.
         """
         most = None if self._limit is None else line.find_rows_at(self._limit)
         if most is None:

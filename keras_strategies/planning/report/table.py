@@ -99,7 +99,7 @@ class Plan:
 
 @contextlib.contextmanager
 def live_table(*, is_shown: bool = True) -> Iterator[Show]:
-    """Shows an updatable table on stderr, if stderr is a terminal.
+    """Shows a table that can be updated on stderr, if it is a terminal.
 
     Args:
       is_shown: Whether to show the table at all.
