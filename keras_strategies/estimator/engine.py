@@ -344,7 +344,7 @@ def _fit(
     model.fit(
         **data.make_arguments(),
         epochs=1,
-        # Only arrays are shuffled. A dataset defines its own order.
+        # Only arrays are shuffled. A dataset defines the order of its rows.
         shuffle=not data.is_dataset,
         steps_per_epoch=steps,
         verbose=0,

@@ -72,7 +72,7 @@ class _ShapeIterator(DistributedIterator):
 
 
 def times_rows(batch: Batch, factor: int) -> Batch:
-    """Returns a batch's shapes, for `factor` times as many rows."""
+    """Returns a batch's shapes, with its row count multiplied by `factor`."""
     return jax.tree.map(
         lambda leaf: with_rows(leaf, shape_of(leaf).shape[0] * factor), batch
     )

@@ -220,7 +220,7 @@ def _count_tokens(x: Tree) -> int | None:
 
 
 def _length(x: Tree) -> int:
-    """Returns the largest second dimension of the inputs; 1 if none has two."""
+    """Returns the inputs' largest second dimension; 1 if all have one only."""
     lengths = [s.shape[1] for s in jax.tree.leaves(x) if len(s.shape) > 1]
     return max(lengths, default=1)
 

@@ -64,10 +64,10 @@ class Line:
     blocks: tuple[int, int, int] | None
 
     def find_rows_at(self, limit: float) -> float | None:
-        """Returns the number of rows at which the bytes reach a limit.
+        """Returns the number of rows at which the memory reaches a limit.
 
-        Returns None if the bytes do not grow with the rows, or if the compiler
-        did not report them.
+        The limit is in bytes on a device. Returns None if the bytes do not grow
+        with the rows, or if the compiler did not report them.
         """
         first, second = map(get_bytes, self.figures)
         if first is None or second is None or second <= first:
@@ -291,7 +291,7 @@ def memory_breakdown(
         standing = first.argument_bytes + first.output_bytes
         temporary = first.temporary_bytes
     elif first.needed is not None:
-        # The compiler reports only the total.
+        # For a program that does not fit, XLA reports only the total bytes.
         held = state["weights"] + state["slots"] + state["other"]
         standing = min(held, first.needed)
         temporary = first.needed - standing

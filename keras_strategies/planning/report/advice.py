@@ -23,8 +23,8 @@ def write_advice(
 
     Args:
       step: The planned step.
-      remat: The bytes on a device, first without and then with a
-        `keras.RematScope` around the model's blocks. None if unknown.
+      remat: The bytes that the step needs on a device, first without and then
+        with a `keras.RematScope` around the model's blocks. None if unknown.
       has_remat: Whether layers of the model are already rematerialized.
     """
     if step.error is not None or step.bytes_in_all is None:
