@@ -22,7 +22,7 @@ DEFAULT_EVAL_STEPS = 100
 
 @dataclasses.dataclass(frozen=True)
 class TrainSpec:
-    """The training part of `train_and_evaluate`, as in TensorFlow.
+    """The training arguments of `train_and_evaluate`, as in TensorFlow.
 
     Attributes:
       input_fn: Function that returns the training data; see `Estimator.train`.
@@ -57,7 +57,7 @@ class TrainSpec:
 
 @dataclasses.dataclass(frozen=True)
 class EvalSpec:
-    """The evaluation part of `train_and_evaluate`, as in TensorFlow.
+    """The evaluation arguments of `train_and_evaluate`, as in TensorFlow.
 
     Attributes:
       input_fn: Function that returns the evaluation data; see

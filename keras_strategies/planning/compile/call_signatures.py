@@ -1,4 +1,4 @@
-"""Signatures of layer calls. Equal signatures mean equal computations."""
+"""Hashable signatures of layer calls, to find calls that compute the same."""
 
 import inspect
 import json
@@ -15,10 +15,9 @@ _KERAS = ("keras", "keras_hub")
 
 
 def call_signature(node: Any) -> tuple[Any, ...]:
-    """Returns the signature of a layer call or operation.
+    """Returns a key for a layer call; equal keys mean equal computations.
 
-    Calls with equal signatures perform the same computation, except for the
-    values of weights.
+    The values of weights may differ.
 
     Args:
       node: The call: a node in the graph of a Keras model.

@@ -15,7 +15,8 @@ _GIB = 2**30
 class Chip:
     """Specifications of one device (a chip, or one of a chip's cores).
 
-    If JAX shows a chip as two devices, the values are those of half the chip.
+    If JAX shows the two cores of a chip as two devices, the values are those of
+    one core.
 
     Attributes:
       name: The name in topologies, such as "v5e".
@@ -80,8 +81,8 @@ def find_memory(device: "jax.Device", num_local: int = 1) -> int | None:
 
     Args:
       device: The device.
-      num_local: The number of devices that share a machine's memory, if the
-        device is a CPU.
+      num_local: If the device is a CPU: the number of CPU devices that share
+        the machine's memory.
 
     Returns:
       The number of bytes, or None if it is unknown.
