@@ -34,7 +34,7 @@ class Patches:
 
     @contextlib.contextmanager
     def hold(self, *args: object) -> Iterator[None]:
-        """Installs the patches for a block.
+        """Installs the patches while the block runs.
 
         If the patches are installed already, the arguments are ignored.
         """

@@ -44,9 +44,9 @@ def take_ownership(
       variables: The variables.
       holders: Lists, in Keras and in this package, that may refer to the same
         arrays but are never read again.
-      owned: Arrays that steps returned in earlier loops, or None if even
-        those may share their buffers.
-      mesh: The replicas, on whose devices every array must be.
+      owned: Arrays that steps returned in earlier calls of `fit`, or None if
+        even those may share their buffers.
+      mesh: The mesh of the replicas. Every array must be on its devices.
       donate: Whether the step donates the group.
     """
     # The number of references that `_count_references` itself adds.
