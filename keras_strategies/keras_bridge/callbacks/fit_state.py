@@ -276,7 +276,7 @@ class FitState:
             self.model.stop_training = self.was_stopped
 
     def begin_epoch(self, epoch: int) -> bool:
-        """Begins an epoch; returns whether the saved fit stopped in this epoch."""
+        """Begins an epoch; returns whether the saved fit was in this epoch."""
         saved, self.saved = self.saved, None
         self._seen = self._functions.trained.steps
         if saved is not None and self.step:

@@ -80,7 +80,7 @@ class CollectingScope(keras.StatelessScope):
         return self._ids[layer]
 
     def outputs(self) -> list[Any]:
-        """Returns the losses, with None for those that other traces computed."""
+        """Returns the losses, with None in place of other traces' losses."""
         return [
             None if loss in self._inner or loss in self._outer else loss
             for loss in self.losses

@@ -88,7 +88,7 @@ def keras_hooks(
     before_compile: Callable[[keras.Model], None],
     in_loop: _InLoop,
 ) -> Iterator[None]:
-    """Hooks into creating, compiling and running models while the block runs.
+    """Patches how models are created, compiled and run while the block runs.
 
     The constructor of BatchNormalization is wrapped, too. The hooks are called
     in all threads, so each hook checks which scope the calling thread is in.

@@ -192,7 +192,7 @@ class _SeenScope(CollectingScope):
         return self.get_current_value_before(variable)
 
     def get_current_value_before(self, variable: keras.Variable) -> Array:
-        """Returns a variable's value on this replica from before the call.
+        """Returns a variable's value on this replica before the call.
 
         If the variable is a seed, the replica's id is folded into the value.
         """

@@ -196,7 +196,7 @@ class _Projection:
 
     @property
     def sizes(self) -> tuple[int, int]:
-        """The products of the kernel's input and of its output dimensions."""
+        """The kernel's input and output sizes, each a product of dimensions."""
         shape = self.kernel.shape
         size_in, size_out = (
             math.prod(shape[dim] for dim in dims)
