@@ -13,7 +13,7 @@ _lock = threading.RLock()
 
 
 class Patches:
-    """Patches of classes and modules, installed inside blocks of `hold`.
+    """Patches of classes and modules, in effect inside `with` blocks of `hold`.
 
     Several threads may be in such blocks at the same time. The first thread
     installs the patches, and the last removes them. Patches affect all threads

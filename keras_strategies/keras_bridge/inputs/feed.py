@@ -267,7 +267,7 @@ class Feed(FeedAdapter):
     def _executions(
         self, batches: Iterator[HostBatch], epoch: int, start: int
     ) -> Iterator[tuple[Execution, int]]:
-        """Yields executions, each with the number of steps up to its end."""
+        """Yields each execution with the number of the pass's steps so far."""
         group: list[HostBatch] = []
         stop = start
         for batch in batches:

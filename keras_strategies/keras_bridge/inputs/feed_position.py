@@ -1,4 +1,4 @@
-"""The position of a feed in its data, and the division of passes into epochs.
+"""The position of a feed in its data, and where epochs and passes end.
 
 A pass reads all of the data once. By default, an epoch of `fit` is one pass.
 With `steps_per_epoch`, a pass may last for several epochs.

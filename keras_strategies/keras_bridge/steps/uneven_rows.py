@@ -54,7 +54,7 @@ def call_unevenly(
     leaves: list[Any],
     are_local: list[bool],
 ) -> tuple[BranchResult, list[Any], list[list[tuple[int, ...]]]]:
-    """Calls a function on each replica's rows.
+    """Calls a function on each replica's rows, whose number may differ.
 
     Collectives must be outside of branches, so the function is computed in
     stages: stage n uses the results of the first n collectives. Each output is

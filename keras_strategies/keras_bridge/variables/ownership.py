@@ -122,7 +122,7 @@ def refer_to(references: list[Any], values: Group) -> bool:
 
 
 def update_owned(owned: Owned, state: Sequence[Group]) -> Owned:
-    """Returns the owned arrays that still exist, plus the arrays of a state."""
+    """Adds a state's arrays to owned arrays, and drops those that are gone."""
     owned = {key: array for key, array in owned.items() if array() is not None}
     for group in state:
         owned |= {id(array): weakref.ref(array) for array in group}

@@ -173,7 +173,7 @@ def _choose_axes(model: keras.Model) -> dict[int, Axes]:
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class _Projection:
-    """A dense layer, with the meaning of its kernel's dimensions.
+    """A dense layer, and which of its kernel's dimensions are rows or columns.
 
     Attributes:
       layer: A `Dense` or `EinsumDense`.
