@@ -152,7 +152,7 @@ def is_same(value: Array, axis: Axis) -> jax.Array:
 
 
 def find_unaggregated(notes: list[replica_merge.BranchFacts]) -> list[int]:
-    """Returns the indices of variables that all replicas must write alike.
+    """Returns the indices of variables that all replicas must write equally.
 
     These are variables that a replica wrote and that have no aggregation.
     """

@@ -122,7 +122,7 @@ def refer_to(references: list[Any], values: Group) -> bool:
 
 
 def update_owned(owned: Owned, state: Sequence[Group]) -> Owned:
-    """Adds a state's arrays to owned arrays, and drops those that are gone."""
+    """Returns `owned` without arrays that are gone, plus a state's arrays."""
     owned = {key: array for key, array in owned.items() if array() is not None}
     for group in state:
         owned |= {id(array): weakref.ref(array) for array in group}
