@@ -13,7 +13,7 @@ _lock = threading.RLock()
 
 
 class Patches:
-    """Patches of classes and modules, installed inside blocks of `hold`.
+    """Patches of classes and modules, in effect inside `with` blocks of `hold`.
 
     Several threads may be in such blocks at the same time. The first thread
     installs the patches, and the last removes them. Patches affect all threads
@@ -34,7 +34,7 @@ class Patches:
 
     @contextlib.contextmanager
     def hold(self, *args: object) -> Iterator[None]:
-        """Installs the patches for a block.
+        """Installs the patches while the block runs.
 
         If the patches are installed already, the arguments are ignored.
         """

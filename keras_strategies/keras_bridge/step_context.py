@@ -35,7 +35,7 @@ class ReplicaNeeded(BaseException):
     Not an `Exception`, so that user code and Keras's layers do not catch it.
 
     Attributes:
-      name: The member of the replica context that the trace used.
+      name: The attribute of the replica context that the trace used.
     """
 
     def __init__(self, name: str) -> None:
@@ -226,7 +226,7 @@ class StepContext:
 
     @property
     def buffering(self) -> Buffering | None:
-        """The rule that decides which arrays are reduced in one buffer."""
+        """The rule that decides which arrays are packed into one all-reduce."""
         return choose_buffering(self.facts.mesh)
 
     def with_facts(self, **facts: object) -> "StepContext":
@@ -291,7 +291,7 @@ class StepContext:
         self.notes.replica_uses.append(name)
 
     def flag(self, name: str) -> contextlib.AbstractContextManager[None]:
-        """Sets one of the attributes of `StepFlags` for a block."""
+        """Sets one of the attributes of `StepFlags` while the block runs."""
         return temporary_attribute(self.flags, name, True)
 
 
@@ -312,14 +312,14 @@ def count_replica_uses() -> int:
 ReplicaScope = Callable[
     [StepContext | None], contextlib.AbstractContextManager[Any]
 ]
-"""Makes a step's replica context current for a block. For None instead of a
+"""A context manager that enters a step's replica context. For None instead of a
 step, this is the replica context of a single replica."""
 
 current_step: Callable[[], StepContext | None] = _current.current_step
 """Returns the replica-mapped step that this thread is tracing, or None."""
 
 step_scope = _current.step_scope
-"""Makes a step the current step of this thread for a block."""
+"""Makes a step the current step of this thread while the block runs."""
 
 
 @contextlib.contextmanager
@@ -331,7 +331,7 @@ def building(mesh: ReplicaMesh, replica_scope: ReplicaScope) -> Iterator[None]:
 
     Args:
       mesh: The mesh of the replicas.
-      replica_scope: A function that makes a step's replica context current.
+      replica_scope: A context manager that enters a step's replica context.
     """
     step = StepContext(facts=StepFacts(mesh=mesh, rows=1))
     alone = replay.Alone(mesh.num_replicas)

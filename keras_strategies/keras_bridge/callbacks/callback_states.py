@@ -62,7 +62,7 @@ def set_states(callbacks: Iterable[Any], states: dict[str, State]) -> None:
 
 
 def has_swapped_averages(states: object) -> bool:
-    """Returns whether `SwapEMAWeights` had swapped weights and averages.
+    """Returns whether `SwapEMAWeights` had swapped the saved weights.
 
     Args:
       states: The states that `collect_states` returned, or that were read from

@@ -1,4 +1,4 @@
-"""Callbacks on several processes: only the chief writes files.
+"""Callbacks in several processes: only the chief writes files.
 
 Keras's callbacks that write files (checkpoints, logs) run only on the chief.
 Otherwise all processes would write the same files. Callbacks that control
@@ -30,8 +30,8 @@ def select_callbacks(callbacks: Callbacks, mesh: ReplicaMesh) -> Callbacks:
     """Returns the callbacks that this process calls.
 
     Args:
-      callbacks: The loop's callbacks: a list, a single one, None, or a
-        `CallbackList`, which is returned unchanged.
+      callbacks: The callbacks that were passed to Keras: a list, a single one,
+        None, or a `CallbackList`, which is returned unchanged.
       mesh: The mesh of the replicas.
 
     Returns:

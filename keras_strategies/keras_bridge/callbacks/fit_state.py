@@ -1,7 +1,7 @@
 """The state of a running fit that a checkpoint callback saves and restores.
 
 The state includes counts of steps and epochs. The list of callbacks in
-`resumable_fit` calls `FitState` when steps and epochs begin and end.
+`resumable_fit` calls methods of `FitState` when steps and epochs begin and end.
 """
 
 from collections.abc import Callable, Iterable, Sequence
@@ -75,8 +75,8 @@ class FitState:
       variables: All variables of the model, its optimizers and metrics.
       functions: The model's step functions.
       feed: The training data.
-      call: The call of fit: `call[name]` is an argument, or None if it was not
-        given.
+      call: The call of `fit`: `call[name]` is the argument `name`, or None if
+        it was not given.
 
     Attributes:
       model: The model.
@@ -98,7 +98,7 @@ class FitState:
       logs: The logs of the last step or epoch.
       saved: The state to resume from, or None once it is restored.
       callbacks: The callbacks of fit, without the checkpoint callback.
-      settle: Waits for callbacks that run in other threads.
+      settle: A function that waits for callbacks that run in other threads.
     """
 
     def __init__(
@@ -286,7 +286,7 @@ class FitState:
         return False
 
     def count(self, logs: Logs | None) -> bool:
-        """Counts steps since the last call; returns whether any were run."""
+        """Counts steps since the last count; returns whether any were run."""
         seen = self._functions.trained.steps
         new, self._seen = seen - self._seen, seen
         self.step += new
@@ -305,7 +305,7 @@ class FitState:
 def _describe_differences(
     had: dict[str, Any], have: dict[str, Any], *, is_other_kind: bool
 ) -> str | None:
-    """Describes how sizes known for both fits differ; None if they do not."""
+    """Describes how two fits' data differ in size; None if they do not."""
     differing = ["another kind or order"] if is_other_kind else []
     differing += [
         f"{had[name]} {name}, now {count}"

@@ -1,4 +1,4 @@
-"""Changes to losses while a step is traced: denominators over all rows.
+"""Patches of losses, so that their mean is the loss of the global batch.
 
 The denominators are chosen so that the mean of the replicas' losses is the loss
 of the global batch. The mean of the replicas' gradients is then the gradient of
@@ -36,7 +36,7 @@ def reduce_values(
     sample_weight: Array | None = None,
     reduction: str | None = "sum_over_batch_size",
 ) -> Array:
-    """Reduces per-row losses with a denominator over all replicas' rows.
+    """Reduces per-row losses so that the replicas' mean is the global loss.
 
     Returns:
       A scalar, or the unchanged values if `reduction` is None or "none".
@@ -133,7 +133,7 @@ def call_loss(
 def compute_loss(
     step: StepContext, original: _Method, *args: Any, **kwargs: Any
 ) -> Array:
-    """Computes a loss; if it is a scalar, marks it or weights it by its rows.
+    """Computes a loss; a scalar is also marked, or weighted by its rows.
 
     If all replicas have the same number of rows, the loss is marked, so that it
     can be checked at the end of the trace. Otherwise the loss is weighted by
@@ -177,7 +177,7 @@ def _average(step: StepContext, value: Array) -> Array:
 
 
 def _unweight(step: StepContext, value: Array) -> Array:
-    """Divides a value by the weight by which it is multiplied later.
+    """Divides a value by this replica's weight, which later multiplies it.
 
     This is for values whose mean over the replicas is already the value for the
     global batch. The later weighting by rows must not change them.

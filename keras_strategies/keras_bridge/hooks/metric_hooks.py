@@ -30,7 +30,7 @@ def update_compiled(
     *args: Any,
     **kwargs: Any,
 ) -> object:
-    """Updates the metrics passed to `compile`; sets the flag `in_compiled`."""
+    """Updates the metrics passed to `compile`, with `in_compiled` set."""
     with step.flag("in_compiled"):
         return original(metrics, *args, **kwargs)
 
@@ -44,7 +44,8 @@ def update_state(
 ) -> object:
     """Updates a metric with this replica's rows or with all replicas' rows.
 
-    The rule that `metric_rules` chooses for the metric decides which rows.
+    Which of them depends on the rule that `metric_rules` chooses for the
+    metric.
     """
     if step.flags.in_metric:
         return original(metric, *args, **kwargs)
@@ -217,7 +218,7 @@ class Result:
 
 
 class _ResultScope(InnerScope):
-    """An inner scope that also records which variables are read."""
+    """A nested stateless scope that records which variables are read."""
 
     def __init__(self, mapping: Iterable[tuple[keras.Variable, Any]]) -> None:
         super().__init__(mapping)

@@ -118,7 +118,7 @@ def _is_cut(
     optimizer: keras.optimizers.Optimizer,
     variables: Sequence[keras.Variable],
 ) -> bool:
-    """Returns whether the step's program is cut into parts at this update.
+    """Returns whether an update is taken out of the mapped program.
 
     Where possible, an update of sharded variables is taken out of the program
     that is mapped over the replicas. XLA then computes the update on global,
@@ -140,7 +140,7 @@ def _apply_in_cut(
     grads: Sequence[Array | None],
     variables: list[keras.Variable],
 ) -> None:
-    """Applies gradients in a step whose program is cut at this update."""
+    """Applies gradients; the update is taken out of the mapped program."""
     weights = IdentitySet(variables)
     slots = [v for v in optimizer.variables if v not in weights]
     targets = [*variables, *slots]
@@ -170,7 +170,10 @@ def _mark_update(
     values: list[Any],
     update: Callable[[list[Any], list[Any]], list[Any]],
 ) -> list[Any]:
-    """Computes the update in one jaxpr equation, at which the program is cut.
+    """Computes the update in a single jaxpr equation.
+
+    This equation is later taken out of the program that is mapped over the
+    replicas.
 
     Args:
       step: The step that is being traced.

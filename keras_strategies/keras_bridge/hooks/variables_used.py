@@ -80,14 +80,14 @@ class CollectingScope(keras.StatelessScope):
         return self._ids[layer]
 
     def outputs(self) -> list[Any]:
-        """Returns the losses, with None for each loss of another trace."""
+        """Returns the losses, with None in place of other traces' losses."""
         return [
             None if loss in self._inner or loss in self._outer else loss
             for loss in self.losses
         ]
 
     def hand_out(self, outputs: list[Any]) -> None:
-        """Passes the losses to the outer scope after this scope was exited.
+        """Passes the losses to the outer scope, once this scope has exited.
 
         Args:
           outputs: The losses that the method `outputs` returned, as values of
@@ -194,7 +194,7 @@ class InnerScope(CollectingScope):
 
 
 def chain_scopes() -> contextlib.AbstractContextManager[None]:
-    """Makes nested stateless scopes read from outer scopes, for a block.
+    """Makes nested stateless scopes read from outer ones while the block runs.
 
     In the block, a loss that a layer adds belongs to the scope in which it was
     added.

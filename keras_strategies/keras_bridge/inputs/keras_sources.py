@@ -80,7 +80,7 @@ def _make_sliceable(array: Array) -> Any:
 
 
 class _MappedRows(array_slicing.NumpySliceable):
-    """The rows of an array that is mapped from a file.
+    """The rows of a memory-mapped array.
 
     Rows are in memory only while they are needed. Keras would cast the entire
     array at the beginning, and so read the entire file.
@@ -232,7 +232,7 @@ class PyDatasetSource(Source):
 
 
 class _View(keras.utils.PyDataset):
-    """A PyDataset that returns the batches of another in a given order.
+    """A PyDataset that returns another PyDataset's batches in a given order.
 
     `order` contains indices of batches, or is None to keep the order of the
     other dataset. The first `first` batches in this order are skipped.

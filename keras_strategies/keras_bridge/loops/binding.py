@@ -1,9 +1,9 @@
-"""A model bound to a strategy: its loops run steps mapped over replicas.
+"""A model bound to a strategy: `fit` runs steps mapped over the replicas.
 
 Keras has no hook that receives the model at `compile()`, so `Trainer.compile`
 is wrapped while a scope is open. Binding sets attributes on that model only
-(its six loops and `make_*_function`). It does not change the model's class,
-nor how the model is saved, cloned and pickled.
+(`fit`, `evaluate`, `predict`, `*_on_batch` and `make_*_function`). It does not
+change the model's class, nor how the model is saved, cloned and pickled.
 """
 
 import contextlib
@@ -71,8 +71,8 @@ class Binding:
       model: The model.
       owner: The strategy.
       runtime: The strategy's runtime: its mesh, distribution and registry.
-      check_context: Raises if another strategy's scope is open.
-      replica_scope: Makes a step's replica context current for a block.
+      check_context: A function that raises if another strategy's scope is open.
+      replica_scope: A context manager that enters a step's replica context.
     """
 
     def __init__(
@@ -105,7 +105,7 @@ class Binding:
         self._validation: dict[str, Any] = {}
 
     def install(self) -> None:
-        """Replaces the model's loops.
+        """Replaces the model's `fit`, `evaluate` and similar methods.
 
         Raises:
           ValueError: if the variables are on another strategy's devices.
@@ -118,8 +118,9 @@ class Binding:
             if callable(method):
                 loop = functools.partial(self._loop, name)
                 attributes[name] = functools.update_wrapper(loop, method)
-        # Keras's loops build the model from the first batch. In a bound model's
-        # loop it is built already, so Keras's loop must not build it again.
+        # Keras's `fit` builds the model from the first batch. A bound model is
+        # built already when Keras's `fit` is called, so it must not be built
+        # again.
         attributes[_BUILDER] = self._build_for_others
         if keras_names.BUILDS_FIRST:
             attributes[keras_names.MAYBE_BUILD] = self._maybe_build_for_others
@@ -138,12 +139,12 @@ class Binding:
         self._functions.reset()
         variable_creator.release(all_variables(self.model))
 
-    # The model's loops. They run Keras's loops, on a feed instead of the data.
+    # The methods of `LOOPS`. They call Keras's, with a feed as the data.
 
     def _loop(self, name: str, *args: Any, **kwargs: Any) -> Any:
-        """Calls the loop of the model's class, or `_route` for Keras's loop.
+        """Calls the class's override of a method such as `fit`, else `_route`.
 
-        An overridden loop that calls Keras's loop is redirected to `_route`.
+        If the override calls Keras's method, `_route` is called instead.
         """
         loop = scope_hooks.find_overridden_loop(self.model, name)
         if loop is None:
@@ -309,10 +310,10 @@ class Binding:
     def _build_for_others(
         self, iterator: Any = None, data_batch: Any = None
     ) -> None:
-        """Replaces `_symbolic_build`, which Keras's loops call.
+        """Replaces `_symbolic_build`, which Keras's `fit` and `evaluate` call.
 
         Within `_session` the model is already built. Otherwise, for example if
-        an overridden method calls a loop with its own data, the model is built
+        an overridden method calls `fit` with other data, the model is built
         here.
         """
         if self._is_in_session:

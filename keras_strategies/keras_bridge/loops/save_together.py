@@ -28,8 +28,8 @@ def make_saves_collective(
     Args:
       model: The model; the attributes `save` and `save_weights` are set on it.
       mesh: The mesh of its strategy's replicas.
-      adopt: Places the model's variables that were created outside of the
-        strategy's scope.
+      adopt: A function that moves variables that were created outside of the
+        strategy's scope to its devices.
     """
     if not mesh.spreads_shards:
         return

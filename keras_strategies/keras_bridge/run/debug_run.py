@@ -50,10 +50,11 @@ def debug_run(
     Args:
       fn: Calls the user's function with the components of the given replica.
       mesh: The mesh of the replicas.
-      scope: Opens the strategy's scope, because the function may create
-        variables.
-      replica_scope: Makes a step's replica context current for a block.
-      rows: For each replica, its numbers of rows of all uneven arguments.
+      scope: A function that opens the strategy's scope, which is needed because
+        the function may create variables.
+      replica_scope: A context manager that enters a step's replica context.
+      rows: For each replica, the row counts of those arguments whose row count
+        is not the same on all replicas.
       is_update: Whether the function writes the same value to every copy of
         a variable.
 
@@ -95,7 +96,7 @@ def debug_run(
 
 
 class _Ended(NamedTuple):
-    """The outcome of a replica's call.
+    """The outcome of the user's function on one replica.
 
     Attributes:
       written: Pairs of a variable that any replica wrote, and its value
@@ -191,7 +192,7 @@ class _SeenScope(CollectingScope):
         return self.get_current_value_before(variable)
 
     def get_current_value_before(self, variable: keras.Variable) -> Array:
-        """Returns this replica's value of a variable before the call.
+        """Returns a variable's value on this replica before the call.
 
         If the variable is a seed, the replica's id is folded into the value.
         """

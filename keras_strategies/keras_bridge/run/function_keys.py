@@ -14,7 +14,7 @@ from typing import Any
 
 _CALLABLES = (types.FunctionType, types.MethodType, functools.partial)
 _PLAIN = (bool, int, str, bytes, type(None))
-# Instructions that look up a global name, but not an attribute.
+# Bytecode instructions that look up a global name, but not an attribute.
 _LOOKUPS = ("LOAD_GLOBAL", "LOAD_NAME", "LOAD_FROM_DICT_OR_GLOBALS")
 
 

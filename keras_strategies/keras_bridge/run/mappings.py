@@ -13,14 +13,15 @@ from keras_strategies._types import Leaf, Tree
 
 
 class _Opened:
-    """A node of a class known to JAX that replaces a mapping in a nest.
+    """A pytree node that replaces a mapping whose class JAX does not know.
 
     When JAX unflattens the nest, the node becomes a mapping of the original
     class again.
 
     Args:
       mapping: The mapping.
-      open_value: Makes a value of the mapping a nest that JAX can flatten.
+      open_value: A function that turns a value of the mapping into a nest that
+        JAX can flatten.
     """
 
     def __init__(

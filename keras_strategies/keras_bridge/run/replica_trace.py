@@ -49,7 +49,7 @@ def make_step(mesh: ReplicaMesh, *, is_update: bool = False) -> StepContext:
 def replica_tracing(
     step: StepContext, replica_scope: ReplicaScope
 ) -> Iterator[None]:
-    """Installs hooks and contexts for a replica's call, for a block."""
+    """Installs the hooks and contexts in which a replica's call is traced."""
     with (
         trace_hooks(),
         attention_for(step.facts.mesh),
@@ -102,7 +102,7 @@ def make_report(
     shapes: list[list[tuple[int, ...]]] | None,
     num_written: int,
 ) -> run_results.TraceReport:
-    """Makes the report of the trace of a `RunProgram`.
+    """Makes the `TraceReport` of a `RunProgram`.
 
     Args:
       mesh: The mesh of the replicas.
@@ -152,7 +152,7 @@ def is_same(value: Array, axis: Axis) -> jax.Array:
 
 
 def find_unaggregated(notes: list[replica_merge.BranchFacts]) -> list[int]:
-    """Returns the positions of variables for which replicas must agree.
+    """Returns the indices of variables that all replicas must write equally.
 
     These are variables that a replica wrote and that have no aggregation.
     """

@@ -2,8 +2,8 @@
 
 One abstract trace finds the variables that the function reads and writes. The
 values of written variables are donated; the program combines the replicas' new
-values. Each result is one array over all replicas. Small results
-are also summed in the program: most of them are losses to be reduced next.
+values. Each result is one array over all replicas. Small results are also
+summed in the program, because most of them are losses to be reduced next.
 """
 
 import dataclasses
@@ -72,7 +72,7 @@ class RunProgram:
       rows: For each leaf, None; or, if the replicas have different shapes, the
         row count or shape on each replica. The array is padded to the largest.
       mesh: The mesh of the replicas.
-      replica_scope: Makes a step's replica context current for a block.
+      replica_scope: A context manager that enters a step's replica context.
       is_update: Whether the function writes the same value to every copy of a
         variable (`extended.update`).
 
@@ -105,7 +105,7 @@ class RunProgram:
         self._variant_of = list(zip(*uneven, strict=True))
         self.lifted: list[keras.Variable] = []
         self._trainable: list[tuple[Any, bool]] = []
-        # The lifted variables: written, with copies on replicas, and others.
+        # Lifted variables: written, with separate copies, and all others.
         self._written: list[keras.Variable] = []
         self._on_read: list[keras.Variable] = []
         self._read: list[keras.Variable] = []
@@ -384,7 +384,7 @@ class RunProgram:
         folded: list[Any],
         leaves: list[Any],
     ) -> tuple[BranchResult, list[Any], list[list[tuple[int, ...]]] | None]:
-        """Returns the result, the variants' notes, and the replicas' shapes."""
+        """Calls all variants; returns the result, the notes and the shapes."""
         if not self._variant_of:
             called = self._call(variables, folded, leaves)
             return called, [called.note], None

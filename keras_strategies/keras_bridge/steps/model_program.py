@@ -61,13 +61,14 @@ class ModelProgram:
     Args:
       step: The model's step: `step(state, data) -> (results, state)`.
       name: The programs' name in profiles.
-      variables: The groups of the model's variables, aligned with the state.
+      variables: The groups of the model's variables, in the order of the
+        state's groups.
       written: The indices of the groups that the step usually writes; these
         groups are donated. Of the other groups, only changed values are
         returned.
       mesh: The mesh of the replicas.
       is_global: Whether the step must see the global batch.
-      replica_scope: Makes a step's replica context current for a block.
+      replica_scope: A context manager that enters a step's replica context.
     """
 
     # Whether the results have an entry for each row of the batch. Otherwise the
@@ -250,7 +251,7 @@ class ModelProgram:
     def _call_in_replica(
         self, step: StepContext, state: Sequence[Group], data: Batch
     ) -> tuple[Any, Any]:
-        """Calls the model's step in a replica's trace."""
+        """Calls the model's step while it is traced for a replica."""
         with (
             trace_hooks(),
             attention_for(self._mesh),

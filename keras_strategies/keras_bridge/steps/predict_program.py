@@ -42,7 +42,7 @@ class PredictProgram(ModelProgram):
     def __call__(
         self, state: Groups, segment: Segment
     ) -> Iterator[tuple[Any, Groups]]:
-        """Predicts a segment's rows and yields (outputs, new state) once."""
+        """Predicts stacked batches; yields (outputs, new state) once."""
         outputs, state = self._run(state, segment)
         yield self._cut_rows(outputs, segment), state
 

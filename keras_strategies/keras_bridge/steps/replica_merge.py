@@ -84,7 +84,7 @@ def merge_state(
       variables: The variables.
       old: The values of the variables before the call.
       folded: Like `old`, but with the seeds that this replica used.
-      called: The result of the call.
+      called: The result of the call on this replica.
       notes: The `BranchFacts` of each variant of the call.
       summands: Other arrays to sum over the replicas.
 

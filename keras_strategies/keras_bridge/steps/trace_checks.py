@@ -140,7 +140,7 @@ def _check_sizes(
     state: Sequence[Group],
     data: Batch,
 ) -> None:
-    """Checks, with twice the rows, that exactly the row counts double."""
+    """Checks in a trace with twice the rows that exactly row counts double."""
     probe = step.make_probe(2 * step.facts.rows)
     try:
         probed = functools.partial(body, probe)
@@ -238,7 +238,7 @@ _LOSS_REASON = (
 
 
 def _describe_place(why: JaxprEqn | None) -> str:
-    """Returns text for a message that names the equation combining rows."""
+    """Describes, for a message, the jaxpr equation that combines rows."""
     if why is None:
         return ""
     place = traces.find_place(why)

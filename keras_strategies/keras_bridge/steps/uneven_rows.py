@@ -54,7 +54,7 @@ def call_unevenly(
     leaves: list[Any],
     are_local: list[bool],
 ) -> tuple[BranchResult, list[Any], list[list[tuple[int, ...]]]]:
-    """Calls a function on each replica's rows.
+    """Calls a function on each replica's rows, whose number may differ.
 
     Collectives must be outside of branches, so the function is computed in
     stages: stage n uses the results of the first n collectives. Each output is
@@ -185,7 +185,7 @@ class _Trace:
         return self.cut.collectives
 
     def meet_as(self, other: "_Trace") -> list[Any]:
-        """Adds missing collectives of `other`, if this variant has no rows."""
+        """Adds the collectives of `other` that a variant without rows lacks."""
         if self.is_empty and len(self.cut.collectives) < len(
             other.cut.collectives
         ):
@@ -214,7 +214,7 @@ def _cut_traces(traces: list[_Trace]) -> list[Any]:
 
 
 class _Stages:
-    """The variants' computations, in stages.
+    """The variants' computations, divided into stages at the collectives.
 
     Args:
       traces: The variants' complete traces.

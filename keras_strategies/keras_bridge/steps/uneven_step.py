@@ -62,8 +62,8 @@ class UnevenRows:
         """Distributes a batch's rows as evenly as possible.
 
         Args:
-          shape: The numbers of rows of the batch. Rows that a process has read
-            stay on the replicas of that process.
+          shape: The row counts of the batch and of the processes. Rows that a
+            process has read stay on the replicas of that process.
           padded: The number of rows including the padding.
           num_replicas: The number of replicas.
         """

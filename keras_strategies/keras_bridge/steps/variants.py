@@ -23,7 +23,7 @@ shapes differ in other dimensions too."""
 def cut_to_rows(
     variant: Variant, is_uneven: list[bool], leaves: list[Any]
 ) -> list[Any]:
-    """Cuts arguments to the rows of one variant; see `call_unevenly`."""
+    """Cuts padded arguments to a variant's rows; see `call_unevenly`."""
     sizes = iter(variant)
 
     def cut_leaf(leaf: Array) -> Array:

@@ -36,7 +36,7 @@ _BY_SHAPES = ("int8", "int4", "float8")
 
 @contextlib.contextmanager
 def abstract() -> Iterator[None]:
-    """Creates the block's models and optimizers without values.
+    """Creates models and optimizers in the block without variable values.
 
     The variables of these models take no memory, and `strategy.compile_step`
     and `compile_run` accept the models. So a model that is too large for this
@@ -74,7 +74,7 @@ def abstract() -> Iterator[None]:
 def creating_like(
     model: keras.Model,
 ) -> contextlib.AbstractContextManager[None]:
-    """Creates the block's variables with values only if a model's have values.
+    """Creates variables in the block with values only if a model's have values.
 
     A model's variables have no values if it was created in an `abstract` scope.
     """
@@ -92,7 +92,7 @@ def materialize(
     Args:
       model: The model.
       variables: The model's variables, including those of its optimizer.
-      mesh: The replicas.
+      mesh: The mesh of the replicas.
       distribution: The distribution that places the variables.
 
     Raises:

@@ -205,7 +205,7 @@ def inferring_shapes() -> Iterator[None]:
 
 @contextlib.contextmanager
 def shapes_only() -> Iterator[None]:
-    """Computes only shapes in the block.
+    """Restricts the block to computing shapes.
 
     Abstract variables read as zeros, and values that are assigned to variables
     are not stored.

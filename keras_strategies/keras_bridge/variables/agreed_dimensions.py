@@ -56,7 +56,7 @@ def agree_on_dimensions(
 
     Args:
       partitioner: The partitioner.
-      mesh: The replicas.
+      mesh: The mesh of the replicas.
       variables: Variables of the same shapes in all processes.
       over_cores: For each variable, the axes that are passed to
         `Partitioner.choose_dimension`.

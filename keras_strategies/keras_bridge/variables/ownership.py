@@ -44,9 +44,9 @@ def take_ownership(
       variables: The variables.
       holders: Lists, in Keras and in this package, that may refer to the same
         arrays but are never read again.
-      owned: Arrays that steps returned in earlier loops, or None if even
-        those may share their buffers.
-      mesh: The replicas, on whose devices every array must be.
+      owned: Arrays that steps returned in earlier calls of `fit`, or None if
+        even those may share their buffers.
+      mesh: The mesh of the replicas. Every array must be on its devices.
       donate: Whether the step donates the group.
     """
     # The number of references that `_count_references` itself adds.
@@ -122,7 +122,7 @@ def refer_to(references: list[Any], values: Group) -> bool:
 
 
 def update_owned(owned: Owned, state: Sequence[Group]) -> Owned:
-    """Returns the owned arrays that still exist, plus the arrays of a state."""
+    """Returns `owned` without arrays that are gone, plus a state's arrays."""
     owned = {key: array for key, array in owned.items() if array() is not None}
     for group in state:
         owned |= {id(array): weakref.ref(array) for array in group}

@@ -112,7 +112,7 @@ class Partitioner:
       partitioner: A `FullySharded` or `SlotsOnly`; or a function of a
         variable's path, shape and dtype, or of only `shape` and `dtype`, as in
         TensorFlow.
-      mesh: The strategy's replicas.
+      mesh: The mesh of the strategy's replicas.
 
     Attributes:
       shards: The number of replicas over which a variable is sharded.

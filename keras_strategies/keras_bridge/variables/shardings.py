@@ -45,7 +45,7 @@ class Placement:
     """The shardings of a variable that is not replicated on all devices.
 
     Attributes:
-      mesh: The strategy's replicas.
+      mesh: The mesh of the strategy's replicas.
       sharding: The variable's sharding.
       of_slots: The sharding of the variable's optimizer slots and of its summed
         gradient.
@@ -82,12 +82,12 @@ def sharding_of(variable: keras.Variable, mesh: ReplicaMesh) -> NamedSharding:
 
 
 def spec_of(variable: keras.Variable, mesh: ReplicaMesh) -> Spec:
-    """Returns a variable's `Spec` in a function mapped over the replicas."""
+    """Returns a variable's sharding in a function mapped over the replicas."""
     return _spec(sharding_of(variable, mesh), mesh)
 
 
 def gradient_spec_of(variable: keras.Variable, mesh: ReplicaMesh) -> Spec:
-    """Returns the `Spec` of a weight's summed gradient and of its slots."""
+    """Returns the sharding of a weight's summed gradient and of its slots."""
     placement = placement_of(variable)
     if placement is None or placement.mesh is not mesh:
         return replicated_spec()
@@ -138,7 +138,7 @@ class Placements:
     """The placements of a strategy's variables: replicated, or sharded.
 
     Args:
-      mesh: The replicas.
+      mesh: The mesh of the replicas.
       layout_map: A mapping from variable paths, or regular expressions that
         match a full path, to the mesh axis for each dimension: the mesh's model
         axis or None. Either a `keras.distribution.LayoutMap`, of which only the
@@ -376,7 +376,7 @@ def shard_slots_by_names(
     Args:
       variables: Weights, and slots that still have the names that the optimizer
         gave them.
-      mesh: The replicas.
+      mesh: The mesh of the replicas.
     """
     variables = list(variables)
     axes_of_slots: dict[str, tuple[keras.Variable, set[Any]]] = {}

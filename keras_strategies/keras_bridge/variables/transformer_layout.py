@@ -173,7 +173,7 @@ def _choose_axes(model: keras.Model) -> dict[int, Axes]:
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class _Projection:
-    """A dense layer, with the meaning of its kernel's dimensions.
+    """A dense layer, and which of its kernel's dimensions are rows or columns.
 
     Attributes:
       layer: A `Dense` or `EinsumDense`.
@@ -196,7 +196,7 @@ class _Projection:
 
     @property
     def sizes(self) -> tuple[int, int]:
-        """The total numbers of the kernel's input and output features."""
+        """The kernel's input and output sizes, each a product of dimensions."""
         shape = self.kernel.shape
         size_in, size_out = (
             math.prod(shape[dim] for dim in dims)
@@ -334,7 +334,7 @@ def _make_layout(
     """Makes the layout for the variables that a pattern matches.
 
     Args:
-      group: Pairs of axes and a variable.
+      group: The variables: pairs of a variable's axes and the variable.
       cores: See `ByShape`.
 
     Returns:

@@ -126,7 +126,7 @@ class ReplicaDistribution(Distribution):
 def distribution_scope(
     distribution: ReplicaDistribution | None,
 ) -> Iterator[None]:
-    """Makes `distribution` this thread's Keras distribution for a block."""
+    """Sets this thread's Keras distribution while the block runs."""
     before = keras.distribution.distribution()
     keras.distribution.set_distribution(distribution)
     try:
