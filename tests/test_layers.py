@@ -51,6 +51,7 @@ ROOMS = {
         {""},
         {"inputs", "variables"},
         {"hooks"},
+        {"blocks"},
         {"steps"},
         {"callbacks", "run"},
         {"loops"},

@@ -4,8 +4,9 @@ For a sharded value, a replica stores only its shard. The value is gathered just
 before an equation reads it. If the value is cast before it is read, the shard
 is cast first and the result is gathered. If it is read in a rematerialized
 function, it is gathered inside that function, so that the backward pass gathers
-it again instead of storing the gathered value. The sum of a gradient is
-reduce-scattered where the gradient is computed.
+it again instead of storing the gathered value. A loop (`jax.lax.scan`) over the
+first dimension of a value gathers one slice at a time, in its body. The sum of
+a gradient is reduce-scattered where the gradient is computed.
 
 References:
   - Rajbhandari et al., ZeRO: Memory Optimizations Toward Training Trillion
@@ -21,6 +22,21 @@ import jax.numpy as jnp
 from jax.extend.core import Jaxpr, JaxprEqn, Literal, Var
 
 from keras_strategies._core.jaxprs.gather_order import Gathered, find_gathers
+from keras_strategies._core.jaxprs.sharded_calls import (
+    adds,
+    compute_loop,
+    find_scattered,
+    gathers_again,
+    is_call,
+    is_loop,
+    is_rematerialized,
+    keeps_shards,
+    reads_slices,
+    slice_spec,
+    stacked_spec,
+    stacks,
+    unstacks,
+)
 from keras_strategies._core.jaxprs.specs import Sharded
 from keras_strategies._core.jaxprs.stages import (
     compute_equations,
@@ -29,9 +45,6 @@ from keras_strategies._core.jaxprs.stages import (
     with_consts_as_inputs,
 )
 from keras_strategies._types import Array, Equation
-
-_REMATERIALIZED = ("remat2", "remat", "checkpoint")
-_CALLS = ("jit", "pjit", "closed_call", "core_call")
 
 
 class Exchange(Protocol):
@@ -147,12 +160,12 @@ class ShardedInterpreter:
         """
         read = [v for e in equations for v in e.invars]
         uses = Counter(variables([*read, *outputs]))
-        places = _find_scattered(equations, scattered, uses)
+        places = find_scattered(equations, scattered, uses)
         gathers = find_gathers(
             equations,
             {v for v in self._shards if v not in self._full},
-            casts=_casts,
-            gathers_again=_is_rematerialized,
+            casts=keeps_shards,
+            gathers_again=gathers_again,
         )
         following = iter(gathers.values())
         # Values that will be gathered next, but whose gathers do not depend on
@@ -166,18 +179,19 @@ class ShardedInterpreter:
                 self._flush(pending, uses)
                 free += next(following, ())
                 free = [] if self._tie(equation, free) else free
-            if self._casts(equation):
-                self._cast(equation)
+            if self._pass_on(equation):
                 continue
-            is_entered = self._is_entered(equation, places)
-            is_sum = _adds(equation) and equation.outvars[0] in places
+            is_sum = (adds(equation) or unstacks(equation)) and (
+                equation.outvars[0] in places
+            )
+            is_entered = not is_sum and self._is_entered(equation, places)
             reads_shards = any(map(self.is_sharded, equation.invars))
             if is_entered or is_sum or reads_shards:
                 self._flush(pending, uses)
             if is_entered:
                 self._enter(equation, places)
             elif is_sum:
-                self._add(equation, places)
+                self._sum(equation, places)
             else:
                 pending.append(equation)
         self._flush(pending, uses)
@@ -230,19 +244,36 @@ class ShardedInterpreter:
             self.set_shard(variable, part, self._shards[variable][1])
         return True
 
-    def _casts(self, equation: JaxprEqn) -> bool:
-        return _casts(equation) and self.is_sharded(equation.invars[0])
+    def _pass_on(self, equation: Equation) -> bool:
+        """Computes a cast or a stack of shards; returns whether it was one."""
+        if not keeps_shards(equation):
+            return False
+        if not all(map(self.is_sharded, equation.invars)):
+            return False
+        shards, specs = zip(
+            *(self._shards[v] for v in equation.invars), strict=True
+        )
+        if len(set(specs)) > 1:
+            return False
+        (result,) = equation.outvars
+        if stacks(equation):
+            self.set_shard(result, jnp.stack(shards), stacked_spec(specs[0]))
+        else:
+            dtype = equation.params["new_dtype"]
+            cast = jax.lax.convert_element_type(shards[0], dtype)
+            self.set_shard(result, cast, specs[0])
+        return True
 
-    def _cast(self, equation: Equation) -> None:
-        shard, spec = self._shards[equation.invars[0]]
-        cast = jax.lax.convert_element_type(shard, equation.params["new_dtype"])
-        self.set_shard(equation.outvars[0], cast, spec)
-
-    def _add(self, equation: Equation, places: dict[Var, Sharded]) -> None:
-        """Computes a sum of two values as the sum of their scattered shards."""
-        (total,) = equation.outvars
-        a, b = (self.sum(v, places[total]) for v in equation.invars)
-        self._sums[total] = a + b
+    def _sum(self, equation: Equation, places: dict[Var, Sharded]) -> None:
+        """Computes a sum, or slices of one, from scattered shards."""
+        spec = places[equation.outvars[0]]
+        if unstacks(equation):
+            (stacked,) = equation.invars
+            parts = list(self.sum(stacked, stacked_spec(spec)))
+            self._sums.update(zip(equation.outvars, parts, strict=True))
+            return
+        a, b = (self.sum(v, spec) for v in equation.invars)
+        self._sums[equation.outvars[0]] = a + b
 
     def _is_entered(
         self, equation: JaxprEqn, places: dict[Var, Sharded]
@@ -252,41 +283,51 @@ class ShardedInterpreter:
         This is the case if an operand is passed to the function as a shard, or
         if the sum of one of its results is scattered inside the function.
         """
-        if not _is_call(equation):
+        if not is_call(equation) and not is_loop(equation):
             return False
         return any(
-            self._enters_sharded(equation, v) for v in equation.invars
+            self._enters_sharded(equation, i)
+            for i in range(len(equation.invars))
         ) or any(v in places for v in equation.outvars)
 
-    def _enters_sharded(
-        self, equation: JaxprEqn, variable: Var | Literal
-    ) -> bool:
+    def _enters_sharded(self, equation: JaxprEqn, position: int) -> bool:
         """Returns whether a called function receives an operand as a shard.
 
-        A rematerialized function gathers the operand itself, even if the
-        gathered value is already available, so that the backward pass can
+        A rematerialized function or a loop gathers the operand itself, even if
+        the gathered value is already available, so that the backward pass can
         gather it again.
         """
+        variable = equation.invars[position]
         if isinstance(variable, Literal) or variable not in self._shards:
             return False
-        return _is_rematerialized(equation) or self.is_sharded(variable)
+        if is_loop(equation):
+            _, spec = self._shards[variable]
+            return reads_slices(equation, position, spec)
+        return is_rematerialized(equation) or self.is_sharded(variable)
 
     def _enter(self, equation: Equation, places: dict[Var, Sharded]) -> None:
         """Computes a called function, some of whose operands are shards."""
-        entering = []
-        for variable in equation.invars:
-            if self._enters_sharded(equation, variable):
+        entering: list[tuple[Any, Sharded | None]] = []
+        for position, variable in enumerate(equation.invars):
+            if self._enters_sharded(equation, position):
                 entering.append(self._shards[variable])
             else:
                 entering.append((self.full(variable), None))
-        specs = [spec for _, spec in entering]
         out_specs = [places.get(v) for v in equation.outvars]
+        inner_specs = [[spec for _, spec in entering], out_specs]
+        if is_loop(equation):
+            inner_specs = [
+                [None if spec is None else slice_spec(spec) for spec in specs]
+                for specs in inner_specs
+            ]
 
         def inner(*operands: Array) -> list[Any]:
-            return self._call(equation, operands, specs, out_specs)
+            return self._call(equation, operands, *inner_specs)
 
         operands = [value for value, _ in entering]
-        if not _is_rematerialized(equation):
+        if is_loop(equation):
+            results = compute_loop(equation, operands, inner)
+        elif not is_rematerialized(equation):
             results = inner(*operands)
         else:
             traced = jax.make_jaxpr(inner)(*operands)
@@ -335,58 +376,8 @@ class ShardedInterpreter:
         ]
 
 
-def _is_rematerialized(equation: JaxprEqn) -> bool:
-    return equation.primitive.name in _REMATERIALIZED
-
-
-def _is_call(equation: JaxprEqn) -> bool:
-    """Returns whether an equation calls a function that can take shards."""
-    return equation.primitive.name in (*_REMATERIALIZED, *_CALLS)
-
-
-def _casts(equation: JaxprEqn) -> bool:
-    return equation.primitive.name == "convert_element_type"
-
-
 def _is_plain(variable: Var) -> bool:
     """Returns whether a value is neither a random key nor a reference."""
     array: Any = variable.aval
     is_key = jnp.issubdtype(array.dtype, jax.dtypes.extended)
     return not is_key and not is_reference(variable)
-
-
-def _adds(equation: JaxprEqn) -> bool:
-    return equation.primitive.name == "add_any"
-
-
-def _find_scattered(
-    equations: Sequence[Any],
-    scattered: dict[Var, Sharded],
-    uses: Counter[Var],
-) -> dict[Var, Sharded]:
-    """Finds the variables whose sums are scattered where they are computed.
-
-    These are results of called functions, and sums of such results. An example
-    is the gradient of a weight that several rematerialized functions read.
-    """
-    makers = {v: e for e in equations for v in e.outvars}
-    places: dict[Var, Sharded] = {}
-
-    def sink(variable: Var | Literal, spec: Sharded) -> bool:
-        if isinstance(variable, Literal) or uses[variable] != 1:
-            return False
-        maker = makers.get(variable)
-        if maker is None:
-            return False
-        is_inner = _is_call(maker)
-        if _adds(maker):
-            # A list, not a generator, because `any` must not skip the second
-            # operand.
-            is_inner = any([sink(v, spec) for v in maker.invars])
-        if is_inner:
-            places[variable] = spec
-        return is_inner
-
-    for variable, spec in scattered.items():
-        sink(variable, spec)
-    return places

@@ -17,6 +17,9 @@ from keras_strategies._core.jaxprs.specs import Axis
 from keras_strategies._core.mesh import ReplicaMesh, format_devices
 from keras_strategies._core.replica_map import all_max, all_min, as_number
 from keras_strategies._types import Array, Tree
+from keras_strategies.keras_bridge.blocks.scanned_blocks import (
+    scanning_blocks,
+)
 from keras_strategies.keras_bridge.hooks import variables_used
 from keras_strategies.keras_bridge.hooks.trace_hooks import trace_hooks
 from keras_strategies.keras_bridge.run import run_results
@@ -53,6 +56,7 @@ def replica_tracing(
     with (
         trace_hooks(),
         attention_for(step.facts.mesh),
+        scanning_blocks(),
         variables_used.chain_scopes(),
         step_scope(step),
         replica_scope(step),

@@ -12,6 +12,9 @@ from keras_strategies._core.jaxprs.replay import separate_trace
 from keras_strategies._core.jaxprs.traces import is_tracing
 from keras_strategies._core.mesh import ReplicaMesh
 from keras_strategies._types import Tree
+from keras_strategies.keras_bridge.blocks.scanned_blocks import (
+    scanning_blocks,
+)
 from keras_strategies.keras_bridge.step_context import (
     GlobalBatchNeeded,
     ReplicaNeeded,
@@ -209,7 +212,11 @@ def global_batch_trace(
         facts = StepFacts(mesh=mesh, rows=1, is_global_batch=True)
         step = StepContext(facts=facts)
     try:
-        with attention_for(mesh), in_replica(replica_scope, step):
+        with (
+            attention_for(mesh),
+            scanning_blocks(),
+            in_replica(replica_scope, step),
+        ):
             yield
     except BaseException:
         trace_checks.forget_losses(model_step)

@@ -22,6 +22,9 @@ from keras_strategies._core.mesh import ReplicaMesh
 from keras_strategies._core.replica_map import replicated_spec, split_spec
 from keras_strategies._core.sharded_map import sharded_map
 from keras_strategies._types import Batch, Groups, Tree
+from keras_strategies.keras_bridge.blocks.scanned_blocks import (
+    scanning_blocks,
+)
 from keras_strategies.keras_bridge.hooks import merge as merge_lib
 from keras_strategies.keras_bridge.hooks.trace_hooks import trace_hooks
 from keras_strategies.keras_bridge.step_context import (
@@ -255,6 +258,7 @@ class ModelProgram:
         with (
             trace_hooks(),
             attention_for(self._mesh),
+            scanning_blocks(),
             step_scope(step),
             in_replica(self._replica_scope, step),
         ):

@@ -13,6 +13,10 @@ from keras import tree
 from keras_strategies._core.jaxprs.flops import count_flops
 from keras_strategies._core.mesh import ReplicaMesh
 from keras_strategies._types import Array, Batch, Tree
+from keras_strategies.keras_bridge.blocks.call_signatures import (
+    is_rematerialized,
+)
+from keras_strategies.keras_bridge.blocks.equal_blocks import find_blocks
 from keras_strategies.keras_bridge.loops.binding import Binding
 from keras_strategies.keras_bridge.steps.lower_step import (
     lower_step,
@@ -21,7 +25,6 @@ from keras_strategies.keras_bridge.steps.lower_step import (
 from keras_strategies.keras_bridge.steps.step_functions import step_variables
 from keras_strategies.keras_bridge.variables import shardings
 from keras_strategies.keras_bridge.variables.abstract_models import abstract
-from keras_strategies.planning.compile.call_signatures import is_rematerialized
 from keras_strategies.planning.compile.clones import (
     accumulates_gradients,
     embeds_tokens,
@@ -30,7 +33,6 @@ from keras_strategies.planning.compile.clones import (
     make_shorter_clone,
     rematerialize,
 )
-from keras_strategies.planning.compile.equal_blocks import find_blocks
 from keras_strategies.planning.compile.step import (
     Step,
     count_shape_bytes,

@@ -9,9 +9,9 @@ import keras
 
 from keras_strategies._core.mesh import ReplicaMesh
 from keras_strategies._types import Array, Batch
+from keras_strategies.keras_bridge.blocks.equal_blocks import Blocks
 from keras_strategies.keras_bridge.steps.lower_step import shape_of
 from keras_strategies.keras_bridge.variables import shardings
-from keras_strategies.planning.compile.equal_blocks import Blocks
 
 
 class Step:

@@ -5,13 +5,13 @@ import numpy as np
 import pytest
 from keras import layers
 
+from keras_strategies.keras_bridge.blocks.equal_blocks import find_blocks
 from keras_strategies.planning.compile.clones import (
     clone_from_config,
     compile_like,
     has_own_step,
     make_shorter_clone,
 )
-from keras_strategies.planning.compile.equal_blocks import find_blocks
 
 ROWS = np.ones((4, 3), "float32")
 COUNT = 5

@@ -72,7 +72,7 @@ def _describe_operation(operation: keras.Operation) -> tuple[Any, ...]:
 
 def _read_config(operation: keras.Operation) -> str:
     try:
-        config = _strip_names(operation.get_config())
+        config = _strip(operation.get_config(), is_of_keras(type(operation)))
         return json.dumps(config, sort_keys=True, default=repr)
     except Exception:
         # A user-defined layer without a config. Its attributes are compared
@@ -159,9 +159,22 @@ def _read_remat(layer: keras.layers.Layer) -> tuple[Any, ...]:
     return remat.mode, remat.output_size_threshold
 
 
-def _strip_names(config: Tree) -> Tree:
+def _strip(config: Tree, is_of_keras: bool) -> Tree:
+    """Returns a config without names and, for Keras's layers, initial values.
+
+    A seed or an initializer of Keras's layers determines only values of
+    variables.
+    """
     if isinstance(config, dict):
-        return {k: _strip_names(v) for k, v in config.items() if k != "name"}
+        return {
+            key: _strip(value, is_of_keras)
+            for key, value in config.items()
+            if key != "name" and not (is_of_keras and _is_initial(key))
+        }
     if isinstance(config, list | tuple):
-        return [_strip_names(v) for v in config]
+        return [_strip(value, is_of_keras) for value in config]
     return config
+
+
+def _is_initial(key: object) -> bool:
+    return key == "seed" or str(key).endswith("initializer")

@@ -9,14 +9,12 @@ import collections
 import dataclasses
 import itertools
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import keras
-from keras import tree
 
-from keras_strategies._types import Tree
-from keras_strategies.planning.compile.call_signatures import (
+from keras_strategies.keras_bridge.blocks.call_signatures import (
     call_signature,
     is_of_keras,
 )
@@ -94,11 +92,23 @@ def find_blocks(model: keras.Model) -> Blocks | None:
       The blocks, or None if the model has no graph or no part of the graph is
       repeated.
     """
-    candidates = [
-        _find_blocks_of(part) for part in _iter_functional_parts(model)
-    ]
-    blocks = [b for b in candidates if b is not None]
-    return max(blocks, key=lambda b: len(b) * b.num_entries, default=None)
+    return max(
+        find_all_blocks(model),
+        key=lambda b: len(b) * b.num_entries,
+        default=None,
+    )
+
+
+def find_all_blocks(model: keras.Model) -> Iterator[Blocks]:
+    """Yields the largest run of equal blocks in each of a model's graphs.
+
+    Args:
+      model: A built model.
+    """
+    for part in _iter_functional_parts(model):
+        blocks = _find_blocks_of(part)
+        if blocks is not None:
+            yield blocks
 
 
 def _iter_functional_parts(model: keras.Model) -> Iterator[keras.Model]:
@@ -107,7 +117,7 @@ def _iter_functional_parts(model: keras.Model) -> Iterator[keras.Model]:
     Models that override `call` are left out. Models inside other layers are
     left out, too, because they cannot be replaced by shorter models.
     """
-    if not model.built or _get_graph(model) is None or _has_own_call(model):
+    if not model.built or not _has_graph(model) or _has_own_call(model):
         return
     yield model
     for layer in model.layers:
@@ -120,10 +130,13 @@ def _has_own_call(model: keras.Model) -> bool:
     return not is_of_keras(type(model).call)
 
 
-def _get_graph(model: keras.Model) -> Any:
-    """Returns a functional or sequential model's calls by depth, or None."""
-    graph = getattr(model, "_functional", None) or model
-    return getattr(graph, "_nodes_by_depth", None)
+def get_graph(model: keras.Model) -> Any:
+    """Returns the functional model that a model is, or that it contains."""
+    return getattr(model, "_functional", None) or model
+
+
+def _has_graph(model: keras.Model) -> bool:
+    return hasattr(get_graph(model), "_nodes_by_depth")
 
 
 def _find_blocks_of(model: keras.Model) -> Blocks | None:
@@ -149,7 +162,7 @@ def _find_blocks_of(model: keras.Model) -> Blocks | None:
 
 def _iter_nodes(model: keras.Model) -> Iterator[_Node]:
     """Yields a model's calls in topological order."""
-    by_depth = _get_graph(model)
+    by_depth = get_graph(model)._nodes_by_depth
     for depth in sorted(by_depth, reverse=True):
         for node in by_depth[depth]:
             if node.is_input:
@@ -289,103 +302,3 @@ def _describe_wiring(
         return sources.get(tensor, tensor)
 
     return tuple(tuple(map(source, nodes[i].inputs)) for i in segment)
-
-
-def shorten(model: keras.Model, blocks: Blocks, number: int) -> keras.Model:
-    """Returns a model with the same layers but only the first `number` blocks.
-
-    Args:
-      model: The model in which `blocks` were found.
-      blocks: The model's blocks.
-      number: The number of blocks to keep, at least one.
-
-    Returns:
-      A functional model that is not compiled. It shares its layers with the
-      original model.
-    """
-    if isinstance(model, keras.Sequential):
-        shorter = _shorten_sequential(model, blocks, number)
-    elif model is blocks.model:
-        shorter = _shorten_functional(model, blocks, number)
-    else:
-        inner = {
-            id(layer): shorten(layer, blocks, number)
-            for layer in model.layers
-            if layer is blocks.model or _contains(layer, blocks.model)
-        }
-        shorter = _clone(
-            model,
-            lambda layer: inner.get(id(layer), layer),
-            lambda layer, *args, **kwargs: layer(*args, **kwargs),
-        )
-    # The model itself may be rematerialized, which its config does not contain.
-    shorter._remat_mode = model._remat_mode
-    return shorter
-
-
-def _clone(
-    model: keras.Model,
-    layer_of: Callable[..., keras.layers.Layer],
-    call: Callable[..., Tree],
-) -> keras.Model:
-    if model.compiled:
-        # Keras would also compile the clone from the config, which fails for
-        # lambdas.
-        model = keras.Model(model.input, model.output, name=model.name)
-    return keras.models.clone_model(
-        model, clone_function=layer_of, call_function=call
-    )
-
-
-def _shorten_functional(
-    model: keras.Model, blocks: Blocks, number: int
-) -> keras.Model:
-    dropped = {id(x) for part in blocks.segments[number:] for x in part}
-    last, last_index = blocks.trunks[number - 1]
-    end, end_index = blocks.trunks[-1]
-    trunk: list[Any] = []
-
-    def call(
-        operation: keras.Operation, *args: object, **kwargs: object
-    ) -> Tree:
-        if id(operation) not in dropped:
-            outputs = operation(*args, **kwargs)
-            if operation is last:
-                trunk.append(tree.flatten(outputs)[last_index])
-            return outputs
-        # The outputs of dropped operations are placeholders, which no remaining
-        # operation reads. In place of the last dropped block's trunk, the trunk
-        # of the last remaining block is used.
-        outputs = tree.map_structure(
-            lambda t: keras.KerasTensor(t.shape, t.dtype), operation.output
-        )
-        if operation is not end:
-            return outputs
-        leaves = tree.flatten(outputs)
-        leaves[end_index] = trunk[0]
-        return tree.pack_sequence_as(outputs, leaves)
-
-    return _clone(model, lambda layer: layer, call)
-
-
-def _contains(layer: object, inner: object) -> bool:
-    if not isinstance(layer, keras.Model):
-        return False
-    return any(part is inner for part in layer._flatten_layers())
-
-
-def _shorten_sequential(
-    model: keras.Model, blocks: Blocks, number: int
-) -> keras.Model:
-    dropped = {id(x) for part in blocks.segments[number:] for x in part}
-    inputs = [
-        keras.Input(batch_shape=t.shape, dtype=t.dtype) for t in model.inputs
-    ]
-    layers = [
-        shorten(x, blocks, number)
-        if x is blocks.model or _contains(x, blocks.model)
-        else x
-        for x in model.layers
-        if id(x) not in dropped
-    ]
-    return keras.Sequential([*inputs, *layers])
