@@ -137,7 +137,7 @@ def test_names_of_experimental():
     assert names == {
         *("CommunicationImplementation", "CommunicationOptions"),
         *("FullySharded", "MultiWorkerMirroredStrategy", "SlotsOnly"),
-        *("TPUStrategy", "ValueContext", "transformer_layout"),
+        *("TPUStrategy", "ValueContext", "scan_blocks", "transformer_layout"),
     }
     for name in names:
         assert getattr(ks.experimental, name).__doc__, name

@@ -1,5 +1,6 @@
 """A function mapped over replicas that divide values: that of whole values."""
 
+import collections
 import functools
 import re
 
@@ -7,7 +8,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from jax.extend.core import Var
+from jax.extend.core import Var, jaxprs_in_params
 from jax.sharding import NamedSharding, PartitionSpec
 
 from keras_strategies._core.jaxprs.marked_updates import (
@@ -15,6 +16,7 @@ from keras_strategies._core.jaxprs.marked_updates import (
     is_collecting,
     mark_update,
 )
+from keras_strategies._core.jaxprs.sharded_calls import stack_values
 from keras_strategies._core.jaxprs.specs import Sharded
 from keras_strategies._core.mesh import ReplicaMesh
 from keras_strategies._core.replica_map import (
@@ -349,3 +351,104 @@ def test_what_is_read_again_is_gathered_once():
     traced = jax.make_jaxpr(mapped)(weights, np.ones((2, 4), "float32"))
     assert str(traced).count("all_gather[") == 3
     assert "optimization_barrier" not in str(traced)
+
+
+def loop_loss(weight, x, remat):
+    def block(x, weight):
+        return jnp.tanh(x @ weight)
+
+    layer = jax.checkpoint(block) if remat else block
+    return jnp.sum(jax.lax.scan(lambda x, w: (layer(x, w), None), x, weight)[0])
+
+
+def count_in_loops(traced, name):
+    """How often a primitive is in the bodies of loops, and outside."""
+    counts = collections.Counter()
+
+    def count(jaxpr, is_in_loop):
+        for equation in jaxpr.eqns:
+            primitive = equation.primitive.name
+            counts[is_in_loop] += primitive == name
+            for inner in jaxprs_in_params(equation.params):
+                count(inner, is_in_loop or primitive == "scan")
+
+    count(traced.jaxpr, False)
+    return counts[True], counts[False]
+
+
+@pytest.mark.parametrize("remat", [False, True])
+@pytest.mark.parametrize("is_stacked", [False, True])
+def test_a_loop_gathers_a_slice_in_each_turn(remat, is_stacked):
+    mesh, depth = mesh_of(4), 3
+    random = np.random.default_rng(0)
+    weights = (random.normal(size=(depth, 8, 8)) / 3).astype("float32")
+    x = random.normal(size=(8, 8)).astype("float32")
+    spec = divided(mesh, 0 if is_stacked else 1)
+    specs = [spec] * depth if is_stacked else [spec]
+    given = list(weights) if is_stacked else [weights]
+
+    def step(given, x):
+        def loss(given):
+            stacked = stack_values(given) if is_stacked else given[0]
+            return loop_loss(stacked, x, remat)
+
+        grads = jax.grad(loss)(given)
+        pairs = zip(grads, given, strict=True)
+        return [descended(mesh, spec, *pair) for pair in pairs]
+
+    cut = sharded_map(
+        step, mesh, in_specs=(specs, split_spec(mesh)), out_specs=specs
+    )
+    found = np.asarray(jax.jit(cut)(given, x)).reshape(weights.shape)
+    grad = jax.grad(lambda w: loop_loss(w, x, False))(weights)
+    np.testing.assert_allclose(found, weights - 0.1 * grad, atol=1e-5)
+    traced = jax.make_jaxpr(cut)(given, x)
+    # Once in the forward pass, and once in the backward pass.
+    assert count_in_loops(traced, "all_gather") == (2, 0)
+    assert count_in_loops(traced, "reduce_scatter") == (1, 0)
+
+
+def test_a_loop_over_the_sharded_dimension_gathers_before_it():
+    mesh = mesh_of(4)
+    random = np.random.default_rng(0)
+    weight = (random.normal(size=(4, 6, 6)) / 3).astype("float32")
+    x = random.normal(size=(8, 6)).astype("float32")
+    spec = divided(mesh)
+
+    def step(weight, x):
+        grad = jax.grad(loop_loss)(weight, x, False)
+        return descended(mesh, spec, grad, weight)
+
+    cut = sharded_map(
+        step, mesh, in_specs=(spec, split_spec(mesh)), out_specs=spec
+    )
+    grad = jax.grad(loop_loss)(weight, x, False)
+    np.testing.assert_allclose(
+        jax.jit(cut)(weight, x), weight - 0.1 * grad, atol=1e-5
+    )
+    traced = jax.make_jaxpr(cut)(weight, x)
+    assert count_in_loops(traced, "all_gather") == (0, 1)
+
+
+def test_values_of_other_layouts_are_stacked_whole():
+    mesh = mesh_of(4)
+    random = np.random.default_rng(0)
+    weights = [
+        (random.normal(size=(8, 8)) / 3).astype("float32") for _ in range(2)
+    ]
+    x = random.normal(size=(8, 8)).astype("float32")
+    specs = [divided(mesh), divided(mesh, 1)]
+
+    def step(weights, x):
+        grads = jax.grad(lambda w: loop_loss(stack_values(w), x, False))(
+            weights
+        )
+        triples = zip(specs, grads, weights, strict=True)
+        return [descended(mesh, *each) for each in triples]
+
+    cut = sharded_map(
+        step, mesh, in_specs=(specs, split_spec(mesh)), out_specs=specs
+    )
+    grads = jax.grad(lambda w: loop_loss(jnp.stack(w), x, False))(weights)
+    wanted = [w - 0.1 * g for w, g in zip(weights, grads, strict=True)]
+    assert_close(jax.jit(cut)(weights, x), wanted, 1e-5)

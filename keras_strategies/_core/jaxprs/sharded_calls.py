@@ -203,7 +203,7 @@ def find_scattered(
 def _sinks_all(
     equation: JaxprEqn, scattered: dict[Var, Sharded], uses: Counter[Var]
 ) -> bool:
-    """Returns whether all results are scattered alike, and only that."""
+    """Returns whether all results are scattered equally, and read only so."""
     specs = {scattered.get(v) for v in equation.outvars}
     is_only = all(uses[v] == 1 for v in equation.outvars)
     return len(specs) == 1 and None not in specs and is_only

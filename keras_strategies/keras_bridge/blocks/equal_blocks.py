@@ -100,15 +100,13 @@ def find_blocks(model: keras.Model) -> Blocks | None:
 
 
 def find_all_blocks(model: keras.Model) -> Iterator[Blocks]:
-    """Yields the largest run of equal blocks in each of a model's graphs.
+    """Yields the runs of equal blocks in each of a model's graphs.
 
     Args:
       model: A built model.
     """
     for part in _iter_functional_parts(model):
-        blocks = _find_blocks_of(part)
-        if blocks is not None:
-            yield blocks
+        yield from find_blocks_of(part)
 
 
 def _iter_functional_parts(model: keras.Model) -> Iterator[keras.Model]:
@@ -139,11 +137,15 @@ def _has_graph(model: keras.Model) -> bool:
     return hasattr(get_graph(model), "_nodes_by_depth")
 
 
-def _find_blocks_of(model: keras.Model) -> Blocks | None:
+def find_blocks_of(model: keras.Model) -> list[Blocks]:
+    """Finds runs of equal blocks in a model's own graph, the largest first.
+
+    No two runs have a call in common.
+    """
     nodes = list(_iter_nodes(model))
     if not MIN_BLOCKS <= len(nodes) <= _MAX_NODES:
-        return None
-    best: Blocks | None = None
+        return []
+    candidates = []
     for start, length, count in _find_repetitions(
         [node.kind for node in nodes]
     ):
@@ -152,12 +154,16 @@ def _find_blocks_of(model: keras.Model) -> Blocks | None:
             range(first, first + length) for first in range(start, stop, length)
         ]
         blocks = _make_blocks(model, nodes, segments)
-        if blocks is None:
-            continue
-        size = len(blocks) * blocks.num_entries
-        if best is None or size > len(best) * best.num_entries:
-            best = blocks
-    return best if best is not None and best.num_entries else None
+        if blocks is not None and blocks.num_entries:
+            candidates.append((blocks, set(range(start, stop))))
+    candidates.sort(key=lambda c: -len(c[0]) * c[0].num_entries)
+    found: list[Blocks] = []
+    taken: set[int] = set()
+    for blocks, calls in candidates:
+        if taken.isdisjoint(calls):
+            found.append(blocks)
+            taken |= calls
+    return found
 
 
 def _iter_nodes(model: keras.Model) -> Iterator[_Node]:

@@ -23,16 +23,21 @@ from keras.src.ops.function import Function
 from keras_strategies._core.attributes import temporary_attribute
 from keras_strategies._core.identity import IdentitySet
 from keras_strategies._core.jaxprs.sharded_calls import stack_values
+from keras_strategies._core.jaxprs.traces import is_tracing
 from keras_strategies._types import Array, Tree
 from keras_strategies.keras_bridge.blocks.equal_blocks import (
     Blocks,
     find_all_blocks,
+    find_blocks_of,
     get_graph,
 )
+from keras_strategies.keras_bridge.hooks.on_read import is_on_read
+from keras_strategies.keras_bridge.hooks.variable_writes import is_user_defined
 from keras_strategies.keras_bridge.hooks.variables_used import InnerScope
 from keras_strategies.keras_bridge.patches import Patches
+from keras_strategies.keras_bridge.step_context import current_step
 
-_ATTRIBUTE = "_ks_scanned_blocks"
+_MARK = "_ks_scans_blocks"
 
 
 def scan_blocks(model: keras.Model) -> list[list[str]]:
@@ -57,10 +62,12 @@ def scan_blocks(model: keras.Model) -> list[list[str]]:
 
     Example:
       ```python
+      strategy = ks.MirroredStrategy()
       with strategy.scope():
-          model = keras_hub.models.Llama3CausalLM(...)
+          blocks = [keras.layers.Dense(64, "tanh") for _ in range(8)]
+          model = keras.Sequential([keras.Input((64,)), *blocks])
           ks.experimental.scan_blocks(model)
-          model.compile(...)
+          model.compile("adam", "mse")
       ```
 
     References:
@@ -76,19 +83,25 @@ def scan_blocks(model: keras.Model) -> list[list[str]]:
             "arguments, or leave the model unrolled."
         )
     for blocks in runs:
-        vars(get_graph(blocks.model))[_ATTRIBUTE] = blocks
+        vars(get_graph(blocks.model))[_MARK] = True
     return [[op.name for op, _ in blocks.trunks] for blocks in runs]
 
 
 @contextlib.contextmanager
 def scanning_blocks() -> Iterator[None]:
     """Computes marked blocks in loops while the block, which traces, runs."""
-    with _patches.hold(), temporary_attribute(_thread, "is_tracing", True):
+    with _patches.hold(), temporary_attribute(_thread, "is_in_step", True):
         yield
 
 
+def unrolled_blocks() -> contextlib.AbstractContextManager[None]:
+    """Leaves blocks unrolled in the traces of this thread, for a block."""
+    return temporary_attribute(_thread, "is_unrolled", True)
+
+
 class _Thread(threading.local):
-    is_tracing = False
+    is_in_step = False
+    is_unrolled = False
 
 
 _thread = _Thread()
@@ -97,11 +110,16 @@ _thread = _Thread()
 def _wrap_graph(original: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(original)
     def run_graph(graph: Any, *args: Any, **kwargs: Any) -> Tree:
-        blocks = vars(graph).get(_ATTRIBUTE)
-        is_scanned = blocks is not None and _thread.is_tracing
-        if is_scanned and get_stateless_scope() and "call_fn" not in kwargs:
-            operation_fn = kwargs["operation_fn"]
-            kwargs["operation_fn"] = _GraphRun(blocks, operation_fn).choose
+        is_wanted = _thread.is_in_step and not _thread.is_unrolled
+        is_scanned = _MARK in vars(graph) and is_wanted and is_tracing()
+        if is_scanned and get_stateless_scope():
+            # Found again, because a layer may have been frozen since.
+            runs = find_blocks_of(graph)
+            if not runs:
+                _warn(graph, "they are not equal any more")
+            for blocks in runs:
+                run = _GraphRun(blocks, kwargs["operation_fn"])
+                kwargs["operation_fn"] = run.choose
         return original(graph, *args, **kwargs)
 
     return run_graph
@@ -196,12 +214,7 @@ class _GraphRun:
         return tree.pack_sequence_as(outputs, leaves)
 
     def _unroll(self, reason: str) -> None:
-        warnings.warn(
-            f"Blocks of {self._blocks.model.name!r} are computed one by one, "
-            f"not in a loop: {reason}.",
-            UserWarning,
-            stacklevel=2,
-        )
+        _warn(self._blocks.model, reason)
         self._is_unrolled = True
         for call in self._calls:
             args, kwargs = call.arguments
@@ -250,6 +263,7 @@ class _GraphRun:
                 num_losses = len(inner.losses)
                 output = self._compute(second, {id(trunk): value})
             if len(inner.losses) > num_losses:
+                self._forget(inner.losses[num_losses:])
                 raise _NotScanned("a block adds a loss")
             new_carry = output, get_keras_mask(output)
             if _describe(new_carry) != _describe(carry):
@@ -260,6 +274,8 @@ class _GraphRun:
             written[:] = [v for v in inner_variables if v in inner.written]
             if len(written) < len(inner.written):
                 raise _NotScanned("blocks write a variable that they share")
+            if not all(map(_is_plain, written)):
+                raise _NotScanned("a block writes a variable of its own")
             return new_carry, [inner.get_current_value(v) for v in written]
 
         carry = entering, get_keras_mask(entering)
@@ -271,6 +287,14 @@ class _GraphRun:
         if mask is not None:
             set_keras_mask(result, mask)
         return result
+
+    def _forget(self, losses: list[Any]) -> None:
+        """Clears the ids of losses that an aborted trace added."""
+        ids = set(map(id, losses))
+        for operation in self._blocks.segments[1]:
+            if isinstance(operation, keras.Layer):
+                for layer in operation._flatten_layers():
+                    layer._loss_ids.difference_update(ids)
 
     def _compute(
         self, calls: Sequence[_Call], values: dict[int, Array]
@@ -292,6 +316,27 @@ class _GraphRun:
         operation, index = self._blocks.trunks[1]
         (maker,) = [c for c in calls if c.operation is operation]
         return values[id(tree.flatten(maker.outputs)[index])]
+
+
+def _warn(model: keras.Model, reason: str) -> None:
+    warnings.warn(
+        f"The equal blocks of {model.name!r} are computed one by one, not in a "
+        f"loop: {reason}.",
+        UserWarning,
+        stacklevel=2,
+    )
+
+
+def _is_plain(variable: keras.Variable) -> bool:
+    """Returns whether no rule combines what replicas write to a variable."""
+    step = current_step()
+    rules = () if step is None else step.notes.metric_rules
+    return not (
+        is_user_defined(variable)
+        or is_on_read(variable)
+        or hasattr(variable, "_ks_merge")
+        or variable in rules
+    )
 
 
 def _describe(carry: Any) -> list[Any]:

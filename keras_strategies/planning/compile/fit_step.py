@@ -17,6 +17,7 @@ from keras_strategies.keras_bridge.blocks.call_signatures import (
     is_rematerialized,
 )
 from keras_strategies.keras_bridge.blocks.equal_blocks import find_blocks
+from keras_strategies.keras_bridge.blocks.scanned_blocks import unrolled_blocks
 from keras_strategies.keras_bridge.loops.binding import Binding
 from keras_strategies.keras_bridge.steps.lower_step import (
     lower_step,
@@ -109,7 +110,8 @@ class FitStep(Step):
 
     def lower(self, rows: int, blocks: int | None) -> jax.stages.Lowered:
         """Implements `Step.lower`."""
-        with rematerialize(self._again):
+        # XLA's figures would count a loop's body once.
+        with rematerialize(self._again), unrolled_blocks():
             model, binding = self._get_model(blocks)
             return lower_step(
                 model,

@@ -10,6 +10,7 @@ import keras
 import numpy as np
 
 from keras_strategies._core import values
+from keras_strategies.keras_bridge.blocks.scanned_blocks import unrolled_blocks
 from keras_strategies.planning.compile.step import Step, count_variable_bytes
 from keras_strategies.strategy.runner import Runner
 
@@ -86,7 +87,8 @@ class RunStep(Step):
             return values.PerReplica.of(array, leaf.layout)
 
         args, kwargs = jax.tree.map(scale, self._given, is_leaf=_is_leaf)
-        lowered, written = self._runner.lower(self._fn, args, kwargs)
+        with unrolled_blocks():
+            lowered, written = self._runner.lower(self._fn, args, kwargs)
         trained = self._list_trained()
         if trained and not {id(v) for v in written} & set(map(id, trained)):
             name = getattr(self._fn, "__name__", "a function")
