@@ -1,14 +1,15 @@
-"""Attention in TPU steps that computes what the layers ask for.
+"""Attention in TPU steps: by a kernel that stores no scores, where it applies.
 
 On a TPU, Keras 3.15 computes attention without a mask in a kernel (JAX's splash
-attention). The kernel always computes causal attention and does not scale the
-scores. With a mask, or for causal attention, a traced step uses XLA's
-attention, but does not cap the scores even if the layer asks for it. So this
-module makes every step for TPUs use XLA's attention, with the cap that the
-layer asks for, even if the step is compiled without a TPU.
+attention). It calls the kernel so that it always computes causal attention and
+does not scale the scores. With a mask, or for causal attention, a traced step
+uses XLA's attention, which stores all scores, but does not cap them even if the
+layer asks for it. So this module computes attention in every step for TPUs,
+also if the step is planned without a TPU.
 """
 
 import contextlib
+import dataclasses
 import functools
 import inspect
 import threading
@@ -17,29 +18,67 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import keras
+from jax.sharding import PartitionSpec
 
+from keras_strategies._core import splash_attention as splash
 from keras_strategies._core.attributes import temporary_attribute
 from keras_strategies._core.mesh import ReplicaMesh
+from keras_strategies._core.splash_attention import AttentionMask
 from keras_strategies._types import Array
 from keras_strategies.keras_bridge import keras_names
 from keras_strategies.keras_bridge.patches import Patches
 
 
-@contextlib.contextmanager
-def attention_for(mesh: ReplicaMesh) -> Iterator[None]:
-    """Makes this thread trace attention correctly for the mesh's devices."""
-    if mesh.platform != "tpu":
-        yield
-        return
-    with _patches.hold(), temporary_attribute(_thread, "is_for_tpus", True):
-        yield
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class _Trace:
+    """The trace of a step for TPUs.
+
+    Attributes:
+      mesh: The replicas.
+      is_global: Whether arrays have the rows of all replicas.
+    """
+
+    mesh: ReplicaMesh
+    is_global: bool
 
 
 class _Thread(threading.local):
-    is_for_tpus = False
+    """The state of the thread that traces a step.
+
+    Attributes:
+      trace: The trace of a step for TPUs, or None.
+      made_mask: The last mask that a layer computed, as an array and as an
+        `AttentionMask`.
+      layer_mask: The `made_mask` that was passed to the layer that is computing
+        attention.
+    """
+
+    trace: _Trace | None = None
+    made_mask: tuple[Array, AttentionMask] | None = None
+    layer_mask: AttentionMask | None = None
 
 
 _thread = _Thread()
+
+
+@contextlib.contextmanager
+def attention_for(
+    mesh: ReplicaMesh, *, is_global: bool = False
+) -> Iterator[None]:
+    """Makes this thread trace attention correctly for the mesh's devices.
+
+    Args:
+      mesh: The replicas.
+      is_global: Whether the block traces with the rows of all replicas instead
+        of one replica's.
+    """
+    if mesh.platform != "tpu":
+        yield
+        return
+    trace = _Trace(mesh=mesh, is_global=is_global and mesh.num_replicas > 1)
+    with _patches.hold(), temporary_attribute(_thread, "trace", trace):
+        yield
 
 
 def _wrap_attention(original: Callable[..., Any]) -> Callable[..., Any]:
@@ -47,9 +86,12 @@ def _wrap_attention(original: Callable[..., Any]) -> Callable[..., Any]:
 
     @functools.wraps(original)
     def attention(*args: Any, **kwargs: Any) -> Array:
-        if not _thread.is_for_tpus:
+        trace = _thread.trace
+        if trace is None:
             return original(*args, **kwargs)
         arguments = signature.bind(*args, **kwargs).arguments
+        if find_reason_against_kernel(trace, **arguments) is None:
+            return _attend(trace, **arguments)
         arguments["flash_attention"] = False
         if arguments.get("attn_logits_soft_cap") is None:
             return original(**arguments)
@@ -57,6 +99,216 @@ def _wrap_attention(original: Callable[..., Any]) -> Callable[..., Any]:
         return capped_attention(**arguments)
 
     return attention
+
+
+def _wrap_layer_mask(original: Callable[..., Any]) -> Callable[..., Any]:
+    """Wraps a layer's method that computes the mask of its scores.
+
+    The wrapper records the parts of the mask. From the array alone, the
+    kernel could not know which blocks of scores it may skip.
+    """
+    signature = inspect.signature(original)
+
+    @functools.wraps(original)
+    def compute_mask(layer: Any, *args: Any, **kwargs: Any) -> Array | None:
+        array = original(layer, *args, **kwargs)
+        if _thread.trace is not None and array is not None:
+            arguments = signature.bind(layer, *args, **kwargs).arguments
+            mask = _describe_mask(layer, **arguments)
+            _thread.made_mask = mask and (array, mask)
+        return array
+
+    return compute_mask
+
+
+def _wrap_layer_attention(original: Callable[..., Any]) -> Callable[..., Any]:
+    """Wraps a layer's method that computes attention with a given mask."""
+    signature = inspect.signature(original)
+
+    @functools.wraps(original)
+    def compute_attention(layer: Any, *args: Any, **kwargs: Any) -> Any:
+        made, _thread.made_mask = _thread.made_mask, None
+        arguments = signature.bind(layer, *args, **kwargs).arguments
+        is_made = made and arguments.get("attention_mask") is made[0]
+        mask = made[1] if made and is_made else None
+        with temporary_attribute(_thread, "layer_mask", mask):
+            return original(layer, *args, **kwargs)
+
+    return compute_attention
+
+
+def _describe_mask(
+    layer: Any,
+    *_: Any,
+    query_mask: Array | None = None,
+    value_mask: Array | None = None,
+    key_mask: Array | None = None,
+    attention_mask: Array | None = None,
+    use_causal_mask: bool = False,
+    **__: Any,
+) -> AttentionMask | None:
+    """Returns the mask that a layer computes from these arguments.
+
+    Returns:
+      The mask. None if it includes an array of scores.
+    """
+    padding = [m for m in (query_mask, value_mask, key_mask) if m is not None]
+    if attention_mask is not None or any(m.ndim != 2 for m in padding):
+        return None
+    window = getattr(layer, "sliding_window", None)
+    window = getattr(layer, "_sliding_window", window)
+    reach = None if window is None else window - 1
+    keys = [
+        jnp.asarray(m, bool) for m in (value_mask, key_mask) if m is not None
+    ]
+    return AttentionMask(
+        left=reach,
+        right=0 if use_causal_mask else reach,
+        queries=None if query_mask is None else jnp.asarray(query_mask, bool),
+        keys=functools.reduce(jnp.logical_and, keys) if keys else None,
+    )
+
+
+def find_reason_against_kernel(
+    trace: _Trace,
+    query: Array,
+    key: Array,
+    value: Array,
+    bias: Array | None = None,
+    mask: Array | None = None,
+    **_: Any,
+) -> str | None:
+    """Returns why attention is computed by XLA instead of by the kernel.
+
+    Args:
+      trace: The trace of the step.
+      query: An array of shape (batch, T, heads, depth).
+      key: An array of shape (batch, S, heads or a divisor of it, depth).
+      value: An array of the key's shape, except for the depth.
+      bias: An array that is added to the scores.
+      mask: True for the scores to use.
+
+    Returns:
+      The reason, or None if the kernel computes the attention.
+    """
+    dtype = str(jnp.result_type(query, key, value))
+    lengths = query.shape[1], key.shape[1]
+    if bias is not None:
+        return "a bias is added to the scores"
+    if dtype not in splash.DTYPES:
+        return f"the dtype {dtype}"
+    if any(length % splash.LANES or not length for length in lengths):
+        return f"a length that is not a multiple of {splash.LANES}: " + str(
+            next(x for x in lengths if x % splash.LANES or not x)
+        )
+    replicas = trace.mesh.num_replicas if trace.is_global else 1
+    if len(query) % replicas:
+        return f"rows that {replicas} replicas cannot share evenly"
+    cores = trace.mesh.cores_per_replica
+    if query.shape[2] % cores or key.shape[2] % cores:
+        return f"heads that {cores} cores cannot share evenly"
+    if mask is not None and not _is_of_known_shape(mask.shape, query, key):
+        return f"a mask of shape {tuple(mask.shape)}"
+    return None
+
+
+def _is_of_known_shape(
+    shape: tuple[int, ...], query: Array, key: Array
+) -> bool:
+    """Returns whether a mask has the shape (batch, heads, T, S), with 1s."""
+    full = (len(query), query.shape[2], query.shape[1], key.shape[1])
+    return len(shape) == 4 and all(
+        size in (1, all_) for size, all_ in zip(shape, full, strict=True)
+    )
+
+
+def _attend(
+    trace: _Trace,
+    query: Array,
+    key: Array,
+    value: Array,
+    mask: Array | None = None,
+    scale: float | None = None,
+    is_causal: bool = False,
+    attn_logits_soft_cap: float | None = None,
+    **_: Any,
+) -> jax.Array:
+    """Computes attention with the kernel, on each core its heads."""
+    dtype = jnp.result_type(query, key, value)
+    query, key, value = (jnp.asarray(x, dtype) for x in (query, key, value))
+    known, _thread.layer_mask = _thread.layer_mask, None
+    if mask is None:
+        known = AttentionMask()
+    elif known is None:
+        shape = (*mask.shape[:2], query.shape[1], key.shape[1])
+        known = AttentionMask(scores=jnp.broadcast_to(mask, shape).astype(bool))
+    if is_causal:
+        known = _make_causal(known, query.shape[1], key.shape[1])
+    attend = functools.partial(
+        splash.splash_attention,
+        scale=query.shape[-1] ** -0.5 if scale is None else scale,
+        soft_cap=attn_logits_soft_cap,
+    )
+    return _map_over_cores(trace, attend, query, key, value, known)
+
+
+def _make_causal(mask: AttentionMask, queries: int, keys: int) -> AttentionMask:
+    """Returns the mask without the keys that come after each query."""
+    if mask.scores is None:
+        return dataclasses.replace(mask, right=0)
+    is_earlier = jnp.tril(jnp.ones((queries, keys), bool))
+    return dataclasses.replace(mask, scores=mask.scores & is_earlier)
+
+
+def _map_over_cores(
+    trace: _Trace,
+    attend: Callable[..., jax.Array],
+    query: Array,
+    key: Array,
+    value: Array,
+    mask: AttentionMask,
+) -> jax.Array:
+    """Calls `attend` on each core, because XLA cannot partition kernels.
+
+    A core computes its heads. In the trace of a global batch, it computes its
+    replica's rows.
+    """
+    mesh = trace.mesh
+    model = mesh.model_axis if mesh.cores_per_replica > 1 else None
+    rows = mesh.all_replicas if trace.is_global else None
+    if model is None and rows is None:
+        return attend(query, key, value, mask)
+    arrays = [query, key, value, mask.queries, mask.keys, mask.scores]
+
+    def call(
+        query: Array, key: Array, value: Array, *masks: Array
+    ) -> jax.Array:
+        names = ("queries", "keys", "scores")
+        parts = dict(zip(names, masks, strict=True))
+        return attend(query, key, value, dataclasses.replace(mask, **parts))
+
+    heads = PartitionSpec(rows, None, model, None)
+    specs = [heads] * 3 + [PartitionSpec(rows)] * 2
+    scores = () if mask.scores is None else mask.scores.shape
+    specs.append(
+        PartitionSpec(
+            *(
+                axis if size > 1 else None
+                for axis, size in zip((rows, model), scores, strict=False)
+            )
+        )
+    )
+    return jax.shard_map(
+        call,
+        mesh=None if jax.sharding.get_abstract_mesh().axis_names else mesh.mesh,
+        axis_names={
+            *(mesh.replica_axes if rows else ()),
+            *([model] if model else ()),
+        },
+        in_specs=tuple(specs),
+        out_specs=heads,
+        check_vma=False,
+    )(*arrays)
 
 
 def capped_attention(
@@ -119,6 +371,14 @@ def capped_attention(
     return jnp.einsum("bhts,bshd->bthd", shares, value)
 
 
-_patches = Patches(
-    lambda: [(keras_names.NN, "dot_product_attention", _wrap_attention)]
-)
+def _find_patches() -> Iterator[tuple[Any, str, Callable[..., Any]]]:
+    yield keras_names.NN, "dot_product_attention", _wrap_attention
+    for layer in (
+        keras.layers.MultiHeadAttention,
+        keras.layers.GroupQueryAttention,
+    ):
+        yield layer, "_compute_attention_mask", _wrap_layer_mask
+        yield layer, "_compute_attention", _wrap_layer_attention
+
+
+_patches = Patches(_find_patches)

@@ -209,7 +209,10 @@ def global_batch_trace(
         facts = StepFacts(mesh=mesh, rows=1, is_global_batch=True)
         step = StepContext(facts=facts)
     try:
-        with attention_for(mesh), in_replica(replica_scope, step):
+        with (
+            attention_for(mesh, is_global=True),
+            in_replica(replica_scope, step),
+        ):
             yield
     except BaseException:
         trace_checks.forget_losses(model_step)

@@ -1,0 +1,223 @@
+"""Attention for TPUs by JAX's splash kernel, which stores no scores."""
+
+import dataclasses
+import functools
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from keras_strategies._types import Array
+
+LANES = 128
+"""Sequence lengths must be multiples of this number of a TPU's lanes."""
+
+_BLOCKS = (512, 256, LANES)
+DTYPES = ("bfloat16", "float32")
+
+
+@dataclasses.dataclass(frozen=True, eq=False, kw_only=True)
+class AttentionMask:
+    """The keys that each query attends to; without arguments, all keys.
+
+    The kernel skips blocks of scores that `left` and `right` exclude. Only
+    `scores` is read from memory for each pair of a query and a key.
+
+    Attributes:
+      left: The largest distance to an earlier key; None for no limit.
+      right: The largest distance to a later key: 0 in causal attention; None
+        for no limit.
+      queries: True for the queries that attend to any key, of shape (batch,
+        T); None for all.
+      keys: True for the keys that are attended to, of shape (batch, S); None
+        for all.
+      scores: True for the scores to use, of shape (batch or 1, heads or 1, T,
+        S); None for all.
+    """
+
+    left: int | None = None
+    right: int | None = None
+    queries: Array | None = None
+    keys: Array | None = None
+    scores: Array | None = None
+
+
+def splash_attention(
+    query: Array,
+    key: Array,
+    value: Array,
+    mask: AttentionMask,
+    *,
+    scale: float,
+    soft_cap: float | None = None,
+) -> jax.Array:
+    """Computes attention on one TPU core.
+
+    The results are those of `jax.nn.dot_product_attention`. In particular, a
+    query without any key to attend to gets the mean of all values.
+
+    Args:
+      query: An array of shape (batch, T, heads, depth). T is a multiple of
+        `LANES`, as is S.
+      key: An array of shape (batch, S, heads or a divisor of it, depth).
+      value: An array of the key's shape, except for the depth.
+      mask: The keys that each query attends to.
+      scale: The factor by which scores are multiplied.
+      soft_cap: Caps each score s to `soft_cap * tanh(s / soft_cap)`; None for
+        no cap.
+
+    Returns:
+      An array of shape (batch, T, heads, depth of the value).
+    """
+    queries, keys, heads = query.shape[1], key.shape[1], query.shape[2]
+    depth = value.shape[-1]
+    operands = [
+        jnp.swapaxes(_pad_depth(x), 1, 2) for x in (query * scale, key, value)
+    ]
+    operands[0] = operands[0].astype(query.dtype)
+    if mask.scores is None:
+        with jax.ensure_compile_time_eval():
+            kernel = _make_kernel(
+                heads, queries, keys, mask.left, mask.right, soft_cap
+            )
+        result = jax.vmap(kernel)(*operands, _make_segments(query, key, mask))
+    else:
+        # The kernel's block sizes are those of a mask that is only known when
+        # the program runs.
+        scores = jnp.broadcast_to(
+            mask.scores, (len(query), *mask.scores.shape[1:])
+        )
+        sizes = _make_block_sizes(queries, keys)
+        result = jax.vmap(functools.partial(_attend, sizes, soft_cap))(
+            *operands, scores
+        )
+    result = jnp.swapaxes(result, 1, 2)[..., :depth]
+    has_keys = _find_queries_with_keys(mask, queries, keys)
+    if has_keys is None:
+        return result
+    mean = jnp.mean(value, axis=1, keepdims=True, dtype="float32")
+    mean = jnp.repeat(mean, heads // value.shape[2], axis=2)
+    return jnp.where(has_keys, result, mean.astype(result.dtype))
+
+
+def _pad_depth(x: Array) -> jax.Array:
+    """Pads the last dimension with zeros to a multiple of the lanes."""
+    padding = -x.shape[-1] % LANES
+    return jnp.pad(x, [(0, 0)] * (x.ndim - 1) + [(0, padding)])
+
+
+@functools.lru_cache(maxsize=64)
+def _make_kernel(
+    heads: int,
+    queries: int,
+    keys: int,
+    left: int | None,
+    right: int | None,
+    soft_cap: float | None,
+) -> Any:
+    """Makes a kernel for one row of the batch, with a mask known in advance."""
+    kernels, masks = _import_splash()
+    shape = (queries, keys)
+    if left is None and right is None:
+        mask = masks.FullMask(shape)
+    else:
+        mask = masks.LocalMask(shape, (left, right), offset=0)
+    kernel = kernels.make_splash_mha(
+        masks.MultiHeadMask([mask] * heads),
+        head_shards=1,
+        q_seq_shards=1,
+        block_sizes=_make_block_sizes(queries, keys),
+        attn_logits_soft_cap=soft_cap,
+    )
+    # As arrays of JAX, these constants would belong to the current devices.
+    return jax.tree.map(np.asarray, kernel)
+
+
+def _attend(
+    sizes: Any,
+    soft_cap: float | None,
+    query: Array,
+    key: Array,
+    value: Array,
+    scores: Array,
+) -> jax.Array:
+    """Computes attention for one row of the batch with a mask of scores."""
+    kernel = _import_splash()[0].make_splash_mha(
+        scores,
+        head_shards=1,
+        q_seq_shards=1,
+        block_sizes=sizes,
+        attn_logits_soft_cap=soft_cap,
+    )
+    # `make_splash_mha` (jax 0.10) turns this bool into a traced array.
+    kernel.fwd_mask_info = kernel.fwd_mask_info._replace(is_dynamic_mask=True)
+    return kernel(query, key, value)
+
+
+def _make_segments(query: Array, key: Array, mask: AttentionMask) -> Any:
+    """Returns segment ids that differ for excluded queries and keys."""
+    if mask.queries is None and mask.keys is None:
+        return None
+    queries, keys = (
+        jnp.ones(x.shape[:2], "int32")
+        if used is None
+        else jnp.where(used, 1, excluded).astype("int32")
+        for x, used, excluded in (
+            (query, mask.queries, 2),
+            (key, mask.keys, 0),
+        )
+    )
+    return _import_splash()[0].SegmentIds(queries, keys)
+
+
+def _find_queries_with_keys(
+    mask: AttentionMask, queries: int, keys: int
+) -> Array | None:
+    """Returns which queries attend to any key; None if all of them do.
+
+    Returns:
+      A boolean array that broadcasts to (batch, T, heads, 1).
+    """
+    if mask.scores is not None:
+        return jnp.swapaxes(mask.scores.any(-1, keepdims=True), 1, 2)
+    places = np.arange(queries)
+    first = 0 * places if mask.left is None else places - mask.left
+    end = 0 * places + keys if mask.right is None else places + mask.right + 1
+    first, end = np.clip(first, 0, keys), np.clip(end, 0, keys)
+    has_keys = None if (end > first).all() else (end > first)[None]
+    if mask.keys is not None:
+        counts = jnp.cumsum(mask.keys, axis=1, dtype="int32")
+        counts = jnp.pad(counts, [(0, 0), (1, 0)])
+        has_keys = counts[:, end] > counts[:, first]
+    if mask.queries is not None:
+        has_keys = mask.queries if has_keys is None else has_keys & mask.queries
+    return None if has_keys is None else has_keys[:, :, None, None]
+
+
+def _make_block_sizes(queries: int, keys: int) -> Any:
+    """Returns the largest blocks that divide the lengths."""
+    block_q, block_kv = (
+        next(size for size in _BLOCKS if length % size == 0)
+        for length in (queries, keys)
+    )
+    return _import_splash()[0].BlockSizes(
+        block_q=block_q,
+        block_kv=block_kv,
+        block_kv_compute=block_kv,
+        block_q_dkv=block_q,
+        block_kv_dkv=block_kv,
+        block_kv_dkv_compute=block_kv,
+        block_q_dq=block_q,
+        block_kv_dq=block_kv,
+    )
+
+
+def _import_splash() -> tuple[Any, Any]:
+    """Imports JAX's modules of the kernel and of its masks when needed."""
+    from jax.experimental.pallas.ops.tpu.splash_attention import (
+        splash_attention_kernel,
+        splash_attention_mask,
+    )
+
+    return splash_attention_kernel, splash_attention_mask
