@@ -201,9 +201,6 @@ def find_reason_against_kernel(
         return f"a length that is not a multiple of {splash.LANES}: " + str(
             next(x for x in lengths if x % splash.LANES or not x)
         )
-    replicas = trace.mesh.num_replicas if trace.is_global else 1
-    if len(query) % replicas:
-        return f"rows that {replicas} replicas cannot share evenly"
     cores = trace.mesh.cores_per_replica
     if query.shape[2] % cores or key.shape[2] % cores:
         return f"heads that {cores} cores cannot share evenly"
@@ -278,7 +275,6 @@ def _map_over_cores(
     rows = mesh.all_replicas if trace.is_global else None
     if model is None and rows is None:
         return attend(query, key, value, mask)
-    arrays = [query, key, value, mask.queries, mask.keys, mask.scores]
 
     def call(
         query: Array, key: Array, value: Array, *masks: Array
@@ -287,28 +283,37 @@ def _map_over_cores(
         parts = dict(zip(names, masks, strict=True))
         return attend(query, key, value, dataclasses.replace(mask, **parts))
 
-    heads = PartitionSpec(rows, None, model, None)
-    specs = [heads] * 3 + [PartitionSpec(rows)] * 2
-    scores = () if mask.scores is None else mask.scores.shape
-    specs.append(
-        PartitionSpec(
-            *(
-                axis if size > 1 else None
-                for axis, size in zip((rows, model), scores, strict=False)
-            )
-        )
-    )
+    arrays = [query, key, value, mask.queries, mask.keys, mask.scores]
+    heads, of_rows = PartitionSpec(rows, None, model), PartitionSpec(rows)
+    # A mask may have one row or one head for all.
+    sizes = [1, 1] if mask.scores is None else mask.scores.shape[:2]
+    axes = [
+        axis if size > 1 else None
+        for axis, size in zip((rows, model), sizes, strict=True)
+    ]
+    specs = [*[heads] * 3, *[of_rows] * 2, PartitionSpec(*axes)]
+    padding = -len(query) % mesh.num_replicas if rows else 0
+    names = mesh.replica_axes if rows else ()
     return jax.shard_map(
         call,
         mesh=None if jax.sharding.get_abstract_mesh().axis_names else mesh.mesh,
-        axis_names={
-            *(mesh.replica_axes if rows else ()),
-            *([model] if model else ()),
-        },
+        axis_names={*names, *([model] if model else ())},
         in_specs=tuple(specs),
         out_specs=heads,
         check_vma=False,
-    )(*arrays)
+    )(
+        *(
+            _pad_rows(x, padding) if spec[0] is not None else x
+            for x, spec in zip(arrays, specs, strict=True)
+        )
+    )[: len(query)]
+
+
+def _pad_rows(array: Array | None, padding: int) -> Array | None:
+    """Appends rows of zeros, because a mapped function needs even parts."""
+    if array is None or not padding:
+        return array
+    return jnp.pad(array, [(0, padding)] + [(0, 0)] * (array.ndim - 1))
 
 
 def capped_attention(
