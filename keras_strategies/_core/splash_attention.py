@@ -14,6 +14,9 @@ LANES = 128
 """Sequence lengths must be multiples of this number of a TPU's lanes."""
 
 _BLOCKS = (512, 256, LANES)
+KERNELS = "splash_attention_"
+"""The name scope of the kernels, before the number of products of entries."""
+
 DTYPES = ("bfloat16", "float32")
 
 
@@ -76,22 +79,28 @@ def splash_attention(
         jnp.swapaxes(_pad_depth(x), 1, 2) for x in (query * scale, key, value)
     ]
     operands[0] = operands[0].astype(query.dtype)
+    pairs = _count_pairs(mask, queries, keys)
+    products = len(query) * heads * pairs * operands[0].shape[-1]
+    scope = jax.named_scope(f"{KERNELS}{products}")
     if mask.scores is None:
         with jax.ensure_compile_time_eval():
             kernel = _make_kernel(
                 heads, queries, keys, mask.left, mask.right, soft_cap
             )
-        result = jax.vmap(kernel)(*operands, _make_segments(query, key, mask))
+        segments = _make_segments(query, key, mask)
+        with scope:
+            result = jax.vmap(kernel)(*operands, segments)
     else:
         # The kernel's block sizes are those of a mask that is only known when
         # the program runs.
         scores = jnp.broadcast_to(
             mask.scores, (len(query), *mask.scores.shape[1:])
         )
-        sizes = _make_block_sizes(queries, keys)
-        result = jax.vmap(functools.partial(_attend, sizes, soft_cap))(
-            *operands, scores
+        attend = functools.partial(
+            _attend, _make_block_sizes(queries, keys), soft_cap
         )
+        with scope:
+            result = jax.vmap(attend)(*operands, scores)
     result = jnp.swapaxes(result, 1, 2)[..., :depth]
     has_keys = _find_queries_with_keys(mask, queries, keys)
     if has_keys is None:
@@ -99,6 +108,22 @@ def splash_attention(
     mean = jnp.mean(value, axis=1, keepdims=True, dtype="float32")
     mean = jnp.repeat(mean, heads // value.shape[2], axis=2)
     return jnp.where(has_keys, result, mean.astype(result.dtype))
+
+
+def _count_pairs(mask: AttentionMask, queries: int, keys: int) -> int:
+    """Returns the number of pairs of a query and a key within the limits."""
+    first, end = _find_ranges(mask, queries, keys)
+    return int((end - first).clip(0).sum())
+
+
+def _find_ranges(
+    mask: AttentionMask, queries: int, keys: int
+) -> tuple[np.ndarray, np.ndarray]:
+    """Returns the first key of each query, and the end of its keys."""
+    places = np.arange(queries)
+    first = 0 * places if mask.left is None else places - mask.left
+    end = 0 * places + keys if mask.right is None else places + mask.right + 1
+    return np.clip(first, 0, keys), np.clip(end, 0, keys)
 
 
 def _pad_depth(x: Array) -> jax.Array:
@@ -181,10 +206,7 @@ def _find_queries_with_keys(
     """
     if mask.scores is not None:
         return jnp.swapaxes(mask.scores.any(-1, keepdims=True), 1, 2)
-    places = np.arange(queries)
-    first = 0 * places if mask.left is None else places - mask.left
-    end = 0 * places + keys if mask.right is None else places + mask.right + 1
-    first, end = np.clip(first, 0, keys), np.clip(end, 0, keys)
+    first, end = _find_ranges(mask, queries, keys)
     has_keys = None if (end > first).all() else (end > first)[None]
     if mask.keys is not None:
         counts = jnp.cumsum(mask.keys, axis=1, dtype="int32")
