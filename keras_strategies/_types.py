@@ -30,7 +30,7 @@ Shape: TypeAlias = tuple[int, ...]
 """The sizes of an array's dimensions."""
 
 Logs: TypeAlias = Mapping[str, Any]
-"""The `logs` that Keras's loops pass to callbacks, from names to values."""
+"""The `logs` that Keras's loops pass to callbacks: a value for each name."""
 
 Dataset: TypeAlias = Any
 """Data that `fit` or `experimental_distribute_dataset` accepts."""

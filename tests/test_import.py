@@ -16,42 +16,16 @@ from tests.support.commands import python
 
 ROOT = str(pathlib.Path(__file__).parents[1])
 PUBLIC_NAMES = {
-    "abstract",
-    "CompiledProgram",
-    "Plan",
-    "PlannedStep",
-    "MirroredStrategy",
-    "OneDeviceStrategy",
-    "Strategy",
-    "StrategyExtended",
-    "TPUStrategy",
-    "experimental_set_strategy",
-    "get_strategy",
-    "DistributedValues",
-    "DistributedDataset",
-    "DistributedIterator",
-    "InputContext",
-    "InputOptions",
-    "InputReplicationMode",
-    "MultiWorkerMirroredStrategy",
-    "Mirrored",
-    "RunOptions",
-    "function",
-    "PerReplica",
-    "ReduceOp",
-    "ReplicaContext",
-    "ReplicaMesh",
-    "ValueContext",
-    "compute_average_loss",
-    "get_replica_context",
-    "global_batch_loss",
-    "grad",
-    "in_cross_replica_context",
-    "scale_regularization_loss",
-    "value_and_grad",
-    "has_strategy",
-    "merge",
-    "variable_creator_scope",
+    *("abstract", "CompiledProgram", "Plan", "PlannedStep", "MirroredStrategy"),
+    *("OneDeviceStrategy", "Strategy", "StrategyExtended", "TPUStrategy"),
+    *("experimental_set_strategy", "get_strategy", "DistributedValues"),
+    *("DistributedDataset", "DistributedIterator", "InputContext"),
+    *("InputOptions", "InputReplicationMode", "MultiWorkerMirroredStrategy"),
+    *("Mirrored", "RunOptions", "function", "PerReplica", "ReduceOp"),
+    *("ReplicaContext", "ReplicaMesh", "ValueContext", "compute_average_loss"),
+    *("get_replica_context", "global_batch_loss", "grad"),
+    *("in_cross_replica_context", "scale_regularization_loss"),
+    *("value_and_grad", "has_strategy", "merge", "variable_creator_scope"),
 }
 
 CALLBACKS = {"Checkpoint", "Scalars"}
@@ -161,14 +135,9 @@ def test_every_public_name_of_tf_distribute_is_here_or_says_what_to_use():
 def test_names_of_experimental():
     names = {n for n in dir(ks.experimental) if not n.startswith("_")}
     assert names == {
-        "CommunicationImplementation",
-        "CommunicationOptions",
-        "FullySharded",
-        "MultiWorkerMirroredStrategy",
-        "SlotsOnly",
-        "TPUStrategy",
-        "ValueContext",
-        "transformer_layout",
+        *("CommunicationImplementation", "CommunicationOptions"),
+        *("FullySharded", "MultiWorkerMirroredStrategy", "SlotsOnly"),
+        *("TPUStrategy", "ValueContext", "transformer_layout"),
     }
     for name in names:
         assert getattr(ks.experimental, name).__doc__, name

@@ -1,4 +1,4 @@
-"""Sets attributes temporarily."""
+"""Temporary values of objects' attributes."""
 
 import contextlib
 from collections.abc import Iterator
@@ -8,7 +8,7 @@ from collections.abc import Iterator
 def temporary_attribute(
     owner: object, name: str, value: object
 ) -> Iterator[None]:
-    """Sets an attribute for the duration of a block, then restores it."""
+    """Sets an attribute while a `with` block runs, then restores it."""
     before = getattr(owner, name)
     setattr(owner, name, value)
     try:

@@ -27,7 +27,7 @@ _Key = tuple[Any, ...]
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class HostBatch:
-    """A global batch, of which this process stores only its own rows.
+    """A global batch, of which this process stores only the rows that it reads.
 
     Attributes:
       data: The nest of host arrays with this process's rows.
@@ -35,7 +35,7 @@ class HostBatch:
         rows (a group in `ReplicaMesh.readers`) share one entry.
       batch_size: The number of rows that a full global batch has in this step.
       counts: The number of rows of each replica. None if the rows are divided
-        over the replicas by the default rule.
+        as described at the top of this module.
     """
 
     data: Tree
@@ -51,7 +51,7 @@ class HostBatch:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class RowShape:
-    """Describes how the rows are arranged in batches of equal shape.
+    """The arrangement of the rows in batches of equal shape.
 
     Attributes:
       rows: Number of rows of each batch, without the padding.
@@ -65,7 +65,7 @@ class RowShape:
     parts: tuple[int, ...] | None = None
 
     def without_padding(self, leaf: Array, axis: int) -> Array:
-        """Returns an array without its padding rows, in the original order.
+        """Removes an array's padding rows; the other rows keep their order.
 
         Args:
           leaf: A NumPy or traced array.
@@ -111,7 +111,7 @@ class Segment(RowShape):
 
     @property
     def shape(self) -> RowShape:
-        """The arrangement of the batch's rows; a static value in programs."""
+        """The arrangement of the rows; a compile-time constant in programs."""
         return RowShape(rows=self.rows, steps=self.steps, parts=self.parts)
 
 
@@ -123,8 +123,8 @@ class Execution:
       segments: The batches. An execution without segments stands for steps that
         were already completed before a training loop was resumed.
       place: The epoch of the data, and the number of steps of that epoch that
-        are finished after this execution. Set only if a feed created the
-        execution.
+        are finished after this execution. Only a `Feed` (keras_bridge/inputs)
+        sets it.
       logs: For an execution without segments: the result to report, which is
         that of the last completed step.
     """
@@ -142,9 +142,8 @@ class Execution:
 jax.tree_util.register_dataclass(
     Segment, data_fields=["data"], meta_fields=["rows", "steps", "parts"]
 )
-# This pytree node has no leaves, because Keras moves all arrays that it finds
-# in its data to one device. Keras must not find these arrays, which are already
-# on the right devices.
+# This pytree node has no leaves, so that Keras cannot find its arrays. Keras
+# would move them to one device, although they are already on the right devices.
 jax.tree_util.register_dataclass(
     Execution, data_fields=[], meta_fields=["segments", "place", "logs"]
 )
@@ -266,13 +265,13 @@ def _place_run(
 
 
 def _block_of(parts: tuple[int, ...], mesh: ReplicaMesh) -> int:
-    """Returns the number of rows of each process, including its padding."""
+    """Returns the padded number of rows, which is equal for all processes."""
     block = rows_lib.padded_rows(max(parts), mesh.replicas_per_process)
     rows = sum(parts)
     even = rows_lib.padded_rows(rows, mesh.num_replicas) // len(parts)
-    # `even` is the shortest possible block. It can only be used if the
-    # processes are filled one after another, so that only the last ones need
-    # padding.
+    # `even` is the smallest possible number of rows per process. It can be used
+    # only if the processes are filled one after another, because then only the
+    # last ones need padding.
     return (
         even
         if parts == rows_lib.fill_in_order([even] * len(parts), rows)
@@ -335,9 +334,9 @@ def constrain_rows(
       mesh: The replicas.
       is_sharded: Whether XLA may shard the rows unevenly over the replicas. If
         False, or if a replica has several cores, rows that cannot be divided
-        evenly are replicated instead. With several cores XLA would add padding
-        to scattered values and to some gradients of convolutions
-        (tests/contract/test_jax_contract.py).
+        evenly are replicated instead. With several cores, XLA would wrongly
+        include the padding in scattered sums and in some gradients of
+        convolutions (tests/contract/test_jax_contract.py).
 
     Returns:
       The same batch with the sharding constraint.

@@ -41,7 +41,7 @@ class Buffering:
     max_arrays: int | None
 
     def groups(self, arrays: Sequence[jax.Array]) -> list[list[int]]:
-        """Returns, for each buffer, the positions of the arrays in it.
+        """Returns, for each buffer, the indices of the arrays that share it.
 
         The arrays in a buffer have the same dtype.
         """
@@ -69,7 +69,7 @@ BETWEEN_PROCESSES = Buffering(max_entries=2**18, max_arrays=None)
 
 
 def choose_buffering(mesh: ReplicaMesh) -> Buffering | None:
-    """Returns the buffering of a mesh's all-reduces, or None for no buffers.
+    """Chooses the buffers of a mesh's all-reduces; None for no buffers.
 
     On TPUs and GPUs no buffers are needed, because the compiler combines
     all-reduces itself. If a replica has several cores, an array may be sharded
@@ -81,7 +81,7 @@ def choose_buffering(mesh: ReplicaMesh) -> Buffering | None:
 
 
 def pack(arrays: Sequence[jax.Array]) -> jax.Array:
-    """Packs arrays of one dtype into a buffer of shape (entries,)."""
+    """Packs arrays of one dtype into a one-dimensional buffer."""
     total = sum(array.size for array in arrays)
     # `lax.empty` cannot be used: `vmap` treats its result as batched, and
     # `jacfwd` then rejects it.

@@ -14,7 +14,7 @@ from keras_strategies._types import Array
 
 
 def broadcast(values: Sequence[Any], mesh: ReplicaMesh) -> list[jax.Array]:
-    """Broadcasts the chief's values to all devices.
+    """Broadcasts the chief's arrays to all devices.
 
     All processes must call this function together.
 
@@ -22,6 +22,9 @@ def broadcast(values: Sequence[Any], mesh: ReplicaMesh) -> list[jax.Array]:
       values: This process's arrays. In every process they must have the same
         shapes and dtypes as in the chief; only the chief's contents are used.
       mesh: The replicas.
+
+    Returns:
+      The chief's arrays, replicated on all devices of the mesh.
     """
     split = _split(mesh)
 
@@ -35,7 +38,7 @@ def broadcast(values: Sequence[Any], mesh: ReplicaMesh) -> list[jax.Array]:
 
 
 def _split(mesh: ReplicaMesh) -> NamedSharding:
-    """Returns the sharding of an array that has one row for each device.
+    """Returns the sharding that puts one row of an array on each device.
 
     The array has a row for each device, not for each replica, because the cores
     of one replica may belong to several processes. With one row per replica,

@@ -52,7 +52,7 @@ class Figures:
 
     @property
     def bytes_in_all(self) -> float:
-        """The total number of bytes on a device."""
+        """The bytes of memory that the program needs on each device."""
         return self.argument_bytes + self.output_bytes + self.temporary_bytes
 
     @classmethod
@@ -229,7 +229,7 @@ def compile_program(
 
 @contextlib.contextmanager
 def without_jax_cache() -> Iterator[None]:
-    """Disables JAX's compilation cache on disk for the duration of a block.
+    """Disables JAX's compilation cache on disk while a `with` block runs.
 
     jax 0.10 writes programs for devices that are not present into the cache,
     but cannot read them back: it warns and compiles again. Concurrent

@@ -24,5 +24,5 @@ def current_step() -> Any:
 
 
 def step_scope(step: object) -> contextlib.AbstractContextManager[None]:
-    """Makes `step` this thread's current step within a block."""
+    """Makes `step` this thread's current step while a `with` block runs."""
     return temporary_attribute(_current, "step", step)

@@ -66,7 +66,7 @@ def dispatch(mesh: ReplicaMesh, fn: Callable[..., Any], *args: Any) -> Any:
         if waited_for is not None and not waited_for.is_deleted():
             waited_for.block_until_ready()
         result = _start(mesh, fn, args)
-        # All outputs of a program become ready together.
+        # One output is enough, because all of them become ready together.
         leaves = jax.tree.leaves(result[0]) or jax.tree.leaves(result)
         _in_flight = leaves[0] if leaves else None
         return result

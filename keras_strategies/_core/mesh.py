@@ -30,7 +30,7 @@ class ReplicaMesh:
     Attributes:
       devices: JAX devices without duplicates, in the order of the replica ids.
         The cores of a replica are next to each other. Pass the same list in all
-        processes; each process must own the same number of the devices.
+        processes; each process must own the same number of these devices.
         Processes that share a replica must share all of their replicas.
       axis: Name of the mesh axis of the replicas.
       cores_per_replica: Number of devices of each replica.
@@ -39,9 +39,9 @@ class ReplicaMesh:
       shards: If the strategy has a `variable_partitioner`: the number of
         consecutive replicas over which variables are sharded. None for all
         replicas.
-      marker: Name of an additional mesh axis of size one, or None. With this
-        axis JAX treats the mesh as different from another mesh with the same
-        devices.
+      marker: Name of an additional mesh axis of size one, which makes JAX treat
+        the mesh as different from a mesh of the same devices without it. None
+        for no such axis.
       is_abstract: Whether the devices belong to a TPU slice that is not
         available: programs can be compiled for it but not run.
 
@@ -114,7 +114,8 @@ class ReplicaMesh:
         """The JAX mesh, of shape (num_replicas,) or (num_replicas, cores).
 
         If variables are sharded within several groups of replicas, its shape is
-        (groups, replicas per group, ...). A marker adds an axis at the end.
+        (groups, replicas per group, ...). If the mesh has a `marker`, an axis
+        of size one with this name is added at the end.
         """
         axes = list(self.replica_axes)
         shape = [self.num_replicas]
@@ -146,7 +147,7 @@ class ReplicaMesh:
 
     @functools.cached_property
     def stacked(self) -> NamedSharding:
-        """The sharding of stacked batches, shape (steps, rows, ...).
+        """The sharding of stacked batches, of shape (steps, rows, ...).
 
         The rows are split over the replicas, as in `split`.
         """
@@ -155,7 +156,7 @@ class ReplicaMesh:
 
     @property
     def replica_axes(self) -> tuple[str, ...]:
-        """The mesh axes of the replicas: (axis,), or (group axis, axis)."""
+        """The names of the replicas' mesh axes: (axis,) or (groups, axis)."""
         is_one_group = self.shards in (None, self.num_replicas)
         return (self.axis,) if is_one_group else (GROUPS, self.axis)
 
@@ -201,7 +202,7 @@ class ReplicaMesh:
 
     @functools.cached_property
     def readers(self) -> tuple[tuple[int, ...], ...]:
-        """Groups of JAX process ids; a group's processes read the same rows.
+        """The JAX process ids, grouped by which processes read the same rows.
 
         Each process reads the rows of its replicas. If the cores of a replica
         belong to several processes, these processes read the same rows.
@@ -220,7 +221,7 @@ class ReplicaMesh:
 
     @functools.cached_property
     def reader_index(self) -> int:
-        """The index in `readers` of this process's group."""
+        """The index of this process's group in `readers`."""
         if len(self.readers) == 1:
             return 0
         process = jax.process_index()
@@ -250,7 +251,7 @@ class ReplicaMesh:
         return range(start, start + count)
 
     def first_of_readers(self, of_processes: Sequence[Any]) -> list[Any]:
-        """Selects, for each group of `readers`, its first process's value.
+        """Selects the value of the first process of each group in `readers`.
 
         Args:
           of_processes: One value for each process, in the order of `processes`.
@@ -295,10 +296,11 @@ def format_devices(devices: Sequence[jax.Device]) -> str:
 
 
 def has_sharding(array: jax.Array, sharding: NamedSharding) -> bool:
-    """Returns whether an array has an equivalent sharding of the same class.
+    """Returns whether an array has the given sharding or an equivalent one.
 
-    The class matters: on one device all shardings are equivalent, but JAX
-    compiles a program again if the class of an input's sharding changes.
+    The classes of the two must also be equal: on one device all shardings are
+    equivalent, but JAX compiles a program again if the class of an input's
+    sharding changes.
     """
     return type(array.sharding) is type(
         sharding
@@ -327,7 +329,7 @@ def _check_owners(owners: list[int], cores: int) -> None:
     """Raises ValueError unless each process's replicas are contiguous.
 
     Args:
-      owners: The id of each device's process.
+      owners: The id of the process that each device belongs to.
       cores: Number of devices of each replica.
     """
     of_replicas = [

@@ -7,9 +7,9 @@ it hides constants from XLA's pass that duplicates a constant for each use. The
 TPU compiler then shards a constant as one of its uses requires, and propagates
 this sharding to all values of the same shape, so activations and weights are
 gathered unnecessarily. For example, the train step of a small MLP gets 15
-all-gathers although it needs none. JAX intends to omit these constraints (a
-TODO in its source). See `test_open_constraints_are_still_emitted` in
-tests/contract.
+all-gathers although it needs none. JAX's authors intend to omit these
+constraints (a TODO in the source). See
+`test_open_constraints_are_still_emitted` in tests/contract.
 """
 
 import functools

@@ -101,7 +101,7 @@ class ShardExchange:
     def _by_core(
         self, fn: Callable[[jax.Array], jax.Array], spec: Sharded
     ) -> Callable[[jax.Array], jax.Array]:
-        """Maps a function over a replica's cores; each core uses its own part.
+        """Maps a function over a replica's cores and their parts of an array.
 
         Args:
           fn: A function that works entry by entry along the dimension that is
@@ -123,9 +123,9 @@ class ShardExchange:
 
 
 def _is_of_blocks(shape: tuple[int, ...], dim: int, count: int) -> bool:
-    """Returns whether to reshape a matrix into one block per replica.
+    """Returns whether to reshape a matrix into blocks before a reduce-scatter.
 
-    The blocks are then reduce-scattered.
+    Each replica then receives the sum of one block.
 
     For some matrices, XLA for TPUs (libtpu 0.0.42) implements a reduce-scatter
     along the rows as an all-reduce of the full matrix, unless the matrix is
@@ -145,7 +145,7 @@ def replicated_spec() -> PartitionSpec:
 
 
 def split_spec(mesh: ReplicaMesh, *, dim: int = 0) -> PartitionSpec:
-    """Returns the spec of a value that is split over the replicas in `dim`."""
+    """Returns the spec that splits dimension `dim` over the replicas."""
     return PartitionSpec(*[None] * dim, mesh.all_replicas)
 
 
@@ -297,7 +297,7 @@ def has_unsafe_scatters(jaxpr: ClosedJaxpr) -> bool:
     and wrongly includes the padding in the gradients of scatters that set or
     multiply rows. It aborts the process if the indices within rows are
     unsigned, as in gradients of sorts, medians and quantiles. Scatters that
-    add, such as in gradients of embeddings, are correct.
+    add, such as those in gradients of embeddings, are correct.
     """
 
     def is_one(equation: Equation) -> bool:

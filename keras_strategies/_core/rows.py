@@ -53,8 +53,8 @@ def rotated_rows(
     """Returns how many rows of process-local data each replica reads.
 
     These are the numbers that `rows_of_replicas` returns for a full batch, but
-    as in TensorFlow each step rotates them further by the number of replicas of
-    one process. Without the rotation, the first processes would always read
+    each further step rotates them by the number of replicas of one process, as
+    in TensorFlow. Without the rotation, the first processes would always read
     more rows and would run out of data before the other processes.
 
     Args:
@@ -85,7 +85,7 @@ def rows_of_processes(
 
 
 def fill_replicas(counts: Sequence[int], rows: int) -> tuple[int, ...]:
-    """Divides a process's rows among its replicas, filling them one by one.
+    """Divides a process's rows among its replicas, which are filled in order.
 
     Args:
       counts: The maximum number of rows of each replica of the process.
@@ -98,10 +98,10 @@ def fill_replicas(counts: Sequence[int], rows: int) -> tuple[int, ...]:
 
 
 def fill_in_order(places: Sequence[int], rows: int) -> tuple[int, ...]:
-    """Fills places with rows one after another, each up to its size.
+    """Assigns rows to replicas or processes in order, each up to its limit.
 
-    A place is a replica or a process. Returns the number of rows in each place.
-    For example, 5 rows in places of sizes 2, 2 and 2 result in 2, 2 and 1 rows.
+    For example, 5 rows for three replicas with the limits 2, 2 and 2 are
+    divided into 2, 2 and 1 rows.
     """
     taken = []
     for size in places:

@@ -58,10 +58,14 @@ def sharded_map(
       fn: The function that each replica computes. `Sharded` arguments are
         passed to it as full, replicated arrays.
       mesh: The replicas.
-      in_specs: Specs of the arguments, or a prefix of their nest.
-      out_specs: Specs of the results, a prefix of their nest, or a function
-        that takes the results and returns such specs. Results that are
-        `Sharded` must be equal on all replicas.
+      in_specs: The specs of the arguments, as a nest of the same structure or a
+        prefix of it.
+      out_specs: The same for the results, or a function that takes the results
+        and returns such specs. Results that are `Sharded` must be equal on all
+        replicas.
+
+    Returns:
+      The mapped function; it takes and returns global arrays.
     """
     if not any(isinstance(s, Sharded) for s in jax.tree.leaves(in_specs)):
         # No argument is sharded over replicas. Arrays that are sharded only
@@ -107,7 +111,7 @@ def _is_spec(leaf: object) -> bool:
 
 
 class _Result(enum.Enum):
-    """The way in which a section returns a variable."""
+    """The form in which a mapped section of a step returns a variable."""
 
     VALUE = "value"
     """The value itself, which is equal on all replicas or split over them."""
@@ -121,7 +125,7 @@ class _Result(enum.Enum):
 
 @dataclasses.dataclass(frozen=True)
 class _Want:
-    """A request for a variable that a section has to return.
+    """The form and spec in which a mapped section has to return a variable.
 
     Attributes:
       how: Whether to return the value, each replica's value, or a reduction.
@@ -139,8 +143,8 @@ class _SectionedStep:
       traced: The jaxpr of the mapped step.
       updates: The marked updates, by name.
       mesh: The replicas.
-      specs: Specs of the inputs.
-      inputs: The inputs.
+      specs: The spec of each input.
+      inputs: The inputs of the step, as global arrays.
     """
 
     def __init__(
@@ -180,12 +184,12 @@ class _SectionedStep:
         for update in updates.values():
             if not any(update is u for u in cut):
                 update.on_replicated()
-        # Results of the sections that are already computed, with the same keys
-        # as in the sections' plans.
+        # Results that sections have already returned. The keys are those of the
+        # sections' plans (see `_plans`).
         self._returned: dict[Any, Any] = {}
 
     def _divide(self) -> None:
-        """Puts each equation into the earliest possible section."""
+        """Assigns each equation to the earliest possible mapped section."""
         last_action = 0
         for equation in self._jaxpr.eqns:
             place = max(map(self._place, equation.invars), default=0)
@@ -214,7 +218,8 @@ class _SectionedStep:
     def compute(self, specs: Sequence[Spec]) -> list[Any]:
         """Computes the step and returns its results as a flat list.
 
-        `specs` are the specs of the results.
+        Args:
+          specs: The spec of each result.
         """
         outputs = [
             (v, _Want(_Result.VALUE, spec))
@@ -229,7 +234,7 @@ class _SectionedStep:
         return [self._value(v, want) for v, want in outputs]
 
     def _plans(self, outputs: Iterable[Any]) -> list[dict[Any, Any]]:
-        """Finds the variables that each section has to return.
+        """Finds the variables that each mapped section has to return.
 
         Works backwards from the step's outputs. A section returns the variables
         that are read by the step's outputs, by the updates after the section,
@@ -271,7 +276,7 @@ class _SectionedStep:
         return self._returned[id(variable), want]
 
     def _equations(self, k: int, plan: dict[Any, Any]) -> list[Any]:
-        """Returns a section's equations that its results or effects need."""
+        """Returns the equations that a section's results or effects require."""
         outputs = [v for v, _ in plan.values()]
         return needed_equations(self._sections[k], outputs, has_effects)
 
@@ -376,7 +381,7 @@ class _SectionedStep:
 
 
 def _operands(equation: JaxprEqn, update: Update) -> list[tuple[Any, _Want]]:
-    """Returns an update's operands and, for each, the value that is needed."""
+    """Returns an update's operands as pairs (variable, `_Want`)."""
     wants = [_Want(_Result.VALUE, replicated_spec())] * update.num_captured
     for reduction in update.gradients:
         if reduction == MAX:

@@ -22,7 +22,7 @@ PADDED = "padded"
 LOCAL = "local"
 """Inside a traced program: the array is this replica's component."""
 PARTS = "parts"
-"""There is a separate array for each replica; their shapes may differ."""
+"""Each replica has a separate array; the shapes may differ."""
 
 Shapes = tuple[tuple[int, ...], ...]
 
@@ -86,7 +86,7 @@ class PerReplica(DistributedValues):
         total: Array | None = None,
         shapes: "Shapes | None" = None,
     ) -> "PerReplica":
-        """Creates a value from one array with the components of all replicas.
+        """Creates a `PerReplica` from one array with all replicas' components.
 
         Args:
           array: The array.
@@ -102,7 +102,7 @@ class PerReplica(DistributedValues):
 
     @property
     def values(self) -> tuple[Any, ...]:
-        """The components, each on its replica's first device; no collective."""
+        """The components on each replica's first device; runs no collective."""
         if self.layout == PARTS:
             return self.arrays
         if isinstance(self.arrays[0], jax.ShapeDtypeStruct):
@@ -211,7 +211,7 @@ class Mirrored(DistributedValues):
         return f"Mirrored(shape={np.shape(self.array)})"
 
     def __str__(self) -> str:
-        """Returns the value."""
+        """Returns the value as text."""
         return f"Mirrored:{_format(self.array)}"
 
 
@@ -265,7 +265,7 @@ def _copies(array: jax.Array, mesh: ReplicaMesh) -> tuple[Any, ...]:
 def _within_replicas(
     sharding: jax.sharding.Sharding, mesh: ReplicaMesh
 ) -> PartitionSpec:
-    """Returns a sharding's spec with only the axis of a replica's cores."""
+    """Returns a sharding's partition spec, reduced to the axis of the cores."""
     spec = getattr(sharding, "spec", ())
     return PartitionSpec(*(a if a == mesh.model_axis else None for a in spec))
 
@@ -316,8 +316,8 @@ def set_apart(array: jax.Array) -> jax.Array:
     otherwise it copies them first. A step can still donate the buffers of
     `array`, so copy them to the host before the next step. An array that is
     replicated in one process is returned as the copy on its first device, the
-    fastest to read. The `addressable_shards` of other results can always be
-    read (see `local_shards`).
+    fastest to read. For any other array, the `addressable_shards` of the result
+    can be read (see `local_shards`).
     """
     sharding = array.sharding
     if sharding.is_fully_replicated and sharding.is_fully_addressable:

@@ -146,10 +146,10 @@ class Checkpoint(CheckpointCallback):
         return False
 
     def before_save(self, loop: FitState) -> None:
-        """Does nothing; all processes call this before a save begins."""
+        """Does nothing; a hook that all processes call before a save begins."""
 
     def after_save(self, loop: FitState) -> None:
-        """Does nothing; all processes call this after a save has begun.
+        """Does nothing; a hook that all processes call after a save has begun.
 
         The files may still be written in the background; `wait` blocks until
         the save is complete.
@@ -162,7 +162,7 @@ class Checkpoint(CheckpointCallback):
     # Called by fit.
 
     def begin(self, loop: FitState) -> None:
-        """Opens the directory and resumes from its newest checkpoint."""
+        """Opens the directory, and resumes if it contains a checkpoint."""
         self._storage = Storage(
             self.directory, processes=loop.mesh.processes, keep=self._keep
         )
@@ -203,8 +203,8 @@ class Checkpoint(CheckpointCallback):
             self._end_preempted(loop)
 
     def _is_due(self, num_steps: int, every: int) -> bool:
-        # An execution may run several steps and skip past the multiple of
-        # `every`.
+        # An execution of several steps may end after a multiple of `every`, not
+        # at it.
         return num_steps // every > (self._saved or 0) // every
 
     def after_epoch(self, loop: FitState, logs: dict[str, Any]) -> None:

@@ -28,12 +28,12 @@ def check_installed() -> None:
 
 
 class Points:
-    """A writer of data points for TensorBoard, with one file for each loop.
+    """A writer of data points for TensorBoard.
 
-    A loop is a call of `fit` or `evaluate`. Points on a local disk can be read
-    immediately. Points in a bucket (`gs://`, `s3://`) appear within a minute,
-    because a bucket accepts only complete files. If writing fails, `Points`
-    warns once and drops all further points until `close`.
+    Each call of `fit` or `evaluate` starts a new file. Points on a local disk
+    can be read immediately. Points in a bucket (`gs://`, `s3://`) appear within
+    a minute, because a bucket accepts only complete files. If writing fails,
+    `Points` warns once and drops all further points until `close`.
 
     Args:
       folder: The folder to write to, created if needed; None to write no
@@ -70,9 +70,9 @@ class Points:
             ) from error
 
     def discard_from(self, step: int) -> None:
-        """Marks points from a step onward in earlier files as obsolete.
+        """Declares the points of a step, and of all later steps, obsolete.
 
-        The next file tells TensorBoard to drop these points.
+        The next file tells TensorBoard to drop these points from earlier files.
 
         Args:
           step: The first global step whose points are dropped.

@@ -27,7 +27,7 @@ class GlobalStep:
 
     Args:
       start: The number of steps trained before counting starts. None to read
-        the step count of the first model's optimizer.
+        the step count from the optimizer of the first model that is followed.
     """
 
     def __init__(self, start: int | None = None) -> None:
@@ -38,7 +38,7 @@ class GlobalStep:
 
     @property
     def value(self) -> int:
-        """The number of train steps completed."""
+        """The number of completed train steps."""
         if self._start is None:
             return 0
         return self._start + self._counts.steps - self._base
@@ -71,8 +71,8 @@ class GlobalStep:
         binding = find_binding(model)
         counts = self._numbered if binding is None else binding.trained
         if counts is not self._counts:
-            # The base changes together with the counter, so that `value` stays
-            # the same.
+            # The counter and the count to subtract from it change together, so
+            # that `value` stays the same.
             step = self.value
             self._counts, self._base = counts, counts.steps
             if self._start is not None:
@@ -80,7 +80,7 @@ class GlobalStep:
         self._model = weakref.ref(model)
 
     def settle(self, model: keras.Model) -> None:
-        """Starts from the optimizer's step count if no start has been set."""
+        """Starts from the optimizer's step count, unless a start was given."""
         if self._start is None:
             self.set(count_optimizer_steps(model))
 
@@ -93,8 +93,8 @@ class GlobalStep:
 
         Args:
           batch: The index that Keras assigns to the execution's last batch. It
-            exceeds the index of the epoch's last batch if the number of steps
-            is not a multiple of `steps_per_execution`.
+            can exceed the index of the epoch's last batch, if the number of
+            steps is not a multiple of `steps_per_execution`.
           steps: The number of steps in the epoch, or None if unknown.
         """
         done = min(batch + 1, steps or batch + 1)
@@ -110,7 +110,7 @@ class Every:
       period: Number of steps between due steps; 0 if no step is ever due.
 
     Attributes:
-      period: The argument.
+      period: Number of steps between due steps; 0 if no step is ever due.
       due: The next step that is due; infinity if no further step is due.
     """
 
@@ -155,7 +155,7 @@ class Every:
         self._mark, self._left_out = (now, step, rows), 0.0
 
     def leave_out(self, seconds: float) -> None:
-        """Excludes time that was not spent on training from the speed."""
+        """Excludes from the speed a time that was not spent on training."""
         self._left_out += seconds
 
     def take(self, now: float, step: int, rows: int | None) -> dict[str, float]:

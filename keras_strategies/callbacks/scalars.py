@@ -42,10 +42,10 @@ class Scalars(keras.callbacks.Callback):
     - `evaluate`, and the validation in `fit`, write their results to
       `<log_dir>/eval`.
 
-    A step is a train step, counted over all calls of `fit` of a model. Steps
-    in between cost no time, because the callback does not read their logs.
-    With `steps_per_execution=K`, the first step at or after each multiple of
-    `every_n_steps` is written.
+    A step is a train step, counted over all calls of `fit` of a model. A step
+    that is neither written nor logged costs no time, because the callback does
+    not read its logs. With `steps_per_execution=K`, the first step at or after
+    each multiple of `every_n_steps` is written.
 
     If a checkpoint contains the callback's state (`get_state`), the callback
     resumes at the checkpoint's step, and TensorBoard drops the old points of
@@ -238,7 +238,7 @@ class Scalars(keras.callbacks.Callback):
         )
 
     def _resume_writing(self) -> None:
-        """Starts new files and schedules after the current step."""
+        """Drops points after the current step and restarts the schedules."""
         step = self._step.value
         if self._eval_step is None:
             self._eval_step = step

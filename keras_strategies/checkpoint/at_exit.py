@@ -1,8 +1,8 @@
 """Waiting for pending saves when Python exits.
 
-A script may end right after it has started a save. Late during exit, Python
-no longer lets threads start other threads, which Orbax needs to do. So exit
-waits for pending saves before that point.
+A script may end right after it has started a save. Late during exit, Python no
+longer lets threads start other threads, which Orbax needs to do. So Python is
+made to wait for pending saves before that point.
 """
 
 import functools
@@ -21,7 +21,7 @@ class _Saving(Protocol):
 
 
 def wait_at_exit(storage: _Saving) -> None:
-    """Makes exit wait for the storage's pending save, and log its failure."""
+    """Makes exit wait for a pending save, and log an error if it fails."""
     _register()
     _open.add(storage)
 

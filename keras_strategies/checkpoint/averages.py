@@ -1,4 +1,4 @@
-"""Moving averages of weights (`use_ema=True`) in the checkpoint of a fit.
+"""Moving averages of weights (`use_ema=True`) in the checkpoints of `fit`.
 
 Keras stores the averages in the optimizer, and assigns them to the model's
 weights when a fit ends.
@@ -17,23 +17,23 @@ _WEIGHTS, _OPTIMIZER = "weights", "optimizer"
 _SUFFIX = "_average"
 
 NamedVariables = Mapping[str, Mapping[str, keras.Variable]]
-"""Variables by group and name of their arrays in a checkpoint."""
+"""Variables, by the group and name of their arrays in a checkpoint."""
 
 
 def substitute_averages(
     variables: NamedVariables, document: Document, where: str
 ) -> NamedVariables:
-    """Selects, for each weight that has an average, the average's array.
+    """Maps a checkpoint's moving averages, or else its weights, to variables.
 
     Args:
       variables: The variable to restore from each array, by the group and name
         of the array.
-      document: The document of a fit's checkpoint.
+      document: The JSON document of a checkpoint of `fit`.
       where: The path of the checkpoint, for messages.
 
     Returns:
-      The same variables by the group and name of the array to restore them
-      from: the array of the average if a weight has one.
+      Each variable, by the group and name of the array to restore it from: its
+      moving average if the checkpoint has one, else its array in `variables`.
 
     Raises:
       ValueError: if several optimizers have averages of the same weight.

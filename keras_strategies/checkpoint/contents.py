@@ -146,8 +146,8 @@ def match_variables(
     """Matches the arrays of a checkpoint with a model's variables.
 
     Keras numbers all layers that a process creates ("dense_1", "dense_2"), so
-    the numbers may differ between processes. Names that differ only in these
-    numbers therefore match, in the order of the variables.
+    the numbers may differ between processes. So names that differ only in these
+    numbers are matched in the order of the variables.
 
     Args:
       groups: The variables to be restored.

@@ -17,10 +17,10 @@ _STATES = Either(({"all": dict}, {"each": [dict]}))
 def gather_states(
     states: Mapping[str, Any], processes: tuple[int, ...]
 ) -> Mapping[str, Any]:
-    """Gathers the states of all processes. Collective.
+    """Gathers the states of a checkpoint's objects. Collective.
 
     Args:
-      states: The states of this process.
+      states: The states of the objects in this process, by object name.
       processes: JAX's ids of all processes.
 
     Returns:
@@ -46,16 +46,17 @@ def gather_states(
 def select_local_states(
     state: Tree, processes: tuple[int, ...], where: str
 ) -> Mapping[str, Any]:
-    """Selects the states of this process from those of a checkpoint.
+    """Selects this process's states of objects from a checkpoint.
 
     Args:
-      state: The state from a checkpoint. It is not trusted.
+      state: The result of `gather_states`, as read from a checkpoint. It is not
+        trusted.
       processes: JAX's ids of all processes of this job.
       where: The path of the checkpoint, for messages.
 
     Raises:
-      ValueError: if `state` is not a result of `gather_states`, or contains
-        the states of another number of processes.
+      ValueError: if `state` is not a result of `gather_states`, or contains the
+        states of a different number of processes.
     """
     fault = fault_of(state, _STATES)
     if fault is not None:

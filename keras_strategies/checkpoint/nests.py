@@ -44,8 +44,8 @@ def split(state: Tree) -> tuple[Tree, dict[str, np.ndarray]]:
         numbers, strings, booleans and None.
 
     Returns:
-      The nest as JSON, where marks with the arrays' names replace the arrays;
-      and the arrays by name.
+      The nest as JSON, in which placeholders with the arrays' names replace the
+      arrays; and the arrays by name.
 
     Raises:
       TypeError: if `state` contains a value of another type.
@@ -204,7 +204,7 @@ def _is_real(dtype: np.dtype) -> bool:
 
 
 def _to_plain(value: object) -> bool | float | str | None:
-    """Converts to plain Python types; numpy's float64 becomes a float."""
+    """Converts a value to a plain Python type, such as float64 to float."""
     if isinstance(value, bool) or value is None:
         return value
     kinds = (int, float, str)

@@ -94,7 +94,7 @@ class Checkpoint:
         }
 
     def set_states(self, states: Mapping[str, Any]) -> None:
-        """Passes the results of `states` to the objects' `set_state`."""
+        """Restores the objects from the results of `states`."""
         for name, value in self._objects.items():
             if not _has_state(value):
                 continue
@@ -200,8 +200,8 @@ class Checkpoint:
         storage = Storage(directory, processes=processes, keep=keep)
         storage.open()
         with contextlib.closing(storage):
-            # Called so that the storage knows the existing checkpoints, which
-            # it may have to delete.
+            # This call tells the storage which checkpoints exist, since it may
+            # have to delete them.
             storage.find_newest()
             step = max(storage.find_highest(), 0) + 1
             write_from(self, storage, step, {})
@@ -261,7 +261,7 @@ def write_from(
     step: int,
     metrics: Mapping[str, float],
 ) -> None:
-    """Starts saving the values of a checkpoint's objects. Collective."""
+    """Starts saving the objects of a `Checkpoint`. Collective."""
     groups = checkpoint.groups()
     processes = contents.find_processes(groups)
     state = job_states.gather_states(checkpoint.states(), processes)

@@ -13,11 +13,11 @@ if TYPE_CHECKING:
 
 
 def make_checkpointer(processes: tuple[int, ...]) -> "ocp.AsyncCheckpointer":
-    """Makes the Orbax checkpointer that writes and reads a step's folder.
+    """Makes the Orbax checkpointer that writes and reads one checkpoint.
 
-    Each folder contains arrays and a JSON document. Compression is off, because
-    trained weights are nearly random: compression would make them only a tenth
-    smaller, but double the work of a save and triple that of a restore.
+    Each checkpoint contains arrays and a JSON document. Compression is off,
+    because trained weights are nearly random: compression would make them only
+    a tenth smaller, but double the work of a save and triple that of a restore.
 
     Args:
       processes: JAX's ids of the processes; the first is the chief.

@@ -1,4 +1,4 @@
-"""Reading the checkpoints of a fit that another process may be writing.
+"""Reading the checkpoints that `fit` may be writing in another process.
 
 This module neither locks the directory nor changes any files in it.
 """
@@ -85,15 +85,15 @@ def parse_step(path: str | os.PathLike[str]) -> int:
 
 
 def make_path(directory: str, step: int) -> str:
-    """Returns the folder of a step."""
+    """Returns the path of the checkpoint of a step."""
     return str(names.step_path(directory, step))
 
 
 def read_position(document: contents.Document, path: str) -> tuple[int, int]:
-    """Returns the position of a fit at the time of its checkpoint.
+    """Returns the epoch and step at which a checkpoint of `fit` was saved.
 
     Args:
-      document: The document of the checkpoint.
+      document: The JSON document of the checkpoint.
       path: The path of the checkpoint, for the error.
 
     Returns:
@@ -172,7 +172,7 @@ def copy_weights(source: keras.Model, target: keras.Model) -> None:
 def read_arrays(
     path: str, wanted: dict[str, dict[str, Any]]
 ) -> dict[str, dict[str, np.ndarray]]:
-    """Reads arrays of a checkpoint to the host.
+    """Reads arrays of a checkpoint into numpy arrays.
 
     Args:
       path: The path of the checkpoint.

@@ -106,7 +106,7 @@ class Storage:
             )
         self._run_on_chief("opening", self._acquire)
         self._check_shared()
-        # Orbax is imported now, since this would delay the first save by 1 s.
+        # Imports Orbax now, so that the import does not delay the first save.
         self._get_checkpointer()
         wait_at_exit(self)
 
@@ -219,7 +219,7 @@ class Storage:
                 self._started = started
 
     def path(self, step: int) -> pathlib.Path:
-        """Returns the folder of a step."""
+        """Returns the path of the checkpoint of a step."""
         return names.step_path(self.directory, step)
 
     def load_document(self, step: int) -> contents.Document:
@@ -290,7 +290,7 @@ class Storage:
         )
         if any(isinstance(leaf, jax.Array) for leaf in jax.tree.leaves(arrays)):
             # After `save` has returned, steps may donate the buffers of these
-            # arrays. So Orbax must copy them to the host before it returns.
+            # arrays. So Orbax must copy them to the host before `save` returns.
             write()
             write = None
         facts = {**facts, "started": self._started}

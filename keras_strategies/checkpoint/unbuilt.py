@@ -117,7 +117,7 @@ def _first_word(name: str) -> str:
 
 
 def _iter_optimizers(value: object) -> Iterator[keras.optimizers.Optimizer]:
-    """Yields the optimizers in a value, and in attributes of its models.
+    """Yields the optimizers in a nest and in the attributes of its models.
 
     Also searches the attributes of the models' layers.
     """

@@ -158,7 +158,7 @@ def _match(
     name: str | None,
     where: str,
 ) -> NamedVariables:
-    """Returns the variable for each saved weight, by group and saved name."""
+    """Returns the variable to load each array into, by group and name."""
     saved = document["variables"]
     if not _is_of_fit(document):
         saved, groups = _select_object(model, groups, saved, name, where)

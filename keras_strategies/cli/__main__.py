@@ -1,4 +1,4 @@
-"""Runs the tool as `python -m keras_strategies.cli`, if it is not on PATH."""
+"""The program `python -m keras_strategies.cli`, if the tool is not on PATH."""
 
 import sys
 

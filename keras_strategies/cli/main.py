@@ -25,8 +25,8 @@ Runs a script in several local processes, which form a cluster on this machine.
 Sets TF_CONFIG in each process: all tasks are workers, and worker 0 is the
 chief. The processes use virtual CPU devices. The chief's output is shown
 unchanged. Each output line of another process begins with its task. If one
-process fails, the others are ended, and this command exits with the exit code
-of the process that failed.
+process fails, the command ends the others, and exits with the exit code of the
+process that failed.
 """
 _EXAMPLES = """\
 examples:

@@ -29,10 +29,10 @@ def add_command(
       commands: The group of commands to add the command to.
       name: The name of the command.
       summary: The help line for the command in the list of commands.
-      description: The description in the command's own help.
+      description: The description on the command's help page.
       options: The command's options and arguments.
       usage: The usage line; None for the one that argparse generates.
-      epilog: The text at the end of the command's help.
+      epilog: The text at the end of the command's help page.
     """
     parser = commands.add_parser(
         name,

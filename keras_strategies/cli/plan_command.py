@@ -51,15 +51,15 @@ _OPTIONS: tuple[Option, ...] = (
     ),
     (
         "--scale",
-        "the meaning of the script's batch size: global (the default) keeps "
-        "it as the size of the global batch; replica makes it the number of "
-        "rows of each replica of the slice",
+        "what the script's batch size means on the slice: with global (the "
+        "default), the size of the global batch; with replica, the number of "
+        "rows of each replica",
         {"choices": ("global", "replica"), "default": "global"},
     ),
     (
         "--effort",
-        "the compiler's effort; the default (auto) is low, and near the "
-        "memory limit also full, which is the effort of a real run",
+        "the compiler's effort; full is that of a real run; auto (the "
+        "default) uses low, and near the memory limit also full",
         {"choices": ("auto", "low", "full"), "default": "auto"},
     ),
     (
@@ -142,7 +142,7 @@ def parse_options(
 
 
 def run(options: argparse.Namespace) -> int:
-    """Plans the candidates that the options describe, and prints the results.
+    """Plans each combination of a slice and a layout, and prints the results.
 
     Returns:
       The exit status: 0 on success, 1 if no candidate could be planned, 2 for
@@ -168,7 +168,7 @@ def run(options: argparse.Namespace) -> int:
 
 
 def _make_requests(options: argparse.Namespace) -> list[Any]:
-    """Creates a planning request for each candidate."""
+    """Creates a planning request for each slice and layout."""
     from keras_strategies.planning.capture.request import (
         ENVIRONMENT,
         Request,
@@ -197,7 +197,7 @@ def _make_requests(options: argparse.Namespace) -> list[Any]:
 
 
 def _list_candidates(options: argparse.Namespace) -> list[tuple[str, str]]:
-    """Returns the names of the slice and the layout of each candidate."""
+    """Returns the candidates as pairs of the names of a slice and a layout."""
     from keras_strategies.planning.compile import layouts as lib
     from keras_strategies.planning.compile.candidates import (
         list_default_layouts,

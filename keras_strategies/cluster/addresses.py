@@ -29,13 +29,13 @@ def shorten(value: object) -> str:
 
 
 def join_few(names: Sequence[object]) -> str:
-    """Joins up to eight names for an error message, as in "0, 1, ..."."""
+    """Joins at most eight names with commas; "..." replaces the rest."""
     more = ", ..." * (len(names) > _MOST_NAMES)
     return ", ".join(map(str, names[:_MOST_NAMES])) + more
 
 
 def name_processes(numbers: Sequence[int]) -> str:
-    """Returns a text such as "process 0" or "processes 1, 2"."""
+    """Formats process numbers as "process 0" or "processes 1, 2"."""
     word = "process" if len(numbers) == 1 else "processes"
     return f"{word} {join_few(numbers)}"
 
@@ -66,7 +66,7 @@ def join_address(host: str, port: int) -> str:
 
 
 def add_rpc_layer(address: str, rpc_layer: str | None) -> str:
-    """Returns an address with a protocol prepended: "grpc://host:port"."""
+    """Returns `rpc_layer://address`, or the address if no layer is given."""
     return f"{rpc_layer}://{address}" if rpc_layer else address
 
 
@@ -80,7 +80,7 @@ def parse_index(value: object, what: str) -> int:
 
     Raises:
       TypeError: if `value` is neither an int nor a str.
-      ValueError: if it is not in [0, `MAX_TASKS`).
+      ValueError: if the index is not in [0, `MAX_TASKS`).
     """
     if isinstance(value, bool) or not isinstance(value, int | str):
         raise TypeError(

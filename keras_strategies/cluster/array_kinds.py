@@ -14,15 +14,15 @@ _MAX_DTYPE = 64
 _MAX_BYTES = 1 << 20
 _MAX_RANK = 31
 _MAX_ENTRIES = 2.0**48
-# Excludes texts that NumPy would parse as a list of dtypes, because it would
-# evaluate an expression in parentheses.
+# The pattern excludes lists of dtypes such as "f4, (2,)f8", because NumPy would
+# evaluate the expression in parentheses.
 _DTYPE = re.compile(r"[<>|=]?[A-Za-z][A-Za-z0-9_]*(\[[A-Za-z0-9]+\])?", re.A)
 
 
 def is_dtype_name(name: object) -> TypeGuard[str]:
     """Returns whether `name` looks like the result of `str(dtype)`.
 
-    Imports nothing, so callers need neither NumPy nor JAX.
+    The function needs neither NumPy nor JAX.
     """
     return (
         isinstance(name, str)

@@ -26,7 +26,7 @@ def check_number(
     Args:
       name: The value's name, with which the error message begins.
       value: The value. NumPy's numbers are allowed; booleans are not.
-      cure: The last sentence of the error message, which says what to do.
+      cure: The last sentence of the error message: what the user should do.
       least: The inclusive lower bound.
       above: The exclusive lower bound.
       most: The inclusive upper bound.
@@ -71,7 +71,7 @@ def check_type(
       value: The value.
       kind: The type or types, as for `isinstance`.
       what: The type in words, such as "a str".
-      cure: The last sentence of the error message, which says what to do.
+      cure: The last sentence of the error message: what the user should do.
     """
     if not isinstance(value, kind):
         raise TypeError(

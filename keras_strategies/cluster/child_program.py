@@ -4,8 +4,8 @@ import pathlib
 import sys
 
 _FOLDER = str(pathlib.Path(__file__).parents[2])
-# The folder comes last in Python's import path, because it may contain many
-# other packages, which must not shadow those that are found earlier.
+# The folder that contains this package is added to the end of Python's import
+# path, because the folder's other packages must not shadow those found earlier.
 _PROGRAM = """
 import sys
 sys.path.append({folder!r})
@@ -18,8 +18,8 @@ def make_command_line(module: str, *words: str) -> list[str]:
     """Returns the command line of a process that calls a module's `main`.
 
     The option `-P` keeps the current folder off Python's import path. With
-    `-c` alone, the folder would come first, and a file in it could shadow a
-    module of the same name.
+    `-c` alone, the current folder would come first in the path, and a file in
+    it could shadow a module of the same name.
 
     Args:
       module: The module's full name.

@@ -28,7 +28,7 @@ class ClusterSpec:
     Raises:
       TypeError: if `cluster` is neither a mapping nor a `ClusterSpec`, a job
         name or an address is not a str, or an index is not an integer.
-      ValueError: if an index is negative, above a million or duplicated.
+      ValueError: if an index is negative, a million or more, or duplicated.
 
     References:
       https://www.tensorflow.org/api_docs/python/tf/train/ClusterSpec
@@ -184,7 +184,7 @@ class TaskInfo:
 
     @property
     def coordinator_address(self) -> str | None:
-        """The chief's address, to which all processes connect, or None."""
+        """The chief's address, to which processes connect; None if unknown."""
         return self.addresses[0]
 
 

@@ -21,7 +21,7 @@ _SERVERS = (
 
 
 class AnyResolver(Protocol):
-    """The part of a cluster resolver's interface that this package uses.
+    """The interface that this package requires of a cluster resolver.
 
     The resolvers of this package and those of TensorFlow implement it.
     """
@@ -237,7 +237,7 @@ def _list_training_addresses(
     Args:
       spec: The cluster.
       num_processes: The number of processes, if the cluster may contain only
-        some of their addresses; unknown addresses are None in the result. If
+        some of their addresses; the others are None in the result. If
         `num_processes` is None, the cluster must contain all addresses.
     """
     if num_processes is not None:

@@ -62,8 +62,8 @@ def format_spec(spec: str) -> str:
 def is_like(spec: str, other: str) -> bool:
     """Returns whether two specs have equal structure, ranks and dtypes.
 
-    Dtypes are compared after conversion to those on the devices: float64 and
-    float32 count as equal, since float64 becomes float32 there.
+    Dtypes are converted to those that the devices use before they are compared:
+    float64 and float32 count as equal, since float64 becomes float32 there.
     """
     return spec == other or find_kind(make_empty(spec)) == find_kind(
         make_empty(other)
@@ -75,7 +75,7 @@ def find_kind(
 ) -> tuple[jax.tree_util.PyTreeDef, list[tuple[int, np.dtype]]]:
     """Returns a batch's structure, and the rank and dtype of each array.
 
-    The dtypes are those on the devices (float64 becomes float32).
+    The dtypes are those that the devices use (float64 becomes float32).
     """
     leaves, nest = jax.tree.flatten(batch)
     return nest, [
@@ -129,8 +129,8 @@ def _encode(value: Tree) -> object:
         named = type(value)
         name = f"{named.__module__}:{named.__qualname__}"
         # If the class cannot be found, this call raises an error in every
-        # process. Without it, only processes without rows would look up the
-        # class later, and fail while the other processes wait for them.
+        # process. Without this call, only processes without rows would look up
+        # the class later, and they would fail while the others wait for them.
         _find_class(name)
         return {"named": name, "items": [_encode(item) for item in value]}
     if not hasattr(value, "dtype"):
@@ -165,7 +165,9 @@ def _decode(value: object, has_classes: bool) -> Tree:
             named = _find_class(value["named"])
             items = list(map(decode, _read_items(value["items"])))
             if len(items) != len(_fields(named) or ()):
-                raise _make_error("a named tuple has a wrong number of fields")
+                raise _make_error(
+                    "a named tuple has the wrong number of fields"
+                )
             # Not `named(*items)`: the class may define `__new__`.
             return tuple.__new__(named, items)
         case ["dtype", "shape"]:
@@ -222,7 +224,7 @@ def _fields(named: object) -> tuple[str, ...] | None:
 
 
 def _find_class(name: object) -> type[tuple[Any, ...]]:
-    """Returns the named tuple class with a name sent by another process.
+    """Finds a named tuple class by a name that may come from another process.
 
     The name is looked up in the namespaces of imported modules and their
     classes: nothing is imported to find it, and no `__getattr__` is called.

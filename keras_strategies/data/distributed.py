@@ -29,7 +29,7 @@ class DistributedDataset:
 
     Args:
       source: The source of the batches.
-      mesh: The replicas.
+      mesh: The mesh of the replicas.
 
     Attributes:
       source: The source of the batches.
@@ -79,7 +79,7 @@ class DistributedIterator:
     """An iterator over the batches of a `DistributedDataset`.
 
     Args:
-      steps: The steps to read.
+      steps: The `Steps` object that reads the batches, one for each step.
       epoch: Number of the epoch to read, from 0.
       start: Number of steps to skip.
 
@@ -208,7 +208,7 @@ def _read_spec(source: Source) -> Tree:
 
 
 def _check_where() -> None:
-    """Raises ValueError if a function on replicas or a traced one calls it."""
+    """Raises ValueError inside a function that is traced or run on replicas."""
     is_in_replica = current_step() is not None
     if not is_in_replica and not is_tracing():
         return
@@ -286,7 +286,7 @@ def count_rows(batch: HostBatch, mesh: ReplicaMesh) -> tuple[int, ...]:
 
 
 def _on_all_cores(leaf: np.ndarray, mesh: ReplicaMesh) -> jax.Array:
-    """Copies all rows to every core of the only replica."""
+    """Copies all rows of an array to every core of the only replica."""
     if mesh.num_processes == 1:
         return jax.device_put(leaf, mesh.whole)
     return jax.make_array_from_callback(

@@ -16,7 +16,7 @@ class LoadedSource(Source):
 
     Args:
       batches: The object that reads the batches. It has `read` and
-        `batch_size`, as a `Source` has; `length` and `num_rows`, the numbers of
+        `batch_size`, like a `Source`; `length` and `num_rows`, the numbers of
         batches and rows in an epoch (None if unknown); `is_by_rows`, whether it
         reads only the rows that `cut` selects; and `has_checksums`, which this
         class sets.

@@ -52,7 +52,7 @@ def stack_rows(rows: Sequence[Tree], cure: str, where: str = "") -> Tree:
 
     Args:
       rows: The rows, as nests of arrays with equal structure and shapes.
-      cure: Advice for the error message, in case the rows differ.
+      cure: Advice to the user, which ends the error message if the rows differ.
       where: A text that is inserted into the error message, to show where the
         rows come from, such as ", from a file".
 

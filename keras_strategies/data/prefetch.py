@@ -27,9 +27,9 @@ class Prefetched(Generic[Item]):
 
     If the underlying iterator raises an error, `next` raises it once the items
     before the error have been returned. If `needs_thread` is True, the thread
-    starts when the first item is requested; otherwise, once items turn out to
-    be slow. The thread ends with the underlying iterator, or when this object
-    is closed or garbage-collected.
+    starts when the first item is requested; otherwise, it starts once items
+    turn out to be slow to make. The thread ends with the underlying iterator,
+    or when this object is closed or garbage-collected.
 
     Args:
       items: The underlying iterator, which makes the items. If it has to wait
@@ -75,7 +75,7 @@ class Prefetched(Generic[Item]):
     def _make_here(self) -> Item:
         """Makes the next item in this thread.
 
-        Also starts the prefetching thread if items have become slow.
+        Also starts the prefetching thread if items have become slow to make.
         """
         buffer = self._buffer
         if buffer.is_over:
@@ -108,7 +108,7 @@ class Prefetched(Generic[Item]):
         is_waited_for = (
             self._thread.is_alive()
             and self._thread is not threading.current_thread()
-            # Daemon threads no longer run while Python exits.
+            # While Python exits, daemon threads no longer run.
             and not sys.is_finalizing()
         )
         if is_waited_for:
@@ -144,7 +144,7 @@ class _Buffer(Generic[Item]):
         self._num_bytes = num_bytes
         self._changed = threading.Condition()
         self._items: collections.deque[Item] = collections.deque()
-        self._depth = 0  # Set when the first item has been measured.
+        self._depth = 0  # Set when the size of the first item is known.
         self._error: BaseException | None = None
 
     def take(self) -> Item:
@@ -175,7 +175,7 @@ class _Buffer(Generic[Item]):
             self._changed.notify_all()
 
     def fill(self) -> None:
-        """Makes items until the end or a stop. Runs in the thread."""
+        """Makes items until the end or `close`. Runs in the thread."""
         try:
             if not self._wait_until_needed():
                 return
@@ -185,7 +185,7 @@ class _Buffer(Generic[Item]):
                 if not self._wait_until_needed():
                     return  # Otherwise the `for` would read one more item.
         except BaseException as error:  # `take` raises it in the consumer.
-            if not self._stop.is_set():  # After a stop no reader waits.
+            if not self._stop.is_set():  # After `close`, no consumer waits.
                 self._error = error
         finally:
             if self._stop.is_set():
@@ -205,7 +205,7 @@ class _Buffer(Generic[Item]):
                 self.must_pause = self.is_pause(item)
 
     def _wait_until_needed(self) -> bool:
-        """Waits until another item is needed; returns False after a stop."""
+        """Waits until another item is needed; returns False after `close`."""
         with self._changed:
             if self.must_pause or len(self._items) >= self._depth:
                 self._changed.wait_for(self._may_continue)

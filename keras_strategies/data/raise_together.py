@@ -25,13 +25,14 @@ def raise_everywhere(
     """Raises an error in every process if any of them reported a failure.
 
     Args:
-      mesh: The replicas.
+      mesh: The mesh of the replicas.
       what: The action that failed, which begins the error message.
       received: The message of each process; it has the key "error" if the
         process failed.
       error: This process's own error if it failed, else None. A process that
         failed raises this error instead of a RuntimeError.
-      cure: What to do if another process failed.
+      cure: Advice to the user, which ends the error message if another process
+        failed.
 
     Raises:
       RuntimeError: if another process failed.

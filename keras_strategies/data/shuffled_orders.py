@@ -3,9 +3,8 @@
 The orders are the same as in plain Keras. Because they depend only on the seed
 and the epoch, the seed can be sent to every process, and an interrupted run can
 compute its orders again. Keras 3.15 generates the orders one after the other
-from the state that the global random generator has at the start of a loop; here
-that state is the seed. Keras 3.16 generates each order from the epoch's number
-only.
+from the state that the global random generator has when `fit` starts; here that
+state is the seed. Keras 3.16 generates each order from the epoch's number only.
 """
 
 import abc
@@ -48,7 +47,7 @@ class Order(abc.ABC):
 
     @abc.abstractmethod
     def compute(self, epoch: int) -> np.ndarray:
-        """Computes the order of an epoch: an array of indices, shape (size,).
+        """Computes the order of an epoch, an array of indices of shape (size,).
 
         Args:
           epoch: Number of the pass over the data, from 0.
@@ -63,12 +62,12 @@ class Order(abc.ABC):
         del size
 
     def set_epochs_per_pass(self, epochs: int) -> None:
-        """Sets how many of a loop's epochs one pass over the data covers."""
+        """Sets how many epochs of `fit` one pass over the data covers."""
         del epochs
 
 
 class DrawnOrder(Order):
-    """Shuffle orders generated with one of the global random generators.
+    """Shuffle orders generated with numpy's or Python's global generator.
 
     Args:
       seed: The value of `seed` of another `DrawnOrder`, to get the same orders
@@ -100,7 +99,7 @@ class DrawnOrder(Order):
         """See `Order.compute`.
 
         Also advances the global generator, as if the order had been generated
-        with it, unless other code has used the global generator in between.
+        with it, unless other code has used it since the previous order.
         """
         if self._last is not None and self._last[0] == epoch:
             return self._last[1]
@@ -134,7 +133,7 @@ class DrawnOrder(Order):
 
 
 class RowOrder(DrawnOrder):
-    """Shuffle orders of rows, generated with numpy as Keras does for arrays.
+    """Shuffled row orders, generated with numpy as Keras does for arrays.
 
     Args:
       rows: Number of rows.
@@ -171,7 +170,7 @@ class RowOrder(DrawnOrder):
 
 
 class BatchOrder(DrawnOrder):
-    """Shuffle orders of batches, generated with Python's `random` as in Keras.
+    """Shuffled batch orders, generated with Python's `random` as in Keras.
 
     Args:
       size: Number of batches.
@@ -205,7 +204,7 @@ class BatchOrder(DrawnOrder):
 
 
 class NumberedOrder(Order):
-    """Shuffle orders that depend only on the epoch's number, as in Keras 3.16.
+    """Shuffle orders that depend only on an epoch's number, as in Keras 3.16.
 
     The first epoch of a fit has the number 1. If one pass over the data covers
     several epochs, its order is that of the first of these epochs.
@@ -253,7 +252,7 @@ class NumberedOrder(Order):
 
 
 class NumberedRowOrder(NumberedOrder):
-    """Shuffle orders of rows, as in Keras 3.16."""
+    """Shuffled row orders, the same as those of Keras 3.16."""
 
     _unit = "rows"
 
@@ -270,7 +269,7 @@ class NumberedRowOrder(NumberedOrder):
 
 
 class NumberedBatchOrder(NumberedOrder):
-    """Shuffle orders of batches, as in Keras 3.16."""
+    """Shuffled batch orders, the same as those of Keras 3.16."""
 
     _unit = "batches"
 

@@ -31,10 +31,10 @@ class Part:
     """One process's rows of a batch.
 
     Attributes:
-      data: A nest of arrays with this process's rows, in order; each array has
-        the shape (number of rows, ...). If the process has no rows in this
-        batch, the arrays are empty, but their dtypes and other dimensions are
-        still those of the other processes' rows.
+      data: A nest of arrays with this process's rows, in the order of the
+        batch; each array has the shape (number of rows, ...). If the process
+        has no rows in this batch, the arrays are empty, but their dtypes and
+        other dimensions are still those of the other processes' rows.
       rows: Number of rows in the global batch. For a process-local source,
         number of rows in `data`.
       checksum: A checksum of the first and the last row of the global batch,
@@ -59,17 +59,18 @@ class Part:
 
 
 class Passes:
-    """A counter of the passes over a dataset, shared by all loops.
+    """A counter of the epochs that have been read from a dataset.
 
     Attributes:
-      next: Number of the epoch that the next loop begins with.
+      next: Number of the epoch that the next call of `fit`, `evaluate` or
+        `predict`, or the next iterator, begins with.
     """
 
     def __init__(self) -> None:
         self.next = 0
 
     def reach(self, epoch: int) -> None:
-        """Records that loops have begun all epochs before `epoch`."""
+        """Records that all epochs before `epoch` have been begun."""
         self.next = max(self.next, epoch)
 
 
@@ -140,7 +141,7 @@ class Source(abc.ABC):
 
     @functools.cached_property
     def passes(self) -> Passes:
-        """The counter of passes over the data; all loops may share it."""
+        """The counter of epochs read so far; other sources may share it."""
         return Passes()
 
     def facts(self) -> dict[str, Any]:
@@ -173,7 +174,7 @@ class Source(abc.ABC):
     def checksum(self) -> int | None:
         """A checksum of some rows, by which processes compare their data.
 
-        None if each `Part` has a checksum, or no checksums are needed.
+        None if each `Part` has a checksum, or if no checksums are needed.
         """
         return None
 
@@ -215,11 +216,11 @@ class Source(abc.ABC):
         """
 
     def begin_epoch(self, epoch: int, start: int) -> None:
-        """Prepares an epoch. Called before it is read, with the same arguments.
+        """Prepares an epoch. Called before `read`, with the same arguments.
 
-        The loops of models (`fit`, `evaluate`, `predict`) and the iterators of
-        distributed datasets call this method. A model's loop never calls it a
-        second time without calling `end_epoch` in between.
+        `fit`, `evaluate`, `predict` and the iterators of distributed datasets
+        call this method. A model always calls `end_epoch` before it calls this
+        method again.
         """
         del epoch, start
 
@@ -249,7 +250,7 @@ def take(
     Args:
       batch: The global batch.
       cut: The function that was passed to `Source.read`.
-      has_checksums: Whether to compute `Part.checksum`. Use it for data whose
+      has_checksums: Whether to compute `Part.checksum`. Set it for data whose
         order this library does not determine: if a process reads different
         batches than the other processes, an error is raised.
       is_copied: Whether to copy the rows, unless their arrays are immutable.

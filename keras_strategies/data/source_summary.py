@@ -35,7 +35,7 @@ class Summary:
       reading: How each process reads the data.
       num_rows: Number of rows in an epoch of `num_batches` batches, if known.
       first_rows: Number of rows in the first batch, if known; other batches may
-        have other numbers of rows.
+        have more or fewer rows.
       files: The files that each process reads, as far as this process knows
         them.
       notes: Further remarks, as full sentences.

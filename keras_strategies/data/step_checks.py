@@ -33,7 +33,7 @@ def check_specs(
     """Raises ValueError unless all batches have the same structure.
 
     Args:
-      mesh: The replicas.
+      mesh: The mesh of the replicas.
       received: The messages of all processes.
       step: Number of the step.
       before: The spec of the previous step's batch; None for the first step.
@@ -72,8 +72,9 @@ def check_global_batch(
     checksums = [h.get("checksum") for h in received]
     if any(checksum != checksums[0] for checksum in checksums):
         raise ValueError(
-            "Every process must read the same batches, and selects its rows "
-            "from them; otherwise some rows are lost and others used twice. "
+            "Every process must read the same batches, because it uses only "
+            "its own rows of them; otherwise some rows are lost and others are "
+            "used twice. "
             f"Received: different rows in step {step} (checksums "
             f"{list_values(mesh, checksums)}). Shuffle and augment with the "
             "same seed in all processes, or use `AutoShardPolicy.OFF` if each "
@@ -116,7 +117,7 @@ def find_unequal_readers(
     Returns the first such group of processes, or None.
 
     Args:
-      mesh: The replicas.
+      mesh: The mesh of the replicas.
       values: The value of each process, in the order of `mesh.processes`.
     """
     of_process = dict(zip(mesh.processes, values, strict=True))

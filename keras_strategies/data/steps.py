@@ -72,8 +72,9 @@ class Steps:
 
     Attributes:
       source: The source to read.
-      mesh: The replicas.
-      name: The name of the loop for messages, such as "fit".
+      mesh: The mesh of the replicas.
+      name: The name of the method that reads the data, such as "fit", for
+        messages.
       is_balanced: Whether the rows of a batch are divided evenly among the
         replicas, as in `fit`. Otherwise each replica has a fixed range of rows
         in the batch (rule V2 of docs/parity.md).
@@ -141,7 +142,7 @@ class Steps:
         num_bytes: Callable[[Any], int],
         is_pause: Callable[[Any], bool],
     ) -> Iterator[Any]:
-        """Converts an epoch's batches to items, ahead of time if it is faster.
+        """Makes items from an epoch's batches, ahead of time if that is faster.
 
         Args:
           epoch: Number of the epoch, from 0.
@@ -224,9 +225,9 @@ class Steps:
     ) -> Iterator[Part]:
         """Finds the batch size from the first batches of all processes.
 
-        If a process has only one batch, it may be smaller than a full batch.
-        In this case the size is determined by the batches of other processes,
-        or by the source's `likely_size`.
+        If a process has only one batch, this batch may not be full. Then the
+        size is determined by the batches of other processes, or by the source's
+        `likely_size`.
 
         Returns:
           An iterator over all parts, including those that were read to find
@@ -304,7 +305,7 @@ class Steps:
         """Reads the next part and exchanges messages about it.
 
         Args:
-          rounds: The exchanges of the epoch.
+          rounds: The object that exchanges the messages of the epoch.
           parts: This process's parts.
           place: A text that identifies the epoch and the step, if this is the
             first step to be read; all processes must have the same text. None

@@ -57,7 +57,7 @@ def check_input_fn(input_fn: object) -> None:
 
 
 def check_positive(name: str, value: object) -> None:
-    """Raises unless a value is None or a positive integer.
+    """Raises an error unless a value is None or a positive integer.
 
     Raises:
       TypeError: if `value` is neither an integer nor None.
@@ -68,7 +68,7 @@ def check_positive(name: str, value: object) -> None:
 
 
 def check_seconds(name: str, value: object) -> None:
-    """Raises unless a value is a number of seconds that is not negative."""
+    """Raises an error unless a value is a non-negative number of seconds."""
     cure = "Pass a number of seconds, 0 or more."
     check_number(
         f"`{name}`", value, cure, least=0, is_whole=False, is_optional=False
@@ -76,7 +76,7 @@ def check_seconds(name: str, value: object) -> None:
 
 
 def check_name(name: str | None) -> None:
-    """Raises unless an evaluation's name can be used in a folder's name.
+    """Raises an error unless a folder can be named after an evaluation.
 
     Raises:
       TypeError: if `name` is neither a str nor None.

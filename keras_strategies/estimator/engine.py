@@ -45,12 +45,12 @@ _logger = logging.getLogger(__name__)
 
 
 class Settings:
-    """The arguments of an Estimator, as properties named as in TensorFlow.
+    """The arguments of an Estimator, as properties with TensorFlow's names.
 
     Args:
       model_fn: The `model_fn`.
       config: The RunConfig, whose `model_dir` is set.
-      params: Parameters, which are copied for each function that gets them.
+      params: Parameters for `model_fn` and `input_fn`; each call gets a copy.
       warm_start_from: The source of the initial weights, or None.
     """
 
@@ -95,12 +95,12 @@ class Settings:
 
 
 def rename_results(estimator: Settings, names: Mapping[str, str]) -> None:
-    """Makes an Estimator's evaluations report results under new names."""
+    """Sets new names for evaluation results; `names` maps old to new names."""
     estimator._result_names = dict(names)
 
 
 def find_strategy(estimator: Settings, mode: str) -> Strategy:
-    """Returns the strategy for a mode; by default, one for a single device."""
+    """Returns the strategy for a mode; its default uses a single device."""
     strategy = estimator.config.eval_distribute
     if mode == ModeKeys.TRAIN:
         strategy = estimator.config.train_distribute
@@ -114,7 +114,7 @@ def find_strategy(estimator: Settings, mode: str) -> Strategy:
 def make_plain(
     estimator: Settings, mode: str, features: Tree
 ) -> model_fns.ModelBundle:
-    """Calls `model_fn` outside of any strategy scope, for an export.
+    """Creates the model of a `model_fn` without a strategy, for an export.
 
     Args:
       estimator: The Estimator.
@@ -201,7 +201,7 @@ def evaluate(
         try:
             return evaluate_at(newest)
         except DamagedCheckpoint:
-            # A training that is still running may have deleted the checkpoint
+            # If training is still running, it may have deleted the checkpoint
             # while it was read. In that case there is a newer one to try.
             if newest is None or os.path.isdir(newest):
                 raise
@@ -290,7 +290,7 @@ def predict(
 def _make(
     estimator: Settings, mode: str, data: inputs.Input
 ) -> model_fns.ModelBundle:
-    """Creates the model by calling `model_fn` in the strategy's scope."""
+    """Calls the `model_fn` in the strategy's scope, and returns its model."""
     features, labels = inputs.make_symbols(data.example)
     if mode == ModeKeys.TRAIN and jax.process_index() == 0:
         exporting.write_features(estimator.model_dir, features)
@@ -344,7 +344,7 @@ def _fit(
     model.fit(
         **data.make_arguments(),
         epochs=1,
-        # Only arrays are shuffled. A dataset defines its own order.
+        # Only arrays are shuffled. A dataset defines the order of its rows.
         shuffle=not data.is_dataset,
         steps_per_epoch=steps,
         verbose=0,
@@ -353,7 +353,7 @@ def _fit(
 
 
 def _make_restore(path: str | None) -> Restore:
-    """Returns a function that restores a model, or a no-op without a path."""
+    """Returns a function that restores a model's weights, if given a path."""
     if path is None:
         return lambda model: None
     return functools.partial(reading.restore, path=path)
@@ -375,14 +375,15 @@ def _allow_data_to_end() -> Iterator[None]:
 def _isolate_random_state(
     seed: int | None = None, *, moves_on: bool = False
 ) -> Iterator[None]:
-    """Restores the global random states of Python and NumPy on exit.
+    """Restores Python's and NumPy's global random states when the block ends.
 
     Initial weights, the seeds for dropout and the shuffle order of rows are
     generated from these states.
 
     Args:
-      seed: Seed to set on entry; None to start with the caller's states.
-      moves_on: Whether to use the caller's states, without restoring them.
+      seed: The seed to set when the block begins; None to set no seed.
+      moves_on: Whether to do nothing: no seed is set, and the states are not
+        restored, so that the next run gets other random numbers.
     """
     if moves_on:
         yield

@@ -222,7 +222,7 @@ class Estimator(Settings):
           or the outputs of the model if `model_fn` returns a model.
 
         Raises:
-          ValueError: if `predict_keys` contains no name of a prediction, the
+          ValueError: if none of `predict_keys` is the name of a prediction, the
             checkpoint does not exist, or `yield_single_examples` is true and
             the predictions have different numbers of rows.
           TypeError: if an argument has the wrong type.

@@ -1,4 +1,4 @@
-"""EstimatorSpec: the model and other Keras objects of a `model_fn`."""
+"""EstimatorSpec: the Keras model, loss and other objects of a `model_fn`."""
 
 import dataclasses
 from collections.abc import Iterable, Mapping

@@ -68,7 +68,7 @@ class Exporter(abc.ABC):
 
 
 class _ModelExporter(Exporter):
-    """An exporter that exports when `_is_due` is true; deletes old exports."""
+    """The base class of exporters that export if `_is_due` returns True."""
 
     def __init__(
         self,
@@ -197,7 +197,7 @@ class LatestExporter(_ModelExporter):
 def has_smaller_loss(
     best_eval_result: Mapping[str, Any], current_eval_result: Mapping[str, Any]
 ) -> bool:
-    """Returns whether the loss of the current result is smaller than the best.
+    """Returns whether the current loss is smaller than the best one.
 
     Raises:
       ValueError: if one of the results has no loss.
@@ -287,7 +287,7 @@ class BestExporter(_ModelExporter):
         return True
 
     def _find_best(self, model_dir: str) -> Mapping[str, Any] | None:
-        """Returns the best evaluation result that is on disk, or None."""
+        """Returns the best evaluation result on disk, or None if none exist."""
         folder = os.path.join(
             glob.escape(model_dir), os.path.dirname(self._pattern or "")
         )
@@ -344,7 +344,7 @@ def _check_compare_fn(compare_fn: object) -> None:
 def _is_equal(
     best: Mapping[str, Any] | None, result: Mapping[str, Any]
 ) -> bool:
-    """Returns whether two results have equal values for all common names."""
+    """Returns whether two evaluations agree in all metrics that they share."""
     if best is None:
         return False
     shared = [name for name in best if name in result]
@@ -354,7 +354,7 @@ def _is_equal(
 
 
 def _delete_old(export_path: str, exports_to_keep: int | None) -> None:
-    """Deletes all exports except the newest; does not touch other folders."""
+    """Deletes all exports except the newest ones; other folders are kept."""
     if exports_to_keep is None:
         return
     versions = sorted(list_exports(export_path))
@@ -369,7 +369,7 @@ def _delete_old(export_path: str, exports_to_keep: int | None) -> None:
 
 
 def list_exports(export_path: str) -> list[int]:
-    """Returns the times of a folder's exports, in seconds since 1970."""
+    """Returns the times of the exports in a folder, in seconds since 1970."""
     try:
         names = [path.name for path in pathlib.Path(export_path).iterdir()]
     except FileNotFoundError:

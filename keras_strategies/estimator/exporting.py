@@ -1,4 +1,4 @@
-"""Exports an Estimator's model to a folder whose name is the time."""
+"""Exports an Estimator's model to a folder that is named after the time."""
 
 import functools
 import importlib.util
@@ -48,12 +48,12 @@ def export(
     mode: str,
     saved_model: bool | None,
 ) -> str:
-    """Exports a checkpoint; see `Estimator.export_saved_model`.
+    """Exports a checkpoint's model; see `Estimator.export_saved_model`.
 
     Args:
-      make: Function that is called with a mode and features, and calls the
-        `model_fn` outside of any strategy scope.
-      model_dir: The Estimator's folder.
+      make: Function of a mode and features that calls the `model_fn` outside of
+        any strategy scope and returns the result.
+      model_dir: The Estimator's `model_dir`.
       base: The folder for exports.
       checkpoint_path: The checkpoint; None for the newest valid one.
       serving_input_receiver_fn: Must be None.
@@ -202,12 +202,12 @@ def _write_saved_model(model: keras.Model, folder: str) -> None:
 
 
 def _make_zeros(num_rows: int, feature: Array) -> np.ndarray:
-    """Returns an array of zeros with a feature's row shape and dtype."""
+    """Returns `num_rows` rows of zeros, in the shape and dtype of a feature."""
     return np.zeros((num_rows, *feature.shape[1:]), feature.dtype)
 
 
 def _check_files(files: Mapping[str, str] | None) -> dict[str, str]:
-    """Checks `assets_extra` and returns the source path per destination."""
+    """Checks `assets_extra`, and maps destination paths to source paths."""
     if files is None:
         return {}
     what = "a dict from paths in the export to paths of files"
@@ -254,7 +254,7 @@ def _make_folder(base: str) -> str:
 
 
 def _put_in_place(folder: str, base: str) -> str:
-    """Renames a complete export to a time not yet used; returns its path."""
+    """Renames a finished export to the current time; returns the new path."""
     version = max([int(time.time()), *(v + 1 for v in list_exports(base))])
     while True:
         path = os.path.join(base, str(version))

@@ -23,8 +23,8 @@ from keras_strategies.strategy.strategy import Strategy
 DEFAULT_BATCH_SIZE = 32
 """Rows per batch if an `input_fn` returns arrays; the default of Keras."""
 
-# The largest number of batches that are read to build a model: at most one for
-# each replica.
+# The largest number of batches that building a model may read. It reads at most
+# one batch for each replica.
 _MAX_SEEN = 512
 _CURE = (
     "Return a dataset (tf.data, a PyDataset, grain, a generator of batches) "
@@ -40,8 +40,8 @@ class Input:
       x: Features as arrays, or a dataset of (features, labels).
       y: Labels as arrays. None if `x` is a dataset or there are no labels.
       sample_weight: The weight of each row as an array, or None.
-      example: A batch, or a nest with the structure of a batch. Each leaf of
-        the nest has a shape and a dtype, like an array.
+      example: A batch of the data, or a nested structure like that of a batch,
+        whose leaves have shapes and dtypes.
       is_dataset: Whether `x` is a dataset.
       is_endless: Whether `x` is a dataset that declares itself infinite.
     """
@@ -54,7 +54,7 @@ class Input:
     is_endless: bool = False
 
     def make_arguments(self) -> dict[str, Any]:
-        """Returns the arguments that pass the data to `fit` or `evaluate`."""
+        """Returns the keyword arguments of `fit` or `evaluate` for the data."""
         if self.is_dataset:
             return {"x": self.x}
         return {
@@ -241,14 +241,15 @@ def _iter_global_batches(dataset: Dataset) -> Iterator[Tree]:
     if not isinstance(dataset, DistributedDataset):
         return host_batches(dataset)
     source = dataset.source
-    # Reading counts as one pass, so the next loop begins with the next epoch.
+    # Reading the batches once counts as one epoch, so the next iterator reads
+    # the next epoch.
     epoch = source.passes.next
     source.passes.reach(epoch + 1)
     return (part.data for part in source.read(epoch, 0, all_rows))
 
 
 def _is_nest_of_arrays(data: object) -> bool:
-    """Returns whether data are arrays nested in dicts, lists and tuples."""
+    """Returns whether data are arrays, or dicts, lists or tuples of arrays."""
     if isinstance(data, Mapping):
         return bool(data) and all(map(_is_nest_of_arrays, data.values()))
     if isinstance(data, list | tuple):
@@ -268,7 +269,7 @@ def _convert_pandas(data: Tree) -> Tree:
 
 
 def _find_example(data: Dataset) -> Tree:
-    """Returns a dataset's `Input.example`: a batch, or specs."""
+    """Returns a batch of a dataset, or the batch's shapes and dtypes."""
     if isinstance(data, DistributedDataset):
         return data.element_spec
     spec = getattr(data, "element_spec", None)
@@ -320,7 +321,7 @@ def _map_leaves(function: Callable[[Any, str | None], Any], nest: Tree) -> Tree:
 
 
 def _is_pair(value: object) -> bool:
-    """Returns whether a value is a (shape, dtype) in an `element_spec`."""
+    """Returns whether a value is a (shape, dtype) pair of an `element_spec`."""
     return (
         isinstance(value, tuple)
         and len(value) == 2
@@ -362,7 +363,7 @@ def _compute_shape_and_dtype(
             "`keras.layers.StringLookup` or `keras.layers.Hashing` in "
             "`dataset.map`. If the model does not need them, omit them."
         )
-    # Keras's loops convert floats to floatx, and JAX has no int64 by default.
+    # Keras's `fit` converts floats to floatx, and JAX has no int64 by default.
     name = keras.backend.standardize_dtype(dtype)
     if name in ("float16", "float32", "float64"):
         name = keras.config.floatx()

@@ -25,16 +25,17 @@ _logger = logging.getLogger(__name__)
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class ModelBundle:
-    """The model that a `model_fn` returned, its predictions and callbacks.
+    """The model that a `model_fn` returned, with its predictions and callbacks.
 
     Attributes:
       model: The model. It is compiled unless the mode is PREDICT.
-      outputs: The model to run for predictions: `model`, or a model that
-        computes some of its tensors.
+      outputs: The model to run for predictions: `model`, or a model that shares
+        its layers and returns the tensors to predict.
       predictions: Function that receives what the model `outputs` returns for
         a batch, as NumPy arrays, and returns the predictions.
       chief_hooks: Callbacks for training, only in the chief.
-      hooks: Callbacks for the mode, in all processes.
+      hooks: Callbacks for the mode (training, evaluation or prediction), in all
+        processes.
     """
 
     model: keras.Model
@@ -45,7 +46,7 @@ class ModelBundle:
 
 
 def check_model_fn(model_fn: object, params: object) -> None:
-    """Raises unless a function is a valid `model_fn`.
+    """Raises an error unless a function is a valid `model_fn`.
 
     Raises:
       ValueError: if `model_fn` is None or has unknown arguments, or if
@@ -321,7 +322,7 @@ def _complete_output_names(model: keras.Model, count: int) -> list[str]:
 
 
 def _pick_output(model: keras.Model, outputs: Tree, name: str) -> Array:
-    """Returns the output with the given name."""
+    """Returns the output of the model that has the given name."""
     named = _make_output_namer(model)(outputs)
     if not isinstance(named, Mapping):
         named = {_complete_output_names(model, 1)[0]: named}

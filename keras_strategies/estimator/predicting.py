@@ -38,8 +38,8 @@ def iter_batches(
 ) -> Iterator[Tree]:
     """Yields the model's outputs batch by batch, as NumPy arrays.
 
-    If there are several processes, all of them must make the call. All rows are
-    then predicted before they are yielded as a single batch.
+    If there are several processes, all of them must call this function. In that
+    case all rows are predicted first, and then yielded as one batch.
 
     Args:
       bundle: The model, as returned by its `model_fn`.

@@ -33,7 +33,7 @@ _logger = logging.getLogger(__name__)
 
 
 def append(directory: str, step: int, metrics: Mapping[str, Any]) -> None:
-    """Appends the result of one evaluation to the file.
+    """Appends the results of one evaluation to the folder's file.
 
     Args:
       directory: The evaluation's folder, created if needed.
@@ -57,7 +57,7 @@ def append(directory: str, step: int, metrics: Mapping[str, Any]) -> None:
 
 
 def read(directory: str) -> dict[int, dict[str, float]]:
-    """Returns a folder's results as a dict whose keys are the global steps.
+    """Returns the results of an evaluation's folder, by global step.
 
     The steps are in ascending order. If a step was evaluated more than once,
     the dict contains the latest value of each result. Lines that cannot be
@@ -87,7 +87,7 @@ def read(directory: str) -> dict[int, dict[str, float]]:
 def rename(
     results: Mapping[str, Any], names: Mapping[str, str]
 ) -> dict[str, Any]:
-    """Returns an evaluation's results, some of them with new names.
+    """Returns results under new names; `names` maps old to new names.
 
     Raises:
       ValueError: if a key of `names` is not the name of a result.
@@ -105,7 +105,7 @@ def rename(
 def make_scalars(
     config: RunConfig, step: int, eval_name: str | None = None
 ) -> list[Any]:
-    """Creates the callbacks that write and log a run's scalars.
+    """Creates the callbacks that write scalars to event files and log them.
 
     Args:
       config: The RunConfig.

@@ -22,7 +22,7 @@ DEFAULT_EVAL_STEPS = 100
 
 @dataclasses.dataclass(frozen=True)
 class TrainSpec:
-    """The training part of `train_and_evaluate`, as in TensorFlow.
+    """The training arguments of `train_and_evaluate`, as in TensorFlow.
 
     Attributes:
       input_fn: Function that returns the training data; see `Estimator.train`.
@@ -57,7 +57,7 @@ class TrainSpec:
 
 @dataclasses.dataclass(frozen=True)
 class EvalSpec:
-    """The evaluation part of `train_and_evaluate`, as in TensorFlow.
+    """The evaluation arguments of `train_and_evaluate`, as in TensorFlow.
 
     Attributes:
       input_fn: Function that returns the evaluation data; see
@@ -160,8 +160,8 @@ def _set(spec: object, name: str, value: object) -> None:
 def _check_exporters(exporters: Any) -> tuple[Exporter, ...]:
     if exporters is None:
         return ()
-    # A str is wrapped too. Otherwise the error would quote only its first
-    # letter.
+    # A str is also treated as one exporter. Otherwise, the error would quote
+    # only its first letter.
     is_one = isinstance(exporters, Exporter | str)
     is_one |= not isinstance(exporters, Iterable)
     checked = (exporters,) if is_one else tuple(exporters)

@@ -1,9 +1,10 @@
 """The callback that saves, resumes and finishes a call of `Estimator.train`.
 
-A call is one epoch of Keras's `fit`. If the previous call was interrupted, the
-next call resumes it at the batch after the checkpoint. If the previous call was
-completed, the next call reads the data from the start, as in TensorFlow. A file
-in `model_dir`, called the mark, shows whether the last call was completed.
+A call of `train` is one epoch of Keras's `fit`. If the previous call was
+interrupted, the next call resumes it at the batch after the checkpoint. If the
+previous call was completed, the next call reads the data from the start, as in
+TensorFlow. A small file in `model_dir`, called the mark, shows whether the last
+call was completed.
 """
 
 import dataclasses
@@ -35,7 +36,8 @@ from keras_strategies.keras_bridge.callbacks.resumable_fit import (
 )
 
 MARK = "training.json"
-"""The name of the mark: a file with the step at which `train` last ended."""
+"""The name of the mark: a file in `model_dir` with the step at which the last
+completed call of `train` ended."""
 
 _MAX_MARK_BYTES = 4096
 _WHERE = "whether the last call of `Estimator.train` was completed"
@@ -46,13 +48,13 @@ _logger = logging.getLogger(__name__)
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Progress:
-    """The progress of the training in a directory.
+    """The progress of the training whose checkpoints are in a directory.
 
     Attributes:
-      step: The global step.
-      begun: The global step at which the interrupted call began; equal to
-        `step` if the last call was completed.
-      is_done: Whether the last call was completed.
+      step: The global step of the newest checkpoint; 0 without checkpoints.
+      begun: The global step at which the interrupted call of `train` began;
+        equal to `step` if the last call was completed.
+      is_done: Whether the last call of `train` was completed.
     """
 
     step: int = 0
@@ -61,7 +63,7 @@ class Progress:
 
 
 def read_progress(model_dir: str) -> Progress:
-    """Returns the progress of the training in a directory.
+    """Reads how far the training in a directory has progressed.
 
     It reads only the metadata of the newest checkpoint, not its arrays.
     """
@@ -76,7 +78,7 @@ def read_progress(model_dir: str) -> Progress:
 
 
 def share_progress(mesh: ReplicaMesh, model_dir: str) -> Progress:
-    """Returns the chief's progress; all processes must call this function."""
+    """Returns the chief's training progress; all processes must call this."""
     local = dataclasses.asdict(read_progress(model_dir))
     of_chief = broadcast_from_chief(mesh, "`Estimator.train`", local, _PROGRESS)
     return Progress(**{name: of_chief[name] for name in _PROGRESS})
@@ -90,9 +92,10 @@ def is_done_at(model_dir: str, step: int, epoch: int) -> bool:
       step: The checkpoint's step.
       epoch: The checkpoint's epoch.
     """
-    # A call is one epoch, so the epoch is 1 at its end. However, if the data
-    # end right after a checkpoint was saved within the epoch, no further
-    # checkpoint is saved, and only the mark shows that the call has ended.
+    # A call of `train` is one epoch, so the epoch is 1 at its end. However, if
+    # the data end right after a checkpoint was saved within the epoch, no
+    # further checkpoint is saved, and only the mark shows that the call has
+    # ended.
     return epoch > 0 or read_end_step(model_dir) == step
 
 
@@ -108,7 +111,7 @@ def read_end_step(model_dir: str) -> int | None:
 
 
 def identify_mark(model_dir: str) -> tuple[int, int] | None:
-    """Returns an ID of the mark that changes whenever a call ends, or None."""
+    """Returns an ID that changes whenever a call of `train` ends, or None."""
     try:
         status = os.stat(os.path.join(model_dir, MARK))
     except OSError:
@@ -117,7 +120,7 @@ def identify_mark(model_dir: str) -> tuple[int, int] | None:
 
 
 def mark_end(model_dir: str, step: int) -> None:
-    """Writes the mark, atomically, to record that a call has ended."""
+    """Writes the mark file, atomically, to record that `train` has ended."""
     with tempfile.NamedTemporaryFile(
         "w", dir=model_dir, prefix=".training-", delete=False
     ) as file:
@@ -148,8 +151,8 @@ def broadcast_from_chief(
       form: The types that the value must have.
 
     Returns:
-      The chief's `value`. If there are several processes, it is checked to
-      have the types of `form`.
+      The chief's `value`. If there are several processes, an error is raised
+      unless the value has the types of `form`.
     """
     if mesh.num_processes == 1:
         return value
@@ -168,7 +171,7 @@ def count_steps(
     *,
     is_endless: bool,
 ) -> int | None:
-    """Returns the total number of steps of a `train` call.
+    """Returns the number of steps of a `train` call, or None if unlimited.
 
     The number includes steps that were done before the call was interrupted.
 
@@ -194,7 +197,7 @@ def has_steps(
     progress: Progress,
     max_steps: int | None,
 ) -> bool:
-    """Returns whether a call has steps left to train; warns if not.
+    """Returns whether a `train` call has steps left; logs a warning if not.
 
     Args:
       mesh: The replicas.
@@ -217,7 +220,7 @@ def has_steps(
 
 
 def warn_of_end(num_steps: int, planned_steps: int | None) -> None:
-    """Warns if arrays ended before the requested number of steps.
+    """Warns if the data ended before the requested number of steps.
 
     In TensorFlow, an `input_fn` that returns tensors never runs out of data.
 
@@ -264,7 +267,7 @@ class TrainCheckpoint(Checkpoint):
             config.model_dir or "",
             save_every_steps=steps,
             save_every_seconds=seconds,
-            # A call is one epoch, so this saves once, at its end.
+            # A call of `train` is one epoch, so this saves once, at its end.
             save_every_epochs=1,
             keep=Keep(
                 last=config.keep_checkpoint_max,
@@ -291,7 +294,7 @@ class TrainCheckpoint(Checkpoint):
             listener.begin()
 
     def close(self, *, is_done: bool) -> None:
-        """Waits for the last save and marks the end of the call."""
+        """Waits for the last save and records that `train` has ended."""
         super().close(is_done=is_done)
         if not is_done or self._mesh is None:
             return

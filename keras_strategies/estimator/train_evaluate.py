@@ -204,7 +204,7 @@ def _follow(
 
 
 class _Watch:
-    """Determines for an evaluator whether the chief is still training.
+    """Tells an evaluator process whether the chief is still training.
 
     Args:
       estimator: The Estimator.
@@ -215,12 +215,12 @@ class _Watch:
         self._model_dir = estimator.model_dir
         self._max_steps = max_steps
         self._timeout_s = estimator.config.session_creation_timeout_secs
-        # A mark that exists now may have been written by an earlier training.
+        # A file that exists now may have been written by an earlier training.
         self._stale = train_callback.identify_mark(self._model_dir)
         self.note_news()
 
     def note_news(self) -> None:
-        """Restarts the timeout, after a new checkpoint was evaluated."""
+        """Restarts the timeout; called after a new checkpoint was evaluated."""
         self._since = time.monotonic()
 
     def is_last(self, path: str) -> bool:
@@ -282,7 +282,12 @@ class _Evaluation:
         self.results: Results = _NOTHING
 
     def is_due(self, throttle_s: float) -> bool:
-        """Returns whether the last evaluation began long enough ago."""
+        """Returns whether the next evaluation may begin.
+
+        Args:
+          throttle_s: The minimum number of seconds from the start of an
+            evaluation to the start of the next one.
+        """
         began = self._began
         return began is None or time.monotonic() - began >= throttle_s
 
@@ -307,7 +312,7 @@ class _Evaluation:
         step = metrics[records.GLOBAL_STEP]
         is_final = self._max_steps is not None and step >= self._max_steps
         base = os.path.join(self._estimator.model_dir, "export")
-        exporters: Any = self._spec.exporters  # EvalSpec converts it.
+        exporters: Any = self._spec.exporters  # EvalSpec makes it a tuple.
         return [
             exporter.export(
                 estimator=self._estimator,

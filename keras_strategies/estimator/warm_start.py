@@ -91,7 +91,7 @@ class WarmStartSettings:
 
 
 def apply(settings: WarmStartSettings | None, model: keras.Model) -> None:
-    """Assigns the selected weights to a built model; no-op without settings.
+    """Assigns the selected weights to a built model, if settings are given.
 
     Raises:
       ValueError: if no checkpoint exists, no weight is selected, or a
@@ -124,7 +124,7 @@ def apply(settings: WarmStartSettings | None, model: keras.Model) -> None:
 
 
 def make_settings(source: Any) -> WarmStartSettings | None:
-    """Converts an argument `warm_start_from` to settings, or None.
+    """Converts an argument `warm_start_from` to settings; None stays None.
 
     Raises:
       TypeError: if `source` is not a path, settings or None.
@@ -138,7 +138,7 @@ def make_settings(source: Any) -> WarmStartSettings | None:
 
 
 def _find_checkpoint(path: str) -> str:
-    """Returns the path if it is a checkpoint, or the newest checkpoint in it.
+    """Returns the newest checkpoint in a folder, or the path of a checkpoint.
 
     Raises:
       ValueError: if no checkpoint exists.

@@ -16,7 +16,7 @@ def is_command() -> bool:
     subcommand `doctor` can report the wrong backend.
     """
     name = os.path.basename((getattr(sys, "argv", None) or [""])[0])
-    if name == "-m":  # Python is still looking for the module.
+    if name == "-m":  # `python -m` has not found the module's file yet.
         words = [word.removeprefix("-m") for word in sys.orig_argv]
         return _COMMAND_MODULE in words
     return name.removesuffix(".exe").removesuffix("-script.py") == _COMMAND

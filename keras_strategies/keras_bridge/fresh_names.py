@@ -16,7 +16,7 @@ _COUNTS = "object_name_uids"
 
 @contextlib.contextmanager
 def fresh_names() -> Iterator[None]:
-    """Restarts Keras's automatic numbering of names for a block."""
+    """Restarts Keras's numbering of unnamed objects while the block runs."""
     with restore_names():
         global_state.set_global_attribute(_COUNTS, collections.defaultdict(int))
         yield
@@ -24,7 +24,7 @@ def fresh_names() -> Iterator[None]:
 
 @contextlib.contextmanager
 def restore_names() -> Iterator[None]:
-    """Restores Keras's counts of automatic names at the end of a block."""
+    """Restores Keras's counts of automatic names when the block ends."""
     before = global_state.get_global_attribute(_COUNTS)
     if before is not None:
         before = before.copy()

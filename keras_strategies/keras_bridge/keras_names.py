@@ -62,7 +62,7 @@ Keras's trainer then scans over the stacked batches on the device."""
 def take_execution(
     iterator: Iterator[Any], first: Batch, num_steps: int
 ) -> list[Any]:
-    """Returns the batches of one execution of Keras's loop as a list.
+    """Returns the batches of one execution of Keras's `fit`, as a list.
 
     An execution is one call of a program that computes up to
     `steps_per_execution` steps.

@@ -13,11 +13,12 @@ _lock = threading.RLock()
 
 
 class Patches:
-    """Patches of classes and modules, installed while `hold` is entered.
+    """Patches of classes and modules, in effect inside `with` blocks of `hold`.
 
-    Several threads may be in `hold` at the same time. The first installs the
-    patches, and the last removes them. Patches affect all threads of the
-    process, so a wrapper must check the state of the thread that calls it.
+    Several threads may be in such blocks at the same time. The first thread
+    installs the patches, and the last removes them. Patches affect all threads
+    of the process, so a wrapper must check the state of the thread that calls
+    it.
 
     Args:
       find: A function that receives the arguments of `hold` and returns the
@@ -33,7 +34,7 @@ class Patches:
 
     @contextlib.contextmanager
     def hold(self, *args: object) -> Iterator[None]:
-        """Installs the patches for a block.
+        """Installs the patches while the block runs.
 
         If the patches are installed already, the arguments are ignored.
         """

@@ -35,7 +35,7 @@ class ReplicaNeeded(BaseException):
     Not an `Exception`, so that user code and Keras's layers do not catch it.
 
     Attributes:
-      name: The member of the replica context that the trace used.
+      name: The attribute of the replica context that the trace used.
     """
 
     def __init__(self, name: str) -> None:
@@ -57,17 +57,18 @@ class StepFacts:
         to find out which sizes depend on the number of rows.
       is_uneven: Whether replicas may run different branches of the program,
         because their numbers of rows differ.
-      rows_of_all: If the replicas' numbers of rows differ: maps a number of
-        rows that an argument has on this replica to the set of tuples that
-        contain the argument's numbers of rows on all replicas. The set has
-        several tuples if arguments differ in their rows on other replicas.
+      rows_of_all: Describes the arguments whose number of rows depends on the
+        replica. A key is the number of rows that such an argument has on this
+        replica. The value is a set of tuples with the numbers of rows on all
+        replicas. It has several tuples if arguments have the same number of
+        rows on this replica, but not on all others.
       rows_of_replicas: Number of rows of each replica, if the replicas run a
         model's step on different numbers of rows; else None.
       is_global_batch: Whether the step is traced with the global batch instead
         of one replica's rows.
-      share: This replica's weight where state, such as moving averages, is
-        averaged over the replicas. A number or a traced scalar. It is 0 if the
-        replica has no rows. None if all replicas have the same weight.
+      share: This replica's weight when state, such as moving averages, is
+        averaged over the replicas: a number or a traced scalar, which is 0 if
+        the replica has no rows. None if all replicas have the same weight.
       loss_tracker: The metric that Keras's step updates with the loss and the
         number of rows.
     """
@@ -130,7 +131,7 @@ class StepNotes:
 
     Attributes:
       replica_seeds: Seeds whose random streams differ between replicas.
-      scaled_losses: Optimizers that scaled the loss, and so also multiplied it
+      scaled_losses: Optimizers that scaled the loss, which also multiplied it
         by 1/replicas. Their gradients must be summed, not averaged.
       equal: Values that are equal on all replicas, such as those that an
         optimizer computed from reduced gradients.
@@ -143,7 +144,7 @@ class StepNotes:
         `metric_hooks.Result`.
       unaggregated: User-defined variables that were written, but have no
         `aggregation` that defines how different values are combined.
-      sizes: Sizes that may be the number of rows, in the order of the trace.
+      sizes: Sizes that may be the number of rows, in the order of recording.
         Each entry is a tuple: the size, whether the size was assumed to be the
         number of rows, and a description of the function that received the
         array.
@@ -195,7 +196,7 @@ class StepContext:
 
     @property
     def num_sharing(self) -> int:
-        """Number of replicas that have rows, whose losses are averaged."""
+        """Number of replicas that have rows; only their losses are averaged."""
         of_replicas = self.facts.rows_of_replicas or ()
         return sum(rows > 0 for rows in of_replicas) or self.num_replicas
 
@@ -225,7 +226,7 @@ class StepContext:
 
     @property
     def buffering(self) -> Buffering | None:
-        """The rule for which arrays are reduced together in one buffer."""
+        """The rule that decides which arrays are packed into one all-reduce."""
         return choose_buffering(self.facts.mesh)
 
     def with_facts(self, **facts: object) -> "StepContext":
@@ -290,7 +291,7 @@ class StepContext:
         self.notes.replica_uses.append(name)
 
     def flag(self, name: str) -> contextlib.AbstractContextManager[None]:
-        """Sets one of the attributes of `StepFlags` for a block."""
+        """Sets one of the attributes of `StepFlags` while the block runs."""
         return temporary_attribute(self.flags, name, True)
 
 
@@ -311,14 +312,14 @@ def count_replica_uses() -> int:
 ReplicaScope = Callable[
     [StepContext | None], contextlib.AbstractContextManager[Any]
 ]
-"""Makes a step's replica context current for a block. For None instead of a
+"""A context manager that enters a step's replica context. For None instead of a
 step, this is the replica context of a single replica."""
 
 current_step: Callable[[], StepContext | None] = _current.current_step
 """Returns the replica-mapped step that this thread is tracing, or None."""
 
 step_scope = _current.step_scope
-"""Makes a step the current step of this thread for a block."""
+"""Makes a step the current step of this thread while the block runs."""
 
 
 @contextlib.contextmanager
@@ -330,7 +331,7 @@ def building(mesh: ReplicaMesh, replica_scope: ReplicaScope) -> Iterator[None]:
 
     Args:
       mesh: The mesh of the replicas.
-      replica_scope: A function that makes a step's replica context current.
+      replica_scope: A context manager that enters a step's replica context.
     """
     step = StepContext(facts=StepFacts(mesh=mesh, rows=1))
     alone = replay.Alone(mesh.num_replicas)

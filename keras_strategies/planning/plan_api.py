@@ -65,7 +65,7 @@ def make_plan(
         ):
             steps = _plan_all(candidates, compiler, thorough, show)
     except lib.MakingFailed as failed:
-        # Raises the user's error without the wrapper `MakingFailed`.
+        # Raises the error of the user's function instead of `MakingFailed`.
         raise failed.__cause__ or failed from None
     return Plan(steps=steps, notes=NOTES)
 
@@ -76,7 +76,7 @@ def _plan_all(
     effort: Effort,
     show: Show,
 ) -> tuple[PlannedStep, ...]:
-    """Plans all candidates; shows the finished ones and the current work."""
+    """Plans all candidates; shows the results so far and the current work."""
     done: list[PlannedStep] = []
 
     def on_stage(candidate: lib.Candidate, stage: str) -> None:
@@ -99,11 +99,11 @@ def _check_choice(name: str, value: str, choices: tuple[str, ...]) -> None:
 
 @contextlib.contextmanager
 def _preserve_seeds() -> Iterator[None]:
-    """Restores, on exit, the random state that Keras draws seeds from.
+    """Restores Python's random state, from which Keras draws seeds, on exit.
 
     A layer without a seed draws one from Python's `random` module when it is
-    created. Without the restore, a plan would change the seeds of layers that
-    are created later.
+    created. Unless the state is restored, a plan changes the seeds of layers
+    that are created later.
     """
     before = random.getstate()
     try:

@@ -1,1 +1,1 @@
-"""Strategies: thin classes that choose devices and share their behaviour."""
+"""The strategies: classes that choose devices and share all other behaviour."""

@@ -9,7 +9,7 @@ from keras_strategies.tpu.replica_meshes import make_topology_mesh
 
 
 class CompileOnlyStrategy(Strategy):
-    """The base of strategies that can also compile for absent TPU slices."""
+    """The base class of strategies that can compile for absent TPU slices."""
 
     _resolver: Any = None
 
@@ -45,8 +45,8 @@ class CompileOnlyStrategy(Strategy):
 
         Raises:
           ImportError: if libtpu is not installed.
-          ValueError: if there is no slice of this name, or `computation_shape`
-            does not fit into it.
+          ValueError: if no slice has this name, or `computation_shape` does not
+            fit into it.
 
         Example:
           ```python

@@ -46,8 +46,8 @@ class _Stack(threading.local):
     def __init__(self) -> None:
         self.entered: list[AnyStrategy] = []
         self.set_globally: contextlib.ExitStack | None = None
-        # The replica contexts of the functions that are running; None stands
-        # for a function given to `merge_call` or `update`.
+        # The replica contexts of the functions that are running, outermost
+        # first; None stands for a function given to `merge_call` or `update`.
         self.replicas: list[Any] = []
         # The number of open scopes of the default strategy, which are not in
         # `entered`.
@@ -64,7 +64,7 @@ def get_entered_strategy() -> AnyStrategy | None:
 
 
 def check_cross_replica(name: str) -> None:
-    """Raises RuntimeError inside of a function given to `run`."""
+    """Raises RuntimeError if called inside a function given to `run`."""
     if stack.replicas and stack.replicas[-1] is not None:
         raise RuntimeError(
             "Method requires being in cross-replica context, use "
@@ -75,7 +75,7 @@ def check_cross_replica(name: str) -> None:
 
 
 def check_outside(name: str) -> None:
-    """Raises RuntimeError inside of functions that run for replicas.
+    """Raises RuntimeError if called inside any function that runs for replicas.
 
     These are the functions given to `run`, `merge_call` and `update`.
 
@@ -93,7 +93,7 @@ def check_outside(name: str) -> None:
 
 @contextlib.contextmanager
 def replica_context(strategy: AnyStrategy, context: object) -> Iterator[None]:
-    """Makes a strategy and its replica context current for a block."""
+    """Makes a strategy and its replica context current while the block runs."""
     stack.entered.append(strategy)
     stack.replicas.append(context)
     try:
@@ -115,7 +115,7 @@ def check_not_mixing(strategy: object) -> None:
 
 
 def refuse_mixing(strategy: object, other: str) -> NoReturn:
-    """Raises RuntimeError for a strategy used in another strategy's scope."""
+    """Raises RuntimeError: a strategy is used in another strategy's scope."""
     raise RuntimeError(
         "Mixing different tf.distribute.Strategy objects. A strategy, and "
         "the models compiled in its scope, must be used in its scope or "

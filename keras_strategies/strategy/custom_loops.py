@@ -69,8 +69,8 @@ class CustomLoops:
 
         All replicas run one compiled program. A new program is compiled if the
         function, the structure, shapes or dtypes of its arguments, or a Python
-        number or object among them are new. An equal function that a loop
-        creates again, such as a `def` or a lambda, reuses the program.
+        number or object among them are new. If a training loop creates an equal
+        function again, such as a `def` or a lambda, the program is reused.
 
         In the function, Keras layers, losses, optimizers and metrics work on
         the replica's rows. An optimizer's `apply` sums the gradients over the
@@ -132,7 +132,7 @@ class CustomLoops:
         """Sums or averages per-replica values over the replicas.
 
         Args:
-          reduce_op: `ReduceOp.SUM` or `ReduceOp.MEAN`, or their names.
+          reduce_op: `ReduceOp.SUM` or `ReduceOp.MEAN`, or its name.
           value: A nest of results of `run`.
           axis: None to reduce elementwise over the replicas only. A dimension,
             or a tuple of dimensions, to reduce over them, too; `MEAN` then
@@ -193,7 +193,7 @@ class CustomLoops:
             processes, shapes must be equal on all replicas.
 
         Returns:
-          The nest of `PerReplica`; of plain values if there is one replica.
+          The nest of `PerReplica`, or of plain values if there is one replica.
 
         Raises:
           ValueError: if the replicas' nests differ in structure or, with
@@ -232,7 +232,7 @@ class CustomLoops:
 
         If N replicas cannot share a global batch of B rows evenly, the first B
         mod N replicas get one row more than the others. A shorter last batch
-        fills the replicas in order: if batches of 8 rows are split over 2
+        fills one replica after the other: if batches of 8 rows are split over 2
         replicas, a last batch of 6 rows is split into 4 and 2. No row is left
         out.
 
@@ -277,7 +277,7 @@ class CustomLoops:
             arrays.
 
         Raises:
-          ValueError: if arrays have different lengths or no rows.
+          ValueError: if the arrays have no rows, or different numbers of rows.
         """
         return NumpyDataset(arrays)
 
@@ -328,7 +328,7 @@ class CustomLoops:
         dataset_fn: Callable[[InputContext], Iterable[Any]],
         options: InputOptions | None = None,
     ) -> DistributedDataset:
-        """Calls `distribute_datasets_from_function`; warns once (old name)."""
+        """Calls `distribute_datasets_from_function` under its old name."""
         current.warn_of_old_name(
             "experimental_distribute_datasets_from_function",
             "distribute_datasets_from_function",
@@ -336,7 +336,7 @@ class CustomLoops:
         return self.distribute_datasets_from_function(dataset_fn, options)
 
     def debug(self) -> contextlib.AbstractContextManager[None]:
-        """Runs functions given to `run` eagerly, inside of the block.
+        """Runs functions given to `run` eagerly while the block runs.
 
         The replicas execute the Python code one at a time, in the order of
         their ids; each runs up to its next collective. Prints, breakpoints and
@@ -371,9 +371,9 @@ class CustomLoops:
           options: See `experimental_distribute_dataset`.
 
         Returns:
-          An object that prints as a table: the policy and its reason, and each
-          replica's rows in a full batch and in the last batch. Notebooks show
-          it as an SVG picture (`_repr_svg_()`).
+          An object that prints as a table: the policy that divides the data,
+          its reason, and each replica's rows in a full batch and in the last
+          batch. Notebooks show it as an SVG picture (`_repr_svg_()`).
 
         Raises:
           TypeError: if `dataset` is not a dataset.

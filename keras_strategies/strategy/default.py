@@ -43,7 +43,7 @@ class DefaultScope(Scope):
         return strategy
 
     def __exit__(self, *error: object) -> None:
-        """Allows other strategies' scopes to create variables again."""
+        """Leaves the scope; other strategies' scopes may then be entered."""
         current.stack.num_default_scopes -= 1
 
 

@@ -19,8 +19,8 @@ class StrategyExtended:
     """The methods of a strategy that are intended for library authors.
 
     Args:
-      runtime: The strategy's runtime.
-      runner: The strategy's runner.
+      runtime: The strategy's mesh, variables and distribution.
+      runner: The object that compiles and runs functions for the replicas.
       is_multi_worker: Whether the strategy is a `MultiWorkerMirroredStrategy`.
 
     Example:
@@ -74,10 +74,10 @@ class StrategyExtended:
         destinations: object,
         options: object = None,
     ) -> Tree:
-        """Reduces values elementwise over the replicas, onto all devices.
+        """Reduces values elementwise over the replicas.
 
-        May be called outside of replica functions, and in a function given to
-        `merge_call`.
+        The result is on all devices. May be called outside of replica
+        functions, and in a function given to `merge_call`.
 
         Args:
           reduce_op: `ReduceOp.SUM` or `ReduceOp.MEAN`, or its name.

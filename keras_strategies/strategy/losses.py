@@ -1,4 +1,4 @@
-"""Replica losses that add up to the loss of the global batch."""
+"""Per-replica losses that add up to the loss of the global batch."""
 
 from collections.abc import Sequence
 
@@ -28,17 +28,17 @@ def compute_average_loss(
       global_batch_size: The number of rows of all replicas together. The
         default is the number of this replica's rows times the number of
         replicas. If the replicas have different numbers of rows, the arguments
-        of `run` determine the default: if one has the same number of rows on
-        this replica as there are losses, the default is the number of its rows
-        on all replicas together.
+        of `run` determine the default: if one of them has the same number of
+        rows on this replica as there are losses, the default is its total
+        number of rows over all replicas.
 
     Returns:
       A scalar.
 
     Raises:
-      ValueError: if the losses are a scalar; or if several uneven arguments
-        have this number of rows on this replica, but different numbers of rows
-        on all replicas together.
+      ValueError: if the losses are a scalar; or if several arguments of
+        `run` have this number of rows on this replica, but different total
+        numbers of rows over all replicas.
 
     References:
       `tf.nn.compute_average_loss`.
@@ -72,10 +72,9 @@ def _count_global_rows(rows: int) -> int:
     if len(known) > 1:
         raise ValueError(
             "The global batch size of the losses must be unambiguous. "
-            f"Received: {rows} losses on this replica; the arguments of `run` "
-            f"with {rows} rows on this replica have different numbers of rows "
-            f"on all replicas together: {sorted(known)}. Pass "
-            "`global_batch_size`."
+            f"Received: {rows} losses on this replica, where several arguments "
+            f"of `run` have {rows} rows, but different total numbers of rows "
+            f"over all replicas: {sorted(known)}. Pass `global_batch_size`."
         )
     count = get_strategy().num_replicas_in_sync
     return next(iter(known), rows * count)

@@ -45,8 +45,8 @@ class PlanMixin:
         effort is several times as fast; the reported memory is then between a
         third less and a tenth more than at full effort, which training uses. A
         candidate near the memory limit, or the only candidate, is also compiled
-        at full effort. For a model with many equal blocks, two short models are
-        compiled and their results are extrapolated. Times are estimates.
+        at full effort. For a model with many equal blocks, two shorter models
+        are compiled and their results are extrapolated. Times are estimates.
 
         Args:
           model: A function that makes and compiles the model, called in the
@@ -57,9 +57,10 @@ class PlanMixin:
           topologies: The names of TPU slices, such as "v5e:16x16". None for the
             devices of this strategy.
           strategies: The layouts to compare: names such as "replicated",
-            "slots", "sharded:64" (in groups of 64 replicas), "model:4" (with
-            `transformer_layout` over 4 cores) or "sharded+model:4"; or
-            partitioners. None for several common layouts.
+            "slots" (only optimizer slots are sharded), "sharded:64" (in groups
+            of 64 replicas), "model:4" (with `transformer_layout` over 4 cores)
+            or "sharded+model:4"; or partitioners. None for several common
+            layouts.
           scale: "replica" if each replica of a slice gets the same number of
             rows as a replica of this strategy; "global" if `batch` is the
             global batch of every slice.

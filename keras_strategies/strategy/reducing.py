@@ -24,7 +24,7 @@ _Axes = int | tuple[int, ...] | None
 def reduce(
     op: ReduceOp | str, value: Tree, axis: _Axes, mesh: ReplicaMesh
 ) -> Tree:
-    """Implements `Strategy.reduce`: reduces each distributed value of a nest.
+    """Implements `Strategy.reduce`: reduces each value of a nest.
 
     Returns:
       The nest, with each value replaced by an array.
@@ -59,7 +59,8 @@ def _reduce_one(
     if axis is None and value.total is not None:
         if op is ReduceOp.SUM:
             return value.total
-        # A total of integers may have overflowed; the mean is in floats.
+        # The total of integers may have overflowed, but their mean, which is
+        # computed in floats, does not.
         if not jnp.issubdtype(value.total.dtype, jnp.integer):
             return value.total / mesh.num_replicas
     if axis is None and value.layout == values.STACKED:
@@ -72,7 +73,7 @@ def _reduce_one(
 def _reduce_parts(
     parts: list[Any], op: ReduceOp, axes: tuple[int, ...] | None
 ) -> jax.Array:
-    """Reduces components to one value, eagerly or while being traced."""
+    """Reduces the components of a value, eagerly or while being traced."""
     if axes is None:
         _check_equal_shapes(parts)
         total = sum_in_order([to_summable(part, op) for part in parts])
@@ -92,7 +93,7 @@ def _apply_to_components(
     fn: Callable[..., Any],
     *args: object,
 ) -> Array:
-    """Calls `fn(components, *args)` on the first device, or in a program.
+    """Calls `fn(components, *args)` eagerly, or in a compiled program.
 
     With a single process, the first device computes the result. With several
     processes, no process has all components, so `fn` is compiled into a program
@@ -138,7 +139,7 @@ def _compile_over_components(
 def _read_variable(leaf: Leaf, mesh: ReplicaMesh) -> Leaf:
     """Returns the value of a variable, or any other leaf unchanged.
 
-    The value of a variable is a `PerReplica` if its copies may differ,
+    The value is a `PerReplica` if the copies of the variable may differ, and
     otherwise a `Mirrored`.
     """
     if not isinstance(leaf, keras.Variable):
@@ -205,8 +206,8 @@ def _check_equal_shapes(parts: list[Any]) -> None:
     shapes = [tuple(p.shape) for p in parts]
     if len(set(shapes)) > 1:
         raise ValueError(
-            "With axis=None values are reduced elementwise over the replicas, "
-            f"so their shapes must be equal. Received: {shapes}. Pass "
+            "With axis=None, values are reduced elementwise over the replicas, "
+            f"so their shapes must be equal. Received: shapes {shapes}. Pass "
             "axis=0 to sum over the rows first."
         )
 
@@ -237,7 +238,7 @@ def gather(value: Tree, axis: int, mesh: ReplicaMesh) -> Tree:
     """Implements `Strategy.gather`: concatenates the components of each value.
 
     Returns:
-      The nest, with each value replaced by an array.
+      The nest, with each distributed value replaced by an array.
     """
 
     def one(leaf: Leaf) -> Leaf:
@@ -263,7 +264,7 @@ def _check_gather(axis: object, part: Array, parts: list[Any]) -> None:
         raise ValueError(
             "The axis of `gather` must be a dimension that all components "
             f"have. Received: axis={axis}, shapes {shapes}. Choose such a "
-            "dimension; `x[None]` adds one to a scalar."
+            "dimension; `x[None]` turns a scalar into an array."
         )
 
     def others(shape: tuple[int, ...]) -> tuple[int, ...]:

@@ -59,8 +59,8 @@ class ReplicaContext:
 
     Args:
       strategy: The strategy.
-      step: The step that is being traced, or None for the replica of the
-        default strategy.
+      step: The state of the trace of the function given to `run`; None for the
+        replica of the default strategy.
 
     Example:
       ```python
@@ -230,7 +230,7 @@ class ReplicaContext:
         return select_components(result)
 
     def __enter__(self) -> "ReplicaContext":
-        """Makes this the current context again, as in tf."""
+        """Makes this replica context the current one again, as in tf."""
         current.stack.entered.append(self._strategy)
         current.stack.replicas.append(self)
         return self
@@ -255,7 +255,7 @@ class ReplicaContext:
 
 
 def make_replica_scope(strategy: current.AnyStrategy) -> ReplicaScope:
-    """Returns a function that makes a step's replica context current."""
+    """Returns a function that enters a strategy's replica context."""
 
     def scope(
         step: StepContext | None,

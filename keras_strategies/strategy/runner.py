@@ -1,4 +1,4 @@
-"""Runs `Strategy.run`: finds or compiles the program of each call."""
+"""Implements `Strategy.run`: finds or compiles the program of each call."""
 
 import collections
 import contextlib
@@ -57,7 +57,7 @@ class Runner:
 
     Args:
       strategy: The strategy.
-      mesh: The strategy's replicas.
+      mesh: The mesh of the strategy's replicas.
     """
 
     def __init__(
@@ -114,8 +114,8 @@ class Runner:
     def _run_compiled(self, call: "_Call", arguments: list[_Argument]) -> Tree:
         kept = tuple(kind[:4] for kind, _ in arguments)
         key = (make_function_key(call.fn), call.structure, kept, call.is_update)
-        # One program for each set of variable flags (such as `trainable`),
-        # because a loop may alternate between sets.
+        # A list of programs: one for each combination of the variables'
+        # `trainable`, because a training loop may alternate between these.
         programs = self._programs.get(key, [])
         program = next((p for p in programs if p.is_current), None)
         if program is None:
@@ -134,7 +134,7 @@ class Runner:
         args: Sequence[Any],
         kwargs: dict[str, Any],
     ) -> tuple[Any, list[Any]]:
-        """Lowers the program of a call.
+        """Lowers the program that a call of `run` would execute.
 
         Returns:
           The lowered program, and the variables that the program writes.
@@ -178,7 +178,7 @@ class Runner:
         return sum(map(len, self._programs.values()))
 
     def _convert_argument(self, leaf: Leaf) -> _Argument:
-        """Returns an argument's (layout, shape, dtype, key), and its array."""
+        """Returns an argument's key for caching programs, and its array."""
         if isinstance(leaf, values.PerReplica):
             layout, array, rows = self._combine_components(leaf)
             return (layout, array.shape, array.dtype, rows), array
@@ -198,8 +198,8 @@ class Runner:
     ) -> tuple[str, Any, Variant | None]:
         """Returns a value's layout, its components as one array, and sizes.
 
-        Components of different shapes are padded to one shape. The sizes are
-        the components' true sizes; None if all have the same shape.
+        Components of different shapes are padded to one shape; the sizes are
+        then their true sizes. Otherwise None is returned for the sizes.
         """
         values.check_home(value, self._mesh)
         if value.layout == values.PADDED:
@@ -255,7 +255,7 @@ class Runner:
         return program
 
     def _make_replica_scope(self, call: "_Call") -> ReplicaScope:
-        """Returns a function that enters the context of a call."""
+        """Returns a function that enters the replica context of a call."""
         if not call.is_update:
             return make_replica_scope(self._strategy)
         return lambda step: current.replica_context(self._strategy, None)
@@ -278,7 +278,7 @@ class Runner:
 
 
 class _Call(NamedTuple):
-    """A function and its arguments' structure; call it with the leaves."""
+    """A function and the structure of its arguments; callable with leaves."""
 
     fn: Callable[..., Any]
     structure: Any
@@ -290,7 +290,7 @@ class _Call(NamedTuple):
 
 
 def _add_captured_note(error: ValueError, fn: Callable[..., Any]) -> None:
-    """Adds to an error a note about distributed arrays that `fn` captured.
+    """Adds a note to an error, about distributed arrays that `fn` captured.
 
     JAX cannot index these arrays in a mapped function, because their mesh
     differs from the mesh of the trace.
@@ -337,7 +337,7 @@ def _list_arrays(arguments: list[_Argument]) -> list[Any]:
 
 
 def _find_sizes(shapes: Sequence[Any], dtypes: Sequence[str] = ()) -> Variant:
-    """Returns each component's row count, or shapes if other dimensions differ.
+    """Returns the components' row counts, or shapes if other dimensions differ.
 
     Raises:
       ValueError: if components have different ranks or dtypes.
@@ -357,7 +357,7 @@ def _find_sizes(shapes: Sequence[Any], dtypes: Sequence[str] = ()) -> Variant:
 def _flatten_call(
     fn: object, args: object, kwargs: object, *, is_update: bool = False
 ) -> tuple[_Call, list[Any]]:
-    """Returns a call, and the flattened leaves of its arguments."""
+    """Returns the `_Call` of a function, and the leaves of its arguments."""
     if not callable(fn):
         raise TypeError(
             "The first argument of `run` must be a function. Received: an "

@@ -41,7 +41,7 @@ class Runtime:
         variable_partitioner: PartitionerLike | None = None,
         outputs_on_chief: bool = False,
     ) -> "Runtime":
-        """Makes the runtime of a strategy over `mesh`."""
+        """Makes the runtime of a strategy for a mesh."""
         registry = Registry()
         partitioner, mesh = bind_partitioner(variable_partitioner, mesh)
         placements = Placements(mesh, layout_map, partitioner)

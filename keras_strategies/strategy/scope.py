@@ -64,7 +64,7 @@ class Scope:
 
 
 def _check_free(model: keras.Model) -> None:
-    """Raises if a model belongs to another strategy, before `compile`."""
+    """Raises if a model to be compiled belongs to another strategy."""
     strategy = current.get_entered_strategy()
     if strategy is not None:
         strategy._check_free(model)
@@ -73,9 +73,9 @@ def _check_free(model: keras.Model) -> None:
 def _enter_loop(
     model: keras.Model, name: str
 ) -> contextlib.AbstractContextManager[None]:
-    """Raises if a loop such as `fit` is called on an unbound model.
+    """Raises if `fit`, `evaluate` or `predict` gets an unbound model.
 
-    Keras would place the batches of such a model, and the state that the loop
+    Keras would place the batches of such a model, and the state that the method
     creates, on the scope's devices; the model would be unusable afterwards. For
     a bound model, the returned context manager clears Keras's distribution,
     because the model's binding places the batches.
@@ -90,12 +90,12 @@ def _enter_loop(
     kind = type(strategy).__name__
     if scope_hooks.is_bound_on_use(model):
         if not name.startswith("predict"):
-            # Keras itself raises an error that the model is not compiled.
+            # Keras itself raises an error, because the model is not compiled.
             return contextlib.nullcontext()
         raise RuntimeError(
             "In a strategy's scope a model must be bound to the strategy "
             f"before it is used. `model.{name}` binds it, but the method of "
-            f"the class does not. Received: `{name}` of a class, called with "
+            f"the class does not. Received: the class's `{name}`, called on "
             f"the unbound model {model.name!r} in the scope of {kind}. Call "
             f"`model.{name}`, compile the model, call "
             "`strategy.attach(model)`, or leave the scope to use one device."

@@ -30,7 +30,7 @@ from keras_strategies.strategy.tf_compat import old_names
 
 
 class Strategy(CustomLoops, PlanMixin):
-    """Distributes Keras models over devices; the base of all strategies.
+    """Distributes Keras models over devices; the base class of strategies.
 
     A model that is compiled in `scope()` trains, evaluates and predicts on
     every device, even after the scope has ended. Losses, metrics and weights
@@ -104,7 +104,7 @@ class Strategy(CustomLoops, PlanMixin):
         return
 
     def scope(self) -> Scope:
-        """Makes the strategy current for a `with` block of this thread.
+        """Makes the strategy current in this thread while the block runs.
 
         In the block every Keras variable is created on the strategy's devices,
         and every model that is created or compiled is bound to the strategy. A
@@ -330,7 +330,7 @@ class Strategy(CustomLoops, PlanMixin):
         )
 
     def __deepcopy__(self, memo: dict[int, Any]) -> "Strategy":
-        """Returns itself, so that copies of objects share the strategy."""
+        """Returns the strategy itself, so that copied objects share it."""
         return self
 
     def __getattr__(self, name: str) -> Any:
@@ -375,7 +375,7 @@ class Strategy(CustomLoops, PlanMixin):
             raise ValueError(
                 f"Model {model.name!r} cannot be bound to {self!r}, because it "
                 "is bound to another strategy. Received: a model of "
-                f"{existing.owner!r}. Call `detach(model)` on that one first."
+                f"{existing.owner!r}. Call `detach(model)` on the other first."
             )
         variables = all_variables(model)
         check_home(variables, self._runtime.mesh)
@@ -390,7 +390,7 @@ def _check_model(name: str, model: object) -> None:
 
 
 def _watch_job() -> None:
-    """Makes the job's watchdog start all multi-process programs."""
+    """Makes the job's watchdog run all programs that span processes."""
     # Imported here because a single process does not need it.
     from keras_strategies.cluster.exchange import kv_store
     from keras_strategies.cluster.watchdog import watchdog

@@ -49,8 +49,8 @@ class TPUStrategy(CompileOnlyStrategy):
       experimental_spmd_xla_partitioning: Not used: XLA always partitions.
 
     Raises:
-      ValueError: if an assignment has no devices or is passed as both
-        arguments, if processes share only some of their replicas or have
+      ValueError: if an assignment has no devices or is passed under both names,
+        if processes share only some of their replicas or have
         different numbers of replicas, or if `layout_map` is not valid.
       TypeError: if the resolver or the assignment has the wrong type.
 

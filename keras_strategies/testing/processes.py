@@ -218,7 +218,8 @@ def run(words: str) -> None:
     """Joins the job and calls the function; each process runs this.
 
     Args:
-      words: The JSON message from `run_processes`.
+      words: The function, its arguments and the job's address, which
+        `run_processes` encoded as JSON.
     """
     # Imported here, because the parent process does not need it.
     from keras_strategies.cluster.watchdog import watchdog

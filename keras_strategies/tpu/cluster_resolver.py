@@ -184,7 +184,7 @@ class TPUClusterResolver(ClusterResolver):
         )
 
     def cluster_spec(self) -> ClusterSpec:
-        """Returns the addresses of hosts that environment variables contain.
+        """Returns the hosts' addresses, if environment variables list them.
 
         The result is empty for "local", and if no variable is set (then JAX
         gets the addresses from Cloud TPU). In a job with several slices, the
@@ -238,7 +238,7 @@ class TPUClusterResolver(ClusterResolver):
     def num_accelerators(
         self, task_type: str | None = None, task_id: int | None = None
     ) -> dict[str, int]:
-        """Returns the number of TPU cores on this host, such as `{"TPU": 4}`.
+        """Returns a dict such as `{"TPU": 4}`: the number of this host's cores.
 
         Connects the hosts and starts the devices first. Without a TPU, the
         number is 0.
@@ -329,7 +329,7 @@ class TPUClusterResolver(ClusterResolver):
 
 
 def _check_name(tpu: str | None, environ: Mapping[str, str]) -> str:
-    """Returns the checked name of the TPU: "local", "", or this TPU's name."""
+    """Checks the argument `tpu`, and returns "local", "" or the TPU's name."""
     this_tpu = environ.get(_NAME, "")
     if tpu is None:
         return this_tpu
@@ -348,10 +348,10 @@ def _check_name(tpu: str | None, environ: Mapping[str, str]) -> str:
 
 
 def _check_alone(num_hosts: int | None, error: RuntimeError) -> None:
-    """Raises `RuntimeError` from an error unless this is the only host.
+    """Raises an error unless the TPU has no other hosts to connect.
 
     Args:
-      num_hosts: The number of hosts, if known.
+      num_hosts: The number of hosts; None if unknown.
       error: The error that `jax.distributed.initialize` raised.
     """
     is_started = not isinstance(error, jax.errors.JaxRuntimeError)

@@ -35,7 +35,7 @@ def get_slice(device: jax.Device) -> int:
 
 
 def compute_box(cells: Sequence[Cell]) -> tuple[Cell, Cell]:
-    """Computes the smallest box that contains all cells.
+    """Computes the smallest box that contains all given positions.
 
     Returns:
       The lowest corner of the box, and its size in each dimension.

@@ -60,7 +60,7 @@ class DeviceAssignment:
     ) -> "DeviceAssignment":
         """Creates an assignment with blocks of cores of the same shape.
 
-        If devices are missing in the topology, the cores are assigned to
+        If devices are missing from the topology, the cores are assigned to
         replicas in the order of the tasks, and a stride is rejected.
 
         Args:

@@ -55,9 +55,9 @@ def default_device_order(
     sizes = Counter(map(get_slice, devices))
     if len(set(sizes.values())) > 1:
         raise ValueError(
-            "All slices must have the same number of devices. Received: these "
-            f"numbers of devices by slice: {dict(sizes)}. Pass the same number "
-            "of devices from each slice."
+            "All slices must have the same number of devices. Received: "
+            f"{dict(sizes)} devices, by slice. Pass the same number of devices "
+            "from each slice."
         )
     return tuple(sorted(devices, key=lambda d: (get_slice(d), d.process_index)))
 
@@ -131,15 +131,15 @@ def _group_slice(
       shards: The number of replicas in each group; None for the default.
 
     Returns:
-      An array of replicas for each group, and the number of replicas in each
-      group.
+      A list with an array of replicas for each group, and the number of
+      replicas in each group.
     """
     size, cores = replicas.shape
     if shards is not None and shards % size == 0:
         return [replicas], shards
     origin, _ = compute_box([get_chip(device) for device in replicas.flat])
-    # Maps each number of replicas to the last box that `_iter_boxes` yields
-    # with this number.
+    # Maps each number of replicas to the best box with this number, which is
+    # the last one that `_iter_boxes` yields.
     boxes = {
         count // cores: box
         for count, box in _iter_boxes(list(replicas.flat))
@@ -162,9 +162,8 @@ def _group_slice(
 def _iter_boxes(devices: Sequence[jax.Device]) -> Iterator[tuple[int, Cell]]:
     """Yields the shapes of boxes that tile a slice, with their device counts.
 
-    Among boxes with the same number of devices, the last one is the box that
-    spans the slice in the most dimensions, because in these dimensions its
-    chips are linked in rings.
+    Boxes that span the slice in more dimensions come later. They are better,
+    because in these dimensions their chips are linked in rings.
     """
     chips = {get_chip(device) for device in devices}
     cores = len(devices) // len(chips)

@@ -16,7 +16,7 @@ class DeviceOrderMode(enum.IntEnum):
     Differs from tf: every mode has the same effect. Replicas are placed in
     rows along x, and among a replica's cores, the index of the core in its
     chip varies fastest. A ring order is unnecessary, because XLA itself finds
-    the links between chips, and compiles the same program.
+    the links between chips, and compiles the same program for any order.
 
     Example:
       ```python

@@ -31,7 +31,7 @@ Assignments = DeviceAssignment | Sequence[DeviceAssignment]
 def choose_assignment(
     assignment: Assignments | None, experimental: Assignments | None
 ) -> Assignments | None:
-    """Returns the assignment that was passed in one of two arguments.
+    """Returns the device assignment that was passed in one of two arguments.
 
     Args:
       assignment: The argument `device_assignment` of the strategy.
@@ -54,11 +54,11 @@ def make_mesh(
     assignments: Assignments | None,
     partitioner: object = None,
 ) -> ReplicaMesh:
-    """Makes the mesh of an assignment, or a mesh with a replica on each core.
+    """Makes a mesh from device assignments, or with a replica on each core.
 
     Args:
-      resolver: The resolver whose devices are used without an assignment;
-        None for all devices.
+      resolver: The resolver whose devices are used if `assignments` is None.
+        Without a resolver, all devices are used.
       assignments: See `make_assigned_mesh`.
       partitioner: The partitioner of variables over groups of replicas, or
         None.
@@ -86,7 +86,7 @@ def make_topology_mesh(
     computation_shape: Sequence[int] | None,
     partitioner: object = None,
 ) -> ReplicaMesh:
-    """Makes a mesh of the slices with a given name, for compilation only.
+    """Makes a mesh of TPU slices such as "v5e:4x4", for compilation only.
 
     For the arguments, see `TPUStrategy.for_topology`.
     """
@@ -99,7 +99,7 @@ def make_abstract_mesh(
     computation_shape: Sequence[int] | None,
     partitioner: object = None,
 ) -> ReplicaMesh:
-    """Makes a mesh whose replicas fill the slices, for compilation only."""
+    """Makes a mesh whose replicas fill TPU slices, for compilation only."""
     if computation_shape is None:
         return _make_core_mesh(devices, partitioner, is_abstract=True)
     blocks = [
@@ -115,7 +115,7 @@ def make_assigned_mesh(
     *,
     is_abstract: bool = False,
 ) -> ReplicaMesh:
-    """Makes the mesh of an assignment, or of several, one for each slice.
+    """Makes the mesh of one device assignment, or of one for each TPU slice.
 
     In the mesh, replicas that belong together are contiguous: the replicas of
     one process, the replicas that several processes share, and the replicas
@@ -131,7 +131,7 @@ def make_assigned_mesh(
     Raises:
       ValueError: if the topology of an assignment was not made from devices,
         the assignments have different numbers of cores per replica, or
-        `ReplicaMesh` raises it.
+        `ReplicaMesh` rejects the devices.
       TypeError: if `assignments` is not an assignment or a list of them.
     """
     if isinstance(assignments, DeviceAssignment):
@@ -149,9 +149,9 @@ def make_assigned_mesh(
         raise ValueError(
             "`device_assignment` must contain at least one assignment, and all "
             "assignments must have the same number of cores per replica. "
-            "Received: assignments with these numbers of cores per replica: "
-            f"{[a.num_cores_per_replica for a in assignments]}. Use the same "
-            "`computation_shape` for all of them."
+            "Received: assignments with "
+            f"{[a.num_cores_per_replica for a in assignments]} cores per "
+            "replica. Use the same `computation_shape` for all of them."
         )
     blocks = map(replica_mesh_devices, assignments)
     return _make_block_mesh(blocks, partitioner, is_abstract=is_abstract)

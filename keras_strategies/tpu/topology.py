@@ -121,7 +121,7 @@ class Topology:
 
     @classmethod
     def from_name(cls, name: str) -> "Topology":
-        """Returns the topology of a slice with a given name, without a TPU.
+        """Returns the topology of a slice such as "v5e:4x4", without a TPU.
 
         Programs can be compiled for its devices, but cannot run on them. This
         needs libtpu, which the extra `tpu` of this package installs.
@@ -153,7 +153,7 @@ class Topology:
 
     @functools.cached_property
     def missing_devices(self) -> npt.NDArray[np.intp]:
-        """The coordinates at which there is no device, of shape (n, 4)."""
+        """The coordinates without a device, as an array of shape (n, 4)."""
         is_missing = np.ones(self._mesh_shape, dtype=bool)
         is_missing[tuple(self._device_coordinates.reshape(-1, _RANK).T)] = False
         missing = np.argwhere(is_missing)
@@ -177,15 +177,15 @@ class Topology:
 
         Raises:
           IndexError: if the coordinates are outside the mesh.
-          ValueError: if there is no device at the coordinates. Differs from
-            tf, which returns -1.
+          ValueError: if no device is at the coordinates. Differs from tf,
+            which returns -1.
         """
         return self._find_owner(device_coordinates)[0]
 
     def tpu_device_ordinal_at_coordinates(
         self, device_coordinates: Sequence[int]
     ) -> int:
-        """Returns the index, in its task, of the device at (x, y, z, core).
+        """Returns the index, within its task, of the device at (x, y, z, core).
 
         Raises: see `task_ordinal_at_coordinates`.
         """
@@ -211,8 +211,8 @@ class Topology:
         """Returns the JAX device at (x, y, z, core).
 
         Raises:
-          ValueError: if the topology was not made from devices, or there is no
-            device at the coordinates.
+          ValueError: if the topology was not made from devices, or no device
+            is at the coordinates.
           IndexError: if the coordinates are outside the mesh.
         """
         self._find_owner(device_coordinates)
@@ -349,8 +349,8 @@ def _check_devices(devices: Sequence[jax.Device]) -> None:
     if len(set(counts.values())) > 1:
         raise ValueError(
             "All processes must have the same number of devices. Received: "
-            f"these numbers of devices by process: {dict(counts)}. Pass the "
-            "same number of devices from each process."
+            f"{dict(counts)} devices, by process. Pass the same number of "
+            "devices from each process."
         )
 
 
@@ -379,7 +379,7 @@ def _parse(serialized: bytes | str) -> tuple[Any, Any]:
     except ValueError as error:
         raise ValueError(
             "`serialized` must be the JSON of a topology, version 1. Received: "
-            f"{serialized[:80]!r}, but {error}. {cure}"
+            f"{serialized[:80]!r}, with this fault: {error}. {cure}"
         ) from None
     return content["mesh_shape"], content["device_coordinates"]
 

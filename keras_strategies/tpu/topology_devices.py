@@ -1,4 +1,4 @@
-"""Devices of a TPU slice with a given name, for compilation without a TPU."""
+"""Devices of a TPU slice such as "v5e:4x4", for compilation without TPUs."""
 
 import math
 import re
@@ -18,7 +18,7 @@ _EXAMPLES = "'v5e:4x4', 'v5p:2x2x2', 'v6e:4x4' or 'tpu7x:2x2x1'"
 def make_tpu_devices(
     name: str, *, num_slices: int = 1
 ) -> tuple[jax.Device, ...]:
-    """Returns the devices of a TPU slice with a given name, without a TPU.
+    """Returns the devices of a slice such as "v5e:4x4", without a TPU.
 
     Programs can be compiled for these devices, but cannot run on them. This
     needs libtpu, which the extra `tpu` of this package installs.
@@ -68,7 +68,7 @@ def make_tpu_devices(
 def _describe_fault(name: object, num_slices: int, reason: str) -> str:
     slices = "" if num_slices == 1 else f", num_slices={num_slices}"
     return (
-        "There is no such TPU slice to compile for. The name must be a TPU "
+        "No such TPU slice exists to compile for. The name must be a TPU "
         "generation, a colon and the number of chips in each dimension, and "
         f"`num_slices` must be positive. Received: {name!r}{slices} "
         f"({reason}). Pass, for example, {_EXAMPLES}."

@@ -5,19 +5,15 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from keras_strategies._core import buffers
 from keras_strategies._core import replica_map as rm
-from keras_strategies._core.buffers import (
-    BETWEEN_PROCESSES,
-    IN_PROCESS,
-    Buffering,
-)
 from keras_strategies._core.mesh import ReplicaMesh
 
 pytestmark = pytest.mark.quick
 
 CPUS = tuple(jax.devices("cpu"))
 AXIS = "replica"
-BUFFERINGS = [None, IN_PROCESS, BETWEEN_PROCESSES]
+BUFFERINGS = [None, buffers.IN_PROCESS, buffers.BETWEEN_PROCESSES]
 
 
 def mapped(fn, replicas, *, split_out=False):
@@ -25,10 +21,7 @@ def mapped(fn, replicas, *, split_out=False):
     split, whole = rm.split_spec(mesh), rm.replicated_spec()
     return jax.jit(
         rm.replica_map(
-            fn,
-            mesh,
-            in_specs=split,
-            out_specs=split if split_out else whole,
+            fn, mesh, in_specs=split, out_specs=split if split_out else whole
         )
     )
 
@@ -100,11 +93,11 @@ def test_small_arrays_of_a_type_share_a_collective():
         return jaxpr.count("psum[") + jaxpr.count("psum_invariant[")
 
     assert collectives(None) == 7
-    assert collectives(Buffering(max_entries=6, max_arrays=7)) == 4
+    assert collectives(buffers.Buffering(max_entries=6, max_arrays=7)) == 4
     # The float32 scalar and the empty array; the int32 ones.
-    assert collectives(Buffering(max_entries=2, max_arrays=7)) == 5
+    assert collectives(buffers.Buffering(max_entries=2, max_arrays=7)) == 5
     # Four are so small.
-    assert collectives(Buffering(max_entries=2, max_arrays=3)) == 7
+    assert collectives(buffers.Buffering(max_entries=2, max_arrays=3)) == 7
 
 
 @pytest.mark.parametrize("buffering", BUFFERINGS)

@@ -130,10 +130,7 @@ def test_values_alive_across_an_update():
 
     inputs = (specs, split_spec(mesh))
     cut = sharded_map(
-        step,
-        mesh,
-        in_specs=inputs,
-        out_specs=(split_spec(mesh), specs, WHOLE),
+        step, mesh, in_specs=inputs, out_specs=(split_spec(mesh), specs, WHOLE)
     )
     plain = replica_map(
         step,
@@ -144,20 +141,27 @@ def test_values_alive_across_an_update():
     assert_close(jax.jit(cut)(weights, x), jax.jit(plain)(weights, x), 1e-5)
 
 
+def descended(mesh, spec, grad, weight):
+    """One weight after a step of gradient descent."""
+    return mark_update(
+        lambda g, w: [w[0] - 0.1 * g[0]],
+        lambda g: all_sum(g, mesh.axis),
+        [grad],
+        [weight],
+        reductions=[spec],
+        specs=[spec],
+        divisor=1,
+        on_replicated=lambda: None,
+    )[0]
+
+
 def test_rematerialized_parts_gather_again():
     mesh = mesh_of(4)
     spec = divided(mesh)
     weight = np.ones((8, 8), "float32")
 
     def step(weight, x, remat):
-        def block(x):
-            return jnp.tanh(x @ weight)
-
-        layer = jax.checkpoint(block) if remat else block
-
         def loss(weight, x):
-            nonlocal layer
-
             def block(x):
                 return jnp.tanh(x @ weight)
 
@@ -165,16 +169,7 @@ def test_rematerialized_parts_gather_again():
             return jnp.sum(layer(layer(x)))
 
         grad = jax.grad(loss)(weight, x)
-        return mark_update(
-            lambda g, w: [w[0] - 0.1 * g[0]],
-            lambda g: all_sum(g, mesh.axis),
-            [grad],
-            [weight],
-            reductions=[spec],
-            specs=[spec],
-            divisor=1,
-            on_replicated=lambda: None,
-        )[0]
+        return descended(mesh, spec, grad, weight)
 
     texts = {}
     for remat in (False, True):
@@ -216,16 +211,7 @@ def test_on_tpus_sums_of_matrices_are_scattered_as_blocks_of_tiles(
 
     def step(weight, x):
         grad = jax.grad(lambda w: jnp.sum(jnp.tanh(x @ w)))(weight)
-        return mark_update(
-            lambda g, w: [w[0] - 0.1 * g[0]],
-            lambda g: all_sum(g, mesh.axis),
-            [grad],
-            [weight],
-            reductions=[spec],
-            specs=[spec],
-            divisor=1,
-            on_replicated=lambda: None,
-        )[0]
+        return descended(mesh, spec, grad, weight)
 
     inputs = (spec, split_spec(mesh))
     cut = jax.jit(sharded_map(step, mesh, in_specs=inputs, out_specs=spec))

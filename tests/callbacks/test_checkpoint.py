@@ -36,6 +36,7 @@ from tests.support.checkpoint.runs import (
     assert_equal,
     usual,
 )
+from tests.support.models import chain
 from tests.support.plain_keras import mirrored
 
 Checkpoint = ks.callbacks.Checkpoint
@@ -45,7 +46,7 @@ VALIDATED = {"validation_data": (X[:12], Y[:12])}
 
 @pytest.fixture(scope="module")
 def runner():
-    return Runner(Case(name="usual", data=of(**VALIDATED)))
+    return Runner(Case("usual", data=of(**VALIDATED)))
 
 
 @pytest.fixture(scope="module")
@@ -454,7 +455,7 @@ def test_an_error_frees_the_directory(runner, tmp_path):
         ({"resume": "always"}, ValueError, "resume='always'"),
         ({"directory": b"x"}, TypeError, "type bytes"),
         ({"directory": None}, TypeError, "type NoneType"),
-        ({"keep": "all"}, TypeError, "keep='all'. Give `ks.checkpoint.Keep("),
+        ({"keep": "all"}, TypeError, "keep='all'. Pass `ks.checkpoint.Keep("),
         ({"keep": None}, TypeError, "keep=None"),
         ({"keep": -1}, ValueError, "last"),
     ],
@@ -513,12 +514,10 @@ def compiled(make, **options):
 
 def test_another_model_is_refused_and_the_faults_listed(whole, tmp_path):
     model = compiled(
-        lambda: keras.Sequential(
-            [
-                keras.Input((4,)),
-                keras.layers.Dense(7, name="hidden"),
-                keras.layers.Dense(1, name="out"),
-            ]
+        lambda: chain(
+            (4,),
+            keras.layers.Dense(7, name="hidden"),
+            keras.layers.Dense(1, name="out"),
         )
     )
     with pytest.raises(ValueError, match="with another model") as raised:
@@ -531,12 +530,8 @@ def test_another_model_is_refused_and_the_faults_listed(whole, tmp_path):
 
 
 def of_units(units):
-    return lambda: keras.Sequential(
-        [
-            keras.Input((4,)),
-            keras.layers.Dense(units),
-            keras.layers.Dense(1, name="flat"),
-        ]
+    return lambda: chain(
+        (4,), keras.layers.Dense(units), keras.layers.Dense(1, name="flat")
     )
 
 
@@ -625,23 +620,15 @@ def test_a_callback_with_half_of_what_it_needs_is_told(
         ({}, None),
     ],
     ids=[
-        "batch size",
-        "fewer batches",
-        "rows",
-        "other kind",
-        "of as many rows",
-        "same",
+        *("batch size", "fewer batches", "rows"),
+        *("other kind", "of as many rows", "same"),
     ],
 )
 def test_other_batches_in_the_middle_of_an_epoch_are_told(
     runner, tmp_path, other, what, caplog
 ):
     with pytest.raises(Interrupted):
-        fit(
-            runner,
-            Seen(stop=3),
-            Checkpoint(tmp_path, save_every_steps=2),
-        )
+        fit(runner, Seen(stop=3), Checkpoint(tmp_path, save_every_steps=2))
     assert find_steps(tmp_path) == [2]
     fit(runner, Checkpoint(tmp_path, save_every_steps=2), **other)
     texts = [r.getMessage() for r in caplog.records if r.levelname != "INFO"]

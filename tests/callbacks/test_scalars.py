@@ -9,13 +9,11 @@ import sys
 import keras
 import numpy as np
 import pytest
-from tensorboard.backend.event_processing.event_accumulator import (
-    EventAccumulator,
-)
+from tensorboard.backend.event_processing import event_accumulator
 
 import keras_strategies as ks
 from keras_strategies.callbacks import event_files, global_step
-from keras_strategies.testing import run_processes
+from tests.support.jobs import values_of
 from tests.support.plain_keras import dense, mirrored
 
 _random = np.random.default_rng(0)
@@ -48,7 +46,7 @@ def fit(model, *callbacks, **changes):
 
 def read(folder, *parts):
     """{tag: {step: value}} of a folder; a step that is there twice fails."""
-    reader = EventAccumulator(
+    reader = event_accumulator.EventAccumulator(
         os.path.join(folder, *parts), size_guidance={"scalars": 0}
     )
     reader.Reload()
@@ -818,10 +816,8 @@ def test_an_error_of_a_buckets_library_ends_the_points_alone(monkeypatch):
 
 
 def test_the_chief_alone_writes(tmp_path):
-    results = run_processes(
-        "tests.multi_process.with_callbacks:scalars", 2, args=[str(tmp_path)]
-    )
-    first, second = (result.value for result in results)
+    target = "multi_process.with_callbacks:scalars"
+    first, second = values_of(target, 2, tmp_path)
     assert first["state"] == second["state"] == {"step": 8, "eval_step": 8}
     (pid,) = {name.split(".")[-1] for name in files_of(tmp_path)}
     assert int(pid) == first["pid"] != second["pid"]

@@ -12,9 +12,7 @@ import numpy as np
 from jax.experimental import multihost_utils
 
 import keras_strategies as ks
-from keras_strategies.keras_bridge.variables.model_variables import (
-    all_variables,
-)
+from keras_strategies.keras_bridge.variables import model_variables
 from tests.support.checkpoint.runs import Seen
 from tests.support.strategies import make_strategy
 from tests.support.waiting import wait_until
@@ -68,19 +66,19 @@ def train(name, folder, stop=None, epochs=3):
 
 
 def values_of(model):
-    return [np.asarray(v) for v in all_variables(model)]
+    return [np.asarray(v) for v in model_variables.all_variables(model)]
 
 
 def add(model, number):
     """Adds a number to all values that are of its kind."""
-    for variable in all_variables(model):
+    for variable in model_variables.all_variables(model):
         value = np.asarray(variable)
         variable.assign(value + np.asarray(number).astype(value.dtype))
 
 
 def fill(model, number):
     """Sets all values to a number."""
-    for variable in all_variables(model):
+    for variable in model_variables.all_variables(model):
         variable.assign(np.full(variable.shape, number, variable.dtype))
     return model
 

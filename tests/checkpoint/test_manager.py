@@ -17,6 +17,7 @@ from keras_strategies.checkpoint.directory.names import find_steps
 from keras_strategies.testing import assert_replicated
 from tests.support.checkpoint import damages
 from tests.support.commands import python
+from tests.support.models import chain
 from tests.support.plain_keras import mirrored
 
 ROWS = np.arange(40, dtype="float32").reshape(10, 4)
@@ -39,13 +40,11 @@ def parts(replicas, units=3):
     """A model, its optimizer and an iterator of a strategy, by name."""
     strategy = mirrored(replicas)
     with strategy.scope():
-        model = keras.Sequential(
-            [
-                keras.Input((4,)),
-                keras.layers.Dense(units),
-                keras.layers.BatchNormalization(),
-                keras.layers.Dropout(0.5),
-            ]
+        model = chain(
+            (4,),
+            keras.layers.Dense(units),
+            keras.layers.BatchNormalization(),
+            keras.layers.Dropout(0.5),
         )
         optimizer = keras.optimizers.Adam()
         optimizer.build(model.trainable_variables)
@@ -318,13 +317,7 @@ def test_weights_are_loaded_and_exported(tmp_path):
     strategy = mirrored(2)
 
     def build():
-        return keras.Sequential(
-            [
-                keras.Input((4,)),
-                keras.layers.Dense(2),
-                keras.layers.Dropout(0.1),
-            ]
-        )
+        return chain((4,), keras.layers.Dense(2), keras.layers.Dropout(0.1))
 
     with strategy.scope():
         model = build()
@@ -575,14 +568,12 @@ def test_ctrl_c_while_a_save_is_waited_for(tmp_path, then):
 
 
 def two_layers(width=3):
-    return keras.Sequential(
-        [
-            keras.Input((4,)),
-            keras.layers.Dense(width),
-            keras.layers.BatchNormalization(),
-            keras.layers.Dropout(0.5, seed=1),
-            keras.layers.Dense(2),
-        ]
+    return chain(
+        (4,),
+        keras.layers.Dense(width),
+        keras.layers.BatchNormalization(),
+        keras.layers.Dropout(0.5, seed=1),
+        keras.layers.Dense(2),
     )
 
 

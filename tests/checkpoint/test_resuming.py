@@ -9,29 +9,17 @@ import numpy as np
 import pytest
 
 import keras_strategies as ks
-from keras_strategies.keras_bridge.variables.model_variables import (
-    all_variables,
-)
+from keras_strategies.keras_bridge.variables import model_variables
 from tests.parity.test_model_axis import MODELS, data, make_mlp
+from tests.support.checkpoint import runs
 from tests.support.checkpoint.cases import CASES
-from tests.support.checkpoint.runs import (
-    Interrupted,
-    Runner,
-    Seen,
-    assert_equal,
-    interrupted_at,
-)
 from tests.support.plain_keras import mirrored
 from tests.support.strategies import of_cores
 
 # What differs most between them; of the others some steps are enough.
 QUICK = (
-    "usual",
-    "K 2, steps do not divide a pass",
-    "stops early",
-    "uneven rows, 3 replicas",
-    "own step",
-    "part of the validation data",
+    *("usual", "K 2, steps do not divide a pass", "stops early"),
+    *("uneven rows, 3 replicas", "own step", "part of the validation data"),
 )
 SELDOM = {"save_every_steps": None, "save_every_epochs": 99}
 
@@ -47,15 +35,15 @@ def saved_steps(folder):
 
 def check(case, folder, *, every):
     """Goes on after some of the steps of a run, each time anew."""
-    runner = Runner(case)
+    runner = runs.Runner(case)
     whole, told = runner.run(folder / "whole")
     steps = saved_steps(folder / "whole")
     assert len(steps) > 1
     for step in [*steps[::every], steps[-1]]:
         copy = folder / f"{step}-{len(list(folder.iterdir()))}"
-        interrupted_at(folder / "whole", step, copy)
+        runs.interrupted_at(folder / "whole", step, copy)
         ours, ours_told = runner.run(copy, seed=5, k=case.then, **SELDOM)
-        assert_equal(ours, whole, is_exact=case.is_exact)
+        runs.assert_equal(ours, whole, is_exact=case.is_exact)
         if case.then is None:
             # The same numbers of batches, and logs.
             rest = told[len(told) - len(ours_told) :]
@@ -109,11 +97,11 @@ def train(strategy, folder, stop=None):
         epochs=3,
         verbose=0,
         callbacks=[
-            Seen(stop),
+            runs.Seen(stop),
             ks.callbacks.Checkpoint(folder, save_every_steps=3),
         ],
     )
-    values = [np.asarray(v.value) for v in all_variables(model)]
+    values = [np.asarray(v.value) for v in model_variables.all_variables(model)]
     return history.history, values
 
 
@@ -133,7 +121,7 @@ def train(strategy, folder, stop=None):
 )
 def test_a_run_goes_on_with_another_strategy(first, then, tmp_path):
     expected = train(STRATEGIES[first](), tmp_path / "whole")
-    with pytest.raises(Interrupted):
+    with pytest.raises(runs.Interrupted):
         train(STRATEGIES[first](), tmp_path / "kept", stop=7)
     ours = train(STRATEGIES[then](), tmp_path / "kept")
-    assert_equal(ours, expected, is_exact=False)
+    runs.assert_equal(ours, expected, is_exact=False)

@@ -34,9 +34,7 @@ QUICK = {
 }
 PAIRS = [
     pytest.param(
-        first,
-        then,
-        marks=[] if (first, then) in QUICK else [pytest.mark.slow],
+        first, then, marks=[] if (first, then) in QUICK else [pytest.mark.slow]
     )
     for first in LAYOUTS
     for then in LAYOUTS

@@ -159,14 +159,9 @@ def test_parity_there_are_no_protocol_buffers():
 @pytest.mark.parametrize(
     "address",
     [
-        "a:1",
-        "host-0.example.com:2222",
-        "worker_0:65535",
-        "host.:80",
-        "10.0.0.1:8888",
-        "[::1]:2222",
-        "[fe80::1%eth0]:1",
-        "[2001:db8::ff00:42:8329]:443",
+        *("a:1", "host-0.example.com:2222", "worker_0:65535", "host.:80"),
+        *("10.0.0.1:8888", "[::1]:2222"),
+        *("[fe80::1%eth0]:1", "[2001:db8::ff00:42:8329]:443"),
     ],
 )
 def test_good_address_is_let_through(address):

@@ -6,11 +6,8 @@ import pytest
 
 from keras_strategies.cluster.exchange.exit_codes import Cause, ExitCode
 from keras_strategies.cluster.untrusted import MAX_DEPTH, load_json
+from keras_strategies.cluster.watchdog import heartbeat_thread
 from keras_strategies.cluster.watchdog.failure_detector import Heartbeat
-from keras_strategies.cluster.watchdog.heartbeat_thread import (
-    _parse_heartbeats,
-    _parse_processes,
-)
 
 pytestmark = pytest.mark.quick
 
@@ -120,7 +117,7 @@ def test_foreign_entries_of_the_store_are_left_out():
     text = Heartbeat(number=2).to_json()
     told = [("beats/0", text), ("beats/1", "[" * 9999), ("beats/x", text)]
     told += [("beats/" + "9" * 5000, text), ("beats/\u0663", text)]
-    assert _parse_heartbeats(told) == {0: Heartbeat(number=2)}
-    assert _parse_processes("[1, 2]") == [1, 2]
+    assert heartbeat_thread._parse_heartbeats(told) == {0: Heartbeat(number=2)}
+    assert heartbeat_thread._parse_processes("[1, 2]") == [1, 2]
     for foreign in (*FOREIGN, "[true]", '["1"]'):
-        assert _parse_processes(foreign) == []
+        assert heartbeat_thread._parse_processes(foreign) == []

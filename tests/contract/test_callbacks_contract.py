@@ -14,14 +14,9 @@ from keras_strategies.keras_bridge.callbacks import callback_states
 WITH_STATE = {kind for kind, _ in callback_states._ATTRIBUTES}
 # They have none that counts, or keep it in the model.
 WITHOUT = {
-    "BackupAndRestore",
-    "Callback",
-    "CallbackList",
-    "LambdaCallback",
-    "LearningRateScheduler",
-    "ProgbarLogger",
-    "RemoteMonitor",
-    "TerminateOnNaN",
+    *("BackupAndRestore", "Callback", "CallbackList", "LambdaCallback"),
+    *("LearningRateScheduler", "ProgbarLogger"),
+    *("RemoteMonitor", "TerminateOnNaN"),
 }
 MADE = {
     "EarlyStopping": lambda path: keras.callbacks.EarlyStopping(),

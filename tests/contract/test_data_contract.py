@@ -84,10 +84,7 @@ NUMBERS = tf.data.Dataset.range(8)
         (NUMBERS.batch(2, num_parallel_calls=2), "_ParallelBatchDataset"),
         (NUMBERS.padded_batch(2), "_PaddedBatchDataset"),
         (NUMBERS.map(tf.identity), "_MapDataset"),
-        (
-            NUMBERS.map(tf.identity, num_parallel_calls=2),
-            "_ParallelMapDataset",
-        ),
+        (NUMBERS.map(tf.identity, num_parallel_calls=2), "_ParallelMapDataset"),
         (NUMBERS.prefetch(1), "_PrefetchDataset"),
         (NUMBERS.with_options(tf.data.Options()), "_OptionsDataset"),
         (NUMBERS.cache(), "CacheDataset"),
@@ -97,10 +94,7 @@ NUMBERS = tf.data.Dataset.range(8)
         (NUMBERS.skip(1), "_SkipDataset"),
         (NUMBERS.filter(lambda x: x > 1), "_FilterDataset"),
         (NUMBERS, "_RangeDataset"),
-        (
-            tf.data.Dataset.from_tensor_slices(np.ones(3)),
-            "_TensorSliceDataset",
-        ),
+        (tf.data.Dataset.from_tensor_slices(np.ones(3)), "_TensorSliceDataset"),
         (tf.data.Dataset.from_tensors(np.ones(3)), "_TensorDataset"),
         (tf.data.Dataset.zip((NUMBERS, NUMBERS)), "_ZipDataset"),
         (NUMBERS.concatenate(NUMBERS), "_ConcatenateDataset"),

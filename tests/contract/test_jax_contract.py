@@ -20,10 +20,10 @@ from keras_strategies.cluster.exchange import kv_store
 from keras_strategies.cluster.watchdog import progress
 from keras_strategies.planning.compile.chips import find_memory
 from keras_strategies.planning.compile.compiler import parse_misfit
-from keras_strategies.testing import run_processes
 from keras_strategies.tpu.topology_devices import make_tpu_devices
 from tests.support import compiling
 from tests.support.commands import python
+from tests.support.jobs import values_of
 
 
 def run_python(code, *, devices):
@@ -104,11 +104,8 @@ def run():
 def test_the_key_value_client_and_what_it_forgets():
     from keras_strategies.cluster.exchange import host_exchange
 
-    results = run_processes(
-        "tests.contract.test_jax_contract:run", 2, timeout_s=200
-    )
-    for result in results:
-        told, (count, error) = result.value
+    for value in values_of("contract.test_jax_contract:run", 2):
+        told, (count, error) = value
         assert (told["other"], told["first"]) == (100_000, "é")
         assert "DEADLINE_EXCEEDED" in told["late"]
         assert "DEADLINE_EXCEEDED" in told["deleted"]

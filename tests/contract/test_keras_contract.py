@@ -50,9 +50,7 @@ from keras.src.trainers.data_adapters.py_dataset_adapter import (
     PyDataset,
     PyDatasetAdapter,
 )
-from keras.src.trainers.data_adapters.tf_dataset_adapter import (
-    TFDatasetAdapter,
-)
+from keras.src.trainers.data_adapters.tf_dataset_adapter import TFDatasetAdapter
 from keras.src.trainers.data_adapters.torch_data_loader_adapter import (
     TorchDataLoaderAdapter,
 )
@@ -67,10 +65,7 @@ from keras_strategies.keras_bridge.keras_names import (
     MAYBE_BUILD,
     TRAINER,
 )
-from keras_strategies.keras_bridge.loops.scope_hooks import (
-    LOOPS,
-    find_loop_owner,
-)
+from keras_strategies.keras_bridge.loops import scope_hooks
 
 BRIDGE = pathlib.Path(__file__).parents[2] / "keras_strategies/keras_bridge"
 X = np.arange(12, dtype="float32").reshape(6, 2)
@@ -78,52 +73,24 @@ Y = X[:, :1]
 
 RELIED_ON = {
     # Variables. Those without values: test_keras_abstract_contract.py.
-    "_initialize",
-    "_initialize_layout",
-    "_initialize_with_initializer",
-    "_initializer",
-    "_layout",
-    "_shape",
-    "_value",
+    *("_initialize", "_initialize_layout", "_initialize_with_initializer"),
+    *("_initializer", "_layout", "_shape", "_value"),
     # Models. `train_function` and its like are public; this is their ending.
-    "_function",
-    "_assert_compile_called",
-    "_compile_config",
-    "_flatten_layers",
-    "_functional",
-    "_jax_state",
-    "_jax_state_synced",
-    "_loss_tracker",
-    "_loss_ids",
-    "_losses",
-    "_losses_override",
-    "_maybe_build",
-    "_maybe_symbolic_build",
-    "_nodes_by_depth",
-    "_remat_mode",
-    "_symbolic_build",
-    "_use_cached_eval_dataset",
+    *("_function", "_assert_compile_called", "_compile_config"),
+    *("_flatten_layers", "_functional", "_jax_state", "_jax_state_synced"),
+    *("_loss_tracker", "_loss_ids", "_losses", "_losses_override"),
+    *("_maybe_build", "_maybe_symbolic_build", "_nodes_by_depth"),
+    *("_remat_mode", "_symbolic_build", "_use_cached_eval_dataset"),
     # Callbacks: tests/contract/test_callbacks_contract.py.
-    "_batches_seen_since_last_saving",
-    "_ema_weights_in_model",
-    "_global_test_batch",
-    "_global_train_batch",
-    "_last_batch_seen",
-    "_total_batches_seen",
+    *("_batches_seen_since_last_saving", "_ema_weights_in_model"),
+    *("_global_test_batch", "_global_train_batch"),
+    *("_last_batch_seen", "_total_batches_seen"),
     # Lists of callbacks, which call `_on_train_batch_end`, too.
     "_configure_async_dispatch",
     # Layers, optimizers, metrics.
-    "_epoch",
-    "_fn",
-    "_fn_kwargs",
-    "_inputs",
-    "_iterations",
-    "_learning_rate",
-    "_moments",
-    "_num_samples",
-    "_reduction_axes",
-    "_shuffle",
-    "_trainable_variables",
+    *("_epoch", "_fn", "_fn_kwargs", "_inputs", "_iterations"),
+    *("_learning_rate", "_moments", "_num_samples"),
+    *("_reduction_axes", "_shuffle", "_trainable_variables"),
 }
 """Private names of Keras, each with a test here or in another of this folder's
 files of Keras."""
@@ -398,11 +365,11 @@ def test_compile_comes_from_the_trainer():
 
 
 def test_loops_come_from_the_trainer():
-    owners = {find_loop_owner(name) for name in LOOPS}
+    owners = {scope_hooks.find_loop_owner(name) for name in scope_hooks.LOOPS}
     assert len(owners) == 1, owners
     assert keras.Model not in owners
     assert TRAINER not in owners
-    for name in LOOPS:
+    for name in scope_hooks.LOOPS:
         (owner,) = owners
         assert getattr(keras.Model, name) is vars(owner)[name], name
 

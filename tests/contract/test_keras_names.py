@@ -15,9 +15,7 @@ from keras.src.backend import jax as jax_backend
 from keras.src.backend.jax.trainer import JAXEpochIterator
 from keras.src.trainers import trainer as trainer_lib
 from keras.src.trainers.data_adapters import data_adapter_utils
-from keras.src.trainers.data_adapters.array_data_adapter import (
-    ArrayDataAdapter,
-)
+from keras.src.trainers.data_adapters.array_data_adapter import ArrayDataAdapter
 from keras.src.trainers.data_adapters.data_adapter import DataAdapter
 
 from keras_strategies.keras_bridge import keras_names

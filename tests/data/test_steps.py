@@ -100,14 +100,10 @@ def files(folder):
                     np.save(file, values(rows)[a:b])
                 temporary.replace(path)
             paths.append(path)
-        if own:
-            policy = AutoShardPolicy.OFF
-        return FilesSource(
-            files_of(paths, "npy", batch_size=size),
-            num_processes=count,
-            process_index=index,
-            policy=policy,
-        )
+        options = place(count, index, own)
+        if not own:
+            options["policy"] = policy
+        return FilesSource(files_of(paths, "npy", batch_size=size), **options)
 
     return make
 
@@ -121,18 +117,18 @@ def by_file(folder):
     return by_file
 
 
+def place(count, index, own):
+    policy = AutoShardPolicy.OFF if own else AutoShardPolicy.AUTO
+    return {"num_processes": count, "process_index": index, "policy": policy}
+
+
 def grain_dataset(rows, size, count, index, own):
     import grain
 
     from keras_strategies.data.grain.grain_data import GrainSource
 
-    policy = AutoShardPolicy.OFF if own else AutoShardPolicy.AUTO
-    return GrainSource(
-        grain.MapDataset.source(values(rows)).batch(size),
-        num_processes=count,
-        process_index=index,
-        policy=policy,
-    )
+    dataset = grain.MapDataset.source(values(rows)).batch(size)
+    return GrainSource(dataset, **place(count, index, own))
 
 
 def torch_loader(rows, size, count, index, own):
@@ -141,27 +137,17 @@ def torch_loader(rows, size, count, index, own):
     from keras_strategies.data.sources.torch_data import TorchSource
 
     dataset = torch.utils.data.TensorDataset(torch.tensor(values(rows)))
-    return TorchSource(
-        torch.utils.data.DataLoader(dataset, batch_size=size),
-        num_processes=count,
-        process_index=index,
-        policy=AutoShardPolicy.OFF if own else AutoShardPolicy.AUTO,
-    )
+    loader = torch.utils.data.DataLoader(dataset, batch_size=size)
+    return TorchSource(loader, **place(count, index, own))
 
 
-def tf_data(rows, size, count, index, own):
+def tf_data(rows, size, count, index, own, then=lambda dataset: dataset):
     import tensorflow as tf
 
     from keras_strategies.data.tfdata.tf_data import TfDataSource
 
     dataset = tf.data.Dataset.from_tensor_slices(values(rows)).batch(size)
-    return TfDataSource(
-        dataset,
-        num_processes=count,
-        process_index=index,
-        seed=0,
-        policy=AutoShardPolicy.OFF if own else AutoShardPolicy.AUTO,
-    )
+    return TfDataSource(then(dataset), seed=0, **place(count, index, own))
 
 
 def check(make, workers, replicas, rows, size, own, is_balanced, times):
@@ -221,16 +207,9 @@ CASES = [
 def check_all(make, own, cases):
     for number, (workers, replicas, rows, size) in enumerate(cases):
         is_process_local = workers > 1 and (own or make.__name__ == "by_file")
-        check(
-            make,
-            workers,
-            replicas,
-            rows,
-            size,
-            is_process_local,
-            is_balanced=bool(number % 2),
-            times=workers if own else 1,
-        )
+        arguments = (make, workers, replicas, rows, size, is_process_local)
+        times = workers if own else 1
+        check(*arguments, is_balanced=bool(number % 2), times=times)
 
 
 @pytest.mark.parametrize("make", FAST)
@@ -324,19 +303,11 @@ def test_an_error_of_one_process_is_raised_in_all(index):
 
 def mapped_tf_data(rows, size, count, index, own):
     """tf's commonest order: `batch`, then `map`."""
-    import tensorflow as tf
 
-    from keras_strategies.data.tfdata.tf_data import TfDataSource
+    def then(dataset):
+        return dataset.cache().map(lambda x: 1 * x).prefetch(1)
 
-    dataset = tf.data.Dataset.from_tensor_slices(values(rows)).batch(size)
-    dataset = dataset.cache().map(lambda x: 1 * x).prefetch(1)
-    return TfDataSource(
-        dataset,
-        num_processes=count,
-        process_index=index,
-        seed=0,
-        policy=AutoShardPolicy.OFF if own else AutoShardPolicy.AUTO,
-    )
+    return tf_data(rows, size, count, index, own, then)
 
 
 @pytest.mark.parametrize("make", [py_dataset, iterable, mapped_tf_data])
@@ -380,17 +351,11 @@ def test_who_has_a_short_batch_alone_takes_the_others_size(own_rows):
 def test_maps_that_change_the_rows_count():
     import tensorflow as tf
 
-    from keras_strategies.data.tfdata.tf_data import TfDataSource
+    def then(dataset):
+        return dataset.map(lambda x: tf.repeat(x, 3, axis=0))
 
     def make(count, index, rows=24):
-        dataset = tf.data.Dataset.from_tensor_slices(values(rows)).batch(4)
-        return TfDataSource(
-            dataset.map(lambda x: tf.repeat(x, 3, axis=0)),
-            num_processes=count,
-            process_index=index,
-            seed=0,
-            policy=AutoShardPolicy.OFF,
-        )
+        return tf_data(rows, 4, count, index, True, then)
 
     made = read_all(make, workers=2)
     assert {batch.batch_size for batch in made[0]} == {12}
@@ -400,11 +365,8 @@ def test_maps_that_change_the_rows_count():
 
 
 def test_batches_of_other_lengths_are_not_joined():
-    widths = (2, 5, 2)
-    batches = [
-        np.zeros((r, w), "float32")
-        for r, w in zip((4, 3, 4), widths, strict=True)
-    ]
+    shapes = ((4, 2), (3, 5), (4, 2))
+    batches = [np.zeros(shape, "float32") for shape in shapes]
     made = read_all(
         lambda count, index: IterableSource(
             Iterable(batches), is_process_local=True, has_checksums=False
@@ -466,11 +428,7 @@ def test_a_process_that_tells_of_no_batch_is_named(rows):
     source = iterable(8, 4, 2, 0, True)
     # As of data that a `map` may have made longer.
     assert source.batch_size is None
-    steps = Steps(
-        source=source,
-        mesh=Mesh(num_processes=2, replicas_per_process=1),
-        name="fit",
-        agree=Agreement,
-    )
+    mesh = Mesh(num_processes=2, replicas_per_process=1)
+    steps = Steps(source=source, mesh=mesh, name="fit", agree=Agreement)
     with pytest.raises(RuntimeError, match=r"of process 1 in which it\['rows"):
         next(steps.read_epoch(0))

@@ -11,14 +11,8 @@ import pytest
 import tensorflow as tf
 
 import keras_strategies as ks
+from tests.support import plain_keras
 from tests.support.mistakes import iter_of
-from tests.support.plain_keras import (
-    assert_same,
-    dense,
-    mirrored,
-    no_data_left,
-    no_shuffle,
-)
 
 TEXT = (pathlib.Path(__file__).parents[2] / "docs/data.md").read_text()
 BLOCKS = re.findall(r"^```python\n(.*?)^```", TEXT, re.M | re.S)
@@ -88,16 +82,16 @@ def trained(model, given):
     return model.get_weights()
 
 
-@no_data_left
-@no_shuffle
+@plain_keras.no_data_left
+@plain_keras.no_shuffle
 @pytest.mark.parametrize("kind", GIVEN)
 def test_a_kind_of_data_trains_as_arrays_in_plain_keras(kind, tmp_path):
-    plain = keras.Sequential([keras.Input((3,)), dense(1)])
+    plain = keras.Sequential([keras.Input((3,)), plain_keras.dense(1)])
     expected = trained(plain, {"x": X, "y": Y, "batch_size": SIZE})
-    with mirrored(3).scope():
-        model = keras.Sequential([keras.Input((3,)), dense(1)])
+    with plain_keras.mirrored(3).scope():
+        model = keras.Sequential([keras.Input((3,)), plain_keras.dense(1)])
         got = trained(model, GIVEN[kind](tmp_path))
-    assert_same(expected, got, tolerance=1e-6)
+    plain_keras.assert_same(expected, got, tolerance=1e-6)
 
 
 @pytest.mark.torch
@@ -108,12 +102,12 @@ def test_torchs_loader_trains_as_arrays_in_plain_keras():
         torch.as_tensor(X), torch.as_tensor(Y)
     )
     loader = torch.utils.data.DataLoader(dataset, batch_size=SIZE)
-    plain = keras.Sequential([keras.Input((3,)), dense(1)])
+    plain = keras.Sequential([keras.Input((3,)), plain_keras.dense(1)])
     expected = trained(plain, {"x": X, "y": Y, "batch_size": SIZE})
-    with mirrored(3).scope():
-        model = keras.Sequential([keras.Input((3,)), dense(1)])
+    with plain_keras.mirrored(3).scope():
+        model = keras.Sequential([keras.Input((3,)), plain_keras.dense(1)])
         got = trained(model, {"x": loader})
-    assert_same(expected, got, tolerance=1e-6)
+    plain_keras.assert_same(expected, got, tolerance=1e-6)
 
 
 def test_the_table_of_policies_has_all():
@@ -123,12 +117,12 @@ def test_the_table_of_policies_has_all():
     assert set(names) == set(ks.data.AutoShardPolicy.__members__)
 
 
-@no_data_left
+@plain_keras.no_data_left
 def test_a_policy_is_given_as_shown():
     (script,) = (block for block in BLOCKS if "InputOptions" in block)
-    strategy = mirrored(2)
+    strategy = plain_keras.mirrored(2)
     with strategy.scope():
-        model = keras.Sequential([keras.Input((3,)), dense(1)])
+        model = keras.Sequential([keras.Input((3,)), plain_keras.dense(1)])
         model.compile("sgd", "mse")
     names = {"ks": ks, "strategy": strategy, "model": model}
     exec(script, names | {"batches": iter_of(*PIECES)})
@@ -137,7 +131,7 @@ def test_a_policy_is_given_as_shown():
 
 def test_a_loop_resumes_as_shown():
     (script,) = (block for block in BLOCKS if "get_state" in block)
-    strategy = mirrored(2)
+    strategy = plain_keras.mirrored(2)
     dataset = grain.MapDataset.source(np.arange(20)).batch(4)
     names = {"strategy": strategy, "dataset": dataset}
     exec(script, names)
@@ -153,7 +147,7 @@ def test_rows_of_a_batch_in_a_loop_of_ones_own():
     assert "a last batch of 6 rows is split into 4 and 2" in " ".join(
         TEXT.split()
     )
-    strategy = mirrored(2)
+    strategy = plain_keras.mirrored(2)
     dataset = strategy.experimental_distribute_dataset(
         grain.MapDataset.source(np.arange(14)).batch(8)
     )
@@ -176,8 +170,8 @@ def test_a_second_fit_shuffles_anew():
             return X[index : index + 2], Y[index : index + 2]
 
     data = Seen()
-    with mirrored(2).scope():
-        model = keras.Sequential([keras.Input((3,)), dense(1)])
+    with plain_keras.mirrored(2).scope():
+        model = keras.Sequential([keras.Input((3,)), plain_keras.dense(1)])
         model.compile("sgd", "mse")
     for _ in range(2):
         model.fit(data, shuffle=True, verbose=0)

@@ -9,14 +9,6 @@ import pytest
 
 import keras_strategies as ks
 from tests.estimator import models
-from tests.estimator.models import (
-    X,
-    arrays,
-    assert_equal_weights,
-    endless,
-    estimator_of,
-    weights_of,
-)
 
 EXACT = 2e-6
 
@@ -47,7 +39,7 @@ def noted(folder, **fields):
         return noting(made, features, labels, mode, params)
 
     params = {"units": 8}
-    return estimator_of(folder, model_fn, params=params, **fields), made
+    return models.estimator_of(folder, model_fn, params=params, **fields), made
 
 
 def is_divided(model):
@@ -64,7 +56,7 @@ def as_numbers(metrics):
 
 
 def predicted(estimator):
-    return np.stack(list(estimator.predict(arrays)))
+    return np.stack(list(estimator.predict(models.arrays)))
 
 
 @pytest.mark.parametrize(
@@ -83,18 +75,20 @@ def test_trained_evaluated_predicted_and_resumed(tmp_path, evaluates):
     fields = {"train_distribute": dividing(), "eval_distribute": given}
     ours, made = noted(tmp_path / "ours", **fields)
     for estimator in (alone, ours):
-        estimator.train(endless, max_steps=4)
+        estimator.train(models.endless, max_steps=4)
     # Another Estimator resumes from the checkpoint of the first.
     ours, resumed = noted(tmp_path / "ours", **fields)
     for estimator in (alone, ours):
-        estimator.train(endless, max_steps=7)
+        estimator.train(models.endless, max_steps=7)
     for _, model in [*made, *resumed]:
         assert is_divided(model)
         assert sum(slots_are_divided(model)) >= 6
-    assert_equal_weights(weights_of(ours), weights_of(alone), EXACT)
+    models.assert_equal_weights(
+        models.weights_of(ours), models.weights_of(alone), EXACT
+    )
     assert int(ours.get_variable_value("global_step")) == 7
-    assert as_numbers(ours.evaluate(arrays)) == pytest.approx(
-        as_numbers(alone.evaluate(arrays)), rel=1e-5
+    assert as_numbers(ours.evaluate(models.arrays)) == pytest.approx(
+        as_numbers(alone.evaluate(models.arrays)), rel=1e-5
     )
     np.testing.assert_allclose(predicted(ours), predicted(alone), atol=1e-5)
     others = [m for mode, m in resumed if mode != ks.estimator.ModeKeys.TRAIN]
@@ -106,14 +100,14 @@ def test_trained_evaluated_predicted_and_resumed(tmp_path, evaluates):
 @pytest.mark.slow
 def test_exported_and_warm_started(tmp_path):
     source, _ = noted(tmp_path / "source", train_distribute=dividing())
-    source.train(endless, max_steps=3)
+    source.train(models.endless, max_steps=3)
     wanted = predicted(source)
     path = source.export_saved_model(tmp_path / "export", saved_model=False)
     loaded = keras.saving.load_model(
         os.path.join(os.fsdecode(path), "model.keras")
     )
     np.testing.assert_allclose(
-        loaded.predict({"a": X}, verbose=0), wanted, atol=1e-6
+        loaded.predict({"a": models.X}, verbose=0), wanted, atol=1e-6
     )
     targets = []
     for name, strategy in (
@@ -124,12 +118,12 @@ def test_exported_and_warm_started(tmp_path):
         target, made = noted(
             tmp_path / name, train_distribute=strategy, warm=source.model_dir
         )
-        target.train(endless, max_steps=2)
-        targets.append(weights_of(target))
+        target.train(models.endless, max_steps=2)
+        targets.append(models.weights_of(target))
         if name == "eight":
             assert is_divided(made[0][1])
         if name == "ours":
             assert not is_divided(made[0][1])
             assert any(slots_are_divided(made[0][1]))
     for other in targets[1:]:
-        assert_equal_weights(other, targets[0], EXACT)
+        models.assert_equal_weights(other, targets[0], EXACT)

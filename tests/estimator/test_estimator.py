@@ -112,18 +112,9 @@ def test_model_dir_is_that_of_the_argument_or_of_the_config(tmp_path):
 
 def test_an_estimator_has_the_names_of_tf_alone():
     assert {name for name in dir(Estimator) if not name.startswith("_")} == {
-        "config",
-        "eval_dir",
-        "evaluate",
-        "export_saved_model",
-        "get_variable_names",
-        "get_variable_value",
-        "latest_checkpoint",
-        "model_dir",
-        "model_fn",
-        "params",
-        "predict",
-        "train",
+        *("config", "eval_dir", "evaluate", "export_saved_model"),
+        *("get_variable_names", "get_variable_value", "latest_checkpoint"),
+        *("model_dir", "model_fn", "params", "predict", "train"),
     }
 
 
@@ -252,10 +243,7 @@ def test_data_that_end_at_a_checkpoint_begin_anew(tmp_path):
     assert step_of(estimator) == 6
 
 
-@pytest.mark.parametrize(
-    "replicas",
-    [slow(None), 1, 2, slow(4)],
-)
+@pytest.mark.parametrize("replicas", [slow(None), 1, 2, slow(4)])
 def test_numbers_are_those_of_one_device(tmp_path, replicas):
     """Batches of 8, 8 and 6 rows, in training and in evaluation."""
     with ks.OneDeviceStrategy("cpu:0").scope():

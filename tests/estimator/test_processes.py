@@ -1,12 +1,10 @@
 """An Estimator on two processes that train and evaluate together."""
 
-import os
-
 import numpy as np
 import pytest
 
-from keras_strategies.testing import run_processes
 from tests.estimator import models
+from tests.support.jobs import values_of
 
 pytestmark = pytest.mark.slow
 
@@ -71,14 +69,8 @@ def test_processes_train_evaluate_and_predict_together(tmp_path):
     alone = models.estimator_of(tmp_path / "alone", save_checkpoints_steps=2)
     alone.train(models.endless, max_steps=5)
     expected = alone.evaluate(models.arrays)
-    results = run_processes(
-        "tests.estimator.test_processes:work",
-        2,
-        args=(os.fspath(tmp_path / "run"),),
-        devices_per_process=1,
-        timeout_s=300,
-    )
-    first, second = (result.value for result in results)
+    target = "estimator.test_processes:work"
+    first, second = values_of(target, 2, tmp_path / "run", devices=1)
     for told in (first, second):
         assert told["metrics"] == pytest.approx(expected, rel=1e-5)
         assert told["stopped"] == 6

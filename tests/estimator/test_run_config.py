@@ -233,18 +233,9 @@ def test_wrong_field_is_refused(fields, error, text):
 @pytest.mark.parametrize(
     "name",
     [
-        "cluster_spec",
-        "task_type",
-        "task_id",
-        "master",
-        "is_chief",
-        "num_ps_replicas",
-        "num_worker_replicas",
-        "global_id_in_cluster",
-        "evaluation_master",
-        "service",
-        "_cluster",
-        "model_dirs",
+        *("cluster_spec", "task_type", "task_id", "master", "is_chief"),
+        *("num_ps_replicas", "num_worker_replicas", "global_id_in_cluster"),
+        *("evaluation_master", "service", "_cluster", "model_dirs"),
     ],
 )
 def test_what_is_no_field_cannot_be_replaced(name):
@@ -455,7 +446,7 @@ def test_worker_zero_is_the_chief_of_a_strategy_s_cluster(monkeypatch):
         (task("worker", 3), ValueError, "3 is not a valid task_id"),
         (task("worker", -1), ValueError, '"index" of the task'),
         (task("worker", 1.5), TypeError, '"index" of the task'),
-        (task("master"), ValueError, "Rename it to 'chief'"),
+        (task("master"), ValueError, "Use 'chief'"),
         (task("cook"), ValueError, "jobs of a cluster must be"),
         (
             {

@@ -194,11 +194,7 @@ def modes_of(folder):
         ({"assets_extra": {"/a": "b"}}, ValueError, "relative path"),
         ({"assets_extra": {"a": "/nowhere"}}, ValueError, "paths of files"),
         ({"as_text": True}, ValueError, "`as_text` is not"),
-        (
-            {"serving_input_receiver_fn": arrays},
-            ValueError,
-            "is not supported",
-        ),
+        ({"serving_input_receiver_fn": arrays}, ValueError, "not supported"),
         ({"experimental_mode": "a"}, ValueError, "must be one of"),
         ({"checkpoint_path": "/nowhere/3"}, ValueError, "without a checkpoint"),
     ],
@@ -618,10 +614,7 @@ def not_built():
             "nowhere",
         ),
         (
-            lambda: {
-                "keras_model": keras_model(),
-                "checkpoint_format": "a",
-            },
+            lambda: {"keras_model": keras_model(), "checkpoint_format": "a"},
             ValueError,
             "checkpoint_format",
         ),
@@ -675,21 +668,11 @@ def test_a_result_that_is_renamed_is_there(tmp_path):
 
 def test_public_names():
     names = {
-        "BestExporter",
-        "CheckpointSaverListener",
-        "Estimator",
-        "EstimatorSpec",
-        "EvalSpec",
-        "Exporter",
-        "FinalExporter",
-        "LatestExporter",
-        "ModeKeys",
-        "RunConfig",
-        "TrainSpec",
-        "WarmStartSettings",
-        "experimental",
-        "model_to_estimator",
-        "train_and_evaluate",
+        *("BestExporter", "CheckpointSaverListener", "Estimator"),
+        *("EstimatorSpec", "EvalSpec", "Exporter", "FinalExporter"),
+        *("LatestExporter", "ModeKeys", "RunConfig", "TrainSpec"),
+        *("WarmStartSettings", "experimental"),
+        *("model_to_estimator", "train_and_evaluate"),
     }
     assert set(ks.estimator._MODULES) == names
     assert names <= set(dir(ks.estimator))

@@ -190,21 +190,9 @@ def _with_bytes(draw, data):
 
 # What nobody does for the sake of a text.
 _EVENTS = (
-    "compile",
-    "exec",
-    "import",
-    "ctypes.",
-    "code.__new__",
-    "os.",
-    "pickle.",
-    "marshal.",
-    "pty.",
-    "shutil.",
-    "socket.",
-    "subprocess.",
-    "tempfile.",
-    "urllib.",
-    "webbrowser.",
+    *("compile", "exec", "import", "ctypes.", "code.__new__", "os.", "pickle."),
+    *("marshal.", "pty.", "shutil.", "socket.", "subprocess."),
+    *("tempfile.", "urllib.", "webbrowser."),
 )
 _HARMLESS = ("os.listdir", "os.scandir", "os.putenv", "os.unsetenv")
 _seen = None

@@ -17,11 +17,7 @@ SIZES = BLOCKS | {"vocabulary_size": 256, "intermediate_dim": 128}
 HEADS = SIZES | {"num_heads": 4}
 GROUPED = SIZES | {"num_query_heads": 4, "num_key_value_heads": 2}
 SHORT = HEADS | {"max_sequence_length": LENGTH}
-PATCHES = BLOCKS | {
-    "image_shape": (16, 16, 3),
-    "patch_size": 4,
-    "num_heads": 4,
-}
+PATCHES = BLOCKS | {"image_shape": (16, 16, 3), "patch_size": 4, "num_heads": 4}
 CASES = {
     "Albert": SHORT | {"embedding_dim": 32},
     "Bart": SHORT,

@@ -11,10 +11,9 @@ import numpy as np
 import pytest
 
 import keras_strategies as ks
-from keras_strategies.keras_bridge.variables.model_variables import (
-    all_variables,
-)
+from keras_strategies.keras_bridge.variables import model_variables
 from keras_strategies.testing import assert_replicated
+from tests.support.numbers import assert_all_close
 from tests.support.strategies import of_cores
 
 pytestmark = [
@@ -135,10 +134,8 @@ def on_one_device(name, optimizer):
 def assert_same(found, expected):
     """Two trained models and their losses."""
     np.testing.assert_allclose(found[1], expected[1], rtol=2e-5)
-    for ours, plain in zip(
-        found[0].get_weights(), expected[0].get_weights(), strict=True
-    ):
-        np.testing.assert_allclose(ours, plain, rtol=2e-5, atol=2e-5)
+    weights = found[0].get_weights(), expected[0].get_weights()
+    assert_all_close(*weights, rtol=2e-5, atol=2e-5)
 
 
 def axes_of(variable):
@@ -296,6 +293,6 @@ def test_lora_leaves_divided_frozen_weights_as_they_were(over, name):
         assert axes_of(kernel) == axes, kernel.path
     # What is trained has moved, and its momenta are divided with it.
     assert abs(found[1][0] - found[1][1]) > 1e-3
-    lora = [v for v in all_variables(model) if "lora" in v.path]
+    lora = [v for v in model_variables.all_variables(model) if "lora" in v.path]
     assert len(lora) == 2 * len(model.trainable_variables)
     assert any(axes_of(v) for v in lora)

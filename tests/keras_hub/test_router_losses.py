@@ -9,10 +9,7 @@ import pytest
 import keras_strategies as ks
 from tests.support.plain_keras import mirrored
 
-pytestmark = [
-    pytest.mark.keras_hub,
-    pytest.mark.filterwarnings("ignore"),
-]
+pytestmark = [pytest.mark.keras_hub, pytest.mark.filterwarnings("ignore")]
 VOCABULARY, LENGTH, ROWS = 24, 8, 24
 _random = np.random.default_rng(0)
 TOKENS = _random.integers(1, VOCABULARY, (ROWS, LENGTH)).astype("int32")

@@ -56,10 +56,7 @@ def bert():
         tokenizer, sequence_length=12
     )
     task = models.BertTextClassifier(
-        backbone,
-        num_classes=3,
-        dropout=0.0,
-        preprocessor=prepare,
+        backbone, num_classes=3, dropout=0.0, preprocessor=prepare
     )
     return task, prepare
 
@@ -164,9 +161,7 @@ def _of_images(backbone, name):
     )
     prepare = getattr(models, f"{name}ImageClassifierPreprocessor")(converter)
     task = getattr(models, f"{name}ImageClassifier")(
-        backbone,
-        num_classes=3,
-        preprocessor=prepare,
+        backbone, num_classes=3, preprocessor=prepare
     )
     return task, prepare
 

@@ -14,23 +14,17 @@ import numpy as np
 
 import keras_strategies as ks
 from keras_strategies.testing import assert_replicated
+from tests.multi_process import scenarios
 from tests.multi_process.records import parse, values, write
-from tests.multi_process.scenarios import (
-    Batches,
-    build,
-    data,
-    generator,
-    tf_dataset,
-)
 from tests.support.optional import without_torch
 
-X, Y = data(30)
+X, Y = scenarios.data(30)
 COUNT = 2  # Processes; one process does as these would.
 
 
 def endless(rows, size):
     while True:
-        yield from generator(rows, size)
+        yield from scenarios.generator(rows, size)
 
 
 def differently():
@@ -54,7 +48,7 @@ def steps_per_execution(strategy, model):
 
 
 def validation_data(strategy, model):
-    return fit(model, X, Y, batch_size=8, validation_data=data(13))
+    return fit(model, X, Y, batch_size=8, validation_data=scenarios.data(13))
 
 
 def validation_split(strategy, model):
@@ -64,7 +58,7 @@ def validation_split(strategy, model):
 def validation_generator(strategy, model):
     return fit(
         model,
-        Batches(30, 8),
+        scenarios.Batches(30, 8),
         validation_data=endless(13, 4),
         validation_steps=3,
         validation_freq=2,
@@ -98,7 +92,9 @@ def early_stopping(strategy, model):
         def on_train_batch_end(self, batch, logs=None):
             self.model.stop_training = batch == 1
 
-    second = fit(model, Batches(30, 8), epochs=9, callbacks=[StopEarly()])
+    second = fit(
+        model, scenarios.Batches(30, 8), epochs=9, callbacks=[StopEarly()]
+    )
     third = fit(model, endless(30, 8), steps_per_epoch=2)
     return [first, second, third]
 
@@ -106,19 +102,19 @@ def early_stopping(strategy, model):
 def other_data(strategy, model):
     return [
         fit(model, X, Y, batch_size=8),
-        fit(model, *data(17), batch_size=5),
-        fit(model, generator(13, 4), epochs=1),
+        fit(model, *scenarios.data(17), batch_size=5),
+        fit(model, scenarios.generator(13, 4), epochs=1),
     ]
 
 
 def predict_order(strategy, model):
     outputs = {}
     for rows, size in [(30, 8), (5, 8), (1, 4), (9, 1)]:
-        x = data(rows)[0]
+        x = scenarios.data(rows)[0]
         outputs[f"{rows}/{size}"] = model.predict(
             x, batch_size=size, verbose=0
         ).tolist()
-        dataset = tf_dataset(rows, size).map(lambda x, y: x)
+        dataset = scenarios.tf_dataset(rows, size).map(lambda x, y: x)
         outputs[f"tf.data {rows}/{size}"] = model.predict(
             dataset, verbose=0
         ).tolist()
@@ -126,16 +122,9 @@ def predict_order(strategy, model):
 
 
 ALIKE = [
-    steps_per_epoch,
-    steps_per_execution,
-    validation_data,
-    validation_split,
-    validation_generator,
-    sample_weight,
-    class_weight,
-    early_stopping,
-    other_data,
-    predict_order,
+    *(steps_per_epoch, steps_per_execution, validation_data, validation_split),
+    *(validation_generator, sample_weight, class_weight),
+    *(early_stopping, other_data, predict_order),
 ]
 
 
@@ -217,6 +206,13 @@ class Listed(keras.utils.PyDataset):
         return self.batches[index]
 
 
+OWN_ROWS = ks.InputOptions(
+    distribute=ks.data.DistributeOptions(
+        auto_shard_policy=ks.data.AutoShardPolicy.OFF
+    )
+)
+
+
 def off(strategy, model):
     """Each process has rows of its own, of unequal numbers."""
     own = [
@@ -227,7 +223,6 @@ def off(strategy, model):
         # Regrouped to the share of a batch of 8, whatever their own size.
         dataset = Listed(shared(own))
     else:
-        policy = ks.data.AutoShardPolicy.OFF
         import tensorflow as tf
 
         whole = [
@@ -238,9 +233,7 @@ def off(strategy, model):
             tf.data.Dataset.from_tensor_slices(tuple(whole))
             .batch(8)
             .with_options(off_options()),
-            ks.InputOptions(
-                distribute=ks.data.DistributeOptions(auto_shard_policy=policy)
-            ),
+            OWN_ROWS,
         )
     return [fit(model, dataset), model.evaluate(dataset, verbose=0)]
 
@@ -264,12 +257,9 @@ def off_py_dataset(strategy, model):
         # A batch of 4 is the global one, as in tf: 2 rows of each process.
         dataset = Listed(shared(own, each=2))
     else:
-        policy = ks.data.AutoShardPolicy.OFF
         dataset = strategy.experimental_distribute_dataset(
             Listed(own[jax.process_index()]),
-            ks.InputOptions(
-                distribute=ks.data.DistributeOptions(auto_shard_policy=policy)
-            ),
+            OWN_ROWS,
         )
     return [fit(model, dataset), model.evaluate(dataset, verbose=0)]
 
@@ -310,7 +300,7 @@ def run(names=None):
     for act in [*ALIKE, *OWN, shuffled]:
         if names and act.__name__ not in names:
             continue
-        model = build(strategy)
+        model = scenarios.build(strategy)
         results[act.__name__] = {
             "told": act(strategy, model),
             "weights": [w.tolist() for w in model.get_weights()],

@@ -10,6 +10,7 @@ from keras import ops
 import keras_strategies as ks
 from keras_strategies.testing import assert_replicated
 from tests.multi_process.scenarios import data
+from tests.support.models import chain
 
 SIZE = 8
 
@@ -23,13 +24,11 @@ def train(rows):
     strategy = ks.MultiWorkerMirroredStrategy()
     initial = keras.initializers.GlorotUniform
     with strategy.scope():
-        model = keras.Sequential(
-            [
-                keras.Input((3,)),
-                keras.layers.Dense(4, "tanh", kernel_initializer=initial(1)),
-                keras.layers.BatchNormalization(),
-                keras.layers.Dense(1, kernel_initializer=initial(2)),
-            ]
+        model = chain(
+            (3,),
+            keras.layers.Dense(4, "tanh", kernel_initializer=initial(1)),
+            keras.layers.BatchNormalization(),
+            keras.layers.Dense(1, kernel_initializer=initial(2)),
         )
         # In a process with one device arrays that were just placed are odd.
         assert_replicated(model)
@@ -153,13 +152,7 @@ def on_chief():
     strategy = ks.MultiWorkerMirroredStrategy(predict_in="chief")
     x, y = data(13)
     with strategy.scope():
-        model = keras.Sequential(
-            [
-                keras.Input((3,)),
-                keras.layers.Dropout(0.5),
-                keras.layers.Dense(1),
-            ]
-        )
+        model = chain((3,), keras.layers.Dropout(0.5), keras.layers.Dense(1))
         model.compile("adam", "mse")
     model.fit(x, y, batch_size=SIZE, epochs=2)
     assert_replicated(model)

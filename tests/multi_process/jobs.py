@@ -48,7 +48,7 @@ def run_job(
     count=2,
     devices=1,
     signal_to=None,
-    limit_s,
+    limit_s=60,
     env=(),
     pipes=False,
 ):

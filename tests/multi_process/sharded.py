@@ -36,9 +36,7 @@ def made(shards, cores=1):
         return ks.MultiWorkerMirroredStrategy(variable_partitioner=partitioner)
     topology = ks.tpu.experimental.Topology.from_devices(jax.devices())
     assignment = ks.tpu.experimental.DeviceAssignment.build(
-        topology,
-        [cores, 1, 1, 1],
-        num_replicas=len(jax.devices()) // cores,
+        topology, [cores, 1, 1, 1], num_replicas=len(jax.devices()) // cores
     )
     return ks.TPUStrategy(
         device_assignment=assignment,

@@ -1,34 +1,23 @@
 """What fit is given, on two processes: the numbers of one."""
 
-import jax
 import numpy as np
 import pytest
 
-from keras_strategies.testing import run_processes
+from tests.support.jobs import values_of
+from tests.support.plain_keras import assert_same
 
-TARGET = "tests.multi_process.arguments:run"
+TARGET = "multi_process.arguments:run"
 
 
 def run(names):
-    (one,) = run_processes(
-        TARGET, 1, args=(names,), devices_per_process=4, timeout_s=400
-    )
-    both = run_processes(TARGET, 2, args=(names,), timeout_s=500)
-    return one.value, [result.value for result in both]
+    (one,) = values_of(TARGET, 1, names, devices=4)
+    return one, values_of(TARGET, 2, names, timeout_s=500)
 
 
 def check_equal(one, both):
     for told in both:
         assert told == both[0]
-        assert told.keys() == one.keys()
-        for name, expected in one.items():
-            jax.tree.map(
-                lambda a, e, name=name: np.testing.assert_allclose(
-                    a, e, rtol=1e-5, atol=1e-5, err_msg=name
-                ),
-                told[name],
-                expected,
-            )
+        assert_same(one, told)
 
 
 def check_files(told):

@@ -2,9 +2,9 @@
 
 import pytest
 
-from keras_strategies.testing import run_processes
+from tests.support.jobs import values_of
 
-TARGET = "tests.multi_process.bad_input:run"
+TARGET = "multi_process.bad_input:run"
 # What every process is told, by case; and what the failing one is told.
 EVERYWHERE = {
     "lengths of arrays": "number of rows of 32 (process 0), 33 (process 1)",
@@ -51,12 +51,10 @@ IN_ONE = {
 
 
 def test_wrong_data_ends_in_one_error_everywhere(tmp_path):
-    first, second = run_processes(
-        TARGET, 2, args=(str(tmp_path),), timeout_s=300
-    )
-    assert first.value.keys() == second.value.keys()
-    for name, told in first.value.items():
-        other = second.value[name]
+    first, second = values_of(TARGET, 2, tmp_path)
+    assert first.keys() == second.keys()
+    for name, told in first.items():
+        other = second[name]
         # The model is used again, and the replicas stay together.
         assert told["after"] == other["after"], name
         if name in EVERYWHERE:
@@ -76,7 +74,7 @@ def test_wrong_data_ends_in_one_error_everywhere(tmp_path):
             )
         else:
             assert name == "a process stays away"
-    away = [result.value["a process stays away"] for result in (first, second)]
+    away = [value["a process stays away"] for value in (first, second)]
     assert "Stalled: Process 1 did not take part" in away[0]["error"]
     assert "Stalled: Process 0 did not take part" in away[1]["error"]
 
@@ -84,10 +82,7 @@ def test_wrong_data_ends_in_one_error_everywhere(tmp_path):
 @pytest.mark.slow
 def test_wrong_data_in_one_of_three_processes(tmp_path):
     names = ["a generator fails", "own rows fail", "a PyDataset fails"]
-    results = run_processes(
-        TARGET, 3, args=(str(tmp_path), names), timeout_s=300
-    )
+    values = values_of(TARGET, 3, tmp_path, names)
     for name in names:
-        errors = [result.value[name]["error"] for result in results]
-        assert all("OSError" in error for error in errors), name
-        assert len({str(r.value[name]["after"]) for r in results}) == 1
+        assert all("OSError" in told[name]["error"] for told in values), name
+        assert len({str(told[name]["after"]) for told in values}) == 1

@@ -3,17 +3,12 @@
 import numpy as np
 import pytest
 
-from keras_strategies.testing import run_processes
+from tests.support.jobs import values_of
+from tests.support.numbers import assert_all_close
 
 
 def test_the_chief_writes_and_all_restore(tmp_path):
-    results = run_processes(
-        "tests.multi_process.with_callbacks:files",
-        2,
-        args=[str(tmp_path)],
-        timeout_s=400,
-    )
-    first, second = (result.value for result in results)
+    first, second = values_of("multi_process.with_callbacks:files", 2, tmp_path)
     for name in ("history", "rest", "weights", "again"):
         assert first[name] == second[name]
     assert (tmp_path / "0.keras").exists()
@@ -29,20 +24,14 @@ def test_the_chief_writes_and_all_restore(tmp_path):
     np.testing.assert_allclose(
         first["rest"]["loss"], first["history"]["loss"][2:], rtol=1e-5
     )
-    for actual, expected in zip(first["again"], first["weights"], strict=True):
-        np.testing.assert_allclose(actual, expected, rtol=1e-5, atol=1e-6)
+    assert_all_close(first["again"], first["weights"])
     assert "must find the same backup" in first["refused"]
 
 
 @pytest.mark.parametrize("index", [0, 1])
 def test_one_process_of_a_job_keeps_its_own(tmp_path, index):
-    results = run_processes(
-        "tests.multi_process.with_callbacks:own_checkpoints",
-        2,
-        args=[str(tmp_path / "kept"), index],
-        timeout_s=200,
-    )
-    value = results[index].value
+    target = "multi_process.with_callbacks:own_checkpoints"
+    value = values_of(target, 2, tmp_path / "kept", index)[index]
     if index == 1:
         assert "Received: variables of the processes" in value
         assert "[1]" in value

@@ -4,9 +4,10 @@ import numpy as np
 import pytest
 
 from keras_strategies.testing import run_processes
-from tests.multi_process.test_loops import assert_close
+from tests.support.jobs import values_of
+from tests.support.plain_keras import assert_same
 
-TARGET = "tests.multi_process.custom_loops"
+TARGET = "multi_process.custom_loops"
 
 
 def test_a_loop_equals_one_process():
@@ -25,28 +26,18 @@ def test_loops_equal_one_process(rows, count, devices):
 
 def check(rows, count, devices):
     target = f"{TARGET}:train"
-    (one,) = run_processes(
-        target,
-        1,
-        args=[rows],
-        devices_per_process=devices * count,
-        timeout_s=200,
-    )
-    assert one.value["seen"] == 2 * rows
-    for result in run_processes(
-        target,
-        count,
-        args=[rows],
-        devices_per_process=devices,
-        timeout_s=300,
-    ):
-        assert_close(result.value, one.value)
+    (one,) = values_of(target, 1, rows, devices=devices * count)
+    assert one["seen"] == 2 * rows
+    for value in values_of(target, count, rows, devices=devices):
+        assert_same(one, value)
 
 
 @pytest.fixture(scope="module")
 def two_processes():
     """What two processes found that start once for several tests."""
-    return run_processes(f"{TARGET}:values_and_on_chief", 2, timeout_s=300)
+    return run_processes(
+        f"tests.{TARGET}:values_and_on_chief", 2, timeout_s=300
+    )
 
 
 def test_values_are_those_of_all_processes(two_processes):
@@ -56,11 +47,7 @@ def test_values_are_those_of_all_processes(two_processes):
     # Process 0 has three batches of two rows, process 1 five: [2, 2 | 2, 2],
     # [2, 0 | 2, 2], [0, 0 | 2, 0].
     assert first["steps"] == second["steps"]
-    expected = [
-        [0, 1, 2, 3, 1, 2, 3, 4],
-        [4, 5, 5, 6, 7, 8],
-        [9, 10],
-    ]
+    expected = [[0, 1, 2, 3, 1, 2, 3, 4], [4, 5, 5, 6, 7, 8], [9, 10]]
     np.testing.assert_array_equal(
         sum(first["steps"], []), np.concatenate(expected)
     )

@@ -11,11 +11,7 @@ DETECTION_S = 15.0
 # 0.5 s where nothing else runs. Beats that are missed are noticed after 12 s.
 EXCEPTION_S = 8.0
 TIMEOUT_S = 4
-SECONDS = {
-    "stuck": TIMEOUT_S + 2.0,
-    "early": 5.0,
-    "stop_training": 5.0,
-}
+SECONDS = {"stuck": TIMEOUT_S + 2.0, "early": 5.0, "stop_training": 5.0}
 # Of the process that the fault is in.
 ITS_CODE = {
     "exception": 70,
@@ -37,7 +33,7 @@ CAUSES = {
 slow = pytest.mark.slow
 
 
-def assert_ended(results, process, *, code, cause, seconds, its_code):
+def assert_ended(results, process, *, cause, seconds, its_code, code=71):
     """All others have this code, the cause in their last lines, in time."""
     for index, ended in enumerate(results):
         shown = f"process {index}: {ended.code}, {ended.seconds:.1f} s"
@@ -77,7 +73,6 @@ def test_a_process_goes_wrong(case, process, kind, count, tmp_path):
         {"case": case, "process": process, "kind": kind},
         count=count,
         devices=2 if kind.startswith("fit") else 1,
-        limit_s=60,
         env={"KERAS_STRATEGIES_TIMEOUT_S": str(TIMEOUT_S)} if is_stuck else {},
     )
     assert_ended(
@@ -110,12 +105,10 @@ def test_a_process_dies_or_stops_silently(sent, process, kind, count, tmp_path):
         count=count,
         devices=2 if kind == "fit" else 1,
         signal_to=(number, process),
-        limit_s=60,
     )
     assert_ended(
         results,
         process,
-        code=71,
         its_code=None if sent == "SIGSTOP" else -number,
         cause="process {p} died",
         seconds=DETECTION_S,
@@ -123,11 +116,8 @@ def test_a_process_dies_or_stops_silently(sent, process, kind, count, tmp_path):
 
 
 def test_a_stranger_takes_a_process_place_in_jaxs_service(tmp_path):
-    results = run_job(
-        tmp_path,
-        {"case": "stranger", "process": 1, "kind": "loop"},
-        limit_s=60,
-    )
+    told = {"case": "stranger", "process": 1, "kind": "loop"}
+    results = run_job(tmp_path, told)
     for ended in results:
         assert ended.code == 71, ended.output
         # JAX's own words, which the cause points at.
@@ -143,13 +133,11 @@ def test_the_launcher_tells_who_died(process, tmp_path):
         tmp_path,
         {"case": "none", "process": process, "kind": "fit"},
         signal_to=(signal.SIGKILL, process),
-        limit_s=60,
         pipes=True,
     )
     assert_ended(
         results,
         process,
-        code=71,
         its_code=-signal.SIGKILL,
         cause="71: process {p} was killed by SIGKILL",
         seconds=1.5,
@@ -172,7 +160,6 @@ def test_all_stop_at_the_same_step_when_one_is_told_to_end(
         {"case": "term", "process": process, "kind": kind},
         count=count,
         signal_to=(signal.SIGTERM, process),
-        limit_s=60,
     )
     stopped = set()
     for ended in results:
@@ -190,7 +177,6 @@ def test_a_long_compilation_is_no_stall(tmp_path):
     results = run_job(
         tmp_path,
         {"case": "compiles", "process": 1, "kind": "fit"},
-        limit_s=60,
         env={"KERAS_STRATEGIES_TIMEOUT_S": "3"},
     )
     for ended in results:

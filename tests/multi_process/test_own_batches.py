@@ -9,8 +9,9 @@ import pathlib
 import numpy as np
 import pytest
 
-from keras_strategies.testing import run_processes
 from tests.multi_process import own_batches, own_rows
+from tests.support.jobs import values_of
+from tests.support.numbers import assert_all_close
 
 TABLE = pathlib.Path(__file__).with_name("own_rows.json")
 FEW = [
@@ -24,18 +25,13 @@ def check(folder, cases):
     that is fed each step's rows."""
     recorded = json.loads(TABLE.read_text())["steps"]
     own_rows.write_files(folder)
-    processes = run_processes(
-        "tests.multi_process.own_batches:read_and_fit",
-        2,
-        args=(str(folder), cases),
-        devices_per_process=1,
-        timeout_s=900,
-    )
+    target = "multi_process.own_batches:read_and_fit"
+    values = values_of(target, 2, folder, cases, devices=1, timeout_s=900)
     model = own_batches.build()
     weights = model.get_weights()
     for case in cases:
         name = own_rows.name_of(*case)
-        told = [process.value[name] for process in processes]
+        told = [value[name] for value in values]
         read = together(told, "read")
         check_tf(case, read, recorded)
         steps = [sum(step, []) for step in read]
@@ -45,12 +41,7 @@ def check(folder, cases):
         for step in steps:
             model.train_on_batch(*own_rows.features(np.array(step)))
         for one in told:
-            for got, wanted in zip(
-                one["weights"], model.get_weights(), strict=True
-            ):
-                np.testing.assert_allclose(
-                    got, wanted, rtol=1e-5, atol=1e-6, err_msg=name
-                )
+            assert_all_close(one["weights"], model.get_weights(), name=name)
 
 
 def check_tf(case, read, recorded):

@@ -1,18 +1,16 @@
 """A `ks.data.Source` of one's own on two processes: the numbers of one."""
 
-import numpy as np
 import pytest
 
-from keras_strategies.testing import run_processes
 from tests.multi_process.own_sources import Rows, compiled
+from tests.support.jobs import values_of
+from tests.support.numbers import assert_all_close
 
 
 @pytest.mark.parametrize("is_process_local", [False, True])
 def test_two_processes_train_as_one(is_process_local):
-    results = run_processes(
-        "tests.multi_process.own_sources:fitted", 2, args=[is_process_local]
-    )
-    first, second = (result.value for result in results)
+    target = "multi_process.own_sources:fitted"
+    first, second = values_of(target, 2, is_process_local)
     assert first["weights"] == second["weights"]
     assert first["loss"] == second["loss"]
     assert first["steps"] == 6
@@ -26,7 +24,4 @@ def test_two_processes_train_as_one(is_process_local):
     for epoch in range(2):
         for part in rows.read(epoch, 0, lambda count: (0, count)):
             plain.train_on_batch(*part.data)
-    for expected, got in zip(
-        plain.get_weights(), first["weights"], strict=True
-    ):
-        np.testing.assert_allclose(expected, got, rtol=1e-5, atol=1e-6)
+    assert_all_close(plain.get_weights(), first["weights"])

@@ -5,32 +5,24 @@ import keras
 import numpy as np
 import pytest
 
-from keras_strategies.testing import run_processes
 from tests.multi_process import sharded
 from tests.parity.cases import CASES
 from tests.parity.one_device import expected
+from tests.support.jobs import values_of
+from tests.support.numbers import assert_all_close
+
+ROOM = "multi_process.sharded"
 
 
 def check(optimizer, num_processes, devices, shards, cores=1):
-    results = run_processes(
-        "tests.multi_process.sharded:fitted",
-        num_processes,
-        args=[optimizer, shards, 8, cores],
-        devices_per_process=devices,
-    )
-    values = [result.value for result in results]
+    args = (optimizer, shards, 8, cores)
+    values = values_of(f"{ROOM}:fitted", num_processes, *args, devices=devices)
     assert all(value == values[0] for value in values)
     assert values[0]["divided"] >= 5
     model = sharded.compiled(optimizer)
     model.set_weights(sharded.first_weights(model))
-    history = model.fit(
-        sharded.X,
-        sharded.Y,
-        batch_size=8,
-        epochs=2,
-        shuffle=False,
-        verbose=0,
-    )
+    options = {"batch_size": 8, "epochs": 2, "shuffle": False, "verbose": 0}
+    history = model.fit(sharded.X, sharded.Y, **options)
     _same(values[0]["history"], history.history)
     _same(values[0]["weights"], [w.tolist() for w in model.get_weights()])
     wanted = model.predict(sharded.X, batch_size=8, verbose=0)
@@ -72,44 +64,34 @@ def test_cores_and_replicas_of_two_processes_divide(optimizer, shards):
     "shards", [4, pytest.param(None, marks=pytest.mark.slow)]
 )
 def test_files_and_checkpoints(tmp_path, shards):
-    first, second = run_processes(
-        "tests.multi_process.sharded:saved",
-        2,
-        args=[str(tmp_path), shards],
-        timeout_s=300,
-    )
-    assert first.value == second.value
+    first, second = values_of(f"{ROOM}:saved", 2, tmp_path, shards)
+    assert first == second
     # Of one process without a strategy.
     model = keras.saving.load_model(tmp_path / "model.keras")
-    for got, want in zip(model.get_weights(), first.value, strict=True):
+    for got, want in zip(model.get_weights(), first, strict=True):
         np.testing.assert_array_equal(got, np.asarray(want, "float32"))
     assert (tmp_path / "best.keras").exists()
 
 
 def test_a_loop_of_ones_own():
-    first, second = run_processes(
-        "tests.multi_process.sharded:looped", 2, args=[4]
-    )
-    assert first.value == second.value
-    (alone,) = run_processes("tests.multi_process.sharded:looped", 1, args=[1])
-    for got, want in zip(first.value, alone.value, strict=True):
-        for a, b in zip(got, want, strict=True):
-            np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-5)
+    first, second = values_of(f"{ROOM}:looped", 2, 4)
+    assert first == second
+    (alone,) = values_of(f"{ROOM}:looped", 1, 1)
+    for got, want in zip(first, alone, strict=True):
+        assert_all_close(got, want, rtol=1e-4, atol=1e-5)
 
 
 def test_large_variables_are_equal_in_all_processes():
     # Keras compiles their initializers, in each process for itself.
-    first, second = run_processes("tests.multi_process.sharded:large", 2)
-    assert first.value == second.value
+    first, second = values_of(f"{ROOM}:large", 2)
+    assert first == second
 
 
 def test_what_processes_do_not_divide_alike_is_refused_in_all():
-    first, second = run_processes(
-        "tests.multi_process.sharded:refused", 2, devices_per_process=2
-    )
-    assert first.value.keys() == second.value.keys()
-    for name, told in first.value.items():
-        other = second.value[name]
+    first, second = values_of(f"{ROOM}:refused", 2)
+    assert first.keys() == second.keys()
+    for name, told in first.items():
+        other = second[name]
         if name.startswith("raises"):
             for part in (
                 "RuntimeError: Calling `variable_partitioner` failed in",
@@ -131,11 +113,10 @@ def test_what_processes_do_not_divide_alike_is_refused_in_all():
         else:
             assert told == other
             assert "All processes must shard variables in the same" in told
-    told = first.value
-    assert "dimension 0 of" in told["differs, created"]
-    assert "(24, 24) (process 0), dimension 1" in told["differs, attached"]
-    assert "no dimension of" in told["is_whole_in_one, attached"]
-    assert "over 4 (process 0), FullySharded" in told["shards, created"]
+    assert "dimension 0 of" in first["differs, created"]
+    assert "(24, 24) (process 0), dimension 1" in first["differs, attached"]
+    assert "no dimension of" in first["is_whole_in_one, attached"]
+    assert "over 4 (process 0), FullySharded" in first["shards, created"]
 
 
 @pytest.mark.slow
@@ -145,18 +126,13 @@ def test_no_device_holds_a_whole_model_while_it_is_built(
 ):
     # Twelve variables of 4.2 MB, with two slots each: 151 MB, which the
     # devices of a process divide.
-    results = run_processes(
-        "tests.multi_process.sharded:building",
-        num_processes,
-        args=[12, 1024],
-        devices_per_process=devices,
-    )
-    for result in results:
-        most, held = result.value
+    target = f"{ROOM}:building"
+    for value in values_of(target, num_processes, 12, 1024, devices=devices):
+        most, held = value
         # What was sent last is held until more is sent.
-        assert held < 151 / devices + 4.2 + 1, result.value
+        assert held < 151 / devices + 4.2 + 1, value
         # A variable, and its copy on its way from the chief.
-        assert most < held + 2 * 4.2, result.value
+        assert most < held + 2 * 4.2, value
 
 
 CASES_OF_PARITY = (
@@ -172,25 +148,15 @@ CASES_OF_PARITY = (
     [(2, 2, 4), (2, 2, None), (3, 1, None)],
 )
 def test_cases_of_parity_equal_one_device(num_processes, devices, shards):
-    results = run_processes(
-        "tests.multi_process.sharded:of_cases",
-        num_processes,
-        args=[CASES_OF_PARITY, shards],
-        devices_per_process=devices,
-        timeout_s=900,
+    options = {"devices": devices, "timeout_s": 900}
+    first, *others = values_of(
+        f"{ROOM}:of_cases", num_processes, CASES_OF_PARITY, shards, **options
     )
-    first, *others = (result.value for result in results)
     assert all(other == first for other in others)
     for name in CASES_OF_PARITY:
         assert first[name]["divided"], name
         wanted = expected(name, 15, 4, ("evaluate", "predict"))
-        for got, want in zip(
-            first[name]["leaves"], jax.tree.leaves(wanted), strict=True
-        ):
-            np.testing.assert_allclose(
-                got,
-                np.asarray(want, "float64"),
-                rtol=CASES[name].tolerance,
-                atol=CASES[name].tolerance,
-                err_msg=name,
-            )
+        limit = CASES[name].tolerance
+        assert_all_close(
+            first[name]["leaves"], jax.tree.leaves(wanted), limit, limit, name
+        )

@@ -4,12 +4,12 @@ The invariant: processes that have cores of one replica read the same rows, in
 the same order, and all numbers are those of one device.
 """
 
-import jax
 import numpy as np
 import pytest
 
-from keras_strategies.testing import run_processes
 from tests.multi_process import spanning
+from tests.support.jobs import values_of
+from tests.support.numbers import assert_leaves_close
 
 ROWS = [10 * k + i for k in range(8) for i in range(5 + k % 3)]
 
@@ -28,16 +28,8 @@ def test_equals_one_device(processes, devices, width, tmp_path):
     for k in range(8):
         lines = (f"{row}\n" for row in ROWS if row // 10 == k)
         (tmp_path / f"{k}.txt").write_text("".join(lines))
-    found = [
-        result.value
-        for result in run_processes(
-            "tests.multi_process.spanning:everything",
-            processes,
-            args=[width, str(tmp_path)],
-            devices_per_process=devices,
-            timeout_s=400,
-        )
-    ]
+    target = "multi_process.spanning:everything"
+    found = values_of(target, processes, width, tmp_path, devices=devices)
     for process, result in enumerate(found):
         for name in ("used", "looped"):
             assert result[name] == found[0][name]
@@ -72,22 +64,11 @@ def test_equals_one_device(processes, devices, width, tmp_path):
 
 
 def close(actual, wanted):
-    for got, want in zip(
-        jax.tree.leaves(actual), jax.tree.leaves(wanted), strict=True
-    ):
-        np.testing.assert_allclose(got, want, rtol=2e-5, atol=2e-5)
+    assert_leaves_close(actual, wanted, rtol=2e-5, atol=2e-5)
 
 
 def test_rows_that_differ_within_a_replica_are_refused():
-    results = run_processes(
-        "tests.multi_process.spanning:errors",
-        2,
-        args=[2],
-        devices_per_process=3,
-        timeout_s=300,
-    )
-    for result in results:
-        found = result.value
+    for found in values_of("multi_process.spanning:errors", 2, 2, devices=3):
         beginnings = {
             "generator": "Processes that have cores of the same replicas",
             "arrays": "Processes that have cores of the same replicas",

@@ -6,20 +6,18 @@ import socket
 import pytest
 
 from keras_strategies.cluster.job.free_ports import find_free_ports
-from keras_strategies.testing import run_processes
 from tests.multi_process.startup import ALONE_S, TOGETHER_S, train
+from tests.support.jobs import values_of
 
-STARTUP = "tests.multi_process.startup:"
+STARTUP = "multi_process.startup:"
 
 
-def in_turn(target, count, *args, limit_s=400.0, **options):
+def in_turn(target, count, *args, **options):
     """Runs a function in processes that are no job of JAX yet."""
 
     def call(me):
-        (result,) = run_processes(
-            STARTUP + target, 1, args=[me, *args], timeout_s=limit_s, **options
-        )
-        return result.value
+        (value,) = values_of(STARTUP + target, 1, me, *args, **options)
+        return value
 
     with concurrent.futures.ThreadPoolExecutor(count) as pool:
         return list(pool.map(call, range(count)))
@@ -121,14 +119,10 @@ def test_other_numbers_of_devices_are_named_by_all():
             "cluster": {"worker": addresses},
             "task": {"type": "worker", "index": me},
         }
-        (result,) = run_processes(
-            STARTUP + "train",
-            1,
-            args=[me, config, {}],
-            devices_per_process=1 + me,
-            timeout_s=400,
+        (value,) = values_of(
+            STARTUP + "train", 1, me, config, {}, devices=1 + me
         )
-        return result.value
+        return value
 
     with concurrent.futures.ThreadPoolExecutor(2) as pool:
         for result in pool.map(call, range(2)):

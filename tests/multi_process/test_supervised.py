@@ -12,13 +12,7 @@ import time
 
 import pytest
 
-from tests.multi_process import resumed
-from tests.multi_process.test_resumed import (
-    FLAGS,
-    assert_same,
-    outcomes,
-    run,
-)
+from tests.multi_process import resumed, test_resumed
 from tests.multi_process.test_through_launch import ROOT
 
 EVERY, EPOCHS, LIMIT_S = 10, 10, 120
@@ -46,7 +40,8 @@ def start(folder, seed):
         return subprocess.Popen(
             [sys.executable, *words, json.dumps(told)],
             cwd=ROOT,
-            env=os.environ | {"PYTHONPATH": str(ROOT), "XLA_FLAGS": FLAGS},
+            env=os.environ
+            | {"PYTHONPATH": str(ROOT), "XLA_FLAGS": test_resumed.FLAGS},
             stdout=log,
             stderr=subprocess.STDOUT,
         )
@@ -118,23 +113,25 @@ def test_a_supervised_run_is_the_one_that_nothing_happened_to(tmp_path):
     # It went on, each time, from where it is said to have been.
     begun = [line for line in said(folder, 0) if line[0] == "goes on"]
     assert len({pid for *_, pid in begun}) == len(FAULTS)
-    _, whole = run(
+    _, whole = test_resumed.run(
         tmp_path / "whole", 2, 1, sources=["numpy"], epochs=EPOCHS, every=EVERY
     )
-    assert_same(outcomes(folder), whole)
+    test_resumed.assert_same(test_resumed.outcomes(folder), whole)
 
 
 @pytest.mark.slow
 def test_a_job_goes_on_with_other_numbers_of_processes(tmp_path):
     told = {"model": "elastic", "sources": ["numpy", "tf.data"]}
-    _, whole = run(tmp_path / "whole", 2, 2, **told)
+    _, whole = test_resumed.run(tmp_path / "whole", 2, 2, **told)
     first = tmp_path / "first"
     order = told | {"sources": ["tf.data", "numpy"]}
-    run(first, 2, 2, point="in an epoch", **order)
+    test_resumed.run(first, 2, 2, point="in an epoch", **order)
     for processes, devices in [(1, 1), (1, 4), (2, 1), (3, 1)]:
         here = tmp_path / f"{processes}x{devices}"
         shutil.copytree(first, here)
-        _, ours = run(here, processes, devices, **told | {"seed": 7})
+        _, ours = test_resumed.run(
+            here, processes, devices, **told | {"seed": 7}
+        )
         for name, outcome in ours.items():
             history = outcome["history"]
             assert history["once"] == [resumed.ROWS] * resumed.EPOCHS

@@ -8,9 +8,9 @@ import time
 
 import pytest
 
-from tests.multi_process.test_loops import assert_close
 from tests.multi_process.through_launch import SIZE
 from tests.support.commands import python
+from tests.support.plain_keras import assert_same
 
 ROOT = pathlib.Path(__file__).parents[2]
 LIMIT_S = 300
@@ -54,10 +54,7 @@ def test_all_loops_equal_those_of_one_process(tmp_path, processes, devices):
     assert len(one["local"]) == processes * devices
     for process, found in enumerate(several):
         for name in ("loops", "loop"):
-            actual, expected = found[name], one[name]
-            if name == "loop":
-                actual, expected = {"all": actual}, {"all": expected}
-            assert_close(actual, expected)
+            assert_same(one[name], found[name])
             assert found[name] == several[0][name]
         assert found["replicas"] == processes * devices
         assert found["task"] == process

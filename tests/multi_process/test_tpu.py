@@ -3,23 +3,14 @@
 import numpy as np
 import pytest
 
-from keras_strategies.testing import run_processes
 from tests.multi_process.tpu import train
+from tests.support.jobs import values_of
 
 
 @pytest.mark.slow
 def test_replicas_of_two_cores_in_two_processes():
     alone = train(1)
-    both = [
-        result.value
-        for result in run_processes(
-            "tests.multi_process.tpu:train",
-            2,
-            args=[2],
-            devices_per_process=4,
-            timeout_s=300,
-        )
-    ]
+    both = values_of("multi_process.tpu:train", 2, 2, devices=4)
     for result in both:
         assert result["replicas"] == 4
         assert result["local"] == 2

@@ -17,18 +17,20 @@ from keras import layers, losses, metrics, optimizers, regularizers
 
 from tests.parity import models
 from tests.parity.models import rows_of
+from tests.support.models import chain
 
 FEATURES, CLASSES = 6, 3
 # Of the layers in the middle, and of each step of a sequence.
 HIDDEN, STEP_FEATURES = 8, 4
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
+@dataclasses.dataclass(frozen=True)
 class Case:
     """One model to be trained on one device and on several."""
 
     build: Callable[[], keras.Model]
     data: Callable[[int], tuple[Any, Any]]
+    _: dataclasses.KW_ONLY
     weight: Callable[[int], Any] = lambda rows: None
     fit: dict[str, Any] = dataclasses.field(default_factory=dict)
     tolerance: float = 1e-5
@@ -62,12 +64,7 @@ def weights(rows):
 
 
 def net(
-    *middle,
-    cls=keras.Model,
-    out=CLASSES,
-    activation=None,
-    dtype=None,
-    **dense,
+    *middle, cls=keras.Model, out=CLASSES, activation=None, dtype=None, **dense
 ):
     """Input, Dense, the middle layers, Dense."""
     inputs = keras.Input((FEATURES,))
@@ -87,11 +84,7 @@ def net(
 
 
 def compiled(
-    model=None,
-    optimizer=None,
-    loss=None,
-    measured=("accuracy",),
-    **kwargs,
+    model=None, optimizer=None, loss=None, measured=("accuracy",), **kwargs
 ):
     model = model or net()
     if loss is None:
@@ -102,28 +95,33 @@ def compiled(
 
 
 def by_optimizer(make, **kwargs):
-    return Case(
-        build=lambda: compiled(optimizer=make()), data=classified, **kwargs
-    )
+    return Case(lambda: compiled(optimizer=make()), classified, **kwargs)
 
 
 def by_loss(make, data=one_hot, activation=None, **kwargs):
     return Case(
-        build=lambda: compiled(
+        lambda: compiled(
             net(activation=activation), loss=make(), measured=["mae"]
         ),
-        data=data,
+        data,
         **kwargs,
     )
 
 
 def by_metrics(make, data, activation=None, loss="mse", **kwargs):
     return Case(
-        build=lambda: compiled(
+        lambda: compiled(
             net(activation=activation), loss=loss, measured=make()
         ),
-        data=data,
+        data,
         **kwargs,
+    )
+
+
+def by_step(cls):
+    return Case(
+        lambda: compiled(net(cls=cls), loss=losses.MeanSquaredError()),
+        regressed,
     )
 
 
@@ -245,18 +243,10 @@ def frozen():
 
 def gan():
     model = models.TwoOptimizers(
-        keras.Sequential(
-            [
-                keras.Input((FEATURES,)),
-                layers.Dense(8, "tanh", kernel_initializer=glorot(1)),
-            ]
+        chain(
+            (FEATURES,), layers.Dense(8, "tanh", kernel_initializer=glorot(1))
         ),
-        keras.Sequential(
-            [
-                keras.Input((8,)),
-                layers.Dense(CLASSES, kernel_initializer=glorot(2)),
-            ]
-        ),
+        chain((8,), layers.Dense(CLASSES, kernel_initializer=glorot(2))),
     )
     model.build((None, FEATURES))
     model.compile(optimizers.Adam(1e-2), "mse")
@@ -306,19 +296,19 @@ OPTIMIZERS = {
         lambda: loss_scaled(global_clipnorm=0.3)
     ),
     "loss_scale_overflow": by_optimizer(lambda: loss_scaled(2.0**127)),
-    "two_optimizers": Case(build=gan, data=regressed, tolerance=5e-5),
+    "two_optimizers": Case(gan, regressed, tolerance=5e-5),
 }
 
 LOSSES = {
     "sum": Case(
-        build=lambda: compiled(
+        lambda: compiled(
             net(),
             loss=losses.MeanSquaredError(reduction="sum"),
             measured=["mae"],
             # A sum over 64 rows diverges at the other cases' rate.
             optimizer=optimizers.SGD(0.002),
         ),
-        data=regressed,
+        regressed,
     ),
     "mean_with_sample_weight": by_loss(
         lambda: losses.MeanSquaredError(reduction="mean_with_sample_weight"),
@@ -332,8 +322,8 @@ LOSSES = {
     "dice_by_name": by_loss(lambda: "dice", activation="softmax"),
     "tversky": by_loss(lambda: losses.Tversky(), activation="softmax"),
     "circle": Case(
-        build=lambda: compiled(embedding(), loss=losses.Circle(), measured=[]),
-        data=classified,
+        lambda: compiled(embedding(), loss=losses.Circle(), measured=[]),
+        classified,
         # Its scale of 80 multiplies rounding: 3e-4 in one weight of 48, on
         # three replicas, which sum 70 rows in another order.
         tolerance=5e-4,
@@ -343,43 +333,39 @@ LOSSES = {
         lambda: lambda y, p: keras.ops.mean((y - p) ** 4, -1), regressed
     ),
     "scalar_function": by_loss(lambda: models.scalar_loss, regressed),
-    "mask": Case(build=masked, data=tokens),
+    "mask": Case(masked, tokens),
     "mask_and_weight": Case(
-        build=masked,
-        data=tokens,
+        masked,
+        tokens,
         weight=lambda rows: np.repeat(weights(rows)[:, None], 5, axis=1),
     ),
     "mask_sum": Case(
-        build=lambda: masked(
+        lambda: masked(
             loss=losses.SparseCategoricalCrossentropy(
                 from_logits=True, reduction="sum"
             ),
             optimizer=optimizers.SGD(0.01),
         ),
-        data=tokens,
+        tokens,
     ),
     "class_weight": Case(
-        build=compiled,
-        data=classified,
-        fit={"class_weight": {0: 0.5, 1: 2.0, 2: 1.0}},
+        compiled, classified, fit={"class_weight": {0: 0.5, 1: 2.0, 2: 1.0}}
     ),
     "kernel_regularizer": Case(
-        build=lambda: compiled(net(kernel_regularizer=regularizers.L2(0.1))),
-        data=classified,
+        lambda: compiled(net(kernel_regularizer=regularizers.L2(0.1))),
+        classified,
     ),
     "activity_regularizer": Case(
-        build=lambda: compiled(net(activity_regularizer=regularizers.L2(0.1))),
-        data=classified,
+        lambda: compiled(net(activity_regularizer=regularizers.L2(0.1))),
+        classified,
     ),
-    "add_loss": Case(
-        build=lambda: compiled(net(models.AddsLosses())), data=classified
-    ),
-    "two_outputs": Case(build=two_outputs, data=two_targets),
+    "add_loss": Case(lambda: compiled(net(models.AddsLosses())), classified),
+    "two_outputs": Case(two_outputs, two_targets),
     "own_compute_loss": Case(
-        build=lambda: compiled(
+        lambda: compiled(
             net(cls=models.OwnComputeLoss), loss="mse", measured=["mae"]
         ),
-        data=regressed,
+        regressed,
     ),
 }
 
@@ -423,77 +409,46 @@ METRICS = {
         lambda: [models.spread_metric], regressed
     ),
     "weighted": Case(
-        build=lambda: compiled(
+        lambda: compiled(
             loss="sparse_categorical_crossentropy",
             model=net(activation="softmax"),
             weighted_metrics=["accuracy"],
         ),
-        data=classified,
+        classified,
         weight=weights,
     ),
-    "masked": Case(build=lambda: masked(measured=["accuracy"]), data=tokens),
+    "masked": Case(lambda: masked(measured=["accuracy"]), tokens),
 }
 
 STEPS = {
-    "own_train_step": Case(
-        build=lambda: compiled(
-            net(cls=models.OwnTrainStep), loss=losses.MeanSquaredError()
-        ),
-        data=regressed,
-    ),
-    "own_apply_gradients": Case(
-        build=lambda: compiled(
-            net(cls=models.OwnApplyGradients), loss=losses.MeanSquaredError()
-        ),
-        data=regressed,
-    ),
-    "own_trackers": Case(
-        build=lambda: compiled(
-            net(cls=models.TrackedLoss), loss=losses.MeanSquaredError()
-        ),
-        data=regressed,
-    ),
-    "beside_optimizer": Case(
-        build=lambda: compiled(
-            net(cls=models.BesideOptimizer), loss=losses.MeanSquaredError()
-        ),
-        data=regressed,
-    ),
-    "without_optimizer": Case(
-        build=lambda: compiled(
-            net(cls=models.WithoutOptimizer), loss=losses.MeanSquaredError()
-        ),
-        data=regressed,
-    ),
-    "counters": Case(
-        build=lambda: compiled(net(models.Counters())), data=classified
-    ),
-    "frozen_after_compile": Case(build=frozen, data=classified),
+    "own_train_step": by_step(models.OwnTrainStep),
+    "own_apply_gradients": by_step(models.OwnApplyGradients),
+    "own_trackers": by_step(models.TrackedLoss),
+    "beside_optimizer": by_step(models.BesideOptimizer),
+    "without_optimizer": by_step(models.WithoutOptimizer),
+    "counters": Case(lambda: compiled(net(models.Counters())), classified),
+    "frozen_after_compile": Case(frozen, classified),
     "steps_per_execution": Case(
-        build=lambda: compiled(steps_per_execution=3), data=classified
+        lambda: compiled(steps_per_execution=3), classified
     ),
-    "run_eagerly": Case(
-        build=lambda: compiled(run_eagerly=True), data=classified
-    ),
+    "run_eagerly": Case(lambda: compiled(run_eagerly=True), classified),
     "jit_compile_false": Case(
-        build=lambda: compiled(jit_compile=False),
-        data=classified,
+        lambda: compiled(jit_compile=False),
+        classified,
         warns="jit_compile=False",
     ),
 }
 
 LAYERS = {
-    "synchronized": Case(build=synchronized, data=regressed, tolerance=2e-5),
+    "synchronized": Case(synchronized, regressed, tolerance=2e-5),
     "synchronized_masked": Case(
-        build=lambda: synchronized(True), data=ragged, tolerance=2e-5
+        lambda: synchronized(True), ragged, tolerance=2e-5
     ),
     "synchronized_renorm": Case(
-        build=lambda: synchronized(renorm=True),
-        data=regressed,
-        tolerance=5e-5,
+        lambda: synchronized(renorm=True), regressed, tolerance=5e-5
     ),
     "lstm": Case(
-        build=lambda: sequence_net(
+        lambda: sequence_net(
             layers.LSTM(
                 STEP_FEATURES,
                 kernel_initializer=glorot(4),
@@ -501,22 +456,20 @@ LAYERS = {
                 seed=6,
             )
         ),
-        data=sequences,
+        sequences,
     ),
-    "transformer": Case(build=transformer, data=sequences),
-    "sort": Case(
-        build=lambda: sequence_net(models.SortedSteps()), data=sequences
-    ),
-    "convolution": Case(build=convolution, data=pictures),
+    "transformer": Case(transformer, sequences),
+    "sort": Case(lambda: sequence_net(models.SortedSteps()), sequences),
+    "convolution": Case(convolution, pictures),
     "bfloat16": Case(
-        build=lambda: compiled(
+        lambda: compiled(
             net(dtype="mixed_bfloat16"), loss="mse", measured=["mae"]
         ),
-        data=regressed,
+        regressed,
         tolerance=2e-2,
     ),
     "float16": Case(
-        build=lambda: compiled(
+        lambda: compiled(
             net(dtype="mixed_float16"),
             loss="mse",
             measured=["mae"],
@@ -524,7 +477,7 @@ LAYERS = {
             # replica may overflow later than the rows of all.
             optimizer=loss_scaled(2.0**6),
         ),
-        data=regressed,
+        regressed,
         tolerance=2e-3,
     ),
 }
@@ -533,18 +486,9 @@ CASES = OPTIMIZERS | LOSSES | METRICS | STEPS | LAYERS
 
 # What they do is in another case or file of the default run, too.
 _TOLD_ELSEWHERE = {
-    "adamw",
-    "schedule",
-    "clipvalue",
-    "loss_scale_factor",
-    "dice_by_name",
-    "function_of_rows",
-    "tversky",
-    "mask_sum",
-    "keras_regression",
-    "run_eagerly",
-    "jit_compile_false",
-    "synchronized",
+    *("adamw", "schedule", "clipvalue", "loss_scale_factor", "dice_by_name"),
+    *("function_of_rows", "tversky", "mask_sum", "keras_regression"),
+    *("run_eagerly", "jit_compile_false", "synchronized"),
 }
 
 BY_DEFAULT = [name for name in CASES if name not in _TOLD_ELSEWHERE]

@@ -115,10 +115,7 @@ def main():
         }
     }
     one_flat_buffer()
-    found["flat"] = {
-        "mlp": look(mlp, 64),
-        "transformer": look(transformer, 16),
-    }
+    found["flat"] = {"mlp": look(mlp, 64), "transformer": look(transformer, 16)}
     json.dump(found, sys.stdout)
 
 

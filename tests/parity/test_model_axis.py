@@ -20,6 +20,7 @@ from keras_strategies.keras_bridge.variables.model_variables import (
 from keras_strategies.testing import assert_replicated
 from tests.parity.cases import CASES
 from tests.parity.one_device import check
+from tests.support.models import chain
 from tests.support.strategies import make_strategy, of_cores
 
 layers = keras.layers
@@ -31,28 +32,24 @@ SHARDED_OF_CORES = (
 
 
 def make_mlp():
-    return keras.Sequential(
-        [
-            keras.Input((6,)),
-            layers.Dense(16, activation="relu", name="one"),
-            layers.BatchNormalization(synchronized=True, name="norm"),
-            layers.Dropout(0.0),
-            layers.Dense(4, name="two"),
-        ]
+    return chain(
+        (6,),
+        layers.Dense(16, activation="relu", name="one"),
+        layers.BatchNormalization(synchronized=True, name="norm"),
+        layers.Dropout(0.0),
+        layers.Dense(4, name="two"),
     )
 
 
 def make_cnn():
-    return keras.Sequential(
-        [
-            keras.Input((6,)),
-            layers.Reshape((6, 1)),
-            layers.Conv1D(8, 3, padding="same", name="conv"),
-            layers.BatchNormalization(synchronized=True, name="norm"),
-            layers.ReLU(),
-            layers.GlobalAveragePooling1D(),
-            layers.Dense(4, name="two"),
-        ]
+    return chain(
+        (6,),
+        layers.Reshape((6, 1)),
+        layers.Conv1D(8, 3, padding="same", name="conv"),
+        layers.BatchNormalization(synchronized=True, name="norm"),
+        layers.ReLU(),
+        layers.GlobalAveragePooling1D(),
+        layers.Dense(4, name="two"),
     )
 
 
@@ -257,12 +254,10 @@ def test_a_core_gathers_its_own_parts_alone():
     }
     strategy = make_strategy("sharded2_of_2_cores", layout_map)
     with strategy.scope():
-        model = keras.Sequential(
-            [
-                keras.Input((64,)),
-                layers.Dense(256, activation="tanh", name="one"),
-                layers.Dense(64, name="two"),
-            ]
+        model = chain(
+            (64,),
+            layers.Dense(256, activation="tanh", name="one"),
+            layers.Dense(64, name="two"),
         )
         model.compile(keras.optimizers.Adam(), "mse")
     shape = jax.ShapeDtypeStruct((32, 64), "float32")
@@ -303,13 +298,11 @@ def test_several_steps_in_one_program():
 @pytest.mark.slow
 def test_dropout_has_a_mask_for_each_replica_and_one_for_its_cores():
     def make():
-        return keras.Sequential(
-            [
-                keras.Input((6,)),
-                layers.Dense(16, name="one"),
-                layers.Dropout(0.5, seed=3),
-                layers.Dense(4, name="two"),
-            ]
+        return chain(
+            (6,),
+            layers.Dense(16, name="one"),
+            layers.Dropout(0.5, seed=3),
+            layers.Dense(4, name="two"),
         )
 
     keys = MODELS["mlp"][1].items()
@@ -396,12 +389,8 @@ def test_replicas_with_other_rows_than_others(strategy):
 def test_a_model_divided_twice_is_saved_whole(tmp_path):
     strategy = make_strategy("sharded2_of_2_cores", MODELS["mlp"][1])
     with strategy.scope():
-        model = keras.Sequential(
-            [
-                keras.Input((6,)),
-                layers.Dense(16, name="one"),
-                layers.Dense(4, name="two"),
-            ]
+        model = chain(
+            (6,), layers.Dense(16, name="one"), layers.Dense(4, name="two")
         )
         model.compile(keras.optimizers.Adam(), "mse")
     model.optimizer.build(model.trainable_variables)

@@ -13,18 +13,10 @@ import numpy as np
 import pytest
 
 import keras_strategies as ks
-from keras_strategies.keras_bridge.variables.model_variables import (
-    all_variables,
-)
+from keras_strategies.keras_bridge.variables import model_variables
 from keras_strategies.testing import assert_replicated
+from tests.parity import one_device
 from tests.parity.cases import CASES, LOSSES, METRICS, by_optimizer
-from tests.parity.one_device import (
-    PAIRS,
-    Trained,
-    assert_close,
-    check,
-    expected,
-)
 from tests.support.strategies import SHARDED, make_strategy
 
 _QUICK = ((15, 4),)
@@ -55,7 +47,7 @@ def assert_divided(model):
     """Some variables are divided, and no device holds all of one of those."""
     divided = [
         v
-        for v in all_variables(model)
+        for v in model_variables.all_variables(model)
         if isinstance(v.value, jax.Array)
         and not v.value.sharding.is_fully_replicated
     ]
@@ -73,7 +65,7 @@ def assert_gathers(name, texts):
 
 @pytest.mark.parametrize("name", CASES)
 def test_equals_one_device(name, lowered):
-    assert_divided(check(name, "sharded4", _QUICK, _seen(name)))
+    assert_divided(one_device.check(name, "sharded4", _QUICK, _seen(name)))
     assert_gathers(name, lowered())
 
 
@@ -111,10 +103,12 @@ def optimizers_of_keras():
 @pytest.mark.parametrize("name", optimizers_of_keras())
 def test_every_optimizer_equals_one_device(name, lowered):
     case = by_optimizer(optimizers_of_keras()[name], tolerance=1e-4)
-    wanted = Trained(case).run(15, 4, ())
+    wanted = one_device.Trained(case).run(15, 4, ())
     with make_strategy("sharded4").scope():
-        ours = Trained(case)
-    assert_close(ours.run(15, 4, ()), wanted, case.tolerance, (15, 4))
+        ours = one_device.Trained(case)
+    one_device.assert_close(
+        ours.run(15, 4, ()), wanted, case.tolerance, (15, 4)
+    )
     assert_divided(ours.model)
     assert_gathers(name, lowered())
     assert_replicated(ours.model)
@@ -122,7 +116,7 @@ def test_every_optimizer_equals_one_device(name, lowered):
 
 @pytest.mark.parametrize("name", ["adam", "sgd", "clipnorm"])
 def test_divided_slots_equal_one_device(name, lowered):
-    check(name, "sharded_slots4", _QUICK)
+    one_device.check(name, "sharded_slots4", _QUICK)
     texts = lowered()
     is_scattered = any("stablehlo.reduce_scatter" in text for text in texts)
     # Plain SGD, which "clipnorm" uses, has no slots.
@@ -135,7 +129,9 @@ def test_divided_slots_equal_one_device(name, lowered):
 @pytest.mark.parametrize("strategy", SHARDED)
 @pytest.mark.parametrize("name", CASES)
 def test_every_case_equals_one_device_everywhere(name, strategy, lowered):
-    assert_divided(check(name, strategy, PAIRS, _seen(name)))
+    assert_divided(
+        one_device.check(name, strategy, one_device.PAIRS, _seen(name))
+    )
     assert_gathers(name, lowered())
 
 
@@ -147,9 +143,9 @@ def test_every_case_equals_one_device_everywhere(name, strategy, lowered):
 @pytest.mark.parametrize("name", sorted(set(CASES) - NOT_REMATERIALIZED))
 def test_rematerialized_cases_equal_one_device(name, strategy, pairs, lowered):
     for pair in pairs:
-        expected(name, *pair, _seen(name))
+        one_device.expected(name, *pair, _seen(name))
     with keras.RematScope(mode="full"):
-        assert_divided(check(name, strategy, pairs, _seen(name)))
+        assert_divided(one_device.check(name, strategy, pairs, _seen(name)))
     assert_gathers(name, lowered())
 
 

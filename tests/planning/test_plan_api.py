@@ -133,10 +133,7 @@ def test_wrong_arguments(change, error, message):
 
 @pytest.mark.parametrize(
     ("layout", "message"),
-    [
-        ("sharded:3", "must divide the number"),
-        ("model:2", "need a TPU slice"),
-    ],
+    [("sharded:3", "must divide the number"), ("model:2", "need a TPU slice")],
 )
 def test_what_is_wrong_with_a_candidate_is_said_in_its_row(layout, message):
     plan = mirrored(4).plan(

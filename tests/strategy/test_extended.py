@@ -5,28 +5,14 @@ import pathlib
 import re
 
 import jax
-import keras
 import numpy as np
 import pytest
 
 import keras_strategies as ks
-from keras_strategies.strategy.tf_compat.old_names import (
-    OF_EXTENDED,
-    OF_STRATEGY,
-)
+from keras_strategies.strategy.tf_compat import old_names
 from keras_strategies.testing import assert_replicated
+from tests.support.per_replica import ids, on_read, variable_of
 from tests.support.plain_keras import mirrored
-
-
-def variable_of(strategy, value=1.0, **kwargs):
-    with strategy.scope():
-        return keras.Variable(value, name="v", **kwargs)
-
-
-def ids(strategy):
-    return strategy.experimental_distribute_values_from_function(
-        lambda c: np.float32(c.replica_id_in_sync_group)
-    )
 
 
 @pytest.mark.parametrize("replicas", [1, 2, 3])
@@ -58,9 +44,7 @@ def test_update_refuses_copies_that_would_differ(aggregation):
 
 def test_update_gives_every_copy_its_component():
     strategy = mirrored(2)
-    variable = variable_of(
-        strategy, synchronization="on_read", aggregation="sum"
-    )
+    variable = on_read(strategy, "sum")
     strategy.extended.update(
         variable, lambda v, x: v.assign(10 * x), args=(ids(strategy),)
     )
@@ -158,14 +142,14 @@ def test_what_is_no_variable_is_refused():
         strategy.extended.update(1.0, lambda v: None)
 
 
-@pytest.mark.parametrize("name", OF_STRATEGY)
+@pytest.mark.parametrize("name", old_names.OF_STRATEGY)
 def test_names_of_strategies_without_a_meaning_name_the_way_out(name):
-    check_way_out(mirrored(2), name, OF_STRATEGY[name])
+    check_way_out(mirrored(2), name, old_names.OF_STRATEGY[name])
 
 
-@pytest.mark.parametrize("name", OF_EXTENDED)
+@pytest.mark.parametrize("name", old_names.OF_EXTENDED)
 def test_names_of_extended_without_a_meaning_name_the_way_out(name):
-    check_way_out(mirrored(2).extended, name, OF_EXTENDED[name])
+    check_way_out(mirrored(2).extended, name, old_names.OF_EXTENDED[name])
 
 
 def check_way_out(owner, name, way_out):
@@ -187,7 +171,7 @@ def test_docs_list_the_names_of_extended_without_a_meaning():
         for names, way_out in [row.strip("| ").split(" | ")]
         for name in re.findall(r"`(\w+)`", names)
     }
-    assert listed == OF_EXTENDED
+    assert listed == old_names.OF_EXTENDED
 
 
 def test_other_names_are_plain_attribute_errors():

@@ -14,6 +14,7 @@ import tensorflow as tf
 import keras_strategies as ks
 from keras_strategies.strategy import current
 from keras_strategies.testing import assert_replicated
+from tests.support.numbers import assert_all_close, assert_leaves_close
 from tests.support.plain_keras import dense, mirrored
 
 REPLICAS = (1, 2, 3, 8)
@@ -532,9 +533,7 @@ def test_all_reduce_and_all_gather_of_nests(replicas):
 
 
 @pytest.mark.parametrize("replicas", [2, 8])
-def test_gradients_through_collectives_are_those_of_the_sum_of_losses(
-    replicas,
-):
+def test_gradients_through_collectives_are_those_of_the_sum_of_losses(replicas):
     strategy = mirrored(replicas)
     x = by_replica(strategy, lambda i: np.float32(i + 1))
 
@@ -688,10 +687,7 @@ def test_training_on_uneven_rows_is_that_of_one_device(replicas, rows):
         loss = alone.run(step_of(*plain), args=(x, y))
         total = strategy.reduce("sum", losses, axis=None)
         assert float(total) == pytest.approx(float(loss), rel=1e-5)
-    for one, other in zip(
-        ours[0].get_weights(), plain[0].get_weights(), strict=True
-    ):
-        np.testing.assert_allclose(one, other, rtol=1e-5, atol=1e-6)
+    assert_all_close(ours[0].get_weights(), plain[0].get_weights())
     assert float(ours[2].result()) == pytest.approx(
         float(plain[2].result()), rel=1e-5, abs=1e-6
     )
@@ -721,13 +717,9 @@ def test_collectives_under_a_gradient_of_uneven_rows():
     with strategy.debug():
         expected = strategy.run(fn, args=(x, False))
     found = strategy.run(fn, args=(x, True))
+    of = strategy.experimental_local_results
     for one, other in zip(found, expected, strict=True):
-        for a, b in zip(
-            strategy.experimental_local_results(one),
-            strategy.experimental_local_results(other),
-            strict=True,
-        ):
-            np.testing.assert_allclose(a, b, rtol=1e-6)
+        assert_all_close(of(one), of(other), rtol=1e-6, atol=0)
 
 
 def test_a_collective_in_a_loop_needs_even_rows():
@@ -776,11 +768,7 @@ def test_values_written_in_replicas_are_aggregated(
     with strategy.scope():
         variable = keras.Variable(10.0, aggregation=aggregation, name="v")
     x = by_replica(strategy, lambda i: np.ones((rows[i], 1), "float32"))
-    writes = {
-        "assign": assigned,
-        "assign_add": added,
-        "assign_sub": subtracted,
-    }
+    writes = {"assign": assigned, "assign_add": added, "assign_sub": subtracted}
     for method, expected in writes.items():
         variable.assign(10.0)
 
@@ -945,10 +933,7 @@ def test_gradients_compose_with_jaxs_transformations(replicas):
 
     expected = strategy.run(plainly, args=(x,))
     found = strategy.run(checkpointed, args=(x,))
-    for a, b in zip(
-        jax.tree.leaves(expected), jax.tree.leaves(found), strict=True
-    ):
-        np.testing.assert_allclose(a, b, rtol=1e-5)
+    assert_leaves_close(expected, found, atol=0)
     second = strategy.run(inside_of_jaxs, args=(x,))
     epsilon = 1e-2
     for replica, (of_x, part) in enumerate(

@@ -12,11 +12,8 @@ from keras.src.losses import loss as loss_module
 
 import keras_strategies as ks
 from keras_strategies.keras_bridge.keras_names import TRAINER
+from keras_strategies.keras_bridge.loops import scope_hooks
 from keras_strategies.keras_bridge.loops.binding import find_binding
-from keras_strategies.keras_bridge.loops.scope_hooks import (
-    LOOPS,
-    find_loop_owner,
-)
 from tests.support.plain_keras import mirrored
 from tests.support.rows_seen import (
     RowsSeen,
@@ -31,7 +28,7 @@ from tests.support.rows_seen import (
     trained_plain,
 )
 
-LOOPS_OWNER = find_loop_owner("fit")
+LOOPS_OWNER = scope_hooks.find_loop_owner("fit")
 
 
 def places_of_ours():
@@ -91,7 +88,7 @@ IN_SCOPE = [
         "backend.Variable.__init__",
         *sorted(
             f"backend.jax.trainer.{LOOPS_OWNER.__name__}.{loop}"
-            for loop in LOOPS
+            for loop in scope_hooks.LOOPS
         ),
         "layers.normalization.batch_normalization.BatchNormalization.__init__",
         "optimizers.base_optimizer.BaseOptimizer.add_variable_from_reference",

@@ -17,6 +17,7 @@ from keras import ops
 
 import keras_strategies as ks
 from keras_strategies.testing import assert_replicated
+from tests.support.per_replica import ids, on_read, variable_of
 from tests.support.plain_keras import mirrored
 
 CONTEXTS, STRATEGY, REPLICA, VARIABLES = (
@@ -39,13 +40,6 @@ def row(section, promise):
 @pytest.mark.parametrize("check", ROWS)
 def test_row(check):
     check(mirrored(2))
-
-
-def ids(strategy):
-    """0.0, 1.0, ... on the replicas."""
-    return strategy.experimental_distribute_values_from_function(
-        lambda c: np.float32(c.replica_id_in_sync_group)
-    )
 
 
 def parts(*arrays):
@@ -532,11 +526,6 @@ def _(_):
 # 4. Variables.
 
 
-def variable_of(strategy, value=1.0, **kwargs):
-    with strategy.scope():
-        return keras.Variable(value, name="v", **kwargs)
-
-
 @row(VARIABLES, "deviates: NONE written differently in replicas is an error")
 def _(strategy):
     variable = variable_of(strategy)
@@ -578,9 +567,7 @@ def _(strategy):
         ("mean", 3.5),
         ("only_first_replica", 3.0),
     ):
-        variable = variable_of(
-            strategy, synchronization="on_read", aggregation=aggregation
-        )
+        variable = on_read(strategy, aggregation)
         strategy.run(lambda v=variable: v.assign_add(2.0 + replica_id()))
         local = strategy.experimental_local_results(variable)
         assert [float(c) for c in local] == [3.0, 4.0]
@@ -590,9 +577,7 @@ def _(strategy):
 @row(VARIABLES, "on_read: a cross assign of SUM is shared out, else copied")
 def _(strategy):
     for aggregation, copy in (("sum", 4.0), ("mean", 8.0)):
-        variable = variable_of(
-            strategy, synchronization="on_read", aggregation=aggregation
-        )
+        variable = on_read(strategy, aggregation)
         variable.assign(8.0)
         local = strategy.experimental_local_results(variable)
         assert [float(c) for c in local] == [copy, copy]
@@ -600,9 +585,7 @@ def _(strategy):
 
 @row(VARIABLES, "deviates: on_read SUM can be added to outside")
 def _(strategy):
-    variable = variable_of(
-        strategy, 0.0, synchronization="on_read", aggregation="sum"
-    )
+    variable = on_read(strategy, "sum", 0.0)
     variable.assign_add(4.0)
     assert float(variable.value) == 4.0
 
@@ -616,9 +599,7 @@ def _(strategy):
 
 @row(VARIABLES, "on_read SUM: the initial value is on every copy")
 def _(strategy):
-    variable = variable_of(
-        strategy, 3.0, synchronization="on_read", aggregation="sum"
-    )
+    variable = on_read(strategy, "sum", 3.0)
     assert float(variable.value) == 6.0
 
 
@@ -700,9 +681,7 @@ def _(strategy):
 
 @row(VARIABLES, "extended.update gives each copy its component of arguments")
 def _(strategy):
-    variable = variable_of(
-        strategy, synchronization="on_read", aggregation="sum"
-    )
+    variable = on_read(strategy, "sum")
     strategy.extended.update(
         variable, lambda v, x: v.assign(x), args=(ids(strategy),)
     )

@@ -16,6 +16,7 @@ from keras_strategies._core.mesh import ReplicaMesh
 from keras_strategies.strategy.inspect import describe
 from keras_strategies.tpu.replica_meshes import make_assigned_mesh
 from tests.support.slices import make_slice
+from tests.support.strategies import of_cores
 
 DeviceAssignment = ks.tpu.experimental.DeviceAssignment
 Topology = ks.tpu.experimental.Topology
@@ -133,10 +134,7 @@ def test_wrong_arguments_are_named(arguments, kind, parts):
     ],
 )
 def test_a_layout_that_a_variable_cannot_have_is_refused(layout, parts):
-    strategy = ks.TPUStrategy(
-        device_assignment=assignment_of(4, 2),
-        layout_map={".*kernel": layout},
-    )
+    strategy = of_cores(2, 4, {".*kernel": layout})
     with (
         strategy.scope(),
         pytest.raises(ValueError, match="layout_map") as caught,
@@ -148,9 +146,7 @@ def test_a_layout_that_a_variable_cannot_have_is_refused(layout, parts):
 
 def test_two_entries_for_a_variable_are_refused():
     layout_map = {".*kernel": (None, "model"), ".*/kernel": ("model", None)}
-    strategy = ks.TPUStrategy(
-        device_assignment=assignment_of(4, 2), layout_map=layout_map
-    )
+    strategy = of_cores(2, 4, layout_map)
     with (
         strategy.scope(),
         pytest.raises(
@@ -165,9 +161,7 @@ def test_a_layout_may_be_a_function_of_the_shape():
     def wide(shape):
         return (None, "model") if shape[1] > 3 else (None, None)
 
-    strategy = ks.TPUStrategy(
-        device_assignment=assignment_of(2, 4), layout_map={".*kernel": wide}
-    )
+    strategy = of_cores(4, 2, {".*kernel": wide})
     with strategy.scope():
         model = make_model()
         whole = keras.layers.Dense(2)
@@ -176,9 +170,8 @@ def test_a_layout_may_be_a_function_of_the_shape():
     assert kernel.addressable_shards[0].data.shape == (6, 2)
     assert whole.kernel.value.sharding.is_fully_replicated
     for answer in ((None, "batch"), "model", None):
-        wrong = ks.TPUStrategy(
-            device_assignment=assignment_of(2, 4),
-            layout_map={".*kernel": lambda shape, answer=answer: answer},
+        wrong = of_cores(
+            4, 2, {".*kernel": lambda shape, answer=answer: answer}
         )
         shown = re.escape(f"layout_map['.*kernel'] = {answer!r}")
         with wrong.scope(), pytest.raises(ValueError, match=shown):
@@ -189,9 +182,7 @@ def test_a_layout_map_of_keras_is_taken():
     device_mesh = keras.distribution.DeviceMesh((4, 2), ["batch", "model"])
     layout_map = keras.distribution.LayoutMap(device_mesh)
     layout_map[".*kernel"] = (None, "model")
-    strategy = ks.TPUStrategy(
-        device_assignment=assignment_of(2, 4), layout_map=layout_map
-    )
+    strategy = of_cores(4, 2, layout_map)
     with strategy.scope():
         model = make_model()
     kernel = model.layers[0].kernel.value
@@ -201,10 +192,7 @@ def test_a_layout_map_of_keras_is_taken():
 def test_a_model_made_before_is_divided_with_its_slots():
     model = make_model()
     model.optimizer.build(model.trainable_variables)
-    strategy = ks.TPUStrategy(
-        device_assignment=assignment_of(2, 4),
-        layout_map={".*dense/kernel": (None, "model")},
-    )
+    strategy = of_cores(4, 2, {".*dense/kernel": (None, "model")})
     strategy.attach(model)
     shapes = [
         v.value.addressable_shards[0].data.shape
@@ -219,10 +207,7 @@ def test_a_model_made_before_is_divided_with_its_slots():
 
 
 def test_local_results_of_a_divided_variable_are_whole():
-    strategy = ks.TPUStrategy(
-        device_assignment=assignment_of(2, 4),
-        layout_map={".*dense/kernel": (None, "model")},
-    )
+    strategy = of_cores(4, 2, {".*dense/kernel": (None, "model")})
     with strategy.scope():
         model = make_model()
     kernel = model.layers[0].kernel
@@ -236,10 +221,7 @@ def test_local_results_of_a_divided_variable_are_whole():
 
 
 def test_copies_of_a_part_that_differ_are_found():
-    strategy = ks.TPUStrategy(
-        device_assignment=assignment_of(2, 2),
-        layout_map={".*dense/kernel": (None, "model")},
-    )
+    strategy = of_cores(2, 2, {".*dense/kernel": (None, "model")})
     with strategy.scope():
         model = make_model()
     kernel = model.layers[0].kernel
@@ -282,10 +264,7 @@ def test_a_box_has_a_replicas_cores():
 
 
 def test_describe_and_explain_input_know_the_cores(capsys):
-    strategy = ks.TPUStrategy(
-        device_assignment=assignment_of(2, 4),
-        layout_map={".*dense/kernel": (None, "model")},
-    )
+    strategy = of_cores(4, 2, {".*dense/kernel": (None, "model")})
     with strategy.scope():
         model = make_model()
     strategy.describe(model)

@@ -12,13 +12,10 @@ import keras
 import keras_strategies as ks
 from benchmarks.program_texts import differences, normal_hlo, normal_stablehlo
 from keras_strategies.keras_bridge.steps.lower_step import KINDS, lower_step
-from keras_strategies.keras_bridge.variables import shardings
+from keras_strategies.keras_bridge.variables import model_variables, shardings
 from keras_strategies.keras_bridge.variables.abstract_variables import (
     MAX_REAL_SIZE,
     is_abstract,
-)
-from keras_strategies.keras_bridge.variables.model_variables import (
-    all_variables,
 )
 
 LAYOUTS = {
@@ -112,8 +109,8 @@ def _assert_same_variables(real: Made, without_values: Made) -> None:
     losses; and that those that are large have no values."""
     num_abstract = 0
     for one, other in zip(
-        all_variables(real.model),
-        all_variables(without_values.model),
+        model_variables.all_variables(real.model),
+        model_variables.all_variables(without_values.model),
         strict=True,
     ):
         found, wanted = _facts(other, without_values), _facts(one, real)

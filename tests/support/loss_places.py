@@ -64,13 +64,16 @@ class Adds(Computes):
 class Steps(Computes):
     """Has a train step of its own, which calls its `compute_loss`."""
 
+    def loss_of(self, x, y, y_pred):
+        return self.compute_loss(x, y, y_pred)
+
     def train_step(self, state, data):
         weights, others, slots, metrics = state
         x, y, _ = keras.utils.unpack_x_y_sample_weight(data)
 
         def loss_of(weights):
             y_pred, _ = self.stateless_call(weights, others, x)
-            return self.compute_loss(x, y, y_pred)
+            return self.loss_of(x, y, y_pred)
 
         loss, grads = jax.value_and_grad(loss_of)(weights)
         weights, slots = self.optimizer.stateless_apply(slots, grads, weights)

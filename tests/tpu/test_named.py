@@ -9,11 +9,8 @@ import numpy as np
 import pytest
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
+from keras_strategies.tpu import device_groups
 from keras_strategies.tpu.device_assignment import replica_mesh_devices
-from keras_strategies.tpu.device_groups import (
-    default_device_order,
-    group_devices,
-)
 from keras_strategies.tpu.experimental import DeviceAssignment, Topology
 from keras_strategies.tpu.topology_devices import make_tpu_devices
 from tests.support.slices import make_slice
@@ -61,7 +58,7 @@ def test_the_tests_own_slices_are_as_real_ones(name, mesh_shape, tasks):
 @pytest.mark.parametrize(("name", "mesh_shape", "tasks"), SLICES)
 def test_default_order_keeps_processes_together(name, mesh_shape, tasks):
     devices = make_tpu_devices(name)
-    ordered = default_device_order(devices)
+    ordered = device_groups.default_device_order(devices)
     assert sorted(ordered, key=devices.index) == list(devices)
     assert num_runs(ordered) == tasks
 
@@ -85,7 +82,7 @@ def test_an_all_reduce_over_a_whole_slice_is_the_same_in_any_order(name):
 
     devices = list(make_tpu_devices(name))
     shuffled = np.random.default_rng(0).permutation(np.array(devices))
-    orders = (default_device_order(devices), shuffled.tolist())
+    orders = (device_groups.default_device_order(devices), shuffled.tolist())
     texts = {compile_for(order) for order in orders}
     assert len(texts) == 1
     assert "all-reduce" in texts.pop()
@@ -121,7 +118,7 @@ def test_collectives_of_groups_are_the_same_in_any_order(name, shards):
         )
         return jax.jit(mapped).lower(*arguments).compile().as_text()
 
-    ordered, _ = group_devices(make_tpu_devices(name), shards)
+    ordered, _ = device_groups.group_devices(make_tpu_devices(name), shards)
     groups = np.array(ordered).reshape(-1, shards)
     shuffled = np.random.default_rng(0).permutation(shards)
     texts = {compile_for(order) for order in (groups, groups[:, shuffled])}
@@ -154,7 +151,7 @@ def test_a_program_compiles_for_replicas_of_several_cores(shape):
 def test_slices_are_joined_slice_after_slice():
     devices = make_tpu_devices("v5e:4x4", num_slices=2)
     assert len(devices) == 32
-    ordered = default_device_order(devices)
+    ordered = device_groups.default_device_order(devices)
     slices = [device.slice_index for device in ordered]
     assert slices == [0] * 16 + [1] * 16
     assert num_runs(ordered) == 8

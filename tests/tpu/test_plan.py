@@ -105,10 +105,7 @@ def test_deep_models_by_a_few_blocks_are_near_the_whole():
 
 def test_full_effort_is_the_program_as_it_is_run():
     (step,) = plan(
-        decoder,
-        topologies="v5e:2x2",
-        strategies="replicated",
-        effort="full",
+        decoder, topologies="v5e:2x2", strategies="replicated", effort="full"
     ).steps
     strategy = ks.TPUStrategy.for_topology("v5e:2x2")
     with strategy.scope():

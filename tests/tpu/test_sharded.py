@@ -16,12 +16,7 @@ from benchmarks.sharded_tpu import LOW_EFFORT, Decoder, compile_size
 pytestmark = pytest.mark.tpu
 
 SMALL = Decoder(
-    num_layers=2,
-    width=512,
-    heads=4,
-    hidden=2048,
-    vocabulary=4096,
-    length=512,
+    num_layers=2, width=512, heads=4, hidden=2048, vocabulary=4096, length=512
 )
 
 

@@ -15,13 +15,9 @@ experimental = ks.tpu.experimental
 def test_the_names_of_tf_are_there():
     names = {name for name in vars(experimental) if not name.startswith("_")}
     assert names == {
-        "DeviceAssignment",
-        "DeviceOrderMode",
-        "SINGLE_CORE_ASSIGNMENT",
-        "TPUSystemMetadata",
-        "Topology",
-        "initialize_tpu_system",
-        "shutdown_tpu_system",
+        *("DeviceAssignment", "DeviceOrderMode", "SINGLE_CORE_ASSIGNMENT"),
+        *("TPUSystemMetadata", "Topology"),
+        *("initialize_tpu_system", "shutdown_tpu_system"),
     }
 
 

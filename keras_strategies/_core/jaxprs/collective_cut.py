@@ -66,7 +66,7 @@ def cut_at_collectives(traced: ClosedJaxpr) -> Cut:
         collectives.
 
     Raises:
-      RuntimeError: if there is a collective in a loop or a branch.
+      RuntimeError: if a loop or a branch contains a collective.
     """
     collectives = list(_collectives_in(traced.jaxpr))
 
@@ -109,8 +109,8 @@ def add_collectives(cut: Cut, other: Cut) -> Cut | None:
     keys, all_keys = map(_keys_of, (cut.collectives, other.collectives))
     places = _places(keys, all_keys)
     last = _places(keys[::-1], all_keys[::-1])
-    # The match is unambiguous if matching from the front and from the back give
-    # the same positions.
+    # The match is unambiguous if a search from the front and one from the back
+    # find the same positions.
     if places is None or last is None:
         return None
     if places != [len(all_keys) - 1 - k for k in reversed(last)]:
@@ -150,7 +150,7 @@ def _keys_of(collectives: Sequence[Any]) -> list[Any]:
 
 
 def _places(keys: Sequence[Any], of_all: Sequence[Any]) -> list[int] | None:
-    """Returns the positions of keys in a longer list, or None if not found."""
+    """Returns the positions of keys in a longer list, None if one is absent."""
     places, start = [], 0
     for key in keys:
         rest = [k for k in range(start, len(of_all)) if of_all[k] == key]
@@ -168,7 +168,7 @@ def reduce(collective: JaxprEqn, operands: Sequence[Any]) -> list[Any]:
 
 
 def find_called_jaxpr(equation: Equation) -> tuple[Any, list[Any]] | None:
-    """Returns the jaxpr that an equation calls and its constants, or None."""
+    """Returns the jaxpr that an equation calls, with its constants, or None."""
     if equation.primitive.name == "call_hi_primitive":
         return _trace_expanded(equation)
     called = equation.params.get(_CALLS.get(equation.primitive.name))
@@ -183,7 +183,7 @@ def find_called_jaxpr(equation: Equation) -> tuple[Any, list[Any]] | None:
 
 
 def _trace_expanded(equation: JaxprEqn) -> tuple[Any, list[Any]]:
-    """Traces the function of JAX 0.12's `call_hi_primitive`.
+    """Traces the function that a `call_hi_primitive` of JAX 0.12 calls.
 
     The equation itself contains no jaxpr.
     """
@@ -229,7 +229,7 @@ def _evaluate(
     inputs: Sequence[Any],
     meet: Callable[[list[Any]], list[Any]],
 ) -> list[Any]:
-    """Evaluates a program, but calls `meet` instead of each collective."""
+    """Evaluates a program, but calls `meet` in place of each collective."""
     values = dict(zip(jaxpr.constvars, consts, strict=True))
     values |= dict(zip(jaxpr.invars, inputs, strict=True))
 

@@ -67,7 +67,7 @@ def with_combined_sums(
 
 
 def _rounds(equations: Sequence[Any], axis: Axis) -> list[tuple[Any, Any]]:
-    """Returns for each round the equations to compute first, and the sums."""
+    """Returns each round of sums, with the equations to compute before it."""
     waits: dict[Any, int] = {}
     computed, sums = collections.defaultdict(list), {}
     for equation in equations:

@@ -27,8 +27,8 @@ def find_gathers(
 ) -> dict[int, list[Gathered]]:
     """Finds the values that each equation must gather before it is computed.
 
-    Values that several equations read, for example once more in the backward
-    pass, are left out, because they stay gathered between the reads.
+    Values that several equations read, for example in the forward and the
+    backward pass, are left out, because they stay gathered between the reads.
 
     Args:
       equations: The equations, in their order.
@@ -36,7 +36,10 @@ def find_gathers(
       casts: A function that returns whether an equation casts its operand to
         another dtype. Casts are applied to shards, before they are gathered.
       gathers_again: A function that returns whether an equation gathers its
-        operands only for itself, even if they are gathered elsewhere.
+        operands for itself alone, even if other equations gather them too.
+
+    Returns:
+      A dict from the position of an equation to the values that it gathers.
     """
     origins: dict[Var, Gathered] = {v: (v,) for v in sharded}
     reads: dict[int, list[Var]] = {}

@@ -26,16 +26,16 @@ from keras_strategies._types import Array
 
 _SHAPES = "a collective (Concatenation)"
 END = "the function's end"
-"""Names the exchange after the user's function has returned."""
+"""The name of the exchange after the user's function has returned."""
 _NOTHING: Any = object()
 
 
 class Aborted(BaseException):
-    """Raised in a replica to end it after another replica has failed."""
+    """The exception that ends a replica after another replica has failed."""
 
 
 class Lockstep:
-    """The replicas of one call, which run in lockstep.
+    """The replicas that run a function in lockstep.
 
     Args:
       num_replicas: Number of replicas.
@@ -98,7 +98,7 @@ class Lockstep:
         """Waits for the values of all replicas and combines them.
 
         Args:
-          replica: The calling replica.
+          replica: The id of the calling replica.
           kind: A description of the exchange, equal on all replicas.
           value: The replica's value.
           combine: A function that takes the values of all replicas and returns
@@ -146,7 +146,7 @@ class Lockstep:
 
 
 class Turn:
-    """Handles the collectives of one replica of a `Lockstep`.
+    """The collectives of one of the replicas that run in lockstep.
 
     Implements `replay.Side`.
 
@@ -163,7 +163,8 @@ class Turn:
         """Exchanges values of any type; returns the values of all replicas.
 
         Raises:
-          RuntimeError: if other replicas called with a different `where`.
+          RuntimeError: if other replicas called `meet` with another `where` (a
+            description of the place in the code).
         """
         count = self._lockstep.num_replicas
         return self._lockstep.exchange(

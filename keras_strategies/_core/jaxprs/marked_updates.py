@@ -44,11 +44,12 @@ class Update:
         it reads from the surrounding code), then the reduced gradients, then
         the values.
       num_captured: Number of captured arrays.
-      gradients: The reduction of each gradient.
+      gradients: How each gradient is reduced over the replicas.
       values: The spec of each value (weight or optimizer slot).
-      divisor: The number by which the gradients' sums are divided.
+      divisor: The number by which the sums of the gradients over the replicas
+        are divided before the update.
       on_replicated: A function that is called if the step is not cut at the
-        update, because it is inside a branch or a loop.
+        update, for example because the update is inside a branch or a loop.
     """
 
     traced: ClosedJaxpr
@@ -72,7 +73,7 @@ _collected = _Collected()
 
 @contextlib.contextmanager
 def collect_updates() -> Iterator[dict[str, Update]]:
-    """Yields a dict that collects the updates marked in a block, by name."""
+    """Yields a dict that collects the updates marked in a `with` block."""
     before = _collected.updates
     _collected.updates = updates = {}
     try:

@@ -32,7 +32,7 @@ class Concatenation:
 
     Attributes:
       axis: The replica axis.
-      dim: The dimension, not negative.
+      dim: The dimension along which the arrays are concatenated; not negative.
       sizes: The size of each replica's array in `dim`, if the sizes differ,
         else None. Arrays of different sizes are padded at the end to the
         largest size.
@@ -66,13 +66,13 @@ class Concatenation:
           shapes: The shape of each replica's array.
 
         Raises:
-          ValueError: if the shapes differ in another dimension than `dim`.
+          ValueError: if the shapes differ in a dimension other than `dim`.
         """
         dim = self.dim
         if len({s[:dim] + s[dim + 1 :] for s in shapes}) > 1:
             raise ValueError(
-                "To be concatenated, the replicas' arrays must have equal "
-                "sizes in all other dimensions. Received: arrays of shapes "
+                "The replicas' arrays must have equal sizes in all dimensions "
+                "except the concatenated one. Received: arrays of shapes "
                 f"{shapes}, concatenated along dimension {dim}. Make the sizes "
                 "in the other dimensions equal."
             )
@@ -97,7 +97,7 @@ def uneven_concatenation(
 
     Args:
       axis: The replica axis.
-      dim: The dimension, not negative.
+      dim: The dimension along which the arrays are concatenated; not negative.
       sizes: The size of each replica's array in `dim`.
     """
     starts = [sum(sizes[:k]) for k in range(len(sizes))]
@@ -118,14 +118,15 @@ def uneven_concatenation(
 
 
 class Reached(BaseException):
-    """Raised to end a replay at a collective that no earlier replay reached.
+    """The exception that ends a replay at a collective that is not yet known.
 
-    It is not an `Exception`, so that user code and Keras layers do not catch
-    it.
+    No earlier replay has reached this collective. The class is not an
+    `Exception`, so that user code and Keras layers do not catch it.
 
     Attributes:
-      reduce: The collective.
-      shapes: The shapes of this replica's arrays.
+      reduce: The function that computes the collective.
+      shapes: The shapes and dtypes of the arrays that this replica passed to
+        it.
     """
 
     def __init__(
@@ -137,7 +138,7 @@ class Reached(BaseException):
 
 
 class Replay:
-    """One replay: a trace up to the first collective that is new.
+    """A trace that ends at the first collective that is not yet known.
 
     Args:
       known: The collectives that earlier replays reached, adapted to the shapes
@@ -177,7 +178,7 @@ class Replay:
 
 
 class Alone:
-    """Collectives of one replica that are computed without other replicas.
+    """Stand-ins for collectives, computed by one replica without the others.
 
     The results have the right shapes but not the right values. This class is
     used to build models.
@@ -194,8 +195,7 @@ class Alone:
     def collective(self, reduce: Reduce, operands: list[Any]) -> list[Any]:
         """Returns the operands in place of the collective's results.
 
-        For a concatenation, returns copies of the operand, one for each
-        replica, concatenated.
+        For a concatenation, returns the operand repeated once for each replica.
         """
         if isinstance(reduce, Concatenation):
             copies = operands * self._num_replicas
@@ -219,11 +219,14 @@ _current = _Current()
 
 
 def collective(reduce: Reduce, operands: list[Any]) -> list[Any]:
-    """Calls `reduce(operands)`, or passes it to this thread's `Side` if set.
+    """Computes a collective, with this thread's `Side` if set, else with JAX.
 
     Args:
-      reduce: A collective over arrays.
+      reduce: A function that computes the collective with JAX.
       operands: This replica's arrays.
+
+    Returns:
+      This replica's results.
     """
     side = _current.side
     if side is None:
@@ -232,17 +235,17 @@ def collective(reduce: Reduce, operands: list[Any]) -> list[Any]:
 
 
 def current_side() -> Side | None:
-    """Returns the object that handles this thread's collectives, or None."""
+    """Returns this thread's `Side`, or None if JAX computes its collectives."""
     return _current.side
 
 
 @contextlib.contextmanager
 def replay_scope(side: Side | None) -> Iterator[None]:
-    """Passes this thread's collectives to `side` while a block runs."""
+    """Makes `side` compute this thread's collectives while a block runs."""
     before = _current.side
     _current.side = side
-    # `separate_trace` is used only inside a trace: outside, its additional axis
-    # would make JAX believe that it is tracing.
+    # `separate_trace` is used only while JAX traces. At other times, the axis
+    # that it adds would make JAX believe that it is tracing.
     is_other = side is not None and is_tracing()
     name = f"ks.replay.{next(_numbers)}"
     try:
@@ -256,13 +259,13 @@ _numbers = itertools.count()
 
 
 def separate_trace(name: str) -> contextlib.AbstractContextManager[Any]:
-    """Makes JAX use a separate cache of traces within a block.
+    """Makes JAX use a separate cache of traces while a `with` block runs.
 
     Otherwise JAX would reuse an earlier trace of a user's jitted function,
     although the function is now called for other replicas.
 
     Args:
-      name: Name of the cache; blocks with the same name share it.
+      name: Name of the cache, which all blocks with the same name share.
     """
     from jax._src import core
 

@@ -63,7 +63,7 @@ class Exchange(Protocol):
 
 
 class ShardedInterpreter:
-    """Computes a traced function's equations on one replica.
+    """An interpreter that computes a traced function's equations on a replica.
 
     It stores the full value, or this replica's shard, of each variable.
 
@@ -261,7 +261,7 @@ class ShardedInterpreter:
     def _enters_sharded(
         self, equation: JaxprEqn, variable: Var | Literal
     ) -> bool:
-        """Returns whether an operand is passed to a function as its shard.
+        """Returns whether a called function receives an operand as a shard.
 
         A rematerialized function gathers the operand itself, even if the
         gathered value is already available, so that the backward pass can
@@ -272,7 +272,7 @@ class ShardedInterpreter:
         return _is_rematerialized(equation) or self.is_sharded(variable)
 
     def _enter(self, equation: Equation, places: dict[Var, Sharded]) -> None:
-        """Computes a called function on operands of which some are shards."""
+        """Computes a called function, some of whose operands are shards."""
         entering = []
         for variable in equation.invars:
             if self._enters_sharded(equation, variable):

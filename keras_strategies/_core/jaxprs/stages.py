@@ -32,10 +32,10 @@ _SILENT = {
 
 
 def find_output_stages(jaxpr: Jaxpr, stages: Sequence[int]) -> list[int]:
-    """Returns the stage of each output: the last collective it depends on.
+    """Returns the number of the last collective that each output depends on.
 
-    Collectives are counted from 1. The stage is 0 if an output depends on no
-    collective.
+    This number is the output's stage. Collectives are counted from 1, and the
+    stage is 0 if an output depends on no collective.
 
     Args:
       jaxpr: A program that takes the results of collectives as inputs.
@@ -80,7 +80,7 @@ def needed_equations(
     outputs: Iterable[Any],
     is_kept: Callable[[Any], bool],
 ) -> list[Any]:
-    """Returns the equations that the outputs or kept equations need.
+    """Returns the equations on which outputs or kept equations depend.
 
     Args:
       equations: The equations of a program, in their order.
@@ -131,7 +131,7 @@ def with_consts_as_inputs(traced: ClosedJaxpr) -> Jaxpr:
 
 
 def variables(operands: Iterable[Any]) -> list[Var]:
-    """Returns the operands that are not literals."""
+    """Returns the variables among operands, without the literals."""
     return [v for v in operands if not isinstance(v, Literal)]
 
 
@@ -186,9 +186,10 @@ def _flow(
     inputs: Sequence[int],
     of_equation: Callable[[Any], int] = lambda equation: 0,
 ) -> dict[Var, int]:
-    """Propagates numbers from inputs to results.
+    """Propagates numbers, such as stages, from inputs to all results.
 
-    The number of a result is the largest number of the equation's operands.
+    The number of a result is the largest number among the operands of the
+    equation that computes it.
 
     Args:
       jaxpr: The program.
@@ -201,7 +202,7 @@ def _flow(
     for equation in jaxpr.eqns:
         number = max(_values(equation.invars, flow), default=0)
         number = max(number, of_equation(equation))
-        # A reference counts as written by every equation that uses it.
+        # Every equation that uses a reference is assumed to write to it.
         written = [*equation.outvars, *references(equation)]
         flow.update((variable, number) for variable in written)
     return flow

@@ -19,8 +19,7 @@ def is_tracing() -> bool:
     """Returns whether JAX is tracing the current function to compile it.
 
     During a trace, values from Python are read once, not again in each later
-    call.
-    Computing a gradient eagerly does not count as tracing.
+    call. Computing a gradient eagerly does not count as tracing.
     """
     from jax._src import core
 
@@ -154,7 +153,7 @@ _OF_ENTRIES = frozenset(
 
 @functools.lru_cache(maxsize=1024)
 def _maker_of(file_name: str) -> bool | None:
-    """Returns whether a file is user code; None if it depends on the caller."""
+    """Returns whether a file is user code; None if its caller decides that."""
     if not file_name.startswith(_library_folders()):
         return True
     for folder in _folders("keras", "keras_hub"):

@@ -10,7 +10,7 @@ from keras_strategies._core.jaxprs.stages import has_effects, references
 
 
 class ValueNumbers:
-    """Assigns numbers to values; equal numbers mean equal values.
+    """A numbering of values, in which equal numbers mean equal values.
 
     This is value numbering (Alpern, Wegman and Zadeck, 1988) over several
     traced functions of the same inputs: values get the same number if the same

@@ -1,1 +1,1 @@
-"""Handles names: of this package, TensorFlow, devices and versions."""
+"""Handles public names, TensorFlow names, device names and versions."""

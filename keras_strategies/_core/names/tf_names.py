@@ -48,7 +48,7 @@ DISTRIBUTE = {
     ),
     "coordinator": _WORKERS,
 }
-"""Names of `tf.distribute`."""
+"""The replacement for each unsupported name of `tf.distribute`."""
 
 EXPERIMENTAL = {
     "CentralStorageStrategy": _ONE_HOST,
@@ -71,10 +71,10 @@ EXPERIMENTAL = {
         "calls"
     ),
 }
-"""Names of `tf.distribute.experimental`."""
+"""The same for `tf.distribute.experimental`."""
 
 CLUSTER_RESOLVER = {"GCEClusterResolver": _RESOLVER}
-"""Names of `tf.distribute.cluster_resolver`."""
+"""The same for `tf.distribute.cluster_resolver`."""
 
 ESTIMATOR = {
     "tpu": (
@@ -83,4 +83,4 @@ ESTIMATOR = {
     ),
     "SessionRunHook": "`ks.estimator.CheckpointSaverListener` or a callback",
 }
-"""Names of `tf.estimator`."""
+"""The same for `tf.estimator`."""

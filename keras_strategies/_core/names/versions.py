@@ -93,7 +93,7 @@ def installed_version(package: str) -> str | None:
 
 
 def parse_version(version: str) -> tuple[int, ...]:
-    """Returns the leading numbers of a version, or () without any.
+    """Returns the leading numbers of a version, or () if it has none.
 
     For example, "3.15.0rc1" results in (3, 15, 0).
     """

@@ -1,4 +1,4 @@
-"""An equation with the kinds of its operands, and helpers for the rules."""
+"""An equation with the `Kind` of each operand, and helpers for the rules."""
 
 import dataclasses
 import math
@@ -20,14 +20,14 @@ from keras_strategies._core.row_kinds.kinds import (
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Call:
-    """An equation with the kinds of its operands.
+    """An equation with the `Kind` of each of its operands.
 
     Attributes:
       equation: The equation.
       twin: The same equation in a trace with more rows, or None if there is
         only one trace.
-      kinds: The kinds of its operands.
-      num_rows: The number of rows.
+      kinds: The `Kind` of each operand.
+      num_rows: The number of rows of the batch.
       ratio: The number of rows of the other trace, divided by `num_rows`.
     """
 
@@ -73,7 +73,7 @@ class Call:
         return make_mixed(self.equation)
 
     def inner(self, kind: Kind, k: int = 0) -> int:
-        """Returns the number of entries per row within a block of rows."""
+        """Returns how many consecutive entries along `kind.axis` a row has."""
         return self.shape(k)[kind.axis] // (kind.outer * self.num_rows)
 
 
@@ -98,10 +98,10 @@ def join_plain(kinds: Sequence[Kind]) -> Kind:
 def scale_power(
     power: float | None, by: Kind, call: Call, *, inverse: bool = False
 ) -> float | None:
-    """Returns the exponent p of a value that is multiplied by a constant.
+    """Returns the exponent of the product of a value and a constant.
 
-    The value scales as num_rows**p. With `inverse`, it is divided by the
-    constant.
+    A value with the exponent p scales as num_rows**p. With `inverse`, the value
+    is divided by the constant.
     """
     if power is None:
         return power
@@ -114,7 +114,7 @@ def scale_power(
 
 
 def add_powers(kinds: Sequence[Kind]) -> float | None:
-    """Returns a product's exponent; None if that of a factor is unknown."""
+    """Adds the exponents of two factors; None if one of them is unknown."""
     powers = [kind.power for kind in kinds]
     return None if None in powers else sum(p or 0.0 for p in powers)
 

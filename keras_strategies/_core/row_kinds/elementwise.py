@@ -220,7 +220,7 @@ def _power_of_rows(
     """Returns whether a result scales as num_rows**p, and the exponent p.
 
     Args:
-      call: The call.
+      call: An elementwise equation.
       of_rows: The kinds of those operands that are `ROWS`.
     """
     name, kinds = call.name, call.kinds
@@ -244,9 +244,9 @@ def _power_of_rows(
                 power = scale_power(0.0 if is_known else None, by, call)
                 return first.power in (0.0, None), power
             counts = set(by.values or (None,))
-            # Dividing by the number of entries that the last sum added computes
-            # a mean within each row, even if that number happens to equal the
-            # number of rows.
+            # If the divisor is the number of entries that the last sum added,
+            # the result is a mean within each row, even if the divisor happens
+            # to equal the number of rows.
             if is_inverse and counts == {first.count}:
                 return True, first.power
             return True, scale_power(first.power, by, call, inverse=is_inverse)
@@ -263,7 +263,7 @@ def _power_of_rows(
 
 
 def _power_of_cases(kinds: list[Kind]) -> tuple[bool, float | None]:
-    """Returns the same as `_power_of_rows`, for a `select_n`."""
+    """Returns the same as `_power_of_rows`, for the primitive `select_n`."""
     which, *cases = kinds
     of_rows = [kind for kind in cases if kind.is_rows]
     constants = [kind for kind in cases if kind.is_const]

@@ -43,9 +43,9 @@ def gather(call: Call) -> Kind:
             dim = numbers.operand_batching_dims[batching.index(index.axis)]
             size = call.shape(1)[index.axis] // index.outer
             is_row &= operand.is_flat(dim, size)
-        # A table whose size grows with the number of rows is different on a
-        # replica and on one device, so its entries must be equal along that
-        # dimension.
+        # If a dimension of the table grows with the number of rows, the table
+        # has another size on a replica than on one device, so its entries must
+        # be equal along that dimension.
         is_row &= all(
             operand.is_flat(dim, call.shape()[dim]) for dim in call.grown_dims()
         )
@@ -124,7 +124,8 @@ def scatter(call: Call) -> Kind:
 def _scattered_constants(call: Call) -> Kind:
     """Returns the `Kind` of a constant updated by constants.
 
-    The result is flat along dimensions in which each update covers all entries.
+    The entries of the result are equal along dimensions that each update covers
+    completely.
     """
     operand, _, update = call.kinds
     numbers = call.params["dimension_numbers"]
@@ -146,7 +147,7 @@ def _window_dims(call: Call) -> list[int]:
 
 
 def _place_of_index(call: Call, dim: int) -> int:
-    """Returns the updates' dimension for dimension `dim` of the indices."""
+    """Returns the dimension of the updates that is `dim` of the indices."""
     window = call.params["dimension_numbers"].update_window_dims
     return other_dims(call.shape(2), window)[dim]
 
@@ -154,7 +155,7 @@ def _place_of_index(call: Call, dim: int) -> int:
 def _if_rows_meet(
     call: Call, operand: Kind, dim: int | None, place: int
 ) -> Kind:
-    """Returns the operand's kind if each row is updated only by itself."""
+    """Returns the operand's kind, or `MIXED` if a row updates another row."""
     _, index, update = call.kinds
     size = call.shape()[operand.axis] // operand.outer
     fits = True
@@ -175,7 +176,8 @@ def _if_rows_meet(
 def _scattered_into_constant(call: Call) -> Kind:
     """Returns the `Kind` of a constant into which rows are scattered.
 
-    Either each row is written to its own row index, or rows are summed.
+    The result is `ROWS` if each row is written at its row index, `SUM` if rows
+    are added to zeros independently of their order, else `MIXED`.
     """
     numbers = call.params["dimension_numbers"]
     operand, index, update = call.kinds

@@ -72,7 +72,7 @@ def pallas(call: Call) -> list[Kind]:
 
 
 def _mapped_dims(block: Any, mapping: Any) -> dict[int, int]:
-    """Returns the grid dimension of each block dimension added by `vmap`."""
+    """Returns the grid dimension for each block dimension that `vmap` added."""
     from jax.experimental.pallas import Squeezed
 
     index = block.index_map_jaxpr.jaxpr
@@ -95,10 +95,9 @@ def _by_rows(
 
     Args:
       call: The call of the kernel.
-      operands: For each operand, a dict. It maps a dimension of the operand to
-        the dimension of the kernel's grid along which its entries are computed
-        independently.
-      results: The same for each result.
+      operands: For each operand, a dict from its dimensions to those dimensions
+        of the kernel's grid along which different positions are independent.
+      results: For each result, a dict as in `operands`.
     """
     if all(kind.is_const for kind in call.kinds):
         return [join_plain(call.kinds)] * len(results)

@@ -39,7 +39,7 @@ _MOST_ENTRIES = 1 << 20
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Kind:
-    """Describes how a traced value depends on the rows of a batch.
+    """The way in which a traced value depends on the rows of a batch.
 
     Attributes:
       form: `CONST`, `ROWS`, `SUM` or `MIXED`.
@@ -84,7 +84,7 @@ class Kind:
     why: Any = None
 
     def is_flat(self, axis: int, size: int) -> bool:
-        """Returns whether a constant is equal within blocks of `size` entries.
+        """Returns whether entries in blocks of `size` along `axis` are equal.
 
         Random entries that are drawn independently count as equal.
         """
@@ -232,7 +232,7 @@ def join(one: Kind, two: Kind, shape: Sequence[int], why: JaxprEqn) -> Kind:
       one: A kind.
       two: Another kind.
       shape: The shape of the value.
-      why: The equation whose result the value is.
+      why: The equation that computes the value.
     """
     if one == two:
         return one

@@ -127,10 +127,10 @@ class _Different(Exception):
 
 
 class _Interpreter:
-    """Finds the `Kind` of each value in a trace, or in two matching traces.
+    """An interpreter that finds the `Kind` of each value in one or two traces.
 
     Args:
-      num_rows: The number of rows in the first trace.
+      num_rows: The number of rows of the batch in the first trace.
       ratio: The number of rows of the second trace, divided by `num_rows`.
     """
 
@@ -153,13 +153,13 @@ class _Interpreter:
         return worst
 
     def interpret(self, jaxprs: list[Any], inputs: list[Kind]) -> list[Kind]:
-        """Returns the `Kind` of each result of closed jaxprs."""
+        """Returns the `Kind` of each result of a function, given its traces."""
         return self._interpret([(j.jaxpr, j.consts) for j in jaxprs], inputs)
 
     def _interpret(
         self, pairs: Sequence[Any], inputs: list[Kind]
     ) -> list[Kind]:
-        """Returns the `Kind` of each result of jaxprs with constants."""
+        """Does the same as `interpret`, for traces as (jaxpr, constants)."""
         jaxprs = [jaxpr for jaxpr, _ in pairs]
         columns = zip(*(consts for _, consts in pairs), strict=True)
         consts = map(kind_of_arrays, columns)
@@ -243,8 +243,8 @@ class _Interpreter:
             self._losses.append(kind)
             return kind.but(of_loss=True)
         if name == GLOBAL and kind.is_global:
-            # From here on, a value that depends on the number of rows depends
-            # on the replica's own number of rows.
+            # Later computations with this value run on each replica, so a
+            # number of rows in them is that of the replica.
             return kind.but(is_global=False)
         if name in (VALUES, OWN):
             self._marked[name] = kind
@@ -340,7 +340,7 @@ class _Interpreter:
 def _join_each(
     ones: list[Kind], others: list[Kind], why: Equation
 ) -> list[Kind]:
-    """Joins two lists of kinds, one pair for each of an equation's results."""
+    """Joins two lists that contain one kind for each result of an equation."""
     shapes = [variable.aval.shape for variable in why.outvars[: len(ones)]]
     columns = zip(ones, others, shapes, strict=True)
     return [join(one, two, shape, why) for one, two, shape in columns]
@@ -355,8 +355,8 @@ def _without_placing(jaxpr: Jaxpr) -> tuple[list[Any], dict[Any, Any]]:
     """Removes the equations of a jaxpr that only change a sharding.
 
     Returns:
-      The other equations, and the operand of each removed equation by its
-      result.
+      The other equations, and a dict from the result of each removed equation
+      to its operand.
     """
     equations, same = [], {}
     for equation in jaxpr.eqns:

@@ -72,7 +72,7 @@ def make_dim_rule(axis_of: Callable[[Call], int]) -> Callable[[Call], Any]:
     The result is `MIXED` if this is the dimension of the rows.
 
     Args:
-      axis_of: A function that returns the dimension for a call.
+      axis_of: A function that returns this dimension for an equation.
     """
 
     def rule(call: Call) -> Kind:
@@ -92,7 +92,7 @@ def make_dim_rule(axis_of: Callable[[Call], int]) -> Callable[[Call], Any]:
 
 
 def reduce_window(call: Call) -> Kind:
-    """Returns the `Kind` of a reduction over windows."""
+    """Returns the `Kind` of the result of a reduction over windows."""
     kind = call.kinds[0]
     if kind.is_const:
         return join_plain(call.kinds)
@@ -110,7 +110,7 @@ def reduce_window(call: Call) -> Kind:
 
 
 def reverse(call: Call) -> Kind:
-    """Returns the `Kind` of a `rev`."""
+    """Returns the `Kind` of the result of `rev`, which reverses dimensions."""
     kind = call.kinds[0]
     if kind.is_rows and kind.axis in call.params["dimensions"]:
         return call.make_mixed()
@@ -120,7 +120,7 @@ def reverse(call: Call) -> Kind:
 
 
 def dot_general(call: Call) -> Kind:
-    """Returns the `Kind` of a product of arrays."""
+    """Returns the `Kind` of the result of a `dot_general`."""
     one, two = call.kinds
     contracted, batch = call.params["dimension_numbers"]
     if one.is_const and two.is_const:
@@ -229,7 +229,7 @@ def make_matrix_rule(dims: int) -> Callable[[Call], Kind]:
     """Makes the rule for primitives that operate on the last dimensions.
 
     Args:
-      dims: The number of last dimensions on which the primitives operate.
+      dims: How many of the last dimensions the primitives operate on.
     """
 
     def rule(call: Call) -> Kind:
@@ -258,5 +258,5 @@ def make_matrix_rule(dims: int) -> Callable[[Call], Kind]:
 
 
 def fft(call: Call) -> Kind:
-    """Returns the `Kind` of an FFT."""
+    """Returns the `Kind` of the result of a Fourier transform."""
     return make_matrix_rule(len(call.params["fft_lengths"]))(call)

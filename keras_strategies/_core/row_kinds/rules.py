@@ -1,4 +1,4 @@
-"""The rules for JAX primitives, which return the kinds of results.
+"""The rules that return the kinds of a JAX primitive's results.
 
 See `kinds`. The result of a primitive without a rule is `MIXED`, unless all of
 its operands are constants.
@@ -75,8 +75,8 @@ def _is_scale_safe(call: Call) -> bool:
 
     This is the case if the rule tracks exponents, or if all operands are
     constants. It is also the case if the constants do not depend on the number
-    of rows, and either the primitive is linear or its rows do not scale with
-    that number.
+    of rows, and either the primitive is linear or its `ROWS` operands do not
+    scale with that number.
     """
     if call.name in _TRACKS_POWERS:
         return True
@@ -111,8 +111,8 @@ def _check_with_twin(call: Call, kind: Kind, out: int) -> Kind:
         is_lost = max(grown, default=0) > len(call.out_grown_dims(out))
         if kind.is_random:
             if is_lost:
-                # Random values of different rows are combined. Sums are handled
-                # by `reduce_sum`.
+                # The result combines random values of different rows. (Sums are
+                # handled by `reduce_sum`.)
                 return call.make_mixed()
             others = [k for k in call.kinds if not k.is_random or k.power]
             power = 0.0 if all(map(is_constant, others)) else math.nan
@@ -124,7 +124,7 @@ def _check_with_twin(call: Call, kind: Kind, out: int) -> Kind:
     row_dims = [kind.axis] if kind.is_rows else []
     dtype = call.equation.outvars[out].aval.dtype
     if kind.is_rows and jnp.issubdtype(dtype, jnp.integer):
-        # Results such as indices, which do not depend on the scale of the
+        # Integer results, such as indices, do not depend on the scale of the
         # entries.
         kind = kind.but(power=0.0)
     if call.out_grown_dims(out) != row_dims:
@@ -150,7 +150,7 @@ _LINEAR = names_in(
     "dynamic_slice dynamic_update_slice gather scatter scatter-add",
     "scatter_add scatter-sub",
 )
-"""Primitives that keep the exponent of rows if constants are fixed."""
+"""Primitives that keep the exponent of rows if the constants do not scale."""
 
 
 _RANDOM = names_in(
@@ -164,7 +164,7 @@ _GLOBAL = names_in(
     "psum psum2 psum_invariant pmax pmin all_gather all_gather_invariant",
     "reduce_scatter psum_scatter all_to_all ppermute pbroadcast",
 )
-"""Collectives, whose results are as on one device with all rows."""
+"""Collectives; their results are those of one device with all rows."""
 
 _ELEMENTWISE = names_in(
     "abs acos acosh add add_any and asin asinh atan atan2 atanh cbrt ceil",

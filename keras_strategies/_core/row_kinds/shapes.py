@@ -34,7 +34,7 @@ def broadcast(call: Call) -> Kind:
     before, after = call.shape(), call.out_shape()
     kind = call.kinds[0]
     if kind.is_rows and before[kind.axis] != after[places[kind.axis]]:
-        # A single row is broadcast over a dimension that may not be the
+        # A single row is repeated, perhaps along a dimension that is not the
         # dimension of the rows.
         return call.make_mixed()
     result = move_dims(call, lambda axis: places[axis])
@@ -222,7 +222,7 @@ def _concatenated_constants(call: Call, dim: int, sizes: list[int]) -> Kind:
 
 
 def _concatenate_columns(call: Call, first: Kind, same: bool) -> Kind:
-    """Returns the `Kind` of a concatenation along a dimension other than rows.
+    """Returns the `Kind` of a concatenation along a dimension without rows.
 
     Args:
       call: The call.

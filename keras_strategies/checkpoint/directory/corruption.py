@@ -11,7 +11,7 @@ _CURE = (
 
 
 class DamagedCheckpoint(ValueError):
-    """The error for a damaged checkpoint: it differs from what was saved.
+    """The error for a damaged checkpoint, which differs from what was saved.
 
     A damaged checkpoint is never restored.
 

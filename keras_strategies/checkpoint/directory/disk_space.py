@@ -93,7 +93,7 @@ def check_writable(directory: str | os.PathLike[str]) -> None:
     if fault is not None:
         raise OSError(
             fault.errno,
-            "The directory of checkpoints must be writable for this user. "
+            "The directory of checkpoints must be writable by this user. "
             f"Received: {str(path)!r}, but {str(existing)!r} is not writable: "
             f"{fault.strerror}. Use another directory, or change the "
             "permissions of this one",
@@ -104,9 +104,9 @@ def check_name(directory: str | os.PathLike[str]) -> None:
     """Raises ValueError for a path that is unsuitable for a directory.
 
     A path is unsuitable if it is itself a checkpoint, or if it contains
-    characters of a glob pattern. Orbax 0.12 finds its files with a glob pattern
-    that contains the path. If the path itself looks like a pattern, Orbax finds
-    no files, and the checkpoint has no arrays
+    characters that are special in a glob pattern. Orbax 0.12 finds its files
+    with a glob pattern that contains the path. If the path itself looks like a
+    pattern, Orbax finds no files, and the checkpoint has no arrays
     (tests/contract/test_orbax_contract.py).
 
     Args:

@@ -83,7 +83,7 @@ def check_folder(path: pathlib.Path) -> None:
 def translate_errors(
     path: pathlib.Path, name: str | None = None
 ) -> Iterator[None]:
-    """Converts errors in the enclosed code, which reads a checkpoint's file.
+    """Converts OSErrors while the block reads a file of a checkpoint.
 
     The resulting errors name the checkpoint and the file.
 
@@ -92,7 +92,7 @@ def translate_errors(
       name: The file, relative to `path`; None for the folder itself.
 
     Raises:
-      DamagedCheckpoint: if the enclosed code raises an OSError; replaces it.
+      DamagedCheckpoint: in place of an OSError that the block raises.
     """
     try:
         yield
@@ -232,7 +232,7 @@ def _list_steps(steps: list[int]) -> str:
 
 
 def _walk(path: pathlib.Path) -> Iterator[tuple[str, os.stat_result]]:
-    """Yields everything in a folder and its subfolders, except for folders.
+    """Yields everything except folders in a folder and its subfolders.
 
     Does not follow links. The order is always the same, so that errors are
     reproducible.

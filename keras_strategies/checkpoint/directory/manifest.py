@@ -69,7 +69,7 @@ class Manifest:
         file except the manifest, by the file's name relative to the
         checkpoint's folder, with `/` as the separator.
       facts: Metadata as JSON, used by listings and by `retention.py`: "logs"
-        with metrics, "epoch", "started", "num_processes". Numbers that JSON
+        (metrics), "epoch", "started" and "num_processes". Numbers that JSON
         cannot represent are strings: "NaN", "Infinity", "-Infinity".
     """
 
@@ -148,7 +148,7 @@ def write_manifest(
     except ValueError as error:
         raise ValueError(
             "A checkpoint's manifest must be short, valid JSON. Received: a "
-            f"manifest for {len(sizes)} files, of which {error}. Shorten or "
+            f"manifest for {len(sizes)} files; {error}. Shorten or "
             "simplify the metadata in `facts`."
         ) from None
     names = {path / name for name in sizes}
@@ -254,7 +254,7 @@ def _parse(path: pathlib.Path, text: bytes) -> Manifest:
 
 
 def _find_fault(content: dict[str, Any]) -> str | None:
-    """Describes the first value of a wrong type in a manifest.
+    """Describes the first value in a manifest whose type is wrong.
 
     Returns None if all types are correct.
     """

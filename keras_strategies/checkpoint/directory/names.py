@@ -141,7 +141,7 @@ def make_directory(directory: str | os.PathLike[str]) -> pathlib.Path:
 
 
 def describe_kind(status: os.stat_result) -> str:
-    """Returns "file", "folder", "symbolic link", "pipe", "socket", "device"."""
+    """Returns what an entry is, such as "folder", "symbolic link" or "pipe"."""
     kinds: list[tuple[Any, str]] = [
         (stat.S_ISREG, "file"),
         (stat.S_ISDIR, "folder"),

@@ -46,12 +46,12 @@ _FAULTS = (
 def guard_restore(
     path: str | os.PathLike[str], names: Mapping[str, Iterable[str]]
 ) -> Iterator[None]:
-    """Protects a restore with Orbax, which runs in the enclosed code.
+    """Checks a checkpoint's files, then converts Orbax's errors in the block.
 
     Orbax reads its JSON files without a size limit, trusts their entries, and
     silently omits arrays that the files do not list. So the files are checked
-    before the enclosed code runs, and errors that Orbax raises about them are
-    converted to DamagedCheckpoint.
+    before the block runs, and errors that Orbax raises about them in the block
+    are converted to DamagedCheckpoint.
 
     Args:
       path: The checkpoint's folder.

@@ -50,10 +50,10 @@ class Keep:
         number of hours has passed since the start of the run, or since the last
         checkpoint that this rule retained. Like TensorFlow's
         `keep_checkpoint_every_n_hours`; None disables this rule.
-      best: The name of a metric, as in `logs` ("val_loss"). Also retains the
-        checkpoints with the best values of this metric. None disables this
-        rule. A checkpoint whose metric is NaN or missing is never among the
-        best.
+      best: The name of a metric, as in the `logs` of `fit` ("val_loss"). Also
+        retains the checkpoints with the best values of this metric. None
+        disables this rule. A checkpoint whose metric is NaN or missing is never
+        among the best.
       mode: Whether lower ("min") or higher ("max") values of the metric are
         better. "auto" infers this from the metric's name ("max" for accuracies,
         AUC, precision and similar Keras metrics).

@@ -92,11 +92,10 @@ def find_newest_good(
 
 @contextlib.contextmanager
 def guard_read(path: str | os.PathLike[str]) -> Iterator[None]:
-    """Converts errors in code that reads a checkpoint while it is deleted.
+    """Converts errors if a checkpoint is deleted while the block reads it.
 
     Raises:
-      DamagedCheckpoint: if the enclosed code fails and the checkpoint no longer
-        exists.
+      DamagedCheckpoint: if the block fails and the checkpoint no longer exists.
     """
     try:
         yield

@@ -1,4 +1,4 @@
-"""Lists and verifies a directory's checkpoints without restoring them.
+"""Lists and verifies the checkpoints in a directory; restores none of them.
 
 A run may be writing to the directory at the same time. This module imports
 neither jax nor keras.
@@ -74,7 +74,7 @@ class Entry:
 
     @property
     def is_damaged(self) -> bool:
-        """Whether the checkpoint is damaged, so it cannot be restored."""
+        """Whether the checkpoint is damaged and cannot be restored."""
         return self.state is State.DAMAGED
 
     @property
@@ -128,7 +128,7 @@ class Listing:
         return sum(part.num_bytes for part in parts)
 
     def as_dict(self) -> dict[str, Any]:
-        """Returns the list as a dict that can be written as JSON."""
+        """Returns the listing as a dict that can be written as JSON."""
         return {
             "directory": self.directory,
             "num_bytes": self.num_bytes,
@@ -160,7 +160,7 @@ def look_at(
     Raises:
       OSError: if the directory cannot be listed.
     """
-    os.listdir(directory)  # Raises if it cannot be read.
+    os.listdir(directory)  # Raises OSError if unreadable.
     writer = find_writer(directory)
     entries: list[Entry] = []
     steps = [step for step, _ in find_entries(directory)]
@@ -214,7 +214,7 @@ def _make_entry(
 
 
 def _read_contents(path: pathlib.Path) -> Contents:
-    """Reads the value of `Entry.contents`; returns {} if it is unreadable."""
+    """Counts the arrays in a checkpoint by group; {} if it is unreadable."""
     if not os.path.lexists(path / RUN):
         return {}
     try:

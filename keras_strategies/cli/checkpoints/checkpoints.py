@@ -26,7 +26,7 @@ _WRONG_ARGUMENTS = 2
 def checkpoints(
     directory: str, *, quick: bool = False, as_json: bool = False
 ) -> int:
-    """Verifies and prints all checkpoints of a directory.
+    """Verifies the checkpoints in a directory, and prints a table of them.
 
     It changes nothing, so a run may be writing to the directory at the same
     time.
@@ -44,7 +44,7 @@ def checkpoints(
     if fault:
         print(f"keras-strategies checkpoints: {fault}", file=sys.stderr)
         return _WRONG_ARGUMENTS
-    with Console(stderr=True).status("") as status:  # Only in terminals.
+    with Console(stderr=True).status("") as status:  # Shown only on terminals.
         listing = look_at(
             directory,
             is_quick=quick,
@@ -58,7 +58,7 @@ def checkpoints(
 
 
 def print_listing(listing: Listing, console: Console) -> None:
-    """Prints a table of checkpoints, a list of damages, and a summary.
+    """Prints a table of checkpoints, what is wrong with them, and a summary.
 
     Args:
       listing: The directory's checkpoints.

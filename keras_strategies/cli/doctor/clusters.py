@@ -65,7 +65,7 @@ class Cluster:
 
     @property
     def address(self) -> str | None:
-        """The coordinator's address; None for one process or if unknown."""
+        """The coordinator's address; None if unknown, or for one process."""
         if self.info is None or self.info.num_processes == 1:
             return None
         return self.info.coordinator_address
@@ -74,7 +74,7 @@ class Cluster:
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class _Kind:
     name: str
-    marks: tuple[str, ...]  # All are set in such a cluster.
+    marks: tuple[str, ...]  # If all are set, it is this kind.
     shown: tuple[str, ...]
     use: str
     resolver: Callable[..., ClusterResolver] | None = None
@@ -104,7 +104,7 @@ _KINDS = (
     ),
     _Kind(
         name="Kubernetes",
-        marks=(),  # Several sets of names: see `has_job_variables`.
+        marks=(),  # `has_job_variables` detects this kind.
         shown=(
             "JOB_COMPLETION_INDEX",
             "JAX_PROCESS_COUNT",
@@ -141,7 +141,10 @@ _KINDS = (
 
 
 def find_clusters(environ: Mapping[str, str]) -> list[Cluster]:
-    """Finds all clusters that variables describe; the first one is used."""
+    """Returns the clusters that environment variables describe.
+
+    The first one is used.
+    """
     return [
         _read_cluster(kind, environ)
         for kind in _KINDS
@@ -158,7 +161,7 @@ def check_clusters(environ: Mapping[str, str]) -> tuple[Part, Cluster | None]:
     """
     clusters = find_clusters(environ)
     if not clusters:
-        alone = ("variables", "none for a cluster: this process runs alone")
+        alone = ("variables", "none of a cluster, so this process runs alone")
         findings = tuple(_check_incomplete(environ))
         return Part(title="Cluster", rows=(alone,), findings=findings), None
     chosen = clusters[0]
@@ -341,7 +344,7 @@ def _check_several(clusters: list[Cluster]) -> Iterator[Finding]:
 
 
 def _check_incomplete(environ: Mapping[str, str]) -> Iterator[Finding]:
-    """Finds variables of a cluster without this process's number."""
+    """Yields a finding if a SLURM job or pod gives this process no number."""
     if environ.get("SLURM_JOB_ID"):
         yield warning(
             "This process runs in a SLURM job but not in one of its steps, so "

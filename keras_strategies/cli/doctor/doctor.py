@@ -44,7 +44,7 @@ _WIDEST = 100
 def doctor(
     *, quick: bool = False, as_json: bool = False, timeout_s: float = 30.0
 ) -> int:
-    """Runs all checks and prints a report.
+    """Checks this machine and its cluster, and prints a report.
 
     In a cluster, the call is collective unless `quick` is true.
 
@@ -67,7 +67,7 @@ def doctor(
 def examine(
     environ: Mapping[str, str], *, quick: bool, timeout_s: float
 ) -> Report:
-    """Runs all checks. Collective unless `quick` is true.
+    """Runs all checks and returns a report. Collective unless `quick` is true.
 
     Args:
       environ: The environment variables.
@@ -142,7 +142,7 @@ def _check_jax(
 def _num_cores() -> int:
     try:
         return len(os.sched_getaffinity(0))
-    except AttributeError:  # Not on macOS.
+    except AttributeError:  # macOS lacks this function.
         return os.cpu_count() or 1
 
 

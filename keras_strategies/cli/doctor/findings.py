@@ -41,7 +41,7 @@ Row = tuple[str, str]
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Part:
-    """The part of a report about one subject.
+    """A section of the report of `doctor`, about one subject.
 
     Attributes:
       title: The subject, such as "Cluster".
@@ -59,7 +59,7 @@ class Part:
 
     @property
     def harmless(self) -> list[Finding]:
-        """The findings that are not problems, which are listed separately."""
+        """The findings that need no change; `problems` lists the others."""
         return [f for f in self.findings if f.level not in PROBLEMS]
 
 
@@ -72,7 +72,7 @@ class Report:
       when: The local time of the report, as text.
       process: "process 0 of 2", or empty outside of a cluster.
       is_chief: Whether this process prints the complete report.
-      parts: The parts of the report, one for each subject.
+      parts: The sections of the report, one for each subject.
     """
 
     host: str

@@ -180,7 +180,7 @@ def _check_virtual_devices(
         for flag in flags
         if flag.startswith(DEVICE_COUNT)
     ]
-    for count in counts[-1:]:  # XLA uses the last one.
+    for count in counts[-1:]:  # If the flag is repeated, XLA uses the last one.
         if not (count.isascii() and count.isdigit()):
             yield fault(
                 "XLA_FLAGS sets the number of virtual devices to something "

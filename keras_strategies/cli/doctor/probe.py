@@ -16,12 +16,12 @@ from typing import Any
 
 _REPEATS = 5
 _SMALL = 1
-_LARGE = 1 << 20  # Numbers in float32: 4 MiB on each device.
+_LARGE = 1 << 20  # As float32 numbers: 4 MiB on each device.
 _LONGEST_ERROR = 2000
 
 
 def main(path: str, question: str) -> int:
-    """Runs the requested stages and writes their results to a file.
+    """Runs the requested stages of checks; writes their results to a file.
 
     Args:
       path: The file to write to.
@@ -117,7 +117,7 @@ def _gather_hosts() -> list[str]:
 
 
 def _time_all_reduce() -> dict[str, Any]:
-    """Measures and checks a sum over all devices of the job. Collective."""
+    """Times and checks a sum over all devices of the job. Collective."""
     import jax
     import numpy as np
     from jax.sharding import Mesh, NamedSharding, PartitionSpec
@@ -149,7 +149,7 @@ def _time_all_reduce() -> dict[str, Any]:
 
 
 def _make_row(index: Any, width: int) -> Any:
-    """Creates a row filled with the device's number, counted from 1."""
+    """Creates the row of one device, filled with its number (from 1)."""
     import numpy as np
 
     first = index[0].start or 0

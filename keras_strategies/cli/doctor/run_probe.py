@@ -26,7 +26,7 @@ from keras_strategies.cluster.untrusted import load_json
 from keras_strategies.cluster.watchdog.launcher_pipe import LAUNCHER_FD
 
 _PROBE = "keras_strategies.cli.doctor.probe"
-# Time limit for JAX to initialize its devices, which is slow on large slices.
+# The time limit for JAX to start its devices, which takes long on large slices.
 _DEVICES_S = 90.0
 _LAST_LINES = 3
 _CURE_OF_FLAGS = (
@@ -85,14 +85,14 @@ _MET = good("All processes have connected, and JAX has started the job.")
 
 
 def has_met(part: Part) -> bool:
-    """Returns whether `check_job` found that all processes connected."""
+    """Returns whether `check_job` reported that all processes connected."""
     return _MET in part.findings
 
 
 def check_job(
     cluster: Cluster, environ: Mapping[str, str], timeout_s: float
 ) -> Part:
-    """Joins the job and measures an all-reduce over it. Collective.
+    """Joins the job, checks it and times an all-reduce over it. Collective.
 
     Args:
       cluster: A cluster of several processes, or one that only JAX can detect.
@@ -140,7 +140,7 @@ def _probe(
 
 
 def _parse_answers(text: bytes) -> Answers:
-    """Parses the answers of a child process; skips incomplete lines."""
+    """Parses the JSON lines of `probe`'s answers; skips incomplete lines."""
     answers: Answers = {}
     for line in text.splitlines():
         try:

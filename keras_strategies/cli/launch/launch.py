@@ -14,7 +14,8 @@ from keras_strategies.cluster.job.free_ports import find_free_ports
 _FLAGS = "XLA_FLAGS"
 _DEVICE_COUNT = "--xla_force_host_platform_device_count"
 _HOST = "127.0.0.1"
-# Two pipes for output, and one that is closed when this process ends.
+# Two pipes for output, and one through which the process learns that the
+# launcher ends the job or has died.
 _FILES_PER_PROCESS = 3
 _OTHER_FILES = 64
 _WRONG_ARGUMENTS = 2
@@ -145,7 +146,7 @@ def _find_command_fault(name: str, is_module: bool) -> str:
 
 
 def _find_limit_fault(num_processes: int) -> str:
-    import resource  # Does not exist on Windows.
+    import resource  # This module does not exist on Windows.
 
     needed = _FILES_PER_PROCESS * num_processes + _OTHER_FILES
     limit, most = resource.getrlimit(resource.RLIMIT_NOFILE)

@@ -17,19 +17,19 @@ from types import FrameType
 from keras_strategies.cli.launch.local_process import Child, Output
 from keras_strategies.cluster.exchange.exit_codes import ExitCode
 
-# Exit codes which show that a process ended by itself, even if it was also sent
-# a signal.
+# Exit codes which show that a process ended by itself, even if the launcher had
+# also sent it a signal.
 _SELF_MADE = (ExitCode.FAILED, ExitCode.STALLED, ExitCode.PEER_FAILED)
 _CLOSED_OUTPUT = 141
-_FAILED_OUTPUT = 74  # EX_IOERR
+_FAILED_OUTPUT = 74  # EX_IOERR of `sysexits.h`.
 _POLL_S = 0.02
 _SHOW_S = 2.0
 # Seconds from a failure until the other processes are sent SIGTERM and SIGKILL.
 # Usually they detect the failure, print an error and exit before this time.
 _FAILED = (0.6, 0.9)
 # Seconds until the launcher reports a failure to the other processes, if the
-# failed process exited by itself. It has then sent them its error, which has
-# more details than the launcher's report.
+# failed process exited by itself. Such a process has already sent them its
+# error, which has more details than the launcher's report.
 _REPORTS_ITSELF_S = 0.4
 # Additional seconds if a process ended because a peer failed. That peer may
 # still be running, because it waits a second for others to receive its error.
@@ -44,13 +44,14 @@ Action = int | str
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Ending:
-    """The end of one process.
+    """The end of one process of a local job.
 
     Attributes:
       process: The number of the process.
       code: The exit status; -n if signal n killed the process.
       sent: The signals that the launcher had sent to the process.
-      name: The name to use in messages; if "", "process" and its number.
+      name: The name of the process in messages; "" for "process" and its
+        number.
     """
 
     process: int
@@ -60,10 +61,10 @@ class Ending:
 
     @property
     def rank(self) -> int:
-        """A number from 0 (this process failed first) to 4 (it did not fail).
+        """A number from 0 (probably failed first) to 4 (did not fail).
 
-        Among several endings, the one with the lowest number is considered the
-        cause of the others.
+        If several processes ended, the one with the lowest rank is considered
+        the cause of the others.
         """
         if self.code == 0:
             return 4
@@ -106,10 +107,10 @@ def run_job(
 
 
 def find_first_cause(endings: Sequence[Ending]) -> Ending | None:
-    """Finds the ending that caused the others; None if no process failed.
+    """Returns the `Ending` that caused the others; None if no process failed.
 
     Args:
-      endings: The endings in the order in which they occurred.
+      endings: The ends of processes, in the order in which they occurred.
     """
     failed = [ending for ending in endings if ending.code]
     return min(failed, key=lambda ending: ending.rank, default=None)
@@ -200,7 +201,7 @@ class _Job:
         return [child for child in self._children if child.code is None]
 
     def _collect_events(self) -> None:
-        """Handles processes that ended, and signals, since the last call."""
+        """Handles the processes that ended and the signals that arrived."""
         endings = [
             Ending(
                 process=child.index,

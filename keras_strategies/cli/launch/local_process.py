@@ -23,7 +23,7 @@ _NAMES = {_STDOUT: "stdout", _STDERR: "stderr"}
 
 
 class Output:
-    """Writes the lines of all processes to stdout or stderr, one at a time."""
+    """A writer of the lines of all processes, one at a time."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
@@ -32,19 +32,19 @@ class Output:
 
     @property
     def is_closed(self) -> bool:
-        """Whether stdout or stderr can no longer be written."""
+        """Whether stdout or stderr can no longer be written to."""
         return bool(self._errors)
 
     @property
     def is_writing(self) -> bool:
-        """Whether a line is being written, perhaps to a slow reader."""
+        """Whether a line is being written, which a slow reader can delay."""
         return self._lock.locked()
 
     @property
     def fault(self) -> str:
-        """The error of stdout or stderr; "" without one, or for a closed pipe.
+        """The error that writing to stdout or stderr raised; "" if none did.
 
-        A closed pipe (`| head`) is not an error.
+        A closed pipe (`| head`) does not count as an error.
         """
         for file, error in self._errors.items():
             if error.errno != errno.EPIPE:
@@ -208,8 +208,8 @@ class Child:
     def _format_line(self, line: bytes) -> bytes:
         if self.index == 0:
             return line + b"\n"
-        # A progress bar overwrites its line by carriage returns. Only the last
-        # part, which a terminal would show, is printed.
+        # A progress bar overwrites its line with the help of carriage returns.
+        # Only the last part, which a terminal would show, is printed.
         last = line.rstrip(b"\r").rpartition(b"\r")[2]
         return f"[{self.name}] ".encode() + last + b"\n"
 

@@ -1,4 +1,4 @@
-"""The messages that processes send at the rendezvous, as lines of JSON."""
+"""Messages that processes send before JAX starts, as lines of JSON."""
 
 import json
 from typing import Any
@@ -18,13 +18,13 @@ HELLO_KINDS = {
 _OURS = {"job": lambda job: job == HELLO}
 MAX_BYTES = 65_536
 _MAX_SHOWN, _MAX_TEXT = 160, 4000
-# The upper bound of process numbers, of the number of processes, and of times
-# in seconds.
+# The upper bound of process numbers, of counts of processes, and of times in
+# seconds.
 MOST = 2**31
 
 
-# The senders' roles in proofs. They are part of the protocol, because both
-# sides include them in the hash.
+# The roles of the senders of proofs. Sender and receiver must use the same
+# texts, because both include them in the hash.
 PROCESS_0, PROCESS, _SENDS = "process 0", "process", "process 0 tells"
 SAME = (
     f"All processes of a job must have the same {VARIABLE}, or it must be "
@@ -34,8 +34,12 @@ SET = (
     "Set it to the same value in all of them. The command "
     f"`{job_secret.MAKE}` prints a new value."
 )
-NOT_THERE = f"{SAME}Received: a value in process 0, but none here. {SET}"
-ONLY_HERE = f"{SAME}Received: a value here, but none in process 0. {SET}"
+NOT_THERE = (
+    f"{SAME}Received: a value in process 0, but none in this process. {SET}"
+)
+ONLY_HERE = (
+    f"{SAME}Received: a value in this process, but none in process 0. {SET}"
+)
 ANOTHER = (
     f"{SAME}Received: a different value in process 0. {SET} If the values are "
     "equal, check whether another job uses the address of process 0."
@@ -45,7 +49,7 @@ ANOTHER = (
 def prove_message(
     secret: Secret, nonces: tuple[str, str], message: dict[str, Any]
 ) -> str:
-    """Returns the proof with which process 0 signs a message."""
+    """Returns the HMAC with which process 0 signs a message."""
     content = json.dumps(message, sort_keys=True).encode()
     return secret.prove(_SENDS, nonces, content)
 

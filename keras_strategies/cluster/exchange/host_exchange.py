@@ -31,8 +31,8 @@ seconds."""
 
 _SLICE_MS = 250
 _TIMEOUT_S = 600.0
-# The messages of an ended agreement are deleted when this number of further
-# agreements has been created, because then no process can still be reading
+# After an `Agreement` has ended, its messages are deleted once this number of
+# further agreements has been created: by then, no process can still be reading
 # them.
 _NUM_KEPT = 64
 # Up to this number of processes, every process reads the messages of every
@@ -46,11 +46,11 @@ _SAME_CALLS = (
 _CURE = "Compare the logs of all processes to find the call that differs."
 _ALL = "all"
 _numbers = itertools.count()
-# By thread: the name of the agreement in which it waits, and the time when it
-# began to wait.
+# For each waiting thread: the name of its `Agreement`, and the time when the
+# wait began.
 _waits: dict[int, tuple[str, float]] = {}
-# By the number of an ended agreement: a function that deletes the messages of
-# its last round.
+# Maps the number of each ended `Agreement` to a function that deletes the
+# messages of its last round.
 _ended: dict[int, Callable[[], None]] = {}
 # The timeout that `limit_waiting` has set, or None.
 _limit_s: float | None = None
@@ -61,11 +61,12 @@ class Agreement:
     """Rounds in which each process sends a text to all processes.
 
     All processes must create their agreements in the same order, and call
-    `exchange` of each the same number of times.
+    `exchange` on each of them the same number of times.
 
     Args:
       processes: JAX's ids of the processes that take part.
-      name: The subject; it must be the same in all processes.
+      name: What the texts are about, such as "the time of a checkpoint", for
+        error messages. It must be the same in all processes.
       timeout_s: The timeout of each round, in seconds. None: the value of the
         environment variable `KERAS_STRATEGIES_TIMEOUT_S`, or 600.
 
@@ -113,10 +114,10 @@ class Agreement:
           The texts of all processes, in the order of `processes`.
 
         Raises:
-          ValueError: if the processes are in different agreements. All of them
-            raise it.
-          TimeoutError: if a process sent nothing in time. The message says
-            which process.
+          ValueError: if the processes' agreements have different names. All
+            processes raise it.
+          TimeoutError: if a process sent nothing in time. The error message
+            names the process.
           RuntimeError: if a process sent a malformed message.
           InterruptedError: if `is_stopped` returned True.
         """
@@ -199,8 +200,8 @@ class Agreement:
             form,
             processes=processes,
             about=self._name,
-            # The text is JSON that is nested in JSON twice. Each level escapes
-            # quotes once more, which makes the text longer.
+            # The text may be JSON, and it is encoded as a JSON string twice.
+            # Each time, its quotes are escaped, which makes it longer.
             max_characters=4 * MAX_MESSAGE * len(self._processes),
         )
 
@@ -247,7 +248,7 @@ class Agreement:
 
 
 def find_longest_wait() -> tuple[str, float]:
-    """Finds the agreement on which this process has waited the longest.
+    """Finds the `Agreement` in which this process has waited the longest.
 
     Returns:
       The agreement's name and the time waited so far, in seconds; "" and 0.0
@@ -260,19 +261,19 @@ def find_longest_wait() -> tuple[str, float]:
 
 
 def limit_waiting(seconds: float) -> None:
-    """Sets how long this process waits for others, for all its strategies.
+    """Sets how long this process's strategies wait for other processes.
 
     This overrides the environment variable.
 
     Args:
-      seconds: A positive number.
+      seconds: The longest wait, a positive number of seconds.
     """
     global _limit_s
     _limit_s = seconds
 
 
 def read_waiting_limit() -> float:
-    """Returns how long this process waits for others at most, in seconds.
+    """Returns how long this process waits for others, at most, in seconds.
 
     Raises:
       ValueError: if the environment variable is not a positive number.

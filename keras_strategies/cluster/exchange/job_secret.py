@@ -40,14 +40,14 @@ class Secret:
             differ, a proof cannot be sent back to its sender (a reflection
             attack).
           nonces: The nonces of process 0 and of the other process.
-          content: The message that the sender sent.
+          content: The message that the proof covers.
 
         Returns:
           The HMAC in hexadecimal digits.
         """
         parts = [_CONTEXT, role, *nonces]
-        # The message is unambiguous, because no other part contains a newline
-        # and `content` comes last.
+        # Only one list of parts yields this message, because `content` comes
+        # last and no other part contains a newline.
         message = "\n".join(parts).encode() + b"\n" + content
         return hmac.new(self._key, message, hashlib.sha256).hexdigest()
 

@@ -20,7 +20,8 @@ from keras_strategies.cluster.exchange.greetings import (
 from keras_strategies.cluster.exchange.job_secret import Secret
 
 _RETRY_S = 0.1
-# How long the verdict may take after the timeout for all processes to arrive.
+# The verdict of process 0 may still arrive this long after the rendezvous has
+# timed out.
 _GRACE_S = 2.0
 # The minimum time for an attempt to connect that begins just before the
 # timeout. It gives the attempt time to fail with an error that is more specific
@@ -34,13 +35,13 @@ def join(
     timeout_s: float,
     secret: Secret | None,
 ) -> str:
-    """Connects to process 0 and waits for its verdict on the rendezvous.
+    """Connects to process 0 and waits until it replies whether the job starts.
 
     Args:
       address: The host and port of process 0.
-      hello: The description of this process.
+      hello: The first message, which describes this process.
       timeout_s: The timeout for reaching process 0, in seconds.
-      secret: The job's secret, if it has one.
+      secret: The job's secret, or None if it has none.
 
     Returns:
       "" if the job can start, else the text of an error.
@@ -58,7 +59,7 @@ def join(
         else:
             if verdict is not None:
                 return verdict
-            reason = "a closed connection, as from a different service"
+            reason = "a connection that another service may have closed"
         time.sleep(min(_RETRY_S, max(left, 0)))
     host, port = address
     return (
@@ -79,13 +80,13 @@ class _Guest:
         self._nonces: tuple[str, str] | None = None
 
     def ask(self, hello: dict[str, Any], end: float) -> str | None:
-        """Sends this process's description and returns process 0's verdict.
+        """Sends a description of this process and returns process 0's verdict.
 
         Returns None if the server at the address is not process 0.
 
         Args:
-          hello: The description of this process.
-          end: The deadline, as a time of `time.monotonic`, in seconds.
+          hello: The first message, which describes this process.
+          end: The deadline, in seconds on the `time.monotonic` clock.
         """
         nonce = job_secret.make_nonce()
         line = encode_line(hello | ({"nonce": nonce} if self._secret else {}))
@@ -120,7 +121,7 @@ class _Guest:
     def _prove(
         self, secret: Secret, message: dict[str, Any], hello: bytes, nonce: str
     ) -> str | None:
-        """Checks process 0's proof of the secret and sends this process's.
+        """Checks process 0's proof of the secret and sends a proof in return.
 
         Returns the text of an error if the secrets differ.
         """

@@ -15,7 +15,7 @@ _PROBE_S = 1.0
 
 
 def get_client() -> Any:
-    """Returns the client of the key-value store.
+    """Returns the client of JAX's key-value store.
 
     Returns:
       JAX's `DistributedRuntimeClient`. Its type is `Any` here, because its
@@ -42,7 +42,7 @@ def is_available() -> bool:
 
 
 def is_reachable() -> bool:
-    """Returns whether a process listens at the service's address.
+    """Returns whether a process listens at the coordination service's address.
 
     The result is False only if the connection is refused, which means that the
     service's process has ended. If that process is only stopped, or the
@@ -61,9 +61,9 @@ def is_reachable() -> bool:
 
 
 def is_speaking() -> bool:
-    """Returns whether the service's process is running, that is, not stopped.
+    """Returns whether the coordination service responds to a connection.
 
-    The kernel accepts connections even for a stopped process. But only a
+    If its process is stopped, the kernel still accepts connections. But only a
     running gRPC server sends bytes as soon as a client has connected.
     """
     address = _get_address()

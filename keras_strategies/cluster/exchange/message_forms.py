@@ -1,4 +1,4 @@
-"""A notation for the structure (form) of JSON messages, and its checks."""
+"""Checks that JSON messages have the structure that a `Form` describes."""
 
 import dataclasses
 from collections.abc import Callable, Sequence
@@ -38,13 +38,13 @@ def is_count(value: object) -> TypeGuard[int]:
     """Returns whether `value` is an int from 0 to 2**53 - 1.
 
     A float can represent all of these numbers exactly. The function can be
-    used as a form.
+    used as a `Form`.
     """
     return type(value) is int and 0 <= value < _MOST
 
 
 def fault_of(value: object, form: Form, name: str = "it") -> str | None:
-    """Describes the first mismatch between a value and a form.
+    """Describes the first mismatch between a JSON value and a form.
 
     Returns None if the value has the form.
 
@@ -61,7 +61,7 @@ def fault_of(value: object, form: Form, name: str = "it") -> str | None:
         return _find_first_fault(value, form * len(value), name)
     if isinstance(form, tuple):
         if not isinstance(value, list) or len(value) != len(form):
-            return f"{name} is not an array of {len(form)}"
+            return f"{name} is not an array of {len(form)} values"
         return _find_first_fault(value, form, name)
     if isinstance(form, Either):
         faults = [fault_of(value, one, name) for one in form.forms]
@@ -72,7 +72,7 @@ def fault_of(value: object, form: Form, name: str = "it") -> str | None:
 def load_form(
     text: str | bytes, form: Form, *, max_characters: int, has_nan: bool = False
 ) -> Any:
-    """Parses JSON and checks that it has a given form.
+    """Parses JSON and checks that its structure matches a form.
 
     Args:
       text: See `load_json`.
@@ -106,11 +106,14 @@ def read_messages(
 
     Args:
       texts: The message of each process, as JSON.
-      form: The form that every message must have.
+      form: The `Form` that every message must have.
       processes: The numbers of the senders, in the order of `texts`.
       about: The subject for the error message, such as "reading the data of
         `fit`".
       max_characters: The length above which a text is rejected.
+
+    Returns:
+      The parsed messages, in the order of `texts`.
 
     Raises:
       RuntimeError: if a message does not have the form. The error message does
@@ -125,7 +128,7 @@ def read_messages(
             )
         except ValueError as error:
             raise RuntimeError(
-                f"The messages of processes about {about} must have the "
+                f"The messages between processes about {about} must have the "
                 "expected structure. Received: a message from process "
                 f"{process}, with this fault: {error}. Use the same version "
                 "of keras_strategies in all processes, and make sure that no "

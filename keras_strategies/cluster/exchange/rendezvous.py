@@ -16,7 +16,8 @@ Each message is a line of JSON. In order, the senders and their messages are:
   each process: its description, "hello" (and a nonce, if it has a secret);
   process 0, if it has a secret: a nonce and its proof;
   each process, if it has a secret: its proof;
-  process 0: how long it will wait; finally the verdict (each with a proof).
+  process 0: how long it will wait; finally the verdict (each with a proof, if
+  it has a secret).
 """
 
 import contextlib
@@ -47,15 +48,15 @@ from keras_strategies.cluster.exchange.greetings import (
 from keras_strategies.cluster.exchange.job_secret import VARIABLE, Secret
 from keras_strategies.cluster.exchange.joining import join
 
-# How many connections may be pending (have sent no hello yet), and for how
-# long. Further ones wait in the backlog, so strangers cannot block processes.
+# How many connections may be pending (not yet identified), and for how long.
+# Others wait in the socket's backlog, so strangers cannot block processes.
 _MAX_PENDING = 512
 _PENDING_S = 5.0
 # The pause before another try when this process is out of file descriptors.
 _NO_FILES_S = 0.05
-# How long the verdict may take after the timeout for all processes to arrive.
+# The verdict may still arrive this long after the rendezvous has timed out.
 _GRACE_S = 2.0
-# After an error, how long to wait for more processes, so that they receive it.
+# How long to wait, after an error, for processes that have not yet connected.
 _LINGER_S = 5.0
 
 
@@ -81,19 +82,19 @@ def meet(
       address: `host:port` of process 0, to which all processes connect.
       process_id: This process's number.
       num_processes: The number of processes that this process expects.
-      facts: JSON values that must be the same in all processes, by name, such
-        as versions and the strategy's name.
-      timeout_s: The timeout for all to arrive, in seconds.
+      facts: A mapping from names to JSON values that must be the same in all
+        processes, such as versions and the strategy's name.
+      timeout_s: How long to wait for all processes, in seconds.
       problem: If this process cannot continue, the text of the error, which is
         sent to all processes; otherwise "".
       bind_address: The address at which process 0 listens, if not `address`.
-      names: The processes' names in messages, in the order of their numbers.
-      secret: The job's secret, which all processes must know, if any.
+      names: The processes' names for errors, in the order of their numbers.
+      secret: The secret that all processes must know, or None.
 
     Raises:
-      RendezvousError: if a process is missing, arrived twice, differs or
-        cannot continue. All processes that arrived raise the same error; but
-        if one does not know the secret, only that process learns the reason.
+      RendezvousError: if a process is missing, arrived twice, has other facts
+        or cannot continue. All processes that arrived raise the same error,
+        but a process with a wrong secret raises a separate one.
     """
     if num_processes == 1:
         return
@@ -132,7 +133,7 @@ class _Pending:
 
 
 class _Host:
-    """The server in process 0, which sends the verdict to all processes."""
+    """The server in process 0, to which all processes of the job connect."""
 
     def __init__(
         self,
@@ -244,7 +245,7 @@ class _Host:
         self, connection: socket.socket, pending: _Pending, text: bytes
     ) -> None:
         hello = parse_hello(text)
-        if hello is None:  # A stranger: a port scanner, a health check.
+        if hello is None:  # A stranger, perhaps a port scanner.
             self._drop(connection)
             return
         nonce = hello.get("nonce")
@@ -280,7 +281,7 @@ class _Host:
         hello: dict[str, Any],
         nonces: tuple[str, str],
     ) -> None:
-        """Accepts a connection as the process that it claims to be."""
+        """Assigns a connection to the process that its client claims to be."""
         self._selector.unregister(connection)
         del self._pending[connection]
         self._joined[connection] = nonces
@@ -355,8 +356,8 @@ class _Host:
         )
         return (
             f"All {self._count} processes must start within {timeout_s:.0f} s. "
-            f"Received: nothing from {names}{others}. Check their logs, that "
-            "they were started, and that they can reach process 0."
+            f"Received: nothing from {names}{others}. Read their logs, and "
+            "check that they were started and can reach process 0."
         )
 
     def _name(self, process: int) -> str:

@@ -51,8 +51,8 @@ class Rounds:
         """Sends a message and receives one from each process. Collective.
 
         Args:
-          message: A JSON value. NumPy integers in it are sent as numbers, and
-            objects of other types that JSON does not support as their `str`.
+          message: A JSON value. NumPy integers in it are sent as ints; other
+            objects that JSON does not support are sent as their `str`.
           form: The structure that every process's message must have.
 
         Returns:
@@ -71,7 +71,7 @@ class Rounds:
 
 
 def _make_plain(value: Any) -> int | str:
-    """Converts a value of a type that JSON does not support."""
+    """Converts a value that JSON does not support to an int or a str."""
     try:
         return operator.index(value)
     except TypeError:

@@ -1,4 +1,4 @@
-"""The check that all processes are about to run the same program.
+"""The check that all processes are about to run the same JAX program.
 
 If processes run different programs, they do not fail. Instead, a collective in
 one process may receive values that another process sent in a different
@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from jax.extend.core import ClosedJaxpr, Jaxpr
 
 
-# For larger constants, only the shapes and dtypes are compared.
+# For constants with more bytes, only the shapes and dtypes are compared.
 _MAX_CONSTANT_BYTES = 1 << 26
 _MAX_LINES = 20_000
 _MAX_SHOWN = 160
@@ -35,8 +35,8 @@ _CURE = (
     "Find what differs between the processes, such as the script, an "
     "environment variable, the order of a set, or a file that a layer reads."
 )
-# By program: the signatures (structure, shapes and dtypes of the arguments)
-# for which the processes have already compared it.
+# For each program: the signatures (structure, shapes and dtypes of the
+# arguments) for which the processes have already compared it.
 _compared: weakref.WeakKeyDictionary[Any, set[Any]] = (
     weakref.WeakKeyDictionary()
 )
@@ -44,7 +44,7 @@ _compared: weakref.WeakKeyDictionary[Any, set[Any]] = (
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Traced:
-    """A traced program, for `compare`.
+    """A traced program, to be compared between processes.
 
     Attributes:
       program: The function that was traced.
@@ -58,7 +58,7 @@ class Traced:
 
 
 def trace_program(program: Any, args: tuple[Any, ...]) -> Traced | None:
-    """Traces a program for `compare`, if it needs to be compared.
+    """Traces a program, unless the processes have already compared it.
 
     A program is compared once for each signature of its arguments. Nothing is
     compiled here, and JAX reuses the trace when the program runs.
@@ -180,7 +180,7 @@ def _describe_difference(
     digests: list[str],
     text: str,
 ) -> str:
-    """Returns an error text with the first differing line. Collective."""
+    """Describes the first line in which programs differ. Collective."""
     lines = text.splitlines()[:_MAX_LINES]
     hashes = " ".join(_compute_digest(line)[:8] for line in lines)
     received = agreement.exchange(hashes)
@@ -201,6 +201,7 @@ def _describe_difference(
         for group in groups.values()
     ]
     return (
-        "All processes must run the same program. Received: programs that "
-        f"first differ in line {first + 1} ({'; '.join(parts)}). {_CURE}"
+        "All processes must run the same program. Received: traced programs "
+        f"whose first different line is {first + 1} ({'; '.join(parts)}). "
+        f"{_CURE}"
     )

@@ -1,1 +1,1 @@
-"""Startup of a distributed JAX job, from this process's role in a cluster."""
+"""Startup of a distributed JAX job, given this process's role in a cluster."""

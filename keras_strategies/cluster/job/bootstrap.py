@@ -1,4 +1,4 @@
-"""Startup of a distributed JAX job, from this process's role in a cluster."""
+"""Startup of a distributed JAX job, given this process's role in a cluster."""
 
 import contextlib
 import importlib.metadata
@@ -43,7 +43,7 @@ def join(task: TaskInfo, *, strategy: str, timeout_s: float) -> None:
       task: This process's role. If it is an evaluator or the only process, the
         function does nothing.
       strategy: The name of the strategy; it must be the same in all processes.
-      timeout_s: The timeout for all processes to arrive, in seconds.
+      timeout_s: How long to wait for all processes to arrive, in seconds.
 
     Raises:
       RuntimeError: if not all processes arrived in time, their settings
@@ -93,9 +93,9 @@ def check_main_guard() -> None:
     """Raises an error in a child that `multiprocessing` has just spawned.
 
     Such a child imports its parent's script before it runs its target function.
-
-    If the script has no `if __name__ == "__main__":` guard, the child runs the
-    entire script again, and would join the job under its parent's number.
+    If the script has no `if __name__ == "__main__":` guard, the import runs the
+    entire script again, and the child would join the job under its parent's
+    number.
 
     Raises:
       RuntimeError: if this process is a child that is importing the script.
@@ -132,7 +132,7 @@ def _find_bind_address(task: TaskInfo, address: str) -> str:
 
 @contextlib.contextmanager
 def _add_slices_to_error() -> Iterator[None]:
-    """Adds the number of TPU slices, if it is set, to a rendezvous error."""
+    """Adds to a rendezvous error the number of TPU slices, if it is set."""
     try:
         yield
     except RendezvousError as error:
@@ -203,7 +203,8 @@ def _warn_of_strangers(address: str) -> None:
     host, _ = split_address(address)
     try:
         ip = ipaddress.ip_address(host)
-    except ValueError:  # A host name, which may resolve to any network.
+    except ValueError:
+        # It is a host name, which may resolve to an address of any network.
         return
     if ip.is_unspecified:
         reason = "all networks of this machine"

@@ -1,4 +1,4 @@
-"""This process's role in a job, and joining the job.
+"""Finds this process's role in a job, and joins the job.
 
 The role comes from a cluster resolver, from the arguments
 `coordinator_address`, `num_processes` and `process_id`, or from JAX.
@@ -77,7 +77,7 @@ def join(
       numbers: The coordinator's address, the number of processes, and this
         process's number; None for each that the user omitted.
       strategy: The name of the strategy; it must be the same in all processes.
-      timeout_s: The timeout for all processes to arrive, in seconds.
+      timeout_s: How long to wait for all processes to arrive, in seconds.
 
     Returns:
       The argument `resolver`, or the resolver for TF_CONFIG. If there is
@@ -108,13 +108,13 @@ def list_devices() -> tuple[jax.Device, ...]:
 
 
 def set_timeout(seconds: float | None) -> None:
-    """Sets the watchdog's timeout, if a watchdog runs and `seconds` is set."""
+    """Sets the watchdog's timeout if it runs and `seconds` is not None."""
     if watchdog.is_running() and seconds is not None:
         watchdog.start(seconds)
 
 
 def find_unjoined_job(environ: Mapping[str, str]) -> UnjoinedJob | None:
-    """Returns the multi-process job that a launcher's variables describe.
+    """Returns the multi-process job that environment variables describe.
 
     Returns None if a launcher's variables are not set, or describe only one
     process. The caller must check whether this process has joined a job.
@@ -160,7 +160,7 @@ def _check_one_way(resolver: object, numbers: dict[str, Any]) -> None:
 def _resolve(
     resolver: tasks.AnyResolver | None, numbers: dict[str, Any]
 ) -> tuple[tasks.AnyResolver | None, spec.TaskInfo | None]:
-    """Returns the resolver and this process's role, each None if unknown.
+    """Returns the cluster resolver and this process's role; None if unknown.
 
     Without arguments, TF_CONFIG is used if it is set.
     """
@@ -202,7 +202,7 @@ def _warn_if_alone() -> None:
 
 
 def _make_job_resolver() -> simple_resolver.SimpleClusterResolver:
-    """Makes a resolver that returns this process's task, as JAX numbers it."""
+    """Makes a resolver whose `task_id` is this process's index in JAX."""
     is_alone = jax.process_count() == 1
     return simple_resolver.SimpleClusterResolver(
         spec.ClusterSpec({}),

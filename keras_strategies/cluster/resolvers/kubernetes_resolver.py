@@ -183,7 +183,7 @@ class KubernetesClusterResolver(ClusterResolver):
         return read_pod_of_job(self._environ_now, self._port)
 
     def _list_addresses(self, selector: str) -> list[str]:
-        """Returns the addresses of a selector's pods, ordered by pod name."""
+        """Returns the addresses of matching pods, sorted by pod name."""
         pods = self._client.list_pod_for_all_namespaces(
             label_selector=selector
         ).items
@@ -209,7 +209,7 @@ def has_job_variables(environ: Mapping[str, str]) -> bool:
 
 
 def read_pod_of_job(environ: Mapping[str, str], port: int) -> PodOfJob:
-    """Reads a pod's index, Job size and coordinator from the environment.
+    """Reads the pod's index, its Job's size and the coordinator's address.
 
     Args:
       environ: The environment variables.

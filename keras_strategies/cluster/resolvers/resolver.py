@@ -9,14 +9,14 @@ from keras_strategies.cluster.spec import ClusterSpec
 
 
 class ClusterResolver(abc.ABC):
-    """A source of a cluster's tasks, and of this process's task among them.
+    """Base class of cluster resolvers, which describe a cluster's tasks.
 
-    This is the base class of all resolvers, including user-defined ones. A
-    subclass defines `cluster_spec`, and either sets `task_type` and `task_id`
-    or overrides these properties. Most resolvers only read environment
-    variables that describe the cluster: they start no devices and open no
-    connections. The exceptions are `KubernetesClusterResolver`, which may query
-    Kubernetes, and `TPUClusterResolver`, which can connect a TPU's hosts.
+    User-defined resolvers inherit from it, too. A subclass defines
+    `cluster_spec`, and either sets `task_type` and `task_id` or overrides these
+    properties. Most resolvers only read environment variables that describe the
+    cluster: they start no devices and open no connections. The exceptions are
+    `KubernetesClusterResolver`, which may query Kubernetes, and
+    `TPUClusterResolver`, which can connect a TPU's hosts.
 
     Differs from tf: `num_accelerators` does not count accelerators, except in
     `TPUClusterResolver`, because counting would start JAX's devices. It has no
@@ -124,7 +124,7 @@ class ClusterResolver(abc.ABC):
 
     @property
     def environment(self) -> str | None:
-        """The environment in which the program runs; "" outside Google."""
+        """The environment in which the program runs; "" by default."""
         return ""
 
     @property
@@ -151,7 +151,7 @@ class ClusterResolver(abc.ABC):
 
     @property
     def rpc_layer(self) -> str | None:
-        """The protocol that `master` prepends. JAX does not use it."""
+        """The protocol that `master` prepends to addresses; not used by JAX."""
         if self._rpc_layer is None:
             return self._find_rpc_layer()
         return self._rpc_layer
@@ -186,5 +186,5 @@ class ClusterResolver(abc.ABC):
 
 
 def choose_environ(environ: Mapping[str, str] | None) -> Mapping[str, str]:
-    """Returns `environ`, or this process's variables if it is None."""
+    """Returns `environ`; if it is None, `os.environ`."""
     return os.environ if environ is None else environ

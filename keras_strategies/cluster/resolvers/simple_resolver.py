@@ -1,4 +1,4 @@
-"""A resolver for a cluster that the program describes."""
+"""A resolver for a cluster that the user's program describes."""
 
 from keras_strategies.cluster.checks import check_type
 from keras_strategies.cluster.resolvers.resolver import ClusterResolver
@@ -6,17 +6,17 @@ from keras_strategies.cluster.spec import ClusterSpec
 
 
 class SimpleClusterResolver(ClusterResolver):
-    """A resolver for a cluster that the program describes, as in TensorFlow.
+    """A resolver that returns the cluster passed to it, as in TensorFlow.
 
         spec = ClusterSpec({"worker": ["host0:2222", "host1:2222"]})
         resolver = SimpleClusterResolver(spec, task_type="worker", task_id=0)
 
     Args:
-      cluster_spec: All tasks.
+      cluster_spec: The addresses of the cluster's tasks.
       master: The address that `master()` returns if no task is passed.
       task_type: The job of this process.
       task_id: The index of this process in its job.
-      environment: The value of `environment`.
+      environment: The value of the property `environment`.
       num_accelerators: The result of `num_accelerators()`, such as
         `{"GPU": 4}`.
       rpc_layer: The protocol that `master()` prepends to addresses.
@@ -53,12 +53,12 @@ class SimpleClusterResolver(ClusterResolver):
         self._rpc_layer = rpc_layer
 
     def cluster_spec(self) -> ClusterSpec:
-        """Returns the argument `cluster_spec`."""
+        """Returns the argument `cluster_spec` of the constructor."""
         return self._cluster_spec
 
     @property
     def environment(self) -> str:
-        """The argument `environment`."""
+        """The argument `environment` of the constructor."""
         return self._environment
 
     def _find_address(

@@ -89,12 +89,12 @@ def place_tasks(
       environ: The variables of one task. SLURM_DISTRIBUTION is "block",
         "cyclic" or "plane". A suffix after a colon is ignored, because it
         concerns only sockets and cores.
-      hosts: The hosts in SLURM's order, and the number of tasks on each.
+      hosts: Pairs of a host and its number of tasks, in SLURM's order.
       rank: The rank of the task that has the variables in `environ`.
 
     Returns:
-      For each task, in the order of ranks, its host and its index among the
-      tasks on that host.
+      A pair for each task, in the order of ranks: its host, and its index
+      among the tasks on that host.
 
     Raises:
       RuntimeError: if the task's actual host and index, in SLURMD_NODENAME and
@@ -114,7 +114,7 @@ def place_tasks(
 
 
 def _split(hostlist: str) -> Iterator[list[str]]:
-    """Splits each comma-separated entry into plain text and bracketed parts.
+    """Splits the entries of a host list at commas and around brackets.
 
     For example, "n[1-2],m5" yields ["n", "[1-2]"] and ["m5"].
     """

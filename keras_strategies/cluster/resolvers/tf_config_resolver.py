@@ -33,7 +33,7 @@ class TFConfig:
     """The contents of TF_CONFIG.
 
     Attributes:
-      cluster: All tasks; empty if unset.
+      cluster: The addresses of the cluster's tasks; empty if unset.
       task_type: The job of this process; None if unset.
       task_id: The index of this process in its job; None if unset.
       rpc_layer: The protocol to prepend to addresses; None if unset.
@@ -72,7 +72,7 @@ class TFConfigClusterResolver(ClusterResolver):
         TF_CONFIG.
       rpc_layer: The protocol that `master()` prepends to addresses. None: the
         one in TF_CONFIG.
-      environment: The value of `environment`.
+      environment: The value of the property `environment`.
       environ: The environment variables; None for those of this process.
 
     References:
@@ -109,12 +109,12 @@ class TFConfigClusterResolver(ClusterResolver):
 
     @property
     def environment(self) -> str | None:
-        """The argument `environment`."""
+        """The argument `environment` of the constructor."""
         return self._environment
 
     @property
     def task_type(self) -> str | None:
-        """The job of this process: the one set, or the one in TF_CONFIG."""
+        """The job of this process: the value that was set, else TF_CONFIG's."""
         if self._task_type is None:
             return self._read().task_type
         return str(self._task_type)
@@ -125,7 +125,7 @@ class TFConfigClusterResolver(ClusterResolver):
 
     @property
     def task_id(self) -> int | None:
-        """The index of this process: the one set, or the one in TF_CONFIG."""
+        """The index of this process in its job, as set, else TF_CONFIG's."""
         if self._task_id is None:
             return self._read().task_id
         return parse_index(self._task_id, "`task_id`")
@@ -191,7 +191,7 @@ def parse_tf_config(text: str) -> TFConfig:
 
 
 def load_tf_config(text: str) -> dict[str, Any]:
-    """Parses the JSON object in TF_CONFIG. Returns `{}` if it is empty.
+    """Parses the value of TF_CONFIG to a dict; returns `{}` for an empty text.
 
     Args:
       text: A JSON object, or "".
@@ -212,7 +212,7 @@ def load_tf_config(text: str) -> dict[str, Any]:
 
 
 def read_string(config: dict[str, Any], name: str) -> str | None:
-    """Returns a string entry of TF_CONFIG, or None if it is missing.
+    """Returns the string under a key of TF_CONFIG, or None if it is missing.
 
     Raises:
       TypeError: if the entry is not a string.
@@ -228,8 +228,8 @@ def read_string(config: dict[str, Any], name: str) -> str | None:
 
 def has_one_task(spec: ClusterSpec) -> bool:
     """Returns whether a non-empty cluster has a single task."""
-    # As in TensorFlow, {"worker": {"1": ...}} counts as two tasks: task 0 is
-    # missing, but has an index.
+    # As in TensorFlow, {"worker": {"1": ...}} counts as two tasks, because the
+    # missing task 0 is counted, too.
     return len(spec.jobs) == 1 and len(spec.job_tasks(spec.jobs[0])) == 1
 
 
@@ -279,7 +279,7 @@ def _describe_json(value: object) -> str:
     """Describes a JSON value for an error message.
 
     Returns:
-      The type of an object or array; other values themselves, truncated.
+      The type, for an object or array; otherwise the value, truncated.
     """
     if isinstance(value, dict):
         return "an object"

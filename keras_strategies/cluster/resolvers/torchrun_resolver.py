@@ -112,5 +112,5 @@ class TorchrunClusterResolver(ClusterResolver):
         port = read_port(self._environ_now, _PORT, _SETTER)
         if self._environ_now.get(_AGENT_LISTENS) != "True":
             return port
-        # 65535 is the last port, so the previous one is used instead.
+        # 65535 is the highest port, so the port before it is used instead.
         return port + 1 if port < 65535 else port - 1

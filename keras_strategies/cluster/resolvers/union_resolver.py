@@ -109,7 +109,7 @@ class UnionResolver(ClusterResolver):
 
     @property
     def num_processes(self) -> int | None:
-        """The first `num_processes` of a resolver that is not None, or None."""
+        """The first `num_processes` that is not None, among all resolvers."""
         for resolver in self._resolvers:
             if resolver.num_processes is not None:
                 return resolver.num_processes

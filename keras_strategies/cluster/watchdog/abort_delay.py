@@ -30,8 +30,8 @@ def is_aborting() -> bool:
 
     While a signal handler runs, its signal is blocked in the handler's thread.
     Linux shows this in `/proc`; on other systems the result is False. A thread
-    that also blocks other signals does not count, because it is not aborting
-    but accepts no signals in general.
+    that also blocks other signals does not count: it is not aborting, but
+    blocks signals in general.
     """
     for thread in _THREADS.glob("*/status"):
         try:
@@ -49,7 +49,7 @@ def is_aborting() -> bool:
 
 
 def install() -> bool:
-    """Makes aborts wait; returns whether the operating system supports it."""
+    """Delays later aborts by JAX; returns whether the system allows it."""
     if os.name != "posix":
         return False
     library = ctypes.CDLL(None)

@@ -1,7 +1,7 @@
 """Exit hooks, which report the end of this process to the other processes.
 
-They run on an uncaught exception (also in a thread that has trained), on
-`sys.exit`, at the end of the script, and before `jax.distributed.shutdown`.
+They run on an uncaught exception (also in a thread that ran compiled programs),
+on `sys.exit`, at the end of the script, and before `jax.distributed.shutdown`.
 """
 
 import atexit
@@ -27,7 +27,8 @@ from keras_strategies.cluster.watchdog import progress
 
 _MAX_TEXT = 2000
 _FLUSH_S = 1.0
-# XLA's errors are raised in JAX's files, or in the module that runs programs.
+# Errors of XLA are raised in the files of JAX, or in the module of this package
+# that runs compiled programs.
 _RAISING = (os.path.dirname(jax.__file__), progress.__file__)
 
 
@@ -134,7 +135,7 @@ class _Hooks:
     def _fail(
         self, error: BaseException, trace: types.TracebackType | None
     ) -> None:
-        """Reports an exception that ends this process to the others."""
+        """Tells the other processes of an exception that ends this process."""
         if not self._is_here() or _is_interactive():
             return
         if _is_suspect(error):
@@ -161,7 +162,7 @@ class _Hooks:
         previous(status)
 
     def on_shutdown(self, previous: Callable[..., object]) -> None:
-        """Waits for the others; replaces `jax.distributed.shutdown`."""
+        """Waits for other processes; replaces `jax.distributed.shutdown`."""
         self._leave()
         previous()
 
@@ -196,7 +197,7 @@ class _Hooks:
         except KeyboardInterrupt:
             end(watchdog.process, "KeyboardInterrupt", ExitCode.INTERRUPTED)
         if done.was_preempted and not done.was_preempted_in_main:
-            # Python ignores a SystemExit that is raised in any other thread
+            # Python ignores a SystemExit that is raised in any thread other
             # than the main thread, so the process must be ended here.
             sys.stdout.flush()
             sys.stderr.flush()
@@ -211,7 +212,7 @@ class _Hooks:
     def _is_here(self) -> bool:
         """Returns whether the watchdog runs in this process.
 
-        It does not run in a forked child, or after this process has left the
+        It does not run in a forked child, nor after this process has left the
         job.
         """
         return os.getpid() == self._process_id and not self._is_over
@@ -239,10 +240,10 @@ def _describe_error(
 
 
 def _is_suspect(error: BaseException | None) -> bool:
-    """Returns whether the end of another process may have caused an error.
+    """Returns whether an error may result from the end of another process.
 
-    This is possible if JAX or XLA raised the error, or an error that caused
-    it. Failed collectives have no specific error type.
+    This is possible if JAX or XLA raised the error itself, or an earlier error
+    that led to it. The error's type does not show whether a collective failed.
     """
     seen: set[int] = set()
     while error is not None and id(error) not in seen:

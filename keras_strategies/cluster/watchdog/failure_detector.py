@@ -31,12 +31,12 @@ _MAX_CHARACTERS = 1 << 16
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Heartbeat:
-    """A snapshot of what a process is doing.
+    """A message in which a process reports what it is doing.
 
     Attributes:
       number: The number of heartbeats that the process sent before this one.
-      programs: The number of programs that this process has started, counting
-        only programs that run over all processes.
+      programs: The number of compiled JAX programs that this process has
+        started, counting only those that run over all processes.
       waiting_s: The time since the start of the oldest program that is still
         running, in seconds; 0 if all programs have ended.
       starting_s: How long the process has been tracing, compiling or starting
@@ -83,7 +83,7 @@ class _Received:
 
 
 def make_death_cause(processes: Sequence[int], why: str) -> Cause:
-    """Returns a cause for the case that processes died or stopped.
+    """Returns a `Cause` which states that processes died or stopped.
 
     Args:
       processes: The numbers of the processes.
@@ -93,10 +93,10 @@ def make_death_cause(processes: Sequence[int], why: str) -> Cause:
 
 
 class FailureDetector:
-    """Decides from heartbeats which processes prevent a job from continuing.
+    """A detector that finds failed or stuck processes from their heartbeats.
 
     Args:
-      timeout_s: The maximum duration of a program, and of a wait for other
+      timeout_s: The maximum duration of a JAX program, and of a wait for other
         processes, in seconds.
       host: The number of the process that hosts the key-value store. It is
         never reported as silent, because without the store no heartbeats
@@ -128,7 +128,7 @@ class FailureDetector:
 
         Args:
           heartbeats: The heartbeats by process number.
-          now: The time when they were read, in seconds.
+          now: The time when the heartbeats were read, in seconds.
         """
         for process, heartbeat in heartbeats.items():
             known = self._received.get(process)
@@ -146,7 +146,7 @@ class FailureDetector:
                 self._received[process] = _Received(heartbeat, now, since)
 
     def all_live(self, since: float, now: float) -> bool:
-        """Returns whether all processes have sent a heartbeat after a time.
+        """Returns whether all processes sent a heartbeat after time `since`.
 
         The process that hosts the store is not checked. A heartbeat that
         arrives after the time `since` may have been sent before it. So the
@@ -186,7 +186,7 @@ class FailureDetector:
         return self._find_done() or self._find_stalled(now)
 
     def _find_done(self) -> Cause | None:
-        """Returns a cause if another process waits for one that has ended."""
+        """Returns a cause if a process waits for one whose script has ended."""
         done = [
             p for p, h in sorted(self._received.items()) if h.heartbeat.is_done
         ]
@@ -249,7 +249,7 @@ class FailureDetector:
     def _find_absent(
         self, heartbeats: dict[int, Heartbeat], now: float
     ) -> Cause | None:
-        """Returns a cause if an `Agreement` has been waited for too long."""
+        """Returns a cause if a process waits in an `Agreement` for too long."""
         waits = [
             p for p, heartbeat in heartbeats.items() if heartbeat.agreeing_s
         ]

@@ -1,7 +1,7 @@
 """The heartbeat thread, which exchanges messages with the other processes.
 
 It uses the key-value store of JAX's coordination service. If the process that
-hosts the service is stopped or dead, calls of the store may hang or fail. The
+hosts the service is stopped or dead, calls to the store may hang or fail. The
 watchdog detects this with `hung_s` and `failing_s`.
 """
 
@@ -24,7 +24,8 @@ from keras_strategies.cluster.watchdog.progress import ProgramRunner
 HOST = 0
 """The process in which JAX's coordination service runs."""
 
-# The keys in the store, which are part of the protocol between processes.
+# Parts of the keys in the key-value store. They must be the same in all
+# processes.
 _FOLDER = "keras_strategies/watchdog"
 _SENT = f"{_FOLDER}/sent/"
 _HEARTBEATS = f"{_FOLDER}/beats/"
@@ -74,7 +75,7 @@ class HeartbeatThread:
     Args:
       process: This process's number.
       num_processes: The number of processes.
-      runner: The runner of this process's programs.
+      runner: The `ProgramRunner` of this process.
       detector: The failure detector.
       clock: The clock, which another thread advances.
     """
@@ -146,7 +147,7 @@ class HeartbeatThread:
         self._suspects_since = self._clock.seconds
 
     def hung_s(self) -> float:
-        """Returns how long the current call of the store has been waiting.
+        """Returns how long the current call to the key-value store has lasted.
 
         The time is in seconds; 0 outside of a call.
         """
@@ -154,7 +155,7 @@ class HeartbeatThread:
         return 0.0 if since is None else self._clock.seconds - since
 
     def failing_s(self) -> float:
-        """Returns for how many seconds all calls of the store have failed."""
+        """Returns for how many seconds no call to the store has succeeded."""
         since = self._errors_since
         return 0.0 if since is None else self._clock.seconds - since
 
@@ -237,7 +238,7 @@ class HeartbeatThread:
 
 
 def _parse_heartbeats(received: list[tuple[str, str]]) -> dict[int, Heartbeat]:
-    """Parses heartbeats, by process number. Malformed ones are ignored."""
+    """Returns the heartbeats by process number, without malformed ones."""
     heartbeats = {}
     for key, text in received:
         name = key.rpartition("/")[2]

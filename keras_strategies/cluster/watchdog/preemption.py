@@ -22,8 +22,8 @@ _masks = threading.local()
 class PreemptionNotice:
     """A context manager that records SIGTERM instead of ending the process.
 
-    The code inside the context must check `came` regularly, save, and then
-    raise `exit_codes.Preempted`.
+    The code inside the context must check `came` regularly. When `came` is
+    true, it must save and then raise `exit_codes.Preempted`.
 
     In a job, `came` becomes true in all processes before the same program, and
     therefore between the same steps. If there are no other processes, the
@@ -33,8 +33,8 @@ class PreemptionNotice:
     the cleanup (in `finally` blocks and `atexit` functions).
 
     Args:
-      runner: The runner of this process's programs in a job; None if there
-        are no other processes.
+      runner: The `ProgramRunner` of this process in a job; None if there are
+        no other processes.
     """
 
     def __init__(self, runner: ProgramRunner | None) -> None:
@@ -75,7 +75,7 @@ class PreemptionNotice:
 
     @property
     def previous(self) -> Callable[..., object] | int:
-        """The handler for SIGTERM that this context has replaced."""
+        """The handler for SIGTERM that was installed before this context."""
         return self._previous or signal.SIG_DFL
 
     def _on_signal(self, number: int, frame: types.FrameType | None) -> None:

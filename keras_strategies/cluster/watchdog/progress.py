@@ -1,4 +1,4 @@
-"""ProgramRunner, which runs this process's programs and records progress.
+"""ProgramRunner, which runs compiled JAX programs and records progress.
 
 Only programs that run over all processes of the job are counted. All processes
 run these programs in the same order, so their counts can be compared: a
@@ -31,13 +31,13 @@ _OURS = str(PurePath(__file__).parents[2])
 # A file whose path contains one of these is not user code.
 _LIBRARIES = ("site-packages", "dist-packages", sysconfig.get_path("stdlib"))
 
-# The file in which JAX executes a program that it has just compiled.
+# The file of JAX that executes a program which has just been compiled.
 _EXECUTES = str(PurePath("jax", "_src", "interpreters", "pxla.py"))
-# The file and functions in which JAX traces programs.
+# The file and functions of JAX that trace programs.
 _PARTIAL_EVAL = str(PurePath("jax", "_src", "interpreters", "partial_eval.py"))
 _TRACES = ("trace_to_jaxpr",)
-# The file and functions in which JAX compares host values between processes,
-# such as the values passed to `device_put`.
+# The file and functions of JAX that compare host values between processes, such
+# as the values passed to `device_put`.
 _MULTIHOST = str(PurePath("jax", "experimental", "multihost_utils.py"))
 _COMPARES = (
     "assert_equal",
@@ -49,7 +49,7 @@ _COMPARED = "the comparison of a value by JAX (as in `assign`)"
 
 
 class ProgramRunner:
-    """Runs this process's programs and records their progress.
+    """A runner of this process's compiled JAX programs that records progress.
 
     Args:
       num_processes: The number of processes in the job.
@@ -85,8 +85,8 @@ class ProgramRunner:
         self._last: _InFlight | None = None
         self.was_preempted = self.was_preempted_in_main = False
         self.is_done = False
-        # The number of `PreemptionNotice` contexts that the program is in. The
-        # code in them saves, and then raises `Preempted` itself.
+        # The number of `PreemptionNotice` contexts that are open. The code in
+        # them saves first, and then raises `Preempted` itself.
         self.num_savers = 0
 
     def run(
@@ -95,7 +95,7 @@ class ProgramRunner:
         program: Callable[..., Any],
         args: tuple[Any, ...],
     ) -> Tree:
-        """Calls a program and records it, if all processes of the job run it.
+        """Runs a compiled program, and records it if all processes run it.
 
         Args:
           num_processes: The number of processes over which the program runs.
@@ -108,7 +108,7 @@ class ProgramRunner:
         Raises:
           Preempted: if one of the processes received SIGTERM. All processes
             raise it once, before the same program. It is not raised inside a
-            `PreemptionNotice` (`num_savers`), whose code saves first.
+            `PreemptionNotice`, because the code there must first save.
           RuntimeError: if another process is about to run a different program.
         """
         if num_processes != self._num_processes:
@@ -166,13 +166,13 @@ class ProgramRunner:
         )
 
     def _measure_comparing(self, now: float) -> float:
-        """Returns for how many seconds JAX has been comparing a host value.
+        """Returns for how many seconds JAX has compared a value over processes.
 
         When `device_put` places a value on the devices of several processes,
         JAX checks that the value is the same in all of them; `assign` of a
-        variable does this, too. JAX runs its own program for the check, which
-        does not go through this class. So the check is detected by looking at
-        the main thread's stack.
+        variable does this, too. For the check, JAX runs a program that does not
+        go through this class, so the check is detected by looking at the main
+        thread's stack.
         """
         frame = sys._current_frames().get(self._main or 0)
         if not _is_in(frame, _MULTIHOST, _COMPARES):
@@ -183,11 +183,11 @@ class ProgramRunner:
         return now - self._comparing_since
 
     def _measure_starting(self, now: float) -> tuple[float, float]:
-        """Returns how long a program has been starting, and executing.
+        """Returns how long a compiled program has been starting, or executing.
 
-        Both times are in seconds, and at least one of them is 0. Usually a
-        program executes after its call has returned. But on CPU with one device
-        in each process, it executes before the call returns.
+        The result is a pair of times in seconds, at least one of which is 0.
+        Usually a program executes after its call has returned. But on CPU with
+        one device in each process, it executes before the call returns.
         """
         starting = self._starting
         if starting is None:
@@ -225,7 +225,7 @@ class ProgramRunner:
 
 
 class _InFlight:
-    """A program that may still be executing, observed by one of its outputs."""
+    """A JAX program that may be executing, observed through an output."""
 
     def __init__(self, output: Array, since: float, *, keeps: bool) -> None:
         self.since = since
@@ -319,7 +319,7 @@ def is_user_code(file: str) -> bool:
 
 
 def _has_reached_sync_point(number: int) -> bool:
-    # Imported here, so that a program with only one process does not spend time
+    # Imported here, so that a script with only one process does not spend time
     # on it.
     from jax.experimental import multihost_utils
 

@@ -3,8 +3,8 @@
 The watchdog is a daemon thread. It makes no calls that may hang: it reads
 clocks, the launcher's pipe, and the messages that `HeartbeatThread` has
 received from the key-value store of JAX's coordination service. Only if the
-store does not answer, the watchdog tries to connect to the store's host, with a
-short timeout. When it ends this process, it prints the cause. If this process
+store does not answer does the watchdog try to connect to the store's host, with
+a short timeout. When it ends this process, it prints the cause. If this process
 itself fails or ends, `exit_hooks` reports that to the other processes.
 """
 
@@ -57,8 +57,8 @@ _GRACE_S = 0.4
 # connect to the store's host, and before it considers silent processes dead.
 _HUNG_S = 0.5
 _LOST_S = 1.5
-# Long enough for the other processes to receive the message about a failure
-# while JAX's service still runs.
+# The delay of `end_soon`: long enough for the other processes to receive the
+# message about a failure while JAX's service still runs.
 _SOON_S = 0.6
 # The time after which JAX's service is reported as the cause of an abort, if no
 # process's death explains the abort.
@@ -88,7 +88,7 @@ def start(timeout_s: float | None = None) -> ProgramRunner:
     reports its own end to the others.
 
     Args:
-      timeout_s: The maximum duration of a program, and of a wait for other
+      timeout_s: The maximum duration of a JAX program, and of a wait for other
         processes, in seconds. None: the value of the environment variable
         `KERAS_STRATEGIES_TIMEOUT_S`, or 600. A later call with a number
         replaces the timeout.
@@ -118,7 +118,7 @@ def is_running() -> bool:
 
 
 def get_runner() -> ProgramRunner | None:
-    """Returns this process's program runner, or None without a watchdog."""
+    """Returns this process's `ProgramRunner`; None without a watchdog."""
     return None if _watchdog is None else _watchdog.runner
 
 
@@ -126,7 +126,7 @@ class Watchdog:
     """The watchdog of this process, which `start` creates and starts.
 
     Args:
-      timeout_s: The maximum duration of a program, and of a wait for other
+      timeout_s: The maximum duration of a JAX program, and of a wait for other
         processes, in seconds.
       pipe: The pipe from the launcher, if there is one.
     """
@@ -159,7 +159,7 @@ class Watchdog:
         self._thread.start()
 
     def stop(self) -> None:
-        """Ends both threads.
+        """Ends the watchdog's thread and the heartbeat thread.
 
         If this process later joins another job, `start` creates a new watchdog.
         """
@@ -170,7 +170,7 @@ class Watchdog:
         _watchdog = None
 
     def set_timeout(self, timeout_s: float) -> None:
-        """Replaces the timeout for programs and for waiting, in seconds."""
+        """Replaces the timeout for JAX programs and for waits, in seconds."""
         self._heartbeats.detector.timeout_s = timeout_s
 
     def explain(self) -> None:
@@ -262,7 +262,7 @@ class Watchdog:
     def _look(self) -> None:
         line = self._pipe.read() if self._pipe is not None else None
         if line is not None:
-            # There is no grace time here, because the launcher is about to end
+            # The end is not delayed here, because the launcher is about to end
             # the processes.
             self._note(Cause(text=line))
             self._cause_at = -math.inf
@@ -277,10 +277,10 @@ class Watchdog:
             self._cause, self._cause_at = cause, self._clock.seconds
 
     def _find_lost(self) -> Cause | None:
-        """Finds dead processes by how JAX's coordination service behaves.
+        """Finds dead processes from the behavior of JAX's coordination service.
 
         When the service considers a process dead, JAX aborts the others.
-        `abort_delay` delays these aborts. During the delay, calls of the
+        `abort_delay` delays these aborts. During the delay, calls to the
         key-value store do not return, and this function finds the cause.
 
         Returns:

@@ -26,12 +26,14 @@ from keras_strategies.data.options import AutoShardPolicy
 from keras_strategies.data.own_rows import ProcessRows, stack_rows
 from keras_strategies.data.source import Cut, Part, take
 
-# Number of batches of a `MapDataset` that are read ahead of time, concurrently.
+# Number of batches of a `MapDataset` that are read concurrently in advance.
 _NUM_THREADS = 4
-# Number of positions for which the iterator's state is stored, to resume there.
+# Number of positions at which the iterator's state is stored, so that reading
+# can resume from them.
 _NUM_STATES = 64
 # In grain, `repeat()` makes a dataset of `sys.maxsize` elements, and a later
-# `batch` divides this number. A dataset at least this long is infinite.
+# `batch` divides this number. So a dataset with at least `_ENDLESS` elements
+# counts as infinite.
 _ENDLESS = 2**40
 
 
@@ -193,7 +195,7 @@ class _IteratedBatches:
             getattr(iterator, "close", lambda: None)()
 
     def _open_at(self, start: int) -> tuple[Any, int, list[Tree]]:
-        """Opens an iterator at the latest stored position up to `start`.
+        """Opens an iterator at the last stored position up to `start`.
 
         Returns:
           The iterator, its position, and the batches already read from it.
@@ -233,7 +235,7 @@ def _is_divided(
     if not _is_a(dataset, "DataLoader"):
         return False
     try:
-        # tests/contract/test_data_contract.py
+        # tests/contract/test_data_contract.py checks that it exists.
         options = dataset._shard_options
     except AttributeError:
         raise RuntimeError(
@@ -325,8 +327,8 @@ def _count_rows(batch: Tree) -> int:
 
 def _to_arrays(batch: Tree) -> Tree:
     """Converts a batch to arrays, and a top-level list to a tuple for `fit`."""
-    # Subclasses of arrays are not converted: those of grain keep the shared
-    # memory alive that contains their values.
+    # Subclasses of `np.ndarray` are not converted: grain's subclass keeps alive
+    # the shared memory that contains its values.
     batch = jax.tree.map(
         lambda leaf: leaf if isinstance(leaf, np.ndarray) else np.asarray(leaf),
         batch,
@@ -337,7 +339,7 @@ def _to_arrays(batch: Tree) -> Tree:
 def _read_in_threads(
     read: Callable[[int], Part], indices: Iterable[int]
 ) -> Iterator[Part]:
-    """Reads several batches concurrently; yields them in order."""
+    """Reads several batches concurrently; yields them in order of `indices`."""
     pool = concurrent.futures.ThreadPoolExecutor(
         _NUM_THREADS, thread_name_prefix="keras-strategies-grain"
     )

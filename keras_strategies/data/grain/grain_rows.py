@@ -68,7 +68,7 @@ def find_stacked_rows(dataset: Dataset) -> Stacked | None:
 
 
 def compute_checksum(dataset: Dataset) -> int:
-    """Computes a checksum of the transformations' names, lengths and seeds."""
+    """Computes a checksum of transformations: names, lengths and seeds."""
     facts = [
         (type(inner).__name__, len(inner), getattr(inner, "_seed", None))
         for inner in iterate_pipeline(dataset)
@@ -110,13 +110,13 @@ def _copy_for_many(dataset: Dataset) -> Dataset | None:
 
 
 def _is_grain_source(source: object) -> bool:
-    """Returns whether a source is part of grain and can read many rows."""
+    """Returns whether a source comes with grain and can read many rows."""
     module = type(source).__module__
     return module.startswith("grain.") and hasattr(source, "_getitems")
 
 
 def _reads_many(kind: type) -> bool:
-    """Returns whether a grain class overrides the method to read many rows."""
+    """Returns whether a class overrides grain's method that reads many rows."""
     from grain import MapDataset
 
     rows = getattr(MapDataset, "_getitems", None)

@@ -31,7 +31,7 @@ class ArrayRows:
 
     Args:
       data: The description of all files.
-      paths: The files to read, in order.
+      paths: The files, in the order in which they are read.
       counts: The number of rows in each file.
     """
 
@@ -50,11 +50,11 @@ class ArrayRows:
         return iter(range(skip, int(self._ends[-1])))
 
     def label(self, item: int) -> str:
-        """Returns a text to be hashed, which identifies the item and files."""
+        """Returns text that identifies an item and its files, for checksums."""
         return f"{self._names} {item}"
 
     def read(self, items: Sequence[int]) -> Tree:
-        """Reads the rows at the given items into new arrays (rows, ...)."""
+        """Reads the given items into new arrays of shape (rows, ...)."""
         positions = np.asarray(items)
         numbers = np.searchsorted(self._ends, positions, side="right") - 1
         nest, leaves = None, []
@@ -91,8 +91,8 @@ class RecordRows:
 
     Args:
       data: The description of all files.
-      paths: The files to read, in order.
-      counts: The number of rows in each file for which it is known.
+      paths: The files, in the order in which they are read.
+      counts: The number of rows in each file whose number of rows is known.
     """
 
     def __init__(
@@ -122,11 +122,11 @@ class RecordRows:
                 )
 
     def label(self, item: _Record) -> str:
-        """Returns a text to be hashed, which identifies the item and file."""
+        """Returns text that identifies an item and its file, for checksums."""
         return f"{os.path.basename(item.path)} {item.index}"
 
     def read(self, items: Sequence[_Record]) -> Tree:
-        """Parses records and stacks them into arrays (rows, ...)."""
+        """Parses records and stacks them into arrays of shape (rows, ...)."""
         path, index = items[0].path, items[0].index
         where = f", from {path}, starting with record {index}"
         rows = [self._parse(item) for item in items]
@@ -147,7 +147,7 @@ def iterate_batches(
     window: int,
     key: tuple[int, ...],
 ) -> Iterator[list[Any]]:
-    """Yields the list of items of each batch.
+    """Yields one list of items for each batch.
 
     Args:
       rows: The rows.

@@ -105,7 +105,7 @@ class FilesSource(Source):
     def assigned_files(
         self, process_index: int, epoch: int = 0
     ) -> tuple[str, ...]:
-        """Returns the files that a process reads in an epoch, in order.
+        """Returns the files that a process reads in an epoch, in reading order.
 
         Args:
           process_index: Index of the process.

@@ -73,7 +73,7 @@ class FunctionSource(Source):
 
     Args:
       dataset_fn: The function that creates a dataset.
-      mesh: The replicas.
+      mesh: The mesh of the replicas.
       is_per_replica: Whether `dataset_fn` is called once for each replica.
       prepare: A function that is applied to each dataset; its result is the
         dataset that is read.
@@ -139,7 +139,8 @@ class FunctionSource(Source):
         if len(iterators) == 1:
             iterators *= count
         while True:
-            # Copies, because a dataset may reuse its arrays for the next batch.
+            # Makes copies, because a dataset may reuse its arrays for the next
+            # batch.
             parts = [
                 jax.tree.map(host_arrays.copy_if_mutable, next(batches, None))
                 for batches in iterators

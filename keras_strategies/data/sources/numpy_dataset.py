@@ -72,12 +72,12 @@ class NumpyDataset:
         return NumpyDataset(self.arrays, batch_size, drop_remainder)
 
     def __len__(self) -> int:
-        """Returns the number of batches, or of rows if it yields rows."""
+        """Returns the number of batches, or of rows if `batch_size` is None."""
         whole, rest = divmod(self._rows, self.batch_size or 1)
         return whole + (rest > 0 and not self._drop_remainder)
 
     def __iter__(self) -> Iterator[Tree]:
-        """Yields batches, or single rows without a batch size."""
+        """Yields batches, or single rows if `batch_size` is None."""
         size = self.batch_size
         for index in range(len(self)):
             part = index

@@ -27,9 +27,10 @@ class TorchSource(LoadedSource):
 
     From a map-style dataset a process reads only its own rows, with the
     loader's settings (workers, timeout, ...). All processes use the same seed
-    for the samplers. Every process reads entire batches from an
-    `IterableDataset` or a subclass of `DataLoader`, or if `batch_size` is None
-    or the `collate_fn` is custom (it may pad a batch, or mix or drop its rows).
+    for the samplers. Every process reads entire batches if the data is an
+    `IterableDataset` or of a subclass of `DataLoader`, if `batch_size` is
+    None, or if `collate_fn` is custom (it may pad a batch, or mix or drop its
+    rows).
 
     torch's global generator is seeded for each batch, then restored. The user
     must seed other generators, also in the worker processes of a resumed run.
@@ -206,7 +207,7 @@ class _IndexedBatches:
 def _plan_reads(
     batches: Iterator[Any], cut: Cut
 ) -> Iterator[tuple[Any, int, int, int]]:
-    """Yields per batch: keys to read, number of own and all rows, checksum."""
+    """Yields (keys to read, num_own_rows, num_rows, checksum) per batch."""
     is_first = True
     for keys in batches:
         begin, end = cut(len(keys))
@@ -343,7 +344,7 @@ def _seed_each(
     first: int = 0,
     generators: Iterable[Any] = (),
 ) -> Iterator[Any]:
-    """Yields items; seeds the generators by each item's position."""
+    """Yields items; seeds the generators for each item from its position."""
     used = [sys.modules["torch"].default_generator, *generators]
     items, end = None, object()
     for place in itertools.count(first):
@@ -364,7 +365,7 @@ def _seed_each(
 
 
 def _read_rows(arrays: Tree, keys: Iterator[Any]) -> Iterator[Tree]:
-    """Yields the batches that collating single rows would also yield."""
+    """Yields the batches that collating would yield, by indexing arrays."""
     for wanted in keys:
         is_range = isinstance(wanted, range)
         rows = slice(wanted.start, wanted.stop) if is_range else list(wanted)
@@ -392,7 +393,7 @@ def _to_array(leaf: Array) -> Tree:
         )
     leaf = leaf.detach().cpu()
     name = str(leaf.dtype).removeprefix("torch.")
-    # numpy has no bfloat16 and float8: they need a view with ml_dtypes' type.
+    # numpy has no bfloat16 or float8, so ml_dtypes' types are used for these.
     if not leaf.is_floating_point() or not hasattr(ml_dtypes, name):
         return leaf.numpy()
     same_size = {1: torch.uint8, 2: torch.int16}[leaf.element_size()]

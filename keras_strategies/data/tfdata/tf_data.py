@@ -66,7 +66,7 @@ class TfDataSource(Source):
     * AUTO: FILE if there are enough files, and if it is certain that all
       processes together read every row that a single process would read,
       exactly once. Otherwise DATA, with a warning if the dataset reads files.
-      This is not certain if an operation counts or pairs rows across files:
+      So DATA is used if an operation counts or pairs rows across files:
       `take`, `skip`, `zip` (its rows match only if all files have the same
       length), `drop_remainder=True` unless the rows repeat forever (each
       process would drop its own remainder), `batch` on batches, `filter` on
@@ -287,7 +287,7 @@ def _let_go(
         return
     try:
         threading.Thread(target=held.clear).start()
-    except RuntimeError:  # Raised early at exit by Python 3.12 and later.
+    except RuntimeError:  # Raised while Python (3.12 and later) exits.
         held.clear()
 
 
@@ -324,7 +324,7 @@ def _check_elements(element_spec: Tree) -> None:
         if spec.dtype in (tf.string, tf.resource, tf.variant):
             raise TypeError(
                 "The arrays of a batch must hold numbers or booleans. "
-                f"Received: {spec}. Convert its values to numbers in the "
+                f"Received: {spec}. Convert the values to numbers in the "
                 "dataset."
             )
         if spec.shape.rank == 0:

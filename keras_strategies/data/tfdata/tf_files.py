@@ -76,7 +76,8 @@ def split_by_files(
         why = _find_doubt(graph, set()) or "not all of its rows come from files"
         return FileSplit(obstacle=why)
     graph_of_part = write_graph(part)
-    assert graph_of_part is not None  # The dataset has one, too.
+    # `dataset` could be converted to a graph, so `part` can be, too.
+    assert graph_of_part is not None
     shards = find_file_shards(graph_of_part)
     top = Scope(graph_of_part.node)
     names = {shard.name for shard in shards}
@@ -169,7 +170,7 @@ def _find_batch_doubt(top: Scope, node: Node) -> str | None:
 
 
 def _find_shuffle_doubt(graph: Graph) -> str | None:
-    """Returns why rows may be lost if TensorFlow moves a shuffle, or None.
+    """Returns why rows may be lost if a shard precedes a shuffle, or None.
 
     When TensorFlow splits a dataset, it inserts its shard before a shuffle of
     file names.
@@ -186,7 +187,7 @@ def _find_shuffle_doubt(graph: Graph) -> str | None:
 
 
 def _count_elements(dataset: Dataset, limit: int) -> int:
-    """Counts a dataset's elements, up to `limit` if it must iterate."""
+    """Counts a dataset's elements; may stop at `limit` if there are more."""
     tf = tensorflow()
     count = int(dataset.cardinality())
     if count == tf.data.UNKNOWN_CARDINALITY:

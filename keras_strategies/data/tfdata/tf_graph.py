@@ -1,4 +1,4 @@
-"""Converting tf.data datasets to graphs, editing these, and converting back.
+"""Converting tf.data datasets to graphs, editing graphs, and converting back.
 
 The ops that convert a dataset to a graph and back are public; tf_nodes.py
 lists the names of the nodes in such graphs.
@@ -21,7 +21,7 @@ _MAX_BYTES = 1 << 31
 
 
 def tensorflow() -> ModuleType:
-    """Returns TensorFlow, which the code that made a dataset has imported."""
+    """Returns the TensorFlow module, which the user's code has imported."""
     return sys.modules["tensorflow"]
 
 
@@ -37,7 +37,7 @@ def write_graph(dataset: Dataset) -> Graph | None:
     try:
         written = tf.raw_ops.DatasetToGraphV2(
             input_dataset=tf.data.experimental.to_variant(dataset),
-            # 1 ignores external state, which stays valid in this process.
+            # 1 means: ignore external state, which stays valid in this process.
             external_state_policy=1,
             strip_device_assignment=True,
         )
@@ -106,7 +106,7 @@ def build_part(graph: Graph, node: Node) -> Dataset:
 
 
 def kind_of(node: Node) -> str:
-    """Returns a node's operation without its version: "BatchDataset"."""
+    """Returns a node's operation without version, such as "BatchDataset"."""
     return re.sub(r"V\d+$", "", node.op)
 
 
@@ -155,7 +155,10 @@ class Scope:
         ]
 
     def value(self, node: Node, index: int) -> np.ndarray | None:
-        """Returns an input's value if it is a numeric or string constant."""
+        """Returns an input's value if it is a numeric or string constant.
+
+        Returns None for other inputs.
+        """
         source = self.source(node, index)
         if source is None or source.op != "Const":
             return None
@@ -185,7 +188,7 @@ class Scope:
 
 
 def list_scopes(graph: Graph) -> list[Scope]:
-    """Returns the scope of the graph, then those of each called function.
+    """Lists the scope of the graph, then those of all called functions.
 
     The order does not depend on the functions' names, since these contain
     counters that depend on what the process did before.

@@ -86,7 +86,7 @@ _RANDOM_OP = re.compile(
     "(Random|Stateful|TruncatedNormal|Parameterized|Multinomial|SampleDist"
     "|PyFunc|EagerPyFunc)(?!.*Dataset)"
 )
-# The indices of inputs of other operations, by name.
+# The index of each named input, for operations that do not shuffle.
 INPUTS = {
     "RepeatDataset": {"count": 1},
     "ShardDataset": {"num_shards": 1, "index": 2},
@@ -235,7 +235,7 @@ def repeats_forever(top: Scope, node: Node) -> bool:
 
 
 def drops_remainder(top: Scope, node: Node) -> bool:
-    """Returns whether a node of BATCHES drops a last, smaller batch."""
+    """Returns whether a node that batches rows drops a smaller last batch."""
     # `drop_remainder` is the last input of each of these operations, apart from
     # control inputs.
     drops: np.ndarray | None = top.value(node, len(node.input) - 1)

@@ -54,7 +54,7 @@ class EpochDatasets:
     Args:
       dataset: The dataset.
       graph: The graph of `dataset`. This object edits it.
-      seed: Any number. Processes with the same number have the same orders.
+      seed: Any number. Processes with the same number shuffle equally.
       num_processes: Number of processes, for `SHARD_HINT`.
       process_index: Index of this process among them.
       is_whole: Whether every process reads all rows, and therefore must read
@@ -82,7 +82,7 @@ class EpochDatasets:
         self._dataset = dataset
         self.seeds = read_seeds(graph)
         if seeds and len(seeds) == len(self.seeds):
-            # Otherwise the seeds belong to another dataset.
+            # If the lengths differ, the seeds belong to another dataset.
             self.seeds = seeds
         self._seed = seed % 2**64
         self._num_processes = num_processes
@@ -123,7 +123,8 @@ class EpochDatasets:
         parts = list(graph.node)
         is_shared = self._is_whole and self._num_processes > 1
         if not is_shared and self._copy is None:
-            # The order must be the same in all processes only before a shard.
+            # Only operations before a shard must have the same order in all
+            # processes.
             parts = [
                 part
                 for shard in find_file_shards(graph)

@@ -65,7 +65,7 @@ def check_trains(config: Any, num_processes: int) -> None:
 
     Args:
       config: The RunConfig.
-      num_processes: The number of processes that the strategy spans.
+      num_processes: The number of processes that the training strategy spans.
     """
     if config.task_type in (SERVER, EVALUATOR):
         raise ValueError(

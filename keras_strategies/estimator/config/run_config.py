@@ -20,7 +20,7 @@ DEFAULT_SAVE_SECONDS = 600
 
 
 class _Default(enum.Enum):
-    """A marker for an argument that was not given."""
+    """The default value of arguments, to tell "not given" from None."""
 
     NOT_GIVEN = enum.auto()
 
@@ -63,8 +63,8 @@ class RunConfig:
         "model_dir", the Estimator's `model_dir`, or a temporary folder.
       tf_random_seed: Seed for initial weights, dropout and shuffling; None for
         different random numbers in each run.
-      save_summary_steps: Number of training steps between scalars in the event
-        files; 0 or None to write none.
+      save_summary_steps: Number of training steps between two writes of scalars
+        to the event files; 0 or None to write none.
       save_checkpoints_steps: Number of training steps between checkpoints.
       save_checkpoints_secs: Number of seconds between checkpoints. It defaults
         to 600 if `save_checkpoints_steps` is not given either. If None or 0 is
@@ -222,7 +222,7 @@ class RunConfig:
 
     @property
     def global_id_in_cluster(self) -> int | None:
-        """This process's index: chief first, then workers, then servers."""
+        """This process's index in the cluster; None for an evaluator."""
         return self._cluster.global_id_in_cluster
 
     @property
@@ -271,7 +271,7 @@ _FIELDS = tuple(
 
 
 def _choose_save_rule(steps: object, secs: object) -> tuple[object, object]:
-    """Returns the steps and the seconds between saves; one or both are None.
+    """Returns the steps and seconds between checkpoints; at most one is set.
 
     Raises:
       ValueError: if both are given.
@@ -286,7 +286,7 @@ def _choose_save_rule(steps: object, secs: object) -> tuple[object, object]:
 
 
 def _switch_save_rule(changes: dict[str, Any]) -> dict[str, Any]:
-    """Returns the changes, with the save rule that they replace set to None.
+    """Returns changed fields; a new save interval clears the other one.
 
     Raises:
       ValueError: if both are given.

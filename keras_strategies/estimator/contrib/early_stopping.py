@@ -220,7 +220,7 @@ def stop_if_no_decrease_hook(
 def iter_values(
     results: Results, name: str, min_steps: int
 ) -> Iterator[tuple[int, float]]:
-    """Yields the global step and value of a result for each evaluation.
+    """Yields the global step and a result's value, for each evaluation.
 
     Args:
       results: Results by global step, in ascending order of the steps.
@@ -254,7 +254,7 @@ def is_beyond(values: Values, threshold: float, is_better: _Comparison) -> bool:
 
 
 def has_stalled(values: Values, max_steps: int, is_better: _Comparison) -> bool:
-    """Returns whether the values stopped improving for a number of steps.
+    """Returns whether the values have not improved for a number of steps.
 
     Args:
       values: The steps and values that `iter_values` yields.
@@ -324,7 +324,7 @@ def _make_hook(
     min_steps: int,
     every: tuple[float | None, int | None],
 ) -> keras.callbacks.Callback:
-    """Returns a hook that stops training when `rule` is true for a metric."""
+    """Returns a hook that stops training once `rule` holds for a metric."""
     what, cure = "the name of a result", "Pass a name, such as 'accuracy'."
     check_type("`metric_name`", name, str, what, cure)
     _check_integer("`min_steps`", min_steps)

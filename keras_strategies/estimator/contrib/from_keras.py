@@ -49,8 +49,8 @@ def model_to_estimator(
       model_dir: See `Estimator`.
       config: See `Estimator`.
       checkpoint_format: "saver" or "checkpoint"; has no effect.
-      metric_names_map: A dict from the name of an evaluation's result to the
-        new name to use for it.
+      metric_names_map: A dict from names of evaluation results to the names
+        to use instead.
       export_outputs: Must be None.
 
     Returns:

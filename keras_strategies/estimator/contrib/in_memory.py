@@ -87,7 +87,7 @@ class InMemoryEvaluatorHook(keras.callbacks.Callback):
         self._evaluate(train_callback.find_global_step(self.model))
 
     def on_train_batch_end(self, batch: int, logs: Logs | None = None) -> None:
-        """Evaluates if an evaluation is due."""
+        """Evaluates the current weights every `every_n_iter` steps."""
         step = train_callback.find_global_step(self.model)
         if step - self._evaluated >= self._every:
             self._evaluate(step)

@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from keras.src.trainers.data_adapters.data_adapter import DataAdapter
 
 _LOOPS = {"fit": "train", "evaluate": "test", "predict": "predict"}
-"""For each loop, the kind of its batches, which hooks have in their names."""
+"""For each method, the kind of its batches, which hooks have in their names."""
 
 _HOOKS = {
     "train": ("on_batch_end", "on_train_batch_end"),
@@ -33,12 +33,12 @@ _HOOKS = {
 
 
 class QuietCallbackList(keras.callbacks.CallbackList):
-    """A list of callbacks that calls batch-end hooks only where needed.
+    """A list of callbacks that calls batch-end hooks only if they are needed.
 
     Args:
-      callbacks: The callbacks, as given to the loop.
-      quiet: The kinds of batches for which no callback implements the hook of
-        a batch's end, not counting callbacks with `wants_batch`; see
+      callbacks: The callbacks, as passed to `fit`, `evaluate` or `predict`.
+      quiet: The kinds of batches for which no callback implements the
+        batch-end hook, not counting callbacks with `wants_batch`; see
         `find_quiet_kinds`.
       **options: Options of `keras.callbacks.CallbackList`.
     """
@@ -89,14 +89,14 @@ def make_quiet_list(
     model: keras.Model,
     feed: "DataAdapter",
 ) -> Callbacks:
-    """Makes a `QuietCallbackList` of a loop's callbacks, if it saves work.
+    """Puts callbacks into a `QuietCallbackList`, if any hooks can be skipped.
 
     Args:
       loop: `"fit"`, `"evaluate"` or `"predict"`.
-      arguments: The loop's arguments, by name. If `verbose` is not 0 there is
-        a progress bar, which is updated at the end of every batch.
+      arguments: The arguments of that method, by name. If `verbose` is not 0,
+        Keras shows a progress bar, which is updated at the end of every batch.
       model: The model.
-      feed: The data.
+      feed: The feed of the data.
 
     Returns:
       A `QuietCallbackList`, or the callbacks as given if no hooks can be
@@ -132,7 +132,7 @@ def find_quiet_kinds(
     Args:
       callbacks: The callbacks. Training hooks of callbacks with `wants_batch`
         are not counted.
-      verbose: The loop's `verbose`.
+      verbose: The argument `verbose` of `fit`, `evaluate` or `predict`.
 
     Returns:
       A subset of `"train"`, `"test"` and `"predict"`.
@@ -155,7 +155,7 @@ def _is_selective(callback: object) -> bool:
 
 
 def _is_listening(callback: keras.callbacks.Callback, kind: str) -> bool:
-    """Returns whether a callback implements the hook for a batch's end."""
+    """Returns whether a callback implements the batch-end hook."""
     if kind == "train" and _is_selective(callback):
         return False
     default = keras.callbacks.Callback

@@ -62,7 +62,7 @@ def set_states(callbacks: Iterable[Any], states: dict[str, State]) -> None:
 
 
 def has_swapped_averages(states: object) -> bool:
-    """Returns whether `SwapEMAWeights` had swapped weights and averages.
+    """Returns whether `SwapEMAWeights` had swapped the saved weights.
 
     Args:
       states: The states that `collect_states` returned, or that were read from
@@ -106,7 +106,7 @@ def resume_writing(
 
 
 def warn_of_unsaved(callbacks: Iterable[Any]) -> None:
-    """Warns about callbacks with only one of `get_state` and `set_state`."""
+    """Warns about callbacks that define only one of the state methods."""
     for callback in callbacks:
         missing = [
             n
@@ -147,7 +147,7 @@ def _read_state(callback: Any) -> State | None:
             callback.csv_file.flush()
         return {
             "size": os.path.getsize(callback.filename),
-            # The columns, which the first logged epoch determines.
+            # The columns of the file, determined by the first logged epoch.
             "keys": callback.keys,
         }
     for kind, names in _ATTRIBUTES:

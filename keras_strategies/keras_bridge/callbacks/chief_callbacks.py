@@ -1,4 +1,4 @@
-"""Callbacks on several processes: only the chief writes files.
+"""Callbacks in several processes: only the chief writes files.
 
 Keras's callbacks that write files (checkpoints, logs) run only on the chief.
 Otherwise all processes would write the same files. Callbacks that control
@@ -30,8 +30,8 @@ def select_callbacks(callbacks: Callbacks, mesh: ReplicaMesh) -> Callbacks:
     """Returns the callbacks that this process calls.
 
     Args:
-      callbacks: The loop's callbacks: a list, a single one, None, or a
-        `CallbackList`, which is returned unchanged.
+      callbacks: The callbacks that were passed to Keras: a list, a single one,
+        None, or a `CallbackList`, which is returned unchanged.
       mesh: The mesh of the replicas.
 
     Returns:
@@ -90,11 +90,11 @@ class _CollectiveBackup(keras.callbacks.BackupAndRestore):
         if len(set(received)) > 1:
             places = dict(zip(mesh.processes, received, strict=True))
             raise ValueError(
-                "All processes must find the same backup. Received: for each "
-                "process, whether the weights and the position exist in "
-                f"{self.backup_dir}: {places}. Put `backup_dir` on a disk that "
-                "all processes share, or delete it in all processes to start "
-                "again."
+                "All processes must find the same backup. Received: "
+                f"backup_dir={self.backup_dir!r}; whether it contains weights "
+                f"and a position, by process: {places}. Put `backup_dir` on a "
+                "disk that all processes share, or delete it in all processes "
+                "to start again."
             )
         super().on_train_begin(logs)
         # The chief must not write before the other processes have read.

@@ -1,7 +1,7 @@
 """The state of a running fit that a checkpoint callback saves and restores.
 
 The state includes counts of steps and epochs. The list of callbacks in
-`resumable_fit` calls `FitState` when steps and epochs begin and end.
+`resumable_fit` calls methods of `FitState` when steps and epochs begin and end.
 """
 
 from collections.abc import Callable, Iterable, Sequence
@@ -75,17 +75,17 @@ class FitState:
       variables: All variables of the model, its optimizers and metrics.
       functions: The model's step functions.
       feed: The training data.
-      call: The call of fit: `call[name]` is an argument, or None if it was not
-        given.
+      call: The call of `fit`: `call[name]` is the argument `name`, or None if
+        it was not given.
 
     Attributes:
       model: The model.
       mesh: The mesh of the replicas.
       variables: All variables of the model, its optimizers and metrics.
       epoch: The index of the current epoch or, between epochs, of the next.
-      step: Number of completed steps in that epoch.
-      steps_per_epoch: Number of steps of an epoch, or None if unknown.
-      num_steps: Number of steps since the beginning of the first fit.
+      step: The number of completed steps in that epoch.
+      steps_per_epoch: The number of steps in an epoch, or None if unknown.
+      num_steps: The number of steps since the beginning of the first fit.
       is_over: Whether the fit had nothing left to do when it began, because
         the saved fit had run all epochs or was stopped.
       was_stopped: Whether a callback had stopped the training of the saved
@@ -98,7 +98,7 @@ class FitState:
       logs: The logs of the last step or epoch.
       saved: The state to resume from, or None once it is restored.
       callbacks: The callbacks of fit, without the checkpoint callback.
-      settle: Waits for callbacks that run in other threads.
+      settle: A function that waits for callbacks that run in other threads.
     """
 
     def __init__(
@@ -163,7 +163,7 @@ class FitState:
     def _collect_positions(
         self, feed: Any, is_epoch_over: bool
     ) -> dict[str, Any] | None:
-        """Returns a feed's position.
+        """Returns a feed's position, in a dict.
 
         If the data are process-local, each process has a different position,
         and the result contains the positions of all processes.
@@ -247,7 +247,7 @@ class FitState:
 
     @property
     def first_epoch(self) -> int:
-        """The `initial_epoch` for fit; past the last if none are left."""
+        """The `initial_epoch` for fit; past the last epoch if none is left."""
         return max(self._epochs, self.epoch) if self.is_over else self.epoch
 
     @property
@@ -266,7 +266,8 @@ class FitState:
     def begin_training(self) -> None:
         """Restores the callbacks' states.
 
-        It is called after the callbacks' `on_train_begin`, which resets them.
+        This is called after the callbacks' `on_train_begin`, which resets the
+        states.
         """
         if self.saved is None:
             return
@@ -285,7 +286,7 @@ class FitState:
         return False
 
     def count(self, logs: Logs | None) -> bool:
-        """Counts steps since the last call; returns whether there were any."""
+        """Counts steps since the last count; returns whether any were run."""
         seen = self._functions.trained.steps
         new, self._seen = seen - self._seen, seen
         self.step += new
@@ -295,7 +296,7 @@ class FitState:
         return new > 0
 
     def end_epoch(self, logs: Logs | None) -> None:
-        """Counts an epoch that ended."""
+        """Advances the counts to the next epoch."""
         self.epoch += 1
         self.step = 0
         self.logs = logs
@@ -304,7 +305,7 @@ class FitState:
 def _describe_differences(
     had: dict[str, Any], have: dict[str, Any], *, is_other_kind: bool
 ) -> str | None:
-    """Describes sizes that are known for both fits and differ, or None."""
+    """Describes how two fits' data differ in size; None if they do not."""
     differing = ["another kind or order"] if is_other_kind else []
     differing += [
         f"{had[name]} {name}, now {count}"

@@ -1,10 +1,10 @@
 """Fits that a checkpoint callback saves and resumes.
 
-`fit` calls the `CheckpointCallback` among its callbacks before the loop begins,
+`fit` calls the `CheckpointCallback` among its callbacks before the first epoch,
 and after each step and epoch, when all other callbacks have been called. The
-loop is Keras's own. If an earlier fit has already computed some steps of the
-first epoch, the feed yields executions of zero steps in place of these steps.
-Callbacks are not called for executions of zero steps.
+epochs and steps are run by Keras. If an earlier fit has already computed some
+steps of the first epoch, the feed yields executions of zero steps in place of
+these steps. Callbacks are not called for executions of zero steps.
 """
 
 from typing import Any
@@ -30,15 +30,15 @@ class CheckpointCallback(keras.callbacks.Callback):
     """A callback that saves the state a fit needs to resume."""
 
     def begin(self, loop: FitState) -> None:
-        """Prepares for the loop, once the model is built. Collective.
+        """Prepares for the training, once the model is built. Collective.
 
         The callback may restore the state of another fit into the model and
-        into `loop`.
+        into `loop`, which is the state of this fit.
         """
         raise NotImplementedError
 
     def after_batch(self, loop: FitState) -> None:
-        """Saves if a save is due, after an execution's steps. Collective."""
+        """Saves if a save is due, at the end of an execution. Collective."""
         raise NotImplementedError
 
     def after_epoch(self, loop: FitState, logs: dict[str, Any]) -> None:
@@ -46,10 +46,10 @@ class CheckpointCallback(keras.callbacks.Callback):
         raise NotImplementedError
 
     def close(self, *, is_done: bool) -> None:
-        """Cleans up after the loop.
+        """Cleans up when `fit` ends.
 
         Args:
-          is_done: Whether the loop finished; False if an error ended it.
+          is_done: Whether the training finished; False if an error ended it.
         """
         raise NotImplementedError
 
@@ -70,7 +70,7 @@ class CheckpointingCallbackList(QuietCallbackList):
     """A list of callbacks that calls the checkpoint callback last.
 
     Args:
-      loop: The fit's state.
+      loop: The state of the fit.
       checkpointer: The checkpoint callback, one of `callbacks`.
       callbacks: The callbacks of fit.
       verbose: The `verbose` of fit.
@@ -107,7 +107,7 @@ class CheckpointingCallbackList(QuietCallbackList):
         loop.settle = self._flush_futures
 
     def _restore(self) -> None:
-        """Restores the values of variables that callbacks or Keras wrote."""
+        """Undoes changes that callbacks or Keras made to restored variables."""
         for variable, value in self._values:
             if variable.value is not value:
                 variable.assign(value)
@@ -169,7 +169,7 @@ class CheckpointingCallbackList(QuietCallbackList):
         self._checkpointer.after_epoch(self._loop, fetch_logs(logs) or {})
 
     def on_train_end(self, logs: Logs | None = None) -> None:
-        """Ends training; works even if the loop had nothing left to do."""
+        """Ends training; works even if no steps were left to run."""
         super().on_train_end(logs or self._loop.logs)
 
 
@@ -187,7 +187,7 @@ def run_resumable_fit(
       call: The `Call` of fit.
       feed: The training data.
       variables: All variables of the model, its optimizers and metrics.
-      functions: The model's step functions.
+      functions: The cache of the model's step functions.
 
     Returns:
       The history that fit returns.

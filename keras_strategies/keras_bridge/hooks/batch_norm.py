@@ -3,7 +3,7 @@
 Keras rejects `synchronized=True` on JAX. In a strategy's scope the constructor
 accepts it, and the layer computes its mean and variance over the rows of all
 replicas. This takes two passes, because the variance is computed from the
-differences to the global mean.
+differences from the global mean.
 
 References:
   - Peng et al., MegDet (2018), on synchronized BatchNormalization:
@@ -51,8 +51,8 @@ def accept_synchronized(
             self, "_moments", types.MethodType(compute_moments, self)
         )
 
-    # Keras reads the constructor's signature in two ways that must agree, but
-    # only one of them follows `__wrapped__`.
+    # Keras inspects the constructor's signature in two ways. Both must find the
+    # same signature, but only one of them follows `__wrapped__`.
     del init.__wrapped__  # type: ignore[attr-defined]
     return init
 
@@ -60,11 +60,14 @@ def accept_synchronized(
 def compute_moments(
     layer: keras.layers.BatchNormalization, inputs: Array, mask: Array | None
 ) -> tuple[Any, Any]:
-    """Returns the mean and variance of `inputs`, except over the layer's axis.
+    """Computes the mean and variance over all axes except the layer's axis.
 
     In a replica-mapped step and in `run`, they are computed over the rows of
     all replicas, and elsewhere over the rows of `inputs` only. Entries that the
     mask excludes are ignored, as in Keras.
+
+    Returns:
+      The mean and the variance, without the axes over which they are computed.
     """
     step = current_step()
     is_run = step is not None and step.facts.is_local
@@ -105,8 +108,9 @@ def _make_masked_mean(
     )
     count = ops.sum(ops.cast(kept, inputs.dtype), axes, keepdims=True)
     count = _average(step, count)
-    # Keras adds epsilon to the global batch's count. `count` is that count
-    # divided by the number of replicas, so epsilon is divided by it, too.
+    # On one device, Keras would add epsilon to the count of the global batch.
+    # `count` is that count divided by the number of replicas, so epsilon is
+    # divided by this number, too.
     num_replicas = 1 if step is None else step.num_replicas
     weight = count + keras.config.epsilon() / num_replicas
 
@@ -129,11 +133,12 @@ def call_layer(
     *args: Any,
     **kwargs: Any,
 ) -> Array:
-    """Calls the layer, and marks its output as normalized on one replica.
+    """Calls the layer, and marks its output as normalized.
 
-    The layer's statistics are per-replica by definition, although they mix the
-    replica's rows. Because of the marks, the later check of losses does not
-    report that the rows in the loss depend on each other.
+    The layer's statistics mix rows by definition: those of one replica or, with
+    `synchronized=True`, those of all replicas. Because of the marks, the later
+    check of losses does not report that the rows in the loss depend on each
+    other.
 
     Returns:
       The normalized rows, of the inputs' shape.

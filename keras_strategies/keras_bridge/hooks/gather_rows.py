@@ -15,7 +15,11 @@ from keras_strategies.keras_bridge.step_context import StepContext
 
 
 def has_rows(value: object, rows: int) -> bool:
-    """Returns whether an array's first dimension is a multiple of `rows`."""
+    """Returns whether an array may have the rows of a batch.
+
+    It may if its first dimension is a multiple of `rows`, the number of the
+    batch's rows on this replica. If `rows` is 0, the dimension must be 0.
+    """
     for size in tuple(getattr(value, "shape", ()))[:1]:
         return size % rows == 0 if rows else not size
     return False
@@ -36,10 +40,11 @@ def note_rows(step: StepContext, values: Tree, of: str) -> None:
 
 
 def gather_all_rows(step: StepContext, values: Tree) -> Tree:
-    """Gathers the rows of all replicas, also of the arrays' Keras masks.
+    """Gathers the rows of all replicas for the arrays of a nest.
 
-    In `run` the number of rows is unknown, so every array that is not a scalar
-    is gathered.
+    In a model's step, the Keras masks of the arrays are gathered, too. In `run`
+    the number of rows is unknown, so every array that is not a scalar is
+    gathered.
 
     Returns:
       The nest, in which arrays of shape (rows, ...) are replaced by arrays

@@ -70,7 +70,7 @@ def value_and_grad(
 def _differentiate(
     call: Callable[[], tuple[Array, Any]], variables: list[keras.Variable]
 ) -> tuple[Array, Any, list[Any]]:
-    """Returns a call's value, its auxiliary result and the gradients."""
+    """Returns the value of a call, its auxiliary result, and the gradients."""
     step = current_step()
     traced: list[tuple[InnerScope, list[bool]]] = []
 
@@ -128,7 +128,7 @@ def grad(
 ) -> Callable[..., Any]:
     """Makes a function that returns the gradients of `fn`.
 
-    It is like `value_and_grad`, but the function does not return the value.
+    It is like `value_and_grad`, but the value of `fn` is not returned.
 
     Args:
       fn: A function that returns a scalar, or with `has_aux` a pair of a

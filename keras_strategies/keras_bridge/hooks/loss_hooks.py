@@ -1,7 +1,7 @@
-"""Changes to losses while a step is traced: denominators over all rows.
+"""Patches of losses, so that their mean is the loss of the global batch.
 
 The denominators are chosen so that the mean of the replicas' losses is the loss
-of the global batch. The mean of the replicas' gradients then is the gradient of
+of the global batch. The mean of the replicas' gradients is then the gradient of
 that loss.
 """
 
@@ -36,7 +36,7 @@ def reduce_values(
     sample_weight: Array | None = None,
     reduction: str | None = "sum_over_batch_size",
 ) -> Array:
-    """Reduces per-row losses with a denominator over all replicas' rows.
+    """Reduces per-row losses so that the replicas' mean is the global loss.
 
     Returns:
       A scalar, or the unchanged values if `reduction` is None or "none".
@@ -77,7 +77,7 @@ def apply_mask(
     dtype: str,
     reduction: str | None,
 ) -> Array | None:
-    """Combines a mask and sample weights, as for the global batch.
+    """Combines a mask and sample weights as Keras does for a global batch.
 
     Keras multiplies the weights of the entries that the mask selects by the
     ratio of all entries to selected entries. Here this ratio is computed over
@@ -133,11 +133,12 @@ def call_loss(
 def compute_loss(
     step: StepContext, original: _Method, *args: Any, **kwargs: Any
 ) -> Array:
-    """Computes a loss, and marks a scalar loss or weights it by the rows.
+    """Computes a loss; a scalar is also marked, or weighted by its rows.
 
-    If all replicas have the same number of rows, the loss is marked, so that
-    the end of the trace can check it. Otherwise the loss is weighted by this
-    replica's number of rows. A loss that is part of another loss is unchanged.
+    If all replicas have the same number of rows, the loss is marked, so that it
+    can be checked at the end of the trace. Otherwise the loss is weighted by
+    this replica's number of rows. A loss that is part of another loss is not
+    changed.
 
     Args:
       step: The step that is being traced.
@@ -176,7 +177,7 @@ def _average(step: StepContext, value: Array) -> Array:
 
 
 def _unweight(step: StepContext, value: Array) -> Array:
-    """Divides a value by the weight by which it is multiplied later.
+    """Divides a value by this replica's weight, which later multiplies it.
 
     This is for values whose mean over the replicas is already the value for the
     global batch. The later weighting by rows must not change them.
@@ -188,8 +189,8 @@ def mark_loss(step: StepContext, value: Leaf) -> Leaf:
     """Marks a scalar as a loss of one replica's rows.
 
     Returns:
-      The value. It is marked if it is a scalar that was computed from this
-      replica's rows only, and otherwise unchanged.
+      The marked value, if it is a scalar that was computed from this replica's
+      rows only; otherwise the unchanged value.
     """
     is_per_replica = step.sees_replica_rows and not step.facts.is_local
     is_scalar = isinstance(value, jax.Array) and not value.ndim

@@ -73,7 +73,7 @@ def merge(variable: keras.Variable, rule: str) -> keras.Variable:
 
 @dataclasses.dataclass(kw_only=True)
 class Merge:
-    """Collects the changes of a step, so that one reduction sums all of them.
+    """The arrays that one reduction sums over the replicas at a step's end.
 
     Attributes:
       step: The step that is being traced.
@@ -196,7 +196,7 @@ def _plan_first(plan: Merge, value: Array) -> Callable[[list[Any]], Any]:
 
 
 def compute_mean_share(value: Array, step: StepContext) -> Array:
-    """Returns the part that this replica contributes to an average.
+    """Returns the summand that this replica contributes to an average.
 
     Returns:
       An array with the shape of `value`. The sum of these arrays over the
@@ -231,7 +231,7 @@ def cast_like(new: Array, old: Array) -> jax.Array:
 
 
 def apply_changes(group: Group, changes: dict[str, Any]) -> Group:
-    """Returns a copy of the group with the values that `find_changes` found."""
+    """Copies a group, replacing the values that `find_changes` returned."""
     group = list(group)
     for k, value in changes.items():
         group[int(k)] = value
@@ -239,7 +239,7 @@ def apply_changes(group: Group, changes: dict[str, Any]) -> Group:
 
 
 def find_changes(old: list[Any], new: Group) -> dict[str, Any]:
-    """Returns the new values of changed variables, by index in the group."""
+    """Returns a dict from indices of changed variables to their new values."""
     return {
         str(k): cast_like(n, o)
         for k, (o, n) in enumerate(zip(old, new, strict=True))

@@ -44,7 +44,8 @@ def update_state(
 ) -> object:
     """Updates a metric with this replica's rows or with all replicas' rows.
 
-    The rule that `metric_rules` chooses for the metric decides which rows.
+    Which of them depends on the rule that `metric_rules` chooses for the
+    metric.
     """
     if step.flags.in_metric:
         return original(metric, *args, **kwargs)
@@ -69,7 +70,7 @@ def update_state(
         step.notes.metric_rules[variable] = rule
     if rule == metric_rules.IN_TURN:
         return _update_in_turn(step, original, metric, args, kwargs)
-    # In `run` the flag is always set.
+    # In `run` the flag `sees_global_batch` is always set.
     is_gathered = step.flags.sees_global_batch and not step.facts.is_local
     if rule == metric_rules.SAME and not is_gathered:
         args, kwargs = gather_rows.gather_all_rows(step, (args, kwargs))
@@ -103,10 +104,11 @@ def _choose_rule(
     if rule == metric_rules.GLOBAL or known not in (None, rule):
         described = metric_rules.describe_metric(metric)
         step.demand_global_batch(
-            f"{described} is updated either with a value that has no rows and "
-            "may be a sum or a mean, or with different kinds of values in one "
-            "step, such as rows and a mean. Update it with one value per row, "
-            "or use `keras.metrics.Mean` for a mean over the rows"
+            f"{described} is updated either with a value that may be a sum or "
+            "a mean over the rows, or with different kinds of values in one "
+            "step, such as one value per row and then a mean. Update it with "
+            "one value per row, or use `keras.metrics.Mean` for a mean over "
+            "the rows"
         )
     return rule
 
@@ -138,7 +140,7 @@ def _update_in_turn(
 def reset_state(
     step: StepContext, original: Method, metric: keras.metrics.Metric
 ) -> object:
-    """Resets a metric; later changes are computed relative to the reset."""
+    """Resets a metric; later changes are counted from the new state."""
     result = original(metric)
     for variable in metric.variables:
         if variable in step.notes.before:
@@ -216,7 +218,7 @@ class Result:
 
 
 class _ResultScope(InnerScope):
-    """An inner scope that also records which variables are read."""
+    """A nested stateless scope that records which variables are read."""
 
     def __init__(self, mapping: Iterable[tuple[keras.Variable, Any]]) -> None:
         super().__init__(mapping)

@@ -53,6 +53,9 @@ def choose_update_rule(
       args: The positional arguments of the call.
       kwargs: The keyword arguments of the call.
       rows: Number of rows of a replica's batch.
+
+    Returns:
+      One of this module's rules: `SUM`, `MEAN`, `SAME` or `GLOBAL`.
     """
     arrays = _find_arrays((args, kwargs))
     if not arrays:
@@ -222,7 +225,7 @@ def _is_additive(
 def _try_out(
     metric: keras.metrics.Metric, args: Sequence[Any], kwargs: dict[str, Any]
 ) -> bool:
-    """Returns whether a metric is a sum over rows, by a test on toy data.
+    """Tests on random data whether a metric is a sum over rows.
 
     The metric is updated with the parts of a toy batch, and the changes are
     summed. It is a sum over rows if this gives the same state as an update with
@@ -234,7 +237,7 @@ def _try_out(
 
 
 def _run_in_thread(question: Callable[[], bool]) -> bool:
-    """Runs a predicate in a separate thread, in which nothing is being traced.
+    """Calls a predicate in a separate thread, in which nothing is being traced.
 
     Returns:
       The predicate's answer, or False if it raised an error.
@@ -248,7 +251,7 @@ def _run_in_thread(question: Callable[[], bool]) -> bool:
 def _adds_the_same(
     metric: keras.metrics.Metric, args: Sequence[Any], kwargs: dict[str, Any]
 ) -> bool:
-    """Returns whether a scalar update adds the same value to any state."""
+    """Returns whether a scalar update adds the same, whatever the state is."""
     random = np.random.default_rng(0)
     for toy in _TOYS:
 
@@ -274,10 +277,11 @@ def _adds_the_same(
 
 
 def _adds_up(metric: keras.metrics.Metric, like: Tree, rows: int) -> bool:
-    """Returns whether a metric is a sum over rows on all toy data that decide.
+    """Tests on ranges of random data whether a metric is a sum over rows.
 
-    Toy data do not decide if they do not change the metric, or if the metric
-    raises an error. At least one range of toy data must decide.
+    A range of toy data decides nothing if it does not change the metric, or if
+    the metric raises an error. The result is True if at least one range shows
+    that the metric is a sum, and no range shows that it is not.
     """
     answers: list[bool | None] = []
     error: Exception | None = None
@@ -294,7 +298,7 @@ def _adds_up(metric: keras.metrics.Metric, like: Tree, rows: int) -> bool:
 def _adds_up_on(
     toy: "_Toy", metric: keras.metrics.Metric, like: Tree, rows: int
 ) -> bool | None:
-    """Returns whether a metric is a sum over rows on one range of toy data.
+    """Tests on one range of random data whether a metric is a sum over rows.
 
     Returns None if the data do not decide this, because they do not change the
     metric.
@@ -347,7 +351,7 @@ def _compute_update(
 
 
 class _Toy(NamedTuple):
-    """A range of toy data. Some metrics change only in one of the ranges."""
+    """A range of random test data; some metrics change in one range only."""
 
     low: float
     high: float

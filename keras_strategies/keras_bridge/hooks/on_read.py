@@ -3,7 +3,8 @@
 A `keras.Variable` with `synchronization="on_read"` has one copy on each
 replica. In `run` each replica reads and writes its own copy. Outside of `run`
 the variable's value is the aggregate of the copies. All copies are stored as
-one array, an attribute of the variable, whose dimension 0 is the replicas.
+one array, which is an attribute of the variable. Its dimension 0 has one entry
+for each replica.
 """
 
 import dataclasses
@@ -144,7 +145,7 @@ def _check_home(
             "A variable with a copy on each replica can be used only by the "
             f"strategy that created it. Received: {variable.path!r}, whose "
             f"copies are on {array.shape[0]} devices, in `run` of a strategy "
-            f"with {mesh.num_replicas} replicas on different devices. Create "
+            f"with {mesh.num_replicas} replicas on other devices. Create "
             "the variable in the scope of this strategy."
         )
 

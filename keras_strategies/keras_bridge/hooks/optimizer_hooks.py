@@ -77,7 +77,7 @@ def stateless_apply(
     *args: Any,
     **kwargs: Any,
 ) -> tuple[Any, ...]:
-    """Reduces gradients over the replicas, then calls `stateless_apply`.
+    """Reduces gradients over the replicas, then calls Keras's method.
 
     Returns:
       The new weights and the new optimizer variables.
@@ -118,11 +118,11 @@ def _is_cut(
     optimizer: keras.optimizers.Optimizer,
     variables: Sequence[keras.Variable],
 ) -> bool:
-    """Returns whether the step's program is cut at this update.
+    """Returns whether an update is taken out of the mapped program.
 
-    An update of sharded variables is cut out of the mapped program where this
-    is possible. XLA then computes the update on global, sharded arrays (see
-    `marked_updates`).
+    Where possible, an update of sharded variables is taken out of the program
+    that is mapped over the replicas. XLA then computes the update on global,
+    sharded arrays (see `marked_updates`).
     """
     targets = [*variables, *optimizer.variables]
     if not shardings.any_sharded(targets, step.facts.mesh):
@@ -140,7 +140,7 @@ def _apply_in_cut(
     grads: Sequence[Array | None],
     variables: list[keras.Variable],
 ) -> None:
-    """Applies gradients in a step whose program is cut at this update."""
+    """Applies gradients; the update is taken out of the mapped program."""
     weights = IdentitySet(variables)
     slots = [v for v in optimizer.variables if v not in weights]
     targets = [*variables, *slots]
@@ -170,7 +170,10 @@ def _mark_update(
     values: list[Any],
     update: Callable[[list[Any], list[Any]], list[Any]],
 ) -> list[Any]:
-    """Computes the update in one jaxpr equation, at which the program is cut.
+    """Computes the update in a single jaxpr equation.
+
+    This equation is later taken out of the program that is mapped over the
+    replicas.
 
     Args:
       step: The step that is being traced.

@@ -1,4 +1,4 @@
-"""Random streams: a separate stream for each replica, and a common stream."""
+"""Random streams: one for each replica, and one that all replicas share."""
 
 from collections.abc import Callable, Sequence
 from typing import Any

@@ -3,8 +3,9 @@
 While a step is traced, and only in the tracing thread:
 - the outermost optimizer first reduces the gradients over the replicas
   (optimizer_hooks.py);
-- losses have denominators over the global batch, and losses whose value for one
-  row depends on other rows receive the rows of all replicas (loss_hooks.py);
+- losses use the denominators of the global batch, and losses whose value for
+  one row depends on other rows receive the rows of all replicas
+  (loss_hooks.py);
 - each metric is updated by the rule that is chosen for it (metric_hooks.py).
 
 The hooks wrap methods of classes rather than of instances, so that they affect
@@ -49,7 +50,7 @@ _OF_METRIC_LISTS = {"update_state": metric_hooks.update_compiled}
 
 
 def trace_hooks() -> contextlib.AbstractContextManager[None]:
-    """Installs the hooks for a block in which a step is traced."""
+    """Installs the hooks while the block, which traces a step, runs."""
     return _patches.hold()
 
 

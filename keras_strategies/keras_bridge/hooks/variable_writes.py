@@ -22,8 +22,9 @@ def is_user_defined(variable: keras.Variable) -> bool:
     """Returns whether a user created a variable or chose its aggregation.
 
     Creation is recorded only in a strategy's scope. For other variables the
-    path decides: if a layer, metric or optimizer created the variable, its path
-    begins with the name of that object, and so differs from its name.
+    path decides: if a layer, metric or optimizer created the variable, the path
+    begins with the name of that object, and so differs from the variable's
+    name.
     """
     if variable.aggregation != "none":
         return True

@@ -2,9 +2,9 @@
 
 A Keras layer stores the losses that its last call added. Outside of a stateless
 scope, the layer stores a list of these losses. Inside, the scope stores a list
-of the losses of all layers, and each layer stores the ids of its losses. The
-scopes in this module also store these ids, so that the ids do not outlive the
-scope, and threads do not clear each other's ids.
+of the losses of all layers, and each layer stores the ids of its losses. A
+scope of this module stores these ids itself, in place of the layers, so that
+the ids do not outlive the scope, and threads do not clear each other's ids.
 """
 
 import contextlib
@@ -74,20 +74,20 @@ class CollectingScope(keras.StatelessScope):
         super().add_update(update)
 
     def get_loss_ids(self, layer: keras.Layer) -> set[int]:
-        """Returns the set of ids of a layer's losses, which may be modified."""
+        """Returns the set (not a copy) of the ids of a layer's losses."""
         if layer not in self._ids:
             self._ids[layer] = set()
         return self._ids[layer]
 
     def outputs(self) -> list[Any]:
-        """Returns the losses, with None for each loss of another trace."""
+        """Returns the losses, with None in place of other traces' losses."""
         return [
             None if loss in self._inner or loss in self._outer else loss
             for loss in self.losses
         ]
 
     def hand_out(self, outputs: list[Any]) -> None:
-        """Passes the losses to the outer scope, after this scope was exited.
+        """Passes the losses to the outer scope, once this scope has exited.
 
         Args:
           outputs: The losses that the method `outputs` returned, as values of
@@ -175,11 +175,11 @@ def _make_chained_getter(original: Callable[..., Any]) -> Callable[..., Any]:
 
 
 class InnerScope(CollectingScope):
-    """A stateless scope that reads missing variables from the outer scope.
+    """A stateless scope that reads variables it lacks from the outer scope.
 
-    If a variable is not in the mapping of Keras's `StatelessScope`, the scope
-    reads the value of the variable itself, which becomes a constant of the
-    trace.
+    These are the variables that are not in its mapping. In Keras's
+    `StatelessScope`, they would be read as if outside of any scope, and so
+    their values would become constants of the trace.
 
     Args:
       mapping: Pairs of a variable and its value.
@@ -194,7 +194,7 @@ class InnerScope(CollectingScope):
 
 
 def chain_scopes() -> contextlib.AbstractContextManager[None]:
-    """Makes nested stateless scopes read from outer scopes, for a block.
+    """Makes nested stateless scopes read from outer ones while the block runs.
 
     In the block, a loss that a layer adds belongs to the scope in which it was
     added.

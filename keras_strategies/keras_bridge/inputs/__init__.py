@@ -1,1 +1,1 @@
-"""Inputs: turns the data passed to `fit` into executions on the devices."""
+"""The data passed to `fit`, turned into executions on the devices."""

@@ -1,4 +1,4 @@
-"""Makes data sources collectively; an error in one process is raised in all."""
+"""Data sources made collectively: an error in one process is raised in all."""
 
 import itertools
 from collections.abc import Callable
@@ -47,12 +47,12 @@ def build_on_all_processes(
 
     Args:
       mesh: The mesh of the replicas.
-      name: The call that needs the source, for error messages.
-      make: A function that makes the source from a number. All processes pass
-        the same number to it.
+      name: The function or method that needs the source, for error messages.
+      make: A function that makes the source from a seed, an integer that is
+        equal in all processes.
       facts: JSON values by name, such as the number of steps. They must be
         equal in all processes, and so must the results of `Source.facts`.
-      draws: Whether the number that is passed to `make` is random. Otherwise it
+      draws: Whether the seed that is passed to `make` is random. Otherwise it
         is 0.
 
     Raises:
@@ -91,8 +91,8 @@ def build_equal_replicas(
 
     Args:
       mesh: The mesh of the replicas.
-      name: The call that needs the nests, for error messages.
-      make: A function that makes the nests.
+      name: The function or method that needs the nests, for error messages.
+      make: A function that makes the nests of this process's replicas.
 
     Raises:
       ValueError: if the nests differ in shapes, dtypes or structure, within

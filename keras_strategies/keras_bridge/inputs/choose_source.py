@@ -54,7 +54,7 @@ from keras_strategies.keras_bridge.inputs.loop_data import LoopData
 def make_loop_source(
     mesh: ReplicaMesh, data: LoopData, *, name: str, facts: dict[str, Any]
 ) -> Source:
-    """Makes the source of a loop's data (`fit`, `evaluate`...). Collective.
+    """Makes the source for `fit`, `evaluate` or `predict`. Collective.
 
     Raises:
       ValueError: if the arguments cannot be combined, as in Keras.
@@ -75,7 +75,7 @@ def make_dataset_source(
 
     Args:
       dataset: The dataset.
-      mesh: The replicas.
+      mesh: The mesh of the replicas.
       policy: How several processes share the dataset. None for the policy in
         the dataset's options, or for AUTO if no policy is set there.
 
@@ -229,7 +229,7 @@ def _make_without_adapter(
 class _Weighted:
     """A source that adds class weights to the batches of another source.
 
-    Except for `read`, it has the attributes of the other source.
+    All other attributes and methods are those of the other source.
     """
 
     def __init__(self, source: Source, class_weight: dict[int, float]) -> None:

@@ -40,11 +40,11 @@ from keras_strategies.keras_bridge.inputs.loop_data import (
 
 
 class Feed(FeedAdapter):
-    """A Keras adapter that yields executions of up to K batches.
+    """A Keras data adapter that yields executions of up to K batches.
 
     Args:
-      steps: Reads the user's data as the batches of steps.
-      steps_per_execution: K.
+      steps: The object that reads the user's data and makes batches for steps.
+      steps_per_execution: K, the maximum number of batches in an execution.
       steps_per_epoch: The number of steps in an epoch, if the epochs end
         before the data do. An execution never extends beyond an epoch's end.
     """
@@ -65,8 +65,8 @@ class Feed(FeedAdapter):
         self._steps_per_execution = steps_per_execution
         self._steps_per_epoch = steps_per_epoch
         self._division = Division(
-            # With process-local rows a pass lasts as long as the data of any
-            # process do, and no process knows how many batches that are.
+            # With process-local rows a pass ends when all processes have read
+            # all of their data, and no process knows how many batches that is.
             num_batches=None if source.is_process_local else source.num_batches,
             steps_per_epoch=max(steps_per_epoch or 0, 0) or None,
             steps_per_execution=steps_per_execution,
@@ -77,7 +77,7 @@ class Feed(FeedAdapter):
         self._first: Tree = None
         self._at = FeedPosition.begin_at(Place(source.passes.next, 0))
         # A resumed feed yields empty executions (`_done`) for the steps of the
-        # loop's epoch that an earlier fit has already computed.
+        # epoch that an earlier fit has already computed.
         self._is_resumed = False
         self.is_other_kind = False
         self._done: list[Execution] = []
@@ -125,7 +125,7 @@ class Feed(FeedAdapter):
                 for execution, stop in executions:
                     self._at = self._at.advance(epoch, stop)
                     if is_last := self._continues_after(stop):
-                        # Keras counts batches from where the loop was resumed,
+                        # Keras counts batches from where the fit was resumed,
                         # so it does not make an iterator for the next pass.
                         # Therefore this iterator also reads the next pass.
                         epoch, start = epoch + 1, 0
@@ -145,10 +145,10 @@ class Feed(FeedAdapter):
         self._at = self._at.stop().advance(epoch + 1, 0)
 
     def _continues_after(self, stop: int) -> bool:
-        """Returns whether this iterator continues with the next pass.
+        """Returns whether this iterator also reads the next pass.
 
-        This is true at the end of a pass that lasts for several of the loop's
-        epochs, if the loop was resumed in the middle of a pass.
+        This is true at the end of a pass that lasts for several epochs of
+        `fit`, if the fit was resumed in the middle of a pass.
         """
         return (
             self._is_resumed
@@ -172,12 +172,12 @@ class Feed(FeedAdapter):
 
     @property
     def position(self) -> dict[str, Any]:
-        """The position of the loop in the data, as JSON values.
+        """The position in the data that has been reached, as JSON values.
 
         "epoch" counts passes over the data. With `steps_per_epoch`, a pass may
-        last for several of the loop's epochs. "step" is the number of steps of
-        this pass that were yielded. With process-local data, each process has
-        a different position.
+        last for several epochs of `fit`. "step" is the number of steps of this
+        pass that were yielded. With process-local data, each process has a
+        different position.
         """
         epoch, step = self._at.yielded
         count = self._division.num_batches
@@ -186,10 +186,11 @@ class Feed(FeedAdapter):
         return self.position_at((epoch, step))
 
     def next_position(self, place: tuple[int, int] | None) -> dict[str, Any]:
-        """Returns the position where the loop's next epoch begins.
+        """Returns the position where the next epoch of `fit` begins.
 
         Args:
-          place: The place after the last computed execution, or None.
+          place: The place after the last computed execution, or None
+            for the place where the next iterator begins.
         """
         if not (self._at.is_reading and self._steps_per_epoch and place):
             # Keras makes an iterator for each epoch.
@@ -199,7 +200,7 @@ class Feed(FeedAdapter):
         return self.position_at(place)
 
     def position_at(self, place: tuple[int, int]) -> dict[str, Any]:
-        """Returns the position, as JSON values, in the middle of an epoch.
+        """Returns a place in the data as a position that can be saved as JSON.
 
         Args:
           place: The place after the last computed execution. The property
@@ -226,9 +227,9 @@ class Feed(FeedAdapter):
 
         Args:
           position: The `position` of the other feed, for the same data.
-          done_steps: The number of steps of the loop's first epoch that were
-            done before. The loop gets empty executions for these steps, so
-            that its count of steps continues.
+          done_steps: The number of steps of the first epoch that were computed
+            before. Keras gets empty executions for these steps, so that its
+            count of steps continues.
           logs: The logs that the last of these steps returned.
         """
         # If the seed does not fit these data, for example because they are not
@@ -266,7 +267,7 @@ class Feed(FeedAdapter):
     def _executions(
         self, batches: Iterator[HostBatch], epoch: int, start: int
     ) -> Iterator[tuple[Execution, int]]:
-        """Yields executions, each with the pass's step count at its end."""
+        """Yields each execution with the number of the pass's steps so far."""
         group: list[HostBatch] = []
         stop = start
         for batch in batches:
@@ -346,7 +347,7 @@ def make_feed(
     Args:
       mesh: The mesh of the replicas.
       steps_per_execution: The number of steps of an execution.
-      name: The name of the loop, for messages.
+      name: `"fit"`, `"evaluate"` or `"predict"`, for messages.
       facts: Values by name that must be equal in all processes.
       **data: The attributes of `LoopData`.
 

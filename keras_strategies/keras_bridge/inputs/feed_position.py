@@ -1,7 +1,7 @@
-"""The position of a feed in its data, and the division of passes into epochs.
+"""The position of a feed in its data, and where epochs and passes end.
 
-A pass reads all of the data once. By default, an epoch of Keras's loop is one
-pass. With `steps_per_epoch`, a pass may last for several epochs.
+A pass reads all of the data once. By default, an epoch of `fit` is one pass.
+With `steps_per_epoch`, a pass may last for several epochs.
 """
 
 import dataclasses
@@ -27,7 +27,7 @@ class FeedPosition:
     Attributes:
       next: The place where the next iterator will begin.
       yielded: The place after the last execution that was yielded.
-      epoch_start: The place where the loop's epoch began.
+      epoch_start: The place where the current epoch of `fit` began.
       is_reading: Whether an iterator is in the middle of its data.
     """
 
@@ -42,7 +42,7 @@ class FeedPosition:
         return cls(next=place, yielded=place, epoch_start=place)
 
     def begin_pass(self, epoch: int) -> "FeedPosition":
-        """Returns the position when an iterator begins to read a pass.
+        """Returns the position after an iterator has begun to read a pass.
 
         The next iterator will begin with the pass after this one.
         """
@@ -50,11 +50,11 @@ class FeedPosition:
         return dataclasses.replace(self, next=after, is_reading=True)
 
     def advance(self, epoch: int, step: int) -> "FeedPosition":
-        """Returns the position after an execution was yielded."""
+        """Returns the position after an execution has been yielded."""
         return dataclasses.replace(self, yielded=Place(epoch, step))
 
     def stop(self, at: Place | None = None) -> "FeedPosition":
-        """Returns the position when an iterator has ended.
+        """Returns the position after an iterator has ended.
 
         Args:
           at: The place where the next iterator will begin; None for the place
@@ -70,7 +70,7 @@ class FeedPosition:
         return dataclasses.replace(self, next=at, yielded=at)
 
     def begin_epoch(self) -> "FeedPosition":
-        """Returns the position at the beginning of a loop's epoch.
+        """Returns the position at the beginning of an epoch of `fit`.
 
         The epoch begins at `next`, unless an iterator is in the middle of a
         pass.
@@ -82,7 +82,7 @@ class FeedPosition:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Division:
-    """Keras's division of passes over the data into a loop's epochs.
+    """Keras's division of passes over the data into epochs of `fit`.
 
     Each pass begins with a new epoch. In all methods, `stop` is the number of
     batches of the pass that were already yielded.
@@ -127,7 +127,7 @@ class Division:
 
     @property
     def epochs_of_a_pass(self) -> int:
-        """The number of the loop's epochs in one pass; 1 if unknown."""
+        """The number of epochs of `fit` in one pass; 1 if unknown."""
         if not (self.num_batches and self.steps_per_epoch):
             return 1
         return -(-self.num_batches // self._round_up(self.steps_per_epoch))

@@ -80,7 +80,7 @@ def _make_sliceable(array: Array) -> Any:
 
 
 class _MappedRows(array_slicing.NumpySliceable):
-    """The rows of an array that is mapped from a file.
+    """The rows of a memory-mapped array.
 
     Rows are in memory only while they are needed. Keras would cast the entire
     array at the beginning, and so read the entire file.
@@ -106,7 +106,7 @@ class AdapterSource(Source):
     Args:
       adapter: The adapter.
       kind: A name for the kind of data, for messages.
-      has_checksums: See `take`.
+      has_checksums: See `ks.data.take`.
       is_copied: Whether to copy batches, because user code may reuse the
         buffers of a batch that is still needed.
     """
@@ -232,10 +232,10 @@ class PyDatasetSource(Source):
 
 
 class _View(keras.utils.PyDataset):
-    """A PyDataset that returns the batches of another PyDataset in an order.
+    """A PyDataset that returns another PyDataset's batches in a given order.
 
-    The first `first` batches in this order are skipped. If `order` is None, the
-    batches keep the order that they have in the other dataset.
+    `order` contains indices of batches, or is None to keep the order of the
+    other dataset. The first `first` batches in this order are skipped.
     """
 
     def __init__(
@@ -272,7 +272,7 @@ def _compute_target_checksum(batch: Tree) -> int:
 
 
 def make_array_source(arrays: Tree, batch_size: int) -> ArraySource:
-    """Makes a source that reads a nest of arrays in row order."""
+    """Makes a source that reads the rows of arrays, in their order."""
     return ArraySource(ArrayDataAdapter(arrays, batch_size=batch_size))
 
 

@@ -12,7 +12,7 @@ from keras_strategies._types import Tree
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class LoopData:
-    """The data of a loop: the arguments of Keras's `get_data_adapter`.
+    """The data passed to `fit`, `evaluate` or `predict`.
 
     Attributes:
       x: The inputs: a nest of arrays, or a dataset of batches.
@@ -36,16 +36,16 @@ class LoopData:
 
 
 class FeedAdapter(DataAdapter):
-    """A Keras adapter that does not report a shorter last batch."""
+    """A Keras data adapter that does not report a shorter last batch."""
 
     @property
     def has_partial_batch(self) -> bool | None:
-        """Whether the last batch is shorter. Always None, for unknown."""
+        """Whether the last batch is shorter: always None, for unknown."""
         return None
 
     @property
     def partial_batch_size(self) -> int | None:
-        """Number of rows in a shorter last batch. Always None, for unknown."""
+        """Number of rows in a shorter last batch: always None, for unknown."""
         return None
 
 

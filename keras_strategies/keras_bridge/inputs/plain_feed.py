@@ -1,8 +1,8 @@
-"""Distributed datasets in the loops of models without a strategy.
+"""Distributed datasets as the data of plain Keras models.
 
 The default strategy distributes datasets as other strategies do. But its models
-are plain Keras models, and Keras's loops have no adapter for a distributed
-dataset. A patch adds the adapter as long as such a dataset exists.
+are plain Keras models, and Keras has no data adapter for a distributed dataset.
+While such a dataset exists, a patch adds the adapter.
 """
 
 import contextlib
@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 
 
 class PlainFeed(FeedAdapter):
-    """A Keras adapter for a distributed dataset with one replica.
+    """A Keras data adapter for a distributed dataset with one replica.
 
     Args:
       dataset: The dataset. Each iteration over it is an epoch.
@@ -70,7 +70,7 @@ class PlainFeed(FeedAdapter):
 def adapt_to_plain_loops(
     dataset: DistributedDataset, mesh: ReplicaMesh
 ) -> DistributedDataset:
-    """Patches Keras's loops to accept a distributed dataset with one replica.
+    """Makes plain Keras models accept a distributed dataset with one replica.
 
     Args:
       dataset: The dataset. The patch is removed when the dataset is deleted.

@@ -1,9 +1,9 @@
-"""A model bound to a strategy: its loops run replica-mapped steps.
+"""A model bound to a strategy: `fit` runs steps mapped over the replicas.
 
 Keras has no hook that receives the model at `compile()`, so `Trainer.compile`
-is wrapped while a scope is open. Binding sets attributes on the one model
-(its six loops and `make_*_function`). It does not change the model's class,
-nor how the model is saved, cloned and pickled.
+is wrapped while a scope is open. Binding sets attributes on that model only
+(`fit`, `evaluate`, `predict`, `*_on_batch` and `make_*_function`). It does not
+change the model's class, nor how the model is saved, cloned and pickled.
 """
 
 import contextlib
@@ -71,8 +71,8 @@ class Binding:
       model: The model.
       owner: The strategy.
       runtime: The strategy's runtime: its mesh, distribution and registry.
-      check_context: Raises if another strategy's scope is open.
-      replica_scope: Makes a step's replica context current for a block.
+      check_context: A function that raises if another strategy's scope is open.
+      replica_scope: A context manager that enters a step's replica context.
     """
 
     def __init__(
@@ -101,14 +101,14 @@ class Binding:
         )
         self.trained = self._functions.trained
         self._is_in_session = False
-        # The validation data of a fit, for an overridden `evaluate`.
+        # The validation data of a running fit, for an overridden `evaluate`.
         self._validation: dict[str, Any] = {}
 
     def install(self) -> None:
-        """Replaces the model's loops.
+        """Replaces the model's `fit`, `evaluate` and similar methods.
 
         Raises:
-          ValueError: if its variables are on another strategy's devices.
+          ValueError: if the variables are on another strategy's devices.
         """
         self._adopt()
         attributes: dict[str, Any] = {**self._functions.makers()}
@@ -118,8 +118,9 @@ class Binding:
             if callable(method):
                 loop = functools.partial(self._loop, name)
                 attributes[name] = functools.update_wrapper(loop, method)
-        # Keras's loops build the model from the first batch. Here the builder
-        # of the model's class has run before, so they must not build again.
+        # Keras's `fit` builds the model from the first batch. A bound model is
+        # built already when Keras's `fit` is called, so it must not be built
+        # again.
         attributes[_BUILDER] = self._build_for_others
         if keras_names.BUILDS_FIRST:
             attributes[keras_names.MAYBE_BUILD] = self._maybe_build_for_others
@@ -138,18 +139,18 @@ class Binding:
         self._functions.reset()
         variable_creator.release(all_variables(self.model))
 
-    # The loops. They run Keras's loops, with feeds in place of the data.
+    # The methods of `LOOPS`. They call Keras's, with a feed as the data.
 
     def _loop(self, name: str, *args: Any, **kwargs: Any) -> Any:
-        """Calls the loop of the model's class, or `_route` for Keras's loop.
+        """Calls the class's override of a method such as `fit`, else `_route`.
 
-        An overridden loop that calls Keras's loop is redirected to `_route`.
+        If the override calls Keras's method, `_route` is called instead.
         """
         loop = scope_hooks.find_overridden_loop(self.model, name)
         if loop is None:
             return self._route(name, args, kwargs)
         if kwargs.get(_VALIDATES):
-            # An overridden `evaluate` may use its data arguments.
+            # An overridden `evaluate` may use the data that it receives.
             kwargs |= self._validation
         with scope_hooks.route_loops(self.model, self._route):
             return loop(*args, **kwargs)
@@ -268,7 +269,7 @@ class Binding:
 
     @contextlib.contextmanager
     def _session(self, kind: str) -> Iterator[None]:
-        """Clears Keras's distribution, so that its loops do not place data."""
+        """Clears Keras's distribution, so that Keras places no data itself."""
         self.check_context()
         try:
             with (
@@ -309,17 +310,17 @@ class Binding:
     def _build_for_others(
         self, iterator: Any = None, data_batch: Any = None
     ) -> None:
-        """Replaces `_symbolic_build`, which Keras's loops call.
+        """Replaces `_symbolic_build`, which Keras's `fit` and `evaluate` call.
 
-        Within a session the model is already built. Outside of one, as in a
-        loop that an overridden method calls with its own data, the model is
-        built here.
+        Within `_session` the model is already built. Otherwise, for example if
+        an overridden method calls `fit` with other data, the model is built
+        here.
         """
         if self._is_in_session:
             return
 
         def first() -> Iterator[Any]:
-            # With a distribution, Keras would place the batch on the devices.
+            # If a distribution were set, Keras would place the batch.
             with variable_creator.distribution_scope(None):
                 for _, _, batches in iterator:
                     is_list = isinstance(batches, list | tuple)
@@ -335,8 +336,8 @@ class Binding:
     def _maybe_build_for_others(self, *args: Any, **kwargs: Any) -> None:
         """Replaces `_maybe_symbolic_build`, which may read the data.
 
-        If a part of the model is never built, Keras would read from the feed
-        and so use up its first epoch.
+        If some layer is never built, Keras would read a batch from the feed in
+        order to build it, and so use up the first epoch.
         """
         if not self._is_in_session:
             maybe_build = getattr(type(self.model), keras_names.MAYBE_BUILD)
@@ -366,7 +367,7 @@ class Binding:
                     self.model(x)
                 break
             if isinstance(iterator, EpochIterator):
-                # The loop above began an epoch of the data: end it.
+                # The `for` loop above began an epoch of the data: end it.
                 iterator.reset()
         self._adopt_built()
 

@@ -1,4 +1,4 @@
-"""A call of one of Keras's loops, with arguments that can be replaced."""
+"""A call of `fit`, `evaluate` or `predict` whose arguments can be replaced."""
 
 import inspect
 from typing import Any
@@ -12,9 +12,9 @@ _COUNTS = ("epochs", "initial_epoch", "validation_freq")
 
 
 class Call:
-    """A call of one of Keras's loops for a model.
+    """A call of Keras's `fit`, `evaluate` or `predict` for a model.
 
-    `call[name]` is the argument `name`, or None if the loop does not have it.
+    `call[name]` is the argument `name`, or None if the method does not have it.
     """
 
     def __init__(
@@ -48,23 +48,23 @@ class Call:
         return facts
 
     def set(self, **keywords: object) -> None:
-        """Replaces arguments; ignores names that the loop does not accept."""
+        """Replaces arguments; ignores names that the method does not accept."""
         self.keywords |= {
             k: v for k, v in keywords.items() if k in self.keywords
         }
 
     def set_feed(self, feed: object) -> None:
-        """Replaces the data by a feed.
+        """Replaces the data arguments by a feed.
 
         The feed also yields the targets and the weights.
         """
         self.set(x=feed, y=None, sample_weight=None, class_weight=None)
 
     def run(self) -> Any:
-        """Calls Keras's loop.
+        """Calls Keras's method with the current arguments.
 
         Returns:
-          The loop's result: a `History`, logs or outputs.
+          The method's result: a `History`, logs or outputs.
         """
         with scope_hooks.route_loops(self._model, None):
             return self._loop(self._model, **self.keywords)

@@ -1,4 +1,4 @@
-"""Collective saving of models whose variables are sharded over processes.
+"""Saves models collectively if their variables are sharded over processes.
 
 No process has all shards, so reading a variable is a collective operation in
 which all processes take part. Only the chief writes to the user's path.
@@ -28,8 +28,8 @@ def make_saves_collective(
     Args:
       model: The model; the attributes `save` and `save_weights` are set on it.
       mesh: The mesh of its strategy's replicas.
-      adopt: Places the model's variables that were created outside of the
-        strategy's scope.
+      adopt: A function that moves variables that were created outside of the
+        strategy's scope to its devices.
     """
     if not mesh.spreads_shards:
         return

@@ -1,9 +1,9 @@
 """Hooks for models that are created, compiled or run in a scope.
 
 Keras has no public hook for a model's creation or compilation, so the methods
-are wrapped as long as a scope is open in any thread. Keras's loops are wrapped
-during that time, too, and also while an overridden loop runs, because the
-overridden loop may call Keras's loop.
+are wrapped as long as a scope is open in any thread. Keras's `fit`, `evaluate`,
+`predict` and `*_on_batch` are wrapped during that time, too, and also while a
+method that overrides one of them runs, because it may call Keras's method.
 """
 
 import contextlib
@@ -38,8 +38,8 @@ STRATEGY = "distribute_strategy"
 """The name of a model's attribute that stores its strategy, as in tf.keras."""
 
 Route = Callable[[str, tuple[Any, ...], dict[str, Any]], Any]
-"""A function that runs one of `LOOPS` in place of Keras's method. Its
-arguments are the loop's name, positional arguments and keyword arguments."""
+"""A function that runs one of `LOOPS` in place of Keras's method. Its arguments
+are the method's name, positional arguments and keyword arguments."""
 
 _InLoop = Callable[[keras.Model, str], contextlib.AbstractContextManager[None]]
 
@@ -73,7 +73,7 @@ _in_loop: list[_InLoop] = []
 
 
 class _Routes(threading.local):
-    """The current thread's routes, by the ids of the models."""
+    """This thread's replacements for `fit`, `evaluate` etc., by model id."""
 
     def __init__(self) -> None:
         self.of_models: dict[int, Route | None] = {}
@@ -88,17 +88,18 @@ def keras_hooks(
     before_compile: Callable[[keras.Model], None],
     in_loop: _InLoop,
 ) -> Iterator[None]:
-    """Hooks the creation, compilation and loops of models for a block.
+    """Patches how models are created, compiled and run while the block runs.
 
     The constructor of BatchNormalization is wrapped, too. The hooks are called
     in all threads, so each hook checks which scope the calling thread is in.
 
     Args:
-      entered: Returns the strategy whose scope the calling thread is in, or
-        None. Every model that is created or compiled in that scope is bound
-        to the strategy.
+      entered: A function that returns the strategy whose scope the calling
+        thread is in, or None. Every model that is created or compiled in that
+        scope is bound to the strategy.
       before_compile: Called before a model is compiled; may raise.
-      in_loop: Makes the context in which one of `LOOPS` runs; may raise.
+      in_loop: Makes the context manager in which a method such as `fit` runs;
+        may raise.
     """
     with _scope_patches.hold(entered, before_compile), _loop_patches.hold():
         _in_loop.append(in_loop)
@@ -110,12 +111,14 @@ def keras_hooks(
 
 @contextlib.contextmanager
 def route_loops(model: keras.Model, route: Route | None) -> Iterator[None]:
-    """Redirects Keras's loops of a model, in this thread, for a block.
+    """Redirects `fit`, `evaluate` etc. of a model while the block runs.
+
+    Calls in other threads are not redirected.
 
     Args:
       model: The model.
-      route: Called in place of each of Keras's loops. If None, Keras's loops
-        run.
+      route: Called in place of each of Keras's methods in `LOOPS`. If None,
+        Keras's methods run.
     """
     routes, key = _routes.of_models, id(model)
     outer = routes.get(key)
@@ -131,7 +134,7 @@ def route_loops(model: keras.Model, route: Route | None) -> Iterator[None]:
 
 
 def find_loop_owner(name: str) -> type:
-    """Returns the class that defines Keras's method of one of `LOOPS`.
+    """Returns the class in which Keras defines a method such as `fit`.
 
     The class is a base of `keras.Model`, so patches that other libraries make
     to `keras.Model` itself are not affected.
@@ -141,7 +144,7 @@ def find_loop_owner(name: str) -> type:
 
 
 def get_keras_loop(name: str) -> Callable[..., Any]:
-    """Returns Keras's method of one of `LOOPS`."""
+    """Returns Keras's definition of a method such as `fit`."""
     loop: Callable[..., Any] = vars(find_loop_owner(name))[name]
     return loop
 
@@ -149,9 +152,9 @@ def get_keras_loop(name: str) -> Callable[..., Any]:
 def find_overridden_loop(
     model: keras.Model, name: str
 ) -> Callable[..., Any] | None:
-    """Returns a model's loop if its class overrides Keras's loop, else None.
+    """Returns a class's override of a method such as `fit`, or None.
 
-    The class that defines the loop is compared, not only the method, because
+    The class that defines the method is compared, not only the method, because
     another thread may be wrapping Keras's method at the same time.
     """
     kind = type(model)
@@ -178,7 +181,7 @@ def bind_on_use(model: keras.Model, strategy: Any) -> None:
 
     def compile_and_attach(*args: Any, **kwargs: Any) -> Any:
         result = type(model).compile(model, *args, **kwargs)
-        # In a scope, the patched `compile` has already bound the model.
+        # If a scope is open, the wrapped `compile` has already bound the model.
         if BINDING not in vars(model):
             strategy.attach(model)
         return result
@@ -186,7 +189,7 @@ def bind_on_use(model: keras.Model, strategy: Any) -> None:
     def attaching(name: str) -> Callable[..., Any]:
         def attach_and_call(*args: Any, **kwargs: Any) -> Any:
             strategy.attach(model)
-            # By now the binding has replaced this attribute.
+            # The binding has replaced the attribute by now.
             return getattr(model, name)(*args, **kwargs)
 
         return attach_and_call

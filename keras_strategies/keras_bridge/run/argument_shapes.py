@@ -21,7 +21,7 @@ Kind = tuple[Any, ...]
 
 
 def describe_argument(leaf: Leaf, mesh: ReplicaMesh) -> tuple[Kind, Any]:
-    """Describes an argument of a program, and its shape and sharding.
+    """Describes an argument of a program, its shape and its sharding.
 
     Args:
       leaf: A leaf of the arguments; see `Strategy.compile_run`.

@@ -45,15 +45,16 @@ def debug_run(
     rows: Sequence[variants.Variant] = (),
     is_update: bool = False,
 ) -> Tree:
-    """Calls `fn(replica)` eagerly for each replica, like a `RunProgram`.
+    """Calls `fn(replica)` eagerly for each replica, in place of a `RunProgram`.
 
     Args:
       fn: Calls the user's function with the components of the given replica.
       mesh: The mesh of the replicas.
-      scope: Opens the strategy's scope, because the function may create
-        variables.
-      replica_scope: Makes a step's replica context current for a block.
-      rows: For each replica, the numbers of rows of all uneven arguments.
+      scope: A function that opens the strategy's scope, which is needed because
+        the function may create variables.
+      replica_scope: A context manager that enters a step's replica context.
+      rows: For each replica, the row counts of those arguments whose row count
+        is not the same on all replicas.
       is_update: Whether the function writes the same value to every copy of
         a variable.
 
@@ -95,13 +96,13 @@ def debug_run(
 
 
 class _Ended(NamedTuple):
-    """The outcome of a replica's call.
+    """The outcome of the user's function on one replica.
 
     Attributes:
-      written: The variables that any replica wrote, with the values that were
+      written: Pairs of a variable that any replica wrote, and its value
         combined from all replicas.
-      copies: For variables with a separate copy on each replica, this
-        replica's copies, by the variables' ids.
+      copies: A dict from the ids of variables with a separate copy on each
+        replica to this replica's copies.
       called: The results and new values of the call.
     """
 
@@ -129,13 +130,13 @@ def _merge_writes(
 ) -> _Ended:
     """Combines the replicas' writes to variables.
 
-    Every replica's thread calls it, after the user's function.
+    Every replica's thread calls this after the user's function.
 
     Args:
-      step: The step of the user's function on this replica.
+      step: The context of the user's function on this replica.
       seen: The scope that collected this replica's writes.
       results: The function's results on this replica.
-      merging: The step in which the writes are combined.
+      merging: The context in which the writes are combined.
     """
     turn = current_side()
     assert isinstance(turn, Turn)
@@ -168,7 +169,7 @@ class _SeenScope(CollectingScope):
     """A scope that collects a call's writes, and the variables' old values.
 
     Args:
-      step: The replica's step.
+      step: The context of the user's function on this replica.
       mesh: The mesh of the replicas.
       replica: The id of this replica.
     """
@@ -191,13 +192,13 @@ class _SeenScope(CollectingScope):
         return self.get_current_value_before(variable)
 
     def get_current_value_before(self, variable: keras.Variable) -> Array:
-        """Returns this replica's value of a variable before the call.
+        """Returns a variable's value on this replica before the call.
 
-        The replica's id is folded into a seed.
+        If the variable is a seed, the replica's id is folded into the value.
         """
         if variable not in self.old:
-            # JAX may be tracing a branch or a loop now. The value must be
-            # computed outside of that trace.
+            # JAX may be tracing a branch or a loop at this point. The value
+            # must be computed outside of that trace.
             with jax.ensure_compile_time_eval():
                 self.old[variable] = old = self._read_start(variable)
                 (folded,) = seeds.fold_seeds([variable], [old], self._step)
@@ -229,7 +230,7 @@ class _SeenScope(CollectingScope):
 def _regroup_results(
     ended: list[uneven_rows.BranchResult], mesh: ReplicaMesh
 ) -> Tree:
-    """Returns the replicas' results as one nest, as a compiled `run` does."""
+    """Combines the replicas' results into one nest, like a compiled `run`."""
     notes = [called.note.structure for called in ended]
     columns = zip(*[called.outputs for called in ended], strict=True)
     return run_results.rebuild_nest(

@@ -2,7 +2,7 @@
 
 Functions with equal keys have the same program. A function that a loop creates
 again in every step (a lambda, a local `def`, a partial) has the same code and
-equal cells each time, so it need not be traced again.
+equal closure cells each time, so it need not be traced again.
 """
 
 import dis
@@ -14,15 +14,16 @@ from typing import Any
 
 _CALLABLES = (types.FunctionType, types.MethodType, functools.partial)
 _PLAIN = (bool, int, str, bytes, type(None))
-# Instructions that look up a global name, but not an attribute.
+# Bytecode instructions that look up a global name, but not an attribute.
 _LOOKUPS = ("LOAD_GLOBAL", "LOAD_NAME", "LOAD_FROM_DICT_OR_GLOBALS")
 
 
 class Same:
     """A key that is equal only for the same object; keeps the object alive.
 
-    The object's id would not suffice. If a cell is assigned another object,
-    the first object may be freed, and the new object may get the same id.
+    The object's id would not suffice: if another object is assigned to a
+    closure's variable, the first object may be freed, and a new object may get
+    the same id.
 
     Args:
       thing: The object.
@@ -45,16 +46,16 @@ def make_function_key(
 ) -> Hashable:
     """Returns a key that is the same for equal functions.
 
-    Functions are equal if they have the same code, defaults and cells, and if
-    the global names that they mention have the same values. Methods are equal
-    if they are the same method of the same object. Partials are equal if their
-    functions and arguments are equal. In cells and arguments, numbers, strings
-    and functions are compared by value, and anything else by identity.
+    Functions are equal if they have the same code, defaults and closure cells,
+    and if the global names that they look up have the same values. Methods are
+    equal if they are the same method of the same object. Partials are equal if
+    their functions and arguments are equal. Numbers, strings, functions, and
+    tuples of these are compared by value, and anything else by identity.
 
     Args:
       fn: A function, method, partial or other callable.
       inside: The ids of the functions whose keys are being made and will
-        contain this key; it stops the recursion for a recursive function.
+        contain this key. They end the recursion for a recursive function.
     """
     if id(fn) in inside:
         return "recursion"

@@ -13,14 +13,15 @@ from keras_strategies._types import Leaf, Tree
 
 
 class _Opened:
-    """A node of a class known to JAX that replaces a mapping in a nest.
+    """A pytree node that replaces a mapping whose class JAX does not know.
 
     When JAX unflattens the nest, the node becomes a mapping of the original
     class again.
 
     Args:
       mapping: The mapping.
-      open_value: Makes a value of the mapping a nest that JAX can flatten.
+      open_value: A function that turns a value of the mapping into a nest that
+        JAX can flatten.
     """
 
     def __init__(
@@ -66,9 +67,9 @@ def open_nest(
     Args:
       nest: The nest.
       is_leaf: The same as in `jax.tree.map`.
-      having: A predicate of leaves. A mapping, list or tuple that contains no
-        leaf for which `having` is true stays a leaf. If None, all are
-        flattened.
+      having: A function from a leaf to a boolean. A mapping, list or tuple in
+        which it is true for no leaf stays a leaf itself. If None, all
+        mappings, lists and tuples are flattened.
 
     Returns:
       The nest, in which mappings, lists and tuples are nodes for JAX.

@@ -49,7 +49,7 @@ def make_step(mesh: ReplicaMesh, *, is_update: bool = False) -> StepContext:
 def replica_tracing(
     step: StepContext, replica_scope: ReplicaScope
 ) -> Iterator[None]:
-    """Installs the hooks and contexts of a replica's call for a block."""
+    """Installs the hooks and contexts in which a replica's call is traced."""
     with (
         trace_hooks(),
         attention_for(step.facts.mesh),
@@ -70,11 +70,12 @@ def collect_call(
     """Collects the results and new values of a call of the user's function.
 
     Args:
-      step: The step of the call.
+      step: The context of the call.
       scope: The scope in which the function was called.
       results: The function's results.
       variables: The variables whose values are collected.
-      folded: The variables' values before the call.
+      folded: The variables' values before the call, in which seeds are those of
+        this replica.
     """
     new = [scope.get_current_value(v) for v in variables]
 
@@ -101,16 +102,16 @@ def make_report(
     shapes: list[list[tuple[int, ...]]] | None,
     num_written: int,
 ) -> run_results.TraceReport:
-    """Makes the report of the trace of a `RunProgram`.
+    """Makes the `TraceReport` of a `RunProgram`.
 
     Args:
       mesh: The mesh of the replicas.
       outputs: The results that are arrays.
-      notes: The notes of every variant of the call.
+      notes: The `BranchFacts` of each variant of the call.
       shapes: For each replica, the shapes of its outputs; or None if all
         replicas have the shapes of `outputs`.
-      num_written: Number of written variables. They are the first ones in the
-        notes.
+      num_written: The number of written variables. They come first in the lists
+        of `notes`.
 
     Raises:
       ValueError: if the variants return nests of different structures.
@@ -151,7 +152,7 @@ def is_same(value: Array, axis: Axis) -> jax.Array:
 
 
 def find_unaggregated(notes: list[replica_merge.BranchFacts]) -> list[int]:
-    """Returns the positions of variables for which replicas must agree.
+    """Returns the indices of variables that all replicas must write equally.
 
     These are variables that a replica wrote and that have no aggregation.
     """
@@ -163,7 +164,7 @@ def find_unaggregated(notes: list[replica_merge.BranchFacts]) -> list[int]:
 
 
 def refuse_difference(variable: keras.Variable) -> None:
-    """Raises ValueError for a variable that replicas wrote differently."""
+    """Raises ValueError: replicas wrote different values to a variable."""
     raise ValueError(
         "The replicas wrote different values to a variable that has "
         f"no aggregation. Received: {variable.path!r} with "

@@ -1,9 +1,9 @@
 """A user's function as one compiled program over the replicas.
 
 One abstract trace finds the variables that the function reads and writes. The
-values of written variables are donated, and the replicas' new values are
-returned combined. Each result is one array over all replicas. Small results
-are also summed in the program: most of them are losses to be reduced next.
+values of written variables are donated; the program combines the replicas' new
+values. Each result is one array over all replicas. Small results are also
+summed in the program, because most of them are losses to be reduced next.
 """
 
 import dataclasses
@@ -67,12 +67,12 @@ class RunProgram:
     Args:
       fn: `fn(leaves) -> results`: the user's function. `leaves` are one
         replica's components of the arguments that are arrays.
-      is_split: For each leaf, whether it is split over the replicas (or else
-        replicated).
-      rows: For each leaf, None or, if its rows or shape differ by replica, its
-        row count or shape on each replica; the array is padded to the largest.
+      is_split: For each leaf, whether it is split over the replicas; otherwise
+        it is replicated.
+      rows: For each leaf, None; or, if the replicas have different shapes, the
+        row count or shape on each replica. The array is padded to the largest.
       mesh: The mesh of the replicas.
-      replica_scope: Makes a step's replica context current for a block.
+      replica_scope: A context manager that enters a step's replica context.
       is_update: Whether the function writes the same value to every copy of a
         variable (`extended.update`).
 
@@ -100,17 +100,17 @@ class RunProgram:
             for split in is_split
         ]
         self._is_uneven = [counts is not None for counts in rows]
-        # For each replica, the rows or shapes of all uneven arguments.
+        # For each replica, the row counts or shapes of all uneven arguments.
         uneven = [counts for counts in rows if counts is not None]
         self._variant_of = list(zip(*uneven, strict=True))
         self.lifted: list[keras.Variable] = []
         self._trainable: list[tuple[Any, bool]] = []
-        # The lifted variables: written, with copies, and all others.
+        # Lifted variables: written, with separate copies, and all others.
         self._written: list[keras.Variable] = []
         self._on_read: list[keras.Variable] = []
         self._read: list[keras.Variable] = []
         self._last_read: list[Any] = []
-        # The last call's variables, and whether replicas wrote equal values.
+        # The last call's variables, and whether all replicas wrote the same.
         self._same: list[tuple[keras.Variable, Any]] | None = None
         self._program: Any = None
         ownership.note_devices(mesh)
@@ -120,7 +120,7 @@ class RunProgram:
     ) -> None:
         """Finds the function's variables and builds the program.
 
-        Runs nothing. Must be called in the strategy's scope, because the
+        Nothing runs yet. Must be called in the strategy's scope, because the
         function may create variables.
 
         Args:
@@ -148,8 +148,8 @@ class RunProgram:
     def _find_variables(self, leaves: list[Any]) -> LiftingScope:
         """Traces the function once, to find the variables that it uses."""
         scope = LiftingScope()
-        # JAX caches traces of inner functions per mesh. The separate mesh keeps
-        # later traces from reusing this one's, which has zeros for variables.
+        # Here, variables are zeros. JAX caches traces of inner functions
+        # per mesh, so a separate mesh keeps later traces from reusing these.
         mesh = dataclasses.replace(self._mesh, marker="lifting")
         step = replica_trace.make_step(mesh, is_update=self._is_update)
 
@@ -204,7 +204,7 @@ class RunProgram:
 
     @property
     def written(self) -> list[keras.Variable]:
-        """The variables that the function writes."""
+        """The variables whose values the program returns."""
         return [*self._written, *self._on_read]
 
     @property
@@ -266,13 +266,13 @@ class RunProgram:
         if not ownership.refer_to(self._last_read, shared):
             references = list(map(weakref.ref, shared))
             ownership.take_ownership(shared, read, (), None, mesh, donate=False)
-            # If arrays had to be moved, check all again at the next call.
+            # If arrays had to be moved, check all of them at the next call.
             are_moved = not ownership.refer_to(references, shared)
             self._last_read = [] if are_moved else references
         return taken, shared
 
     def _check_last(self) -> None:
-        """Raises ValueError if replicas wrote a variable differently."""
+        """Raises ValueError if replicas wrote unequal values to a variable."""
         for variable, same in self._same or ():
             if not bool(np.asarray(same)):
                 self._same = []
@@ -384,7 +384,7 @@ class RunProgram:
         folded: list[Any],
         leaves: list[Any],
     ) -> tuple[BranchResult, list[Any], list[list[tuple[int, ...]]] | None]:
-        """Returns the results, all variants' notes, and replicas' shapes."""
+        """Calls all variants; returns the result, the notes and the shapes."""
         if not self._variant_of:
             called = self._call(variables, folded, leaves)
             return called, [called.note], None

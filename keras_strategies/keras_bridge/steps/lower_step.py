@@ -31,15 +31,15 @@ def lower_step(
 
     Args:
       model: The model.
-      mesh: The replicas.
+      mesh: The mesh of the replicas.
       kind: "train", "test" or "predict".
-      batch: A global batch, as a dataset yields it: `(x, y)`, `x` or
-        `(x, y, sample_weight)`, nests of arrays or of objects with a shape
+      batch: A global batch, as a dataset yields it: `x`, `(x, y)` or
+        `(x, y, sample_weight)`, as nests of arrays, or of objects with a shape
         and a dtype.
       build: A function that builds the model from the batch's shapes.
       steps: The number of steps in one program, as in `steps_per_execution`. If
         the train step cannot run in a loop, a single step is lowered.
-      replica_scope: Makes a step's replica context current for a block.
+      replica_scope: A context manager that enters a step's replica context.
 
     Raises:
       ValueError: if the kind is unknown, the batch has no rows, or its arrays

@@ -31,7 +31,7 @@ class NotMapped(Exception):
     """Raised by a trace whose step must run over the global batch.
 
     Args:
-      reason: The reason to warn about, or None to give no warning.
+      reason: The reason, as text for a warning; None to give no warning.
     """
 
     def __init__(self, reason: str | None) -> None:
@@ -101,12 +101,12 @@ class MappedProgram:
         *,
         is_shared: bool = True,
     ) -> Any:
-        """Calls `call(program, *args)` with the program for a segment.
+        """Calls `call(program, *args)` with the program that fits a segment.
 
         Args:
           call: A function that runs a jitted function, or lowers it.
           args: The written state, the read state, and the segment's data.
-          segment: The segment.
+          segment: The batches to run.
           is_shared: Whether the replicas can share the segment's rows evenly.
 
         Returns:
@@ -197,10 +197,10 @@ def global_batch_trace(
     model_step: Callable[..., Any],
     step: StepContext | None = None,
 ) -> Iterator[None]:
-    """Sets up the block's trace of a step over the global batch.
+    """Sets up the tracing of a step over the global batch, for a block.
 
     Args:
-      mesh: The replicas.
+      mesh: The mesh of the replicas.
       replica_scope: Makes a step's replica context current for a block.
       model_step: The model's step that is traced.
       step: The context of the trace, if the strategy has only one replica.
@@ -231,8 +231,8 @@ def in_replica(
     kind = "whole" if is_global else "step"
     with contextlib.ExitStack() as stack:
         if is_tracing():
-            # JAX must not reuse the trace of an inner function from another
-            # replica context; a function that used its context is traced again.
+            # JAX must not reuse traces of inner functions from another replica
+            # context; functions that used their context are traced again.
             name = f"ks.{kind}.{count_replica_uses()}"
             stack.enter_context(separate_trace(name))
         stack.enter_context(replica_scope(step))

@@ -55,23 +55,24 @@ from keras_strategies.keras_bridge.variables.shardings import spec_of
 class ModelProgram:
     """The programs of a model's train, test or predict step.
 
-    A step is a pure function: (written, read, data) -> (results, written,
+    Each program is a pure function: (written, read, data) -> (results, written,
     changed), where `changed` maps indices in each read group to new values.
 
     Args:
       step: The model's step: `step(state, data) -> (results, state)`.
       name: The programs' name in profiles.
-      variables: The groups of the model's variables, aligned with the state.
+      variables: The groups of the model's variables, in the order of the
+        state's groups.
       written: The indices of the groups that the step usually writes; these
-        groups are donated. From the other groups, only changed values are
+        groups are donated. Of the other groups, only changed values are
         returned.
-      mesh: The replicas.
+      mesh: The mesh of the replicas.
       is_global: Whether the step must see the global batch.
-      replica_scope: Makes a step's replica context current for a block.
+      replica_scope: A context manager that enters a step's replica context.
     """
 
-    # Whether the results have the batch's rows. Otherwise the results are logs,
-    # and the variables of metrics are the last group.
+    # Whether the results have an entry for each row of the batch. Otherwise the
+    # results are logs, and the last group contains the variables of metrics.
     _returns_rows = False
 
     def __init__(
@@ -138,10 +139,10 @@ class ModelProgram:
         )
 
     def _map_step(self, step: Body, *, stacked: bool) -> Body:
-        """Maps a step of one batch, or of several, over the replicas."""
+        """Maps a step over the replicas, for one batch or stacked batches."""
         replicated = replicated_spec()
-        # The loop over several batches is inside of the mapped function. With
-        # sharded variables it is outside, around the mapped step.
+        # The loop over stacked batches is inside the mapped function, except
+        # with sharded variables: then the loop is around the mapped step.
         is_inner = stacked and not self._is_sharded
         split = split_spec(self._mesh, dim=int(is_inner))
         specs, results = (replicated, replicated), replicated
@@ -171,7 +172,7 @@ class ModelProgram:
     def _run_global_batch(
         self, written: Group, read: Group, data: Batch, shape: RowShape
     ) -> tuple[Any, ...]:
-        """Runs the step on all rows of a batch or several, without padding."""
+        """Runs the step on all rows of one or several batches, unpadded."""
         body = self._global_body
         fn = self._scan_steps(body) if shape.steps > 1 else body
         return call_on_global_batch(
@@ -181,7 +182,10 @@ class ModelProgram:
     def _run_uneven_rows(
         self, written: Group, read: Group, data: Batch, shape: RowShape
     ) -> tuple[Any, ...]:
-        """Runs the step on each replica's rows of a batch, without padding."""
+        """Runs the step on each replica's rows, without padding.
+
+        The replicas may have different numbers of rows.
+        """
         mesh, axis = self._mesh, int(shape.steps > 1)
         padded = jax.tree.leaves(data)[0].shape[axis]
         rows = UnevenRows.of(shape, padded, mesh.num_replicas)
@@ -193,7 +197,7 @@ class ModelProgram:
         return results, *state
 
     def _run(self, state: Groups, segment: Segment) -> tuple[Any, Groups]:
-        """Runs one program; returns its results, and the state after it."""
+        """Runs one program and returns its results and the new state."""
         results, new, changed = self._start(
             functools.partial(dispatch, self._mesh), state, segment
         )
@@ -247,7 +251,7 @@ class ModelProgram:
     def _call_in_replica(
         self, step: StepContext, state: Sequence[Group], data: Batch
     ) -> tuple[Any, Any]:
-        """Calls the model's step in a replica's trace."""
+        """Calls the model's step while it is traced for a replica."""
         with (
             trace_hooks(),
             attention_for(self._mesh),
@@ -306,11 +310,15 @@ class ModelProgram:
     def _on_rows(
         self, step: StepContext, state: Sequence[Group], data: Batch
     ) -> tuple[Any, Any]:
-        """Runs the model's step on a replica's rows: (results, state)."""
+        """Runs the model's step on a replica's rows.
+
+        Returns:
+          The results, and the new state.
+        """
         raise NotImplementedError
 
     def _uneven_results(self, called: UnevenCall) -> Tree:
-        """Returns the step's results, given the outcome of an uneven call."""
+        """Returns the step's results from the outcome of `call_step`."""
         raise NotImplementedError
 
     def _scan_steps(self, body: Body) -> Body:

@@ -37,7 +37,7 @@ def constrain_step(
       body: The step: `(...) -> (results, new values, changed values by index)`.
       written: The groups of variables that the new values belong to.
       read: The groups of variables that the changed values belong to.
-      mesh: The replicas.
+      mesh: The mesh of the replicas.
       results: The sharding of the step's logs or outputs.
     """
 
@@ -62,11 +62,12 @@ def constrain_run(
     """Constrains the shardings of the outputs of a `RunProgram`'s program.
 
     Args:
-      program: A function that returns six things: results and copies of
-        variables, both split over the replicas; sums; comparisons; values of
-        variables; and a report without arrays.
-      variables: The variables that the values belong to.
-      mesh: The replicas.
+      program: A function that returns six things: the results and the
+        variables' separate copies, both split over the replicas; the sums of
+        results; the outcomes of comparisons; the new values of variables; and a
+        report without arrays.
+      variables: The variables that the new values belong to.
+      mesh: The mesh of the replicas.
     """
     if mesh.cores_per_replica == 1 and not any_sharded(variables, mesh):
         return program

@@ -42,7 +42,7 @@ class PredictProgram(ModelProgram):
     def __call__(
         self, state: Groups, segment: Segment
     ) -> Iterator[tuple[Any, Groups]]:
-        """Predicts a segment's rows; yields their outputs and the state."""
+        """Predicts stacked batches; yields (outputs, new state) once."""
         outputs, state = self._run(state, segment)
         yield self._cut_rows(outputs, segment), state
 
@@ -73,7 +73,7 @@ class PredictProgram(ModelProgram):
             result = programs.start(call, args, segment)
             if not (segment.is_padded and programs.is_uneven):
                 return result
-        # Padding must not take part in collectives of the replicas.
+        # Padding rows must not contribute to the collectives that a step calls.
         return programs.start_global(call, args, segment)
 
     def _call(self, state: Sequence[Group], data: Batch) -> tuple[Any, Any]:
@@ -124,7 +124,7 @@ class PredictProgram(ModelProgram):
         return jax.tree.unflatten(called.structure, called.outputs)
 
     def _has_known_outputs(self) -> bool:
-        """Returns whether each output is known to have an entry per row."""
+        """Returns whether each output surely has an entry for each row."""
         model = getattr(self._step, "__self__", None)
         if any(
             {"predict_step", "call"} & vars(cls).keys()
@@ -136,7 +136,7 @@ class PredictProgram(ModelProgram):
         return bool(outputs) and all(o.shape[:1] == (None,) for o in outputs)
 
     def _scan_steps(self, body: Body) -> Body:
-        """Turns a step into a loop over batches; it returns all outputs."""
+        """Turns a step into a loop over batches that returns all outputs."""
 
         def many(written: Group, read: Group, data: Batch) -> tuple[Any, ...]:
             keys: list[str] = []

@@ -14,13 +14,14 @@ from keras_strategies.keras_bridge.steps.uneven_rows import BranchResult
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class BranchFacts:
-    """The facts that the trace of a call shows, without arrays.
+    """Findings from the trace of a call, about its results and variables.
 
     Attributes:
       structure: The structure of the results, and what else is needed to
         rebuild them, such as results that are not arrays.
-      is_changed: Whether each variable was written.
-      is_equal: Whether the new value of each variable is equal on all replicas.
+      is_changed: For each variable, whether the call wrote it.
+      is_equal: For each variable, whether its new value is equal on all
+        replicas.
       rules: For each variable, the merge rule if it belongs to a metric;
         otherwise None.
       is_unaggregated: For each variable, whether the replicas must write the
@@ -44,10 +45,10 @@ def make_branch_result(
     """Makes the `BranchResult` of a traced call, with its `BranchFacts`.
 
     Args:
-      step: The step in which the call ran.
+      step: The context of the step in which the call ran.
       variables: The variables that the call may write.
-      values: The variables' values before the call, with the replica's seeds,
-        and their values after it.
+      values: Two lists: the variables' values before the call, in which seeds
+        are those of this replica, and their values after it.
       outputs: The results that are arrays.
       structure: The structure of the results, and what else is needed to
         rebuild them, such as results that are not arrays.
@@ -79,18 +80,19 @@ def merge_state(
     """Combines the replicas' values of variables after a call.
 
     Args:
-      step: The step context of the merge.
+      step: The context of the step in which values are combined.
       variables: The variables.
       old: The values of the variables before the call.
       folded: Like `old`, but with the seeds that this replica used.
-      called: The result of the call.
-      notes: The facts of each variant of the call.
+      called: The result of the call on this replica.
+      notes: The `BranchFacts` of each variant of the call.
       summands: Other arrays to sum over the replicas.
 
     Returns:
-      Three lists. The merged values, in which a variable with a separate copy
-      on each replica has the aggregate of its copies; this replica's copies of
-      these variables, in the order of the variables; the sums of `summands`.
+      Three lists: the combined values of all variables; this replica's copies
+      of the variables that have a separate copy on each replica; and the sums
+      of `summands`. The combined value of a variable with separate copies is
+      the aggregate of its copies.
     """
     new, start = list(called.new), list(called.start)
     for k, variable in enumerate(variables):

@@ -1,4 +1,4 @@
-"""The train, test and predict functions that Keras's loops call."""
+"""The train, test and predict functions that `fit` and similar methods call."""
 
 import dataclasses
 import functools
@@ -64,7 +64,7 @@ class Trained:
 
 
 class ArrayGroup(Sequence[Any]):
-    """A group's arrays, in a sequence that Keras does not track.
+    """The arrays of a group, in a sequence whose entries Keras does not track.
 
     Keras stores the state on the model after every step. If the state were a
     list, Keras would wrap each entry to track it, which takes longer than a
@@ -86,14 +86,14 @@ class StepFunctionCache:
 
     Args:
       model: A compiled or plain Keras model.
-      mesh: The replicas.
+      mesh: The mesh of the replicas.
       keeps_outputs: Whether `predict` returns its outputs in this process.
-      replica_scope: Makes a step's replica context current for a block.
+      replica_scope: A context manager that enters a step's replica context.
 
     Attributes:
       trained: The counts of train steps and rows.
-      places: For each kind of step, the position of the last execution in its
-        feed.
+      places: For each kind of step, the place in its feed after the last
+        execution.
     """
 
     def __init__(
@@ -113,7 +113,8 @@ class StepFunctionCache:
         # The state that the last step of each kind returned. If the next step
         # receives this same state, no check is needed.
         self._last: dict[str, Any] = {}
-        # The arrays that earlier loops returned.
+        # The arrays that steps returned in earlier calls of `fit` and similar
+        # methods.
         self._arrays: ownership.Owned = {}
         self.places: dict[str, tuple[int, int] | None] = {}
         ownership.note_devices(mesh)
@@ -127,7 +128,7 @@ class StepFunctionCache:
         }
 
     def forget(self, kind: str) -> None:
-        """Drops references to the last step's arrays, at the end of a loop.
+        """Drops references to the last step's arrays; called when `fit` ends.
 
         Args:
           kind: `"train"`, `"test"` or `"predict"`.
@@ -144,11 +145,11 @@ class StepFunctionCache:
             setattr(self.model, f"{kind}_function", None)
 
     def _make(self, kind: str, force: bool = False) -> StepFunction:
-        """Sets and returns the model's step function of a kind."""
+        """Makes a kind's step function if needed, and sets it on the model."""
         model = self.model
         name = f"{kind}_function"
         variables = step_variables(model, kind)
-        # The groups change if the `trainable` of a layer changes.
+        # A layer's `trainable` determines to which groups its variables belong.
         key = (
             tuple(tuple(map(id, group)) for group in variables),
             model.run_eagerly,
@@ -208,10 +209,13 @@ class StepFunctionCache:
         variables: tuple[Any, ...],
         donated: Container[int],
     ) -> Sequence[Any]:
-        """Returns a state whose donated arrays nothing else refers to.
+        """Prepares a state so that a program can donate its arrays.
 
-        Arrays with other references are replaced by copies, in the lists of
-        `state`.
+        An array to be donated is replaced by a copy, in the lists of `state`,
+        if anything else refers to it.
+
+        Returns:
+          The state.
         """
         last = self._last.pop(kind, None)
         if state is last:
@@ -311,7 +315,7 @@ def step_variables(
 def _holders(
     model: keras.Model, groups: tuple[str, ...], last: Sequence[Any] | None
 ) -> list[Any]:
-    """Returns the states that may refer to the last step's arrays."""
+    """Returns the earlier states that may refer to the same arrays."""
     holders = [] if last is None else [last]
     keras_state = getattr(model, "_jax_state", None)
     if keras_state and all(name in keras_state for name in groups):
@@ -327,9 +331,9 @@ def _read_execution(
     """Reads the next execution from a feed, or builds it from batches.
 
     Args:
-      iterator: An iterator of a feed. Or an iterator of batches, if the model's
-        class calls Keras's loop with its own data.
-      mesh: The replicas.
+      iterator: An iterator of a feed; or, if a method of the model's class
+        calls Keras's `fit` with other data, an iterator of batches.
+      mesh: The mesh of the replicas.
       num_steps: The number of batches in an execution.
     """
     data = next(iterator)

@@ -1,4 +1,4 @@
-"""Computes the logs of the global batch from a replica's logs."""
+"""Computes the logs of the global batch from those of the replicas."""
 
 from collections.abc import Sequence
 from typing import Any

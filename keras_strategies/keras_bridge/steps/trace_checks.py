@@ -51,7 +51,7 @@ class Traced:
         self._compute = jaxpr_as_fun(self.jaxpr)
 
     def combine_sums(self, step: StepContext) -> None:
-        """Merges sums over the replicas into fewer sums; see combined_sums."""
+        """Merges the trace's sums over the replicas into fewer sums."""
         self._compute = with_combined_sums(
             self.jaxpr,
             step.axis,
@@ -73,8 +73,8 @@ def trace_and_check(
     """Traces `body(step, *state, data)`, checks the trace and evaluates it.
 
     Raises:
-      GlobalBatchNeeded: if the replicas would communicate in a branch or a loop
-        that some of them may not enter, and would then wait forever; if an
+      GlobalBatchNeeded: if the replicas communicate in a branch or a loop that
+        some of them may not enter, so that the others would wait forever; if an
         array or number has the batch's number of rows only by chance; or if a
         loss is not a mean over the rows.
     """
@@ -113,7 +113,7 @@ def combine_sums(
 
 
 def _are_sums_expensive(step: StepContext) -> bool:
-    """Returns whether each sum is slow and the compiler combines none."""
+    """Returns whether sums are slow and the compiler does not combine them."""
     mesh = step.facts.mesh
     is_between = mesh.num_processes > 1 and mesh.num_replicas > 1
     return mesh.platform == "cpu" and is_between
@@ -126,7 +126,7 @@ def call_on_global_batch(
     shape: RowShape,
     mesh: ReplicaMesh,
 ) -> tuple[Any, ...]:
-    """Computes `body(*state, data)` on a padded batch without its padding."""
+    """Cuts the padding off a batch, then computes `body(*state, data)`."""
     data = cut_padding(data, shape)
     traced = Traced(body, *state, data)
     is_sharded = not has_unsafe_scatters(traced.jaxpr)
@@ -140,7 +140,7 @@ def _check_sizes(
     state: Sequence[Group],
     data: Batch,
 ) -> None:
-    """Checks, by a trace with twice the rows, that only row counts double."""
+    """Checks in a trace with twice the rows that exactly row counts double."""
     probe = step.make_probe(2 * step.facts.rows)
     try:
         probed = functools.partial(body, probe)
@@ -148,8 +148,8 @@ def _check_sizes(
     except Exception as error:
         step.demand_global_batch(
             "a user-defined step passes arrays to metrics or to losses that "
-            "combine rows, and the second trace, which must show whether "
-            "these arrays have an entry for each row, failed: "
+            "combine rows, and a second trace with twice the rows, which would "
+            "show whether these arrays have an entry for each row, failed: "
             f"{describe_error(error)}"
         )
     sizes = [size for size, _, _ in probe.notes.sizes]
@@ -238,7 +238,7 @@ _LOSS_REASON = (
 
 
 def _describe_place(why: JaxprEqn | None) -> str:
-    """Describes, for messages, the equation that combines rows."""
+    """Describes, for a message, the jaxpr equation that combines rows."""
     if why is None:
         return ""
     place = traces.find_place(why)

@@ -38,7 +38,7 @@ class StepProgram(ModelProgram):
     def __call__(
         self, state: Groups, segment: Segment
     ) -> Iterator[tuple[Any, Groups]]:
-        """Runs the segment's steps, in one program or in several.
+        """Runs the steps of stacked batches, in one program or in several.
 
         Yields:
           After each program, the logs of the program's last step, and the new
@@ -76,10 +76,10 @@ class StepProgram(ModelProgram):
         step.notes.before = IdentityMap(zip(metrics, folded[-1], strict=True))
         logs, new = self._on_rows(step, folded, data)
         if step.facts.is_probe:
-            # A probe has no merge rules for metrics, and merges nothing.
+            # The extra trace for checks has no merge rules, and merges nothing.
             return logs
-        # A metric's change is measured from the metric's last reset in the
-        # step.
+        # If the step resets a metric, the metric's change is measured from its
+        # value after the last reset.
         folded[-1] = [step.notes.before[v] for v in metrics]
         return self._merge(step, old, folded, new, logs)
 
@@ -126,7 +126,7 @@ class StepProgram(ModelProgram):
         return logs, *self._select_changes(old, merged)
 
     def _scan_steps(self, body: Body) -> Body:
-        """Turns a step into a loop over batches; it returns the last logs."""
+        """Turns a step into a loop over batches that returns the last logs."""
 
         def many(written: Group, read: Group, data: Batch) -> tuple[Any, ...]:
             changed_keys: list[list[str]] = []

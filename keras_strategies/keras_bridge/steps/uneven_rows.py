@@ -33,7 +33,7 @@ class BranchResult:
       outputs: The results that are arrays.
       new: The variables' values after the call.
       start: The values from which the variables' changes are computed.
-      note: The `BranchFacts` that the branch's trace shows.
+      note: The `BranchFacts` of the branch.
       is_alike: For each new value, whether all replicas compute it with the
         same code from values that are equal on all replicas.
     """
@@ -54,7 +54,7 @@ def call_unevenly(
     leaves: list[Any],
     are_local: list[bool],
 ) -> tuple[BranchResult, list[Any], list[list[tuple[int, ...]]]]:
-    """Calls a function on each replica's rows.
+    """Calls a function on each replica's rows, whose number may differ.
 
     Collectives must be outside of branches, so the function is computed in
     stages: stage n uses the results of the first n collectives. Each output is
@@ -116,7 +116,7 @@ def _trace_to_the_end(
     Args:
       trace: A function that traces a variant with the known collectives.
       variants: The distinct variants.
-      places: The index of each replica's variant.
+      places: For each replica, the index of its variant in `variants`.
     """
     reduces: list[Reduce] = []
     while True:
@@ -185,7 +185,7 @@ class _Trace:
         return self.cut.collectives
 
     def meet_as(self, other: "_Trace") -> list[Any]:
-        """Adds the collectives of `other` if this variant has no rows."""
+        """Adds the collectives of `other` that a variant without rows lacks."""
         if self.is_empty and len(self.cut.collectives) < len(
             other.cut.collectives
         ):
@@ -214,7 +214,7 @@ def _cut_traces(traces: list[_Trace]) -> list[Any]:
 
 
 class _Stages:
-    """The variants' computations, in stages.
+    """The variants' computations, divided into stages at the collectives.
 
     Args:
       traces: The variants' complete traces.
@@ -240,8 +240,8 @@ class _Stages:
         ]
         self._stages = list(map(max, zip(*of_each, strict=True)))
         if any(stages.has_answers(t.jaxpr.jaxpr) for t in traces):
-            # Each stage calls Python callbacks again. So all outputs except
-            # operands are computed in the last stage, from the same calls.
+            # Python callbacks are called again in each stage. So all outputs
+            # except operands use the calls of one stage, the last one.
             last = [len(self._expected)] * len(self._stages)
             operands = jax.tree.leaves(traces[0].shapes[0])
             last[: len(operands)] = self._stages[: len(operands)]
@@ -312,7 +312,7 @@ class _Stages:
         return self._unflatten(self._values)[0][collective]
 
     def results(self) -> BranchResult:
-        """Returns the combined result of all stages, without a note."""
+        """Returns the result that all stages computed; its `note` is None."""
         _, outputs, new, start = self._unflatten(self._values)
         are_alike = self._unflatten(dict(enumerate(self._are_alike)))
         return BranchResult(
@@ -369,7 +369,7 @@ def _adapt_shapes(
 
 
 def _pad(array: Array, most: jax.ShapeDtypeStruct) -> jax.Array:
-    # A literal has a Python type.
+    # The value of a literal may be a Python number.
     array = jnp.asarray(array, most.dtype)
     return array if array.shape == most.shape else pad_to(array, most.shape)
 
@@ -394,7 +394,7 @@ def _check_alike(traces: list[_Trace]) -> None:
 def _refuse() -> NoReturn:
     raise ValueError(
         "All replicas must call the same collectives in the same order, "
-        "and return results of the same structure. Received: a function that "
-        "behaves differently for different numbers of rows. Change that, or "
-        "drop incomplete batches (`drop_remainder=True`)."
+        "and return results of the same structure. Received: a function "
+        "whose collectives or results depend on the number of rows. Make them "
+        "the same, or drop incomplete batches (`drop_remainder=True`)."
     )

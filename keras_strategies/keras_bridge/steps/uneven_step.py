@@ -62,8 +62,8 @@ class UnevenRows:
         """Distributes a batch's rows as evenly as possible.
 
         Args:
-          shape: The rows of the batch. Each process's rows stay on the replicas
-            of the process.
+          shape: The row counts of the batch and of the processes. Rows that a
+            process has read stay on the replicas of that process.
           padded: The number of rows including the padding.
           num_replicas: The number of replicas.
         """
@@ -87,7 +87,7 @@ class UnevenRows:
         )
 
     def take(self, data: Batch, axis: int, mesh: ReplicaMesh) -> Batch:
-        """Moves rows to their replicas; to be called in a compiled program.
+        """Moves the rows to their replicas, within a compiled program.
 
         Returns:
           A batch in which all replicas have the same number of rows, with
@@ -96,7 +96,7 @@ class UnevenRows:
         return _move(data, self.taken, axis, mesh)
 
     def put_back(self, outputs: Tree, axis: int, mesh: ReplicaMesh) -> Tree:
-        """Moves the replicas' outputs to the positions of the batch's rows.
+        """Moves the replicas' outputs back to the order of the batch's rows.
 
         Returns:
           The outputs, of shape (rows, ...) or (steps, rows, ...).
@@ -144,7 +144,9 @@ def call_step(
     counts: tuple[int, ...],
     metrics: list[keras.Variable] | None,
 ) -> UnevenCall:
-    """Calls a model's step on each replica's rows, in a mapped function.
+    """Calls a model's step on each replica's rows, and merges the states.
+
+    This function is called inside a mapped function.
 
     Args:
       step_fn: The step.
@@ -152,7 +154,7 @@ def call_step(
       old: The values of the variables.
       data: A replica's rows, padded to the largest number of rows of any
         replica.
-      mesh: The replicas.
+      mesh: The mesh of the replicas.
       counts: Each replica's number of rows.
       metrics: The variables of metrics if the outputs are numbers to average;
         None if the outputs have an entry for each row.
@@ -191,7 +193,7 @@ def call_step(
 def _merging_step(
     counts: tuple[int, ...], rows: Sequence[Variant], mesh: ReplicaMesh
 ) -> StepContext:
-    """Returns the step context in which the replicas' states are merged."""
+    """Returns the context of the step that merges the replicas' states."""
     facts = StepFacts(
         mesh=mesh,
         rows=max(counts),
@@ -208,7 +210,7 @@ class _OneReplica:
 
     Attributes:
       step_fn: The step.
-      facts: The facts of the step context in which the states are merged.
+      facts: The `facts` of the context that `_merging_step` returned.
       rows: For each replica, the number of rows of each array of the batch.
       variables: The groups of variables.
       metrics: The variables of metrics if the outputs are numbers to average;
@@ -239,7 +241,7 @@ class _OneReplica:
         new = [value for group in groups for value in group]
         new = [s if n is None else n for n, s in zip(new, state, strict=True)]
         for variable in self.metrics or ():
-            # By default, what the replicas add to a metric is summed.
+            # By default, what the replicas added to a metric is summed up.
             if variable not in step.notes.metric_rules:
                 step.notes.metric_rules[variable] = metric_rules.SUM
         after = IdentityMap(zip(variables, new, strict=True))
@@ -255,6 +257,6 @@ class _OneReplica:
 
 
 def _group(values: list[Any], like: Sequence[Sequence[Any]]) -> list[list[Any]]:
-    """Splits a flat list into groups of the same lengths as in `like`."""
+    """Splits a flat list into groups of the same lengths as those of `like`."""
     rest = iter(values)
     return [list(itertools.islice(rest, len(group))) for group in like]

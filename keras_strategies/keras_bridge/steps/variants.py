@@ -1,4 +1,8 @@
-"""Variants: the numbers of rows on the replicas, to which arguments are cut."""
+"""Variants: the numbers of rows that a replica has of each uneven argument.
+
+Replicas with the same numbers of rows have the same variant, and share its
+traced code.
+"""
 
 from collections.abc import Sequence
 from typing import Any
@@ -19,7 +23,7 @@ shapes differ in other dimensions too."""
 def cut_to_rows(
     variant: Variant, is_uneven: list[bool], leaves: list[Any]
 ) -> list[Any]:
-    """Cuts arguments to the rows of one variant; see `call_unevenly`."""
+    """Cuts padded arguments to a variant's rows; see `call_unevenly`."""
     sizes = iter(variant)
 
     def cut_leaf(leaf: Array) -> Array:
@@ -40,10 +44,10 @@ def find_variants(rows: Sequence[Variant]) -> list[Variant]:
 
 
 def compute_shares(rows: Sequence[Variant]) -> list[float] | None:
-    """Computes each replica's weight in averages; 0 for those without rows.
+    """Computes each replica's weight in averages; 0 for one without rows.
 
     Args:
-      rows: Each replica's numbers of rows, of all uneven arguments.
+      rows: The variant of each replica.
 
     Returns:
       The weights, or None if all weights are equal.
@@ -65,14 +69,16 @@ def compute_local_share(
 def group_rows_of_all(
     local: Variant, rows: Sequence[Variant]
 ) -> dict[int, set[tuple[int, ...]]]:
-    """Maps numbers of rows on one replica to those on all replicas.
-
-    A key is the number of rows that uneven arguments have on this replica. Its
-    value contains, for each such argument, the numbers of rows on all replicas.
+    """Groups uneven arguments by their numbers of rows on one replica.
 
     Args:
       local: The replica's variant.
       rows: The variants of all replicas.
+
+    Returns:
+      A dict. A key is a number of rows; its value contains, for each argument
+      that has this number of rows on the replica, the argument's numbers of
+      rows on all replicas.
     """
     columns: dict[int, set[tuple[int, ...]]] = {}
     for size, sizes in zip(local, zip(*rows, strict=True), strict=True):

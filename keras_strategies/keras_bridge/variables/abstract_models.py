@@ -36,7 +36,7 @@ _BY_SHAPES = ("int8", "int4", "float8")
 
 @contextlib.contextmanager
 def abstract() -> Iterator[None]:
-    """Creates the block's models and optimizers without values.
+    """Creates models and optimizers in the block without variable values.
 
     The variables of these models take no memory, and `strategy.compile_step`
     and `compile_run` accept the models. So a model that is too large for this
@@ -48,10 +48,10 @@ def abstract() -> Iterator[None]:
     as positions. Optimizer slots, and variables that such a model creates after
     the block, have no values. Affects only this thread.
 
-    Code that needs values raises a RuntimeError that contains the variable's
-    path: `get_weights`, `set_weights`, `load_weights`, `save`, `fit`,
-    `numpy.asarray(variable)`, or loading a pretrained model. A step also raises
-    this error if it reads such a variable that is not in the step's state.
+    Code that needs values, such as `get_weights`, `set_weights`,
+    `load_weights`, `save`, `fit`, `numpy.asarray(variable)`, or code that loads
+    a pretrained model, raises a RuntimeError that contains a variable's path. A
+    step also raises it if it reads such a variable that is not in its state.
     `strategy.materialize(model)` initializes the variables. TensorFlow has no
     equivalent.
 
@@ -74,10 +74,9 @@ def abstract() -> Iterator[None]:
 def creating_like(
     model: keras.Model,
 ) -> contextlib.AbstractContextManager[None]:
-    """Creates the block's variables in the same way as a model's.
+    """Creates variables in the block with values only if a model's have values.
 
-    The variables have no values if the model was created in an `abstract`
-    scope.
+    A model's variables have no values if it was created in an `abstract` scope.
     """
     return creating(abstract=hasattr(model, _MARK))
 
@@ -93,7 +92,7 @@ def materialize(
     Args:
       model: The model.
       variables: The model's variables, including those of its optimizer.
-      mesh: The replicas.
+      mesh: The mesh of the replicas.
       distribution: The distribution that places the variables.
 
     Raises:
@@ -130,7 +129,7 @@ def materialize(
 def _wrap_build(
     model: keras.Model, build: Callable[..., None]
 ) -> Callable[..., None]:
-    """Wraps a model's `build` (or `_maybe_build`) to create no values."""
+    """Wraps `build` (or `_maybe_build`) so that it creates no values."""
 
     @functools.wraps(build)
     def build_like_model(*args: Any, **kwargs: Any) -> None:
@@ -165,8 +164,8 @@ def _wrap_quantize(
                 "A model that was created in `ks.abstract()` has no values "
                 "with which a quantization could be calibrated. Received: "
                 f"quantize({name!r}) of the model {model.name!r}. Use one of "
-                f"{', '.join(_BY_SHAPES)}, or create the model without "
-                "`ks.abstract()`."
+                f"the modes {', '.join(_BY_SHAPES)}, or create the model "
+                "without `ks.abstract()`."
             )
         with shapes_only():
             return quantize(mode, config, *args, **kwargs)

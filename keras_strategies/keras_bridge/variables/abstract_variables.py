@@ -2,7 +2,7 @@
 
 Such a variable stores its initializer but stays uninitialized, like Keras's
 variables in a StatelessScope. While Keras infers shapes, the variable reads as
-zeros. They take no memory, because shapes are inferred in traces. In a step,
+zeros, which take no memory, because shapes are inferred in traces. In a step,
 the variable reads as its value in the step's state. Any other read raises an
 error, because otherwise a trace would contain the zeros as a constant.
 """
@@ -47,7 +47,7 @@ _SLOTS = "_ks_abstract_slots"
 
 class _Thread(threading.local):
     is_abstract = False
-    # Whether even small variables get no values.
+    # Whether small variables get no values either.
     is_shapes_only = False
     is_inferring = False
 
@@ -76,16 +76,18 @@ class AbstractVariable(keras.Variable):
         raise RuntimeError(_message(self, in_step=scope is not None))
 
     def __array__(self, dtype: "DTypeLike | None" = None) -> np.ndarray:
-        """Returns the value; in `shapes_only`, zeros that take no memory."""
+        """Returns the value or, in `shapes_only`, zeros that take no memory."""
         if not _thread.is_shapes_only:
             return super().__array__(dtype)
         zero = np.zeros((), dtype or jax.numpy.dtype(self._dtype))
         return np.broadcast_to(zero, self.shape)
 
     def assign(self, value: Array) -> Array:
-        """Assigns in a step's state, or makes the variable real with the value.
+        """Assigns a value.
 
-        Outside of steps, a value of more than `MAX_GIVEN_BYTES` is dropped.
+        In a step, the value is written to the step's state. While a model is
+        created, the variable becomes a plain variable with this value; but a
+        value of more than `MAX_GIVEN_BYTES` is dropped.
 
         Returns:
           The value, in the variable's dtype.
@@ -118,7 +120,7 @@ def has_lost_value(variable: object) -> bool:
 
 
 def creating_layer() -> Any:
-    """Finds the object whose `__init__` or `build` creates a variable.
+    """Finds the object whose `__init__` or `build` is creating a variable.
 
     Returns:
       A layer, optimizer or metric, or None.
@@ -196,14 +198,14 @@ def creating(*, abstract: bool) -> Iterator[None]:
 
 @contextlib.contextmanager
 def inferring_shapes() -> Iterator[None]:
-    """Reads abstract variables as zeros in the block, to trace shapes."""
+    """Lets abstract variables read as zeros in a block that infers shapes."""
     with temporary_attribute(_thread, "is_inferring", True):
         yield
 
 
 @contextlib.contextmanager
 def shapes_only() -> Iterator[None]:
-    """Computes only shapes in the block.
+    """Restricts the block to computing shapes.
 
     Abstract variables read as zeros, and values that are assigned to variables
     are not stored.

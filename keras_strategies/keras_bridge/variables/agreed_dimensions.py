@@ -1,4 +1,4 @@
-"""Makes sure that all processes shard variables along equal dimensions.
+"""Makes sure that all processes shard variables along the same dimensions.
 
 If processes sharded a variable differently, their shards would have different
 shapes, and the processes would wait for each other in different programs.
@@ -25,7 +25,7 @@ _CURE = (
     "depend only on a variable's path, shape and dtype."
 )
 _MAX_ERROR = 500
-# An answer consists of a variable's path, shape and dimension.
+# Each answer is for one variable: its path, shape and dimension.
 _FORM = message_forms.Either(
     (
         {"error": str},
@@ -56,7 +56,7 @@ def agree_on_dimensions(
 
     Args:
       partitioner: The partitioner.
-      mesh: The replicas.
+      mesh: The mesh of the replicas.
       variables: Variables of the same shapes in all processes.
       over_cores: For each variable, the axes that are passed to
         `Partitioner.choose_dimension`.
@@ -99,10 +99,13 @@ def agree_on_dimensions(
 
 
 def _find_difference(received: list[dict[str, Any]]) -> list[str]:
-    """Describes the first difference by process; returns [] if all agree.
+    """Describes the first difference between the processes' answers.
 
     Paths are not compared, because the numbers in them count the layers that a
     process has created, which may differ between processes.
+
+    Returns:
+      A text for each process, or an empty list if the answers do not differ.
     """
     names = [message["partitioner"] for message in received]
     if len(set(names)) > 1:

@@ -1,8 +1,8 @@
 """Variables that have no value: in a trace, or while a fit runs.
 
 Variables that are created in a trace get their values after the trace. While
-Keras's loop of `fit` runs, the values of a model's variables are in the loop's
-state, and the variables themselves may have no values.
+Keras's `fit` runs, the values of a model's variables are in the state that it
+passes from step to step, and the variables themselves may have no values.
 """
 
 import contextlib
@@ -22,7 +22,7 @@ from keras_strategies.keras_bridge.variables.variable_creator import (
 )
 
 models_in_loops: "weakref.WeakSet[keras.Model]" = weakref.WeakSet()
-"""Models in whose Keras loop the values may be in the loop's state."""
+"""Models whose values may be in the state that a running `fit` passes on."""
 
 
 @contextlib.contextmanager

@@ -69,7 +69,7 @@ def make_chief_initializer(initializer: Any, mesh: ReplicaMesh) -> Any:
 
     Args:
       initializer: A function, the name of a Keras initializer, or a value.
-      mesh: The replicas.
+      mesh: The mesh of the replicas.
 
     Returns:
       A function of shape and dtype, or `initializer` itself if the processes
@@ -92,7 +92,7 @@ class _FromChief:
 
     Attributes:
       initializer: The initializer that computes this process's value.
-      mesh: The replicas.
+      mesh: The mesh of the replicas.
     """
 
     initializer: Callable[..., Any]

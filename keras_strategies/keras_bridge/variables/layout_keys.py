@@ -45,7 +45,7 @@ class LayoutKeys:
         unmatched = [k for k in self._unmatched if not _is_key_of(k, paths)]
         self._has_matched |= len(unmatched) < len(self._unmatched)
         has_part = any(_find_partial_matches(key, paths) for key in unmatched)
-        # Weights suffice as examples: slots are placed like their weights.
+        # Weights suffice as examples; slots are placed like their weights.
         weights = [v.path for v in divisible if v.trainable] or paths
         shown = _describe_keys(unmatched, list(dict.fromkeys(weights)))
         if not self._has_matched and not has_part:
@@ -71,7 +71,7 @@ def _is_key_of(key: str, paths: list[str]) -> bool:
 
 
 def _find_partial_matches(key: str, paths: list[str]) -> list[str]:
-    """Returns the paths of which a key matches a part, as in Keras's maps."""
+    """Returns the paths that a key matches in part, as in Keras's maps."""
     return [path for path in paths if re.search(key, path)]
 
 

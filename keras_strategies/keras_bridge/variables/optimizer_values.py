@@ -1,8 +1,8 @@
 """Current values of a model's optimizer, also during fit.
 
-While Keras's loop runs, current values are in the loop's state instead of in
-the variables. Writing all values back to the variables to read one number would
-take longer than a small step.
+While `fit` runs, current values are in the state that it passes from step to
+step instead of in the variables. Writing all values back to the variables to
+read one number would take longer than a small step.
 """
 
 from collections.abc import Sequence

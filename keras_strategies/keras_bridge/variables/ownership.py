@@ -42,11 +42,11 @@ def take_ownership(
     Args:
       group: The values of variables; changed in place.
       variables: The variables.
-      holders: Lists of Keras and of this package that may refer to the same
-        arrays but never read them again.
-      owned: Arrays that steps returned in earlier loops, or None if even
-        those may share their buffers.
-      mesh: The replicas, on whose devices every array must be.
+      holders: Lists, in Keras and in this package, that may refer to the same
+        arrays but are never read again.
+      owned: Arrays that steps returned in earlier calls of `fit`, or None if
+        even those may share their buffers.
+      mesh: The mesh of the replicas. Every array must be on its devices.
       donate: Whether the step donates the group.
     """
     # The number of references that `_count_references` itself adds.
@@ -86,7 +86,7 @@ def note_devices(mesh: ReplicaMesh) -> None:
 def has_rivals(mesh: ReplicaMesh) -> bool:
     """Returns whether another strategy shares only some of these devices.
 
-    Its devices must overlap with these devices, without being the same. If a
+    The devices of the two strategies overlap but are not the same. If a
     variable of one strategy is then assigned to a variable of the other, the
     two arrays share buffers on the common devices, and this cannot be detected
     from either array.
@@ -98,7 +98,7 @@ def has_rivals(mesh: ReplicaMesh) -> bool:
 
 
 def are_unshared(values: Group, known: Sequence[Any]) -> bool:
-    """Returns whether the arrays are steps' results that only variables use.
+    """Returns whether steps returned the arrays, and only variables use them.
 
     Args:
       values: The arrays of the variables.
@@ -122,7 +122,7 @@ def refer_to(references: list[Any], values: Group) -> bool:
 
 
 def update_owned(owned: Owned, state: Sequence[Group]) -> Owned:
-    """Returns the owned arrays that still exist, plus the arrays of a state."""
+    """Returns `owned` without arrays that are gone, plus a state's arrays."""
     owned = {key: array for key, array in owned.items() if array() is not None}
     for group in state:
         owned |= {id(array): weakref.ref(array) for array in group}

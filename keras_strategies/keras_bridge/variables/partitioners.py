@@ -36,11 +36,11 @@ class FullySharded:
 
     Args:
       shards: The number of replicas in a group. Consecutive replicas form a
-        group. Each group stores all variables, one shard on each replica. With
-        None, the replicas of a process form a group, because they are close to
-        each other. If each process has only one replica, all replicas form a
-        group. On TPUs, the replicas of a slice form a group or, in a large
-        slice, the replicas of a box of 64 chips.
+        group. Each group stores all variables, and each of its replicas stores
+        one shard of each. With None, the replicas of a process form a group,
+        because they are close to each other. If each process has only one
+        replica, all replicas form a group. On TPUs, the replicas of a slice
+        form a group or, in a large slice, the replicas of a box of 64 chips.
       min_size: The smallest number of entries of a sharded variable; smaller
         variables are replicated.
       reduce_dtype: The float dtype in which gradients of sharded variables are
@@ -112,7 +112,7 @@ class Partitioner:
       partitioner: A `FullySharded` or `SlotsOnly`; or a function of a
         variable's path, shape and dtype, or of only `shape` and `dtype`, as in
         TensorFlow.
-      mesh: The strategy's replicas.
+      mesh: The mesh of the strategy's replicas.
 
     Attributes:
       shards: The number of replicas over which a variable is sharded.
@@ -225,8 +225,8 @@ class Partitioner:
           over_cores: See `choose_dimension`.
 
         Returns:
-          A short reason and a sentence. None for a scalar, and for a variable
-          that is sharded.
+          The reason twice: as a few words and as a sentence. None for a
+          scalar, and for a variable that is sharded.
         """
         partitioner = self._partitioner
         if not shape:

@@ -45,7 +45,7 @@ class Placement:
     """The shardings of a variable that is not replicated on all devices.
 
     Attributes:
-      mesh: The strategy's replicas.
+      mesh: The mesh of the strategy's replicas.
       sharding: The variable's sharding.
       of_slots: The sharding of the variable's optimizer slots and of its summed
         gradient.
@@ -65,7 +65,7 @@ def placement_of(variable: keras.Variable) -> Placement | None:
 
 
 def forget_placement(variable: keras.Variable) -> None:
-    """Makes a variable replicated again for `sharding_of`."""
+    """Makes `sharding_of` treat a variable as replicated again."""
     variable.__dict__.pop(_ASKED, None)
     if hasattr(variable, _PLACEMENT):
         delattr(variable, _PLACEMENT)
@@ -82,12 +82,12 @@ def sharding_of(variable: keras.Variable, mesh: ReplicaMesh) -> NamedSharding:
 
 
 def spec_of(variable: keras.Variable, mesh: ReplicaMesh) -> Spec:
-    """Returns a variable's spec in a function mapped over the replicas."""
+    """Returns a variable's sharding in a function mapped over the replicas."""
     return _spec(sharding_of(variable, mesh), mesh)
 
 
 def gradient_spec_of(variable: keras.Variable, mesh: ReplicaMesh) -> Spec:
-    """Returns the spec of a weight's summed gradient and of its slots."""
+    """Returns the sharding of a weight's summed gradient and of its slots."""
     placement = placement_of(variable)
     if placement is None or placement.mesh is not mesh:
         return replicated_spec()
@@ -118,7 +118,7 @@ def note_replicated_update(variables: Iterable[keras.Variable]) -> None:
 
 
 def is_updated_replicated(variable: keras.Variable) -> bool:
-    """Returns whether a step updates a sharded variable on each replica."""
+    """Returns whether each replica updates a sharded variable's full value."""
     return getattr(variable, _UPDATED_REPLICATED, False)
 
 
@@ -138,7 +138,7 @@ class Placements:
     """The placements of a strategy's variables: replicated, or sharded.
 
     Args:
-      mesh: The replicas.
+      mesh: The mesh of the replicas.
       layout_map: A mapping from variable paths, or regular expressions that
         match a full path, to the mesh axis for each dimension: the mesh's model
         axis or None. Either a `keras.distribution.LayoutMap`, of which only the
@@ -315,7 +315,7 @@ class Placements:
         variables: list[keras.Variable],
         over_cores: list[Axes],
     ) -> list[int | None]:
-        """Returns the partitioner's choices, which all processes must share.
+        """Returns the dimensions that the partitioner chooses in all processes.
 
         The choices of a `FullySharded` are compared between processes only
         once. The choices of a function are compared each time, because the
@@ -376,7 +376,7 @@ def shard_slots_by_names(
     Args:
       variables: Weights, and slots that still have the names that the optimizer
         gave them.
-      mesh: The replicas.
+      mesh: The mesh of the replicas.
     """
     variables = list(variables)
     axes_of_slots: dict[str, tuple[keras.Variable, set[Any]]] = {}
@@ -394,6 +394,6 @@ def shard_slots_by_names(
         ends = (i + 1 for i, letter in enumerate(slot.name) if letter == "_")
         for end in ends:
             weight, axes = axes_of_slots.get(slot.name[:end], (slot, set()))
-            # Nothing changes if the slot already has all axes.
+            # A slot that is already sharded over these axes stays as it is.
             if axes - set(sharding_of(slot, mesh).spec) - {None}:
                 shard_like(slot, weight)

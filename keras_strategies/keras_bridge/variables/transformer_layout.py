@@ -173,7 +173,7 @@ def _choose_axes(model: keras.Model) -> dict[int, Axes]:
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class _Projection:
-    """A dense layer, with the meaning of its kernel's dimensions.
+    """A dense layer, and which of its kernel's dimensions are rows or columns.
 
     Attributes:
       layer: A `Dense` or `EinsumDense`.
@@ -196,7 +196,7 @@ class _Projection:
 
     @property
     def sizes(self) -> tuple[int, int]:
-        """The numbers of input and output features, over all dimensions."""
+        """The kernel's input and output sizes, each a product of dimensions."""
         shape = self.kernel.shape
         size_in, size_out = (
             math.prod(shape[dim] for dim in dims)
@@ -205,7 +205,7 @@ class _Projection:
         return size_in, size_out
 
     def make_axes(self, *, over_columns: bool) -> dict[int, Axes]:
-        """Returns axes that shard the layer's variables by columns or rows."""
+        """Returns axes that shard the variables along columns or rows."""
         dim = (self.columns if over_columns else self.rows)[0]
         rank = len(self.kernel.shape)
         of_kernel = tuple(_MODEL if d == dim else None for d in range(rank))
@@ -334,7 +334,7 @@ def _make_layout(
     """Makes the layout for the variables that a pattern matches.
 
     Args:
-      group: Pairs of axes and a variable.
+      group: The variables: pairs of a variable's axes and the variable.
       cores: See `ByShape`.
 
     Returns:
@@ -363,7 +363,7 @@ def _fits(axes: Axes, shape: Sequence[int], cores: int) -> bool:
 
 
 def _make_pattern(path: str) -> str:
-    """Makes a regular expression for a path with any layer numbers."""
+    """Makes a regular expression that ignores the layer numbers in a path."""
     *layers, name = path.split("/")
     parts = [re.escape(_strip_number(part)) + r"(_\d+)?" for part in layers]
     return "/".join([*parts, re.escape(name)])

@@ -51,12 +51,12 @@ class Registry:
     """Weak references to the variables created in a strategy's scope."""
 
     def __init__(self) -> None:
-        # By id: variables compare elementwise, so they cannot be dict keys.
+        # The keys are ids, because variables compare elementwise.
         self._variables: weakref.WeakValueDictionary[int, keras.Variable]
         self._variables = weakref.WeakValueDictionary()
 
     def add(self, variable: keras.Variable) -> None:
-        """Remembers a variable until it is collected."""
+        """Adds a variable, which stays until it is garbage-collected."""
         self._variables[id(variable)] = variable
 
     def __contains__(self, variable: object) -> bool:
@@ -126,7 +126,7 @@ class ReplicaDistribution(Distribution):
 def distribution_scope(
     distribution: ReplicaDistribution | None,
 ) -> Iterator[None]:
-    """Makes `distribution` this thread's Keras distribution for a block."""
+    """Sets this thread's Keras distribution while the block runs."""
     before = keras.distribution.distribution()
     keras.distribution.set_distribution(distribution)
     try:
@@ -183,10 +183,10 @@ def _is_made_later(weight: keras.Variable) -> bool:
 def _set_layout_of_slots(
     weight: keras.Variable, distribution: ReplicaDistribution
 ) -> contextlib.AbstractContextManager[None]:
-    """Makes Keras create slots with their own layout, not the weight's.
+    """Makes Keras give slots the layout for slots, not the weight's layout.
 
-    If replicas shard variables, but not this weight, the layout is None, so
-    that Keras asks the distribution for the slot's layout.
+    If variables are sharded over the replicas, but not this weight, its layout
+    is None in the block, so that Keras asks the distribution for the slot's.
     """
     placement = placement_of(weight)
     if placement is None and distribution.placements.partitioner is None:
@@ -203,7 +203,7 @@ _slots_registered = Patches(lambda: [_SLOTS])
 
 
 def slots_follow_weights() -> contextlib.AbstractContextManager[None]:
-    """Creates the block's slots without values if weights have no values."""
+    """Creates the block's slots without values if their weights have none."""
     return _slots_registered.hold()
 
 
@@ -256,7 +256,7 @@ def adopt(
 def _place_from_chief(
     values: list[Any], shardings: list[Any], mesh: ReplicaMesh
 ) -> list[Any]:
-    """Places the chief's values: first all replicated, then each sharded."""
+    """Sends the chief's values to all processes, and shards them if needed."""
     is_replicated = [sharding is mesh.whole for sharding in shardings]
     sent = broadcast(list(itertools.compress(values, is_replicated)), mesh)
     placed = []
@@ -324,7 +324,7 @@ def variable_creator_scope(
 
     As in `tf.variable_creator_scope`, creators can be nested. The innermost is
     called first. It calls the next with `next_creator(**kwargs)`, and may
-    change the keywords. Affects only this thread. Unlike in TensorFlow, a
+    change the arguments. Affects only this thread. Unlike in TensorFlow, a
     creator must return the variable that `next_creator` returned.
 
     Args:
@@ -360,7 +360,7 @@ def variable_creator_scope(
 
 
 def innermost_creator() -> object:
-    """Returns an object for this thread's innermost open scope, or None."""
+    """Returns an object that identifies the innermost scope, or None."""
     return _creators.stack[-1] if _creators.stack else None
 
 

@@ -1,7 +1,7 @@
 """Captures a script's first training step before the step runs.
 
-While a script runs here, its strategies use a slice's devices, its models'
-variables have shapes but no values, and the first `fit` or `run` ends it.
+While the script runs, its strategies use a slice's devices and its models'
+variables have shapes but no values. The first `fit` or `run` ends the script.
 """
 
 import contextlib
@@ -66,36 +66,36 @@ _Function = Callable[..., Any]
 
 
 class StepCaptured(BaseException):
-    """Raised to end a script after its first step was captured."""
+    """Raised to end a script after its first training step was captured."""
 
 
 class PlanError(Exception):
-    """Raised for a script that cannot be planned; its message is for users."""
+    """Raised for a script that cannot be planned, with a message for users."""
 
 
 class ScriptEnded(PlanError):
-    """Raised for a script that exited before it trained."""
+    """Raised for a script that exited before its first training step."""
 
 
 class Capture:
-    """Replaces a script's strategies and captures its first step.
+    """Runs a script's strategies on a slice, and captures a training step.
 
     Args:
       devices: The devices of the slice.
-      layout: The layout of models on the devices. None for the script's own.
-      layout_map: The layout map for replicas with several cores.
+      layout: How models are sharded. None for what the script's code requests.
+      layout_map: The sharding of variables within replicas of several cores.
       is_per_replica: Whether each of the script's batches is for one replica.
         Otherwise they are global batches.
       plan: A function of the step and the layout's name, or None. It is called
-        in place of the script's `fit` or `run`, so that contexts around the
-        call take effect, such as a precision of matrix products.
+        in place of the script's `fit` or `run`, inside contexts such as
+        `jax.default_matmul_precision` that the script has entered.
 
     Attributes:
       step: The step that was captured, or None.
-      planned: The result of `plan`. None if it was not called or raised.
+      planned: The result of `plan`. None if it was not called or has failed.
       error: The error that `plan` raised, or None.
       model: The step's model, or None for the step of a custom loop.
-      layout: The name of the layout of models on the devices.
+      layout: The name of the layout that the strategies use.
     """
 
     def __init__(
@@ -120,7 +120,7 @@ class Capture:
         self._lock, self._done = threading.Lock(), threading.Event()
 
     def wait(self) -> None:
-        """Waits for the plan if another thread has captured the step."""
+        """Waits until the step is planned, if a thread has captured it."""
         if self.step is not None:
             self._done.wait()
 
@@ -204,7 +204,7 @@ class Capture:
         )
 
     def _set_resolver(self, strategy: Strategy, named: dict[str, Any]) -> None:
-        """Sets a strategy's resolver to the one that the script passes."""
+        """Sets a strategy's cluster resolver to the one that was passed."""
         if isinstance(strategy, MultiWorkerMirroredStrategy):
             alone = SimpleClusterResolver(ClusterSpec({}))
             given = named.get("cluster_resolver")
@@ -237,7 +237,7 @@ class Capture:
     def _read_shapes(
         self, binding: Binding, call: Call
     ) -> tuple[Any, int | None]:
-        """Returns the first batch's shapes, and the steps per epoch."""
+        """Returns a batch's shapes, and steps per epoch (None if unknown)."""
         strategy = binding.owner
         split_validation(call)
         if isinstance(call["x"], CapturedData):
@@ -297,7 +297,7 @@ class Capture:
             if self._plan is not None:
                 self.planned = self._plan(step, self.layout)
         except BaseException as error:
-            # Stored instead of raised, because the script could catch it.
+            # The script could catch the error, so it is stored, not raised.
             self.error = error
         finally:
             self._done.set()
@@ -352,7 +352,7 @@ def _open_scope(original: _Function, strategy: Strategy) -> _AbstractScope:
 
 
 def _make_value_shapes(strategy: Strategy, value_fn: _Function) -> Tree:
-    """Returns per-replica shapes; all replicas get the shapes of the first."""
+    """Calls `value_fn` for one replica; returns the shapes for all replicas."""
     count, mesh = strategy.num_replicas_in_sync, strategy.mesh
     first = value_fn(ValueContext(0, count))
 
@@ -367,7 +367,7 @@ def _make_value_shapes(strategy: Strategy, value_fn: _Function) -> Tree:
 
 
 def _list_local_results(strategy: Strategy, value: Tree) -> Tree:
-    """Returns the components of all replicas; for batches, their shapes."""
+    """Returns each replica's values; for a batch, each replica's shapes."""
     return reducing.list_local_results(value, strategy.mesh)
 
 

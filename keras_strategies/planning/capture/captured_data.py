@@ -1,4 +1,4 @@
-"""Distributed datasets for a planned script, which yield only shapes."""
+"""Distributed datasets for a planned script; they yield shapes, not arrays."""
 
 from collections.abc import Callable
 from typing import Any
@@ -18,13 +18,13 @@ from keras_strategies.planning.compile.step import with_rows
 
 
 class CapturedData(DistributedDataset):
-    """A distributed dataset that yields the shapes of its batches.
+    """A distributed dataset that yields shapes in place of arrays.
 
     Args:
       source: The source of the batches.
-      host: A mesh with a single device, on which the batches are read.
-      mesh: The replicas that the batches are for.
-      factor: The number of batches from the source in one global batch.
+      host: A mesh of one CPU device, on which the batches are read.
+      mesh: The replicas of the planned slice, among which batches are divided.
+      factor: The number of batches from `source` that form one global batch.
     """
 
     def __init__(
@@ -34,11 +34,11 @@ class CapturedData(DistributedDataset):
         self._replicas, self._factor = mesh, factor
 
     def iterator(self, epoch: int, start: int = 0) -> "_ShapeIterator":
-        """Returns an iterator over nests of abstract per-replica values."""
+        """Returns an iterator over batches that contain shapes, not values."""
         return _ShapeIterator(super().iterator(epoch, start), self._stand_in)
 
     def first_shapes(self) -> Batch:
-        """Reads the first batch of the data.
+        """Returns the shapes of the first batch.
 
         Returns:
           A `jax.ShapeDtypeStruct` for each array of the global batch.
@@ -49,8 +49,8 @@ class CapturedData(DistributedDataset):
     def _stand_in(self, leaf: Array) -> values.PerReplica:
         shape, mesh = times_rows(leaf, self._factor), self._replicas
         replicas = mesh.num_replicas
-        # Programs are compiled for numbers of rows that the replicas can divide
-        # evenly.
+        # The number of rows is rounded up to a multiple of the number of
+        # replicas, because programs are compiled for such numbers.
         rows = max(-(-shape.shape[0] // replicas), 1) * replicas
         array = jax.ShapeDtypeStruct(
             (rows, *shape.shape[1:]), shape.dtype, sharding=mesh.split
@@ -59,7 +59,7 @@ class CapturedData(DistributedDataset):
 
 
 class _ShapeIterator(DistributedIterator):
-    """An iterator that yields shapes in place of another iterator's batches."""
+    """An iterator that yields the shapes of another iterator's batches."""
 
     def __init__(
         self, batches: DistributedIterator, stand_in: Callable[[Any], Any]
@@ -72,7 +72,7 @@ class _ShapeIterator(DistributedIterator):
 
 
 def times_rows(batch: Batch, factor: int) -> Batch:
-    """Returns the shapes of a batch with `factor` times the number of rows."""
+    """Returns a batch's shapes, with its row count multiplied by `factor`."""
     return jax.tree.map(
         lambda leaf: with_rows(leaf, shape_of(leaf).shape[0] * factor), batch
     )

@@ -14,7 +14,7 @@ _OF_MANAGER = ("save", "restore_or_initialize", "restore", "wait", "close")
 
 
 def patches() -> list[Patch]:
-    """Returns the stubs for checkpoints and for an Estimator's directory."""
+    """Returns the stubs that replace the reading and writing of checkpoints."""
     checkpoint, kept = lib.Checkpoint, lib.CheckpointManager
     return [
         (lib, "latest_checkpoint", _do_nothing),
@@ -32,7 +32,7 @@ def patches() -> list[Patch]:
 
 
 class Restored:
-    """A stand-in for the status of a restored checkpoint; nothing was read."""
+    """A stand-in for the status object that `Checkpoint.restore` returns."""
 
     def __getattr__(self, name: str) -> Callable[..., "Restored"]:
         if name.startswith("_"):

@@ -1,4 +1,4 @@
-"""Plans the candidates of a command, each in its own process."""
+"""Plans each candidate (a slice with a layout) in a separate process."""
 
 import collections
 import contextlib
@@ -31,7 +31,7 @@ _NOT_ENTERED = ("TF_CONFIG", "KERAS_STRATEGIES_", "JAX_COORDINATOR_ADDRESS")
 def plan_in_processes(
     requests: Sequence[Request], num_processes: int | None = None
 ) -> Plan:
-    """Plans candidates and shows a table that is filled as they finish.
+    """Plans candidates and shows a table, to which each adds a row when done.
 
     Args:
       requests: The candidates.
@@ -39,8 +39,8 @@ def plan_in_processes(
         choose it based on the machine's cores and memory.
 
     Returns:
-      A plan with the steps in the order of the requests. It contains no step
-      for default layouts that cannot be planned, except for "replicated".
+      A plan with one row per candidate, in the order of the requests. Default
+      layouts that cannot be planned are left out, except for "replicated".
     """
     pool = _Pool(requests, num_processes or count_jobs(len(requests)))
     with live_table() as show, contextlib.closing(pool):
@@ -58,7 +58,7 @@ def _sort_steps(steps: Mapping[int, PlannedStep]) -> tuple[PlannedStep, ...]:
 
 
 class _Pool:
-    """Starts the candidates' processes and collects their answers.
+    """Starts the candidates' processes and collects their results.
 
     Args:
       requests: The candidates.
@@ -66,7 +66,7 @@ class _Pool:
 
     Attributes:
       running: The processes that have not ended.
-      steps: The finished steps, by the indices of their candidates.
+      steps: The final results, by the indices of their candidates.
     """
 
     def __init__(self, requests: Sequence[Request], at_once: int) -> None:
@@ -76,18 +76,19 @@ class _Pool:
         self._at_once = at_once
         # Each process compiles in several threads. On a machine with few cores,
         # no other candidate starts until the first one has sent its preliminary
-        # step, so that the table has a row early.
+        # result, so that the table has a row early.
         self._is_first = len(os.sched_getaffinity(0)) < 2 * at_once
 
     @property
     def is_busy(self) -> bool:
-        """Whether at least one candidate has not ended."""
+        """Whether any candidate is still waiting or running."""
         return bool(self._waiting or self.running)
 
     def start(self) -> dict[int, PlannedStep]:
-        """Starts processes; returns the preliminary steps of running ones.
+        """Starts processes, and returns preliminary results of running ones.
 
-        The keys of the steps are the indices of their candidates.
+        Returns:
+          A dict from the indices of candidates to their preliminary results.
         """
         while self._waiting and len(self.running) < (
             1 if self._is_first else self._at_once
@@ -99,7 +100,7 @@ class _Pool:
         return known
 
     def collect(self) -> None:
-        """Waits briefly and collects the answers that have arrived."""
+        """Waits briefly, and stores the results of finished candidates."""
         time.sleep(_POLL_SECONDS)
         for process in [p for p in self.running if p.has_answered()]:
             self.running.remove(process)
@@ -114,7 +115,7 @@ class _Pool:
 
 
 class _Process:
-    """The process of one candidate."""
+    """A child process that plans one candidate."""
 
     def __init__(self, index: int, request: Request) -> None:
         self.index, self.request = index, request
@@ -138,8 +139,8 @@ class _Process:
             stdout=self._log,
             stderr=subprocess.STDOUT,
             pass_fds=[file],
-            # `end` kills the session, including all processes that the script
-            # has started.
+            # A new session, so that `end` can kill the process together with
+            # all processes that the script has started.
             start_new_session=True,
         )
         # Earlier candidates have a higher priority.
@@ -156,7 +157,7 @@ class _Process:
         return has_ended or parse_answer(self._read_answers()) is not None
 
     def row(self) -> PlannedStep | None:
-        """Returns the preliminary step that the process has sent, or None."""
+        """Returns the preliminary result that the process has sent, or None."""
         whole, _, _ = self._read_answers().rpartition(b"\n")
         answer = parse_answer(whole, names=("row",))
         return None if answer is None else PlannedStep.from_json(answer["row"])
@@ -195,8 +196,9 @@ def _make_step(
             return step
         error = step.error
     if request.is_default and request.layout != "replicated":
-        # The user did not ask for this layout. An error that all layouts
-        # share is reported once, in the row of "replicated".
+        # The user did not request this default layout, so it gets no row. An
+        # error that occurs with all layouts is shown once, in the row of
+        # "replicated".
         return None
     return PlannedStep(
         topology=request.topology,

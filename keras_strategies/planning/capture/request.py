@@ -1,4 +1,4 @@
-"""Requests to the child processes of `keras-strategies plan`, and replies."""
+"""Messages between `keras-strategies plan` and its child processes."""
 
 import dataclasses
 import json
@@ -23,23 +23,23 @@ _BATCH = re.compile(
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Request:
-    """A candidate for one child process to plan, with all options.
+    """A candidate (slice and layout) for a child process, with all options.
 
     Attributes:
       script: The path of the script, or the name of a module. "" if `function`
         is set.
       is_module: Whether the script is a module.
       function: A function that creates the model, as "module:function".
-      batch: The shapes and dtypes of x and y, such as "8x2048:int32".
+      batch: The shape and dtype of x and of y, each such as "8x2048:int32".
       arguments: The script's arguments.
       topology: The slice's name.
       layout: The name of the model's layout on the slice.
       is_default: Whether the layout is one of the defaults and was not
-        requested by the user, so that its row may be left out.
+        requested by the user, so that the table may leave it out.
       is_alone: Whether this is the only candidate.
       scale: "replica" if the script's batches are for one replica, "global" if
         they are global batches.
-      effort: "auto", "low" or "full".
+      effort: How thoroughly to compile: "auto", "low" or "full".
       verify: See `Strategy.plan`.
       whole: See `Strategy.plan`.
       cache: See `Strategy.plan`.
@@ -66,7 +66,7 @@ class Request:
         return f"{self.topology} {self.layout}"
 
     def to_text(self) -> str:
-        """Returns the request as JSON, for the process's command line."""
+        """Returns the request as JSON, for the child process's command line."""
         return json.dumps(dataclasses.asdict(self))
 
     @classmethod
@@ -97,15 +97,14 @@ def parse_shape_and_dtype(text: str) -> tuple[tuple[int, ...], str]:
 def parse_answer(
     raw: bytes, names: tuple[str, ...] = ("step", "error", "ended")
 ) -> dict[str, Any] | None:
-    """Parses a process's last answer.
+    """Parses the last answer in a child process's output.
 
     Args:
-      raw: Lines of JSON. The last line is the answer.
-      names: The allowed names of answers.
+      raw: Lines of JSON. The last line is the answer: a dict with one entry.
+      names: The keys that the answer may have.
 
     Returns:
-      A dict with one entry, the answer's name and value. None if the answer is
-      not valid.
+      The answer, or None if it is not valid.
     """
     lines = raw.splitlines()
     try:

@@ -25,7 +25,7 @@ _POLL_SECONDS = 0.05
 
 
 def run_script(capture: Capture, request: Request) -> Capture:
-    """Runs a script, or a module, as `python` would, up to its first step.
+    """Runs a script or module, as `python` would, up to a training step.
 
     Args:
       capture: The capture of the step.
@@ -60,8 +60,8 @@ def run_script(capture: Capture, request: Request) -> Capture:
             if os.getpid() != process:
                 traceback.print_exc()
                 end_process(1)
-            # Errors after the first step are ignored, such as errors in a
-            # `finally`.
+            # Errors after the step was captured are ignored, such as errors in
+            # a `finally`.
             if capture.step is None:
                 raise
         if os.getpid() != process:
@@ -94,7 +94,7 @@ def end_process(status: int = 0) -> NoReturn:
 
 @contextlib.contextmanager
 def _as_main(request: Request) -> Iterator[None]:
-    """Sets `sys.argv` and `sys.path` as Python does for a script."""
+    """Sets `sys.argv` and `sys.path` for a script while the block runs."""
     argv, path = sys.argv[:], sys.path[:]
     sys.argv = [request.script, *request.arguments]
     folder = pathlib.Path(request.script).resolve().parent
@@ -106,7 +106,7 @@ def _as_main(request: Request) -> Iterator[None]:
 
 
 class _ScriptThreads:
-    """The threads of a script.
+    """The threads that a script has started, with their first error.
 
     Attributes:
       error: The first error that one of the threads raised, or None.
@@ -117,7 +117,7 @@ class _ScriptThreads:
 
     @contextlib.contextmanager
     def watch(self) -> Iterator[None]:
-        """Stores the first error of the threads while a block runs."""
+        """Stores the first error that a thread raises while the block runs."""
         report = threading.excepthook
 
         def keep(args: threading.ExceptHookArgs) -> None:
@@ -131,12 +131,12 @@ class _ScriptThreads:
             yield
 
     def finish(self, is_done: Callable[[], bool]) -> None:
-        """Waits up to a minute until the threads have ended.
+        """Waits up to a minute for the threads to end.
 
-        Python waits for these threads at exit, too.
+        Python also waits for these threads when a script exits.
 
         Args:
-          is_done: A function that returns whether to stop waiting.
+          is_done: A function that returns whether the wait can end early.
         """
         end = time.monotonic() + _MAX_WAIT_SECONDS
         while _are_running() and not is_done() and time.monotonic() < end:

@@ -52,10 +52,10 @@ _POLL_SECONDS = 1.0
 
 
 def main(descriptor: str, words: str, parent: str) -> NoReturn:
-    """Plans the candidate and writes answers to a file descriptor.
+    """Plans the candidate and writes the results to a file descriptor.
 
-    Each answer is a line of JSON. The first answer is the step as compiled at
-    low effort. The last answer is the final step or an error.
+    Each result is a line of JSON: first the preliminary result, from compiling
+    at low effort, and then the final result or an error.
 
     Args:
       descriptor: The number of the file descriptor, as text.
@@ -109,7 +109,7 @@ class Worker:
             self.send(**{name: _describe_error(error, self._request)})
 
     def plan(self) -> dict[str, Any]:
-        """Plans the candidate and returns its step as a dict for JSON."""
+        """Plans the candidate and returns the result as a dict for JSON."""
         if self._request.function:
             return self._plan_candidate(_make_function_candidate(self._request))
         return self.plan_script(make_tpu_devices(self._request.topology))
@@ -124,7 +124,7 @@ class Worker:
           devices: The devices of the slice.
 
         Returns:
-          The step as a dict for JSON.
+          The planned step as a dict for JSON.
         """
         request, layout = self._request, parse_layout(self._request.layout)
         layout_map = None
@@ -163,8 +163,8 @@ class Worker:
 
         def plan_in_thread(*args: object) -> object:
             if threading.current_thread() is not threading.main_thread():
-                # The main thread may wait forever for the step's result, so the
-                # process ends here.
+                # The main thread may wait forever for the result of this
+                # thread's step, so the process ends here.
                 self.answer(lambda: plan(*args))
                 end_process()
             return plan(*args)
@@ -219,7 +219,7 @@ def _check_thread(*args: object) -> None:
 
 
 def _make_function_candidate(request: Request) -> Candidate:
-    """Returns the candidate for a function that creates a model."""
+    """Returns the candidate for a request that names a function."""
     module, name = request.function.split(":")
     batch = tuple(
         jax.ShapeDtypeStruct(*parse_shape_and_dtype(text))

@@ -1,1 +1,1 @@
-"""Compiles candidates and reads the memory and time that they need."""
+"""Compiles training steps for TPU slices, to find their memory and time."""

@@ -1,4 +1,4 @@
-"""Signatures of layer calls. Equal signatures mean equal computations."""
+"""Hashable signatures of layer calls, to find calls that compute the same."""
 
 import inspect
 import json
@@ -15,10 +15,9 @@ _KERAS = ("keras", "keras_hub")
 
 
 def call_signature(node: Any) -> tuple[Any, ...]:
-    """Returns the signature of a layer call or operation.
+    """Returns a key for a layer call; equal keys mean equal computations.
 
-    Calls with equal signatures perform the same computation, except for the
-    values of weights.
+    The values of weights may differ.
 
     Args:
       node: The call: a node in the graph of a Keras model.
@@ -82,7 +81,7 @@ def _read_config(operation: keras.Operation) -> str:
 
 
 def _read_attributes(layer: keras.layers.Layer) -> tuple[Any, ...]:
-    """Returns the attributes of a user-defined layer that Keras did not set."""
+    """Returns a user-defined layer's attributes, except those set by Keras."""
     if is_of_keras(type(layer)):
         return ()
     default_names = vars(keras.layers.Identity())
@@ -94,7 +93,7 @@ def _read_attributes(layer: keras.layers.Layer) -> tuple[Any, ...]:
 
 
 def _read_arguments(node: Any) -> Hashable:
-    """Returns a key for the arguments of a call that are not tensors.
+    """Returns a hashable key for a call's arguments that are not tensors.
 
     Float arguments of a Keras operation (not a layer) are left out, because
     their values do not change which operations are computed.
@@ -151,7 +150,7 @@ def _make_leaf_key(value: object) -> Hashable:
 
 
 def _read_remat(layer: keras.layers.Layer) -> tuple[Any, ...]:
-    """Returns how a layer is rematerialized, or () if it is not."""
+    """Returns a layer's rematerialization settings, or () if it has none."""
     remat = layer._remat_mode
     if remat is None or remat.mode is None:
         return ()

@@ -1,4 +1,4 @@
-"""Creates the candidates for a plan of `fit`."""
+"""Creates the candidates (slices with layouts) for a plan of `fit`."""
 
 import functools
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -38,11 +38,11 @@ _MODEL_AXIS = 4
 
 
 class Batch:
-    """The shapes of a global batch, scaled to any number of replicas.
+    """The shapes of a global batch, for any number of replicas.
 
     Args:
       batch: `(x, y)` or `(x, y, sample_weight)`.
-      replicas: The number of replicas for which `batch` is the global batch.
+      replicas: The number of replicas that `batch` is divided among.
       is_global: Whether the total number of rows stays the same for other
         numbers of replicas. Otherwise the number of rows per replica stays the
         same.
@@ -107,12 +107,12 @@ def iter_candidates(
     topologies: str | Sequence[str] | None,
     strategies: Any,
 ) -> Iterator[Candidate]:
-    """Yields the candidates of `Strategy.plan`.
+    """Yields the candidates (slices with layouts) for `Strategy.plan`.
 
     Args:
       base: The strategy whose `plan` was called.
       maker: A function that creates the model.
-      batch: The batch.
+      batch: The shapes of the global batch.
       topologies: The names of slices. None for the strategy's devices.
       strategies: The layouts to plan. None for the default layouts.
 
@@ -164,7 +164,7 @@ def list_default_layouts(devices: Sequence[Any]) -> list[lib.Layout]:
 
 
 class _LayoutMaps:
-    """Creates layout maps for the planned model, if it is a transformer."""
+    """Creates `layout_map`s for the planned model, if it is a transformer."""
 
     def __init__(self, maker: Maker) -> None:
         self._maker = maker
@@ -183,7 +183,7 @@ class _LayoutMaps:
         return True
 
     def of(self, cores: int) -> Mapping[str, Any]:
-        """Returns a layout map for replicas with the given number of cores."""
+        """Returns the `layout_map` for a given number of cores per replica."""
         if self._model is None:
             with abstract():
                 self._model = self._maker()
@@ -196,7 +196,7 @@ def make_candidate(
     layout: lib.Layout,
     make: Callable[[ReplicaMesh], Step],
 ) -> Candidate:
-    """Returns a candidate, whose step is created when the plan needs it.
+    """Returns a candidate for a plan; its training step is created lazily.
 
     Args:
       name: The slice's name.

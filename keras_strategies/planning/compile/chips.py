@@ -15,7 +15,8 @@ _GIB = 2**30
 class Chip:
     """Specifications of one device (a chip, or one of a chip's cores).
 
-    If JAX shows a chip as two devices, the values are those of half the chip.
+    If JAX shows the two cores of a chip as two devices, the values are those of
+    one core.
 
     Attributes:
       name: The name in topologies, such as "v5e".
@@ -60,7 +61,7 @@ _BY_KIND = {
     "TPU v5 lite": _make_chip("v5e", 15.75, 197, 819, 200, "v5e"),
     "TPU v5": _make_chip("v5p", 95.74, 459, 2765, 600, "v5p"),
     "TPU v6 lite": _make_chip("v6e", 31.25, 918, 1640, 400, "v6e"),
-    # Values of one of a chip's two devices.
+    # JAX shows such a chip as two devices. The values are those of one device.
     "TPU7x": _make_chip("tpu7x", 94.75, 1153.5, 3690, 600, "tpu7x"),
 }
 # For a v4 chip whose two cores JAX shows as two devices.
@@ -80,8 +81,8 @@ def find_memory(device: "jax.Device", num_local: int = 1) -> int | None:
 
     Args:
       device: The device.
-      num_local: The number of devices that share a machine's memory, if the
-        device is a CPU.
+      num_local: If the device is a CPU: the number of CPU devices that share
+        the machine's memory.
 
     Returns:
       The number of bytes, or None if it is unknown.

@@ -26,7 +26,7 @@ def clone_from_config(model: keras.Model) -> keras.Model:
       model: A model that has a config.
 
     Returns:
-      A model with new variables, which have initial values.
+      A model with new variables, which are initialized, not copied.
 
     Raises:
       ValueError: if the model has no config, or Keras cannot create a model
@@ -66,9 +66,9 @@ def compile_like(clone: keras.Model, model: keras.Model) -> None:
 
 
 def has_own_step(model: keras.Model) -> bool:
-    """Returns whether a model's class overrides a method that defines a step.
+    """Returns whether a model's class overrides a part of the training step.
 
-    The methods are `train_step`, `compute_loss`, `compute_metrics` and
+    That is, one of `train_step`, `compute_loss`, `compute_metrics` and
     `compile`.
     """
     return any(_has_own(type(model), name) for name in _OF_A_STEP)
@@ -77,8 +77,8 @@ def has_own_step(model: keras.Model) -> bool:
 def accumulates_gradients(model: keras.Model) -> bool:
     """Returns whether a model's optimizer accumulates gradients.
 
-    Such an optimizer has a conditional update, whose memory does not grow
-    linearly with the number of blocks.
+    Such an optimizer updates weights conditionally. The memory for that does
+    not grow linearly with the number of the model's blocks.
     """
     optimizer = getattr(model.optimizer, "inner_optimizer", model.optimizer)
     return bool(getattr(optimizer, "gradient_accumulation_steps", None))
@@ -87,7 +87,7 @@ def accumulates_gradients(model: keras.Model) -> bool:
 def make_shorter_clone(
     model: keras.Model, blocks: Blocks, number: int
 ) -> keras.Model:
-    """Returns a compiled model with the same layers but fewer blocks."""
+    """Returns a compiled model with the same layers but fewer equal blocks."""
     shorter = shorten(model, blocks, number)
     compile_like(shorter, model)
     return shorter
@@ -112,9 +112,9 @@ def has_remat_layers(model: keras.Model) -> bool:
 
 @contextlib.contextmanager
 def rematerialize(layers: Iterable[keras.layers.Layer]) -> Iterator[None]:
-    """Makes layers rematerialize within a `with` statement.
+    """Makes layers rematerialize their activations while the block runs.
 
-    The layers behave as if they were created in a `keras.RematScope`.
+    The layers behave as if they had been created in a `keras.RematScope`.
     """
     with keras.RematScope(mode="full"):
         mode = keras.layers.Identity()._remat_mode
@@ -125,7 +125,7 @@ def rematerialize(layers: Iterable[keras.layers.Layer]) -> Iterator[None]:
 
 
 def embeds_tokens(model: keras.Model) -> bool:
-    """Returns whether a model has an embedding, so inputs may be tokens."""
+    """Returns whether a model has an embedding, for inputs that are tokens."""
     return any(
         isinstance(layer, keras.layers.Embedding)
         or "embedding" in type(layer).__name__.lower()

@@ -1,9 +1,9 @@
-"""Compiles programs in parallel and caches their figures.
+"""Compiles programs in parallel, and caches the costs that XLA reports.
 
-The figures of a program are its bytes, operations and collectives. XLA releases
-Python's global lock while it compiles, so threads compile in parallel. The
-figures are cached in files. The key of a file depends on the program's text,
-its devices, its compiler options and the compiler's version.
+The costs of a program are its bytes of memory, operations and collectives. XLA
+releases Python's global lock while it compiles, so threads compile in parallel.
+The costs are cached in files. A file's name is a hash of the program's text,
+its devices, the compiler options and the compiler's version.
 """
 
 import concurrent.futures
@@ -46,7 +46,7 @@ _NEEDED = re.compile(r"temporaries \((?P<size>\d+(\.\d+)?)(?P<unit>[KMGT]?)")
 
 
 class DoesNotFit(Exception):  # noqa: N818
-    """The outcome for a program that needs too much memory.
+    """The result of compiling a program that needs too much memory.
 
     It is created from the compiler's out-of-memory error.
 
@@ -69,7 +69,7 @@ class Compiler:
     Args:
       num_threads: The number of threads. None to choose it from the machine's
         cores and memory.
-      folder: The folder in which figures are cached, or None for no cache.
+      folder: The folder in which programs' costs are cached; None for no cache.
     """
 
     def __init__(
@@ -91,7 +91,7 @@ class Compiler:
         *,
         is_full: bool,
     ) -> "concurrent.futures.Future[Outcome]":
-        """Starts compiling a program, unless its figures are cached.
+        """Starts compiling a program, unless its costs are cached.
 
         Args:
           lowered: A lowered program.
@@ -99,7 +99,7 @@ class Compiler:
           is_full: Whether to compile at full effort, as for training.
 
         Returns:
-          A future of the program's figures, or of `DoesNotFit` if the program
+          A future of the program's costs, or of `DoesNotFit` if the program
           needs too much memory.
         """
         is_tpu = devices[0].platform == "tpu"
@@ -133,7 +133,7 @@ def parse_misfit(error: jax.errors.JaxRuntimeError) -> DoesNotFit | None:
     """Parses an out-of-memory error of the compiler.
 
     Returns:
-      The parsed error, or None if the error is not an out-of-memory error.
+      The parsed error, or None if it is not an out-of-memory error.
     """
     # JAX exposes the error's status only as the message's first word.
     message = str(error)
@@ -148,7 +148,7 @@ def parse_misfit(error: jax.errors.JaxRuntimeError) -> DoesNotFit | None:
 
 @functools.cache
 def list_compilers() -> tuple[str, ...]:
-    """Returns the package versions on which a program's figures depend."""
+    """Returns the versions of the packages that affect compilation."""
     import importlib.metadata as metadata
 
     versions = []
@@ -209,7 +209,7 @@ def _make_key(
     options: Mapping[str, Any] | None,
     flags: tuple[str | None, ...],
 ) -> str:
-    """Returns a hex digest of everything that a program's figures depend on."""
+    """Returns a hex digest of everything that a program's costs depend on."""
     kind = devices[0].device_kind
     places = [(d.id, getattr(d, "coords", None)) for d in devices]
     facts = [kind, places, options, flags, list_compilers(), _VERSION]
@@ -244,7 +244,7 @@ def _make_private(folder: pathlib.Path) -> None:
 
 
 def _read(path: pathlib.Path) -> Outcome | None:
-    """Returns a cached outcome, or None if the file is absent or not valid."""
+    """Returns the result in a cache file; None if it is absent or invalid."""
     try:
         with open_regular(path) as file:
             raw = file.read(_MOST_BYTES + 1)
@@ -254,7 +254,7 @@ def _read(path: pathlib.Path) -> Outcome | None:
 
 
 def _parse(kept: Tree) -> Outcome | None:
-    """Converts a file's JSON to an outcome, or None if it is not valid."""
+    """Converts a cache file's JSON to a result, or None if it is not valid."""
     for form in (_MISFIT, _FIGURES):
         if fault_of(kept, form) is None and set(kept) == set(form):
             if form is _MISFIT:
@@ -281,4 +281,4 @@ _MISFIT = {"misfit": str, "needed": Either((None, _is_number))}
 _FIGURES = {
     field.name: _is_number for field in dataclasses.fields(Figures)
 } | dict.fromkeys(("counts", "sent"), _is_by_collective)
-"""The expected fields of cached outcomes."""
+"""The expected fields of a program's costs in a cache file."""

@@ -28,19 +28,21 @@ _MAX_NODES = 5000
 
 @dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
 class Blocks:
-    """Equal blocks of a model: consecutive repetitions of a part of its graph.
+    """Equal blocks of a model, such as the blocks of a transformer.
 
-    The inputs of each block are one output of the previous block, and tensors
-    that are inputs of all blocks (such as a mask).
+    The blocks are consecutive repetitions of a part of the model's graph. Each
+    block reads one output of the previous block, and otherwise only tensors
+    that all blocks read (such as a mask).
 
     Attributes:
       model: The functional model that contains the blocks: the model itself,
         or one of its layers.
       segments: The operations of each block, in the order of the graph.
-      trunks: The trunk of each block, which is its only output that is used
-        outside of the block. It is described by the operation and the index of
-        the output.
-      num_entries: The total number of array entries in one block's variables.
+      trunks: The output of each block that the next block reads, its only
+        output that is used outside of the block. It is described by the
+        operation and the index of that operation's output.
+      num_entries: The number of parameters of one block: the total number of
+        entries of its variables.
     """
 
     model: keras.Model
@@ -63,7 +65,7 @@ class Blocks:
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class _Node:
-    """A call of an operation.
+    """A call of an operation in a model's graph.
 
     Attributes:
       operation: The operation.
@@ -100,7 +102,7 @@ def find_blocks(model: keras.Model) -> Blocks | None:
 
 
 def _iter_functional_parts(model: keras.Model) -> Iterator[keras.Model]:
-    """Yields a functional model, and the functional models among its layers.
+    """Yields a model and its nested models, as far as they are functional.
 
     Models that override `call` are left out. Models inside other layers are
     left out, too, because they cannot be replaced by shorter models.
@@ -162,10 +164,9 @@ def _iter_nodes(model: keras.Model) -> Iterator[_Node]:
 
 
 def _find_repetitions(kinds: Sequence[Any]) -> Iterator[tuple[int, int, int]]:
-    """Yields repeated parts of a sequence: (start, length, repetitions)."""
-    # For each possible length of a block: if all positions in a range are equal
-    # to the positions `length` later, the sequence repeats there with that
-    # period.
+    """Yields (start, length, repetitions) for each periodic range of a list."""
+    # Each possible length of a block is tried. If all entries in a range equal
+    # the entries `length` positions later, the list is periodic there.
     ids: dict[Any, int] = {}
     numbers = [ids.setdefault(kind, len(ids)) for kind in kinds]
     size = len(numbers)
@@ -177,7 +178,7 @@ def _find_repetitions(kinds: Sequence[Any]) -> Iterator[tuple[int, int, int]]:
         for equal, run in itertools.groupby(is_equal):
             count = len(list(run))
             if equal:
-                # Any rotation of the repeated part is repeated as well.
+                # A block may begin at any position of the period.
                 for shift in range(min(length, count)):
                     number = (count - shift) // length + 1
                     if number >= MIN_BLOCKS:
@@ -188,7 +189,7 @@ def _find_repetitions(kinds: Sequence[Any]) -> Iterator[tuple[int, int, int]]:
 def _make_blocks(
     model: keras.Model, nodes: Sequence[_Node], segments: Sequence[range]
 ) -> Blocks | None:
-    """Converts repetitions to blocks, or returns None if they are not a chain.
+    """Returns repeated parts of a graph as blocks; None if they form no chain.
 
     Args:
       model: The model that contains the repetitions.
@@ -216,10 +217,10 @@ def _make_blocks(
 def _find_trunks(
     model: keras.Model, nodes: Sequence[_Node], segments: Sequence[range]
 ) -> list[_Trunk] | None:
-    """Returns each segment's trunk: its only output that is read later.
+    """Returns each block's only output that is read outside of the block.
 
-    Returns None if a segment does not have exactly one such output, or if such
-    an output is also read after the following segment.
+    Returns None if a block does not have exactly one such output (its trunk),
+    or if calls after the next block also read it.
     """
     last_reads = {t: i for i, node in enumerate(nodes) for t in node.inputs}
     last_reads |= {id(tensor): len(nodes) for tensor in model.outputs}
@@ -246,7 +247,7 @@ def _have_equal_wiring(
     segments: Sequence[range],
     trunks: Sequence[_Trunk],
 ) -> bool:
-    """Returns whether the calls of all segments have equivalent inputs."""
+    """Returns whether the calls in all blocks have equivalent inputs."""
     entering = [
         _find_entering(nodes, segments[0], trunks[0]),
         *(tensor for _, _, tensor in trunks[:-1]),
@@ -258,10 +259,10 @@ def _have_equal_wiring(
 def _find_entering(
     nodes: Sequence[_Node], segment: range, trunk: _Trunk
 ) -> int | None:
-    """Returns the input of the first block that plays the role of a trunk.
+    """Returns the tensor from which the first of the equal blocks starts.
 
     The first block reads this tensor at the position where the second block
-    reads the trunk of the first block.
+    reads the trunk (the output) of the first block.
     """
     shift = segment.stop - segment.start
     for i in segment:

@@ -12,9 +12,9 @@ from keras_strategies.planning.compile.chips import Chip
 from keras_strategies.planning.report.planned_step import Estimate
 
 _LAUNCH_SECONDS = 1e-4
-"""The time that JAX needs to start a program, so no execution is faster."""
-# The number of times that a chip's links carry an array. In a ring all-reduce,
-# an array is sent around the ring twice.
+"""The time that JAX needs to start a program. No execution takes less time."""
+# The number of times that a chip's links carry an array: 2 in an all-reduce,
+# which sends it around a ring twice, and 1 in other collectives.
 _PASSES = {"all-reduce": 2.0}
 _KERNEL_UTILIZATION = 0.5
 """The share of the peak rate that attention's kernels are assumed to reach.
@@ -31,19 +31,19 @@ def estimate(
     steps: int = 1,
     step_bytes: float = math.inf,
 ) -> Estimate:
-    """Estimates the time of a step.
+    """Estimates the time of a training step.
 
     Args:
-      figures: The figures of the step's program compiled at low effort: its
-        operations, bytes and collectives.
+      figures: The operations, bytes and collectives of the step's program, as
+        XLA reports them after compiling at low effort.
       chip: The chip that the program runs on.
-      model_flops: Operations of the model on a device, forward and backward,
-        without rematerialization. None if unknown.
-      steps: The number of training steps in the program. XLA counts the
-        operations of only one step.
-      step_bytes: Bytes of the state and one step's batch on a device.
+      model_flops: Floating-point operations of the model per step and device,
+        forward and backward, without rematerialization. None if unknown.
+      steps: The number of training steps in the program. The operations that
+        XLA reports are those of one step.
+      step_bytes: Bytes of the model's state and one step's batch on a device.
     """
-    # XLA counts the body of a loop only once.
+    # XLA counts the body of the loop over steps only once.
     compute = max(figures.flops, model_flops or 0.0) / chip.flops
     # The state is read once, and written in place once. The batches of the
     # program's other steps are not counted.

@@ -1,4 +1,4 @@
-"""The train step of `fit`, which a plan compiles."""
+"""The training step of `fit`, which a plan compiles but does not run."""
 
 import copy
 import math
@@ -40,13 +40,13 @@ from keras_strategies.planning.compile.step import (
 from keras_strategies.strategy.strategy import Strategy
 
 _FORWARD_AND_BACKWARD = 3
-"""The operations of a train step as a multiple of a forward pass. For each
+"""The operations of a training step as a multiple of a forward pass. For each
 matrix product of the forward pass, the backward pass has one product for the
 gradient of the inputs and one for that of the weights."""
 
 
 class FitStep(Step):
-    """The train step of `fit`.
+    """The training step of `fit`, for any number of rows.
 
     Args:
       model: A model that was created in the strategy's scope.
@@ -220,7 +220,7 @@ def _count_tokens(x: Tree) -> int | None:
 
 
 def _length(x: Tree) -> int:
-    """Returns the largest second dimension of the inputs, or 1 without one."""
+    """Returns the inputs' largest second dimension; 1 if all have one only."""
     lengths = [s.shape[1] for s in jax.tree.leaves(x) if len(s.shape) > 1]
     return max(lengths, default=1)
 
@@ -228,7 +228,7 @@ def _length(x: Tree) -> int:
 def _count_gradient_bytes(
     weights: Iterable[keras.Variable], mesh: ReplicaMesh
 ) -> float:
-    """Returns the bytes of all reduced gradients on one device."""
+    """Returns the bytes of the weights' reduced gradients on one device."""
     shapes = (
         jax.ShapeDtypeStruct(
             tuple(v.shape), v.dtype, sharding=_find_gradient_sharding(v, mesh)

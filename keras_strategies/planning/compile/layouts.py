@@ -29,8 +29,8 @@ class Layout:
     """The layout of a model on the devices of a slice.
 
     Attributes:
-      divides: The variables that are sharded over replicas: "nothing", "slots"
-        (the optimizer's state) or "all".
+      divides: What is sharded over replicas: "nothing", "slots" (the
+        optimizer's state) or "all" (weights and the optimizer's state).
       shards: The number of replicas over which the variables are sharded. None
         to use the default for the slice.
       cores: The number of devices of a replica. If there are several, a
@@ -45,7 +45,7 @@ class Layout:
 
     @property
     def variable_partitioner(self) -> Any:
-        """The strategy's `variable_partitioner`.
+        """The `variable_partitioner` of a strategy with this layout.
 
         Returns:
           A partitioner, or None for replicated variables.
@@ -100,7 +100,8 @@ def parse_layout(spec: object) -> Layout:
         number = match["number"]
         numbers[name] = int(number) if number else None
     divided = [name for name in ("slots", "sharded") if name in numbers]
-    # "replicated" cannot be combined with the other two, and accepts no number.
+    # "replicated" accepts no number, and cannot be combined with "slots" or
+    # "sharded".
     is_contradiction = "replicated" in numbers and (
         divided or numbers["replicated"]
     )

@@ -1,9 +1,9 @@
-"""Computes a step's figures for any number of rows from few compilations.
+"""Computes a step's costs for any number of rows from a few compilations.
 
-The figures are the bytes, operations and collectives of a compiled program. A
-step's bytes and operations are linear in the number of rows, and in the number
-of equal blocks of the model. So the figures of two compilations determine a
-line, from which those for other numbers are computed.
+The costs are the bytes, operations and collectives of a compiled program. Bytes
+and operations are linear in the number of rows, and in the number of the
+model's equal blocks. So the costs of two compilations determine a line, from
+which the costs for other numbers of rows or blocks are computed.
 """
 
 import concurrent.futures
@@ -26,8 +26,8 @@ FEW_BLOCKS = {False: 4, True: 2}
 of a deep model, at low and at full effort. The longer model has twice this
 number."""
 MANY_BLOCKS = {False: 16, True: 8}
-"""The smallest number of blocks for which two short models are compiled instead
-of the model itself."""
+"""The smallest number of blocks for which two shorter models are compiled
+instead of the full model."""
 BLOCK_OVERHEAD = 2.5e6
 """Bytes that a block may add in addition to its stored arrays and gradients,
 because XLA adds padding around small arrays. Measured on TPUs: 1.1 MB per block
@@ -40,21 +40,22 @@ _PARTS = 16
 _BEYOND = 1.02
 
 Try = Callable[[int], tuple[bool, float | None]]
-"""A function that takes a number of rows. It returns whether they fit, and the
-bytes that they need (None if unknown)."""
+"""A function of a number of rows. It returns whether a step with so many rows
+fits, and the bytes that it needs (None if unknown)."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Line:
-    """Figures of a step for two numbers of rows, which determine a line.
+    """The costs of a training step at two batch sizes, which define a line.
 
     Attributes:
-      rows: The numbers of rows.
-      figures: The outcome of compiling the step for each number of rows.
+      rows: The two numbers of rows of the global batch. They are equal if the
+        step cannot be traced with more rows.
+      figures: The result of compiling the step for each number of rows.
       is_full: Whether the programs were compiled at full effort.
-      blocks: The number of blocks of each of the two shorter models that were
-        compiled, and of the model itself. None if the model itself was
-        compiled.
+      blocks: The block counts of the two shorter models that were compiled in
+        place of the full model, followed by that of the full model. None if the
+        full model was compiled.
     """
 
     rows: tuple[int, int]
@@ -63,10 +64,10 @@ class Line:
     blocks: tuple[int, int, int] | None
 
     def find_rows_at(self, limit: float) -> float | None:
-        """Returns the number of rows at which the bytes reach a limit.
+        """Returns the number of rows at which the memory reaches a limit.
 
-        Returns None if the bytes do not grow with the rows, or if the compiler
-        did not report them.
+        The limit is in bytes on a device. Returns None if the bytes do not grow
+        with the rows, or if the compiler did not report them.
         """
         first, second = map(get_bytes, self.figures)
         if first is None or second is None or second <= first:
@@ -76,14 +77,14 @@ class Line:
 
 
 def get_bytes(outcome: Outcome) -> float | None:
-    """Returns the bytes on a device, or None if they were not reported."""
+    """Returns the bytes that a program needs on a device; None if unknown."""
     if isinstance(outcome, DoesNotFit):
         return outcome.needed
     return outcome.bytes_in_all
 
 
 def add_growth(outcome: Outcome, before: Outcome, after: Outcome) -> Outcome:
-    """Adds the growth in bytes between two other outcomes to an outcome.
+    """Adds the growth in bytes from `before` to `after` to a program's bytes.
 
     Returns:
       `outcome + after - before`, as far as these bytes were reported.
@@ -113,20 +114,22 @@ def add_growth(outcome: Outcome, before: Outcome, after: Outcome) -> Outcome:
 
 
 class Measuring:
-    """Compiles a step several times and computes its figures from the results.
+    """Compiles a training step several times, to compute its costs.
 
     Args:
       step: The step.
       devices: The step's devices, in the order of its mesh.
       compiler: The compiler.
-      rows: Numbers of rows of the global batch.
+      rows: The sizes of the global batch to compile for.
       is_full: Whether to compile at full effort.
-      is_whole: Whether to always compile the model with all of its blocks.
+      is_whole: Whether to always compile the full model, with all of its
+        blocks.
       limit: The bytes that a program may use on a device. None if unknown.
 
     Attributes:
-      blocks: The number of blocks of each of the two shorter models that were
-        compiled, and of the model itself. None if the model itself is compiled.
+      blocks: The block counts of the two shorter models that are compiled in
+        place of the full model, followed by that of the full model. None if the
+        full model is compiled.
     """
 
     def __init__(
@@ -165,18 +168,18 @@ class Measuring:
             if self.blocks is None:
                 raise
             # No shorter model can be created, for example because the optimizer
-            # has no config or a loss refers to a block by name. So the model
-            # itself is compiled.
+            # has no config or a loss refers to a block by name. So the full
+            # model is compiled.
             self.blocks = None
             self._running = begin_all()
 
     def wait(self) -> list[Outcome]:
-        """Waits for the compilations; returns an outcome per number of rows.
+        """Waits for the compilations; returns a result for each number of rows.
 
-        For a deep model, there is an upper and a lower estimate of its bytes.
-        If the upper estimate fits, it is returned. If the lower estimate does
-        not fit, the lower one is returned. Otherwise the model itself is
-        compiled.
+        For a deep model, an upper and a lower estimate of its bytes are
+        computed. If the upper estimate fits, it is returned. If even the lower
+        estimate does not fit, the lower one is returned. Otherwise the full
+        model is compiled.
         """
         results = [[f.result() for f in row] for row in self._running]
         if self.blocks is None:
@@ -194,8 +197,8 @@ class Measuring:
         ]
         if (get_bytes(least[0]) or 0.0) > self._limit:
             return least
-        # The estimates do not tell whether the model fits, so the model itself
-        # is compiled.
+        # The estimates do not tell whether the model fits, so the full model is
+        # compiled.
         self.blocks = None
         first = self._begin(self._rows[0], None).result()
         return [first, *(add_growth(first, least[0], x) for x in least[1:])]
@@ -231,13 +234,12 @@ def extrapolate(
     blocks: tuple[int, int, int],
     block_bytes: tuple[float, float],
 ) -> Figures:
-    """Extrapolates the figures of a deep model from those of two short ones.
+    """Extrapolates the costs of a deep model from those of two shorter models.
 
     Args:
-      few: The figures of the shorter model, with fewer blocks.
-      many: The figures of the longer model, with more blocks.
-      blocks: The number of blocks of the shorter, the longer and the deep
-        model.
+      few: The costs of the model with the fewest blocks.
+      many: The costs of the model with more blocks.
+      blocks: The block counts of these two models and of the deep model.
       block_bytes: Lower and upper bounds of the temporary bytes that each block
         adds. The upper bound is infinite if unknown. Bounds are needed for two
         reasons. In short models, the temporaries of other layers may be larger
@@ -257,7 +259,7 @@ def extrapolate(
 
 
 def combine(a: Figures, of_a: float, b: Figures, of_b: float) -> Figures:
-    """Returns `of_a * a + of_b * b` for each of the figures of two programs.
+    """Returns `of_a * a + of_b * b`, field by field, for two programs' costs.
 
     Negative results are replaced by 0. Compile times are added.
     """
@@ -282,14 +284,14 @@ def memory_breakdown(
     Args:
       state: The bytes of weights, slots, other state and gradients, computed
         from their shapes.
-      line: The program's figures for two numbers of rows.
+      line: The costs of the step at two batch sizes.
     """
     first, second = line.figures
     if isinstance(first, Figures):
         standing = first.argument_bytes + first.output_bytes
         temporary = first.temporary_bytes
     elif first.needed is not None:
-        # The compiler reports only the total.
+        # For a program that does not fit, XLA reports only the total bytes.
         held = state["weights"] + state["slots"] + state["other"]
         standing = min(held, first.needed)
         temporary = first.needed - standing
@@ -318,17 +320,17 @@ def memory_breakdown(
 def find_max_rows(
     guess: int, limit: float, fits: Try, most_tries: int
 ) -> tuple[int, bool]:
-    """Finds the largest batch that fits, by compiling for several sizes.
+    """Finds the largest number of rows that fits, by compiling for several.
 
-    The bytes are nearly linear in the number of rows. So the search
+    The bytes are nearly linear in the number of rows, so the search
     interpolates between the ends of the remaining interval, and bisects the
     interval once it is narrow.
 
     Args:
       guess: The first number of rows to try.
       limit: The bytes that a program may use on a device.
-      fits: A function that compiles for a number of rows. It returns whether
-        they fit, and the bytes, or None if unknown.
+      fits: A function that compiles the step for a number of rows. It returns
+        whether it fits, and the bytes that it needs (None if unknown).
       most_tries: The maximum number of tries.
 
     Returns:
@@ -360,7 +362,7 @@ def find_max_rows(
 def _choose_between(
     low: int, of_low: float, high: int, of_high: float | None, limit: float
 ) -> int:
-    """Returns the rows to try next, between the ends of an interval.
+    """Returns the number of rows to try next, between `low` and `high`.
 
     `low` rows fit, and `high` rows do not.
     """

@@ -1,4 +1,4 @@
-"""Plans candidates: traces them one by one and compiles them in parallel."""
+"""Plans training steps: traces them one by one, compiles them in parallel."""
 
 import dataclasses
 import math
@@ -45,14 +45,14 @@ _HUGE = 2**20
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Candidate:
-    """A slice and a layout to plan, with a function that creates the step.
+    """A slice and a layout of the model, for which a step is planned.
 
     Attributes:
       topology: The name of the slice, or JAX's name of the device kind.
       layout: The name of the model's layout on the slice.
       devices: The devices, in the order of the step's mesh.
       num_replicas: The number of replicas.
-      make: A function that creates the step.
+      make: A function that creates the step to plan.
     """
 
     topology: str
@@ -72,9 +72,10 @@ class Effort:
       is_alone: Whether there is only one candidate. Then the model is also
         compiled at full effort if compiling is quick and needs no
         extrapolation.
-      is_verified: Whether to find the largest number of rows that fits by
-        compiling for it, and for one more row.
-      is_whole: Whether to compile all blocks of deep models.
+      is_verified: Whether the largest number of rows that fits is found by
+        compiling at full effort, for that number and for one more row.
+      is_whole: Whether to compile deep models with all of their blocks, instead
+        of extrapolating from two shorter models.
     """
 
     is_full: bool | None = None
@@ -84,7 +85,7 @@ class Effort:
 
 
 EFFORTS = {"auto": None, "low": False, "full": True}
-"""Values of `Effort.is_full` by the names that users pass."""
+"""Values of `Effort.is_full`, by the values of the argument `effort`."""
 
 
 def iter_plans(
@@ -102,13 +103,12 @@ def iter_plans(
       effort: How thoroughly to compile.
       on_stage: A function that is called with a candidate and a description of
         what is being done for it.
-      on_row: A function that is called with the preliminary step of a
-        candidate, compiled at low effort, before more is compiled for it.
+      on_row: A function that is called with a candidate's preliminary result,
+        from compiling at low effort, before more is compiled for it.
 
     Yields:
-      The step of each candidate. The next candidate is started before the
-      current one is finished, so that the programs of both are compiled in
-      parallel.
+      The planned step of each candidate. The next candidate is started before
+      the current one is finished, so that both are compiled in parallel.
     """
     begun: list[_Planning] = []
     for candidate in candidates:
@@ -122,7 +122,7 @@ def iter_plans(
 
 @dataclasses.dataclass(eq=False)
 class _Planning:
-    """The state of one candidate while it is compiled."""
+    """A candidate whose training step is being compiled."""
 
     candidate: Candidate
     compiler: Compiler
@@ -151,8 +151,8 @@ class _Planning:
             return self._measure(self._rows)
         except Exception as error:
             # Tracing may fail only for the larger number of rows, for example
-            # if a loss requires a certain batch size. Then the step is planned
-            # without the largest number of rows that fits.
+            # if a loss requires a certain batch size. In this case, the planned
+            # step does not tell how many rows fit.
             self._rows = (rows, rows)
             begun = self._measure(self._rows)
             text = _get_first_line(error)
@@ -226,9 +226,9 @@ class _Planning:
         if isinstance(figures, DoesNotFit):
             needed = figures.needed
             return needed is not None and needed < self._limit * _NEAR[1]
-        # If the model itself was compiled, full effort decides whether it fits,
-        # even if it is far above the limit. An extrapolation far above the
-        # limit is not verified.
+        # If the full model was compiled, it is compiled again at full effort,
+        # even if its bytes are far above the limit. An extrapolation that is
+        # far above the limit is not verified.
         least, most = _NEAR if line.blocks else (_NEAR[0], math.inf)
         return least < figures.bytes_in_all / self._limit < most
 
@@ -247,8 +247,8 @@ class _Planning:
         """Returns a planned step with the results of the compilations.
 
         Args:
-          low: The figures at low effort, which are used to estimate times.
-          line: The figures that are used for bytes.
+          low: The costs at low effort, from which times are estimated.
+          line: The costs from which the bytes are taken.
         """
         figures, fast = line.figures[0], low.figures[0]
         took = sum(
@@ -303,7 +303,8 @@ class _Planning:
         """Returns the planned step with advice added.
 
         If the step does not fit, or most of its memory is activations, it is
-        also compiled with rematerialization, at low effort like `low`.
+        also compiled with rematerialization, to compare the bytes with those
+        of `low`.
         """
         again = self._step.with_remat()
         before, after = get_bytes(low), None
@@ -330,9 +331,9 @@ class _Planning:
         return first + share * (second - first)
 
     def _find_most_rows(self, line: Line) -> int | None:
-        """Returns how many rows per replica fit, extrapolated along a line.
+        """Returns how many rows per replica fit, by linear extrapolation.
 
-        Returns None if this number is unknown or huge.
+        Returns None if this number is unknown or exceeds `_HUGE`.
         """
         most = None if self._limit is None else line.find_rows_at(self._limit)
         if most is None:
@@ -364,9 +365,9 @@ class _Planning:
         )
 
     def _try_rows(self, rows: int) -> tuple[bool, float | None]:
-        """Compiles for a number of rows per replica.
+        """Compiles the step at full effort for a number of rows per replica.
 
-        Returns whether they fit, and the bytes if known.
+        Returns whether the step fits, and the bytes that it needs if known.
         """
         self.on_stage(self.candidate, f"trying {rows} rows per replica")
 

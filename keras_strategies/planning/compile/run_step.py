@@ -1,4 +1,4 @@
-"""The step of a custom loop, a call of `run`, which a plan compiles."""
+"""The step of a custom training loop: a call of `strategy.run` to plan."""
 
 import collections
 import math
@@ -18,7 +18,7 @@ class RunStep(Step):
     """A step that consists of one call of `strategy.run`.
 
     Args:
-      runner: The strategy's runner.
+      runner: The callable that implements `strategy.run`.
       fn: The function that was passed to `run`.
       args: The function's arguments, where distributed batches are replaced by
         shapes.
@@ -41,8 +41,9 @@ class RunStep(Step):
         batches = [leaf for leaf in leaves if _is_rows(leaf)]
         shapes = [x.arrays[0].shape[1:] for x in leaves if _is_of_rows(x)]
         replicas = self.mesh.num_replicas
-        # The number of rows per replica, if it is guessed from per-replica
-        # values.
+        # The number of rows per replica, if it was guessed from the shapes of
+        # per-replica values because no argument is a distributed batch;
+        # otherwise 0.
         self._own_rows = 0 if batches else _guess_rows(shapes)
         if batches:
             self.rows = max(leaf.arrays[0].shape[0] for leaf in batches)
@@ -52,7 +53,7 @@ class RunStep(Step):
             self.rows = replicas
 
     def lower(self, rows: int, blocks: int | None) -> jax.stages.Lowered:
-        """Implements `Step.lower`. A function has no blocks."""
+        """Implements `Step.lower`. Ignores `blocks`: functions have none."""
         if rows != self.rows and self._own_rows:
             try:
                 return self._lower(rows)
@@ -138,7 +139,7 @@ def _is_rows(leaf: object) -> TypeGuard[values.PerReplica]:
 def _is_of_rows(
     leaf: object, rows: int | None = None
 ) -> TypeGuard[values.PerReplica]:
-    """Returns whether a leaf has one array per replica, with `rows` rows."""
+    """Returns whether a per-replica value has `rows` rows on each replica."""
     if not isinstance(leaf, values.PerReplica):
         return False
     shape = leaf.arrays[0].shape
@@ -159,9 +160,9 @@ def _guess_rows(shapes: Sequence[tuple[int, ...]]) -> int:
 
     Returns:
       The first dimension of one of the arrays that have at least two
-      dimensions. The size that occurs most often as the first dimension of any
-      array is preferred, and then the size of the larger array. 0 if no array
-      has two dimensions.
+      dimensions, or 0 without such arrays. If these dimensions differ, the one
+      that most arrays have in common is chosen, and in a tie that of the
+      largest array.
     """
     counts = collections.Counter(shape[0] for shape in shapes)
     matrices = [shape for shape in shapes if len(shape) > 1]

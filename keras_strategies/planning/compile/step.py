@@ -1,4 +1,4 @@
-"""The interface of planned steps, and functions that count their bytes."""
+"""The base class of training steps to plan, and functions that count bytes."""
 
 import math
 from collections.abc import Iterable, Mapping
@@ -15,7 +15,7 @@ from keras_strategies.planning.compile.equal_blocks import Blocks
 
 
 class Step:
-    """A training step that can be lowered for any number of rows.
+    """A training step that can be lowered (as by `jax.jit`) for any row count.
 
     Attributes:
       mesh: The mesh of replicas.
@@ -23,14 +23,14 @@ class Step:
       tokens: The number of tokens per row. None if rows are not sequences of
         tokens.
       blocks: The equal blocks of the model, or None if it has none. The step
-        can be lowered with fewer blocks.
+        can be lowered for a shorter model, with fewer of them.
       keeps_nothing_else: Whether each block is rematerialized in the backward
         pass, so that it adds no more bytes than the upper bound that
         `block_bytes` returns.
       steps: The number of training steps in the program
         (`steps_per_execution`).
-      note: A remark for the plan's report, which is set when the step is
-        lowered.
+      note: A sentence that the plan shows to the user, or "". It is set when
+        the step is lowered.
     """
 
     mesh: ReplicaMesh
@@ -42,7 +42,7 @@ class Step:
     note: str = ""
 
     def lower(self, rows: int, blocks: int | None) -> jax.stages.Lowered:
-        """Lowers the step for a number of rows and a number of blocks.
+        """Lowers the step for a given number of rows and of the model's blocks.
 
         Args:
           rows: The number of rows of the global batch.
@@ -80,16 +80,16 @@ class Step:
         return 0.0
 
     def block_bytes(self, rows: int) -> tuple[float, float]:
-        """Returns lower and upper bounds of the temporary bytes per block.
+        """Returns lower and upper bounds of the temporary memory per block.
 
-        The bytes are those on one device. The upper bound includes all
+        The bounds are in bytes on one device. The upper bound includes all
         gradients of the block.
         """
         return 0.0, 0.0
 
 
 def with_rows(batch: Batch, rows: int) -> Batch:
-    """Returns the shapes of a batch or array, changed to `rows` rows."""
+    """Returns the shapes that a batch or array would have with `rows` rows."""
 
     def resize(leaf: Array) -> jax.ShapeDtypeStruct:
         shape = shape_of(leaf)
@@ -101,7 +101,7 @@ def with_rows(batch: Batch, rows: int) -> Batch:
 def count_variable_bytes(
     variables: Iterable[keras.Variable], mesh: ReplicaMesh
 ) -> float:
-    """Returns the bytes of variables on one device."""
+    """Returns the total bytes of variables on one device."""
     return sum(map(count_shape_bytes, shardings.shapes_of(variables, mesh)))
 
 

@@ -1,1 +1,1 @@
-"""The results of a plan: its steps, table, HTML page and advice."""
+"""The results of a plan: planned steps, a table, an HTML page and advice."""

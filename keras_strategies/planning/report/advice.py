@@ -1,4 +1,4 @@
-"""Writes advice on a planned step, in one sentence."""
+"""Writes advice on how to make a planned training step fit or run faster."""
 
 from keras_strategies.planning.report.planned_step import (
     BYTES_PER_GB,
@@ -19,12 +19,12 @@ def write_advice(
     remat: tuple[float | None, float | None] = (None, None),
     has_remat: bool = False,
 ) -> str:
-    """Returns advice on a step; "" without any.
+    """Returns advice on a planned step, or "" if it needs none.
 
     Args:
-      step: The step.
-      remat: The bytes on a device without and with a `keras.RematScope` around
-        the model's blocks. None if unknown.
+      step: The planned step.
+      remat: The bytes that the step needs on a device, first without and then
+        with a `keras.RematScope` around the model's blocks. None if unknown.
       has_remat: Whether layers of the model are already rematerialized.
     """
     if step.error is not None or step.bytes_in_all is None:
@@ -63,7 +63,7 @@ def write_advice(
 
 
 def _advise_on_size(step: PlannedStep, total: float, has_remat: bool) -> str:
-    """Returns advice on a step that does not fit."""
+    """Returns advice on a planned step that does not fit the memory."""
     memory = step.memory
     state = memory.get("weights", 0) + memory.get("slots", 0)
     if state > _MUCH * (step.limit_bytes or 0) and step.num_replicas > 1:

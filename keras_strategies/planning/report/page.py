@@ -13,7 +13,8 @@ from keras_strategies.planning.report.planned_step import (
 )
 
 _LONGEST = 2.0
-"""Maximum length of a bar as a multiple of the limit; longer bars are cut."""
+"""Maximum length of a bar as a multiple of the memory limit. Longer bars are
+cut off."""
 _MARGIN = 1.02
 _REST = "unspecified"
 _CODE = re.compile(r"`([^`]+)`")
@@ -25,7 +26,7 @@ def make_page(steps: Sequence[PlannedStep], notes: Sequence[str] = ()) -> str:
     The page loads no other files and runs no scripts.
 
     Args:
-      steps: The candidates.
+      steps: The planned step of each candidate.
       notes: Sentences that apply to all candidates.
     """
     scales = _compute_scales(steps)
@@ -151,7 +152,7 @@ def _make_paragraph(kind: str, text: str) -> str:
 
 
 def _iter_facts(step: PlannedStep) -> Iterator[tuple[str, str]]:
-    """Yields the properties of a step to show: (name, text)."""
+    """Yields (name, text) for each property of a step that the page shows."""
     replicas = max(step.num_replicas, 1)
     yield (
         "Devices",
@@ -208,7 +209,7 @@ def _describe_effort(step: PlannedStep) -> str:
 
 
 def _compute_scales(steps: Sequence[PlannedStep]) -> Mapping[int | None, float]:
-    """Returns, for each memory limit, the bytes that a full-width bar shows."""
+    """Returns how many bytes a full-width bar stands for, by memory limit."""
     scales: dict[int | None, float] = {}
     for step in steps:
         size, limit = step.bytes_in_all or 0.0, step.limit_bytes

@@ -1,4 +1,4 @@
-"""`PlannedStep`: the requirements of a step on one slice with one layout."""
+"""`PlannedStep`: the memory and time of a step on a TPU slice with a layout."""
 
 import dataclasses
 from collections.abc import Iterable, Mapping
@@ -11,7 +11,7 @@ KINDS = ("weights", "slots", "other", "gradients", "activations", "temporary")
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Estimate:
-    """An estimate of a step's time, with its lower bounds.
+    """The estimated time of a training step, and lower bounds of it.
 
     Attributes:
       seconds: The estimated time: XLA's estimate or the largest lower bound,
@@ -22,8 +22,8 @@ class Estimate:
       link_seconds: A lower bound: the time to send the collectives' data over
         all links of a chip.
       utilization: The model FLOPs utilization (MFU): the fraction of the chip's
-        peak rate that the model's operations reach, without those of
-        rematerialization. None if unknown.
+        peak rate that the model's operations (without recomputed ones) reach.
+        None if unknown.
       most_utilization: An upper bound of the utilization, which a step would
         reach if its time were the largest lower bound. None if unknown.
     """
@@ -37,7 +37,7 @@ class Estimate:
 
     @property
     def bounds(self) -> Mapping[str, float]:
-        """The three lower bounds in seconds, by name."""
+        """The three lower bounds in seconds, by what limits the step's time."""
         return {
             "compute": self.compute_seconds,
             "memory": self.memory_seconds,
@@ -47,10 +47,10 @@ class Estimate:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class PlannedStep:
-    """The requirements of a step on one slice with one layout.
+    """The memory, collectives and time of a training step on one slice.
 
-    The requirements are the bytes of memory on a device, the collectives and an
-    estimated time.
+    The slice and the layout, which defines how the model's variables are
+    sharded over the slice's devices, are those of one candidate of a plan.
 
     Attributes:
       topology: The name of the slice, or JAX's name of the device kind.
@@ -64,12 +64,12 @@ class PlannedStep:
       bytes_in_all: Total bytes that the step needs on a device, or None if
         unknown.
       memory: The needed bytes by category: "weights", "slots" (the optimizer's
-        state), "other" (metrics, the batch and padding), "gradients" (an upper
-        bound: the bytes of all gradients at the same time), "activations"
+        state), "other" (metrics, the batch and padding), "gradients" (as if all
+        gradients existed at the same time, an upper bound), "activations"
         (memory that grows with the number of rows) and "temporary" (the rest).
-      counts: The number of collectives in a step, by the name of the
-        collective, such as "all-reduce".
-      sent: Bytes of the arrays that these collectives send, by the same names.
+      counts: The number of collectives in a step, by their kind, such as
+        "all-reduce".
+      sent: Bytes of the arrays that the collectives in a step send, by kind.
       estimate: The estimated time of a step, or None if unknown.
       tokens: The number of tokens per row. None if rows are not sequences of
         tokens.
@@ -84,9 +84,9 @@ class PlannedStep:
       is_accepted: Whether the slice's compiler accepted the program of the
         whole model for this number of rows. Then the step fits, even if the sum
         of the bytes exceeds the limit because some arrays share memory.
-      blocks: If the bytes were extrapolated from two shorter models: the number
-        of equal blocks of each of these two models and of the model itself.
-        None if the model itself was compiled.
+      blocks: If the bytes were extrapolated from two shorter models: the
+        numbers of repeated blocks of these two models, followed by that of the
+        full model. None if the full model was compiled.
       compile_seconds: The total compile time in seconds.
       advice: A sentence of advice, or "".
       error: If the step could not be planned: the reason. Otherwise None.

@@ -1,4 +1,4 @@
-"""`Plan`: a step's requirements on each candidate, as table, HTML and JSON."""
+"""`Plan`: a step's memory and time on TPU slices, as table, HTML and JSON."""
 
 import contextlib
 import dataclasses
@@ -33,7 +33,7 @@ NOTES = (
 
 @dataclasses.dataclass(frozen=True, kw_only=True, repr=False)
 class Plan:
-    """The requirements of a step on each candidate; `print` shows a table.
+    """The memory and time of a step on each candidate; `print` shows a table.
 
     This is the result of `Strategy.plan`. A candidate is a slice with a layout
     of the model's variables. The programs were compiled but not run.
@@ -64,7 +64,7 @@ class Plan:
         return {"version": 1, "steps": steps, "notes": list(self.notes)}
 
     def to_html(self) -> str:
-        """Returns an HTML page of the candidates, with their memory as bars."""
+        """Returns an HTML page that shows each candidate's memory as a bar."""
         return make_page(self.steps, self.notes)
 
     def _repr_html_(self) -> str:
@@ -99,7 +99,7 @@ class Plan:
 
 @contextlib.contextmanager
 def live_table(*, is_shown: bool = True) -> Iterator[Show]:
-    """Shows a table on stderr, which can be updated, if stderr is a terminal.
+    """Shows a table that can be updated on stderr, if it is a terminal.
 
     Args:
       is_shown: Whether to show the table at all.
@@ -125,7 +125,7 @@ def live_table(*, is_shown: bool = True) -> Iterator[Show]:
 def _make_table(plan: Plan, is_wide: bool, is_stacked: bool) -> Table:
     """Returns a plan's table.
 
-    If `is_stacked`, each layout is in a second line below its slice's name.
+    If `is_stacked`, each layout is on a second line, below its slice's name.
     """
     is_of_tokens = any(step.tokens is not None for step in plan.steps)
     headers = [
@@ -150,7 +150,7 @@ def _make_table(plan: Plan, is_wide: bool, is_stacked: bool) -> Table:
 
 
 def _iter_sentences(plan: Plan) -> Iterator[str]:
-    """Yields the sentences below a table."""
+    """Yields the sentences that are printed below a plan's table."""
     names_by_text: dict[str, list[str]] = {}
     for step in plan.steps:
         text = " ".join(x for x in (step.error, step.advice) if x)
@@ -164,7 +164,7 @@ def _iter_sentences(plan: Plan) -> Iterator[str]:
 
 
 def _iter_marks(plan: Plan) -> Iterator[str]:
-    """Yields explanations of the signs that a table contains, such as "~"."""
+    """Yields explanations of signs in a plan's table, such as "~"."""
     known = [s for s in plan.steps if s.bytes_in_all is not None]
     if any(not s.is_full_effort for s in known):
         yield (

@@ -27,7 +27,7 @@ from keras_strategies.keras_bridge.variables.shardings import (
     sharding_of,
 )
 
-# Sequences that are longer than this are drawn without their middle.
+# The limits of the output: of longer sequences, only both ends are shown.
 MAX_DEVICES = 16
 MAX_DEVICES_OF_PROCESS = 4
 MAX_PROCESSES = 4
@@ -40,7 +40,7 @@ BYTES_PER_MB = 1e6
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class VariableRow:
-    """A variable's row of the table.
+    """One row of the table of variables.
 
     Attributes:
       path: The variable's path, with the names of its layers.
@@ -50,7 +50,7 @@ class VariableRow:
       num_bytes: The bytes on each device that stores a shard or a copy of the
         variable.
       remark: Why the variable is not sharded: a short remark for the table, and
-        a sentence for the legend. None without a remark.
+        a sentence for the legend. None if no remark is needed.
     """
 
     path: str
@@ -69,7 +69,7 @@ def describe_table(
     """Draws a mesh and lists variables.
 
     Args:
-      mesh: The replicas.
+      mesh: The mesh of the replicas.
       variables: The variables; duplicates are listed once.
       partitioner: The partitioner that shards variables, if any.
 
@@ -131,7 +131,7 @@ def draw_mesh(mesh: ReplicaMesh) -> Group:
     """Draws a box for each replica, with a heading for each process.
 
     Args:
-      mesh: The replicas.
+      mesh: The mesh of the replicas.
 
     Returns:
       A heading and the boxes. With more than 16 replicas, only the first few
@@ -141,7 +141,7 @@ def draw_mesh(mesh: ReplicaMesh) -> Group:
     num_shown, num_processes = mesh.num_replicas, mesh.num_processes
     is_many = num_shown > MAX_DEVICES
     if is_many:
-        # If there is only one process, twice the number of boxes is shown.
+        # If all replicas are in one group, it is drawn with more boxes.
         num_shown = MAX_DEVICES_OF_PROCESS * (2 if len(groups) == 1 else 1)
     parts: list[RenderableType] = [_make_heading(mesh)]
     for group in abbreviate(groups, MAX_PROCESSES if is_many else len(groups)):
@@ -168,7 +168,7 @@ def tabulate_variables(
 
     Args:
       variables: The variables; duplicates are listed once.
-      mesh: The replicas.
+      mesh: The mesh of the replicas.
       partitioner: The partitioner that shards variables, if any.
 
     Returns:
@@ -235,12 +235,13 @@ def describe_variable(
     mesh: ReplicaMesh,
     partitioner: Partitioner | None = None,
 ) -> VariableRow:
-    """Returns a variable's row of the table.
+    """Returns the row of a variable for the table.
 
     Args:
       variable: A variable, built or not.
-      mesh: The replicas. If the mesh can only be compiled for, or the variable
-        is abstract, the row shows the sharding that the variable would have.
+      mesh: The mesh of the replicas. If its devices are absent, or if the
+        variable is abstract, the row shows the sharding that the variable would
+        have.
       partitioner: The partitioner that shards variables, if any.
 
     Returns:
@@ -272,7 +273,7 @@ def describe_variable(
 
 
 def describe_sharding(sharding: Sharding, devices: Sequence[jax.Device]) -> str:
-    """Returns text that describes an array's sharding.
+    """Describes an array's sharding as text.
 
     Args:
       sharding: The array's sharding.

@@ -53,8 +53,8 @@ class InputExplanation:
     Attributes:
       facts: Descriptions of the dataset's properties, by name.
       devices: Names of the devices, in the order of replica ids.
-      processes: The process ids of each reader: a process, or several that
-        share replicas and so read the same rows.
+      processes: For each reader, its process ids. A reader is one process, or
+        several that share replicas and so read the same rows.
       is_process_local: Whether each process reads its own dataset, without an
         order of rows across processes.
       batch_size: The rows of a full global batch, or None if unknown.
@@ -75,7 +75,7 @@ class InputExplanation:
 
     @property
     def columns(self) -> list[tuple[str, Counts]]:
-        """The table's batch columns: a title and each replica's rows."""
+        """The columns with row counts: each title and its count per replica."""
         columns: list[tuple[str, Counts]] = []
         last = None if self.last == self.whole else self.last
         for name, shares in (("full batch", self.whole), ("last batch", last)):
@@ -103,7 +103,7 @@ class InputExplanation:
         return Group(facts, table)
 
     def _format_cells(self, process: int | None, i: int | None) -> list[str]:
-        """Returns a replica's cells; None stands for omitted replicas."""
+        """Returns the cells of one row; "..." stands for omitted replicas."""
         if process is None or i is None:
             return [
                 "..." if process is None else self.processes[process],
@@ -186,7 +186,7 @@ def explain_input(
 def _guess_size(
     dataset: Dataset, source: Source, summary: Summary
 ) -> tuple[int | None, list[str]]:
-    """Guesses a full batch's size from the first batch; also returns notes."""
+    """Guesses a full batch's size; also returns remarks on that guess."""
     if source.is_process_local:
         note = (
             "The first batch of a process determines the number of rows in a "
@@ -202,7 +202,7 @@ def _guess_size(
 
 
 def _list_readers(mesh: ReplicaMesh) -> tuple[str, ...]:
-    """Returns process ids, joined for processes that read the same rows."""
+    """Returns the process ids of each reader, as in `InputExplanation`."""
     if not mesh.spans_processes:
         return tuple(map(str, range(mesh.num_processes)))
     places = {process: i for i, process in enumerate(mesh.processes)}
@@ -243,7 +243,7 @@ def compute_local_shares(
 
 
 def list_shown_replicas(num_replicas: int, num_processes: int) -> list[Any]:
-    """Returns processes with their replicas, and None for omitted ones."""
+    """Lists (process, replica ids) to show; None replaces omitted ones."""
     each = num_replicas // num_processes
     most, most_processes = num_replicas, num_processes
     if num_replicas > describe.MAX_DEVICES:
@@ -259,7 +259,7 @@ def list_shown_replicas(num_replicas: int, num_processes: int) -> list[Any]:
 def _read_policy(
     dataset: Dataset, size: int | None, options: InputOptions | None
 ) -> _Policy | None:
-    """Returns the policy of `options`.
+    """Returns the policy of `options`, or None if they choose none.
 
     Raises:
       ValueError: if `size` or `options` do not fit the dataset.
@@ -291,7 +291,7 @@ def _make_source(
     policy: _Policy | None,
     size: int | None,
 ) -> Source:
-    """Makes this process's source, without communicating."""
+    """Makes this process's source, without contacting other processes."""
     if isinstance(dataset, DistributedDataset):
         return dataset.source
     if x := _list_arrays(dataset):
@@ -318,7 +318,7 @@ def _list_files(
     mesh: ReplicaMesh,
     policy: _Policy | None,
 ) -> tuple[tuple[str, ...] | None, ...]:
-    """Returns each process's files; None if they are not known here."""
+    """Returns each process's files; None where they are unknown."""
     files, count = dict(summary.files), mesh.num_readers
     if isinstance(dataset, Files):
         is_drawn = dataset.window and dataset.seed is None
@@ -345,7 +345,7 @@ def _format_names(paths: tuple[str, ...] | None) -> str:
 def _compute_shares(
     source: Source, summary: Summary, size: int | None, mesh: ReplicaMesh
 ) -> tuple[Shares | None, Shares | None]:
-    """Returns each replica's rows in a full and the last batch, or None."""
+    """Returns each replica's rows in a full batch and in the last one."""
     if not size:
         return None, None
     if source.is_process_local:
@@ -358,7 +358,7 @@ def _compute_shares(
     if not last:
         return whole, None
     if source.batch_size is None and mesh.num_processes > 1:
-        size = last  # As in `Steps`.
+        size = last  # `Steps` does the same.
     return whole, compute_batch_shares(last, size, mesh.num_replicas)
 
 
@@ -386,7 +386,7 @@ def _describe_policy(
 def _describe_reading(
     source: Source, summary: Summary, num_processes: int
 ) -> str:
-    """Returns text that says which rows each process reads."""
+    """Returns text on which rows each process reads."""
     is_of_process = summary.reading is not Reading.REPLICAS
     if num_processes == 1 and is_of_process:
         return "the only process reads all rows"

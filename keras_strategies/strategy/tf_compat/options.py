@@ -80,8 +80,8 @@ class CommunicationOptions:
         if name == "RING":
             raise ValueError(
                 "`implementation` must not be 'RING', because XLA chooses the "
-                "algorithm (from gloo on CPU, from NCCL on GPU, or that of the "
-                "chips' links on TPU). Received: implementation='RING'. Omit "
+                "algorithm: one of gloo on CPU, one of NCCL on GPU, and its "
+                "own on TPU. Received: implementation='RING'. Omit "
                 "the argument."
             )
         object.__setattr__(self, "implementation", known[name])
@@ -102,7 +102,7 @@ class CommunicationOptions:
 
 
 def resolve_options(options: object) -> CommunicationOptions:
-    """Returns `options`, or the default ones for None.
+    """Returns `options`, or the default options if it is None.
 
     Raises:
       TypeError: if `options` is neither `CommunicationOptions` nor None.
@@ -166,7 +166,7 @@ class RunOptions:
 
 
 def check_options(options: object) -> None:
-    """Raises TypeError unless options are None or `RunOptions`."""
+    """Raises TypeError unless `options` is None or a `RunOptions`."""
     if options is not None and not isinstance(options, RunOptions):
         raise TypeError(
             "`options` of `run` must be `RunOptions`. Received: an object of "

@@ -53,10 +53,7 @@ def gradient(fn):
         ),
         (convolution(feature_group_count=4), (IMAGES, OF_GROUPS)),
         (gradient(convolution()), (IMAGES, KERNEL)),
-        (
-            gradient(convolution(feature_group_count=4)),
-            (IMAGES, OF_GROUPS),
-        ),
+        (gradient(convolution(feature_group_count=4)), (IMAGES, OF_GROUPS)),
     ],
     ids=[
         *("dense", "attention", "dense's gradient", "checkpoint", "valid"),

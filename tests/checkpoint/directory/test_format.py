@@ -14,24 +14,12 @@ import tempfile
 import numpy as np
 import pytest
 
-from keras_strategies.checkpoint.directory import files
+from keras_strategies.checkpoint.directory import disk_space, files, names
 from keras_strategies.checkpoint.directory.corruption import DamagedCheckpoint
-from keras_strategies.checkpoint.directory.disk_space import (
-    check_free_space,
-    check_name,
-    check_writable,
-)
 from keras_strategies.checkpoint.directory.manifest import (
     Manifest,
     read_manifest,
     write_manifest,
-)
-from keras_strategies.checkpoint.directory.names import (
-    find_partial_saves,
-    find_steps,
-    make_directory,
-    parse_step,
-    step_path,
 )
 from keras_strategies.checkpoint.directory.verify import (
     find_newest_good,
@@ -97,7 +85,7 @@ def directory(pristine, tmp_path):
     ],
 )
 def test_step_of_a_name(name, expected):
-    assert parse_step(name) == expected
+    assert names.parse_step(name) == expected
 
 
 @pytest.mark.parametrize(
@@ -113,11 +101,11 @@ def test_step_of_a_name(name, expected):
 )
 def test_step_path_refuses_what_is_no_step(step, error):
     with pytest.raises(error, match=r"A checkpoint's step .* Received"):
-        step_path("/tmp", step)
+        names.step_path("/tmp", step)
 
 
 def test_step_path_takes_numpy_integers():
-    assert step_path("a", np.int64(7)) == pathlib.Path("a/7")
+    assert names.step_path("a", np.int64(7)) == pathlib.Path("a/7")
 
 
 def test_steps_are_folders_in_order(tmp_path):
@@ -125,10 +113,10 @@ def test_steps_are_folders_in_order(tmp_path):
         (tmp_path / name).mkdir()
     (tmp_path / "12").write_bytes(b"")
     (tmp_path / "13").symlink_to(tmp_path / "9")
-    assert find_steps(tmp_path) == [9, 10]
-    assert find_steps(tmp_path / "none") == []
+    assert names.find_steps(tmp_path) == [9, 10]
+    assert names.find_steps(tmp_path / "none") == []
     with pytest.raises(NotADirectoryError, match="must be in a directory"):
-        find_steps(tmp_path / "12")
+        names.find_steps(tmp_path / "12")
 
 
 def test_partial_saves_are_what_killed_processes_leave(tmp_path):
@@ -136,15 +124,17 @@ def test_partial_saves_are_what_killed_processes_leave(tmp_path):
     others = ("3", "x.orbax-checkpoint-tmp", ".lock", "03.deleting-0a")
     for name in (*partial, *others):
         (tmp_path / name).mkdir()
-    assert [path.name for path in find_partial_saves(tmp_path)] == list(partial)
-    assert find_partial_saves(tmp_path / "none") == []
+    assert [path.name for path in names.find_partial_saves(tmp_path)] == list(
+        partial
+    )
+    assert names.find_partial_saves(tmp_path / "none") == []
 
 
 @pytest.mark.parametrize("name", ["lr=[0.1]", "a*", "what?"])
 def test_a_path_that_orbax_takes_for_a_pattern_is_refused(tmp_path, name):
     with pytest.raises(ValueError, match="must not contain"):
-        check_name(tmp_path / name)
-    check_name(tmp_path / "lr=0.1 (b)]")
+        disk_space.check_name(tmp_path / name)
+    disk_space.check_name(tmp_path / "lr=0.1 (b)]")
 
 
 def test_a_checkpoint_is_no_directory_of_checkpoints(tmp_path):
@@ -153,22 +143,22 @@ def test_a_checkpoint_is_no_directory_of_checkpoints(tmp_path):
     with pytest.raises(
         ValueError, match="is itself a checkpoint. Pass its parent"
     ):
-        check_name(tmp_path / "25")
-    check_name(tmp_path)
+        disk_space.check_name(tmp_path / "25")
+    disk_space.check_name(tmp_path)
     (tmp_path / "26").mkdir()
-    check_name(tmp_path / "26")
+    disk_space.check_name(tmp_path / "26")
 
 
 def test_new_directory_is_for_its_owner_alone(tmp_path):
-    path = make_directory(tmp_path / "a" / "b")
+    path = names.make_directory(tmp_path / "a" / "b")
     assert stat.S_IMODE(path.stat().st_mode) == 0o700
     path.chmod(0o755)
-    make_directory(path)
+    names.make_directory(path)
     # Somebody chose that.
     assert stat.S_IMODE(path.stat().st_mode) == 0o755
     (tmp_path / "file").write_bytes(b"")
     with pytest.raises(NotADirectoryError, match="must be in a directory"):
-        make_directory(tmp_path / "file")
+        names.make_directory(tmp_path / "file")
 
 
 # Manifests.
@@ -229,7 +219,7 @@ def test_facts_are_turned_into_json(tmp_path):
     [
         (1, {"a": object()}, TypeError, "an object of type object in 'a'"),
         (1, {"a": {"b": b""}}, TypeError, "type bytes"),
-        (1, {"a": "x" * (17 << 20)}, ValueError, "at most 16777216"),
+        (1, {"a": "x" * (17 << 20)}, ValueError, "maximum of 16777216"),
         (1, {"a": json.loads("[" * 70 + "]" * 70)}, ValueError, "too deeply"),
         (2, {}, ValueError, "named after its step"),
         (-1, {}, ValueError, "A checkpoint's step"),
@@ -399,10 +389,10 @@ def test_save_of_a_step_that_is_there_is_refused_by_orbax(directory):
 
 
 def test_disk_that_is_too_small_is_told_before_the_save(tmp_path):
-    check_free_space(tmp_path, 1)
-    check_free_space(tmp_path / "a" / "b", 1)
+    disk_space.check_free_space(tmp_path, 1)
+    disk_space.check_free_space(tmp_path / "a" / "b", 1)
     with pytest.raises(OSError, match=r"needs 1000000000\.000 GB") as caught:
-        check_free_space(tmp_path / "a" / "b", 10**18)
+        disk_space.check_free_space(tmp_path / "a" / "b", 10**18)
     assert caught.value.errno == errno.ENOSPC
     assert "free. Delete files" in str(caught.value)
     assert "GB are free" in str(caught.value)
@@ -412,14 +402,14 @@ def test_path_that_is_no_directory_is_told(tmp_path):
     (tmp_path / "file").write_bytes(b"")
     for path in (tmp_path / "file", tmp_path / "file" / "a" / "b"):
         with pytest.raises(NotADirectoryError, match="must be in a directory"):
-            check_writable(path)
+            disk_space.check_writable(path)
         with pytest.raises(NotADirectoryError, match="must be in a directory"):
-            check_free_space(path, 1)
+            disk_space.check_free_space(path, 1)
 
 
 def test_directory_that_can_be_written_to_is_left_as_it_is(tmp_path):
-    check_writable(tmp_path)
-    check_writable(tmp_path / "a" / "b")
+    disk_space.check_writable(tmp_path)
+    disk_space.check_writable(tmp_path / "a" / "b")
     assert not list(tmp_path.iterdir())
 
 

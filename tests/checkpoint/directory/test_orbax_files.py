@@ -12,21 +12,14 @@ import numpy as np
 import pytest
 
 import keras_strategies as ks
+from keras_strategies.checkpoint.directory import verify
 from keras_strategies.checkpoint.directory.corruption import DamagedCheckpoint
 from keras_strategies.checkpoint.directory.manifest import write_manifest
 from keras_strategies.checkpoint.directory.retention import Keep
-from keras_strategies.checkpoint.directory.verify import (
-    find_newest_good,
-    verify,
-)
 from keras_strategies.checkpoint.reading import read_arrays
 from keras_strategies.checkpoint.storage import Storage
 from tests.fuzz.hostile import inputs
-from tests.support.checkpoint.written import (
-    VARIABLES,
-    write_checkpoints,
-    write_files,
-)
+from tests.support.checkpoint import written
 from tests.support.plain_keras import mirrored
 
 TREE = "state/_METADATA"
@@ -49,7 +42,7 @@ ODD = [
 @pytest.fixture(scope="module")
 def directory(tmp_path_factory):
     directory = tmp_path_factory.mktemp("written") / "checkpoints"
-    write_checkpoints(directory, steps=(3,))
+    written.write_checkpoints(directory, steps=(3,))
     return directory
 
 
@@ -61,7 +54,7 @@ def restored_on_devices(directory, *, is_part=False):
             name: jax.ShapeDtypeStruct(shape, dtype, sharding=whole)
             for name, (shape, dtype) in entries.items()
         }
-        for group, entries in VARIABLES.items()
+        for group, entries in written.VARIABLES.items()
     }
     storage = Storage(directory, processes=(0,), keep=Keep(last=None))
     try:
@@ -73,13 +66,15 @@ def restored_on_devices(directory, *, is_part=False):
 READERS = {
     "all": restored_on_devices,
     "part": lambda directory: restored_on_devices(directory, is_part=True),
-    "estimator": lambda directory: read_arrays(directory / "3", VARIABLES),
+    "estimator": lambda directory: read_arrays(
+        directory / "3", written.VARIABLES
+    ),
 }
 
 
 @pytest.mark.parametrize("read", READERS.values(), ids=READERS)
 def test_files_that_a_later_orbax_writes_are_no_damage(tmp_path, read):
-    write_files(tmp_path, 3)
+    written.write_files(tmp_path, 3)
     path = tmp_path / "3"
     (path / "state" / "checksums").mkdir()
     (path / "state" / "checksums" / "process_0.json").write_text("{}")
@@ -89,11 +84,11 @@ def test_files_that_a_later_orbax_writes_are_no_damage(tmp_path, read):
     assert {"_ORBAX_VERSION", "state/checksums/process_0.json"} < set(
         manifest.files
     )
-    assert find_newest_good(tmp_path) == (manifest, [])
+    assert verify.find_newest_good(tmp_path) == (manifest, [])
     assert len(jax.tree.leaves(read(tmp_path))) == 3
     (path / "_ORBAX_VERSION").write_text("0.14")
     with pytest.raises(DamagedCheckpoint, match="_ORBAX_VERSION: its checksum"):
-        verify(path)
+        verify.verify(path)
 
 
 def try_to(read, directory):

@@ -11,11 +11,8 @@ import shutil
 import keras
 import pytest
 
+from keras_strategies.checkpoint.directory import names
 from keras_strategies.checkpoint.directory.manifest import Manifest
-from keras_strategies.checkpoint.directory.names import (
-    find_partial_saves,
-    find_steps,
-)
 from keras_strategies.checkpoint.directory.retention import (
     Keep,
     delete,
@@ -94,11 +91,7 @@ def losses(*values):
             [made(7, 11, started=0), made(8, 12, started=0)],
             [],
         ),
-        (
-            Keep(last=1, every_n_hours=10),
-            [made(7, 11), made(8, 12)],
-            [7],
-        ),
+        (Keep(last=1, every_n_hours=10), [made(7, 11), made(8, 12)], [7]),
         # A clock that is set back.
         (
             Keep(last=1, every_n_hours=1),
@@ -243,7 +236,7 @@ def test_deleted_step_is_gone(tmp_path):
     for step in (1, 10, 11):
         folder_of(tmp_path, step)
     delete(tmp_path, 1)
-    assert find_steps(tmp_path) == [10, 11]
+    assert names.find_steps(tmp_path) == [10, 11]
     assert len(list(tmp_path.iterdir())) == 2
     delete(tmp_path, 1)
     delete(tmp_path / "none", 1)
@@ -272,8 +265,8 @@ def test_step_whose_files_stay_is_no_checkpoint(tmp_path, caplog, monkeypatch):
         patch.setattr(shutil, "rmtree", refuse)
         delete(tmp_path, 1)
     assert "cannot be deleted: Directory not empty" in caplog.text
-    assert find_steps(tmp_path) == []
-    (left,) = find_partial_saves(tmp_path)
+    assert names.find_steps(tmp_path) == []
+    (left,) = names.find_partial_saves(tmp_path)
     assert delete_partial_saves(tmp_path) == [left.name]
     assert not list(tmp_path.iterdir())
 

@@ -404,9 +404,7 @@ def test_address_of_the_coordinator_in_use():
         address = f"127.0.0.1:{server.getsockname()[1]}"
         levels, text = found_at(0, address)
         assert levels == [Level.FAULT]
-        assert (
-            f"Another process listens at the coordinator's address, {address}"
-        )
+        assert "Another process listens" in text
         assert address in text
         assert found_at(1, address)[0] == [Level.GOOD]
         elsewhere = {"JAX_COORDINATOR_BIND_ADDRESS": address}
@@ -502,12 +500,7 @@ def test_processes_meet_join_and_time_an_all_reduce():
 @pytest.mark.slow
 def test_report_of_a_job_is_the_chiefs():
     done = run(
-        "launch",
-        "--processes",
-        "2",
-        "-m",
-        "keras_strategies.cli",
-        "doctor",
+        "launch", "--processes", "2", "-m", "keras_strategies.cli", "doctor"
     )
     assert done.returncode == 0, done.stdout + done.stderr
     chief = [x for x in done.stdout.splitlines() if not x.startswith("[")]

@@ -102,9 +102,14 @@ def is_gone(pid, within_s=30.0):
         return False
 
 
+def script_in(folder, text):
+    (folder / "script.py").write_text(text)
+    return str(folder / "script.py")
+
+
 def test_output_is_whole_lines_with_the_number_of_the_process(tmp_path):
-    script = tmp_path / "script.py"
-    script.write_text(
+    script = script_in(
+        tmp_path,
         """
 import json, os, sys
 index = json.loads(os.environ["TF_CONFIG"])["task"]["index"]
@@ -114,9 +119,9 @@ for i in range(300):
 print("10%\\r50%\\r100%")
 print("to stderr", *sys.argv[1:], file=sys.stderr)
 sys.stdout.write("no newline")
-"""
+""",
     )
-    out, err, code = run("--processes", "3", str(script), "--processes", "7")
+    out, err, code = run("--processes", "3", script, "--processes", "7")
     assert code == 0, err
     assert sorted(err) == sorted(
         f"{prefix}to stderr --processes 7"
@@ -142,18 +147,20 @@ sys.stdout.write("no newline")
     }
 
 
+def environ_of(addresses, index, before=(), **given):
+    """The environment of one process."""
+    given = {"num_devices": 1, "platform": "cpu"} | given
+    return make_environment(
+        dict(before), addresses=addresses, index=index, **given
+    )
+
+
 def test_processes_are_tasks_of_one_cluster():
     addresses = [f"127.0.0.1:{port}" for port in find_free_ports(3)]
     assert len(set(addresses)) == 3
     before = {"XLA_FLAGS": "--xla_a=1 --xla_force_host_platform_device_count=8"}
     for index in range(3):
-        environ = make_environment(
-            before,
-            addresses=addresses,
-            index=index,
-            num_devices=2,
-            platform="cpu",
-        )
+        environ = environ_of(addresses, index, before, num_devices=2)
         info = task_info(TFConfigClusterResolver(environ=environ))
         assert (info.process_id, info.num_processes) == (index, 3)
         assert info.coordinator_address == addresses[0]
@@ -171,14 +178,7 @@ def test_an_evaluator_is_none_of_the_cluster(count):
     infos = [
         task_info(
             TFConfigClusterResolver(
-                environ=make_environment(
-                    {},
-                    addresses=addresses,
-                    index=index,
-                    num_devices=1,
-                    platform="cpu",
-                    has_evaluator=True,
-                )
+                environ=environ_of(addresses, index, has_evaluator=True)
             )
         )
         for index in range(count + 1)
@@ -193,14 +193,14 @@ def test_an_evaluator_is_none_of_the_cluster(count):
 
 
 def test_an_evaluator_is_started_and_its_failure_is_the_job_s(tmp_path):
-    script = tmp_path / "script.py"
-    script.write_text(
+    script = script_in(
+        tmp_path,
         "import json, os, sys\n"
         "task = json.loads(os.environ['TF_CONFIG'])['task']\n"
         "print(task['type'], task['index'])\n"
-        "sys.exit(3 * (task['type'] == 'evaluator'))\n"
+        "sys.exit(3 * (task['type'] == 'evaluator'))\n",
     )
-    out, err, code = run("--processes", "3", "--evaluator", str(script))
+    out, err, code = run("--processes", "3", "--evaluator", script)
     assert code == 3
     assert sorted(out) == [
         "[evaluator] evaluator 0",
@@ -212,13 +212,8 @@ def test_an_evaluator_is_started_and_its_failure_is_the_job_s(tmp_path):
 
 
 def test_flags_are_left_alone_on_another_platform():
-    environ = make_environment(
-        {"XLA_FLAGS": "--xla_a=1"},
-        addresses=["127.0.0.1:1"],
-        index=0,
-        num_devices=1,
-        platform="tpu",
-    )
+    before = {"XLA_FLAGS": "--xla_a=1"}
+    environ = environ_of(["127.0.0.1:1"], 0, before, platform="tpu")
     assert environ["XLA_FLAGS"] == "--xla_a=1"
     assert environ["JAX_PLATFORMS"] == "tpu"
 
@@ -341,17 +336,17 @@ def test_processes_end_with_a_launcher_that_is_killed():
 
 
 def test_a_slow_reader_of_a_non_blocking_output_loses_nothing(tmp_path):
-    script = tmp_path / "script.py"
-    script.write_text(
+    script = script_in(
+        tmp_path,
         "import os, pathlib, sys\n"
         "for i in range(100):\n    print(f'{i:01000}')\n"
-        "pathlib.Path(sys.argv[1]).write_text(str(os.getpid()))\n"
+        "pathlib.Path(sys.argv[1]).write_text(str(os.getpid()))\n",
     )
     told = tmp_path / "pid"
     reading, writing = os.pipe()
     os.set_blocking(writing, False)
     process = start(
-        *("--processes", "1", str(script), str(told)),
+        *("--processes", "1", script, str(told)),
         prepare="local_job._SHOW_S = 0.01",
         stdout=writing,
     )
@@ -459,13 +454,13 @@ def test_find_first_cause(endings, expected):
 
 
 def test_each_job_has_a_secret_of_its_own(tmp_path):
-    script = tmp_path / "said.py"
-    script.write_text(
-        "import os; print('said', os.environ['KERAS_STRATEGIES_SECRET'])"
+    script = script_in(
+        tmp_path,
+        "import os; print('said', os.environ['KERAS_STRATEGIES_SECRET'])",
     )
     heard = []
     for environ in ({}, {}, {"KERAS_STRATEGIES_SECRET": "that of its user"}):
-        out, _, code = run("--processes", "2", str(script), environ=environ)
+        out, _, code = run("--processes", "2", script, environ=environ)
         assert code == 0
         said = {line.partition("said ")[2] for line in out if "said" in line}
         assert len(said) == 1

@@ -9,11 +9,7 @@ import time
 
 import pytest
 
-from keras_strategies.cluster.exchange import (
-    greetings,
-    job_secret,
-    rendezvous,
-)
+from keras_strategies.cluster import exchange
 from keras_strategies.cluster.exchange.job_secret import (
     VARIABLE,
     Secret,
@@ -76,14 +72,14 @@ def test_one_without_it_says_so_and_keeps_nobody_out(address):
     )
     assert told == ["met", "met"]
     assert f"the same {VARIABLE}" in alone
-    assert "a value in process 0, but none here" in alone
+    assert "a value in process 0, but none in this" in alone
 
 
 def test_process_0_says_who_did_not_prove_it(address):
     told, _ = run(address, [ONE, None], timeout_s=LIMIT)
     assert "a process that claimed to be process 1, but did not" in told[0]
     assert VARIABLE in told[0]
-    assert "none here" in told[1]
+    assert "none in this process" in told[1]
 
 
 def test_only_the_others_have_it(address):
@@ -91,7 +87,7 @@ def test_only_the_others_have_it(address):
     assert f"the same {VARIABLE}" in told[0]
     assert "a value in process 1, but none in process 0" in told[0]
     assert told[2] == told[0]
-    assert "a value here, but none in process 0" in told[1]
+    assert "a value in this process, but none in" in told[1]
 
 
 def test_another_secret_is_another_job(address):
@@ -139,7 +135,7 @@ _EMPTY = b'{"proof": ""}'
 def test_strangers_who_claim_a_place_fail_no_job(address, changed, answer):
     def claim():
         with connected(address) as stranger:
-            nonce = job_secret.make_nonce()
+            nonce = exchange.job_secret.make_nonce()
             stranger.sendall(hello(**changed, nonce=nonce))
             if answer:
                 challenge = stranger.recv(65_536)
@@ -160,7 +156,7 @@ def test_a_proof_of_an_earlier_meeting_is_worth_nothing(address):
     recorded = []
 
     def between():
-        host, port = rendezvous.split_address(address)
+        host, port = exchange.rendezvous.split_address(address)
         with (
             socket.create_server((host, free)) as server,
             contextlib.suppress(OSError),
@@ -210,7 +206,7 @@ def test_a_proof_of_an_earlier_meeting_is_worth_nothing(address):
     ids=lambda words: str(words[:60]),
 )
 def test_a_process_0_that_proves_nothing_is_not_believed(address, words):
-    host, port = rendezvous.split_address(address)
+    host, port = exchange.rendezvous.split_address(address)
 
     def answer():
         with contextlib.suppress(OSError):
@@ -263,7 +259,7 @@ def test_the_secret_is_never_said(address):
 
     def listen():
         with connected(address) as stranger:
-            stranger.sendall(hello(nonce=job_secret.make_nonce()))
+            stranger.sendall(hello(nonce=exchange.job_secret.make_nonce()))
             heard.append(stranger.recv(65_536))
 
     told, _ = run(address, [Secret(text), Secret(text)], before=listen)
@@ -281,7 +277,7 @@ def test_a_secret_of_a_wrong_length_is_refused(text):
 
 
 def test_strangers_who_name_any_number_leave_nothing_behind(address):
-    host = rendezvous._Host(json.loads(hello(process=0)), (), ONE)
+    host = exchange.rendezvous._Host(json.loads(hello(process=0)), (), ONE)
     for process in (-1, 1, 2, 2**31):
         host._note_unproved(json.loads(hello(process=process)))
     assert host._unproved == {1}
@@ -303,11 +299,11 @@ def test_no_secret_is_none():
 
 def test_ten_thousand_damaged_hellos(address):
     draw = random.Random(0)
-    good = hello(nonce=job_secret.make_nonce()).decode()
+    good = hello(nonce=exchange.job_secret.make_nonce()).decode()
     for _ in range(10_000):
         start = draw.randrange(len(good))
         piece = draw.choice(["", "[", '"', "nonce", "0", "é", "\\u0000"])
         text = good[:start] + piece + good[start + draw.randint(0, 9) :]
-        said = greetings.parse_hello(text.encode())
+        said = exchange.greetings.parse_hello(text.encode())
         if said is not None and "nonce" in said:
-            assert job_secret.is_nonce(said["nonce"])
+            assert exchange.job_secret.is_nonce(said["nonce"])

@@ -16,10 +16,7 @@ import tensorflow as tf
 
 import keras_strategies as ks
 from keras_strategies import cluster_resolver as ours
-from keras_strategies.cluster.resolvers.slurm_step import (
-    expand_hostlist,
-    expand_tasks_per_node,
-)
+from keras_strategies.cluster.resolvers import slurm_step
 from keras_strategies.cluster.tasks import task_info
 from tests.cluster.test_spec import answer
 
@@ -263,7 +260,7 @@ def test_task_of_a_slurm_step():
     ],
 )
 def test_hostlist_is_expanded(hostlist, expected):
-    assert expand_hostlist(hostlist) == expected.split()
+    assert slurm_step.expand_hostlist(hostlist) == expected.split()
 
 
 @pytest.mark.parametrize(
@@ -294,7 +291,7 @@ def test_hostlist_is_expanded(hostlist, expected):
 )
 def test_bad_hostlist_is_refused(hostlist):
     with pytest.raises(ValueError, match="Invalid hostlist"):
-        expand_hostlist(hostlist)
+        slurm_step.expand_hostlist(hostlist)
 
 
 @pytest.mark.parametrize(
@@ -302,13 +299,13 @@ def test_bad_hostlist_is_refused(hostlist):
     [("3(x2),2,1", [3, 3, 2, 1]), ("4", [4]), ("1(x1)", [1])],
 )
 def test_tasks_per_node_are_expanded(text, expected):
-    assert expand_tasks_per_node(text) == expected
+    assert slurm_step.expand_tasks_per_node(text) == expected
 
 
 @pytest.mark.parametrize("text", ["", ",", "x", "2(x", "2x2", "1(x99999999)"])
 def test_bad_tasks_per_node_are_refused(text):
     with pytest.raises(ValueError, match="Invalid tasks-per-node"):
-        expand_tasks_per_node(text)
+        slurm_step.expand_tasks_per_node(text)
 
 
 # ---------------------------------------------------------------- Kubernetes

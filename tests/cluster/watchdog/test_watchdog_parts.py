@@ -8,12 +8,7 @@ import threading
 
 import pytest
 
-from keras_strategies.cluster.exchange import kv_store
-from keras_strategies.cluster.exchange.exit_codes import (
-    Cause,
-    ExitCode,
-    Preempted,
-)
+from keras_strategies.cluster.exchange import exit_codes, kv_store
 from keras_strategies.cluster.watchdog import progress as progress_lib
 from keras_strategies.cluster.watchdog.failure_detector import (
     FailureDetector,
@@ -79,29 +74,29 @@ GOOD = {
 BAD = {
     "one is behind": (
         [WAITS, {"programs": 17, "where": STALL}],
-        ExitCode.STALLED,
+        exit_codes.ExitCode.STALLED,
         "process 1 has started 17 programs, none in the last 100 s; its main "
         f"thread is at {STALL}; process 0 has started 18 programs and has "
         "waited for 61 s",
     ),
     "the first is behind": (
         [{"programs": 0, "where": STALL}, WAITS],
-        ExitCode.STALLED,
+        exit_codes.ExitCode.STALLED,
         "process 0 has started 0 programs",
     ),
     "two are behind": (
         [WAITS, {"programs": 17}, {"programs": 16}],
-        ExitCode.STALLED,
+        exit_codes.ExitCode.STALLED,
         "process 2 has started 16",
     ),
     "all wait for each other": (
         [WAITS, WAITS],
-        ExitCode.STALLED,
+        exit_codes.ExitCode.STALLED,
         "all processes have waited for program 18 for 61 s",
     ),
     "one has left": (
         [WAITS, {"programs": 17, "is_done": True}],
-        ExitCode.PEER_FAILED,
+        exit_codes.ExitCode.PEER_FAILED,
         "the script of process 1 has ended after 17 programs, but process 0 "
         "waits for it in program 18 (at train.py:9 in step)",
     ),
@@ -110,14 +105,14 @@ BAD = {
             {"agreeing": "`fit`'s data", "agreeing_s": 62.0, "where": "a:1"},
             {"programs": 3, "where": STALL},
         ],
-        ExitCode.STALLED,
+        exit_codes.ExitCode.STALLED,
         "process 1 has started 3 programs, none in the last 100 s; its main "
         f"thread is at {STALL}; process 0 has waited for other processes in "
         "`fit`'s data for 62 s (at a:1)",
     ),
     "one has left an agreement": (
         [{"agreeing": "`fit`'s data", "agreeing_s": 3.0}, {"is_done": True}],
-        ExitCode.PEER_FAILED,
+        exit_codes.ExitCode.PEER_FAILED,
         "waits for it in `fit`'s data",
     ),
 }
@@ -216,8 +211,8 @@ def test_what_is_told_comes_back():
         number=3, programs=2, where='a "quoted" é', is_done=True
     )
     assert Heartbeat.from_json(heartbeat.to_json()) == heartbeat
-    cause = Cause(text="é\n", code=ExitCode.STALLED)
-    assert Cause.from_json(cause.to_json()) == cause
+    cause = exit_codes.Cause(text="é\n", code=exit_codes.ExitCode.STALLED)
+    assert exit_codes.Cause.from_json(cause.to_json()) == cause
 
 
 class Output:
@@ -355,7 +350,7 @@ def test_preempted_is_raised_once_before_a_program(clock):
     progress = made(clock, preempted_at=2)
     output = Output()
     progress.run(2, lambda: (output,), ())
-    with pytest.raises(Preempted) as caught:
+    with pytest.raises(exit_codes.Preempted) as caught:
         progress.run(2, lambda: pytest.fail("was started"), ())
     assert caught.value.code == 75
     assert output.waits == 1

@@ -370,10 +370,7 @@ def test_foreign_shards_are_refused():
     with pytest.raises(ValueError, match="shard_index=1, shard_count=4"):
         GrainSource(loader, num_processes=2, process_index=1)
     assert GrainSource(
-        loader,
-        num_processes=2,
-        process_index=1,
-        policy=AutoShardPolicy.OFF,
+        loader, num_processes=2, process_index=1, policy=AutoShardPolicy.OFF
     ).is_process_local
     assert not GrainSource(loader).is_process_local
 

@@ -9,18 +9,14 @@ import pytest
 
 import keras_strategies as ks
 from keras_strategies.data.sources import mapped_arrays
-from keras_strategies.testing import run_processes
+from tests.support.jobs import values_of
 
 MB = 2**20
 BATCH_SIZE = 256
 COLUMNS = 1024
 KINDS = (
-    "fit",
-    "fit, several steps an execution",
-    "evaluate",
-    "predict",
-    "distributed dataset",
-    "files",
+    *("fit", "fit, several steps an execution", "evaluate"),
+    *("predict", "distributed dataset", "files"),
 )
 
 on_linux = pytest.mark.skipif(
@@ -94,13 +90,9 @@ def most_added(kinds, small, large):
 def check(tmp_path, kinds, num_bytes, most_mb, dtype="float32"):
     small = write(tmp_path / "small.npy", 16 * MB, dtype)
     large = write(tmp_path / "large.npy", num_bytes, dtype)
-    (result,) = run_processes(
-        f"{most_added.__module__}:most_added",
-        1,
-        args=(kinds, small, large),
-        timeout_s=300,
-    )
-    for kind, added in result.value.items():
+    target = "data.sources.test_mapped_arrays:most_added"
+    (value,) = values_of(target, 1, kinds, small, large)
+    for kind, added in value.items():
         assert added < most_mb, f"{kind} adds {added:.0f} MB"
 
 

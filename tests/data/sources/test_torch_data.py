@@ -210,9 +210,7 @@ REPLACED = {
         ),
     ),
     "weighted": lambda: loader(
-        Counted(20),
-        4,
-        sampler=torch_data.WeightedRandomSampler([1.0] * 20, 13),
+        Counted(20), 4, sampler=torch_data.WeightedRandomSampler([1.0] * 20, 13)
     ),
 }
 
@@ -330,10 +328,7 @@ def test_dataset_of_batches():
         [part.data[1].tolist() for part in parts_of(source, worker, 2)]
         for worker, source in enumerate(sources(data, 2))
     ]
-    assert read == [
-        [[0, 1], [4, 5], [8, 9]],
-        [[2, 3], [6, 7], [10, 11]],
-    ]
+    assert read == [[[0, 1], [4, 5], [8, 9]], [[2, 3], [6, 7], [10, 11]]]
 
 
 def test_own_sampler():

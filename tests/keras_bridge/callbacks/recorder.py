@@ -10,22 +10,13 @@ import keras
 import numpy as np
 
 _INDEXED = (
-    "on_epoch_begin",
-    "on_epoch_end",
-    "on_train_batch_begin",
-    "on_train_batch_end",
-    "on_test_batch_begin",
-    "on_test_batch_end",
-    "on_predict_batch_begin",
-    "on_predict_batch_end",
+    *("on_epoch_begin", "on_epoch_end", "on_train_batch_begin"),
+    *("on_train_batch_end", "on_test_batch_begin", "on_test_batch_end"),
+    *("on_predict_batch_begin", "on_predict_batch_end"),
 )
 _PLAIN = (
-    "on_train_begin",
-    "on_train_end",
-    "on_test_begin",
-    "on_test_end",
-    "on_predict_begin",
-    "on_predict_end",
+    *("on_train_begin", "on_train_end", "on_test_begin"),
+    *("on_test_end", "on_predict_begin", "on_predict_end"),
 )
 
 

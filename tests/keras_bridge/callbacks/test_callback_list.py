@@ -8,6 +8,7 @@ from keras_strategies.keras_bridge.callbacks.callback_list import (
     QuietCallbackList,
     make_quiet_list,
 )
+from tests.support.models import compiled_in
 from tests.support.plain_keras import check_same, dense, mirrored
 
 _random = np.random.default_rng(0)
@@ -192,9 +193,7 @@ def test_who_chooses_batches_is_called_for_these(verbose, listeners, capsys):
             assert one.seen[::3] == choosy.seen[::2]
         return history.history["loss"], choosy.seen[1::2]
 
-    with mirrored(2).scope():
-        model = one_input()
-        model.compile("sgd", "mse")
+    model = compiled_in(mirrored(2), one_input, "sgd", "mse")
     ends, seen = losses_of(model)
     assert [loss for _, loss in seen] == pytest.approx(ends)
     # The progress bar of Keras still is there.
@@ -266,9 +265,7 @@ def test_evaluate_and_predict_tell_who_listens_and_no_other(
 
     check_same(one_input, act, optimizer="sgd", loss="mse")
     counting = Counting(monkeypatch)
-    with mirrored(2).scope():
-        model = one_input()
-        model.compile("sgd", "mse")
+    model = compiled_in(mirrored(2), one_input, "sgd", "mse")
     act(model)
     kind = getattr(listener, "kind", None)
     # Three batches each: evaluate and the validation, predict.
@@ -277,9 +274,7 @@ def test_evaluate_and_predict_tell_who_listens_and_no_other(
 
 @pytest.mark.parametrize("loop", ["evaluate", "predict"])
 def test_a_progress_bar_of_other_loops_listens(capsys, loop):
-    with mirrored(2).scope():
-        model = one_input()
-        model.compile("sgd", "mse")
+    model = compiled_in(mirrored(2), one_input, "sgd", "mse")
     arrays = (X, Y) if loop == "evaluate" else (X,)
     getattr(model, loop)(*arrays, batch_size=8, verbose=1)
     assert "3/3" in capsys.readouterr().out

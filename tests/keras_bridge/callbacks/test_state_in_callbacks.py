@@ -102,19 +102,10 @@ def resets_metrics(model, index):
 
 
 ACTS = [
-    reads_weights,
-    reads_slots,
-    reads_metrics,
-    sets_weights,
-    assigns_one_weight,
-    changes_learning_rate,
-    evaluates,
-    predicts,
-    predicts_on_batch,
-    evaluates_on_batch,
-    trains_on_batch,
-    calls_the_model,
-    resets_metrics,
+    *(reads_weights, reads_slots, reads_metrics, sets_weights),
+    *(assigns_one_weight, changes_learning_rate, evaluates, predicts),
+    *(predicts_on_batch, evaluates_on_batch, trains_on_batch),
+    *(calls_the_model, resets_metrics),
 ]
 acting = pytest.mark.parametrize("act", ACTS, ids=lambda act: act.__name__)
 

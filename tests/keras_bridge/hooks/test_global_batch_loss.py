@@ -6,7 +6,6 @@ why it runs over the global batch. `tests/_core/row_kinds` has the rules.
 
 import warnings
 
-import jax
 import keras
 import numpy as np
 import pytest
@@ -19,7 +18,7 @@ from tests.support.loss_places import (
     FEATURES,
     PLACES,
     WORDS,
-    Computes,
+    Steps,
     X,
     Y,
     check,
@@ -48,21 +47,10 @@ OF_LOSSES = {
 
 @pytest.mark.parametrize("name", OF_LOSSES)
 def test_what_a_train_step_makes_of_a_loss(name):
-    class Makes(Computes):
-        def train_step(self, state, data):
-            weights, others, slots, metrics = state
-            x, y, _ = keras.utils.unpack_x_y_sample_weight(data)
-
-            def loss_of(weights):
-                y_pred, _ = self.stateless_call(weights, others, x)
-                loss = keras.losses.MeanSquaredError()(y, y_pred)
-                return OF_LOSSES[name](loss, y_pred)
-
-            loss, grads = jax.value_and_grad(loss_of)(weights)
-            weights, slots = self.optimizer.stateless_apply(
-                slots, grads, weights
-            )
-            return {"own": loss}, (weights, others, slots, metrics)
+    class Makes(Steps):
+        def loss_of(self, x, y, y_pred):
+            loss = keras.losses.MeanSquaredError()(y, y_pred)
+            return OF_LOSSES[name](loss, y_pred)
 
     found = []
     for strategy in (ks.OneDeviceStrategy("CPU:0"), mirrored(3)):

@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 from keras import layers, ops
 
+from tests.support.models import chain
 from tests.support.plain_keras import dense, mirrored
 
 _random = np.random.default_rng(0)
@@ -88,9 +89,7 @@ NO_MEANS = {
     "running_sum": lambda: with_loss(
         lambda x: 0.01 * ops.mean(ops.square(ops.cumsum(x, axis=0)))
     ),
-    "experts": lambda: keras.Sequential(
-        [keras.Input((4,)), dense(4), Experts(), dense(1)]
-    ),
+    "experts": lambda: chain((4,), dense(4), Experts(), dense(1)),
     "weighted_mean": lambda: with_loss(
         lambda x: ops.sum(x * ops.abs(x)) / (ops.sum(ops.abs(x)) + 1e-7)
     ),
@@ -108,24 +107,20 @@ MEANS = {
         lambda x: ops.sum(x**2) / ops.cast(ops.shape(x)[0], x.dtype)
     ),
     "mean_of_maxima": lambda: with_loss(lambda x: ops.mean(ops.max(x, 1))),
-    "regularized": lambda: keras.Sequential(
-        [
-            keras.Input((4,)),
-            dense(3, kernel_regularizer="l2", activity_regularizer="l2"),
-            dense(1, bias_regularizer="l1"),
-        ]
+    "regularized": lambda: chain(
+        (4,),
+        dense(3, kernel_regularizer="l2", activity_regularizer="l2"),
+        dense(1, bias_regularizer="l1"),
     ),
-    "norms": lambda: keras.Sequential(
-        [
-            keras.Input((4,)),
-            layers.BatchNormalization(),
-            dense(4),
-            layers.LayerNormalization(),
-            layers.UnitNormalization(),
-            layers.GaussianNoise(0.1),
-            layers.Dropout(0.1),
-            dense(1),
-        ]
+    "norms": lambda: chain(
+        (4,),
+        layers.BatchNormalization(),
+        dense(4),
+        layers.LayerNormalization(),
+        layers.UnitNormalization(),
+        layers.GaussianNoise(0.1),
+        layers.Dropout(0.1),
+        dense(1),
     ),
     "weight": lambda: with_loss(lambda x: ops.convert_to_tensor(0.3)),
 }
@@ -196,9 +191,7 @@ def test_a_loss_that_mixes_rows_unknowingly():
 
 
 def tokens(*more):
-    return keras.Sequential(
-        [keras.Input((6,)), layers.Embedding(9, 8, mask_zero=True), *more]
-    )
+    return chain((6,), layers.Embedding(9, 8, mask_zero=True), *more)
 
 
 def attention():
@@ -210,18 +203,16 @@ def attention():
 
 
 def convolutional():
-    return keras.Sequential(
-        [
-            keras.Input((8, 8, 2)),
-            layers.RandomFlip(),
-            layers.Conv2D(4, 3, activation="relu"),
-            layers.BatchNormalization(),
-            layers.DepthwiseConv2D(3),
-            layers.MaxPooling2D(),
-            layers.SpatialDropout2D(0.2),
-            layers.Flatten(),
-            layers.Dense(3, activation="softmax"),
-        ]
+    return chain(
+        (8, 8, 2),
+        layers.RandomFlip(),
+        layers.Conv2D(4, 3, activation="relu"),
+        layers.BatchNormalization(),
+        layers.DepthwiseConv2D(3),
+        layers.MaxPooling2D(),
+        layers.SpatialDropout2D(0.2),
+        layers.Flatten(),
+        layers.Dense(3, activation="softmax"),
     )
 
 
@@ -255,9 +246,7 @@ ORDINARY = {
         loss=keras.losses.MeanSquaredError(reduction="mean_with_sample_weight"),
     ),
     "huber_bf16": dict(
-        build=lambda: keras.Sequential(
-            [keras.Input((4,)), layers.Dense(1, dtype="mixed_bfloat16")]
-        ),
+        build=lambda: chain((4,), layers.Dense(1, dtype="mixed_bfloat16")),
         loss="huber",
     ),
     "lstm": dict(
@@ -289,17 +278,13 @@ ORDINARY = {
         loss="sparse_categorical_crossentropy",
     ),
     "dice": dict(
-        build=lambda: keras.Sequential(
-            [keras.Input((4,)), dense(4, activation="sigmoid")]
-        ),
+        build=lambda: chain((4,), dense(4, activation="sigmoid")),
         y=np.abs(X) % 1,
         loss="dice",
     ),
     "vae": dict(build=Autoencoder, y=X),
     "focal": dict(
-        build=lambda: keras.Sequential(
-            [keras.Input((4,)), dense(1, activation="sigmoid")]
-        ),
+        build=lambda: chain((4,), dense(1, activation="sigmoid")),
         y=(Y > 0).astype("float32"),
         loss="binary_focal_crossentropy",
         compiled=(("steps_per_execution", 2),),
@@ -317,14 +302,12 @@ def test_a_number_of_rows_that_is_also_a_width():
     """Twelve rows a replica, and twelve entries a row."""
 
     def build():
-        return keras.Sequential(
-            [
-                keras.Input((12,)),
-                dense(12, activation="relu"),
-                Adds(lambda x: ops.mean(ops.sum(x**2, axis=1) / 12)),
-                dense(12),
-                dense(1),
-            ]
+        return chain(
+            (12,),
+            dense(12, activation="relu"),
+            Adds(lambda x: ops.mean(ops.sum(x**2, axis=1) / 12)),
+            dense(12),
+            dense(1),
         )
 
     x = _random.normal(size=(24, 12)).astype("float32")

@@ -48,10 +48,7 @@ SAMPLES = {
     "MeanAbsoluteError": ({}, VECTORS),
     "MeanAbsolutePercentageError": ({}, VECTORS),
     "MeanIoU": ({"num_classes": 2}, CLASSES),
-    "MeanMetricWrapper": (
-        {"fn": keras.losses.mean_squared_error},
-        VECTORS,
-    ),
+    "MeanMetricWrapper": ({"fn": keras.losses.mean_squared_error}, VECTORS),
     "MeanSquaredError": ({}, VECTORS),
     "MeanSquaredLogarithmicError": ({}, VECTORS),
     "OneHotIoU": ({"num_classes": 3, "target_class_ids": [1]}, ONE_HOT),
@@ -71,17 +68,9 @@ SAMPLES = {
     "TopKCategoricalAccuracy": ({"k": 2}, ONE_HOT),
 }
 OF_SCORES = (
-    "AUC",
-    "BinaryAccuracy",
-    "BinaryCrossentropy",
-    "FalseNegatives",
-    "FalsePositives",
-    "Hinge",
-    "Precision",
-    "Recall",
-    "SquaredHinge",
-    "TrueNegatives",
-    "TruePositives",
+    *("AUC", "BinaryAccuracy", "BinaryCrossentropy", "FalseNegatives"),
+    *("FalsePositives", "Hinge", "Precision", "Recall"),
+    *("SquaredHinge", "TrueNegatives", "TruePositives"),
 )
 SAMPLES |= {name: ({}, SCORES) for name in OF_SCORES}
 
@@ -174,6 +163,10 @@ class Variance(keras.metrics.Mean):
         return super().update_state(ops.var(y_pred))
 
 
+def rule_of(metric):
+    return metric_rules.choose_update_rule(metric, VECTORS, {}, len(VECTORS[0]))
+
+
 NOT_ADDITIVE = {
     "highest": Highest,
     "last": lambda: Last("last"),
@@ -187,14 +180,10 @@ NOT_ADDITIVE = {
 def test_a_users_metric_that_is_no_sum_is_found_with_one_warning(name):
     metric = NOT_ADDITIVE[name]()
     with pytest.warns(UserWarning, match=f"'{name}'.*not a sum") as caught:
-        rule = metric_rules.choose_update_rule(
-            metric, VECTORS, {}, len(VECTORS[0])
-        )
+        rule = rule_of(metric)
     assert len(caught) == 1
     # Warnings are errors here: a second one would show.
-    again = metric_rules.choose_update_rule(
-        metric, VECTORS, {}, len(VECTORS[0])
-    )
+    again = rule_of(metric)
     assert (rule, again) == (metric_rules.SAME, metric_rules.SAME)
 
 
@@ -202,33 +191,31 @@ def test_trying_out_leaves_the_metric_as_it_was():
     metric = Highest()
     metric.value.assign(0.25)
     with pytest.warns(UserWarning, match="not a sum"):
-        metric_rules.choose_update_rule(metric, VECTORS, {}, len(VECTORS[0]))
+        rule_of(metric)
     assert float(metric.value) == 0.25
 
 
 def test_a_users_sum_is_found_without_a_warning():
-    rule = metric_rules.choose_update_rule(
-        Errors(), VECTORS, {}, len(VECTORS[0])
-    )
+    rule = rule_of(Errors())
     assert rule == metric_rules.SUM
 
 
-def test_a_users_function_of_a_row_is_a_sum():
-    def row_error(y_true, y_pred):
-        return ops.mean(ops.abs(y_true - y_pred), axis=-1)
-
-    metric = keras.metrics.MeanMetricWrapper(row_error)
-    rule = metric_rules.choose_update_rule(metric, VECTORS, {}, len(VECTORS[0]))
-    assert rule == metric_rules.SUM
+def row_error(y_true, y_pred):
+    return ops.mean(ops.abs(y_true - y_pred), axis=-1)
 
 
-def test_a_users_function_that_mixes_rows_is_no_sum():
-    def spread(y_true, y_pred):
-        return ops.var(y_pred)
+def spread(y_true, y_pred):
+    return ops.var(y_pred)
 
-    metric = keras.metrics.MeanMetricWrapper(spread)
-    rule = metric_rules.choose_update_rule(metric, VECTORS, {}, len(VECTORS[0]))
-    assert rule == metric_rules.SAME
+
+@pytest.mark.parametrize(
+    ("function", "rule"),
+    [(row_error, metric_rules.SUM), (spread, metric_rules.SAME)],
+)
+def test_a_users_function_of_a_row_is_a_sum_and_one_of_rows_is_none(
+    function, rule
+):
+    assert rule_of(keras.metrics.MeanMetricWrapper(function)) == rule
 
 
 def test_a_metric_that_fails_on_toy_data_is_taken_as_no_sum():
@@ -238,9 +225,7 @@ def test_a_metric_that_fails_on_toy_data_is_taken_as_no_sum():
                 raise ValueError("Only four rows.")
 
     with pytest.warns(UserWarning, match="not a sum"):
-        rule = metric_rules.choose_update_rule(
-            Picky(), VECTORS, {}, len(VECTORS[0])
-        )
+        rule = rule_of(Picky())
     assert rule == metric_rules.SAME
 
 
@@ -255,12 +240,7 @@ def test_a_metric_that_fails_on_toy_data_is_taken_as_no_sum():
             "global batch",
         ),
         (keras.metrics.Mean(), (np.float32(1), 2), {}, "mean"),
-        (
-            keras.metrics.Mean(),
-            (np.float32(1),),
-            {"sample_weight": 4},
-            "sum",
-        ),
+        (keras.metrics.Mean(), (np.float32(1),), {"sample_weight": 4}, "sum"),
         (keras.metrics.Sum(), (np.float32(1),), {}, "global batch"),
         (Errors(), (np.float32(1), np.float32(1)), {}, "global batch"),
         (Errors(), (VECTORS[0][:4], np.float32(1)), {}, "sum"),

@@ -107,6 +107,11 @@ def test_predict_with_steps_equals_plain_keras():
     check_same(one_input, act, replicas=3, **REGRESSION)
 
 
+def predicted(model):
+    whole = model.predict(X, batch_size=5, verbose=0)
+    return whole, model.predict_on_batch(X[:4])
+
+
 @pytest.mark.parametrize("replicas", [2, 3])
 def test_predict_keeps_the_nest_of_the_outputs(replicas):
     def build():
@@ -114,13 +119,7 @@ def test_predict_keeps_the_nest_of_the_outputs(replicas):
         one, two = dense(2)(x), dense(1, seed=2)(x)
         return keras.Model(x, {"a": [one, two], "b": {"c": two}})
 
-    def act(model):
-        return (
-            model.predict(X, batch_size=5, verbose=0),
-            model.predict_on_batch(X[:4]),
-        )
-
-    check_same(build, act, replicas=replicas)
+    check_same(build, predicted, replicas=replicas)
 
 
 class Repeat(keras.layers.Layer):
@@ -138,13 +137,7 @@ def test_predict_returns_several_entries_a_row_in_order(replicas):
     def build():
         return keras.Sequential([keras.Input((3,)), Repeat(), dense(2)])
 
-    def act(model):
-        return (
-            model.predict(X, batch_size=5, verbose=0),
-            model.predict_on_batch(X[:4]),
-        )
-
-    result, _ = check_same(build, act, replicas=replicas)
+    result, _ = check_same(build, predicted, replicas=replicas)
     assert len(result[0]) == 3 * ROWS
 
 
@@ -257,9 +250,7 @@ def test_batches_may_differ_in_rows_and_in_another_dimension():
 
     def build():
         embed = keras.layers.Embedding(
-            9,
-            2,
-            embeddings_initializer=keras.initializers.RandomNormal(seed=3),
+            9, 2, embeddings_initializer=keras.initializers.RandomNormal(seed=3)
         )
         return keras.Sequential(
             [

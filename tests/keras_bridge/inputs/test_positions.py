@@ -20,14 +20,8 @@ from keras_strategies.data.options import AutoShardPolicy
 from keras_strategies.data.sources.file_source import FilesSource
 from keras_strategies.data.sources.files import files as files_of
 from keras_strategies.data.sources.iterables import IterableSource
-from keras_strategies.keras_bridge.inputs.choose_source import (
-    make_dataset_source,
-)
+from keras_strategies.keras_bridge.inputs import choose_source, keras_sources
 from keras_strategies.keras_bridge.inputs.feed import make_feed
-from keras_strategies.keras_bridge.inputs.keras_sources import (
-    ArraySource,
-    PyDatasetSource,
-)
 from keras_strategies.keras_bridge.keras_names import ORDERS_ARE_NUMBERED
 from tests.support.optional import without_torch
 from tests.support.workers import global_batches, read_all
@@ -65,7 +59,7 @@ class Factory:
 def arrays(shuffle):
     def make(count, index, seed):
         del count, index, seed
-        return ArraySource(
+        return keras_sources.ArraySource(
             ArrayDataAdapter(X, batch_size=SIZE, shuffle=shuffle)
         )
 
@@ -76,7 +70,7 @@ def py_dataset(**kwargs):
     def make(count, index, seed):
         del index, seed
         adapter = PyDatasetAdapter(Dataset(**kwargs), shuffle=True)
-        return PyDatasetSource(adapter, has_checksums=count > 1)
+        return keras_sources.PyDatasetSource(adapter, has_checksums=count > 1)
 
     return make
 
@@ -166,10 +160,7 @@ def tf_data(count, index, seed):
 
     dataset = tf.data.Dataset.from_tensor_slices(X).cache().shuffle(ROWS)
     return TfDataSource(
-        dataset.batch(SIZE),
-        num_processes=count,
-        process_index=index,
-        seed=seed,
+        dataset.batch(SIZE), num_processes=count, process_index=index, seed=seed
     )
 
 
@@ -244,11 +235,7 @@ def test_the_rest_of_an_epoch_on_other_numbers_of_processes(
         for workers, start, stop in [(2, 0, 3), (1, 3, 4), (3, 4, 8)]:
             kept += global_batches(
                 read_all(
-                    source,
-                    workers=workers,
-                    epoch=epoch,
-                    start=start,
-                    stop=stop,
+                    source, workers=workers, epoch=epoch, start=start, stop=stop
                 )
             )
         assert kept == whole
@@ -338,12 +325,8 @@ def test_a_distributed_iterator_goes_on(name, seed_of_others):
 @pytest.mark.parametrize(
     "name",
     [
-        "arrays",
-        "PyDataset",
-        "PyDataset with workers",
-        "factory",
-        "tf.data",
-        "torch",
+        *("arrays", "PyDataset", "PyDataset with workers"),
+        *("factory", "tf.data", "torch"),
     ],
 )
 @pytest.mark.parametrize("steps_per_execution", [1, 3])
@@ -455,7 +438,7 @@ def test_a_left_iterator_does_not_disturb_the_next(seed_of_others):
 
 def test_sources_say_what_must_be_alike():
     mesh = ks.MirroredStrategy(jax.devices()[:2])._runtime.mesh
-    source = make_dataset_source(Dataset(), mesh)
+    source = choose_source.make_dataset_source(Dataset(), mesh)
     assert source.facts() == {
         "data": "a PyDataset",
         "own rows": False,
@@ -467,7 +450,9 @@ def test_sources_say_what_must_be_alike():
 @pytest.mark.parametrize("workers", [1, 3])
 def test_an_epoch_that_was_left_leaves_nothing_behind(workers):
     """Keras hands what the workers have read to the next epoch."""
-    source = PyDatasetSource(PyDatasetAdapter(Dataset(workers=workers)))
+    source = keras_sources.PyDatasetSource(
+        PyDatasetAdapter(Dataset(workers=workers))
+    )
     for stop in (1, 3, 2):
         source.begin_epoch(0, 0)
         parts = source.read(0, 0, lambda count: (0, count))

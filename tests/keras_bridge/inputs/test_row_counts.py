@@ -64,11 +64,7 @@ def test_evaluate_and_predict_are_exact_for_any_number_of_rows(
 def test_fit_is_exact_for_any_number_of_rows(replicas, rows, batch):
     def act(model):
         return model.fit(
-            MANY_X[:rows],
-            MANY_Y[:rows],
-            batch_size=batch,
-            epochs=2,
-            verbose=0,
+            MANY_X[:rows], MANY_Y[:rows], batch_size=batch, epochs=2, verbose=0
         ).history
 
     check_same(one_input, act, replicas=replicas, **REGRESSION)

@@ -38,6 +38,7 @@ from tests.keras_bridge.inputs.sources import (
     tuple_inputs,
     without_targets,
 )
+from tests.support.models import compiled_in
 from tests.support.plain_keras import (
     assert_same,
     check_same,
@@ -82,11 +83,7 @@ ARRAYS = {
     "one sample weight for two outputs": (
         dict_in_dict_out,
         TWO_OUTPUTS,
-        {
-            "x": {"a": X, "b": X2},
-            "y": {"p": Y, "q": Y2},
-            "sample_weight": W,
-        },
+        {"x": {"a": X, "b": X2}, "y": {"p": Y, "q": Y2}, "sample_weight": W},
     ),
     "y is None": (without_targets, NO_LOSS, {"x": X, "batch_size": 8}),
     "sample_weight": (
@@ -222,9 +219,7 @@ def test_fit_on_a_generator_equals_plain_keras(name):
 @no_shuffle
 def test_a_generators_arrays_are_read_before_it_goes_on():
     def fitted(is_shared):
-        with mirrored(2).scope():
-            model = one_input()
-            model.compile("adam", "mse")
+        model = compiled_in(mirrored(2), one_input, "adam", "mse")
         make = functools.partial(reusing_its_buffer, is_shared=is_shared)
         return fit(x=make, steps_per_epoch=3)(model), model.get_weights()
 
@@ -461,9 +456,12 @@ def test_class_weights_of_datasets_are_those_of_arrays(name):
         data = grain.MapDataset.source(list(zip(x, y, strict=True))).batch(4)
     weights = []
     for given in ({"x": data}, {"x": x, "y": y, "batch_size": 4}):
-        with mirrored(2).scope():
-            model = keras.Sequential([keras.Input((3,)), dense()])
-            model.compile(keras.optimizers.SGD(0.1), "mse")
+        model = compiled_in(
+            mirrored(2),
+            lambda: keras.Sequential([keras.Input((3,)), dense()]),
+            keras.optimizers.SGD(0.1),
+            "mse",
+        )
         model.fit(
             **given, class_weight={0: 1.0, 1: 5.0}, shuffle=False, verbose=0
         )
@@ -475,9 +473,12 @@ def test_a_dataset_without_batches_is_told_to_make_them():
     import tensorflow as tf
 
     rows = (np.ones((6, 5), "float32"), np.ones((6, 1), "float32"))
-    with mirrored(2).scope():
-        model = keras.Sequential([keras.Input((5,)), dense()])
-        model.compile("sgd", "mse")
+    model = compiled_in(
+        mirrored(2),
+        lambda: keras.Sequential([keras.Input((5,)), dense()]),
+        "sgd",
+        "mse",
+    )
     with pytest.raises(ValueError, match=r"\.batch\(global_batch_size\)"):
         model.fit(
             tf.data.Dataset.from_tensor_slices(rows), shuffle=False, verbose=0

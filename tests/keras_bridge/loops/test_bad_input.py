@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 
 import keras_strategies as ks
+from tests.support import plain_keras
 from tests.support.mistakes import (
     X,
     Y,
@@ -22,18 +23,11 @@ from tests.support.mistakes import (
     not_built,
     one_input,
 )
-from tests.support.plain_keras import (
-    assert_same,
-    dense,
-    mirrored,
-    no_data_left,
-    no_shuffle,
-)
 
 
 @pytest.fixture
 def model():
-    return compiled(mirrored(2))
+    return compiled(plain_keras.mirrored(2))
 
 
 # Strategies.
@@ -112,7 +106,7 @@ def test_tpu_arguments_of_another_type_are_refused(argument):
 )
 def test_an_argument_of_another_type_is_refused(call):
     with pytest.raises(TypeError) as caught:
-        call(mirrored(2))
+        call(plain_keras.mirrored(2))
     assert_text(caught)
 
 
@@ -124,10 +118,10 @@ def test_an_unknown_merge_rule_lists_the_known_ones():
 
 def test_detach_takes_a_model_of_this_strategy(model):
     with pytest.raises(ValueError, match="bound to this strategy") as caught:
-        mirrored(3).detach(model)
+        plain_keras.mirrored(3).detach(model)
     assert_text(caught, model.name)
     with pytest.raises(ValueError, match="bound to this strategy"):
-        mirrored(3).detach(one_input())
+        plain_keras.mirrored(3).detach(one_input())
     assert_usable(model)
 
 
@@ -172,7 +166,7 @@ NO_ROWS = {
 }
 
 
-@no_shuffle
+@plain_keras.no_shuffle
 @pytest.mark.filterwarnings("error:Your input ran out of data:UserWarning")
 @pytest.mark.parametrize("loop", ["fit", "evaluate", "predict"])
 @pytest.mark.parametrize(
@@ -186,7 +180,7 @@ NO_ROWS = {
     ],
 )
 def test_no_rows_are_refused(loop, build, kind):
-    model = compiled(mirrored(2), build)
+    model = compiled(plain_keras.mirrored(2), build)
 
     def act():
         x, y = NO_ROWS[kind]()
@@ -231,11 +225,11 @@ def test_arrays_of_different_length_are_refused(model, loop):
         getattr(model, loop)(X, Y[:20], verbose=0)
     assert "22" in str(caught.value)
     assert "20" in str(caught.value)
-    assert_same(before, model.get_weights(), tolerance=0)
+    plain_keras.assert_same(before, model.get_weights(), tolerance=0)
     assert_usable(model)
 
 
-@no_shuffle
+@plain_keras.no_shuffle
 def test_a_batch_of_different_lengths_is_refused(model):
     for act in (
         lambda: model.fit(iter_of((X[:4], Y[:3])), verbose=0),
@@ -253,13 +247,13 @@ def test_a_batch_of_different_lengths_is_refused(model):
 def two_inputs():
     a, b = keras.Input((3,), name="a"), keras.Input((), name="b")
     joined = keras.layers.concatenate([a, keras.layers.Reshape((1,))(b)])
-    return keras.Model({"a": a, "b": b}, dense(1)(joined))
+    return keras.Model({"a": a, "b": b}, plain_keras.dense(1)(joined))
 
 
-@no_shuffle
-@no_data_left
+@plain_keras.no_shuffle
+@plain_keras.no_data_left
 def test_a_leaf_without_rows_is_refused():
-    model = compiled(mirrored(2), two_inputs)
+    model = compiled(plain_keras.mirrored(2), two_inputs)
     good = {"a": X, "b": X[:, 0]}
     bad = {"a": X, "b": np.float32(3)}
 
@@ -278,7 +272,7 @@ def test_a_leaf_without_rows_is_refused():
     assert_usable(model, good)
 
 
-@no_shuffle
+@plain_keras.no_shuffle
 @pytest.mark.parametrize(
     "strings",
     [
@@ -318,7 +312,7 @@ def test_strings_of_tf_data_are_refused(model):
 
 
 def test_fit_in_another_strategys_scope_is_refused(model):
-    other = mirrored(3)
+    other = plain_keras.mirrored(3)
 
     def act():
         with other.scope():
@@ -338,7 +332,7 @@ def test_fit_in_another_strategys_scope_is_refused(model):
 
 
 def test_another_strategys_scope_inside_a_scope_is_refused():
-    one, other = mirrored(2), mirrored(3)
+    one, other = plain_keras.mirrored(2), plain_keras.mirrored(3)
     with (
         one.scope(),
         pytest.raises(RuntimeError, match="Mixing") as caught,
@@ -350,7 +344,7 @@ def test_another_strategys_scope_inside_a_scope_is_refused():
 
 
 def test_compile_again_in_another_strategys_scope_is_refused(model):
-    other = mirrored(3)
+    other = plain_keras.mirrored(3)
     with (
         other.scope(),
         pytest.raises(ValueError, match="another strategy") as caught,
@@ -363,7 +357,7 @@ def test_compile_again_in_another_strategys_scope_is_refused(model):
 
 
 def test_a_model_made_in_another_strategys_scope_is_refused():
-    one, other = mirrored(3), mirrored(2)
+    one, other = plain_keras.mirrored(3), plain_keras.mirrored(2)
     with one.scope():
         model = one_input()
     weights = model.get_weights()
@@ -373,7 +367,7 @@ def test_a_model_made_in_another_strategys_scope_is_refused():
     ):
         model.compile(keras.optimizers.SGD(0.1), "mse")
     assert_text(caught, "kernel", "Create the model")
-    assert_same(weights, model.get_weights(), tolerance=0)
+    plain_keras.assert_same(weights, model.get_weights(), tolerance=0)
     with one.scope():
         model.compile(keras.optimizers.SGD(0.1), "mse")
     assert_usable(model)
@@ -381,7 +375,7 @@ def test_a_model_made_in_another_strategys_scope_is_refused():
 
 def test_an_attached_model_is_not_attached_elsewhere(model):
     with pytest.raises(ValueError, match="another strategy") as caught:
-        mirrored(3).attach(model)
+        plain_keras.mirrored(3).attach(model)
     assert_text(caught, model.name, "detach")
     assert_usable(model)
 
@@ -398,16 +392,16 @@ def test_a_model_of_a_keras_distribution_is_refused():
         keras.distribution.set_distribution(before)
     weights = model.get_weights()
     with pytest.raises(ValueError, match="must be placed on") as caught:
-        mirrored(2).attach(model)
+        plain_keras.mirrored(2).attach(model)
     assert_text(caught, "kernel")
-    assert_same(weights, model.get_weights(), tolerance=0)
+    plain_keras.assert_same(weights, model.get_weights(), tolerance=0)
     model.compile(keras.optimizers.SGD(0.1), "mse")
     assert_usable(model)
 
 
 def test_variables_that_moved_after_compile_are_refused_before_a_step():
     # Loaded from elsewhere under a keras.distribution, say.
-    model = compiled(mirrored(2))
+    model = compiled(plain_keras.mirrored(2))
     layout = keras.distribution.DataParallel(
         devices=[f"cpu:{i}" for i in range(4)]
     )
@@ -422,12 +416,12 @@ def test_variables_that_moved_after_compile_are_refused_before_a_step():
     with pytest.raises(ValueError, match="must be placed on") as caught:
         model.fit(X, Y, verbose=0)
     assert_text(caught, "Create the model")
-    assert_same(weights, model.get_weights(), tolerance=0)
+    plain_keras.assert_same(weights, model.get_weights(), tolerance=0)
 
 
 @pytest.mark.parametrize("loop", ["fit", "evaluate"])
 def test_a_model_that_is_not_compiled_is_refused(loop):
-    model = mirrored(2).attach(one_input())
+    model = plain_keras.mirrored(2).attach(one_input())
     with pytest.raises(ValueError, match="compile"):
         getattr(model, loop)(X, Y, verbose=0)
     with pytest.raises(ValueError, match="compile"):
@@ -463,12 +457,12 @@ def test_both_weights_are_refused(model):
     assert_usable(model)
 
 
-@no_shuffle
+@plain_keras.no_shuffle
 def test_what_failed_holds_no_data():
     # A failed fit must not keep the user's arrays alive.
     import weakref
 
-    model = compiled(mirrored(2))
+    model = compiled(plain_keras.mirrored(2))
     array = np.zeros((4, 3), "float32")
     watched = weakref.ref(array)
     with pytest.raises(ValueError, match="same number"):

@@ -116,17 +116,21 @@ def test_a_users_exception_arrives_unchanged_elsewhere_too(loop, model):
     assert_usable(model)
 
 
-@pytest.mark.parametrize(
-    "event", ["on_train_batch_begin", "on_train_batch_end", "on_epoch_end"]
-)
-def test_a_callbacks_exception_leaves_the_model_usable(model, event):
+def failing(event):
     def fail(*args, **kwargs):
         raise Trouble(event)
 
     callback = keras.callbacks.Callback()
     setattr(callback, event, fail)
+    return callback
+
+
+@pytest.mark.parametrize(
+    "event", ["on_train_batch_begin", "on_train_batch_end", "on_epoch_end"]
+)
+def test_a_callbacks_exception_leaves_the_model_usable(model, event):
     with pytest.raises(Trouble):
-        model.fit(X, Y, batch_size=8, callbacks=[callback], verbose=0)
+        model.fit(X, Y, batch_size=8, callbacks=[failing(event)], verbose=0)
     assert_usable(model)
 
 
@@ -140,15 +144,10 @@ def test_a_callbacks_exception_leaves_the_model_usable(model, event):
     ],
 )
 def test_a_callbacks_exception_keeps_the_weights(model, loop, event):
-    def fail(*args, **kwargs):
-        raise Trouble(event)
-
-    callback = keras.callbacks.Callback()
-    setattr(callback, event, fail)
     before = model.get_weights()
     data = (X, Y) if loop == "evaluate" else (X,)
     with pytest.raises(Trouble):
-        getattr(model, loop)(*data, callbacks=[callback], verbose=0)
+        getattr(model, loop)(*data, callbacks=[failing(event)], verbose=0)
     assert_same(before, model.get_weights(), tolerance=0)
     assert_usable(model)
 

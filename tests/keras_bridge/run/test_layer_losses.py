@@ -174,16 +174,9 @@ PLAIN = {
     unread_after_a_loop: lambda model, x: ops.sum(model(x)),
 }
 FUNCTIONS = [
-    one_call,
-    several_calls,
-    where_replicas_meet,
-    in_the_gradient,
-    in_a_nested_gradient,
-    before_the_gradient,
-    in_a_gradient_of_jax,
-    in_a_loop,
-    around_a_loop_of_gradients,
-    unread_after_a_loop,
+    *(one_call, several_calls, where_replicas_meet, in_the_gradient),
+    *(in_a_nested_gradient, before_the_gradient, in_a_gradient_of_jax),
+    *(in_a_loop, around_a_loop_of_gradients, unread_after_a_loop),
 ]
 each_function = pytest.mark.parametrize(
     "fn", FUNCTIONS, ids=lambda fn: fn.__name__

@@ -16,6 +16,7 @@ from keras import layers, losses, ops
 
 from keras_strategies.keras_bridge.loops.binding import find_binding
 from keras_strategies.keras_bridge.steps.lower_step import lower_step
+from tests.support.models import chain
 from tests.support.plain_keras import mirrored
 
 ROWS = 12
@@ -181,9 +182,7 @@ def test_each_layer_is_mapped(make, x):
 
 
 def classifier(activation=None):
-    return keras.Sequential(
-        [keras.Input((8,)), layers.Dense(CLASSES, activation=activation)]
-    )
+    return chain((8,), layers.Dense(CLASSES, activation=activation))
 
 
 LOSSES = {
@@ -292,12 +291,8 @@ LOSSES = {
 }
 
 _OF_SCALARS = (
-    "mean_of_rows",
-    "quantile",
-    "sum_over_rows",
-    "picked_by_label",
-    "conditional",
-    "of_vectorized_rows",
+    *("mean_of_rows", "quantile", "sum_over_rows"),
+    *("picked_by_label", "conditional", "of_vectorized_rows"),
 )
 
 
@@ -316,15 +311,13 @@ def test_a_few_rows_a_replica_are_mapped(rows):
     """Numbers of rows that are also widths, factors, or one."""
 
     def build():
-        return keras.Sequential(
-            [
-                keras.Input((8,)),
-                layers.Dense(8, kernel_regularizer=keras.regularizers.L2(0.5)),
-                layers.LayerNormalization(),
-                layers.Reshape((2, 4)),
-                layers.Flatten(),
-                layers.Dense(CLASSES),
-            ]
+        return chain(
+            (8,),
+            layers.Dense(8, kernel_regularizer=keras.regularizers.L2(0.5)),
+            layers.LayerNormalization(),
+            layers.Reshape((2, 4)),
+            layers.Flatten(),
+            layers.Dense(CLASSES),
         )
 
     check_is_mapped(
@@ -411,23 +404,19 @@ def gated():
 
 def rematerialized():
     with keras.RematScope(mode="full"):
-        return keras.Sequential(
-            [
-                keras.Input((8,)),
-                layers.Dense(8, "relu"),
-                layers.Dense(8, "relu"),
-                layers.Dense(CLASSES),
-            ]
+        return chain(
+            (8,),
+            layers.Dense(8, "relu"),
+            layers.Dense(8, "relu"),
+            layers.Dense(CLASSES),
         )
 
 
 def mixed_precision():
-    return keras.Sequential(
-        [
-            keras.Input((8,)),
-            layers.Dense(8, "relu", dtype="mixed_bfloat16"),
-            layers.Dense(CLASSES, dtype="float32"),
-        ]
+    return chain(
+        (8,),
+        layers.Dense(8, "relu", dtype="mixed_bfloat16"),
+        layers.Dense(CLASSES, dtype="float32"),
     )
 
 
@@ -459,12 +448,7 @@ MODELS = {
         ONE_HOT,
         {"metrics": ["accuracy", keras.metrics.AUC(), "mae"]},
     ),
-    "auto_scaled": (
-        classifier,
-        VECTORS,
-        ONE_HOT,
-        {"auto_scale_loss": True},
-    ),
+    "auto_scaled": (classifier, VECTORS, ONE_HOT, {"auto_scale_loss": True}),
     "connectionist": (
         lambda: keras.Sequential([keras.Input((6, 4)), layers.Dense(5)]),
         SEQUENCES,

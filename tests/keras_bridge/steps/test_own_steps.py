@@ -12,7 +12,14 @@ from keras.src.losses.losses import LossFunctionWrapper
 
 import keras_strategies as ks
 from keras_strategies.keras_bridge.steps import trace_checks
-from tests.support.plain_keras import assert_same, check_same, dense, run_both
+from tests.support.models import chain, compiled_in
+from tests.support.plain_keras import (
+    assert_same,
+    check_same,
+    dense,
+    mirrored,
+    run_both,
+)
 
 _random = np.random.default_rng(5)
 X = _random.normal(size=(44, 3)).astype("float32")
@@ -30,8 +37,13 @@ def train(model, x=X, y=Y, sample_weight=None, batch_size=16):
     return history.history, result
 
 
-def two_outputs():
-    return keras.Sequential([keras.Input((3,)), dense(2)])
+def two_outputs(kind=keras.Sequential):
+    return kind([keras.Input((3,)), dense(2)])
+
+
+def check(build, act=train, **options):
+    """`check_same` of models that are compiled with "sgd" and "mse"."""
+    check_same(build, act, **{"optimizer": "sgd", "loss": "mse"} | options)
 
 
 class OwnStep(keras.Model):
@@ -151,20 +163,15 @@ class FromLogs(keras.Sequential):
 
 
 def test_logs_computed_from_results():
-    check_same(
-        lambda: FromLogs([keras.Input((3,)), dense(2)]),
-        train,
-        optimizer="sgd",
-        loss="mse",
-    )
+    check(lambda: two_outputs(FromLogs))
 
 
 def test_results_are_reduced_with_the_rest_of_the_step():
     """Two collectives: the gradients, and all that metrics added."""
-    strategy = ks.MirroredStrategy(["cpu:0", "cpu:1"])
-    with strategy.scope():
-        model = two_outputs()
-        model.compile("sgd", "mse", metrics=["mae", "mape"])
+    strategy = mirrored(2)
+    model = compiled_in(
+        strategy, two_outputs, "sgd", "mse", metrics=["mae", "mape"]
+    )
     model.fit(X[:16], Y[:16], batch_size=16, verbose=0)
     from keras_strategies._core.batches import global_batch, place
     from keras_strategies.keras_bridge.steps.step_functions import make_program
@@ -290,13 +297,7 @@ class Tracks(keras.Sequential):
 
 @pytest.mark.parametrize("replicas", [2, 8])
 def test_metrics_in_a_marked_function_count_once(replicas):
-    check_same(
-        lambda: Tracks([keras.Input((3,)), dense(2)]),
-        train,
-        replicas=replicas,
-        optimizer="sgd",
-        loss="mse",
-    )
+    check(lambda: two_outputs(Tracks), replicas=replicas)
 
 
 class AddsLoss(keras.layers.Layer):
@@ -317,18 +318,11 @@ def test_added_losses_survive_a_step_that_is_run_whole():
         return history, model.evaluate(X, Y, **options)
 
     with pytest.warns(UserWarning, match="global batch"):
-        check_same(
-            lambda: keras.Sequential([keras.Input((3,)), dense(2), AddsLoss()]),
-            act,
-            optimizer="sgd",
-            loss=lambda: tied,
-        )
+        check(lambda: chain((3,), dense(2), AddsLoss()), act, loss=lambda: tied)
 
 
 def test_a_failed_fit_says_nothing_of_the_next():
-    with ks.MirroredStrategy(["cpu:0", "cpu:1"]).scope():
-        model = two_outputs()
-        model.compile("sgd", "mse")
+    model = compiled_in(mirrored(2), two_outputs, "sgd", "mse")
     for _ in range(2):
         with pytest.raises(ValueError, match="incompatible"):
             model.fit(X[:, :2], Y, batch_size=16, verbose=0)
@@ -402,20 +396,18 @@ LOSSES = {
 def test_losses_that_mix_rows(loss):
     # CosineSimilarity over rows has no values of rows that could be weighted.
     weights = [None] if "cosine" in loss else [None, WEIGHTS]
-    check_same(
+    check(
         two_outputs,
         lambda model: [train(model, sample_weight=w) for w in weights],
-        optimizer="sgd",
         loss=LOSSES[loss],
     )
 
 
 @pytest.mark.parametrize("loss", ["hinge", "squared_hinge"])
 def test_hinge_losses_tell_labels_from_all_rows(loss):
-    check_same(
+    check(
         two_outputs,
         lambda model: train(model, y=SIGNS),
-        optimizer="sgd",
         loss=loss,
         metrics=lambda: ["hinge", "squared_hinge"],
     )
@@ -427,12 +419,7 @@ def test_a_marked_loss_in_an_own_step(model_class):
 
 
 def test_a_marked_compute_loss():
-    check_same(
-        lambda: Computes([keras.Input((3,)), dense(2)]),
-        train,
-        optimizer="sgd",
-        loss="mse",
-    )
+    check(lambda: two_outputs(Computes))
 
 
 def test_only_losses_can_be_marked():
@@ -448,23 +435,16 @@ def test_a_marked_function_keeps_its_name_and_works_without_a_strategy():
 
 def one_number():
     """Predictions of shape (rows,)."""
-    return keras.Sequential(
-        [
-            keras.Input((3,)),
-            dense(1, activation="sigmoid"),
-            keras.layers.Reshape(()),
-        ]
-    )
+    return chain((3,), dense(1, activation="sigmoid"), keras.layers.Reshape(()))
 
 
 def test_predictions_of_one_dimension():
-    check_same(
+    check(
         one_number,
         lambda model: [
             train(model, y=ROW_SCALARS, sample_weight=weight)
             for weight in (None, WEIGHTS)
         ],
-        optimizer="sgd",
         loss=lambda: keras.losses.MeanSquaredError(),
         metrics=lambda: [
             "mae",
@@ -475,11 +455,8 @@ def test_predictions_of_one_dimension():
 
 
 def test_metrics_over_the_axis_of_rows():
-    check_same(
+    check(
         two_outputs,
-        train,
-        optimizer="sgd",
-        loss="mse",
         metrics=lambda: [
             keras.metrics.CosineSimilarity(axis=0, name="cosine"),
             keras.metrics.PearsonCorrelation(axis=0, name="pearson"),
@@ -520,11 +497,10 @@ def test_metrics_that_are_no_sums_beyond_small_numbers(metric):
         return train(model, x=x, y=np.stack([labels, labels[::-1]], axis=1))
 
     with pytest.warns(UserWarning, match="not a sum over rows"):
-        check_same(
+        check(
             two_outputs,
             act,
             optimizer=lambda: keras.optimizers.SGD(1e-4),
-            loss="mse",
             metrics=lambda: [metric()],
         )
 
@@ -594,13 +570,7 @@ def train_and_predict(model):
     "replicas", [2, 3, pytest.param(8, marks=pytest.mark.slow)]
 )
 def test_stateful_layers_hold_the_whole_batchs_state(replicas):
-    check_same(
-        stateful,
-        train_and_predict,
-        replicas=replicas,
-        optimizer="sgd",
-        loss="mse",
-    )
+    check(stateful, train_and_predict, replicas=replicas)
 
 
 class OfEight(keras.layers.Layer):
@@ -619,7 +589,7 @@ def fixed():
 def test_a_model_that_is_tied_to_its_batch_size_is_run_whole():
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
-        check_same(fixed, train_and_predict, optimizer="sgd", loss="mse")
+        check(fixed, train_and_predict)
     told = [str(w.message) for w in caught if "global batch" in str(w.message)]
     assert len(told) == 3  # fit, evaluate, predict
     assert all("Do not fix the batch size" in text for text in told)
@@ -631,9 +601,7 @@ class Wrong(OwnStep):
 
 
 def test_errors_in_a_step_show_the_batchs_shapes():
-    with ks.MirroredStrategy(["cpu:0", "cpu:1"]).scope():
-        model = Wrong()
-        model.compile("sgd")
+    model = compiled_in(mirrored(2), Wrong, "sgd")
     for _ in range(2):
         with pytest.raises(TypeError, match=r"\(16,\)"):
             model.fit(X, Y, batch_size=16, verbose=0)
@@ -696,9 +664,13 @@ def test_kerass_own_step_is_traced_once(monkeypatch):
         raise AssertionError("a second trace")
 
     monkeypatch.setattr(trace_checks, "_check_sizes", fail)
-    with ks.MirroredStrategy(["cpu:0", "cpu:1"]).scope():
-        model = two_outputs()
-        model.compile("sgd", "mse", metrics=["mae", keras.metrics.R2Score()])
+    model = compiled_in(
+        mirrored(2),
+        two_outputs,
+        "sgd",
+        "mse",
+        metrics=["mae", keras.metrics.R2Score()],
+    )
     train(model)
 
 

@@ -13,6 +13,7 @@ import pytest
 from keras import ops
 
 import keras_strategies as ks
+from tests.support.models import compiled_in
 from tests.support.plain_keras import mirrored
 
 FEATURES = 2
@@ -283,9 +284,7 @@ class OwnStep(keras.Model):
 @pytest.mark.parametrize("replicas", [1, 2, 3])
 def test_a_train_step_of_ones_own_sees_its_replica(replicas, rows):
     x = batch(rows)
-    with mirrored(replicas).scope():
-        model = OwnStep()
-        model.compile(keras.optimizers.SGD(0.1))
+    model = compiled_in(mirrored(replicas), OwnStep, keras.optimizers.SGD(0.1))
     parts = split(x.astype("float64"), replicas)
     centre = np.mean([part.mean() for part in parts])
     loss = np.mean([np.mean((part - centre) ** 2) for part in parts])
@@ -363,9 +362,13 @@ def test_a_step_over_the_global_batch_has_no_replica():
 @pytest.mark.parametrize("method", ["fit", "evaluate", "predict"])
 def test_an_eager_step_has_no_replica(method, rows):
     x = batch(rows)
-    with mirrored(2).scope():
-        model = keras.Sequential([keras.Input((FEATURES,)), Uses(minus_sum)])
-        model.compile("sgd", "mse", run_eagerly=True)
+    model = compiled_in(
+        mirrored(2),
+        lambda: keras.Sequential([keras.Input((FEATURES,)), Uses(minus_sum)]),
+        "sgd",
+        "mse",
+        run_eagerly=True,
+    )
     data = (x,) if method == "predict" else (x, x)
     with pytest.raises(RuntimeError, match="run_eagerly=True"):
         getattr(model, method)(*data, batch_size=rows, verbose=0)
@@ -391,9 +394,7 @@ class Regularized(OwnStep):
 @pytest.mark.parametrize("rows", [7, 2, 1])
 def test_a_replica_without_rows_has_no_gradient(rows):
     x, y = batch(rows), batch(rows)
-    with mirrored(4).scope():
-        model = Regularized()
-        model.compile(keras.optimizers.SGD(0.1))
+    model = compiled_in(mirrored(4), Regularized, keras.optimizers.SGD(0.1))
     options = {"batch_size": rows, "shuffle": False, "verbose": 0}
     model.fit(x, y, epochs=2, **options)
     scale = 1.0
@@ -495,9 +496,7 @@ class Reduces(OwnStep):
 @pytest.mark.parametrize("rows", [7, 2])
 def test_gradients_that_a_step_reduces_itself(rows):
     x, y = batch(rows), batch(rows)
-    with mirrored(3).scope():
-        model = Reduces()
-        model.compile(keras.optimizers.SGD(0.1))
+    model = compiled_in(mirrored(3), Reduces, keras.optimizers.SGD(0.1))
     model.fit(x, y, batch_size=rows, shuffle=False, verbose=0)
     scale = 1 - 0.1 * np.mean(2 * x * (x - y))
     assert np.asarray(model.scale) == pytest.approx(scale, rel=2e-5)

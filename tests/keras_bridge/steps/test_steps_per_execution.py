@@ -9,6 +9,7 @@ import pytest
 
 from keras_strategies._core import dispatch as dispatch_lib
 from tests.keras_bridge.inputs.sources import one_input
+from tests.support.models import compiled_in
 from tests.support.plain_keras import (
     assert_same,
     dense,
@@ -89,21 +90,28 @@ def assert_same_events(plain, ours):
     assert_same(logs, our_logs)
 
 
-def fit_with_events(rows, batch, **arguments):
+def fit(model, rows, batch_size=8, shuffle=False, **options):
+    options |= {"batch_size": batch_size, "shuffle": shuffle, "verbose": 0}
+    return model.fit(X[:rows], Y[:rows], **options).history
+
+
+def fit_with_events(rows, batch, shuffle=True, **options):
     def act(model):
         seen = Events()
-        model.fit(
-            X[:rows],
-            Y[:rows],
-            batch_size=batch,
-            epochs=2,
-            callbacks=[seen],
-            verbose=0,
-            **arguments,
-        )
+        options["callbacks"] = [seen]
+        fit(model, rows, batch, shuffle, epochs=2, **options)
         return seen.events
 
     return act
+
+
+def check_events(act, steps, **options):
+    """Asserts that events and weights are those of plain Keras."""
+    (plain, weights), (ours, our_weights) = run_both(
+        one_input, act, **COMPILED[steps], **options
+    )
+    assert_same_events(plain, ours)
+    assert_same(weights, our_weights)
 
 
 CASES = [
@@ -126,14 +134,7 @@ CASES = [
 def test_weights_events_and_logs_are_plain_keras_own(
     replicas, rows, batch, steps
 ):
-    (plain, weights), (ours, our_weights) = run_both(
-        one_input,
-        fit_with_events(rows, batch),
-        replicas=replicas,
-        **COMPILED[steps],
-    )
-    assert_same_events(plain, ours)
-    assert_same(weights, our_weights)
+    check_events(fit_with_events(rows, batch), steps, replicas=replicas)
 
 
 @no_data_left
@@ -162,14 +163,9 @@ def test_an_epoch_ends_at_steps_per_epoch(steps_per_epoch):
                 taken.append(pair)
                 yield pair
 
-        history = model.fit(
-            endless(),
-            steps_per_epoch=steps_per_epoch,
-            epochs=3,
-            shuffle=False,
-            verbose=0,
-        ).history
-        return history, int(model.optimizer.iterations)
+        options = {"steps_per_epoch": steps_per_epoch, "epochs": 3}
+        history = model.fit(endless(), shuffle=False, verbose=0, **options)
+        return history.history, int(model.optimizer.iterations)
 
     (plain, weights), _ = run_both(one_input, act, **COMPILED[1])
     taken.clear()
@@ -180,15 +176,7 @@ def test_an_epoch_ends_at_steps_per_epoch(steps_per_epoch):
 
 def test_an_epoch_of_arrays_ends_at_steps_per_epoch():
     def act(model):
-        model.fit(
-            X[:80],
-            Y[:80],
-            batch_size=8,
-            steps_per_epoch=5,
-            epochs=2,
-            shuffle=False,
-            verbose=0,
-        )
+        fit(model, 80, steps_per_epoch=5, epochs=2)
         return int(model.optimizer.iterations)
 
     (plain, weights), _ = run_both(one_input, act, **COMPILED[1])
@@ -256,11 +244,7 @@ def test_tf_data_of_unknown_length_is_plain_keras_own():
         model.fit(data, epochs=2, callbacks=[seen], verbose=0)
         return seen.events
 
-    (plain, weights), (ours, our_weights) = run_both(
-        one_input, act, **COMPILED[4]
-    )
-    assert_same_events(plain, ours)
-    assert_same(weights, our_weights)
+    check_events(act, 4)
 
 
 @pytest.mark.parametrize("kind", ["generator", "PyDataset"])
@@ -294,13 +278,7 @@ def test_data_that_reuse_their_buffer_are_read_in_time(kind):
     _, (_, ours) = run_both(one_input, act, **COMPILED[3])
 
     def plainly(model):
-        model.fit(
-            X[: size * count],
-            Y[: size * count],
-            batch_size=size,
-            shuffle=False,
-            verbose=0,
-        )
+        fit(model, size * count, size)
 
     (_, plain), _ = run_both(one_input, plainly, **COMPILED[1])
     assert_same(plain, ours)
@@ -338,24 +316,14 @@ def dispatched(fn):
     ],
 )
 def test_k_steps_are_one_program(rows, steps, expected):
-    with mirrored(2).scope():
-        model = one_input()
-        model.compile("sgd", "mse", steps_per_execution=steps)
-    options = {"batch_size": 8, "verbose": 0}
-
-    def fit():
-        model.fit(X[:rows], Y[:rows], **options)
-
-    def evaluate():
-        model.evaluate(X[:rows], Y[:rows], **options)
-
-    def predict():
-        model.predict(X[:rows], **options)
-
-    assert dispatched(fit) == expected
+    model = compiled_in(
+        mirrored(2), one_input, "sgd", "mse", steps_per_execution=steps
+    )
+    x, y, options = X[:rows], Y[:rows], {"batch_size": 8, "verbose": 0}
+    assert dispatched(lambda: model.fit(x, y, **options)) == expected
     if rows == 60:
-        assert dispatched(evaluate) == expected
-        assert dispatched(predict) == expected
+        assert dispatched(lambda: model.evaluate(x, y, **options)) == expected
+        assert dispatched(lambda: model.predict(x, **options)) == expected
 
 
 def convolving():
@@ -375,18 +343,16 @@ def convolving():
 def test_convolutions_are_trained_step_by_step_on_cpu(rows):
     # XLA's CPU compiler makes their gradients slow in a loop.
     def act(model):
-        history = model.fit(
-            X[:rows], Y[:rows], batch_size=8, shuffle=False, verbose=0
-        ).history
+        history = fit(model, rows)
         return history, model.evaluate(X[:rows], Y[:rows], verbose=0)
 
     plain, ours = run_both(
         convolving, act, optimizer="sgd", loss="mse", steps_per_execution=4
     )
     assert_same(plain, ours)
-    with mirrored(2).scope():
-        model = convolving()
-        model.compile("sgd", "mse", steps_per_execution=4)
+    model = compiled_in(
+        mirrored(2), convolving, "sgd", "mse", steps_per_execution=4
+    )
     seen = dispatched(lambda: act(model))
     # Of each group of steps: taking it apart, and each step; and one attempt
     # to make a program of all.
@@ -411,39 +377,23 @@ def compilations(fn):
 
 
 def test_a_second_fit_compiles_nothing():
-    with mirrored(2).scope():
-        model = one_input()
-        model.compile("sgd", "mse", steps_per_execution=3)
+    model = compiled_in(
+        mirrored(2), one_input, "sgd", "mse", steps_per_execution=3
+    )
 
-    def fit():
-        model.fit(X[:70], Y[:70], batch_size=16, epochs=2, verbose=0)
+    def act():
+        fit(model, 70, 16, shuffle=True, epochs=2)
         model.evaluate(X[:70], Y[:70], batch_size=16, verbose=0)
         model.predict(X[:70], batch_size=16, verbose=0)
 
-    assert len(compilations(fit)) > 0
-    assert compilations(fit) == []
+    assert len(compilations(act)) > 0
+    assert compilations(act) == []
 
 
 @no_data_left
 def test_a_validation_set_has_executions_of_its_own():
-    def act(model):
-        seen = Events()
-        model.fit(
-            X[:40],
-            Y[:40],
-            batch_size=8,
-            validation_data=(X[40:67], Y[40:67]),
-            epochs=2,
-            callbacks=[seen],
-            verbose=0,
-        )
-        return seen.events
-
-    (plain, weights), (ours, our_weights) = run_both(
-        one_input, act, replicas=3, **COMPILED[2]
-    )
-    assert_same_events(plain, ours)
-    assert_same(weights, our_weights)
+    act = fit_with_events(40, 8, validation_data=(X[40:67], Y[40:67]))
+    check_events(act, 2, replicas=3)
 
 
 def test_a_callback_that_writes_weights_is_seen_by_the_next_execution():
@@ -453,14 +403,7 @@ def test_a_callback_that_writes_weights_is_seen_by_the_next_execution():
             self.model.set_weights([w / 2 for w in self.model.get_weights()])
 
     def act(model):
-        model.fit(
-            X[:64],
-            Y[:64],
-            batch_size=8,
-            callbacks=[Halve()],
-            shuffle=False,
-            verbose=0,
-        )
+        fit(model, 64, callbacks=[Halve()])
 
     (_, weights), (_, our_weights) = run_both(one_input, act, **COMPILED[3])
     assert_same(weights, our_weights)
@@ -470,9 +413,7 @@ def test_run_eagerly_takes_k_steps_too():
     def act(model):
         model.run_eagerly = True
         try:
-            history = model.fit(
-                X[:22], Y[:22], batch_size=8, shuffle=False, verbose=0
-            ).history
+            history = fit(model, 22)
             predicted = model.predict(X[:22], batch_size=8, verbose=0)
         finally:
             model.run_eagerly = False

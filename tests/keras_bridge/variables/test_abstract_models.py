@@ -246,17 +246,8 @@ def reads(model, tmp_path):
 
 
 READS = (
-    "asarray",
-    "numpy",
-    "ops",
-    "assign",
-    "get_weights",
-    "set_weights",
-    "save",
-    "fit",
-    "evaluate",
-    "predict",
-    "call",
+    *("asarray", "numpy", "ops", "assign", "get_weights", "set_weights"),
+    *("save", "fit", "evaluate", "predict", "call"),
 )
 
 

@@ -114,11 +114,7 @@ class Partitioner:
 )
 @pytest.mark.parametrize(
     "strategy",
-    [
-        ks.MirroredStrategy,
-        ks.MultiWorkerMirroredStrategy,
-        ks.TPUStrategy,
-    ],
+    [ks.MirroredStrategy, ks.MultiWorkerMirroredStrategy, ks.TPUStrategy],
 )
 def test_a_partitioner_without_parentheses_is_refused(strategy, partitioner):
     with pytest.raises(TypeError, match="parentheses") as caught:

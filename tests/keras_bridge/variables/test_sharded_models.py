@@ -187,9 +187,7 @@ def test_frozen_and_unfrozen_between_fits():
 def test_averages_that_overwrite(frequency):
     def optimizer():
         return adam(
-            use_ema=True,
-            ema_momentum=0.5,
-            ema_overwrite_frequency=frequency,
+            use_ema=True, ema_momentum=0.5, ema_overwrite_frequency=frequency
         )
 
     def act(model):
@@ -346,10 +344,7 @@ def test_callbacks_of_keras(tmp_path):
         )
         backup = keras.callbacks.BackupAndRestore(f"{folder}/backup")
         stop = keras.callbacks.EarlyStopping(
-            "loss",
-            mode="max",
-            patience=1,
-            restore_best_weights=True,
+            "loss", mode="max", patience=1, restore_best_weights=True
         )
         losses = model.fit(
             X, Y, epochs=4, callbacks=[best, weights, backup, stop], **FIT

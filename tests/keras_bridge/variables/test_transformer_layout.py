@@ -9,6 +9,7 @@ from keras_strategies.keras_bridge.variables.model_variables import (
     all_variables,
 )
 from keras_strategies.testing import assert_replicated
+from tests.support.numbers import assert_all_close
 from tests.support.strategies import of_cores
 
 layers = keras.layers
@@ -145,10 +146,8 @@ def test_a_model_with_other_names_is_divided_and_trains_as_on_one_device():
     )
     model, found = trained(strategy)
     np.testing.assert_allclose(found, loss, rtol=1e-5)
-    for got, want in zip(
-        model.get_weights(), wanted.get_weights(), strict=True
-    ):
-        np.testing.assert_allclose(got, want, rtol=2e-5, atol=2e-5)
+    weights = model.get_weights(), wanted.get_weights()
+    assert_all_close(*weights, rtol=2e-5, atol=2e-5)
     assert_replicated(model)
     kernels = [
         v for v in all_variables(model) if len(v.shape) > 1 and v.shape[-1] != 3

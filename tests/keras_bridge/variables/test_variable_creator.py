@@ -131,10 +131,7 @@ def test_creator_changes_the_arguments():
     with strategy.scope(), ks.variable_creator_scope(frozen):
         layer = keras.layers.Dense(2)
         layer.build((None, 3))
-    assert [v.name for v in layer.variables] == [
-        "frozen_kernel",
-        "frozen_bias",
-    ]
+    assert [v.name for v in layer.variables] == ["frozen_kernel", "frozen_bias"]
     assert not any(v.trainable for v in layer.variables)
     for variable in layer.variables:
         assert strategy.extended.variable_created_in_scope(variable)
@@ -178,10 +175,7 @@ def test_creator_does_not_reach_other_threads():
 
 def test_model_built_under_a_creator_trains():
     calls = []
-    with (
-        mirrored(2).scope(),
-        ks.variable_creator_scope(naming(calls, "all")),
-    ):
+    with mirrored(2).scope(), ks.variable_creator_scope(naming(calls, "all")):
         model = compile_(sequential())
     fit(model)
     assert len(calls) >= len(model.weights)

@@ -219,20 +219,10 @@ def through_a_reference(model, optimizer, x, y):
 STEPS = {
     fn.__name__: fn
     for fn in (
-        plain,
-        stateless,
-        clipped_by_hand,
-        reduced_by_hand,
-        with_l2,
-        with_gradient_penalty,
-        sharpness_aware,
-        applied_twice,
-        read_and_assigned_after,
-        in_merge_call,
-        in_a_branch,
-        compiled_inside,
-        rematerialized,
-        through_a_reference,
+        *(plain, stateless, clipped_by_hand, reduced_by_hand, with_l2),
+        *(with_gradient_penalty, sharpness_aware, applied_twice),
+        *(read_and_assigned_after, in_merge_call, in_a_branch),
+        *(compiled_inside, rematerialized, through_a_reference),
     )
 }
 # Of a replica's own gradients: no step of one device does the same.

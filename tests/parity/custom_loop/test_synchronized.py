@@ -69,38 +69,31 @@ def made(strategy, is_masked, rows=ROWS):
     return model, step
 
 
+def check(strategy, is_masked, rows=ROWS):
+    model, step = made(strategy, is_masked, rows)
+    batch = batches(strategy, rows)
+    for _ in range(STEPS):
+        strategy.run(step, next(iter(batch)))
+    assert_same(model.get_weights(), alone(is_masked, rows), tolerance=2e-5)
+    assert_replicated(model)
+
+
 @pytest.mark.parametrize("is_masked", [False, True])
 @pytest.mark.parametrize("replicas", [1, 2, 3, 8])
 def test_moments_are_those_of_one_device(replicas, is_masked):
-    strategy = mirrored(replicas)
-    model, step = made(strategy, is_masked)
-    batch = batches(strategy, ROWS)
-    for _ in range(STEPS):
-        strategy.run(step, next(iter(batch)))
-    assert_same(model.get_weights(), alone(is_masked), tolerance=2e-5)
-    assert_replicated(model)
+    check(mirrored(replicas), is_masked)
 
 
 def test_moments_are_the_same_in_debug_mode():
     strategy = mirrored(2)
-    model, step = made(strategy, False)
-    batch = batches(strategy, ROWS)
     with strategy.debug():
-        for _ in range(STEPS):
-            strategy.run(step, next(iter(batch)))
-    assert_same(model.get_weights(), alone(False), tolerance=2e-5)
+        check(strategy, False)
 
 
 @pytest.mark.parametrize("is_masked", [False, True])
 @pytest.mark.parametrize("replicas", [2, 3])
 def test_rows_that_do_not_divide_under_a_gradient(replicas, is_masked):
-    strategy = mirrored(replicas)
-    model, step = made(strategy, is_masked, 7)
-    batch = batches(strategy, 7)
-    for _ in range(STEPS):
-        strategy.run(step, next(iter(batch)))
-    assert_same(model.get_weights(), alone(is_masked, 7), tolerance=2e-5)
-    assert_replicated(model)
+    check(mirrored(replicas), is_masked, 7)
 
 
 def test_rows_that_do_not_divide_count_alike_without_a_gradient():

@@ -360,17 +360,9 @@ def test_arrays_are_passed_whole(tmp_path):
             "variable_partitioner=ks.experimental.FullySharded()",
             "sharded",
         ),
-        (
-            None,
-            f"{DIVIDED}FullySharded(min_size=1)",
-            "FullySharded",
-        ),
+        (None, f"{DIVIDED}FullySharded(min_size=1)", "FullySharded"),
         (Layout(divides="slots"), "", "slots"),
-        (
-            Layout(),
-            f"{DIVIDED}FullySharded()",
-            "replicated",
-        ),
+        (Layout(), f"{DIVIDED}FullySharded()", "replicated"),
     ],
 )
 def test_the_layout_is_the_scripts_or_the_one_that_is_named(

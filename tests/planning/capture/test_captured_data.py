@@ -7,9 +7,7 @@ import pytest
 import keras_strategies as ks
 from keras_strategies._core import values
 from keras_strategies._core.mesh import ReplicaMesh
-from keras_strategies.keras_bridge.inputs.choose_source import (
-    make_dataset_source,
-)
+from keras_strategies.keras_bridge.inputs import choose_source
 from keras_strategies.planning.capture.captured_data import CapturedData
 
 REPLICAS, ROWS = 4, 20
@@ -26,7 +24,7 @@ def captured(mesh, factor=1, batch_size=8):
     y = np.arange(ROWS, dtype="int32")
     data = ks.MirroredStrategy().experimental_make_numpy_dataset((x, y))
     host = ReplicaMesh(devices=jax.devices()[:1])
-    source = make_dataset_source(data.batch(batch_size), host)
+    source = choose_source.make_dataset_source(data.batch(batch_size), host)
     return CapturedData(source, host, mesh, factor)
 
 

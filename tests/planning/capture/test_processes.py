@@ -53,9 +53,7 @@ def test_a_process_ends_with_the_command(tmp_path, first):
         f"{first}\npathlib.Path('started').touch()\ntime.sleep(600)"
     )
     request = Request(topology="v5e:4x4", layout="", function="sleeper:make")
-    worker_words = [
-        *make_command_line(worker.__name__, "1", request.to_text()),
-    ]
+    worker_words = [*make_command_line(worker.__name__, "1", request.to_text())]
     command = (
         "import os, subprocess, time\n"
         f"subprocess.Popen([*{worker_words!r}, str(os.getpid())], **{own})\n"

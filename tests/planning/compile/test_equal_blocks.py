@@ -6,10 +6,7 @@ import numpy as np
 import pytest
 from keras import layers
 
-from keras_strategies.planning.compile.equal_blocks import (
-    find_blocks,
-    shorten,
-)
+from keras_strategies.planning.compile.equal_blocks import find_blocks, shorten
 
 ROWS = np.random.default_rng(0).normal(size=(3, 5, 8)).astype("float32")
 COUNT, KEPT = 6, 2

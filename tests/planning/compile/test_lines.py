@@ -5,23 +5,17 @@ import math
 
 import pytest
 
+from keras_strategies.planning.compile import lines
 from keras_strategies.planning.compile.compiler import DoesNotFit
-from keras_strategies.planning.compile.lines import (
-    Line,
-    Measuring,
-    add_growth,
-    combine,
-    extrapolate,
-    find_max_rows,
-    get_bytes,
-)
 from tests.planning.made import figures
 
 pytestmark = pytest.mark.quick
 
 
 def line(first, second, rows=(8, 32)):
-    return Line(rows=rows, figures=(first, second), is_full=False, blocks=None)
+    return lines.Line(
+        rows=rows, figures=(first, second), is_full=False, blocks=None
+    )
 
 
 def sized(size):
@@ -53,15 +47,15 @@ def test_rows_may_be_fewer_than_none():
 
 
 def test_bytes_of_what_does_not_fit_are_as_the_compiler_says():
-    assert get_bytes(sized(7.0)) == 7.0
-    assert get_bytes(DoesNotFit("", 8.0)) == 8.0
-    assert get_bytes(DoesNotFit("", None)) is None
+    assert lines.get_bytes(sized(7.0)) == 7.0
+    assert lines.get_bytes(DoesNotFit("", 8.0)) == 8.0
+    assert lines.get_bytes(DoesNotFit("", None)) is None
 
 
 def test_deep_models_are_on_the_line_of_two_short_ones():
     few = figures(argument_bytes=20.0, flops=50.0, counts={"all-gather": 4})
     many = figures(argument_bytes=30.0, flops=90.0, counts={"all-gather": 8})
-    found = extrapolate(few, many, (2, 4, 32), (0.0, math.inf))
+    found = lines.extrapolate(few, many, (2, 4, 32), (0.0, math.inf))
     assert found.argument_bytes == 20.0 + 30 * 5
     assert found.flops == 50.0 + 30 * 20
     assert found.counts == {"all-gather": 64}
@@ -84,7 +78,7 @@ def test_deep_models_are_on_the_line_of_two_short_ones():
 )
 def test_blocks_add_what_they_keep(of_few, of_many, block_bytes, expected):
     few, many = sized(of_few), sized(of_many)
-    found = extrapolate(few, many, (2, 4, 32), block_bytes)
+    found = lines.extrapolate(few, many, (2, 4, 32), block_bytes)
     assert found.temporary_bytes == expected
 
 
@@ -123,8 +117,8 @@ def test_the_least_of_short_models_decides_what_does_not_fit(
     limit, expected, blocks
 ):
     step = Blocks({4: 20e6, 8: 40e6, None: 90e6})
-    measuring = Measuring(step, [], step, [4, 16], limit=limit)
-    assert get_bytes(measuring.wait()[0]) == expected
+    measuring = lines.Measuring(step, [], step, [4, 16], limit=limit)
+    assert lines.get_bytes(measuring.wait()[0]) == expected
     assert measuring.blocks == blocks
 
 
@@ -147,8 +141,8 @@ def test_both_numbers_of_rows_are_by_one_rule(limit, sizes):
         sized(step.sizes[program[1]] * (2 if program[0] == 16 else 1))
     )
     step.block_bytes = lambda rows: (rows / 4 * 1e6, 10e6 + rows / 4 * 1e6)
-    outcomes = Measuring(step, [], step, [4, 16], limit=limit).wait()
-    assert tuple(map(get_bytes, outcomes)) == sizes
+    outcomes = lines.Measuring(step, [], step, [4, 16], limit=limit).wait()
+    assert tuple(map(lines.get_bytes, outcomes)) == sizes
 
 
 def test_a_part_that_does_not_fit_is_extrapolated_too():
@@ -156,7 +150,7 @@ def test_a_part_that_does_not_fit_is_extrapolated_too():
     step.submit = lambda blocks, devices, is_full: _done(
         DoesNotFit("", step.sizes[blocks])
     )
-    (outcome,) = Measuring(step, [], step, [4], limit=30e6).wait()
+    (outcome,) = lines.Measuring(step, [], step, [4], limit=30e6).wait()
     assert outcome.needed == 40e6 + 24 * 5e6
     assert isinstance(outcome, DoesNotFit)
 
@@ -168,19 +162,19 @@ def _done(outcome):
 
 
 def test_outcomes_grow_by_the_bytes_that_are_known():
-    found = add_growth(sized(50.0), sized(60.0), sized(90.0))
-    assert get_bytes(found) == 80.0
+    found = lines.add_growth(sized(50.0), sized(60.0), sized(90.0))
+    assert lines.get_bytes(found) == 80.0
     misfit = DoesNotFit("", 55.0)
     for others in (
         (sized(60.0), sized(90.0)),
         (sized(60.0), DoesNotFit("", 90.0)),
         (DoesNotFit("", 60.0), DoesNotFit("", 90.0)),
     ):
-        assert get_bytes(add_growth(misfit, *others)) == 85.0
+        assert lines.get_bytes(lines.add_growth(misfit, *others)) == 85.0
     # The compiler did not say.
-    assert add_growth(misfit, sized(60.0), DoesNotFit("", None)) is misfit
+    assert lines.add_growth(misfit, sized(60.0), DoesNotFit("", None)) is misfit
     silent = DoesNotFit("", None)
-    assert add_growth(silent, sized(60.0), sized(90.0)) is silent
+    assert lines.add_growth(silent, sized(60.0), sized(90.0)) is silent
 
 
 FEW = figures(
@@ -208,7 +202,7 @@ def test_bytes_in_all_are_of_arguments_outputs_and_temporaries():
 
 
 def test_figures_are_combined_one_by_one():
-    found = combine(FEW, -1.0, MANY, 2.0)
+    found = lines.combine(FEW, -1.0, MANY, 2.0)
     assert found.argument_bytes == 22.0
     assert found.output_bytes == 1.0
     assert found.temporary_bytes == 3.0
@@ -219,14 +213,14 @@ def test_figures_are_combined_one_by_one():
 
 
 def test_no_combined_figure_is_negative():
-    found = combine(FEW, -9.0, MANY, 10.0)
+    found = lines.combine(FEW, -9.0, MANY, 10.0)
     assert found.temporary_bytes == 0.0
     assert found.counts["all-reduce"] == 2.0
-    assert combine(MANY, -1.0, FEW, 1.0).counts["all-gather"] == 0
+    assert lines.combine(MANY, -1.0, FEW, 1.0).counts["all-gather"] == 0
 
 
 def test_figures_grow_by_the_bytes_of_others_alone():
-    found = add_growth(MANY, FEW, figures(argument_bytes=13.0, flops=1.0))
+    found = lines.add_growth(MANY, FEW, figures(argument_bytes=13.0, flops=1.0))
     assert found.argument_bytes == 19.0
     assert found.output_bytes == 0.0
     assert found.temporary_bytes == -1.0
@@ -248,14 +242,14 @@ def test_the_edge_is_found(edge, guess, is_told):
         return rows <= limit_rows, needed if is_told else None
 
     limit = 500.0 + 8 * (edge // 8) + 3 * edge
-    assert find_max_rows(guess, limit, fits, 60) == (edge, True)
+    assert lines.find_max_rows(guess, limit, fits, 60) == (edge, True)
     assert len(set(tries)) == len(tries)
     if is_told and guess and edge:
         assert len(tries) <= 24
 
 
 def test_it_ends_where_everything_fits():
-    rows, is_seen = find_max_rows(5, 1e9, lambda rows: (True, 1.0), 24)
+    rows, is_seen = lines.find_max_rows(5, 1e9, lambda rows: (True, 1.0), 24)
     assert rows == 2**24
     assert not is_seen
 
@@ -264,6 +258,6 @@ def test_it_ends_after_so_many_tries():
     def fits(rows):
         return rows <= 1000, None
 
-    rows, is_seen = find_max_rows(3000, 1.0, fits, 3)
+    rows, is_seen = lines.find_max_rows(3000, 1.0, fits, 3)
     assert rows <= 1000
     assert not is_seen

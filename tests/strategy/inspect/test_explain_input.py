@@ -20,7 +20,7 @@ from keras_strategies.data import distributed
 from keras_strategies.data.source import Source
 from keras_strategies.data.steps import Steps
 from keras_strategies.strategy.inspect import explain_input as explaining
-from keras_strategies.testing import run_processes
+from tests.support.jobs import values_of
 from tests.support.plain_keras import mirrored
 
 X = np.arange(13, dtype="float32")[:, None]
@@ -590,15 +590,8 @@ def on_each_process(folder):
 
 def test_every_process_says_the_same(tmp_path):
     npz_files(tmp_path, [5] * 3)
-    first, second = (
-        result.value
-        for result in run_processes(
-            "tests.strategy.inspect.test_explain_input:on_each_process",
-            2,
-            args=[str(tmp_path)],
-            timeout_s=400,
-        )
-    )
+    target = "strategy.inspect.test_explain_input:on_each_process"
+    first, second = values_of(target, 2, tmp_path)
     assert first == second
     arrays, files, given = (lines_of(text) for text in first)
     assert arrays[-1][:2] == ["1", "3"]

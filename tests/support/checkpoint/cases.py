@@ -14,6 +14,7 @@ from tests.support.checkpoint.runs import (
     mlp,
     usual,
 )
+from tests.support.models import chain
 
 layers = keras.layers
 
@@ -132,13 +133,11 @@ def with_optimizer(make, **more):
 
 def mixed():
     policy = "mixed_float16"
-    return keras.Sequential(
-        [
-            keras.Input((4,)),
-            layers.Dense(5, activation="tanh", dtype=policy),
-            layers.Dropout(0.3, seed=2, dtype=policy),
-            layers.Dense(1, dtype=policy),
-        ]
+    return chain(
+        (4,),
+        layers.Dense(5, activation="tanh", dtype=policy),
+        layers.Dropout(0.3, seed=2, dtype=policy),
+        layers.Dense(1, dtype=policy),
     )
 
 
@@ -149,35 +148,28 @@ def nested():
     x = layers.Dropout(0.2, seed=1)(x)
     return keras.Model(
         {"one": one, "two": two},
-        {
-            "a": layers.Dense(1, name="a")(x),
-            "b": layers.Dense(1, name="b")(x),
-        },
+        {"a": layers.Dense(1, name="a")(x), "b": layers.Dense(1, name="b")(x)},
     )
 
 
 def masked():
-    return keras.Sequential(
-        [
-            keras.Input((4,)),
-            layers.Reshape((4, 1)),
-            layers.Masking(),
-            layers.SimpleRNN(3, recurrent_dropout=0.2, seed=4),
-            layers.Dense(1),
-        ]
+    return chain(
+        (4,),
+        layers.Reshape((4, 1)),
+        layers.Masking(),
+        layers.SimpleRNN(3, recurrent_dropout=0.2, seed=4),
+        layers.Dense(1),
     )
 
 
 def unnumbered():
     """Layers that Keras names, with numbers of the process."""
-    return keras.Sequential(
-        [
-            keras.Input((4,)),
-            layers.Dense(3),
-            layers.Dense(3),
-            layers.Dropout(0.1, seed=1),
-            layers.Dense(1),
-        ]
+    return chain(
+        (4,),
+        layers.Dense(3),
+        layers.Dense(3),
+        layers.Dropout(0.1, seed=1),
+        layers.Dense(1),
     )
 
 
@@ -219,73 +211,69 @@ def validated(folder):
 VALIDATION = (X[:12], Y[:12])
 
 CASES = [
-    Case(name="usual"),
-    Case(name="K 2", k=2),
-    Case(name="K 3", k=3),
-    Case(name="K 2 then 3", k=2, then=3, is_exact=False, callbacks=bare),
-    Case(name="K 1 then 2", k=1, then=2, is_exact=False, callbacks=bare),
-    Case(name="K 3 then 1", k=3, then=1, is_exact=False, callbacks=bare),
-    Case(name="validation", data=of(validation_data=VALIDATION)),
+    Case("usual"),
+    Case("K 2", k=2),
+    Case("K 3", k=3),
+    Case("K 2 then 3", k=2, then=3, is_exact=False, callbacks=bare),
+    Case("K 1 then 2", k=1, then=2, is_exact=False, callbacks=bare),
+    Case("K 3 then 1", k=3, then=1, is_exact=False, callbacks=bare),
+    Case("validation", data=of(validation_data=VALIDATION)),
     Case(
-        name="validation of every other epoch",
+        "validation of every other epoch",
         data=of(validation_data=VALIDATION, validation_freq=2),
     ),
     Case(
-        name="stops early",
-        data=of(validation_data=VALIDATION),
-        callbacks=validated,
+        "stops early", data=of(validation_data=VALIDATION), callbacks=validated
     ),
-    Case(name="validation split", data=of(validation_split=0.25)),
+    Case("validation split", data=of(validation_split=0.25)),
     Case(
-        name="part of the validation data",
+        "part of the validation data",
         data=of(
             validation_data=VALIDATION,
             validation_steps=2,
             validation_batch_size=4,
         ),
     ),
-    Case(name="steps divide a pass", data=of(steps_per_epoch=2)),
+    Case("steps divide a pass", data=of(steps_per_epoch=2)),
+    Case("steps do not divide a pass", data=of(steps_per_epoch=3), epochs=4),
+    Case("more steps than a pass", data=of(steps_per_epoch=6), epochs=2),
     Case(
-        name="steps do not divide a pass", data=of(steps_per_epoch=3), epochs=4
-    ),
-    Case(name="more steps than a pass", data=of(steps_per_epoch=6), epochs=2),
-    Case(
-        name="K 2, steps do not divide a pass",
+        "K 2, steps do not divide a pass",
         data=of(steps_per_epoch=3),
         epochs=4,
         k=2,
     ),
     Case(
-        name="K 2, the last batch of a pass left out",
+        "K 2, the last batch of a pass left out",
         data=of(x=X[:24], y=Y[:24], batch_size=4, steps_per_epoch=3),
         epochs=4,
         k=2,
     ),
-    Case(name="generator", data=generator),
-    Case(name="PyDataset", data=pydataset),
-    Case(name="grain", data=grain_dataset),
-    Case(name="tf.data", data=tf_dataset),
-    Case(name="filtered tf.data", data=tf_filtered, k=2),
-    Case(name="torch", data=torch_loader),
+    Case("generator", data=generator),
+    Case("PyDataset", data=pydataset),
+    Case("grain", data=grain_dataset),
+    Case("tf.data", data=tf_dataset),
+    Case("filtered tf.data", data=tf_filtered, k=2),
+    Case("torch", data=torch_loader),
     *(
         Case(
-            name=f"uneven rows, {replicas} replicas",
+            f"uneven rows, {replicas} replicas",
             data=of(x=X[:13], y=Y[:13], batch_size=4),
             replicas=replicas,
         )
         for replicas in (1, 2, 3, 8)
     ),
     Case(
-        name="uneven rows, K 3",
+        "uneven rows, K 3",
         data=of(x=X[:13], y=Y[:13], batch_size=4),
         replicas=3,
         k=3,
     ),
-    Case(name="eager", compiled=lambda k: adam(k) | {"run_eagerly": True}),
-    Case(name="own step", make=subclassed),
-    Case(name="own fit", make=OwnFit),
+    Case("eager", compiled=lambda k: adam(k) | {"run_eagerly": True}),
+    Case("own step", make=subclassed),
+    Case("own fit", make=OwnFit),
     Case(
-        name="mixed precision",
+        "mixed precision",
         make=mixed,
         compiled=with_optimizer(
             lambda: keras.optimizers.LossScaleOptimizer(
@@ -294,7 +282,7 @@ CASES = [
         ),
     ),
     Case(
-        name="moving average",
+        "moving average",
         compiled=with_optimizer(
             lambda: keras.optimizers.SGD(
                 0.05,
@@ -306,13 +294,13 @@ CASES = [
         ),
     ),
     Case(
-        name="accumulation",
+        "accumulation",
         compiled=with_optimizer(
             lambda: keras.optimizers.Adam(0.01, gradient_accumulation_steps=3)
         ),
     ),
     Case(
-        name="schedule",
+        "schedule",
         compiled=with_optimizer(
             lambda: keras.optimizers.Adam(
                 keras.optimizers.schedules.ExponentialDecay(0.1, 2, 0.5)
@@ -320,28 +308,28 @@ CASES = [
         ),
         callbacks=bare,
     ),
-    Case(name="multiplied rate", callbacks=scheduled),
-    Case(name="evaluates", callbacks=looking),
-    Case(name="stops in an epoch", callbacks=stopping),
+    Case("multiplied rate", callbacks=scheduled),
+    Case("evaluates", callbacks=looking),
+    Case("stops in an epoch", callbacks=stopping),
     Case(
-        name="class weights",
+        "class weights",
         data=of(y=(Y > 0).astype("int32"), class_weight={0: 1.0, 1: 3.0}),
         compiled=lambda k: adam(k) | {"loss": "binary_crossentropy"},
     ),
     Case(
-        name="sample weights",
+        "sample weights",
         data=of(sample_weight=np.linspace(0, 2, len(X), dtype="float32")),
         compiled=lambda k: adam(k) | {"weighted_metrics": ["mse"]},
     ),
     Case(
-        name="nested data",
+        "nested data",
         make=nested,
         data=of(x={"one": X, "two": X * 2}, y={"a": Y, "b": Y * 3}),
         compiled=lambda k: adam(k) | {"metrics": {"a": ["mae"]}},
     ),
-    Case(name="masks", make=masked, data=of(x=np.where(X > 0, X, 0))),
+    Case("masks", make=masked, data=of(x=np.where(X > 0, X, 0))),
     Case(
-        name="no metrics",
+        "no metrics",
         make=unnumbered,
         compiled=lambda k: {
             "optimizer": "sgd",

@@ -17,9 +17,7 @@ import numpy as np
 
 import keras_strategies as ks
 from keras_strategies.keras_bridge.callbacks import callback_states
-from keras_strategies.keras_bridge.variables.model_variables import (
-    all_variables,
-)
+from keras_strategies.keras_bridge.variables import model_variables
 from tests.support.plain_keras import mirrored
 
 layers = keras.layers
@@ -158,7 +156,7 @@ def usual(folder):
     ]
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
+@dataclasses.dataclass(frozen=True)
 class Case:
     """A fit.
 
@@ -176,6 +174,7 @@ class Case:
     """
 
     name: str
+    _: dataclasses.KW_ONLY
     make: Callable[[], keras.Model] = mlp
     compiled: Callable[[int], dict[str, Any]] = adam
     data: Callable[[], dict[str, Any]] = arrays
@@ -258,9 +257,9 @@ class Runner:
     def _set(self, model, seed):
         """First values, or, with another seed, what nobody must go on with."""
         values = self._first.get(id(model))
-        if not all_variables(model) or values is None:
+        if not model_variables.all_variables(model) or values is None:
             values = self._first[id(model)] = {}
-        for variable in all_variables(model):
+        for variable in model_variables.all_variables(model):
             value = values.setdefault(id(variable), np.asarray(variable.value))
             if seed != 1:
                 value = value + np.ones((), value.dtype)
@@ -273,7 +272,7 @@ class Runner:
         return {
             "variables": {
                 f"{i} {re.sub(r'_[0-9]+', '', v.path)}": np.asarray(v.value)
-                for i, v in enumerate(all_variables(model))
+                for i, v in enumerate(model_variables.all_variables(model))
             },
             "history": history.history,
             "epochs": history.epoch,
