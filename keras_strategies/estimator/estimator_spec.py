@@ -279,7 +279,7 @@ def _check_export_outputs(outputs: object) -> None:
         return
     if not isinstance(outputs, Mapping):
         raise TypeError(
-            "export_outputs must be dict. Received: "
+            "`export_outputs` must be a dict. Received: "
             f"{shorten(outputs)} of type {type(outputs).__name__}. Omit it, "
             "because an exported model returns the outputs of `model`."
         )

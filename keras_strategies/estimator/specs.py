@@ -185,7 +185,7 @@ def _check_exporters(exporters: Any) -> tuple[Exporter, ...]:
         check_name(name)
         if name in (".", ".."):
             raise ValueError(
-                "The name of an Exporter must be a valid name of a folder. "
+                "The name of an Exporter must be a valid folder name. "
                 f"Received: {name!r}. Use a name such as 'best'."
             )
     if len(set(names)) < len(names):

@@ -72,9 +72,10 @@ def _count_global_rows(rows: int) -> int:
     if len(known) > 1:
         raise ValueError(
             "The global batch size of the losses must be unambiguous. "
-            f"Received: {rows} losses on this replica, where several arguments "
-            f"of `run` have {rows} rows, but different total numbers of rows "
-            f"over all replicas: {sorted(known)}. Pass `global_batch_size`."
+            f"Received: {rows} losses on this replica. Several arguments of "
+            f"`run` have {rows} rows on this replica, but their total numbers "
+            f"of rows on all replicas differ: {sorted(known)}. Pass "
+            "`global_batch_size`."
         )
     count = get_strategy().num_replicas_in_sync
     return next(iter(known), rows * count)

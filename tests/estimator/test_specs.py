@@ -308,7 +308,7 @@ TENSOR = np.zeros(3)
             "infer",
             {"predictions": "a", "export_outputs": [1]},
             TypeError,
-            "export_outputs must be dict",
+            "`export_outputs` must be a dict",
         ),
         (
             "infer",

@@ -172,7 +172,7 @@ def _validate_task(
             f"{task_id} is not a valid task_id for task_type {task_type} in "
             f"the cluster_spec. Received: a cluster with "
             f"{spec.num_tasks(task_type)} such tasks. These values come from "
-            f"{VARIABLE}. Correct the task or the cluster in it. Task indices "
+            f"{VARIABLE}. Correct the task or the cluster there. Task indices "
             "start at 0."
         )
     return task_type, task_id

@@ -120,7 +120,7 @@ class Capture:
         self._lock, self._done = threading.Lock(), threading.Event()
 
     def wait(self) -> None:
-        """Waits until the step is planned, if a thread has captured it."""
+        """Waits until a step that another thread has captured is planned."""
         if self.step is not None:
             self._done.wait()
 
