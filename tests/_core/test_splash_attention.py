@@ -1,4 +1,4 @@
-"""The interpreted kernel of attention has the formula's values and gradients."""
+"""The interpreted kernel of attention is compared with the formula."""
 
 import functools
 

@@ -15,6 +15,7 @@ def interpreted(monkeypatch):
     """Makes kernels that CPUs can run."""
     made = functools.partial(kernels.make_splash_mha, interpret=True)
     monkeypatch.setattr(kernels, "make_splash_mha", made)
-    splash_attention._make_kernel.cache_clear()
+    cached = splash_attention._make_kernel
+    cached.cache_clear()
     yield
-    splash_attention._make_kernel.cache_clear()
+    cached.cache_clear()

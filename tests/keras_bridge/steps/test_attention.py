@@ -9,9 +9,14 @@ import numpy as np
 import pytest
 
 from keras_strategies.keras_bridge.keras_names import NN as keras_nn
+from keras_strategies.keras_bridge.steps import attention as attention_module
 from keras_strategies.keras_bridge.steps.attention import attention_for
+from tests.support.splash import interpreted  # noqa: F401
 
-TPUS = types.SimpleNamespace(platform="tpu")
+pytestmark = pytest.mark.usefixtures("interpreted")
+TPUS = types.SimpleNamespace(
+    platform="tpu", num_replicas=1, cores_per_replica=1, model_axis="model"
+)
 CPUS = types.SimpleNamespace(platform="cpu")
 BATCH, LENGTH, HEADS, DEPTH = 3, 128, 2, 8
 RNG = np.random.default_rng(0)
@@ -39,6 +44,17 @@ def on_tpu(monkeypatch):
             return [TPUS]
 
     monkeypatch.setattr(keras_nn, "jax", Jax())
+
+
+@pytest.fixture(params=["kernel", "XLA"])
+def computed_by(request, monkeypatch):
+    """By what attention is computed, and whether a kernel was made."""
+    if request.param == "XLA":
+        find = lambda *_, **__: "a test asks for it"  # noqa: E731
+        monkeypatch.setattr(
+            attention_module, "find_reason_against_kernel", find
+        )
+    return request.param
 
 
 def expected(
@@ -88,7 +104,9 @@ def attend(cap=None, **given):
     ],
     ids=lambda given: "-".join(given) or "plain",
 )
-def test_attention_for_tpus_is_what_its_arguments_say(on_tpu, given, cap):
+def test_attention_for_tpus_is_what_its_arguments_say(
+    on_tpu, computed_by, given, cap
+):
     given = {"query": QUERY, "key": KEY, "value": VALUE} | given
     with attention_for(TPUS):
         found = attend(cap, **given)
@@ -166,3 +184,130 @@ def test_other_threads_have_keras_s_own(on_tpu, monkeypatch):
         thread.start()
         thread.join()
     assert seen == [thread]
+
+
+LAYERS = {
+    "MultiHeadAttention": lambda: keras.layers.MultiHeadAttention(2, 8),
+    "grouped": lambda: keras.layers.GroupQueryAttention(8, 4, 2),
+    "window": lambda: keras.layers.MultiHeadAttention(2, 8, sliding_window=20),
+    "grouped, window": lambda: keras.layers.GroupQueryAttention(
+        8, 4, 2, sliding_window=20
+    ),
+}
+PADDING = RNG.random((BATCH, LENGTH)) > 0.3
+PADDING[0, :9] = PADDING[1, 100:] = PADDING[2] = False
+SCORES = RNG.random((BATCH, LENGTH, LENGTH)) > 0.4
+MASKS = {
+    "none": {},
+    "causal": {"use_causal_mask": True},
+    "padding": {"query_mask": PADDING, "value_mask": PADDING},
+    "keys": {"key_mask": PADDING},
+    "causal, keys": {"value_mask": PADDING, "use_causal_mask": True},
+    "scores": {"attention_mask": SCORES},
+    "scores, causal, keys": {
+        "attention_mask": SCORES,
+        "value_mask": PADDING,
+        "use_causal_mask": True,
+    },
+}
+
+
+@pytest.mark.parametrize("mask", MASKS)
+@pytest.mark.parametrize("name", LAYERS)
+def test_layers_compute_the_same_with_the_kernel(monkeypatch, name, mask):
+    layer = LAYERS[name]()
+    x, gradient = drawn(2, BATCH, LENGTH, 16)
+    given = {k: jax.numpy.asarray(v) for k, v in MASKS[mask].items()}
+    layer(x, x)
+    kernels = []
+    attend = attention_module.splash.splash_attention
+
+    def seen(query, key, value, mask, **options):
+        kernels.append(mask)
+        return attend(query, key, value, mask, **options)
+
+    monkeypatch.setattr(attention_module.splash, "splash_attention", seen)
+
+    def call(x):
+        made = layer._compute_attention_mask(
+            x, x, **{k: v for k, v in given.items() if k != "training"}
+        )
+        query, key, value = (
+            dense(x)
+            for dense in (
+                layer._query_dense,
+                layer._key_dense,
+                layer._value_dense,
+            )
+        )
+        if name.startswith("grouped"):
+            key, value = (
+                keras.ops.repeat(x, layer.num_repeats, axis=2)
+                for x in (key, value)
+            )
+        result = layer._compute_attention(query, key, value, made)[0]
+        return keras.ops.sum(layer._output_dense(result) * gradient)
+
+    wanted = jax.jit(jax.value_and_grad(call))(x)
+    assert not kernels
+    with attention_for(TPUS):
+        found = jax.jit(jax.value_and_grad(lambda x: call(x)))(x)
+    for one, other in zip(found, wanted, strict=True):
+        np.testing.assert_allclose(one, other, rtol=2e-5, atol=2e-5)
+    (used,) = kernels
+    assert (used.scores is None) == ("attention_mask" not in given)
+    is_causal, window = "use_causal_mask" in given, "window" in name
+    if used.scores is None:
+        assert used.right == (0 if is_causal else 19 if window else None)
+        assert used.left == (19 if window else None)
+        assert (used.keys is None) == (
+            not given or set(given) <= {"use_causal_mask"}
+        )
+
+
+def test_calls_of_layers_reach_the_kernel(monkeypatch):
+    made = []
+    make = attention_module.splash._make_kernel
+
+    def seen(*arguments):
+        made.append(arguments)
+        return make(*arguments)
+
+    monkeypatch.setattr(attention_module.splash, "_make_kernel", seen)
+    layer = keras.layers.MultiHeadAttention(HEADS, DEPTH)
+    embedding = keras.layers.Embedding(9, HEADS * DEPTH, mask_zero=True)
+    tokens = RNG.integers(0, 9, (BATCH, LENGTH))
+
+    def call(tokens, **options):
+        x = embedding(tokens)
+        return layer(x, x, **options)
+
+    for options in ({}, {"use_causal_mask": True}):
+        wanted = call(tokens, **options)
+        with attention_for(TPUS):
+            found = jax.jit(lambda t, o=options: call(t, **o))(tokens)
+        np.testing.assert_allclose(found, wanted, atol=1e-5)
+    assert [arguments[3:5] for arguments in made] == [(None, None), (None, 0)]
+
+
+@pytest.mark.parametrize(
+    ("given", "reason"),
+    [
+        ({"length": 100}, "not a multiple of 128: 100"),
+        ({"bias": BIAS}, "a bias"),
+        ({"dtype": "float16"}, "the dtype float16"),
+        ({"cores": 4}, "heads that 4 cores cannot share"),
+        ({"mask": np.ones((2, LENGTH, LENGTH), bool)}, "a mask of shape (2,"),
+        ({}, None),
+        ({"mask": MASK}, None),
+        ({"cores": 2}, None),
+    ],
+)
+def test_reasons_for_the_attention_of_xla(given, reason):
+    given = dict(given)
+    length, dtype = given.pop("length", LENGTH), given.pop("dtype", "float32")
+    mesh = types.SimpleNamespace(cores_per_replica=given.pop("cores", 1))
+    trace = attention_module._Trace(mesh=mesh, is_global=False)
+    arrays = [x[:, :length].astype(dtype) for x in (QUERY, KEY, VALUE)]
+    found = attention_module.find_reason_against_kernel(trace, *arrays, **given)
+    assert (found is None) if reason is None else (reason in found)
