@@ -309,7 +309,7 @@ def _writer(folder: Any) -> Parse:
 class _Source:
     """Of rows that are each process's own."""
 
-    is_process_local, batch_size, likely_size = True, 4, None
+    kind, is_process_local, batch_size, likely_size = "data", True, 4, None
     checksum, is_planned = None, False
 
     def read(self, epoch: int, start: int, cut: Any) -> Any:
