@@ -155,7 +155,7 @@ def test_eval_spec():
         (EvalSpec, {"exporters": Own(None)}, ValueError, "None` or empty"),
         (EvalSpec, {"exporters": Own(3)}, ValueError, "string name"),
         (EvalSpec, {"exporters": Own("a/b")}, ValueError, "slashes"),
-        (EvalSpec, {"exporters": Own("..")}, ValueError, "name of a folder"),
+        (EvalSpec, {"exporters": Own("..")}, ValueError, "folder name"),
         (
             EvalSpec,
             {"exporters": [Own("a"), Own("a")]},
