@@ -1,4 +1,4 @@
-"""Attention for TPUs by JAX's splash kernel, which stores no scores."""
+"""Attention for TPUs: JAX's splash kernel, and XLA's attention with a cap."""
 
 import dataclasses
 import functools
@@ -75,12 +75,9 @@ def splash_attention(
     """
     queries, keys, heads = query.shape[1], key.shape[1], query.shape[2]
     depth = value.shape[-1]
-    operands = [
-        jnp.swapaxes(_pad_depth(x), 1, 2) for x in (query * scale, key, value)
-    ]
-    operands[0] = operands[0].astype(query.dtype)
-    pairs = _count_pairs(mask, queries, keys)
-    products = len(query) * heads * pairs * operands[0].shape[-1]
+    scaled = (query * scale).astype(query.dtype)
+    q, k, v = (jnp.swapaxes(_pad_depth(x), 1, 2) for x in (scaled, key, value))
+    products = q.size // queries * _count_pairs(mask, queries, keys)
     scope = jax.named_scope(f"{KERNELS}{products}")
     if mask.scores is None:
         with jax.ensure_compile_time_eval():
@@ -89,18 +86,10 @@ def splash_attention(
             )
         segments = _make_segments(query, key, mask)
         with scope:
-            result = jax.vmap(kernel)(*operands, segments)
+            result = jax.vmap(kernel)(q, k, v, segments)
     else:
-        # The kernel's block sizes are those of a mask that is only known when
-        # the program runs.
-        scores = jnp.broadcast_to(
-            mask.scores, (len(query), *mask.scores.shape[1:])
-        )
-        attend = functools.partial(
-            _attend, _make_block_sizes(queries, keys), soft_cap
-        )
         with scope:
-            result = jax.vmap(attend)(*operands, scores)
+            result = _attend_by_scores(q, k, v, mask.scores, soft_cap)
     result = jnp.swapaxes(result, 1, 2)[..., :depth]
     has_keys = _find_queries_with_keys(mask, queries, keys)
     if has_keys is None:
@@ -108,6 +97,66 @@ def splash_attention(
     mean = jnp.mean(value, axis=1, keepdims=True, dtype="float32")
     mean = jnp.repeat(mean, heads // value.shape[2], axis=2)
     return jnp.where(has_keys, result, mean.astype(result.dtype))
+
+
+def capped_attention(
+    query: Array,
+    key: Array,
+    value: Array,
+    bias: Array | None = None,
+    mask: Array = None,
+    scale: float | None = None,
+    is_causal: bool = False,
+    *,
+    attn_logits_soft_cap: float,
+) -> jax.Array:
+    """Computes attention with each score s capped to `cap * tanh(s / cap)`.
+
+    Args:
+      query: An array of shape (batch, T, heads, depth).
+      key: An array of shape (batch, S, heads or a divisor of it, depth).
+      value: An array of the key's shape.
+      bias: An array to add to the scores, broadcast to (batch, heads, T, S).
+      mask: True for the scores to use, broadcast like the bias. A shape of
+        (batch, T, S) is also accepted, unless the batch size equals the number
+        of heads.
+      scale: The factor by which scores are multiplied; None for 1 /
+        sqrt(depth).
+      is_causal: Whether each position attends only to itself and earlier
+        positions.
+      attn_logits_soft_cap: The cap.
+
+    Returns:
+      An array of the query's shape, in the common dtype of query, key and
+      value.
+
+    References:
+      - Gemma Team, Gemma 2 (2024), section 2: https://arxiv.org/abs/2408.00118
+    """
+    dtype = jnp.result_type(query, key, value)
+    query, key, value = (jnp.asarray(x, dtype) for x in (query, key, value))
+    heads, depth = query.shape[-2:]
+    key, value = (
+        jnp.repeat(x, heads // x.shape[2], axis=2) for x in (key, value)
+    )
+    scores = jnp.einsum(
+        "bthd,bshd->bhts", query, key, preferred_element_type=jnp.float32
+    )
+    scores *= depth**-0.5 if scale is None else scale
+    scores = attn_logits_soft_cap * jnp.tanh(scores / attn_logits_soft_cap)
+    if bias is not None:
+        scores += bias
+    counts = jnp.ones(scores.shape[-2:], bool)
+    if is_causal:
+        counts = jnp.tril(counts)
+    if mask is not None:
+        mask = jnp.asarray(mask, bool)
+        if mask.ndim == 3 and mask.shape[0] not in (1, heads):
+            mask = mask[:, None]
+        counts = counts & mask
+    scores = jnp.where(counts, scores, 0.7 * jnp.finfo(scores.dtype).min)
+    shares = jax.nn.softmax(scores, axis=-1).astype(value.dtype)
+    return jnp.einsum("bhts,bshd->bthd", shares, value)
 
 
 def _count_pairs(mask: AttentionMask, queries: int, keys: int) -> int:
@@ -159,25 +208,52 @@ def _make_kernel(
     return jax.tree.map(np.asarray, kernel)
 
 
-def _attend(
-    sizes: Any,
-    soft_cap: float | None,
-    query: Array,
-    key: Array,
-    value: Array,
+def _attend_by_scores(
+    query: jax.Array,
+    key: jax.Array,
+    value: jax.Array,
     scores: Array,
+    soft_cap: float | None,
 ) -> jax.Array:
-    """Computes attention for one row of the batch with a mask of scores."""
+    """Computes attention with a mask that is only known to the running program.
+
+    The kernel has no dimension for the batch's rows. `vmap` would run it in a
+    loop, so here the heads of all rows are the kernel's heads.
+
+    Args:
+      query: An array of shape (batch, heads, T, depth).
+      key: An array of shape (batch, heads or a divisor of it, S, depth).
+      value: An array of the key's shape, except for the depth.
+      scores: See `AttentionMask`.
+      soft_cap: See `splash_attention`.
+    """
+    rows, heads, length, _ = query.shape
+    masks = jnp.broadcast_to(scores, (rows, *scores.shape[1:]))
     kernel = _import_splash()[0].make_splash_mha(
-        scores,
+        _join_heads(masks),
         head_shards=1,
         q_seq_shards=1,
-        block_sizes=sizes,
+        block_sizes=_make_block_sizes(length, key.shape[2]),
         attn_logits_soft_cap=soft_cap,
     )
-    # `make_splash_mha` (jax 0.10) turns this bool into a traced array.
-    kernel.fwd_mask_info = kernel.fwd_mask_info._replace(is_dynamic_mask=True)
-    return kernel(query, key, value)
+
+    def repeat(info: Any) -> Any:
+        """Repeats a mask's blocks for the heads that share it."""
+        names = ("data_next", "mask_next", "block_mask")
+        shares = heads // masks.shape[1]
+        repeated = {n: jnp.repeat(getattr(info, n), shares, 0) for n in names}
+        # `make_splash_mha` (jax 0.10) turns this bool into a traced array.
+        return info._replace(**repeated, is_dynamic_mask=True)
+
+    for name in ("fwd_mask_info", "dq_mask_info", "dkv_mask_info"):
+        setattr(kernel, name, repeat(getattr(kernel, name)))
+    result = kernel(*map(_join_heads, (query, key, value)))
+    return result.reshape(rows, heads, length, -1)
+
+
+def _join_heads(x: Array) -> jax.Array:
+    """Returns one dimension of heads for a batch's rows and their heads."""
+    return x.reshape(-1, *x.shape[2:])
 
 
 def _make_segments(query: Array, key: Array, mask: AttentionMask) -> Any:

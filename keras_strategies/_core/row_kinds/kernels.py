@@ -1,4 +1,4 @@
-"""Rules for kernels (cuDNN, Pallas), and for functions mapped over cores.
+"""Rules for kernels (cuDNN, Pallas), whose code JAX does not trace.
 
 Only kernels of the forward pass have rules. Gradients of kernels are not
 differentiated again, so no loss depends on them.
@@ -7,10 +7,8 @@ differentiated again, so no loss depends on them.
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from jax.sharding import PartitionSpec
-
 from keras_strategies._core.row_kinds.call import Call, join_plain
-from keras_strategies._core.row_kinds.kinds import Kind, make_mixed, make_rows
+from keras_strategies._core.row_kinds.kinds import Kind, make_rows
 from keras_strategies._types import Equation
 
 CUDNN = {
@@ -23,28 +21,21 @@ CUDNN = {
 }
 """For each primitive: the row dimension of each operand and of each result."""
 
+BY_ROWS = "computed_by_rows"
+"""The name of a jitted function that computes each row of its results only from
+the same row of its operands. The rows are the first dimension."""
 
-def at_cores(
-    equation: Equation, kinds: Sequence[Kind], specs: Sequence[PartitionSpec]
-) -> list[Kind]:
-    """Returns the kinds of the parts of values that a replica's cores share.
 
-    Or, the other way around, the kinds of values with parts of these kinds.
+def is_by_rows(equation: Equation) -> bool:
+    """Returns whether an equation calls a function that `by_rows` marks."""
+    return equation.params.get("name") == BY_ROWS
 
-    Args:
-      equation: The `shard_map` over the cores.
-      kinds: The kinds of its operands, or of the results on a core.
-      specs: The specs of these operands or results.
-    """
-    return [
-        kind
-        if all(axis is None for axis in spec)
-        else make_mixed(equation)
-        if kind.is_rows and spec[kind.axis : kind.axis + 1] not in ((), (None,))
-        # The blocks and columns of a value are not those of its parts.
-        else kind.but(count=0, columns=frozenset(), blocks={}, index_of=None)
-        for kind, spec in zip(kinds, specs, strict=True)
-    ]
+
+def by_rows(call: Call) -> list[Kind]:
+    """Returns the `Kind` of each result of a function of separate rows."""
+    rows = {0: 0}
+    places = [rows if call.shape(k) else {} for k in range(len(call.kinds))]
+    return _by_rows(call, places, [rows] * len(call.equation.outvars))
 
 
 def cudnn(call: Call) -> list[Kind]:

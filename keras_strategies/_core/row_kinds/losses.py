@@ -26,7 +26,7 @@ from keras_strategies._core.jaxprs import traces
 from keras_strategies._core.jaxprs.collective_cut import find_called_jaxpr
 from keras_strategies._core.jaxprs.stages import scan_operands
 from keras_strategies._core.row_kinds.call import Call
-from keras_strategies._core.row_kinds.kernels import at_cores
+from keras_strategies._core.row_kinds.kernels import is_by_rows
 from keras_strategies._core.row_kinds.kinds import (
     MEAN_POWER,
     PLAIN,
@@ -215,14 +215,8 @@ class _Interpreter:
             return self._while(equations, kinds)
         if name == "cond":
             return self._cond(equations, kinds)
-        if name == "shard_map" and not equation.params["jaxpr"].effects:
-            specs = equation.params
-            parts = at_cores(equation, kinds, specs["in_specs"])
-            jaxprs = [(e.params["jaxpr"], ()) for e in equations]
-            results = self._interpret(jaxprs, parts)
-            return at_cores(equation, results, specs["out_specs"])
         inner = [find_called_jaxpr(e) for e in equations]
-        if None not in inner:
+        if None not in inner and not is_by_rows(equation):
             return self._interpret(inner, kinds)
         call = Call(
             equation=equation,

@@ -12,8 +12,9 @@ import contextlib
 import dataclasses
 import functools
 import inspect
+import sys
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import jax
@@ -24,6 +25,7 @@ from jax.sharding import PartitionSpec
 from keras_strategies._core import splash_attention as splash
 from keras_strategies._core.attributes import temporary_attribute
 from keras_strategies._core.mesh import ReplicaMesh
+from keras_strategies._core.row_kinds.kernels import BY_ROWS
 from keras_strategies._core.splash_attention import AttentionMask
 from keras_strategies._types import Array
 from keras_strategies.keras_bridge import keras_names
@@ -60,6 +62,7 @@ class _Thread(threading.local):
 
 
 _thread = _Thread()
+_ON_TPU = "running_on_tpu"
 
 
 @contextlib.contextmanager
@@ -96,7 +99,7 @@ def _wrap_attention(original: Callable[..., Any]) -> Callable[..., Any]:
         if arguments.get("attn_logits_soft_cap") is None:
             return original(**arguments)
         del arguments["flash_attention"]
-        return capped_attention(**arguments)
+        return splash.capped_attention(**arguments)
 
     return attention
 
@@ -237,8 +240,7 @@ def _attend(
     if mask is None:
         known = AttentionMask()
     elif known is None:
-        shape = (*mask.shape[:2], query.shape[1], key.shape[1])
-        known = AttentionMask(scores=jnp.broadcast_to(mask, shape).astype(bool))
+        known = _read_mask(jnp.asarray(mask, bool), query, key)
     if is_causal:
         known = _make_causal(known, query.shape[1], key.shape[1])
     attend = functools.partial(
@@ -246,7 +248,27 @@ def _attend(
         scale=query.shape[-1] ** -0.5 if scale is None else scale,
         soft_cap=attn_logits_soft_cap,
     )
-    return _map_over_cores(trace, attend, query, key, value, known)
+
+    def by_rows(query: Array, key: Array, value: Array, *masks: Array) -> Array:
+        mask = _replace_arrays(known, masks)
+        return _map_over_cores(trace, attend, query, key, value, mask)
+
+    by_rows.__name__ = BY_ROWS
+    return jax.jit(by_rows)(query, key, value, *_arrays_of(known))
+
+
+def _read_mask(mask: jax.Array, query: Array, key: Array) -> AttentionMask:
+    """Returns a mask of shape (batch, heads, T, S), with any sizes of 1."""
+    rows, queries, keys = len(query), query.shape[1], key.shape[1]
+    _, heads, length, others = mask.shape
+    if heads == length == 1:
+        used = mask[:, 0, 0]
+        return AttentionMask(keys=jnp.broadcast_to(used, (rows, keys)))
+    if heads == others == 1:
+        used = mask[:, 0, :, 0]
+        return AttentionMask(queries=jnp.broadcast_to(used, (rows, queries)))
+    shape = (*mask.shape[:2], queries, keys)
+    return AttentionMask(scores=jnp.broadcast_to(mask, shape))
 
 
 def _make_causal(mask: AttentionMask, queries: int, keys: int) -> AttentionMask:
@@ -279,11 +301,9 @@ def _map_over_cores(
     def call(
         query: Array, key: Array, value: Array, *masks: Array
     ) -> jax.Array:
-        names = ("queries", "keys", "scores")
-        parts = dict(zip(names, masks, strict=True))
-        return attend(query, key, value, dataclasses.replace(mask, **parts))
+        return attend(query, key, value, _replace_arrays(mask, masks))
 
-    arrays = [query, key, value, mask.queries, mask.keys, mask.scores]
+    arrays = [query, key, value, *_arrays_of(mask)]
     heads, of_rows = PartitionSpec(rows, None, model), PartitionSpec(rows)
     # A mask may have one row or one head for all.
     sizes = [1, 1] if mask.scores is None else mask.scores.shape[:2]
@@ -309,6 +329,19 @@ def _map_over_cores(
     )[: len(query)]
 
 
+def _arrays_of(mask: AttentionMask) -> list[Array | None]:
+    return [mask.queries, mask.keys, mask.scores]
+
+
+def _replace_arrays(
+    mask: AttentionMask, arrays: Sequence[Array | None]
+) -> AttentionMask:
+    """Returns a mask with other arrays, as `_arrays_of` returns them."""
+    names = ("queries", "keys", "scores")
+    parts = dict(zip(names, arrays, strict=True))
+    return dataclasses.replace(mask, **parts)
+
+
 def _pad_rows(array: Array | None, padding: int) -> Array | None:
     """Appends rows of zeros, because a mapped function needs even parts."""
     if array is None or not padding:
@@ -316,74 +349,40 @@ def _pad_rows(array: Array | None, padding: int) -> Array | None:
     return jnp.pad(array, [(0, padding)] + [(0, 0)] * (array.ndim - 1))
 
 
-def capped_attention(
-    query: Array,
-    key: Array,
-    value: Array,
-    bias: Array | None = None,
-    mask: Array = None,
-    scale: float | None = None,
-    is_causal: bool = False,
-    *,
-    attn_logits_soft_cap: float,
-) -> jax.Array:
-    """Computes attention with each score s capped to `cap * tanh(s / cap)`.
+def _wrap_public(original: Callable[..., Any]) -> Callable[..., Any]:
+    """Wraps `keras.ops`'s function, which refuses caps where no TPU is."""
 
-    Args:
-      query: An array of shape (batch, T, heads, depth).
-      key: An array of shape (batch, S, heads or a divisor of it, depth).
-      value: An array of the key's shape.
-      bias: An array to add to the scores, broadcast to (batch, heads, T, S).
-      mask: True for the scores to use, broadcast like the bias. A shape of
-        (batch, T, S) is also accepted, unless the batch size equals the number
-        of heads.
-      scale: The factor by which scores are multiplied; None for 1 /
-        sqrt(depth).
-      is_causal: Whether each position attends only to itself and earlier
-        positions.
-      attn_logits_soft_cap: The cap.
+    @functools.wraps(original)
+    def attention(*args: Any, **kwargs: Any) -> Any:
+        is_capped = kwargs.get("attn_logits_soft_cap") is not None
+        if _thread.trace is None or not is_capped:
+            return original(*args, **kwargs)
+        return keras_names.NN.dot_product_attention(*args, **kwargs)
 
-    Returns:
-      An array of the query's shape, in the common dtype of query, key and
-      value.
+    return attention
 
-    References:
-      - Gemma Team, Gemma 2 (2024), section 2: https://arxiv.org/abs/2408.00118
-    """
-    dtype = jnp.result_type(query, key, value)
-    query, key, value = (jnp.asarray(x, dtype) for x in (query, key, value))
-    heads, depth = query.shape[-2:]
-    key, value = (
-        jnp.repeat(x, heads // x.shape[2], axis=2) for x in (key, value)
-    )
-    scores = jnp.einsum(
-        "bthd,bshd->bhts", query, key, preferred_element_type=jnp.float32
-    )
-    scores *= depth**-0.5 if scale is None else scale
-    scores = attn_logits_soft_cap * jnp.tanh(scores / attn_logits_soft_cap)
-    if bias is not None:
-        scores += bias
-    counts = jnp.ones(scores.shape[-2:], bool)
-    if is_causal:
-        counts = jnp.tril(counts)
-    if mask is not None:
-        mask = jnp.asarray(mask, bool)
-        if mask.ndim == 3 and mask.shape[0] not in (1, heads):
-            mask = mask[:, None]
-        counts = counts & mask
-    scores = jnp.where(counts, scores, 0.7 * jnp.finfo(scores.dtype).min)
-    shares = jax.nn.softmax(scores, axis=-1).astype(value.dtype)
-    return jnp.einsum("bhts,bshd->bthd", shares, value)
+
+def _wrap_running_on_tpu(original: Callable[[], bool]) -> Callable[[], bool]:
+    @functools.wraps(original)
+    def running_on_tpu() -> bool:
+        return _thread.trace is not None or original()
+
+    return running_on_tpu
 
 
 def _find_patches() -> Iterator[tuple[Any, str, Callable[..., Any]]]:
     yield keras_names.NN, "dot_product_attention", _wrap_attention
+    yield keras.ops, "dot_product_attention", _wrap_public
     for layer in (
         keras.layers.MultiHeadAttention,
         keras.layers.GroupQueryAttention,
     ):
         yield layer, "_compute_attention_mask", _wrap_layer_mask
         yield layer, "_compute_attention", _wrap_layer_attention
+    # Some layers of keras-hub choose their attention by the process's devices.
+    for name, module in list(sys.modules.items()):
+        if name.startswith("keras_hub.") and _ON_TPU in vars(module):
+            yield module, _ON_TPU, _wrap_running_on_tpu
 
 
 _patches = Patches(_find_patches)
