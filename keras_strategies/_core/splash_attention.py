@@ -8,15 +8,13 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from keras_strategies._core.jaxprs.hlo_text import KERNELS
 from keras_strategies._types import Array
 
 LANES = 128
 """Sequence lengths must be multiples of this number of a TPU's lanes."""
 
 _BLOCKS = (512, 256, LANES)
-KERNELS = "splash_attention_"
-"""The name scope of the kernels, before the number of products of entries."""
-
 DTYPES = ("bfloat16", "float32")
 
 

@@ -10,8 +10,6 @@ import math
 import re
 from collections.abc import Iterator
 
-from keras_strategies._core.splash_attention import KERNELS
-
 COLLECTIVES = (
     "all-reduce",
     "all-gather",
@@ -20,6 +18,10 @@ COLLECTIVES = (
     "all-to-all",
 )
 """XLA's names of the collectives that are counted."""
+
+KERNELS = "splash_attention_"
+"""The name scope of attention's kernels, before the number of products of two
+entries that one matrix product of a kernel computes."""
 
 _LINE = re.compile(
     rf"^\s*(?:ROOT )?%?(\S+) = (.*?) ({'|'.join(COLLECTIVES)})(-start)?\((.*)$",

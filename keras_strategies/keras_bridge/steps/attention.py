@@ -25,6 +25,7 @@ from jax.sharding import PartitionSpec
 from keras_strategies._core import splash_attention as splash
 from keras_strategies._core.attributes import temporary_attribute
 from keras_strategies._core.mesh import ReplicaMesh
+from keras_strategies._core.replica_map import core_map
 from keras_strategies._core.row_kinds.kernels import BY_ROWS
 from keras_strategies._core.splash_attention import AttentionMask
 from keras_strategies._types import Array
@@ -313,15 +314,14 @@ def _map_over_cores(
     ]
     specs = [*[heads] * 3, *[of_rows] * 2, PartitionSpec(*axes)]
     padding = -len(query) % mesh.num_replicas if rows else 0
-    names = mesh.replica_axes if rows else ()
-    return jax.shard_map(
+    mapped = core_map(
         call,
-        mesh=None if jax.sharding.get_abstract_mesh().axis_names else mesh.mesh,
-        axis_names={*names, *([model] if model else ())},
+        mesh,
         in_specs=tuple(specs),
         out_specs=heads,
-        check_vma=False,
-    )(
+        is_global=trace.is_global,
+    )
+    return mapped(
         *(
             _pad_rows(x, padding) if spec[0] is not None else x
             for x, spec in zip(arrays, specs, strict=True)
