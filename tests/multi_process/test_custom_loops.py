@@ -66,7 +66,7 @@ def test_a_step_sends_one_buffer(two_processes):
 def test_values_of_other_shapes_are_named_in_all(two_processes):
     first, second = (result.value["values"] for result in two_processes)
     assert first["unequal"][0] == second["unequal"][0]
-    assert "ValueError: On several processes" in first["unequal"][0]
+    assert "ValueError: If there are several processes" in first["unequal"][0]
     assert "float64[2] (replica 0)" in first["unequal"][0]
     assert "float64[3] (replica 3)" in first["unequal"][0]
     told = [one["unequal"][1] for one in (first, second)]

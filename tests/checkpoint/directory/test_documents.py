@@ -64,7 +64,7 @@ def test_what_is_no_document_is_damage(tmp_path, text, fault):
 def test_a_document_has_a_largest_size(tmp_path, monkeypatch):
     monkeypatch.setattr(documents, "MAX_BYTES", 100)
     write(tmp_path, json.dumps(GOOD).encode() + b" " * 100)
-    with pytest.raises(DamagedCheckpoint, match="at most 100"):
+    with pytest.raises(DamagedCheckpoint, match="maximum of 100"):
         documents.read_document(tmp_path)
 
 
