@@ -55,9 +55,15 @@ class _Thread(threading.local):
         `AttentionMask`.
       layer_mask: The `made_mask` that was passed to the layer that is computing
         attention.
+      reasons: The reasons that are being collected, or None. See
+        `collect_reasons`.
+      has_called: Whether the layer that is computing attention has called
+        `dot_product_attention`.
     """
 
     trace: _Trace | None = None
+    reasons: dict[str, None] | None = None
+    has_called: bool = False
     made_mask: tuple[Array, AttentionMask] | None = None
     layer_mask: AttentionMask | None = None
 
@@ -85,6 +91,23 @@ def attention_for(
         yield
 
 
+@contextlib.contextmanager
+def collect_reasons() -> Iterator[dict[str, None]]:
+    """Collects why XLA computes attention in TPU steps that the block traces.
+
+    Yields:
+      A dict whose keys are the reasons, such as "attention dropout".
+    """
+    reasons: dict[str, None] = {}
+    with temporary_attribute(_thread, "reasons", reasons):
+        yield reasons
+
+
+def _note_reason(reason: str) -> None:
+    if _thread.reasons is not None:
+        _thread.reasons[reason] = None
+
+
 def _wrap_attention(original: Callable[..., Any]) -> Callable[..., Any]:
     signature = inspect.signature(original)
 
@@ -93,9 +116,12 @@ def _wrap_attention(original: Callable[..., Any]) -> Callable[..., Any]:
         trace = _thread.trace
         if trace is None:
             return original(*args, **kwargs)
+        _thread.has_called = True
         arguments = signature.bind(*args, **kwargs).arguments
-        if find_reason_against_kernel(trace, **arguments) is None:
+        reason = find_reason_against_kernel(trace, **arguments)
+        if reason is None:
             return _attend(trace, **arguments)
+        _note_reason(reason)
         arguments["flash_attention"] = False
         if arguments.get("attn_logits_soft_cap") is None:
             return original(**arguments)
@@ -135,8 +161,12 @@ def _wrap_layer_attention(original: Callable[..., Any]) -> Callable[..., Any]:
         arguments = signature.bind(layer, *args, **kwargs).arguments
         is_made = made and arguments.get("attention_mask") is made[0]
         mask = made[1] if made and is_made else None
+        _thread.has_called = False
         with temporary_attribute(_thread, "layer_mask", mask):
-            return original(layer, *args, **kwargs)
+            result = original(layer, *args, **kwargs)
+        if not _thread.has_called:
+            _note_reason("dropout or returned scores")
+        return result
 
     return compute_attention
 
@@ -198,13 +228,12 @@ def find_reason_against_kernel(
     dtype = str(jnp.result_type(query, key, value))
     lengths = query.shape[1], key.shape[1]
     if bias is not None:
-        return "a bias is added to the scores"
+        return "a bias added to the scores"
     if dtype not in splash.DTYPES:
         return f"the dtype {dtype}"
     if any(length % splash.LANES or not length for length in lengths):
-        return f"a length that is not a multiple of {splash.LANES}: " + str(
-            next(x for x in lengths if x % splash.LANES or not x)
-        )
+        uneven = next(x for x in lengths if x % splash.LANES or not x)
+        return f"a length of {uneven}, not a multiple of {splash.LANES}"
     cores = trace.mesh.cores_per_replica
     if query.shape[2] % cores or key.shape[2] % cores:
         return f"heads that {cores} cores cannot share evenly"

@@ -14,6 +14,7 @@ from keras_strategies._core.jaxprs.flops import count_flops
 from keras_strategies._core.mesh import ReplicaMesh
 from keras_strategies._types import Array, Batch, Tree
 from keras_strategies.keras_bridge.loops.binding import Binding
+from keras_strategies.keras_bridge.steps.attention import collect_reasons
 from keras_strategies.keras_bridge.steps.lower_step import (
     lower_step,
     shape_of,
@@ -35,6 +36,7 @@ from keras_strategies.planning.compile.step import (
     Step,
     count_shape_bytes,
     count_variable_bytes,
+    describe_attention,
     with_rows,
 )
 from keras_strategies.strategy.strategy import Strategy
@@ -107,9 +109,9 @@ class FitStep(Step):
 
     def lower(self, rows: int, blocks: int | None) -> jax.stages.Lowered:
         """Implements `Step.lower`."""
-        with rematerialize(self._again):
+        with rematerialize(self._again), collect_reasons() as reasons:
             model, binding = self._get_model(blocks)
-            return lower_step(
+            lowered = lower_step(
                 model,
                 self.mesh,
                 "train",
@@ -118,6 +120,8 @@ class FitStep(Step):
                 self.steps,
                 binding.replica_scope,
             )
+        self.note = describe_attention(reasons)
+        return lowered
 
     def model_flops(self, rows: int, blocks: int | None) -> float | None:
         """Implements `Step.model_flops`."""

@@ -10,7 +10,12 @@ import keras
 import numpy as np
 
 from keras_strategies._core import values
-from keras_strategies.planning.compile.step import Step, count_variable_bytes
+from keras_strategies.keras_bridge.steps.attention import collect_reasons
+from keras_strategies.planning.compile.step import (
+    Step,
+    count_variable_bytes,
+    describe_attention,
+)
 from keras_strategies.strategy.runner import Runner
 
 
@@ -86,7 +91,9 @@ class RunStep(Step):
             return values.PerReplica.of(array, leaf.layout)
 
         args, kwargs = jax.tree.map(scale, self._given, is_leaf=_is_leaf)
-        lowered, written = self._runner.lower(self._fn, args, kwargs)
+        with collect_reasons() as reasons:
+            lowered, written = self._runner.lower(self._fn, args, kwargs)
+        self.note = describe_attention(reasons)
         trained = self._list_trained()
         if trained and not {id(v) for v in written} & set(map(id, trained)):
             name = getattr(self._fn, "__name__", "a function")

@@ -293,8 +293,8 @@ def test_calls_of_layers_reach_the_kernel(monkeypatch):
 @pytest.mark.parametrize(
     ("given", "reason"),
     [
-        ({"length": 100}, "not a multiple of 128: 100"),
-        ({"bias": BIAS}, "a bias"),
+        ({"length": 100}, "a length of 100, not"),
+        ({"bias": BIAS}, "a bias added"),
         ({"dtype": "float16"}, "the dtype float16"),
         ({"cores": 4}, "heads that 4 cores cannot share"),
         ({"mask": np.ones((2, LENGTH, LENGTH), bool)}, "a mask of shape (2,"),
@@ -311,3 +311,22 @@ def test_reasons_for_the_attention_of_xla(given, reason):
     arrays = [x[:, :length].astype(dtype) for x in (QUERY, KEY, VALUE)]
     found = attention_module.find_reason_against_kernel(trace, *arrays, **given)
     assert (found is None) if reason is None else (reason in found)
+
+
+def test_reasons_are_collected():
+    x = drawn(BATCH, 100, 16)
+    plain = keras.layers.MultiHeadAttention(2, 8)
+    dropped = keras.layers.MultiHeadAttention(2, 8, dropout=0.5)
+
+    def call(x):
+        return plain(x, x), dropped(x, x, training=False)
+
+    with attention_module.collect_reasons() as reasons:
+        jax.jit(call)(x)
+        assert not reasons
+        with attention_for(TPUS):
+            jax.jit(lambda x: call(x))(x)
+    assert list(reasons) == [
+        "a length of 100, not a multiple of 128",
+        "dropout or returned scores",
+    ]
