@@ -44,6 +44,29 @@ class AttentionMask:
     scores: Array | None = None
 
 
+def read_mask(array: Array, query: Array, key: Array) -> AttentionMask:
+    """Returns the mask of an array of shape (batch, heads, T, S), or with 1s."""
+    array = jnp.asarray(array, bool)
+    rows, queries, keys = len(query), query.shape[1], key.shape[1]
+    _, heads, length, others = array.shape
+    if heads == length == 1:
+        used = jnp.broadcast_to(array[:, 0, 0], (rows, keys))
+        return AttentionMask(keys=used)
+    if heads == others == 1:
+        used = jnp.broadcast_to(array[:, 0, :, 0], (rows, queries))
+        return AttentionMask(queries=used)
+    shape = (*array.shape[:2], queries, keys)
+    return AttentionMask(scores=jnp.broadcast_to(array, shape))
+
+
+def make_causal(mask: AttentionMask, query: Array, key: Array) -> AttentionMask:
+    """Returns a mask that also excludes the keys after each query."""
+    if mask.scores is None:
+        return dataclasses.replace(mask, right=0)
+    is_earlier = jnp.tril(jnp.ones((query.shape[1], key.shape[1]), bool))
+    return dataclasses.replace(mask, scores=mask.scores & is_earlier)
+
+
 def splash_attention(
     query: Array,
     key: Array,

@@ -270,9 +270,9 @@ def _attend(
     if mask is None:
         known = AttentionMask()
     elif known is None:
-        known = _read_mask(jnp.asarray(mask, bool), query, key)
+        known = splash.read_mask(mask, query, key)
     if is_causal:
-        known = _make_causal(known, query.shape[1], key.shape[1])
+        known = splash.make_causal(known, query, key)
     attend = functools.partial(
         splash.splash_attention,
         scale=query.shape[-1] ** -0.5 if scale is None else scale,
@@ -285,28 +285,6 @@ def _attend(
 
     by_rows.__name__ = BY_ROWS
     return jax.jit(by_rows)(query, key, value, *_arrays_of(known))
-
-
-def _read_mask(mask: jax.Array, query: Array, key: Array) -> AttentionMask:
-    """Returns a mask of shape (batch, heads, T, S), with any sizes of 1."""
-    rows, queries, keys = len(query), query.shape[1], key.shape[1]
-    _, heads, length, others = mask.shape
-    if heads == length == 1:
-        used = mask[:, 0, 0]
-        return AttentionMask(keys=jnp.broadcast_to(used, (rows, keys)))
-    if heads == others == 1:
-        used = mask[:, 0, :, 0]
-        return AttentionMask(queries=jnp.broadcast_to(used, (rows, queries)))
-    shape = (*mask.shape[:2], queries, keys)
-    return AttentionMask(scores=jnp.broadcast_to(mask, shape))
-
-
-def _make_causal(mask: AttentionMask, queries: int, keys: int) -> AttentionMask:
-    """Returns the mask without the keys that come after each query."""
-    if mask.scores is None:
-        return dataclasses.replace(mask, right=0)
-    is_earlier = jnp.tril(jnp.ones((queries, keys), bool))
-    return dataclasses.replace(mask, scores=mask.scores & is_earlier)
 
 
 def _map_over_cores(

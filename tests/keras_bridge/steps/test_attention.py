@@ -321,6 +321,7 @@ def test_reasons_are_collected():
     def call(x):
         return plain(x, x), dropped(x, x, training=False)
 
+    call(x)
     with attention_module.collect_reasons() as reasons:
         jax.jit(call)(x)
         assert not reasons
