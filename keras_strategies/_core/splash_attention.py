@@ -45,7 +45,10 @@ class AttentionMask:
 
 
 def read_mask(array: Array, query: Array, key: Array) -> AttentionMask:
-    """Returns the mask of an array of shape (batch, heads, T, S), or with 1s."""
+    """Returns the mask of an array of shape (batch, heads, T, S).
+
+    The sizes of the array may also be 1.
+    """
     array = jnp.asarray(array, bool)
     rows, queries, keys = len(query), query.shape[1], key.shape[1]
     _, heads, length, others = array.shape
