@@ -7,7 +7,7 @@ from tests.support.jobs import values_of
 TARGET = "multi_process.bad_input:run"
 # What every process is told, by case; and what the failing one is told.
 EVERYWHERE = {
-    "lengths of arrays": "number of rows of 32 (process 0), 33 (process 1)",
+    "lengths of arrays": "number of rows: 32 (process 0), 33 (process 1)",
     "contents of arrays": "different rows in step 0",
     "dtypes of arrays": "different rows in step 0",
     "shapes of arrays": "('float32[?, 4]', 'float32[?, 1]') (process 1)",
@@ -40,7 +40,7 @@ IN_ONE = {
     "predict fails": "OSError: the disk is gone",
     "validation fails": "OSError: the disk is gone",
     "x and y of one process": "ValueError: Data cardinality is ambiguous",
-    "strings in one process": "TypeError: The arrays of a batch must hold",
+    "strings in one process": "TypeError: The arrays of a batch must contain",
     "a PyDataset's hook": "OSError: no connection",
     "a PyDataset fails": "OSError: cannot decode",
     "a PyDataset with workers fails": "OSError: cannot decode",
