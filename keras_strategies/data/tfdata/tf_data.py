@@ -323,7 +323,7 @@ def _check_elements(element_spec: Tree) -> None:
             )
         if spec.dtype in (tf.string, tf.resource, tf.variant):
             raise TypeError(
-                "The arrays of a batch must hold numbers or booleans. "
+                "The arrays of a batch must contain numbers or booleans. "
                 f"Received: {spec}. Convert the values to numbers in the "
                 "dataset."
             )
