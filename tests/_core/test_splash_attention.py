@@ -72,7 +72,18 @@ CASES = {
 }
 
 
-@pytest.mark.parametrize("case", CASES.values(), ids=CASES)
+# Interpreted kernels are slow to compile.
+QUICK = (
+    *("causal window", "queries, keys", "scores by head", "grouped, keys"),
+    *("cap", "bfloat16", "fewer keys"),
+)
+PARAMS = [
+    pytest.param(case, id=name, marks=[] if name in QUICK else pytest.mark.slow)
+    for name, case in CASES.items()
+]
+
+
+@pytest.mark.parametrize("case", PARAMS)
 def test_it_is_attention(case):
     case = {
         "heads": 2,

@@ -212,8 +212,19 @@ MASKS = {
 }
 
 
-@pytest.mark.parametrize("mask", MASKS)
-@pytest.mark.parametrize("name", LAYERS)
+@pytest.mark.parametrize(
+    ("name", "mask"),
+    [
+        # Interpreted kernels are slow to compile.
+        pytest.param(
+            name,
+            mask,
+            marks=[] if name == "grouped, window" else pytest.mark.slow,
+        )
+        for name in LAYERS
+        for mask in MASKS
+    ],
+)
 def test_layers_compute_the_same_with_the_kernel(monkeypatch, name, mask):
     layer = LAYERS[name]()
     x, gradient = drawn(2, BATCH, LENGTH, 16)
