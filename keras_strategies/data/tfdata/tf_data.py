@@ -35,6 +35,7 @@ from keras_strategies.data.tfdata.tf_nodes import (
     guess_batch_size,
     has_variables,
     is_plain,
+    read_seeds,
 )
 from keras_strategies.data.tfdata.tf_order import EpochDatasets
 from keras_strategies.data.tfdata.tf_plan import plan_shards
@@ -197,12 +198,15 @@ class TfDataSource(Source):
         document = load_json(str(seed), max_characters=_MAX_SEED)
         if fault_of(document, _SEED) is not None:
             raise ValueError("`seed` must be a value of `Source.seed`.")
-        self._seed, seeds = (
-            document if isinstance(document, list) else (document, None)
-        )
         # Starts from a new graph, because caches of the present one may contain
         # rows in the previous order.
         graph = write_graph(self._dataset)
+        # A number is the seed of a dataset whose shuffles had no seeds, even
+        # if `tf.random.set_seed` has given them seeds since.
+        none = [[v and 0 for v in pair] for pair in read_seeds(graph)]
+        self._seed, seeds = (
+            document if isinstance(document, list) else (document, none)
+        )
         self._epochs = self._make_epochs(
             graph, seed=int(self._seed or 0), seeds=seeds
         )

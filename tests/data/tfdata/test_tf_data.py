@@ -610,6 +610,25 @@ def test_global_seed_is_the_users():
     assert flat(batches_of(source)) == expected
 
 
+@pytest.mark.parametrize("seed", [None, 5])
+def test_an_order_without_seeds_is_restored_into_data_with_seeds(seed):
+    def make(seed=None):
+        return tf.data.Dataset.range(9).shuffle(9, seed).batch(4)
+
+    saved = source_of(make())
+    expected = flat(batches_of(saved, epoch=1))
+    try:
+        if seed is None:
+            tf.random.set_seed(1)
+        source = source_of(make(seed))
+    finally:
+        tf.random.set_seed(None)
+    assert flat(batches_of(source, epoch=1)) != expected
+    source.restart(saved.seed)
+    assert source.seed == saved.seed
+    assert flat(batches_of(source, epoch=1)) == expected
+
+
 # Caches and what functions hold.
 
 
