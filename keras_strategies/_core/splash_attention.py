@@ -2,6 +2,7 @@
 
 import dataclasses
 import functools
+from collections.abc import Sequence
 from typing import Any
 
 import jax
@@ -42,6 +43,17 @@ class AttentionMask:
     queries: Array | None = None
     keys: Array | None = None
     scores: Array | None = None
+
+    @property
+    def arrays(self) -> tuple[Array | None, ...]:
+        """The arrays of the mask: `queries`, `keys` and `scores`."""
+        return self.queries, self.keys, self.scores
+
+    def with_arrays(self, arrays: Sequence[Array | None]) -> "AttentionMask":
+        """Returns a copy with other arrays, in the order of `arrays`."""
+        names = ("queries", "keys", "scores")
+        changes: dict[str, Any] = dict(zip(names, arrays, strict=True))
+        return dataclasses.replace(self, **changes)
 
 
 def read_mask(array: Array, query: Array, key: Array) -> AttentionMask:

@@ -14,7 +14,7 @@ import functools
 import inspect
 import sys
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import jax
@@ -24,6 +24,7 @@ from jax.sharding import PartitionSpec
 
 from keras_strategies._core import splash_attention as splash
 from keras_strategies._core.attributes import temporary_attribute
+from keras_strategies._core.jaxprs.traces import is_tracing
 from keras_strategies._core.mesh import ReplicaMesh
 from keras_strategies._core.replica_map import core_map
 from keras_strategies._core.row_kinds.kernels import BY_ROWS
@@ -70,6 +71,7 @@ class _Thread(threading.local):
 
 _thread = _Thread()
 _ON_TPU = "running_on_tpu"
+_WITHOUT_KERNELS = ("TPU v2", "TPU v3")
 
 
 @contextlib.contextmanager
@@ -210,6 +212,7 @@ def find_reason_against_kernel(
     value: Array,
     bias: Array | None = None,
     mask: Array | None = None,
+    flash_attention: bool | None = None,
     **_: Any,
 ) -> str | None:
     """Returns why attention is computed by XLA instead of by the kernel.
@@ -221,12 +224,20 @@ def find_reason_against_kernel(
       value: An array of the key's shape, except for the depth.
       bias: An array that is added to the scores.
       mask: True for the scores to use.
+      flash_attention: Whether the layer may use a kernel; None if the user has
+        not decided.
 
     Returns:
       The reason, or None if the kernel computes the attention.
     """
     dtype = str(jnp.result_type(query, key, value))
     lengths = query.shape[1], key.shape[1]
+    if flash_attention is False:
+        return "flash_attention=False"
+    if trace.mesh.devices[0].device_kind.startswith(_WITHOUT_KERNELS):
+        return f"a {trace.mesh.devices[0].device_kind}"
+    if not len(query):
+        return "a batch without rows"
     if bias is not None:
         return "a bias added to the scores"
     if dtype not in splash.DTYPES:
@@ -280,11 +291,13 @@ def _attend(
     )
 
     def by_rows(query: Array, key: Array, value: Array, *masks: Array) -> Array:
-        mask = _replace_arrays(known, masks)
+        mask = known.with_arrays(masks)
         return _map_over_cores(trace, attend, query, key, value, mask)
 
     by_rows.__name__ = BY_ROWS
-    return jax.jit(by_rows)(query, key, value, *_arrays_of(known))
+    # Outside of a trace, each call would be compiled.
+    call = jax.jit(by_rows) if is_tracing() else by_rows
+    return call(query, key, value, *known.arrays)
 
 
 def _map_over_cores(
@@ -309,9 +322,9 @@ def _map_over_cores(
     def call(
         query: Array, key: Array, value: Array, *masks: Array
     ) -> jax.Array:
-        return attend(query, key, value, _replace_arrays(mask, masks))
+        return attend(query, key, value, mask.with_arrays(masks))
 
-    arrays = [query, key, value, *_arrays_of(mask)]
+    arrays = [query, key, value, *mask.arrays]
     heads, of_rows = PartitionSpec(rows, None, model), PartitionSpec(rows)
     # A mask may have one row or one head for all.
     sizes = [1, 1] if mask.scores is None else mask.scores.shape[:2]
@@ -334,19 +347,6 @@ def _map_over_cores(
             for x, spec in zip(arrays, specs, strict=True)
         )
     )[: len(query)]
-
-
-def _arrays_of(mask: AttentionMask) -> list[Array | None]:
-    return [mask.queries, mask.keys, mask.scores]
-
-
-def _replace_arrays(
-    mask: AttentionMask, arrays: Sequence[Array | None]
-) -> AttentionMask:
-    """Returns a mask with other arrays, as `_arrays_of` returns them."""
-    names = ("queries", "keys", "scores")
-    parts = dict(zip(names, arrays, strict=True))
-    return dataclasses.replace(mask, **parts)
 
 
 def _pad_rows(array: Array | None, padding: int) -> Array | None:

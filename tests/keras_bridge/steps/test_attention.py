@@ -14,8 +14,13 @@ from keras_strategies.keras_bridge.steps.attention import attention_for
 from tests.support.splash import interpreted  # noqa: F401
 
 pytestmark = pytest.mark.usefixtures("interpreted")
+CHIP = types.SimpleNamespace(device_kind="TPU v5 lite")
 TPUS = types.SimpleNamespace(
-    platform="tpu", num_replicas=1, cores_per_replica=1, model_axis="model"
+    devices=[CHIP],
+    platform="tpu",
+    num_replicas=1,
+    cores_per_replica=1,
+    model_axis="model",
 )
 CPUS = types.SimpleNamespace(platform="cpu")
 BATCH, LENGTH, HEADS, DEPTH = 3, 128, 2, 8
@@ -307,6 +312,8 @@ def test_calls_of_layers_reach_the_kernel(monkeypatch):
         ({"length": 100}, "a length of 100, not"),
         ({"bias": BIAS}, "a bias added"),
         ({"dtype": "float16"}, "the dtype float16"),
+        ({"flash_attention": False}, "flash_attention=False"),
+        ({"chip": "TPU v3"}, "a TPU v3"),
         ({"cores": 4}, "heads that 4 cores cannot share"),
         ({"mask": np.ones((2, LENGTH, LENGTH), bool)}, "a mask of shape (2,"),
         ({}, None),
@@ -317,7 +324,10 @@ def test_calls_of_layers_reach_the_kernel(monkeypatch):
 def test_reasons_for_the_attention_of_xla(given, reason):
     given = dict(given)
     length, dtype = given.pop("length", LENGTH), given.pop("dtype", "float32")
-    mesh = types.SimpleNamespace(cores_per_replica=given.pop("cores", 1))
+    chip = types.SimpleNamespace(device_kind=given.pop("chip", "TPU v4"))
+    mesh = types.SimpleNamespace(
+        devices=[chip], cores_per_replica=given.pop("cores", 1)
+    )
     trace = attention_module._Trace(mesh=mesh, is_global=False)
     arrays = [x[:, :length].astype(dtype) for x in (QUERY, KEY, VALUE)]
     found = attention_module.find_reason_against_kernel(trace, *arrays, **given)
