@@ -281,13 +281,14 @@ def _check_export_outputs(outputs: object) -> None:
         raise TypeError(
             "`export_outputs` must be a dict. Received: "
             f"{shorten(outputs)} of type {type(outputs).__name__}. Omit it, "
-            "because an exported model returns the outputs of `model`."
+            "because an exported model returns symbolic `predictions`, or else "
+            "the outputs of `model`."
         )
     raise ValueError(
         "`export_outputs` is not supported. Received: the signatures "
         f"{sorted(map(str, outputs))}. Omit it, because an exported model "
-        "returns the outputs of `model`. To choose these outputs, create the "
-        "model with `keras.Model(inputs, outputs)`."
+        "returns symbolic `predictions`, or else the outputs of `model`. To "
+        "choose these, create the model with `keras.Model(inputs, outputs)`."
     )
 
 

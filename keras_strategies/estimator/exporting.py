@@ -254,7 +254,7 @@ def _make_folder(base: str) -> str:
 
 
 def _put_in_place(folder: str, base: str) -> str:
-    """Renames a finished export to the current time; returns the new path."""
+    """Renames a finished export to an unused time; returns the new path."""
     version = max([int(time.time()), *(v + 1 for v in list_exports(base))])
     while True:
         path = os.path.join(base, str(version))

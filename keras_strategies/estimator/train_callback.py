@@ -40,7 +40,7 @@ MARK = "training.json"
 completed call of `train` ended."""
 
 _MAX_MARK_BYTES = 4096
-_WHERE = "whether the last call of `Estimator.train` was completed"
+_WHERE = "the check whether the last `Estimator.train` was completed"
 _MARK = {"ended_at_step": is_count}
 _PROGRESS = {"step": is_count, "begun": is_count, "is_done": bool}
 _logger = logging.getLogger(__name__)
@@ -171,7 +171,7 @@ def count_steps(
     *,
     is_endless: bool,
 ) -> int | None:
-    """Returns the number of steps of a `train` call, or None if unlimited.
+    """Returns the number of steps of a `train` call; None until the data end.
 
     The number includes steps that were done before the call was interrupted.
 
@@ -339,7 +339,7 @@ class TrainCheckpoint(Checkpoint):
         for listener in self._listeners_here:
             should_stop |= bool(listener.after_save(None, loop.num_steps))
         should_stop = broadcast_from_chief(
-            loop.mesh, "whether to stop training", should_stop, bool
+            loop.mesh, "the decision to stop training", should_stop, bool
         )
         if self._asks_to_stop is not None:
             should_stop |= self._asks_to_stop(loop.num_steps)

@@ -151,7 +151,10 @@ def _train_locally(
 
     def after_save(step: int) -> bool:
         is_due = train_callback.broadcast_from_chief(
-            mesh, "whether to evaluate", evaluation.is_due(throttle_s), bool
+            mesh,
+            "the decision to evaluate",
+            evaluation.is_due(throttle_s),
+            bool,
         )
         if is_due:
             evaluation.run(reading.make_path(estimator.model_dir, step))

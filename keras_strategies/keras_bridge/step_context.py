@@ -312,8 +312,8 @@ def count_replica_uses() -> int:
 ReplicaScope = Callable[
     [StepContext | None], contextlib.AbstractContextManager[Any]
 ]
-"""A context manager that enters a step's replica context. For None instead of a
-step, this is the replica context of a single replica."""
+"""A function that returns a context manager, which enters a step's replica
+context; for None, that of a single replica."""
 
 current_step: Callable[[], StepContext | None] = _current.current_step
 """Returns the replica-mapped step that this thread is tracing, or None."""
@@ -331,7 +331,7 @@ def building(mesh: ReplicaMesh, replica_scope: ReplicaScope) -> Iterator[None]:
 
     Args:
       mesh: The mesh of the replicas.
-      replica_scope: A context manager that enters a step's replica context.
+      replica_scope: Makes the context manager of a step's replica context.
     """
     step = StepContext(facts=StepFacts(mesh=mesh, rows=1))
     alone = replay.Alone(mesh.num_replicas)

@@ -87,7 +87,7 @@ def check_outside(name: str) -> None:
         raise RuntimeError(
             f"`{name}` must not be called while the replicas run a function. "
             "Received: a call inside of a function given to `merge_call` or "
-            f"`update`. Call `{name}` outside of that function."
+            f"`update`. Call `{name}` outside of that function and of `run`."
         )
 
 

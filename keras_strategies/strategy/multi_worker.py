@@ -52,7 +52,8 @@ class MultiWorkerMirroredStrategy(Strategy):
       ValueError: if `predict_in` is unknown, the description of the cluster is
         incomplete or wrong, or processes have different numbers of devices.
       RuntimeError: if JAX's devices are already in use, the processes did not
-        connect in time, or their versions or programs differ.
+        connect in time, or they have different versions, strategies or numbers
+        of processes.
 
     Example:
       ```python

@@ -159,7 +159,7 @@ class Strategy(CustomLoops, PlanMixin):
     def detach(self, model: keras.Model) -> keras.Model:
         """Turns a bound model back into a plain Keras model on one device.
 
-        If several processes shard variables, all of them must call `detach`.
+        If processes shard variables, all must call it, and get all values.
 
         Args:
           model: A model that is bound to this strategy.

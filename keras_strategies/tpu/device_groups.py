@@ -153,7 +153,8 @@ def _group_slice(
     if count not in boxes:
         raise ValueError(
             "On TPUs, a group of replicas that shards variables must fill a "
-            f"box of complete hosts. Received: shards={count} in slices with "
+            "box of complete hosts, with all cores of its replicas. "
+            f"Received: shards={count} in slices with "
             f"{size} replicas. Choose one of {sorted(boxes)}, or None."
         )
     return _split_into_boxes(replicas, boxes[count]), count

@@ -222,7 +222,10 @@ class RunConfig:
 
     @property
     def global_id_in_cluster(self) -> int | None:
-        """This process's index in the cluster; None for an evaluator."""
+        """This process's index; None for an evaluator.
+
+        The chief comes first, then the workers, then the servers.
+        """
         return self._cluster.global_id_in_cluster
 
     @property

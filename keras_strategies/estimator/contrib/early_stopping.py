@@ -303,7 +303,7 @@ class _Stopping(keras.callbacks.Callback):
         self._asked_at, self._asked = time.monotonic(), step
         should_stop = self._mesh.is_chief and bool(self._should_stop_fn())
         if train_callback.broadcast_from_chief(
-            self._mesh, "whether to stop early", should_stop, bool
+            self._mesh, "the decision to stop early", should_stop, bool
         ):
             _logger.info("Requesting early stopping at global step %d.", step)
             self.model.stop_training = True  # pyright: ignore[reportOptionalMemberAccess, reportAttributeAccessIssue]

@@ -72,7 +72,7 @@ class Binding:
       owner: The strategy.
       runtime: The strategy's runtime: its mesh, distribution and registry.
       check_context: A function that raises if another strategy's scope is open.
-      replica_scope: A context manager that enters a step's replica context.
+      replica_scope: Makes the context manager of a step's replica context.
     """
 
     def __init__(

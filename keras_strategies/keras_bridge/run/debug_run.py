@@ -52,7 +52,7 @@ def debug_run(
       mesh: The mesh of the replicas.
       scope: A function that opens the strategy's scope, which is needed because
         the function may create variables.
-      replica_scope: A context manager that enters a step's replica context.
+      replica_scope: Makes the context manager of a step's replica context.
       rows: For each replica, the row counts of those arguments whose row count
         is not the same on all replicas.
       is_update: Whether the function writes the same value to every copy of

@@ -72,7 +72,7 @@ class RunProgram:
       rows: For each leaf, None; or, if the replicas have different shapes, the
         row count or shape on each replica. The array is padded to the largest.
       mesh: The mesh of the replicas.
-      replica_scope: A context manager that enters a step's replica context.
+      replica_scope: Makes the context manager of a step's replica context.
       is_update: Whether the function writes the same value to every copy of a
         variable (`extended.update`).
 

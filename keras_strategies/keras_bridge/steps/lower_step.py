@@ -39,7 +39,7 @@ def lower_step(
       build: A function that builds the model from the batch's shapes.
       steps: The number of steps in one program, as in `steps_per_execution`. If
         the train step cannot run in a loop, a single step is lowered.
-      replica_scope: A context manager that enters a step's replica context.
+      replica_scope: Makes the context manager of a step's replica context.
 
     Raises:
       ValueError: if the kind is unknown, the batch has no rows, or its arrays

@@ -68,7 +68,7 @@ class ModelProgram:
         returned.
       mesh: The mesh of the replicas.
       is_global: Whether the step must see the global batch.
-      replica_scope: A context manager that enters a step's replica context.
+      replica_scope: Makes the context manager of a step's replica context.
     """
 
     # Whether the results have an entry for each row of the batch. Otherwise the

@@ -88,7 +88,7 @@ class StepFunctionCache:
       model: A compiled or plain Keras model.
       mesh: The mesh of the replicas.
       keeps_outputs: Whether `predict` returns its outputs in this process.
-      replica_scope: A context manager that enters a step's replica context.
+      replica_scope: Makes the context manager of a step's replica context.
 
     Attributes:
       trained: The counts of train steps and rows.
