@@ -34,7 +34,7 @@ layout, and how fast it trains: the TPU compiler compiles the model's training
 step on this machine. The script runs unchanged up to its first `fit` or
 `strategy.run`, but its strategies use the devices of the slice. Variables have
 no values, nothing is trained and no checkpoint is opened. This needs Linux and
-libtpu (`pip install 'keras-strategies[tpu]'`).
+libtpu (in a clone of the project: `pip install '.[tpu]'`).
 """
 _OPTIONS: tuple[Option, ...] = (
     (
@@ -219,8 +219,8 @@ def _require_libtpu() -> None:
     if importlib.util.find_spec("libtpu") is None:
         raise ImportError(
             "Compiling for TPUs needs libtpu, which is not installed. Run `pip "
-            "install 'keras-strategies[tpu]'`, which also works on a machine "
-            "without a TPU."
+            "install '.[tpu]'` in a clone of the project; this also works on a "
+            "machine without a TPU."
         )
 
 

@@ -259,6 +259,9 @@ def building(num_layers, width):
         model = keras.Sequential([keras.Input((width,)), *layers])
         model.compile("adam", "mse")
     model.optimizer.build(model.trainable_variables)
+    # Until a copy has arrived, what it was copied from is held too.
+    variables = [*model.variables, *model.optimizer.variables]
+    jax.block_until_ready([variable.value for variable in variables])
     held.append(_held())
     return max(held), held[-1]
 

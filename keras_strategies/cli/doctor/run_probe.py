@@ -292,8 +292,8 @@ def _choose_cure(stage: str, platforms: str | None) -> str:
     if stage == "devices" and platforms:
         return (
             f"JAX_PLATFORMS={platforms} selects devices that JAX does not "
-            "find. Install support for them (`pip install "
-            "'keras-strategies[cuda]'` or `[tpu]`), or set JAX_PLATFORMS=cpu."
+            "find. Install support for them (in a clone of the project: `pip "
+            "install '.[cuda]'` or `'.[tpu]'`), or set JAX_PLATFORMS=cpu."
         )
     if stage == "all_reduce":
         return (
