@@ -34,7 +34,7 @@ _STARTED = re.compile(
 _GROUPS = re.compile(r"replica_groups=(?:\[\d+,(\d+)\]|\{\{([\d,]+)\})")
 
 _KERNEL = re.compile(
-    r"custom_call_target=\"tpu_custom_call\".*?op_name=\"[^\"]*"
+    r"custom_call_target=\"tpu_custom_call\"(?:(?!op_name=).)*op_name=\"[^\"]*"
     rf"{KERNELS}(\d+)/[^\"]*splash_m[hq]a_(fwd|dq|dkv)[^\"]*\"",
     re.DOTALL,
 )
@@ -45,8 +45,8 @@ _PRODUCTS = {"fwd": 2, "dq": 3, "dkv": 4}
 def count_kernel_flops(text: str) -> float:
     """Returns the operations of attention's kernels, which XLA does not count.
 
-    A kernel in a loop over a batch's rows is counted for all rows; in another
-    loop, it is counted once.
+    A kernel in a loop over groups of a batch's rows is counted for all rows; in
+    another loop, it is counted once.
     """
     return float(
         sum(
