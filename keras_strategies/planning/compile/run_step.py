@@ -93,15 +93,16 @@ class RunStep(Step):
         args, kwargs = jax.tree.map(scale, self._given, is_leaf=_is_leaf)
         with collect_reasons() as reasons:
             lowered, written = self._runner.lower(self._fn, args, kwargs)
-        self.note = describe_attention(reasons)
+        notes = [describe_attention(reasons)]
         trained = self._list_trained()
         if trained and not {id(v) for v in written} & set(map(id, trained)):
             name = getattr(self._fn, "__name__", "a function")
-            self.note = (
+            notes.append(
                 f"The script's first `run` calls {name!r}, which does not "
                 "write a trainable variable. The plan is for that call, which "
                 "is not a training step."
             )
+        self.note = " ".join(filter(None, notes))
         return lowered
 
     def state_bytes(self) -> Mapping[str, float]:
