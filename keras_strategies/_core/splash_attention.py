@@ -1,4 +1,4 @@
-"""Attention for TPUs: JAX's splash kernel, and XLA's attention with a cap."""
+"""Attention for TPUs by JAX's splash kernel."""
 
 import dataclasses
 import functools
@@ -17,6 +17,10 @@ LANES = 128
 
 _BLOCKS = (512, 256, LANES)
 DTYPES = ("bfloat16", "float32")
+
+_TABLE_BYTES = 7 << 17
+"""The part of a TPU core's 1 MiB of scalar memory that the tables of a mask
+array's blocks may fill."""
 
 
 @dataclasses.dataclass(frozen=True, eq=False, kw_only=True)
@@ -56,6 +60,15 @@ class AttentionMask:
         return dataclasses.replace(self, **changes)
 
 
+def is_padding(shape: tuple[int, ...]) -> bool:
+    """Returns whether a mask excludes complete queries or complete keys.
+
+    Args:
+      shape: The shape of its array, (batch, heads, T, S). Sizes may be 1.
+    """
+    return shape[1] == 1 and 1 in shape[2:]
+
+
 def read_mask(array: Array, query: Array, key: Array) -> AttentionMask:
     """Returns the mask of an array of shape (batch, heads, T, S).
 
@@ -82,27 +95,41 @@ def make_causal(mask: AttentionMask, query: Array, key: Array) -> AttentionMask:
     return dataclasses.replace(mask, scores=mask.scores & is_earlier)
 
 
+def count_rows_at_once(heads: int, queries: int, keys: int) -> int:
+    """Returns for how many rows of the batch the kernel can read a mask array.
+
+    For each head of each row, the kernel stores three tables of the mask's
+    blocks. Their last two dimensions are padded to multiples of 8 and 128, and
+    an entry of all three takes up to 6 bytes.
+
+    Returns:
+      The number of rows; 0 if the tables of one row do not fit.
+    """
+    blocks_q = -(-queries // _find_block(queries) // 8) * 8
+    blocks_kv = -(-keys // _find_block(keys) // LANES) * LANES
+    return _TABLE_BYTES // (heads * blocks_q * blocks_kv * 6)
+
+
 def splash_attention(
     query: Array,
     key: Array,
     value: Array,
     mask: AttentionMask,
     *,
-    scale: float,
     soft_cap: float | None = None,
 ) -> jax.Array:
     """Computes attention on one TPU core.
 
-    The results are those of `jax.nn.dot_product_attention`. In particular, a
-    query without any key to attend to gets the mean of all values.
+    The results are those of `jax.nn.dot_product_attention` with a scale of 1.
+    In particular, a query without any key to attend to gets the mean of all
+    values.
 
     Args:
-      query: An array of shape (batch, T, heads, depth). T is a multiple of
-        `LANES`, as is S.
+      query: An array of shape (batch, T, heads, depth), already scaled. T is a
+        multiple of `LANES`, as is S.
       key: An array of shape (batch, S, heads or a divisor of it, depth).
       value: An array of the key's shape, except for the depth.
       mask: The keys that each query attends to.
-      scale: The factor by which scores are multiplied.
       soft_cap: Caps each score s to `soft_cap * tanh(s / soft_cap)`; None for
         no cap.
 
@@ -111,8 +138,7 @@ def splash_attention(
     """
     queries, keys, heads = query.shape[1], key.shape[1], query.shape[2]
     depth = value.shape[-1]
-    scaled = (query * scale).astype(query.dtype)
-    q, k, v = (jnp.swapaxes(_pad_depth(x), 1, 2) for x in (scaled, key, value))
+    q, k, v = (jnp.swapaxes(_pad_depth(x), 1, 2) for x in (query, key, value))
     products = q.size // queries * _count_pairs(mask, queries, keys)
     scope = jax.named_scope(f"{KERNELS}{products}")
     if mask.scores is None:
@@ -133,66 +159,6 @@ def splash_attention(
     mean = jnp.mean(value, axis=1, keepdims=True, dtype="float32")
     mean = jnp.repeat(mean, heads // value.shape[2], axis=2)
     return jnp.where(has_keys, result, mean.astype(result.dtype))
-
-
-def capped_attention(
-    query: Array,
-    key: Array,
-    value: Array,
-    bias: Array | None = None,
-    mask: Array = None,
-    scale: float | None = None,
-    is_causal: bool = False,
-    *,
-    attn_logits_soft_cap: float,
-) -> jax.Array:
-    """Computes attention with each score s capped to `cap * tanh(s / cap)`.
-
-    Args:
-      query: An array of shape (batch, T, heads, depth).
-      key: An array of shape (batch, S, heads or a divisor of it, depth).
-      value: An array of the key's shape.
-      bias: An array to add to the scores, broadcast to (batch, heads, T, S).
-      mask: True for the scores to use, broadcast like the bias. A shape of
-        (batch, T, S) is also accepted, unless the batch size equals the number
-        of heads.
-      scale: The factor by which scores are multiplied; None for 1 /
-        sqrt(depth).
-      is_causal: Whether each position attends only to itself and earlier
-        positions.
-      attn_logits_soft_cap: The cap.
-
-    Returns:
-      An array of the query's shape, in the common dtype of query, key and
-      value.
-
-    References:
-      - Gemma Team, Gemma 2 (2024), section 2: https://arxiv.org/abs/2408.00118
-    """
-    dtype = jnp.result_type(query, key, value)
-    query, key, value = (jnp.asarray(x, dtype) for x in (query, key, value))
-    heads, depth = query.shape[-2:]
-    key, value = (
-        jnp.repeat(x, heads // x.shape[2], axis=2) for x in (key, value)
-    )
-    scores = jnp.einsum(
-        "bthd,bshd->bhts", query, key, preferred_element_type=jnp.float32
-    )
-    scores *= depth**-0.5 if scale is None else scale
-    scores = attn_logits_soft_cap * jnp.tanh(scores / attn_logits_soft_cap)
-    if bias is not None:
-        scores += bias
-    counts = jnp.ones(scores.shape[-2:], bool)
-    if is_causal:
-        counts = jnp.tril(counts)
-    if mask is not None:
-        mask = jnp.asarray(mask, bool)
-        if mask.ndim == 3 and mask.shape[0] not in (1, heads):
-            mask = mask[:, None]
-        counts = counts & mask
-    scores = jnp.where(counts, scores, 0.7 * jnp.finfo(scores.dtype).min)
-    shares = jax.nn.softmax(scores, axis=-1).astype(value.dtype)
-    return jnp.einsum("bhts,bshd->bthd", shares, value)
 
 
 def _count_pairs(mask: AttentionMask, queries: int, keys: int) -> int:
@@ -253,8 +219,8 @@ def _attend_by_scores(
 ) -> jax.Array:
     """Computes attention with a mask that is only known to the running program.
 
-    The kernel has no dimension for the batch's rows. `vmap` would run it in a
-    loop, so here the heads of all rows are the kernel's heads.
+    The rows are computed in groups, one after the other, if the tables of the
+    mask's blocks do not fit into a core's memory for all rows at once.
 
     Args:
       query: An array of shape (batch, heads, T, depth).
@@ -265,8 +231,39 @@ def _attend_by_scores(
     """
     rows, heads, length, _ = query.shape
     masks = jnp.broadcast_to(scores, (rows, *scores.shape[1:]))
+    attend = functools.partial(_attend_at_once, soft_cap=soft_cap)
+    groups = -(-rows // count_rows_at_once(heads, length, key.shape[2]))
+    if groups == 1:
+        return attend(query, key, value, masks)
+    size = -(-rows // groups)
+    parts = [
+        pad_rows(x, groups * size - rows).reshape(groups, size, *x.shape[1:])
+        for x in (query, key, value, masks)
+    ]
+    results = jax.lax.map(lambda part: attend(*part), parts)
+    return _join_dims(results)[:rows]
+
+
+def pad_rows(array: jax.Array, count: int) -> jax.Array:
+    """Appends rows of zeros."""
+    return jnp.pad(array, [(0, count)] + [(0, 0)] * (array.ndim - 1))
+
+
+def _attend_at_once(
+    query: jax.Array,
+    key: jax.Array,
+    value: jax.Array,
+    masks: jax.Array,
+    soft_cap: float | None,
+) -> jax.Array:
+    """Computes attention with one call of the kernel.
+
+    The kernel has no dimension for the batch's rows. `vmap` would run it in a
+    loop, so here the heads of all rows are the kernel's heads.
+    """
+    rows, heads, length, _ = query.shape
     kernel = _import_splash()[0].make_splash_mha(
-        _join_heads(masks),
+        _join_dims(masks),
         head_shards=1,
         q_seq_shards=1,
         block_sizes=_make_block_sizes(length, key.shape[2]),
@@ -283,12 +280,12 @@ def _attend_by_scores(
 
     for name in ("fwd_mask_info", "dq_mask_info", "dkv_mask_info"):
         setattr(kernel, name, repeat(getattr(kernel, name)))
-    result = kernel(*map(_join_heads, (query, key, value)))
+    result = kernel(*map(_join_dims, (query, key, value)))
     return result.reshape(rows, heads, length, -1)
 
 
-def _join_heads(x: Array) -> jax.Array:
-    """Returns one dimension of heads for a batch's rows and their heads."""
+def _join_dims(x: Array) -> jax.Array:
+    """Joins the first two dimensions."""
     return x.reshape(-1, *x.shape[2:])
 
 
@@ -331,10 +328,7 @@ def _find_queries_with_keys(
 
 def _make_block_sizes(queries: int, keys: int) -> Any:
     """Returns the largest blocks that divide the lengths."""
-    block_q, block_kv = (
-        next(size for size in _BLOCKS if length % size == 0)
-        for length in (queries, keys)
-    )
+    block_q, block_kv = _find_block(queries), _find_block(keys)
     return _import_splash()[0].BlockSizes(
         block_q=block_q,
         block_kv=block_kv,
@@ -345,6 +339,10 @@ def _make_block_sizes(queries: int, keys: int) -> Any:
         block_q_dq=block_q,
         block_kv_dq=block_kv,
     )
+
+
+def _find_block(length: int) -> int:
+    return next(size for size in _BLOCKS if length % size == 0)
 
 
 def _import_splash() -> tuple[Any, Any]:

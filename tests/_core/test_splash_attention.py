@@ -85,7 +85,45 @@ PARAMS = [
 
 @pytest.mark.parametrize("case", PARAMS)
 def test_it_is_attention(case):
+    check(case)
+
+
+@pytest.mark.parametrize(
+    ("rows", "most", "heads"),
+    # One more group than there are full ones, with a row that is no row.
+    [(3, 2, 2), pytest.param(4, 2, 1, marks=pytest.mark.slow)],
+)
+def test_rows_of_a_mask_array_are_computed_in_groups(
+    monkeypatch, rows, most, heads
+):
+    bytes_of_a_row = 2 * 8 * 128 * 6
+    monkeypatch.setattr(splash_attention, "_TABLE_BYTES", most * bytes_of_a_row)
+    assert splash_attention.count_rows_at_once(2, 128, 128) == most
+    scores = RNG.random((rows, heads, 128, 128)) > 0.5
+    scores[-1, 0, :50] = False
+    lengths = {"queries_length": 128, "keys_length": 128}
+    check({"scores": scores, "rows": rows, "kv_heads": 1} | lengths)
+
+
+@pytest.mark.parametrize(
+    ("heads", "queries", "keys", "rows"),
+    [
+        (12, 384, 384, 12),
+        (16, 1024, 1024, 9),
+        (16, 1920, 1920, 4),
+        (16, 3968, 3968, 2),
+        (16, 128, 16512, 4),
+        (16, 16512, 16512, 0),
+    ],
+)
+def test_rows_whose_tables_fit(heads, queries, keys, rows):
+    found = splash_attention.count_rows_at_once(heads, queries, keys)
+    assert found == rows
+
+
+def check(case):
     case = {
+        "rows": ROWS,
         "heads": 2,
         "kv_heads": 2,
         "depth": 64,
@@ -109,13 +147,14 @@ def test_it_is_attention(case):
         (case["queries_length"], case["heads"], value_depth),
     )
     *arrays, gradient = (
-        jnp.asarray(RNG.normal(size=(ROWS, *shape)), case["dtype"])
+        jnp.asarray(RNG.normal(size=(case["rows"], *shape)), case["dtype"])
         for shape in shapes
     )
 
     def attend(query, key, value):
+        scaled = (query * 0.3).astype(query.dtype)
         return splash_attention.splash_attention(
-            query, key, value, mask, scale=0.3, soft_cap=case["cap"]
+            scaled, key, value, mask, soft_cap=case["cap"]
         )
 
     found, gradients = jax.vjp(jax.jit(attend), *arrays)

@@ -8,6 +8,7 @@ from jax.experimental.pallas.ops.tpu.splash_attention import (
 )
 
 from keras_strategies._core import splash_attention
+from keras_strategies.keras_bridge.steps import attention
 
 
 @pytest.fixture
@@ -15,7 +16,9 @@ def interpreted(monkeypatch):
     """Makes kernels that CPUs can run."""
     made = functools.partial(kernels.make_splash_mha, interpret=True)
     monkeypatch.setattr(kernels, "make_splash_mha", made)
-    cached = splash_attention._make_kernel
-    cached.cache_clear()
+    caches = (splash_attention._make_kernel, attention._make_call)
+    for cache in caches:
+        cache.cache_clear()
     yield
-    cached.cache_clear()
+    for cache in caches:
+        cache.cache_clear()

@@ -5,6 +5,7 @@ import keras
 import pytest
 
 import keras_strategies as ks
+from keras_strategies._core import splash_attention
 from keras_strategies.keras_bridge.steps import attention
 
 pytestmark = pytest.mark.tpu
@@ -104,6 +105,54 @@ def test_kernels_of_a_step(recwarn, case, count):
     assert not [w for w in recwarn if "global batch" in str(w.message)]
 
 
+class MaskedByRows(keras.layers.Layer):
+    """Attention of `heads` heads of depth 64, with an array as its mask."""
+
+    def __init__(self, heads):
+        super().__init__()
+        self.heads = heads
+
+    def build(self, shape):
+        self.dense = keras.layers.Dense(64 * self.heads)
+        self.dense.build(shape)
+        super().build(shape)
+
+    def call(self, x):
+        query = self.dense(x)
+        query = query.reshape(*x.shape[:2], self.heads, 64)
+        mask = (x[:, None, :, :1] > 0) | (x[:, None, None, :, 1] > 0)
+        result = keras.ops.dot_product_attention(query, query, query, mask=mask)
+        return keras.ops.mean(result, (2, 3))[..., None]
+
+
+@pytest.mark.parametrize(
+    ("length", "heads", "kind", "count"),
+    [(1024, 16, "predict", 1), (384, 12, "train", 3), (1152, 8, "train", 3)],
+)
+def test_tables_of_mask_arrays_fit_into_scalar_memory(
+    length, heads, kind, count
+):
+    strategy = ks.TPUStrategy.for_topology("v5e:2x2")
+    with strategy.scope(), ks.abstract():
+        x = keras.Input((length, 32))
+        model = keras.Model(x, MaskedByRows(heads)(x))
+        model.compile("sgd", "mse")
+    # 64 rows for each chip.
+    x = jax.ShapeDtypeStruct((256, length, 32), "float32")
+    y = jax.ShapeDtypeStruct((256, length, 1), "float32")
+    text = strategy.compile_step(model, (x, y), kind=kind).as_text()
+    assert text.count(KERNEL) == count
+
+
+@pytest.mark.parametrize(
+    ("dtype", "precision"),
+    [("float32", "high"), ("mixed_bfloat16", "highest")],
+)
+def test_products_of_other_precisions_are_those_of_xla(dtype, precision):
+    with jax.default_matmul_precision(precision):
+        assert program_of(dtype=dtype).as_text().count(KERNEL) == 0
+
+
 def test_operations_of_kernels_are_counted(monkeypatch):
     given = {"is_sharded": True, "use_causal_mask": True}
     figures = program_of(**given)._figures
@@ -117,3 +166,23 @@ def test_operations_of_kernels_are_counted(monkeypatch):
     assert of_xla.kernel_flops == 0
     # XLA's attention computes the scores that the mask excludes.
     assert figures.flops == pytest.approx(of_xla.flops, rel=0.2)
+
+
+def test_operations_of_kernels_in_groups_of_rows_are_counted(monkeypatch):
+    def count_operations():
+        executable = strategy.compile_step(model, (x, y), kind="test")
+        return executable._figures.kernel_flops
+
+    strategy = ks.TPUStrategy.for_topology("v5e:2x2")
+    with strategy.scope(), ks.abstract():
+        x = keras.Input((LENGTH, 32))
+        model = keras.Model(x, MaskedByRows(2)(x))
+        model.compile("sgd", "mse")
+    x = jax.ShapeDtypeStruct((16, LENGTH, 32), "float32")
+    y = jax.ShapeDtypeStruct((16, LENGTH, 1), "float32")
+    at_once = count_operations()
+    monkeypatch.setattr(
+        splash_attention, "count_rows_at_once", lambda *sizes: 1
+    )
+    attention._make_call.cache_clear()
+    assert count_operations() == at_once > 0

@@ -24,13 +24,17 @@ from jax.sharding import PartitionSpec
 
 from keras_strategies._core import splash_attention as splash
 from keras_strategies._core.attributes import temporary_attribute
-from keras_strategies._core.jaxprs.traces import is_tracing
 from keras_strategies._core.mesh import ReplicaMesh
 from keras_strategies._core.replica_map import core_map
 from keras_strategies._core.row_kinds.kernels import BY_ROWS
 from keras_strategies._core.splash_attention import AttentionMask
 from keras_strategies._types import Array
 from keras_strategies.keras_bridge import keras_names
+from keras_strategies.keras_bridge.attention_masks import LAYERS, describe_mask
+from keras_strategies.keras_bridge.attention_reasons import (
+    find_reason_against_kernel,
+)
+from keras_strategies.keras_bridge.capped_attention import capped_attention
 from keras_strategies.keras_bridge.patches import Patches
 
 
@@ -71,7 +75,7 @@ class _Thread(threading.local):
 
 _thread = _Thread()
 _ON_TPU = "running_on_tpu"
-_WITHOUT_KERNELS = ("TPU v2", "TPU v3")
+_ARRAYS = ("query", "key", "value")
 
 
 @contextlib.contextmanager
@@ -89,7 +93,11 @@ def attention_for(
         yield
         return
     trace = _Trace(mesh=mesh, is_global=is_global and mesh.num_replicas > 1)
-    with _patches.hold(), temporary_attribute(_thread, "trace", trace):
+    with (
+        _patches.hold(),
+        temporary_attribute(_thread, "trace", trace),
+        temporary_attribute(_thread, "made_mask", None),
+    ):
         yield
 
 
@@ -119,16 +127,24 @@ def _wrap_attention(original: Callable[..., Any]) -> Callable[..., Any]:
         if trace is None:
             return original(*args, **kwargs)
         _thread.has_called = True
-        arguments = signature.bind(*args, **kwargs).arguments
-        reason = find_reason_against_kernel(trace, **arguments)
+        arguments: dict[str, Any] = {
+            name: keras.ops.convert_to_tensor(value)
+            if isinstance(value, keras.Variable) or name in _ARRAYS
+            else value
+            for name, value in signature.bind(*args, **kwargs).arguments.items()
+        }
+        known, _thread.layer_mask = _thread.layer_mask, None
+        reason = find_reason_against_kernel(
+            trace.mesh, is_mask_known=known is not None, **arguments
+        )
         if reason is None:
-            return _attend(trace, **arguments)
+            return _attend(trace, known, **arguments)
         _note_reason(reason)
         arguments["flash_attention"] = False
         if arguments.get("attn_logits_soft_cap") is None:
             return original(**arguments)
         del arguments["flash_attention"]
-        return splash.capped_attention(**arguments)
+        return capped_attention(**arguments)
 
     return attention
 
@@ -139,14 +155,12 @@ def _wrap_layer_mask(original: Callable[..., Any]) -> Callable[..., Any]:
     The wrapper records the parts of the mask. From the array alone, the
     kernel could not know which blocks of scores it may skip.
     """
-    signature = inspect.signature(original)
 
     @functools.wraps(original)
     def compute_mask(layer: Any, *args: Any, **kwargs: Any) -> Array | None:
         array = original(layer, *args, **kwargs)
         if _thread.trace is not None and array is not None:
-            arguments = signature.bind(layer, *args, **kwargs).arguments
-            mask = _describe_mask(layer, **arguments)
+            mask = describe_mask(layer, *args, **kwargs)
             _thread.made_mask = mask and (array, mask)
         return array
 
@@ -159,6 +173,8 @@ def _wrap_layer_attention(original: Callable[..., Any]) -> Callable[..., Any]:
 
     @functools.wraps(original)
     def compute_attention(layer: Any, *args: Any, **kwargs: Any) -> Any:
+        if _thread.trace is None:
+            return original(layer, *args, **kwargs)
         made, _thread.made_mask = _thread.made_mask, None
         arguments = signature.bind(layer, *args, **kwargs).arguments
         is_made = made and arguments.get("attention_mask") is made[0]
@@ -167,104 +183,18 @@ def _wrap_layer_attention(original: Callable[..., Any]) -> Callable[..., Any]:
         with temporary_attribute(_thread, "layer_mask", mask):
             result = original(layer, *args, **kwargs)
         if not _thread.has_called:
-            _note_reason("dropout or returned scores")
+            is_usual = arguments["query"].ndim == 4
+            _note_reason(
+                "dropout or returned scores" if is_usual else "`attention_axes`"
+            )
         return result
 
     return compute_attention
 
 
-def _describe_mask(
-    layer: Any,
-    *_: Any,
-    query_mask: Array | None = None,
-    value_mask: Array | None = None,
-    key_mask: Array | None = None,
-    attention_mask: Array | None = None,
-    use_causal_mask: bool = False,
-    **__: Any,
-) -> AttentionMask | None:
-    """Returns the mask that a layer computes from these arguments.
-
-    Returns:
-      The mask. None if it includes an array of scores.
-    """
-    padding = [m for m in (query_mask, value_mask, key_mask) if m is not None]
-    if attention_mask is not None or any(m.ndim != 2 for m in padding):
-        return None
-    window = getattr(layer, "sliding_window", None)
-    window = getattr(layer, "_sliding_window", window)
-    reach = None if window is None else window - 1
-    keys = [
-        jnp.asarray(m, bool) for m in (value_mask, key_mask) if m is not None
-    ]
-    return AttentionMask(
-        left=reach,
-        right=0 if use_causal_mask else reach,
-        queries=None if query_mask is None else jnp.asarray(query_mask, bool),
-        keys=functools.reduce(jnp.logical_and, keys) if keys else None,
-    )
-
-
-def find_reason_against_kernel(
-    trace: _Trace,
-    query: Array,
-    key: Array,
-    value: Array,
-    bias: Array | None = None,
-    mask: Array | None = None,
-    flash_attention: bool | None = None,
-    **_: Any,
-) -> str | None:
-    """Returns why attention is computed by XLA instead of by the kernel.
-
-    Args:
-      trace: The trace of the step.
-      query: An array of shape (batch, T, heads, depth).
-      key: An array of shape (batch, S, heads or a divisor of it, depth).
-      value: An array of the key's shape, except for the depth.
-      bias: An array that is added to the scores.
-      mask: True for the scores to use.
-      flash_attention: Whether the layer may use a kernel; None if the user has
-        not decided.
-
-    Returns:
-      The reason, or None if the kernel computes the attention.
-    """
-    dtype = str(jnp.result_type(query, key, value))
-    lengths = query.shape[1], key.shape[1]
-    if flash_attention is False:
-        return "flash_attention=False"
-    if trace.mesh.devices[0].device_kind.startswith(_WITHOUT_KERNELS):
-        return f"a {trace.mesh.devices[0].device_kind}"
-    if not len(query):
-        return "a batch without rows"
-    if bias is not None:
-        return "a bias added to the scores"
-    if dtype not in splash.DTYPES:
-        return f"the dtype {dtype}"
-    if any(length % splash.LANES or not length for length in lengths):
-        uneven = next(x for x in lengths if x % splash.LANES or not x)
-        return f"a length of {uneven}, not a multiple of {splash.LANES}"
-    cores = trace.mesh.cores_per_replica
-    if query.shape[2] % cores or key.shape[2] % cores:
-        return f"heads that {cores} cores cannot share evenly"
-    if mask is not None and not _is_of_known_shape(mask.shape, query, key):
-        return f"a mask of shape {tuple(mask.shape)}"
-    return None
-
-
-def _is_of_known_shape(
-    shape: tuple[int, ...], query: Array, key: Array
-) -> bool:
-    """Returns whether a mask has the shape (batch, heads, T, S), with 1s."""
-    full = (len(query), query.shape[2], query.shape[1], key.shape[1])
-    return len(shape) == 4 and all(
-        size in (1, all_) for size, all_ in zip(shape, full, strict=True)
-    )
-
-
 def _attend(
     trace: _Trace,
+    known: AttentionMask | None,
     query: Array,
     key: Array,
     value: Array,
@@ -277,27 +207,38 @@ def _attend(
     """Computes attention with the kernel, on each core its heads."""
     dtype = jnp.result_type(query, key, value)
     query, key, value = (jnp.asarray(x, dtype) for x in (query, key, value))
-    known, _thread.layer_mask = _thread.layer_mask, None
     if mask is None:
         known = AttentionMask()
     elif known is None:
         known = splash.read_mask(mask, query, key)
     if is_causal:
         known = splash.make_causal(known, query, key)
-    attend = functools.partial(
-        splash.splash_attention,
-        scale=query.shape[-1] ** -0.5 if scale is None else scale,
-        soft_cap=attn_logits_soft_cap,
-    )
+    # Outside of the jitted function, which hides numbers from the analysis of
+    # losses (`row_kinds`).
+    query *= query.shape[-1] ** -0.5 if scale is None else scale
+    cap = attn_logits_soft_cap
+    cap = None if cap is None else float(cap)
+    call = _make_call(trace, known.left, known.right, cap)
+    return call(query.astype(dtype), key, value, *known.arrays)
 
-    def by_rows(query: Array, key: Array, value: Array, *masks: Array) -> Array:
-        mask = known.with_arrays(masks)
+
+@functools.lru_cache(maxsize=64)
+def _make_call(
+    trace: _Trace, left: int | None, right: int | None, soft_cap: float | None
+) -> Callable[..., jax.Array]:
+    """Returns a jitted function of query, key, value and a mask's arrays.
+
+    Equal layers share one function, so it is traced once.
+    """
+    limits = AttentionMask(left=left, right=right)
+    attend = functools.partial(splash.splash_attention, soft_cap=soft_cap)
+
+    def call(query: Array, key: Array, value: Array, *masks: Array) -> Array:
+        mask = limits.with_arrays(masks)
         return _map_over_cores(trace, attend, query, key, value, mask)
 
-    by_rows.__name__ = BY_ROWS
-    # Outside of a trace, each call would be compiled.
-    call = jax.jit(by_rows) if is_tracing() else by_rows
-    return call(query, key, value, *known.arrays)
+    call.__name__ = f"{BY_ROWS}_{left}_{right}_{soft_cap}"
+    return jax.jit(call)
 
 
 def _map_over_cores(
@@ -343,17 +284,10 @@ def _map_over_cores(
     )
     return mapped(
         *(
-            _pad_rows(x, padding) if spec[0] is not None else x
+            x if x is None or spec[0] is None else splash.pad_rows(x, padding)
             for x, spec in zip(arrays, specs, strict=True)
         )
     )[: len(query)]
-
-
-def _pad_rows(array: Array | None, padding: int) -> Array | None:
-    """Appends rows of zeros, because a mapped function needs even parts."""
-    if array is None or not padding:
-        return array
-    return jnp.pad(array, [(0, padding)] + [(0, 0)] * (array.ndim - 1))
 
 
 def _wrap_public(original: Callable[..., Any]) -> Callable[..., Any]:
@@ -380,10 +314,7 @@ def _wrap_running_on_tpu(original: Callable[[], bool]) -> Callable[[], bool]:
 def _find_patches() -> Iterator[tuple[Any, str, Callable[..., Any]]]:
     yield keras_names.NN, "dot_product_attention", _wrap_attention
     yield keras.ops, "dot_product_attention", _wrap_public
-    for layer in (
-        keras.layers.MultiHeadAttention,
-        keras.layers.GroupQueryAttention,
-    ):
+    for layer in LAYERS:
         yield layer, "_compute_attention_mask", _wrap_layer_mask
         yield layer, "_compute_attention", _wrap_layer_attention
     # Some layers of keras-hub choose their attention by the process's devices.
