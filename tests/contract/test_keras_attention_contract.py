@@ -1,7 +1,7 @@
 """What Keras does with attention on TPUs: keras_bridge/steps/attention.py.
 
-The kernel is interpreted here. When a test fails, Keras may call it as it
-should, and steps for TPUs may take it again.
+The kernel is interpreted here. When a test of it fails, Keras may call it as it
+should.
 """
 
 import inspect
@@ -80,6 +80,14 @@ def test_masks_of_layers_have_the_arguments_that_are_described(layer):
     made = inspect.signature(layer._compute_attention_mask)
     described = inspect.signature(describe_mask)
     assert list(made.parameters)[1:] == list(described.parameters)[1:]
+    used = list(inspect.signature(layer._compute_attention).parameters)
+    assert used[1:5] == ["query", "key", "value", "attention_mask"]
+
+
+def test_layers_keep_their_windows():
+    one = keras.layers.MultiHeadAttention(2, 8, sliding_window=3)
+    two = keras.layers.GroupQueryAttention(8, 2, 2, sliding_window=3)
+    assert one._sliding_window == two.sliding_window == 3
 
 
 def test_layers_forget_that_they_are_to_use_no_kernel():
