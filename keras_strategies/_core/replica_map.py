@@ -48,6 +48,38 @@ def replica_map(
     )
 
 
+def core_map(
+    fn: Callable[..., Tree],
+    mesh: ReplicaMesh,
+    *,
+    in_specs: Tree,
+    out_specs: Tree,
+    is_global: bool,
+) -> Callable[..., Tree]:
+    """Maps `fn` over the cores of a replica, because XLA cannot partition it.
+
+    Args:
+      fn: A function of one core's parts.
+      mesh: The replicas.
+      in_specs: The specs of its operands, over the model axis.
+      out_specs: The specs of its results.
+      is_global: Whether `fn` is mapped over the replicas, too, because the
+        trace is not a replica's.
+    """
+    axes = set(mesh.replica_axes) if is_global else set()
+    if mesh.cores_per_replica > 1:
+        axes.add(mesh.model_axis)
+    is_mapped = bool(jax.sharding.get_abstract_mesh().axis_names)
+    return jax.shard_map(
+        fn,
+        mesh=None if is_mapped else mesh.mesh,
+        axis_names=axes,
+        in_specs=in_specs,
+        out_specs=out_specs,
+        check_vma=False,
+    )
+
+
 class ShardExchange:
     """The collectives that gather and scatter sharded values.
 

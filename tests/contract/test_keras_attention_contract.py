@@ -1,17 +1,19 @@
 """What Keras does with attention on TPUs: keras_bridge/steps/attention.py.
 
-The kernel is interpreted here. When a test fails, Keras may call it as it
-should, and steps for TPUs may take it again.
+The kernel is interpreted here. When a test of it fails, Keras may call it as it
+should.
 """
 
 import inspect
 import types
 
 import jax
+import keras
 import numpy as np
 import pytest
 from jax.experimental.pallas import tpu as pltpu
 
+from keras_strategies.keras_bridge.attention_masks import LAYERS, describe_mask
 from keras_strategies.keras_bridge.keras_names import NN as keras_nn
 
 LENGTH, DEPTH = 128, 128
@@ -68,3 +70,29 @@ def test_causal_attention_has_no_cap_of_its_scores(monkeypatch, arrays):
 def test_without_the_kernel_it_is_what_its_arguments_say(monkeypatch, arrays):
     found = on_tpu(monkeypatch, arrays, flash_attention=False)
     np.testing.assert_allclose(found, own(arrays), atol=1e-5)
+
+
+@pytest.mark.parametrize("layer", LAYERS)
+def test_masks_of_layers_have_the_arguments_that_are_described(layer):
+    assert {"_compute_causal_mask", "_compute_sliding_window_mask"} <= set(
+        vars(layer)
+    )
+    made = inspect.signature(layer._compute_attention_mask)
+    described = inspect.signature(describe_mask)
+    assert list(made.parameters)[1:] == list(described.parameters)[1:]
+    used = list(inspect.signature(layer._compute_attention).parameters)
+    assert used[1:5] == ["query", "key", "value", "attention_mask"]
+
+
+def test_layers_keep_their_windows():
+    one = keras.layers.MultiHeadAttention(2, 8, sliding_window=3)
+    two = keras.layers.GroupQueryAttention(8, 2, 2, sliding_window=3)
+    assert one._sliding_window == two.sliding_window == 3
+
+
+def test_layers_forget_that_they_are_to_use_no_kernel():
+    """docs/tpu.md names `disable_flash_attention()` instead."""
+    off = {"flash_attention": False}
+    one = keras.layers.MultiHeadAttention(2, 8, **off)
+    two = keras.layers.GroupQueryAttention(8, 2, 2, **off)
+    assert [one._flash_attention, two._flash_attention] == [None, None]

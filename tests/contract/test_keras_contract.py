@@ -87,6 +87,9 @@ RELIED_ON = {
     *("_last_batch_seen", "_total_batches_seen"),
     # Lists of callbacks, which call `_on_train_batch_end`, too.
     "_configure_async_dispatch",
+    # Layers of attention: test_keras_attention_contract.py.
+    *("_compute_attention", "_compute_attention_mask", "_compute_causal_mask"),
+    *("_compute_sliding_window_mask", "_sliding_window"),
     # Layers, optimizers, metrics.
     *("_epoch", "_fn", "_fn_kwargs", "_inputs", "_iterations"),
     *("_learning_rate", "_moments", "_num_samples"),

@@ -113,6 +113,7 @@ FIGURES = [
             "output_bytes": 0,
             "temporary_bytes": 12.5,
             "flops": 1e12,
+            "kernel_flops": 1e9,
             "optimal_seconds": 0.25,
             "compile_seconds": 3.5,
             "counts": {"all-reduce": 2},

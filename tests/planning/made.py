@@ -12,6 +12,7 @@ def figures(**given):
         "output_bytes": 0.0,
         "temporary_bytes": 0.0,
         "flops": 0.0,
+        "kernel_flops": 0.0,
         "optimal_seconds": 0.0,
         "counts": {},
         "sent": {},

@@ -1,73 +1,188 @@
 """Attention in steps that are compiled for TPUs: `./run test -m tpu`."""
 
-import types
-
 import jax
 import keras
 import pytest
 
 import keras_strategies as ks
-from keras_strategies.keras_bridge.keras_names import NN as keras_nn
+from keras_strategies._core import splash_attention
 from keras_strategies.keras_bridge.steps import attention
 
 pytestmark = pytest.mark.tpu
 
-LENGTH, WIDTH = 128, 256
+LENGTH, WIDTH = 384, 256
 KERNEL = "tpu_custom_call"
 
 
-@pytest.fixture(autouse=True)
-def on_tpu(monkeypatch):
-    """In which Keras takes the machine for a TPU's."""
+class Block(keras.layers.Layer):
+    def __init__(self, **options):
+        super().__init__()
+        self.attention = keras.layers.MultiHeadAttention(2, WIDTH // 2)
+        self.options = options
 
-    class Jax:
-        def __getattr__(self, name):
-            return getattr(jax, name)
+    def build(self, shape):
+        self.attention.build(shape, shape)
+        super().build(shape)
 
-        def devices(self):
-            return [types.SimpleNamespace(platform="tpu")]
-
-    monkeypatch.setattr(keras_nn, "jax", Jax())
+    def call(self, x):
+        return x + self.attention(x, x, **self.options)
 
 
-def text_of(kind, is_sharded=False, cores=1):
+def program_of(
+    kind="train",
+    *,
+    is_sharded=False,
+    cores=1,
+    length=LENGTH,
+    rows=8,
+    has_padding=False,
+    has_remat=False,
+    dtype="float32",
+    **options,
+):
     partitioner = ks.experimental.FullySharded() if is_sharded else None
     strategy = ks.TPUStrategy.for_topology(
         "v5e:2x2",
         variable_partitioner=partitioner,
         computation_shape=(1, cores, 1, 1),
     )
+    keras.config.set_dtype_policy(dtype)
     with strategy.scope(), ks.abstract():
-        x = inputs = keras.Input((LENGTH, WIDTH))
-        x = keras.layers.MultiHeadAttention(2, WIDTH // 2)(x, x)
-        model = keras.Model(inputs, x)
+        tokens = keras.Input((length,), dtype="int32")
+        x = keras.layers.Embedding(9, WIDTH, mask_zero=has_padding)(tokens)
+        if has_padding:
+            layer = keras.layers.MultiHeadAttention(2, WIDTH // 2)
+            x = layer(x, x, **options)
+        else:
+            with keras.RematScope(mode="full" if has_remat else None):
+                x = Block(**options)(x)
+        model = keras.Model(tokens, x)
         model.compile("sgd", "mse")
-    x = jax.ShapeDtypeStruct((8, LENGTH, WIDTH), "float32")
+    x = jax.ShapeDtypeStruct((rows, length), "int32")
+    y = jax.ShapeDtypeStruct((rows, length, WIDTH), "float32")
     if kind == "run":
-        return strategy.compile_run(model, (x,)).as_text()
-    return strategy.compile_step(model, (x, x), kind=kind).as_text()
+        return strategy.compile_run(model, (x,))
+    return strategy.compile_step(model, (x, y), kind=kind)
 
 
-CASES = [
-    ("train", {}),
-    ("train", {"is_sharded": True}),
-    ("test", {}),
-    ("predict", {}),
-    ("run", {}),
-]
+@pytest.fixture(autouse=True)
+def dtype_policy():
+    yield
+    keras.config.set_dtype_policy("float32")
 
 
-@pytest.mark.parametrize(("kind", "case"), CASES)
-def test_steps_have_no_kernel_that_keras_would_take(monkeypatch, kind, case):
-    assert KERNEL not in text_of(kind, **case)
-    monkeypatch.setattr(attention._patches, "_find", list)
-    assert KERNEL in text_of(kind, **case)
+CASES = {
+    "train": ({}, 3),
+    "sharded": ({"is_sharded": True}, 3),
+    "test": ({"kind": "test"}, 1),
+    "predict": ({"kind": "predict"}, 1),
+    "run": ({"kind": "run"}, 1),
+    "causal": ({"use_causal_mask": True}, 3),
+    "padding": ({"has_padding": True}, 3),
+    "causal, padding": ({"has_padding": True, "use_causal_mask": True}, 3),
+    "bfloat16": ({"dtype": "mixed_bfloat16", "is_sharded": True}, 3),
+    "rematerialized": ({"has_remat": True}, 4),
+    "two cores": ({"cores": 2}, 3),
+    "two cores, padding": ({"cores": 2, "has_padding": True}, 3),
+    "two cores predict": ({"cores": 2, "kind": "predict"}, 1),
+    "two cores run": ({"cores": 2, "kind": "run"}, 1),
+    "indivisible": ({"rows": 6}, 3),
+    "indivisible, two cores": ({"rows": 7, "cores": 2}, 3),
+    "one row": ({"rows": 1}, 3),
+    "predict indivisible": ({"rows": 6, "kind": "predict"}, 1),
+    "length 200": ({"length": 200}, 0),
+}
 
 
-@pytest.mark.parametrize("kind", ["train", "predict", "run"])
-def test_cores_that_share_a_model_have_none(monkeypatch, kind):
-    assert KERNEL not in text_of(kind, cores=2)
-    monkeypatch.setattr(attention._patches, "_find", list)
-    # XLA cannot divide it.
-    with pytest.raises(NotImplementedError, match="Mosaic"):
-        text_of(kind, cores=2)
+@pytest.mark.parametrize(("case", "count"), CASES.values(), ids=CASES)
+def test_kernels_of_a_step(recwarn, case, count):
+    text = program_of(**case).as_text()
+    assert text.count(KERNEL) == count
+    # The scores are not stored.
+    has_scores = f",2,{LENGTH},{LENGTH}]" in text
+    assert not has_scores
+    # A step with the kernel is still known to be a mean over rows.
+    assert not [w for w in recwarn if "global batch" in str(w.message)]
+
+
+class MaskedByRows(keras.layers.Layer):
+    """Attention of `heads` heads of depth 64, with an array as its mask."""
+
+    def __init__(self, heads):
+        super().__init__()
+        self.heads = heads
+
+    def build(self, shape):
+        self.dense = keras.layers.Dense(64 * self.heads)
+        self.dense.build(shape)
+        super().build(shape)
+
+    def call(self, x):
+        query = self.dense(x)
+        query = query.reshape(*x.shape[:2], self.heads, 64)
+        mask = (x[:, None, :, :1] > 0) | (x[:, None, None, :, 1] > 0)
+        result = keras.ops.dot_product_attention(query, query, query, mask=mask)
+        return keras.ops.mean(result, (2, 3))[..., None]
+
+
+@pytest.mark.parametrize(
+    ("length", "heads", "kind", "count"),
+    [(1024, 16, "predict", 1), (384, 12, "train", 3), (1152, 8, "train", 3)],
+)
+def test_tables_of_mask_arrays_fit_into_scalar_memory(
+    length, heads, kind, count
+):
+    strategy = ks.TPUStrategy.for_topology("v5e:2x2")
+    with strategy.scope(), ks.abstract():
+        x = keras.Input((length, 32))
+        model = keras.Model(x, MaskedByRows(heads)(x))
+        model.compile("sgd", "mse")
+    # 64 rows for each chip.
+    x = jax.ShapeDtypeStruct((256, length, 32), "float32")
+    y = jax.ShapeDtypeStruct((256, length, 1), "float32")
+    text = strategy.compile_step(model, (x, y), kind=kind).as_text()
+    assert text.count(KERNEL) == count
+
+
+@pytest.mark.parametrize(
+    ("dtype", "precision"),
+    [("float32", "high"), ("mixed_bfloat16", "highest")],
+)
+def test_products_of_other_precisions_are_those_of_xla(dtype, precision):
+    with jax.default_matmul_precision(precision):
+        assert program_of(dtype=dtype).as_text().count(KERNEL) == 0
+
+
+def test_operations_of_kernels_are_counted(monkeypatch):
+    given = {"is_sharded": True, "use_causal_mask": True}
+    figures = program_of(**given)._figures
+    pairs = LENGTH * (LENGTH + 1) / 2
+    # Rows of a replica, heads, depth; products of three kernels.
+    assert figures.kernel_flops == 2 * 2 * pairs * (WIDTH // 2) * 2 * 9
+    monkeypatch.setattr(
+        attention, "find_reason_against_kernel", lambda *_, **__: "a test"
+    )
+    of_xla = program_of(**given)._figures
+    assert of_xla.kernel_flops == 0
+    # XLA's attention computes the scores that the mask excludes.
+    assert figures.flops == pytest.approx(of_xla.flops, rel=0.2)
+
+
+def test_operations_of_kernels_in_groups_of_rows_are_counted(monkeypatch):
+    def count_operations():
+        executable = strategy.compile_step(model, (x, y), kind="test")
+        return executable._figures.kernel_flops
+
+    strategy = ks.TPUStrategy.for_topology("v5e:2x2")
+    with strategy.scope(), ks.abstract():
+        x = keras.Input((LENGTH, 32))
+        model = keras.Model(x, MaskedByRows(2)(x))
+        model.compile("sgd", "mse")
+    x = jax.ShapeDtypeStruct((16, LENGTH, 32), "float32")
+    y = jax.ShapeDtypeStruct((16, LENGTH, 1), "float32")
+    at_once = count_operations()
+    monkeypatch.setattr(
+        splash_attention, "count_rows_at_once", lambda *sizes: 1
+    )
+    attention._make_call.cache_clear()
+    assert count_operations() == at_once > 0

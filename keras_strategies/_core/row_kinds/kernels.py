@@ -9,6 +9,7 @@ from typing import Any
 
 from keras_strategies._core.row_kinds.call import Call, join_plain
 from keras_strategies._core.row_kinds.kinds import Kind, make_rows
+from keras_strategies._types import Equation
 
 CUDNN = {
     # Operands: query, key, value, bias, lengths, offsets, page tables.
@@ -19,6 +20,46 @@ CUDNN = {
     "rnn_fwd": ((0, 1, 1, None, 0), (0, 1, 1, 0)),
 }
 """For each primitive: the row dimension of each operand and of each result."""
+
+BY_ROWS = "computed_by_rows"
+"""The beginning of the name of a jitted function that computes each row of its
+results only from the same row of its operands. The rows are the first
+dimension. The name also contains all numbers that are no operands, so that
+calls with other numbers have other names."""
+
+
+def is_by_rows(equation: Equation) -> bool:
+    """Returns whether an equation calls a function that `by_rows` marks."""
+    return str(equation.params.get("name")).startswith(BY_ROWS)
+
+
+def by_rows(call: Call) -> list[Kind]:
+    """Returns the `Kind` of each result of a function of separate rows.
+
+    JAX may add operands: the function's constants, such as tables, which have
+    no rows. If the first dimension of one has the size of the rows by chance,
+    only another trace shows that.
+    """
+    operands = list(zip(*(e.invars for e in call.equations), strict=True))
+    results = zip(*(e.outvars for e in call.equations), strict=True)
+    pairs = zip(operands, call.kinds, strict=True)
+    sizes = next((_first_sizes(v) for v, kind in pairs if kind.is_rows), [()])
+
+    def find_rows(variables: Sequence[Any]) -> dict[int, int]:
+        return {0: 0} if _first_sizes(variables) == sizes else {}
+
+    places, is_unsure = list(map(find_rows, operands)), False
+    for k, kind in enumerate(call.kinds):
+        is_by_chance = kind.is_const and call.twin is None and places[k]
+        if is_by_chance and not kind.is_flat(0, *sizes[0]):
+            places[k], is_unsure = {}, True
+    kinds = _by_rows(call, places, list(map(find_rows, results)))
+    return [kind.but(power=None) for kind in kinds] if is_unsure else kinds
+
+
+def _first_sizes(variables: Sequence[Any]) -> list[tuple[int, ...]]:
+    """Returns the first dimension of a value in each trace, as a tuple."""
+    return [variable.aval.shape[:1] for variable in variables]
 
 
 def cudnn(call: Call) -> list[Kind]:
@@ -93,6 +134,10 @@ def _by_rows(
             if kind.is_const and size > 1 and not kind.is_flat(axis, size):
                 return wrong
     axes = [next((a for a, d in r.items() if d == dim), None) for r in results]
+    is_known = all(kind.power is not None for kind in call.kinds)
     return [
-        call.make_mixed() if axis is None else make_rows(axis) for axis in axes
+        call.make_mixed()
+        if axis is None
+        else make_rows(axis, power=0.0 if is_known else None)
+        for axis in axes
     ]

@@ -26,6 +26,7 @@ from keras_strategies._core.jaxprs import traces
 from keras_strategies._core.jaxprs.collective_cut import find_called_jaxpr
 from keras_strategies._core.jaxprs.stages import scan_operands
 from keras_strategies._core.row_kinds.call import Call
+from keras_strategies._core.row_kinds.kernels import is_by_rows
 from keras_strategies._core.row_kinds.kinds import (
     MEAN_POWER,
     PLAIN,
@@ -215,7 +216,7 @@ class _Interpreter:
         if name == "cond":
             return self._cond(equations, kinds)
         inner = [find_called_jaxpr(e) for e in equations]
-        if None not in inner:
+        if None not in inner and not is_by_rows(equation):
             return self._interpret(inner, kinds)
         call = Call(
             equation=equation,

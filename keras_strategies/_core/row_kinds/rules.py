@@ -247,6 +247,7 @@ _RULES: dict[str, Callable[[Call], Any]] = {
     "fft": reductions.fft,
     **_assign(kernels.cudnn, *kernels.CUDNN),
     "pallas_call": kernels.pallas,
+    "jit": kernels.by_rows,
     "gather": indexing.gather,
     **_assign(
         indexing.scatter,

@@ -1,45 +1,121 @@
-"""Attention in TPU steps that computes what the layers ask for.
+"""Attention in TPU steps: by a kernel that stores no scores, where it applies.
 
 On a TPU, Keras 3.15 computes attention without a mask in a kernel (JAX's splash
-attention). The kernel always computes causal attention and does not scale the
-scores. With a mask, or for causal attention, a traced step uses XLA's
-attention, but does not cap the scores even if the layer asks for it. So this
-module makes every step for TPUs use XLA's attention, with the cap that the
-layer asks for, even if the step is compiled without a TPU.
+attention). It calls the kernel so that it always computes causal attention and
+does not scale the scores. With a mask, or for causal attention, a traced step
+uses XLA's attention, which stores all scores, but does not cap them even if the
+layer asks for it. So this module computes attention in every step for TPUs,
+also if the step is planned without a TPU.
 """
 
 import contextlib
+import dataclasses
 import functools
 import inspect
+import sys
 import threading
 from collections.abc import Callable, Iterator
 from typing import Any
 
 import jax
 import jax.numpy as jnp
+import keras
+from jax.sharding import PartitionSpec
 
+from keras_strategies._core import splash_attention as splash
 from keras_strategies._core.attributes import temporary_attribute
 from keras_strategies._core.mesh import ReplicaMesh
+from keras_strategies._core.replica_map import core_map
+from keras_strategies._core.row_kinds.kernels import BY_ROWS
+from keras_strategies._core.splash_attention import AttentionMask
 from keras_strategies._types import Array
 from keras_strategies.keras_bridge import keras_names
+from keras_strategies.keras_bridge.attention_masks import LAYERS, describe_mask
+from keras_strategies.keras_bridge.attention_reasons import (
+    find_reason_against_kernel,
+)
+from keras_strategies.keras_bridge.capped_attention import capped_attention
 from keras_strategies.keras_bridge.patches import Patches
 
 
-@contextlib.contextmanager
-def attention_for(mesh: ReplicaMesh) -> Iterator[None]:
-    """Makes this thread trace attention correctly for the mesh's devices."""
-    if mesh.platform != "tpu":
-        yield
-        return
-    with _patches.hold(), temporary_attribute(_thread, "is_for_tpus", True):
-        yield
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class _Trace:
+    """The trace of a step for TPUs.
+
+    Attributes:
+      mesh: The replicas.
+      is_global: Whether arrays have the rows of all replicas.
+    """
+
+    mesh: ReplicaMesh
+    is_global: bool
 
 
 class _Thread(threading.local):
-    is_for_tpus = False
+    """The state of the thread that traces a step.
+
+    Attributes:
+      trace: The trace of a step for TPUs, or None.
+      made_mask: The last mask that a layer computed, as an array and as an
+        `AttentionMask`.
+      layer_mask: The `made_mask` that was passed to the layer that is computing
+        attention.
+      reasons: The reasons that are being collected, or None. See
+        `collect_reasons`.
+      has_called: Whether the layer that is computing attention has called
+        `dot_product_attention`.
+    """
+
+    trace: _Trace | None = None
+    reasons: dict[str, None] | None = None
+    has_called: bool = False
+    made_mask: tuple[Array, AttentionMask] | None = None
+    layer_mask: AttentionMask | None = None
 
 
 _thread = _Thread()
+_ON_TPU = "running_on_tpu"
+_ARRAYS = ("query", "key", "value")
+
+
+@contextlib.contextmanager
+def attention_for(
+    mesh: ReplicaMesh, *, is_global: bool = False
+) -> Iterator[None]:
+    """Makes this thread trace attention correctly for the mesh's devices.
+
+    Args:
+      mesh: The replicas.
+      is_global: Whether the block traces with the rows of all replicas instead
+        of one replica's.
+    """
+    if mesh.platform != "tpu":
+        yield
+        return
+    trace = _Trace(mesh=mesh, is_global=is_global and mesh.num_replicas > 1)
+    with (
+        _patches.hold(),
+        temporary_attribute(_thread, "trace", trace),
+        temporary_attribute(_thread, "made_mask", None),
+    ):
+        yield
+
+
+@contextlib.contextmanager
+def collect_reasons() -> Iterator[dict[str, None]]:
+    """Collects why XLA computes attention in TPU steps that the block traces.
+
+    Yields:
+      A dict whose keys are the reasons, such as "attention dropout".
+    """
+    reasons: dict[str, None] = {}
+    with temporary_attribute(_thread, "reasons", reasons):
+        yield reasons
+
+
+def _note_reason(reason: str) -> None:
+    if _thread.reasons is not None:
+        _thread.reasons[reason] = None
 
 
 def _wrap_attention(original: Callable[..., Any]) -> Callable[..., Any]:
@@ -47,9 +123,23 @@ def _wrap_attention(original: Callable[..., Any]) -> Callable[..., Any]:
 
     @functools.wraps(original)
     def attention(*args: Any, **kwargs: Any) -> Array:
-        if not _thread.is_for_tpus:
+        trace = _thread.trace
+        if trace is None:
             return original(*args, **kwargs)
-        arguments = signature.bind(*args, **kwargs).arguments
+        _thread.has_called = True
+        arguments: dict[str, Any] = {
+            name: keras.ops.convert_to_tensor(value)
+            if isinstance(value, keras.Variable) or name in _ARRAYS
+            else value
+            for name, value in signature.bind(*args, **kwargs).arguments.items()
+        }
+        known, _thread.layer_mask = _thread.layer_mask, None
+        reason = find_reason_against_kernel(
+            trace.mesh, is_mask_known=known is not None, **arguments
+        )
+        if reason is None:
+            return _attend(trace, known, **arguments)
+        _note_reason(reason)
         arguments["flash_attention"] = False
         if arguments.get("attn_logits_soft_cap") is None:
             return original(**arguments)
@@ -59,66 +149,178 @@ def _wrap_attention(original: Callable[..., Any]) -> Callable[..., Any]:
     return attention
 
 
-def capped_attention(
+def _wrap_layer_mask(original: Callable[..., Any]) -> Callable[..., Any]:
+    """Wraps a layer's method that computes the mask of its scores.
+
+    The wrapper records the parts of the mask. From the array alone, the
+    kernel could not know which blocks of scores it may skip.
+    """
+
+    @functools.wraps(original)
+    def compute_mask(layer: Any, *args: Any, **kwargs: Any) -> Array | None:
+        array = original(layer, *args, **kwargs)
+        if _thread.trace is not None and array is not None:
+            mask = describe_mask(layer, *args, **kwargs)
+            _thread.made_mask = mask and (array, mask)
+        return array
+
+    return compute_mask
+
+
+def _wrap_layer_attention(original: Callable[..., Any]) -> Callable[..., Any]:
+    """Wraps a layer's method that computes attention with a given mask."""
+    signature = inspect.signature(original)
+
+    @functools.wraps(original)
+    def compute_attention(layer: Any, *args: Any, **kwargs: Any) -> Any:
+        if _thread.trace is None:
+            return original(layer, *args, **kwargs)
+        made, _thread.made_mask = _thread.made_mask, None
+        arguments = signature.bind(layer, *args, **kwargs).arguments
+        is_made = made and arguments.get("attention_mask") is made[0]
+        mask = made[1] if made and is_made else None
+        _thread.has_called = False
+        with temporary_attribute(_thread, "layer_mask", mask):
+            result = original(layer, *args, **kwargs)
+        if not _thread.has_called:
+            is_usual = arguments["query"].ndim == 4
+            _note_reason(
+                "dropout or returned scores" if is_usual else "`attention_axes`"
+            )
+        return result
+
+    return compute_attention
+
+
+def _attend(
+    trace: _Trace,
+    known: AttentionMask | None,
     query: Array,
     key: Array,
     value: Array,
-    bias: Array | None = None,
-    mask: Array = None,
+    mask: Array | None = None,
     scale: float | None = None,
     is_causal: bool = False,
-    *,
-    attn_logits_soft_cap: float,
+    attn_logits_soft_cap: float | None = None,
+    **_: Any,
 ) -> jax.Array:
-    """Computes attention with each score s capped to `cap * tanh(s / cap)`.
-
-    Args:
-      query: An array of shape (batch, T, heads, depth).
-      key: An array of shape (batch, S, heads or a divisor of it, depth).
-      value: An array of the key's shape.
-      bias: An array to add to the scores, broadcast to (batch, heads, T, S).
-      mask: True for the scores to use, broadcast like the bias. A shape of
-        (batch, T, S) is also accepted, unless the batch size equals the number
-        of heads.
-      scale: The factor by which scores are multiplied; None for 1 /
-        sqrt(depth).
-      is_causal: Whether each position attends only to itself and earlier
-        positions.
-      attn_logits_soft_cap: The cap.
-
-    Returns:
-      An array of the query's shape, in the common dtype of query, key and
-      value.
-
-    References:
-      - Gemma Team, Gemma 2 (2024), section 2: https://arxiv.org/abs/2408.00118
-    """
+    """Computes attention with the kernel, on each core its heads."""
     dtype = jnp.result_type(query, key, value)
     query, key, value = (jnp.asarray(x, dtype) for x in (query, key, value))
-    heads, depth = query.shape[-2:]
-    key, value = (
-        jnp.repeat(x, heads // x.shape[2], axis=2) for x in (key, value)
-    )
-    scores = jnp.einsum(
-        "bthd,bshd->bhts", query, key, preferred_element_type=jnp.float32
-    )
-    scores *= depth**-0.5 if scale is None else scale
-    scores = attn_logits_soft_cap * jnp.tanh(scores / attn_logits_soft_cap)
-    if bias is not None:
-        scores += bias
-    counts = jnp.ones(scores.shape[-2:], bool)
+    if mask is None:
+        known = AttentionMask()
+    elif known is None:
+        known = splash.read_mask(mask, query, key)
     if is_causal:
-        counts = jnp.tril(counts)
-    if mask is not None:
-        mask = jnp.asarray(mask, bool)
-        if mask.ndim == 3 and mask.shape[0] not in (1, heads):
-            mask = mask[:, None]
-        counts = counts & mask
-    scores = jnp.where(counts, scores, 0.7 * jnp.finfo(scores.dtype).min)
-    shares = jax.nn.softmax(scores, axis=-1).astype(value.dtype)
-    return jnp.einsum("bhts,bshd->bthd", shares, value)
+        known = splash.make_causal(known, query, key)
+    # Outside of the jitted function, which hides numbers from the analysis of
+    # losses (`row_kinds`).
+    query *= query.shape[-1] ** -0.5 if scale is None else scale
+    cap = attn_logits_soft_cap
+    cap = None if cap is None else float(cap)
+    call = _make_call(trace, known.left, known.right, cap)
+    return call(query.astype(dtype), key, value, *known.arrays)
 
 
-_patches = Patches(
-    lambda: [(keras_names.NN, "dot_product_attention", _wrap_attention)]
-)
+@functools.lru_cache(maxsize=64)
+def _make_call(
+    trace: _Trace, left: int | None, right: int | None, soft_cap: float | None
+) -> Callable[..., jax.Array]:
+    """Returns a jitted function of query, key, value and a mask's arrays.
+
+    Equal layers share one function, so it is traced once.
+    """
+    limits = AttentionMask(left=left, right=right)
+    attend = functools.partial(splash.splash_attention, soft_cap=soft_cap)
+
+    def call(query: Array, key: Array, value: Array, *masks: Array) -> Array:
+        mask = limits.with_arrays(masks)
+        return _map_over_cores(trace, attend, query, key, value, mask)
+
+    call.__name__ = f"{BY_ROWS}_{left}_{right}_{soft_cap}"
+    return jax.jit(call)
+
+
+def _map_over_cores(
+    trace: _Trace,
+    attend: Callable[..., jax.Array],
+    query: Array,
+    key: Array,
+    value: Array,
+    mask: AttentionMask,
+) -> jax.Array:
+    """Calls `attend` on each core, because XLA cannot partition kernels.
+
+    A core computes its heads. In the trace of a global batch, it computes its
+    replica's rows.
+    """
+    mesh = trace.mesh
+    model = mesh.model_axis if mesh.cores_per_replica > 1 else None
+    rows = mesh.all_replicas if trace.is_global else None
+    if model is None and rows is None:
+        return attend(query, key, value, mask)
+
+    def call(
+        query: Array, key: Array, value: Array, *masks: Array
+    ) -> jax.Array:
+        return attend(query, key, value, mask.with_arrays(masks))
+
+    arrays = [query, key, value, *mask.arrays]
+    heads, of_rows = PartitionSpec(rows, None, model), PartitionSpec(rows)
+    # A mask may have one row or one head for all.
+    sizes = [1, 1] if mask.scores is None else mask.scores.shape[:2]
+    axes = [
+        axis if size > 1 else None
+        for axis, size in zip((rows, model), sizes, strict=True)
+    ]
+    specs = [*[heads] * 3, *[of_rows] * 2, PartitionSpec(*axes)]
+    padding = -len(query) % mesh.num_replicas if rows else 0
+    mapped = core_map(
+        call,
+        mesh,
+        in_specs=tuple(specs),
+        out_specs=heads,
+        is_global=trace.is_global,
+    )
+    return mapped(
+        *(
+            x if x is None or spec[0] is None else splash.pad_rows(x, padding)
+            for x, spec in zip(arrays, specs, strict=True)
+        )
+    )[: len(query)]
+
+
+def _wrap_public(original: Callable[..., Any]) -> Callable[..., Any]:
+    """Wraps `keras.ops`'s function, which refuses caps where no TPU is."""
+
+    @functools.wraps(original)
+    def attention(*args: Any, **kwargs: Any) -> Any:
+        is_capped = kwargs.get("attn_logits_soft_cap") is not None
+        if _thread.trace is None or not is_capped:
+            return original(*args, **kwargs)
+        return keras_names.NN.dot_product_attention(*args, **kwargs)
+
+    return attention
+
+
+def _wrap_running_on_tpu(original: Callable[[], bool]) -> Callable[[], bool]:
+    @functools.wraps(original)
+    def running_on_tpu() -> bool:
+        return _thread.trace is not None or original()
+
+    return running_on_tpu
+
+
+def _find_patches() -> Iterator[tuple[Any, str, Callable[..., Any]]]:
+    yield keras_names.NN, "dot_product_attention", _wrap_attention
+    yield keras.ops, "dot_product_attention", _wrap_public
+    for layer in LAYERS:
+        yield layer, "_compute_attention_mask", _wrap_layer_mask
+        yield layer, "_compute_attention", _wrap_layer_attention
+    # Some layers of keras-hub choose their attention by the process's devices.
+    for name, module in list(sys.modules.items()):
+        if name.startswith("keras_hub.") and _ON_TPU in vars(module):
+            yield module, _ON_TPU, _wrap_running_on_tpu
+
+
+_patches = Patches(_find_patches)

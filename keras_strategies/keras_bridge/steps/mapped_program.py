@@ -213,7 +213,7 @@ def global_batch_trace(
         step = StepContext(facts=facts)
     try:
         with (
-            attention_for(mesh),
+            attention_for(mesh, is_global=True),
             scanning_blocks(),
             in_replica(replica_scope, step),
         ):

@@ -16,6 +16,11 @@ _LAUNCH_SECONDS = 1e-4
 # The number of times that a chip's links carry an array: 2 in an all-reduce,
 # which sends it around a ring twice, and 1 in other collectives.
 _PASSES = {"all-reduce": 2.0}
+_KERNEL_UTILIZATION = 0.5
+"""The share of the peak rate that attention's kernels are assumed to reach.
+
+XLA does not estimate their time.
+"""
 
 
 def estimate(
@@ -48,7 +53,9 @@ def estimate(
     sent = sum(n * _PASSES.get(k, 1.0) for k, n in figures.sent.items())
     links = sent / chip.link_bandwidth
     least = max(compute, memory, links, _LAUNCH_SECONDS / steps)
-    seconds = max(figures.optimal_seconds, least)
+    kernels = figures.kernel_flops / chip.flops / _KERNEL_UTILIZATION
+    optimal = figures.optimal_seconds
+    seconds = max(optimal and optimal + kernels, least)
 
     def utilization(took: float) -> float | None:
         if model_flops is None or not took:

@@ -19,6 +19,7 @@ from keras_strategies.keras_bridge.blocks.call_signatures import (
 from keras_strategies.keras_bridge.blocks.equal_blocks import find_blocks
 from keras_strategies.keras_bridge.blocks.scanned_blocks import unrolled_blocks
 from keras_strategies.keras_bridge.loops.binding import Binding
+from keras_strategies.keras_bridge.steps.attention import collect_reasons
 from keras_strategies.keras_bridge.steps.lower_step import (
     lower_step,
     shape_of,
@@ -38,6 +39,7 @@ from keras_strategies.planning.compile.step import (
     Step,
     count_shape_bytes,
     count_variable_bytes,
+    describe_attention,
     with_rows,
 )
 from keras_strategies.strategy.strategy import Strategy
@@ -111,9 +113,13 @@ class FitStep(Step):
     def lower(self, rows: int, blocks: int | None) -> jax.stages.Lowered:
         """Implements `Step.lower`."""
         # XLA's figures would count a loop's body once.
-        with rematerialize(self._again), unrolled_blocks():
+        with (
+            rematerialize(self._again),
+            unrolled_blocks(),
+            collect_reasons() as reasons,
+        ):
             model, binding = self._get_model(blocks)
-            return lower_step(
+            lowered = lower_step(
                 model,
                 self.mesh,
                 "train",
@@ -122,6 +128,8 @@ class FitStep(Step):
                 self.steps,
                 binding.replica_scope,
             )
+        self.note = describe_attention(reasons)
+        return lowered
 
     def model_flops(self, rows: int, blocks: int | None) -> float | None:
         """Implements `Step.model_flops`."""

@@ -11,7 +11,12 @@ import numpy as np
 
 from keras_strategies._core import values
 from keras_strategies.keras_bridge.blocks.scanned_blocks import unrolled_blocks
-from keras_strategies.planning.compile.step import Step, count_variable_bytes
+from keras_strategies.keras_bridge.steps.attention import collect_reasons
+from keras_strategies.planning.compile.step import (
+    Step,
+    count_variable_bytes,
+    describe_attention,
+)
 from keras_strategies.strategy.runner import Runner
 
 
@@ -87,16 +92,18 @@ class RunStep(Step):
             return values.PerReplica.of(array, leaf.layout)
 
         args, kwargs = jax.tree.map(scale, self._given, is_leaf=_is_leaf)
-        with unrolled_blocks():
+        with unrolled_blocks(), collect_reasons() as reasons:
             lowered, written = self._runner.lower(self._fn, args, kwargs)
+        notes = [describe_attention(reasons)]
         trained = self._list_trained()
         if trained and not {id(v) for v in written} & set(map(id, trained)):
             name = getattr(self._fn, "__name__", "a function")
-            self.note = (
+            notes.append(
                 f"The script's first `run` calls {name!r}, which does not "
                 "write a trainable variable. The plan is for that call, which "
                 "is not a training step."
             )
+        self.note = " ".join(filter(None, notes))
         return lowered
 
     def state_bytes(self) -> Mapping[str, float]:

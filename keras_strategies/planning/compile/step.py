@@ -110,3 +110,15 @@ def count_shape_bytes(shape: jax.ShapeDtypeStruct) -> float:
     sharding: Any = shape.sharding
     dtype = jax.dtypes.canonicalize_dtype(shape.dtype)
     return math.prod(sharding.shard_shape(shape.shape)) * dtype.itemsize
+
+
+def describe_attention(reasons: Iterable[str]) -> str:
+    """Returns a sentence about attention that stores its scores, or "".
+
+    Args:
+      reasons: See `collect_reasons`.
+    """
+    shown = "; ".join(reasons)
+    return shown and (
+        f"XLA computes attention and stores the scores where it has {shown}."
+    )

@@ -1,5 +1,6 @@
 """`keras-strategies plan`: scripts are caught at their first training step."""
 
+import contextlib
 import json
 import runpy
 import sys
@@ -20,6 +21,7 @@ from keras_strategies.planning.capture.capture import (
     StepCaptured,
 )
 from keras_strategies.planning.capture.request import Request
+from keras_strategies.planning.compile import run_step
 from keras_strategies.planning.compile.layouts import Layout
 from tests.docs import test_notebooks
 from tests.multi_process import epochs_with_manager
@@ -299,6 +301,18 @@ def test_a_run_that_trains_nothing_is_told(tmp_path):
     capture = caught(tmp_path, LOOP + trained)
     capture.step.lower(8, None)
     assert not capture.step.note
+
+
+def test_reasons_about_attention_stay_beside_it(tmp_path, monkeypatch):
+    reasons = {"a reason": None}
+    monkeypatch.setattr(
+        run_step, "collect_reasons", lambda: contextlib.nullcontext(reasons)
+    )
+    call = "\nstrategy.run(lambda: keras.ops.sum(model.weights[0]))"
+    capture = caught(tmp_path, LOOP + call)
+    capture.step.lower(8, None)
+    assert "where it has a reason." in capture.step.note
+    assert "'<lambda>', which does not write" in capture.step.note
 
 
 def test_a_step_is_planned_in_the_contexts_of_its_script(tmp_path):

@@ -22,6 +22,7 @@ KEPT = {
     "output_bytes": 2,
     "temporary_bytes": 3.5,
     "flops": 4,
+    "kernel_flops": 0,
     "optimal_seconds": 0,
     "compile_seconds": 0.5,
     "counts": {"all-reduce": 2},
