@@ -20,6 +20,7 @@ from keras.src.backend.common.masking import get_keras_mask, set_keras_mask
 from keras.src.backend.common.variables import Variable as KerasVariable
 from keras.src.distribution.distribution_lib import Distribution
 from keras.src.losses import loss as loss_module
+from keras.src.ops.function import Function
 from keras.src.optimizers.base_optimizer import BaseOptimizer
 from keras.src.trainers import data_adapters
 from keras.src.trainers.compile_utils import (
@@ -58,6 +59,7 @@ from keras.src.trainers.epoch_iterator import EpochIterator
 from keras.src.utils import file_utils
 from keras.src.utils.python_utils import pythonify_logs
 
+from keras_strategies._core.attributes import temporary_attribute
 from keras_strategies.keras_bridge.fresh_names import fresh_names
 from keras_strategies.keras_bridge.inputs.loop_data import LoopData
 from keras_strategies.keras_bridge.keras_names import (
@@ -80,6 +82,7 @@ RELIED_ON = {
     *("_flatten_layers", "_functional", "_jax_state", "_jax_state_synced"),
     *("_loss_tracker", "_loss_ids", "_losses", "_losses_override"),
     *("_maybe_build", "_maybe_symbolic_build", "_nodes_by_depth"),
+    "_run_through_graph",
     *("_remat_mode", "_symbolic_build", "_use_cached_eval_dataset"),
     # Callbacks: tests/contract/test_callbacks_contract.py.
     *("_batches_seen_since_last_saving", "_ema_weights_in_model"),
@@ -1200,6 +1203,28 @@ def test_a_functional_model_has_its_calls_by_their_depths():
     assert middle.input_tensors[0] is inputs
     assert middle.output_tensors[0] is last.input_tensors[0]
     assert last.output_tensors[0] is outputs
+
+
+def test_a_functional_model_computes_each_operation_that_it_is_given():
+    inputs = keras.Input((2,))
+    dense = keras.layers.Dense(3)
+    model = keras.Model(inputs, dense(inputs) + 1.0)
+    given = []
+
+    def run(graph, inputs, *, operation_fn):
+        def choose(operation):
+            given.append(operation)
+            return operation_fn(operation)
+
+        return original(graph, inputs, operation_fn=choose)
+
+    original = Function._run_through_graph
+    wanted = np.asarray(model(X))
+    with temporary_attribute(Function, "_run_through_graph", run):
+        # It gives the function by its name.
+        np.testing.assert_array_equal(model(X), wanted)
+    assert given[0] is dense
+    assert len(given) == 2
 
 
 def test_a_layer_keeps_how_it_is_computed_again():

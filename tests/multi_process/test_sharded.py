@@ -73,22 +73,30 @@ def test_files_and_checkpoints(tmp_path, shards):
     assert (tmp_path / "best.keras").exists()
 
 
-def test_a_loop_of_ones_own():
-    first, second = values_of(f"{ROOM}:looped", 2, 4)
+@pytest.fixture(scope="module")
+def found():
+    """By the name of a function: what it returns in each of two processes."""
+    names = ("looped", "large", "refused")
+    values = values_of(f"{ROOM}:each_of", 2, *names)
+    return {name: [value[name] for value in values] for name in names}
+
+
+def test_a_loop_of_ones_own(found):
+    first, second = found["looped"]
     assert first == second
     (alone,) = values_of(f"{ROOM}:looped", 1, 1)
     for got, want in zip(first, alone, strict=True):
         assert_all_close(got, want, rtol=1e-4, atol=1e-5)
 
 
-def test_large_variables_are_equal_in_all_processes():
+def test_large_variables_are_equal_in_all_processes(found):
     # Keras compiles their initializers, in each process for itself.
-    first, second = values_of(f"{ROOM}:large", 2)
+    first, second = found["large"]
     assert first == second
 
 
-def test_what_processes_do_not_divide_alike_is_refused_in_all():
-    first, second = values_of(f"{ROOM}:refused", 2)
+def test_what_processes_do_not_divide_alike_is_refused_in_all(found):
+    first, second = found["refused"]
     assert first.keys() == second.keys()
     for name, told in first.items():
         other = second[name]

@@ -9,6 +9,7 @@ import pytest
 
 import keras_strategies as ks
 from keras_strategies.testing import assert_replicated
+from tests.support.combinations import combine
 from tests.support.plain_keras import dense, mirrored
 
 ROWS, STEPS = 24, 3
@@ -99,9 +100,10 @@ def test_update(replicas):
     np.testing.assert_allclose(weight, 1 + sum(draws), rtol=1e-6)
 
 
-@pytest.mark.parametrize("steps_per_execution", [1, 2])
-@pytest.mark.parametrize("batch_size", [ROWS, 8, 9])
-@pytest.mark.parametrize("replicas", [1, 2, 3, 8])
+@pytest.mark.parametrize(
+    ("replicas", "batch_size", "steps_per_execution"),
+    combine((1, 2, 3, 8), (ROWS, 8, 9), (1, 2), every=3),
+)
 def test_fit(replicas, batch_size, steps_per_execution):
     """In Keras's own fit the noise of all steps is one."""
     weights = []

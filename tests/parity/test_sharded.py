@@ -17,6 +17,7 @@ from keras_strategies.keras_bridge.variables import model_variables
 from keras_strategies.testing import assert_replicated
 from tests.parity import one_device
 from tests.parity.cases import CASES, LOSSES, METRICS, by_optimizer
+from tests.support.combinations import combine
 from tests.support.strategies import SHARDED, make_strategy
 
 _QUICK = ((15, 4),)
@@ -63,7 +64,7 @@ def assert_gathers(name, texts):
         assert any("stablehlo.all_gather" in text for text in texts)
 
 
-@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize("name", combine(CASES, every=2))
 def test_equals_one_device(name, lowered):
     assert_divided(one_device.check(name, "sharded4", _QUICK, _seen(name)))
     assert_gathers(name, lowered())
@@ -100,7 +101,7 @@ def optimizers_of_keras():
     }
 
 
-@pytest.mark.parametrize("name", optimizers_of_keras())
+@pytest.mark.parametrize("name", combine(optimizers_of_keras(), every=2))
 def test_every_optimizer_equals_one_device(name, lowered):
     case = by_optimizer(optimizers_of_keras()[name], tolerance=1e-4)
     wanted = one_device.Trained(case).run(15, 4, ())

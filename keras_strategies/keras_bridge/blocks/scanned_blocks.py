@@ -209,7 +209,7 @@ class _GraphRun:
         last, index = self._blocks.trunks[-1]
         if operation is not last:
             return outputs
-        leaves = tree.flatten(outputs)
+        leaves = _flatten(outputs)
         leaves[index] = self._result
         return tree.pack_sequence_as(outputs, leaves)
 
@@ -220,7 +220,7 @@ class _GraphRun:
             args, kwargs = call.arguments
             values = self._call(call.operation, *args, **kwargs)
             for token, value in zip(
-                tree.flatten(call.outputs), tree.flatten(values), strict=True
+                _flatten(call.outputs), _flatten(values), strict=True
             ):
                 token.value = value
 
@@ -234,13 +234,13 @@ class _GraphRun:
         """Computes all blocks in a loop and returns the last trunk."""
         operation, index = self._blocks.trunks[0]
         (maker,) = [c for c in first if c.operation is operation]
-        trunk = tree.flatten(maker.outputs)[index]
+        trunk = _flatten(maker.outputs)[index]
         (entering,) = {
             id(a): a
             for one, other in zip(first, second, strict=True)
             for a, b in zip(
-                tree.flatten(one.arguments),
-                tree.flatten(other.arguments),
+                _flatten(one.arguments),
+                _flatten(other.arguments),
                 strict=True,
             )
             if b is trunk
@@ -309,13 +309,13 @@ class _GraphRun:
             args, kwargs = tree.map_structure(value_of, call.arguments)
             outputs = self._operation_fn(call.operation)(*args, **kwargs)
             values |= zip(
-                map(id, tree.flatten(call.outputs)),
-                tree.flatten(outputs),
+                map(id, _flatten(call.outputs)),
+                _flatten(outputs),
                 strict=True,
             )
         operation, index = self._blocks.trunks[1]
         (maker,) = [c for c in calls if c.operation is operation]
-        return values[id(tree.flatten(maker.outputs)[index])]
+        return values[id(_flatten(maker.outputs)[index])]
 
 
 def _warn(model: keras.Model, reason: str) -> None:
@@ -337,6 +337,10 @@ def _is_plain(variable: keras.Variable) -> bool:
         or hasattr(variable, "_ks_merge")
         or variable in rules
     )
+
+
+def _flatten(nest: Tree) -> list[Any]:
+    return list(tree.flatten(nest) or ())
 
 
 def _describe(carry: Any) -> list[Any]:

@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 from keras import layers, ops
 
+from tests.support.combinations import combine
 from tests.support.models import chain
 from tests.support.plain_keras import dense, mirrored
 
@@ -153,8 +154,9 @@ def assert_close(found, expected):
         np.testing.assert_allclose(ours, plain, rtol=2e-5, atol=1e-6)
 
 
-@pytest.mark.parametrize("name", NO_MEANS)
-@pytest.mark.parametrize("replicas", [2, 3])
+@pytest.mark.parametrize(
+    ("name", "replicas"), combine(NO_MEANS, (2, 3), every=2)
+)
 def test_a_loss_that_is_no_mean_is_exact_and_said_once(name, replicas):
     build = NO_MEANS[name]
     found, said = fitted(build, replicas=replicas)

@@ -38,6 +38,7 @@ from tests.keras_bridge.inputs.sources import (
     tuple_inputs,
     without_targets,
 )
+from tests.support.combinations import combine
 from tests.support.models import compiled_in
 from tests.support.plain_keras import (
     assert_same,
@@ -265,9 +266,10 @@ def distributed(model, batches):
 
 @no_shuffle
 @no_data_left
-@pytest.mark.parametrize("replicas", [1, 2, 3, 8])
-@pytest.mark.parametrize("is_built", [True, False])
-@pytest.mark.parametrize("steps", [1, 2])
+@pytest.mark.parametrize(
+    ("replicas", "is_built", "steps"),
+    combine((1, 2, 3, 8), (True, False), (1, 2), every=2),
+)
 def test_no_batch_of_a_distributed_generator_is_lost(replicas, is_built, steps):
     def build():
         model = one_input()

@@ -16,6 +16,7 @@ import keras_strategies as ks
 from keras_strategies.keras_bridge.loops.binding import find_binding
 from keras_strategies.keras_bridge.variables import model_variables
 from keras_strategies.testing import assert_replicated
+from tests.support.combinations import combine
 from tests.support.commands import python
 from tests.support.plain_keras import dense, mirrored
 from tests.support.rows_seen import (
@@ -244,10 +245,12 @@ def _images_seen(steps, is_built):
     return act
 
 
-@pytest.mark.parametrize("where", ["inside", "outside"])
-@pytest.mark.parametrize("steps", [1, 2, 3])
-@pytest.mark.parametrize("replicas", [1, 2, 3])
-@pytest.mark.parametrize("is_built", [True, False])
+@pytest.mark.parametrize(
+    ("is_built", "replicas", "steps", "where"),
+    combine(
+        (True, False), (1, 2, 3), (1, 2, 3), ("inside", "outside"), every=4
+    ),
+)
 def test_loops_of_other_arguments_train_as_on_one_device(
     is_built, replicas, steps, where
 ):

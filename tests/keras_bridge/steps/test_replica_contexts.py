@@ -13,6 +13,7 @@ import pytest
 from keras import ops
 
 import keras_strategies as ks
+from tests.support.combinations import combine
 from tests.support.models import compiled_in
 from tests.support.plain_keras import mirrored
 
@@ -123,9 +124,9 @@ def partitioned(replicas):
     return ks.MirroredStrategy(devices, variable_partitioner=shards)
 
 
-@pytest.mark.parametrize("replicas", [1, 2, 3, 4])
-@pytest.mark.parametrize("rows", [12, 7], ids=["even", "uneven"])
-@pytest.mark.parametrize("name", USES)
+@pytest.mark.parametrize(
+    ("name", "rows", "replicas"), combine(USES, (12, 7), (1, 2, 3, 4), every=2)
+)
 def test_a_layer_sees_its_replica(name, rows, replicas):
     use, expected = USES[name]
     x = batch(rows)
@@ -164,8 +165,9 @@ def test_run_gives_the_same_numbers():
                 np.testing.assert_allclose(found, other, rtol=2e-5, atol=1e-5)
 
 
-@pytest.mark.parametrize("make", [mirrored, partitioned])
-@pytest.mark.parametrize("steps", [1, 3])
+@pytest.mark.parametrize(
+    ("steps", "make"), combine((1, 3), (mirrored, partitioned), every=2)
+)
 def test_several_steps_of_even_and_uneven_batches(steps, make):
     """Batches of 6, 6 and 3 rows, and of one row: fewer than replicas."""
     x = np.concatenate([batch(15), batch(1)])

@@ -11,6 +11,7 @@ import pytest
 from tests.parity import cases
 from tests.parity.cases import BY_DEFAULT, CASES, LAYERS, STEPS
 from tests.support.abstract_pairs import LAYOUTS, assert_same, shapes_of
+from tests.support.combinations import combine
 
 # Uneven: the programs have a mask of the rows that there are.
 ROWS = 15
@@ -35,12 +36,12 @@ def check(name, layout, **kwargs):
     assert_same(case.build, shapes_of(batch), layout, **kwargs)
 
 
-@pytest.mark.parametrize("name", BY_DEFAULT)
+@pytest.mark.parametrize("name", combine(BY_DEFAULT, every=2))
 def test_divided_models_are_the_same(name):
     check(name, "divided", is_compiled=name in COMPILED)
 
 
-@pytest.mark.parametrize("name", REPLICATED)
+@pytest.mark.parametrize("name", combine(REPLICATED, every=2))
 def test_replicated_models_are_the_same(name):
     check(name, "replicated", kinds=["train"])
 

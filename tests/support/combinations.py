@@ -1,0 +1,22 @@
+"""Combinations of values for `parametrize`, of which a part runs by default."""
+
+import itertools
+
+import pytest
+
+
+def combine(*axes, every):
+    """All combinations; each `every`-th runs by default, the others are slow.
+
+    A default one lies on a diagonal, so that each value of each axis occurs.
+
+    Args:
+      *axes: The values of each parameter; a single axis gives single values.
+      every: Which of the diagonals run by default.
+    """
+    params = []
+    for case in itertools.product(*map(enumerate, axes)):
+        is_default = sum(index for index, _ in case) % every == 0
+        marks = () if is_default else pytest.mark.slow
+        params.append(pytest.param(*(v for _, v in case), marks=marks))
+    return params
