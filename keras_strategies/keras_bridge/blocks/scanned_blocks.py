@@ -225,10 +225,10 @@ class _GraphRun:
                 token.value = value
 
     def _call(self, operation: Any, *args: Any, **kwargs: Any) -> Tree:
-        args, kwargs = tree.map_structure(
+        given: Any = tree.map_structure(
             lambda x: x.value if isinstance(x, _Token) else x, (args, kwargs)
         )
-        return self._operation_fn(operation)(*args, **kwargs)
+        return self._operation_fn(operation)(*given[0], **given[1])
 
     def _scan(self, first: Sequence[_Call], second: Sequence[_Call]) -> Array:
         """Computes all blocks in a loop and returns the last trunk."""
@@ -306,8 +306,8 @@ class _GraphRun:
             return values[id(argument)] if is_token else argument
 
         for call in calls:
-            args, kwargs = tree.map_structure(value_of, call.arguments)
-            outputs = self._operation_fn(call.operation)(*args, **kwargs)
+            given: Any = tree.map_structure(value_of, call.arguments)
+            outputs = self._operation_fn(call.operation)(*given[0], **given[1])
             values |= zip(
                 map(id, _flatten(call.outputs)),
                 _flatten(outputs),
