@@ -452,3 +452,46 @@ def test_values_of_other_layouts_are_stacked_whole():
     grads = jax.grad(lambda w: loop_loss(jnp.stack(w), x, False))(weights)
     wanted = [w - 0.1 * g for w, g in zip(weights, grads, strict=True)]
     assert_close(jax.jit(cut)(weights, x), wanted, 1e-5)
+
+
+def test_weights_after_a_loop_are_gathered_after_it():
+    mesh = mesh_of(4)
+    random = np.random.default_rng(0)
+    first, last = (
+        (random.normal(size=(8, 8)) / 3).astype("float32") for _ in range(2)
+    )
+    stacked = (random.normal(size=(3, 8, 8)) / 3).astype("float32")
+    x = random.normal(size=(8, 8)).astype("float32")
+
+    def step(weights, x):
+        first, stacked, last = weights
+        x = jax.lax.scan(
+            lambda x, w: (jnp.tanh(x @ w), None), jnp.tanh(x @ first), stacked
+        )[0]
+        return jnp.tanh(x @ last)
+
+    specs = (divided(mesh), divided(mesh, 1), divided(mesh))
+    rows = split_spec(mesh)
+    cut = sharded_map(step, mesh, in_specs=(specs, rows), out_specs=rows)
+    weights = (first, stacked, last)
+    np.testing.assert_allclose(
+        jax.jit(cut)(weights, x), step(weights, x), atol=1e-5
+    )
+    (mapped,) = [
+        e
+        for e in jax.make_jaxpr(cut)(weights, x).jaxpr.eqns
+        if e.primitive.name == "shard_map"
+    ]
+    jaxpr = mapped.params["jaxpr"]
+    of_loop = set()
+    for equation in getattr(jaxpr, "jaxpr", jaxpr).eqns:
+        name = equation.primitive.name
+        read = {v for v in equation.invars if isinstance(v, Var)}
+        if name == "scan" or read & of_loop:
+            of_loop.update(equation.outvars)
+    gathers = [
+        bool(set(e.outvars) & of_loop)
+        for e in getattr(jaxpr, "jaxpr", jaxpr).eqns
+        if e.primitive.name == "all_gather"
+    ]
+    assert gathers == [False, True]

@@ -175,10 +175,12 @@ class ShardedInterpreter:
         for place, equation in enumerate(equations):
             if place in gathers:
                 # While this equation is computed, the values that the next
-                # equation reads are gathered.
+                # equation reads are gathered. They are not gathered before a
+                # loop, because they would stay gathered in all its turns.
                 self._flush(pending, uses)
                 free += next(following, ())
-                free = [] if self._tie(equation, free) else free
+                if not is_loop(equation):
+                    free = [] if self._tie(equation, free) else free
             if self._pass_on(equation):
                 continue
             is_sum = (adds(equation) or unstacks(equation)) and (
