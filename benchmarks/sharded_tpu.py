@@ -67,6 +67,10 @@ SIZES = {
         length=4096,
         is_gated=True,
     ),
+    "llama-1.3b": Decoder(hidden=5632, is_gated=True),
+    "narrow": Decoder(
+        num_layers=48, width=1024, heads=8, hidden=2816, is_gated=True
+    ),
     "tiny": Decoder(
         num_layers=3, width=512, heads=4, hidden=2048, vocabulary=4096
     ),
@@ -142,9 +146,11 @@ def dense_stack(remat=True):
     return keras.Model(inputs, x)
 
 
-def _decoder_step(strategy, shapes, rows, remat):
+def _decoder_step(strategy, shapes, rows, remat, is_scanned):
     with strategy.scope(), ks.abstract():
         model = decoder(shapes, remat)
+        if is_scanned:
+            ks.experimental.scan_blocks(model)
         model.compile(
             keras.optimizers.AdamW(1e-4),
             keras.losses.SparseCategoricalCrossentropy(from_logits=True),
@@ -171,6 +177,7 @@ def compile_size(
     rows=1,
     remat=True,
     is_divided=True,
+    is_scanned=False,
     options=None,
 ):
     """Compiles the train step of one of SIZES, or of a `Decoder`.
@@ -182,6 +189,7 @@ def compile_size(
       rows: Of a batch, on each chip.
       remat: Whether blocks are computed again in the backward pass.
       is_divided: Whether the chips divide variables at all.
+      is_scanned: Whether a decoder's blocks are computed in a loop.
       options: XLA's.
 
     Returns:
@@ -198,7 +206,9 @@ def compile_size(
         keras.config.set_dtype_policy("mixed_bfloat16")
         try:
             shapes = SIZES.get(size, size)
-            model, batch = _decoder_step(strategy, shapes, rows, remat)
+            model, batch = _decoder_step(
+                strategy, shapes, rows, remat, is_scanned
+            )
         finally:
             keras.config.set_dtype_policy(before)
     count = sum(math.prod(v.shape) for v in model.trainable_variables)
@@ -255,6 +265,9 @@ def main(arguments=None):
     parser.add_argument("--replicated", action="store_true")
     parser.add_argument("--no-remat", action="store_true")
     parser.add_argument(
+        "--scan", action="store_true", help="compute blocks in a loop"
+    )
+    parser.add_argument(
         "--full-effort", action="store_true", help="compile as for running"
     )
     parser.add_argument("--json", help="write the figures to this file")
@@ -270,6 +283,7 @@ def main(arguments=None):
         rows=options.rows,
         remat=not options.no_remat,
         is_divided=not options.replicated,
+        is_scanned=options.scan,
         options=None if options.full_effort else LOW_EFFORT,
     )
     found = facts(count, program)
