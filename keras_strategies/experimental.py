@@ -19,7 +19,7 @@ _MODULES = {
     "SlotsOnly": "keras_bridge.variables.partitioners",
     "TPUStrategy": "strategy.tpu",
     "ValueContext": "strategy.replica_context",
-    "scan_blocks": "keras_bridge.blocks.scanned_blocks",
+    "scan_blocks": "keras_bridge.layers.scanned_blocks",
     "transformer_layout": "keras_bridge.variables.transformer_layout",
 }
 

@@ -1,6 +1,6 @@
 """The public names, for type checkers; `_MODULES` maps them to modules."""
 
-from keras_strategies.keras_bridge.blocks.scanned_blocks import (
+from keras_strategies.keras_bridge.layers.scanned_blocks import (
     scan_blocks as scan_blocks,
 )
 from keras_strategies.keras_bridge.variables.partitioners import (

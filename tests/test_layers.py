@@ -51,7 +51,7 @@ ROOMS = {
         {""},
         {"inputs", "variables"},
         {"hooks"},
-        {"blocks"},
+        {"layers"},
         {"steps"},
         {"callbacks", "run"},
         {"loops"},

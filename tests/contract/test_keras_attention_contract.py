@@ -1,4 +1,4 @@
-"""What Keras does with attention on TPUs: keras_bridge/steps/attention.py.
+"""What Keras does with attention on TPUs: keras_bridge/layers/attention.py.
 
 The kernel is interpreted here. When a test of it fails, Keras may call it as it
 should.
@@ -13,8 +13,11 @@ import numpy as np
 import pytest
 from jax.experimental.pallas import tpu as pltpu
 
-from keras_strategies.keras_bridge.attention_masks import LAYERS, describe_mask
 from keras_strategies.keras_bridge.keras_names import NN as keras_nn
+from keras_strategies.keras_bridge.layers.attention_masks import (
+    LAYERS,
+    describe_mask,
+)
 
 LENGTH, DEPTH = 128, 128
 

@@ -17,11 +17,12 @@ from keras_strategies._core.jaxprs.specs import Axis
 from keras_strategies._core.mesh import ReplicaMesh, format_devices
 from keras_strategies._core.replica_map import all_max, all_min, as_number
 from keras_strategies._types import Array, Tree
-from keras_strategies.keras_bridge.blocks.scanned_blocks import (
-    scanning_blocks,
-)
 from keras_strategies.keras_bridge.hooks import variables_used
 from keras_strategies.keras_bridge.hooks.trace_hooks import trace_hooks
+from keras_strategies.keras_bridge.layers.attention import attention_for
+from keras_strategies.keras_bridge.layers.scanned_blocks import (
+    scanning_blocks,
+)
 from keras_strategies.keras_bridge.run import run_results
 from keras_strategies.keras_bridge.run.mappings import open_nest
 from keras_strategies.keras_bridge.step_context import (
@@ -32,7 +33,6 @@ from keras_strategies.keras_bridge.step_context import (
     step_scope,
 )
 from keras_strategies.keras_bridge.steps import replica_merge
-from keras_strategies.keras_bridge.steps.attention import attention_for
 from keras_strategies.keras_bridge.steps.uneven_rows import BranchResult
 from keras_strategies.keras_bridge.variables.shardings import placement_of
 

@@ -12,7 +12,8 @@ from keras_strategies._core.jaxprs.replay import separate_trace
 from keras_strategies._core.jaxprs.traces import is_tracing
 from keras_strategies._core.mesh import ReplicaMesh
 from keras_strategies._types import Tree
-from keras_strategies.keras_bridge.blocks.scanned_blocks import (
+from keras_strategies.keras_bridge.layers.attention import attention_for
+from keras_strategies.keras_bridge.layers.scanned_blocks import (
     scanning_blocks,
 )
 from keras_strategies.keras_bridge.step_context import (
@@ -24,7 +25,6 @@ from keras_strategies.keras_bridge.step_context import (
     count_replica_uses,
 )
 from keras_strategies.keras_bridge.steps import trace_checks
-from keras_strategies.keras_bridge.steps.attention import attention_for
 
 Body = Callable[[Any, Any, Any], Any]
 """A step as a pure function of written state, read state, and data."""

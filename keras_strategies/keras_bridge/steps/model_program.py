@@ -22,11 +22,12 @@ from keras_strategies._core.mesh import ReplicaMesh
 from keras_strategies._core.replica_map import replicated_spec, split_spec
 from keras_strategies._core.sharded_map import sharded_map
 from keras_strategies._types import Batch, Groups, Tree
-from keras_strategies.keras_bridge.blocks.scanned_blocks import (
-    scanning_blocks,
-)
 from keras_strategies.keras_bridge.hooks import merge as merge_lib
 from keras_strategies.keras_bridge.hooks.trace_hooks import trace_hooks
+from keras_strategies.keras_bridge.layers.attention import attention_for
+from keras_strategies.keras_bridge.layers.scanned_blocks import (
+    scanning_blocks,
+)
 from keras_strategies.keras_bridge.step_context import (
     Group,
     ReplicaScope,
@@ -35,7 +36,6 @@ from keras_strategies.keras_bridge.step_context import (
     step_scope,
 )
 from keras_strategies.keras_bridge.steps import output_shardings
-from keras_strategies.keras_bridge.steps.attention import attention_for
 from keras_strategies.keras_bridge.steps.mapped_program import (
     Body,
     MappedProgram,

@@ -7,11 +7,11 @@ from typing import Any
 import keras
 
 from keras_strategies._core.attributes import temporary_attribute
-from keras_strategies.keras_bridge.blocks.call_signatures import (
+from keras_strategies.keras_bridge.layers.call_signatures import (
     is_of_keras,
     is_rematerialized,
 )
-from keras_strategies.keras_bridge.blocks.equal_blocks import Blocks
+from keras_strategies.keras_bridge.layers.equal_blocks import Blocks
 from keras_strategies.planning.compile.shorter_models import shorten
 
 _OF_A_STEP = ("train_step", "compute_loss", "compute_metrics", "compile")

@@ -13,13 +13,13 @@ from keras import tree
 from keras_strategies._core.jaxprs.flops import count_flops
 from keras_strategies._core.mesh import ReplicaMesh
 from keras_strategies._types import Array, Batch, Tree
-from keras_strategies.keras_bridge.blocks.call_signatures import (
+from keras_strategies.keras_bridge.layers.attention import collect_reasons
+from keras_strategies.keras_bridge.layers.call_signatures import (
     is_rematerialized,
 )
-from keras_strategies.keras_bridge.blocks.equal_blocks import find_blocks
-from keras_strategies.keras_bridge.blocks.scanned_blocks import unrolled_blocks
+from keras_strategies.keras_bridge.layers.equal_blocks import find_blocks
+from keras_strategies.keras_bridge.layers.scanned_blocks import unrolled_blocks
 from keras_strategies.keras_bridge.loops.binding import Binding
-from keras_strategies.keras_bridge.steps.attention import collect_reasons
 from keras_strategies.keras_bridge.steps.lower_step import (
     lower_step,
     shape_of,

@@ -10,8 +10,8 @@ import keras
 import numpy as np
 
 from keras_strategies._core import values
-from keras_strategies.keras_bridge.blocks.scanned_blocks import unrolled_blocks
-from keras_strategies.keras_bridge.steps.attention import collect_reasons
+from keras_strategies.keras_bridge.layers.attention import collect_reasons
+from keras_strategies.keras_bridge.layers.scanned_blocks import unrolled_blocks
 from keras_strategies.planning.compile.step import (
     Step,
     count_variable_bytes,

@@ -9,7 +9,7 @@ import keras
 
 from keras_strategies._core.mesh import ReplicaMesh
 from keras_strategies._types import Array, Batch
-from keras_strategies.keras_bridge.blocks.equal_blocks import Blocks
+from keras_strategies.keras_bridge.layers.equal_blocks import Blocks
 from keras_strategies.keras_bridge.steps.lower_step import shape_of
 from keras_strategies.keras_bridge.variables import shardings
 

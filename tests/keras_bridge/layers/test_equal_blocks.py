@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 from keras import layers
 
-from keras_strategies.keras_bridge.blocks.equal_blocks import find_blocks
+from keras_strategies.keras_bridge.layers.equal_blocks import find_blocks
 from keras_strategies.planning.compile.shorter_models import shorten
 
 ROWS = np.random.default_rng(0).normal(size=(3, 5, 8)).astype("float32")

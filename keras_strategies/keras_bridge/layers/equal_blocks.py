@@ -14,7 +14,7 @@ from typing import Any
 
 import keras
 
-from keras_strategies.keras_bridge.blocks.call_signatures import (
+from keras_strategies.keras_bridge.layers.call_signatures import (
     call_signature,
     is_of_keras,
 )

@@ -25,15 +25,15 @@ from keras_strategies._core.identity import IdentitySet
 from keras_strategies._core.jaxprs.sharded_calls import stack_values
 from keras_strategies._core.jaxprs.traces import is_tracing
 from keras_strategies._types import Array, Tree
-from keras_strategies.keras_bridge.blocks.equal_blocks import (
+from keras_strategies.keras_bridge.hooks.on_read import is_on_read
+from keras_strategies.keras_bridge.hooks.variable_writes import is_user_defined
+from keras_strategies.keras_bridge.hooks.variables_used import InnerScope
+from keras_strategies.keras_bridge.layers.equal_blocks import (
     Blocks,
     find_all_blocks,
     find_blocks_of,
     get_graph,
 )
-from keras_strategies.keras_bridge.hooks.on_read import is_on_read
-from keras_strategies.keras_bridge.hooks.variable_writes import is_user_defined
-from keras_strategies.keras_bridge.hooks.variables_used import InnerScope
 from keras_strategies.keras_bridge.patches import Patches
 from keras_strategies.keras_bridge.step_context import current_step
 

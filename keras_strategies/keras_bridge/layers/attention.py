@@ -30,11 +30,16 @@ from keras_strategies._core.row_kinds.kernels import BY_ROWS
 from keras_strategies._core.splash_attention import AttentionMask
 from keras_strategies._types import Array
 from keras_strategies.keras_bridge import keras_names
-from keras_strategies.keras_bridge.attention_masks import LAYERS, describe_mask
-from keras_strategies.keras_bridge.attention_reasons import (
+from keras_strategies.keras_bridge.layers.attention_masks import (
+    LAYERS,
+    describe_mask,
+)
+from keras_strategies.keras_bridge.layers.attention_reasons import (
     find_reason_against_kernel,
 )
-from keras_strategies.keras_bridge.capped_attention import capped_attention
+from keras_strategies.keras_bridge.layers.capped_attention import (
+    capped_attention,
+)
 from keras_strategies.keras_bridge.patches import Patches
 
 

@@ -1,1 +1,0 @@
-"""Equal blocks of a model: how they are found and computed in a loop."""

@@ -1,0 +1,1 @@
+"""Layers that steps compute in other ways than Keras: attention, blocks."""
