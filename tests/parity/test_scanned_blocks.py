@@ -155,8 +155,8 @@ def test_fit_has_the_numbers_of_unrolled_blocks(name, replicas, is_sharded):
         assert_replicated(model)
         found.append(results)
     assert_close(*found)
-    if name != "encoder" or replicas == 1:
-        # With several replicas, each draws its own Dropout.
+    if name == "decoder" or replicas == 1:
+        # Else each replica draws its own Dropout, and normalizes its own rows.
         assert_close(found[0], fitted(name, is_scanned=False)[1])
 
 
@@ -255,7 +255,8 @@ def test_one_block_is_traced_for_all():
         Counted.rows = ()
         model, _ = fit_chain(layer, is_scanned=is_scanned)
         counts[is_scanned] = Counted.rows.count(4)
-    assert counts == {True: 1, False: BLOCKS}
+    # Each once to compare them, and the one that is computed in the loop.
+    assert counts == {True: BLOCKS + 1, False: BLOCKS}
     # Outside of a strategy's steps all blocks are computed.
     Counted.rows = ()
     model(IMAGES[:2, 0])
@@ -306,6 +307,82 @@ def test_what_a_loop_cannot_compute_is_unrolled_with_a_word(kind, reason):
     assert_close(found, wanted)
 
 
+class Scaled(layers.Dense):
+    """A layer whose constant its config does not contain."""
+
+    def __init__(self, constant, **kwargs):
+        super().__init__(WIDTH, "tanh", **kwargs)
+        self.constant = constant
+
+    def call(self, inputs, training=None):
+        return super().call(inputs * self.constant, training)
+
+
+def _by_closure(number):
+    def scale(x):
+        return x * (1 + number)
+
+    return layers.Dense(WIDTH, activation=scale)
+
+
+UNEQUAL = {
+    "operation": lambda n: lambda x: layers.Dense(WIDTH)(x) * (1.0 + n),
+    "closure": _by_closure,
+    "array": lambda n: Scaled(np.full(WIDTH, 1 + n, "float32")),
+    "number": lambda n: Scaled(np.float32(1 + n)),
+    "variable": lambda n: (
+        lambda x: keras.ops.add(
+            layers.Dense(WIDTH, "tanh")(x), keras.Variable(np.ones(WIDTH) * n)
+        )
+    ),
+}
+
+
+@pytest.mark.parametrize("name", UNEQUAL)
+def test_blocks_of_other_constants_are_unrolled_with_a_word(name):
+    with pytest.warns(UserWarning, match="blocks differ in their operations"):
+        _, found = fit_chain(UNEQUAL[name])
+    _, wanted = fit_chain(UNEQUAL[name], is_scanned=False)
+    assert_close(found, wanted)
+
+
+def test_equal_arrays_of_blocks_are_no_difference():
+    def layer(number):
+        return Scaled(np.linspace(0, 1, WIDTH).astype("float32"))
+
+    _, found = fit_chain(layer)
+    _, wanted = fit_chain(layer, is_scanned=False)
+    assert_close(found, wanted)
+
+
+def test_masks_that_blocks_take_off_a_tensor_are_as_unrolled():
+    """Keras's attention removes the masks of its keys: for the next blocks."""
+    x = IMAGES[:8].copy()
+    x[:, -2:] = 0
+    found = []
+    for is_scanned in (True, False):
+        keras.utils.set_random_seed(1)
+        inputs = keras.Input((LENGTH, WIDTH))
+        memory = layers.Masking()(inputs)
+        y = layers.Dense(WIDTH)(inputs)
+        for _ in range(BLOCKS):
+            y = layers.MultiHeadAttention(2, 4)(y, memory)
+        with strategy_of(2).scope():
+            model = keras.Model(inputs, y)
+            model = keras.models.clone_model(model)
+            model.set_weights(
+                [np.full(w.shape, 0.1) for w in model.get_weights()]
+            )
+            if is_scanned:
+                ks.experimental.scan_blocks(model)
+        if not is_scanned:
+            found.append(model.predict(x, batch_size=8, verbose=0))
+            continue
+        with pytest.warns(UserWarning, match="blocks differ"):
+            found.append(model.predict(x, batch_size=8, verbose=0))
+    assert_close(*found)
+
+
 def test_blocks_that_are_frozen_afterwards_stay_frozen():
     def layer(number):
         return layers.BatchNormalization()
@@ -336,7 +413,7 @@ def test_each_run_of_equal_blocks_is_a_loop():
         Counted.rows = ()
         x = IMAGES[:16, 0]
         model.fit(x, x[:, :1], batch_size=8, verbose=0)
-        assert Counted.rows.count(4) == (2 if is_scanned else 9)
+        assert Counted.rows.count(4) == (9 + 2 if is_scanned else 9)
         found.append([np.asarray(v) for v in model.variables])
     assert_close(*found)
 

@@ -6,7 +6,14 @@ from typing import Any
 import numpy as np
 from jax.extend.core import ClosedJaxpr, Jaxpr, Literal, Var
 
-from keras_strategies._core.jaxprs.stages import has_effects, references
+from keras_strategies._core.jaxprs.stages import (
+    has_effects,
+    names_in,
+    references,
+)
+
+# Parameters of `custom_jvp_call` and `custom_vjp_call`.
+_RULES = frozenset(names_in("bwd fwd_jaxpr_thunk jvp_jaxpr_fun out_trees"))
 
 
 class ValueNumbers:
@@ -17,9 +24,14 @@ class ValueNumbers:
     operations compute them from the same inputs. In doubtful cases (side
     effects, or Python functions among an equation's parameters) the numbers
     differ.
+
+    Args:
+      ignores_rules: Whether to ignore custom rules for derivatives, which are
+        Python functions. Set it for traces that contain the derivatives.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, *, ignores_rules: bool = False) -> None:
+        self._ignored = _RULES if ignores_rules else frozenset()
         self._numbers: dict[Any, int] = {}
         # Objects whose ids are used in keys. They are kept alive so that their
         # ids are not reused.
@@ -68,7 +80,11 @@ class ValueNumbers:
             ]
             return ("program", *self._number_jaxpr(value, consts))
         if isinstance(value, Mapping):
-            items = [(k, self._parameters(v)) for k, v in value.items()]
+            items = [
+                (k, self._parameters(v))
+                for k, v in value.items()
+                if k not in self._ignored
+            ]
             return ("mapping", *sorted(items, key=lambda item: str(item[0])))
         if type(value) in (tuple, list):
             return ("sequence", *map(self._parameters, value))

@@ -1,13 +1,15 @@
 """Computes equal blocks of a model in one loop (`jax.lax.scan`).
 
-While a step is traced, the calls of the first two blocks in a marked model's
-graph are recorded instead of computed. The second block's calls are then the
-body of a loop over all blocks, whose variables' values are stacked. The loop's
-result takes the place of the last block's output.
+While a step is traced, the calls of a run of blocks in a marked model's graph
+are recorded instead of computed. Each block is then traced alone, forward and
+backward. If all compute the same from their inputs and variables, the first
+block's calls are the body of a loop over all blocks, whose variables' values
+are stacked. Otherwise the blocks are computed one by one.
 """
 
 import contextlib
 import functools
+import itertools
 import threading
 import warnings
 from collections.abc import Callable, Iterator, Sequence
@@ -15,19 +17,23 @@ from typing import Any
 
 import jax
 import keras
-from keras import tree
 from keras.src.backend.common.masking import get_keras_mask, set_keras_mask
 from keras.src.backend.common.stateless_scope import get_stateless_scope
 from keras.src.ops.function import Function
 
 from keras_strategies._core.attributes import temporary_attribute
 from keras_strategies._core.identity import IdentitySet
+from keras_strategies._core.jaxprs.equal_functions import compute_same
 from keras_strategies._core.jaxprs.sharded_calls import stack_values
 from keras_strategies._core.jaxprs.traces import is_tracing
 from keras_strategies._types import Array, Tree
 from keras_strategies.keras_bridge.hooks.on_read import is_on_read
 from keras_strategies.keras_bridge.hooks.variable_writes import is_user_defined
 from keras_strategies.keras_bridge.hooks.variables_used import InnerScope
+from keras_strategies.keras_bridge.layers.block_calls import (
+    BlockCalls,
+    resolve,
+)
 from keras_strategies.keras_bridge.layers.equal_blocks import (
     Blocks,
     find_all_blocks,
@@ -38,6 +44,7 @@ from keras_strategies.keras_bridge.patches import Patches
 from keras_strategies.keras_bridge.step_context import current_step
 
 _MARK = "_ks_scans_blocks"
+_REASONS = "_ks_reasons_against_scans"
 
 
 def scan_blocks(model: keras.Model) -> list[list[str]]:
@@ -112,15 +119,34 @@ def _wrap_graph(original: Callable[..., Any]) -> Callable[..., Any]:
     def run_graph(graph: Any, *args: Any, **kwargs: Any) -> Tree:
         is_wanted = _thread.is_in_step and not _thread.is_unrolled
         is_scanned = _MARK in vars(graph) and is_wanted and is_tracing()
-        if is_scanned and get_stateless_scope():
-            # Found again, because a layer may have been frozen since.
-            runs = find_blocks_of(graph)
-            if not runs:
-                _warn(graph, "they are not equal any more")
-            for blocks in runs:
-                run = _GraphRun(blocks, kwargs["operation_fn"])
-                kwargs["operation_fn"] = run.choose
-        return original(graph, *args, **kwargs)
+        if not is_scanned or get_stateless_scope() is None:
+            return original(graph, *args, **kwargs)
+        # Found again, because a layer may have been frozen since.
+        runs = find_blocks_of(graph)
+        if not runs:
+            _warn(graph, "they are not equal any more")
+        operation_fn = kwargs["operation_fn"]
+        calls_of: dict[int, BlockCalls] = {}
+        for blocks in runs:
+            operations = itertools.chain(*blocks.segments)
+            calls = BlockCalls(blocks, operation_fn)
+            calls_of |= dict.fromkeys(map(id, operations), calls)
+
+        def choose(operation: Any) -> Callable[..., Any]:
+            def call(*args: Any, **kwargs: Any) -> Tree:
+                args, kwargs = resolve((args, kwargs))
+                calls = calls_of.get(id(operation))
+                if calls is None:
+                    return operation_fn(operation)(*args, **kwargs)
+                outputs = calls.record(operation, args, kwargs)
+                if calls.is_complete:
+                    _compute(graph, calls)
+                return outputs
+
+            return call
+
+        kwargs["operation_fn"] = choose
+        return resolve(original(graph, *args, **kwargs))
 
     return run_graph
 
@@ -129,193 +155,146 @@ _patches = Patches(lambda: [(Function, "_run_through_graph", _wrap_graph)])
 
 
 class _NotScanned(Exception):
-    """Raised by a block that a loop cannot compute."""
+    """Raised if a loop cannot compute blocks."""
 
 
-class _Token:
-    """Stands for a tensor inside of the blocks.
-
-    Attributes:
-      value: Its value, if blocks are computed one by one after all.
-    """
-
-    value: Any = None
-
-
-class _Call:
-    """A recorded call of an operation.
-
-    Attributes:
-      operation: The operation.
-      arguments: Its positional and keyword arguments; tensors of the blocks are
-        tokens.
-      outputs: The tokens of its outputs.
-    """
-
-    def __init__(self, operation: Any, args: Any, kwargs: Any) -> None:
-        self.operation = operation
-        self.arguments = args, kwargs
-        self.outputs = tree.map_structure(lambda _: _Token(), operation.output)
+def _compute(graph: Any, calls: BlockCalls) -> None:
+    """Computes all blocks of a run in a loop, or else one by one."""
+    step = current_step()
+    is_probe = step is not None and step.facts.is_probe
+    # A probe follows the trace of the step, with another number of rows.
+    reasons = vars(graph).setdefault(_REASONS, {})
+    key = tuple(id(operation) for operation, _ in calls.blocks.trunks)
+    try:
+        if is_probe and reasons.get(key):
+            raise _NotScanned(reasons[key])
+        _scan(calls, is_checked=not (is_probe and key in reasons))
+        reasons[key] = ""
+    except _NotScanned as error:
+        reasons[key] = str(error)
+        if not is_probe:
+            _warn(calls.blocks.model, reasons[key])
+        calls.compute_all()
 
 
-class _GraphRun:
-    """One run through the graph of a model with equal blocks.
+def _scan(calls: BlockCalls, *, is_checked: bool) -> None:
+    """Computes all blocks of a run in a loop.
 
     Args:
-      blocks: The blocks.
-      operation_fn: The function that prepares an operation for its call.
+      calls: The recorded calls.
+      is_checked: Whether to check that the blocks compute the same.
+
+    Raises:
+      _NotScanned: if a loop cannot compute the blocks.
+    """
+    scope: Any = get_stateless_scope()
+    columns = _find_variables(calls.blocks)
+    values = [[_read(scope, v) for v in column] for column in columns]
+    bodies = [
+        _Body(calls, number, [column[number] for column in columns])
+        for number in range(len(calls.blocks))
+    ]
+    carry = calls.entering, get_keras_mask(calls.entering)
+    if is_checked:
+        _check_equal(bodies, carry, [column[0] for column in values])
+    stacked = list(map(stack_values, values))
+    (result, mask), new = jax.lax.scan(
+        bodies[0].compute, carry, stacked, length=len(bodies)
+    )
+    written = [c for c in columns if c[0] in bodies[0].written]
+    for column, slices in zip(written, new, strict=True):
+        for update in zip(column, list(slices), strict=True):
+            scope.add_update(update)
+    if mask is not None:
+        set_keras_mask(result, mask)
+    calls.set_result(result)
+
+
+class _Body:
+    """One of the blocks, as the body of a loop.
+
+    Args:
+      calls: The recorded calls of the blocks.
+      number: The block's number.
+      variables: The block's variables.
+
+    Attributes:
+      written: The variables that the last call wrote.
     """
 
     def __init__(
-        self, blocks: Blocks, operation_fn: Callable[..., Any]
+        self, calls: BlockCalls, number: int, variables: list[keras.Variable]
     ) -> None:
-        self._blocks = blocks
-        self._operation_fn = operation_fn
-        self._part_of = {
-            id(operation): number
-            for number, segment in enumerate(blocks.segments)
-            for operation in segment
-        }
-        self._calls: list[_Call] = []
-        self._result: Any = None
-        self._is_unrolled = False
+        self._calls = calls
+        self._number = number
+        self._variables = variables
+        self.written = IdentitySet()
 
-    def choose(self, operation: Any) -> Callable[..., Any]:
-        """Returns what is called in an operation's place."""
-        number = self._part_of.get(id(operation))
-        if number is None:
-            return self._operation_fn(operation)
-        if self._is_unrolled:
-            return functools.partial(self._call, operation)
-        if number > 1:
-            return functools.partial(self._skip, operation)
-        return functools.partial(self._record, operation)
+    def compute(self, carry: Any, values: list[Any]) -> tuple[Any, list[Any]]:
+        """Computes the block.
 
-    def _record(self, operation: Any, *args: Any, **kwargs: Any) -> Tree:
-        call = _Call(operation, args, kwargs)
-        self._calls.append(call)
-        size = len(self._blocks.segments[0])
-        if len(self._calls) == 2 * size:
-            try:
-                self._result = self._scan(
-                    self._calls[:size], self._calls[size:]
-                )
-            except _NotScanned as reason:
-                self._unroll(str(reason))
-        return call.outputs
+        Args:
+          carry: The input, and its mask or None.
+          values: The values of the block's variables.
 
-    def _skip(self, operation: Any, *args: Any, **kwargs: Any) -> Tree:
-        outputs = tree.map_structure(lambda _: _Token(), operation.output)
-        last, index = self._blocks.trunks[-1]
-        if operation is not last:
-            return outputs
-        leaves = _flatten(outputs)
-        leaves[index] = self._result
-        return tree.pack_sequence_as(outputs, leaves)
+        Returns:
+          The output and its mask or None, and the values that were written to
+          variables.
 
-    def _unroll(self, reason: str) -> None:
-        _warn(self._blocks.model, reason)
-        self._is_unrolled = True
-        for call in self._calls:
-            args, kwargs = call.arguments
-            values = self._call(call.operation, *args, **kwargs)
-            for token, value in zip(
-                _flatten(call.outputs), _flatten(values), strict=True
-            ):
-                token.value = value
-
-    def _call(self, operation: Any, *args: Any, **kwargs: Any) -> Tree:
-        given: Any = tree.map_structure(
-            lambda x: x.value if isinstance(x, _Token) else x, (args, kwargs)
-        )
-        return self._operation_fn(operation)(*given[0], **given[1])
-
-    def _scan(self, first: Sequence[_Call], second: Sequence[_Call]) -> Array:
-        """Computes all blocks in a loop and returns the last trunk."""
-        operation, index = self._blocks.trunks[0]
-        (maker,) = [c for c in first if c.operation is operation]
-        trunk = _flatten(maker.outputs)[index]
-        (entering,) = {
-            id(a): a
-            for one, other in zip(first, second, strict=True)
-            for a, b in zip(
-                _flatten(one.arguments),
-                _flatten(other.arguments),
-                strict=True,
-            )
-            if b is trunk
-        }.values()
-        scope: Any = get_stateless_scope()
-        columns = _find_variables(self._blocks)
-        inner_variables = [column[1] for column in columns]
-        stacked = [
-            stack_values([_read(scope, v) for v in column])
-            for column in columns
-        ]
-        written: list[Any] = []
-
-        def block(carry: Any, slices: list[Any]) -> tuple[Any, list[Any]]:
-            value, mask = carry
-            if mask is not None:
-                set_keras_mask(value, mask)
-            pairs = zip(inner_variables, slices, strict=True)
-            with InnerScope(pairs) as inner:
-                num_losses = len(inner.losses)
-                output = self._compute(second, {id(trunk): value})
-            if len(inner.losses) > num_losses:
-                self._forget(inner.losses[num_losses:])
-                raise _NotScanned("a block adds a loss")
-            new_carry = output, get_keras_mask(output)
-            if _describe(new_carry) != _describe(carry):
-                raise _NotScanned(
-                    "the output of a block, or its mask, has another shape or "
-                    "dtype than the block's input"
-                )
-            written[:] = [v for v in inner_variables if v in inner.written]
-            if len(written) < len(inner.written):
-                raise _NotScanned("blocks write a variable that they share")
-            if not all(map(_is_plain, written)):
-                raise _NotScanned("a block writes a variable of its own")
-            return new_carry, [inner.get_current_value(v) for v in written]
-
-        carry = entering, get_keras_mask(entering)
-        (result, mask), new = jax.lax.scan(block, carry, stacked)
-        columns = [c for c in columns if c[1] in IdentitySet(written)]
-        for values, column in zip(new, columns, strict=True):
-            for update in zip(column, list(values), strict=True):
-                scope.add_update(update)
+        Raises:
+          _NotScanned: if the block cannot be the body of a loop.
+        """
+        value, mask = carry
         if mask is not None:
-            set_keras_mask(result, mask)
-        return result
+            set_keras_mask(value, mask)
+        with InnerScope(zip(self._variables, values, strict=True)) as inner:
+            num_losses = len(inner.losses)
+            output = self._calls.compute(self._number, value)
+        if len(inner.losses) > num_losses:
+            self._forget(inner.losses[num_losses:])
+            raise _NotScanned("a block adds a loss")
+        new_carry = output, get_keras_mask(output)
+        if _describe(new_carry) != _describe(carry):
+            raise _NotScanned(
+                "the output of a block, or its mask, has another shape or "
+                "dtype than the block's input"
+            )
+        written = [v for v in self._variables if v in inner.written]
+        if len(written) < len(inner.written):
+            raise _NotScanned("blocks write a variable that they share")
+        if not all(map(_is_plain, written)):
+            raise _NotScanned("a block writes a variable of its own")
+        self.written = IdentitySet(written)
+        return new_carry, [inner.get_current_value(v) for v in written]
 
     def _forget(self, losses: list[Any]) -> None:
         """Clears the ids of losses that an aborted trace added."""
         ids = set(map(id, losses))
-        for operation in self._blocks.segments[1]:
+        for operation in self._calls.blocks.segments[self._number]:
             if isinstance(operation, keras.Layer):
                 for layer in operation._flatten_layers():
                     layer._loss_ids.difference_update(ids)
 
-    def _compute(
-        self, calls: Sequence[_Call], values: dict[int, Array]
-    ) -> Array:
-        """Computes one block's calls and returns the block's trunk."""
 
-        def value_of(argument: Any) -> Any:
-            is_token = isinstance(argument, _Token)
-            return values[id(argument)] if is_token else argument
+def _check_equal(
+    bodies: Sequence[_Body], carry: Any, values: list[Any]
+) -> None:
+    """Checks that all blocks compute the same from inputs and variables.
 
-        for call in calls:
-            given: Any = tree.map_structure(value_of, call.arguments)
-            outputs = self._operation_fn(call.operation)(*given[0], **given[1])
-            values |= zip(
-                map(id, _flatten(call.outputs)),
-                _flatten(outputs),
-                strict=True,
-            )
-        operation, index = self._blocks.trunks[1]
-        (maker,) = [c for c in calls if c.operation is operation]
-        return values[id(_flatten(maker.outputs)[index])]
+    Raises:
+      _NotScanned: if they differ, or cannot be traced with a backward pass.
+    """
+    try:
+        are_equal = compute_same([b.compute for b in bodies], carry, values)
+    except _NotScanned:
+        raise
+    except Exception as error:
+        raise _NotScanned(
+            "a block cannot be computed without the others "
+            f"({type(error).__name__}: {error})"
+        ) from error
+    if not are_equal:
+        raise _NotScanned("blocks differ in their operations or constants")
 
 
 def _warn(model: keras.Model, reason: str) -> None:
@@ -337,10 +316,6 @@ def _is_plain(variable: keras.Variable) -> bool:
         or hasattr(variable, "_ks_merge")
         or variable in rules
     )
-
-
-def _flatten(nest: Tree) -> list[Any]:
-    return list(tree.flatten(nest) or ())
 
 
 def _describe(carry: Any) -> list[Any]:
