@@ -50,12 +50,13 @@ _REASONS = "_ks_reasons_against_scans"
 def scan_blocks(model: keras.Model) -> list[list[str]]:
     """Makes a strategy's steps compute a model's equal blocks in one loop.
 
-    A program then contains one block instead of all: it is compiled in the time
-    of one block, and its size does not grow with the number of blocks. Results
-    are those of the unrolled model. Weights keep their names and shapes. The
-    runs of equal blocks are found in the model's graph and in those of its
-    nested models: at least 4 parts with the same configuration, each of which
-    reads one output of the previous part.
+    A program then contains one block instead of all, so it is smaller and
+    compiles faster. Results are those of the unrolled model, up to rounding.
+    Weights keep their names and shapes. The runs of equal blocks are found in
+    the model's graph and in those of its nested models: at least 4 parts with
+    the same configuration, each of which reads one output of the previous
+    part. While a step is traced, blocks that differ (for example in a constant)
+    are computed one by one, with a warning.
 
     Args:
       model: A built functional or sequential model. Models that are called
