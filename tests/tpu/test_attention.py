@@ -6,7 +6,7 @@ import pytest
 
 import keras_strategies as ks
 from keras_strategies._core import splash_attention
-from keras_strategies.keras_bridge.steps import attention
+from keras_strategies.keras_bridge.layers import attention
 
 pytestmark = pytest.mark.tpu
 
