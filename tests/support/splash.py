@@ -8,7 +8,7 @@ from jax.experimental.pallas.ops.tpu.splash_attention import (
 )
 
 from keras_strategies._core import splash_attention
-from keras_strategies.keras_bridge.steps import attention
+from keras_strategies.keras_bridge.layers import attention
 
 
 @pytest.fixture

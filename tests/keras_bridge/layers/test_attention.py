@@ -14,12 +14,12 @@ import keras_strategies as ks
 from keras_strategies._core.row_kinds import losses
 from keras_strategies._core.row_kinds.losses import Verdict
 from keras_strategies.keras_bridge.keras_names import NN as keras_nn
+from keras_strategies.keras_bridge.layers import attention as attention_module
 from keras_strategies.keras_bridge.layers.attention import attention_for
 from keras_strategies.keras_bridge.layers.attention_reasons import (
     find_reason_against_kernel,
 )
 from keras_strategies.keras_bridge.run import replica_trace
-from keras_strategies.keras_bridge.steps import attention as attention_module
 from keras_strategies.keras_bridge.steps import mapped_program, model_program
 from tests.contract.test_jax_kernels import verdict
 from tests.support.splash import interpreted  # noqa: F401
