@@ -25,7 +25,11 @@ class Token:
 
 
 def resolve(nest: Tree) -> Any:
-    """Replaces the tokens in a nest by their values, if they are computed."""
+    """Replaces the tokens in a nest by their values, if they are computed.
+
+    Returns:
+      The nest, which contains tokens only where no value is known.
+    """
 
     def value_of(leaf: Any) -> Any:
         is_known = isinstance(leaf, Token) and leaf.value is not None

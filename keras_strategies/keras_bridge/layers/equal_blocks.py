@@ -129,7 +129,11 @@ def _has_own_call(model: keras.Model) -> bool:
 
 
 def get_graph(model: keras.Model) -> Any:
-    """Returns the functional model that a model is, or that it contains."""
+    """Finds the object whose graph a model computes.
+
+    Returns:
+      The functional model inside a sequential model, or the model itself.
+    """
     return getattr(model, "_functional", None) or model
 
 
@@ -138,7 +142,7 @@ def _has_graph(model: keras.Model) -> bool:
 
 
 def find_blocks_of(model: keras.Model) -> list[Blocks]:
-    """Finds runs of equal blocks in a model's own graph, the largest first.
+    """Finds runs of equal blocks in a model's graph, the largest first.
 
     No two runs have a call in common.
     """
