@@ -1,7 +1,5 @@
 """Blocks in one loop: the numbers of blocks one by one, and of one device."""
 
-import itertools
-
 import jax
 import keras
 import numpy as np
@@ -139,14 +137,10 @@ def assert_close(found, wanted, tolerance=3e-5):
         assert error <= tolerance * max(np.linalg.norm(theirs), 1)
 
 
-DEFAULT = {("encoder", 2, True)}
-ALL = [
-    pytest.param(*case, marks=() if case in DEFAULT else pytest.mark.slow)
-    for case in itertools.product(MODELS, (1, 2, 3, 4, 8), (False, True))
-]
-
-
-@pytest.mark.parametrize(("name", "replicas", "is_sharded"), ALL)
+@pytest.mark.slow
+@pytest.mark.parametrize("is_sharded", [False, True])
+@pytest.mark.parametrize("replicas", [1, 2, 3, 4, 8])
+@pytest.mark.parametrize("name", MODELS)
 def test_fit_has_the_numbers_of_unrolled_blocks(name, replicas, is_sharded):
     found = []
     for is_scanned in (True, False):
@@ -261,6 +255,31 @@ def test_one_block_is_traced_for_all():
     Counted.rows = ()
     model(IMAGES[:2, 0])
     assert Counted.rows == (2,) * BLOCKS
+
+
+@pytest.mark.parametrize("is_sharded", [False, True])
+def test_masks_and_dropout_are_those_of_unrolled_blocks(is_sharded):
+    found = []
+    for is_scanned in (True, False):
+        with strategy_of(2, is_sharded=is_sharded).scope():
+            keras.utils.set_random_seed(1)
+            x = tokens = keras.Input((LENGTH,), dtype="int32")
+            x = layers.Embedding(WORDS, WIDTH, mask_zero=True)(x)
+            for seed in range(BLOCKS):
+                y = layers.Dense(WIDTH, "relu")(x)
+                x = layers.Add()([x, layers.Dropout(0.2, seed=seed)(y)])
+            model = keras.Model(tokens, layers.Dense(WORDS)(x))
+            if is_scanned:
+                ks.experimental.scan_blocks(model)
+            model.compile(
+                "adam",
+                keras.losses.SparseCategoricalCrossentropy(from_logits=True),
+            )
+        given = {"batch_size": 8, "verbose": 0}
+        history = model.fit(TOKENS, NEXT, **given, shuffle=False).history
+        variables = [np.asarray(v) for v in model.variables]
+        found.append([history, model.predict(TOKENS, **given), variables])
+    assert_close(*found)
 
 
 class Penalized(layers.Dense):

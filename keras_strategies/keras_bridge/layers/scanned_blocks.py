@@ -126,7 +126,8 @@ def _wrap_graph(original: Callable[..., Any]) -> Callable[..., Any]:
         runs = find_blocks_of(graph)
         if not runs:
             _warn(graph, "they are not equal any more")
-        operation_fn = kwargs["operation_fn"]
+        # Keras 3.15 passes a function, Keras 3.16 none.
+        operation_fn = kwargs.pop("operation_fn", _return_operation)
         calls_of: dict[int, BlockCalls] = {}
         for blocks in runs:
             operations = itertools.chain(*blocks.segments)
@@ -150,6 +151,10 @@ def _wrap_graph(original: Callable[..., Any]) -> Callable[..., Any]:
         return resolve(original(graph, *args, **kwargs))
 
     return run_graph
+
+
+def _return_operation(operation: Any) -> Any:
+    return operation
 
 
 _patches = Patches(lambda: [(Function, "_run_through_graph", _wrap_graph)])
