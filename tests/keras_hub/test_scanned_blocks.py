@@ -34,9 +34,7 @@ def models():
 
 MODELS = {
     "gpt2": lambda: models().GPT2Backbone(**SIZES, **LEARNED, dropout=0.1),
-    "llama": lambda: models().LlamaCausalLM(
-        models().LlamaBackbone(**SIZES, **FEW_HEADS), preprocessor=None
-    ),
+    "llama": lambda: models().LlamaBackbone(**SIZES, **FEW_HEADS),
     "gemma": lambda: models().GemmaBackbone(**SIZES, **FEW_HEADS, head_dim=4),
     # Each block is a layer with a sliding window and one without.
     "gemma2": lambda: models().GemmaBackbone(
