@@ -455,6 +455,25 @@ def test_other_dtypes_and_nested_models():
     assert_close(found, wanted, 2e-2)
 
 
+def test_shapes_are_asked_for_in_a_step():
+    """Without a warning: only calls with values are computed in a loop."""
+    strategy = strategy_of(2)
+    with strategy.scope():
+        model = chain(lambda number: layers.Dense(WIDTH))
+        ks.experimental.scan_blocks(model)
+
+    def step():
+        x = keras.KerasTensor((3, WIDTH))
+        return model(np.ones((3, WIDTH), "float32")) * len(
+            model.compute_output_spec(x).shape
+        )
+
+    found = strategy.experimental_local_results(strategy.run(step))
+    wanted = 2 * np.asarray(model(np.ones((3, WIDTH), "float32")))
+    for value in found:
+        np.testing.assert_allclose(value, wanted, rtol=1e-5)
+
+
 def test_models_without_equal_blocks_are_refused():
     class Own(keras.Model):
         pass

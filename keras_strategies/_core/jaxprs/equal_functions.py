@@ -29,11 +29,12 @@ def compute_same(functions: Sequence[Callable[..., Any]], *args: Any) -> bool:
       Exception: if a function cannot be traced or differentiated.
     """
     numbers = ValueNumbers(ignores_rules=True)
-    known: list[Any] = []
+    # Constants by their contents: equal ones are represented by one of them.
+    known: dict[Any, Any] = {}
     first: list[int] = []
     for fn in functions:
         traced = _trace(fn, args)
-        consts = [_find_same(const, known) for const in traced.consts]
+        consts = [known.setdefault(_key_of(c), c) for c in traced.consts]
         found = numbers.number_outputs(traced.replace(consts=consts))
         first = first or found
         if found != first:
@@ -76,18 +77,9 @@ def _join(
     return [next(of_floats if _is_float(a) else of_others) for a in like]
 
 
-def _find_same(const: Any, known: list[Any]) -> Any:
-    """Returns the known constant that is equal bit for bit, or the constant."""
+def _key_of(const: Any) -> Any:
+    """Returns a key that is equal for constants that are equal bit for bit."""
     if isinstance(const, Tracer):
-        return const
-    content = _read_content(const)
-    for other in known:
-        if _read_content(other) == content:
-            return other
-    known.append(const)
-    return const
-
-
-def _read_content(const: Any) -> tuple[Any, ...]:
+        return id(const)
     array = np.asarray(const)
     return array.shape, array.dtype, array.tobytes()

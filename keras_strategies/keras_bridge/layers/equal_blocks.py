@@ -147,27 +147,44 @@ def find_blocks_of(model: keras.Model) -> list[Blocks]:
     No two runs have a call in common.
     """
     nodes = list(_iter_nodes(model))
-    if not MIN_BLOCKS <= len(nodes) <= _MAX_NODES:
-        return []
-    candidates = []
+    found: list[Blocks] = []
+    taken: list[range] = []
+    if MIN_BLOCKS <= len(nodes) <= _MAX_NODES:
+        while largest := _find_largest(model, nodes, taken):
+            found.append(largest[0])
+            taken.append(largest[1])
+    return found
+
+
+def _find_largest(
+    model: keras.Model, nodes: Sequence[_Node], taken: Sequence[range]
+) -> tuple[Blocks, range] | None:
+    """Returns the largest run of blocks among calls that are not taken.
+
+    Args:
+      model: The model.
+      nodes: The model's calls, in order.
+      taken: The positions of calls that belong to other runs.
+
+    Returns:
+      The blocks and the positions of their calls, or None.
+    """
+    best: tuple[Blocks, range] | None = None
+    largest = 0
     for start, length, count in _find_repetitions(
         [node.kind for node in nodes]
     ):
         stop = start + length * count
+        if any(start < r.stop and r.start < stop for r in taken):
+            continue
         segments = [
             range(first, first + length) for first in range(start, stop, length)
         ]
         blocks = _make_blocks(model, nodes, segments)
-        if blocks is not None and blocks.num_entries:
-            candidates.append((blocks, set(range(start, stop))))
-    candidates.sort(key=lambda c: -len(c[0]) * c[0].num_entries)
-    found: list[Blocks] = []
-    taken: set[int] = set()
-    for blocks, calls in candidates:
-        if taken.isdisjoint(calls):
-            found.append(blocks)
-            taken |= calls
-    return found
+        size = 0 if blocks is None else len(blocks) * blocks.num_entries
+        if blocks is not None and size > largest:
+            best, largest = (blocks, range(start, stop)), size
+    return best
 
 
 def _iter_nodes(model: keras.Model) -> Iterator[_Node]:

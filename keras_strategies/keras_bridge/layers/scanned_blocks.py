@@ -32,6 +32,7 @@ from keras_strategies.keras_bridge.hooks.variable_writes import is_user_defined
 from keras_strategies.keras_bridge.hooks.variables_used import InnerScope
 from keras_strategies.keras_bridge.layers.block_calls import (
     BlockCalls,
+    flatten,
     resolve,
 )
 from keras_strategies.keras_bridge.layers.equal_blocks import (
@@ -117,11 +118,14 @@ _thread = _Thread()
 
 def _wrap_graph(original: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(original)
-    def run_graph(graph: Any, *args: Any, **kwargs: Any) -> Tree:
+    def run_graph(graph: Any, inputs: Tree, *args: Any, **kwargs: Any) -> Tree:
         is_wanted = _thread.is_in_step and not _thread.is_unrolled
         is_scanned = _MARK in vars(graph) and is_wanted and is_tracing()
-        if not is_scanned or get_stateless_scope() is None:
-            return original(graph, *args, **kwargs)
+        is_symbolic = any(
+            isinstance(x, keras.KerasTensor) for x in flatten(inputs)
+        )
+        if not is_scanned or is_symbolic or get_stateless_scope() is None:
+            return original(graph, inputs, *args, **kwargs)
         # Found again, because a layer may have been frozen since.
         runs = find_blocks_of(graph)
         if not runs:
@@ -148,7 +152,7 @@ def _wrap_graph(original: Callable[..., Any]) -> Callable[..., Any]:
             return call
 
         kwargs["operation_fn"] = choose
-        return resolve(original(graph, *args, **kwargs))
+        return resolve(original(graph, inputs, *args, **kwargs))
 
     return run_graph
 
