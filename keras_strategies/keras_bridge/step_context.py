@@ -55,6 +55,8 @@ class StepFacts:
         rows, and the optimizer sums the replicas' gradients.
       is_probe: Whether this is an extra trace with twice the rows, made only
         to find out which sizes depend on the number of rows.
+      is_twin: Whether this is an extra trace with another number of rows, made
+        only to find out what the losses depend on.
       is_uneven: Whether replicas may run different branches of the program,
         because their numbers of rows differ.
       rows_of_all: Describes the arguments whose number of rows depends on the
@@ -77,6 +79,7 @@ class StepFacts:
     rows: int
     is_local: bool = False
     is_probe: bool = False
+    is_twin: bool = False
     is_uneven: bool = False
     rows_of_all: Mapping[int, set[tuple[int, ...]]] = dataclasses.field(
         default_factory=dict

@@ -257,6 +257,18 @@ def test_one_block_is_traced_for_all():
     assert Counted.rows == (2,) * BLOCKS
 
 
+def test_blocks_are_compared_in_the_first_trace_alone():
+    class Doubled(Counted):
+        def call(self, inputs, training=None):
+            return super().call(inputs * 2, training)
+
+    Counted.rows = ()
+    fit_chain(lambda _: Doubled(WIDTH, "tanh"))
+    # A user's operations are traced again, with the rows of all replicas.
+    first = Counted.rows.index(4)
+    assert Counted.rows[first:] == (4,) * (BLOCKS + 1) + (8,)
+
+
 @pytest.mark.parametrize("is_sharded", [False, True])
 def test_masks_and_dropout_are_those_of_unrolled_blocks(is_sharded):
     found = []

@@ -171,18 +171,20 @@ class _NotScanned(Exception):
 def _compute(graph: Any, calls: BlockCalls) -> None:
     """Computes all blocks of a run in a loop, or else one by one."""
     step = current_step()
-    is_probe = step is not None and step.facts.is_probe
-    # A probe follows the trace of the step, with another number of rows.
+    # The blocks were compared in the first trace.
+    is_repeated = step is not None and (
+        step.facts.is_probe or step.facts.is_twin
+    )
     reasons = vars(graph).setdefault(_REASONS, {})
     key = tuple(id(operation) for operation, _ in calls.blocks.trunks)
     try:
-        if is_probe and reasons.get(key):
+        if is_repeated and reasons.get(key):
             raise _NotScanned(reasons[key])
-        _scan(calls, is_checked=not (is_probe and key in reasons))
+        _scan(calls, is_checked=not (is_repeated and key in reasons))
         reasons[key] = ""
     except _NotScanned as error:
         reasons[key] = str(error)
-        if not is_probe:
+        if not is_repeated:
             _warn(calls.blocks.model, reasons[key])
         calls.compute_all()
 

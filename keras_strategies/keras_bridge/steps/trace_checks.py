@@ -254,7 +254,8 @@ def _trace_with_rows(
     rows: int,
 ) -> ClosedJaxpr:
     """Traces the step with another number of rows."""
-    twin = StepContext(facts=StepFacts(mesh=step.facts.mesh, rows=rows))
+    facts = StepFacts(mesh=step.facts.mesh, rows=rows, is_twin=True)
+    twin = StepContext(facts=facts)
     with collect_updates(), warnings.catch_warnings():
         # The first trace has warned already.
         warnings.simplefilter("ignore")
