@@ -26,6 +26,11 @@ from keras_strategies.tpu.coordinates import (
 _MOST = 64
 """The maximum number of chips in a group whose size the user did not set."""
 
+_TORUS = 64
+"""The number of devices from which XLA replaces the gathers over an entire 3-D
+slice by all-reduces of full arrays (v4:2x4x4, v4:4x4x4, v5p:4x4x4 with libtpu
+0.0.42; neither v4:2x2x4 nor v5p:2x4x4)."""
+
 
 def default_device_order(
     devices: Iterable[jax.Device],
@@ -74,7 +79,8 @@ def group_devices(
         from each slice.
       shards: The number of devices in each group. None: each slice is a group,
         but a slice with more than 64 chips is split into the largest boxes
-        with at most 64 chips.
+        with at most 64 chips, and a 3-D slice with at least 64 devices into
+        several boxes.
 
     Returns:
       The devices, and the number of devices in each group. For devices without
@@ -137,7 +143,7 @@ def _group_slice(
     size, cores = replicas.shape
     if shards is not None and shards % size == 0:
         return [replicas], shards
-    origin, _ = compute_box([get_chip(device) for device in replicas.flat])
+    origin, sides = compute_box([get_chip(device) for device in replicas.flat])
     # Maps each number of replicas to the best box with this number, which is
     # the last one that `_iter_boxes` yields.
     boxes = {
@@ -146,7 +152,10 @@ def _group_slice(
         if all(_is_in_one(replica, origin, box) for replica in replicas)
     }
     per_chip = replicas.size // len(set(map(get_chip, replicas.flat)))
-    fit = [n for n in boxes if n * cores <= _MOST * per_chip]
+    most = _MOST * per_chip
+    if min(sides) > 1 and _TORUS <= replicas.size <= most:
+        most = replicas.size - 1
+    fit = [n for n in boxes if n * cores <= most]
     count = max(fit, default=size) if shards is None else shards
     if count == size:
         return [replicas], count

@@ -92,6 +92,34 @@ def test_groups_have_one_order_of_their_chips():
     assert len(shifted) == 1
 
 
+@pytest.mark.parametrize(
+    ("shape", "cores", "shards"),
+    [
+        ((4, 4, 1), 1, 16),
+        ((8, 8, 1), 1, 64),
+        ((16, 16, 1), 1, 64),
+        ((2, 2, 4), 1, 16),
+        ((2, 4, 4), 1, 32),
+        # Entire 3-D slices of at least 64 devices.
+        ((4, 4, 4), 1, 32),
+        ((2, 4, 4), 2, 32),
+        ((4, 4, 4), 2, 64),
+        ((4, 4, 8), 1, 64),
+        ((8, 8, 8), 1, 64),
+    ],
+)
+def test_default_groups(shape, cores, shards):
+    devices = make_slice(shape, num_cores=cores)
+    assert group_devices(devices, None)[1] == shards
+    whole = len(devices)
+    assert group_devices(devices, whole)[1] == whole
+    # Each of two slices is divided in the same way.
+    other = make_slice(
+        shape, num_cores=cores, slice_index=1, first_process=whole
+    )
+    assert group_devices([*devices, *other], None)[1] == shards
+
+
 def test_devices_without_coordinates_keep_their_order():
     devices = jax.devices()[::-1]
     assert default_device_order(devices) == tuple(devices)

@@ -47,6 +47,13 @@ def test_weights_are_gathered_and_gradients_scattered(shards):
     assert program.output_bytes < 1e5
 
 
+def test_the_default_group_is_no_entire_torus():
+    _, program = compile_size(SMALL, "v5p:4x4x4", options=LOW_EFFORT)
+    sent = program.collective_bytes
+    assert sent["all-gather"] > sent["all-reduce"]
+    assert sent["reduce-scatter"] > sent["all-reduce"]
+
+
 def test_programs_of_models_without_values_are_those_of_the_real_ones():
     texts = []
     for abstract in (False, True):

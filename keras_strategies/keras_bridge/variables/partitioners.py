@@ -40,7 +40,8 @@ class FullySharded:
         one shard of each. With None, the replicas of a process form a group,
         because they are close to each other. If each process has only one
         replica, all replicas form a group. On TPUs, the replicas of a slice
-        form a group or, in a large slice, the replicas of a box of 64 chips.
+        form a group or, in a large slice, the replicas of a box of at most 64
+        chips. A 3-D slice of 64 devices or more is split in any case.
       min_size: The smallest number of entries of a sharded variable; smaller
         variables are replicated.
       reduce_dtype: The float dtype in which gradients of sharded variables are
