@@ -241,12 +241,6 @@ def refused():
     return told
 
 
-def each_of(*names):
-    """What several functions of this module return, in one job."""
-    arguments = {"looped": (4,), "large": (), "refused": ()}
-    return {name: globals()[name](*arguments[name]) for name in names}
-
-
 def building(num_layers, width):
     """The most that a device holds while a model is built; its megabytes."""
     held = []

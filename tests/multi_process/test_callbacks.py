@@ -3,21 +3,34 @@
 import numpy as np
 import pytest
 
-from tests.support.jobs import values_of
+from tests.support.jobs import values_of_each
 from tests.support.numbers import assert_all_close
 
+ROOM = "multi_process.with_callbacks"
 
-def test_the_chief_writes_and_all_restore(tmp_path):
-    first, second = values_of("multi_process.with_callbacks:files", 2, tmp_path)
+
+@pytest.fixture(scope="module")
+def job(tmp_path_factory):
+    """A folder, and what functions return in the two processes of a job."""
+    folder = tmp_path_factory.mktemp("job")
+    calls = [
+        (f"{ROOM}:files", folder),
+        *((f"{ROOM}:own_checkpoints", folder / f"kept{k}", k) for k in (0, 1)),
+    ]
+    return folder, values_of_each(2, *calls)
+
+
+def test_the_chief_writes_and_all_restore(job):
+    folder, ((first, second), *_) = job
     for name in ("history", "rest", "weights", "again"):
         assert first[name] == second[name]
-    assert (tmp_path / "0.keras").exists()
-    assert not (tmp_path / "1.keras").exists()
+    assert (folder / "0.keras").exists()
+    assert not (folder / "1.keras").exists()
     # A subclass is called in all processes.
     assert first["rows"] == second["rows"] == 21
-    assert (tmp_path / "own_0.keras").exists()
-    assert (tmp_path / "own_1.keras").exists()
-    lines = (tmp_path / "log.csv").read_text().splitlines()
+    assert (folder / "own_0.keras").exists()
+    assert (folder / "own_1.keras").exists()
+    lines = (folder / "log.csv").read_text().splitlines()
     assert [line.split(",")[0] for line in lines] == ["epoch", *"0123"]
     # The epochs after the interruption, and no others, were run again.
     assert len(first["rest"]["loss"]) == 2
@@ -29,13 +42,13 @@ def test_the_chief_writes_and_all_restore(tmp_path):
 
 
 @pytest.mark.parametrize("index", [0, 1])
-def test_one_process_of_a_job_keeps_its_own(tmp_path, index):
-    target = "multi_process.with_callbacks:own_checkpoints"
-    value = values_of(target, 2, tmp_path / "kept", index)[index]
+def test_one_process_of_a_job_keeps_its_own(job, index):
+    folder, (_, *values) = job
+    value = values[index][index]
     if index == 1:
         assert "Received: variables of the processes" in value
         assert "[1]" in value
-        assert not (tmp_path / "kept").exists()
+        assert not (folder / "kept1").exists()
         return
     trained, again, best = value
     assert again == trained

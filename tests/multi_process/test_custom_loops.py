@@ -10,34 +10,33 @@ from tests.support.plain_keras import assert_same
 TARGET = "multi_process.custom_loops"
 
 
-def test_a_loop_equals_one_process():
-    # 21 rows in batches of 8: 5 rows are left, and a replica without any.
-    check(21, 2, 1)
+def test_a_loop_equals_one_process(two_processes):
+    # 21 rows in batches of 8: 5 rows are left.
+    several = [result.value["trained"] for result in two_processes]
+    compare(several, 21, 4)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("rows", "count", "devices"),
-    [(16, 2, 2), (21, 2, 2), (21, 3, 2), (3, 3, 2), (21, 3, 1)],
+    [(16, 2, 2), (21, 2, 1), (21, 3, 2), (3, 3, 2), (21, 3, 1)],
 )
 def test_loops_equal_one_process(rows, count, devices):
-    check(rows, count, devices)
+    several = values_of(f"{TARGET}:train", count, rows, devices=devices)
+    compare(several, rows, devices * count)
 
 
-def check(rows, count, devices):
-    target = f"{TARGET}:train"
-    (one,) = values_of(target, 1, rows, devices=devices * count)
+def compare(several, rows, devices):
+    (one,) = values_of(f"{TARGET}:train", 1, rows, devices=devices)
     assert one["seen"] == 2 * rows
-    for value in values_of(target, count, rows, devices=devices):
+    for value in several:
         assert_same(one, value)
 
 
 @pytest.fixture(scope="module")
 def two_processes():
     """What two processes found that start once for several tests."""
-    return run_processes(
-        f"tests.{TARGET}:values_and_on_chief", 2, timeout_s=300
-    )
+    return run_processes(f"tests.{TARGET}:everything", 2, timeout_s=300)
 
 
 def test_values_are_those_of_all_processes(two_processes):

@@ -3,14 +3,22 @@
 import pytest
 
 from tests.multi_process.own_sources import Rows, compiled
-from tests.support.jobs import values_of
+from tests.support.jobs import values_of_each
 from tests.support.numbers import assert_all_close
 
 
-@pytest.mark.parametrize("is_process_local", [False, True])
-def test_two_processes_train_as_one(is_process_local):
+@pytest.fixture(scope="module")
+def found():
+    """What the two processes found with each kind of source."""
     target = "multi_process.own_sources:fitted"
-    first, second = values_of(target, 2, is_process_local)
+    kinds = (False, True)
+    values = values_of_each(2, *((target, kind) for kind in kinds))
+    return dict(zip(kinds, values, strict=True))
+
+
+@pytest.mark.parametrize("is_process_local", [False, True])
+def test_two_processes_train_as_one(found, is_process_local):
+    first, second = found[is_process_local]
     assert first["weights"] == second["weights"]
     assert first["loss"] == second["loss"]
     assert first["steps"] == 6

@@ -8,7 +8,7 @@ import pytest
 from tests.multi_process import sharded
 from tests.parity.cases import CASES
 from tests.parity.one_device import expected
-from tests.support.jobs import values_of
+from tests.support.jobs import values_of, values_of_each
 from tests.support.numbers import assert_all_close
 
 ROOM = "multi_process.sharded"
@@ -17,6 +17,10 @@ ROOM = "multi_process.sharded"
 def check(optimizer, num_processes, devices, shards, cores=1):
     args = (optimizer, shards, 8, cores)
     values = values_of(f"{ROOM}:fitted", num_processes, *args, devices=devices)
+    compare(optimizer, values)
+
+
+def compare(optimizer, values):
     assert all(value == values[0] for value in values)
     assert values[0]["divided"] >= 5
     model = sharded.compiled(optimizer)
@@ -37,11 +41,8 @@ def _same(actual, wanted):
         )
 
 
-@pytest.mark.parametrize(
-    "shards", [4, pytest.param(None, marks=pytest.mark.slow)]
-)
-def test_two_processes_equal_one_device(shards):
-    check("sgd", 2, 2, shards)
+def test_two_processes_equal_one_device(found):
+    compare("sgd", found["fitted"])
 
 
 @pytest.mark.slow
@@ -76,9 +77,16 @@ def test_files_and_checkpoints(tmp_path, shards):
 @pytest.fixture(scope="module")
 def found():
     """By the name of a function: what it returns in each of two processes."""
-    names = ("looped", "large", "refused")
-    values = values_of(f"{ROOM}:each_of", 2, *names)
-    return {name: [value[name] for value in values] for name in names}
+    calls = {
+        "fitted": ("sgd", 4, 8, 1),
+        "looped": (4,),
+        "large": (),
+        "refused": (),
+    }
+    values = values_of_each(
+        2, *((f"{ROOM}:{name}", *args) for name, args in calls.items())
+    )
+    return dict(zip(calls, values, strict=True))
 
 
 def test_a_loop_of_ones_own(found):
