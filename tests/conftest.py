@@ -44,6 +44,9 @@ collect_ignore = [] if HAS_TORCH else ["data/sources/test_torch_data.py"]
 
 
 def pytest_configure(config):
+    # Traces make many objects: with Python's numbers, its garbage collector
+    # takes a twentieth of the suite's time.
+    gc.set_threshold(50_000, 20, 20)
     if os.environ.get("KERAS_STRATEGIES_TEST_TORCH") == "1" and not HAS_TORCH:
         pytest.exit("torch is not installed, and asked for", returncode=1)
 

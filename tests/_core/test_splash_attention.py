@@ -75,7 +75,7 @@ CASES = {
 # Interpreted kernels are slow to compile.
 QUICK = (
     *("causal window", "queries, keys", "scores by head", "grouped, keys"),
-    *("cap", "bfloat16", "fewer keys"),
+    "cap",
 )
 PARAMS = [
     pytest.param(case, id=name, marks=[] if name in QUICK else pytest.mark.slow)

@@ -16,6 +16,7 @@ from keras_strategies.checkpoint.directory.lock import LOCK
 from keras_strategies.checkpoint.directory.names import find_steps
 from keras_strategies.testing import assert_replicated
 from tests.support.checkpoint import damages
+from tests.support.combinations import combine
 from tests.support.commands import python
 from tests.support.models import chain
 from tests.support.plain_keras import mirrored
@@ -556,7 +557,9 @@ if sys.argv[2] == "forks":
 """
 
 
-@pytest.mark.parametrize("then", ["ends", "waits again", "forks"])
+@pytest.mark.parametrize(
+    "then", combine(["ends", "waits again", "forks"], every=2)
+)
 def test_ctrl_c_while_a_save_is_waited_for(tmp_path, then):
     done = ended(_INTERRUPTED, tmp_path, then)
     assert "interrupted []" in done.stdout

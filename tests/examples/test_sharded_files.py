@@ -3,6 +3,8 @@
 import os
 import pathlib
 
+import pytest
+
 from tests.support.commands import python
 
 EXAMPLE = pathlib.Path(__file__).parents[2] / "examples" / "sharded_files.py"
@@ -22,6 +24,7 @@ def run(*arguments):
     )
 
 
+@pytest.mark.slow
 def test_it_tells_who_read_which_file():
     result = run(str(EXAMPLE))
     assert result.returncode == 0, result.stdout + result.stderr

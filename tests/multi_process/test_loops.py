@@ -14,7 +14,7 @@ NAMES = without_torch(
 )
 
 
-FEW = ["arrays", "generator"], CASES[2:3]
+FEW = ["arrays", "generator", "tf.data"], CASES[2:3]
 
 
 @pytest.fixture(scope="module")
@@ -26,7 +26,6 @@ def found():
 
 
 def test_loops_equal_those_of_one_process(found):
-    # tests/examples/test_sharded_files.py has tf.data on two processes.
     compare(values_of(TARGET, 1, *FEW, devices=2), found[0])
 
 

@@ -10,6 +10,7 @@ import tensorflow as tf
 from keras import ops
 
 import keras_strategies as ks
+from tests.support.combinations import combine
 from tests.support.plain_keras import mirrored
 
 X = np.random.default_rng(0).normal(size=(23, 4)).astype("float32")
@@ -31,11 +32,13 @@ def parts(batch, strategy):
     return [np.asarray(p) for p in strategy.experimental_local_results(batch)]
 
 
-@pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize(
-    ("replicas", "rows"), [(2, 7), (3, 7), (3, 2), (8, 23), (8, 16)]
+    ("sizes", "mode"),
+    combine([(2, 7), (3, 7), (3, 2), (8, 23), (8, 16)], MODES, every=2),
 )
-def test_rows_are_concatenated_in_the_replicas_order(replicas, rows, mode):
+def test_rows_are_concatenated_in_the_replicas_order(sizes, mode):
+    replicas, rows = sizes
+
     def step(x):
         context = ks.get_replica_context()
         all_rows = context.all_gather(x, axis=0)

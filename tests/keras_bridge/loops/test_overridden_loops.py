@@ -13,6 +13,7 @@ from keras_strategies.keras_bridge.loops.scope_hooks import (
     LOOPS,
     get_keras_loop,
 )
+from tests.support.combinations import combine
 from tests.support.plain_keras import dense, mirrored, on_batch
 
 WORDS = [f"{'a' * (i % 5)}{'b' * (i * 7 % 11)}" for i in range(37)]
@@ -127,7 +128,11 @@ GIVEN = {"arrays": lambda: ROWS, "strings": lambda: WORDS, "tf.data": batches}
 
 @pytest.mark.parametrize(
     ("kind", "replicas"),
-    [(k, n) for k in GIVEN for n in (2, 3)] + [("strings", 1), ("strings", 8)],
+    [
+        *combine(GIVEN, (2, 3), every=2),
+        ("strings", 1),
+        pytest.param("strings", 8, marks=pytest.mark.slow),
+    ],
 )
 def test_a_pipeline_model_is_as_on_one_device(kind, replicas):
     with mirrored(replicas).scope():

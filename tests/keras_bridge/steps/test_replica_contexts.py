@@ -125,7 +125,7 @@ def partitioned(replicas):
 
 
 @pytest.mark.parametrize(
-    ("name", "rows", "replicas"), combine(USES, (12, 7), (1, 2, 3, 4), every=2)
+    ("name", "rows", "replicas"), combine(USES, (12, 7), (1, 2, 3, 4), every=3)
 )
 def test_a_layer_sees_its_replica(name, rows, replicas):
     use, expected = USES[name]
@@ -166,7 +166,7 @@ def test_run_gives_the_same_numbers():
 
 
 @pytest.mark.parametrize(
-    ("steps", "make"), combine((1, 3), (mirrored, partitioned), every=2)
+    ("steps", "make"), combine((3, 1), (mirrored, partitioned), every=3)
 )
 def test_several_steps_of_even_and_uneven_batches(steps, make):
     """Batches of 6, 6 and 3 rows, and of one row: fewer than replicas."""
