@@ -5,12 +5,21 @@ devices of a process, 0.5 to 1.5 ms over gloo between processes. Up to a certain
 size, copying an array into a buffer and out again is cheaper. Buffers add
 compile time, because XLA compiles the copy of each array separately.
 
-The arrays are written into the buffer one by one. Do not use `concatenate`
-here, although the code would be shorter: if XLA's CPU compiler fuses a sum over
-rows (the gradient of a bias) into a `concatenate`, it evaluates that sum for
-every entry of the buffer, and a step takes up to 150 times as long. With
-`dynamic_update_slice`, XLA evaluates the sum only for its own entries of the
-buffer, independent of the number of rows.
+The arrays are written into the buffer one by one, by `dynamic_update_slice`,
+and the buffer starts as an `iota`. XLA's CPU compiler then evaluates each array
+for its own entries only. Two shorter forms are slow:
+
+- `concatenate`: the loop that copies an array runs over as many entries as the
+  largest array has, with a mask. If a sum over rows (the gradient of a bias) is
+  fused into it, the sum is evaluated for each of them, and a step takes up to
+  150 times as long.
+- A buffer of zeros: XLA replaces the first `dynamic_update_slice` by a `pad`,
+  whose loop runs over the entire buffer, with a mask.
+
+Even without a sum, the masked loads behind the end of an array are slow if no
+memory has been written there: 130 ns for 8 entries (AMD EPYC). A `pad` from
+2048 to 11082 entries took 1 to 100 us, depending on where the array was
+allocated.
 
 References:
   - Li et al., PyTorch Distributed (2020), on buckets of gradients:
@@ -21,7 +30,6 @@ import dataclasses
 from collections.abc import Sequence
 
 import jax
-import jax.numpy as jnp
 
 from keras_strategies._core.mesh import ReplicaMesh
 
@@ -43,9 +51,14 @@ class Buffering:
     def groups(self, arrays: Sequence[jax.Array]) -> list[list[int]]:
         """Returns, for each buffer, the indices of the arrays that share it.
 
-        The arrays in a buffer have the same dtype.
+        The arrays in a buffer have the same dtype. Booleans share no buffer,
+        because the sum over the replicas converts them to int32.
         """
-        small = [i for i, a in enumerate(arrays) if a.size <= self.max_entries]
+        small = [
+            i
+            for i, a in enumerate(arrays)
+            if a.size <= self.max_entries and a.dtype != bool
+        ]
         if self.max_arrays is not None and len(small) > self.max_arrays:
             return []
         by_dtype: dict[object, list[int]] = {}
@@ -55,13 +68,12 @@ class Buffering:
 
 
 # Step times with buffers, relative to one all-reduce per array (2 cores, jax
-# 0.10.2). Stacks of dense layers of width 32 to 64, with 6 arrays, take 0.9x on
-# 2 devices and 0.7x to 0.8x on 4 devices. A small transformer, a ResNet and a
-# stack of 16 dense layers (31 to 40 arrays) take 0.9x to 1.0x on 2 devices and
-# 0.8x to 0.9x on 4 devices, and need up to a second longer to compile. If
-# arrays of 16384 entries are buffered too (width 128, 9 layers), a step takes
-# 1.3x.
-IN_PROCESS = Buffering(max_entries=4096, max_arrays=40)
+# 0.10.2, 2 devices): 0.4x for 30 dense layers of width 16 (62 arrays) with 20
+# steps per execution, 0.6x with one; 0.6x for 3 layers of width 64. Each array
+# in a buffer adds 50 ms of CPU time to the compilation, which is why their
+# number is limited. If arrays of 16384 entries are buffered too (width 128 and
+# 256, 3 layers), a step takes 0.9x to 1.1x.
+IN_PROCESS = Buffering(max_entries=4096, max_arrays=64)
 # Between processes (over gloo) the same steps take 0.2x, or 0.15x with 34
 # arrays. Dense layers of width 512 take 0.6x if arrays of 2**18 entries are
 # buffered, and 0.9x if only the small arrays are.
@@ -83,9 +95,7 @@ def choose_buffering(mesh: ReplicaMesh) -> Buffering | None:
 def pack(arrays: Sequence[jax.Array]) -> jax.Array:
     """Packs arrays of one dtype into a one-dimensional buffer."""
     total = sum(array.size for array in arrays)
-    # `lax.empty` cannot be used: `vmap` treats its result as batched, and
-    # `jacfwd` then rejects it.
-    buffer = jnp.zeros((total,), arrays[0].dtype)
+    buffer = jax.lax.iota(arrays[0].dtype, total)
     start = 0
     for array in arrays:
         buffer = jax.lax.dynamic_update_slice(buffer, array.ravel(), (start,))

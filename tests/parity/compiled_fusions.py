@@ -2,8 +2,8 @@
 
 Run without the flags by which the other tests compile quickly. Prints JSON:
 for each way that gradients travel and each model, the entries of every
-`concatenate` that is fused with a `reduce`, and the bytes of temporaries and
-of the weights.
+`concatenate` and every `pad` that is fused with a `reduce`, and the bytes of
+temporaries and of the weights.
 """
 
 import json
@@ -58,7 +58,16 @@ def transformer():
     return keras.Model(inputs, layers.Dense(10)(value))
 
 
-MODELS = {"mlp": mlp, "resnet": resnet, "transformer": transformer}
+def normalized():
+    """A model whose first gradient is a sum over rows."""
+    return keras.Sequential(
+        [
+            keras.Input((64,)),
+            layers.BatchNormalization(),
+            layers.Dense(32, activation="relu"),
+            layers.Dense(10),
+        ]
+    )
 
 
 def look(make, rows):
@@ -75,17 +84,19 @@ def look(make, rows):
     program = strategy.compile_step(model, (x, y))
     memory = program.executable.memory_analysis()
     return {
-        "fused": fused_concatenations(program.as_text()),
+        "fused": fused_copies(program.as_text()),
         "temporaries": memory.temp_size_in_bytes,
         "weights": sum(v.value.nbytes for v in model.trainable_variables),
     }
 
 
-def fused_concatenations(text):
-    """Entries of each `concatenate` in a fusion that also holds a `reduce`."""
+def fused_copies(text):
+    """Entries of each `concatenate` or `pad` that is fused with a `reduce`."""
     found = []
     for computation in text.split("\n\n"):
-        shapes = re.findall(r"= \w+\[([\d,]*)\]\S* concatenate\(", computation)
+        shapes = re.findall(
+            r"= \w+\[([\d,]*)\]\S* (?:concatenate|pad)\(", computation
+        )
         is_entry = computation.lstrip().startswith("ENTRY")
         if " reduce(" in computation and not is_entry:
             found += [math.prod(shape_of(shape)) for shape in shapes]
@@ -112,6 +123,7 @@ def main():
             "mlp, indivisible": look(mlp, 63),
             "resnet": look(resnet, 32),
             "transformer": look(transformer, 16),
+            "normalized": look(normalized, 64),
         }
     }
     one_flat_buffer()

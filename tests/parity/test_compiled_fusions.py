@@ -23,9 +23,10 @@ def found():
 
 
 @pytest.mark.parametrize(
-    "model", ["mlp", "mlp, indivisible", "resnet", "transformer"]
+    "model",
+    ["mlp", "mlp, indivisible", "resnet", "transformer", "normalized"],
 )
-def test_no_sum_is_fused_into_a_concatenation(found, model):
+def test_no_sum_is_fused_into_a_concatenation_or_a_pad(found, model):
     assert found["ours"][model]["fused"] == []
 
 
