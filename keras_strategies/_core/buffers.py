@@ -9,10 +9,10 @@ The arrays are written into the buffer one by one, by `dynamic_update_slice`,
 and the buffer starts as an `iota`. XLA's CPU compiler then evaluates each array
 for its own entries only. Two shorter forms are slow:
 
-- `concatenate`: the loop that copies an array runs over as many entries as the
-  largest array has, with a mask. If a sum over rows (the gradient of a bias) is
-  fused into it, the sum is evaluated for each of them, and a step takes up to
-  150 times as long.
+- `concatenate`: the loop that copies an array has the number of turns of the
+  largest array's, with a mask. If a sum over rows (the gradient of a bias) is
+  fused into it, the sum is evaluated in every turn, and a step takes up to 150
+  times as long.
 - A buffer of zeros: XLA replaces the first `dynamic_update_slice` by a `pad`,
   whose loop runs over the entire buffer, with a mask.
 
@@ -69,7 +69,7 @@ class Buffering:
 
 # Step times with buffers, relative to one all-reduce per array (2 cores, jax
 # 0.10.2, 2 devices): 0.4x for 30 dense layers of width 16 (62 arrays) with 20
-# steps per execution, 0.6x with one; 0.6x for 3 layers of width 64. Each array
+# steps per execution, 0.7x with one; 0.6x for 3 layers of width 64. Each array
 # in a buffer adds 50 ms of CPU time to the compilation, which is why their
 # number is limited. If arrays of 16384 entries are buffered too (width 128 and
 # 256, 3 layers), a step takes 0.9x to 1.1x.
