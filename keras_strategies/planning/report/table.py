@@ -26,8 +26,7 @@ _WIDE = 100
 """The width of a terminal, in characters, that fits the whole table."""
 Show = Callable[[Sequence[PlannedStep], str], None]
 NOTES = (
-    "Bytes and collectives are reported by the compiler. Times are estimates; "
-    "a step cannot be faster than its lower bounds.",
+    "Bytes and collectives are reported by the compiler. Times are estimates.",
 )
 
 
