@@ -4,7 +4,7 @@ import dataclasses
 import functools
 import math
 import re
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import numpy as np
@@ -191,18 +191,36 @@ def _count_links(
     sizes: Sequence[int],
     num_links: int,
 ) -> float:
+    """Returns the share of a chip's links that lead to its group."""
     total = 0.0
-    for dim, size in enumerate(sizes):
-        for sign in (1, -1):
-            for distance in range(1, size):
-                at = place[dim] + sign * distance
-                if not 0 <= at < size and not _is_ring(size, num_links):
-                    break
-                other = (*place[:dim], at % size, *place[dim + 1 :])
-                if other in members:
-                    total += 1 / distance
-                    break
+    for dim in range(len(sizes)):
+        found = [
+            _find_distance(place, members, sizes, num_links, dim, sign)
+            for sign in (1, -1)
+        ]
+        # Around a ring, the long way is not used.
+        shortest = min(found)
+        total += found.count(shortest) / shortest
     return total / num_links
+
+
+def _find_distance(
+    place: tuple[int, ...],
+    members: set[tuple[int, ...]],
+    sizes: Sequence[int],
+    num_links: int,
+    dim: int,
+    sign: int,
+) -> float:
+    """Returns the distance to the next chip of a group in one direction."""
+    size = sizes[dim]
+    for distance in range(1, size):
+        at = place[dim] + sign * distance
+        if not 0 <= at < size and not _is_ring(size, num_links):
+            break
+        if (*place[:dim], at % size, *place[dim + 1 :]) in members:
+            return distance
+    return math.inf
 
 
 def _is_ring(size: int, num_links: int) -> bool:
@@ -212,11 +230,3 @@ def _is_ring(size: int, num_links: int) -> bool:
     multiples of 4.
     """
     return size == 16 if num_links == 4 else size % 4 == 0
-
-
-def sum_by_kind(pairs: Iterable[tuple[str, float]]) -> dict[str, float]:
-    """Adds up numbers by kind."""
-    sums: dict[str, float] = {}
-    for kind, number in pairs:
-        sums[kind] = sums.get(kind, 0.0) + number
-    return sums

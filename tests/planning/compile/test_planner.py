@@ -311,7 +311,7 @@ def test_a_step_of_an_execution_is_a_part_of_its_program():
     step.steps, step.model_flops = 64, lambda rows, blocks: None
     (row,), _ = plan(step)
     assert row.estimate.seconds == pytest.approx(SECONDS / 64)
-    moved = 3 * 2 * 32768**2 / 64
+    moved = 2 * 2 * 32768**2 / 64
     assert row.estimate.memory_seconds == pytest.approx(moved / 819e9)
     assert row.dearest == {"dot in the step": pytest.approx(SECONDS / 64)}
 
