@@ -67,7 +67,7 @@ BY_SOURCE = ("dearest", "endless")
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Costs(Figures):
-    """What a compiled program costs on each device.
+    """The costs of a compiled program on each device.
 
     All numbers are those of the whole program, in which a loop's body counts as
     often as it runs. Without specifications of the chip, all are 0 except for
@@ -259,7 +259,7 @@ class _Walk:
         loop: Instruction,
         turns: tuple[int, ...],
     ) -> Totals:
-        body = self._program.computations[loop.called("body") or ""]
+        body = self._program.computations[loop.get_called("body") or ""]
         number = count_turns(self._program, computation, loop)
         of_turn = self.visit(
             body, (*turns, number or 1), self._is_resident(body)
@@ -317,7 +317,7 @@ def _until(pending: Mapping[str, object], key: str) -> list[str]:
 def _list_called(instruction: Instruction) -> list[str]:
     """Returns the computations of a call, or the branches of a conditional."""
     if instruction.opcode == "call":
-        return [name for name in [instruction.called("to_apply")] if name]
+        return [name for name in [instruction.get_called("to_apply")] if name]
     if instruction.opcode != "conditional":
         return []
     listed = _BRANCHES.search(instruction.attributes)

@@ -107,7 +107,7 @@ class Instruction:
         match = _SOURCE.search(self.attributes)
         return "" if match is None else match[1]
 
-    def called(self, key: str = "calls") -> str | None:
+    def get_called(self, key: str = "calls") -> str | None:
         """Returns the name of a computation in an attribute, or None."""
         match = re.search(rf"\b{key}=%?([\w.\-]+)", self.attributes)
         return None if match is None else match[1]

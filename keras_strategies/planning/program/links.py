@@ -58,7 +58,7 @@ def find_collectives(
         is_started = kind != instruction.opcode
         key = instruction.name if is_started else None
         return [_make(instruction, kind, key)]
-    inner = program.computations.get(instruction.called() or "")
+    inner = program.computations.get(instruction.get_called() or "")
     if instruction.opcode not in ("fusion", "async-start") or inner is None:
         return []
     return list(_find_inside(inner))
@@ -68,7 +68,7 @@ def find_ends(program: Program, instruction: Instruction) -> list[str]:
     """Returns the keys of the collectives for which an instruction waits."""
     if instruction.opcode.endswith("-done"):
         return list(instruction.operands[:1])
-    inner = program.computations.get(instruction.called() or "")
+    inner = program.computations.get(instruction.get_called() or "")
     if instruction.opcode != "fusion" or inner is None:
         return []
     if not any(_DONE in x.attributes for x in inner.instructions):

@@ -32,8 +32,8 @@ def count_turns(
     known = _KNOWN.search(loop.attributes)
     if known is not None:
         return int(known[1])
-    condition = program.computations[loop.called("condition") or ""]
-    body = program.computations[loop.called("body") or ""]
+    condition = program.computations[loop.get_called("condition") or ""]
+    body = program.computations[loop.get_called("body") or ""]
     compared = condition.root
     direction = _DIRECTION.search(compared.attributes)
     if compared.opcode != "compare" or direction is None:

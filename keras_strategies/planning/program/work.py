@@ -147,7 +147,7 @@ def _count_part(
     if opcode == "scatter" and place == 0:
         # `_count_update` counts the reading and the writing.
         return 0.0
-    inner = program.computations.get(instruction.called() or "")
+    inner = program.computations.get(instruction.get_called() or "")
     if opcode != "fusion" or inner is None:
         return None
     parameter = inner.parameters.get(place)
@@ -194,7 +194,7 @@ def _count_update(
     if opcode in _SAME and instruction.operands:
         operand = computation.by_name[instruction.operands[0]]
         return _count_update(program, computation, operand)
-    inner = program.computations.get(instruction.called() or "")
+    inner = program.computations.get(instruction.get_called() or "")
     if opcode == "fusion" and inner is not None:
         return _count_update(program, inner, inner.root)
     if opcode != "tuple":
@@ -251,7 +251,7 @@ def _count_flops(
         return _of_convolution(computation, instruction)
     if opcode == "dot":
         return _of_product(computation, instruction)
-    inner = program.computations.get(instruction.called() or "")
+    inner = program.computations.get(instruction.get_called() or "")
     if opcode != "fusion" or inner is None:
         return 0.0
     return sum(_count_flops(program, inner, x) for x in inner.instructions)

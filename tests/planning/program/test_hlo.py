@@ -35,7 +35,7 @@ def test_computations_and_their_instructions():
     assert names == ["a.1", "b", "constant.1", "fusion", "kernel", "tuple"]
     assert program.entry.root.opcode == "tuple"
     fusion = program.entry.by_name["fusion"]
-    assert (fusion.operands, fusion.called()) == (("a.1",), "fused")
+    assert (fusion.operands, fusion.get_called()) == (("a.1",), "fused")
     assert fusion.source == "jit(f)/layer/mul"
     assert program.entry.by_name["constant.1"].literal == "-7"
     assert program.entry.parameters[1].name == "b"
