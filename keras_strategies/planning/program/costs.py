@@ -28,6 +28,7 @@ from keras_strategies.planning.program.links import (
     make_timer,
 )
 from keras_strategies.planning.program.loops import count_turns
+from keras_strategies.planning.program.residency import choose_resident
 from keras_strategies.planning.program.sources import (
     count_inner_loops,
     describe_source,
@@ -169,6 +170,8 @@ class _Walk:
         self, program: Program, chip: Chip, devices: Sequence[Any]
     ) -> None:
         self._program, self._chip = program, chip
+        self._works: dict[int, Work] = {}
+        self._resident: dict[int, frozenset[str]] = {}
         self._time: Callable[[Collective], float] = make_timer(chip, devices)
 
     def visit(
@@ -234,11 +237,13 @@ class _Walk:
                 for name in called
             ]
             return max(found, key=lambda x: x.get(("busy_seconds", ""), 0.0))
-        work = count_work(self._program, computation, instruction)
+        work = self._count_work(computation, instruction)
         kernel_flops = work.kernel_flops
         for number in turns[len(turns) - count_inner_loops(instruction) :]:
             kernel_flops /= max(number, 1)
-        seconds = self._count_seconds(work, kernel_flops, is_resident)
+        resident = None if is_resident else self._find_resident(computation)
+        slow, fast = _divide_bytes(work, resident)
+        seconds = self._count_seconds(work.flops, kernel_flops, slow, fast)
         if instruction.opcode.endswith("-start"):
             # It runs beside other instructions.
             seconds = 0.0
@@ -246,8 +251,7 @@ class _Walk:
         return {
             ("flops", ""): work.flops + kernel_flops,
             ("kernel_flops", ""): kernel_flops,
-            ("moved_bytes", ""): work.parts
-            + (0.0 if is_resident else sum(work.whole.values())),
+            ("moved_bytes", ""): slow,
             ("busy_seconds", ""): seconds,
             ("latency_seconds", ""): latency,
             ("dearest", describe_source(instruction)): seconds,
@@ -271,28 +275,72 @@ class _Walk:
         _add(totals, of_turn, 1 if number is None else number)
         return totals
 
+    def _count_work(
+        self, computation: Computation, instruction: Instruction
+    ) -> Work:
+        found = self._works.get(id(instruction))
+        if found is None:
+            found = count_work(self._program, computation, instruction)
+            self._works[id(instruction)] = found
+        return found
+
     def _is_resident(self, body: Computation) -> bool:
         """Returns whether the arrays of a loop's body fit on the chip."""
         sizes: dict[str, float] = {}
         for instruction in body.instructions:
-            sizes |= count_work(self._program, body, instruction).whole
+            work = self._count_work(body, instruction)
+            sizes |= {**work.read, **work.written}
         return sum(sizes.values()) < _RESIDENT * self._chip.on_chip_bytes
 
+    def _find_resident(self, computation: Computation) -> frozenset[str]:
+        """Returns which arrays a program for training has on the chip.
+
+        At full effort, the program's text tells it instead.
+        """
+        found = self._resident.get(id(computation))
+        if found is None:
+            works = {
+                x.name: self._count_work(computation, x)
+                for x in computation.instructions
+            }
+            found = frozenset[str]()
+            if not any(work.on_chip for work in works.values()):
+                found = choose_resident(
+                    computation,
+                    {name: work.written for name, work in works.items()},
+                    _RESIDENT * self._chip.on_chip_bytes,
+                )
+            self._resident[id(computation)] = found
+        return found
+
     def _count_seconds(
-        self, work: Work, kernel_flops: float, is_resident: bool
+        self, flops: float, kernel_flops: float, slow: float, fast: float
     ) -> float:
-        chip = self._chip
-        whole = sum(work.whole.values())
-        slow, fast = work.parts, work.on_chip
-        if is_resident:
-            fast += whole
-        else:
-            slow += whole
         if not (slow or fast):
             return 0.0
-        compute = (work.flops + kernel_flops / _KERNEL_UTILIZATION) / chip.flops
+        chip = self._chip
+        compute = (flops + kernel_flops / _KERNEL_UTILIZATION) / chip.flops
         memory = (slow + fast / _FASTER) / chip.memory_bandwidth / _REACHED
         return max(compute, memory, _LEAST_SECONDS)
+
+
+def _divide_bytes(
+    work: Work, resident: frozenset[str] | None
+) -> tuple[float, float]:
+    """Returns the bytes in main memory and those in on-chip memory.
+
+    Args:
+      work: The work of an instruction.
+      resident: The names of arrays in on-chip memory. None for all arrays.
+    """
+    slow, fast = work.parts, work.on_chip
+    for sizes in (work.read, work.written):
+        for name, size in sizes.items():
+            if resident is None or name in resident:
+                fast += size
+            else:
+                slow += size
+    return slow, fast
 
 
 def _add(totals: Totals, more: Totals, times: float) -> None:
@@ -323,5 +371,7 @@ def _list_called(instruction: Instruction) -> list[str]:
     listed = _BRANCHES.search(instruction.attributes)
     if listed is not None:
         return re.findall(r"[\w.\-]+", listed[1])
-    names = map(instruction.called, ("true_computation", "false_computation"))
+    names = map(
+        instruction.get_called, ("true_computation", "false_computation")
+    )
     return [name for name in names if name]

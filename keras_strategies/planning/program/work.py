@@ -17,6 +17,7 @@ from keras_strategies.planning.program.hlo import (
     Instruction,
     Program,
 )
+from keras_strategies.planning.program.residency import locate
 
 _TILE = (8, 128)
 _TILE_BYTES = 4096
@@ -53,15 +54,17 @@ class Work:
     Attributes:
       flops: Number of multiplications and additions.
       kernel_flops: Those of attention's kernels; not a part of `flops`.
-      whole: The bytes of each array that is read or written as a whole, by the
-        name of the instruction that writes it.
+      read: The bytes of each array that is read as a whole, by its name. See
+        `residency.locate`.
+      written: The bytes of each array that is written as a whole.
       parts: The bytes of slices of larger arrays.
       on_chip: Those of arrays that the compiler placed in on-chip memory.
     """
 
     flops: float = 0.0
     kernel_flops: float = 0.0
-    whole: Mapping[str, float] = dataclasses.field(default_factory=dict)
+    read: Mapping[str, float] = dataclasses.field(default_factory=dict)
+    written: Mapping[str, float] = dataclasses.field(default_factory=dict)
     parts: float = 0.0
     on_chip: float = 0.0
 
@@ -84,7 +87,8 @@ def count_work(
     return Work(
         flops=_count_flops(program, computation, instruction),
         kernel_flops=of_kernels,
-        whole=counter.whole,
+        read=counter.reads,
+        written=counter.writes,
         parts=counter.parts,
         on_chip=counter.on_chip,
     )
@@ -95,7 +99,8 @@ class _Counter:
 
     def __init__(self, program: Program) -> None:
         self._program = program
-        self.whole: dict[str, float] = {}
+        self.reads: dict[str, float] = {}
+        self.writes: dict[str, float] = {}
         self.parts = self.on_chip = 0.0
 
     def read(self, computation: Computation, instruction: Instruction) -> None:
@@ -106,7 +111,9 @@ class _Counter:
                 continue
             part = _count_part(self._program, instruction, place)
             if part is None:
-                self._add_whole(operand)
+                size = sum(self._list_sizes(operand).values())
+                if size:
+                    self.reads[locate(computation, name)] = size
             else:
                 self.parts += part
 
@@ -114,23 +121,24 @@ class _Counter:
         """Adds the bytes of an instruction's result."""
         part = _count_update(self._program, computation, instruction)
         if part is None:
-            self._add_whole(instruction)
-            return
-        changed, parts = part
-        self.parts += parts
-        self.whole |= {
-            f"{instruction.name}:{k}": size for k, size in enumerate(changed)
-        }
+            changed = self._list_sizes(instruction)
+        else:
+            changed, parts = part
+            self.parts += parts
+        is_tuple = instruction.result.startswith("(")
+        for place, size in changed.items():
+            name = instruction.name
+            self.writes[f"{name}:{place}" if is_tuple else name] = size
 
-    def _add_whole(self, instruction: Instruction) -> None:
-        size = 0.0
-        for array in instruction.arrays:
+    def _list_sizes(self, instruction: Instruction) -> dict[int, float]:
+        """Returns the bytes in main memory of the arrays of a result."""
+        sizes: dict[int, float] = {}
+        for place, array in enumerate(instruction.arrays):
             if array.is_on_chip:
                 self.on_chip += array.padded
             elif array.dims:
-                size += array.padded
-        if size:
-            self.whole[instruction.name] = size
+                sizes[place] = float(array.padded)
+        return sizes
 
 
 def _count_part(
@@ -177,20 +185,20 @@ def _count_part_in(
 
 def _count_update(
     program: Program, computation: Computation, instruction: Instruction
-) -> tuple[list[float], float] | None:
+) -> tuple[dict[int, float], float] | None:
     """Returns what an instruction writes that updates arrays in place.
 
     Returns:
-      The sizes of the results that are written as a whole, and the bytes that
-      are written in the others. None if it updates no array.
+      The sizes of the results that are written as a whole, by their places, and
+      the bytes that are written in the others. None if it updates no array.
     """
     opcode = instruction.opcode
     if opcode == "dynamic-update-slice":
         update = computation.by_name[instruction.operands[1]]
-        return [], _size_of(update)
+        return {}, _size_of(update)
     if opcode == "scatter":
         updates = computation.by_name[instruction.operands[-1]]
-        return [], _count_scattered(updates, instruction)
+        return {}, _count_scattered(updates, instruction)
     if opcode in _SAME and instruction.operands:
         operand = computation.by_name[instruction.operands[0]]
         return _count_update(program, computation, operand)
@@ -199,15 +207,14 @@ def _count_update(
         return _count_update(program, inner, inner.root)
     if opcode != "tuple":
         return None
-    parts, changed, is_update = 0.0, list[float](), False
-    for name in instruction.operands:
+    parts, changed, is_update = 0.0, dict[int, float](), False
+    for place, name in enumerate(instruction.operands):
         result = computation.by_name[name]
         part = _count_update(program, computation, result)
         if part is None:
-            changed.append(_size_of(result))
+            changed[place] = _size_of(result)
         else:
             is_update = True
-            changed += part[0]
             parts += part[1]
     return (changed, parts) if is_update else None
 

@@ -154,7 +154,14 @@ def test_a_kernel_in_a_loop_of_its_own_is_counted_for_all_turns():
     assert operations("splash_attention_10/while/body") == 2 * 10 * 2
 
 
-def test_of_branches_the_longest_counts():
+@pytest.mark.parametrize(
+    "names",
+    [
+        "branch_computations={%short, %long}",
+        "true_computation=%long, false_computation=%short",
+    ],
+)
+def test_of_branches_the_longest_counts(names):
     branches = "".join(
         f"%{name} (p: f32[]) -> f32[] {{\n  %p = {BIG} parameter(0)\n"
         f"  ROOT %x = {BIG} {opcode}(%p)\n}}\n\n"
@@ -164,8 +171,7 @@ def test_of_branches_the_longest_counts():
         branches
         + entry(
             *(A, "%c = s32[] parameter(1)"),
-            f"%x = {BIG} conditional(%c, %a, %a), "
-            "branch_computations={%short, %long}",
+            f"%x = {BIG} conditional(%c, %a, %a), {names}",
         )
     )
     assert found["moved_bytes"] == 2 * BYTES
@@ -219,3 +225,22 @@ def test_copies_beside_other_work_take_no_time_of_their_own():
     found = costs(entry(A, f"%c = ({BIG}, {BIG}) copy-start(%a)"))
     assert found["busy_seconds"] == 0
     assert found["moved_bytes"] > 0
+
+
+def test_results_that_are_soon_used_again_stay_on_the_chip():
+    small = "f32[128,512]{1,0:T(8,128)}"
+    given = f"%a = {small} parameter(0)"
+    found = costs(
+        entry(given, f"%x = {small} negate(%a)", f"%y = {small} negate(%x)")
+    )
+    # The parameter is read, and the result is written.
+    assert found["moved_bytes"] == 2 * 128 * 512 * 4
+    # Programs compiled at full effort tell what is on the chip.
+    marked = small.replace("T(8,128)", "T(8,128)S(1)")
+    found = costs(
+        entry(
+            *(given, f"%x = {small} negate(%a)", f"%z = {marked} negate(%a)"),
+            f"%y = {small} add(%x, %z)",
+        )
+    )
+    assert found["moved_bytes"] == 5 * 128 * 512 * 4

@@ -32,7 +32,7 @@ def test_arrays_that_are_read_and_written_as_a_whole():
         "%y = f32[8,128]{1,0:T(8,128)} add(%x, %x)",
         parameter("x", "f32[8,128]{1,0:T(8,128)}"),
     )
-    assert found.whole == {"x": TILE, "y": TILE}
+    assert (found.read, found.written) == ({"x": TILE}, {"y": TILE})
     assert found.parts == found.flops == 0
 
 
@@ -41,13 +41,14 @@ def test_arrays_on_the_chip_are_counted_apart():
         "%y = f32[8,128]{1,0:T(8,128)S(1)} negate(%x)",
         parameter("x", "f32[8,128]{1,0:T(8,128)}"),
     )
-    assert (found.whole, found.on_chip) == ({"x": TILE}, TILE)
+    assert (found.read, found.written) == ({"x": TILE}, {})
+    assert found.on_chip == TILE
 
 
 def test_of_a_sliced_array_the_slice_is_read():
     found = work("%y = f32[1,16,128]{2,1,0} dynamic-slice(%a, %i, %i, %i)", A)
     assert found.parts == SLICE
-    assert found.whole == {"y": SLICE}
+    assert (found.read, found.written) == ({}, {"y": SLICE})
     fused = (
         "%fused (p: f32[]) -> f32[] {\n"
         "  %p = f32[1000,16,128]{2,1,0} parameter(0)\n"
@@ -62,14 +63,15 @@ def test_of_a_sliced_array_the_slice_is_read():
         computations=fused,
     )
     assert found.parts == SLICE / 2
-    assert found.whole == {"y": SLICE / 2}
+    assert (found.read, found.written) == ({}, {"y": SLICE / 2})
 
 
 def test_of_an_array_that_is_updated_in_place_the_update_is_written():
     update = parameter("u", "f32[1,16,128]{2,1,0}", 1)
     line = "f32[1000,16,128]{2,1,0} dynamic-update-slice(%a, %u, %i, %i, %i)"
     found = work(f"%y = {line}", A, update)
-    assert (found.parts, found.whole) == (SLICE, {"u": SLICE})
+    assert (found.parts, found.read) == (SLICE, {"u": SLICE})
+    assert found.written == {}
     fused = (
         "%fused (p: f32[]) -> f32[] {\n"
         "  %a = f32[1000,16,128]{2,1,0} parameter(0)\n"
@@ -86,7 +88,7 @@ def test_of_an_array_that_is_updated_in_place_the_update_is_written():
         computations=fused,
     )
     assert found.parts == SLICE
-    assert found.whole == {"u": SLICE, "y:0": SLICE}
+    assert (found.read, found.written) == ({"u": SLICE}, {"y:1": SLICE})
 
 
 @pytest.mark.parametrize(
@@ -103,7 +105,7 @@ def test_a_gather_reads_tiles(result, sizes, tiles):
         *(A, parameter("i", "s32[64,3]{1,0}", 1)),
     )
     assert found.parts == tiles * TILE
-    assert "a" not in found.whole
+    assert "a" not in found.read
 
 
 def test_a_scatter_reads_and_writes_tiles():
@@ -172,8 +174,8 @@ def test_operations_of_attentions_kernels_and_no_others():
 def test_instructions_that_move_nothing():
     for opcode in ("bitcast", "get-tuple-element", "copy-done"):
         found = work(f"%y = f32[8]{{0}} {opcode}(%x)", parameter("x", "f32[8]"))
-        assert found.whole == {}
+        assert found.read == found.written == {}
     found = work(
         '%y = f32[8]{0} custom-call(), custom_call_target="AllocateBuffer"'
     )
-    assert found.whole == {}
+    assert found.read == found.written == {}
