@@ -66,6 +66,35 @@ def test_the_turns_of_a_loop_over_time_are_counted():
     assert "of the" in step.advice
 
 
+def test_the_host_bounds_a_small_model_unless_a_program_has_many_steps():
+    def planned(steps):
+        def mlp():
+            model = keras.Sequential(
+                [
+                    keras.Input((256,)),
+                    layers.Dense(512, "relu"),
+                    layers.Dense(256),
+                ]
+            )
+            model.compile("adam", "mse", steps_per_execution=steps)
+            return model
+
+        rows = array(64, 256)
+        return plan(mlp, (rows, rows))
+
+    one, many = planned(1), planned(32)
+    bounds = one.estimate.bounds
+    assert max(bounds, key=bounds.get) == "host"
+    assert one.estimate.seconds == bounds["host"] > 2 * many.estimate.seconds
+    assert "steps_per_execution" in one.advice
+    # Weights, both slots and gradients of 2 x 256 x 512 weights, read and
+    # written: the same in each step of a program.
+    state = 4 * 2 * 256 * 512 * 7 / MEMORY
+    for step in (one, many):
+        assert is_near(step.estimate.memory_seconds, state)
+    assert many.counts == one.counts
+
+
 @pytest.fixture
 def bfloat16():
     before = keras.config.dtype_policy()

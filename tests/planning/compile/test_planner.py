@@ -28,6 +28,27 @@ ENTRY %main (a: bf16[32768,32768]) -> bf16[32768,32768] {
   ROOT %b = bf16[32768,32768]{1,0} dot(%a, %a), lhs_contracting_dims={1}
 }
 """
+ENDLESS = """HloModule step
+
+%body (p: (f32[8,128])) -> (f32[8,128]) {
+  %p = (f32[8,128]) parameter(0)
+  %x = f32[8,128]{1,0} get-tuple-element(%p), index=0
+  %y = f32[8,128]{1,0} negate(%x)
+  ROOT %r = (f32[8,128]) tuple(%y)
+}
+
+%cond (q: (f32[8,128])) -> pred[] {
+  %q = (f32[8,128]) parameter(0)
+  ROOT %c = pred[] custom-call(%q), custom_call_target="mine"
+}
+
+ENTRY %main (a: f32[8,128]) -> (f32[8,128]) {
+  %a = f32[8,128]{1,0} parameter(0)
+  %t = (f32[8,128]) tuple(%a)
+  ROOT %w = (f32[8,128]) while(%t), condition=%cond, body=%body, \
+metadata={op_name="jit(step)/search/while"}
+}
+"""
 SECONDS = 2 * 32768**3 / 197e12
 
 
@@ -41,9 +62,10 @@ class Program:
     error: str | None
     efforts: list
     shared: float = 0.0
+    text: str = PRODUCT
 
     def as_text(self):
-        return PRODUCT
+        return self.text
 
     def compile(self, compiler_options=None):
         self.efforts.append("low" if compiler_options else "full")
@@ -81,6 +103,7 @@ class Step:
         self.keeps_nothing_else = False
         self.note, self.steps = "", 1
         self.shared, self.most_rows = 0.0, math.inf
+        self.text = PRODUCT
 
     def lower(self, rows, blocks):
         if rows > self.most_rows:
@@ -89,6 +112,7 @@ class Step:
         return Program(
             *(needed, 3 * GIB, blocks, self._error, self.efforts),
             shared=self.shared,
+            text=self.text,
         )
 
     def model_flops(self, rows, blocks):
@@ -314,6 +338,18 @@ def test_a_step_of_an_execution_is_a_part_of_its_program():
     moved = 2 * 2 * 32768**2 / 64
     assert row.estimate.memory_seconds == pytest.approx(moved / 819e9)
     assert row.dearest == {"dot in the step": pytest.approx(SECONDS / 64)}
+
+
+def test_loops_of_unknown_length_are_named():
+    step = Step(of_row=1)
+    step.text = ENDLESS
+    (row,), _ = plan(step)
+    assert row.advice.startswith(
+        "The number of turns of a loop is unknown (while in search), so the "
+        "time of one turn is counted."
+    )
+    (row,), _ = plan(Step(of_row=1))
+    assert "turns" not in row.advice
 
 
 def test_a_fault_of_the_compiler_is_a_row_of_its_own():
