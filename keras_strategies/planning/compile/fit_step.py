@@ -146,12 +146,17 @@ class FitStep(Step):
             # inference, such as keras-hub's tasks.
             return model.stateless_call(weights, others, x, training=False)[0]
 
-        flops = count_training_flops(
-            forward,
-            shapes(model.trainable_variables),
-            shapes(model.non_trainable_variables),
-            parts[0],
-        )
+        try:
+            flops = count_training_flops(
+                forward,
+                shapes(model.trainable_variables),
+                shapes(model.non_trainable_variables),
+                parts[0],
+            )
+        except ValueError:
+            # The model's `call` has no gradients, for example because it
+            # generates samples in a loop, and its train step does not use it.
+            return None
         return flops / len(self.mesh.devices)
 
     def state_bytes(self) -> Mapping[str, float]:

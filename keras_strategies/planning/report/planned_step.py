@@ -36,7 +36,7 @@ class Estimate:
         peak rate that the model's operations (without recomputed ones) reach.
         None if unknown.
       most_utilization: An upper bound of the utilization, which a step would
-        reach if its time were the largest lower bound. None if unknown.
+        reach if its time were the largest bound. None if unknown.
     """
 
     seconds: float
