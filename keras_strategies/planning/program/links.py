@@ -61,7 +61,11 @@ def find_collectives(
     inner = program.computations.get(instruction.get_called() or "")
     if instruction.opcode not in ("fusion", "async-start") or inner is None:
         return []
-    return list(_find_inside(inner))
+    found = list(_find_inside(inner))
+    if instruction.opcode == "async-start":
+        key = instruction.name
+        return [dataclasses.replace(x, key=key) for x in found]
+    return found
 
 
 def find_ends(program: Program, instruction: Instruction) -> list[str]:

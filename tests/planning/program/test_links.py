@@ -110,12 +110,19 @@ replica_groups={{0,1,2,3}}, frontend_attributes={chain_id="5"}
 custom_call_target="AsyncCollectiveDone"
 }
 
+%wrapped (p: bf16[4,8]) -> bf16[4,8] {
+  %p.3 = bf16[4,8] parameter(0)
+  ROOT %swap = bf16[4,8] all-to-all(%p.3), replica_groups={{0,1,2,3}}
+}
+
 ENTRY %main (a: bf16[4,8]) -> bf16[16,8] {
   %a = bf16[4,8] parameter(0)
   %scatter = f32[4,8] reduce-scatter(%a), replica_groups={{0,1,2,3}}
   %one = bf16[16,8] fusion(%a), kind=kCustom, calls=%start
   %two = bf16[16,8] fusion(%a), kind=kCustom, calls=%middle
   %three = bf16[16,8] fusion(%a), kind=kCustom, calls=%done
+  %four = ((bf16[4,8]), bf16[4,8]) async-start(%a), calls=%wrapped
+  %five = bf16[4,8] async-done(%four), calls=%wrapped
   %sum = (f32[8], f32[8]) all-reduce-start(%a), replica_groups={{0,1,2,3}}
   ROOT %total = f32[8] all-reduce-done(%sum)
 }
@@ -133,11 +140,15 @@ def test_beginnings_and_ends_of_collectives():
     (one,) = found["one"]
     assert (one.kind, one.size, one.key) == ("all-gather", 256, "5")
     assert found["two"] == found["three"] == []
+    (swap,) = found["four"]
+    assert (swap.kind, swap.size, swap.key) == ("all-to-all", 64, "four")
+    assert found["five"] == []
     (total,) = found["sum"]
     assert (total.kind, total.size, total.key) == ("all-reduce", 32, "sum")
     assert {total.kind, one.kind, scatter.kind} <= set(COLLECTIVES)
     ends = {x.name: find_ends(program, x) for x in program.entry.instructions}
     assert {k: v for k, v in ends.items() if v} == {
         "three": ["5"],
+        "five": ["four"],
         "total": ["sum"],
     }
