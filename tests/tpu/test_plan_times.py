@@ -87,11 +87,11 @@ def test_the_host_bounds_a_small_model_unless_a_program_has_many_steps():
     assert max(bounds, key=bounds.get) == "host"
     assert one.estimate.seconds == bounds["host"] > 2 * many.estimate.seconds
     assert "steps_per_execution" in one.advice
-    # Weights, both slots and gradients of 2 x 256 x 512 weights, read and
-    # written: the same in each step of a program.
+    # Weights and both slots are read and written, and gradients are read.
+    # Between the steps of a program, they stay on the chip.
     state = 4 * 2 * 256 * 512 * 7 / MEMORY
-    for step in (one, many):
-        assert is_near(step.estimate.memory_seconds, state)
+    assert is_near(one.estimate.memory_seconds, state)
+    assert many.estimate.memory_seconds < state / 2
     assert many.counts == one.counts
 
 
