@@ -153,7 +153,7 @@ class FitStep(Step):
                 shapes(model.non_trainable_variables),
                 parts[0],
             )
-        except ValueError:
+        except (ValueError, NotImplementedError):
             # The model's `call` has no gradients, for example because it
             # generates samples in a loop, and its train step does not use it.
             return None
