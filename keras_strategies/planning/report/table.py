@@ -25,7 +25,8 @@ _MANY = 10_000
 _WIDE = 100
 """The width of a terminal, in characters, that fits the whole table."""
 _LITTLE = 0.05
-"""The share of a device's memory that a layout must save to be shown."""
+"""The share of a device's memory, or of the time, that a layout must save to be
+shown."""
 Show = Callable[[Sequence[PlannedStep], str], None]
 NOTES = (
     "Bytes and collectives are reported by the compiler. Times are estimates.",
@@ -175,7 +176,7 @@ def _list_left_out(plan: Plan) -> list[PlannedStep]:
 
 
 def _is_better(step: PlannedStep, usual: PlannedStep) -> bool:
-    """Returns whether a step needs much less memory than another, or is faster.
+    """Returns whether a step needs much less memory or time than another.
 
     An unknown number counts as better.
     """
@@ -185,7 +186,8 @@ def _is_better(step: PlannedStep, usual: PlannedStep) -> bool:
         return True
     before, after, limit = (float(size or 0) for size in sizes)
     slower, faster = (float(rate or 0) for rate in rates)
-    return before - after >= _LITTLE * limit or faster > slower
+    is_smaller = before - after >= _LITTLE * limit
+    return is_smaller or faster * (1 - _LITTLE) >= slower
 
 
 def _iter_sentences(plan: Plan) -> Iterator[str]:
@@ -204,9 +206,9 @@ def _iter_sentences(plan: Plan) -> Iterator[str]:
     if left_out:
         names = ", ".join(f"{x.topology} {x.layout}" for x in left_out)
         yield (
-            f"{names}: left out, because they save less than "
-            f"{100 * _LITTLE:.0f} % of a device's memory and are not faster "
-            "than replicated. To show them, name the layouts to plan."
+            f"{names}: left out, because this saves less than "
+            f"{100 * _LITTLE:.0f} % of a device's memory and of the time, "
+            "compared with replicated. To show it, name the layouts to plan."
         )
     yield from (*_iter_marks(plan), *plan.notes)
 
