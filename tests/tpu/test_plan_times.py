@@ -211,7 +211,7 @@ class Block(layers.Layer):
 
 
 def test_a_sharded_decoder_waits_for_its_sums(bfloat16):
-    length, width, depth, words, chips = 512, 1024, 2, 4096, 16
+    length, width, depth, words, chips = 512, 1024, 1, 4096, 16
 
     def decoder():
         names = [f"block{k}" for k in range(depth)]
