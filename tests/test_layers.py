@@ -56,7 +56,7 @@ ROOMS = {
         {"callbacks", "run"},
         {"loops"},
     ],
-    "planning": [{"report"}, {"compile"}, {"capture"}, {""}],
+    "planning": [{"report", "program"}, {"compile"}, {"capture"}, {""}],
     "strategy": [{"inspect", "tf_compat"}, {""}],
     "testing": [{""}],
     "tpu": [{""}],

@@ -13,7 +13,6 @@ from keras_strategies._core.jaxprs.hlo_text import (
     COLLECTIVES,
     count_collective_bytes,
     count_collectives,
-    count_kernel_flops,
 )
 from keras_strategies._core.mesh import ReplicaMesh
 
@@ -29,12 +28,6 @@ class Figures:
       output_bytes: Bytes of the results that do not overwrite the state in
         place.
       temporary_bytes: Bytes of intermediate values.
-      flops: Number of floating-point operations: those that XLA counts, and
-        those of attention's kernels.
-      kernel_flops: Number of the operations of attention's kernels.
-      optimal_seconds: XLA's estimate of the run time in seconds. Only available
-        for TPU programs that were compiled at low effort; otherwise 0. Does
-        not include kernels.
       counts: Number of collectives of each kind, such as "all-reduce".
       sent: Bytes of the arrays that the collectives of each kind send.
       compile_seconds: Compile time in seconds.
@@ -43,9 +36,6 @@ class Figures:
     argument_bytes: float
     output_bytes: float
     temporary_bytes: float
-    flops: float
-    kernel_flops: float
-    optimal_seconds: float
     counts: Mapping[str, float]
     sent: Mapping[str, float]
     compile_seconds: float
@@ -64,18 +54,12 @@ class Figures:
           seconds: The time that it took to compile the program.
         """
         memory, text = executable.memory_analysis(), executable.as_text()
-        cost = executable.cost_analysis() or {}
         counts, sent = count_collectives(text), count_collective_bytes(text)
-        of_kernels = count_kernel_flops(text)
         outputs = memory.output_size_in_bytes - memory.alias_size_in_bytes
         return cls(
             argument_bytes=memory.argument_size_in_bytes,
             output_bytes=outputs,
             temporary_bytes=memory.temp_size_in_bytes,
-            flops=max(cost.get("flops", 0.0), 0.0) + of_kernels,
-            kernel_flops=of_kernels,
-            # At full effort XLA reports a negative estimate (libtpu 0.0.42).
-            optimal_seconds=max(cost.get("optimal_seconds", 0.0), 0.0),
             counts={kind: n for kind, n in counts.items() if n},
             sent={kind: sent[kind] for kind, n in counts.items() if n},
             compile_seconds=seconds,

@@ -2,6 +2,7 @@
 
 import argparse
 import contextlib
+import dataclasses
 import importlib.util
 import json
 import os
@@ -163,7 +164,8 @@ def run(options: argparse.Namespace) -> int:
     if options.json:
         print(json.dumps(plan.to_json(), indent=1))
     else:
-        Console().print(plan)
+        is_brief = options.layout is None
+        Console().print(dataclasses.replace(plan, is_brief=is_brief))
     return 0 if any(step.error is None for step in plan.steps) else 1
 
 

@@ -67,7 +67,7 @@ def make_plan(
     except lib.MakingFailed as failed:
         # Raises the error of the user's function instead of `MakingFailed`.
         raise failed.__cause__ or failed from None
-    return Plan(steps=steps, notes=NOTES)
+    return Plan(steps=steps, notes=NOTES, is_brief=strategies is None)
 
 
 def _plan_all(

@@ -18,8 +18,8 @@ from keras_strategies._core.mesh import ReplicaMesh
 from keras_strategies._core.replica_map import replica_map, split_spec
 from keras_strategies.cluster.exchange import kv_store
 from keras_strategies.cluster.watchdog import progress
-from keras_strategies.planning.compile.chips import find_memory
 from keras_strategies.planning.compile.compiler import parse_misfit
+from keras_strategies.planning.program.chips import find_memory
 from keras_strategies.tpu.topology_devices import make_tpu_devices
 from tests.support import compiling
 from tests.support.commands import python

@@ -1,6 +1,6 @@
 """Figures and steps of plans, with what a test does not say left out."""
 
-from keras_strategies._core.compiled import Figures
+from keras_strategies.planning.program.costs import Costs
 from keras_strategies.planning.report.planned_step import Estimate, PlannedStep
 
 GIB = 2**30
@@ -13,20 +13,37 @@ def figures(**given):
         "temporary_bytes": 0.0,
         "flops": 0.0,
         "kernel_flops": 0.0,
-        "optimal_seconds": 0.0,
+        "code_bytes": 0.0,
+        "moved_bytes": 0.0,
+        "busy_seconds": 0.0,
+        "latency_seconds": 0.0,
+        "link_seconds": {},
+        "waiting_seconds": {},
+        "dearest": {},
+        "endless": {},
         "counts": {},
         "sent": {},
         "compile_seconds": 0.0,
     }
-    return Figures(**facts | given)
+    return Costs(**facts | given)
 
 
-def times(seconds=0.5, compute=0.4, memory=0.1, links=0.2, utilization=0.4):
+def times(
+    seconds=0.5,
+    compute=0.4,
+    memory=0.1,
+    links=0.2,
+    utilization=0.4,
+    latency=0.05,
+    host=3e-4,
+):
     return Estimate(
         seconds=seconds,
         compute_seconds=compute,
         memory_seconds=memory,
         link_seconds=links,
+        latency_seconds=latency,
+        host_seconds=host,
         utilization=utilization,
         most_utilization=None if utilization is None else utilization + 0.1,
     )

@@ -7,6 +7,9 @@ import pytest
 import keras_strategies as ks
 from keras_strategies._core import splash_attention
 from keras_strategies.keras_bridge.layers import attention
+from keras_strategies.planning.program.chips import find_chip
+from keras_strategies.planning.program.costs import Costs
+from keras_strategies.tpu.topology_devices import make_tpu_devices
 
 pytestmark = pytest.mark.tpu
 
@@ -153,16 +156,22 @@ def test_products_of_other_precisions_are_those_of_xla(dtype, precision):
         assert program_of(dtype=dtype).as_text().count(KERNEL) == 0
 
 
+def costs_of(program):
+    devices = make_tpu_devices("v5e:2x2")
+    chip = find_chip(devices[0])
+    return Costs.measure(program.executable, 0.0, chip, devices)
+
+
 def test_operations_of_kernels_are_counted(monkeypatch):
     given = {"is_sharded": True, "use_causal_mask": True}
-    figures = program_of(**given)._figures
+    figures = costs_of(program_of(**given))
     pairs = LENGTH * (LENGTH + 1) / 2
     # Rows of a replica, heads, depth; products of three kernels.
     assert figures.kernel_flops == 2 * 2 * pairs * (WIDTH // 2) * 2 * 9
     monkeypatch.setattr(
         attention, "find_reason_against_kernel", lambda *_, **__: "a test"
     )
-    of_xla = program_of(**given)._figures
+    of_xla = costs_of(program_of(**given))
     assert of_xla.kernel_flops == 0
     # XLA's attention computes the scores that the mask excludes.
     assert figures.flops == pytest.approx(of_xla.flops, rel=0.2)
@@ -171,7 +180,7 @@ def test_operations_of_kernels_are_counted(monkeypatch):
 def test_operations_of_kernels_in_groups_of_rows_are_counted(monkeypatch):
     def count_operations():
         executable = strategy.compile_step(model, (x, y), kind="test")
-        return executable._figures.kernel_flops
+        return costs_of(executable).kernel_flops
 
     strategy = ks.TPUStrategy.for_topology("v5e:2x2")
     with strategy.scope(), ks.abstract():

@@ -112,7 +112,9 @@ def test_full_effort_is_the_program_as_it_is_run():
         model = decoder()
     program = strategy.compile_step(model, (tokens(4), tokens(4)))
     assert step.is_full_effort
-    assert step.bytes_in_all == program.bytes_per_chip
+    code = program.executable.memory_analysis().generated_code_size_in_bytes
+    assert step.memory["code"] == code > 0
+    assert step.bytes_in_all == program.bytes_per_chip + code
 
 
 def test_the_most_rows_fit_and_one_more_does_not():

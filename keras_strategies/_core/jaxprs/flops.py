@@ -1,11 +1,70 @@
 """Counts the floating-point operations of a traced program."""
 
 import math
+from collections.abc import Callable, Sequence
+from typing import Any
 
+import jax
 import numpy as np
-from jax.extend.core import ClosedJaxpr, Jaxpr, jaxprs_in_params
+from jax.extend.core import (
+    ClosedJaxpr,
+    Jaxpr,
+    jaxpr_as_fun,
+    jaxprs_in_params,
+)
 
-from keras_strategies._types import Equation
+from keras_strategies._types import Array, Equation, Tree
+
+_REMAT = ("checkpoint", "remat2")
+"""JAX's names of the primitive of `jax.checkpoint`."""
+
+
+def count_training_flops(
+    forward: Callable[..., Tree], weights: Sequence[Array], *args: Tree
+) -> float:
+    """Counts the operations of a function and of its gradients.
+
+    Only the gradients that the weights need are counted: below the first
+    layer with weights, and for the weights that are not among `weights`, there
+    are none. Operations of rematerialization are not counted.
+
+    Args:
+      forward: A function of `weights` and `args`. Gradients of all its results
+        with a floating-point dtype are counted.
+      weights: The arrays or shapes whose gradients are computed.
+      *args: Other arguments, as arrays or shapes.
+    """
+
+    def differentiable(weights: Sequence[Array], *args: Tree) -> list[Any]:
+        results = jax.tree.leaves(forward(weights, *args))
+        return [x for x in results if jax.numpy.issubdtype(x.dtype, np.inexact)]
+
+    jaxpr = _save_everything(jax.make_jaxpr(differentiable)(weights, *args))
+    function = jaxpr_as_fun(jaxpr)
+
+    def both(weights: Sequence[Array], rest: Sequence[Array]) -> Tree:
+        results, pull_back = jax.vjp(lambda w: function(*w, *rest), weights)
+        return results, pull_back(results)
+
+    rest = jax.tree.leaves(args)
+    return count_flops(jax.make_jaxpr(both)(list(weights), rest))
+
+
+def _save_everything(jaxpr: Any) -> Any:
+    """Returns the traced program with nothing to rematerialize."""
+    if isinstance(jaxpr, ClosedJaxpr):
+        return jaxpr.replace(jaxpr=_save_everything(jaxpr.jaxpr))
+    if type(jaxpr) is tuple:
+        return tuple(map(_save_everything, jaxpr))
+    if not isinstance(jaxpr, Jaxpr):
+        return jaxpr
+    equations: list[Any] = []
+    for equation in jaxpr.eqns:
+        params = {k: _save_everything(v) for k, v in equation.params.items()}
+        if equation.primitive.name in _REMAT:
+            params["policy"] = jax.checkpoint_policies.everything_saveable
+        equations.append(equation.replace(params=params))
+    return jaxpr.replace(eqns=equations)
 
 
 def count_flops(jaxpr: Jaxpr | ClosedJaxpr) -> float:
@@ -54,11 +113,40 @@ def _of_convolution(equation: Equation) -> float:
         strict=True,
     )
     for of_lhs, of_rhs, of_out, stride, (before, _), spread, holes in sizes:
-        # `places` contains the positions in the dilated input that each output
-        # reads. Positions outside of the input, and positions between its
-        # entries, are padding.
-        starts = np.arange(out[of_out])[:, None] * stride - before
-        places = starts + np.arange(kernel[of_rhs]) * holes
-        is_padding = (places < 0) | (places > (lhs[of_lhs] - 1) * spread)
-        total *= np.count_nonzero(~is_padding & (places % spread == 0))
+        total *= count_positions(
+            *(lhs[of_lhs], kernel[of_rhs], out[of_out]),
+            *(stride, before, spread, holes),
+        )
     return total
+
+
+def count_positions(
+    size: int,
+    kernel: int,
+    out: int,
+    stride: int,
+    before: int,
+    spread: int,
+    holes: int,
+) -> int:
+    """Counts the input's entries that a convolution reads in a dimension.
+
+    Args:
+      size: The input's size.
+      kernel: The kernel's size.
+      out: The output's size.
+      stride: The distance of the windows of two neighboring outputs.
+      before: The padding before the input.
+      spread: The dilation of the input.
+      holes: The dilation of the kernel.
+
+    Returns:
+      The number of entries, in total for all outputs, without padding.
+    """
+    # `places` contains the positions in the dilated input that each output
+    # reads. Positions outside of the input, and positions between its entries,
+    # are padding.
+    starts = np.arange(out)[:, None] * stride - before
+    places = starts + np.arange(kernel) * holes
+    is_padding = (places < 0) | (places > (size - 1) * spread)
+    return int(np.count_nonzero(~is_padding & (places % spread == 0)))

@@ -1,4 +1,4 @@
-"""Counts collectives, their bytes, and the work of kernels in a program's text.
+"""Counts collectives and their bytes in a program's text.
 
 XLA's text (HLO) has one instruction per line. An asynchronous collective of a
 TPU appears several times: in the computation that starts it, and in the
@@ -32,28 +32,6 @@ _STARTED = re.compile(
     r"custom-call\(%?([^),]+)\), custom_call_target=\"AsyncCollectiveStart\""
 )
 _GROUPS = re.compile(r"replica_groups=(?:\[\d+,(\d+)\]|\{\{([\d,]+)\})")
-
-_KERNEL = re.compile(
-    r"custom_call_target=\"tpu_custom_call\"(?:(?!op_name=).)*op_name=\"[^\"]*"
-    rf"{KERNELS}(\d+)/[^\"]*splash_m[hq]a_(fwd|dq|dkv)[^\"]*\"",
-    re.DOTALL,
-)
-_PRODUCTS = {"fwd": 2, "dq": 3, "dkv": 4}
-"""For each kernel of attention, its number of matrix products."""
-
-
-def count_kernel_flops(text: str) -> float:
-    """Returns the operations of attention's kernels, which XLA does not count.
-
-    A kernel in a loop over groups of a batch's rows is counted for all rows; in
-    another loop, it is counted once.
-    """
-    return float(
-        sum(
-            2 * int(products) * _PRODUCTS[kernel]
-            for products, kernel in _KERNEL.findall(text)
-        )
-    )
 
 
 def count_collectives(text: str) -> dict[str, int]:

@@ -23,17 +23,19 @@ from typing import Any
 
 import jax
 
-from keras_strategies._core.compiled import Figures, without_jax_cache
+from keras_strategies._core.compiled import without_jax_cache
 from keras_strategies._core.jaxprs.hlo_text import COLLECTIVES
 from keras_strategies._types import Tree
 from keras_strategies.cluster.exchange.message_forms import Either, fault_of
 from keras_strategies.cluster.untrusted import load_json, open_regular
+from keras_strategies.planning.program.chips import find_chip
+from keras_strategies.planning.program.costs import BY_KIND, BY_SOURCE, Costs
 
 _FOLDER = "keras_strategies"
 _MOST_JOBS = 8
 _BYTES_OF_JOB = 3e9
 """Bytes of host memory needed to compile a large program."""
-_VERSION = 1
+_VERSION = 2
 _MOST_BYTES = 10_000
 _FLAGS = ("XLA_FLAGS", "LIBTPU_INIT_ARGS")
 """Environment variables that affect compilation."""
@@ -60,7 +62,7 @@ class DoesNotFit(Exception):  # noqa: N818
         self.needed = needed
 
 
-Outcome = Figures | DoesNotFit
+Outcome = Costs | DoesNotFit
 
 
 class Compiler:
@@ -113,7 +115,7 @@ class Compiler:
                 done: Any = concurrent.futures.Future()
                 done.set_result(kept)
                 return done
-        return self._pool.submit(_compile, lowered, options, path)
+        return self._pool.submit(_compile, lowered, devices, options, path)
 
     def __enter__(self) -> "Compiler":
         """Disables JAX's own compilation cache until `__exit__`."""
@@ -184,14 +186,16 @@ def count_jobs(most: int = _MOST_JOBS) -> int:
 
 def _compile(
     lowered: jax.stages.Lowered,
+    devices: Sequence[Any],
     options: dict[str, Any] | None,
     path: pathlib.Path | None,
 ) -> Outcome:
     start = time.perf_counter()
     try:
         executable = lowered.compile(compiler_options=options)
-        outcome: Outcome = Figures.measure(
-            executable, time.perf_counter() - start
+        seconds = time.perf_counter() - start
+        outcome: Outcome = Costs.measure(
+            executable, seconds, find_chip(devices[0]), devices
         )
     except jax.errors.JaxRuntimeError as error:
         misfit = parse_misfit(error)
@@ -255,11 +259,11 @@ def _read(path: pathlib.Path) -> Outcome | None:
 
 def _parse(kept: Tree) -> Outcome | None:
     """Converts a cache file's JSON to a result, or None if it is not valid."""
-    for form in (_MISFIT, _FIGURES):
+    for form in (_MISFIT, _COSTS):
         if fault_of(kept, form) is None and set(kept) == set(form):
             if form is _MISFIT:
                 return DoesNotFit(kept["misfit"], kept["needed"])
-            return Figures(**kept)
+            return Costs(**kept)
     return None
 
 
@@ -277,8 +281,14 @@ def _is_by_collective(value: object) -> bool:
     )
 
 
+def _is_by_source(value: object) -> bool:
+    return isinstance(value, Mapping) and all(map(_is_number, value.values()))
+
+
 _MISFIT = {"misfit": str, "needed": Either((None, _is_number))}
-_FIGURES = {
-    field.name: _is_number for field in dataclasses.fields(Figures)
-} | dict.fromkeys(("counts", "sent"), _is_by_collective)
+_COSTS = (
+    {field.name: _is_number for field in dataclasses.fields(Costs)}
+    | dict.fromkeys(BY_KIND, _is_by_collective)
+    | dict.fromkeys(BY_SOURCE, _is_by_source)
+)
 """The expected fields of a program's costs in a cache file."""

@@ -10,7 +10,7 @@ import keras
 from jax.sharding import NamedSharding
 from keras import tree
 
-from keras_strategies._core.jaxprs.flops import count_flops
+from keras_strategies._core.jaxprs.flops import count_training_flops
 from keras_strategies._core.mesh import ReplicaMesh
 from keras_strategies._types import Array, Batch, Tree
 from keras_strategies.keras_bridge.layers.attention import collect_reasons
@@ -43,11 +43,6 @@ from keras_strategies.planning.compile.step import (
     with_rows,
 )
 from keras_strategies.strategy.strategy import Strategy
-
-_FORWARD_AND_BACKWARD = 3
-"""The operations of a training step as a multiple of a forward pass. For each
-matrix product of the forward pass, the backward pass has one product for the
-gradient of the inputs and one for that of the weights."""
 
 
 class FitStep(Step):
@@ -151,12 +146,17 @@ class FitStep(Step):
             # inference, such as keras-hub's tasks.
             return model.stateless_call(weights, others, x, training=False)[0]
 
-        jaxpr = jax.make_jaxpr(forward)(
-            shapes(model.trainable_variables),
-            shapes(model.non_trainable_variables),
-            parts[0],
-        )
-        flops = count_flops(jaxpr.jaxpr) * _FORWARD_AND_BACKWARD
+        try:
+            flops = count_training_flops(
+                forward,
+                shapes(model.trainable_variables),
+                shapes(model.non_trainable_variables),
+                parts[0],
+            )
+        except (ValueError, NotImplementedError):
+            # The model's `call` has no gradients, for example because it
+            # generates samples in a loop, and its train step does not use it.
+            return None
         return flops / len(self.mesh.devices)
 
     def state_bytes(self) -> Mapping[str, float]:
@@ -171,14 +171,6 @@ class FitStep(Step):
             ),
             "gradients": _count_gradient_bytes(weights, self.mesh),
         }
-
-    def batch_bytes(self, rows: int) -> float:
-        """Implements `Step.batch_bytes`."""
-        sizes = [
-            math.prod(leaf.shape) * leaf.dtype.itemsize
-            for leaf in jax.tree.leaves(with_rows(self._batch, rows))
-        ]
-        return sum(sizes) / self.mesh.num_replicas
 
     def block_bytes(self, rows: int) -> tuple[float, float]:
         """Implements `Step.block_bytes`.

@@ -12,7 +12,6 @@ import math
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from keras_strategies._core.compiled import Figures
 from keras_strategies._types import Tree
 from keras_strategies.planning.compile.compiler import (
     Compiler,
@@ -20,6 +19,7 @@ from keras_strategies.planning.compile.compiler import (
     Outcome,
 )
 from keras_strategies.planning.compile.step import Step
+from keras_strategies.planning.program.costs import BY_SOURCE, Costs
 
 FEW_BLOCKS = {False: 4, True: 2}
 """Number of blocks of the shorter of the two models that are compiled in place
@@ -90,9 +90,9 @@ def add_growth(outcome: Outcome, before: Outcome, after: Outcome) -> Outcome:
       `outcome + after - before`, as far as these bytes were reported.
     """
     if (
-        isinstance(outcome, Figures)
-        and isinstance(before, Figures)
-        and isinstance(after, Figures)
+        isinstance(outcome, Costs)
+        and isinstance(before, Costs)
+        and isinstance(after, Costs)
     ):
         return dataclasses.replace(
             outcome,
@@ -215,7 +215,7 @@ class Measuring:
             most = least
         else:
             most += BLOCK_OVERHEAD
-        if isinstance(few, Figures) and isinstance(many, Figures):
+        if isinstance(few, Costs) and isinstance(many, Costs):
             return extrapolate(few, many, self.blocks, (least, most))
         needed = None
         first, second = get_bytes(few), get_bytes(many)
@@ -229,11 +229,11 @@ class Measuring:
 
 
 def extrapolate(
-    few: Figures,
-    many: Figures,
+    few: Costs,
+    many: Costs,
     blocks: tuple[int, int, int],
     block_bytes: tuple[float, float],
-) -> Figures:
+) -> Costs:
     """Extrapolates the costs of a deep model from those of two shorter models.
 
     Args:
@@ -258,7 +258,7 @@ def extrapolate(
     return dataclasses.replace(line, temporary_bytes=temporary)
 
 
-def combine(a: Figures, of_a: float, b: Figures, of_b: float) -> Figures:
+def combine(a: Costs, of_a: float, b: Costs, of_b: float) -> Costs:
     """Returns `of_a * a + of_b * b`, field by field, for two programs' costs.
 
     Negative results are replaced by 0. Compile times are added.
@@ -270,10 +270,11 @@ def combine(a: Figures, of_a: float, b: Figures, of_b: float) -> Figures:
             return {k: add(x.get(k, 0), y.get(k, 0)) for k in kinds}
         return max(of_a * x + of_b * y, 0)
 
-    names = [field.name for field in dataclasses.fields(a)]
+    # Sources are not extrapolated, because every block has its own.
+    names = {field.name for field in dataclasses.fields(a)} - set(BY_SOURCE)
     sums = {n: add(getattr(a, n), getattr(b, n)) for n in names}
     took = a.compile_seconds + b.compile_seconds
-    return dataclasses.replace(a, **sums | {"compile_seconds": took})
+    return dataclasses.replace(b, **sums | {"compile_seconds": took})
 
 
 def memory_breakdown(
@@ -287,18 +288,18 @@ def memory_breakdown(
       line: The costs of the step at two batch sizes.
     """
     first, second = line.figures
-    if isinstance(first, Figures):
+    if isinstance(first, Costs):
         standing = first.argument_bytes + first.output_bytes
-        temporary = first.temporary_bytes
+        temporary, code = first.temporary_bytes, first.code_bytes
     elif first.needed is not None:
         # For a program that does not fit, XLA reports only the total bytes.
         held = state["weights"] + state["slots"] + state["other"]
         standing = min(held, first.needed)
-        temporary = first.needed - standing
+        temporary, code = first.needed - standing, 0.0
     else:
         return {}
     sizes = get_bytes(first), get_bytes(second)
-    if isinstance(first, Figures) and isinstance(second, Figures):
+    if isinstance(first, Costs) and isinstance(second, Costs):
         sizes = first.temporary_bytes, second.temporary_bytes
     activations = 0.0
     if sizes[0] is not None and sizes[1] is not None:
@@ -314,6 +315,7 @@ def memory_breakdown(
         "gradients": gradients,
         "activations": activations,
         "temporary": temporary - activations - gradients,
+        "code": code,
     }
 
 

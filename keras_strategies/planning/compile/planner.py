@@ -7,8 +7,6 @@ from typing import Any
 
 import jax
 
-from keras_strategies._core.compiled import Figures
-from keras_strategies.planning.compile.chips import find_chip, find_memory
 from keras_strategies.planning.compile.compiler import (
     Compiler,
     DoesNotFit,
@@ -24,6 +22,8 @@ from keras_strategies.planning.compile.lines import (
     memory_breakdown,
 )
 from keras_strategies.planning.compile.step import Step
+from keras_strategies.planning.program.chips import find_chip, find_memory
+from keras_strategies.planning.program.costs import Costs
 from keras_strategies.planning.report.advice import write_advice
 from keras_strategies.planning.report.planned_step import PlannedStep
 
@@ -234,9 +234,7 @@ class _Planning:
 
     def _is_quick(self, line: Line) -> bool:
         """Returns whether the model should compile quickly at full effort."""
-        took = [
-            f.compile_seconds for f in line.figures if isinstance(f, Figures)
-        ]
+        took = [f.compile_seconds for f in line.figures if isinstance(f, Costs)]
         return line.blocks is None and max(took, default=0.0) < _QUICK_SECONDS
 
     @property
@@ -255,7 +253,7 @@ class _Planning:
             f.compile_seconds
             for x in {id(low): low, id(line): line}.values()
             for f in x.figures
-            if isinstance(f, Figures)
+            if isinstance(f, Costs)
         )
         most = self._find_most_rows(line)
         facts: dict[str, Any] = {
@@ -275,29 +273,21 @@ class _Planning:
             accepted = self._rows[0] // self.candidate.num_replicas
             if most is not None:
                 facts["most_rows"] = max(most, accepted)
-        facts["counts"] = {k: round(n) for k, n in figures.counts.items()}
-        facts["sent"] = dict(figures.sent)
-        if self._chip is not None and isinstance(fast, Figures):
+        steps = self._step.steps
+        facts["counts"] = {
+            k: round(n / steps) for k, n in figures.counts.items()
+        }
+        facts["sent"] = {k: n / steps for k, n in figures.sent.items()}
+        if self._chip is not None and isinstance(fast, Costs):
             facts["estimate"] = estimate(
                 fast,
                 self._chip,
                 self._count_flops(low),
-                steps=self._step.steps,
-                step_bytes=self._count_step_bytes(),
+                steps=steps,
+                scheduled=figures if line.is_full else None,
             )
+            facts["dearest"] = {k: n / steps for k, n in fast.dearest.items()}
         return self._make_row(**facts)
-
-    def _count_step_bytes(self) -> float:
-        """Returns the bytes of the state and one step's batch.
-
-        Returns infinity for a program with a single step, whose arguments
-        contain no batches of other steps.
-        """
-        if self._step.steps == 1:
-            return math.inf
-        state = self._step.state_bytes()
-        held = state["weights"] + state["slots"] + state["other"]
-        return held + self._step.batch_bytes(self._rows[0])
 
     def _add_advice(self, row: PlannedStep, low: Outcome) -> PlannedStep:
         """Returns the planned step with advice added.
@@ -315,7 +305,8 @@ class _Planning:
             after = get_bytes(outcome)
         has_remat = again is None and self._step.blocks is not None
         advice = write_advice(row, remat=(before, after), has_remat=has_remat)
-        words = filter(None, (self._step.note, *self._notes, advice))
+        endless = _describe_endless(low)
+        words = filter(None, (self._step.note, endless, *self._notes, advice))
         return dataclasses.replace(row, advice=" ".join(words))
 
     def _count_flops(self, line: Line) -> float | None:
@@ -377,7 +368,7 @@ class _Planning:
             self.candidate.devices,
             is_full=True,
         ).result()
-        return isinstance(outcome, Figures), get_bytes(outcome)
+        return isinstance(outcome, Costs), get_bytes(outcome)
 
     def _make_row(self, **facts: Any) -> PlannedStep:
         candidate = self.candidate
@@ -391,6 +382,17 @@ class _Planning:
             limit_bytes=self._limit,
             **facts,
         )
+
+
+def _describe_endless(outcome: Outcome) -> str:
+    """Returns a sentence about loops of unknown length, or "" without any."""
+    if not isinstance(outcome, Costs) or not outcome.endless:
+        return ""
+    names = ", ".join(outcome.endless)
+    return (
+        f"The number of turns of a loop is unknown ({names}), so the time of "
+        "one turn is counted."
+    )
 
 
 def _get_first_line(error: Exception) -> str:

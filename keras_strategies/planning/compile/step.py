@@ -75,10 +75,6 @@ class Step:
         """
         raise NotImplementedError
 
-    def batch_bytes(self, rows: int) -> float:
-        """Returns the bytes of a step's batch on a device, or 0 if unknown."""
-        return 0.0
-
     def block_bytes(self, rows: int) -> tuple[float, float]:
         """Returns lower and upper bounds of the temporary memory per block.
 

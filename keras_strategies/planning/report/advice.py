@@ -11,6 +11,8 @@ _LESS = 0.9
 _SLOW = 1.5
 _SECONDS = 1e-3
 """The shortest communication time about which advice is given."""
+_LOW = 0.05
+"""The utilization below which the dearest operations are listed."""
 
 
 def write_advice(
@@ -37,6 +39,15 @@ def write_advice(
         )
     if step.fits is False:
         return _advise_on_size(step, step.bytes_in_all, has_remat)
+    sentences = (
+        _advise_on_memory(step, step.bytes_in_all),
+        _explain_time(step),
+    )
+    return " ".join(filter(None, sentences))
+
+
+def _advise_on_memory(step: PlannedStep, total: float) -> str:
+    """Returns advice on a planned step that fits the memory."""
     if step.estimate is not None and step.most_rows:
         bounds = step.estimate.bounds
         links, compute = bounds["links"], bounds["compute"]
@@ -47,7 +58,7 @@ def write_advice(
                 "Communication takes longer than computation, so more rows per "
                 f"replica (up to {step.most_rows} fit) add little time."
             )
-    spare = (step.limit_bytes or 0) - step.bytes_in_all
+    spare = (step.limit_bytes or 0) - total
     if step.is_accepted and spare < 0:
         return (
             "No memory is left. The step fits only because some arrays share "
@@ -60,6 +71,34 @@ def write_advice(
             "a small change."
         )
     return ""
+
+
+def _explain_time(step: PlannedStep) -> str:
+    """Returns what takes the time of a step that uses little of a chip."""
+    times = step.estimate
+    if times is None:
+        return ""
+    if times.host_seconds >= times.seconds:
+        return (
+            "Python starts a step no faster than in "
+            f"{times.host_seconds * 1e3:.2g} ms, and the device computes it in "
+            "less. Use a larger batch, or several steps in one program: "
+            "`compile(steps_per_execution=...)`."
+        )
+    if times.utilization is None or times.utilization >= _LOW:
+        return ""
+    longest = sorted(step.dearest.items(), key=lambda x: x[1])[::-1][:2]
+    named = [
+        f"{name} ({seconds * 1e3:.3g} ms)"
+        for name, seconds in longest
+        if seconds > _LOW * times.seconds
+    ]
+    if not named:
+        return ""
+    return (
+        f"The dearest operations of the {times.seconds * 1e3:.3g} ms are "
+        f"{' and '.join(named)}."
+    )
 
 
 def _advise_on_size(step: PlannedStep, total: float, has_remat: bool) -> str:

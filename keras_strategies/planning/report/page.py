@@ -274,7 +274,7 @@ def _draw_legend(
 
 
 def _draw_times(step: PlannedStep) -> str:
-    """Returns bars (HTML) for a step's estimated time and its lower bounds."""
+    """Returns bars (HTML) for a step's estimated time and its bounds."""
     if step.estimate is None:
         return ""
     bounds = step.estimate.bounds
@@ -291,7 +291,7 @@ def _draw_times(step: PlannedStep) -> str:
             f"<b{most}>{_format_ms(seconds)} ms</b>\n"
         )
     return (
-        "<h3>Time of a step and its lower bounds</h3>\n"
+        "<h3>Time of a step and its bounds</h3>\n"
         f'<div class="times">{"".join(rows)}</div>\n'
     )
 

@@ -7,7 +7,7 @@ _STYLE = """
   --page: #f5f6f8; --card: #fff; --line: #dfe3e8; --bad: #b3261e;
   --good: #1c7340; --note: #1f5fa8; --weights: #0072b2; --slots: #56b4e9;
   --other: #8b94a1; --gradients: #e69f00; --activations: #009e73;
-  --temporary: #cc79a7; --time: #5b7fa8; }
+  --temporary: #cc79a7; --code: #f0e442; --time: #5b7fa8; }
 @media screen and (prefers-color-scheme: dark) { :root { --ink: #e8ebf0;
   --soft: #a3adba; --page: #14171c; --card: #1d2229; --line: #323a45;
   --bad: #ff8a80; --good: #7bd69b; --note: #8ec0ff; --weights: #2b90cc;

@@ -5,43 +5,58 @@ from collections.abc import Iterable, Mapping
 from typing import Any
 
 BYTES_PER_GB = 1e9
-KINDS = ("weights", "slots", "other", "gradients", "activations", "temporary")
+KINDS = (
+    "weights",
+    "slots",
+    "other",
+    "gradients",
+    "activations",
+    "temporary",
+    "code",
+)
 """The categories of a device's memory in `PlannedStep.memory`."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Estimate:
-    """The estimated time of a training step, and lower bounds of it.
+    """The estimated time of a training step, and what bounds it from below.
 
     Attributes:
-      seconds: The estimated time: XLA's estimate or the largest lower bound,
-        whichever is larger.
-      compute_seconds: A lower bound: the time to compute all operations at the
-        chip's peak rate.
-      memory_seconds: A lower bound: the time to read and write the state once.
-      link_seconds: A lower bound: the time to send the collectives' data over
-        all links of a chip.
+      seconds: The estimated time: that of all instructions and of the links for
+        which they wait, or the largest bound, whichever is larger.
+      compute_seconds: The time to compute all operations at the chip's peak
+        rate.
+      memory_seconds: The time to read and write all bytes that the program
+        moves to and from the chip's memory.
+      link_seconds: The time to send the collectives' data over the links.
+      latency_seconds: The time of the instructions with so little work that
+        only their number matters, such as those of a loop over time.
+      host_seconds: The time in which Python starts the step.
       utilization: The model FLOPs utilization (MFU): the fraction of the chip's
         peak rate that the model's operations (without recomputed ones) reach.
         None if unknown.
       most_utilization: An upper bound of the utilization, which a step would
-        reach if its time were the largest lower bound. None if unknown.
+        reach if its time were the largest bound. None if unknown.
     """
 
     seconds: float
     compute_seconds: float
     memory_seconds: float
     link_seconds: float
+    latency_seconds: float
+    host_seconds: float
     utilization: float | None
     most_utilization: float | None
 
     @property
     def bounds(self) -> Mapping[str, float]:
-        """The three lower bounds in seconds, by what limits the step's time."""
+        """The bounds in seconds, by what limits the step's time."""
         return {
             "compute": self.compute_seconds,
             "memory": self.memory_seconds,
             "links": self.link_seconds,
+            "latency": self.latency_seconds,
+            "host": self.host_seconds,
         }
 
 
@@ -66,11 +81,14 @@ class PlannedStep:
       memory: The needed bytes by category: "weights", "slots" (the optimizer's
         state), "other" (metrics, the batch and padding), "gradients" (as if all
         gradients existed at the same time, an upper bound), "activations"
-        (memory that grows with the number of rows) and "temporary" (the rest).
+        (memory that grows with the number of rows), "code" (the program itself)
+        and "temporary" (the rest).
       counts: The number of collectives in a step, by their kind, such as
         "all-reduce".
       sent: Bytes of the arrays that the collectives in a step send, by kind.
       estimate: The estimated time of a step, or None if unknown.
+      dearest: The seconds of the operations that take longest, by descriptions
+        such as "gather in random_rotation".
       tokens: The number of tokens per row. None if rows are not sequences of
         tokens.
       most_rows: The largest number of rows per replica that fits, or None if
@@ -114,6 +132,7 @@ class PlannedStep:
     counts: Mapping[str, int] = dataclasses.field(default_factory=dict)
     sent: Mapping[str, float] = dataclasses.field(default_factory=dict)
     estimate: Estimate | None = None
+    dearest: Mapping[str, float] = dataclasses.field(default_factory=dict)
     tokens: int | None = None
     most_rows: int | None = None
     is_most_verified: bool = False

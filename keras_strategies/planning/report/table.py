@@ -24,10 +24,12 @@ from keras_strategies.planning.report.planned_step import (
 _MANY = 10_000
 _WIDE = 100
 """The width of a terminal, in characters, that fits the whole table."""
+_LITTLE = 0.05
+"""The share of a device's memory, or of the time, that a layout must save to be
+shown."""
 Show = Callable[[Sequence[PlannedStep], str], None]
 NOTES = (
-    "Bytes and collectives are reported by the compiler. Times are estimates; "
-    "a step cannot be faster than its lower bounds.",
+    "Bytes and collectives are reported by the compiler. Times are estimates.",
 )
 
 
@@ -41,6 +43,7 @@ class Plan:
     Attributes:
       steps: One planned step per candidate, in the requested order.
       notes: Sentences that apply to all candidates.
+      is_brief: Whether the table leaves out layouts that save little memory.
 
     Example:
       ```python
@@ -52,6 +55,7 @@ class Plan:
 
     steps: Sequence[PlannedStep]
     notes: Sequence[str] = ()
+    is_brief: bool = False
 
     @property
     def fastest(self) -> PlannedStep | None:
@@ -140,7 +144,10 @@ def _make_table(plan: Plan, is_wide: bool, is_stacked: bool) -> Table:
         table.add_column(name, no_wrap=True)
     for name in headers:
         table.add_column(name, justify="right", no_wrap=True, overflow="fold")
+    left_out = _list_left_out(plan)
     for step in plan.steps:
+        if step in left_out:
+            continue
         slice_name, layout, *cells = _format_cells(step, is_of_tokens)
         names = [slice_name, layout]
         if is_stacked:
@@ -149,17 +156,60 @@ def _make_table(plan: Plan, is_wide: bool, is_stacked: bool) -> Table:
     return table
 
 
+def _list_left_out(plan: Plan) -> list[PlannedStep]:
+    """Returns the steps of layouts that gain little over replicated ones."""
+    if not plan.is_brief:
+        return []
+    usual = {
+        step.topology: step
+        for step in plan.steps
+        if step.layout == "replicated" and step.fits
+    }
+    return [
+        step
+        for step in plan.steps
+        if step.layout != "replicated"
+        and step.fits
+        and step.topology in usual
+        and not _is_better(step, usual[step.topology])
+    ]
+
+
+def _is_better(step: PlannedStep, usual: PlannedStep) -> bool:
+    """Returns whether a step needs much less memory or time than another.
+
+    An unknown number counts as better.
+    """
+    sizes = usual.bytes_in_all, step.bytes_in_all, step.limit_bytes
+    rates = usual.rows_per_second, step.rows_per_second
+    if None in sizes or None in rates:
+        return True
+    before, after, limit = (float(size or 0) for size in sizes)
+    slower, faster = (float(rate or 0) for rate in rates)
+    is_smaller = before - after >= _LITTLE * limit
+    return is_smaller or faster * (1 - _LITTLE) >= slower
+
+
 def _iter_sentences(plan: Plan) -> Iterator[str]:
     """Yields the sentences that are printed below a plan's table."""
     names_by_text: dict[str, list[str]] = {}
-    for step in plan.steps:
+    left_out = _list_left_out(plan)
+    shown = [step for step in plan.steps if step not in left_out]
+    for step in shown:
         text = " ".join(x for x in (step.error, step.advice) if x)
         if text:
             name = f"{step.topology} {step.layout}"
             names_by_text.setdefault(text, []).append(name)
     for text, names in names_by_text.items():
-        is_of_all = len(names) == len(plan.steps) > 1
+        is_of_all = len(names) == len(shown) > 1
         yield f"{'all' if is_of_all else ', '.join(names)}: {text}"
+    if left_out:
+        names = ", ".join(f"{x.topology} {x.layout}" for x in left_out)
+        yield (
+            f"{names}: left out, because this saves less than "
+            f"{100 * _LITTLE:.0f} % of a device's memory and of the time, "
+            "compared with replicated. To show it, name the layouts to plan."
+        )
     yield from (*_iter_marks(plan), *plan.notes)
 
 

@@ -5,7 +5,10 @@ import jax.numpy as jnp
 import pytest
 from jax import lax
 
-from keras_strategies._core.jaxprs.flops import count_flops
+from keras_strategies._core.jaxprs.flops import (
+    count_flops,
+    count_training_flops,
+)
 
 pytestmark = pytest.mark.quick
 
@@ -97,3 +100,61 @@ def test_of_branches_the_one_with_most_is_counted():
 def test_without_products_there_are_none():
     assert flops(lambda x: x + 1, X) == 0
     assert flops(jnp.matmul, X[:0], W) == 0
+
+
+def shaped(*shape):
+    return jax.ShapeDtypeStruct(shape, "float32")
+
+
+WEIGHTS = [shaped(16, 16)] * 3
+PRODUCT = 2 * 4 * 16 * 16
+
+
+def chain(weights, x):
+    for weight in weights:
+        x = jnp.tanh(x @ weight)
+    return x
+
+
+def test_gradients_are_counted_where_they_flow():
+    x = shaped(4, 16)
+    # Of the first layer, the gradient of its input is not needed.
+    assert count_training_flops(chain, WEIGHTS, x) == (3 + 3 + 2) * PRODUCT
+
+    def last_alone(weights, frozen, x):
+        return chain([*frozen, *weights], x)
+
+    given = WEIGHTS[:1], WEIGHTS[1:], x
+    assert count_training_flops(last_alone, *given) == (3 + 1) * PRODUCT
+
+    def first_alone(weights, frozen, x):
+        return chain([*weights, *frozen], x)
+
+    assert count_training_flops(first_alone, *given) == (3 + 1 + 2) * PRODUCT
+    assert count_training_flops(last_alone, [], WEIGHTS, x) == 3 * PRODUCT
+
+
+def test_rematerialized_operations_are_not_counted():
+    x = shaped(4, 16)
+    expected = count_training_flops(chain, WEIGHTS, x)
+    saved = jax.checkpoint(chain)
+    traced = jax.make_jaxpr(jax.grad(lambda w, x: saved(w, x).sum()))(
+        WEIGHTS, x
+    )
+    assert count_flops(traced) > expected
+    assert count_training_flops(saved, WEIGHTS, x) == expected
+
+    def scanned(weights, x):
+        step = jax.checkpoint(lambda h, w: (jnp.tanh(h @ w), None))
+        return jax.lax.scan(step, x, jnp.stack(weights))[0]
+
+    # In a loop, the gradient of the first layer's input is computed, too.
+    assert count_training_flops(scanned, WEIGHTS, x) == expected + PRODUCT
+
+
+def test_results_without_gradients_are_left_out():
+    def ranked(weights, x):
+        return jnp.argmax(x @ weights[0]), (x @ weights[0]).sum()
+
+    found = count_training_flops(ranked, WEIGHTS[:1], shaped(4, 16))
+    assert found == (2 + 1) * PRODUCT

@@ -131,7 +131,6 @@ def test_steps_of_the_first_program(tmp_path, call, steps):
     text = step.lower(8, None).as_text()
     shape = f"{steps}x8x40" if steps > 1 else "8x40"
     assert f"tensor<{shape}xf32>" in text
-    assert step.batch_bytes(8) == 4 * (40 + 30)
 
 
 def test_a_thread_of_a_script_may_train(tmp_path, monkeypatch):

@@ -1,4 +1,4 @@
-"""Figures that are kept between plans, and files that are not ours."""
+"""Costs that are kept between plans, and files that are not ours."""
 
 import json
 import os
@@ -7,9 +7,10 @@ import jax
 import jax.numpy as jnp
 import pytest
 
-from keras_strategies._core.compiled import Figures, without_jax_cache
+from keras_strategies._core.compiled import without_jax_cache
 from keras_strategies.planning.compile import compiler as compiling
 from keras_strategies.planning.compile.compiler import Compiler, DoesNotFit
+from keras_strategies.planning.program.costs import Costs
 from tests.planning.made import GIB
 from tests.support.pipes import read_a_pipe
 
@@ -23,7 +24,14 @@ KEPT = {
     "temporary_bytes": 3.5,
     "flops": 4,
     "kernel_flops": 0,
-    "optimal_seconds": 0,
+    "code_bytes": 5,
+    "moved_bytes": 6,
+    "busy_seconds": 0.25,
+    "latency_seconds": 0,
+    "link_seconds": {"all-reduce": 0.125},
+    "waiting_seconds": {},
+    "dearest": {"gather in a layer": 0.1},
+    "endless": {},
     "compile_seconds": 0.5,
     "counts": {"all-reduce": 2},
     "sent": {"all-reduce": 8.0},
@@ -65,7 +73,7 @@ def test_the_same_program_is_compiled_once(tmp_path):
     lowered = Lowered(double)
     first, second = (compiled(lowered, folder) for _ in range(2))
     assert lowered.num_compiled == 1
-    assert isinstance(first, Figures)
+    assert isinstance(first, Costs)
     assert first == second
     assert len(os.listdir(folder)) == 1
     other = Lowered(lambda x: 3 * x)
@@ -146,7 +154,7 @@ def test_a_folder_in_the_file_s_place_costs_time_alone(tmp_path):
     (file,) = tmp_path.iterdir()
     file.unlink()
     file.mkdir()
-    assert isinstance(compiled(lowered, tmp_path), Figures)
+    assert isinstance(compiled(lowered, tmp_path), Costs)
     assert list(tmp_path.iterdir()) == [file], "what was written half is there"
 
 
@@ -156,7 +164,7 @@ def test_a_pipe_in_the_file_s_place_is_not_waited_for(tmp_path):
     (file,) = tmp_path.iterdir()
     file.unlink()
     found = read_a_pipe(file, lambda: compiled(lowered, tmp_path))
-    assert isinstance(found, Figures)
+    assert isinstance(found, Costs)
     assert file.is_file()
     assert lowered.num_compiled == 2
 
@@ -184,12 +192,12 @@ def test_a_folder_that_cannot_be_written_costs_time_alone(tmp_path):
     lowered = Lowered(double)
     for _ in range(2):
         found = compiled(lowered, tmp_path / "file" / "plans")
-        assert isinstance(found, Figures)
+        assert isinstance(found, Costs)
     assert lowered.num_compiled == 2
 
 
 def test_what_is_ours_is_read():
-    assert compiling._parse(KEPT) == Figures(**KEPT)
+    assert compiling._parse(KEPT) == Costs(**KEPT)
     found = compiling._parse(MISFIT)
     assert isinstance(found, DoesNotFit)
     assert (str(found), found.needed) == tuple(MISFIT.values())
@@ -284,9 +292,14 @@ def test_another_error_is_none(message):
 def test_figures_of_a_program():
     x = jnp.ones((64, 64))
     program = jax.jit(lambda x: x @ x).lower(x).compile()
-    found = Figures.measure(program, 1.5)
+    found = Costs.measure(program, 1.5)
     assert found.argument_bytes == found.output_bytes == 4 * 64 * 64
-    assert found.flops == pytest.approx(2 * 64**3, rel=0.01)
+    code = program.memory_analysis().generated_code_size_in_bytes
+    assert found.code_bytes == code
+    standing = found.argument_bytes + found.output_bytes
+    assert found.bytes_in_all == standing + found.temporary_bytes + code
+    # The speed of a CPU is unknown.
+    assert found.flops == found.busy_seconds == 0
     assert found.counts == found.sent == {}
     assert found.compile_seconds == 1.5
 

@@ -8,6 +8,7 @@ import pytest
 from keras import layers
 
 import keras_strategies as ks
+from keras_strategies.planning.compile.fit_step import FitStep
 
 
 def make_model():
@@ -119,3 +120,56 @@ def test_a_model_that_cannot_be_made_shorter_is_compiled_whole():
     (step,) = strategy.plan(make, (tokens, tokens), **given).steps
     assert step.error is None
     assert step.blocks is None
+
+
+def count_flops(*parts, rows=8):
+    """Returns a model's operations, in products of (8, 16) by (16, 16)."""
+    strategy = ks.MirroredStrategy(jax.devices("cpu")[:2])
+    with strategy.scope(), ks.abstract():
+        model = keras.Sequential([keras.Input((16,)), *(p() for p in parts)])
+        model.compile("sgd", "mse")
+    batch = jax.ShapeDtypeStruct((rows, 16), "float32")
+    flops = FitStep(model, strategy, (batch, batch)).model_flops(rows, None)
+    return flops and flops * 2 / (2 * 8 * 16 * 16)
+
+
+def dense():
+    return layers.Dense(16)
+
+
+def frozen():
+    return layers.Dense(16, trainable=False)
+
+
+def rematerialized():
+    with keras.RematScope("full"):
+        return layers.Dense(16)
+
+
+class Sampler(layers.Layer):
+    """Multiplies by its weights until the result is large."""
+
+    def build(self, shape):
+        self.scale = self.add_weight(shape=(16, 16))
+
+    def call(self, x):
+        return jax.lax.while_loop(
+            lambda y: y.sum() < 9, lambda y: y @ self.scale.value, x
+        )
+
+
+@pytest.mark.parametrize(
+    ("parts", "products"),
+    [
+        ([dense, dense], 2 + 2 + 1),
+        ([frozen, dense], 2 + 1),
+        # The gradient of the first layer's weights passes the second.
+        ([dense, frozen], 2 + 1 + 1),
+        ([frozen, frozen], 2),
+        ([dense, rematerialized], 2 + 2 + 1),
+        # A loop of unknown length has no gradients.
+        ([dense, Sampler], None),
+    ],
+)
+def test_operations_of_a_model_are_those_of_its_gradients(parts, products):
+    assert count_flops(*parts) == products

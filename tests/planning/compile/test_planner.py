@@ -8,7 +8,6 @@ import types
 import jax
 import pytest
 
-from keras_strategies.planning.compile.chips import find_chip
 from keras_strategies.planning.compile.compiler import Compiler
 from keras_strategies.planning.compile.planner import (
     Candidate,
@@ -22,6 +21,35 @@ pytestmark = pytest.mark.quick
 
 DEVICES = make_slice((2, 2, 1))
 LIMIT = int(15.75 * GIB)
+PRODUCT = """HloModule step
+
+ENTRY %main (a: bf16[32768,32768]) -> bf16[32768,32768] {
+  %a = bf16[32768,32768]{1,0} parameter(0)
+  ROOT %b = bf16[32768,32768]{1,0} dot(%a, %a), lhs_contracting_dims={1}
+}
+"""
+ENDLESS = """HloModule step
+
+%body (p: (f32[8,128])) -> (f32[8,128]) {
+  %p = (f32[8,128]) parameter(0)
+  %x = f32[8,128]{1,0} get-tuple-element(%p), index=0
+  %y = f32[8,128]{1,0} negate(%x)
+  ROOT %r = (f32[8,128]) tuple(%y)
+}
+
+%cond (q: (f32[8,128])) -> pred[] {
+  %q = (f32[8,128]) parameter(0)
+  ROOT %c = pred[] custom-call(%q), custom_call_target="mine"
+}
+
+ENTRY %main (a: f32[8,128]) -> (f32[8,128]) {
+  %a = f32[8,128]{1,0} parameter(0)
+  %t = (f32[8,128]) tuple(%a)
+  ROOT %w = (f32[8,128]) while(%t), condition=%cond, body=%body, \
+metadata={op_name="jit(step)/search/while"}
+}
+"""
+SECONDS = 2 * 32768**3 / 197e12
 
 
 @dataclasses.dataclass
@@ -34,9 +62,10 @@ class Program:
     error: str | None
     efforts: list
     shared: float = 0.0
+    text: str = PRODUCT
 
     def as_text(self):
-        return f"{self.needed}"
+        return self.text
 
     def compile(self, compiler_options=None):
         self.efforts.append("low" if compiler_options else "full")
@@ -59,10 +88,8 @@ class Program:
             output_size_in_bytes=self.state,
             alias_size_in_bytes=self.state,
             temp_size_in_bytes=self.needed + self.shared - self.state,
+            generated_code_size_in_bytes=0,
         )
-
-    def cost_analysis(self):
-        return {"flops": 1e12, "optimal_seconds": 0.5}
 
 
 class Step:
@@ -76,6 +103,7 @@ class Step:
         self.keeps_nothing_else = False
         self.note, self.steps = "", 1
         self.shared, self.most_rows = 0.0, math.inf
+        self.text = PRODUCT
 
     def lower(self, rows, blocks):
         if rows > self.most_rows:
@@ -84,10 +112,11 @@ class Step:
         return Program(
             *(needed, 3 * GIB, blocks, self._error, self.efforts),
             shared=self.shared,
+            text=self.text,
         )
 
     def model_flops(self, rows, blocks):
-        return 5e11 * rows
+        return 5e12 * rows
 
     def state_bytes(self):
         sizes = {"weights": 1, "slots": 1.5, "other": 0.25, "gradients": 1}
@@ -95,9 +124,6 @@ class Step:
 
     def block_bytes(self, rows):
         return 0.0, 0.0
-
-    def batch_bytes(self, rows):
-        return 0.0
 
     def with_remat(self):
         return self.remat
@@ -143,10 +169,12 @@ def test_a_step_that_fits_easily_is_compiled_at_low_effort_alone():
         "gradients": 0,
         "activations": 1 * GIB,
         "temporary": 0,
+        "code": 0,
     }
-    assert row.estimate.seconds == 0.5
-    assert row.estimate.utilization == pytest.approx(4 * 5e11 / 197e12 / 0.5)
-    assert row.tokens_per_second == 4 * 128 / 0.5
+    assert row.estimate.seconds == pytest.approx(SECONDS)
+    used = 4 * 5e12 / 197e12 / SECONDS
+    assert row.estimate.utilization == pytest.approx(used)
+    assert row.tokens_per_second == pytest.approx(4 * 128 / SECONDS)
 
 
 def test_near_the_limit_it_is_compiled_as_it_is_run():
@@ -279,7 +307,7 @@ def test_a_step_that_cannot_have_more_rows_keeps_its_figures(
     assert row.bytes_in_all == 4 * GIB
     assert row.most_rows == found
     assert not row.is_most_verified
-    assert row.estimate.seconds == 0.5
+    assert row.estimate.seconds == pytest.approx(SECONDS)
     assert (note in row.advice) == (is_verified or found is None)
 
 
@@ -302,16 +330,26 @@ def test_rows_that_need_no_bytes_are_not_compiled():
     assert not any(stage.startswith("trying") for stage in stages)
 
 
-def test_a_step_of_an_execution_moves_its_own_batch():
+def test_a_step_of_an_execution_is_a_part_of_its_program():
     step = Step(of_row=1)
-    step.steps = 64
-    step.batch_bytes = lambda rows: rows * 1e6
+    step.steps, step.model_flops = 64, lambda rows, blocks: None
     (row,), _ = plan(step)
-    # The program's arguments are 3 GiB, a step's own less.
-    own = 2.75 * GIB + 4e6
-    assert row.estimate.memory_seconds == pytest.approx(
-        (2 * own + 0) / find_chip(DEVICES[0]).memory_bandwidth
+    assert row.estimate.seconds == pytest.approx(SECONDS / 64)
+    moved = 2 * 2 * 32768**2 / 64
+    assert row.estimate.memory_seconds == pytest.approx(moved / 819e9)
+    assert row.dearest == {"dot in the step": pytest.approx(SECONDS / 64)}
+
+
+def test_loops_of_unknown_length_are_named():
+    step = Step(of_row=1)
+    step.text = ENDLESS
+    (row,), _ = plan(step)
+    assert row.advice.startswith(
+        "The number of turns of a loop is unknown (while in search), so the "
+        "time of one turn is counted."
     )
+    (row,), _ = plan(Step(of_row=1))
+    assert "turns" not in row.advice
 
 
 def test_a_fault_of_the_compiler_is_a_row_of_its_own():

@@ -73,3 +73,28 @@ def test_with_remat_is_said_only_where_it_saves():
     assert write_advice(big, remat=(30e9, 29e9)) == write_advice(big)
     one = step(bytes_in_all=30e9, memory=ROWS, most_rows=None)
     assert "RematScope" not in write_advice(one, has_remat=True)
+
+
+def test_a_step_that_python_starts_more_slowly_than_it_runs():
+    host = times(3e-4, 1e-4, 1e-4, 0.0, 0.01, host=3e-4)
+    advice = write_advice(step(estimate=host, dearest={"dot in a": 1e-4}))
+    assert advice.startswith("Python starts a step no faster than in 0.3 ms")
+    assert "steps_per_execution" in advice
+    assert "dot" not in advice
+
+
+def test_the_dearest_operations_of_a_step_with_little_use_are_named():
+    dearest = {"gather in a": 0.2, "gather in b": 0.25, "dot in c": 0.04}
+    slow = times(0.5, utilization=0.04)
+    advice = write_advice(step(estimate=slow, dearest=dearest))
+    assert advice == (
+        "The dearest operations of the 500 ms are gather in b (250 ms) and "
+        "gather in a (200 ms)."
+    )
+    # Others than these take the time.
+    small = {name: seconds / 20 for name, seconds in dearest.items()}
+    assert write_advice(step(estimate=slow, dearest=small)) == ""
+    usual = times(0.5, utilization=0.06)
+    assert write_advice(step(estimate=usual, dearest=dearest)) == ""
+    unknown = times(0.5, utilization=None)
+    assert write_advice(step(estimate=unknown, dearest=dearest)) == ""
