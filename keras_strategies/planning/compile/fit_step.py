@@ -1,6 +1,7 @@
 """The training step of `fit`, which a plan compiles but does not run."""
 
 import copy
+import inspect
 import math
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
@@ -149,13 +150,19 @@ class FitStep(Step):
         ) -> Tree:
             # `training` is False, because some models can only be called for
             # inference, such as keras-hub's tasks.
-            return model.stateless_call(weights, others, x, training=False)[0]
+            takes_mode = "training" in inspect.signature(model.call).parameters
+            mode = {"training": False} if takes_mode else {}
+            return model.stateless_call(weights, others, x, **mode)[0]
 
-        jaxpr = jax.make_jaxpr(forward)(
-            shapes(model.trainable_variables),
-            shapes(model.non_trainable_variables),
-            parts[0],
-        )
+        try:
+            jaxpr = jax.make_jaxpr(forward)(
+                shapes(model.trainable_variables),
+                shapes(model.non_trainable_variables),
+                parts[0],
+            )
+        except NotImplementedError:
+            # A model with its own `train_step` may have no `call`.
+            return None
         flops = count_flops(jaxpr.jaxpr) * _FORWARD_AND_BACKWARD
         return flops / len(self.mesh.devices)
 
