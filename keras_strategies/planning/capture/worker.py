@@ -21,8 +21,8 @@ import jax
 from keras_strategies.keras_bridge.variables.transformer_layout import (
     transformer_layout,
 )
-from keras_strategies.planning.capture.capture import (
-    Capture,
+from keras_strategies.planning.capture.capture import Capture
+from keras_strategies.planning.capture.errors import (
     PlanError,
     ScriptEnded,
 )
@@ -243,17 +243,39 @@ def _make_function_candidate(request: Request) -> Candidate:
 
 def _describe_error(error: BaseException, request: Request) -> str:
     """Returns an error's text, with the line of the script that raised it."""
-    if isinstance(error, PlanError):
-        return str(error)
     if isinstance(error, candidates.MakingFailed):
         error = error.__cause__ or error
-    frames = traceback.extract_tb(error.__traceback__)
-    in_script = [f for f in frames if f.filename == request.script]
-    place = (
-        f" (line {in_script[-1].lineno} of {request.script})"
-        if in_script
-        else ""
-    )
+    line = _find_line(error, request)
+    refusal = _find_refusal(error)
+    if refusal is not None:
+        place = f"Line {line} of {request.script}: " if line else ""
+        return f"{place}{refusal}"
+    place = f" (line {line} of {request.script})" if line else ""
     traceback.print_exception(error)
     lines = str(error).splitlines()[:_MAX_LINES]
     return f"{type(error).__name__}{place}: " + "\n".join(lines)
+
+
+def _find_refusal(error: BaseException | None) -> PlanError | None:
+    """Returns the first `PlanError` that led to an error, or None.
+
+    Keras adds its own words to the errors that are raised in a layer's call.
+    """
+    found = None
+    while error is not None:
+        found = error if isinstance(error, PlanError) else found
+        error = error.__cause__ or error.__context__
+    return found
+
+
+def _find_line(error: BaseException, request: Request) -> int | None:
+    """Returns the last line of the script in an error's traceback, or None."""
+    module = os.sep + request.script.replace(".", os.sep) + ".py"
+    frames = traceback.extract_tb(error.__traceback__)
+    lines = [
+        frame.lineno
+        for frame in frames
+        if frame.filename == request.script
+        or (request.is_module and frame.filename.endswith(module))
+    ]
+    return lines[-1] if lines else None
