@@ -3,6 +3,7 @@
 import collections
 import contextlib
 import os
+import re
 import signal
 import subprocess
 import tempfile
@@ -25,6 +26,16 @@ _WORKER = "keras_strategies.planning.capture.worker"
 _POLL_SECONDS = 0.2
 _TAIL_BYTES = 4000
 _MAX_NICENESS = 10
+_OF_A_LOG = re.compile(
+    # The lines of absl, libtpu and TensorFlow; all but fatal errors.
+    r"[IWE]\d{4} [\d:.]+ +\d+ \S+:\d+\]"
+    r"|\d{4}-\d\d-\d\d \d\d:\d\d:[\d.]+: [IWE] "
+    r"|(INFO|WARNING|ERROR):absl:"
+    r"|WARNING: (All log messages|Logging) before "
+    # What libtpu writes after an error: the place in its source.
+    r"|=== Source Location Trace"
+    r"|(learning|platforms|third_party)/\S+\.(cc|h):\d+$"
+)
 _NOT_ENTERED = ("TF_CONFIG", "KERAS_STRATEGIES_", "JAX_COORDINATOR_ADDRESS")
 
 
@@ -174,16 +185,26 @@ class _Process:
         with self._answers:
             answer = parse_answer(self._read_answers())
         if answer is None:
-            tail = "\n".join(lines[-12:])
             text = f"The planning process ended with exit status {code}."
-            return {"error": f"{text} Its last output:\n{tail}"}
+            tail = "\n".join(lines[-12:]).strip()
+            return {"error": text + (tail and f" Its last output:\n{tail}")}
         if "ended" in answer:
             # The last line of the script's output usually explains why it
             # ended.
-            last = [line for line in lines if line.strip()][-1:]
-            wrote = "".join(f" Its last output: {line!r}." for line in last)
+            wrote = "".join(
+                f" Its last output: {line!r}." for line in find_last_line(lines)
+            )
             return {"error": f"{answer['ended']}{wrote}"}
         return answer
+
+
+def find_last_line(lines: Sequence[str]) -> list[str]:
+    """Returns a list of the last line that a script has written, if any.
+
+    Blank lines and lines of libraries' logs are left out.
+    """
+    words = [line for line in lines if line.strip()]
+    return [line for line in words if not _OF_A_LOG.match(line)][-1:]
 
 
 def _make_step(

@@ -4,6 +4,7 @@ The current folder is on the process's `sys.path` only if it plans a module or a
 function.
 """
 
+import contextlib
 import dataclasses
 import importlib
 import json
@@ -81,6 +82,20 @@ def _exit_with_parent(parent: int) -> None:
     os._exit(1)
 
 
+def _clear_output() -> None:
+    """Deletes what this process has written, which is not the script's.
+
+    libtpu writes warnings if the machine has no TPU.
+    """
+    sys.stdout.flush()
+    sys.stderr.flush()
+    output = sys.__stdout__.fileno()
+    # Does nothing if the output is not a file.
+    with contextlib.suppress(OSError):
+        os.ftruncate(output, 0)
+        os.lseek(output, 0, os.SEEK_SET)
+
+
 class Worker:
     """Plans one candidate.
 
@@ -112,7 +127,9 @@ class Worker:
         """Plans the candidate and returns the result as a dict for JSON."""
         if self._request.function:
             return self._plan_candidate(_make_function_candidate(self._request))
-        return self.plan_script(make_tpu_devices(self._request.topology))
+        devices = make_tpu_devices(self._request.topology)
+        _clear_output()
+        return self.plan_script(devices)
 
     def plan_script(self, devices: Sequence[jax.Device]) -> dict[str, Any]:
         """Runs the script and plans its first step.

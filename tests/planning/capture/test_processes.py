@@ -138,6 +138,49 @@ def test_modules_of_the_current_folder_are_not_imported(tmp_path, monkeypatch):
     assert not imported.exists()
 
 
+def test_nothing_is_said_about_an_output_that_is_none(tmp_path):
+    text = "import os\nos._exit(5)"
+    step = answers_of(tmp_path, text, function="script:make")
+    assert step["error"] == "The planning process ended with exit status 5."
+
+
+NOISE = [
+    "E0000 00:00:1795710482.274679    3083 common_lib.cc:554] INVALID_ARGUMENT",
+    "W1126 16:08:40.123456 140000 saving_api.py:12] words",
+    "2026-11-26 16:08:40.123456: I tensorflow/core/util/port.cc:153] oneDNN",
+    "WARNING:absl:You are saving your model",
+    "WARNING: All log messages before absl::InitializeLog() is called are",
+    "WARNING: Logging before InitGoogle() is written to STDERR",
+    "=== Source Location Trace: === ",
+    "learning/45eac/tfrc/runtime/libtpu_init_utils.cc:327",
+    "  ",
+]
+
+
+@pytest.mark.parametrize("line", NOISE)
+def test_lines_of_logs_are_no_last_words(line):
+    assert processes.find_last_line(["usage: train.py", line]) == [
+        "usage: train.py"
+    ]
+    assert processes.find_last_line([line]) == []
+
+
+@pytest.mark.parametrize(
+    "line", ["WARNING: no data", "Epoch 00:00: E is 3", "E1234 is no order"]
+)
+def test_what_only_looks_like_a_log_is_kept(line):
+    assert processes.find_last_line(["first", line]) == [line]
+
+
+@pytest.mark.tpu
+def test_what_libtpu_writes_is_no_output_of_a_script(tmp_path):
+    text = HEAD + "import sys\nsys.exit('need 32 replicas')"
+    step = answers_of(tmp_path, text, script="script.py")
+    assert step["error"] == (
+        "The script exited with 'need 32 replicas' before it trained a model."
+    )
+
+
 THREADS = (
     HEAD
     + """
