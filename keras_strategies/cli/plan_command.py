@@ -6,6 +6,7 @@ import importlib.util
 import json
 import os
 import pathlib
+import shlex
 import sys
 from collections.abc import Iterator
 from typing import Any
@@ -292,4 +293,11 @@ def _check(options: argparse.Namespace) -> None:
         raise ValueError(
             f"The script must be an existing file. Received: {script!r}. Pass "
             "the path of the script."
+        )
+    if "script" in subjects and script.endswith(".ipynb"):
+        python = f"{script.removesuffix('.ipynb')}.py"
+        raise ValueError(
+            f"The script must be a Python file. Received: {script!r}, a "
+            f"notebook. Convert it with `jupyter nbconvert --to script "
+            f"{shlex.quote(script)}`, and plan {python!r}."
         )

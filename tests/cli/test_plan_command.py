@@ -37,6 +37,17 @@ def test_wrong_arguments_are_told_at_once(words, message, capsys):
     assert message in capsys.readouterr().err
 
 
+def test_a_notebook_is_to_be_converted(tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    cells = '{"cells": [], "metadata": {}, "nbformat": 4, "nbformat_minor": 5}'
+    (tmp_path / "my notebook.ipynb").write_text(cells)
+    words = ["my notebook.ipynb", "--topology", "v5e:4x4"]
+    assert main(["plan", *words]) == 2
+    (line,) = capsys.readouterr().err.splitlines()
+    assert "`jupyter nbconvert --to script 'my notebook.ipynb'`" in line
+    assert "plan 'my notebook.py'" in line
+
+
 @pytest.mark.parametrize(
     "words",
     [
