@@ -43,6 +43,7 @@ from keras_strategies.planning.capture.early_calls import (
     values_on_read,
 )
 from keras_strategies.planning.capture.errors import PlanError, StepCaptured
+from keras_strategies.planning.capture.pretrained import Pretrained
 from keras_strategies.planning.compile.candidates import make_mesh
 from keras_strategies.planning.compile.fit_step import FitStep
 from keras_strategies.planning.compile.layouts import Layout, parse_layout
@@ -90,6 +91,7 @@ class Capture:
       error: The error that `plan` raised, or None.
       model: The step's model, or None for the step of a custom loop.
       layout: The name of the layout that the strategies use.
+      pretrained: Notes which weights the script did not load.
     """
 
     def __init__(
@@ -106,7 +108,7 @@ class Capture:
         self.error: BaseException | None = None
         self._plan = plan
         self.model: keras.Model | None = None
-        self.layout = "replicated"
+        self.layout, self.pretrained = "replicated", Pretrained()
         self._devices, self._layout = devices, layout
         self._layout_map = layout_map
         self._is_per_replica = is_per_replica
@@ -157,6 +159,7 @@ class Capture:
         patches += io_stubs.patches()
         with contextlib.ExitStack() as stack:
             stack.enter_context(values_on_read())
+            stack.enter_context(self.pretrained.install())
             for owner, name, value in patches:
                 if isinstance(owner, type) and callable(value):
                     value = _as_method(value)

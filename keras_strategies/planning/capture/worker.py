@@ -27,6 +27,7 @@ from keras_strategies.planning.capture.errors import (
     PlanError,
     ScriptEnded,
 )
+from keras_strategies.planning.capture.pretrained import Pretrained
 from keras_strategies.planning.capture.request import (
     Request,
     parse_shape_and_dtype,
@@ -49,6 +50,7 @@ from keras_strategies.strategy.mirrored import MirroredStrategy
 from keras_strategies.tpu.topology_devices import make_tpu_devices
 
 _MAX_LINES = 12
+_STDOUT = 1
 _POLL_SECONDS = 1.0
 
 
@@ -89,11 +91,10 @@ def _clear_output() -> None:
     """
     sys.stdout.flush()
     sys.stderr.flush()
-    output = sys.__stdout__.fileno()
     # Does nothing if the output is not a file.
     with contextlib.suppress(OSError):
-        os.ftruncate(output, 0)
-        os.lseek(output, 0, os.SEEK_SET)
+        os.ftruncate(_STDOUT, 0)
+        os.lseek(_STDOUT, 0, os.SEEK_SET)
 
 
 class Worker:
@@ -107,6 +108,7 @@ class Worker:
     def __init__(self, request: Request, file: TextIO) -> None:
         self._request, self._file = request, file
         self._process = os.getpid()
+        self._pretrained = Pretrained()
 
     def send(self, **answer: object) -> None:
         """Writes an answer, except in a child that the script has forked."""
@@ -193,11 +195,12 @@ class Worker:
             plan=plan_in_thread,
             **kwargs,
         )
+        self._pretrained = capture.pretrained
         return run_script(capture, self._request)
 
     def _plan_step(self, step: Step, layout: str) -> dict[str, Any]:
         """Plans a step that was captured from the script."""
-        return self._plan_candidate(
+        planned = self._plan_candidate(
             Candidate(
                 topology=self._request.topology,
                 layout=layout,
@@ -206,6 +209,8 @@ class Worker:
                 make=lambda: step,
             )
         )
+        words = filter(None, (self._pretrained.note, planned["advice"]))
+        return planned | {"advice": " ".join(words)}
 
     def _plan_candidate(self, candidate: Candidate) -> dict[str, Any]:
         request = self._request
