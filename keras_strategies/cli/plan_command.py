@@ -147,7 +147,8 @@ def run(options: argparse.Namespace) -> int:
 
     Returns:
       The exit status: 0 on success, 1 if no candidate could be planned, 2 for
-      invalid arguments.
+      invalid arguments, and 128 plus its number after a SIGINT or SIGTERM,
+      which ends the plan with the results so far.
     """
     try:
         requests = _make_requests(options)
@@ -157,14 +158,19 @@ def run(options: argparse.Namespace) -> int:
     from rich.console import Console
 
     from keras_strategies.planning.capture.processes import plan_in_processes
+    from keras_strategies.planning.capture.progress import Interruption
 
-    plan = plan_in_processes(requests, options.processes)
+    interruption = Interruption()
+    with interruption.watch():
+        plan = plan_in_processes(requests, options.processes, interruption)
     if options.html is not None:
         pathlib.Path(options.html).write_text(plan.to_html(), "utf-8")
     if options.json:
         print(json.dumps(plan.to_json(), indent=1))
     else:
         Console().print(plan)
+    if interruption.signal is not None:
+        return 128 + interruption.signal
     return 0 if any(step.error is None for step in plan.steps) else 1
 
 

@@ -1,6 +1,7 @@
 """`keras-strategies plan` and its arguments."""
 
 import json
+import signal
 import subprocess
 import sys
 
@@ -101,6 +102,37 @@ def test_a_script_is_planned_from_the_command_line(tmp_path):
     assert sharded["weights"] < size / 3
     assert slots["slots"] < replicated["slots"] / 3
     assert "v5e:2x2" in page.read_text()
+
+
+@pytest.mark.tpu
+def test_an_interrupted_plan_prints_its_rows(tmp_path):
+    script = tmp_path / "train.py"
+    # The second slice has 8 chips.
+    script.write_text(
+        MIRRORED
+        + "import time\n"
+        + "time.sleep(600 * (strategy.num_replicas_in_sync == 8))\n"
+        + "model.fit(x, y)\n"
+    )
+    words = [sys.executable, "-m", "keras_strategies.cli", "plan"]
+    words += ["--topology", "v5e:2x2", "--topology", "v5e:2x4", "--json"]
+    words += ["--layout", "replicated", "--no-cache", "--processes", "1"]
+    with subprocess.Popen(
+        [*words, str(script)],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    ) as process:
+        lines = iter(process.stderr.readline, "")
+        assert any("planning v5e:2x4" in line for line in lines)
+        process.send_signal(signal.SIGINT)
+        out, _ = process.communicate(timeout=60)
+    assert process.returncode == 128 + signal.SIGINT
+    plan = json.loads(out)
+    (step,) = plan["steps"]
+    assert step["topology"] == "v5e:2x2"
+    assert step["error"] is None
+    assert "interrupted after 1 of 2 candidates" in plan["notes"][-1]
 
 
 @pytest.mark.tpu

@@ -6,12 +6,17 @@ import os
 import re
 import signal
 import subprocess
+import sys
 import tempfile
 import time
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 from keras_strategies.cluster.child_program import make_command_line
+from keras_strategies.planning.capture.progress import (
+    Interruption,
+    Progress,
+)
 from keras_strategies.planning.capture.request import (
     ENVIRONMENT,
     MAX_ANSWER_BYTES,
@@ -40,28 +45,48 @@ _NOT_ENTERED = ("TF_CONFIG", "KERAS_STRATEGIES_", "JAX_COORDINATOR_ADDRESS")
 
 
 def plan_in_processes(
-    requests: Sequence[Request], num_processes: int | None = None
+    requests: Sequence[Request],
+    num_processes: int | None = None,
+    interruption: Interruption | None = None,
 ) -> Plan:
     """Plans candidates and shows a table, to which each adds a row when done.
+
+    If stderr is not a terminal, a line is written when a candidate starts or
+    ends.
 
     Args:
       requests: The candidates.
       num_processes: The number of candidates to plan at the same time. None to
         choose it based on the machine's cores and memory.
+      interruption: A signal that ends the plan early.
 
     Returns:
       A plan with one row per candidate, in the order of the requests. Default
-      layouts that cannot be planned are left out, except for "replicated".
+      layouts that cannot be planned are left out, except for "replicated". If
+      the plan was interrupted, it has the rows that are known so far.
     """
     pool = _Pool(requests, num_processes or count_jobs(len(requests)))
+    interruption = interruption or Interruption()
+    progress = Progress(len(requests), sys.stderr)
+    rows: dict[int, PlannedStep] = {}
     with live_table() as show, contextlib.closing(pool):
-        while pool.is_busy:
+        while pool.is_busy and interruption.signal is None:
             rows = pool.start()
-            names = ", ".join(p.request.name for p in pool.running)
-            count = f"{len(pool.steps)} of {len(requests)}"
-            show(_sort_steps(rows | pool.steps), f"{count}: {names}")
+            running = [p.request.name for p in pool.running]
+            progress.update(running, pool.num_done)
+            count = f"{pool.num_done} of {len(requests)}"
+            show(
+                _sort_steps(rows | pool.steps), f"{count}: {', '.join(running)}"
+            )
             pool.collect()
-    return Plan(steps=_sort_steps(pool.steps), notes=NOTES)
+        progress.update([p.request.name for p in pool.running], pool.num_done)
+    if not pool.is_busy:
+        return Plan(steps=_sort_steps(pool.steps), notes=NOTES)
+    note = (
+        f"The plan was interrupted after {pool.num_done} of {len(requests)} "
+        "candidates. A row that is marked with ~ may be preliminary."
+    )
+    return Plan(steps=_sort_steps(rows | pool.steps), notes=(*NOTES, note))
 
 
 def _sort_steps(steps: Mapping[int, PlannedStep]) -> tuple[PlannedStep, ...]:
@@ -83,12 +108,18 @@ class _Pool:
     def __init__(self, requests: Sequence[Request], at_once: int) -> None:
         self.running: list[_Process] = []
         self.steps: dict[int, PlannedStep] = {}
+        self._num_requests = len(requests)
         self._waiting = collections.deque(enumerate(requests))
         self._at_once = at_once
         # Each process compiles in several threads. On a machine with few cores,
         # no other candidate starts until the first one has sent its preliminary
         # result, so that the table has a row early.
         self._is_first = len(os.sched_getaffinity(0)) < 2 * at_once
+
+    @property
+    def num_done(self) -> int:
+        """The number of candidates that are neither waiting nor running."""
+        return self._num_requests - len(self._waiting) - len(self.running)
 
     @property
     def is_busy(self) -> bool:

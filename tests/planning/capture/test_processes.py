@@ -3,6 +3,7 @@
 import json
 import os
 import pathlib
+import signal
 import subprocess
 import sys
 
@@ -142,6 +143,42 @@ def test_nothing_is_said_about_an_output_that_is_none(tmp_path):
     text = "import os\nos._exit(5)"
     step = answers_of(tmp_path, text, function="script:make")
     assert step["error"] == "The planning process ended with exit status 5."
+
+
+def test_an_interrupted_plan_has_the_rows_that_are_known(tmp_path):
+    (tmp_path / "fails.py").write_text("raise ValueError('of the module')")
+    (tmp_path / "sleeps.py").write_text("import time\ntime.sleep(600)")
+    command = (
+        "import json\n"
+        "from keras_strategies.planning.capture import processes, progress\n"
+        "from keras_strategies.planning.capture.request import Request\n"
+        "requests = [\n"
+        "    Request(topology=t, layout='replicated', function=f't:make')\n"
+        "    for t in ('fails', 'sleeps', 'waits')\n"
+        "]\n"
+        "stop = progress.Interruption()\n"
+        "with stop.watch():\n"
+        "    plan = processes.plan_in_processes(requests, 1, stop)\n"
+        "print(json.dumps([stop.signal, plan.to_json()]))\n"
+    ).replace("f't:make'", "f'{t}:make'")
+    with subprocess.Popen(
+        [sys.executable, "-c", command],
+        cwd=tmp_path,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    ) as process:
+        lines = iter(process.stderr.readline, "")
+        seen = next(x for x in lines if "planning sleeps repl" in x)
+        process.send_signal(signal.SIGTERM)
+        out, _ = process.communicate(timeout=60)
+    assert "(1 of 3 done)" in seen
+    number, plan = json.loads(out)
+    assert number == signal.SIGTERM
+    (step,) = plan["steps"]
+    assert (step["topology"], step["layout"]) == ("fails", "replicated")
+    assert "of the module" in step["error"]
+    assert "interrupted after 1 of 3 candidates" in plan["notes"][-1]
 
 
 NOISE = [
