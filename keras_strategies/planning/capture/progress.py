@@ -54,7 +54,7 @@ class Progress:
     def _write(self, text: str) -> None:
         self._last = self._clock()
         if self._file is not None:
-            # Nobody may read the file any more.
+            # The reader of a pipe may have ended.
             with contextlib.suppress(OSError):
                 print(f"keras-strategies plan: {text}", file=self._file)
                 self._file.flush()
