@@ -232,7 +232,7 @@ def make_real(variable: keras.Variable) -> Callable[..., Any] | None:
     """
     initializer, variable._initializer = variable._initializer, None
     variable.__class__ = keras.Variable
-    for name in (_LAYER, _LOST, _SLOTS):
+    for name in (_LAYER, _LOST, _SLOTS, _VALUE):
         variable.__dict__.pop(name, None)
     placement = placement_of(variable)
     if placement is not None:

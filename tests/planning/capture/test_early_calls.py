@@ -63,6 +63,9 @@ def run(tmp_path, text, **kwargs):
         "target.save(FOLDER + '/a.keras')\n"
         "again = keras.models.load_model(FOLDER + '/a.keras')\n"
         "np.testing.assert_array_equal(again.weights[0], target.weights[0])",
+        "with strategy.scope():\n"
+        "    assert model.evaluate(x, y)[0] > 0\n"
+        "    assert model.predict(x).shape == y.shape",
         "model.summary()\nassert model.count_params() == 41 * 30",
     ],
 )
@@ -75,6 +78,20 @@ def test_values_are_initial_or_assigned(tmp_path, early):
         texts.append(capture.step.lower(24, None).as_text())
     # A program of values that were read is the one of values that were not.
     assert texts[0] == texts[1]
+
+
+@pytest.mark.parametrize(
+    "options", ["run_eagerly=True", "steps_per_execution=4, jit_compile=False"]
+)
+def test_early_calls_of_models_that_are_compiled_otherwise(tmp_path, options):
+    text = f"""
+with strategy.scope():
+    target.compile("sgd", "mse", {options})
+assert np.isscalar(target.evaluate(x, y, batch_size=8))
+assert target.predict(x, batch_size=8).shape == y.shape
+target.fit(x, y, batch_size=24)
+"""
+    assert run(tmp_path, TWO + text).step.rows == 24
 
 
 @pytest.mark.parametrize(
