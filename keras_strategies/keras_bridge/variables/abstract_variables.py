@@ -24,7 +24,7 @@ from keras.src.backend.common.stateless_scope import get_stateless_scope
 from keras.src.backend.common.symbolic_scope import in_symbolic_scope
 
 from keras_strategies._core.attributes import temporary_attribute
-from keras_strategies._types import Array
+from keras_strategies._types import Array, Shape
 from keras_strategies.keras_bridge.patches import Patches
 from keras_strategies.keras_bridge.variables.sharded_variable import (
     make_plain,
@@ -178,6 +178,11 @@ class AbstractVariable(keras.Variable):
             # Its initial value would not be its value any more.
             self._initializer = None
             setattr(self, _LOST, True)
+
+    def _validate_shape(self, shape: Shape) -> Shape:
+        """Checks a shape; a variable that was created with a value drops it."""
+        self._value = None
+        return super()._validate_shape(shape)
 
     def _deferred_initialize(self) -> None:
         """Sets only the layout; Keras's method would create the value."""
@@ -357,7 +362,9 @@ def _wrap_initialize_with_value(
             return
         variable._shape = tuple(value.shape)
         _leave_out(variable, None)
-        setattr(variable, _LOST, True)
+        variable._direct_assign(value)
+        # Keras's constructor reads its shape, by `_validate_shape`.
+        variable._value = jax.ShapeDtypeStruct(variable._shape, value.dtype)
 
     return initialize
 
