@@ -3,16 +3,21 @@
 import json
 import os
 import pathlib
+import re
 import signal
 import subprocess
 import sys
 
+import jax
 import pytest
 
 from keras_strategies.cluster.child_program import make_command_line
 from keras_strategies.planning.capture import processes, worker
 from keras_strategies.planning.capture import request as request_lib
+from keras_strategies.planning.capture.capture import Capture
+from keras_strategies.planning.capture.errors import PlanError
 from keras_strategies.planning.capture.request import Request
+from keras_strategies.planning.capture.script import run_script
 from tests.planning.capture.scripts import HEAD, MODEL
 from tests.support import strangers
 
@@ -277,6 +282,48 @@ def test_an_error_of_a_thread_is_told(tmp_path):
     text = THREADS.format(first="raise ValueError('of the thread')", last="")
     step = answers_of(tmp_path, text, script="script.py")
     assert "ValueError (line 8 of script.py): of the thread" in step["error"]
+
+
+@pytest.mark.parametrize(
+    ("error", "expected"),
+    [
+        ("ValueError('x')", r"^ValueError \(line 4 of {}\): x$"),
+        ("PlanError('x')", "^Line 4 of {}: x$"),
+    ],
+)
+@pytest.mark.parametrize("is_module", [False, True])
+def test_an_error_names_the_line(
+    tmp_path, monkeypatch, error, expected, is_module
+):
+    (tmp_path / "package").mkdir()
+    text = f"""from keras_strategies.planning.capture.errors import PlanError
+
+def call(*args):
+    raise {error}
+call()
+"""
+    path = tmp_path / "package" / "train_it.py"
+    path.write_text(text)
+    monkeypatch.chdir(tmp_path)
+    script = "package.train_it" if is_module else str(path)
+    request = Request(
+        topology="", layout="", script=script, is_module=is_module
+    )
+    with pytest.raises(Exception, match="x") as raised:
+        run_script(Capture(jax.devices()[:8], None), request)
+    text = worker._describe_error(raised.value, request)
+    assert re.match(expected.format(re.escape(script)), text)
+
+
+def test_the_refusal_is_told_without_the_words_that_were_added():
+    try:
+        try:
+            raise PlanError("the reason")
+        except PlanError as error:
+            raise RuntimeError(f"in a layer: {error}") from None
+    except RuntimeError as error:
+        text = worker._describe_error(error, Request(topology="", layout=""))
+    assert text == "the reason"
 
 
 @pytest.mark.tpu
