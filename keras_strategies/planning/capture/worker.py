@@ -50,6 +50,7 @@ from keras_strategies.strategy.mirrored import MirroredStrategy
 from keras_strategies.tpu.topology_devices import make_tpu_devices
 
 _MAX_LINES = 12
+_MAX_CAUSES = 20
 _STDOUT = 1
 _POLL_SECONDS = 1.0
 
@@ -284,9 +285,10 @@ def _find_refusal(error: BaseException | None) -> PlanError | None:
     Keras adds its own words to the errors that are raised in a layer's call.
     """
     found = None
-    while error is not None:
+    # A script may have made a cycle of errors.
+    for _ in range(_MAX_CAUSES):
         found = error if isinstance(error, PlanError) else found
-        error = error.__cause__ or error.__context__
+        error = error and (error.__cause__ or error.__context__)
     return found
 
 

@@ -326,6 +326,13 @@ def test_the_refusal_is_told_without_the_words_that_were_added():
     assert text == "the reason"
 
 
+def test_a_cycle_of_errors_is_described():
+    first, second = ValueError("first"), ValueError("second")
+    first.__context__, second.__context__ = second, first
+    text = worker._describe_error(first, Request(topology="", layout=""))
+    assert text == "ValueError: first"
+
+
 @pytest.mark.tpu
 def test_a_model_axis_is_for_scripts_without_threads(tmp_path):
     text = THREADS.format(first="", last="results.get()")
