@@ -7,6 +7,7 @@ import importlib.util
 import json
 import os
 import pathlib
+import shlex
 import sys
 from collections.abc import Iterator
 from typing import Any
@@ -147,7 +148,8 @@ def run(options: argparse.Namespace) -> int:
 
     Returns:
       The exit status: 0 on success, 1 if no candidate could be planned, 2 for
-      invalid arguments.
+      invalid arguments, and 128 plus its number after a SIGINT or SIGTERM,
+      which ends the plan with the results so far.
     """
     try:
         requests = _make_requests(options)
@@ -157,8 +159,11 @@ def run(options: argparse.Namespace) -> int:
     from rich.console import Console
 
     from keras_strategies.planning.capture.processes import plan_in_processes
+    from keras_strategies.planning.capture.progress import Interruption
 
-    plan = plan_in_processes(requests, options.processes)
+    interruption = Interruption()
+    with interruption.watch():
+        plan = plan_in_processes(requests, options.processes, interruption)
     if options.html is not None:
         pathlib.Path(options.html).write_text(plan.to_html(), "utf-8")
     if options.json:
@@ -166,6 +171,8 @@ def run(options: argparse.Namespace) -> int:
     else:
         is_brief = options.layout is None
         Console().print(dataclasses.replace(plan, is_brief=is_brief))
+    if interruption.signal is not None:
+        return 128 + interruption.signal
     return 0 if any(step.error is None for step in plan.steps) else 1
 
 
@@ -294,4 +301,11 @@ def _check(options: argparse.Namespace) -> None:
         raise ValueError(
             f"The script must be an existing file. Received: {script!r}. Pass "
             "the path of the script."
+        )
+    if "script" in subjects and script.endswith(".ipynb"):
+        python = f"{script.removesuffix('.ipynb')}.py"
+        raise ValueError(
+            f"The script must be a Python file. Received: {script!r}, a "
+            f"notebook. Convert it with `jupyter nbconvert --to script "
+            f"{shlex.quote(script)}`, and plan {python!r}."
         )

@@ -1,6 +1,7 @@
 """`keras-strategies plan` and its arguments."""
 
 import json
+import signal
 import subprocess
 import sys
 
@@ -35,6 +36,17 @@ from tests.support import strangers
 def test_wrong_arguments_are_told_at_once(words, message, capsys):
     assert main(["plan", *words]) == 2
     assert message in capsys.readouterr().err
+
+
+def test_a_notebook_is_to_be_converted(tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    cells = '{"cells": [], "metadata": {}, "nbformat": 4, "nbformat_minor": 5}'
+    (tmp_path / "my notebook.ipynb").write_text(cells)
+    words = ["my notebook.ipynb", "--topology", "v5e:4x4"]
+    assert main(["plan", *words]) == 2
+    (line,) = capsys.readouterr().err.splitlines()
+    assert "`jupyter nbconvert --to script 'my notebook.ipynb'`" in line
+    assert "plan 'my notebook.py'" in line
 
 
 @pytest.mark.parametrize(
@@ -93,6 +105,37 @@ def test_a_script_is_planned_from_the_command_line(tmp_path):
 
 
 @pytest.mark.tpu
+def test_an_interrupted_plan_prints_its_rows(tmp_path):
+    script = tmp_path / "train.py"
+    # The second slice has 8 chips.
+    script.write_text(
+        MIRRORED
+        + "import time\n"
+        + "time.sleep(600 * (strategy.num_replicas_in_sync == 8))\n"
+        + "model.fit(x, y)\n"
+    )
+    words = [sys.executable, "-m", "keras_strategies.cli", "plan"]
+    words += ["--topology", "v5e:2x2", "--topology", "v5e:2x4", "--json"]
+    words += ["--layout", "replicated", "--no-cache", "--processes", "1"]
+    with subprocess.Popen(
+        [*words, str(script)],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    ) as process:
+        lines = iter(process.stderr.readline, "")
+        assert any("planning v5e:2x4" in line for line in lines)
+        process.send_signal(signal.SIGINT)
+        out, _ = process.communicate(timeout=60)
+    assert process.returncode == 128 + signal.SIGINT
+    plan = json.loads(out)
+    (step,) = plan["steps"]
+    assert step["topology"] == "v5e:2x2"
+    assert step["error"] is None
+    assert "interrupted after 1 of 2 candidates" in plan["notes"][-1]
+
+
+@pytest.mark.tpu
 @pytest.mark.parametrize("is_module", [False, True])
 def test_a_script_of_another_folder_is_planned(
     tmp_path, monkeypatch, capsys, is_module
@@ -128,9 +171,9 @@ def test_a_script_of_another_folder_is_planned(
             r"exited with 2 .* Its last output: '.*arguments: a'",
         ),
         (
-            MIRRORED.replace("(30)", "(9000)")
-            + "model.set_weights([np.zeros((40, 9000)), np.zeros(9000)])",
-            "set_weights|has a shape and no value",
+            MIRRORED.replace("(30)", "(15_000_000)").split("x, y")[0]
+            + "model(np.zeros((1, 40)))",
+            r"^Line 10 of .*: The .* 2.1 GB .*\(40, 15000000\).*passed.$",
         ),
     ],
 )

@@ -51,6 +51,33 @@ def test_a_variable_is_given_its_value_by_these_methods():
     assert later.calls[0] == "_deferred_initialize"
 
 
+def test_a_constructor_checks_the_shape_of_its_value_last():
+    class Noting(keras.Variable):
+        seen = ()
+
+        def _validate_shape(self, shape):
+            self.seen = (*self.seen, getattr(self, "_value", None) is not None)
+            return super()._validate_shape(shape)
+
+    # In `_initialize`, which an abstract variable does not call, and after it.
+    assert Noting(np.zeros(2)).seen == (False, True)
+
+
+def test_an_assigned_value_goes_through_direct_assign():
+    class Noting(keras.Variable):
+        seen = ()
+
+        def _direct_assign(self, value):
+            self.seen = (*self.seen, value.shape)
+
+    variable = keras.Variable("zeros", shape=(2,))
+    variable.__class__ = Noting
+    variable.assign(np.ones(2))
+    with keras.StatelessScope():
+        variable.assign(np.ones(2))
+    assert variable.seen == ((2,),)
+
+
 def test_a_variable_of_another_class_reads_its_value_by_the_property():
     class Other(keras.Variable):
         reads = 0

@@ -1258,3 +1258,28 @@ def test_averages_of_weights_are_named_by_the_weights():
     optimizer.build(layer.trainable_variables)
     paths = [v.path for v in optimizer.variables]
     assert paths[2:] == ["sgd/layer_kernel_average", "sgd/layer_bias_average"]
+
+
+# Weights of pretrained models: weight_files.py.
+
+
+def test_applications_get_their_weights_from_addresses_of_this_form():
+    folder = pathlib.Path(inspect.getfile(keras.Model)).parents[1]
+    calls = 0
+    for path in (folder / "applications").glob("*.py"):
+        if path.stem.endswith("_test"):
+            continue
+        text = path.read_text()
+        calls += text.count("file_utils.get_file(")
+        for node in ast.walk(ast.parse(text)):
+            address = getattr(node, "value", None)
+            if not isinstance(address, str) or "\n" in address:
+                continue
+            if address.startswith("https://") and address[-5:] != ".json":
+                assert "/keras-applications/" in address, path
+    assert calls > 10
+    assert file_utils.get_file is keras.utils.get_file
+    assert list(inspect.signature(file_utils.get_file).parameters)[:2] == [
+        "fname",
+        "origin",
+    ]

@@ -4,7 +4,8 @@ Such a variable stores its initializer but stays uninitialized, like Keras's
 variables in a StatelessScope. While Keras infers shapes, the variable reads as
 zeros, which take no memory, because shapes are inferred in traces. In a step,
 the variable reads as its value in the step's state. Any other read raises an
-error, because otherwise a trace would contain the zeros as a constant.
+error, because otherwise a trace would contain the zeros as a constant. But in
+`storing_values`, such a read returns the variable's initial or assigned value.
 """
 
 import contextlib
@@ -23,7 +24,7 @@ from keras.src.backend.common.stateless_scope import get_stateless_scope
 from keras.src.backend.common.symbolic_scope import in_symbolic_scope
 
 from keras_strategies._core.attributes import temporary_attribute
-from keras_strategies._types import Array
+from keras_strategies._types import Array, Shape
 from keras_strategies.keras_bridge.patches import Patches
 from keras_strategies.keras_bridge.variables.sharded_variable import (
     make_plain,
@@ -43,6 +44,61 @@ MAX_GIVEN_BYTES = 2**20
 _LAYER = "_ks_layer"
 _LOST = "_ks_lost_value"
 _SLOTS = "_ks_abstract_slots"
+_VALUE = "_ks_stored_value"
+
+
+class ValueStore:
+    """Initial and assigned values of abstract variables.
+
+    The variables stay abstract: the values are only for code that reads them
+    outside of a step. They are stored with the variables, up to a number of
+    bytes in total.
+
+    Args:
+      max_bytes: The number of bytes that the values of all variables may take.
+      refuse: A function of a variable that returns the error to raise if the
+        variable is read, but its value was not or cannot be stored.
+    """
+
+    def __init__(
+        self, max_bytes: int, refuse: Callable[[keras.Variable], Exception]
+    ) -> None:
+        self._max_bytes, self._refuse = max_bytes, refuse
+        self._lock = threading.Lock()
+        self._bytes = 0
+
+    def read(self, variable: keras.Variable) -> Array:
+        """Returns a variable's value, which is first initialized if needed."""
+        if _VALUE not in variable.__dict__:
+            initializer = variable._initializer
+            # Without an initializer, the assigned value was not stored.
+            if initializer is None or not self._reserve(variable):
+                raise self._refuse(variable)
+            # Traces read values, too, as constants.
+            with jax.ensure_compile_time_eval():
+                value = initializer(variable.shape, dtype=variable._dtype)
+            variable.__dict__[_VALUE] = np.asarray(value)
+        value = variable.__dict__[_VALUE]
+        return variable._convert_to_tensor(value, dtype=variable._dtype)
+
+    def write(self, variable: keras.Variable, value: Array) -> bool:
+        """Stores a value, if there is room for it; returns whether it does."""
+        is_stored = _VALUE in variable.__dict__ or self._reserve(variable)
+        if is_stored:
+            # NumPy arrays do not depend on the mesh of a trace, and programs
+            # that donate their arguments do not delete them.
+            variable.__dict__[_VALUE] = np.asarray(value)
+        return is_stored
+
+    def _reserve(self, variable: keras.Variable) -> bool:
+        size = jax.dtypes.canonicalize_dtype(variable._dtype).itemsize
+        for number in variable.shape:
+            size *= number
+        with self._lock:
+            if self._bytes + size > self._max_bytes:
+                return False
+            self._bytes += size
+        return True
 
 
 class _Thread(threading.local):
@@ -53,6 +109,13 @@ class _Thread(threading.local):
 
 
 _thread = _Thread()
+
+
+class _Process:
+    store: ValueStore | None = None
+
+
+_process = _Process()
 
 
 class AbstractVariable(keras.Variable):
@@ -73,6 +136,8 @@ class AbstractVariable(keras.Variable):
         if in_symbolic_scope() or _thread.is_inferring:
             zeros = keras.ops.zeros(self.shape, self._dtype)
             return self._maybe_autocast(zeros)
+        if _process.store is not None:
+            return self._maybe_autocast(_process.store.read(self))
         raise RuntimeError(_message(self, in_step=scope is not None))
 
     def __array__(self, dtype: "DTypeLike | None" = None) -> np.ndarray:
@@ -87,12 +152,14 @@ class AbstractVariable(keras.Variable):
 
         In a step, the value is written to the step's state. While a model is
         created, the variable becomes a plain variable with this value; but a
-        value of more than `MAX_GIVEN_BYTES` is dropped.
+        value of more than `MAX_GIVEN_BYTES` is dropped. In `storing_values`,
+        the value is stored if there is room for it.
 
         Returns:
           The value, in the variable's dtype.
         """
-        if get_stateless_scope() is not None:
+        is_stored = _process.store is not None and not _thread.is_shapes_only
+        if get_stateless_scope() is not None or is_stored:
             return super().assign(value)
         if not _thread.is_abstract:
             raise RuntimeError(_message(self, in_step=False))
@@ -103,6 +170,19 @@ class AbstractVariable(keras.Variable):
         if tuple(value.shape) == tuple(self.shape):
             make_real(self)
         return keras.Variable.assign(self, value)
+
+    def _direct_assign(self, value: Array) -> None:
+        """Stores a value; Keras calls it in `assign` outside of traces."""
+        store = _process.store
+        if store is None or not store.write(self, value):
+            # Its initial value would not be its value any more.
+            self._initializer = None
+            setattr(self, _LOST, True)
+
+    def _validate_shape(self, shape: Shape) -> Shape:
+        """Checks a shape; a variable that was created with a value drops it."""
+        self._value = None
+        return super()._validate_shape(shape)
 
     def _deferred_initialize(self) -> None:
         """Sets only the layout; Keras's method would create the value."""
@@ -157,7 +237,7 @@ def make_real(variable: keras.Variable) -> Callable[..., Any] | None:
     """
     initializer, variable._initializer = variable._initializer, None
     variable.__class__ = keras.Variable
-    for name in (_LAYER, _LOST, _SLOTS):
+    for name in (_LAYER, _LOST, _SLOTS, _VALUE):
         variable.__dict__.pop(name, None)
     placement = placement_of(variable)
     if placement is not None:
@@ -204,6 +284,17 @@ def inferring_shapes() -> Iterator[None]:
 
 
 @contextlib.contextmanager
+def storing_values(store: ValueStore) -> Iterator[None]:
+    """Lets code of all threads read and write abstract variables in the block.
+
+    Args:
+      store: The store of the values.
+    """
+    with temporary_attribute(_process, "store", store):
+        yield
+
+
+@contextlib.contextmanager
 def shapes_only() -> Iterator[None]:
     """Restricts the block to computing shapes.
 
@@ -218,11 +309,15 @@ def shapes_only() -> Iterator[None]:
         yield
 
 
-def _message(variable: keras.Variable, *, in_step: bool) -> str:
+def describe(variable: keras.Variable) -> str:
+    """Returns a variable's path, shape and layer, for messages."""
     layer = getattr(variable, _LAYER, None)
-    received = f"{variable.path!r} of shape {tuple(variable.shape)}"
-    if layer is not None:
-        received += f", of layer {layer}"
+    shown = f"{variable.path!r} of shape {tuple(variable.shape)}"
+    return shown if layer is None else f"{shown}, of layer {layer}"
+
+
+def _message(variable: keras.Variable, *, in_step: bool) -> str:
+    received = describe(variable)
     if in_step:
         return (
             "A step can read a variable that was created in `ks.abstract()` "
@@ -267,7 +362,9 @@ def _wrap_initialize_with_value(
             return
         variable._shape = tuple(value.shape)
         _leave_out(variable, None)
-        setattr(variable, _LOST, True)
+        variable._direct_assign(value)
+        # Keras's constructor reads its shape, by `_validate_shape`.
+        variable._value = jax.ShapeDtypeStruct(variable._shape, value.dtype)
 
     return initialize
 

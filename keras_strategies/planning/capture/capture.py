@@ -37,6 +37,13 @@ from keras_strategies.planning.capture.captured_data import (
     CapturedData,
     times_rows,
 )
+from keras_strategies.planning.capture.early_calls import (
+    EARLY_CALLS,
+    run_early_call,
+    values_on_read,
+)
+from keras_strategies.planning.capture.errors import PlanError, StepCaptured
+from keras_strategies.planning.capture.pretrained import Pretrained
 from keras_strategies.planning.compile.candidates import make_mesh
 from keras_strategies.planning.compile.fit_step import FitStep
 from keras_strategies.planning.compile.layouts import Layout, parse_layout
@@ -65,18 +72,6 @@ _DATA = ("x", "y", "sample_weight", "class_weight", "batch_size", "shuffle")
 _Function = Callable[..., Any]
 
 
-class StepCaptured(BaseException):
-    """Raised to end a script after its first training step was captured."""
-
-
-class PlanError(Exception):
-    """Raised for a script that cannot be planned, with a message for users."""
-
-
-class ScriptEnded(PlanError):
-    """Raised for a script that exited before its first training step."""
-
-
 class Capture:
     """Runs a script's strategies on a slice, and captures a training step.
 
@@ -96,6 +91,7 @@ class Capture:
       error: The error that `plan` raised, or None.
       model: The step's model, or None for the step of a custom loop.
       layout: The name of the layout that the strategies use.
+      pretrained: Notes which weights the script did not load.
     """
 
     def __init__(
@@ -112,7 +108,7 @@ class Capture:
         self.error: BaseException | None = None
         self._plan = plan
         self.model: keras.Model | None = None
-        self.layout = "replicated"
+        self.layout, self.pretrained = "replicated", Pretrained()
         self._devices, self._layout = devices, layout
         self._layout_map = layout_map
         self._is_per_replica = is_per_replica
@@ -151,8 +147,10 @@ class Capture:
             (Strategy, "experimental_local_results", _list_local_results),
             (Binding, "_fit", self._fit),
             (Binding, "_train_on_batch", self._train_on_batch),
-            (Binding, "_evaluate", _make_refusal("evaluate")),
-            (Binding, "_predict", _make_refusal("predict")),
+            *(
+                (Binding, f"_{name}", functools.partial(self._run_early, name))
+                for name in EARLY_CALLS
+            ),
             (Runner, "__call__", self._run),
             (keras.Model, "make_train_function", _refuse_plain),
             (jax.distributed, "initialize", lambda *args, **kwargs: None),
@@ -160,6 +158,8 @@ class Capture:
         ]
         patches += io_stubs.patches()
         with contextlib.ExitStack() as stack:
+            stack.enter_context(values_on_read())
+            stack.enter_context(self.pretrained.install())
             for owner, name, value in patches:
                 if isinstance(owner, type) and callable(value):
                     value = _as_method(value)
@@ -256,6 +256,14 @@ class Capture:
         return times_rows(batch, self._find_factor(strategy)), number
 
     # Steps.
+
+    def _run_early(
+        self, name: str, binding: Binding, *args: object, **kwargs: object
+    ) -> Any:
+        if self.step is not None:
+            raise StepCaptured
+        call = Call(binding.model, name, args, kwargs)
+        return run_early_call(binding, call, self._host)
 
     def _fit(self, binding: Binding, *args: object, **kwargs: object) -> None:
         self._catch_fit(binding, Call(binding.model, "fit", args, kwargs))
@@ -369,17 +377,6 @@ def _make_value_shapes(strategy: Strategy, value_fn: _Function) -> Tree:
 def _list_local_results(strategy: Strategy, value: Tree) -> Tree:
     """Returns each replica's values; for a batch, each replica's shapes."""
     return reducing.list_local_results(value, strategy.mesh)
-
-
-def _make_refusal(name: str) -> Callable[..., None]:
-    def refuse(binding: Binding, *args: object, **kwargs: object) -> None:
-        raise PlanError(
-            "A planned script must first call `fit` or `run`. Received: a "
-            f"script that calls `{name}` of {binding.model.name!r} first. Make "
-            "the script skip that call, for example if a flag is passed."
-        )
-
-    return refuse
 
 
 def _refuse_plain(model: keras.Model, *args: object, **kwargs: object) -> None:

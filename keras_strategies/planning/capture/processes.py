@@ -3,14 +3,20 @@
 import collections
 import contextlib
 import os
+import re
 import signal
 import subprocess
+import sys
 import tempfile
 import time
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 from keras_strategies.cluster.child_program import make_command_line
+from keras_strategies.planning.capture.progress import (
+    Interruption,
+    Progress,
+)
 from keras_strategies.planning.capture.request import (
     ENVIRONMENT,
     MAX_ANSWER_BYTES,
@@ -25,32 +31,62 @@ _WORKER = "keras_strategies.planning.capture.worker"
 _POLL_SECONDS = 0.2
 _TAIL_BYTES = 4000
 _MAX_NICENESS = 10
+_OF_A_LOG = re.compile(
+    # The lines of absl, libtpu and TensorFlow; all but fatal errors.
+    r"[IWE]\d{4} [\d:.]+ +\d+ \S+:\d+\]"
+    r"|\d{4}-\d\d-\d\d \d\d:\d\d:[\d.]+: [IWE] "
+    r"|(INFO|WARNING|ERROR):absl:"
+    r"|WARNING: (All log messages|Logging) before "
+    # What libtpu writes after an error: the place in its source.
+    r"|=== Source Location Trace"
+    r"|(learning|platforms|third_party)/\S+\.(cc|h):\d+$"
+)
 _NOT_ENTERED = ("TF_CONFIG", "KERAS_STRATEGIES_", "JAX_COORDINATOR_ADDRESS")
 
 
 def plan_in_processes(
-    requests: Sequence[Request], num_processes: int | None = None
+    requests: Sequence[Request],
+    num_processes: int | None = None,
+    interruption: Interruption | None = None,
 ) -> Plan:
     """Plans candidates and shows a table, to which each adds a row when done.
+
+    If stderr is not a terminal, a line is written when a candidate starts or
+    ends.
 
     Args:
       requests: The candidates.
       num_processes: The number of candidates to plan at the same time. None to
         choose it based on the machine's cores and memory.
+      interruption: A signal that ends the plan early.
 
     Returns:
       A plan with one row per candidate, in the order of the requests. Default
-      layouts that cannot be planned are left out, except for "replicated".
+      layouts that cannot be planned are left out, except for "replicated". If
+      the plan was interrupted, it has the rows that are known so far.
     """
     pool = _Pool(requests, num_processes or count_jobs(len(requests)))
+    interruption = interruption or Interruption()
+    progress = Progress(len(requests), sys.stderr)
+    rows: dict[int, PlannedStep] = {}
     with live_table() as show, contextlib.closing(pool):
-        while pool.is_busy:
+        while pool.is_busy and interruption.signal is None:
             rows = pool.start()
-            names = ", ".join(p.request.name for p in pool.running)
-            count = f"{len(pool.steps)} of {len(requests)}"
-            show(_sort_steps(rows | pool.steps), f"{count}: {names}")
+            running = [p.request.name for p in pool.running]
+            progress.update(running, pool.num_done)
+            count = f"{pool.num_done} of {len(requests)}"
+            show(
+                _sort_steps(rows | pool.steps), f"{count}: {', '.join(running)}"
+            )
             pool.collect()
-    return Plan(steps=_sort_steps(pool.steps), notes=NOTES)
+        progress.update([p.request.name for p in pool.running], pool.num_done)
+    if not pool.is_busy:
+        return Plan(steps=_sort_steps(pool.steps), notes=NOTES)
+    note = (
+        f"The plan was interrupted after {pool.num_done} of {len(requests)} "
+        "candidates. A row that is marked with ~ may be preliminary."
+    )
+    return Plan(steps=_sort_steps(rows | pool.steps), notes=(*NOTES, note))
 
 
 def _sort_steps(steps: Mapping[int, PlannedStep]) -> tuple[PlannedStep, ...]:
@@ -72,12 +108,18 @@ class _Pool:
     def __init__(self, requests: Sequence[Request], at_once: int) -> None:
         self.running: list[_Process] = []
         self.steps: dict[int, PlannedStep] = {}
+        self._num_requests = len(requests)
         self._waiting = collections.deque(enumerate(requests))
         self._at_once = at_once
         # Each process compiles in several threads. On a machine with few cores,
         # no other candidate starts until the first one has sent its preliminary
         # result, so that the table has a row early.
         self._is_first = len(os.sched_getaffinity(0)) < 2 * at_once
+
+    @property
+    def num_done(self) -> int:
+        """The number of candidates that are neither waiting nor running."""
+        return self._num_requests - len(self._waiting) - len(self.running)
 
     @property
     def is_busy(self) -> bool:
@@ -174,16 +216,26 @@ class _Process:
         with self._answers:
             answer = parse_answer(self._read_answers())
         if answer is None:
-            tail = "\n".join(lines[-12:])
             text = f"The planning process ended with exit status {code}."
-            return {"error": f"{text} Its last output:\n{tail}"}
+            tail = "\n".join(lines[-12:]).strip()
+            return {"error": text + (tail and f" Its last output:\n{tail}")}
         if "ended" in answer:
             # The last line of the script's output usually explains why it
             # ended.
-            last = [line for line in lines if line.strip()][-1:]
-            wrote = "".join(f" Its last output: {line!r}." for line in last)
+            wrote = "".join(
+                f" Its last output: {line!r}." for line in find_last_line(lines)
+            )
             return {"error": f"{answer['ended']}{wrote}"}
         return answer
+
+
+def find_last_line(lines: Sequence[str]) -> list[str]:
+    """Returns a list of the last line that a script has written, if any.
+
+    Blank lines and lines of libraries' logs are left out.
+    """
+    words = [line for line in lines if line.strip()]
+    return [line for line in words if not _OF_A_LOG.match(line)][-1:]
 
 
 def _make_step(

@@ -12,8 +12,8 @@ from collections.abc import Callable, Iterator
 from typing import NoReturn
 
 from keras_strategies._core.attributes import temporary_attribute
-from keras_strategies.planning.capture.capture import (
-    Capture,
+from keras_strategies.planning.capture.capture import Capture
+from keras_strategies.planning.capture.errors import (
     PlanError,
     ScriptEnded,
     StepCaptured,

@@ -4,6 +4,7 @@ The current folder is on the process's `sys.path` only if it plans a module or a
 function.
 """
 
+import contextlib
 import dataclasses
 import importlib
 import json
@@ -21,11 +22,12 @@ import jax
 from keras_strategies.keras_bridge.variables.transformer_layout import (
     transformer_layout,
 )
-from keras_strategies.planning.capture.capture import (
-    Capture,
+from keras_strategies.planning.capture.capture import Capture
+from keras_strategies.planning.capture.errors import (
     PlanError,
     ScriptEnded,
 )
+from keras_strategies.planning.capture.pretrained import Pretrained
 from keras_strategies.planning.capture.request import (
     Request,
     parse_shape_and_dtype,
@@ -48,6 +50,8 @@ from keras_strategies.strategy.mirrored import MirroredStrategy
 from keras_strategies.tpu.topology_devices import make_tpu_devices
 
 _MAX_LINES = 12
+_MAX_CAUSES = 20
+_STDOUT = 1
 _POLL_SECONDS = 1.0
 
 
@@ -81,6 +85,19 @@ def _exit_with_parent(parent: int) -> None:
     os._exit(1)
 
 
+def _clear_output() -> None:
+    """Deletes what this process has written, which is not the script's.
+
+    libtpu writes warnings if the machine has no TPU.
+    """
+    sys.stdout.flush()
+    sys.stderr.flush()
+    # Does nothing if the output is not a file.
+    with contextlib.suppress(OSError):
+        os.ftruncate(_STDOUT, 0)
+        os.lseek(_STDOUT, 0, os.SEEK_SET)
+
+
 class Worker:
     """Plans one candidate.
 
@@ -92,6 +109,7 @@ class Worker:
     def __init__(self, request: Request, file: TextIO) -> None:
         self._request, self._file = request, file
         self._process = os.getpid()
+        self._pretrained = Pretrained()
 
     def send(self, **answer: object) -> None:
         """Writes an answer, except in a child that the script has forked."""
@@ -112,7 +130,9 @@ class Worker:
         """Plans the candidate and returns the result as a dict for JSON."""
         if self._request.function:
             return self._plan_candidate(_make_function_candidate(self._request))
-        return self.plan_script(make_tpu_devices(self._request.topology))
+        devices = make_tpu_devices(self._request.topology)
+        _clear_output()
+        return self.plan_script(devices)
 
     def plan_script(self, devices: Sequence[jax.Device]) -> dict[str, Any]:
         """Runs the script and plans its first step.
@@ -176,11 +196,12 @@ class Worker:
             plan=plan_in_thread,
             **kwargs,
         )
+        self._pretrained = capture.pretrained
         return run_script(capture, self._request)
 
     def _plan_step(self, step: Step, layout: str) -> dict[str, Any]:
         """Plans a step that was captured from the script."""
-        return self._plan_candidate(
+        planned = self._plan_candidate(
             Candidate(
                 topology=self._request.topology,
                 layout=layout,
@@ -189,6 +210,8 @@ class Worker:
                 make=lambda: step,
             )
         )
+        words = filter(None, (self._pretrained.note, planned["advice"]))
+        return planned | {"advice": " ".join(words)}
 
     def _plan_candidate(self, candidate: Candidate) -> dict[str, Any]:
         request = self._request
@@ -243,17 +266,40 @@ def _make_function_candidate(request: Request) -> Candidate:
 
 def _describe_error(error: BaseException, request: Request) -> str:
     """Returns an error's text, with the line of the script that raised it."""
-    if isinstance(error, PlanError):
-        return str(error)
     if isinstance(error, candidates.MakingFailed):
         error = error.__cause__ or error
-    frames = traceback.extract_tb(error.__traceback__)
-    in_script = [f for f in frames if f.filename == request.script]
-    place = (
-        f" (line {in_script[-1].lineno} of {request.script})"
-        if in_script
-        else ""
-    )
+    line = _find_line(error, request)
+    refusal = _find_refusal(error)
+    if refusal is not None:
+        place = f"Line {line} of {request.script}: " if line else ""
+        return f"{place}{refusal}"
+    place = f" (line {line} of {request.script})" if line else ""
     traceback.print_exception(error)
     lines = str(error).splitlines()[:_MAX_LINES]
     return f"{type(error).__name__}{place}: " + "\n".join(lines)
+
+
+def _find_refusal(error: BaseException | None) -> PlanError | None:
+    """Returns the first `PlanError` that led to an error, or None.
+
+    Keras adds its own words to the errors that are raised in a layer's call.
+    """
+    found = None
+    # A script may have made a cycle of errors.
+    for _ in range(_MAX_CAUSES):
+        found = error if isinstance(error, PlanError) else found
+        error = error and (error.__cause__ or error.__context__)
+    return found
+
+
+def _find_line(error: BaseException, request: Request) -> int | None:
+    """Returns the last line of the script in an error's traceback, or None."""
+    module = os.sep + request.script.replace(".", os.sep) + ".py"
+    frames = traceback.extract_tb(error.__traceback__)
+    lines = [
+        frame.lineno
+        for frame in frames
+        if frame.filename == request.script
+        or (request.is_module and frame.filename.endswith(module))
+    ]
+    return lines[-1] if lines else None

@@ -1,6 +1,7 @@
 """The training step of `fit`, which a plan compiles but does not run."""
 
 import copy
+import inspect
 import math
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
@@ -144,7 +145,9 @@ class FitStep(Step):
         ) -> Tree:
             # `training` is False, because some models can only be called for
             # inference, such as keras-hub's tasks.
-            return model.stateless_call(weights, others, x, training=False)[0]
+            takes_mode = "training" in inspect.signature(model.call).parameters
+            mode = {"training": False} if takes_mode else {}
+            return model.stateless_call(weights, others, x, **mode)[0]
 
         try:
             flops = count_training_flops(

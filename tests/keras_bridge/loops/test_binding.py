@@ -891,3 +891,37 @@ def test_a_model_knows_its_strategy():
     assert model.distribute_strategy is strategy
     copy = keras.models.clone_model(model)
     assert not hasattr(copy, "distribute_strategy")
+
+
+class WithOwnMetrics(keras.Model):
+    """Makes its metric after Keras's `compile`, as keras-io's GANs do."""
+
+    def __init__(self):
+        super().__init__()
+        self.dense = keras.layers.Dense(1)
+
+    def compile(self, **kwargs):
+        super().compile(**kwargs)
+        self.tracker = keras.metrics.Mean(name="of_class")
+
+    @property
+    def metrics(self):
+        return [self.tracker]
+
+    def call(self, x):
+        return self.dense(x)
+
+    def compute_loss(self, x, y, y_pred, *args, **kwargs):
+        loss = keras.ops.mean((y - y_pred) ** 2)
+        self.tracker.update_state(loss)
+        return loss
+
+
+def test_metrics_that_a_class_makes_after_kerass_compile_are_placed():
+    strategy = mirrored(4)
+    with strategy.scope():
+        model = WithOwnMetrics()
+        model.compile(optimizer="sgd")
+    history = model.fit(X, Y, batch_size=8, verbose=0).history
+    assert history["of_class"][0] > 0
+    assert_on_mesh(model, strategy)

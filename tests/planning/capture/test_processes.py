@@ -3,15 +3,21 @@
 import json
 import os
 import pathlib
+import re
+import signal
 import subprocess
 import sys
 
+import jax
 import pytest
 
 from keras_strategies.cluster.child_program import make_command_line
 from keras_strategies.planning.capture import processes, worker
 from keras_strategies.planning.capture import request as request_lib
+from keras_strategies.planning.capture.capture import Capture
+from keras_strategies.planning.capture.errors import PlanError
 from keras_strategies.planning.capture.request import Request
+from keras_strategies.planning.capture.script import run_script
 from tests.planning.capture.scripts import HEAD, MODEL
 from tests.support import strangers
 
@@ -138,6 +144,85 @@ def test_modules_of_the_current_folder_are_not_imported(tmp_path, monkeypatch):
     assert not imported.exists()
 
 
+def test_nothing_is_said_about_an_output_that_is_none(tmp_path):
+    text = "import os\nos._exit(5)"
+    step = answers_of(tmp_path, text, function="script:make")
+    assert step["error"] == "The planning process ended with exit status 5."
+
+
+def test_an_interrupted_plan_has_the_rows_that_are_known(tmp_path):
+    (tmp_path / "fails.py").write_text("raise ValueError('of the module')")
+    (tmp_path / "sleeps.py").write_text("import time\ntime.sleep(600)")
+    command = (
+        "import json\n"
+        "from keras_strategies.planning.capture import processes, progress\n"
+        "from keras_strategies.planning.capture.request import Request\n"
+        "requests = [\n"
+        "    Request(topology=t, layout='replicated', function=f't:make')\n"
+        "    for t in ('fails', 'sleeps', 'waits')\n"
+        "]\n"
+        "stop = progress.Interruption()\n"
+        "with stop.watch():\n"
+        "    plan = processes.plan_in_processes(requests, 1, stop)\n"
+        "print(json.dumps([stop.signal, plan.to_json()]))\n"
+    ).replace("f't:make'", "f'{t}:make'")
+    with subprocess.Popen(
+        [sys.executable, "-c", command],
+        cwd=tmp_path,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    ) as process:
+        lines = iter(process.stderr.readline, "")
+        seen = next(x for x in lines if "planning sleeps repl" in x)
+        process.send_signal(signal.SIGTERM)
+        out, _ = process.communicate(timeout=60)
+    assert "(1 of 3 done)" in seen
+    number, plan = json.loads(out)
+    assert number == signal.SIGTERM
+    (step,) = plan["steps"]
+    assert (step["topology"], step["layout"]) == ("fails", "replicated")
+    assert "of the module" in step["error"]
+    assert "interrupted after 1 of 3 candidates" in plan["notes"][-1]
+
+
+NOISE = [
+    "E0000 00:00:1795710482.274679    3083 common_lib.cc:554] INVALID_ARGUMENT",
+    "W1126 16:08:40.123456 140000 saving_api.py:12] words",
+    "2026-11-26 16:08:40.123456: I tensorflow/core/util/port.cc:153] oneDNN",
+    "WARNING:absl:You are saving your model",
+    "WARNING: All log messages before absl::InitializeLog() is called are",
+    "WARNING: Logging before InitGoogle() is written to STDERR",
+    "=== Source Location Trace: === ",
+    "learning/45eac/tfrc/runtime/libtpu_init_utils.cc:327",
+    "  ",
+]
+
+
+@pytest.mark.parametrize("line", NOISE)
+def test_lines_of_logs_are_no_last_words(line):
+    assert processes.find_last_line(["usage: train.py", line]) == [
+        "usage: train.py"
+    ]
+    assert processes.find_last_line([line]) == []
+
+
+@pytest.mark.parametrize(
+    "line", ["WARNING: no data", "Epoch 00:00: E is 3", "E1234 is no order"]
+)
+def test_what_only_looks_like_a_log_is_kept(line):
+    assert processes.find_last_line(["first", line]) == [line]
+
+
+@pytest.mark.tpu
+def test_what_libtpu_writes_is_no_output_of_a_script(tmp_path):
+    text = HEAD + "import sys\nsys.exit('need 32 replicas')"
+    step = answers_of(tmp_path, text, script="script.py")
+    assert step["error"] == (
+        "The script exited with 'need 32 replicas' before it trained a model."
+    )
+
+
 THREADS = (
     HEAD
     + """
@@ -197,6 +282,55 @@ def test_an_error_of_a_thread_is_told(tmp_path):
     text = THREADS.format(first="raise ValueError('of the thread')", last="")
     step = answers_of(tmp_path, text, script="script.py")
     assert "ValueError (line 8 of script.py): of the thread" in step["error"]
+
+
+@pytest.mark.parametrize(
+    ("error", "expected"),
+    [
+        ("ValueError('x')", r"^ValueError \(line 4 of {}\): x$"),
+        ("PlanError('x')", "^Line 4 of {}: x$"),
+    ],
+)
+@pytest.mark.parametrize("is_module", [False, True])
+def test_an_error_names_the_line(
+    tmp_path, monkeypatch, error, expected, is_module
+):
+    (tmp_path / "package").mkdir()
+    text = f"""from keras_strategies.planning.capture.errors import PlanError
+
+def call(*args):
+    raise {error}
+call()
+"""
+    path = tmp_path / "package" / "train_it.py"
+    path.write_text(text)
+    monkeypatch.chdir(tmp_path)
+    script = "package.train_it" if is_module else str(path)
+    request = Request(
+        topology="", layout="", script=script, is_module=is_module
+    )
+    with pytest.raises(Exception, match="x") as raised:
+        run_script(Capture(jax.devices()[:8], None), request)
+    text = worker._describe_error(raised.value, request)
+    assert re.match(expected.format(re.escape(script)), text)
+
+
+def test_the_refusal_is_told_without_the_words_that_were_added():
+    try:
+        try:
+            raise PlanError("the reason")
+        except PlanError as error:
+            raise RuntimeError(f"in a layer: {error}") from None
+    except RuntimeError as error:
+        text = worker._describe_error(error, Request(topology="", layout=""))
+    assert text == "the reason"
+
+
+def test_a_cycle_of_errors_is_described():
+    first, second = ValueError("first"), ValueError("second")
+    first.__context__, second.__context__ = second, first
+    text = worker._describe_error(first, Request(topology="", layout=""))
+    assert text == "ValueError: first"
 
 
 @pytest.mark.tpu

@@ -173,3 +173,52 @@ class Sampler(layers.Layer):
 )
 def test_operations_of_a_model_are_those_of_its_gradients(parts, products):
     assert count_flops(*parts) == products
+
+
+class WithoutMode(keras.Model):
+    def __init__(self):
+        super().__init__()
+        self.dense = layers.Dense(8)
+
+    def call(self, inputs):
+        return self.dense(inputs)
+
+
+class WithoutCall(WithoutMode):
+    call = keras.Model.call
+
+    def train_step(self, state, data):
+        weights, others, slots, metrics = state
+        x, y = data
+
+        def loss_of(weights):
+            outputs, _ = self.dense.stateless_call(weights, [], x)
+            return keras.ops.mean((outputs - y) ** 2)
+
+        loss, grads = jax.value_and_grad(loss_of)(weights)
+        weights, slots = self.optimizer.stateless_apply(slots, grads, weights)
+        return {"loss": loss}, (weights, others, slots, metrics)
+
+
+def step_of(make, *args):
+    """The step of a subclassed model for 32 rows of 16 numbers."""
+    strategy = ks.MirroredStrategy(jax.devices("cpu")[:1])
+    with strategy.scope(), ks.abstract():
+        model = make()
+        model.dense.build((None, 16))
+        model.built = True
+        model.compile("sgd", *args)
+    batch = [jax.ShapeDtypeStruct((32, n), "float32") for n in (16, 8)]
+    return FitStep(model, strategy, tuple(batch))
+
+
+def test_operations_of_a_model_whose_call_takes_no_mode_are_counted():
+    step = step_of(WithoutMode, "mse")
+    # Two for each entry of the kernel, row, and product of two.
+    assert step.model_flops(32, None) == 2 * 2 * 16 * 8 * 32
+
+
+def test_operations_of_a_model_without_a_call_are_unknown():
+    step = step_of(WithoutCall)
+    assert step.model_flops(32, None) is None
+    assert "dot_general" in step.lower(32, None).as_text()

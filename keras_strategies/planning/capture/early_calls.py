@@ -1,0 +1,98 @@
+"""Calls of a planned script that use a model's values before it trains.
+
+A plan needs no values. A script may still read initial values, for example to
+copy weights from one model to another. So variables get values when they are
+read, and `predict` and `evaluate` run on this machine with their first batch.
+"""
+
+import contextlib
+from typing import Any
+
+import jax
+import keras
+import numpy as np
+
+from keras_strategies._core.batches import num_rows
+from keras_strategies._core.mesh import ReplicaMesh
+from keras_strategies._types import Tree
+from keras_strategies.keras_bridge.inputs import feed as feed_lib
+from keras_strategies.keras_bridge.loops.binding import Binding
+from keras_strategies.keras_bridge.loops.host_calls import run_on_host
+from keras_strategies.keras_bridge.loops.loop_call import Call
+from keras_strategies.keras_bridge.variables.abstract_variables import (
+    ValueStore,
+    describe,
+    storing_values,
+)
+from keras_strategies.planning.capture.captured_data import CapturedData
+from keras_strategies.planning.capture.errors import PlanError
+
+EARLY_CALLS = ("evaluate", "predict", "test_on_batch", "predict_on_batch")
+"""The methods of a model that a script may call before it trains."""
+
+_MAX_BYTES = 2**31
+_DATA = ("x", "y", "sample_weight", "class_weight", "batch_size", "shuffle")
+
+
+def values_on_read() -> contextlib.AbstractContextManager[None]:
+    """Gives variables values when the script reads them, while a block runs."""
+    return storing_values(ValueStore(_MAX_BYTES, _refuse))
+
+
+def run_early_call(binding: Binding, call: Call, host: ReplicaMesh) -> Any:
+    """Runs one of `EARLY_CALLS` on this machine.
+
+    `evaluate` and `predict` use the first batch of their data; `predict`
+    repeats its outputs until there is one for each row.
+
+    Args:
+      binding: The model's binding.
+      call: The call.
+      host: A mesh of one CPU device, on which the data are read.
+    """
+    if call.name.endswith("_on_batch"):
+        return run_on_host(binding, call)
+    batch, rows = _read_batch(call, host)
+    x, y, weight = keras.utils.unpack_x_y_sample_weight(batch)
+    call.set(x=x, y=y, sample_weight=weight, batch_size=num_rows(x))
+    call.set(steps=None, callbacks=None)
+    result = run_on_host(binding, call)
+    if call.name == "evaluate":
+        return result
+    return jax.tree.map(lambda leaf: _repeat(leaf, rows), result)
+
+
+def _read_batch(call: Call, host: ReplicaMesh) -> tuple[Tree, int]:
+    """Returns the first batch of a call's data, and the number of its rows."""
+    if isinstance(call["x"], CapturedData):
+        source = call["x"].source
+        shapes = call["x"].first_shapes()
+        batch = jax.tree.map(lambda s: np.zeros(s.shape, s.dtype), shapes)
+        batches = call["steps"] or source.num_batches
+        return batch, num_rows(batch) * (batches or 1)
+    feed = feed_lib.make_feed(
+        host,
+        **{key: call[key] for key in _DATA},
+        steps_per_epoch=call["steps"],
+        name=call.name,
+    )
+    batch = next(iter(feed.get_numpy_iterator()))
+    rows = num_rows(batch) * (call["steps"] or feed.num_batches or 1)
+    lengths = [
+        len(x) for x in keras.tree.flatten(call["x"]) if hasattr(x, "ndim")
+    ]
+    return batch, min([rows, *lengths])
+
+
+def _repeat(array: np.ndarray, rows: int) -> np.ndarray:
+    return np.take(array, np.arange(rows) % len(array), axis=0)
+
+
+def _refuse(variable: keras.Variable) -> PlanError:
+    return PlanError(
+        "The values of variables that a planned script reads before its first "
+        f"`fit` or `run` must take at most {_MAX_BYTES / 1e9:.1f} GB in total. "
+        f"Received: a read of {describe(variable)}, which exceeds this limit. "
+        "A plan needs no values: make the script skip this read, for example "
+        "if a flag is passed."
+    )
