@@ -10,6 +10,7 @@ import keras
 import pytest
 from keras import layers
 
+import keras_strategies as ks
 from tests.support.plain_keras import mirrored
 
 pytestmark = pytest.mark.tpu
@@ -243,3 +244,23 @@ def test_a_sharded_decoder_waits_for_its_sums(bfloat16):
     model = 2 * number * 3 * (of_blocks + of_head)
     used = model / PEAK / step.estimate.seconds
     assert step.estimate.utilization == pytest.approx(used, rel=0.1)
+
+
+def test_blocks_in_a_loop_take_the_time_of_blocks_one_by_one():
+    def planned(is_scanned):
+        def make():
+            blocks = [layers.Dense(2048, "gelu") for _ in range(12)]
+            model = classifier(keras.Input((2048,)), *blocks)
+            if is_scanned:
+                ks.experimental.scan_blocks(model)
+            return model
+
+        return plan(make, (array(256, 2048), array(256, dtype="int32")))
+
+    scanned, unrolled = planned(True), planned(False)
+    assert scanned.estimate.seconds < 1.5 * unrolled.estimate.seconds
+    # Three products of each block.
+    expected = 12 * 3 * 2 * 256 * 2048**2 / PEAK
+    for step in (scanned, unrolled):
+        assert is_near(step.estimate.bounds["compute"], expected)
+    assert scanned.memory["code"] < unrolled.memory["code"]

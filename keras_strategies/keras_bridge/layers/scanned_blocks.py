@@ -103,14 +103,13 @@ def scanning_blocks() -> Iterator[None]:
         yield
 
 
-def unrolled_blocks() -> contextlib.AbstractContextManager[None]:
-    """Leaves blocks unrolled in the traces of this thread, for a block."""
-    return temporary_attribute(_thread, "is_unrolled", True)
+def are_scanned(blocks: Blocks) -> bool:
+    """Returns whether `scan_blocks` marked the graph of some blocks."""
+    return _MARK in vars(get_graph(blocks.model))
 
 
 class _Thread(threading.local):
     is_in_step = False
-    is_unrolled = False
 
 
 _thread = _Thread()
@@ -119,8 +118,8 @@ _thread = _Thread()
 def _wrap_graph(original: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(original)
     def run_graph(graph: Any, inputs: Tree, *args: Any, **kwargs: Any) -> Tree:
-        is_wanted = _thread.is_in_step and not _thread.is_unrolled
-        is_scanned = _MARK in vars(graph) and is_wanted and is_tracing()
+        is_wanted = _thread.is_in_step and is_tracing()
+        is_scanned = _MARK in vars(graph) and is_wanted
         is_symbolic = any(
             isinstance(x, keras.KerasTensor) for x in flatten(inputs)
         )

@@ -19,7 +19,7 @@ from keras_strategies.keras_bridge.layers.call_signatures import (
     is_rematerialized,
 )
 from keras_strategies.keras_bridge.layers.equal_blocks import find_blocks
-from keras_strategies.keras_bridge.layers.scanned_blocks import unrolled_blocks
+from keras_strategies.keras_bridge.layers.scanned_blocks import are_scanned
 from keras_strategies.keras_bridge.loops.binding import Binding
 from keras_strategies.keras_bridge.steps.lower_step import (
     lower_step,
@@ -77,10 +77,13 @@ class FitStep(Step):
         self._length = _length(parts[0])
         self.tokens = _count_tokens(parts[0]) if embeds_tokens(model) else None
         is_whole = has_own_step(model) or accumulates_gradients(model)
-        self.blocks = None if is_whole else find_blocks(model)
-        layers = None if self.blocks is None else self.blocks.layers
-        self.keeps_nothing_else = layers is not None and all(
-            map(is_rematerialized, layers)
+        blocks = None if is_whole else find_blocks(model)
+        # A loop compiles quickly with all blocks.
+        is_loop = blocks is not None and are_scanned(blocks)
+        self.blocks = None if is_loop else blocks
+        self._layers = None if blocks is None else blocks.layers
+        self.keeps_nothing_else = self._layers is not None and all(
+            map(is_rematerialized, self._layers)
         )
 
     def _get_binding(self, model: keras.Model) -> Binding:
@@ -99,7 +102,7 @@ class FitStep(Step):
 
     def with_remat(self) -> "FitStep | None":
         """Implements `Step.with_remat`."""
-        layers = None if self.blocks is None else self.blocks.layers
+        layers = self._layers
         if layers is None or has_remat_layers(self._models[None]):
             return None
         other = copy.copy(self)
@@ -108,12 +111,7 @@ class FitStep(Step):
 
     def lower(self, rows: int, blocks: int | None) -> jax.stages.Lowered:
         """Implements `Step.lower`."""
-        # XLA's figures would count a loop's body once.
-        with (
-            rematerialize(self._again),
-            unrolled_blocks(),
-            collect_reasons() as reasons,
-        ):
+        with rematerialize(self._again), collect_reasons() as reasons:
             model, binding = self._get_model(blocks)
             lowered = lower_step(
                 model,

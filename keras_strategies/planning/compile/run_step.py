@@ -11,7 +11,6 @@ import numpy as np
 
 from keras_strategies._core import values
 from keras_strategies.keras_bridge.layers.attention import collect_reasons
-from keras_strategies.keras_bridge.layers.scanned_blocks import unrolled_blocks
 from keras_strategies.planning.compile.step import (
     Step,
     count_variable_bytes,
@@ -92,7 +91,7 @@ class RunStep(Step):
             return values.PerReplica.of(array, leaf.layout)
 
         args, kwargs = jax.tree.map(scale, self._given, is_leaf=_is_leaf)
-        with unrolled_blocks(), collect_reasons() as reasons:
+        with collect_reasons() as reasons:
             lowered, written = self._runner.lower(self._fn, args, kwargs)
         notes = [describe_attention(reasons)]
         trained = self._list_trained()

@@ -222,3 +222,29 @@ def test_operations_of_a_model_without_a_call_are_unknown():
     step = step_of(WithoutCall)
     assert step.model_flops(32, None) is None
     assert "dot_general" in step.lower(32, None).as_text()
+
+
+def test_blocks_in_a_loop_are_compiled_in_full():
+    def planned(is_scanned):
+        def make():
+            blocks = [layers.Dense(16, "tanh") for _ in range(20)]
+            model = keras.Sequential([keras.Input((16,)), *blocks])
+            if is_scanned:
+                ks.experimental.scan_blocks(model)
+            model.compile("sgd", "mse")
+            return model
+
+        strategy = ks.MirroredStrategy(jax.devices("cpu")[:1])
+        x = jax.ShapeDtypeStruct((8, 16), "float32")
+        given = {"strategies": "replicated", "cache": False}
+        (step,) = strategy.plan(make, (x, x), **given).steps
+        assert step.error is None
+        return step
+
+    scanned, unrolled = planned(True), planned(False)
+    assert unrolled.blocks == (4, 8, 20)
+    assert scanned.blocks is None
+    for kind in ("weights", "slots"):
+        assert scanned.memory[kind] == unrolled.memory[kind]
+    # After the loop all gradients are there at once.
+    assert scanned.memory["gradients"] == scanned.memory["weights"]
