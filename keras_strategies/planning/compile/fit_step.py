@@ -12,6 +12,7 @@ from jax.sharding import NamedSharding
 from keras import tree
 
 from keras_strategies._core.jaxprs.flops import count_training_flops
+from keras_strategies._core.jaxprs.specs import Sharded
 from keras_strategies._core.mesh import ReplicaMesh
 from keras_strategies._types import Array, Batch, Tree
 from keras_strategies.keras_bridge.layers.attention import collect_reasons
@@ -82,6 +83,7 @@ class FitStep(Step):
         is_loop = blocks is not None and are_scanned(blocks)
         self.blocks = None if is_loop else blocks
         self._layers = None if blocks is None else blocks.layers
+        self.has_wide_sums = _has_wide_sums(model, self.mesh)
         self.keeps_nothing_else = self._layers is not None and all(
             map(is_rematerialized, self._layers)
         )
@@ -228,6 +230,16 @@ def _length(x: Tree) -> int:
     """Returns the inputs' largest second dimension; 1 if all have one only."""
     lengths = [s.shape[1] for s in jax.tree.leaves(x) if len(s.shape) > 1]
     return max(lengths, default=1)
+
+
+def _has_wide_sums(model: keras.Model, mesh: ReplicaMesh) -> bool:
+    """Implements `Step.has_wide_sums`."""
+    specs = [
+        shardings.gradient_spec_of(v, mesh) for v in model.trainable_variables
+    ]
+    is_wide = any(isinstance(s, Sharded) and not s.sum_dtype for s in specs)
+    layers = model._flatten_layers()
+    return is_wide and any(x.compute_dtype == "bfloat16" for x in layers)
 
 
 def _count_gradient_bytes(

@@ -293,8 +293,7 @@ class _Planning:
         """Returns the planned step with advice added.
 
         If the step does not fit, or most of its memory is activations, it is
-        also compiled with rematerialization, to compare the bytes with those
-        of `low`.
+        also compiled with rematerialization, to compare the bytes.
         """
         again = self._step.with_remat()
         before, after = get_bytes(low), None
@@ -303,11 +302,14 @@ class _Planning:
             self.on_stage(self.candidate, "with keras.RematScope")
             (outcome,) = self._measure(self._rows[:1], step=again).wait()
             after = get_bytes(outcome)
-        has_remat = again is None and self._step.blocks is not None
-        advice = write_advice(row, remat=(before, after), has_remat=has_remat)
-        endless = _describe_endless(low)
-        words = filter(None, (self._step.note, endless, *self._notes, advice))
-        return dataclasses.replace(row, advice=" ".join(words))
+        advice = write_advice(
+            row,
+            remat=(before, after),
+            has_remat=again is None and self._step.blocks is not None,
+            has_wide_sums=self._step.has_wide_sums,
+        )
+        notes = self._step.note, _describe_endless(low), *self._notes, advice
+        return dataclasses.replace(row, advice=" ".join(filter(None, notes)))
 
     def _count_flops(self, line: Line) -> float | None:
         rows = self._rows[0]
@@ -336,8 +338,7 @@ class _Planning:
         """Returns the planned step with `most_rows` found by compiling."""
         first, second = map(get_bytes, line.figures)
         if row.most_rows is None and first is not None and second is not None:
-            # More than `_HUGE` rows fit, or the bytes do not depend on the
-            # rows.
+            # More than `_HUGE` rows fit, or the rows make no difference.
             return row
         guess = 1 if row.most_rows is None else row.most_rows
         try:
@@ -361,7 +362,6 @@ class _Planning:
         Returns whether the step fits, and the bytes that it needs if known.
         """
         self.on_stage(self.candidate, f"trying {rows} rows per replica")
-
         number = rows * self.candidate.num_replicas
         outcome = self.compiler.submit(
             self._step.lower(number, None),

@@ -27,6 +27,8 @@ class Step:
       keeps_nothing_else: Whether each block is rematerialized in the backward
         pass, so that it adds no more bytes than the upper bound that
         `block_bytes` returns.
+      has_wide_sums: Whether the model computes in bfloat16, but gradients of
+        its sharded weights are summed in a wider dtype.
       steps: The number of training steps in the program
         (`steps_per_execution`).
       note: A sentence that the plan shows to the user, or "". It is set when
@@ -38,6 +40,7 @@ class Step:
     tokens: int | None = None
     blocks: Blocks | None = None
     keeps_nothing_else: bool = False
+    has_wide_sums: bool = False
     steps: int = 1
     note: str = ""
 

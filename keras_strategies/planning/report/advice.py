@@ -11,6 +11,8 @@ _LESS = 0.9
 _SLOW = 1.5
 _SECONDS = 1e-3
 """The shortest communication time about which advice is given."""
+_SHARE = 0.1
+"""The share of communication in a step from which advice on it is given."""
 _LOW = 0.05
 """The utilization below which the dearest operations are listed."""
 
@@ -20,6 +22,7 @@ def write_advice(
     *,
     remat: tuple[float | None, float | None] = (None, None),
     has_remat: bool = False,
+    has_wide_sums: bool = False,
 ) -> str:
     """Returns advice on a planned step, or "" if it needs none.
 
@@ -28,6 +31,7 @@ def write_advice(
       remat: The bytes that the step needs on a device, first without and then
         with a `keras.RematScope` around the model's blocks. None if unknown.
       has_remat: Whether layers of the model are already rematerialized.
+      has_wide_sums: Whether sharded gradients could be summed in bfloat16.
     """
     if step.error is not None or step.bytes_in_all is None:
         return ""
@@ -41,6 +45,7 @@ def write_advice(
         return _advise_on_size(step, step.bytes_in_all, has_remat)
     sentences = (
         _advise_on_memory(step, step.bytes_in_all),
+        _advise_on_sums(step) if has_wide_sums else "",
         _explain_time(step),
     )
     return " ".join(filter(None, sentences))
@@ -71,6 +76,19 @@ def _advise_on_memory(step: PlannedStep, total: float) -> str:
             "a small change."
         )
     return ""
+
+
+def _advise_on_sums(step: PlannedStep) -> str:
+    """Returns advice on a step that may sum gradients in bfloat16."""
+    if step.estimate is None:
+        return ""
+    links = step.estimate.bounds["links"]
+    if links < max(_SECONDS, _SHARE * step.estimate.seconds):
+        return ""
+    return (
+        "Sums of gradients are sent in float32. "
+        '`FullySharded(reduce_dtype="bfloat16")` sends half of the bytes.'
+    )
 
 
 def _explain_time(step: PlannedStep) -> str:

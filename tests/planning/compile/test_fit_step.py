@@ -248,3 +248,31 @@ def test_blocks_in_a_loop_are_compiled_in_full():
         assert scanned.memory[kind] == unrolled.memory[kind]
     # After the loop all gradients are there at once.
     assert scanned.memory["gradients"] == scanned.memory["weights"]
+
+
+@pytest.mark.parametrize(
+    ("dtype", "partitioner", "has_wide_sums"),
+    [
+        ("mixed_bfloat16", ks.experimental.FullySharded(min_size=1), True),
+        ("mixed_bfloat16", ks.experimental.SlotsOnly(min_size=1), True),
+        (
+            "mixed_bfloat16",
+            ks.experimental.FullySharded(min_size=1, reduce_dtype="bfloat16"),
+            False,
+        ),
+        ("float32", ks.experimental.FullySharded(min_size=1), False),
+        ("mixed_bfloat16", None, False),
+    ],
+)
+def test_sums_in_a_wider_dtype_are_noticed(dtype, partitioner, has_wide_sums):
+    strategy = ks.MirroredStrategy(
+        jax.devices("cpu")[:2], variable_partitioner=partitioner
+    )
+    with strategy.scope(), ks.abstract():
+        model = keras.Sequential(
+            [keras.Input((16,)), layers.Dense(8, dtype=dtype)]
+        )
+        model.compile("adam", "mse")
+    batch = [jax.ShapeDtypeStruct((32, n), "float32") for n in (16, 8)]
+    step = FitStep(model, strategy, tuple(batch))
+    assert step.has_wide_sums == has_wide_sums
