@@ -6,9 +6,12 @@ computations that overlap with it, which have the same chain id. It is counted
 once.
 """
 
+import functools
 import math
 import re
 from collections.abc import Iterator
+
+import numpy as np
 
 COLLECTIVES = (
     "all-reduce",
@@ -31,7 +34,20 @@ _SHAPE = re.compile(r"\b([a-z]+)(\d*)(?:[a-z]\w*)?\[([\d,]*)\]")
 _STARTED = re.compile(
     r"custom-call\(%?([^),]+)\), custom_call_target=\"AsyncCollectiveStart\""
 )
-_GROUPS = re.compile(r"replica_groups=(?:\[\d+,(\d+)\]|\{\{([\d,]+)\})")
+_LISTED = re.compile(
+    r"(?:replica_groups|source_target_pairs)=\{(\{[\d,{}]*\})\}"
+)
+_TILED = re.compile(
+    r"replica_groups=\[(\d+),(\d+)\]<=\[([\d,]+)\](?:T\(([\d,]+)\))?"
+)
+_OF_MESH = re.compile(
+    r"replica_groups=mesh\[([^\]]*)\]"
+    r"(?:, device_ids=\((?:\[([\d,]+)\](?:T\(([\d,]+)\))?|([\d,]+))\))?"
+    r" \{([^}]*)\}"
+)
+_AXIS = re.compile(r"'([^']*)'(?:=(\d+)|:\((\d+)\)(\d+))?")
+
+Groups = tuple[tuple[int, ...], ...]
 
 
 def count_collectives(text: str) -> dict[str, int]:
@@ -59,6 +75,81 @@ def count_collective_bytes(text: str) -> dict[str, int]:
     return sizes
 
 
+def parse_groups(attributes: str) -> Groups:
+    """Parses the groups of devices in a collective's attributes.
+
+    XLA has three notations: lists of numbers; the rows of a transposed array of
+    all numbers; and axes of a mesh. For a collective-permute, the groups are
+    the pairs of a source and a target.
+
+    Args:
+      attributes: The text after the collective's operands.
+
+    Returns:
+      The groups, or () if the text contains none.
+    """
+    tiled = _TILED.search(attributes)
+    if tiled is not None:
+        count, members, dims, order = tiled.groups()
+        numbers = _make_numbers(dims, order).reshape(int(count), int(members))
+        return _list_rows(numbers)
+    of_mesh = _OF_MESH.search(attributes)
+    if of_mesh is not None:
+        return _parse_mesh(*of_mesh.groups())
+    listed = _LISTED.search(attributes)
+    if listed is None:
+        return ()
+    texts = re.findall(r"\{([\d,]+)\}", listed[1])
+    return tuple(map(_parse_numbers, texts))
+
+
+@functools.lru_cache(maxsize=256)
+def _parse_mesh(
+    mesh: str, dims: str | None, order: str | None, ids: str | None, axes: str
+) -> Groups:
+    """Parses groups that are the devices along axes of a mesh.
+
+    Args:
+      mesh: The axes of the mesh, such as "'x'=4,'y'=2".
+      dims: If the devices are those of a transposed array: its sizes.
+      order: The order of its dimensions.
+      ids: The devices, if they are listed.
+      axes: The axes of the groups, such as "'x'". An axis of 8 of which only a
+        part of size 2 that follows one of size 4 is meant: "'x':(4)2".
+    """
+    sizes = {name: int(n) for name, n, _, _ in _AXIS.findall(mesh)}
+    shape, names = tuple(sizes.values()), tuple(sizes)
+    numbers = _make_numbers(dims or str(math.prod(shape)), order)
+    if ids:
+        numbers = np.array(_parse_numbers(ids))
+    # The place in the mesh of the first device of each device's group.
+    firsts, members = np.indices(shape), 1
+    for name, _, before, part in _AXIS.findall(axes):
+        size = int(part or sizes[name])
+        inner = sizes[name] // size // int(before or 1)
+        place = firsts[names.index(name)]
+        place -= place // inner % size * inner
+        members *= size
+    keys = np.ravel_multi_index(tuple(firsts), shape).ravel()
+    grouped = numbers.ravel()[np.argsort(keys, kind="stable")]
+    return _list_rows(grouped.reshape(-1, members))
+
+
+def _make_numbers(dims: str, order: str | None) -> np.ndarray:
+    """Returns the numbers from 0 in an array of some sizes, transposed."""
+    sizes = _parse_numbers(dims)
+    numbers = np.arange(math.prod(sizes)).reshape(sizes)
+    return numbers.transpose(_parse_numbers(order)) if order else numbers
+
+
+def _list_rows(numbers: np.ndarray) -> Groups:
+    return tuple(map(tuple, numbers.tolist()))
+
+
+def _parse_numbers(text: str) -> tuple[int, ...]:
+    return tuple(int(n) for n in text.split(",") if n)
+
+
 def _find_collectives(text: str) -> Iterator[tuple[str, int]]:
     """Yields the kind and the bytes of each collective."""
     started = set(_STARTED.findall(text))
@@ -79,8 +170,5 @@ def _bytes(kind: str, bits: str, dims: str) -> int:
 
 def _members(rest: str) -> int:
     """Returns the number of devices in each group of a collective."""
-    match = _GROUPS.search(rest)
-    if match is None:
-        return 1
-    size, members = match.groups()
-    return int(size) if size else len(members.split(","))
+    groups = parse_groups(rest)
+    return len(groups[0]) if groups else 1

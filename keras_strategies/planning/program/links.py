@@ -9,7 +9,11 @@ from typing import Any
 
 import numpy as np
 
-from keras_strategies._core.jaxprs.hlo_text import COLLECTIVES
+from keras_strategies._core.jaxprs.hlo_text import (
+    COLLECTIVES,
+    Groups,
+    parse_groups,
+)
 from keras_strategies.planning.program.chips import Chip
 from keras_strategies.planning.program.hlo import (
     Computation,
@@ -20,15 +24,9 @@ from keras_strategies.planning.program.hlo import (
 # The number of times that a chip's links carry an array: 2 in an all-reduce,
 # which sends it around a ring twice, and 1 in other collectives.
 _PASSES = {"all-reduce": 2.0}
-_LISTED = re.compile(r"replica_groups=\{(\{[\d,{}]*\})\}")
-_TILED = re.compile(
-    r"replica_groups=\[(\d+),(\d+)\]<=\[([\d,]+)\](?:T\(([\d,]+)\))?"
-)
 _CHAIN = re.compile(r'chain_id="?(\d+)')
 _STARTED = 'custom_call_target="AsyncCollectiveStart"'
 _DONE = 'custom_call_target="AsyncCollectiveDone"'
-
-Group = tuple[int, ...]
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -39,13 +37,14 @@ class Collective:
       kind: Its kind, such as "all-reduce".
       size: Bytes of the full array: the result of an all-gather, the reduced
         array of an all-reduce, or the sum before it is scattered.
-      groups: The groups of devices, by their places in the program's mesh.
+      groups: The groups of devices, by their places in the program's mesh. For
+        a collective-permute: pairs of a source and a target.
       key: If it is asynchronous: what its end is recognized by. None otherwise.
     """
 
     kind: str
     size: float
-    groups: tuple[Group, ...]
+    groups: Groups
     key: str | None
 
 
@@ -113,31 +112,6 @@ def _make(instruction: Instruction, kind: str, key: str | None) -> Collective:
     )
 
 
-@functools.lru_cache(maxsize=256)
-def _list_tiled(
-    count: int, members: int, dims: str, order: str | None
-) -> tuple[Group, ...]:
-    sizes = [int(n) for n in dims.split(",")]
-    places = np.arange(math.prod(sizes)).reshape(sizes)
-    if order:
-        places = places.transpose([int(n) for n in order.split(",")])
-    rows = places.reshape(count, members).tolist()
-    return tuple(map(tuple, rows))
-
-
-def parse_groups(attributes: str) -> tuple[Group, ...]:
-    """Parses the groups of devices in a collective's attributes."""
-    tiled = _TILED.search(attributes)
-    if tiled is not None:
-        count, members, dims, order = tiled.groups()
-        return _list_tiled(int(count), int(members), dims, order)
-    listed = _LISTED.search(attributes)
-    if listed is None:
-        return ()
-    texts = re.findall(r"\{([\d,]+)\}", listed[1])
-    return tuple(tuple(map(int, text.split(","))) for text in texts)
-
-
 def make_timer(
     chip: Chip, devices: Sequence[Any]
 ) -> Callable[[Collective], float]:
@@ -158,7 +132,7 @@ def make_timer(
     def count_seconds(collective: Collective) -> float:
         members = len(collective.groups[0]) if collective.groups else 0
         sent = collective.size * _PASSES.get(collective.kind, 1.0)
-        if members:
+        if members and collective.kind != "collective-permute":
             sent *= 1 - 1 / members
         part = 1.0
         if is_known and members > 1:
@@ -168,9 +142,7 @@ def make_timer(
     return count_seconds
 
 
-def _find_share(
-    num_links: int, places: Sequence[Any], groups: tuple[Group, ...]
-) -> float:
+def _find_share(num_links: int, places: Sequence[Any], groups: Groups) -> float:
     """Returns the share of a chip's links that a collective can use.
 
     It is the share of the chip that has the fewest links to other chips of its

@@ -5,6 +5,7 @@ import pytest
 from keras_strategies._core.jaxprs.hlo_text import (
     count_collective_bytes,
     count_collectives,
+    parse_groups,
 )
 
 PLAIN = """
@@ -55,3 +56,41 @@ replica_groups={{0,1}}, frontend_attributes={chain_id="1"}
 def test_texts(text, counts, sizes):
     assert {k: n for k, n in count_collectives(text).items() if n} == counts
     assert {k: n for k, n in count_collective_bytes(text).items() if n} == sizes
+
+
+@pytest.mark.parametrize(
+    ("text", "groups"),
+    [
+        ("replica_groups={{0,1},{2,3}}, x=1", ((0, 1), (2, 3))),
+        ("replica_groups=[2,2]<=[4]", ((0, 1), (2, 3))),
+        ("replica_groups=[2,3]<=[3,2]T(1,0)", ((0, 2, 4), (1, 3, 5))),
+        ("source_target_pairs={{0,1},{1,0}}", ((0, 1), (1, 0))),
+        # As libtpu 0.0.42 writes those of programs over the global batch.
+        ("replica_groups=mesh['a'=4] {'a'}, x=1", ((0, 1, 2, 3),)),
+        ("replica_groups=mesh['a'=2,'b'=2] {'b'}", ((0, 1), (2, 3))),
+        ("replica_groups=mesh['a'=2,'b'=2] {'a'}", ((0, 2), (1, 3))),
+        ("replica_groups=mesh['a'=2,'b'=2] {'a','b'}", ((0, 1, 2, 3),)),
+        (
+            "replica_groups=mesh['a'=2,'b'=3], device_ids=([3,2]T(1,0)) {'b'}",
+            ((0, 2, 4), (1, 3, 5)),
+        ),
+        (
+            "replica_groups=mesh['a'=2,'b'=2], device_ids=(3,1,2,0) {'b'}",
+            ((3, 1), (2, 0)),
+        ),
+        # A part of an axis: its size, and that of the part before it.
+        ("replica_groups=mesh['a'=4] {'a':(1)2}", ((0, 2), (1, 3))),
+        ("replica_groups=mesh['a'=4] {'a':(2)2}", ((0, 1), (2, 3))),
+        ("channel_id=1", ()),
+    ],
+)
+def test_groups_in_all_notations(text, groups):
+    assert parse_groups(text) == groups
+
+
+def test_a_scattered_sum_has_the_parts_of_all_devices_along_an_axis():
+    text = (
+        "  %s = f32[2,8]{1,0} reduce-scatter(%a), replica_groups="
+        "mesh['a'=4,'b'=2] {'a'}, dimensions={0}\n"
+    )
+    assert count_collective_bytes(text)["reduce-scatter"] == 4 * 64

@@ -10,22 +10,10 @@ from keras_strategies.planning.program.links import (
     find_collectives,
     find_ends,
     make_timer,
-    parse_groups,
 )
 from tests.support.slices import make_slice
 
 pytestmark = pytest.mark.quick
-
-
-def test_groups_in_both_notations():
-    assert parse_groups("replica_groups={{0,1},{2,3}}, x=1") == (
-        (0, 1),
-        (2, 3),
-    )
-    assert parse_groups("replica_groups=[2,2]<=[4]") == ((0, 1), (2, 3))
-    transposed = parse_groups("replica_groups=[2,3]<=[3,2]T(1,0)")
-    assert transposed == ((0, 2, 4), (1, 3, 5))
-    assert parse_groups("source_target_pairs={{0,1}}") == ()
 
 
 def share(shape, group, kind="TPU v5 lite"):
@@ -71,6 +59,15 @@ def test_cubes_of_three_dimensions_are_rings():
     assert share((4, 4, 4), box(4, 4, 4), "TPU v5") == pytest.approx(1.0)
     assert share((4, 4, 4), box(4, 4, 2), "TPU v5") == pytest.approx(5 / 6)
     assert share((2, 2, 2), box(2, 2, 2), "TPU v5") == pytest.approx(3 / 6)
+
+
+def test_a_pair_of_neighbors_uses_one_link():
+    devices = make_slice((2, 2, 1))
+    chip = find_chip(devices[0])
+    swap = Collective(
+        kind="collective-permute", size=1e9, groups=((0, 1), (1, 0)), key=None
+    )
+    assert make_timer(chip, devices)(swap) == pytest.approx(1e9 / 50e9)
 
 
 def test_a_sum_goes_around_twice():
