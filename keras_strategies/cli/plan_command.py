@@ -164,13 +164,13 @@ def run(options: argparse.Namespace) -> int:
     interruption = Interruption()
     with interruption.watch():
         plan = plan_in_processes(requests, options.processes, interruption)
-    if options.html is not None:
-        pathlib.Path(options.html).write_text(plan.to_html(), "utf-8")
     if options.json:
         print(json.dumps(plan.to_json(), indent=1))
     else:
         is_brief = options.layout is None
         Console().print(dataclasses.replace(plan, is_brief=is_brief))
+    if options.html is not None:
+        pathlib.Path(options.html).write_text(plan.to_html(), "utf-8")
     if interruption.signal is not None:
         return 128 + interruption.signal
     return 0 if any(step.error is None for step in plan.steps) else 1
@@ -250,6 +250,7 @@ def _silence_stderr() -> Iterator[None]:
 def _make_common_fields(options: argparse.Namespace) -> dict[str, Any]:
     """Creates the fields that are the same in all candidates' requests."""
     _check(options)
+    _check_numbers_and_files(options)
     batch = list(options.batch or [])
     return {
         "script": options.script or options.module or "",
@@ -263,6 +264,24 @@ def _make_common_fields(options: argparse.Namespace) -> dict[str, Any]:
         "whole": options.whole,
         "cache": not options.no_cache,
     }
+
+
+def _check_numbers_and_files(options: argparse.Namespace) -> None:
+    if options.processes is not None and options.processes < 1:
+        raise ValueError(
+            "--processes must be a positive number. Received: "
+            f"{options.processes}. Omit the option to choose the number by the "
+            "machine's cores and memory."
+        )
+    page = pathlib.Path(options.html or "plan.html")
+    target = page if page.exists() else page.parent
+    if options.html is not None and (
+        page.is_dir() or not os.access(target, os.W_OK)
+    ):
+        raise ValueError(
+            "--html must be a file that can be written. Received: "
+            f"{options.html!r}. Pass a file in an existing directory."
+        )
 
 
 def _check(options: argparse.Namespace) -> None:

@@ -12,6 +12,8 @@ from keras_strategies.cli.main import main
 from tests.planning.capture.scripts import HEAD, MIRRORED
 from tests.support import strangers
 
+ANY = ("--topology", "v5e:4x4", "-m", "train")
+
 
 @pytest.mark.parametrize(
     ("words", "message"),
@@ -31,6 +33,10 @@ from tests.support import strangers
             ["--topology", "v5e:4x4", "--model", "a:b", "--batch", "x:y"],
             "sizes and a dtype",
         ),
+        ([*ANY, "--processes", "-1"], "positive number. Received: -1"),
+        ([*ANY, "--processes", "0"], "positive number. Received: 0"),
+        ([*ANY, "--html", "/nowhere/plan.html"], "'/nowhere/plan.html'"),
+        ([*ANY, "--html", "."], "must be a file"),
     ],
 )
 def test_wrong_arguments_are_told_at_once(words, message, capsys):
