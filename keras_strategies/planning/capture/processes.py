@@ -29,7 +29,10 @@ from keras_strategies.planning.report.table import NOTES, Plan, live_table
 
 _WORKER = "keras_strategies.planning.capture.worker"
 _POLL_SECONDS = 0.2
-_TAIL_BYTES = 4000
+_TAIL_BYTES = 16_000
+_MAX_TAIL = 2000
+_MAX_LINE = 300
+"""The largest number of characters of a script's output in an error."""
 _MAX_NICENESS = 10
 _OF_A_LOG = re.compile(
     # The lines of absl, libtpu and TensorFlow; all but fatal errors.
@@ -41,6 +44,9 @@ _OF_A_LOG = re.compile(
     r"|=== Source Location Trace"
     r"|(learning|platforms|third_party)/\S+\.(cc|h):\d+$"
 )
+_FATAL = re.compile(r"F\d{4} [\d:.]+ +\d+ (\S+:\d+\] .*)")
+"""A line in which XLA or libtpu reports a failed check, which ends the process.
+"""
 _NOT_ENTERED = ("TF_CONFIG", "KERAS_STRATEGIES_", "JAX_COORDINATOR_ADDRESS")
 
 
@@ -216,17 +222,31 @@ class _Process:
         with self._answers:
             answer = parse_answer(self._read_answers())
         if answer is None:
-            text = f"The planning process ended with exit status {code}."
-            tail = "\n".join(lines[-12:]).strip()
-            return {"error": text + (tail and f" Its last output:\n{tail}")}
+            return {"error": _explain_end(code, lines)}
         if "ended" in answer:
             # The last line of the script's output usually explains why it
             # ended.
             wrote = "".join(
-                f" Its last output: {line!r}." for line in find_last_line(lines)
+                f" Its last output: {line[-_MAX_LINE:]!r}."
+                for line in find_last_line(lines)
             )
             return {"error": f"{answer['ended']}{wrote}"}
         return answer
+
+
+def _explain_end(code: int, lines: Sequence[str]) -> str:
+    """Returns why a process has ended without an answer."""
+    fatal = [match[1] for match in map(_FATAL.match, lines) if match]
+    if fatal:
+        return (
+            "A fatal error of a library, such as the compiler, ended the "
+            f"planning process: {fatal[-1].strip()[:_MAX_LINE]}. If it is the "
+            "compiler's, training on the slice would end, too. Use another "
+            "layout."
+        )
+    text = f"The planning process ended with exit status {code}."
+    tail = "\n".join(lines[-12:]).strip()[-_MAX_TAIL:]
+    return text + (tail and f" Its last output:\n{tail}")
 
 
 def find_last_line(lines: Sequence[str]) -> list[str]:

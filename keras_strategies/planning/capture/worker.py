@@ -9,6 +9,7 @@ import dataclasses
 import importlib
 import json
 import os
+import re
 import signal
 import sys
 import threading
@@ -51,6 +52,8 @@ from keras_strategies.tpu.topology_devices import make_tpu_devices
 
 _MAX_LINES = 12
 _MAX_CAUSES = 20
+_MAX_LETTERS = 2000
+_COLOR = re.compile(r"\x1b\[[\d;]*m")
 _STDOUT = 1
 _POLL_SECONDS = 1.0
 
@@ -124,7 +127,10 @@ class Worker:
         except BaseException as error:
             sys.stdout.flush()
             name = "ended" if isinstance(error, ScriptEnded) else "error"
-            self.send(**{name: _describe_error(error, self._request)})
+            text = _COLOR.sub("", _describe_error(error, self._request))
+            if len(text) > _MAX_LETTERS:
+                text = f"{text[:_MAX_LETTERS]} ..."
+            self.send(**{name: text})
 
     def plan(self) -> dict[str, Any]:
         """Plans the candidate and returns the result as a dict for JSON."""

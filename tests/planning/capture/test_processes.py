@@ -1,5 +1,6 @@
 """Processes of `keras-strategies plan`: requests and answers."""
 
+import io
 import json
 import os
 import pathlib
@@ -356,3 +357,29 @@ def test_of_a_process_the_last_line_counts():
     cut = b'{"row": {"a": 1}}\n'
     assert request_lib.parse_answer(cut) is None
     assert request_lib.parse_answer(cut, names=("row",)) == {"row": {"a": 1}}
+
+
+def test_a_long_error_is_cut(tmp_path):
+    request = Request(topology="v5e:2x2", layout="replicated")
+    file = io.StringIO()
+
+    def fail():
+        raise ValueError("\x1b[1mwords\x1b[0m" + "x" * 2_000_000)
+
+    worker.Worker(request, file).answer(fail)
+    answer = json.loads(file.getvalue())
+    assert answer["error"].startswith("ValueError: wordsxxx")
+    assert answer["error"].endswith("x ...")
+    assert len(answer["error"]) < 2100
+
+
+def test_a_crash_of_the_compiler_is_named():
+    lines = [
+        "*** SIGABRT received by PID 8251 (TID 8351) on cpu 0 ***",
+        "F1126 17:42:08.038623    8351 spmd_partitioner.cc:560] Check failed: "
+        "target.IsManualSubgroup() (0 vs. 1) ",
+        "E1126 17:42:09.225166    8351 process_state.cc:708] RAW: Raising",
+    ]
+    text = processes._explain_end(-6, lines)
+    assert "spmd_partitioner.cc:560] Check failed: target." in text
+    assert "SIGABRT" not in text
