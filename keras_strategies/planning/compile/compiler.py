@@ -35,7 +35,7 @@ _FOLDER = "keras_strategies"
 _MOST_JOBS = 8
 _BYTES_OF_JOB = 3e9
 """Bytes of host memory needed to compile a large program."""
-_VERSION = 2
+_VERSION = 3
 _MOST_BYTES = 10_000
 _FLAGS = ("XLA_FLAGS", "LIBTPU_INIT_ARGS")
 """Environment variables that affect compilation."""
@@ -202,7 +202,8 @@ def _compile(
         if misfit is None:
             raise
         outcome = misfit
-    if path is not None:
+    is_unread = isinstance(outcome, Costs) and bool(outcome.unread)
+    if path is not None and not is_unread:
         _write(path, outcome)
     return outcome
 
@@ -290,5 +291,6 @@ _COSTS = (
     {field.name: _is_number for field in dataclasses.fields(Costs)}
     | dict.fromkeys(BY_KIND, _is_by_collective)
     | dict.fromkeys(BY_SOURCE, _is_by_source)
+    | {"unread": str}
 )
 """The expected fields of a program's costs in a cache file."""

@@ -24,8 +24,10 @@ def estimate(
     *,
     steps: int = 1,
     scheduled: Costs | None = None,
-) -> Estimate:
+) -> Estimate | None:
     """Estimates the time of a training step.
+
+    Returns None if the program's text could not be parsed.
 
     Args:
       costs: The costs of the step's program, compiled at low effort.
@@ -36,13 +38,15 @@ def estimate(
       scheduled: The costs of the program at full effort, which tell how long it
         waits for collectives. None if it was not compiled at full effort.
     """
+    if costs.unread:
+        return None
     compute = max(costs.flops / steps, model_flops or 0.0) / chip.flops
     memory = costs.moved_bytes / steps / chip.memory_bandwidth
     links = sum(costs.link_seconds.values()) / steps
     latency = costs.latency_seconds / steps
     host = HOST_SECONDS / steps
     least = max(compute, memory, links, latency, host)
-    if scheduled is None:
+    if scheduled is None or scheduled.unread:
         waiting = sum(
             seconds
             for kind, seconds in costs.waiting_seconds.items()
@@ -66,4 +70,20 @@ def estimate(
         host_seconds=host,
         utilization=utilization(seconds),
         most_utilization=utilization(least),
+    )
+
+
+def describe_unknown(costs: Costs) -> str:
+    """Returns a sentence about what the times leave out, or ""."""
+    if costs.unread:
+        return (
+            "The times are unknown, because the compiler wrote the program in "
+            f"a form that this version cannot parse ({costs.unread})."
+        )
+    if not costs.endless:
+        return ""
+    names = ", ".join(costs.endless)
+    return (
+        f"The number of turns of a loop is unknown ({names}), so the time of "
+        "one turn is counted."
     )

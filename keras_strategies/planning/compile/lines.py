@@ -271,10 +271,11 @@ def combine(a: Costs, of_a: float, b: Costs, of_b: float) -> Costs:
         return max(of_a * x + of_b * y, 0)
 
     # Sources are not extrapolated, because every block has its own.
-    names = {field.name for field in dataclasses.fields(a)} - set(BY_SOURCE)
+    kept = {*BY_SOURCE, "unread"}
+    names = {field.name for field in dataclasses.fields(a)} - kept
     sums = {n: add(getattr(a, n), getattr(b, n)) for n in names}
-    took = a.compile_seconds + b.compile_seconds
-    return dataclasses.replace(b, **sums | {"compile_seconds": took})
+    sums["compile_seconds"] = a.compile_seconds + b.compile_seconds
+    return dataclasses.replace(b, **sums, unread=a.unread or b.unread)
 
 
 def memory_breakdown(

@@ -12,7 +12,10 @@ from keras_strategies.planning.compile.compiler import (
     DoesNotFit,
     Outcome,
 )
-from keras_strategies.planning.compile.estimates import estimate
+from keras_strategies.planning.compile.estimates import (
+    describe_unknown,
+    estimate,
+)
 from keras_strategies.planning.compile.lines import (
     Line,
     Measuring,
@@ -308,7 +311,8 @@ class _Planning:
             has_remat=again is None and self._step.blocks is not None,
             has_wide_sums=self._step.has_wide_sums,
         )
-        notes = self._step.note, _describe_endless(low), *self._notes, advice
+        unknown = describe_unknown(low) if isinstance(low, Costs) else ""
+        notes = self._step.note, unknown, *self._notes, advice
         return dataclasses.replace(row, advice=" ".join(filter(None, notes)))
 
     def _count_flops(self, line: Line) -> float | None:
@@ -382,17 +386,6 @@ class _Planning:
             limit_bytes=self._limit,
             **facts,
         )
-
-
-def _describe_endless(outcome: Outcome) -> str:
-    """Returns a sentence about loops of unknown length, or "" without any."""
-    if not isinstance(outcome, Costs) or not outcome.endless:
-        return ""
-    names = ", ".join(outcome.endless)
-    return (
-        f"The number of turns of a loop is unknown ({names}), so the time of "
-        "one turn is counted."
-    )
 
 
 def _get_first_line(error: Exception) -> str:

@@ -53,6 +53,9 @@ _KERNEL_UTILIZATION = 0.5
 XLA does not estimate their time.
 """
 _MOST_DEAREST = 4
+_UNREADABLE = (ArithmeticError, LookupError, RecursionError, ValueError)
+"""Errors of parsing a text that a later compiler writes in another form."""
+_LONGEST_ERROR = 200
 _BRANCHES = re.compile(r"branch_computations=\{([^}]*)\}")
 
 Totals = dict[tuple[str, str], float]
@@ -89,6 +92,9 @@ class Costs(Figures):
       dearest: The time of the operations that take longest, by a description.
       endless: For each loop whose number of turns is unknown, the time of the
         one turn that is counted.
+      unread: If the program's text has an unknown form: the error that parsing
+        it raised. The numbers are then as if the chip were unknown. "" if the
+        text was parsed.
     """
 
     code_bytes: float
@@ -101,6 +107,7 @@ class Costs(Figures):
     waiting_seconds: Mapping[str, float]
     dearest: Mapping[str, float]
     endless: Mapping[str, float]
+    unread: str = ""
 
     @property
     def bytes_in_all(self) -> float:
@@ -130,13 +137,13 @@ class Costs(Figures):
             field.name: getattr(figures, field.name)
             for field in dataclasses.fields(figures)
         }
+        facts = _make_facts({}) | facts
         if chip is not None:
-            facts |= estimate_work(executable.as_text(), chip, devices)
-        else:
-            facts |= _make_facts({}) | {
-                "counts": figures.counts,
-                "sent": figures.sent,
-            }
+            try:
+                facts |= estimate_work(executable.as_text(), chip, devices)
+            except _UNREADABLE as error:
+                text = f"{type(error).__name__}: {error}"
+                facts["unread"] = text[:_LONGEST_ERROR]
         return cls(**facts | {"code_bytes": code})
 
 
@@ -171,6 +178,7 @@ class _Walk:
     ) -> None:
         self._program, self._chip = program, chip
         self._works: dict[int, Work] = {}
+        self._visited: dict[tuple[int, tuple[int, ...], bool], Totals] = {}
         self._resident: dict[int, frozenset[str]] = {}
         self._time: Callable[[Collective], float] = make_timer(chip, devices)
 
@@ -187,6 +195,17 @@ class _Walk:
           turns: The numbers of turns of the loops around it.
           is_resident: Whether its arrays are in on-chip memory.
         """
+        key = id(computation), turns, is_resident
+        if key not in self._visited:
+            self._visited[key] = self._add_up(computation, turns, is_resident)
+        return self._visited[key]
+
+    def _add_up(
+        self,
+        computation: Computation,
+        turns: tuple[int, ...],
+        is_resident: bool,
+    ) -> Totals:
         totals: Totals = collections.defaultdict(float)
         # How much longer started collectives use the links, in their order.
         pending: dict[str, tuple[str, float]] = {}

@@ -11,7 +11,7 @@ import math
 import re
 from collections.abc import Iterator, Mapping, Sequence
 
-_HEAD = re.compile(r"^(ENTRY )?%?([\w.\-]+) \(.*\) -> .* \{$")
+_HEAD = re.compile(r"^(ENTRY )?%?([\w.\-]+) \(")
 _NAME = re.compile(r"^\s*(ROOT )?%?([\w.\-]+) = ")
 _OPCODE = re.compile(r"\s*([a-z][\w\-]*)\(")
 _OPERAND = re.compile(r"%([\w.\-]+)")
@@ -177,18 +177,19 @@ def parse(text: str) -> Program:
 
 def _split(text: str) -> Iterator[tuple[str, bool, list[str]]]:
     """Yields each computation's name, whether it is the entry, and lines."""
-    name, is_entry, lines = "", False, []
+    name, is_entry, lines = "", False, list[list[str]]()
     for line in text.splitlines():
-        head = None if line.startswith(" ") else _HEAD.match(line)
+        is_head = line.endswith(" {") and ") -> " in line
+        head = _HEAD.match(line) if is_head else None
         if head is not None:
             name, is_entry, lines = head[2], bool(head[1]), []
         elif line == "}":
-            yield name, is_entry, lines
+            yield name, is_entry, ["".join(parts) for parts in lines]
         elif _NAME.match(line):
-            lines.append(line)
+            lines.append([line])
         elif lines:
             # The attributes of kernels contain line breaks.
-            lines[-1] += line
+            lines[-1].append(line)
 
 
 def _parse_instruction(line: str) -> tuple[bool, Instruction]:

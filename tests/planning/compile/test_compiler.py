@@ -35,6 +35,7 @@ KEPT = {
     "compile_seconds": 0.5,
     "counts": {"all-reduce": 2},
     "sent": {"all-reduce": 8.0},
+    "unread": "",
 }
 
 
@@ -227,6 +228,7 @@ def test_what_is_ours_is_read():
         KEPT | {"sent": {"all-reduce": float("inf")}},
         {k: v for k, v in KEPT.items() if k != "sent"},
         KEPT | {"more": 1},
+        KEPT | {"unread": None},
     ],
 )
 def test_what_is_not_ours_is_none(kept):

@@ -4,7 +4,11 @@ import dataclasses
 
 import pytest
 
-from keras_strategies.planning.compile.estimates import HOST_SECONDS, estimate
+from keras_strategies.planning.compile.estimates import (
+    HOST_SECONDS,
+    describe_unknown,
+    estimate,
+)
 from keras_strategies.planning.program.chips import Chip
 from tests.planning.made import figures
 
@@ -92,3 +96,13 @@ def test_steps_of_a_program_share_its_costs():
 def test_operations_of_a_loop_of_unknown_length_are_those_of_the_model():
     found = estimate(figures(flops=10.0), CHIP, model_flops=1000.0)
     assert found.compute_seconds == 10.0
+
+
+def test_times_of_a_program_that_cannot_be_parsed_are_unknown():
+    unread = dataclasses.replace(FIGURES, unread="KeyError: 'x'")
+    assert estimate(unread, CHIP, 150.0) is None
+    assert "cannot parse (KeyError: 'x')" in describe_unknown(unread)
+    assert describe_unknown(FIGURES) == ""
+    # Waiting is then taken from the program at low effort.
+    found = estimate(FIGURES, CHIP, 150.0, scheduled=unread)
+    assert found == estimate(FIGURES, CHIP, 150.0)

@@ -1,11 +1,13 @@
 """Costs of programs, added up by hand."""
 
 import dataclasses
+import time
 
+import jax
 import pytest
 
 from keras_strategies.planning.program.chips import find_chip
-from keras_strategies.planning.program.costs import estimate_work
+from keras_strategies.planning.program.costs import Costs, estimate_work
 from tests.support.slices import make_slice
 
 pytestmark = pytest.mark.quick
@@ -244,3 +246,58 @@ def test_results_that_are_soon_used_again_stay_on_the_chip():
         )
     )
     assert found["moved_bytes"] == 5 * 128 * 512 * 4
+
+
+class Executable:
+    """A compiled program with another text."""
+
+    def __init__(self, text):
+        self._compiled = jax.jit(lambda x: x + 1).lower(1.0).compile()
+        self._text = text
+
+    def memory_analysis(self):
+        return self._compiled.memory_analysis()
+
+    def as_text(self):
+        return self._text
+
+
+ITSELF = (
+    "%f (a: f32[8]) -> f32[8] {\n  ROOT %x = f32[8] call(), to_apply=%f\n}\n"
+)
+CALLS = ITSELF + entry("ROOT %y = f32[8] call(), to_apply=%f")
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        *("", "\0" * 9, "ENTRY", entry("%x = "), entry("%x = f32[8]")[:-2]),
+        entry("%x = f32[9,9]{7:T(8)} add(%x, %x)"),
+        entry("%x = f32[8]{0:T(0)} copy(%x)"),
+        entry(f"%x = f32[{'9' * 400}] copy(%x)"),
+        entry("%x = f32[8] dot(%gone, %gone)"),
+        entry("%x = f32[8] while(%a), condition=%gone, body=%gone"),
+        CALLS,
+    ],
+)
+def test_of_a_text_that_cannot_be_parsed_the_memory_is_known(text):
+    found = Costs.measure(Executable(text), 1.5, CHIP, DEVICES)
+    assert found.unread
+    assert len(found.unread) <= 200
+    assert found.argument_bytes == 4
+    assert found.busy_seconds == 0
+
+
+def test_computations_that_are_called_often_are_visited_once():
+    def call(k):
+        return f"f32[8] call(), to_apply=%f{k}"
+
+    inner = "%f0 (a: f32[8]) -> f32[8] {\n  ROOT %z = f32[8] parameter(0)\n}\n"
+    for k in range(1, 40):
+        inner += (
+            f"%f{k} (a: f32[8]) -> f32[8] {{\n  %x{k} = {call(k - 1)}\n"
+            f"  ROOT %y{k} = {call(k - 1)}\n}}\n"
+        )
+    start = time.monotonic()
+    costs(inner + entry(f"ROOT %x = {call(39)}"))
+    assert time.monotonic() - start < 5
