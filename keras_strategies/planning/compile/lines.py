@@ -270,10 +270,17 @@ def combine(a: Costs, of_a: float, b: Costs, of_b: float) -> Costs:
             return {k: add(x.get(k, 0), y.get(k, 0)) for k in kinds}
         return max(of_a * x + of_b * y, 0)
 
-    # Sources are not extrapolated, because every block has its own.
     kept = {*BY_SOURCE, "unread"}
     names = {field.name for field in dataclasses.fields(a)} - kept
     sums = {n: add(getattr(a, n), getattr(b, n)) for n in names}
+    for name in BY_SOURCE:
+        # Layers of blocks have other names in each block. Only the sources that
+        # both models have, such as an optimizer, are combined.
+        first = getattr(a, name)
+        sums[name] = {
+            source: add(first.get(source, seconds), seconds)
+            for source, seconds in getattr(b, name).items()
+        }
     sums["compile_seconds"] = a.compile_seconds + b.compile_seconds
     return dataclasses.replace(b, **sums, unread=a.unread or b.unread)
 

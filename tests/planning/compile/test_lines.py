@@ -1,6 +1,7 @@
 """Lines through the figures of a few programs."""
 
 import concurrent.futures
+import dataclasses
 import math
 
 import pytest
@@ -217,6 +218,20 @@ def test_no_combined_figure_is_negative():
     assert found.temporary_bytes == 0.0
     assert found.counts["all-reduce"] == 2.0
     assert lines.combine(MANY, -1.0, FEW, 1.0).counts["all-gather"] == 0
+
+
+def test_the_seconds_of_operations_of_both_models_are_combined():
+    few = dataclasses.replace(
+        FEW, dearest={"sub in adam": 1.0, "dot in head": 3.0, "dot in d1": 0.5}
+    )
+    many = dataclasses.replace(
+        MANY, dearest={"sub in adam": 2.0, "dot in head": 3.0, "dot in d9": 0.5}
+    )
+    assert lines.combine(few, -1.0, many, 2.0).dearest == {
+        "sub in adam": 3.0,
+        "dot in head": 3.0,
+        "dot in d9": 0.5,
+    }
 
 
 def test_figures_grow_by_the_bytes_of_others_alone():
