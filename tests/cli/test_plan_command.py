@@ -142,6 +142,26 @@ def test_an_interrupted_plan_prints_its_rows(tmp_path):
 
 
 @pytest.mark.tpu
+def test_a_script_that_catches_all_errors_and_goes_on_is_planned(
+    tmp_path, capfd
+):
+    script = tmp_path / "train.py"
+    script.write_text(
+        MIRRORED
+        + "import time\n"
+        + "while True:\n"
+        + "    try:\n"
+        + "        model.fit(x, y)\n"
+        + "    except BaseException:\n"
+        + "        time.sleep(0.1)\n"
+    )
+    words = ["--topology", "v5e:2x2", "--layout", "replicated", "--json"]
+    assert main(["plan", *words, "--no-cache", str(script)]) == 0
+    (step,) = json.loads(capfd.readouterr().out)["steps"]
+    assert step["error"] is None
+
+
+@pytest.mark.tpu
 @pytest.mark.parametrize("is_module", [False, True])
 def test_a_script_of_another_folder_is_planned(
     tmp_path, monkeypatch, capsys, is_module

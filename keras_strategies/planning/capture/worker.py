@@ -4,6 +4,7 @@ The current folder is on the process's `sys.path` only if it plans a module or a
 function.
 """
 
+import concurrent.futures
 import contextlib
 import dataclasses
 import importlib
@@ -56,6 +57,8 @@ _MAX_LETTERS = 2000
 _COLOR = re.compile(r"\x1b\[[\d;]*m")
 _STDOUT = 1
 _POLL_SECONDS = 1.0
+_MAX_END_SECONDS = 10.0
+"""How long a script may run after its step was planned, to end by itself."""
 
 
 def main(descriptor: str, words: str, parent: str) -> NoReturn:
@@ -113,6 +116,7 @@ class Worker:
         self._request, self._file = request, file
         self._process = os.getpid()
         self._pretrained = Pretrained()
+        self._end: threading.Timer | None = None
 
     def send(self, **answer: object) -> None:
         """Writes an answer, except in a child that the script has forked."""
@@ -168,12 +172,16 @@ class Worker:
                 )
             layout_map = transformer_layout(model, layout.cores)
         is_scripts = request.is_default and layout == Layout()
-        capture = self._run(
-            devices,
-            None if is_scripts else layout,
-            self._plan_step,
-            layout_map=layout_map,
-        )
+        try:
+            capture = self._run(
+                devices,
+                None if is_scripts else layout,
+                self._plan_step_once,
+                layout_map=layout_map,
+            )
+        finally:
+            if self._end is not None:
+                self._end.cancel()
         if capture.error is not None:
             raise capture.error
         return capture.planned
@@ -204,6 +212,27 @@ class Worker:
         )
         self._pretrained = capture.pretrained
         return run_script(capture, self._request)
+
+    def _plan_step_once(self, step: Step, layout: str) -> dict[str, Any]:
+        """Plans a step, and ends the process if the script does not end.
+
+        A script may catch all errors and train again, forever.
+        """
+        result: concurrent.futures.Future[dict[str, Any]]
+        result = concurrent.futures.Future()
+        try:
+            result.set_result(self._plan_step(step, layout))
+        except BaseException as error:
+            result.set_exception(error)
+
+        def end() -> None:
+            self.answer(result.result)
+            end_process()
+
+        self._end = threading.Timer(_MAX_END_SECONDS, end)
+        self._end.daemon = True
+        self._end.start()
+        return result.result()
 
     def _plan_step(self, step: Step, layout: str) -> dict[str, Any]:
         """Plans a step that was captured from the script."""
