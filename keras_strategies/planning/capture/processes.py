@@ -96,7 +96,15 @@ def plan_in_processes(
 
 
 def _sort_steps(steps: Mapping[int, PlannedStep]) -> tuple[PlannedStep, ...]:
-    return tuple(steps[index] for index in sorted(steps))
+    """Returns the steps in the order of the requests, each candidate once.
+
+    The layout that a script itself uses may also be one of the default layouts.
+    """
+    found: dict[tuple[str, str], PlannedStep] = {}
+    for index in sorted(steps):
+        step = steps[index]
+        found.setdefault((step.topology, step.layout), step)
+    return tuple(found.values())
 
 
 class _Pool:

@@ -20,6 +20,7 @@ from keras_strategies.planning.capture.errors import PlanError
 from keras_strategies.planning.capture.request import Request
 from keras_strategies.planning.capture.script import run_script
 from tests.planning.capture.scripts import HEAD, MODEL
+from tests.planning.made import step as make_step
 from tests.support import strangers
 
 
@@ -383,3 +384,15 @@ def test_a_crash_of_the_compiler_is_named():
     text = processes._explain_end(-6, lines)
     assert "spmd_partitioner.cc:560] Check failed: target." in text
     assert "SIGABRT" not in text
+
+
+def test_a_script_s_layout_that_is_also_a_default_is_shown_once():
+    names = ["sharded", "slots", "sharded"]
+    steps = {k: make_step(layout=name) for k, name in enumerate(names)}
+    steps[3] = make_step(topology="v5e:8x8", layout="sharded")
+    found = processes._sort_steps(steps)
+    assert [(x.topology, x.layout) for x in found] == [
+        ("v5e:4x4", "sharded"),
+        ("v5e:4x4", "slots"),
+        ("v5e:8x8", "sharded"),
+    ]
