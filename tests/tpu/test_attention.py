@@ -40,6 +40,7 @@ def program_of(
     rows=8,
     has_padding=False,
     has_remat=False,
+    layers=1,
     dtype="float32",
     **options,
 ):
@@ -58,7 +59,8 @@ def program_of(
             x = layer(x, x, **options)
         else:
             with keras.RematScope(mode="full" if has_remat else None):
-                x = Block(**options)(x)
+                for _ in range(layers):
+                    x = Block(**options)(x)
         model = keras.Model(tokens, x)
         model.compile("sgd", "mse")
     x = jax.ShapeDtypeStruct((rows, length), "int32")
@@ -86,6 +88,8 @@ CASES = {
     "bfloat16": ({"dtype": "mixed_bfloat16", "is_sharded": True}, 3),
     "rematerialized": ({"has_remat": True}, 4),
     "two cores": ({"cores": 2}, 3),
+    # Equal layers must not share a mapped function: the compiler would crash.
+    "two layers, two cores": ({"layers": 2, "cores": 2}, 6),
     "two cores, padding": ({"cores": 2, "has_padding": True}, 3),
     "two cores predict": ({"cores": 2, "kind": "predict"}, 1),
     "two cores run": ({"cores": 2, "kind": "run"}, 1),

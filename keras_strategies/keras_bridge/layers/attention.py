@@ -223,7 +223,11 @@ def _attend(
     query *= query.shape[-1] ** -0.5 if scale is None else scale
     cap = attn_logits_soft_cap
     cap = None if cap is None else float(cap)
-    call = _make_call(trace, known.left, known.right, cap)
+    # The TPU compiler (libtpu 0.0.42) crashes if a function that is mapped over
+    # a replica's cores is called twice and differentiated.
+    is_shared = trace.mesh.cores_per_replica == 1
+    make_call = _make_call if is_shared else _make_call.__wrapped__
+    call = make_call(trace, known.left, known.right, cap)
     return call(query.astype(dtype), key, value, *known.arrays)
 
 
@@ -233,7 +237,7 @@ def _make_call(
 ) -> Callable[..., jax.Array]:
     """Returns a jitted function of query, key, value and a mask's arrays.
 
-    Equal layers share one function, so it is traced once.
+    Equal layers share one function, so it is traced once (but see `_attend`).
     """
     limits = AttentionMask(left=left, right=right)
     attend = functools.partial(splash.splash_attention, soft_cap=soft_cap)
