@@ -152,11 +152,10 @@ class StepNotes:
         the metric was reset in the step, the value after the reset.
       results: For each value that a metric returned for the global batch, its
         `metric_hooks.Result`.
-      summands: For each accumulator of gradients that is summed over the
-        replicas only in the optimizer's update, this replica's summand. The
-        accumulator's value in the trace remains the one before the step
-        (accumulation/summands.py).
-      accumulators: For each of these accumulators, its value in the trace.
+      accumulators: The accumulators of gradients that are summed over the
+        replicas only in the optimizer's update.
+      summands: The values in the trace that are this replica's summands of an
+        accumulator (accumulation/summands.py).
       unaggregated: User-defined variables that were written, but have no
         `aggregation` that defines how different values are combined.
       sizes: Sizes that may be the number of rows, in the order of recording.
@@ -177,10 +176,8 @@ class StepNotes:
     )
     before: IdentityMap[Any] = dataclasses.field(default_factory=IdentityMap)
     results: IdentityMap[Any] = dataclasses.field(default_factory=IdentityMap)
-    summands: IdentityMap[Any] = dataclasses.field(default_factory=IdentityMap)
-    accumulators: IdentityMap[Any] = dataclasses.field(
-        default_factory=IdentityMap
-    )
+    accumulators: IdentitySet = dataclasses.field(default_factory=IdentitySet)
+    summands: IdentitySet = dataclasses.field(default_factory=IdentitySet)
     unaggregated: IdentitySet = dataclasses.field(default_factory=IdentitySet)
     sizes: list[tuple[float, bool, str]] = dataclasses.field(
         default_factory=list

@@ -7,10 +7,11 @@ optimizer then receives the accumulated sum in its accumulators, and zeros as
 the gradients. So clipping, weight decay, moments and moving averages see the
 same numbers as if each step reduced its gradients.
 
-In the trace, the accumulators keep the values from before the step, and the
-summands are in `StepNotes.summands`. Code that reads or writes an accumulator
-can so be noticed in the trace (`reads_accumulators`, `take_summands`); the
-program is then traced again with accumulators that are sums in every step.
+In the trace, the values of accumulators are summands: those from before the
+step, and one that is marked for each call of an optimizer. A summand may only
+be added to by an optimizer, or be the new value of an accumulator. If it is
+used in any other way, as a log for example, the program is traced again with
+accumulators that are sums in every step (`check_uses`).
 """
 
 from collections.abc import Sequence
@@ -19,6 +20,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import keras
+from jax.ad_checkpoint import checkpoint_name
 from jax.extend.core import ClosedJaxpr
 
 from keras_strategies._core.identity import IdentityMap, IdentitySet
@@ -36,27 +38,36 @@ from keras_strategies.keras_bridge.step_context import (
     SumsNeeded,
 )
 
+_MARK = "ks_summand"
+
 
 def begin(
-    step: StepContext, accumulators: Sequence[keras.Variable], values: Group
+    step: StepContext,
+    accumulators: Sequence[keras.Variable],
+    variables: Sequence[keras.Variable],
+    values: Group,
 ) -> None:
     """Begins a step whose accumulators have this replica's summands.
 
     Args:
       step: The step that is being traced.
       accumulators: The accumulators.
+      variables: The variables of the optimizer.
       values: Their values in the trace.
     """
-    for variable, value in zip(accumulators, values, strict=True):
-        step.notes.summands[variable] = value
-        step.notes.accumulators[variable] = value
+    notes = step.notes
+    notes.accumulators.update(accumulators)
+    for variable, value in zip(variables, values, strict=True):
+        is_local = variable in notes.accumulators
+        (notes.summands if is_local else notes.equal).add(value)
 
 
 def sums_later(
     step: StepContext, optimizer: keras.optimizers.Optimizer
 ) -> bool:
     """Returns whether an optimizer sums gradients only in its updates."""
-    return any(v in step.notes.summands for v in accumulators_of(optimizer))
+    accumulators = accumulators_of(optimizer)
+    return any(v in step.notes.accumulators for v in accumulators)
 
 
 def accumulate(
@@ -101,7 +112,7 @@ def accumulate(
         parts = [_take_part(n, divisor, scale, finite) for n in new]
         return [o + part for o, part in zip(old, parts, strict=True)]
 
-    old = [step.notes.summands[v] for v in targets]
+    old = [values[v] for v in targets]
     is_update = _is_update(inner, values, finite)
     sums = sum_if(is_update, add, (old, new), step.axis, step.buffering)
     return _make_zeros(grads, finite), IdentityMap(
@@ -122,10 +133,36 @@ def value_in(sums: IdentityMap[Any], accumulator: keras.Variable) -> Array:
     return jnp.zeros(accumulator.shape, accumulator.dtype)
 
 
-def take_summands(
+def mark(
+    step: StepContext,
+    sums: IdentityMap[Any],
+    accumulator: keras.Variable,
+    old: Array,
+    new: Array,
+) -> Array:
+    """Marks the new summand of an accumulator in the trace.
+
+    Args:
+      step: The step that is being traced.
+      sums: The values that `accumulate` returned.
+      accumulator: The accumulator.
+      old: Its value before the optimizer was called.
+      new: Its value afterwards.
+
+    Returns:
+      The marked value, or the old one if there was no gradient.
+    """
+    if accumulator not in sums:
+        return old
+    marked = checkpoint_name(new, _MARK)
+    step.notes.summands.add(marked)
+    return marked
+
+
+def check_new(
     step: StepContext, variables: Sequence[keras.Variable], new: Group
-) -> Group:
-    """Returns a step's new values, with summands as those of accumulators.
+) -> None:
+    """Checks that the new values of accumulators are summands.
 
     Args:
       step: The step that is being traced.
@@ -133,34 +170,42 @@ def take_summands(
       new: The new values of the variables in the trace.
 
     Raises:
-      SumsNeeded: if the step wrote to an accumulator.
+      SumsNeeded: if the step wrote something else to an accumulator.
     """
-    taken = list(new)
-    for i, variable in enumerate(variables):
-        if variable in step.notes.summands:
-            if new[i] is not step.notes.accumulators[variable]:
+    for variable, value in zip(variables, new, strict=True):
+        if variable in step.notes.accumulators:
+            if value not in step.notes.summands:
                 raise SumsNeeded
-            taken[i] = step.notes.summands[variable]
             # They differ between replicas, but must not be merged.
-            step.notes.equal.add(taken[i])
-    return taken
+            step.notes.equal.add(value)
 
 
-def check_reads(jaxpr: ClosedJaxpr, places: Sequence[int]) -> None:
-    """Checks that a traced step reads accumulators only to add gradients.
+def check_uses(jaxpr: ClosedJaxpr, places: Sequence[int], count: int) -> None:
+    """Checks that a traced step uses summands only to add gradients.
 
     Args:
-      jaxpr: The traced step.
-      places: The positions of the accumulators among its inputs.
+      jaxpr: The traced step. Its first inputs and its last outputs are the
+        state.
+      places: The positions of the accumulators in the state.
+      count: The number of arrays of the state.
 
     Raises:
-      SumsNeeded: if the step reads an accumulator elsewhere.
+      SumsNeeded: if the step uses a summand elsewhere.
     """
-    accumulators = {jaxpr.jaxpr.invars[place] for place in places}
-    for equation in jaxpr.jaxpr.eqns:
-        if not is_sum_if(equation) and not accumulators.isdisjoint(
+    traced = jaxpr.jaxpr
+    found = {traced.invars[place] for place in places}
+    for equation in traced.eqns:
+        if equation.params.get("name") == _MARK:
+            found.update(equation.outvars)
+        elif not is_sum_if(equation) and not found.isdisjoint(
             stages.variables(equation.invars)
         ):
+            raise SumsNeeded
+    start = len(traced.outvars) - count
+    allowed = {start + place for place in places}
+    for i, output in enumerate(traced.outvars):
+        is_summand = not found.isdisjoint(stages.variables([output]))
+        if is_summand != (i in allowed):
             raise SumsNeeded
 
 
@@ -179,10 +224,12 @@ def unwrap(optimizer: Any) -> Any:
 def _check_unchanged(
     step: StepContext, optimizer: Any, values: IdentityMap[Any]
 ) -> None:
-    before = step.notes.accumulators
-    for variable in accumulators_of(optimizer):
-        if variable not in before or values[variable] is not before[variable]:
-            raise SumsNeeded
+    known = step.notes.summands
+    if any(values[v] not in known for v in accumulators_of(optimizer)):
+        raise SumsNeeded
+    # Replicas that disagree on whether to sum would wait forever.
+    if values[optimizer._iterations] not in step.notes.equal:
+        raise SumsNeeded
 
 
 def _find_targets(

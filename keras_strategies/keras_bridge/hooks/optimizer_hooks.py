@@ -135,10 +135,9 @@ def _apply_accumulated(
         for variable in accumulators:
             variable.assign(summands.value_in(sums, variable))
         original(optimizer, grads, variables)
-        for variable in sums:
-            step.notes.summands[variable] = variable.value
         for variable in accumulators:
-            variable.assign(before[variable])
+            old, new = before[variable], variable.value
+            variable.assign(summands.mark(step, sums, variable, old, new))
     step.notes.equal.update(v.value for v in (*variables, *slots))
 
 
@@ -166,10 +165,10 @@ def _apply_stateless(
     with step.flag("in_optimizer"):
         weights, new = original(optimizer, read, grads, *args, **kwargs)
     after = IdentityMap(zip(slots, new, strict=True))
-    for variable in sums:
-        step.notes.summands[variable] = after[variable]
     for variable in accumulators:
-        after[variable] = before[variable]
+        after[variable] = summands.mark(
+            step, sums, variable, before[variable], after[variable]
+        )
     new = [after[v] for v in slots]
     step.notes.equal.update([*weights, *new])
     return list(weights), new

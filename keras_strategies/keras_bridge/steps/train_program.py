@@ -147,17 +147,16 @@ class StepProgram(ModelProgram):
             self._replica_body,
             (written, read),
             data,
-            functools.partial(self._check_reads, step),
+            functools.partial(self._check_uses, step),
         )
 
-    def _check_reads(self, step: StepContext, jaxpr: ClosedJaxpr) -> None:
+    def _check_uses(self, step: StepContext, jaxpr: ClosedJaxpr) -> None:
         local = self.local_sums
         if local is not None and step.notes.summands:
-            groups = [self._variables[i] for i in self._written]
-            before = groups[: self._written.index(OPTIMIZER)]
-            start = sum(map(len, before))
+            sizes = [len(self._variables[i]) for i in self._written]
+            start = sum(sizes[: self._written.index(OPTIMIZER)])
             places = [start + i for i in local.places]
-            summands.check_reads(jaxpr, places)
+            summands.check_uses(jaxpr, places, sum(sizes))
 
     def _replica_body(
         self, step: StepContext, written: Group, read: Group, data: Batch
@@ -174,7 +173,9 @@ class StepProgram(ModelProgram):
         if step.facts.is_probe:
             # The extra trace for checks has no merge rules, and merges nothing.
             return logs
-        new = self._end_sums(step, new)
+        if step.notes.summands:
+            group = self._variables[OPTIMIZER]
+            summands.check_new(step, group, new[OPTIMIZER])
         # If the step resets a metric, the metric's change is measured from its
         # value after the last reset.
         folded[-1] = [step.notes.before[v] for v in metrics]
@@ -183,20 +184,12 @@ class StepProgram(ModelProgram):
     def _begin_sums(self, step: StepContext, state: Sequence[Group]) -> None:
         local = self.local_sums
         if local is not None and self._sums_later:
-            group = state[OPTIMIZER]
-            values = [group[i] for i in local.places]
-            summands.begin(step, local.accumulators, values)
-
-    def _end_sums(
-        self, step: StepContext, new: Sequence[Group]
-    ) -> Sequence[Group]:
-        if not step.notes.summands:
-            return new
-        groups = list(new)
-        groups[OPTIMIZER] = summands.take_summands(
-            step, self._variables[OPTIMIZER], groups[OPTIMIZER]
-        )
-        return groups
+            summands.begin(
+                step,
+                local.accumulators,
+                self._variables[OPTIMIZER],
+                state[OPTIMIZER],
+            )
 
     def _on_rows(
         self, step: StepContext, state: Sequence[Group], data: Batch

@@ -413,9 +413,65 @@ class Decays(Own):
         return super().update(grads, weights, slots)
 
 
+class Discards(Own):
+    """Keeps the optimizer's variables from before the update."""
+
+    def update(self, grads, weights, slots):
+        _, weights, _ = super().update(grads, weights, slots)
+        return {}, weights, slots
+
+
+class Tries(Own):
+    """Keeps the first of two updates."""
+
+    def update(self, grads, weights, slots):
+        kept = super().update(grads, weights, slots)
+        super().update([2 * g for g in grads], weights, slots)
+        return kept
+
+
+class Stores(Own):
+    """Copies accumulators to weights that are not trained."""
+
+    def __init__(self):
+        super().__init__()
+        self.copies = [
+            self.add_weight(shape=v.shape, trainable=False)
+            for v in self.layer.trainable_variables
+        ]
+
+    def train_step(self, state, data):
+        logs, new = super().train_step(state, data)
+        weights, _, slots, metrics = new
+        return logs, (weights, self.choose(state[2], slots), slots, metrics)
+
+    def choose(self, old, new):
+        return new[2:]
+
+
+class StoresOld(Stores):
+    """Copies accumulators from before the step."""
+
+    def choose(self, old, new):
+        return old[2:]
+
+
+class CountsRows(Own):
+    """Counts a step only on replicas with a positive first entry."""
+
+    def train_step(self, state, data):
+        self.count = ops.cast(data[0][0, 0] > 0, "int32")
+        return super().train_step(state, data)
+
+    def update(self, grads, weights, slots):
+        slots = [slots[0] + self.count, *slots[1:]]
+        return super().update(grads, weights, slots)
+
+
 OWN = {
-    **dict.fromkeys((Own, Applies, Twice, Half), True),
+    **dict.fromkeys((Own, Applies, Twice, Half, Discards, Tries), True),
     **dict.fromkeys((ReadsBefore, ReadsAfter, Changes, Decays), False),
+    **dict.fromkeys((Stores, StoresOld), False),
 }
 
 
@@ -433,6 +489,13 @@ def test_own_steps_that_use_accumulators_sum_in_each_step(kind):
     program = strategy.compile_step(model, (X[:24], Y[:24]))
     text = program.as_text()
     assert ("ks_sum_if" in text) == OWN[kind]
+
+
+def test_replicas_that_could_disagree_on_an_update_sum_in_each_step():
+    strategy = mirrored(2)
+    model = compiled_in(strategy, CountsRows, sgd(), "mse")
+    program = strategy.compile_step(model, (X[:24], Y[:24]))
+    assert "ks_sum_if" not in program.as_text()
 
 
 class Sometimes(Own):
