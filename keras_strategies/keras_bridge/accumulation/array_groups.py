@@ -1,6 +1,5 @@
 """The groups of arrays that Keras's loops pass from step to step."""
 
-import functools
 from collections.abc import Sequence
 from typing import Any
 
@@ -24,25 +23,25 @@ class ArrayGroup(Sequence[Any]):
 
     Attributes:
       arrays: The arrays, as the next step takes them.
+      sums: The sums at the places of stacked accumulators, and None elsewhere.
+        Empty if the sums were not computed.
     """
 
     def __init__(
         self, arrays: Sequence[Any], local_sums: LocalSums | None = None
     ) -> None:
         self.arrays = arrays
+        self.sums: list[Any] = []
         self._local_sums = local_sums
-
-    @functools.cached_property
-    def _values(self) -> Sequence[Any]:
-        if self._local_sums is None:
-            return self.arrays
-        return self._local_sums.convert(list(self.arrays), is_stacked=False)
 
     def __len__(self) -> int:
         return len(self.arrays)
 
     def __getitem__(self, index: Any) -> Any:
-        return self._values[index]
+        if self._local_sums is not None and not self.sums:
+            self.sums = self._local_sums.find_sums(list(self.arrays))
+        total = self.sums[index] if self.sums else None
+        return self.arrays[index] if total is None else total
 
 
 def wrap_groups(
@@ -50,6 +49,18 @@ def wrap_groups(
 ) -> tuple[ArrayGroup, ...]:
     """Makes the groups of a step's state, for Keras."""
     return tuple(
-        ArrayGroup(group, local_sums if i == OPTIMIZER else None)
+        group
+        if isinstance(group, ArrayGroup)
+        else ArrayGroup(group, local_sums if i == OPTIMIZER else None)
         for i, group in enumerate(state)
     )
+
+
+def find_holders(groups: Sequence[Any]) -> list[list[Any]]:
+    """Returns the lists that hold the arrays of a state.
+
+    Args:
+      groups: The groups of the state: `ArrayGroup`s or lists.
+    """
+    arrays = [getattr(group, "arrays", group) for group in groups]
+    return [arrays, [getattr(group, "sums", []) for group in groups]]

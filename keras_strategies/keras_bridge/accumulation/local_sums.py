@@ -113,6 +113,15 @@ class LocalSums:
             group[i] = array
         return group
 
+    def find_sums(self, group: Group) -> list[Any]:
+        """Returns the sums of stacked accumulators, and None elsewhere.
+
+        Collective, if the accumulators are stacked.
+        """
+        whole = self.convert(group, is_stacked=False)
+        pairs = zip(group, whole, strict=True)
+        return [None if new is old else new for old, new in pairs]
+
     def _are_stacked(self, arrays: Sequence[Any]) -> bool:
         return len(arrays[0].shape) > len(self.accumulators[0].shape)
 

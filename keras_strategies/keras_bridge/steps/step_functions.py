@@ -19,7 +19,10 @@ from keras_strategies._core.batches import (
 from keras_strategies._core.mesh import ReplicaMesh
 from keras_strategies._types import Batch, Tree
 from keras_strategies.keras_bridge import keras_names
-from keras_strategies.keras_bridge.accumulation.array_groups import wrap_groups
+from keras_strategies.keras_bridge.accumulation.array_groups import (
+    find_holders,
+    wrap_groups,
+)
 from keras_strategies.keras_bridge.accumulation.local_sums import (
     LocalSums,
     find_local_sums,
@@ -126,8 +129,8 @@ class StepFunctionCache:
         """
         last = self._last.pop(kind, None)
         if last is not None:
-            arrays = [group.arrays for group in last]
-            self._arrays = ownership.update_owned(self._arrays, arrays)
+            for holder in find_holders(last):
+                self._arrays = ownership.update_owned(self._arrays, holder)
 
     def reset(self) -> None:
         """Discards all step functions, so that they are compiled again."""
@@ -328,13 +331,12 @@ def _holders(
     model: keras.Model, groups: tuple[str, ...], last: Sequence[Any] | None
 ) -> list[Any]:
     """Returns the earlier states that may refer to the same arrays."""
-    holders = [] if last is None else [[group.arrays for group in last]]
+    holders = [] if last is None else find_holders(last)
     keras_state = getattr(model, "_jax_state", None)
     if keras_state and all(name in keras_state for name in groups):
         of_keras = [keras_state[name] for name in groups]
         if last is None or of_keras[0] is not last[0]:
-            # The arrays themselves: an entry of an `ArrayGroup` may be a sum.
-            holders.append([getattr(g, "arrays", g) for g in of_keras])
+            holders += find_holders(of_keras)
     return holders
 
 

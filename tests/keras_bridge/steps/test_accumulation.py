@@ -10,6 +10,7 @@ from keras import ops, optimizers
 
 import keras_strategies as ks
 from keras_strategies._core.jaxprs.hlo_text import count_collective_bytes
+from keras_strategies.keras_bridge.variables import ownership
 from tests.parity.models import TwoOptimizers
 from tests.support.models import chain, compiled_in
 from tests.support.plain_keras import (
@@ -168,6 +169,41 @@ def test_callbacks_read_sums_in_every_step():
     accumulated = [float(np.abs(slots[2]).sum()) for slots in read]
     assert accumulated[0] > 0
     assert accumulated[2] == 0
+
+
+class Copies(keras.callbacks.Callback):
+    """Counts the arrays that are copied because a step may not donate them."""
+
+    def __init__(self, monkeypatch):
+        super().__init__()
+        self.counts, self._count = [], 0
+        self._copy = ownership.copy_with_sharding
+        monkeypatch.setattr(ownership, "copy_with_sharding", self._count_one)
+
+    def _count_one(self, *args):
+        self._count += 1
+        return self._copy(*args)
+
+    def on_epoch_end(self, epoch, logs=None):
+        self.counts.append(self._count)
+        self._count = 0
+
+
+@pytest.mark.parametrize("rows", [48, 50])
+def test_reading_variables_keeps_steps_in_place(rows, monkeypatch):
+    counts = []
+    for k in (None, 4):
+        # Other tests' strategies over some of the devices would cause copies.
+        monkeypatch.setattr(ownership, "_device_sets", set())
+        copies = Copies(monkeypatch)
+        with mirrored(2).scope():
+            model = net()
+            model.compile(ADAM(0.01, gradient_accumulation_steps=k), "mse")
+        for _ in range(2):
+            model.fit(X[:rows], Y[:rows], epochs=3, callbacks=[copies], **FIT)
+        counts.append(copies.counts[1:])
+        monkeypatch.undo()
+    assert counts[0] == counts[1]
 
 
 class Writes(keras.callbacks.Callback):
