@@ -50,6 +50,7 @@ ROOMS = {
     "keras_bridge": [
         {""},
         {"inputs", "variables"},
+        {"accumulation"},
         {"hooks"},
         {"layers"},
         {"steps"},

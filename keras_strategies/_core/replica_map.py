@@ -244,6 +244,38 @@ def _psum(leaf: jax.Array, axis: Axis) -> jax.Array:
     return leaf if is_alone else jax.lax.psum(leaf, axis)
 
 
+def sum_if(
+    condition: Array,
+    compute: Callable[..., list[jax.Array]],
+    operands: Sequence[Tree],
+    axis: Axis,
+    buffering: Buffering | None = None,
+) -> list[jax.Array]:
+    """Computes arrays, and sums them over the replicas if a condition holds.
+
+    Args:
+      condition: A boolean scalar, which must be equal on all replicas: those
+        that take the other branch send nothing.
+      compute: A function from `operands` to a list of arrays.
+      operands: The arguments of `compute`: nests of arrays.
+      axis: The replica axis.
+      buffering: See `all_sum`.
+
+    Returns:
+      The sums of the arrays, or this replica's arrays.
+    """
+
+    def compute_sums(*operands: Tree) -> list[jax.Array]:
+        return all_sum(compute(*operands), axis, buffering)
+
+    def branch(condition: Array, *operands: Tree) -> list[jax.Array]:
+        return jax.lax.cond(condition, compute_sums, compute, *operands)
+
+    # The name tells `has_unsure_collectives` that the branch is safe.
+    branch.__name__ = SUM_IF
+    return jax.jit(branch)(condition, *operands)
+
+
 def all_max(leaf: jax.Array, axis: Axis) -> jax.Array:
     """Computes the elementwise maximum over the replicas."""
     return _one(lambda a: jax.lax.pmax(a, axis), leaf)
@@ -296,6 +328,9 @@ def _one(reduce: Callable[[Any], Any], leaf: Array) -> Array:
     return replay.collective(lambda leaves: [reduce(leaves[0])], [leaf])[0]
 
 
+SUM_IF = "ks_sum_if"
+"""The name of the function in the traces of `sum_if`."""
+
 _COLLECTIVES = ("psum", "pmax", "pmin", "all_gather", "reduce_scatter")
 _UNSURE = ("cond", "while")
 
@@ -304,14 +339,20 @@ def has_unsure_collectives(jaxpr: ClosedJaxpr) -> bool:
     """Returns whether a program has collectives in branches or `while` loops.
 
     Such collectives may run on only some of the replicas, or a different number
-    of times on each.
+    of times on each. Those of `sum_if` run on all of them, unless it is itself
+    in a branch.
     """
     return any(
         inner.primitive.name.startswith(_COLLECTIVES)
-        for equation in stages.all_equations(jaxpr)
+        for equation in stages.all_equations(jaxpr, skips=is_sum_if)
         if equation.primitive.name in _UNSURE
         for inner in stages.equations_in(equation)
     )
+
+
+def is_sum_if(equation: Equation) -> bool:
+    """Returns whether an equation of a trace is a call of `sum_if`."""
+    return equation.params.get("name") == SUM_IF
 
 
 def has_convolutions(jaxpr: ClosedJaxpr) -> bool:

@@ -87,6 +87,8 @@ class Scalars(keras.callbacks.Callback):
       ```
     """
 
+    _ks_reads_logs = True
+
     def __init__(
         self,
         log_dir: str | os.PathLike[str] | None,

@@ -43,6 +43,13 @@ class ReplicaNeeded(BaseException):
         self.name = name
 
 
+class SumsNeeded(BaseException):
+    """Raised by a trace whose accumulated gradients must be sums at all times.
+
+    Not an `Exception`, so that user code and Keras's layers do not catch it.
+    """
+
+
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class StepFacts:
     """Properties of a step that are fixed before it is traced.
@@ -145,6 +152,10 @@ class StepNotes:
         the metric was reset in the step, the value after the reset.
       results: For each value that a metric returned for the global batch, its
         `metric_hooks.Result`.
+      accumulators: The accumulators of gradients that are summed over the
+        replicas only in the optimizer's update.
+      summands: The values in the trace that are this replica's summands of an
+        accumulator (accumulation/summands.py).
       unaggregated: User-defined variables that were written, but have no
         `aggregation` that defines how different values are combined.
       sizes: Sizes that may be the number of rows, in the order of recording.
@@ -165,6 +176,8 @@ class StepNotes:
     )
     before: IdentityMap[Any] = dataclasses.field(default_factory=IdentityMap)
     results: IdentityMap[Any] = dataclasses.field(default_factory=IdentityMap)
+    accumulators: IdentitySet = dataclasses.field(default_factory=IdentitySet)
+    summands: IdentitySet = dataclasses.field(default_factory=IdentitySet)
     unaggregated: IdentitySet = dataclasses.field(default_factory=IdentitySet)
     sizes: list[tuple[float, bool, str]] = dataclasses.field(
         default_factory=list

@@ -125,6 +125,46 @@ def test_sums_are_differentiated_both_ways(transform, buffering):
         assert np.isfinite(leaf).all()
 
 
+def sum_from_two(x):
+    """Sums over the replicas, if the first of all entries is at least 2."""
+    is_summed = rm.all_min(x[0], AXIS) >= 2
+
+    def compute(pair):
+        return [x + y for x, y in zip(*pair, strict=True)]
+
+    return rm.sum_if(is_summed, compute, [([x, x], [x, -x])], AXIS)
+
+
+@pytest.mark.parametrize("replicas", [1, 2, 8])
+@pytest.mark.parametrize("least", [1, 2])
+def test_sums_depend_on_a_condition(replicas, least):
+    data = np.arange(replicas, dtype="float32") + least
+    doubled, zeros = mapped(sum_from_two, replicas, split_out=True)(data)
+    is_summed = least == 2
+    expected = np.full(replicas, 2 * data.sum()) if is_summed else 2 * data
+    np.testing.assert_array_equal(doubled, expected)
+    np.testing.assert_array_equal(zeros, np.zeros(replicas))
+
+
+def test_conditional_sums_are_sure_unless_they_are_in_a_branch():
+    def in_branch(x):
+        return jax.lax.cond(x[0] > 0, sum_from_two, lambda x: [x, x], x)
+
+    def of_branch(x):
+        sums = jax.lax.cond(
+            x[0] > 0, lambda x: rm.all_sum([x], AXIS), lambda x: [x], x
+        )
+        return [*sums, *sum_from_two(x)]
+
+    found = [
+        rm.has_unsure_collectives(
+            jax.make_jaxpr(mapped(fn, 2, split_out=True))(np.ones(2))
+        )
+        for fn in (sum_from_two, in_branch, of_branch)
+    ]
+    assert found == [False, True, True]
+
+
 def test_max_min_mean_and_rows():
     data = np.array([[1, -5], [4, 2], [-3, 0]], "float32")
 

@@ -94,6 +94,7 @@ RELIED_ON = {
     *("_compute_attention", "_compute_attention_mask", "_compute_causal_mask"),
     *("_compute_sliding_window_mask", "_sliding_window"),
     # Layers, optimizers, metrics.
+    *("_accumulated_gradients", "_get_variable_index"),
     *("_epoch", "_fn", "_fn_kwargs", "_inputs", "_iterations"),
     *("_learning_rate", "_moments", "_num_samples"),
     *("_reduction_axes", "_shuffle", "_trainable_variables"),
@@ -469,6 +470,48 @@ def test_steps_that_accumulate_count_in_the_optimizers_own_variable():
     assert int(sgd._iterations.value) == 4
     assert int(sgd.iterations) == 1
     assert any(v is sgd._iterations for v in optimizer.variables)
+
+
+def test_an_update_adds_the_accumulators_to_the_gradients():
+    sgd = keras.optimizers.SGD(1.0, gradient_accumulation_steps=2)
+    first, second = keras.Variable([1.0]), keras.Variable([1.0])
+    sgd.build([first, second])
+    one, other = sgd._accumulated_gradients
+    assert sgd._get_variable_index(second) == 1
+    other.assign([6.0])
+    zeros = [jax.numpy.zeros(1)] * 2
+    sgd.apply(zeros)
+    assert float(other.value[0]) == 6
+    one.assign([4.0])
+    sgd.apply(zeros)
+    assert [float(v.value[0]) for v in (first, second)] == [-1, -2]
+    assert [float(v.value[0]) for v in (one, other)] == [0, 0]
+
+
+def test_accumulators_without_a_gradient_are_not_used():
+    sgd = keras.optimizers.SGD(1.0, gradient_accumulation_steps=2)
+    first, second = keras.Variable([1.0]), keras.Variable([1.0])
+    sgd.build([first, second])
+    sgd._accumulated_gradients[1].assign([6.0])
+    for _ in range(2):
+        with pytest.warns(UserWarning, match="Gradients do not exist"):
+            sgd.apply([jax.numpy.ones(1), None])
+    assert float(second.value[0]) == 1
+    assert float(sgd._accumulated_gradients[1].value[0]) == 6
+
+
+def test_loss_scaling_divides_gradients_before_they_are_accumulated():
+    sgd = keras.optimizers.SGD(gradient_accumulation_steps=2)
+    optimizer = keras.optimizers.LossScaleOptimizer(sgd, initial_scale=8.0)
+    weight = keras.Variable([1.0])
+    optimizer.build([weight])
+    assert sgd.loss_scale_factor is None
+    slots = [v.value for v in optimizer.variables]
+    place = [v is sgd._accumulated_gradients[0] for v in optimizer.variables]
+    for grad, expected in ((16.0, 2), (float("nan"), 0)):
+        grads = [jax.numpy.full(1, grad)]
+        _, new = optimizer.stateless_apply(slots, grads, [weight.value])
+        assert float(new[place.index(True)][0]) == expected
 
 
 def test_loops_go_through_attributes_of_the_instance():

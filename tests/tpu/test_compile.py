@@ -3,6 +3,8 @@
 The cases of the table in docs/tpu.md, which the benchmark makes.
 """
 
+import math
+
 import jax
 import keras
 import numpy as np
@@ -17,6 +19,7 @@ from benchmarks.tpu_collectives import (
     compile_steps,
     loop_step,
 )
+from keras_strategies._core.jaxprs.hlo_text import count_collective_bytes
 
 pytestmark = pytest.mark.tpu
 
@@ -220,3 +223,29 @@ def test_impossible_slices_and_shapes_are_refused(arguments, parts):
         ks.TPUStrategy.for_topology(**arguments)
     for part in parts:
         assert part in str(caught.value)
+
+
+@pytest.mark.parametrize("is_scaled", [False, True])
+def test_accumulated_gradients_are_summed_in_the_branch_of_an_update(is_scaled):
+    strategy = ks.TPUStrategy.for_topology("v5e:2x2")
+    optimizer = keras.optimizers.Adam(gradient_accumulation_steps=4)
+    if is_scaled:
+        optimizer = keras.optimizers.LossScaleOptimizer(optimizer)
+    with strategy.scope():
+        hidden = keras.layers.Dense(512, "relu")
+        model = keras.Sequential(
+            [keras.Input((256,)), hidden, keras.layers.Dense(16)]
+        )
+        model.compile(optimizer, "mse")
+    shapes = [jax.ShapeDtypeStruct((64, n), "float32") for n in (256, 16)]
+    program = strategy.compile_step(model, tuple(shapes))
+    weights = model.trainable_variables
+    text = program.as_text()
+    start = text.index("ENTRY ")
+    entry = text[start : text.index("\n}", start)]
+    every, of_all_steps = (
+        count_collective_bytes(part)["all-reduce"] for part in (text, entry)
+    )
+    # A loss, its denominator, and whether gradients are finite.
+    assert of_all_steps <= 16
+    assert every - of_all_steps == sum(4 * math.prod(w.shape) for w in weights)

@@ -6,12 +6,17 @@ is called, and metrics, moving statistics and losses at its end, although most
 of these could be summed together with the gradients. So the sums of a traced
 step are computed in rounds, and the sums of one round are combined. A sum is in
 round k if the longest chain of sums that it depends on has length k.
+
+A round may contain sums that are computed only under a condition. The other
+sums of the round are then computed in both branches: together with them, or
+without.
 """
 
 import collections
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
+import jax
 from jax.extend.core import ClosedJaxpr, JaxprEqn, jaxpr_as_fun
 
 from keras_strategies._core.jaxprs import stages
@@ -22,7 +27,10 @@ Sum = Callable[[list[Any]], list[Any]]
 
 
 def with_combined_sums(
-    traced: ClosedJaxpr, axis: Axis, all_sum: Sum
+    traced: ClosedJaxpr,
+    axis: Axis,
+    all_sum: Sum,
+    is_conditional: Callable[[Any], bool],
 ) -> Callable[..., list[Any]]:
     """Returns a traced function in which sums over an axis are combined.
 
@@ -31,6 +39,9 @@ def with_combined_sums(
         into Python or uses references.
       axis: The replica axis.
       all_sum: A function that sums arrays over the axis.
+      is_conditional: A function that returns whether an equation is a call
+        whose last equation is a `cond` of two branches: the first computes
+        arrays, the second one sums these arrays.
 
     Returns:
       A function that takes the flat inputs and returns the flat outputs.
@@ -40,7 +51,7 @@ def with_combined_sums(
         traced.jaxpr
     ):
         return jaxpr_as_fun(traced)
-    rounds = _rounds(equations, axis)
+    rounds = _rounds(equations, axis, is_conditional)
     if all(len(sums) < 2 for _, sums in rounds):
         return jaxpr_as_fun(traced)
 
@@ -57,8 +68,7 @@ def with_combined_sums(
                 jaxpr, computed, outputs, values.__getitem__
             )
             values.update(zip(outputs, arrays, strict=True))
-            operands = [v for equation in sums for v in equation.invars]
-            totals = all_sum([stages.value_of(v, values) for v in operands])
+            totals = _compute_sums(sums, values, all_sum)
             results = [v for equation in sums for v in equation.outvars]
             values.update(zip(results, totals, strict=True))
         return [stages.value_of(v, values) for v in jaxpr.outvars]
@@ -66,16 +76,62 @@ def with_combined_sums(
     return compute
 
 
-def _rounds(equations: Sequence[Any], axis: Axis) -> list[tuple[Any, Any]]:
-    """Returns each round of sums, with the equations to compute before it."""
+def _compute_sums(
+    sums: Sequence[Any], values: Mapping[Any, Any], all_sum: Sum
+) -> list[Any]:
+    """Computes the sums of a round, of which the first may be conditional."""
+    has_condition = bool(sums) and not _is_psum(sums[0])
+    plain = sums[1:] if has_condition else sums
+    operands = [v for equation in plain for v in equation.invars]
+    summands = [stages.value_of(v, values) for v in operands]
+    if not has_condition:
+        return all_sum(summands)
+    call = sums[0]
+    traced = call.params["jaxpr"]
+    *before, branch = traced.jaxpr.eqns
+    inner = dict(zip(traced.jaxpr.constvars, traced.consts, strict=True))
+    inputs = [stages.value_of(v, values) for v in call.invars]
+    inner |= zip(traced.jaxpr.invars, inputs, strict=True)
+    results = [v for equation in before for v in equation.outvars]
+    arrays = stages.compute_equations(
+        traced.jaxpr, before, results, inner.__getitem__
+    )
+    inner |= zip(results, arrays, strict=True)
+    index, *read = [stages.value_of(v, inner) for v in branch.invars]
+    compute = jaxpr_as_fun(branch.params["branches"][0])
+
+    def sum_all(read: list[Any], summands: list[Any]) -> list[Any]:
+        return all_sum([*compute(*read), *summands])
+
+    def sum_plain(read: list[Any], summands: list[Any]) -> list[Any]:
+        return [*compute(*read), *all_sum(summands)]
+
+    return jax.lax.switch(index, [sum_plain, sum_all], read, summands)
+
+
+def _rounds(
+    equations: Sequence[Any],
+    axis: Axis,
+    is_conditional: Callable[[Any], bool],
+) -> list[tuple[Any, Any]]:
+    """Returns each round of sums, with the equations to compute before it.
+
+    The first sum of a round may be conditional.
+    """
     waits: dict[Any, int] = {}
     computed, sums = collections.defaultdict(list), {}
     for equation in equations:
         operands = stages.variables(equation.invars)
         latest = max((waits.get(v, 0) for v in operands), default=0)
+        of_round = sums.setdefault(latest, [])
         is_sum = _is_sum(equation, axis)
-        kind = sums.setdefault(latest, []) if is_sum else computed[latest]
-        kind.append(equation)
+        if is_sum:
+            of_round.append(equation)
+        elif is_conditional(equation) and all(map(_is_psum, of_round[:1])):
+            of_round.insert(0, equation)
+            is_sum = True
+        else:
+            computed[latest].append(equation)
         waits.update((v, latest + is_sum) for v in equation.outvars)
     last = max([*computed, *sums], default=0)
     return [(computed[k], sums.get(k, [])) for k in range(last + 1)]
@@ -83,7 +139,11 @@ def _rounds(equations: Sequence[Any], axis: Axis) -> list[tuple[Any, Any]]:
 
 def _is_sum(equation: JaxprEqn, axis: Axis) -> bool:
     return (
-        equation.primitive.name == "psum"
+        _is_psum(equation)
         and equation.params["axes"] in ((axis,), axis)
         and equation.params["axis_index_groups"] is None
     )
+
+
+def _is_psum(equation: JaxprEqn) -> bool:
+    return equation.primitive.name == "psum"

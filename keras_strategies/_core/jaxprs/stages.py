@@ -241,8 +241,16 @@ def _may_differ(equation: JaxprEqn) -> bool:
     )
 
 
-def all_equations(jaxpr: Jaxpr | ClosedJaxpr) -> Iterator[Any]:
-    """Yields the equations of a jaxpr and of all nested jaxprs, each once."""
+def all_equations(
+    jaxpr: Jaxpr | ClosedJaxpr,
+    skips: Callable[[Any], bool] = lambda equation: False,
+) -> Iterator[Any]:
+    """Yields the equations of a jaxpr and of all nested jaxprs, each once.
+
+    Args:
+      jaxpr: The jaxpr.
+      skips: A function that returns whether to skip an equation's jaxprs.
+    """
     seen: set[int] = set()
     waiting = [getattr(jaxpr, "jaxpr", jaxpr)]
     while waiting:
@@ -251,7 +259,8 @@ def all_equations(jaxpr: Jaxpr | ClosedJaxpr) -> Iterator[Any]:
             seen.add(id(inner))
             yield from inner.eqns
             for equation in inner.eqns:
-                waiting += jaxprs_in_params(equation.params)
+                if not skips(equation):
+                    waiting += jaxprs_in_params(equation.params)
 
 
 def equations_in(equation: JaxprEqn) -> Iterator[Any]:

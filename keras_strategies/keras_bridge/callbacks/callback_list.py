@@ -158,9 +158,16 @@ def _is_listening(callback: keras.callbacks.Callback, kind: str) -> bool:
     """Returns whether a callback implements the batch-end hook."""
     if kind == "train" and _is_selective(callback):
         return False
+    return implements(callback, _HOOKS[kind])
+
+
+def implements(
+    callback: keras.callbacks.Callback, names: Sequence[str]
+) -> bool:
+    """Returns whether a callback implements any of some hooks."""
     default = keras.callbacks.Callback
     # A hook may also be an attribute of the instance, as in LambdaCallback.
-    hooks = [getattr(callback, name) for name in _HOOKS[kind]]
+    hooks = [getattr(callback, name) for name in names]
     return [getattr(hook, "__func__", hook) for hook in hooks] != [
-        getattr(default, name) for name in _HOOKS[kind]
+        getattr(default, name) for name in names
     ]

@@ -16,6 +16,8 @@ from keras.src.utils import file_utils
 from keras_strategies._core.mesh import ReplicaMesh
 from keras_strategies._types import Callbacks, Logs
 from keras_strategies.cluster.exchange.host_exchange import Agreement
+from keras_strategies.keras_bridge.accumulation.summands import unwrap
+from keras_strategies.keras_bridge.callbacks.callback_list import implements
 
 _WRITERS = (
     keras.callbacks.ModelCheckpoint,
@@ -24,6 +26,23 @@ _WRITERS = (
     keras.callbacks.RemoteMonitor,
     keras.callbacks.ProgbarLogger,
 )
+
+_SAVERS = (keras.callbacks.ModelCheckpoint, keras.callbacks.BackupAndRestore)
+_READERS_OF_LOGS = (
+    keras.callbacks.CSVLogger,
+    keras.callbacks.History,
+    keras.callbacks.ProgbarLogger,
+    keras.callbacks.TensorBoard,
+    keras.callbacks.TerminateOnNaN,
+)
+_BATCH_HOOKS = (
+    *("on_batch_begin", "on_batch_end"),
+    *("on_train_batch_begin", "on_train_batch_end"),
+)
+
+READS_LOGS = "_ks_reads_logs"
+"""The attribute of classes of callbacks whose hooks for batches do not read
+variables."""
 
 
 def select_callbacks(callbacks: Callbacks, mesh: ReplicaMesh) -> Callbacks:
@@ -49,6 +68,48 @@ def select_callbacks(callbacks: Callbacks, mesh: ReplicaMesh) -> Callbacks:
         elif mesh.is_chief or not _is_chief_only(callback, mesh):
             chosen.append(callback)
     return chosen
+
+
+def read_variables_together(
+    model: keras.Model, callbacks: Callbacks, mesh: ReplicaMesh
+) -> bool:
+    """Returns whether all processes read a model's variables at the same time.
+
+    Collective, if the model's optimizer accumulates gradients. Otherwise it
+    makes no difference, and the result is False.
+
+    Between the steps of an epoch, a callback may read the variables in one
+    process only, for example to save the model on the chief. It does not if it
+    has no hooks for batches, or is one of Keras's that do not read variables
+    there.
+
+    Args:
+      model: The model.
+      callbacks: The callbacks of `fit` in this process.
+      mesh: The mesh of the replicas.
+    """
+    optimizer = unwrap(model.optimizer)
+    if not getattr(optimizer, "gradient_accumulation_steps", None):
+        return False
+    if mesh.num_processes == 1:
+        return True
+    flat = keras.tree.flatten(callbacks) if callbacks else []
+    agreement = Agreement(mesh.processes, "the callbacks of an epoch's steps")
+    received = agreement.exchange(str(all(map(_reads_after_epochs, flat))))
+    agreement.end()
+    return set(received) == {str(True)}
+
+
+def _reads_after_epochs(callback: Any) -> bool:
+    """Returns whether a callback reads no variables between an epoch's steps.
+
+    A `CheckpointCallback` reads them in all processes.
+    """
+    kind = type(callback)
+    if kind in _SAVERS:
+        return callback.save_freq == "epoch"
+    is_known = kind in _READERS_OF_LOGS or READS_LOGS in vars(kind)
+    return is_known or not implements(callback, _BATCH_HOOKS)
 
 
 def _is_chief_only(

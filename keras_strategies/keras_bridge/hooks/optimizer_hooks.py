@@ -2,7 +2,8 @@
 
 If optimizers are nested, the outermost one first reduces the gradients over the
 replicas. So Keras's loss scaling and gradient accumulation receive reduced
-gradients.
+gradients. In `fit`, accumulated gradients are reduced only in the step of the
+update (`accumulation`).
 
 References:
   - Micikevicius et al., Mixed Precision Training (2018), on loss scaling:
@@ -17,7 +18,7 @@ import jax
 import jax.numpy as jnp
 import keras
 
-from keras_strategies._core.identity import IdentitySet
+from keras_strategies._core.identity import IdentityMap, IdentitySet
 from keras_strategies._core.jaxprs.marked_updates import (
     MAX,
     Reduction,
@@ -26,6 +27,7 @@ from keras_strategies._core.jaxprs.marked_updates import (
 )
 from keras_strategies._core.replica_map import all_max, all_sum
 from keras_strategies._types import Array
+from keras_strategies.keras_bridge.accumulation import summands
 from keras_strategies.keras_bridge.hooks import loss_hooks
 from keras_strategies.keras_bridge.hooks.variables_used import (
     InnerScope,
@@ -53,6 +55,9 @@ def apply(
         variables = _find_variables(optimizer)
     if _is_cut(step, optimizer, variables):
         _apply_in_cut(step, original, optimizer, grads, list(variables))
+        return None
+    if summands.sums_later(step, optimizer):
+        _apply_accumulated(step, original, optimizer, grads, list(variables))
         return None
     grads = _reduce_gradients(step, optimizer, grads, variables)
     with step.flag("in_optimizer"):
@@ -100,11 +105,73 @@ def stateless_apply(
         new = _mark_update(step, optimizer, grads, targets, values, update)
         step.notes.equal.update(new)
         return new[:count], new[count:]
+    if summands.sums_later(step, optimizer):
+        return _apply_stateless(
+            step, original, optimizer, optimizer_variables, grads, args, kwargs
+        )
     grads = _reduce_gradients(step, optimizer, grads, variables)
     with step.flag("in_optimizer"):
         result = apply_to(grads, *args, **kwargs)
     step.notes.equal.update(jax.tree.leaves(result))
     return result
+
+
+def _apply_accumulated(
+    step: StepContext,
+    original: _Method,
+    optimizer: keras.optimizers.Optimizer,
+    grads: Sequence[Array | None],
+    variables: list[keras.Variable],
+) -> None:
+    """Applies gradients that are summed only in the step of an update."""
+    slots = optimizer.variables
+    before = IdentityMap((v, v.value) for v in slots)
+    divisor = _find_divisor(step, optimizer)
+    grads, sums = summands.accumulate(
+        step, optimizer, grads, variables, before, divisor
+    )
+    accumulators = summands.accumulators_of(optimizer)
+    with step.flag("in_optimizer"):
+        for variable in accumulators:
+            variable.assign(summands.value_in(sums, variable))
+        original(optimizer, grads, variables)
+        for variable in accumulators:
+            old, new = before[variable], variable.value
+            variable.assign(summands.mark(step, sums, variable, old, new))
+    step.notes.equal.update(v.value for v in (*variables, *slots))
+
+
+def _apply_stateless(
+    step: StepContext,
+    original: _Method,
+    optimizer: keras.optimizers.Optimizer,
+    optimizer_variables: Sequence[Array],
+    grads: Sequence[Array | None],
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+) -> tuple[list[Any], list[Any]]:
+    """Does what `_apply_accumulated` does, for `stateless_apply`."""
+    slots, variables = optimizer.variables, _find_variables(optimizer)
+    before = IdentityMap(zip(slots, optimizer_variables, strict=True))
+    divisor = _find_divisor(step, optimizer)
+    grads, sums = summands.accumulate(
+        step, optimizer, grads, variables, before, divisor
+    )
+    accumulators = summands.accumulators_of(optimizer)
+    values = IdentityMap((v, before[v]) for v in slots)
+    for variable in accumulators:
+        values[variable] = summands.value_in(sums, variable)
+    read = [values[v] for v in slots]
+    with step.flag("in_optimizer"):
+        weights, new = original(optimizer, read, grads, *args, **kwargs)
+    after = IdentityMap(zip(slots, new, strict=True))
+    for variable in accumulators:
+        after[variable] = summands.mark(
+            step, sums, variable, before[variable], after[variable]
+        )
+    new = [after[v] for v in slots]
+    step.notes.equal.update([*weights, *new])
+    return list(weights), new
 
 
 def _find_variables(

@@ -23,6 +23,7 @@ from keras_strategies.keras_bridge.callbacks.callback_list import (
     make_quiet_list,
 )
 from keras_strategies.keras_bridge.callbacks.chief_callbacks import (
+    read_variables_together,
     select_callbacks,
 )
 from keras_strategies.keras_bridge.callbacks.resumable_fit import (
@@ -170,6 +171,12 @@ class Binding:
             call.set(validation_data=self._make_validation_feed(call))
             call.set_feed(feed)
             self._build_on_feed(feed)
+            sums_later = read_variables_together(
+                self.model, call["callbacks"], self._mesh
+            )
+            stack.enter_context(
+                temporary_attribute(self._functions, "sums_later", sums_later)
+            )
             checkpointer = find_checkpointer(call["callbacks"])
             if checkpointer is not None:
                 variables = all_variables(self.model)

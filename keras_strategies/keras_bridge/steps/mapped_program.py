@@ -29,6 +29,9 @@ from keras_strategies.keras_bridge.steps import trace_checks
 Body = Callable[[Any, Any, Any], Any]
 """A step as a pure function of written state, read state, and data."""
 
+Arguments = Callable[[bool], tuple[Any, Any, Any]]
+"""A function that returns the arguments of a step's program."""
+
 
 class NotMapped(Exception):
     """Raised by a trace whose step must run over the global batch.
@@ -99,7 +102,7 @@ class MappedProgram:
     def start(
         self,
         call: Callable[..., Any],
-        args: tuple[Any, Any, Any],
+        args: Arguments,
         segment: Segment,
         *,
         is_shared: bool = True,
@@ -108,7 +111,9 @@ class MappedProgram:
 
         Args:
           call: A function that runs a jitted function, or lowers it.
-          args: The written state, the read state, and the segment's data.
+          args: A function that returns the arguments: the written state, the
+            read state, and the segment's data. It receives whether the step is
+            mapped over replicas with the same number of rows.
           segment: The batches to run.
           is_shared: Whether the replicas can share the segment's rows evenly.
 
@@ -118,14 +123,14 @@ class MappedProgram:
         if is_shared and not self.is_global:
             program = self.one if segment.steps == 1 else self.many
             try:
-                return call(program, *args)
+                return call(program, *args(True))
             except NotMapped as error:
                 reason, cause = error.reason, error.__cause__
             self.reason = reason or (
                 "its outputs do not have the number of rows of the batch"
             )
             with needing_no_replica(self.reason, cause):
-                self.whole.trace(*args, segment.shape)
+                self.whole.trace(*args(False), segment.shape)
             # Warns before the program donates the state, because filters may
             # turn the warning into an error.
             if reason is not None:
@@ -136,7 +141,7 @@ class MappedProgram:
     def start_global(
         self,
         call: Callable[..., Any],
-        args: tuple[Any, Any, Any],
+        args: Arguments,
         segment: Segment,
     ) -> Any:
         """Calls `call(program, *args)` with a program for any number of rows.
@@ -148,15 +153,16 @@ class MappedProgram:
           RuntimeError: if the step must see the global batch, but uses the
             context of a single replica.
         """
+        arrays = args(False)
         if self.is_global:
             with needing_no_replica(self.reason):
-                return call(self.whole, *args, segment.shape)
+                return call(self.whole, *arrays, segment.shape)
         if not self.is_uneven:
             try:
-                return call(self.whole, *args, segment.shape)
+                return call(self.whole, *arrays, segment.shape)
             except ReplicaNeeded:
                 self.is_uneven = True
-        return call(self.uneven, *args, segment.shape)
+        return call(self.uneven, *arrays, segment.shape)
 
 
 @contextlib.contextmanager

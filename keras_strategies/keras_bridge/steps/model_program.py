@@ -37,6 +37,7 @@ from keras_strategies.keras_bridge.step_context import (
 )
 from keras_strategies.keras_bridge.steps import output_shardings
 from keras_strategies.keras_bridge.steps.mapped_program import (
+    Arguments,
     Body,
     MappedProgram,
     global_batch_trace,
@@ -89,7 +90,7 @@ class ModelProgram:
         is_global: bool = False,
         replica_scope: ReplicaScope | None = None,
     ) -> None:
-        self._step = step
+        self._step, self._name = step, name
         self._replica_scope = replica_scope
         self._variables = variables
         self._written = written
@@ -118,8 +119,7 @@ class ModelProgram:
         of_one, of_many = (
             (mesh.split, mesh.stacked) if has_rows else (mesh.whole,) * 2
         )
-        one = self._map_step(self._replica_step, stacked=False)
-        many = self._map_step(self._replica_step, stacked=True)
+        one, many = map(self._map_even_step, (False, True))
         whole, each = self._run_global_batch, self._run_uneven_rows
         of_whole, of_uneven = (f"{name}_{of}" for of in ("whole", "uneven"))
         jit_for_shape = functools.partial(
@@ -140,6 +140,9 @@ class ModelProgram:
             ),
             is_global=is_global,
         )
+
+    def _map_even_step(self, stacked: bool) -> Body:
+        return self._map_step(self._replica_step, stacked=stacked)
 
     def _map_step(self, step: Body, *, stacked: bool) -> Body:
         """Maps a step over the replicas, for one batch or stacked batches."""
@@ -213,10 +216,13 @@ class ModelProgram:
     def _start(
         self, call: Callable[..., Any], state: Groups, segment: Segment
     ) -> Any:
-        args = (*self._divide(state), segment.data)
+        args = self._arguments(state, segment)
         return self._programs.start(
             call, args, segment, is_shared=not segment.is_padded
         )
+
+    def _arguments(self, state: Groups, segment: Segment) -> Arguments:
+        return lambda is_mapped: (*self._divide(state), segment.data)
 
     def lower(self, state: Groups, segment: Segment) -> jax.stages.Lowered:
         """Lowers the program that a call would run; accepts abstract arrays."""

@@ -67,7 +67,7 @@ class PredictProgram(ModelProgram):
     def _start(
         self, call: Callable[..., Any], state: Groups, segment: Segment
     ) -> Any:
-        args = (*self._divide(state), segment.data)
+        args = self._arguments(state, segment)
         programs = self._programs
         if not (segment.is_padded and programs.is_uneven):
             result = programs.start(call, args, segment)

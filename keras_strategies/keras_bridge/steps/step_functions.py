@@ -19,6 +19,14 @@ from keras_strategies._core.batches import (
 from keras_strategies._core.mesh import ReplicaMesh
 from keras_strategies._types import Batch, Tree
 from keras_strategies.keras_bridge import keras_names
+from keras_strategies.keras_bridge.accumulation.array_groups import (
+    find_holders,
+    wrap_groups,
+)
+from keras_strategies.keras_bridge.accumulation.local_sums import (
+    LocalSums,
+    find_local_sums,
+)
 from keras_strategies.keras_bridge.inputs import feed
 from keras_strategies.keras_bridge.step_context import ReplicaScope
 from keras_strategies.keras_bridge.steps.mapped_program import (
@@ -63,24 +71,6 @@ class Trained:
             self.rows += segment.steps * segment.rows
 
 
-class ArrayGroup(Sequence[Any]):
-    """The arrays of a group, in a sequence whose entries Keras does not track.
-
-    Keras stores the state on the model after every step. If the state were a
-    list, Keras would wrap each entry to track it, which takes longer than a
-    small step.
-    """
-
-    def __init__(self, arrays: Sequence[Any]) -> None:
-        self._arrays = arrays
-
-    def __len__(self) -> int:
-        return len(self._arrays)
-
-    def __getitem__(self, index: Any) -> Any:
-        return self._arrays[index]
-
-
 class StepFunctionCache:
     """The step functions of one model, created when they are first used.
 
@@ -94,6 +84,8 @@ class StepFunctionCache:
       trained: The counts of train steps and rows.
       places: For each kind of step, the place in its feed after the last
         execution.
+      sums_later: Whether train steps may sum accumulated gradients only in
+        updates. The variables must then be read in all processes or in none.
     """
 
     def __init__(
@@ -109,7 +101,9 @@ class StepFunctionCache:
         self.model = model
         self._keeps_outputs = keeps_outputs
         self.mesh = mesh
+        self.sums_later = False
         self._keys: dict[str, Any] = {}
+        self._made: dict[str, dict[bool, StepFunction]] = {}
         # The state that the last step of each kind returned. If the next step
         # receives this same state, no check is needed.
         self._last: dict[str, Any] = {}
@@ -135,7 +129,8 @@ class StepFunctionCache:
         """
         last = self._last.pop(kind, None)
         if last is not None:
-            self._arrays = ownership.update_owned(self._arrays, last)
+            for holder in find_holders(last):
+                self._arrays = ownership.update_owned(self._arrays, holder)
 
     def reset(self) -> None:
         """Discards all step functions, so that they are compiled again."""
@@ -157,15 +152,26 @@ class StepFunctionCache:
         )
         is_known = self._keys.get(kind) == key
         if getattr(model, name) is None or not is_known or force:
-            self._keys[kind] = key
-            setattr(model, name, self._make_function(kind, variables))
-        return getattr(model, name)
+            self._keys[kind], self._made[kind] = key, {}
+        made = self._made[kind]
+        sums_later = kind == "train" and self.sums_later
+        local_sums = (
+            find_local_sums(model, variables, self.mesh) if sums_later else None
+        )
+        is_local = local_sums is not None
+        if is_local not in made:
+            made[is_local] = self._make_function(kind, variables, local_sums)
+        setattr(model, name, made[is_local])
+        return made[is_local]
 
     def _make_function(
-        self, kind: str, variables: tuple[Any, ...]
+        self,
+        kind: str,
+        variables: tuple[Any, ...],
+        local_sums: LocalSums | None,
     ) -> StepFunction:
         model, mesh, groups = self.model, self.mesh, _GROUPS[kind]
-        program = self._make_program(kind, variables)
+        program = self._make_program(kind, variables, local_sums)
         donated = () if model.run_eagerly else _DONATED[kind]
 
         def function(
@@ -186,12 +192,13 @@ class StepFunctionCache:
             except BaseException:
                 # Keras has taken the values out of the variables and would
                 # lose them. Its `jax_state_sync` reads them from here.
-                model._jax_state = dict(zip(groups, state, strict=True))
+                kept = wrap_groups(state, local_sums)
+                model._jax_state = dict(zip(groups, kept, strict=True))
                 model._jax_state_synced = False
                 raise
             if kind == "train":
                 self.trained.add(execution)
-            state = tuple(map(ArrayGroup, state))
+            state = wrap_groups(state, local_sums)
             self._last[kind] = state
             outputs = done[-1] if done else execution.logs
             if kind == "predict" and len(done) > 1:
@@ -219,7 +226,7 @@ class StepFunctionCache:
         """
         last = self._last.pop(kind, None)
         if state is last:
-            return tuple(map(list, state))
+            return tuple(list(group.arrays) for group in last)
         owned = None if ownership.has_rivals(self.mesh) else self._arrays
         holders = _holders(self.model, _GROUPS[kind], last)
         for g, group in enumerate(state):
@@ -233,7 +240,12 @@ class StepFunctionCache:
             )
         return state
 
-    def _make_program(self, kind: str, variables: tuple[Any, ...]) -> Program:
+    def _make_program(
+        self,
+        kind: str,
+        variables: tuple[Any, ...],
+        local_sums: LocalSums | None,
+    ) -> Program:
         model, mesh = self.model, self.mesh
         if model.run_eagerly:
             return self._make_eager(kind)
@@ -246,7 +258,7 @@ class StepFunctionCache:
                 stacklevel=2,
             )
         scope = self.replica_scope
-        return make_program(model, mesh, kind, variables, scope)
+        return make_program(model, mesh, kind, variables, scope, local_sums)
 
     def _make_eager(self, kind: str) -> Program:
         step = getattr(self.model, f"{kind}_step")
@@ -277,20 +289,23 @@ def make_program(
     kind: str = "train",
     variables: tuple[list[keras.Variable], ...] | None = None,
     replica_scope: ReplicaScope | None = None,
+    local_sums: LocalSums | None = None,
 ) -> PredictProgram | StepProgram:
     """Makes the program of a built model's train, test or predict step."""
     if variables is None:
         variables = step_variables(model, kind)
     step = getattr(model, f"{kind}_step")
-    return (PredictProgram if kind == "predict" else StepProgram)(
-        step,
-        f"{kind}_step",
-        variables,
-        written=_DONATED[kind],
-        mesh=mesh,
-        is_global=_has_fixed_batch(model),
-        replica_scope=replica_scope,
-    )
+    options: dict[str, Any] = {
+        "written": _DONATED[kind],
+        "mesh": mesh,
+        "is_global": _has_fixed_batch(model),
+        "replica_scope": replica_scope,
+    }
+    name = f"{kind}_step"
+    if kind == "predict":
+        return PredictProgram(step, name, variables, **options)
+    options["local_sums"] = local_sums
+    return StepProgram(step, name, variables, **options)
 
 
 def _has_fixed_batch(model: keras.Model) -> bool:
@@ -316,12 +331,12 @@ def _holders(
     model: keras.Model, groups: tuple[str, ...], last: Sequence[Any] | None
 ) -> list[Any]:
     """Returns the earlier states that may refer to the same arrays."""
-    holders = [] if last is None else [last]
+    holders = [] if last is None else find_holders(last)
     keras_state = getattr(model, "_jax_state", None)
     if keras_state and all(name in keras_state for name in groups):
-        keras_state = [keras_state[name] for name in groups]
-        if last is None or keras_state[0] is not last[0]:
-            holders.append(keras_state)
+        of_keras = [keras_state[name] for name in groups]
+        if last is None or of_keras[0] is not last[0]:
+            holders += find_holders(of_keras)
     return holders
 
 

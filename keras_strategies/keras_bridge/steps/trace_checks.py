@@ -18,6 +18,7 @@ from keras_strategies._core.replica_map import (
     all_sum,
     has_unsafe_scatters,
     has_unsure_collectives,
+    is_sum_if,
 )
 from keras_strategies._core.row_kinds import losses
 from keras_strategies._core.row_kinds.losses import Finding, Verdict
@@ -56,6 +57,7 @@ class Traced:
             self.jaxpr,
             step.axis,
             lambda leaves: all_sum(leaves, step.axis, step.buffering),
+            is_sum_if,
         )
 
     def __call__(self, *args: Tree) -> Tree:
@@ -69,8 +71,16 @@ def trace_and_check(
     body: Callable[..., Any],
     state: Sequence[Group],
     data: Batch,
+    check: Callable[[ClosedJaxpr], object] = bool,
 ) -> tuple[Any, ...]:
     """Traces `body(step, *state, data)`, checks the trace and evaluates it.
+
+    Args:
+      step: The context of the step.
+      body: The step.
+      state: Its state.
+      data: A replica's rows.
+      check: A further check, which receives the trace.
 
     Raises:
       GlobalBatchNeeded: if the replicas communicate in a branch or a loop that
@@ -80,6 +90,7 @@ def trace_and_check(
     """
     args = (*state, data)
     traced = Traced(functools.partial(body, step), *args)
+    check(traced.jaxpr)
     # A step that uses its replica context is responsible for its collectives.
     is_unaware = not step.notes.replica_uses
     if is_unaware and has_unsure_collectives(traced.jaxpr):

@@ -1,34 +1,65 @@
 """The compiled programs of train and test steps."""
 
 import dataclasses
-from collections.abc import Iterator, Sequence
+import functools
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import jax
+from jax.extend.core import ClosedJaxpr
 
 from keras_strategies._core.batches import Segment, unstack_steps
 from keras_strategies._core.dispatch import dispatch
 from keras_strategies._core.identity import IdentityMap
-from keras_strategies._core.replica_map import has_convolutions
+from keras_strategies._core.replica_map import (
+    has_convolutions,
+    replica_map,
+    replicated_spec,
+    split_spec,
+)
 from keras_strategies._types import Batch, Groups, Logs
+from keras_strategies.keras_bridge.accumulation import summands
+from keras_strategies.keras_bridge.accumulation.local_sums import (
+    OPTIMIZER,
+    LocalSums,
+)
 from keras_strategies.keras_bridge.hooks import merge as merge_lib
 from keras_strategies.keras_bridge.hooks import seeds
-from keras_strategies.keras_bridge.step_context import Group, StepContext
+from keras_strategies.keras_bridge.step_context import (
+    Group,
+    StepContext,
+    SumsNeeded,
+)
 from keras_strategies.keras_bridge.steps import step_logs
-from keras_strategies.keras_bridge.steps.mapped_program import Body
+from keras_strategies.keras_bridge.steps.mapped_program import Arguments, Body
 from keras_strategies.keras_bridge.steps.model_program import ModelProgram
 from keras_strategies.keras_bridge.steps.trace_checks import (
     StepsNotFused,
     Traced,
+    forget_losses,
     trace_and_check,
 )
 from keras_strategies.keras_bridge.steps.uneven_step import UnevenCall
 
 
 class StepProgram(ModelProgram):
-    """The programs of a model's train or test step, which return logs."""
+    """The programs of a model's train or test step, which return logs.
 
-    def __init__(self, *args: Any, **options: Any) -> None:
+    Args:
+      *args: See `ModelProgram`.
+      local_sums: The accumulators that replicas sum only in updates, or None.
+      **options: See `ModelProgram`.
+
+    Attributes:
+      local_sums: The same. The state that a call returns may contain stacked
+        accumulators.
+    """
+
+    def __init__(
+        self, *args: Any, local_sums: LocalSums | None = None, **options: Any
+    ) -> None:
+        self.local_sums = local_sums
+        self._sums_later = local_sums is not None
         super().__init__(*args, **options)
         self._unstack = jax.jit(
             unstack_steps, static_argnums=1, out_shardings=self._mesh.split
@@ -59,10 +90,73 @@ class StepProgram(ModelProgram):
             logs, state = self._run(state, one)
             yield logs, state
 
+    def _start(
+        self, call: Callable[..., Any], state: Groups, segment: Segment
+    ) -> Any:
+        try:
+            return super()._start(call, state, segment)
+        except SumsNeeded:
+            forget_losses(self._step)
+            self._sums_later = False
+            self._programs = self._make_programs(
+                self._name, self._programs.is_global
+            )
+            return super()._start(call, state, segment)
+
+    def _arguments(self, state: Groups, segment: Segment) -> Arguments:
+        local = self.local_sums
+        if local is None:
+            return super()._arguments(state, segment)
+
+        def arguments(is_mapped: bool) -> tuple[Any, Any, Any]:
+            is_stacked = is_mapped and self._sums_later
+            groups = list(state)
+            groups[OPTIMIZER] = local.convert(
+                state[OPTIMIZER], is_stacked=is_stacked
+            )
+            return (*self._divide(groups), segment.data)
+
+        return arguments
+
+    def _map_even_step(self, stacked: bool) -> Body:
+        local = self.local_sums
+        if local is None or not self._sums_later:
+            return super()._map_even_step(stacked)
+        step = self._replica_step
+        replicated, place = replicated_spec(), self._written.index(OPTIMIZER)
+        written: list[Any] = [replicated for _ in self._written]
+        written[place] = local.specs_of(self._variables[OPTIMIZER])
+        return replica_map(
+            local.on_replicas(
+                self._scan_steps(step) if stacked else step, place
+            ),
+            self._mesh,
+            in_specs=(
+                written,
+                replicated,
+                split_spec(self._mesh, dim=int(stacked)),
+            ),
+            out_specs=(replicated, written, replicated),
+        )
+
     def _mapped_body(
         self, step: StepContext, written: Group, read: Group, data: Batch
     ) -> tuple[Any, ...]:
-        return trace_and_check(step, self._replica_body, (written, read), data)
+        return trace_and_check(
+            step,
+            self._replica_body,
+            (written, read),
+            data,
+            functools.partial(self._check_uses, step),
+        )
+
+    def _check_uses(self, step: StepContext, jaxpr: ClosedJaxpr) -> None:
+        local = self.local_sums
+        if local is not None and step.notes.summands:
+            sizes = [len(self._variables[i]) for i in self._written]
+            start = sum(sizes[: self._written.index(OPTIMIZER)])
+            places = [start + i for i in local.places]
+            summands.check_uses(jaxpr, places, sum(sizes))
 
     def _replica_body(
         self, step: StepContext, written: Group, read: Group, data: Batch
@@ -72,16 +166,30 @@ class StepProgram(ModelProgram):
             seeds.fold_seeds(variables, values, step)
             for variables, values in zip(self._variables, old, strict=True)
         ]
+        self._begin_sums(step, folded)
         metrics = self._variables[-1]
         step.notes.before = IdentityMap(zip(metrics, folded[-1], strict=True))
         logs, new = self._on_rows(step, folded, data)
         if step.facts.is_probe:
             # The extra trace for checks has no merge rules, and merges nothing.
             return logs
+        if step.notes.summands:
+            group = self._variables[OPTIMIZER]
+            summands.check_new(step, group, new[OPTIMIZER])
         # If the step resets a metric, the metric's change is measured from its
         # value after the last reset.
         folded[-1] = [step.notes.before[v] for v in metrics]
         return self._merge(step, old, folded, new, logs)
+
+    def _begin_sums(self, step: StepContext, state: Sequence[Group]) -> None:
+        local = self.local_sums
+        if local is not None and self._sums_later:
+            summands.begin(
+                step,
+                local.accumulators,
+                self._variables[OPTIMIZER],
+                state[OPTIMIZER],
+            )
 
     def _on_rows(
         self, step: StepContext, state: Sequence[Group], data: Batch

@@ -125,7 +125,8 @@ def update_owned(owned: Owned, state: Sequence[Group]) -> Owned:
     """Returns `owned` without arrays that are gone, plus a state's arrays."""
     owned = {key: array for key, array in owned.items() if array() is not None}
     for group in state:
-        owned |= {id(array): weakref.ref(array) for array in group}
+        arrays = [array for array in group if array is not None]
+        owned |= {id(array): weakref.ref(array) for array in arrays}
     return owned
 
 

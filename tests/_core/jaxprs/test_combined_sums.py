@@ -38,7 +38,10 @@ def both(fn, replicas):
     def combined(*args):
         traced, shapes = jax.make_jaxpr(fn, return_shape=True)(*args)
         compute = with_combined_sums(
-            traced, AXIS, lambda a: rm.all_sum(a, AXIS, BETWEEN_PROCESSES)
+            traced,
+            AXIS,
+            lambda a: rm.all_sum(a, AXIS, BETWEEN_PROCESSES),
+            rm.is_sum_if,
         )
         return jax.tree.unflatten(
             jax.tree.structure(shapes), compute(*jax.tree.leaves(args))
@@ -71,6 +74,33 @@ def test_combined_sums_are_the_same_sums(replicas):
     assert text.count("stablehlo.all_reduce") == 6
     # Of a replica that is alone there are no sums to be made.
     assert fewer.count("stablehlo.all_reduce") == (1 if replicas == 1 else 4)
+
+
+def sum_if(condition, *arrays):
+    """Sums multiples of arrays, if the condition holds."""
+    return rm.sum_if(
+        condition, lambda *a: [2 * each for each in a], arrays, AXIS
+    )
+
+
+@pytest.mark.parametrize("offset", [0, 99])
+def test_other_sums_are_sent_with_those_of_a_condition(offset):
+    def branching(x, state):
+        error = psum((x**2).sum())
+        is_summed = state.sum() > offset
+        first = sum_if(is_summed, x.sum(0), x.max())
+        second = sum_if(is_summed, x.min())
+        late = psum(first[1] * error)
+        # A replica's own, for comparison.
+        parts = [psum(each / 2) for each in (*first, *second)]
+        return psum(x.mean()), error, late, *parts
+
+    (plain, text), (combined, fewer) = both(branching, 2)
+    for one, other in zip(plain, combined, strict=True):
+        np.testing.assert_allclose(one, other, rtol=1e-6)
+    count = "stablehlo.all_reduce"
+    # Both branches of the first condition, one of the second, and a round.
+    assert fewer.count(count) == 4 < text.count(count)
 
 
 def test_what_prints_is_left_as_it_is(capfd):

@@ -294,10 +294,13 @@ CASES = [
         ),
     ),
     Case(
+        # The runs that go on are saved more seldom; a save sums accumulators.
         "accumulation",
         compiled=with_optimizer(
             lambda: keras.optimizers.Adam(0.01, gradient_accumulation_steps=3)
         ),
+        is_exact=False,
+        callbacks=bare,
     ),
     Case(
         "schedule",

@@ -1,0 +1,1 @@
+"""Gradients that an optimizer accumulates, summed once per update."""
