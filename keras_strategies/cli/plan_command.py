@@ -315,13 +315,17 @@ def _check(options: argparse.Namespace) -> None:
             "because programs for a GPU can only be compiled on a machine with "
             "a GPU."
         )
-    script = options.script or options.module or ""
-    if "script" in subjects and not os.path.isfile(script):
+    if "script" in subjects:
+        _check_script(options.script)
+
+
+def _check_script(script: str) -> None:
+    if not os.path.isfile(script):
         raise ValueError(
             f"The script must be an existing file. Received: {script!r}. Pass "
             "the path of the script."
         )
-    if "script" in subjects and script.endswith(".ipynb"):
+    if script.endswith(".ipynb"):
         python = f"{script.removesuffix('.ipynb')}.py"
         raise ValueError(
             f"The script must be a Python file. Received: {script!r}, a "

@@ -216,7 +216,11 @@ def accumulators_of(optimizer: Any) -> list[keras.Variable]:
 
 
 def unwrap(optimizer: Any) -> Any:
-    """Returns the optimizer inside of one that scales the loss."""
+    """Unwraps an optimizer.
+
+    Returns:
+      The optimizer inside of one that scales the loss, or the optimizer itself.
+    """
     is_scaling = isinstance(optimizer, keras.optimizers.LossScaleOptimizer)
     return optimizer.inner_optimizer if is_scaling else optimizer
 

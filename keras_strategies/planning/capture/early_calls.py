@@ -49,6 +49,9 @@ def run_early_call(binding: Binding, call: Call, host: ReplicaMesh) -> Any:
       binding: The model's binding.
       call: The call.
       host: A mesh of one CPU device, on which the data are read.
+
+    Returns:
+      What Keras's method returns.
     """
     if call.name.endswith("_on_batch"):
         return run_on_host(binding, call)

@@ -46,14 +46,11 @@ def estimate(
     latency = costs.latency_seconds / steps
     host = HOST_SECONDS / steps
     least = max(compute, memory, links, latency, host)
-    if scheduled is None or scheduled.unread:
-        waiting = sum(
-            seconds
-            for kind, seconds in costs.waiting_seconds.items()
-            if kind not in _HIDDEN
-        )
-    else:
-        waiting = sum(scheduled.waiting_seconds.values())
+    waits = costs.waiting_seconds
+    hidden = _HIDDEN
+    if scheduled is not None and not scheduled.unread:
+        waits, hidden = scheduled.waiting_seconds, frozenset()
+    waiting = sum(n for kind, n in waits.items() if kind not in hidden)
     seconds = max((costs.busy_seconds + waiting) / steps, least)
 
     def utilization(took: float) -> float | None:

@@ -305,10 +305,12 @@ class _Planning:
             self.on_stage(self.candidate, "with keras.RematScope")
             (outcome,) = self._measure(self._rows[:1], step=again).wait()
             after = get_bytes(outcome)
+        has_blocks = self._step.blocks is not None
         advice = write_advice(
             row,
             remat=(before, after),
-            has_remat=again is None and self._step.blocks is not None,
+            has_remat=self._step.keeps_nothing_else
+            or (again is None and has_blocks),
             has_wide_sums=self._step.has_wide_sums,
         )
         unknown = describe_unknown(low) if isinstance(low, Costs) else ""
