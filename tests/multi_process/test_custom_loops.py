@@ -11,7 +11,7 @@ TARGET = "multi_process.custom_loops"
 
 
 def test_a_loop_equals_one_process(two_processes):
-    # 21 rows in batches of 8: 5 rows are left.
+    # 21 rows in batches of 8: 5 rows are left, and a replica without any.
     several = [result.value["trained"] for result in two_processes]
     compare(several, 21, 4)
 

@@ -26,7 +26,7 @@ def found():
 
 
 def test_loops_equal_those_of_one_process(found):
-    compare(values_of(TARGET, 1, *FEW, devices=2), found[0])
+    compare(values_of(TARGET, 1, *FEW, devices=2), found[0], *FEW)
 
 
 def test_a_model_is_built_for_the_rows_of_all_processes(found):
@@ -44,14 +44,13 @@ def test_a_model_is_built_for_the_rows_of_all_processes(found):
 def test_loops_equal_those_of_one_process_for_all_sizes(num_processes, devices):
     args = NAMES, CASES
     alone = values_of(TARGET, 1, *args, devices=devices * num_processes)
-    assert len(alone[0]) == len(NAMES) * len(CASES)
     several = values_of(TARGET, num_processes, *args, devices=devices)
-    compare(alone, several)
+    compare(alone, several, *args)
 
 
-def compare(alone, several):
+def compare(alone, several, names, cases):
     (one,) = alone
-    assert one
+    assert len(one) == len(names) * len(cases)
     for value in several:
         assert_same(one, value)
         assert value == several[0]

@@ -38,6 +38,8 @@ class ArrayGroup(Sequence[Any]):
         return len(self.arrays)
 
     def __getitem__(self, index: Any) -> Any:
+        if isinstance(index, slice):
+            return [self[i] for i in range(len(self))[index]]
         if self._local_sums is not None and not self.sums:
             self.sums = self._local_sums.find_sums(list(self.arrays))
         total = self.sums[index] if self.sums else None

@@ -46,10 +46,9 @@ def estimate(
     latency = costs.latency_seconds / steps
     host = HOST_SECONDS / steps
     least = max(compute, memory, links, latency, host)
-    waits = costs.waiting_seconds
-    hidden = _HIDDEN
+    waits, hidden = costs.waiting_seconds, _HIDDEN
     if scheduled is not None and not scheduled.unread:
-        waits, hidden = scheduled.waiting_seconds, frozenset()
+        waits, hidden = scheduled.waiting_seconds, ()
     waiting = sum(n for kind, n in waits.items() if kind not in hidden)
     seconds = max((costs.busy_seconds + waiting) / steps, least)
 
