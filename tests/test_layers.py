@@ -19,6 +19,7 @@ RANKS = {
     # Names for annotations, which imports nothing of the package.
     "_types": -2,
     "cluster": -1,
+    "gpu": -1,
     "_core": 0,
     "data": 1,
     "tpu": 1,
@@ -60,6 +61,7 @@ ROOMS = {
     "planning": [{"report", "program"}, {"compile"}, {"capture"}, {""}],
     "strategy": [{"inspect", "tf_compat"}, {""}],
     "testing": [{""}],
+    "gpu": [{""}],
     "tpu": [{""}],
 }
 FACADES = {"__init__.py", "experimental.py"}

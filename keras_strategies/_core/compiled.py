@@ -15,6 +15,7 @@ from keras_strategies._core.jaxprs.hlo_text import (
     count_collectives,
 )
 from keras_strategies._core.mesh import ReplicaMesh
+from keras_strategies.gpu.topology_devices import complete_options
 
 BYTES_PER_MB = 1e6
 
@@ -200,7 +201,9 @@ def compile_program(
     lowered = lower()
     middle = time.perf_counter()
     with without_jax_cache() if mesh.is_abstract else contextlib.nullcontext():
-        executable = lowered.compile(compiler_options=options and dict(options))
+        executable = lowered.compile(
+            compiler_options=complete_options(options, mesh.devices)
+        )
     return CompiledProgram(
         name=name,
         num_replicas=mesh.num_replicas,

@@ -42,8 +42,8 @@ class ReplicaMesh:
       marker: Name of an additional mesh axis of size one, which makes JAX treat
         the mesh as different from a mesh of the same devices without it. None
         for no such axis.
-      is_abstract: Whether the devices belong to a TPU slice that is not
-        available: programs can be compiled for it but not run.
+      is_abstract: Whether the devices are TPUs or GPUs that are not
+        present: programs can be compiled for it but not run.
 
     Raises:
       ValueError: if `devices` is empty; if there are duplicates; if the

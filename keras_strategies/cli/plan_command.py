@@ -211,11 +211,11 @@ def _list_candidates(options: argparse.Namespace) -> list[tuple[str, str]]:
     from keras_strategies.planning.compile.candidates import (
         list_default_layouts,
     )
-    from keras_strategies.tpu.topology_devices import make_tpu_devices
+    from keras_strategies.strategy.compile_only import make_devices
 
     names = lib.check_topologies(options.topology)
     with _silence_stderr():
-        devices = {name: make_tpu_devices(name) for name in names}
+        devices = {name: make_devices(name) for name in names}
     layouts = options.layout and list(map(lib.parse_layout, options.layout))
     return [
         (name, str(layout))

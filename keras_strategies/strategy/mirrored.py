@@ -11,10 +11,11 @@ from keras_strategies._core.names.device_names import (
     local_devices,
 )
 from keras_strategies.keras_bridge.variables.partitioners import PartitionerLike
+from keras_strategies.strategy.compile_only import CompileOnlyStrategy
 from keras_strategies.strategy.strategy import Strategy
 
 
-class MirroredStrategy(Strategy):
+class MirroredStrategy(CompileOnlyStrategy):
     """Synchronous training on several devices of one machine.
 
     Every variable is replicated on every device; the rows of each batch are

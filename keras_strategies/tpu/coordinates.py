@@ -13,8 +13,13 @@ Cell = tuple[int, ...]
 
 
 def has_coordinates(device: jax.Device) -> bool:
-    """Returns whether a device has coordinates; TPU devices have them."""
-    return getattr(device, "coords", None) is not None
+    """Returns whether a device has a position in a TPU slice.
+
+    GPUs have an attribute `coords` too, but it numbers hosts and their GPUs.
+    """
+    return (
+        device.platform == "tpu" and getattr(device, "coords", None) is not None
+    )
 
 
 def get_chip(device: jax.Device) -> Cell:
@@ -30,7 +35,9 @@ def get_core(device: jax.Device) -> int:
 
 
 def get_slice(device: jax.Device) -> int:
-    """Returns the index of a device's slice; 0 if the device has none."""
+    """Returns the index of a TPU device's slice; 0 for any other device."""
+    if device.platform != "tpu":
+        return 0
     return int(getattr(device, "slice_index", None) or 0)
 
 

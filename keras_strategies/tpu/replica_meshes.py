@@ -23,7 +23,6 @@ from keras_strategies.tpu.device_groups import (
     group_replicas,
 )
 from keras_strategies.tpu.topology import Topology
-from keras_strategies.tpu.topology_devices import make_tpu_devices
 
 Assignments = DeviceAssignment | Sequence[DeviceAssignment]
 
@@ -80,26 +79,15 @@ def _make_core_mesh(
     return ReplicaMesh(devices=ordered, shards=shards, **kwargs)
 
 
-def make_topology_mesh(
-    name: str,
-    num_slices: int,
-    computation_shape: Sequence[int] | None,
-    partitioner: object = None,
-) -> ReplicaMesh:
-    """Makes a mesh of TPU slices such as "v5e:4x4", for compilation only.
-
-    For the arguments, see `TPUStrategy.for_topology`.
-    """
-    devices = make_tpu_devices(name, num_slices=num_slices)
-    return make_abstract_mesh(devices, computation_shape, partitioner)
-
-
 def make_abstract_mesh(
     devices: Sequence[jax.Device],
     computation_shape: Sequence[int] | None,
     partitioner: object = None,
 ) -> ReplicaMesh:
-    """Makes a mesh whose replicas fill TPU slices, for compilation only."""
+    """Makes a mesh of absent TPUs or GPUs, for compilation only.
+
+    For the arguments, see `TPUStrategy.for_topology`.
+    """
     if computation_shape is None:
         return _make_core_mesh(devices, partitioner, is_abstract=True)
     blocks = [

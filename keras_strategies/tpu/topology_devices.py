@@ -12,7 +12,10 @@ _NAME = re.compile(
     r"[A-Za-z0-9]+:(?P<shape>\d+(x\d+){1,2})(_twisted|_untwisted)?"
 )
 _IN_USE = "libtpu multi-process lockfile"
-_EXAMPLES = "'v5e:4x4', 'v5p:2x2x2', 'v6e:4x4' or 'tpu7x:2x2x1'"
+_EXAMPLES = (
+    "'v5e:4x4', 'v5p:2x2x2', 'v6e:4x4' or 'tpu7x:2x2x1', or for GPUs 'h100:8' "
+    "or 'h100:8x8'"
+)
 
 
 def make_tpu_devices(

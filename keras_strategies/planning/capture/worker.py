@@ -48,8 +48,8 @@ from keras_strategies.planning.compile.planner import (
     iter_plans,
 )
 from keras_strategies.planning.compile.step import Step
+from keras_strategies.strategy.compile_only import make_devices
 from keras_strategies.strategy.mirrored import MirroredStrategy
-from keras_strategies.tpu.topology_devices import make_tpu_devices
 
 _MAX_LINES = 12
 _MAX_CAUSES = 20
@@ -140,7 +140,7 @@ class Worker:
         """Plans the candidate and returns the result as a dict for JSON."""
         if self._request.function:
             return self._plan_candidate(_make_function_candidate(self._request))
-        devices = make_tpu_devices(self._request.topology)
+        devices = make_devices(self._request.topology)
         _clear_output()
         return self.plan_script(devices)
 

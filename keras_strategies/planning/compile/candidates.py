@@ -10,6 +10,7 @@ import keras
 from keras_strategies._core.batches import num_rows
 from keras_strategies._core.mesh import ReplicaMesh
 from keras_strategies._types import Tree
+from keras_strategies.gpu.topology_devices import is_absent_gpu
 from keras_strategies.keras_bridge.steps.lower_step import shape_of
 from keras_strategies.keras_bridge.variables.abstract_models import abstract
 from keras_strategies.keras_bridge.variables.transformer_layout import (
@@ -20,11 +21,11 @@ from keras_strategies.planning.compile.clones import clone_from_config
 from keras_strategies.planning.compile.fit_step import FitStep
 from keras_strategies.planning.compile.planner import Candidate
 from keras_strategies.planning.compile.step import Step, with_rows
+from keras_strategies.strategy.compile_only import make_devices
 from keras_strategies.strategy.strategy import Strategy
 from keras_strategies.tpu.device_groups import group_devices
 from keras_strategies.tpu.replica_meshes import make_abstract_mesh
 from keras_strategies.tpu.topology import Topology
-from keras_strategies.tpu.topology_devices import make_tpu_devices
 
 
 class MakingFailed(Exception):  # noqa: N818
@@ -129,7 +130,7 @@ def iter_candidates(
         slices = {devices[0].device_kind: devices}
     else:
         names = lib.check_topologies(topologies)
-        slices = {name: make_tpu_devices(name) for name in names}
+        slices = {name: make_devices(name) for name in names}
     layout_maps = _LayoutMaps(maker)
     for name, devices in slices.items():
         layouts = strategies
@@ -253,7 +254,7 @@ def make_mesh(devices: Sequence[Any], layout: lib.Layout) -> ReplicaMesh:
                 f"{tuple(map(int, mesh_shape))} in the dimensions x, y, z and "
                 "core. Choose another number of cores."
             )
-    if devices[0].platform == "tpu":
+    if devices[0].platform == "tpu" or is_absent_gpu(devices[0]):
         return make_abstract_mesh(devices, shape, partitioner)
     shards = getattr(partitioner, "shards", None)
     return ReplicaMesh(devices=tuple(devices), shards=shards)

@@ -28,6 +28,7 @@ from keras_strategies._core.jaxprs.hlo_text import COLLECTIVES
 from keras_strategies._types import Tree
 from keras_strategies.cluster.exchange.message_forms import Either, fault_of
 from keras_strategies.cluster.untrusted import load_json, open_regular
+from keras_strategies.gpu.topology_devices import complete_options
 from keras_strategies.planning.program.chips import find_chip
 from keras_strategies.planning.program.costs import BY_KIND, BY_SOURCE, Costs
 
@@ -192,7 +193,9 @@ def _compile(
 ) -> Outcome:
     start = time.perf_counter()
     try:
-        executable = lowered.compile(compiler_options=options)
+        executable = lowered.compile(
+            compiler_options=complete_options(options, devices)
+        )
         seconds = time.perf_counter() - start
         outcome: Outcome = Costs.measure(
             executable, seconds, find_chip(devices[0]), devices

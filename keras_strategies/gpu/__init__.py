@@ -1,0 +1,1 @@
+"""GPUs that are not present, for which programs can be compiled."""

@@ -1,0 +1,130 @@
+"""Devices of GPU machines such as "h100:8x8", for compilation without GPUs."""
+
+import os
+import pathlib
+import re
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import jax
+
+from keras_strategies.gpu.targets import TARGETS
+
+# XLA creates an object for each GPU.
+_MOST_GPUS = 2**13
+_NAME = re.compile(r"(?P<gpu>[a-z]+\d+):(?:(?P<hosts>\d+)x)?(?P<gpus>\d+)")
+_PLUGINS = ("jax-cuda12-plugin", "jax-cuda13-plugin")
+_TOOLKIT = pathlib.Path(__file__).parent / "toolkit"
+
+
+def is_gpu_name(name: object) -> bool:
+    """Returns whether a name such as "h100:8" begins with a GPU's name."""
+    return isinstance(name, str) and name.partition(":")[0] in TARGETS
+
+
+def make_gpu_devices(name: str) -> tuple[jax.Device, ...]:
+    """Returns the devices of machines such as "h100:8x8", without a GPU.
+
+    Programs can be compiled for these devices, but cannot run on them. This
+    needs JAX's CUDA plugin, which the extra `gpu-compile` of this package
+    installs.
+
+    Args:
+      name: The GPU, a colon, the number of hosts (1 if it is left out) and the
+        number of GPUs of a host, such as "h100:8" or "h100:8x8".
+
+    Returns:
+      The GPUs, ordered by host. Each host is a process.
+
+    Raises:
+      ValueError: if the GPU is unknown, or the numbers are not valid.
+      ImportError: if the plugin is not installed, or does not fit jaxlib.
+      RuntimeError: if JAX loaded no plugin, because it found no CUDA.
+    """
+    match = _NAME.fullmatch(name) if isinstance(name, str) else None
+    hosts, gpus = (
+        (int(match["hosts"] or 1), int(match["gpus"])) if match else (0, 0)
+    )
+    if not (
+        match
+        and match["gpu"] in TARGETS
+        and len(name) < 32
+        and 0 < hosts * gpus <= _MOST_GPUS
+    ):
+        raise ValueError(
+            "No such GPUs exist to compile for. The name must be a GPU "
+            f"({', '.join(TARGETS)}), a colon, and the number of hosts and of "
+            f"GPUs per host, at most {_MOST_GPUS:,} in total. Received: "
+            f"{name!r}. Pass, for example, 'h100:8' or 'h100:8x8'."
+        )
+    from jax.experimental import topologies
+
+    try:
+        described = topologies.get_topology_desc(
+            platform="cuda",
+            target_config=TARGETS[match["gpu"]].format(),
+            topology=f"{hosts}x1x{gpus}",
+        )
+    except (NotImplementedError, RuntimeError) as error:
+        raise _explain(name) from error
+    return tuple(described.devices)
+
+
+def is_absent_gpu(device: jax.Device) -> bool:
+    """Returns whether a device is a GPU that programs are only compiled for."""
+    client: Any = getattr(device, "client", None)
+    runtime = getattr(client, "runtime_type", None)
+    return device.platform == "gpu" and runtime == "compile_only_runtime"
+
+
+def complete_options(
+    options: Mapping[str, Any] | None, devices: Sequence[jax.Device]
+) -> dict[str, Any] | None:
+    """Returns a program's compiler options, with those that its GPUs need.
+
+    For absent GPUs, XLA uses this package's stand-ins for the assembler and
+    the library of device functions in NVIDIA's toolkit, because machine code
+    is not needed.
+
+    Args:
+      options: XLA compiler options by name, or None.
+      devices: The devices to compile for.
+    """
+    needed = {}
+    if is_absent_gpu(devices[0]):
+        needed["xla_gpu_cuda_data_dir"] = str(_TOOLKIT)
+    return {**needed, **(options or {})} or None
+
+
+def _explain(name: str) -> Exception:
+    """Returns an error that names why JAX cannot compile for GPUs."""
+    from importlib import metadata
+
+    wanted = metadata.version("jaxlib")
+    cure = (
+        f"Run `pip install jax-cuda12-plugin=={wanted}`, which needs neither a "
+        "GPU nor CUDA."
+    )
+    versions = {}
+    for plugin in _PLUGINS:
+        try:
+            versions[plugin] = metadata.version(plugin)
+        except metadata.PackageNotFoundError:
+            continue
+    if not versions:
+        return ImportError(
+            "Compiling for GPUs needs JAX's CUDA plugin, which is not "
+            f"installed. Received: name={name!r}. {cure}"
+        )
+    if wanted not in versions.values():
+        return ImportError(
+            "JAX's CUDA plugin must have the version of jaxlib. Received: "
+            f"name={name!r} with {versions} and jaxlib {wanted}. {cure}"
+        )
+    return RuntimeError(
+        "JAX did not load its CUDA plugin, because it found no CUDA on this "
+        f"machine. Received: name={name!r} and JAX_PLATFORMS="
+        f"{os.environ.get('JAX_PLATFORMS')!r}. Set the environment variable "
+        "JAX_PLATFORMS=cpu, or JAX_SKIP_CUDA_CONSTRAINTS_CHECK=1, before JAX "
+        "is first used."
+    )

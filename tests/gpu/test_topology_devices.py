@@ -1,0 +1,118 @@
+"""Devices of absent GPUs, by name."""
+
+import importlib.metadata
+import subprocess
+import sys
+
+import jax
+import jaxlib
+import keras
+import numpy as np
+import pytest
+from jax.experimental import topologies
+
+import keras_strategies as ks
+from keras_strategies.gpu.targets import TARGETS
+from keras_strategies.gpu.topology_devices import (
+    complete_options,
+    is_absent_gpu,
+    make_gpu_devices,
+)
+
+WRONG = ["h100", "h100:0", "h100:8x", "h100:8x8x8", "h100:9999x9", "H100:8"]
+
+
+@pytest.mark.parametrize("name", [*WRONG, "h100:" + "9" * 500, "", None, 8])
+def test_a_wrong_name_is_refused_with_the_names_that_exist(name):
+    with pytest.raises(ValueError, match=r"a100, h100, h200, b200.*Received"):
+        make_gpu_devices(name)
+
+
+@pytest.mark.parametrize("name", ["h101:8", "a10:8"])
+def test_an_unknown_generation_names_tpus_and_gpus(name):
+    with pytest.raises(ValueError, match="v5e:4x4.*h100:8"):
+        ks.MirroredStrategy.for_topology(name)
+
+
+def test_several_slices_of_gpus_are_refused():
+    with pytest.raises(ValueError, match=r"num_slices=2.*h100:8x8"):
+        ks.MirroredStrategy.for_topology("h100:8", num_slices=2)
+
+
+def test_devices_that_are_present_need_no_options():
+    device = jax.devices()[0]
+    assert not is_absent_gpu(device)
+    assert complete_options(None, [device]) is None
+    assert complete_options({"a": 1}, [device]) == {"a": 1}
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("gpu", TARGETS)
+def test_each_gpu_compiles_a_step(gpu):
+    strategy = ks.MirroredStrategy.for_topology(f"{gpu}:2x2")
+    with strategy.scope():
+        model = keras.Sequential(
+            [keras.Input((16,)), keras.layers.Dense(4, "tanh")]
+        )
+        model.compile("sgd", "mse")
+    batch = np.zeros((32, 16), "float32"), np.zeros((32, 4), "float32")
+    program = strategy.compile_step(model, batch)
+    assert program.num_replicas == 4
+    assert program.collectives["all-reduce"] == 1
+    devices = strategy.mesh.devices
+    assert [d.process_index for d in devices] == [0, 0, 1, 1]
+    assert {d.device_kind for d in devices} == {TARGETS[gpu].device_kind}
+    with pytest.raises(RuntimeError, match="only"):
+        model.fit(*batch, verbose=0)
+
+
+@pytest.mark.gpu
+def test_cuda_that_jax_did_not_find_is_explained():
+    code = (
+        "from keras_strategies.gpu.topology_devices import make_gpu_devices\n"
+        "make_gpu_devices('h100:8')"
+    )
+    environment = {"PATH": "/usr/bin:/bin", "KERAS_BACKEND": "jax"}
+    result = subprocess.run(
+        [sys.executable, "-c", code],
+        env={**environment, "JAX_PLATFORMS": ""},
+        capture_output=True,
+        text=True,
+        timeout=120,
+    )
+    assert "Set the environment variable JAX_PLATFORMS=cpu" in result.stderr
+
+
+@pytest.mark.parametrize(
+    ("versions", "error", "pattern"),
+    [
+        ({}, ImportError, "which is not installed.*pip install jax-cuda12"),
+        (
+            {"jax-cuda12-plugin": "0.1.0"},
+            ImportError,
+            r"must have the version of jaxlib.*0\.1\.0.*pip install",
+        ),
+        (
+            {"jax-cuda13-plugin": jaxlib.__version__},
+            RuntimeError,
+            "JAX_PLATFORMS=cpu",
+        ),
+    ],
+)
+def test_a_plugin_that_does_not_load_is_explained(
+    monkeypatch, versions, error, pattern
+):
+    def find(name):
+        if name == "jaxlib":
+            return jaxlib.__version__
+        if name not in versions:
+            raise importlib.metadata.PackageNotFoundError(name)
+        return versions[name]
+
+    def fail(*args, **kwargs):
+        raise NotImplementedError("topology not implemented for cuda")
+
+    monkeypatch.setattr(importlib.metadata, "version", find)
+    monkeypatch.setattr(topologies, "get_topology_desc", fail)
+    with pytest.raises(error, match=pattern):
+        make_gpu_devices("h100:8")
