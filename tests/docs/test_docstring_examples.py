@@ -34,7 +34,7 @@ ELSEWHERE = {
         "joins hosts before JAX's devices are used; tests/tpu has hosts"
     ),
 }
-WITH_LIBTPU = {"keras_strategies.TPUStrategy.for_topology"}
+WITH_LIBTPU = {"keras_strategies.MirroredStrategy.for_topology"}
 
 
 def cases():
