@@ -3,6 +3,7 @@
 import argparse
 import contextlib
 import dataclasses
+import importlib
 import importlib.util
 import json
 import os
@@ -193,6 +194,8 @@ def _make_requests(options: argparse.Namespace) -> list[Any]:
     # From here on JAX is needed, to look up slices by name. These environment
     # variables keep JAX from using a device.
     os.environ.update(ENVIRONMENT)
+    with _silence_stderr():
+        importlib.import_module("jax")
     _require_libtpu(options.topology)
     candidates = _list_candidates(options)
     return [
@@ -232,10 +235,10 @@ def _require_libtpu(names: Sequence[str]) -> None:
     others = [name for name in names if not is_gpu_name(name)]
     if others and importlib.util.find_spec("libtpu") is None:
         raise ImportError(
-            "Compiling for TPUs needs libtpu, which is not installed. Received: "
-            f"--topology {others[0]}. Run `pip install '.[tpu]'` in a clone of "
-            "the project; this also works on a machine without a TPU. Names of "
-            "GPUs, such as h100:8, do not need it."
+            "Compiling for TPUs needs libtpu, which is not installed. "
+            f"Received: --topology {others[0]}. Run `pip install '.[tpu]'` in "
+            "a clone of the project; this also works on a machine without a "
+            "TPU. Names of GPUs, such as h100:8, do not need it."
         )
 
 

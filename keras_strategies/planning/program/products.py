@@ -27,8 +27,10 @@ _PRODUCTS = {"fwd": 2, "dq": 3, "dkv": 4}
 _DTYPE = re.compile(r"\(?([a-z]+\d*\w*)\[")
 _EXACT = re.compile(r'operand_precision(?:=\{|":\[")highest', re.IGNORECASE)
 _TARGET = re.compile(r'custom_call_target="__(cublas|cudnn)\$(\w+)')
-_SCORES = re.compile(r'intermediate_tensor_shape":\{.*?"dimensions":\[([^\]]*)')
-_CAUSAL = re.compile(r'"mask_type":"\w*CAUSAL')
+_SCORES = re.compile(
+    r'intermediate_tensor_shape":\s*\{.*?"dimensions":\s*\[([^\]]*)'
+)
+_CAUSAL = re.compile(r'"mask_type":\s*"\w*CAUSAL')
 _CUDNN_PRODUCTS = {False: 2, True: 5}
 """The number of matrix products of attention, forward and backward."""
 
