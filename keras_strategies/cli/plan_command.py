@@ -3,13 +3,14 @@
 import argparse
 import contextlib
 import dataclasses
+import importlib
 import importlib.util
 import json
 import os
 import pathlib
 import shlex
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 from keras_strategies.cli.options import (
@@ -24,43 +25,46 @@ from keras_strategies.cli.options import (
 _WRONG_ARGUMENTS = 2
 _EXAMPLES = """\
 examples:
-  keras-strategies plan train.py --topology v5e:4x4
+  keras-strategies plan train.py --topology v5e:4x4 --topology h100:8
   keras-strategies plan train.py --topology v5e:16x16 --topology v5p:4x4x4 -- \
 --epochs 3
   keras-strategies plan --topology v5p:8x8x16 --layout sharded:64 \
 --model models:make_7b --batch 1024x4096:int32 --batch 1024x4096:int32
 """
 _PLAN = """\
-Predicts without a TPU whether a script's model fits on TPU slices, with which
-layout, and how fast it trains: the TPU compiler compiles the model's training
-step on this machine. The script runs unchanged up to its first `fit` or
-`strategy.run`, but its strategies use the devices of the slice. Variables have
-no values, nothing is trained and no checkpoint is opened. This needs Linux and
-libtpu (in a clone of the project: `pip install '.[tpu]'`).
+Predicts whether a script's model fits on TPU slices or GPUs that are not here,
+with which layout, and how fast it trains: their compiler compiles the model's
+training step on this machine. The script runs unchanged up to its first `fit`
+or `strategy.run`, but its strategies use the named devices. Variables have no
+values, nothing is trained and no checkpoint is opened. This needs Linux, for
+TPUs libtpu, and for GPUs JAX's CUDA plugin (in a clone of the project: `pip
+install '.[tpu]'` and `pip install '.[gpu-compile]'`).
 """
 _OPTIONS: tuple[Option, ...] = (
     (
         "--topology",
-        "a slice, such as v5e:16x16; may be repeated",
+        "a TPU slice, such as v5e:16x16, or the number of GPUs of a host, such "
+        "as h100:8, or of hosts and their GPUs, such as h100:8x8; may be "
+        "repeated",
         MANY | {"metavar": "NAME"},
     ),
     (
         "--layout",
         "how to distribute variables: replicated, slots[:N], sharded[:N], "
         "model:N, or several of these joined by +; may be repeated; default: "
-        "the layouts that suit the slice",
+        "the layouts that suit the devices",
         MANY | {"metavar": "WORDS"},
     ),
     (
         "--scale",
-        "what the script's batch size means on the slice: with global (the "
+        "what the script's batch size means on the devices: with global (the "
         "default), the size of the global batch; with replica, the number of "
         "rows of each replica",
         {"choices": ("global", "replica"), "default": "global"},
     ),
     (
         "--effort",
-        "the compiler's effort; full is that of a real run; auto (the "
+        "the TPU compiler's effort; full is that of a real run; auto (the "
         "default) uses low, and near the memory limit also full",
         {"choices": ("auto", "low", "full"), "default": "auto"},
     ),
@@ -112,7 +116,7 @@ def add_parser(commands: Commands) -> None:
     add_command(
         commands,
         "plan",
-        "predict whether and how fast a script's model trains on TPU slices",
+        "predict whether and how fast a script's model trains on TPUs and GPUs",
         _PLAN,
         _OPTIONS,
         usage="keras-strategies plan (SCRIPT | -m MODULE) --topology NAME "
@@ -144,7 +148,7 @@ def parse_options(
 
 
 def run(options: argparse.Namespace) -> int:
-    """Plans each combination of a slice and a layout, and prints the results.
+    """Plans each combination of a topology and a layout, and prints a table.
 
     Returns:
       The exit status: 0 on success, 1 if no candidate could be planned, 2 for
@@ -153,7 +157,7 @@ def run(options: argparse.Namespace) -> int:
     """
     try:
         requests = _make_requests(options)
-    except (ValueError, TypeError, ImportError) as error:
+    except (ValueError, TypeError, ImportError, RuntimeError) as error:
         print(f"keras-strategies plan: {error}", file=sys.stderr)
         return _WRONG_ARGUMENTS
     from rich.console import Console
@@ -177,7 +181,7 @@ def run(options: argparse.Namespace) -> int:
 
 
 def _make_requests(options: argparse.Namespace) -> list[Any]:
-    """Creates a planning request for each slice and layout."""
+    """Creates a planning request for each topology and layout."""
     from keras_strategies.planning.capture.request import (
         ENVIRONMENT,
         Request,
@@ -189,9 +193,10 @@ def _make_requests(options: argparse.Namespace) -> list[Any]:
         parse_shape_and_dtype(text)
     # From here on JAX is needed, to look up slices by name. These environment
     # variables keep JAX from using a device.
-    for name, value in ENVIRONMENT.items():
-        os.environ.setdefault(name, value)
-    _require_libtpu()
+    os.environ.update(ENVIRONMENT)
+    with _silence_stderr():
+        importlib.import_module("jax")
+    _require_libtpu(options.topology)
     candidates = _list_candidates(options)
     return [
         Request(
@@ -206,7 +211,7 @@ def _make_requests(options: argparse.Namespace) -> list[Any]:
 
 
 def _list_candidates(options: argparse.Namespace) -> list[tuple[str, str]]:
-    """Returns the candidates as pairs of the names of a slice and a layout."""
+    """Returns the candidates as pairs of a topology's and a layout's name."""
     from keras_strategies.planning.compile import layouts as lib
     from keras_strategies.planning.compile.candidates import (
         list_default_layouts,
@@ -224,18 +229,22 @@ def _list_candidates(options: argparse.Namespace) -> list[tuple[str, str]]:
     ]
 
 
-def _require_libtpu() -> None:
-    if importlib.util.find_spec("libtpu") is None:
+def _require_libtpu(names: Sequence[str]) -> None:
+    from keras_strategies.gpu.topology_devices import is_gpu_name
+
+    others = [name for name in names if not is_gpu_name(name)]
+    if others and importlib.util.find_spec("libtpu") is None:
         raise ImportError(
-            "Compiling for TPUs needs libtpu, which is not installed. Run `pip "
-            "install '.[tpu]'` in a clone of the project; this also works on a "
-            "machine without a TPU."
+            "Compiling for TPUs needs libtpu, which is not installed. "
+            f"Received: --topology {others[0]}. Run `pip install '.[tpu]'` in "
+            "a clone of the project; this also works on a machine without a "
+            "TPU. Names of GPUs, such as h100:8, do not need it."
         )
 
 
 @contextlib.contextmanager
 def _silence_stderr() -> Iterator[None]:
-    """Hides messages that libtpu writes to stderr if there is no TPU."""
+    """Hides messages that compilers write to stderr without a device."""
     sys.stderr.flush()
     before = os.dup(2)
     with open(os.devnull, "wb") as nowhere:
@@ -310,10 +319,9 @@ def _check(options: argparse.Namespace) -> None:
             )
     if not options.topology:
         raise ValueError(
-            "A plan must be for a TPU slice. Received: no --topology. Pass a "
-            "slice, for example --topology v5e:4x4. Plans do not support GPUs, "
-            "because programs for a GPU can only be compiled on a machine with "
-            "a GPU."
+            "A plan must be for a TPU slice or for GPUs. Received: no "
+            "--topology. Pass, for example, --topology v5e:4x4 or --topology "
+            "h100:8."
         )
     if "script" in subjects:
         _check_script(options.script)

@@ -1,5 +1,6 @@
 """Devices of GPU machines such as "h100:8x8", for compilation without GPUs."""
 
+import dataclasses
 import os
 import pathlib
 import re
@@ -15,6 +16,8 @@ _MOST_GPUS = 2**13
 _NAME = re.compile(r"(?P<gpu>[a-z]+\d+):(?:(?P<hosts>\d+)x)?(?P<gpus>\d+)")
 _PLUGINS = ("jax-cuda12-plugin", "jax-cuda13-plugin")
 _TOOLKIT = pathlib.Path(__file__).parent / "toolkit"
+_ENDLESS = 2**50
+"""Bytes of memory that no program needs."""
 
 
 def is_gpu_name(name: object) -> bool:
@@ -22,7 +25,9 @@ def is_gpu_name(name: object) -> bool:
     return isinstance(name, str) and name.partition(":")[0] in TARGETS
 
 
-def make_gpu_devices(name: str) -> tuple[jax.Device, ...]:
+def make_gpu_devices(
+    name: str, *, has_endless_memory: bool = False
+) -> tuple[jax.Device, ...]:
     """Returns the devices of machines such as "h100:8x8", without a GPU.
 
     Programs can be compiled for these devices, but cannot run on them. This
@@ -32,6 +37,9 @@ def make_gpu_devices(name: str) -> tuple[jax.Device, ...]:
     Args:
       name: The GPU, a colon, the number of hosts (1 if it is left out) and the
         number of GPUs of a host, such as "h100:8" or "h100:8x8".
+      has_endless_memory: Whether to compile as if the GPUs had endless memory.
+        Otherwise, XLA changes programs that need more than 76 percent of it: it
+        computes values again, instead of storing them.
 
     Returns:
       The GPUs, ordered by host. Each host is a process.
@@ -59,15 +67,26 @@ def make_gpu_devices(name: str) -> tuple[jax.Device, ...]:
         )
     from jax.experimental import topologies
 
+    target = TARGETS[match["gpu"]]
+    if has_endless_memory:
+        target = dataclasses.replace(target, memory=_ENDLESS)
     try:
         described = topologies.get_topology_desc(
             platform="cuda",
-            target_config=TARGETS[match["gpu"]].format(),
+            target_config=target.format(),
             topology=f"{hosts}x1x{gpus}",
         )
     except (NotImplementedError, RuntimeError) as error:
         raise _explain(name) from error
     return tuple(described.devices)
+
+
+def describe_target(device: jax.Device) -> str:
+    """Returns what XLA compiles for, if a device is an absent GPU; else ""."""
+    if not is_absent_gpu(device):
+        return ""
+    kinds = {x.device_kind: x for x in TARGETS.values()}
+    return kinds[device.device_kind].format()
 
 
 def is_absent_gpu(device: jax.Device) -> bool:

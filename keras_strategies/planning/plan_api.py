@@ -12,13 +12,14 @@ from keras_strategies.planning.compile.compiler import (
     Compiler,
     find_cache_folder,
 )
+from keras_strategies.planning.compile.estimates import write_notes
 from keras_strategies.planning.compile.planner import (
     EFFORTS,
     Effort,
     iter_plans,
 )
 from keras_strategies.planning.report.planned_step import PlannedStep
-from keras_strategies.planning.report.table import NOTES, Plan, Show, live_table
+from keras_strategies.planning.report.table import Plan, Show, live_table
 from keras_strategies.strategy.strategy import Strategy
 
 if TYPE_CHECKING:
@@ -67,7 +68,8 @@ def make_plan(
     except lib.MakingFailed as failed:
         # Raises the error of the user's function instead of `MakingFailed`.
         raise failed.__cause__ or failed from None
-    return Plan(steps=steps, notes=NOTES, is_brief=strategies is None)
+    notes = write_notes(step.topology for step in steps)
+    return Plan(steps=steps, notes=notes, is_brief=strategies is None)
 
 
 def _plan_all(

@@ -12,12 +12,15 @@ from keras_strategies.tpu.replica_meshes import make_abstract_mesh
 from keras_strategies.tpu.topology_devices import make_tpu_devices
 
 
-def make_devices(name: str, num_slices: int = 1) -> tuple[jax.Device, ...]:
+def make_devices(
+    name: str, num_slices: int = 1, *, has_endless_memory: bool = False
+) -> tuple[jax.Device, ...]:
     """Returns the devices of absent TPU slices or GPUs, by their name.
 
     Args:
       name: A name such as "v5e:4x4", "h100:8" or "h100:8x8".
       num_slices: The number of TPU slices.
+      has_endless_memory: For GPUs, see `make_gpu_devices`.
 
     Raises: see `make_tpu_devices` and `make_gpu_devices`.
     """
@@ -29,7 +32,7 @@ def make_devices(name: str, num_slices: int = 1) -> tuple[jax.Device, ...]:
             f"of hosts. Received: {name!r}, num_slices={num_slices}. Pass, for "
             "example, 'h100:8x8' for 8 hosts with 8 GPUs each."
         )
-    return make_gpu_devices(name)
+    return make_gpu_devices(name, has_endless_memory=has_endless_memory)
 
 
 class CompileOnlyStrategy(Strategy):

@@ -1,4 +1,4 @@
-"""`Strategy.plan`: the memory and time of training a model on TPU slices."""
+"""`Strategy.plan`: the memory and time of training a model elsewhere."""
 
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any, cast
@@ -33,20 +33,22 @@ class PlanMixin:
         cache: bool = True,
         progress: bool = True,
     ) -> "Plan":
-        """Estimates the memory and time of train steps on TPU slices.
+        """Estimates the memory and time of train steps on TPUs and GPUs.
 
-        A candidate is a slice together with a layout of the model on it. For
-        each candidate, the train step is compiled from shapes alone, with the
-        slice's compiler but without its chips. Models have no values during the
+        A candidate is a TPU slice, or several GPUs, together with a layout of
+        the model on it. For each candidate, the train step is compiled from
+        shapes alone, with the compiler for these devices but without them.
+        Models have no values during the
         plan (see `ks.abstract`), so even the largest model can be planned on a
         machine that could not store it. Not in tf.
 
-        Bytes and collectives are reported by the compiler. Compiling at low
-        effort is several times as fast; the reported memory is then between a
-        third less and a tenth more than at full effort, which training uses. A
-        candidate near the memory limit, or the only candidate, is also compiled
-        at full effort. For a model with many equal blocks, two shorter models
-        are compiled and their results are extrapolated. Times are estimates.
+        Bytes and collectives are reported by the compiler. For TPUs, compiling
+        at low effort is several times as fast; the reported memory is then
+        between a third less and a tenth more than at full effort, which
+        training uses. A candidate near the memory limit, or the only candidate,
+        is also compiled at full effort. For a model with many equal blocks, two
+        shorter models are compiled and their results are extrapolated. Times
+        are estimates.
 
         Args:
           model: A function that makes and compiles the model, called in the
@@ -54,16 +56,17 @@ class PlanMixin:
             cloned from its config and is not changed.
           batch: `(x, y)` or `(x, y, sample_weight)`, of arrays or of
             `jax.ShapeDtypeStruct`: a global batch of this strategy.
-          topologies: The names of TPU slices, such as "v5e:16x16". None for the
-            devices of this strategy.
+          topologies: The names of TPU slices, such as "v5e:16x16", or of GPUs,
+            such as "h100:8" (one host) or "h100:8x8" (hosts and GPUs of each).
+            None for the devices of this strategy.
           strategies: The layouts to compare: names such as "replicated",
             "slots" (only optimizer slots are sharded), "sharded:64" (in groups
             of 64 replicas), "model:4" (with `transformer_layout` over 4 cores)
             or "sharded+model:4"; or partitioners. None for several common
             layouts.
-          scale: "replica" if each replica of a slice gets the same number of
-            rows as a replica of this strategy; "global" if `batch` is the
-            global batch of every slice.
+          scale: "replica" if each replica of a candidate gets the same number
+            of rows as a replica of this strategy; "global" if `batch` is the
+            global batch of every candidate.
           effort: The compiler's effort: "auto", "low" or "full".
           verify: Whether to find the largest number of rows that fits by
             compiling at full effort, until one more row on each replica does
@@ -79,10 +82,12 @@ class PlanMixin:
           The plan, which prints as a table and has `to_json` and `to_html`.
 
         Raises:
-          ValueError: if a slice or a layout is unknown, or the batch has no
+          ValueError: if a topology or a layout is unknown, or the batch has no
             rows.
           TypeError: if a leaf of `batch` has no shape and dtype.
-          ImportError: if slices are named and libtpu is not installed.
+          ImportError: if TPU slices are named and libtpu is not installed, or
+            GPUs are named and JAX's CUDA plugin is not installed.
+          RuntimeError: if JAX loaded no CUDA plugin, because it found no CUDA.
           Exception: if the function that makes the model raises one.
 
         Example:

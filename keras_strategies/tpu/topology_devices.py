@@ -5,6 +5,8 @@ import re
 
 import jax
 
+from keras_strategies.gpu.targets import TARGETS
+
 # More chips than any slice has. The number is limited because libtpu creates
 # an object for each chip.
 _MOST_CHIPS = 2**17
@@ -13,8 +15,8 @@ _NAME = re.compile(
 )
 _IN_USE = "libtpu multi-process lockfile"
 _EXAMPLES = (
-    "'v5e:4x4', 'v5p:2x2x2', 'v6e:4x4' or 'tpu7x:2x2x1', or for GPUs 'h100:8' "
-    "or 'h100:8x8'"
+    "'v5e:4x4', 'v5p:2x2x2', 'v6e:4x4' or 'tpu7x:2x2x1', or for GPUs "
+    f"({', '.join(TARGETS)}) 'h100:8' or 'h100:8x8'"
 )
 
 

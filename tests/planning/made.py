@@ -13,6 +13,7 @@ def figures(**given):
         "temporary_bytes": 0.0,
         "flops": 0.0,
         "kernel_flops": 0.0,
+        "compute_seconds": 0.0,
         "code_bytes": 0.0,
         "moved_bytes": 0.0,
         "busy_seconds": 0.0,

@@ -1,4 +1,4 @@
-"""Plans each candidate (a slice with a layout) in a separate process."""
+"""Plans each candidate (a topology with a layout) in a separate process."""
 
 import collections
 import contextlib
@@ -24,8 +24,9 @@ from keras_strategies.planning.capture.request import (
     parse_answer,
 )
 from keras_strategies.planning.compile.compiler import count_jobs
+from keras_strategies.planning.compile.estimates import write_notes
 from keras_strategies.planning.report.planned_step import PlannedStep
-from keras_strategies.planning.report.table import NOTES, Plan, live_table
+from keras_strategies.planning.report.table import Plan, live_table
 
 _WORKER = "keras_strategies.planning.capture.worker"
 _POLL_SECONDS = 0.2
@@ -44,6 +45,10 @@ _OF_A_LOG = re.compile(
     r"|=== Source Location Trace"
     r"|(learning|platforms|third_party)/\S+\.(cc|h):\d+$"
 )
+_OF_START = re.compile(
+    r"I\d{4} [\d:.]+ +\d+ \S+:\d+\]|WARNING: (All log messages|Logging) before "
+)
+"""Lines that the compilers write when they start."""
 _FATAL = re.compile(r"F\d{4} [\d:.]+ +\d+ (\S+:\d+\] .*)")
 """A line in which XLA or libtpu reports a failed check, which ends the process.
 """
@@ -86,13 +91,14 @@ def plan_in_processes(
             )
             pool.collect()
         progress.update([p.request.name for p in pool.running], pool.num_done)
+    notes = write_notes(request.topology for request in requests)
     if not pool.is_busy:
-        return Plan(steps=_sort_steps(pool.steps), notes=NOTES)
+        return Plan(steps=_sort_steps(pool.steps), notes=notes)
     note = (
         f"The plan was interrupted after {pool.num_done} of {len(requests)} "
         "candidates. A row that is marked with ~ may be preliminary."
     )
-    return Plan(steps=_sort_steps(rows | pool.steps), notes=(*NOTES, note))
+    return Plan(steps=_sort_steps(rows | pool.steps), notes=(*notes, note))
 
 
 def _sort_steps(steps: Mapping[int, PlannedStep]) -> tuple[PlannedStep, ...]:
@@ -249,10 +255,11 @@ def _explain_end(code: int, lines: Sequence[str]) -> str:
         return (
             "A fatal error of a library, such as the compiler, ended the "
             f"planning process: {fatal[-1].strip()[:_MAX_LINE]}. If it is the "
-            "compiler's, training on the slice would end, too. Use another "
+            "compiler's, training on these devices would end, too. Use another "
             "layout."
         )
     text = f"The planning process ended with exit status {code}."
+    lines = [line for line in lines if not _OF_START.match(line)]
     tail = "\n".join(lines[-12:]).strip()[-_MAX_TAIL:]
     return text + (tail and f" Its last output:\n{tail}")
 

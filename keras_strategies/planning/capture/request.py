@@ -14,7 +14,7 @@ ENVIRONMENT = {
     "ALLOW_MULTIPLE_LIBTPU_LOAD": "1",
     "TF_CPP_MIN_LOG_LEVEL": "2",
 }
-"""Environment variables of the processes that compile for absent slices."""
+"""Environment variables of the processes that compile for absent devices."""
 MAX_ANSWER_BYTES = 1_000_000
 _BATCH = re.compile(
     r"(?P<sizes>\d{1,9}(x\d{1,9}){0,7}):(?P<dtype>[a-z]+\d{0,2})"
@@ -23,7 +23,7 @@ _BATCH = re.compile(
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Request:
-    """A candidate (slice and layout) for a child process, with all options.
+    """A candidate (topology and layout) for a child process, with all options.
 
     Attributes:
       script: The path of the script, or the name of a module. "" if `function`
@@ -32,8 +32,8 @@ class Request:
       function: A function that creates the model, as "module:function".
       batch: The shape and dtype of x and of y, each such as "8x2048:int32".
       arguments: The script's arguments.
-      topology: The slice's name.
-      layout: The name of the model's layout on the slice.
+      topology: The topology's name.
+      layout: The name of the model's layout.
       is_default: Whether the layout is one of the defaults and was not
         requested by the user, so that the table may leave it out.
       is_alone: Whether this is the only candidate.
@@ -62,7 +62,7 @@ class Request:
 
     @property
     def name(self) -> str:
-        """The names of the slice and the layout."""
+        """The names of the topology and the layout."""
         return f"{self.topology} {self.layout}"
 
     def to_text(self) -> str:

@@ -140,7 +140,7 @@ class Worker:
         """Plans the candidate and returns the result as a dict for JSON."""
         if self._request.function:
             return self._plan_candidate(_make_function_candidate(self._request))
-        devices = make_devices(self._request.topology)
+        devices = make_devices(self._request.topology, has_endless_memory=True)
         _clear_output()
         return self.plan_script(devices)
 

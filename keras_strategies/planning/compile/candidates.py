@@ -1,4 +1,4 @@
-"""Creates the candidates (slices with layouts) for a plan of `fit`."""
+"""Creates the candidates (topologies with layouts) for a plan of `fit`."""
 
 import functools
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -108,17 +108,18 @@ def iter_candidates(
     topologies: str | Sequence[str] | None,
     strategies: Any,
 ) -> Iterator[Candidate]:
-    """Yields the candidates (slices with layouts) for `Strategy.plan`.
+    """Yields the candidates (topologies with layouts) for `Strategy.plan`.
 
     Args:
       base: The strategy whose `plan` was called.
       maker: A function that creates the model.
       batch: The shapes of the global batch.
-      topologies: The names of slices. None for the strategy's devices.
+      topologies: The names of TPU slices or GPUs. None for the strategy's
+        devices.
       strategies: The layouts to plan. None for the default layouts.
 
     Raises:
-      ValueError, TypeError: if a slice or a layout is not valid.
+      ValueError, TypeError: if a topology or a layout is not valid.
     """
     if strategies is not None:
         is_many = isinstance(strategies, Sequence)
@@ -130,7 +131,9 @@ def iter_candidates(
         slices = {devices[0].device_kind: devices}
     else:
         names = lib.check_topologies(topologies)
-        slices = {name: make_devices(name) for name in names}
+        slices = {
+            name: make_devices(name, has_endless_memory=True) for name in names
+        }
     layout_maps = _LayoutMaps(maker)
     for name, devices in slices.items():
         layouts = strategies
@@ -157,9 +160,11 @@ def list_default_layouts(devices: Sequence[Any]) -> list[lib.Layout]:
     The last layout may be one that only transformers can use.
     """
     shards = group_devices(devices, None)[1]
+    if is_absent_gpu(devices[0]):
+        shards = _count_gpus_of_host(devices)
     layouts = lib.list_layouts(len(devices), shards)
-    is_tpu = devices[0].platform == "tpu"
-    if is_tpu and len(devices) >= _MODEL_AXIS**2:
+    is_named = devices[0].platform == "tpu" or is_absent_gpu(devices[0])
+    if is_named and len(devices) >= _MODEL_AXIS**2:
         layouts.append(lib.Layout(divides="all", cores=_MODEL_AXIS))
     return layouts
 
@@ -236,12 +241,22 @@ def make_mesh(devices: Sequence[Any], layout: lib.Layout) -> ReplicaMesh:
     """
     partitioner = layout.variable_partitioner
     shape = None
-    if layout.cores > 1:
+    if layout.cores > 1 and is_absent_gpu(devices[0]):
+        number = _count_gpus_of_host(devices)
+        if number % layout.cores:
+            raise ValueError(
+                "The GPUs of a replica must be in one host. Received: the "
+                f"layout '{layout}' for {number} GPUs per host. Choose a "
+                "divisor of this number."
+            )
+        shape = (layout.cores, 1, 1, 1)
+    elif layout.cores > 1:
         if devices[0].platform != "tpu":
             raise ValueError(
-                "Replicas with several cores need a TPU slice. Received: the "
-                f"layout '{layout}' on devices of the platform "
-                f"{devices[0].platform!r}. Use a layout without 'model'."
+                "Replicas with several cores need a TPU slice, or GPUs that "
+                f"are given by their name. Received: the layout '{layout}' on "
+                f"devices of the platform {devices[0].platform!r}. Use a "
+                "layout without 'model'."
             )
         mesh_shape = Topology.from_devices(devices).mesh_shape
         shape = lib.find_computation_shape(
@@ -258,6 +273,10 @@ def make_mesh(devices: Sequence[Any], layout: lib.Layout) -> ReplicaMesh:
         return make_abstract_mesh(devices, shape, partitioner)
     shards = getattr(partitioner, "shards", None)
     return ReplicaMesh(devices=tuple(devices), shards=shards)
+
+
+def _count_gpus_of_host(devices: Sequence[Any]) -> int:
+    return sum(d.process_index == devices[0].process_index for d in devices)
 
 
 def _fit_step(strategy: Strategy, maker: Maker, batch: Batch) -> Step:

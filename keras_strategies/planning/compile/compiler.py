@@ -28,7 +28,10 @@ from keras_strategies._core.jaxprs.hlo_text import COLLECTIVES
 from keras_strategies._types import Tree
 from keras_strategies.cluster.exchange.message_forms import Either, fault_of
 from keras_strategies.cluster.untrusted import load_json, open_regular
-from keras_strategies.gpu.topology_devices import complete_options
+from keras_strategies.gpu.topology_devices import (
+    complete_options,
+    describe_target,
+)
 from keras_strategies.planning.program.chips import find_chip
 from keras_strategies.planning.program.costs import BY_KIND, BY_SOURCE, Costs
 
@@ -36,8 +39,12 @@ _FOLDER = "keras_strategies"
 _MOST_JOBS = 8
 _BYTES_OF_JOB = 3e9
 """Bytes of host memory needed to compile a large program."""
-_VERSION = 3
+_VERSION = 4
 _MOST_BYTES = 10_000
+_PACKAGES = (
+    *("jax", "jaxlib", "libtpu"),
+    *("jax-cuda12-pjrt", "jax-cuda13-pjrt"),
+)
 _FLAGS = ("XLA_FLAGS", "LIBTPU_INIT_ARGS")
 """Environment variables that affect compilation."""
 
@@ -155,7 +162,7 @@ def list_compilers() -> tuple[str, ...]:
     import importlib.metadata as metadata
 
     versions = []
-    for name in ("jax", "jaxlib", "libtpu"):
+    for name in _PACKAGES:
         try:
             versions.append(f"{name} {metadata.version(name)}")
         except metadata.PackageNotFoundError:
@@ -218,8 +225,10 @@ def _make_key(
     flags: tuple[str | None, ...],
 ) -> str:
     """Returns a hex digest of everything that a program's costs depend on."""
-    kind = devices[0].device_kind
-    places = [(d.id, getattr(d, "coords", None)) for d in devices]
+    kind = devices[0].device_kind, describe_target(devices[0])
+    places = [
+        (d.id, d.process_index, getattr(d, "coords", None)) for d in devices
+    ]
     facts = [kind, places, options, flags, list_compilers(), _VERSION]
     digest = hashlib.sha256(repr(facts).encode())
     digest.update(lowered.as_text().encode())

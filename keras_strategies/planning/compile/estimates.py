@@ -5,13 +5,24 @@ References:
   - How to Scale Your Model (2025): https://jax-ml.github.io/scaling-book/
 """
 
-from keras_strategies.planning.program.chips import Chip
+from collections.abc import Iterable
+
+from keras_strategies.gpu.topology_devices import is_gpu_name
+from keras_strategies.planning.program.chips import GPUS, Chip
 from keras_strategies.planning.program.costs import Costs
 from keras_strategies.planning.report.planned_step import Estimate
 
 HOST_SECONDS = 3e-4
 """The time in which Python starts a program. On two cores, a step of `fit` of a
 tiny model takes 0.2 ms on one device and 0.4 ms on four."""
+_NOTE = (
+    "Bytes and collectives are reported by the compiler. Times are estimates."
+)
+_GPU_NOTE = (
+    "XLA chooses the kernels of products, convolutions and attention only on a "
+    "GPU. Here, products and convolutions take the time of their operations at "
+    "the GPU's peak, and the memory that cuDNN uses is not counted."
+)
 _HIDDEN = ("all-gather",)
 """Collectives that XLA computes beside other work in programs for training, but
 not in those compiled at low effort."""
@@ -30,7 +41,8 @@ def estimate(
     Returns None if the program's text could not be parsed.
 
     Args:
-      costs: The costs of the step's program, compiled at low effort.
+      costs: The costs of the step's program, compiled at low effort if there
+        are several.
       chip: The chip that the program runs on.
       model_flops: Floating-point operations of the model per step and device,
         forward and backward, without rematerialization. None if unknown.
@@ -40,7 +52,9 @@ def estimate(
     """
     if costs.unread:
         return None
-    compute = max(costs.flops / steps, model_flops or 0.0) / chip.flops
+    compute = max(
+        costs.compute_seconds / steps, (model_flops or 0.0) / chip.flops
+    )
     memory = costs.moved_bytes / steps / chip.memory_bandwidth
     links = sum(costs.link_seconds.values()) / steps
     latency = costs.latency_seconds / steps
@@ -67,6 +81,27 @@ def estimate(
         utilization=utilization(seconds),
         most_utilization=utilization(least),
     )
+
+
+def write_notes(topologies: Iterable[str]) -> tuple[str, ...]:
+    """Returns sentences that apply to all candidates of a plan.
+
+    Args:
+      topologies: The names of the candidates' topologies.
+    """
+    gpus = [name for name in topologies if is_gpu_name(name)]
+    notes = [_NOTE, _GPU_NOTE] if gpus else [_NOTE]
+    speeds = set[float]()
+    for gpu, _, shape in (name.partition(":") for name in gpus):
+        hosts = shape.split("x")[:-1]
+        if hosts not in ([], ["1"]):
+            speeds.add(GPUS[gpu].network_bandwidth)
+    if speeds:
+        shown = " or ".join(f"{speed / 1e9:.0f}" for speed in sorted(speeds))
+        notes.append(
+            f"Between hosts, a network of {shown} GB/s for each GPU is assumed."
+        )
+    return tuple(notes)
 
 
 def describe_unknown(costs: Costs) -> str:

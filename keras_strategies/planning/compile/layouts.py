@@ -1,4 +1,4 @@
-"""Layouts, which define how a plan shards a model over a slice.
+"""Layouts, which define how a plan shards a model over devices.
 
 On the command line their names are, for example, "replicated", "slots",
 "slots:64", "sharded", "sharded:64", "model:4" or "sharded:16+model:4".
@@ -26,13 +26,13 @@ _MOST_DIVIDED = 256
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Layout:
-    """The layout of a model on the devices of a slice.
+    """The layout of a model on the devices of a topology.
 
     Attributes:
       divides: What is sharded over replicas: "nothing", "slots" (the
         optimizer's state) or "all" (weights and the optimizer's state).
       shards: The number of replicas over which the variables are sharded. None
-        to use the default for the slice.
+        to use the default for the devices.
       cores: The number of devices of a replica. If there are several, a
         transformer's attention heads and dense layers are sharded over them.
       partitioner: A user-defined partitioner, which replaces `divides`.
@@ -129,7 +129,7 @@ def list_layouts(num_devices: int, default_shards: int | None) -> list[Layout]:
     """Returns the layouts that are planned by default.
 
     Args:
-      num_devices: The number of devices of the slice.
+      num_devices: The number of devices of the topology.
       default_shards: The default number of replicas over which variables are
         sharded.
     """
@@ -177,7 +177,7 @@ def _list_boxes(size: int, rank: int) -> Iterable[tuple[int, ...]]:
 
 
 def check_topologies(spec: object) -> list[str]:
-    """Returns the names of slices as a list, without duplicates.
+    """Returns the names of topologies as a list, without duplicates.
 
     Raises:
       TypeError: if `spec` is not a string or a sequence of strings.
@@ -188,12 +188,12 @@ def check_topologies(spec: object) -> list[str]:
         isinstance(name, str) for name in names
     ):
         raise TypeError(
-            "The topologies of a plan must be names of slices. Received: "
-            f"{spec!r}. Pass, for example, ['v5e:4x4', 'v5p:2x2x2']."
+            "The topologies of a plan must be names of TPUs or GPUs. Received: "
+            f"{spec!r}. Pass, for example, ['v5e:4x4', 'h100:8']."
         )
     if not names:
         raise ValueError(
-            "A plan needs at least one slice. Received: topologies=[]. "
+            "A plan needs at least one topology. Received: topologies=[]. "
             "Omit `topologies` to plan for the strategy's devices."
         )
     return list(dict.fromkeys(names))

@@ -7,6 +7,7 @@ from typing import Any
 
 import jax
 
+from keras_strategies.gpu.topology_devices import is_absent_gpu
 from keras_strategies.planning.compile.compiler import (
     Compiler,
     DoesNotFit,
@@ -137,6 +138,8 @@ class _Planning:
         devices = self.candidate.devices
         self._limit = find_memory(devices[0], len(devices))
         self._chip = find_chip(devices[0])
+        self._is_tpu = devices[0].platform == "tpu"
+        self._is_absent = self._is_tpu or is_absent_gpu(devices[0])
         self._error: str | None = None
         self._notes: list[str] = []
         try:
@@ -195,7 +198,8 @@ class _Planning:
         low = Line(
             rows=self._rows,
             figures=(first, second),
-            is_full=False,
+            # Only the TPU compiler has several efforts.
+            is_full=not self._is_tpu,
             blocks=self._low.blocks,
         )
         line = low
@@ -212,7 +216,7 @@ class _Planning:
                 blocks=full.blocks,
             )
             row = self._describe_step(low, line)
-        if self.effort.is_verified and self._is_tpu and self._limit:
+        if self.effort.is_verified and self._is_absent and self._limit:
             row = self._verify_most_rows(row, line)
         return self._add_advice(row, first)
 
@@ -240,10 +244,6 @@ class _Planning:
         took = [f.compile_seconds for f in line.figures if isinstance(f, Costs)]
         return line.blocks is None and max(took, default=0.0) < _QUICK_SECONDS
 
-    @property
-    def _is_tpu(self) -> bool:
-        return self.candidate.devices[0].platform == "tpu"
-
     def _describe_step(self, low: Line, line: Line) -> PlannedStep:
         """Returns a planned step with the results of the compilations.
 
@@ -260,7 +260,7 @@ class _Planning:
         )
         most = self._find_most_rows(line)
         facts: dict[str, Any] = {
-            "is_full_effort": line.is_full or not self._is_tpu,
+            "is_full_effort": line.is_full,
             "blocks": line.blocks,
             "tokens": self._step.tokens,
             "compile_seconds": took,
@@ -374,7 +374,11 @@ class _Planning:
             self.candidate.devices,
             is_full=True,
         ).result()
-        return isinstance(outcome, Costs), get_bytes(outcome)
+        needed = get_bytes(outcome)
+        if not self._is_tpu and needed is not None:
+            # XLA compiles programs for GPUs of any size.
+            return needed <= (self._limit or 0), needed
+        return isinstance(outcome, Costs), needed
 
     def _make_row(self, **facts: Any) -> PlannedStep:
         candidate = self.candidate

@@ -2,13 +2,20 @@
 
 import dataclasses
 import os
+from collections.abc import Mapping
 from typing import TYPE_CHECKING
+
+from keras_strategies.gpu.targets import TARGETS
+from keras_strategies.gpu.topology_devices import is_absent_gpu
 
 if TYPE_CHECKING:
     import jax
 
 
 _GIB = 2**30
+_FRACTIONS = ("XLA_CLIENT_MEM_FRACTION", "XLA_PYTHON_CLIENT_MEM_FRACTION")
+"""Environment variables with the share of a GPU's memory that JAX uses."""
+_FRACTION = 0.75
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -20,16 +27,25 @@ class Chip:
 
     Attributes:
       name: The name in topologies, such as "v5e".
-      memory_bytes: Bytes of memory that the compiler allows a program to use.
+      memory_bytes: Bytes of memory that the compiler allows a program to use;
+        for a GPU, all of its memory.
       flops: Peak rate in multiplications and additions per second, for matrix
         products in bfloat16.
       memory_bandwidth: Bandwidth of the memory, in bytes per second.
       link_bandwidth: Total bandwidth of all links to other chips of the slice,
-        in bytes sent per second.
+        or to other GPUs of the host, in bytes sent per second.
       num_links: The number of links of a chip: 4 on 2-D slices, 6 on 3-D
-        slices.
-      on_chip_bytes: Bytes of vector memory (VMEM), on the chip itself.
+        slices. For a GPU, of its NVLinks.
+      on_chip_bytes: Bytes of vector memory (VMEM), on the chip itself. 0 for a
+        GPU.
       source: The web page that contains these values.
+      other_flops: Peak rates for products in other dtypes, by their names. See
+        `Product`. By default, they are those in bfloat16.
+      network_bandwidth: For a GPU, the bandwidth of the network between hosts,
+        in bytes that each GPU sends per second. An assumption: the value is
+        that of NVIDIA's machines.
+      workspace_bytes: For a GPU, bytes of memory that cuBLAS uses in addition
+        to those of the program.
     """
 
     name: str
@@ -40,6 +56,13 @@ class Chip:
     num_links: int
     on_chip_bytes: int
     source: str
+    other_flops: Mapping[str, float] = dataclasses.field(default_factory=dict)
+    network_bandwidth: float = 0.0
+    workspace_bytes: int = 0
+
+    def find_flops(self, dtype: str) -> float:
+        """Returns the peak rate for products of a dtype; see `Product`."""
+        return self.other_flops.get(dtype, self.flops)
 
 
 _DOCS = "https://cloud.google.com/tpu/docs/"
@@ -66,6 +89,58 @@ def _make_chip(
     )
 
 
+def _make_gpu(
+    name: str,
+    tflops: tuple[float, float, float],
+    links: tuple[float, int],
+    network: float,
+    workspace: int,
+) -> Chip:
+    """Returns a GPU's specifications.
+
+    Args:
+      name: The name in topologies.
+      tflops: The peak rates for products in bfloat16, TF32 and float32.
+      links: The bandwidth of all NVLinks per direction, in GB/s, and their
+        number.
+      network: The bandwidth of the network, in GB/s.
+      workspace: MiB of cuBLAS's workspace.
+    """
+    target = TARGETS[name]
+    half, tf32, exact = (rate * 1e12 for rate in tflops)
+    bandwidth, num_links = links
+    return Chip(
+        name=name,
+        memory_bytes=target.memory,
+        flops=half,
+        memory_bandwidth=float(target.memory_bandwidth),
+        link_bandwidth=bandwidth * 1e9,
+        num_links=num_links,
+        on_chip_bytes=0,
+        source=_GPU_DOCS + name,
+        # By default, XLA multiplies float32 arrays as TF32.
+        other_flops={"f32": tf32, "f32 exact": exact, "f64": exact},
+        network_bandwidth=network * 1e9,
+        workspace_bytes=workspace * 2**20,
+    )
+
+
+_GPU_DOCS = "https://www.nvidia.com/en-us/data-center/"
+
+# Rates without sparsity. The network is that of a DGX, which has one adapter
+# for each GPU: of 200 Gb/s for A100s, else of 400. The workspaces are the
+# defaults of cuBLAS: https://docs.nvidia.com/cuda/cublas/#cublassetworkspace
+GPUS = {
+    gpu.name: gpu
+    for gpu in (
+        _make_gpu("a100", (312, 156, 19.5), (300, 12), 25, 4),
+        _make_gpu("h100", (989.5, 494.7, 67), (450, 18), 50, 32),
+        _make_gpu("h200", (989.5, 494.7, 67), (450, 18), 50, 32),
+        _make_gpu("b200", (2250, 1125, 75), (900, 18), 50, 32),
+    )
+}
+"""The specifications of GPUs by their names."""
+
 # Specifications by JAX's `device_kind`. The memory is the "available HBM" in
 # error messages of libtpu 0.0.42, and that on the chip is what JAX's Pallas
 # lists (jax 0.10). The other values are from the web pages, which list the
@@ -77,6 +152,7 @@ _BY_KIND = {
     "TPU v6 lite": _make_chip("v6e", 31.25, 918, 1640, (400, 4), 128),
     # JAX shows such a chip as two devices. The values are those of one device.
     "TPU7x": _make_chip("tpu7x", 94.75, 1153.5, 3690, (600, 6), 64),
+    **{TARGETS[name].device_kind: gpu for name, gpu in GPUS.items()},
 }
 # For a v4 chip whose two cores JAX shows as two devices.
 _OF_V4_CORE = _make_chip("v4", 15.25, 137.5, 614, (150, 6), 16)
@@ -102,10 +178,29 @@ def find_memory(device: "jax.Device", num_local: int = 1) -> int | None:
       The number of bytes, or None if it is unknown.
     """
     chip = find_chip(device)
-    if chip is not None:
+    if chip is not None and device.platform == "tpu":
         return chip.memory_bytes
+    if chip is not None and is_absent_gpu(device):
+        share = _find_fraction()
+        return int(chip.memory_bytes * share) - chip.workspace_bytes
     if device.platform == "cpu":
         pages, size = os.sysconf("SC_PHYS_PAGES"), os.sysconf("SC_PAGE_SIZE")
         return pages * size // num_local if pages > 0 else None
     stats = device.memory_stats() or {}
     return stats.get("bytes_limit")
+
+
+def _find_fraction() -> float:
+    """Returns the share of a GPU's memory that JAX gives to a process."""
+    for name in _FRACTIONS:
+        text = os.environ.get(name)
+        if not text:
+            continue
+        try:
+            return float(text)
+        except ValueError as error:
+            raise ValueError(
+                f"{name} must be the share of a GPU's memory that JAX uses. "
+                f"Received: {text!r}. Set it to a number such as 0.75."
+            ) from error
+    return _FRACTION

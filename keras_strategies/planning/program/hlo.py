@@ -146,14 +146,26 @@ class Computation:
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Program:
-    """The computations of a compiled program, by their names."""
+    """A compiled program.
+
+    Attributes:
+      computations: Its computations by their names.
+      entry: The computation that runs first.
+      is_tiled: Whether arrays are stored in tiles of 8 by 128 numbers, as on
+        TPUs.
+    """
 
     computations: Mapping[str, Computation]
     entry: Computation
+    is_tiled: bool
 
 
-def parse(text: str) -> Program:
+def parse(text: str, *, is_tiled: bool = True) -> Program:
     """Parses the text of a compiled program.
+
+    Args:
+      text: The text.
+      is_tiled: See `Program`.
 
     Raises:
       ValueError: if the text contains no entry computation.
@@ -172,7 +184,7 @@ def parse(text: str) -> Program:
             "A program's text must contain an entry computation. Received: "
             f"{text[:100]!r}. Pass the text of a compiled program."
         )
-    return Program(computations, entry)
+    return Program(computations, entry, is_tiled)
 
 
 def _split(text: str) -> Iterator[tuple[str, bool, list[str]]]:

@@ -4,24 +4,28 @@ Only operations of matrix products, convolutions and attention's kernels are
 counted.
 """
 
+import collections
 import dataclasses
-import functools
 import math
 import re
 from collections.abc import Mapping, Sequence
 
-from keras_strategies._core.jaxprs.flops import count_positions
-from keras_strategies._core.jaxprs.hlo_text import KERNELS
 from keras_strategies.planning.program.hlo import (
     Computation,
     Instruction,
     Program,
+)
+from keras_strategies.planning.program.products import (
+    count_kernel,
+    list_products,
 )
 from keras_strategies.planning.program.residency import locate
 
 _TILE = (8, 128)
 _TILE_BYTES = 4096
 """The bytes of a tile of 8 by 128 numbers, which are read to gather one."""
+_SECTOR_BYTES = 32
+"""The least number of bytes that a GPU reads from its memory."""
 
 _FREE = frozenset(
     (
@@ -37,14 +41,8 @@ _FREE_CALLS = re.compile(
 )
 _SAME = ("bitcast", "convert", "copy", "transpose", "reshape")
 """Instructions that compute each element of their result from one element."""
-_WINDOW = re.compile(r"window=\{([^}]*)\}")
-_LABELS = re.compile(r"dim_labels=(\w+)_(\w+)->(\w+)")
-_SUMMED = re.compile(r"lhs_contracting_dims=\{([\d,]*)\}")
 _SLICE = re.compile(r"slice_sizes=\{([\d,]*)\}")
 _UPDATED = re.compile(r"update_window_dims=\{([\d,]*)\}")
-_KERNEL = re.compile(rf"{KERNELS}(\d+)/.*splash_m[hq]a_(fwd|dq|dkv)")
-_PRODUCTS = {"fwd": 2, "dq": 3, "dkv": 4}
-"""For each kernel of attention, its number of matrix products."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -52,8 +50,9 @@ class Work:
     """The operations and the bytes of an instruction.
 
     Attributes:
-      flops: Number of multiplications and additions.
-      kernel_flops: Those of attention's kernels; not a part of `flops`.
+      products: Number of multiplications and additions, by the dtype that is
+        multiplied. See `Product`.
+      kernel_flops: Those of attention's kernels; not a part of `products`.
       read: The bytes of each array that is read as a whole, by its name. See
         `residency.locate`.
       written: The bytes of each array that is written as a whole.
@@ -61,12 +60,17 @@ class Work:
       on_chip: Those of arrays that the compiler placed in on-chip memory.
     """
 
-    flops: float = 0.0
+    products: Mapping[str, float] = dataclasses.field(default_factory=dict)
     kernel_flops: float = 0.0
     read: Mapping[str, float] = dataclasses.field(default_factory=dict)
     written: Mapping[str, float] = dataclasses.field(default_factory=dict)
     parts: float = 0.0
     on_chip: float = 0.0
+
+    @property
+    def flops(self) -> float:
+        """The number of multiplications and additions of all products."""
+        return sum(self.products.values())
 
 
 def count_work(
@@ -80,12 +84,15 @@ def count_work(
     if opcode == "custom-call":
         if _FREE_CALLS.search(instruction.attributes):
             return Work()
-        of_kernels = _of_kernel(instruction)
+        of_kernels = count_kernel(computation, instruction)
     counter = _Counter(program)
     counter.read(computation, instruction)
     counter.write(computation, instruction)
+    products = collections.defaultdict[str, float](float)
+    for product in list_products(program, computation, instruction):
+        products[product.dtype] += product.flops
     return Work(
-        flops=_count_flops(program, computation, instruction),
+        products=products,
         kernel_flops=of_kernels,
         read=counter.reads,
         written=counter.writes,
@@ -151,7 +158,7 @@ def _count_part(
     if opcode == "dynamic-update-slice" and place == 0:
         return 0.0
     if opcode == "gather" and place == 0:
-        return _count_gathered(instruction)
+        return _count_gathered(program, instruction)
     if opcode == "scatter" and place == 0:
         # `_count_update` counts the reading and the writing.
         return 0.0
@@ -198,7 +205,7 @@ def _count_update(
         return {}, _size_of(update)
     if opcode == "scatter":
         updates = computation.by_name[instruction.operands[-1]]
-        return {}, _count_scattered(updates, instruction)
+        return {}, _count_scattered(program, updates, instruction)
     if opcode in _SAME and instruction.operands:
         operand = computation.by_name[instruction.operands[0]]
         return _count_update(program, computation, operand)
@@ -219,27 +226,43 @@ def _count_update(
     return (changed, parts) if is_update else None
 
 
-def _count_gathered(gather: Instruction) -> float:
+def _count_gathered(program: Program, gather: Instruction) -> float:
     """Returns the bytes that a gather reads of its operand."""
     match = _SLICE.search(gather.attributes)
     sizes = [int(n) for n in match[1].split(",") if n] if match else []
-    return _count_tiles(_count_elements(gather), sizes) * _TILE_BYTES
+    return _count_slices(program, gather, sizes)
 
 
-def _count_scattered(updates: Instruction, scatter: Instruction) -> float:
+def _count_scattered(
+    program: Program, updates: Instruction, scatter: Instruction
+) -> float:
     """Returns the bytes that a scatter reads and writes of its result."""
     match = _UPDATED.search(scatter.attributes)
     dims = [int(n) for n in match[1].split(",") if n] if match else []
     sizes = [updates.arrays[0].dims[dim] for dim in dims]
-    return 2 * _count_tiles(_count_elements(updates), sizes) * _TILE_BYTES
+    return 2 * _count_slices(program, updates, sizes)
 
 
-def _count_tiles(elements: float, sizes: Sequence[int]) -> float:
-    """Returns the number of tiles that contain the elements of slices."""
+def _count_slices(
+    program: Program, instruction: Instruction, sizes: Sequence[int]
+) -> float:
+    """Returns the bytes that are moved for the elements of slices.
+
+    Args:
+      program: The program.
+      instruction: The instruction whose result contains the elements.
+      sizes: The sizes of a slice.
+    """
     rows, columns = (1, 1, *sizes)[-2:]
+    number = _count_elements(instruction) / max(math.prod(sizes), 1)
     others = math.prod(sizes[:-2])
+    if not program.is_tiled:
+        array = instruction.arrays[0]
+        width = array.size / max(math.prod(array.dims), 1)
+        sectors = math.ceil(columns * width / _SECTOR_BYTES)
+        return number * others * rows * sectors * _SECTOR_BYTES
     tiles = others * -(-rows // _TILE[0]) * -(-columns // _TILE[1])
-    return elements / max(math.prod(sizes), 1) * tiles
+    return number * tiles * _TILE_BYTES
 
 
 def _count_elements(instruction: Instruction) -> float:
@@ -248,81 +271,3 @@ def _count_elements(instruction: Instruction) -> float:
 
 def _size_of(instruction: Instruction) -> float:
     return float(sum(x.padded for x in instruction.arrays if x.dims))
-
-
-def _count_flops(
-    program: Program, computation: Computation, instruction: Instruction
-) -> float:
-    opcode = instruction.opcode
-    if opcode == "convolution":
-        return _of_convolution(computation, instruction)
-    if opcode == "dot":
-        return _of_product(computation, instruction)
-    inner = program.computations.get(instruction.get_called() or "")
-    if opcode != "fusion" or inner is None:
-        return 0.0
-    return sum(_count_flops(program, inner, x) for x in inner.instructions)
-
-
-def _of_kernel(call: Instruction) -> float:
-    """Returns the operations of attention's kernels, which XLA does not know.
-
-    A kernel's scope names the products of all turns of the loops inside it.
-    """
-    match = _KERNEL.search(call.source)
-    return 0.0 if match is None else 2.0 * int(match[1]) * _PRODUCTS[match[2]]
-
-
-def _of_product(computation: Computation, dot: Instruction) -> float:
-    match = _SUMMED.search(dot.attributes)
-    sizes = computation.by_name[dot.operands[0]].arrays[0].dims
-    dims = [int(n) for n in match[1].split(",") if n] if match else []
-    return 2.0 * _count_elements(dot) * math.prod(sizes[d] for d in dims)
-
-
-def _of_convolution(computation: Computation, conv: Instruction) -> float:
-    labels = _LABELS.search(conv.attributes)
-    if labels is None:
-        return 0.0
-    arrays = [
-        computation.by_name[name].arrays[0].dims for name in conv.operands
-    ]
-    lhs, kernel = (
-        dict(zip(labels[k + 1], arrays[k], strict=True)) for k in (0, 1)
-    )
-    out = dict(zip(labels[3], conv.arrays[0].dims, strict=True))
-    window = _parse_window(conv.attributes)
-    total = 2.0 * kernel["i"] * out["b"] * out["f"]
-    for dim in filter(str.isdigit, labels[3]):
-        place = int(dim)
-        stride, spread, holes = (
-            window.get(name, {}).get(place, 1)
-            for name in ("stride", "lhs_dilate", "rhs_dilate")
-        )
-        before = window.get("pad", {}).get(place, 0)
-        total *= _count_positions(
-            *(lhs[dim], kernel[dim], out[dim]),
-            *(stride, before, spread, holes),
-        )
-    return total
-
-
-_count_positions = functools.lru_cache(maxsize=1024)(count_positions)
-
-
-def _parse_window(attributes: str) -> dict[str, dict[int, int]]:
-    """Returns the numbers of a convolution's window, by name and dimension.
-
-    Of the padding, those before the array.
-    """
-    match = _WINDOW.search(attributes)
-    if match is None:
-        return {}
-    found: dict[str, dict[int, int]] = {}
-    for field in match[1].split():
-        name, _, text = field.partition("=")
-        found[name] = {
-            place: int(number.split("_")[0])
-            for place, number in enumerate(text.split("x"))
-        }
-    return found

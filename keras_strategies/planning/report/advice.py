@@ -126,8 +126,8 @@ def _advise_on_size(step: PlannedStep, total: float, has_remat: bool) -> str:
     if state > _MUCH * (step.limit_bytes or 0) and step.num_replicas > 1:
         if step.layout.startswith("sharded"):
             return (
-                "Shard over more replicas (with a larger `shards`), or use a "
-                "larger slice."
+                "Shard over more replicas (with a larger `shards`), or use "
+                "more devices."
             )
         return (
             f"Weights and optimizer slots take {format_gb(state)} GB on every "
@@ -140,4 +140,4 @@ def _advise_on_size(step: PlannedStep, total: float, has_remat: bool) -> str:
         if not has_remat:
             cure = f"create its blocks in a `keras.RematScope`, or {cure}"
         return f"One row needs too much memory. To fit the model, {cure}."
-    return "Use a slice of chips with more memory, or shard the state."
+    return "Use devices with more memory, or shard the state."

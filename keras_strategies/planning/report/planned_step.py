@@ -1,4 +1,4 @@
-"""`PlannedStep`: the memory and time of a step on a TPU slice with a layout."""
+"""`PlannedStep`: the memory and time of a step on devices, in a layout."""
 
 import dataclasses
 from collections.abc import Iterable, Mapping
@@ -62,16 +62,17 @@ class Estimate:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class PlannedStep:
-    """The memory, collectives and time of a training step on one slice.
+    """The memory, collectives and time of a training step on some devices.
 
-    The slice and the layout, which defines how the model's variables are
-    sharded over the slice's devices, are those of one candidate of a plan.
+    The devices and the layout, which defines how the model's variables are
+    sharded over them, are those of one candidate of a plan.
 
     Attributes:
-      topology: The name of the slice, or JAX's name of the device kind.
-      layout: The name of the model's layout on the slice: "replicated",
+      topology: The name of the devices, such as "v5e:4x4" or "h100:8", or JAX's
+        name of their kind.
+      layout: The name of the model's layout on them: "replicated",
         "sharded:64", ...
-      num_devices: The number of devices of the slice.
+      num_devices: The number of devices.
       num_replicas: The number of replicas.
       rows: The number of rows of the global batch.
       limit_bytes: Bytes of memory that a program may use on a device, or None
@@ -99,7 +100,7 @@ class PlannedStep:
         effort, as for training. Otherwise the program was compiled faster, and
         the reported bytes are up to a tenth more or a third less than at full
         effort.
-      is_accepted: Whether the slice's compiler accepted the program of the
+      is_accepted: Whether the TPU's compiler accepted the program of the
         whole model for this number of rows. Then the step fits, even if the sum
         of the bytes exceeds the limit because some arrays share memory.
       blocks: If the bytes were extrapolated from two shorter models: the

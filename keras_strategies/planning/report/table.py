@@ -1,4 +1,4 @@
-"""`Plan`: a step's memory and time on TPU slices, as table, HTML and JSON."""
+"""`Plan`: a step's memory and time on devices, as table, HTML and JSON."""
 
 import contextlib
 import dataclasses
@@ -28,17 +28,15 @@ _LITTLE = 0.05
 """The share of a device's memory, or of the time, that a layout must save to be
 shown."""
 Show = Callable[[Sequence[PlannedStep], str], None]
-NOTES = (
-    "Bytes and collectives are reported by the compiler. Times are estimates.",
-)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, repr=False)
 class Plan:
     """The memory and time of a step on each candidate; `print` shows a table.
 
-    This is the result of `Strategy.plan`. A candidate is a slice with a layout
-    of the model's variables. The programs were compiled but not run.
+    This is the result of `Strategy.plan`. A candidate is a topology (a TPU
+    slice or some GPUs) with a layout of the model's variables. The programs
+    were compiled but not run.
 
     Attributes:
       steps: One planned step per candidate, in the requested order.
@@ -129,7 +127,7 @@ def live_table(*, is_shown: bool = True) -> Iterator[Show]:
 def _make_table(plan: Plan, is_wide: bool, is_stacked: bool) -> Table:
     """Returns a plan's table.
 
-    If `is_stacked`, each layout is on a second line, below its slice's name.
+    If `is_stacked`, each layout is on a second line, below its topology.
     """
     is_of_tokens = any(step.tokens is not None for step in plan.steps)
     headers = [
@@ -140,7 +138,7 @@ def _make_table(plan: Plan, is_wide: bool, is_stacked: bool) -> Table:
     if is_wide:
         headers += ["bound\nby", "effort"]
     table = Table(box=rich.box.SIMPLE_HEAD, padding=(0, 1, 0, 0))
-    for name in ["slice"] if is_stacked else ["slice", "layout"]:
+    for name in ["topology"] if is_stacked else ["topology", "layout"]:
         table.add_column(name, no_wrap=True)
     for name in headers:
         table.add_column(name, justify="right", no_wrap=True, overflow="fold")
@@ -148,8 +146,8 @@ def _make_table(plan: Plan, is_wide: bool, is_stacked: bool) -> Table:
     for step in plan.steps:
         if step in left_out:
             continue
-        slice_name, layout, *cells = _format_cells(step, is_of_tokens)
-        names = [slice_name, layout]
+        topology, layout, *cells = _format_cells(step, is_of_tokens)
+        names = [topology, layout]
         if is_stacked:
             names = ["\n".join(names)]
         table.add_row(*map(Text, (*names, *cells[: len(headers)])))

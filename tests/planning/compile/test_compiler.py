@@ -24,6 +24,7 @@ KEPT = {
     "temporary_bytes": 3.5,
     "flops": 4,
     "kernel_flops": 0,
+    "compute_seconds": 0,
     "code_bytes": 5,
     "moved_bytes": 6,
     "busy_seconds": 0.25,

@@ -26,6 +26,7 @@ CHIP = Chip(
 )
 FIGURES = figures(
     flops=300.0,
+    compute_seconds=3.0,
     moved_bytes=20.0,
     busy_seconds=3.5,
     latency_seconds=0.5,

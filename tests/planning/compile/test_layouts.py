@@ -125,7 +125,7 @@ def test_names_of_slices_are_taken_once_each():
     with pytest.raises(ValueError, match="at least one"):
         lib.check_topologies([])
     for bad in (4, [4], {"v5e:4x4"}, [None]):
-        with pytest.raises(TypeError, match="names of slices"):
+        with pytest.raises(TypeError, match="names of TPUs"):
             lib.check_topologies(bad)
 
 

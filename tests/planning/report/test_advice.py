@@ -25,12 +25,12 @@ OTHER = {"weights": 1e9, "slots": 2e9, "temporary": 27e9}
         ),
         (
             {"bytes_in_all": 30e9, "memory": STATE, "layout": "sharded:4"},
-            "Shard over more replicas (with a larger `shards`), or use a "
-            "larger slice.",
+            "Shard over more replicas (with a larger `shards`), or use "
+            "more devices.",
         ),
         (
             {"bytes_in_all": 30e9, "memory": STATE, "num_replicas": 1},
-            "Use a slice of chips with more memory, or shard the state.",
+            "Use devices with more memory, or shard the state.",
         ),
         (
             {"bytes_in_all": 30e9, "memory": ROWS, "most_rows": 2},
@@ -44,7 +44,7 @@ OTHER = {"weights": 1e9, "slots": 2e9, "temporary": 27e9}
         ),
         (
             {"bytes_in_all": 30e9, "memory": OTHER},
-            "Use a slice of chips with more memory, or shard the state.",
+            "Use devices with more memory, or shard the state.",
         ),
         (
             {"estimate": times(compute=0.1, links=0.4), "most_rows": 7},
