@@ -6,6 +6,10 @@ import re
 
 import pytest
 
+from keras_strategies.gpu.topology_devices import (
+    complete_options,
+    make_gpu_devices,
+)
 from tests.support.commands import python
 
 DOCUMENT = pathlib.Path(__file__).parents[2] / "docs" / "upstream.md"
@@ -44,3 +48,19 @@ def test_attention_on_tpus_is_what_the_page_says():
         of_causal = errors[case, "causal"]
         is_causal = case != "masks of rows"
         assert (max(of_causal) < 1e-5) == is_causal
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("name", ["a100:8", "h100:8", "b200:2x4"])
+def test_updates_delay_the_backward_pass_on_gpus(name):
+    heading = "XLA: updates delay the backward pass on GPUs"
+    (script,) = blocks_of(heading, "python")
+    defined = {"__name__": "script"}
+    exec(script, defined)
+    devices = make_gpu_devices(name)
+    options = complete_options(None, devices)
+    counts = [
+        defined["count_sums"](devices, has_barrier, options)
+        for has_barrier in (False, True)
+    ]
+    assert counts == [4, 1]
