@@ -1,11 +1,17 @@
-"""Dispatch of compiled programs, one at a time on CPU.
+"""Dispatch of compiled programs: one at a time on CPU, in one order on GPUs.
 
 XLA's CPU collectives wait for each other in a thread pool. With more virtual
 devices than cores, a second program that starts before the first has ended can
 take the threads that the first one waits for, and the process is aborted after
 40 s. Therefore, on CPU at most one mapped program runs at a time in a process,
 even if several strategies or threads start programs. While it runs, the host
-can still read the next batch. GPUs and TPUs queue programs themselves.
+can still read the next batch.
+
+GPUs and TPUs queue programs themselves. But XLA starts a program on each GPU of
+a process separately. If two threads start programs at the same time, two GPUs
+can queue them in different orders, and the collectives of each program then
+wait for the other program. Therefore, on GPUs only one thread at a time starts
+a program, which does not wait for the program's end.
 
 Programs that span several processes are started by the job's watchdog.
 """
@@ -42,6 +48,7 @@ def dispatch(mesh: ReplicaMesh, fn: Callable[..., Any], *args: Any) -> Any:
     """Calls a compiled program.
 
     On a mesh of several CPU devices, it first waits for the previous program.
+    On several GPUs, it only waits until other threads have started theirs.
 
     Args:
       mesh: The replicas that run the program.
@@ -57,9 +64,11 @@ def dispatch(mesh: ReplicaMesh, fn: Callable[..., Any], *args: Any) -> Any:
       RuntimeError: if another process is about to run a different program.
     """
     global _in_flight
-    if mesh.platform != "cpu" or len(mesh.devices) == 1:
+    if mesh.platform == "tpu" or len(mesh.devices) == 1:
         return _start(mesh, fn, args)
     with _turn:
+        if mesh.platform != "cpu":
+            return _start(mesh, fn, args)
         # Cleared before the wait, so that an error of the previous program is
         # raised only once.
         waited_for, _in_flight = _in_flight, None

@@ -68,7 +68,8 @@ _LAUNCH_OPTIONS: tuple[Option, ...] = (
     ),
     (
         "--platform",
-        "the value of JAX_PLATFORMS in all processes; default: cpu",
+        "the value of JAX_PLATFORMS in all processes; with cuda, each process "
+        "takes different GPUs; default: cpu",
         {"default": "cpu"},
     ),
     (

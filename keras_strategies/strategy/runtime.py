@@ -5,6 +5,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from keras_strategies._core.mesh import ReplicaMesh
+from keras_strategies.data import tf_devices
 from keras_strategies.keras_bridge.variables.partitioners import (
     PartitionerLike,
     bind_partitioner,
@@ -42,6 +43,8 @@ class Runtime:
         outputs_on_chief: bool = False,
     ) -> "Runtime":
         """Makes the runtime of a strategy for a mesh."""
+        if not mesh.is_abstract:
+            tf_devices.note_platform(mesh.platform)
         registry = Registry()
         partitioner, mesh = bind_partitioner(variable_partitioner, mesh)
         placements = Placements(mesh, layout_map, partitioner)

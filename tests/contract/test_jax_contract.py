@@ -137,6 +137,18 @@ def test_it_is_known_whether_devices_are_in_use():
         jax.distributed.initialize("127.0.0.1:1", 1, 0)
 
 
+def test_gpus_of_a_process_are_an_option_of_jax():
+    import jax
+
+    assert jax.config.values["jax_cuda_visible_devices"] == "all"
+    assert jax.config.values["jax_platforms"] == jax.config.jax_platforms
+    source = inspect.getsource(distributed.State.initialize)
+    assert 'config.update("jax_cuda_visible_devices"' in source
+    # Without this, JAX takes one GPU in each process of SLURM and Open MPI.
+    assert "cluster_detection_method != 'deactivate'" in source
+    assert "JAX_LOCAL_DEVICE_IDS" in source
+
+
 def test_jax_leaves_a_job_past_the_public_name():
     # The guard's hook on `jax.distributed.shutdown` is for users' calls; at
     # the end of a script JAX calls another name, after the guard's `atexit`.

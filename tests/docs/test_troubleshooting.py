@@ -291,8 +291,9 @@ CASES = {
     "`run` has compiled": compiled_often,
     "AutoShardPolicy.AUTO": by_files,
 }
-# They need a second process, or another Python; tests/multi_process,
-# tests/cluster and tests/test_import.py provoke them.
+# They need a second process, another Python or a GPU; tests/multi_process,
+# tests/cluster, tests/data/test_tf_devices.py and tests/test_import.py provoke
+# them.
 OF_SEVERAL = {
     "keras_strategies needs Keras",
     "All ... processes must start",
@@ -304,6 +305,8 @@ OF_SEVERAL = {
     "Calling `variable_partitioner`",
     "An array that is sharded over several",
     "Every process must read",
+    "Processes on one host must not",
+    "TensorFlow must not take",
     "process 0 ends with",
 }
 

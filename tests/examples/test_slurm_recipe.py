@@ -43,6 +43,23 @@ print(
     resolver.gpu_ids(),
 )
 """
+TAKEN = """
+import os
+import pathlib
+from keras_strategies.cluster.job.local_gpus import choose_gpus
+from keras_strategies.cluster.resolvers.slurm_resolver import (
+    SlurmClusterResolver,
+)
+from keras_strategies.cluster.tasks import make_task_info, task_info
+resolver = SlurmClusterResolver()
+info = task_info(resolver)
+chosen = {"environ": os.environ, "platforms": "cuda"}
+chosen["dev"] = pathlib.Path("/nowhere")
+gpus = choose_gpus(info, resolver=resolver, **chosen)
+numbers = info.coordinator_address, info.num_processes, info.process_id
+assert choose_gpus(make_task_info(*numbers), **chosen) == gpus
+print("takes", os.environ["SLURM_PROCID"], gpus)
+"""
 
 
 @pytest.fixture(scope="module")
@@ -172,3 +189,25 @@ def test_tasks_that_a_file_distributes_are_refused(slurm, tmp_path):
             *("python", script),
             limit_s=LIMIT_S,
         )
+
+
+@pytest.mark.parametrize(
+    ("options", "expected"),
+    [
+        (["--gpus-per-node=4"], ["(0, 1)", "(2, 3)"]),
+        (["--gpus-per-task=2"], ["(0, 1)", "(0, 1)"]),
+        (["--gpus-per-task=1"], ["(0,)", "(0,)"]),
+        (["--gpus-per-task=2", "--gpu-bind=none"], ["(0, 1)", "(2, 3)"]),
+        (["--gpus-per-node=4", "--gpu-bind=single:1"], ["(0,)", "(0,)"]),
+    ],
+    ids=lambda value: " ".join(value),
+)
+def test_tasks_take_the_gpus_that_they_see(slurm, tmp_path, options, expected):
+    if not slurm.has_gpus:
+        pytest.skip("device files can only be made by root")
+    script = tmp_path / "taken.py"
+    script.write_text(TAKEN)
+    words = ("--nodes=2", "--ntasks=4", "--ntasks-per-node=2", *options)
+    shown = slurm.call("srun", *words, "python", script, limit_s=LIMIT_S)
+    found = dict(re.findall(r"takes (\d) (\(.*\))", shown))
+    assert [found[str(rank)] for rank in range(4)] == 2 * expected, shown

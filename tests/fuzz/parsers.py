@@ -40,6 +40,11 @@ from keras_strategies.cluster.exchange.message_forms import (
     read_messages,
 )
 from keras_strategies.cluster.exchange.rounds import Rounds
+from keras_strategies.cluster.job.local_gpus import (
+    VISIBLE,
+    count_visible_gpus,
+    parse_gpus,
+)
 from keras_strategies.cluster.job.place import find_unjoined_job
 from keras_strategies.cluster.resolvers import kubernetes_resolver, slurm_step
 from keras_strategies.cluster.resolvers.tf_config_resolver import (
@@ -703,6 +708,15 @@ PARSERS: dict[str, Parser] = {
     "another launcher": Parser(
         [_TORCHRUN, _SLURM],
         of(lambda text: find_unjoined_job(_variables(text))),
+    ),
+    "visible GPUs": Parser(
+        ["0,1,2,3", "GPU-2b8c1c1e-3d2a", "MIG-2b8c1c1e", "-1"],
+        of(lambda text: count_visible_gpus({VISIBLE: text})),
+    ),
+    "GPUs of a process": Parser(
+        ["0", "0,1", " 3, 1"],
+        of(parse_gpus),
+        errors=(ValueError,),
     ),
     "address": Parser(
         ["host:2222", "[::1]:2222", "10.0.0.1:1"],

@@ -14,7 +14,7 @@ import warnings
 import jax
 import keras
 import numpy as np
-from jax._src import distributed
+from jax._src import compiler, distributed
 
 import keras_strategies as ks
 from keras_strategies.cluster.watchdog import watchdog
@@ -165,6 +165,30 @@ def loop(case, process):
             say("stopped", count, float(np.sum(np.asarray(variable))))
 
 
+def compile_slowly(case, process):
+    """One process's compiler takes long; the others wait, but run nothing."""
+    strategy = ks.MultiWorkerMirroredStrategy()
+    real = compiler.backend_compile_and_load
+
+    def slow(*args, **kwargs):
+        if me() == process:
+            say("fault")
+            time.sleep(9.0)
+        return real(*args, **kwargs)
+
+    def step():
+        return ks.get_replica_context().all_reduce("sum", np.ones(3, "float32"))
+
+    compiler.backend_compile_and_load = slow
+    result = strategy.run(step)
+    compiler.backend_compile_and_load = real
+    say("started")
+    data = strategy.experimental_make_numpy_dataset(np.ones(8, "float32"))
+    strategy.experimental_distribute_dataset(data.batch(4))
+    say("agreed")
+    jax.block_until_ready(result)
+
+
 def main(told):
     case, process = told["case"], told["process"]
     if told.get("place"):
@@ -177,7 +201,7 @@ def main(told):
             **watchdog.INITIALIZE_ARGUMENTS,
         )
     kind, _, place = told["kind"].partition(" in a ")
-    train = {"fit": fit, "loop": loop}[kind]
+    train = {"fit": fit, "loop": loop, "compiler": compile_slowly}[kind]
     if place == "thread":
         thread = threading.Thread(target=train, args=(case, process))
         thread.start()

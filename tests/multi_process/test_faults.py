@@ -172,11 +172,12 @@ def test_all_stop_at_the_same_step_when_one_is_told_to_end(
     assert {ended.last_step for ended in results} == {results[0].last_step}
 
 
-@slow
-def test_a_long_compilation_is_no_stall(tmp_path):
+@pytest.mark.parametrize("kind", [pytest.param("fit", marks=slow), "compiler"])
+def test_a_long_compilation_is_no_stall(tmp_path, kind):
     results = run_job(
         tmp_path,
-        {"case": "compiles", "process": 1, "kind": "fit"},
+        {"case": "compiles", "process": 1, "kind": kind},
+        devices=2,  # So a program's start does not wait for its end.
         env={"KERAS_STRATEGIES_TIMEOUT_S": "3"},
     )
     for ended in results:

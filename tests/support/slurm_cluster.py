@@ -45,7 +45,8 @@ ReturnToService=2
 KillWait=5
 PartitionName=main Nodes=ALL Default=YES MaxTime=INFINITE State=UP
 """
-NODE = "NodeName={0} NodeHostname={1} NodeAddr={0} Port={2} CPUs=16\n"
+NODE = "NodeName={0} NodeHostname={1} NodeAddr={0} Port={2} CPUs=16"
+GPUS = 4  # Pretended ones, of each node.
 
 
 def missing():
@@ -60,9 +61,10 @@ def find(name):
 
 @dataclasses.dataclass(frozen=True)
 class Cluster:
-    """Runs SLURM's commands in the cluster."""
+    """Runs SLURM's commands in the cluster; its nodes may have GPUs."""
 
     environ: dict[str, str]
+    has_gpus: bool
 
     def call(self, *words, limit_s=LIMIT_S, **options):
         """What a command prints."""
@@ -97,12 +99,15 @@ def slurm_cluster(folder, **environ):
     text = CONFIGURATION.format(
         host=host, control=control, user=getpass.getuser(), folder=folder
     )
+    has_gpus = _pretend_gpus(folder)
+    text += "GresTypes=gpu\n" * has_gpus
     for name, port in zip(NODES, ports, strict=True):
         text += NODE.format(name, host, port)
+        text += f" Gres=gpu:{GPUS}" * has_gpus + "\n"
     configuration = folder / "slurm.conf"
     configuration.write_text(text)
     environ = os.environ | {"SLURM_CONF": str(configuration)} | environ
-    cluster = Cluster(environ)
+    cluster = Cluster(environ, has_gpus)
     files = [
         f"--{name}={folder}/munge.{end}"
         for name, end in (
@@ -134,6 +139,25 @@ def slurm_cluster(folder, **environ):
         # Before the daemons go: nothing of a job is left behind.
         cluster.call("scancel", "--user", getpass.getuser())
         cluster.wait(lambda: not cluster.call("squeue", "-h"), LIMIT_S)
+
+
+def _pretend_gpus(folder):
+    """Makes the nodes' device files; whether this user may."""
+    lines = []
+    for name in NODES:
+        (folder / name).mkdir()
+        files = [folder / name / f"nvidia{index}" for index in range(GPUS)]
+        for index, file in enumerate(files):
+            try:
+                # Numbers of NVIDIA's driver, which is not there.
+                os.mknod(file, 0o20666, os.makedev(195, index))
+            except PermissionError:
+                return False
+        names = f"{folder / name}/nvidia[0-{GPUS - 1}]"
+        flags = "Name=gpu Flags=nvidia_gpu_env"
+        lines.append(f"NodeName={name} {flags} File={names}\n")
+    (folder / "gres.conf").write_text("".join(lines))
+    return True
 
 
 def _are_idle(cluster):

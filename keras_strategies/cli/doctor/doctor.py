@@ -22,6 +22,7 @@ from keras_strategies.cli.doctor.clusters import (
     check_clusters,
 )
 from keras_strategies.cli.doctor.findings import Finding, Level, Part, Report
+from keras_strategies.cli.doctor.gpus import check_gpus
 from keras_strategies.cli.doctor.installed import (
     check_packages,
     check_variables,
@@ -81,6 +82,7 @@ def examine(
         # A connection is only tried with `quick`. Otherwise a job is started
         # below, which connects to process 0 anyway.
         findings += check_address(info, environ, connects=quick)
+    gpu_part = check_gpus(environ, info)
     jax_parts = [] if quick else _check_jax(environ, cluster, timeout_s)
     if any(has_met(part) for part in jax_parts):
         # All processes have connected, so the address works. It may even be a
@@ -101,6 +103,7 @@ def examine(
             dataclasses.replace(
                 cluster_part, findings=(*cluster_part.findings, *findings)
             ),
+            *filter(None, [gpu_part]),
             *jax_parts,
         ),
     )

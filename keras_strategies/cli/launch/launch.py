@@ -7,6 +7,7 @@ import pathlib
 import sys
 from collections.abc import Mapping, Sequence
 
+from keras_strategies.cli.launch.gpus import assign_gpus, find_gpu_fault
 from keras_strategies.cli.launch.local_job import run_job
 from keras_strategies.cluster.exchange import job_secret
 from keras_strategies.cluster.job.free_ports import find_free_ports
@@ -55,7 +56,7 @@ def launch(
     command = list(command[1:] if command[:1] == ["--"] else command)
     fault = find_fault(
         command, is_module, num_processes, devices_per_process, platform
-    )
+    ) or find_gpu_fault(os.environ, platform, num_processes + has_evaluator)
     if fault:
         print(f"keras-strategies launch: {fault}", file=sys.stderr)
         return _WRONG_ARGUMENTS
@@ -75,6 +76,9 @@ def launch(
         )
         for index in range(num_processes + has_evaluator)
     ]
+    environments = assign_gpus(
+        environments, platform, has_evaluator=has_evaluator
+    )
     names = make_task_names(num_processes, has_evaluator=has_evaluator)
     return run_job(words, environments, names)
 

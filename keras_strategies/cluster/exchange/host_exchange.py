@@ -55,6 +55,8 @@ _ended: dict[int, Callable[[], None]] = {}
 # The timeout that `limit_waiting` has set, or None.
 _limit_s: float | None = None
 IsStopped = Callable[[], bool]
+# The function that `set_compiling` has set, or None.
+_is_compiling: Callable[[], bool] | None = None
 
 
 class Agreement:
@@ -117,7 +119,8 @@ class Agreement:
           ValueError: if the processes' agreements have different names. All
             processes raise it.
           TimeoutError: if a process sent nothing in time. The error message
-            names the process.
+            names the process. The time begins again while any process
+            compiles (see `set_compiling`).
           RuntimeError: if a process sent a malformed message.
           InterruptedError: if `is_stopped` returned True.
         """
@@ -233,15 +236,19 @@ class Agreement:
                     raise
             if is_stopped is not None and is_stopped():
                 raise InterruptedError
-            if time.monotonic() > end:
-                raise Stalled(
-                    f"Process {process} did not take part in {self._name} "
-                    f"within {timeout_s:.0f} s. {_SAME_CALLS} Received: "
-                    f"nothing from process {process} in round {number}. "
-                    f"{_CURE} If that process has no error but needs more "
-                    "time, for example to read its data, set the environment "
-                    f"variable {TIMEOUT} to a larger number of seconds."
-                )
+            if time.monotonic() <= end:
+                continue
+            if _is_compiling is not None and _is_compiling():
+                end = time.monotonic() + timeout_s
+                continue
+            raise Stalled(
+                f"Process {process} did not take part in {self._name} "
+                f"within {timeout_s:.0f} s. {_SAME_CALLS} Received: "
+                f"nothing from process {process} in round {number}. "
+                f"{_CURE} If that process has no error but needs more "
+                "time, for example to read its data, set the environment "
+                f"variable {TIMEOUT} to a larger number of seconds."
+            )
 
     def _make_key(self, number: int, process: int | str) -> str:
         return f"keras_strategies/{self._number}/{number}/{process}"
@@ -258,6 +265,17 @@ def find_longest_wait() -> tuple[str, float]:
     waits = [(now - since, name) for name, since in list(_waits.values())]
     seconds, name = max(waits, default=(0.0, ""))
     return name, seconds
+
+
+def set_compiling(is_compiling: Callable[[], bool] | None) -> None:
+    """Sets the function with which a wait asks, at its end, whether to go on.
+
+    Args:
+      is_compiling: The watchdog's function. It returns whether any process
+        traces, compiles or starts a program now. None: waits are not extended.
+    """
+    global _is_compiling
+    _is_compiling = is_compiling
 
 
 def limit_waiting(seconds: float) -> None:

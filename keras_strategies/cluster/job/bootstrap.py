@@ -8,7 +8,7 @@ import os
 import platform
 import warnings
 from collections.abc import Iterator
-from typing import NoReturn
+from typing import Any, NoReturn
 
 import jax
 
@@ -19,6 +19,7 @@ from keras_strategies.cluster.exchange.rendezvous import (
     meet,
     split_address,
 )
+from keras_strategies.cluster.job import local_gpus
 from keras_strategies.cluster.spec import TaskInfo
 from keras_strategies.cluster.watchdog import watchdog
 
@@ -27,23 +28,27 @@ BIND_ADDRESS = "JAX_COORDINATOR_BIND_ADDRESS"
 
 # The timeout for the startup of JAX itself, which follows the rendezvous.
 _JAX_TIMEOUT_S = 60
+_VISIBLE_OPTION = "jax_cuda_visible_devices"
 _NUM_SLICES = "MEGASCALE_NUM_SLICES"
 _PACKAGES = ("keras_strategies", "keras", "jax", "jaxlib")
 
 
-def join(task: TaskInfo, *, strategy: str, timeout_s: float) -> None:
+def join(
+    task: TaskInfo, *, strategy: str, timeout_s: float, resolver: object = None
+) -> None:
     """Connects this process to the other processes of its job. Collective.
 
     Before JAX starts, all processes check each other's settings (see
     `rendezvous.meet`). A mistake therefore raises an error in every process,
     whereas JAX itself would abort the processes without naming the one at
-    fault.
+    fault. Processes on one host take different GPUs (see `local_gpus`).
 
     Args:
       task: This process's role. If it is an evaluator or the only process, the
-        function does nothing.
+        function connects to none.
       strategy: The name of the strategy; it must be the same in all processes.
       timeout_s: How long to wait for all processes to arrive, in seconds.
+      resolver: The cluster's resolver, if there is one.
 
     Raises:
       RuntimeError: if not all processes arrived in time, their settings
@@ -59,6 +64,7 @@ def join(task: TaskInfo, *, strategy: str, timeout_s: float) -> None:
             f"seconds. Received: {timeout_s!r}. Omit it for the default."
         )
     if task.process_id is None or task.num_processes == 1:
+        _take_gpus(task, resolver)
         return
     if jax.distributed.is_initialized():
         _check_joined(task)
@@ -67,13 +73,18 @@ def join(task: TaskInfo, *, strategy: str, timeout_s: float) -> None:
     secret = read_secret(os.environ)
     address = task.coordinator_address or _fail_without_address(task)
     bind_address = _find_bind_address(task, address)
+    problem, gpus = _find_problem(), None
+    try:
+        gpus = _choose_gpus(task, resolver)
+    except (RuntimeError, TypeError, ValueError) as error:
+        problem = problem or str(error)
     with _add_slices_to_error():
         meet(
             address,
             process_id=task.process_id,
             num_processes=task.num_processes,
             facts={**_read_versions(), "strategy": strategy},
-            problem=_find_problem(),
+            problem=problem,
             timeout_s=timeout_s,
             bind_address=bind_address,
             names=_name_tasks(task),
@@ -85,6 +96,7 @@ def join(task: TaskInfo, *, strategy: str, timeout_s: float) -> None:
         task.process_id,
         coordinator_bind_address=bind_address,
         initialization_timeout=_JAX_TIMEOUT_S,
+        **_make_gpu_arguments(gpus),
         **watchdog.INITIALIZE_ARGUMENTS,
     )
 
@@ -109,6 +121,46 @@ def check_main_guard() -> None:
         "`multiprocessing`, imported the script. Put the script's code under "
         "`if __name__ == '__main__':`."
     )
+
+
+def _choose_gpus(task: TaskInfo, resolver: object) -> tuple[int, ...] | None:
+    """Returns the result of `local_gpus.choose_gpus`.
+
+    If the user has set JAX's option for visible GPUs, the result is `()`, which
+    does not change the option.
+    """
+    platforms = jax.config.values["jax_platforms"]
+    if jax.config.values[_VISIBLE_OPTION] != "all":
+        uses_gpus = local_gpus.uses_gpus(os.environ, platforms)
+        return () if uses_gpus else None
+    return local_gpus.choose_gpus(
+        task, os.environ, platforms=platforms, resolver=resolver
+    )
+
+
+def _make_gpu_arguments(gpus: tuple[int, ...] | None) -> dict[str, Any]:
+    """Returns arguments for `jax.distributed.initialize`.
+
+    Without `local_device_ids`, JAX itself takes one GPU under SLURM and Open
+    MPI, unless its detection of clusters is switched off.
+    """
+    if gpus is None:
+        return {}
+    return {
+        "local_device_ids": list(gpus) or None,
+        "cluster_detection_method": "deactivate",
+    }
+
+
+def _take_gpus(task: TaskInfo, resolver: object) -> None:
+    """Limits JAX to the GPUs of a process that joins no other process.
+
+    Its launcher may have started other processes on the host.
+    """
+    gpus = _choose_gpus(task, resolver)
+    if gpus and not _find_problem():
+        visible = ",".join(map(str, gpus))
+        jax.config.update(_VISIBLE_OPTION, visible)
 
 
 def _fail_without_address(task: TaskInfo) -> NoReturn:

@@ -94,7 +94,12 @@ def join(
     _check_one_way(resolver, by_name)
     resolver, task = _resolve(resolver, by_name)
     if task is not None:
-        bootstrap.join(task, strategy=strategy, timeout_s=float(timeout_s))
+        bootstrap.join(
+            task,
+            strategy=strategy,
+            timeout_s=float(timeout_s),
+            resolver=resolver,
+        )
     if resolver is None:
         _warn_if_alone()
         resolver = _make_job_resolver()

@@ -57,7 +57,9 @@ class SlurmClusterResolver(ClusterResolver):
         entries in CUDA_VISIBLE_DEVICES; if it is not set, the number in
         SLURM_GPUS_ON_NODE; otherwise 0.
       gpus_per_task: The number of GPUs of each task. None: `gpus_per_node`
-        divided by the largest number of tasks on any host.
+        divided by the largest number of tasks on any host; or, if SLURM has
+        bound GPUs to tasks (`--gpus-per-task`, `--gpu-bind`), the number of
+        entries in CUDA_VISIBLE_DEVICES.
       tasks_per_node: The number of tasks on each host: one number for all
         hosts, or a dict from host names to numbers. None: the numbers in
         SLURM_STEP_TASKS_PER_NODE.
@@ -108,15 +110,19 @@ class SlurmClusterResolver(ClusterResolver):
         hosts = _read_hosts(environ, tasks_per_node)
         _check_counts(jobs, hosts, rank)
         most_on_host = max(count for _, count in hosts)
+        bound = 0
+        if gpus_per_node is None:
+            bound = _count_bound_gpus(environ)
         gpus = _compute_gpus_per_task(
-            environ, gpus_per_node, gpus_per_task, most_on_host
+            environ, gpus_per_node, gpus_per_task, most_on_host, bound
         )
         check_port(port_base, "`port_base`")
         check_port(port_base + most_on_host - 1, "The last task's port")
         places = place_tasks(environ, hosts, rank)
         local = places[rank][1]
         self._num_accelerators = {"GPU": gpus}
-        self._gpu_ids = tuple(range(local * gpus, (local + 1) * gpus))
+        first = 0 if bound else local * gpus
+        self._gpu_ids = tuple(range(first, first + gpus))
         self._spec, self._task_type, self._task_id = _allocate(
             jobs, [join_address(h, port_base + i) for h, i in places], rank
         )
@@ -131,10 +137,13 @@ class SlurmClusterResolver(ClusterResolver):
         return self.task_type, self.task_id
 
     def gpu_ids(self) -> tuple[int, ...]:
-        """Returns this task's GPUs, as indices into its host's visible GPUs.
+        """Returns this task's GPUs, as indices into its visible GPUs.
 
-        TensorFlow writes these indices to CUDA_VISIBLE_DEVICES. In JAX, pass
-        them to `jax.distributed.initialize` as `local_device_ids`.
+        TensorFlow writes these indices to CUDA_VISIBLE_DEVICES. Here, a
+        strategy that joins the job passes them to
+        `jax.distributed.initialize` as `local_device_ids`. If SLURM itself
+        shows each task only a part of the GPUs (as with `--gpus-per-task`),
+        these are all that the task sees.
         """
         return self._gpu_ids
 
@@ -202,11 +211,17 @@ def _compute_gpus_per_task(
     gpus_per_node: int | None,
     gpus_per_task: int | None,
     most_on_host: int,
+    bound: int,
 ) -> int:
+    """Returns the number of GPUs of each task; `bound` if SLURM bound them."""
     _check_count(gpus_per_node, "`gpus_per_node`")
     _check_count(gpus_per_task, "`gpus_per_task`")
+    if bound and gpus_per_task is None:
+        return bound
     if gpus_per_node is None:
         gpus_per_node = _count_visible_gpus(environ)
+        if bound:
+            gpus_per_node = most_on_host * bound
     if gpus_per_task is None:
         return gpus_per_node // most_on_host
     if most_on_host * gpus_per_task > gpus_per_node:
@@ -217,6 +232,18 @@ def _compute_gpus_per_task(
             "Lower `gpus_per_task`, or correct `gpus_per_node`."
         )
     return gpus_per_task
+
+
+def _count_bound_gpus(environ: Mapping[str, str]) -> int:
+    """Returns the number of GPUs that SLURM bound to this task.
+
+    The result is 0 if each task sees all GPUs of the step on its host.
+    """
+    if not environ.get(_NUM_GPUS):
+        return 0
+    visible = _count_visible_gpus(environ)
+    is_part = visible < read_number(environ, _NUM_GPUS, SETTER)
+    return visible if is_part else 0
 
 
 def _count_visible_gpus(environ: Mapping[str, str]) -> int:

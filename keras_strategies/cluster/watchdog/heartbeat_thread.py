@@ -146,6 +146,15 @@ class HeartbeatThread:
         self.all_live.clear()
         self._suspects_since = self._clock.seconds
 
+    def is_compiling(self) -> bool:
+        """Returns whether any process traces, compiles or starts a program.
+
+        It reads the latest heartbeats from the key-value store, in any thread.
+        """
+        received = self._client.key_value_dir_get(_HEARTBEATS)
+        heartbeats = _parse_heartbeats(received).values()
+        return any(heartbeat.starting_s for heartbeat in heartbeats)
+
     def hung_s(self) -> float:
         """Returns how long the current call to the key-value store has lasted.
 

@@ -155,6 +155,7 @@ class Watchdog:
     def start(self) -> None:
         """Starts the watchdog's thread and the heartbeat thread."""
         abort_delay.install()
+        host_exchange.set_compiling(self._heartbeats.is_compiling)
         self._heartbeats.start()
         self._thread.start()
 
@@ -164,6 +165,7 @@ class Watchdog:
         If this process later joins another job, `start` creates a new watchdog.
         """
         global _watchdog
+        host_exchange.set_compiling(None)
         self._heartbeats.stop()
         self._stop.set()
         self._thread.join(1.0)

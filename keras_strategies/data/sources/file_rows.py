@@ -17,6 +17,7 @@ from keras_strategies._types import Tree
 from keras_strategies.data.own_rows import stack_rows
 from keras_strategies.data.sources.files import Files
 from keras_strategies.data.sources.mapped_arrays import let_go
+from keras_strategies.data.tf_devices import hide_gpus
 
 _MAX_OPEN = 64
 # Bytes around a record in a TFRecord file: its length and two checksums.
@@ -292,6 +293,7 @@ def _read_values(data: Files, path: str) -> Iterator[Any]:
 def _read_tfrecords(path: str) -> Iterator[Any]:
     import tensorflow as tf
 
+    hide_gpus()
     left = os.path.getsize(path)
     for record in tf.data.TFRecordDataset(path).as_numpy_iterator():
         yield record

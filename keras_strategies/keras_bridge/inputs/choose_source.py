@@ -39,6 +39,7 @@ from keras_strategies.data.sources.file_source import FilesSource
 from keras_strategies.data.sources.files import Files
 from keras_strategies.data.sources.numpy_dataset import NumpyDataset, RowsSource
 from keras_strategies.data.sources.torch_data import TorchSource
+from keras_strategies.data.tf_devices import hide_gpus
 from keras_strategies.data.tfdata.tf_data import TfDataSource
 from keras_strategies.keras_bridge.inputs.agree_source import (
     build_on_all_processes,
@@ -123,6 +124,7 @@ def make_local_source(
         "seed": seed,
     }
     if is_tf_dataset(dataset):
+        hide_gpus()
         copy = mesh.place_among_readers if mesh.spans_processes else None
         return TfDataSource(
             densify(dataset), policy=policy, copy=copy, **places

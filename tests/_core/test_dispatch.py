@@ -1,0 +1,62 @@
+"""The order in which threads start programs, on pretended devices."""
+
+import threading
+import types
+
+import pytest
+
+from keras_strategies._core.dispatch import dispatch
+
+pytestmark = pytest.mark.quick
+
+
+def overlap(platform, num_devices):
+    """Whether two threads started programs at the same time."""
+    mesh = types.SimpleNamespace(
+        platform=platform, devices=(None,) * num_devices, num_processes=1
+    )
+    both = threading.Barrier(2)
+    met = []
+
+    def program():
+        try:
+            both.wait(0.5)
+            met.append(True)
+        except threading.BrokenBarrierError:
+            both.reset()
+        return ((),)
+
+    threads = [
+        threading.Thread(target=dispatch, args=(mesh, program))
+        for _ in range(2)
+    ]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(30)
+    return bool(met)
+
+
+@pytest.mark.parametrize(
+    ("platform", "num_devices", "expected"),
+    [("gpu", 2, False), ("gpu", 1, True), ("cpu", 2, False), ("tpu", 2, True)],
+)
+def test_only_one_thread_starts_programs_on_several_gpus(
+    platform, num_devices, expected
+):
+    assert overlap(platform, num_devices) is expected
+
+
+def test_program_on_gpus_does_not_wait_for_the_last_one():
+    class Endless:
+        def block_until_ready(self):
+            raise AssertionError
+
+        def is_deleted(self):
+            return False
+
+    mesh = types.SimpleNamespace(
+        platform="gpu", devices=(None, None), num_processes=1
+    )
+    outputs = [dispatch(mesh, lambda: ((Endless(),),)) for _ in range(2)]
+    assert len(outputs) == 2

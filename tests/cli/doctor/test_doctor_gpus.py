@@ -1,0 +1,166 @@
+"""What `keras-strategies doctor` reports of GPUs; the driver is pretended."""
+
+import json
+
+import pytest
+
+from keras_strategies.cli.doctor.findings import Level
+from keras_strategies.cli.doctor.gpus import check_gpus, read_driver_version
+from keras_strategies.cluster.resolvers.torchrun_resolver import (
+    TorchrunClusterResolver,
+)
+from keras_strategies.cluster.spec import TaskInfo
+from keras_strategies.cluster.tasks import task_info
+from tests.cluster.job.test_local_gpus import torchrun
+
+pytestmark = pytest.mark.quick
+
+PROC = (
+    "NVRM version: NVIDIA UNIX x86_64 Kernel Module  535.104.05  Sat Aug 19\n"
+    "GCC version:  gcc version 11.4.0 (Ubuntu 11.4.0-1ubuntu1~22.04)\n"
+)
+OPEN = (
+    "NVRM version: NVIDIA UNIX Open Kernel Module for x86_64  550.54.14  "
+    "Release Build\n"
+)
+INSTALLED = {
+    "jaxlib": "0.10.2",
+    "jax-cuda12-plugin": "0.10.2",
+    "nvidia-nccl-cu12": "2.27.5",
+}
+
+
+@pytest.fixture
+def host(tmp_path, monkeypatch):
+    """Reports of a host with a driver, four GPUs and these packages."""
+    monkeypatch.setenv("PATH", str(tmp_path))  # Without nvidia-smi.
+    (tmp_path / "version").write_text(PROC)
+    for index in range(4):
+        (tmp_path / f"nvidia{index}").touch()
+
+    def check(environ, info=None, installed=INSTALLED):
+        return check_gpus(
+            {"JAX_PLATFORMS": "cuda"} | environ,
+            info,
+            version_of=installed.get,
+            driver=tmp_path / "version",
+            dev=tmp_path,
+        )
+
+    return check
+
+
+@pytest.mark.parametrize(
+    ("text", "version"),
+    [
+        (PROC, "535.104.05"),
+        (OPEN, "550.54.14"),
+        ("", None),
+        ("x" * 5000 + PROC, None),
+        ("\x00\xff 12.3", None),
+    ],
+    ids=["closed", "open", "empty", "long", "binary"],
+)
+def test_version_of_the_driver_is_read(tmp_path, text, version):
+    (tmp_path / "version").write_bytes(text.encode("latin-1"))
+    assert read_driver_version(tmp_path / "version") == version
+
+
+@pytest.mark.parametrize(
+    ("script", "version"),
+    [
+        ("echo 551.86", "551.86"),
+        ("echo Failed to initialize NVML; exit 9", None),
+    ],
+)
+def test_nvidia_smi_is_asked_where_the_driver_writes_nothing(
+    tmp_path, monkeypatch, script, version
+):
+    (tmp_path / "nvidia-smi").write_text(f"#!/bin/sh\n{script}\n")
+    (tmp_path / "nvidia-smi").chmod(0o755)
+    monkeypatch.setenv("PATH", str(tmp_path))
+    assert read_driver_version(tmp_path / "none") == version
+
+
+def test_machine_without_gpus_has_no_part(tmp_path, monkeypatch):
+    monkeypatch.setenv("PATH", str(tmp_path))
+    places = {"driver": tmp_path / "version", "dev": tmp_path}
+    assert check_gpus({}, version_of={}.get, **places) is None
+    part = check_gpus({}, version_of=INSTALLED.get, **places)
+    (row,) = part.rows
+    assert row == (
+        "CUDA plugin",
+        "jax-cuda12-plugin 0.10.2; this machine has no NVIDIA driver",
+    )
+    assert not part.findings
+
+
+def test_versions_and_gpus_are_shown(host):
+    part = host({"CUDA_VISIBLE_DEVICES": "0,1"})
+    assert part.rows == (
+        ("NVIDIA driver", "535.104.05"),
+        ("CUDA plugin", "jax-cuda12-plugin 0.10.2"),
+        ("NCCL", "nvidia-nccl-cu12 2.27.5"),
+        ("GPUs", "2 visible GPUs (CUDA_VISIBLE_DEVICES='0,1')"),
+    )
+    assert not part.findings
+
+
+def test_plugin_of_another_version_is_a_fault(host):
+    part = host({}, installed=INSTALLED | {"jax-cuda12-plugin": "0.10.1"})
+    (finding,) = part.findings
+    assert finding.level is Level.FAULT
+    assert "0.10.1 does not match jaxlib 0.10.2" in finding.text
+    assert finding.fix == "pip install 'jax-cuda12-plugin==0.10.2'"
+
+
+@pytest.mark.parametrize(
+    ("platforms", "count"), [("", 1), ("cuda", 1), ("cpu", 0)]
+)
+def test_missing_plugin_is_a_warning_unless_gpus_are_not_wanted(
+    host, platforms, count
+):
+    part = host({"JAX_PLATFORMS": platforms}, installed={"jaxlib": "0.10.2"})
+    levels = [finding.level for finding in part.findings]
+    assert levels == [Level.WARNING] * count
+    assert ("NCCL", "not installed as a package") in part.rows
+
+
+def test_gpus_of_a_process_are_those_that_it_will_take(host):
+    environ = torchrun(1, 1, 2, 2)
+    info = task_info(TorchrunClusterResolver(environ=environ))
+    assert host(environ, info).rows[-1] == ("GPUs of this process", "2, 3")
+    alone = torchrun(1, 0, 1, 2)
+    assert host(alone, info).rows[-1] == (
+        "GPUs of this process",
+        "all visible GPUs",
+    )
+    cpu = host(environ | {"JAX_PLATFORMS": "cpu"}, info)
+    assert cpu.rows[-1][0] == "GPUs"
+
+
+def test_processes_that_would_share_a_gpu_are_a_fault(host):
+    environ = torchrun(1, 1, 8, 8)
+    info = task_info(TorchrunClusterResolver(environ=environ))
+    (finding,) = host(environ, info).findings
+    assert finding.level is Level.FAULT
+    assert "4 visible GPUs for 8 processes on this host." in finding.text
+    assert finding.fix.startswith("Start fewer processes")
+
+
+def test_evaluator_that_takes_all_gpus_is_noted(host):
+    info = TaskInfo(
+        type="evaluator",
+        index=0,
+        is_chief=True,
+        process_id=None,
+        num_processes=2,
+        addresses=("host0:1", "host0:2"),
+    )
+    (finding,) = host({}, info).findings
+    assert finding.level is Level.NOTE
+    assert "CUDA_VISIBLE_DEVICES" in finding.fix
+    own = host({"JAX_LOCAL_DEVICE_IDS": "3"}, info)
+    assert own.rows[-1] == ("GPUs of this process", "3")
+    assert not own.findings
+    json.dumps([row for row in own.rows])
