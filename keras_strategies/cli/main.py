@@ -6,6 +6,7 @@ tool starts even if one of these packages cannot be imported.
 
 import argparse
 import os
+import signal
 import sys
 from collections.abc import Sequence
 
@@ -126,7 +127,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
       fault. `launch` returns the exit code of the process that failed first.
       `checkpoints` returns 1 if a checkpoint is damaged. `plan` returns 1 if no
       candidate could be planned. All commands return 2 for invalid arguments,
-      and 1 if stdout is closed early (`| head`), as rich does.
+      1 if stdout is closed early (`| head`), as rich does, and 130 after a
+      SIGINT.
 
     Raises:
       SystemExit: if the arguments are `--help` or `--version`, or invalid.
@@ -144,6 +146,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         # Python also flushes stdout at exit, and that must not fail.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 1
+    except KeyboardInterrupt:
+        return 128 + signal.SIGINT
     return status
 
 

@@ -212,3 +212,11 @@ def test_scripts_that_end_before_they_train(tmp_path, text, message, capfd):
     assert main(["plan", *words, "--no-cache", str(script)]) == 1
     (step,) = json.loads(capfd.readouterr().out)["steps"]
     assert re.search(message, step["error"]), step["error"]
+
+
+def test_an_interruption_while_modules_are_imported_ends_quietly(monkeypatch):
+    def interrupt(options):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(command, "run", interrupt)
+    assert main(["plan", "script.py", "--topology", "v5e:2x2"]) == 130
