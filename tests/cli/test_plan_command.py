@@ -1,14 +1,18 @@
 """`keras-strategies plan` and its arguments."""
 
+import importlib.util
 import json
+import os
 import signal
 import subprocess
 import sys
 
 import pytest
+from jax.experimental import topologies
 
 from keras_strategies.cli import plan_command as command
 from keras_strategies.cli.main import main
+from keras_strategies.planning.capture.request import ENVIRONMENT
 from tests.planning.capture.scripts import HEAD, MIRRORED
 from tests.support import strangers
 
@@ -42,6 +46,57 @@ ANY = ("--topology", "v5e:4x4", "-m", "train")
 def test_wrong_arguments_are_told_at_once(words, message, capsys):
     assert main(["plan", *words]) == 2
     assert message in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("name", "words"),
+    [
+        ("h100:8x", "GPU (a100, h100, h200, b200)"),
+        ("h100:8x9999", "at most 8,192 in total"),
+        ("b200:0", "Pass, for example, 'h100:8' or 'h100:8x8'"),
+    ],
+)
+def test_names_of_gpus_need_no_libtpu(
+    name, words, tmp_path, monkeypatch, capfd
+):
+    find = importlib.util.find_spec
+    monkeypatch.setattr(
+        importlib.util,
+        "find_spec",
+        lambda name, *args: None if name == "libtpu" else find(name, *args),
+    )
+    script = tmp_path / "train.py"
+    script.write_text("")
+    # `main` sets them.
+    for variable in ENVIRONMENT:
+        monkeypatch.setenv(variable, os.environ.get(variable, ""))
+    assert main(["plan", str(script), "--topology", name]) == 2
+    (line,) = capfd.readouterr().err.splitlines()
+    assert words in line
+    assert f"Received: {name!r}" in line
+    both = ["--topology", name, "--topology", "v5e:4x4"]
+    assert main(["plan", str(script), *both]) == 2
+    (line,) = capfd.readouterr().err.splitlines()
+    assert "TPUs needs libtpu" in line
+    assert "Received: --topology v5e:4x4" in line
+
+
+def test_a_plugin_that_does_not_load_is_told_in_a_line(
+    tmp_path, monkeypatch, capfd
+):
+    script = tmp_path / "train.py"
+    script.write_text("")
+    for variable in ENVIRONMENT:
+        monkeypatch.setenv(variable, os.environ.get(variable, ""))
+
+    def fail(*args, **kwargs):
+        raise NotImplementedError("topology not implemented for cuda")
+
+    monkeypatch.setattr(topologies, "get_topology_desc", fail)
+    assert main(["plan", str(script), "--topology", "h100:8"]) == 2
+    (line,) = capfd.readouterr().err.splitlines()
+    assert "CUDA" in line
+    assert "h100:8" in line
 
 
 def test_a_notebook_is_to_be_converted(tmp_path, monkeypatch, capsys):

@@ -48,7 +48,7 @@ class Works:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Spent:
-    """What an instruction takes of a chip.
+    """The time and the bytes of an instruction on a chip.
 
     Attributes:
       seconds: Its time.

@@ -1,5 +1,7 @@
 """Costs that are kept between plans, and files that are not ours."""
 
+import dataclasses
+import importlib.metadata
 import json
 import os
 
@@ -8,10 +10,12 @@ import jax.numpy as jnp
 import pytest
 
 from keras_strategies._core.compiled import without_jax_cache
+from keras_strategies.gpu.targets import TARGETS
 from keras_strategies.planning.compile import compiler as compiling
 from keras_strategies.planning.compile.compiler import Compiler, DoesNotFit
 from keras_strategies.planning.program.costs import Costs
 from tests.planning.made import GIB
+from tests.support.gpus import make_hosts
 from tests.support.pipes import read_a_pipe
 
 pytestmark = pytest.mark.quick
@@ -307,5 +311,33 @@ def test_figures_of_a_program():
     assert found.compile_seconds == 1.5
 
 
-def test_the_compilers_are_named_with_their_versions():
+def test_the_compilers_are_named_with_their_versions(monkeypatch):
     assert f"jax {jax.__version__}" in compiling.list_compilers()
+    for name in ("libtpu", "jax-cuda12-pjrt", "jax-cuda13-pjrt"):
+        with monkeypatch.context() as patch:
+            patch.setattr(
+                importlib.metadata,
+                "version",
+                lambda of, name=name: "7" if of == name else _raise(of),
+            )
+            found = compiling.list_compilers.__wrapped__()
+        assert found == (f"{name} 7",)
+
+
+def _raise(name):
+    raise importlib.metadata.PackageNotFoundError(name)
+
+
+def test_costs_are_those_of_a_target_and_its_hosts(monkeypatch):
+    lowered = Lowered(double)
+
+    def key(devices):
+        return compiling._make_key(lowered, devices, None, ())
+
+    first = key(make_hosts(1, 8))
+    assert key(make_hosts(1, 8)) == first
+    assert key(make_hosts(2, 4)) != first
+    assert key(make_hosts(1, 8, "h200")) != first
+    faster = dataclasses.replace(TARGETS["h100"], clock_ghz=9.0)
+    monkeypatch.setitem(TARGETS, "h100", faster)
+    assert key(make_hosts(1, 8)) != first

@@ -8,6 +8,7 @@ from keras_strategies.planning.compile.estimates import (
     HOST_SECONDS,
     describe_unknown,
     estimate,
+    write_notes,
 )
 from keras_strategies.planning.program.chips import Chip
 from tests.planning.made import figures
@@ -107,3 +108,19 @@ def test_times_of_a_program_that_cannot_be_parsed_are_unknown():
     # Waiting is then taken from the program at low effort.
     found = estimate(FIGURES, CHIP, 150.0, scheduled=unread)
     assert found == estimate(FIGURES, CHIP, 150.0)
+
+
+def test_of_gpus_a_plan_tells_what_it_assumes():
+    (only,) = write_notes(["v5e:4x4"])
+    assert write_notes(["h100:8"])[0] == only
+    assert "cuDNN" in write_notes(["v5e:4x4", "h100:8"])[1]
+    for name in ("h100:8", "h100:1x8"):
+        assert len(write_notes([name])) == 2
+    assert "a network of 50 GB/s" in write_notes(["b200:2x8"])[2]
+    both = write_notes(["h100:8x8", "a100:2x8"])[2]
+    assert "a network of 25 or 50 GB/s" in both
+
+
+def test_operations_take_the_time_of_their_dtypes():
+    slow = dataclasses.replace(FIGURES, compute_seconds=9.0)
+    assert estimate(slow, CHIP, model_flops=150.0).compute_seconds == 9.0
