@@ -10,6 +10,9 @@ from keras_strategies import tpu as tpu
 from keras_strategies._core.compiled import (
     CompiledProgram as CompiledProgram,
 )
+from keras_strategies._core.determinism import (
+    enable_determinism as enable_determinism,
+)
 from keras_strategies._core.mesh import ReplicaMesh as ReplicaMesh
 from keras_strategies._core.values import (
     DistributedValues as DistributedValues,
