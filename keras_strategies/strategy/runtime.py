@@ -7,8 +7,9 @@ from typing import Any
 from keras_strategies._core.mesh import ReplicaMesh
 from keras_strategies.data import tf_devices
 from keras_strategies.keras_bridge.variables.partitioners import (
+    Partitioner,
     PartitionerLike,
-    bind_partitioner,
+    Replicated,
 )
 from keras_strategies.keras_bridge.variables.shardings import Placements
 from keras_strategies.keras_bridge.variables.variable_creator import (
@@ -46,7 +47,7 @@ class Runtime:
         if not mesh.is_abstract:
             tf_devices.note_platform(mesh.platform)
         registry = Registry()
-        partitioner, mesh = bind_partitioner(variable_partitioner, mesh)
+        partitioner, mesh = _bind(variable_partitioner, mesh)
         placements = Placements(mesh, layout_map, partitioner)
         return cls(
             mesh=mesh,
@@ -69,3 +70,22 @@ def is_chief_alone(predict_in: str) -> bool:
             "all rows in every process, or 'chief' for only process 0."
         )
     return predict_in == "chief"
+
+
+def _bind(
+    partitioner: PartitionerLike | None, mesh: ReplicaMesh
+) -> tuple[Partitioner | None, ReplicaMesh]:
+    """Binds a partitioner to a mesh.
+
+    Returns:
+      The bound partitioner and a copy of the mesh with the partitioner's number
+      of shards. If all variables are replicated, None and the mesh with the
+      dtype of sums.
+    """
+    if partitioner is None:
+        return None, mesh
+    if isinstance(partitioner, Replicated):
+        dtype = partitioner.reduce_dtype
+        return None, dataclasses.replace(mesh, shards=None, reduce_dtype=dtype)
+    bound = Partitioner(partitioner, mesh)
+    return bound, dataclasses.replace(mesh, shards=bound.shards)

@@ -102,6 +102,39 @@ class SlotsOnly(FullySharded):
     """
 
 
+@dataclasses.dataclass(frozen=True)
+class Replicated:
+    """A partitioner that shards nothing, and sums gradients in a given dtype.
+
+    Pass it as the `variable_partitioner` of a strategy.
+
+    Args:
+      reduce_dtype: The float dtype in which gradients are sent and summed; see
+        `FullySharded`. Accumulated gradients are rounded when they are sent.
+
+    Raises:
+      ValueError: if `reduce_dtype` is not a float dtype.
+
+    Example:
+      ```python
+      strategy = ks.MirroredStrategy(
+          variable_partitioner=ks.experimental.Replicated("bfloat16")
+      )
+      ```
+    """
+
+    reduce_dtype: str
+
+    def __post_init__(self) -> None:
+        _check_float(self.reduce_dtype)
+
+    def __call__(
+        self, path: str, shape: tuple[int, ...], dtype: str
+    ) -> Dimension:
+        """Returns None: no variable is sharded."""
+        return None
+
+
 PartitionerLike = FullySharded | Callable[..., Any]
 """The types that strategies accept as `variable_partitioner`."""
 
@@ -326,20 +359,6 @@ def _check_partitioner(partitioner: object) -> None:
         )
 
 
-def _check_float(reduce_dtype: object) -> None:
-    try:
-        dtype = keras.backend.standardize_dtype(reduce_dtype)
-    except (TypeError, ValueError):
-        dtype = None
-    if dtype not in ("bfloat16", "float16", "float32", "float64"):
-        raise ValueError(
-            "`reduce_dtype` must be a float dtype, in which gradients are "
-            f"summed. Received: {reduce_dtype!r} of type "
-            f"{type(reduce_dtype).__name__}. Pass 'bfloat16', or None to use "
-            "the dtype of the gradients."
-        )
-
-
 def _has_tf_signature(partitioner: Callable[..., Any]) -> bool:
     """Returns whether a function takes only `shape` and `dtype`, as in tf.
 
@@ -367,16 +386,15 @@ def _has_tf_signature(partitioner: Callable[..., Any]) -> bool:
     return True
 
 
-def bind_partitioner(
-    partitioner: PartitionerLike | None, mesh: ReplicaMesh
-) -> tuple[Partitioner | None, ReplicaMesh]:
-    """Binds a partitioner to a mesh.
-
-    Returns:
-      The bound partitioner and a copy of the mesh with the partitioner's number
-      of shards. Without a partitioner, None and the unchanged mesh.
-    """
-    if partitioner is None:
-        return None, mesh
-    bound = Partitioner(partitioner, mesh)
-    return bound, dataclasses.replace(mesh, shards=bound.shards)
+def _check_float(reduce_dtype: object) -> None:
+    try:
+        dtype = keras.backend.standardize_dtype(reduce_dtype)
+    except (TypeError, ValueError):
+        dtype = None
+    if dtype not in ("bfloat16", "float16", "float32", "float64"):
+        raise ValueError(
+            "`reduce_dtype` must be a float dtype, in which gradients are "
+            f"summed. Received: {reduce_dtype!r} of type "
+            f"{type(reduce_dtype).__name__}. Pass 'bfloat16', or None to use "
+            "the dtype of the gradients."
+        )

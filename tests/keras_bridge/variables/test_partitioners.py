@@ -61,8 +61,9 @@ def test_fully_sharded():
 @pytest.mark.parametrize("dtype", ["int8", "bf16", 3, "", object(), np.int32])
 def test_gradients_are_summed_in_a_float_dtype(dtype):
     text = "`reduce_dtype` must be a float dtype"
-    with pytest.raises(ValueError, match=text):
-        FullySharded(reduce_dtype=dtype)
+    for kind in (FullySharded, ks.experimental.Replicated):
+        with pytest.raises(ValueError, match=text):
+            kind(reduce_dtype=dtype)
 
 
 def test_small_variables_stay_whole():
