@@ -10,9 +10,6 @@ from keras_strategies import tpu as tpu
 from keras_strategies._core.compiled import (
     CompiledProgram as CompiledProgram,
 )
-from keras_strategies._core.determinism import (
-    enable_determinism as enable_determinism,
-)
 from keras_strategies._core.mesh import ReplicaMesh as ReplicaMesh
 from keras_strategies._core.values import (
     DistributedValues as DistributedValues,
@@ -32,6 +29,9 @@ from keras_strategies.data.options import (
 )
 from keras_strategies.data.sources.from_function import (
     InputContext as InputContext,
+)
+from keras_strategies.gpu.determinism import (
+    enable_determinism as enable_determinism,
 )
 from keras_strategies.keras_bridge.hooks.global_batch_loss import (
     global_batch_loss as global_batch_loss,

@@ -339,4 +339,6 @@ def test_a_process_ends_in_the_middle(needs_thread):
     ended = python(
         "-c", LEFT_OPEN.format(needs_thread=needs_thread), timeout=LIMIT
     )
-    assert (ended.returncode, ended.stderr) == (1, "left\n")
+    # JAX's plugin for CUDA, if it is there, writes lines before.
+    *_, last = ended.stderr.splitlines()
+    assert (ended.returncode, last) == (1, "left")

@@ -8,7 +8,6 @@ import tempfile
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
-from keras_strategies._core.determinism import is_enabled
 from keras_strategies.cli.doctor.clusters import Cluster, check_address
 from keras_strategies.cli.doctor.findings import (
     Finding,
@@ -25,6 +24,7 @@ from keras_strategies.cluster.exchange.message_forms import fault_of
 from keras_strategies.cluster.exchange.rendezvous import RendezvousError
 from keras_strategies.cluster.untrusted import load_json
 from keras_strategies.cluster.watchdog.launcher_pipe import LAUNCHER_FD
+from keras_strategies.gpu.determinism import is_enabled
 
 _PROBE = "keras_strategies.cli.doctor.probe"
 # The time limit for JAX to start its devices, which takes long on large slices.

@@ -6,7 +6,7 @@ import jax
 import pytest
 
 import keras_strategies as ks
-from keras_strategies._core.determinism import is_enabled
+from keras_strategies.gpu.determinism import is_enabled
 
 FLAG = "--xla_gpu_deterministic_ops"
 NAMES = ("XLA_FLAGS", "CUBLAS_WORKSPACE_CONFIG", "NCCL_NVLS_ENABLE")
