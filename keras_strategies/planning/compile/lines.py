@@ -28,6 +28,9 @@ number."""
 MANY_BLOCKS = {False: 16, True: 8}
 """The smallest number of blocks for which two shorter models are compiled
 instead of the full model."""
+GPU_BLOCKS = 8, 32
+"""For GPUs: the number of blocks of the shorter model, and the smallest number
+of blocks for which two shorter models are compiled."""
 BLOCK_OVERHEAD = 2.5e6
 """Bytes that a block may add in addition to its stored arrays and gradients,
 because XLA adds padding around small arrays. Measured on TPUs: 1.1 MB per block
@@ -146,8 +149,11 @@ class Measuring:
         self._step, self._rows, self._limit = step, rows, limit
         count = 0 if step.blocks is None else len(step.blocks)
         self.blocks: tuple[int, int, int] | None = None
-        if count >= MANY_BLOCKS[is_full] and not is_whole:
-            few = FEW_BLOCKS[is_full]
+        self._is_gpu = any(d.platform == "gpu" for d in devices)
+        few, many = FEW_BLOCKS[is_full], MANY_BLOCKS[is_full]
+        if self._is_gpu:
+            few, many = GPU_BLOCKS
+        if count >= many and not is_whole:
             self.blocks = (few, 2 * few, count)
 
         def begin(
@@ -213,6 +219,10 @@ class Measuring:
             most = math.inf
         elif is_least:
             most = least
+        elif self._is_gpu:
+            # XLA may begin to compute the next block again while it waits for a
+            # collective.
+            most = math.inf
         else:
             most += BLOCK_OVERHEAD
         if isinstance(few, Costs) and isinstance(many, Costs):

@@ -9,6 +9,7 @@ import pytest
 from keras_strategies.planning.compile import lines
 from keras_strategies.planning.compile.compiler import DoesNotFit
 from tests.planning.made import figures
+from tests.support.gpus import make_hosts
 
 pytestmark = pytest.mark.quick
 
@@ -119,6 +120,28 @@ def test_the_least_of_short_models_decides_what_does_not_fit(
 ):
     step = Blocks({4: 20e6, 8: 40e6, None: 90e6})
     measuring = lines.Measuring(step, [], step, [4, 16], limit=limit)
+    assert lines.get_bytes(measuring.wait()[0]) == expected
+    assert measuring.blocks == blocks
+
+
+@pytest.mark.parametrize(
+    ("count", "limit", "expected", "blocks"),
+    [
+        # From 8 to 16 blocks it grows by 5 MB a block, more than they keep.
+        (32, 200e6, 80e6 + 16 * 5e6, (8, 16, 32)),
+        (32, 100e6, 90e6, None),
+        (32, 90e6, 80e6 + 16e6, (8, 16, 32)),
+        (31, 200e6, 90e6, None),
+    ],
+)
+def test_on_gpus_blocks_may_add_more_than_they_keep(
+    count, limit, expected, blocks
+):
+    step = Blocks({8: 40e6, 16: 80e6, None: 90e6})
+    step.blocks = range(count)
+    measuring = lines.Measuring(
+        step, make_hosts(1, 8), step, [4, 16], limit=limit
+    )
     assert lines.get_bytes(measuring.wait()[0]) == expected
     assert measuring.blocks == blocks
 
