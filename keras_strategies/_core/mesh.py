@@ -278,13 +278,13 @@ class ReplicaMesh:
         """Raises RuntimeError if programs can only be compiled, not run."""
         if self.is_abstract:
             raise RuntimeError(
-                "This strategy can only compile programs, because its TPU "
-                "devices are not available to this process. Received: a call "
-                f"that must run on {format_devices(self.devices[:1])} and "
+                "This strategy can only compile programs, because its devices "
+                "are not available to this process. Received: a call that must "
+                f"run on {format_devices(self.devices[:1])} and "
                 f"{len(self.devices) - 1} other devices. To compile, call "
                 "`strategy.compile_step(model, batch)` or "
-                "`strategy.compile_run(fn, args)`. To run, use "
-                "`ks.TPUStrategy()` on the TPU itself."
+                "`strategy.compile_run(fn, args)`. To run, create the strategy "
+                "without `for_topology`, on a machine with such devices."
             )
 
     @property

@@ -1,6 +1,7 @@
 """Settings with which programs for GPUs compute the same bits in every run."""
 
 import os
+import pathlib
 import shlex
 from collections.abc import Mapping
 
@@ -55,7 +56,7 @@ def enable_determinism() -> None:
                 "something used them. Call it at the beginning of the script, "
                 f"or set the environment variable XLA_FLAGS={_FLAG}=true."
             )
-        flags = os.environ.get("XLA_FLAGS", "")
+        flags = _read_flags(os.environ)
         os.environ["XLA_FLAGS"] = f"{flags} {_FLAG}=true".strip()
     for name, value in _OTHERS.items():
         os.environ.setdefault(name, value)
@@ -68,7 +69,7 @@ def is_enabled(environ: Mapping[str, str]) -> bool:
       environ: The environment variables.
     """
     try:
-        flags = shlex.split(environ.get("XLA_FLAGS", ""))
+        flags = shlex.split(_read_flags(environ))
     except ValueError:
         return False
     # If a flag is repeated, XLA uses the last one.
@@ -78,6 +79,17 @@ def is_enabled(environ: Mapping[str, str]) -> bool:
         if name == _FLAG
     ]
     return values[-1:] in (["true"], ["1"], [""])
+
+
+def _read_flags(environ: Mapping[str, str]) -> str:
+    """Returns XLA's flags, from the variable or the file that it names."""
+    flags = environ.get("XLA_FLAGS", "").strip()
+    if not flags or flags.startswith("-"):
+        return flags
+    try:
+        return pathlib.Path(flags).read_text(encoding="utf-8").strip()
+    except OSError:
+        return flags
 
 
 def _has_started_gpus() -> bool:

@@ -43,6 +43,24 @@ def test_a_flag_that_says_no_is_overruled(environment):
     assert os.environ["XLA_FLAGS"] == f"{FLAG}=false {FLAG}=true"
 
 
+def test_flags_in_a_file_are_kept(environment, tmp_path):
+    file = tmp_path / "flags"
+    file.write_text("--xla_dump_to=a\n--xla_b=1\n")
+    environment.setenv("XLA_FLAGS", str(file))
+    assert not is_enabled(os.environ)
+    ks.enable_determinism()
+    found = os.environ["XLA_FLAGS"].split()
+    assert found == ["--xla_dump_to=a", "--xla_b=1", f"{FLAG}=true"]
+
+
+def test_the_flag_in_a_file_counts(environment, tmp_path):
+    file = tmp_path / "flags"
+    file.write_text(f"{FLAG}=true\n")
+    environment.setenv("XLA_FLAGS", str(file))
+    ks.enable_determinism()
+    assert os.environ["XLA_FLAGS"] == str(file)
+
+
 @pytest.mark.parametrize(
     ("flags", "expected"),
     [
