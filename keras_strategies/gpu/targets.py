@@ -5,6 +5,9 @@ The values are those of NVIDIA's data sheets and of OpenXLA's target configs.
 
 import dataclasses
 
+CUDNN = (9, 10, 0)
+"""The version of cuDNN, for which kernels are chosen."""
+
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Target:
@@ -75,11 +78,13 @@ class Target:
               driver_version: "12.8.0"
               runtime_version: "12.8.0"
               compile_time_toolkit_version: "12.8.0"
-              dnn_version: "9.10.0"
+              dnn_version: "{".".join(map(str, CUDNN))}"
             }}
             platform_name: "CUDA"
             runtime_version {{ major: 12 minor: 8 patch: 0 }}
-            dnn_version_info {{ major: 9 minor: 10 patch: 0 }}
+            dnn_version_info {{
+              major: {CUDNN[0]} minor: {CUDNN[1]} patch: {CUDNN[2]}
+            }}
             device_description_str: "{self.device_kind}"
         """
 

@@ -1,5 +1,8 @@
-"""Losses that are computed with kernels are known to be means over rows."""
+"""Losses that are computed with kernels are known to be means over rows; and
+what JAX asks about the devices before it calls one."""
 
+import contextlib
+import inspect
 import types
 
 import jax
@@ -7,7 +10,10 @@ import jax.numpy as jnp
 import pytest
 from jax._src.cudnn import fused_attention_stablehlo as attention
 from jax.experimental import pallas, rnn
+from jaxlib import gpu_rnn
+from jaxlib.gpu_common_utils import GpuLibNotLinkedError
 
+from keras_strategies._core.jaxprs.stages import all_equations
 from keras_strategies._core.row_kinds import losses
 from keras_strategies._core.row_kinds.losses import LOSS, Verdict
 
@@ -118,6 +124,74 @@ def test_an_lstm_with_lengths_by_place_is_found(cudnn):
         return lstm(x, given, lengths=lengths)
 
     assert verdict(by_place, (7, 5), others=[weights()]) is Verdict.MIXED
+
+
+QUESTIONS = {
+    "check_cudnn_version": [],
+    "check_compute_capability": ["capability"],
+    "is_cuda_compute_capability_equal": ["capability"],
+}
+
+
+def test_attention_of_cudnn_asks_the_process(monkeypatch):
+    """keras_bridge/layers/kernels.py answers for the devices of a mesh."""
+    asked = []
+
+    def answer(name, value):
+        def check(*args):
+            asked.append((name, *args))
+            return value
+
+        return check
+
+    for name, parameters in QUESTIONS.items():
+        question = getattr(attention, name)
+        assert list(inspect.signature(question).parameters) == parameters
+    monkeypatch.setattr(
+        attention, "check_cudnn_version", answer("version", 91000)
+    )
+    for name in list(QUESTIONS)[1:]:
+        monkeypatch.setattr(attention, name, answer(name, name[0] == "c"))
+
+    def attend(query, **options):
+        return jax.nn.dot_product_attention(
+            query, query, query, implementation="cudnn", **options
+        )
+
+    query = jnp.ones((2, 8, 2, 192), "bfloat16")
+    assert jax.eval_shape(attend, query).shape == query.shape
+    assert set(asked) == {
+        ("version",),
+        ("check_compute_capability", "9.0"),
+        ("is_cuda_compute_capability_equal", "10.3"),
+    }
+    options = list(inspect.signature(jax.nn.dot_product_attention).parameters)
+    assert options[:5] == ["query", "key", "value", "bias", "mask"]
+
+
+def test_an_lstm_of_cudnn_asks_for_sizes(monkeypatch):
+    asked = []
+
+    def sizes(*args):
+        asked.append(args)
+        return 64, 128
+
+    name = "compute_rnn_workspace_reserve_space_sizes"
+    assert rnn.gpu_rnn is gpu_rnn
+    monkeypatch.setattr(gpu_rnn, name, sizes, raising=False)
+    # JAX caches the answer for these numbers.
+    traced = jax.jit(lstm).trace(jnp.zeros((4, 11, 5)), weights())
+    assert set(asked) == {(5, 3, 1, 4, 11, 0.0, False, True)}
+    (equation,) = (
+        e for e in all_equations(traced.jaxpr) if e.primitive.name == "rnn_fwd"
+    )
+    # JAX reserves as many float32 numbers as cuDNN needs bytes.
+    assert equation.outvars[-1].aval.str_short() == "float32[128]"
+    asked.clear()
+    # Without JAX's CUDA plugin, it fails after the question.
+    with contextlib.suppress(GpuLibNotLinkedError):
+        traced.lower(lowering_platforms=("cuda",))
+    assert asked, "lowering asks for the size of the workspace"
 
 
 def kernel(x, y, out):

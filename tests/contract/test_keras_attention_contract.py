@@ -4,6 +4,7 @@ The kernel is interpreted here. When a test of it fails, Keras may call it as it
 should.
 """
 
+import importlib
 import inspect
 import types
 
@@ -73,6 +74,49 @@ def test_causal_attention_has_no_cap_of_its_scores(monkeypatch, arrays):
 def test_without_the_kernel_it_is_what_its_arguments_say(monkeypatch, arrays):
     found = on_tpu(monkeypatch, arrays, flash_attention=False)
     np.testing.assert_allclose(found, own(arrays), atol=1e-5)
+
+
+def test_attention_looks_at_the_first_of_jax_s_devices(monkeypatch):
+    """keras_bridge/layers/kernels.py replaces `jax` in Keras's module."""
+    asked = []
+
+    class Jax:
+        def __getattr__(self, name):
+            return getattr(jax, name)
+
+        def devices(self):
+            asked.append("devices")
+            return [types.SimpleNamespace(platform="cpu")]
+
+    monkeypatch.setattr(keras_nn, "jax", Jax())
+    own(np.zeros((3, 1, 8, 1, 8), "float32"))
+    assert len(asked) == 2
+
+
+def test_an_lstm_asks_whether_a_gpu_is_there(monkeypatch):
+    """It computes a loop where JAX's LSTM raises an error."""
+    module = importlib.import_module("keras.src.backend.jax.rnn")
+    asked = []
+
+    def lstm(*args, **kwargs):
+        asked.append("kernel")
+        raise NotImplementedError
+
+    def is_available():
+        asked.append("gpu")
+        return True
+
+    x = np.ones((2, 3, 4), "float32")
+    layer = keras.layers.LSTM(5)
+    wanted = layer(x)
+    monkeypatch.setattr("jax.experimental.rnn.lstm", lstm)
+    monkeypatch.setattr(module, "_is_gpu_available", is_available)
+    np.testing.assert_array_equal(layer(x), wanted)
+    assert asked == ["gpu", "kernel"]
+    both = keras.layers.Bidirectional(layer)
+    asked.clear()
+    both(x)
+    assert asked[:2] == ["gpu", "kernel"]
 
 
 @pytest.mark.parametrize("layer", LAYERS)

@@ -1,4 +1,4 @@
-"""The script of docs/upstream.md shows the faults that the page reports."""
+"""The scripts of docs/upstream.md show the faults that the page reports."""
 
 import os
 import pathlib
@@ -11,13 +11,30 @@ from tests.support.commands import python
 DOCUMENT = pathlib.Path(__file__).parents[2] / "docs" / "upstream.md"
 
 
-@pytest.mark.slow
-def test_the_script_shows_what_the_page_says():
+def blocks_of(heading, language):
+    """The blocks of code of a section."""
     text = DOCUMENT.read_text("utf-8")
-    (script,) = re.findall(r"^```python\n(.*?)^```", text, re.M | re.S)
+    section = text.split(f"## {heading}\n")[1].split("\n## ")[0]
+    return re.findall(rf"^```{language}\n(.*?)^```", section, re.M | re.S)
+
+
+def run_script(heading):
+    (script,) = blocks_of(heading, "python")
     done = python("-c", script, env=dict(os.environ))
     assert done.returncode == 0, done.stderr
-    lines = [line.split(", ") for line in done.stdout.splitlines()]
+    return done.stdout
+
+
+@pytest.mark.slow
+def test_an_lstm_in_half_precision_cannot_be_lowered():
+    heading = "Keras: LSTM in half precision on GPUs"
+    assert [run_script(heading)] == blocks_of(heading, "text")
+
+
+@pytest.mark.slow
+def test_attention_on_tpus_is_what_the_page_says():
+    printed = run_script("Keras: attention on TPUs is causal and unscaled")
+    lines = [line.split(", ") for line in printed.splitlines()]
     errors = {
         (case, of): [float(n) for n in numbers] for case, of, *numbers in lines
     }

@@ -9,10 +9,8 @@ also if the step is planned without a TPU.
 """
 
 import contextlib
-import dataclasses
 import functools
 import inspect
-import sys
 import threading
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -25,7 +23,6 @@ from jax.sharding import PartitionSpec
 from keras_strategies._core import splash_attention as splash
 from keras_strategies._core.attributes import temporary_attribute
 from keras_strategies._core.mesh import ReplicaMesh
-from keras_strategies._core.replica_map import core_map
 from keras_strategies._core.row_kinds.kernels import BY_ROWS
 from keras_strategies._core.splash_attention import AttentionMask
 from keras_strategies._types import Array
@@ -40,20 +37,11 @@ from keras_strategies.keras_bridge.layers.attention_reasons import (
 from keras_strategies.keras_bridge.layers.capped_attention import (
     capped_attention,
 )
+from keras_strategies.keras_bridge.layers.mapped_kernels import (
+    Trace,
+    map_over_cores,
+)
 from keras_strategies.keras_bridge.patches import Patches
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class _Trace:
-    """The trace of a step for TPUs.
-
-    Attributes:
-      mesh: The replicas.
-      is_global: Whether arrays have the rows of all replicas.
-    """
-
-    mesh: ReplicaMesh
-    is_global: bool
 
 
 class _Thread(threading.local):
@@ -71,7 +59,7 @@ class _Thread(threading.local):
         `dot_product_attention`.
     """
 
-    trace: _Trace | None = None
+    trace: Trace | None = None
     reasons: dict[str, None] | None = None
     has_called: bool = False
     made_mask: tuple[Array, AttentionMask] | None = None
@@ -79,7 +67,6 @@ class _Thread(threading.local):
 
 
 _thread = _Thread()
-_ON_TPU = "running_on_tpu"
 _ARRAYS = ("query", "key", "value")
 
 
@@ -87,7 +74,7 @@ _ARRAYS = ("query", "key", "value")
 def attention_for(
     mesh: ReplicaMesh, *, is_global: bool = False
 ) -> Iterator[None]:
-    """Makes this thread trace attention correctly for the mesh's devices.
+    """Makes this thread trace attention correctly, if the devices are TPUs.
 
     Args:
       mesh: The replicas.
@@ -97,7 +84,7 @@ def attention_for(
     if mesh.platform != "tpu":
         yield
         return
-    trace = _Trace(mesh=mesh, is_global=is_global and mesh.num_replicas > 1)
+    trace = Trace.of(mesh, is_global=is_global)
     with (
         _patches.hold(),
         temporary_attribute(_thread, "trace", trace),
@@ -198,7 +185,7 @@ def _wrap_layer_attention(original: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _attend(
-    trace: _Trace,
+    trace: Trace,
     known: AttentionMask | None,
     query: Array,
     key: Array,
@@ -233,7 +220,7 @@ def _attend(
 
 @functools.lru_cache(maxsize=64)
 def _make_call(
-    trace: _Trace, left: int | None, right: int | None, soft_cap: float | None
+    trace: Trace, left: int | None, right: int | None, soft_cap: float | None
 ) -> Callable[..., jax.Array]:
     """Returns a jitted function of query, key, value and a mask's arrays.
 
@@ -251,30 +238,21 @@ def _make_call(
 
 
 def _map_over_cores(
-    trace: _Trace,
+    trace: Trace,
     attend: Callable[..., jax.Array],
     query: Array,
     key: Array,
     value: Array,
     mask: AttentionMask,
 ) -> jax.Array:
-    """Calls `attend` on each core, because XLA cannot partition kernels.
-
-    A core computes its heads. In the trace of a global batch, it computes its
-    replica's rows.
-    """
-    mesh = trace.mesh
-    model = mesh.model_axis if mesh.cores_per_replica > 1 else None
-    rows = mesh.all_replicas if trace.is_global else None
-    if model is None and rows is None:
-        return attend(query, key, value, mask)
+    """Calls `attend` on each core, with its heads and its replica's rows."""
 
     def call(
         query: Array, key: Array, value: Array, *masks: Array
     ) -> jax.Array:
         return attend(query, key, value, mask.with_arrays(masks))
 
-    arrays = [query, key, value, *mask.arrays]
+    rows, model = trace.rows, trace.model
     heads, of_rows = PartitionSpec(rows, None, model), PartitionSpec(rows)
     # A mask may have one row or one head for all.
     sizes = [1, 1] if mask.scores is None else mask.scores.shape[:2]
@@ -283,20 +261,7 @@ def _map_over_cores(
         for axis, size in zip((rows, model), sizes, strict=True)
     ]
     specs = [*[heads] * 3, *[of_rows] * 2, PartitionSpec(*axes)]
-    padding = -len(query) % mesh.num_replicas if rows else 0
-    mapped = core_map(
-        call,
-        mesh,
-        in_specs=tuple(specs),
-        out_specs=heads,
-        is_global=trace.is_global,
-    )
-    return mapped(
-        *(
-            x if x is None or spec[0] is None else splash.pad_rows(x, padding)
-            for x, spec in zip(arrays, specs, strict=True)
-        )
-    )[: len(query)]
+    return map_over_cores(trace, call, [query, key, value, *mask.arrays], specs)
 
 
 def _wrap_public(original: Callable[..., Any]) -> Callable[..., Any]:
@@ -312,24 +277,12 @@ def _wrap_public(original: Callable[..., Any]) -> Callable[..., Any]:
     return attention
 
 
-def _wrap_running_on_tpu(original: Callable[[], bool]) -> Callable[[], bool]:
-    @functools.wraps(original)
-    def running_on_tpu() -> bool:
-        return _thread.trace is not None or original()
-
-    return running_on_tpu
-
-
 def _find_patches() -> Iterator[tuple[Any, str, Callable[..., Any]]]:
     yield keras_names.NN, "dot_product_attention", _wrap_attention
     yield keras.ops, "dot_product_attention", _wrap_public
     for layer in LAYERS:
         yield layer, "_compute_attention_mask", _wrap_layer_mask
         yield layer, "_compute_attention", _wrap_layer_attention
-    # Some layers of keras-hub choose their attention by the process's devices.
-    for name, module in list(sys.modules.items()):
-        if name.startswith("keras_hub.") and _ON_TPU in vars(module):
-            yield module, _ON_TPU, _wrap_running_on_tpu
 
 
 _patches = Patches(_find_patches)

@@ -19,7 +19,7 @@ from keras_strategies._core.replica_map import all_max, all_min, as_number
 from keras_strategies._types import Array, Tree
 from keras_strategies.keras_bridge.hooks import variables_used
 from keras_strategies.keras_bridge.hooks.trace_hooks import trace_hooks
-from keras_strategies.keras_bridge.layers.attention import attention_for
+from keras_strategies.keras_bridge.layers.kernels import kernels_for
 from keras_strategies.keras_bridge.layers.scanned_blocks import (
     scanning_blocks,
 )
@@ -55,7 +55,7 @@ def replica_tracing(
     """Installs the hooks and contexts in which a replica's call is traced."""
     with (
         trace_hooks(),
-        attention_for(step.facts.mesh),
+        kernels_for(step.facts.mesh),
         scanning_blocks(),
         variables_used.chain_scopes(),
         step_scope(step),

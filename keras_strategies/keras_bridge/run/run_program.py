@@ -175,32 +175,32 @@ class RunProgram:
         return scope
 
     def _build(self) -> None:
-        replicated, split = replicated_spec(), split_spec(self._mesh)
+        mesh, replicated = self._mesh, replicated_spec()
+        split = split_spec(mesh)
         written, read = (
-            [shardings.spec_of(v, self._mesh) for v in group]
+            [shardings.spec_of(v, mesh) for v in group]
             for group in (self._written, self._read)
         )
         new = written + [replicated] * len(self._on_read)
         program = sharded_map(
-            combine_sums(self._body, replica_trace.make_step(self._mesh)),
-            self._mesh,
+            combine_sums(self._body, replica_trace.make_step(mesh)),
+            mesh,
             in_specs=(written, split, read, self._specs),
             out_specs=(split, split, replicated, replicated, new, replicated),
         )
-        program = output_shardings.constrain_run(
-            program, self.written, self._mesh
-        )
+        program = output_shardings.constrain_run(program, self.written, mesh)
         self._program = jit_named(program, "run", donate_argnums=(0, 1))
 
     def lower(self, leaves: list[Any]) -> jax.stages.Lowered:
         """Lowers the program for the arguments' shapes, without values."""
         mesh = self._mesh
-        return self._program.lower(
-            shardings.shapes_of(self._written, mesh),
-            on_read.make_copy_shapes(self._on_read, mesh),
-            shardings.shapes_of(self._read, mesh),
-            leaves,
-        )
+        with replica_trace.kernels_for(mesh):
+            return self._program.lower(
+                shardings.shapes_of(self._written, mesh),
+                on_read.make_copy_shapes(self._on_read, mesh),
+                shardings.shapes_of(self._read, mesh),
+                leaves,
+            )
 
     @property
     def written(self) -> list[keras.Variable]:

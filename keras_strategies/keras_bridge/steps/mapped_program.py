@@ -12,7 +12,7 @@ from keras_strategies._core.jaxprs.replay import separate_trace
 from keras_strategies._core.jaxprs.traces import is_tracing
 from keras_strategies._core.mesh import ReplicaMesh
 from keras_strategies._types import Tree
-from keras_strategies.keras_bridge.layers.attention import attention_for
+from keras_strategies.keras_bridge.layers.kernels import kernels_for
 from keras_strategies.keras_bridge.layers.scanned_blocks import (
     scanning_blocks,
 )
@@ -219,7 +219,7 @@ def global_batch_trace(
         step = StepContext(facts=facts)
     try:
         with (
-            attention_for(mesh, is_global=True),
+            kernels_for(mesh, is_global=True),
             scanning_blocks(),
             in_replica(replica_scope, step),
         ):

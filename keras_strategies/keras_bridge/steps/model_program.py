@@ -24,7 +24,7 @@ from keras_strategies._core.sharded_map import sharded_map
 from keras_strategies._types import Batch, Groups, Tree
 from keras_strategies.keras_bridge.hooks import merge as merge_lib
 from keras_strategies.keras_bridge.hooks.trace_hooks import trace_hooks
-from keras_strategies.keras_bridge.layers.attention import attention_for
+from keras_strategies.keras_bridge.layers.kernels import kernels_for
 from keras_strategies.keras_bridge.layers.scanned_blocks import (
     scanning_blocks,
 )
@@ -226,9 +226,10 @@ class ModelProgram:
 
     def lower(self, state: Groups, segment: Segment) -> jax.stages.Lowered:
         """Lowers the program that a call would run; accepts abstract arrays."""
-        return self._start(
-            lambda program, *args: program.lower(*args), state, segment
-        )
+        with kernels_for(self._mesh):
+            return self._start(
+                lambda program, *args: program.lower(*args), state, segment
+            )
 
     def _divide(self, groups: Sequence[Any]) -> tuple[list[Any], list[Any]]:
         written = [groups[i] for i in self._written]
@@ -263,7 +264,7 @@ class ModelProgram:
         """Calls the model's step while it is traced for a replica."""
         with (
             trace_hooks(),
-            attention_for(self._mesh),
+            kernels_for(self._mesh),
             scanning_blocks(),
             step_scope(step),
             in_replica(self._replica_scope, step),

@@ -19,6 +19,7 @@ from keras_strategies.keras_bridge.layers.attention import attention_for
 from keras_strategies.keras_bridge.layers.attention_reasons import (
     find_reason_against_kernel,
 )
+from keras_strategies.keras_bridge.layers.kernels import kernels_for
 from keras_strategies.keras_bridge.run import replica_trace
 from keras_strategies.keras_bridge.steps import mapped_program, model_program
 from tests.contract.test_jax_kernels import verdict
@@ -607,11 +608,11 @@ def strategies_for_tpus(monkeypatch):
     def on_tpus(mesh, **options):
         if is_on:
             mesh = meshes.setdefault(mesh, ForTPUs(mesh))
-        return attention_for(mesh, **options)
+        return kernels_for(mesh, **options)
 
     is_on: list[bool] = []
     for module in (model_program, mapped_program, replica_trace):
-        monkeypatch.setattr(module, "attention_for", on_tpus)
+        monkeypatch.setattr(module, "kernels_for", on_tpus)
     return is_on
 
 
