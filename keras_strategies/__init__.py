@@ -54,6 +54,7 @@ _MODULES = {
     "ValueContext": "strategy.replica_context",
     "abstract": "keras_bridge.variables.abstract_models",
     "compute_average_loss": "strategy.losses",
+    "enable_determinism": "gpu.determinism",
     "experimental_set_strategy": "strategy.default",
     "function": "strategy.tf_compat.function",
     "get_replica_context": "strategy.default",

@@ -30,6 +30,9 @@ from keras_strategies.data.options import (
 from keras_strategies.data.sources.from_function import (
     InputContext as InputContext,
 )
+from keras_strategies.gpu.determinism import (
+    enable_determinism as enable_determinism,
+)
 from keras_strategies.keras_bridge.hooks.global_batch_loss import (
     global_batch_loss as global_batch_loss,
 )

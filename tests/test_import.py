@@ -25,6 +25,7 @@ PUBLIC_NAMES = {
     *("ReplicaContext", "ReplicaMesh", "ValueContext", "compute_average_loss"),
     *("get_replica_context", "global_batch_loss", "grad"),
     *("in_cross_replica_context", "scale_regularization_loss"),
+    "enable_determinism",
     *("value_and_grad", "has_strategy", "merge", "variable_creator_scope"),
 }
 

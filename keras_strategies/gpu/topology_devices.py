@@ -77,6 +77,14 @@ def is_absent_gpu(device: jax.Device) -> bool:
     return device.platform == "gpu" and runtime == "compile_only_runtime"
 
 
+def has_gpus() -> bool:
+    """Returns whether this process has GPUs. Starts JAX's devices."""
+    try:
+        return bool(jax.devices("gpu"))
+    except RuntimeError:
+        return False
+
+
 def complete_options(
     options: Mapping[str, Any] | None, devices: Sequence[jax.Device]
 ) -> dict[str, Any] | None:

@@ -24,6 +24,7 @@ from keras_strategies.cluster.exchange.message_forms import fault_of
 from keras_strategies.cluster.exchange.rendezvous import RendezvousError
 from keras_strategies.cluster.untrusted import load_json
 from keras_strategies.cluster.watchdog.launcher_pipe import LAUNCHER_FD
+from keras_strategies.gpu.determinism import is_enabled
 
 _PROBE = "keras_strategies.cli.doctor.probe"
 # The time limit for JAX to start its devices, which takes long on large slices.
@@ -71,6 +72,7 @@ def check_devices(
     if "kinds" in devices:
         rows.append(("devices", _format_kinds(devices["kinds"])))
         rows += _make_all_reduce_rows(answers.get("all_reduce", {}))
+        rows += make_determinism_rows(devices["kinds"], environ)
         findings += [_check_kinds(devices["kinds"])] if is_alone else []
     for stage, name in _TIMED.items():
         if "seconds" in answers.get(stage, {}):
@@ -111,12 +113,30 @@ def check_job(
         rows.append(("processes", str(len(hosts))))
         rows.append(("machines", str(len(set(hosts)))))
         rows.append(("devices", _format_kinds(devices["kinds"])))
+        rows += make_determinism_rows(devices["kinds"], environ)
         findings += _check_counts(devices["by_process"])
     rows += _make_all_reduce_rows(answers.get("all_reduce", {}))
     findings += _check_all_reduce(answers, "all processes")
     findings += _check_meeting(answers, cluster, environ)
     findings += _check_end(answers, end, environ)
     return Part(title="Job", rows=tuple(rows), findings=tuple(findings))
+
+
+def make_determinism_rows(
+    kinds: Sequence[Sequence[Any]], environ: Mapping[str, str]
+) -> list[Row]:
+    """Makes a row that says whether GPUs compute the same bits in every run.
+
+    Args:
+      kinds: The platform, kind and number of devices of each kind.
+      environ: The environment variables.
+    """
+    if all(platform != "gpu" for platform, *_ in kinds):
+        return []
+    if is_enabled(environ):
+        return [("determinism", "on: runs are equal bit for bit")]
+    text = "off: runs differ by rounding (`ks.enable_determinism()`)"
+    return [("determinism", text)]
 
 
 def _probe(

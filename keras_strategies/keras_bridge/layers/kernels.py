@@ -24,7 +24,7 @@ from keras_strategies._core.mesh import ReplicaMesh
 from keras_strategies._core.row_kinds.kernels import BY_ROWS
 from keras_strategies._types import Array
 from keras_strategies.gpu.targets import CUDNN
-from keras_strategies.gpu.topology_devices import is_absent_gpu
+from keras_strategies.gpu.topology_devices import has_gpus, is_absent_gpu
 from keras_strategies.keras_bridge import keras_names
 from keras_strategies.keras_bridge.layers.attention import attention_for
 from keras_strategies.keras_bridge.layers.mapped_kernels import (
@@ -241,18 +241,11 @@ def _wrap_sizes(
     """
 
     def compute_sizes(*args: Any) -> tuple[int, int]:
-        if not _is_for_absent_gpus() or _has_gpus():
+        if not _is_for_absent_gpus() or has_gpus():
             return original(*args)
         return _estimate_sizes(*args)
 
     return compute_sizes
-
-
-def _has_gpus() -> bool:
-    try:
-        return bool(jax.devices("gpu"))
-    except RuntimeError:
-        return False
 
 
 def _estimate_sizes(

@@ -497,6 +497,33 @@ def test_processes_meet_join_and_time_an_all_reduce():
         assert rows["all-reduce, 4 MiB"].endswith("ms over 2 devices")
 
 
+@pytest.mark.parametrize(
+    ("platform", "flags", "expected"),
+    [
+        ("gpu", "", "off: runs differ by rounding"),
+        ("gpu", "--xla_gpu_deterministic_ops=true", "on: runs are equal"),
+        ("cpu", "", None),
+    ],
+)
+def test_determinism_is_shown_for_gpus(monkeypatch, platform, flags, expected):
+    devices = {
+        "kinds": [[platform, "a kind", 8]],
+        "hosts": ["a"],
+        "by_process": [8],
+    }
+    answers = {"devices": devices}
+    monkeypatch.setattr(run_probe, "_probe", lambda *_: (answers, (0, "")))
+    environ = {"XLA_FLAGS": flags}
+    (cluster,) = clusters.find_clusters({"TF_CONFIG": tf_config(["a:1"], 0)})
+    for part in (
+        run_probe.check_devices(environ, is_alone=True)[0],
+        run_probe.check_job(cluster, environ, timeout_s=1.0),
+    ):
+        found = dict(part.rows).get("determinism")
+        assert (found is None) == (expected is None)
+        assert str(found).startswith(str(expected))
+
+
 @pytest.mark.slow
 def test_report_of_a_job_is_the_chiefs():
     done = run(
