@@ -75,6 +75,26 @@ def count_collective_bytes(text: str) -> dict[str, int]:
     return sizes
 
 
+def count_bytes(opcode: str, result: str, attributes: str) -> int:
+    """Returns the bytes of the full arrays that a collective sends.
+
+    Several arrays that XLA combined are all counted.
+
+    Args:
+      opcode: The collective, such as "all-gather" or "all-gather-start".
+      result: The text of its result's shape.
+      attributes: The text after its operands.
+    """
+    kind = opcode.removesuffix("-start")
+    parts = _split_tuple(result)
+    if kind != opcode and kind != "all-reduce" and len(parts) > 1:
+        # Its operands, its results and, for some kinds, buffers.
+        return _count_bytes(parts[0 if kind == "reduce-scatter" else 1])
+    size = _count_bytes(result)
+    groups = parse_groups(attributes) if kind == "reduce-scatter" else ()
+    return size * len(groups[0]) if groups else size
+
+
 def parse_groups(attributes: str) -> Groups:
     """Parses the groups of devices in a collective's attributes.
 
@@ -154,21 +174,28 @@ def _find_collectives(text: str) -> Iterator[tuple[str, int]]:
     """Yields the kind and the bytes of each collective."""
     started = set(_STARTED.findall(text))
     for name, result, kind, start, rest in _LINE.findall(text):
-        if "chain_id=" in rest and name not in started:
-            continue
-        sizes = [_bytes(*shape) for shape in _SHAPE.findall(result)]
-        # A `-start` instruction also returns its operands.
-        size = max(sizes, default=0) if start else sum(sizes)
-        yield kind, size * _members(rest) if kind == "reduce-scatter" else size
+        if "chain_id=" not in rest or name in started:
+            yield kind, count_bytes(kind + start, result, rest)
 
 
-def _bytes(kind: str, bits: str, dims: str) -> int:
-    # A boolean (`pred`) takes a byte.
-    width = 8 if kind == "pred" else int(bits or 0)
-    return math.prod(int(d) for d in dims.split(",") if d) * width // 8
+def _count_bytes(shapes: str) -> int:
+    """Returns the bytes of all arrays in a text."""
+    total = 0
+    for kind, bits, dims in _SHAPE.findall(shapes):
+        # A boolean (`pred`) takes a byte.
+        width = 8 if kind == "pred" else int(bits or 0)
+        total += math.prod(_parse_numbers(dims)) * width // 8
+    return total
 
 
-def _members(rest: str) -> int:
-    """Returns the number of devices in each group of a collective."""
-    groups = parse_groups(rest)
-    return len(groups[0]) if groups else 1
+def _split_tuple(shape: str) -> list[str]:
+    """Returns the elements of a tuple, or [] for an array."""
+    if not shape.startswith("("):
+        return []
+    elements, depth, start = list[str](), 0, 1
+    for match in re.finditer(r"[(){}\[\],]", shape):
+        depth += {"(": 1, "{": 1, "[": 1, ",": 0}.get(match[0], -1)
+        if (match[0] == "," and depth == 1) or not depth:
+            elements.append(shape[start : match.start()])
+            start = match.end()
+    return elements

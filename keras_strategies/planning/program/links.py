@@ -12,6 +12,7 @@ import numpy as np
 from keras_strategies._core.jaxprs.hlo_text import (
     COLLECTIVES,
     Groups,
+    count_bytes,
     parse_groups,
 )
 from keras_strategies.planning.program.chips import Chip
@@ -98,16 +99,11 @@ def _find_inside(computation: Computation) -> Iterator[Collective]:
 
 
 def _make(instruction: Instruction, kind: str, key: str | None) -> Collective:
-    sizes = [array.size for array in instruction.arrays]
-    # A `-start` instruction also returns its operands.
-    is_started = instruction.opcode.endswith("-start")
-    size = max(sizes, default=0) if is_started else sum(sizes)
-    groups = parse_groups(instruction.attributes)
-    members = len(groups[0]) if groups else 1
+    opcode, attributes = instruction.opcode, instruction.attributes
     return Collective(
         kind=kind,
-        size=float(size * members if kind == "reduce-scatter" else size),
-        groups=groups,
+        size=float(count_bytes(opcode, instruction.result, attributes)),
+        groups=parse_groups(attributes),
         key=key,
     )
 

@@ -35,6 +35,24 @@ replica_groups={{0,1}}, frontend_attributes={chain_id="1"}
 replica_groups={{0,1}}, frontend_attributes={chain_id="1"}
 """
 
+# As XLA writes those that it combined for GPUs.
+COMBINED = """
+  %gather = ((bf16[4,8]{1,0}, f32[2]{0}), (bf16[16,8]{1,0}, \
+/*index=1*/f32[8]{0})) all-gather-start(%a, %b), \
+replica_groups=mesh['axis_0'=4,'axis_1'=1] {'axis_0'}, dimensions={0}
+  %scatter = ((f32[8]{0}, f32[16,8]{1,0}), (f32[2]{0}, f32[4,8]{1,0})) \
+reduce-scatter-start(%c, %d), replica_groups={{0,1,2,3}}, dimensions={0}
+  %one = (f32[16]{0}, f32[4]{0}) reduce-scatter-start(%e), \
+replica_groups=[2,4]<=[8], dimensions={0}
+  %sums = (f32[8]{0}, bf16[3,2]{1,0:T(8,128)(2,1)}) all-reduce-start(%f, %g), \
+replica_groups={{0,1,2,3}}, to_apply=%sum
+  %swap = ((f32[8]{0}, f32[4]{0}), (f32[8]{0}, f32[4]{0}), u32[], u32[]) \
+collective-permute-start(%h, %i), source_target_pairs={{0,1},{1,0}}
+  %async = ((f32[8]{0}), f32[8]{0}, u32[]) all-to-all-start(%j), \
+replica_groups={{0,1,2,3}}, dimensions={0}
+  %done = (bf16[16,8]{1,0}, f32[8]{0}) all-gather-done(%gather)
+"""
+
 
 @pytest.mark.parametrize(
     ("text", "counts", "sizes"),
@@ -50,6 +68,23 @@ replica_groups={{0,1}}, frontend_attributes={chain_id="1"}
         ),
         (STARTED, {"all-gather": 1}, {"all-gather": 64}),
         (FUSED, {"all-gather": 1}, {"all-gather": 128}),
+        (
+            COMBINED,
+            {
+                "all-reduce": 1,
+                "all-gather": 1,
+                "reduce-scatter": 2,
+                "collective-permute": 1,
+                "all-to-all": 1,
+            },
+            {
+                "all-reduce": 4 * 8 + 2 * 6,
+                "all-gather": 2 * 128 + 4 * 8,
+                "reduce-scatter": 4 * 8 + 4 * 128 + 4 * 16,
+                "collective-permute": 4 * 8 + 4 * 4,
+                "all-to-all": 4 * 8,
+            },
+        ),
         ("", {}, {}),
     ],
 )

@@ -120,8 +120,11 @@ ENTRY %main (a: bf16[4,8]) -> bf16[16,8] {
   %three = bf16[16,8] fusion(%a), kind=kCustom, calls=%done
   %four = ((bf16[4,8]), bf16[4,8]) async-start(%a), calls=%wrapped
   %five = bf16[4,8] async-done(%four), calls=%wrapped
-  %sum = (f32[8], f32[8]) all-reduce-start(%a), replica_groups={{0,1,2,3}}
-  ROOT %total = f32[8] all-reduce-done(%sum)
+  %sum = (f32[8], f32[4]) all-reduce-start(%b, %c), replica_groups={{0,1,2,3}}
+  %total = (f32[8], f32[4]) all-reduce-done(%sum)
+  %both = ((f32[8], f32[4]), (f32[2], f32[1])) reduce-scatter-start(%b, %c), \
+replica_groups={{0,1,2,3}}
+  ROOT %parts = (f32[2], f32[1]) reduce-scatter-done(%both)
 }
 """
 
@@ -141,11 +144,14 @@ def test_beginnings_and_ends_of_collectives():
     assert (swap.kind, swap.size, swap.key) == ("all-to-all", 64, "four")
     assert found["five"] == []
     (total,) = found["sum"]
-    assert (total.kind, total.size, total.key) == ("all-reduce", 32, "sum")
+    assert (total.kind, total.size, total.key) == ("all-reduce", 48, "sum")
+    (both,) = found["both"]
+    assert (both.kind, both.size, both.key) == ("reduce-scatter", 48, "both")
     assert {total.kind, one.kind, scatter.kind} <= set(COLLECTIVES)
     ends = {x.name: find_ends(program, x) for x in program.entry.instructions}
     assert {k: v for k, v in ends.items() if v} == {
         "three": ["5"],
         "five": ["four"],
         "total": ["sum"],
+        "parts": ["both"],
     }
