@@ -23,6 +23,7 @@ from keras_strategies._core.jaxprs.marked_updates import (
     Update,
     collect_updates,
     find_update,
+    wait_for_all,
 )
 from keras_strategies._core.jaxprs.sharded_values import ShardedInterpreter
 from keras_strategies._core.jaxprs.specs import Placed, Sharded, Spec
@@ -329,7 +330,8 @@ class _SectionedStep:
             else self._value(v, self._per_replica)
             for v in inputs
         ]
-        self._returned.update(zip(plan, mapped(*arrays), strict=True))
+        results = wait_for_all(mapped(*arrays), self._mesh.platform)
+        self._returned.update(zip(plan, results, strict=True))
 
     def _results(
         self, values: ShardedInterpreter, wants: list[Any]

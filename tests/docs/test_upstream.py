@@ -1,4 +1,4 @@
-"""The script of docs/upstream.md shows the faults that the page reports."""
+"""The scripts of docs/upstream.md show the faults that the page reports."""
 
 import os
 import pathlib
@@ -6,15 +6,23 @@ import re
 
 import pytest
 
+from keras_strategies.gpu.topology_devices import (
+    complete_options,
+    make_gpu_devices,
+)
 from tests.support.commands import python
 
 DOCUMENT = pathlib.Path(__file__).parents[2] / "docs" / "upstream.md"
 
 
-@pytest.mark.slow
-def test_the_script_shows_what_the_page_says():
+def read_scripts():
     text = DOCUMENT.read_text("utf-8")
-    (script,) = re.findall(r"^```python\n(.*?)^```", text, re.M | re.S)
+    return re.findall(r"^```python\n(.*?)^```", text, re.M | re.S)
+
+
+@pytest.mark.slow
+def test_attention_on_tpus_is_causal():
+    script, _ = read_scripts()
     done = python("-c", script, env=dict(os.environ))
     assert done.returncode == 0, done.stderr
     lines = [line.split(", ") for line in done.stdout.splitlines()]
@@ -27,3 +35,18 @@ def test_the_script_shows_what_the_page_says():
         of_causal = errors[case, "causal"]
         is_causal = case != "masks of rows"
         assert (max(of_causal) < 1e-5) == is_causal
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("name", ["a100:8", "h100:8", "b200:2x4"])
+def test_updates_delay_the_backward_pass_on_gpus(name):
+    _, script = read_scripts()
+    defined = {"__name__": "script"}
+    exec(script, defined)
+    devices = make_gpu_devices(name)
+    options = complete_options(None, devices)
+    counts = [
+        defined["count_sums"](devices, has_barrier, options)
+        for has_barrier in (False, True)
+    ]
+    assert counts == [4, 1]

@@ -139,6 +139,23 @@ def mark_update(
     return jax.jit(compute)(captured, gradients, values)
 
 
+def wait_for_all(sums: list[Any], platform: str) -> list[Any]:
+    """Makes updates on GPUs wait until all gradients are summed.
+
+    Otherwise XLA fuses a weight's update with the weight's cast that the
+    backward pass reads. The gradients of the layers before it are then computed
+    after the sum of this weight's gradient, so that the sums can neither be
+    combined nor overlap with the backward pass (docs/upstream.md).
+
+    Args:
+      sums: The sums of the gradients.
+      platform: The platform of the devices.
+    """
+    if platform != "gpu":
+        return sums
+    return jax.lax.optimization_barrier(sums)
+
+
 def find_update(
     equation: JaxprEqn, updates: dict[str, Update]
 ) -> Update | None:

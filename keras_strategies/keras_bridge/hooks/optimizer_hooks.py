@@ -24,6 +24,7 @@ from keras_strategies._core.jaxprs.marked_updates import (
     Reduction,
     is_collecting,
     mark_update,
+    wait_for_all,
 )
 from keras_strategies._core.replica_map import all_max, all_sum
 from keras_strategies._types import Array
@@ -336,6 +337,7 @@ def _reduce_gradients(
         i for i, g in enumerate(grads) if g is not None and not overwriting[i]
     ]
     sums = all_sum([grads[i] for i in summed], step.axis, step.buffering)
+    sums = wait_for_all(sums, step.facts.mesh.platform)
     divisor = _find_divisor(step, optimizer)
     reduced = list(grads)
     for i, total in zip(summed, sums, strict=True):
