@@ -16,6 +16,7 @@ _MODULES = {
     "CommunicationOptions": "strategy.tf_compat.options",
     "FullySharded": "keras_bridge.variables.partitioners",
     "MultiWorkerMirroredStrategy": "strategy.multi_worker",
+    "Replicated": "keras_bridge.variables.partitioners",
     "SlotsOnly": "keras_bridge.variables.partitioners",
     "TPUStrategy": "strategy.tpu",
     "ValueContext": "strategy.replica_context",

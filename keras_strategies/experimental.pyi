@@ -7,6 +7,9 @@ from keras_strategies.keras_bridge.variables.partitioners import (
     FullySharded as FullySharded,
 )
 from keras_strategies.keras_bridge.variables.partitioners import (
+    Replicated as Replicated,
+)
+from keras_strategies.keras_bridge.variables.partitioners import (
     SlotsOnly as SlotsOnly,
 )
 from keras_strategies.keras_bridge.variables.transformer_layout import (

@@ -136,8 +136,9 @@ def test_names_of_experimental():
     names = {n for n in dir(ks.experimental) if not n.startswith("_")}
     assert names == {
         *("CommunicationImplementation", "CommunicationOptions"),
-        *("FullySharded", "MultiWorkerMirroredStrategy", "SlotsOnly"),
-        *("TPUStrategy", "ValueContext", "scan_blocks", "transformer_layout"),
+        *("FullySharded", "MultiWorkerMirroredStrategy", "Replicated"),
+        *("SlotsOnly", "TPUStrategy", "ValueContext"),
+        *("scan_blocks", "transformer_layout"),
     }
     for name in names:
         assert getattr(ks.experimental, name).__doc__, name

@@ -39,6 +39,9 @@ class ReplicaMesh:
       shards: If the strategy has a `variable_partitioner`: the number of
         consecutive replicas over which variables are sharded. None for all
         replicas.
+      reduce_dtype: The dtype in which gradients of replicated variables are
+        sent and summed; see `ks.experimental.Replicated`. None for the dtype of
+        the gradients.
       marker: Name of an additional mesh axis of size one, which makes JAX treat
         the mesh as different from a mesh of the same devices without it. None
         for no such axis.
@@ -65,6 +68,7 @@ class ReplicaMesh:
     cores_per_replica: int = 1
     model_axis: str = "model"
     shards: int | None = None
+    reduce_dtype: str | None = None
     marker: str | None = None
     is_abstract: bool = False
 

@@ -194,7 +194,10 @@ def replica_id(axis: Axis) -> jax.Array | int:
 
 
 def all_sum(
-    leaves: Sequence[jax.Array], axis: Axis, buffering: Buffering | None = None
+    leaves: Sequence[jax.Array],
+    axis: Axis,
+    buffering: Buffering | None = None,
+    sum_dtype: str | None = None,
 ) -> list[jax.Array]:
     """Sums each array over the replicas.
 
@@ -203,6 +206,8 @@ def all_sum(
       axis: The replica axis.
       buffering: The rule that decides which arrays share a buffer. None for no
         buffers.
+      sum_dtype: The dtype in which arrays are sent and summed. None for the
+        dtype of each array.
 
     Returns:
       The sums, in the order and with the shapes of `leaves`.
@@ -219,7 +224,10 @@ def all_sum(
         # only add work.
         buffering = None
     reduce = functools.partial(_sum, axis=axis, buffering=buffering)
-    return replay.collective(reduce, arrays)
+    if sum_dtype is None:
+        return replay.collective(reduce, arrays)
+    sums = replay.collective(reduce, [a.astype(sum_dtype) for a in arrays])
+    return [s.astype(a.dtype) for s, a in zip(sums, arrays, strict=True)]
 
 
 def _sum(
@@ -250,6 +258,7 @@ def sum_if(
     operands: Sequence[Tree],
     axis: Axis,
     buffering: Buffering | None = None,
+    sum_dtype: str | None = None,
 ) -> list[jax.Array]:
     """Computes arrays, and sums them over the replicas if a condition holds.
 
@@ -260,13 +269,14 @@ def sum_if(
       operands: The arguments of `compute`: nests of arrays.
       axis: The replica axis.
       buffering: See `all_sum`.
+      sum_dtype: See `all_sum`.
 
     Returns:
       The sums of the arrays, or this replica's arrays.
     """
 
     def compute_sums(*operands: Tree) -> list[jax.Array]:
-        return all_sum(compute(*operands), axis, buffering)
+        return all_sum(compute(*operands), axis, buffering, sum_dtype)
 
     def branch(condition: Array, *operands: Tree) -> list[jax.Array]:
         return jax.lax.cond(condition, compute_sums, compute, *operands)

@@ -5,10 +5,10 @@ from collections.abc import Mapping
 from typing import Any
 
 from keras_strategies._core.mesh import ReplicaMesh
-from keras_strategies.keras_bridge.variables.partitioners import (
-    PartitionerLike,
+from keras_strategies.keras_bridge.variables.bound_partitioner import (
     bind_partitioner,
 )
+from keras_strategies.keras_bridge.variables.partitioners import PartitionerLike
 from keras_strategies.keras_bridge.variables.shardings import Placements
 from keras_strategies.keras_bridge.variables.variable_creator import (
     Registry,

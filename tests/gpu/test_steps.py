@@ -12,7 +12,11 @@ import pytest
 from keras import layers, optimizers
 
 import keras_strategies as ks
-from keras_strategies.experimental import FullySharded, SlotsOnly
+from keras_strategies.experimental import (
+    FullySharded,
+    Replicated,
+    SlotsOnly,
+)
 from tests.gpu.programs import LOGS, Case, check_donation, check_step
 
 pytestmark = pytest.mark.gpu
@@ -115,6 +119,10 @@ CASES = {
     ),
     "Muon": step(optimizer=lambda: optimizers.Muon(0.01)),
     "loss scaling": step(policy="mixed_float16"),
+    "sums in bfloat16": step(
+        partitioner=Replicated("bfloat16"),
+        sent={"all-reduce": (2, 2 * GRADIENTS + 4 * (STATISTICS + LOGS))},
+    ),
     "sharded": SHARDED,
     "sharded slots": shards(
         partitioner=SlotsOnly(min_size=1),

@@ -114,7 +114,8 @@ def accumulate(
 
     old = [values[v] for v in targets]
     is_update = _is_update(inner, values, finite)
-    sums = sum_if(is_update, add, (old, new), step.axis, step.buffering)
+    dtype = step.facts.mesh.reduce_dtype
+    sums = sum_if(is_update, add, (old, new), step.axis, step.buffering, dtype)
     return _make_zeros(grads, finite), IdentityMap(
         zip(targets, sums, strict=True)
     )

@@ -336,8 +336,9 @@ def _reduce_gradients(
     summed = [
         i for i, g in enumerate(grads) if g is not None and not overwriting[i]
     ]
-    sums = all_sum([grads[i] for i in summed], step.axis, step.buffering)
-    sums = wait_for_all(sums, step.facts.mesh.platform)
+    mesh, sent = step.facts.mesh, [grads[i] for i in summed]
+    sums = all_sum(sent, step.axis, step.buffering, mesh.reduce_dtype)
+    sums = wait_for_all(sums, mesh.platform)
     divisor = _find_divisor(step, optimizer)
     reduced = list(grads)
     for i, total in zip(summed, sums, strict=True):

@@ -6,7 +6,9 @@ import numpy as np
 import pytest
 
 import keras_strategies as ks
-from keras_strategies.keras_bridge.variables.partitioners import Partitioner
+from keras_strategies.keras_bridge.variables.bound_partitioner import (
+    Partitioner,
+)
 from tests.support.strategies import of_cores
 
 FullySharded = ks.experimental.FullySharded
@@ -61,8 +63,9 @@ def test_fully_sharded():
 @pytest.mark.parametrize("dtype", ["int8", "bf16", 3, "", object(), np.int32])
 def test_gradients_are_summed_in_a_float_dtype(dtype):
     text = "`reduce_dtype` must be a float dtype"
-    with pytest.raises(ValueError, match=text):
-        FullySharded(reduce_dtype=dtype)
+    for kind in (FullySharded, ks.experimental.Replicated):
+        with pytest.raises(ValueError, match=text):
+            kind(reduce_dtype=dtype)
 
 
 def test_small_variables_stay_whole():
