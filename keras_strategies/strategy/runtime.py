@@ -5,10 +5,11 @@ from collections.abc import Mapping
 from typing import Any
 
 from keras_strategies._core.mesh import ReplicaMesh
-from keras_strategies.keras_bridge.variables.bound_partitioner import (
-    bind_partitioner,
+from keras_strategies.keras_bridge.variables.partitioners import (
+    Partitioner,
+    PartitionerLike,
+    Replicated,
 )
-from keras_strategies.keras_bridge.variables.partitioners import PartitionerLike
 from keras_strategies.keras_bridge.variables.shardings import Placements
 from keras_strategies.keras_bridge.variables.variable_creator import (
     Registry,
@@ -43,7 +44,7 @@ class Runtime:
     ) -> "Runtime":
         """Makes the runtime of a strategy for a mesh."""
         registry = Registry()
-        partitioner, mesh = bind_partitioner(variable_partitioner, mesh)
+        partitioner, mesh = _bind(variable_partitioner, mesh)
         placements = Placements(mesh, layout_map, partitioner)
         return cls(
             mesh=mesh,
@@ -66,3 +67,22 @@ def is_chief_alone(predict_in: str) -> bool:
             "all rows in every process, or 'chief' for only process 0."
         )
     return predict_in == "chief"
+
+
+def _bind(
+    partitioner: PartitionerLike | None, mesh: ReplicaMesh
+) -> tuple[Partitioner | None, ReplicaMesh]:
+    """Binds a partitioner to a mesh.
+
+    Returns:
+      The bound partitioner and a copy of the mesh with the partitioner's number
+      of shards. If all variables are replicated, None and the mesh with the
+      dtype of sums.
+    """
+    if partitioner is None:
+        return None, mesh
+    if isinstance(partitioner, Replicated):
+        dtype = partitioner.reduce_dtype
+        return None, dataclasses.replace(mesh, shards=None, reduce_dtype=dtype)
+    bound = Partitioner(partitioner, mesh)
+    return bound, dataclasses.replace(mesh, shards=bound.shards)

@@ -14,10 +14,10 @@ from keras_strategies._core.mesh import ReplicaMesh
 from keras_strategies.cluster.exchange import message_forms
 from keras_strategies.cluster.exchange.host_exchange import Agreement
 from keras_strategies.data.raise_together import list_values, raise_everywhere
-from keras_strategies.keras_bridge.variables.bound_partitioner import (
+from keras_strategies.keras_bridge.variables.partitioners import (
+    Dimension,
     Partitioner,
 )
-from keras_strategies.keras_bridge.variables.partitioners import Dimension
 
 _DIVIDING = "dividing variables"
 _CURE = (

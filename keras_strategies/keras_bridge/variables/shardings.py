@@ -22,10 +22,8 @@ from keras_strategies.keras_bridge.variables.agreed_dimensions import (
     agree_on_dimensions,
     choose_dimensions,
 )
-from keras_strategies.keras_bridge.variables.bound_partitioner import (
-    Partitioner,
-)
 from keras_strategies.keras_bridge.variables.layout_keys import LayoutKeys
+from keras_strategies.keras_bridge.variables.partitioners import Partitioner
 from keras_strategies.keras_bridge.variables.sharded_variable import (
     make_plain,
     make_sharded,

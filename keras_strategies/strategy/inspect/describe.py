@@ -20,9 +20,7 @@ from keras_strategies._core.mesh import ReplicaMesh
 from keras_strategies.keras_bridge.variables.abstract_variables import (
     is_abstract,
 )
-from keras_strategies.keras_bridge.variables.bound_partitioner import (
-    Partitioner,
-)
+from keras_strategies.keras_bridge.variables.partitioners import Partitioner
 from keras_strategies.keras_bridge.variables.shardings import (
     is_updated_replicated,
     placement_of,

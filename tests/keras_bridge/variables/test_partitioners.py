@@ -6,9 +6,7 @@ import numpy as np
 import pytest
 
 import keras_strategies as ks
-from keras_strategies.keras_bridge.variables.bound_partitioner import (
-    Partitioner,
-)
+from keras_strategies.keras_bridge.variables.partitioners import Partitioner
 from tests.support.strategies import of_cores
 
 FullySharded = ks.experimental.FullySharded
