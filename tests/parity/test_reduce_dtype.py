@@ -82,6 +82,23 @@ def test_accumulated_gradients_are_rounded_once(count):
     assert (found != -gradients.mean(0) / 2).any()
 
 
+@pytest.mark.parametrize("size", [1e-8, 5e4])
+def test_accumulated_gradients_of_a_scaled_loss_exceed_float16(size):
+    strategy = make_strategy(2, "float16")
+    with strategy.scope():
+        layer = keras.layers.Dense(
+            1, use_bias=False, kernel_initializer="zeros"
+        )
+        model = keras.Sequential([keras.Input((2,)), layer])
+        sgd = keras.optimizers.SGD(1.0, gradient_accumulation_steps=2)
+        optimizer = keras.optimizers.LossScaleOptimizer(sgd, initial_scale=1.0)
+        model.compile(optimizer, "mse")
+    x, y = np.ones((8, 2), "float32"), np.full((8, 1), size, "float32")
+    model.fit(x, y, batch_size=4, shuffle=False, verbose=0)
+    found = model.get_weights()[0]
+    np.testing.assert_allclose(found, np.full((2, 1), 2 * size), rtol=1e-6)
+
+
 @pytest.mark.parametrize("count", [2, 8])
 def test_a_custom_loop_applies_the_rounded_sum(count):
     x, y = make_rows(count)

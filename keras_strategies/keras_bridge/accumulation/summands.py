@@ -115,6 +115,10 @@ def accumulate(
     old = [values[v] for v in targets]
     is_update = _is_update(inner, values, finite)
     dtype = step.facts.mesh.reduce_dtype
+    if scale is not None and dtype == "float16":
+        # Accumulators are not scaled: float16 would make small ones zero, and
+        # large ones infinite after the optimizer's check.
+        dtype = None
     sums = sum_if(is_update, add, (old, new), step.axis, step.buffering, dtype)
     return _make_zeros(grads, finite), IdentityMap(
         zip(targets, sums, strict=True)
