@@ -56,8 +56,7 @@ def decoder(
     x = layers.Embedding(words, width)(tokens)
     for _ in range(blocks):
         y = layers.LayerNormalization()(x)
-        # Both programs use the same kernels, whichever Keras would choose.
-        x += layers.MultiHeadAttention(16, width // 16, flash_attention=False)(
+        x += layers.MultiHeadAttention(16, width // 16)(
             y, y, use_causal_mask=True
         )
         y = layers.Dense(4 * width, "gelu")(layers.LayerNormalization()(x))
@@ -245,6 +244,9 @@ def main() -> None:
     parser.add_argument("--policy", default="mixed_bfloat16")
     parser.add_argument("--replicated", action="store_true")
     options = parser.parse_args()
+    # Plain Keras chooses kernels for this machine's devices, steps of a
+    # strategy for the strategy's. So that both have the same: none.
+    keras.config.disable_flash_attention()
     default = ["resnet50"] if options.replicated else ["mlp", "decoder"]
     console = Console(width=150)
     for name in options.models or default:

@@ -1,6 +1,8 @@
 """Specifications of accelerators, for estimates."""
 
+import contextlib
 import dataclasses
+import math
 import os
 from collections.abc import Mapping
 from typing import TYPE_CHECKING
@@ -196,11 +198,14 @@ def _find_fraction() -> float:
         text = os.environ.get(name)
         if not text:
             continue
-        try:
-            return float(text)
-        except ValueError as error:
+        share = math.nan
+        with contextlib.suppress(ValueError):
+            share = float(text)
+        if not 0 < share <= 1:
             raise ValueError(
-                f"{name} must be the share of a GPU's memory that JAX uses. "
-                f"Received: {text!r}. Set it to a number such as 0.75."
-            ) from error
+                f"{name} must be the share of a GPU's memory that JAX uses, "
+                f"above 0 and at most 1. Received: {text!r}. Set it to a "
+                "number such as 0.75."
+            )
+        return share
     return _FRACTION

@@ -63,6 +63,7 @@ def test_jax_gives_a_process_three_quarters_of_a_gpu_s_memory(monkeypatch):
     assert find_memory(make_gpu("h100")) == int(0.75 * memory) - workspace
     monkeypatch.setenv("XLA_PYTHON_CLIENT_MEM_FRACTION", ".9")
     assert find_memory(make_gpu("h100")) == int(0.9 * memory) - workspace
-    monkeypatch.setenv("XLA_PYTHON_CLIENT_MEM_FRACTION", "most")
-    with pytest.raises(ValueError, match="must be the share.*'most'.*0.75"):
-        find_memory(make_gpu("h100"))
+    for wrong in ("most", "75", "0", "nan", "inf"):
+        monkeypatch.setenv("XLA_PYTHON_CLIENT_MEM_FRACTION", wrong)
+        with pytest.raises(ValueError, match=f"must be the share.*'{wrong}'"):
+            find_memory(make_gpu("h100"))
