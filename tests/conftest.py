@@ -11,7 +11,7 @@ import traceback
 
 import pytest
 
-from tests.support import compiling
+from tests.support import commands, compiling
 from tests.support.optional import HAS_TENSORFLOW, HAS_TORCH
 
 os.environ["XLA_FLAGS"] = (
@@ -111,6 +111,11 @@ def _needs_torch(item):
 def pytest_terminal_summary(terminalreporter):
     if not HAS_TORCH:
         terminalreporter.write_line(NO_TORCH)
+
+
+@pytest.fixture(scope="session", autouse=True)
+def _fast_children():
+    commands.start_children_fast(os.environ)
 
 
 @pytest.fixture(scope="module", autouse=True)

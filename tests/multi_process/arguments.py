@@ -294,9 +294,9 @@ def by_file(strategy, model):
 OWN = [off, off_py_dataset, by_file]
 
 
-def run(names=None):
+def run(names=None, strategy=None):
     results = {}
-    strategy = ks.MultiWorkerMirroredStrategy()
+    strategy = strategy or ks.MultiWorkerMirroredStrategy()
     for act in [*ALIKE, *OWN, shuffled]:
         if names and act.__name__ not in names:
             continue

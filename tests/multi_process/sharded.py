@@ -148,8 +148,13 @@ def _assert_same(actual, wanted):
 
 
 def looped(shards):
-    """Losses of a loop of one's own, and the weights after it."""
-    strategy = made(shards)
+    """Losses of a loop of one's own, and the weights after it.
+
+    Args:
+      shards: Over how many replicas each variable is divided; None for a loop
+        on one device.
+    """
+    strategy = made(shards) if shards else ks.OneDeviceStrategy("cpu:0")
     with strategy.scope():
         model = compiled("lamb")
     model.set_weights(first_weights(model))
@@ -164,9 +169,7 @@ def looped(shards):
         model.optimizer.apply(grads, model.trainable_variables)
         return value
 
-    import tensorflow as tf
-
-    data = tf.data.Dataset.from_tensor_slices((X, Y)).batch(8)
+    data = strategy.experimental_make_numpy_dataset((X, Y)).batch(8)
     losses = [
         float(strategy.reduce("sum", strategy.run(step, batch), axis=None))
         for batch in strategy.experimental_distribute_dataset(data)

@@ -3,18 +3,26 @@
 import numpy as np
 import pytest
 
-from tests.support.jobs import values_of
+from tests.multi_process.accumulation import steps
+from tests.support.jobs import values_of_each
 from tests.support.numbers import assert_all_close
+from tests.support.plain_keras import mirrored
+
+
+@pytest.fixture(scope="module")
+def found():
+    """What two processes found without and with reading the sums."""
+    target = "multi_process.accumulation:steps"
+    return values_of_each(2, (target, False), (target, True))
 
 
 @pytest.mark.parametrize("reads", [False, True])
-def test_numbers_are_those_of_one_process(reads):
-    steps = "multi_process.accumulation:steps"
-    first, second = values_of(steps, 2, reads)
+def test_numbers_are_those_of_one_process(found, reads):
+    first, second = found[reads]
     assert first[0] == second[0]
     # The kinds of programs: whether gradients are summed once per update.
     assert first[2] == second[2] == [not reads]
-    (alone,) = values_of(steps, 1, reads, devices=4)
+    alone = steps(reads, mirrored(4))
     assert_all_close(first[0], alone[0])
     if reads:
         # The chief reads sums, although the other process reads nothing.

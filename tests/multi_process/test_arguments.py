@@ -3,15 +3,16 @@
 import numpy as np
 import pytest
 
+from tests.multi_process import arguments
 from tests.support.jobs import values_of
-from tests.support.plain_keras import assert_same
+from tests.support.plain_keras import assert_same, mirrored
 
 TARGET = "multi_process.arguments:run"
 
 
-def run(names):
-    (one,) = values_of(TARGET, 1, names, devices=4)
-    return one, values_of(TARGET, 2, names, timeout_s=500)
+def run(names, uses=()):
+    both = values_of(TARGET, 2, names, uses=uses, timeout_s=500)
+    return arguments.run(names, mirrored(4)), both
 
 
 def check_equal(one, both):
@@ -31,7 +32,7 @@ def test_own_rows_train_as_the_same_batches_on_one_process():
 
 @pytest.mark.slow
 def test_arguments_of_fit_mean_what_they_do_on_one_process():
-    one, both = run(None)
+    one, both = run(None, ["tensorflow"])
     one.pop("shuffled")
     orders = [told.pop("shuffled")["told"] for told in both]
     check_equal(one, both)
