@@ -92,7 +92,7 @@ def found(folder):
         "saved": (folder, 4),
         "fitted": ("sgd", 4, 8, 1),
         "looped": (4,),
-        "large": (),
+        "large": (64,),
         "refused": (),
     }
     values = values_of_each(
@@ -112,6 +112,12 @@ def test_a_loop_of_ones_own(found):
 def test_large_variables_are_equal_in_all_processes(found):
     # Keras compiles their initializers, in each process for itself.
     first, second = found["large"]
+    assert first == second
+
+
+@pytest.mark.slow
+def test_variables_of_67_mb_are_equal_in_all_processes():
+    first, second = values_of(f"{ROOM}:large", 2, sharded.LARGE)
     assert first == second
 
 
