@@ -2,7 +2,12 @@
 
 import pytest
 
-from tests.multi_process import own_rows, scenarios, test_own_batches
+from tests.multi_process import (
+    own_rows,
+    scenarios,
+    test_bad_input,
+    test_own_batches,
+)
 from tests.support.jobs import values_of, values_of_each
 from tests.support.optional import without_torch
 from tests.support.plain_keras import assert_same, mirrored, no_data_left
@@ -19,11 +24,12 @@ FEW = ["arrays", "generator", "tf.data"], CASES[2:3]
 
 @pytest.fixture(scope="module")
 def found(tmp_path_factory):
-    """What the loops, a model with states, and steps of own rows are in each
-    of two processes."""
-    folder = tmp_path_factory.mktemp("own")
+    """What wrong data, the loops, a model with states and steps of own rows
+    give in each of two processes."""
+    folder, other = map(tmp_path_factory.mktemp, ("own", "wrong"))
     own_rows.write_files(folder)
     calls = (
+        (test_bad_input.TARGET, other),
         (TARGET, *FEW),
         ("multi_process.scenarios:stateful",),
         (test_own_batches.TARGET, folder, test_own_batches.FEW),
@@ -33,12 +39,12 @@ def found(tmp_path_factory):
 
 @no_data_left
 def test_loops_equal_those_of_one_process(found):
-    compare(scenarios.loops(*FEW, mirrored(2)), found[0], *FEW)
+    compare(scenarios.loops(*FEW, mirrored(2)), found[1], *FEW)
 
 
 def test_a_model_is_built_for_the_rows_of_all_processes(found):
     """One whose states are as many as a batch's rows takes no others."""
-    values = found[1]
+    values = found[2]
     plain = scenarios.fit_stateful(
         scenarios.build_stateful(), from_tf_data=False
     )
@@ -47,7 +53,11 @@ def test_a_model_is_built_for_the_rows_of_all_processes(found):
 
 
 def test_steps_of_own_rows_are_those_of_tf(found):
-    test_own_batches.check(found[2], test_own_batches.FEW)
+    test_own_batches.check(found[3], test_own_batches.FEW)
+
+
+def test_wrong_data_ends_in_one_error_everywhere(found):
+    test_bad_input.check(*found[0])
 
 
 @no_data_left
