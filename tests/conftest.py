@@ -11,7 +11,7 @@ import traceback
 
 import pytest
 
-from tests.support import compiling
+from tests.support import commands, compiling
 from tests.support.optional import HAS_TENSORFLOW, HAS_TORCH
 
 os.environ["XLA_FLAGS"] = (
@@ -26,6 +26,11 @@ os.environ["TF_CPP_MIN_LOG_LEVEL"] = "3"
 # libtpu compiles here, in several processes, and finds no TPU to ask about.
 os.environ.setdefault("TPU_SKIP_MDS_QUERY", "1")
 os.environ.setdefault("ALLOW_MULTIPLE_LIBTPU_LOAD", "1")
+
+# Python keeps what it compiled of modules, wherever it was told not to: all
+# workers, all children and the next run import the same ones.
+sys.dont_write_bytecode = False
+os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
 
 # Many tests compile the same program: all workers share what was compiled.
 if "JAX_COMPILATION_CACHE_DIR" not in os.environ:
@@ -111,6 +116,11 @@ def _needs_torch(item):
 def pytest_terminal_summary(terminalreporter):
     if not HAS_TORCH:
         terminalreporter.write_line(NO_TORCH)
+
+
+@pytest.fixture(scope="session", autouse=True)
+def _fast_children():
+    commands.start_children_fast(os.environ)
 
 
 @pytest.fixture(scope="module", autouse=True)

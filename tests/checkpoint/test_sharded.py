@@ -4,6 +4,7 @@ The invariant: what is restored is what was saved, bit for bit, on whatever
 number of shards, replicas and processes.
 """
 
+import functools
 import shutil
 import signal
 
@@ -69,11 +70,26 @@ def test_any_layout_restores_what_another_saved(first, then, tmp_path):
     assert_replicated(found)
 
 
+@pytest.fixture(scope="module")
+def begun(tmp_path_factory):
+    """What a layout's whole fit learns, and the checkpoints of one that was
+    interrupted, by a function."""
+
+    @functools.cache
+    def begin(layout):
+        folder = tmp_path_factory.mktemp(layout)
+        whole = sharded.train(layout, folder / "whole")
+        with pytest.raises(Interrupted):
+            sharded.train(layout, folder / "kept", stop=7)
+        return whole, folder / "kept"
+
+    return begin
+
+
 @pytest.mark.parametrize(("first", "then"), PAIRS)
-def test_any_layout_resumes_what_another_began(first, then, tmp_path):
-    whole = sharded.train(first, tmp_path / "whole")
-    with pytest.raises(Interrupted):
-        sharded.train(first, tmp_path / "kept", stop=7)
+def test_any_layout_resumes_what_another_began(first, then, begun, tmp_path):
+    whole, kept = begun(first)
+    shutil.copytree(kept, tmp_path / "kept")
     ours = sharded.train(then, tmp_path / "kept")
     assert_equal(ours, whole, is_exact=first == then)
 

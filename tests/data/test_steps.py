@@ -1,6 +1,7 @@
 """Every row once, equally many steps, and what each batch is made of."""
 
 import collections
+import itertools
 
 import jax
 import keras
@@ -195,13 +196,17 @@ def check_counts(batch, workers, replicas, own, is_balanced):
 FAST = [arrays, rows_source, py_dataset, iterable]
 
 
-CASES = [
-    (workers, replicas, rows, size)
-    for workers in WORKERS
-    for replicas in REPLICAS
-    for rows in ROWS
-    for size in SIZES
+AXES = WORKERS, REPLICAS, ROWS, SIZES
+CASES = list(itertools.product(*AXES))
+# Each value meets half of those of the others.
+DIAGONALS = [
+    case for case in CASES if sum(map(list.index, AXES, case)) % 2 == 0
 ]
+both = pytest.mark.parametrize(
+    "cases",
+    [DIAGONALS, pytest.param(CASES, marks=pytest.mark.slow)],
+    ids=["diagonals", "all"],
+)
 
 
 def check_all(make, own, cases):
@@ -212,16 +217,18 @@ def check_all(make, own, cases):
         check(*arguments, is_balanced=bool(number % 2), times=times)
 
 
+@both
 @pytest.mark.parametrize("make", FAST)
-def test_each_row_is_used_once(make):
+def test_each_row_is_used_once(make, cases):
     # Arrays without rows are refused before.
     is_array = make in (arrays, rows_source)
-    check_all(make, False, [c for c in CASES if c[2] or not is_array])
+    check_all(make, False, [c for c in cases if c[2] or not is_array])
 
 
+@both
 @pytest.mark.parametrize("make", [py_dataset, iterable])
-def test_each_process_uses_its_own_rows_once(make):
-    check_all(make, True, CASES)
+def test_each_process_uses_its_own_rows_once(make, cases):
+    check_all(make, True, cases)
 
 
 def made(name, folder):

@@ -1,14 +1,10 @@
 """The three shapes of use of docs/index.md run, on eight devices."""
 
 import ast
-import os
 import pathlib
 import re
 
 import pytest
-
-from tests.support import compiling
-from tests.support.commands import python
 
 DOCUMENT = pathlib.Path(__file__).parents[2] / "docs/index.md"
 TEXT = DOCUMENT.read_text("utf-8")
@@ -17,19 +13,18 @@ BLOCKS = dict(
 )
 
 
-def accuracies(block, folder):
-    """What a block prints, run as a script of its own in a folder."""
-    flags = "--xla_force_host_platform_device_count=8" + compiling.FLAGS
-    root = str(DOCUMENT.parents[1])
-    done = python(
-        "-c",
-        block,
-        env=os.environ
-        | {"XLA_FLAGS": flags, "JAX_PLATFORMS": "cpu", "PYTHONPATH": root},
-        cwd=folder,
-    )
-    assert done.returncode == 0, done.stderr
-    return [float(n) for n in re.findall(r"^accuracy (\S+)", done.stdout, re.M)]
+@pytest.fixture
+def accuracies(tmp_path, monkeypatch, capsys):
+    """What a block prints, run with no other names in a folder, by a
+    function."""
+    monkeypatch.chdir(tmp_path)
+
+    def run(block):
+        exec(block, {"__name__": "__main__"})
+        shown = capsys.readouterr().out
+        return [float(n) for n in re.findall(r"^accuracy (\S+)", shown, re.M)]
+
+    return run
 
 
 def test_there_are_three_shapes():
@@ -44,17 +39,15 @@ def test_there_are_three_shapes():
 
 
 @pytest.mark.parametrize("shape", [*BLOCKS][:2])
-def test_a_shape_trains(shape, tmp_path):
-    (accuracy,) = accuracies(BLOCKS[shape], tmp_path)
+def test_a_shape_trains(shape, accuracies):
+    (accuracy,) = accuracies(BLOCKS[shape])
     assert accuracy > 0.9
 
 
-def test_the_estimator_trains_on_where_it_was(tmp_path):
+def test_the_estimator_trains_on_where_it_was(tmp_path, accuracies):
     block = BLOCKS["Estimator"]
-    (first,) = accuracies(block, tmp_path)
+    (first,) = accuracies(block)
     assert first > 0.9
-    (second,) = accuracies(
-        block.replace("max_steps=50", "max_steps=100"), tmp_path
-    )
+    (second,) = accuracies(block.replace("max_steps=50", "max_steps=100"))
     assert (tmp_path / "run" / "100").is_dir()
     assert second >= first

@@ -14,6 +14,7 @@ import keras_strategies as ks
 from keras_strategies._core.names import versions
 from keras_strategies.cluster.job.free_ports import find_free_ports
 from tests.support import compiling
+from tests.support.commands import CHILD, WITHOUT_PACKAGES
 
 ROOT = pathlib.Path(__file__).parents[2]
 RECIPES = ROOT / "examples" / "clusters"
@@ -50,7 +51,8 @@ def environment(**environ):
     path = [str(pathlib.Path(sys.executable).parent), os.environ["PATH"]]
     return (
         inherited
-        | {"PYTHONPATH": str(ROOT), "JAX_PLATFORMS": "cpu"}
+        | {"PYTHONPATH": os.pathsep.join([str(CHILD), str(ROOT)])}
+        | {"JAX_PLATFORMS": "cpu", WITHOUT_PACKAGES: "sklearn"}
         | {"XLA_FLAGS": compiling.FLAGS}
         | {"PATH": os.pathsep.join(path)}
         | environ

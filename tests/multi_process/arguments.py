@@ -17,6 +17,7 @@ from keras_strategies.testing import assert_replicated
 from tests.multi_process import scenarios
 from tests.multi_process.records import parse, values, write
 from tests.support.optional import without_torch
+from tests.support.plain_keras import assert_same
 
 X, Y = scenarios.data(30)
 COUNT = 2  # Processes; one process does as these would.
@@ -294,9 +295,16 @@ def by_file(strategy, model):
 OWN = [off, off_py_dataset, by_file]
 
 
-def run(names=None):
+def check_equal(one, both):
+    """All processes of two were told the same, and what one was told."""
+    for told in both:
+        assert told == both[0]
+        assert_same(one, told)
+
+
+def run(names=None, strategy=None):
     results = {}
-    strategy = ks.MultiWorkerMirroredStrategy()
+    strategy = strategy or ks.MultiWorkerMirroredStrategy()
     for act in [*ALIKE, *OWN, shuffled]:
         if names and act.__name__ not in names:
             continue

@@ -1,4 +1,4 @@
-"""A loop's checkpoints of several processes; see `test_managed.py`."""
+"""A loop's checkpoints of several processes; see `test_fits.py`."""
 
 import keras
 import numpy as np

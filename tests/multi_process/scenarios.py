@@ -112,9 +112,9 @@ def fit_arguments(name, rows, size):
     return {"x": given, "shuffle": False}
 
 
-def loops(names, cases):
+def loops(names, cases, strategy=None):
     """fit, evaluate and predict from each source."""
-    strategy = ks.MultiWorkerMirroredStrategy()
+    strategy = strategy or ks.MultiWorkerMirroredStrategy()
     results = {}
     for name in names:
         for rows, size, steps in cases:

@@ -1,8 +1,11 @@
 """Training with divided variables, in several processes."""
 
+from unittest import mock
+
 import jax
 import keras
 import numpy as np
+from keras.src.backend.jax import core
 
 import keras_strategies as ks
 from keras_strategies.keras_bridge.variables.model_variables import (
@@ -80,16 +83,27 @@ def fitted(optimizer, shards, batch_size=8, cores=1):
     }
 
 
-def large():
-    """Parts of two variables of 67 MB; of both, what this process has."""
+LARGE = 4096  # Rows and columns: with 67 MB, Keras takes a variable for large.
+
+
+def large(size):
+    """Parts of two variables that Keras takes for large; of both, what this
+    process has."""
     strategy = ks.MultiWorkerMirroredStrategy()
-    with strategy.scope():
-        weights = keras.layers.Dense(4096, use_bias=False)
-        weights.build((None, 4096))
-        own = keras.layers.Dense(
-            4096, use_bias=False, kernel_initializer=_unseeded
-        )
-        own.build((None, 4096))
+    weights = keras.layers.Dense(size, use_bias=False)
+    own = keras.layers.Dense(size, use_bias=False, kernel_initializer=_unseeded)
+    decide = core.should_shard_at_init
+    with (
+        mock.patch.object(
+            core,
+            "should_shard_at_init",
+            side_effect=lambda *args: size < LARGE or decide(*args),
+        ) as asked,
+        strategy.scope(),
+    ):
+        weights.build((None, size))
+        own.build((None, size))
+    assert asked.call_count == 2
     kernels = [layer.kernel.value for layer in (weights, own)]
     return [k.addressable_data(0)[:2, :4].tolist() for k in kernels]
 
@@ -148,8 +162,13 @@ def _assert_same(actual, wanted):
 
 
 def looped(shards):
-    """Losses of a loop of one's own, and the weights after it."""
-    strategy = made(shards)
+    """Losses of a loop of one's own, and the weights after it.
+
+    Args:
+      shards: Over how many replicas each variable is divided; None for a loop
+        on one device.
+    """
+    strategy = made(shards) if shards else ks.OneDeviceStrategy("cpu:0")
     with strategy.scope():
         model = compiled("lamb")
     model.set_weights(first_weights(model))
@@ -164,9 +183,7 @@ def looped(shards):
         model.optimizer.apply(grads, model.trainable_variables)
         return value
 
-    import tensorflow as tf
-
-    data = tf.data.Dataset.from_tensor_slices((X, Y)).batch(8)
+    data = strategy.experimental_make_numpy_dataset((X, Y)).batch(8)
     losses = [
         float(strategy.reduce("sum", strategy.run(step, batch), axis=None))
         for batch in strategy.experimental_distribute_dataset(data)

@@ -42,7 +42,8 @@ def spanning(width, shares=False):
     ]
     if shares:
         flat = places.reshape(-1, places.shape[-1])
-        cores = [[flat[0], flat[1]], [flat[2], flat[4]], [flat[3], flat[5]]]
+        pairs = (0, 1), (2, 4), (3, 5), (6, 7)
+        cores = [[flat[i] for i in pair] for pair in pairs]
     assignment = ks.tpu.experimental.DeviceAssignment(topology, np.array(cores))
     return ks.TPUStrategy(device_assignment=assignment, layout_map=LAYOUT)
 

@@ -3,21 +3,11 @@
 import numpy as np
 import pytest
 
+from tests.multi_process import arguments
 from tests.support.jobs import values_of
-from tests.support.plain_keras import assert_same
+from tests.support.plain_keras import mirrored
 
 TARGET = "multi_process.arguments:run"
-
-
-def run(names):
-    (one,) = values_of(TARGET, 1, names, devices=4)
-    return one, values_of(TARGET, 2, names, timeout_s=500)
-
-
-def check_equal(one, both):
-    for told in both:
-        assert told == both[0]
-        assert_same(one, told)
 
 
 def check_files(told):
@@ -25,16 +15,15 @@ def check_files(told):
     np.testing.assert_allclose(on_files, on_rows, rtol=1e-5)
 
 
-def test_own_rows_train_as_the_same_batches_on_one_process():
-    check_equal(*run(["off_py_dataset"]))
-
-
+# By default test_fits.py has one of them.
 @pytest.mark.slow
 def test_arguments_of_fit_mean_what_they_do_on_one_process():
-    one, both = run(None)
+    options = {"uses": ["tensorflow"], "timeout_s": 500}
+    both = values_of(TARGET, 2, None, **options)
+    one = arguments.run(None, mirrored(4))
     one.pop("shuffled")
     orders = [told.pop("shuffled")["told"] for told in both]
-    check_equal(one, both)
+    arguments.check_equal(one, both)
     check_files(both[0])
     # Each row once, in whatever order, though the random states differed.
     for name in orders[0]:

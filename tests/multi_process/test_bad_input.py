@@ -50,8 +50,9 @@ IN_ONE = {
 }
 
 
-def test_wrong_data_ends_in_one_error_everywhere(tmp_path):
-    first, second = values_of(TARGET, 2, tmp_path)
+# By default test_loops.py checks it, in the processes of its other tests.
+def check(first, second):
+    """Wrong data end in one error everywhere."""
     assert first.keys() == second.keys()
     for name, told in first.items():
         other = second[name]
@@ -77,6 +78,11 @@ def test_wrong_data_ends_in_one_error_everywhere(tmp_path):
     away = [value["a process stays away"] for value in (first, second)]
     assert "Stalled: Process 1 did not take part" in away[0]["error"]
     assert "Stalled: Process 0 did not take part" in away[1]["error"]
+
+
+@pytest.mark.slow
+def test_wrong_data_ends_in_one_error_everywhere(tmp_path):
+    check(*values_of(TARGET, 2, tmp_path, uses=["tensorflow"]))
 
 
 @pytest.mark.slow

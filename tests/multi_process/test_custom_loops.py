@@ -3,16 +3,16 @@
 import numpy as np
 import pytest
 
-from keras_strategies.testing import run_processes
-from tests.support.jobs import values_of
-from tests.support.plain_keras import assert_same
+from tests.multi_process.custom_loops import train
+from tests.support.jobs import results_of, values_of
+from tests.support.plain_keras import assert_same, mirrored
 
 TARGET = "multi_process.custom_loops"
 
 
 def test_a_loop_equals_one_process(two_processes):
     # 21 rows in batches of 8: 5 rows are left, and a replica without any.
-    several = [result.value["trained"] for result in two_processes]
+    several = [told["trained"] for told, _ in two_processes]
     compare(several, 21, 4)
 
 
@@ -27,7 +27,7 @@ def test_loops_equal_one_process(rows, count, devices):
 
 
 def compare(several, rows, devices):
-    (one,) = values_of(f"{TARGET}:train", 1, rows, devices=devices)
+    one = train(rows, mirrored(devices))
     assert one["seen"] == 2 * rows
     for value in several:
         assert_same(one, value)
@@ -35,12 +35,14 @@ def compare(several, rows, devices):
 
 @pytest.fixture(scope="module")
 def two_processes():
-    """What two processes found that start once for several tests."""
-    return run_processes(f"tests.{TARGET}:everything", 2, timeout_s=300)
+    """What two processes found that start once for several tests, and what
+    they wrote."""
+    results = results_of(2, (f"{TARGET}:everything",))
+    return [(*result.value, result.output) for result in results]
 
 
 def test_values_are_those_of_all_processes(two_processes):
-    first, second = (result.value["values"] for result in two_processes)
+    first, second = (told["values"] for told, _ in two_processes)
     assert first["sum"] == second["sum"] == 2 * (1 + 2 + 3 + 4)
     assert (first["local"], second["local"]) == ([2, 4], [6, 8])
     # Process 0 has three batches of two rows, process 1 five: [2, 2 | 2, 2],
@@ -58,12 +60,12 @@ def test_values_are_those_of_all_processes(two_processes):
 
 def test_a_step_sends_one_buffer(two_processes):
     """Gradients, metrics, moving statistics and the loss, all together."""
-    for result in two_processes:
-        assert result.value["sent"] == {"fit": [1], "run": [1]}
+    for told, _ in two_processes:
+        assert told["sent"] == {"fit": [1], "run": [1]}
 
 
 def test_values_of_other_shapes_are_named_in_all(two_processes):
-    first, second = (result.value["values"] for result in two_processes)
+    first, second = (told["values"] for told, _ in two_processes)
     assert first["unequal"][0] == second["unequal"][0]
     assert "ValueError: If there are several processes" in first["unequal"][0]
     assert "float64[2] (replica 0)" in first["unequal"][0]
@@ -73,11 +75,11 @@ def test_values_of_other_shapes_are_named_in_all(two_processes):
 
 
 def test_the_chief_alone_shows_progress_and_keeps_outputs(two_processes):
-    of_chief, of_other = (result.output for result in two_processes)
+    of_chief, of_other = (output for _, output in two_processes)
     assert "Epoch 1/2" in of_chief
     assert "Epoch" not in of_other
     assert "step" not in of_other
-    first, second = (result.value["on_chief"] for result in two_processes)
+    first, second = (told["on_chief"] for told, _ in two_processes)
     assert first["shape"] == [13, 1]
     assert second["shape"] == [0, 1]
     # Their random states differ; the initial weights are the chief's.

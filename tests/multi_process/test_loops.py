@@ -2,10 +2,15 @@
 
 import pytest
 
-from tests.multi_process import scenarios
+from tests.multi_process import (
+    own_rows,
+    scenarios,
+    test_bad_input,
+    test_own_batches,
+)
 from tests.support.jobs import values_of, values_of_each
 from tests.support.optional import without_torch
-from tests.support.plain_keras import assert_same
+from tests.support.plain_keras import assert_same, mirrored, no_data_left
 
 TARGET = "multi_process.scenarios:loops"
 CASES = [(16, 8, 1), (20, 8, 1), (30, 8, 1), (5, 8, 1), (30, 8, 3), (9, 1, 1)]
@@ -18,20 +23,28 @@ FEW = ["arrays", "generator", "tf.data"], CASES[2:3]
 
 
 @pytest.fixture(scope="module")
-def found():
-    """What the loops and a model with states are in each of two processes."""
-    loops = "multi_process.scenarios:loops", *FEW
-    stateful = ("multi_process.scenarios:stateful",)
-    return values_of_each(2, loops, stateful, devices=1)
+def found(tmp_path_factory):
+    """What wrong data, the loops, a model with states and steps of own rows
+    give in each of two processes."""
+    folder, other = map(tmp_path_factory.mktemp, ("own", "wrong"))
+    own_rows.write_files(folder)
+    calls = (
+        (test_bad_input.TARGET, other),
+        (TARGET, *FEW),
+        ("multi_process.scenarios:stateful",),
+        (test_own_batches.TARGET, folder, test_own_batches.FEW),
+    )
+    return values_of_each(2, *calls, devices=1, uses=["tensorflow"])
 
 
+@no_data_left
 def test_loops_equal_those_of_one_process(found):
-    compare(values_of(TARGET, 1, *FEW, devices=2), found[0], *FEW)
+    compare(scenarios.loops(*FEW, mirrored(2)), found[1], *FEW)
 
 
 def test_a_model_is_built_for_the_rows_of_all_processes(found):
     """One whose states are as many as a batch's rows takes no others."""
-    values = found[1]
+    values = found[2]
     plain = scenarios.fit_stateful(
         scenarios.build_stateful(), from_tf_data=False
     )
@@ -39,17 +52,26 @@ def test_a_model_is_built_for_the_rows_of_all_processes(found):
         assert_same([plain, plain], value)
 
 
+def test_steps_of_own_rows_are_those_of_tf(found):
+    test_own_batches.check(found[3], test_own_batches.FEW)
+
+
+def test_wrong_data_ends_in_one_error_everywhere(found):
+    test_bad_input.check(*found[0])
+
+
+@no_data_left
 @pytest.mark.slow
 @pytest.mark.parametrize(("num_processes", "devices"), [(2, 2), (3, 2), (2, 1)])
 def test_loops_equal_those_of_one_process_for_all_sizes(num_processes, devices):
     args = NAMES, CASES
-    alone = values_of(TARGET, 1, *args, devices=devices * num_processes)
-    several = values_of(TARGET, num_processes, *args, devices=devices)
-    compare(alone, several, *args)
+    options = {"devices": devices, "uses": ["tensorflow"]}
+    several = values_of(TARGET, num_processes, *args, **options)
+    one = scenarios.loops(*args, mirrored(devices * num_processes))
+    compare(one, several, *args)
 
 
-def compare(alone, several, names, cases):
-    (one,) = alone
+def compare(one, several, names, cases):
     assert len(one) == len(names) * len(cases)
     for value in several:
         assert_same(one, value)

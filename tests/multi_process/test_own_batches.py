@@ -13,6 +13,7 @@ from tests.multi_process import own_batches, own_rows
 from tests.support.jobs import values_of
 from tests.support.numbers import assert_all_close
 
+TARGET = "multi_process.own_batches:read_and_fit"
 TABLE = pathlib.Path(__file__).with_name("own_rows.json")
 FEW = [
     ("uneven", "batch.cache.map", 5, "FILE"),
@@ -20,13 +21,10 @@ FEW = [
 ]
 
 
-def check(folder, cases):
+def check(values, cases):
     """In each case the steps are tf's, and `fit` learns what one device does
     that is fed each step's rows."""
     recorded = json.loads(TABLE.read_text())["steps"]
-    own_rows.write_files(folder)
-    target = "multi_process.own_batches:read_and_fit"
-    values = values_of(target, 2, folder, cases, devices=1, timeout_s=900)
     model = own_batches.build()
     weights = model.get_weights()
     for case in cases:
@@ -73,10 +71,10 @@ def together(told, loop):
     return [list(step) for step in zip(one, other, strict=True)]
 
 
-def test_steps_of_own_rows_are_those_of_tf(tmp_path):
-    check(tmp_path, FEW)
-
-
+# By default test_loops.py has few of them, in the processes of its other tests.
 @pytest.mark.slow
 def test_steps_of_own_rows_are_those_of_tf_in_all_cases(tmp_path):
-    check(tmp_path, own_rows.CASES)
+    own_rows.write_files(tmp_path)
+    options = {"devices": 1, "uses": ["tensorflow"], "timeout_s": 900}
+    values = values_of(TARGET, 2, tmp_path, own_rows.CASES, **options)
+    check(values, own_rows.CASES)

@@ -61,26 +61,38 @@ def test_cores_and_replicas_of_two_processes_divide(optimizer, shards):
     check(optimizer, 2, 4, shards, cores=2)
 
 
-@pytest.mark.parametrize(
-    "shards", [4, pytest.param(None, marks=pytest.mark.slow)]
-)
-def test_files_and_checkpoints(tmp_path, shards):
-    first, second = values_of(f"{ROOM}:saved", 2, tmp_path, shards)
+def test_files_and_checkpoints(found, folder):
+    compare_files(found["saved"], folder)
+
+
+@pytest.mark.slow
+def test_files_and_checkpoints_divided_over_all(tmp_path):
+    compare_files(values_of(f"{ROOM}:saved", 2, tmp_path, None), tmp_path)
+
+
+def compare_files(values, folder):
+    first, second = values
     assert first == second
     # Of one process without a strategy.
-    model = keras.saving.load_model(tmp_path / "model.keras")
+    model = keras.saving.load_model(folder / "model.keras")
     for got, want in zip(model.get_weights(), first, strict=True):
         np.testing.assert_array_equal(got, np.asarray(want, "float32"))
-    assert (tmp_path / "best.keras").exists()
+    assert (folder / "best.keras").exists()
 
 
 @pytest.fixture(scope="module")
-def found():
+def folder(tmp_path_factory):
+    return tmp_path_factory.mktemp("saved")
+
+
+@pytest.fixture(scope="module")
+def found(folder):
     """By the name of a function: what it returns in each of two processes."""
     calls = {
+        "saved": (folder, 4),
         "fitted": ("sgd", 4, 8, 1),
         "looped": (4,),
-        "large": (),
+        "large": (64,),
         "refused": (),
     }
     values = values_of_each(
@@ -92,7 +104,7 @@ def found():
 def test_a_loop_of_ones_own(found):
     first, second = found["looped"]
     assert first == second
-    (alone,) = values_of(f"{ROOM}:looped", 1, 1)
+    alone = sharded.looped(None)
     for got, want in zip(first, alone, strict=True):
         assert_all_close(got, want, rtol=1e-4, atol=1e-5)
 
@@ -100,6 +112,12 @@ def test_a_loop_of_ones_own(found):
 def test_large_variables_are_equal_in_all_processes(found):
     # Keras compiles their initializers, in each process for itself.
     first, second = found["large"]
+    assert first == second
+
+
+@pytest.mark.slow
+def test_variables_of_67_mb_are_equal_in_all_processes():
+    first, second = values_of(f"{ROOM}:large", 2, sharded.LARGE)
     assert first == second
 
 

@@ -8,28 +8,47 @@ import numpy as np
 import pytest
 
 from tests.multi_process import spanning
-from tests.support.jobs import values_of
+from tests.support.jobs import values_of, values_of_each
 from tests.support.numbers import assert_leaves_close
 
 ROWS = [10 * k + i for k in range(8) for i in range(5 + k % 3)]
 
 
-@pytest.mark.parametrize(
-    ("processes", "devices", "width"),
-    [
-        (2, 2, 2),
-        pytest.param(2, 1, 2, marks=pytest.mark.slow),
-        pytest.param(4, 1, 2, marks=pytest.mark.slow),
-        pytest.param(4, 2, 2, marks=pytest.mark.slow),
-        pytest.param(4, 1, 4, marks=pytest.mark.slow),
-    ],
-)
-def test_equals_one_device(processes, devices, width, tmp_path):
+TARGET = "multi_process.spanning:everything"
+
+
+@pytest.fixture(scope="module")
+def job(tmp_path_factory):
+    """What two processes find and are refused, with four devices each."""
+    folder = tmp_path_factory.mktemp("job")
+    write_files(folder)
+    calls = (TARGET, 2, folder), ("multi_process.spanning:errors", 2)
+    return values_of_each(2, *calls, devices=4, uses=["tensorflow"])
+
+
+def write_files(folder):
     for k in range(8):
         lines = (f"{row}\n" for row in ROWS if row // 10 == k)
-        (tmp_path / f"{k}.txt").write_text("".join(lines))
-    target = "multi_process.spanning:everything"
-    found = values_of(target, processes, width, tmp_path, devices=devices)
+        (folder / f"{k}.txt").write_text("".join(lines))
+
+
+def test_equals_one_device(job):
+    compare(job[0], 4, 2)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("processes", "devices", "width"),
+    [(2, 2, 2), (2, 1, 2), (4, 1, 2), (4, 2, 2), (4, 1, 4)],
+)
+def test_more_equal_one_device(processes, devices, width, tmp_path):
+    write_files(tmp_path)
+    options = {"devices": devices, "uses": ["tensorflow"]}
+    found = values_of(TARGET, processes, width, tmp_path, **options)
+    compare(found, devices, width)
+
+
+def compare(found, devices, width):
     for process, result in enumerate(found):
         for name in ("used", "looped"):
             assert result[name] == found[0][name]
@@ -40,7 +59,7 @@ def test_equals_one_device(processes, devices, width, tmp_path):
         close(found[0]["used"][name], value)
     close(found[0]["used"]["loaded"], wanted["weights"])
     close(found[0]["looped"], spanning.looped(None))
-    readers = processes // width
+    readers = len(found) // width
     replicas = readers * devices
     for reader, result in enumerate(found[::width]):
         own = range(reader * devices, (reader + 1) * devices)
@@ -67,8 +86,8 @@ def close(actual, wanted):
     assert_leaves_close(actual, wanted, rtol=2e-5, atol=2e-5)
 
 
-def test_rows_that_differ_within_a_replica_are_refused():
-    for found in values_of("multi_process.spanning:errors", 2, 2, devices=3):
+def test_rows_that_differ_within_a_replica_are_refused(job):
+    for found in job[1]:
         beginnings = {
             "generator": "Processes that have cores of the same replicas",
             "arrays": "Processes that have cores of the same replicas",

@@ -40,8 +40,7 @@ def start(folder, seed):
         return subprocess.Popen(
             [sys.executable, *words, json.dumps(told)],
             cwd=ROOT,
-            env=os.environ
-            | {"PYTHONPATH": str(ROOT), "XLA_FLAGS": test_resumed.FLAGS},
+            env=os.environ | {"XLA_FLAGS": test_resumed.FLAGS},
             stdout=log,
             stderr=subprocess.STDOUT,
         )

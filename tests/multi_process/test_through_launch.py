@@ -26,7 +26,7 @@ def launch(processes, devices, module, argument, flags=""):
         "keras_strategies.cli",
         *map(str, words),
         cwd=ROOT,
-        env=os.environ | {"PYTHONPATH": str(ROOT), "XLA_FLAGS": flags},
+        env=os.environ | {"XLA_FLAGS": flags},
         timeout=LIMIT_S,
     )
 

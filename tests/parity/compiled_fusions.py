@@ -1,6 +1,7 @@
 """What XLA's CPU compiler fuses in steps of ordinary models; as a script.
 
-Run without the flags by which the other tests compile quickly. Prints JSON:
+Run without the flags of XLA by which the other tests compile quickly; LLVM's,
+which comes later, change nothing of it. Prints JSON:
 for each way that gradients travel and each model, the entries of every
 `concatenate` and every `pad` that is fused with a `reduce`, and the bytes of
 temporaries and of the weights.
@@ -12,7 +13,7 @@ import os
 import re
 import sys
 
-os.environ["XLA_FLAGS"] = "--xla_force_host_platform_device_count=2"
+os.environ["XLA_FLAGS"] += " --xla_force_host_platform_device_count=2"
 os.environ["JAX_PLATFORMS"] = "cpu"
 
 import jax

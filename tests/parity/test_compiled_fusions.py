@@ -7,14 +7,15 @@ import pathlib
 import pytest
 
 from tests.support.commands import python
+from tests.support.compiling import LLVM_FLAGS
 
 ROOT = pathlib.Path(__file__).parents[2]
 
 
 @pytest.fixture(scope="module")
 def found():
-    # XLA fuses as it does for users: without the tests' flags.
-    environment = {k: v for k, v in os.environ.items() if k != "XLA_FLAGS"}
+    # XLA fuses as it does for users.
+    environment = os.environ | {"XLA_FLAGS": LLVM_FLAGS}
     done = python(
         "-m", "tests.parity.compiled_fusions", cwd=ROOT, env=environment
     )

@@ -1,4 +1,4 @@
-"""Combinations of values for `parametrize`, of which a part runs by default."""
+"""Values for `parametrize`, of which a part runs by default."""
 
 import itertools
 
@@ -20,3 +20,12 @@ def combine(*axes, every):
         marks = () if is_default else pytest.mark.slow
         params.append(pytest.param(*(v for _, v in case), marks=marks))
     return params
+
+
+def some(values, default):
+    """All values; those of `default` run by default, the others are slow."""
+    assert default <= set(values)
+    return [
+        pytest.param(value, marks=() if value in default else pytest.mark.slow)
+        for value in values
+    ]

@@ -4,26 +4,20 @@ import importlib
 import os
 
 from keras_strategies.testing import run_processes
+from tests.support.commands import WITHOUT_PACKAGES
 
 
-def values_of(target, count, *args, devices=2, timeout_s=400, **options):
+def values_of(target, count, *args, **options):
     """What a function returns in each of a job's processes.
 
     Args:
       target: The function: "multi_process.faults:run", a module of `tests`.
       count: How many processes.
       args: What it is called with; a path comes as text.
-      devices: Virtual devices of each process.
+      options: Those of `results_of`.
     """
-    results = run_processes(
-        f"tests.{target}",
-        count,
-        args=list(map(_as_text, args)),
-        devices_per_process=devices,
-        timeout_s=timeout_s,
-        **options,
-    )
-    return [result.value for result in results]
+    (values,) = values_of_each(count, (target, *args), **options)
+    return values
 
 
 def values_of_each(count, *calls, **options):
@@ -32,14 +26,35 @@ def values_of_each(count, *calls, **options):
     Args:
       count: How many processes.
       calls: For each call the function, and what it is called with.
-      options: Those of `values_of`.
+      options: Those of `results_of`.
 
     Returns:
       For each call, the values of the processes.
     """
-    calls = [[target, *map(_as_text, args)] for target, *args in calls]
-    values = values_of("support.jobs:call_each", count, calls, **options)
+    values = [result.value for result in results_of(count, *calls, **options)]
     return [list(of_call) for of_call in zip(*values, strict=True)]
+
+
+def results_of(count, *calls, devices=2, uses=(), timeout_s=400, **options):
+    """The results of a job's processes; their values are those of all calls.
+
+    Args:
+      count: How many processes.
+      calls: For each call the function, and what it is called with.
+      devices: Virtual devices of each process.
+      uses: Which of sklearn and tensorflow the functions use.
+    """
+    calls = [[target, *map(_as_text, args)] for target, *args in calls]
+    missing = {"sklearn", "tensorflow"}.difference(uses)
+    return run_processes(
+        "tests.support.jobs:call_each",
+        count,
+        args=[calls],
+        devices_per_process=devices,
+        env={WITHOUT_PACKAGES: " ".join(missing)},
+        timeout_s=timeout_s,
+        **options,
+    )
 
 
 def call_each(calls):

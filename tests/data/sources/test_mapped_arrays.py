@@ -9,7 +9,7 @@ import pytest
 
 import keras_strategies as ks
 from keras_strategies.data.sources import mapped_arrays
-from tests.support.jobs import values_of
+from tests.support.jobs import values_of_each
 
 MB = 2**20
 BATCH_SIZE = 256
@@ -87,30 +87,43 @@ def most_added(kinds, small, large):
     return added
 
 
-def check(tmp_path, kinds, num_bytes, most_mb, dtype="float32"):
-    small = write(tmp_path / "small.npy", 16 * MB, dtype)
-    large = write(tmp_path / "large.npy", num_bytes, dtype)
-    target = "data.sources.test_mapped_arrays:most_added"
-    (value,) = values_of(target, 1, kinds, small, large)
+def call_for(folder, kinds, num_bytes, dtype):
+    """`most_added` for arrays of a folder, as `values_of_each` takes it."""
+    small = write(folder / f"small_{dtype}.npy", 16 * MB, dtype)
+    large = write(folder / f"large_{dtype}.npy", num_bytes, dtype)
+    return "data.sources.test_mapped_arrays:most_added", kinds, small, large
+
+
+def check(of_processes, most_mb):
+    (value,) = of_processes
     for kind, added in value.items():
         assert added < most_mb, f"{kind} adds {added:.0f} MB"
 
 
-@on_linux
-def test_reading_a_mapped_array_adds_little_memory(tmp_path):
-    check(tmp_path, KINDS, 256 * MB, most_mb=128)
+@pytest.fixture(scope="module")
+def found(tmp_path_factory):
+    """Of arrays of float32 and of float64, one after the other."""
+    folder = tmp_path_factory.mktemp("mapped")
+    given = (KINDS, 256 * MB, "float32"), (KINDS[:1], 256 * MB, "float64")
+    return values_of_each(1, *(call_for(folder, *args) for args in given))
 
 
 @on_linux
-def test_casting_a_mapped_array_adds_little_memory(tmp_path):
-    check(tmp_path, KINDS[:1], 256 * MB, most_mb=128, dtype="float64")
+def test_reading_a_mapped_array_adds_little_memory(found):
+    check(found[0], most_mb=128)
+
+
+@on_linux
+def test_casting_a_mapped_array_adds_little_memory(found):
+    check(found[1], most_mb=128)
 
 
 @on_linux
 @pytest.mark.slow
 @pytest.mark.parametrize("dtype", ["float32", "float64"])
 def test_four_gigabytes_add_less_than_one(tmp_path, dtype):
-    check(tmp_path, KINDS[:1], 4096 * MB, most_mb=1024, dtype=dtype)
+    call = call_for(tmp_path, KINDS[:1], 4096 * MB, dtype)
+    check(*values_of_each(1, call), most_mb=1024)
 
 
 def test_mapped_rows_are_those_of_the_array(tmp_path):

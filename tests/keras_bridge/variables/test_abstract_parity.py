@@ -36,7 +36,7 @@ def check(name, layout, **kwargs):
     assert_same(case.build, shapes_of(batch), layout, **kwargs)
 
 
-@pytest.mark.parametrize("name", combine(BY_DEFAULT, every=2))
+@pytest.mark.parametrize("name", combine(BY_DEFAULT, every=3))
 def test_divided_models_are_the_same(name):
     check(name, "divided", is_compiled=name in COMPILED)
 
