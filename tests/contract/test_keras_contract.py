@@ -93,6 +93,8 @@ RELIED_ON = {
     # Layers of attention: test_keras_attention_contract.py.
     *("_compute_attention", "_compute_attention_mask", "_compute_causal_mask"),
     *("_compute_sliding_window_mask", "_sliding_window"),
+    # The LSTM of cuDNN: also there.
+    "_is_gpu_available",
     # Layers, optimizers, metrics.
     *("_accumulated_gradients", "_get_variable_index"),
     *("_epoch", "_fn", "_fn_kwargs", "_inputs", "_iterations"),
