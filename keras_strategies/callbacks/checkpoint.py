@@ -10,6 +10,7 @@ from keras_strategies.checkpoint.directory.retention import Keep, as_keep
 from keras_strategies.checkpoint.storage import Storage
 from keras_strategies.cluster.checks import check_number
 from keras_strategies.cluster.exchange.exit_codes import ExitCode, Preempted
+from keras_strategies.cluster.job import progress_pipe
 from keras_strategies.cluster.watchdog import watchdog
 from keras_strategies.cluster.watchdog.preemption import PreemptionNotice
 from keras_strategies.keras_bridge.callbacks.resumable_fit import (
@@ -183,6 +184,7 @@ class Checkpoint(CheckpointCallback):
 
     def after_batch(self, loop: FitState) -> None:
         """Saves if a save is due, or if SIGTERM asks the process to exit."""
+        progress_pipe.report("step", loop.num_steps)
         every = self._every_steps
         is_due = every is not None and self._is_due(loop.num_steps, every)
         if self._clock is not None and self._clock.is_due(loop.num_steps):

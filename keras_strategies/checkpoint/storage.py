@@ -46,6 +46,7 @@ from keras_strategies.cluster.exchange.message_forms import (
     Form,
     read_messages,
 )
+from keras_strategies.cluster.job import progress_pipe
 
 _logger = logging.getLogger(__name__)
 
@@ -106,9 +107,9 @@ class Storage:
             )
         self._run_on_chief("opening", self._acquire)
         self._check_shared()
-        # Imports Orbax now, so that the import does not delay the first save.
-        self._get_checkpointer()
+        self._get_checkpointer()  # Importing Orbax must not delay a save.
         wait_at_exit(self)
+        progress_pipe.report("directory")
 
     def _acquire(self) -> None:
         from keras_strategies.checkpoint.directory.lock import DirectoryLock
@@ -120,8 +121,7 @@ class Storage:
         lock.acquire()
         self._lock = lock
         delete_partial_saves(self.directory)
-        # Needed because a script may save without calling `find_newest` first.
-        self._note_good()
+        self._note_good()  # A script may save without calling `find_newest`.
 
     def _check_shared(self) -> None:
         if self._is_alone:
@@ -213,8 +213,9 @@ class Storage:
         for step in names.find_steps(self.directory):
             with contextlib.suppress(DamagedCheckpoint):
                 self._good[step] = verify.verify(self.path(step), is_quick=True)
-        if self._good:
-            started = self._good[max(self._good)].facts.get("started")
+        if newest := max(self._good, default=0):
+            progress_pipe.report("checkpoint", newest)
+            started = self._good[newest].facts.get("started")
             if isinstance(started, float):
                 self._started = started
 
@@ -273,6 +274,7 @@ class Storage:
         import orbax.checkpoint as ocp
 
         self.wait()
+        progress_pipe.report("step", step)
         if self._lock is not None:
             self._lock.renew()
         if self.is_chief:
@@ -318,6 +320,7 @@ class Storage:
                 return
             manifest = write_manifest(self.path(step), step, facts)
             self._good[step] = manifest
+            progress_pipe.report("checkpoint", step)
             for old in find_deletable(self._good.values(), self._keep):
                 delete(self.directory, old)
                 del self._good[old]

@@ -35,6 +35,7 @@ examples:
   keras-strategies launch --processes 4 train.py --epochs 3
   keras-strategies launch --processes 2 -m package.train
   keras-strategies launch --processes 2 --evaluator estimator.py
+  keras-strategies launch --processes 4 --max-restarts 5 train.py
   keras-strategies launch --processes 2 -m keras_strategies.cli doctor
 """
 _DOCTOR = """\
@@ -72,6 +73,18 @@ _LAUNCH_OPTIONS: tuple[Option, ...] = (
         "the value of JAX_PLATFORMS in all processes; with cuda, each process "
         "takes different GPUs; default: cpu",
         {"default": "cpu"},
+    ),
+    (
+        "--max-restarts",
+        "how often to start the job again, from its last checkpoint, after a "
+        "process has failed; default: 0",
+        {"type": int, "default": 0, "metavar": "N"},
+    ),
+    (
+        "--min-processes",
+        "restart with fewer processes, but at least this many, if some cannot "
+        "start; default: the number of processes",
+        {"type": int, "metavar": "M"},
     ),
     (
         "-m",
@@ -170,6 +183,8 @@ def _run(parser: argparse.ArgumentParser, options: argparse.Namespace) -> int:
             devices_per_process=options.devices_per_process,
             platform=options.platform,
             has_evaluator=options.evaluator,
+            max_restarts=options.max_restarts,
+            min_processes=options.min_processes,
         )
     if options.command == "plan":
         return plan_command.run(options)

@@ -17,6 +17,7 @@ from keras_strategies._core.attributes import temporary_attribute
 from keras_strategies._core.host_arrays import from_tensor
 from keras_strategies._core.mesh import ReplicaMesh, has_sharding
 from keras_strategies._types import Array, Leaf, Tree
+from keras_strategies.cluster.job.progress_pipe import report_training
 from keras_strategies.keras_bridge.run.argument_shapes import (
     REPLICATED,
     STATIC,
@@ -114,11 +115,11 @@ class Runner:
     def _run_compiled(self, call: "_Call", arguments: list[_Argument]) -> Tree:
         kept = tuple(kind[:4] for kind, _ in arguments)
         key = (make_function_key(call.fn), call.structure, kept, call.is_update)
-        # A list of programs: one for each combination of the variables'
-        # `trainable`, because a training loop may alternate between these.
+        # One for each set of trainable variables, because a loop may alternate.
         programs = self._programs.get(key, [])
         program = next((p for p in programs if p.is_current), None)
         if program is None:
+            report_training()
             program = self._make_program(call, arguments)
             self._programs[key] = [program, *programs[: _MAX_FLAGS - 1]]
             self._count_compilation(call.fn)
@@ -388,8 +389,7 @@ def _take_replica(leaf: Leaf, replica: int, mesh: ReplicaMesh) -> Leaf:
     if isinstance(leaf, values.Mirrored):
         leaf = leaf.array
     if isinstance(leaf, values.PerReplica):
-        # Placed on all devices, so that operations can combine it with the
-        # values of variables.
+        # On all devices, as the values of variables that it is combined with.
         return jax.device_put(np.asarray(leaf.values[replica]), mesh.whole)
     if isinstance(leaf, jax.Array | np.ndarray | np.generic):
         return jax.device_put(leaf, mesh.whole)

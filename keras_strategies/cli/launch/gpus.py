@@ -91,6 +91,23 @@ def assign_gpus(
     return assigned
 
 
+def release_gpus(
+    environments: Sequence[Mapping[str, str]], without: int
+) -> dict[str, str]:
+    """Returns the variable that leaves out the GPUs of one process, or {}.
+
+    Args:
+      environments: What `assign_gpus` returned.
+      without: The number of the process.
+    """
+    kept = [
+        environ[LOCAL_IDS]
+        for index, environ in enumerate(environments)
+        if index != without and LOCAL_IDS in environ
+    ]
+    return {LOCAL_IDS: ",".join(kept)} if kept else {}
+
+
 def _choose_gpus(
     environ: Mapping[str, str], index: int, count: int, dev: Path
 ) -> list[str]:

@@ -7,17 +7,23 @@ import pathlib
 import sys
 from collections.abc import Mapping, Sequence
 
-from keras_strategies.cli.launch.gpus import assign_gpus, find_gpu_fault
-from keras_strategies.cli.launch.local_job import run_job
+from keras_strategies.cli.launch.gpus import (
+    assign_gpus,
+    find_gpu_fault,
+    release_gpus,
+)
+from keras_strategies.cli.launch.local_job import JobEnd, run_job
+from keras_strategies.cli.launch.restarts import run_with_restarts
 from keras_strategies.cluster.exchange import job_secret
 from keras_strategies.cluster.job.free_ports import find_free_ports
+from keras_strategies.cluster.job.progress_pipe import Progress
 
 _FLAGS = "XLA_FLAGS"
 _DEVICE_COUNT = "--xla_force_host_platform_device_count"
 _HOST = "127.0.0.1"
-# Two pipes for output, and one through which the process learns that the
-# launcher ends the job or has died.
-_FILES_PER_PROCESS = 3
+# Two pipes for output, one for reports of progress, and one through which the
+# process learns that the launcher ends the job or has died.
+_FILES_PER_PROCESS = 4
 _OTHER_FILES = 64
 _WRONG_ARGUMENTS = 2
 _MOST_PROCESSES = 4096
@@ -31,6 +37,8 @@ def launch(
     devices_per_process: int | None = None,
     platform: str = "cpu",
     has_evaluator: bool = False,
+    max_restarts: int = 0,
+    min_processes: int | None = None,
 ) -> int:
     """Runs a script in several processes of one cluster, and waits for them.
 
@@ -47,6 +55,10 @@ def launch(
       platform: The value of JAX_PLATFORMS in the processes.
       has_evaluator: Whether to start one more process, an evaluator outside
         the cluster. The first process of the cluster is then a "chief".
+      max_restarts: How often to start the job again, from its last checkpoint,
+        after a process has failed; see `RestartRules`.
+      min_processes: The least number of processes to restart with, if some
+        cannot start. None: always restart with `num_processes`.
 
     Returns:
       The exit code: 0 on success, 130 after Ctrl-C, 2 for invalid arguments.
@@ -54,33 +66,61 @@ def launch(
       128 + n if signal n killed that process.
     """
     command = list(command[1:] if command[:1] == ["--"] else command)
-    fault = find_fault(
-        command, is_module, num_processes, devices_per_process, platform
-    ) or find_gpu_fault(os.environ, platform, num_processes + has_evaluator)
+    fault = (
+        find_fault(
+            command, is_module, num_processes, devices_per_process, platform
+        )
+        or _find_restart_fault(max_restarts, min_processes, num_processes)
+        or find_gpu_fault(os.environ, platform, num_processes + has_evaluator)
+    )
     if fault:
         print(f"keras-strategies launch: {fault}", file=sys.stderr)
         return _WRONG_ARGUMENTS
     words = [sys.executable, "-u", *(["-m"] if is_module else []), *command]
-    addresses = [f"{_HOST}:{port}" for port in find_free_ports(num_processes)]
     # A secret that is generated for this job lets the processes authenticate
     # each other.
     environ = {job_secret.VARIABLE: job_secret.make()} | os.environ
+    environments: list[dict[str, str]] = []
+
+    def run(count: int, without: int | None, progress: Progress) -> JobEnd:
+        nonlocal environments
+        if without is not None:
+            environ.update(release_gpus(environments, without))
+        environments = _make_environments(
+            environ, count, devices_per_process or 1, platform, has_evaluator
+        )
+        names = make_task_names(count, has_evaluator=has_evaluator)
+        return run_job(words, environments, names, progress)
+
+    return run_with_restarts(
+        run,
+        num_processes,
+        max_restarts=max_restarts,
+        min_processes=min_processes or num_processes,
+    )
+
+
+def _make_environments(
+    environ: Mapping[str, str],
+    num_processes: int,
+    num_devices: int,
+    platform: str,
+    has_evaluator: bool,
+) -> list[dict[str, str]]:
+    """Creates the environment variables of all processes, with free ports."""
+    addresses = [f"{_HOST}:{port}" for port in find_free_ports(num_processes)]
     environments = [
         make_environment(
             environ,
             addresses=addresses,
             index=index,
-            num_devices=devices_per_process or 1,
+            num_devices=num_devices,
             platform=platform,
             has_evaluator=has_evaluator,
         )
         for index in range(num_processes + has_evaluator)
     ]
-    environments = assign_gpus(
-        environments, platform, has_evaluator=has_evaluator
-    )
-    names = make_task_names(num_processes, has_evaluator=has_evaluator)
-    return run_job(words, environments, names)
+    return assign_gpus(environments, platform, has_evaluator=has_evaluator)
 
 
 def find_fault(
@@ -120,6 +160,29 @@ def find_fault(
     return _find_command_fault(command[0], is_module) or _find_limit_fault(
         num_processes
     )
+
+
+def _find_restart_fault(
+    max_restarts: int, min_processes: int | None, num_processes: int
+) -> str:
+    if max_restarts < 0:
+        return (
+            f"--max-restarts must be 0 or more. Received: {max_restarts}. "
+            "Pass, for example, --max-restarts 5."
+        )
+    if min_processes is None:
+        return ""
+    if not max_restarts:
+        return (
+            "--min-processes needs --max-restarts. Received: --min-processes "
+            f"{min_processes}. Add, for example, --max-restarts 5."
+        )
+    if not 1 <= min_processes <= num_processes:
+        return (
+            "--min-processes must be from 1 to the number of processes, which "
+            f"is {num_processes}. Received: {min_processes}."
+        )
+    return ""
 
 
 def _find_command_fault(name: str, is_module: bool) -> str:

@@ -8,6 +8,7 @@ at which to perform them.
 import collections
 import contextlib
 import dataclasses
+import functools
 import signal
 import sys
 import time
@@ -16,6 +17,7 @@ from types import FrameType
 
 from keras_strategies.cli.launch.local_process import Child, Output
 from keras_strategies.cluster.exchange.exit_codes import ExitCode
+from keras_strategies.cluster.job.progress_pipe import Progress
 
 # Exit codes which show that a process ended by itself, even if the launcher had
 # also sent it a signal.
@@ -83,11 +85,33 @@ class Ending:
         return f"{name} {describe_exit(self.code)}"
 
 
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class JobEnd:
+    """The end of a local job.
+
+    Attributes:
+      code: The exit code for the launcher.
+      text: Why the job ended, without a period; "" on success.
+      cause: The end of the process that caused the job's end; None if no
+        process failed.
+      is_final: Whether the launcher was asked to end the job, or can no longer
+        write its output.
+      num_started: The number of processes that could be started.
+    """
+
+    code: int
+    text: str = ""
+    cause: Ending | None = None
+    is_final: bool = False
+    num_started: int
+
+
 def run_job(
     words: Sequence[str],
     environments: Sequence[Mapping[str, str]],
     names: Sequence[str],
-) -> int:
+    progress: Progress,
+) -> JobEnd:
     """Runs one command in several processes until all have ended.
 
     It must be called in the main thread, because it sets signal handlers that
@@ -99,11 +123,15 @@ def run_job(
         process is the chief.
       names: The prefix for the output lines of each process. The chief's lines
         get no prefix.
-
-    Returns:
-      The exit code that the launcher should exit with.
+      progress: The record that the processes' reports are added to.
     """
-    return _Job(names).run(words, environments)
+    return _Job(names, progress).run(words, environments)
+
+
+def print_line(text: str) -> None:
+    """Prints a line of the launcher on stderr."""
+    sys.stdout.flush()
+    Output().write(2, f"keras-strategies launch: {text}\n".encode())
 
 
 def find_first_cause(endings: Sequence[Ending]) -> Ending | None:
@@ -131,20 +159,21 @@ def describe_exit(code: int) -> str:
 
 
 class _Job:
-    def __init__(self, names: Sequence[str]) -> None:
+    def __init__(self, names: Sequence[str], progress: Progress) -> None:
         self._names = names
+        self._progress = progress
         self._children: list[Child] = []
         self._endings: list[Ending] = []
         self._sent = collections.defaultdict[int, tuple[int, ...]](tuple)
         self._output = Output()
         self._signals: list[int] = []
         self._plan: list[tuple[float, Action]] = []
-        self._is_interrupted = False
+        self._is_interrupted = self._is_told_to_end = False
         self._is_unread = False
 
     def run(
         self, words: Sequence[str], environments: Sequence[Mapping[str, str]]
-    ) -> int:
+    ) -> JobEnd:
         try:
             with self._record_signals():
                 fault = self._start(words, environments)
@@ -156,8 +185,7 @@ class _Job:
             for child in self._children:
                 child.close(_SHOW_S)
         if fault:
-            self._print_line(fault)
-            return 1
+            return JobEnd(code=1, text=fault, num_started=len(self._children))
         return self._conclude()
 
     def _start(
@@ -167,14 +195,19 @@ class _Job:
         try:
             for index, environ in enumerate(environments):
                 child = Child(
-                    index, words, environ, self._output, self._names[index]
+                    index,
+                    words,
+                    environ,
+                    self._output,
+                    self._names[index],
+                    self._progress,
                 )
                 self._children.append(child)
         except OSError as error:
             fault = (
                 f"process {len(self._children)} could not be started: {error}. "
                 "Start fewer processes, or check the limits of this machine "
-                "(`ulimit -a`)."
+                "(`ulimit -a`)"
             )
             self._follow((0.0, signal.SIGKILL))
         for child in self._children:
@@ -202,6 +235,8 @@ class _Job:
 
     def _collect_events(self) -> None:
         """Handles the processes that ended and the signals that arrived."""
+        for child in self._children:
+            child.read_reports()
         endings = [
             Ending(
                 process=child.index,
@@ -240,6 +275,7 @@ class _Job:
 
     def _obey(self, number: int) -> None:
         """Plans what to do after the launcher received a signal."""
+        self._is_told_to_end = True
         if number != signal.SIGINT:
             self._follow((0.0, signal.SIGTERM), (_PREEMPTED, signal.SIGKILL))
         elif self._is_interrupted:
@@ -284,36 +320,33 @@ class _Job:
                     self._sent[child.index] += (action,)
                     child.send(action)
 
-    def _conclude(self) -> int:
-        """Prints why the job ended, unless it succeeded.
-
-        Returns:
-          The exit code of the launcher.
-        """
+    def _conclude(self) -> JobEnd:
+        """Determines why the job ended."""
         cause, fault = find_first_cause(self._endings), self._output.fault
+        end = functools.partial(
+            JobEnd, cause=cause, num_started=len(self._children)
+        )
         if self._is_interrupted:
-            self._print_line("interrupted; all processes have ended.")
-            return ExitCode.INTERRUPTED
-        if fault:
-            self._print_line(f"{fault}; the job has ended.")
+            text = "interrupted"
+            return end(code=ExitCode.INTERRUPTED, text=text, is_final=True)
         if self._is_unread or (fault and cause is None):
-            return _FAILED_OUTPUT if fault else _CLOSED_OUTPUT
+            code = _FAILED_OUTPUT if fault else _CLOSED_OUTPUT
+            return end(code=code, text=fault, is_final=True)
         if cause is None:
-            return 0
+            return end(code=0, is_final=True)
         if cause.code == ExitCode.PREEMPTED:
-            line = "preempted: the processes have stopped (exit code 75)."
+            text = "preempted: the processes stopped with exit code 75"
         elif cause.code == ExitCode.PEER_FAILED:
             # Every failed process reports that a peer failed. The peer may have
             # exited too early, with exit code 0.
-            line = (
+            text = (
                 "the processes ended with exit code 71; see their last lines "
-                "for the cause; the job has ended."
+                "for the cause"
             )
         else:
-            line = f"{cause.describe()}; the job has ended."
-        self._print_line(line)
-        return cause.code if cause.code > 0 else 128 - cause.code
-
-    def _print_line(self, text: str) -> None:
-        sys.stdout.flush()
-        self._output.write(2, f"keras-strategies launch: {text}\n".encode())
+            text = cause.describe()
+        code = cause.code if cause.code > 0 else 128 - cause.code
+        if fault:
+            text = f"{fault}; {text}"
+        is_final = bool(fault) or self._is_told_to_end
+        return end(code=code, text=text, is_final=is_final)

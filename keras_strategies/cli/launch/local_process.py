@@ -12,6 +12,11 @@ import threading
 from collections.abc import Mapping, Sequence
 from typing import BinaryIO
 
+from keras_strategies.cluster.job.progress_pipe import (
+    PROGRESS_PIPE,
+    Progress,
+    ProgressReader,
+)
 from keras_strategies.cluster.watchdog.launcher_pipe import LAUNCHER_FD
 
 _CHUNK = 65536
@@ -83,6 +88,7 @@ class Child:
       environ: The environment variables.
       output: The `Output` to which its lines are written.
       name: The prefix for its lines; not used for the chief.
+      progress: The record that the process's reports are added to.
     """
 
     def __init__(
@@ -92,6 +98,7 @@ class Child:
         environ: Mapping[str, str],
         output: Output,
         name: str,
+        progress: Progress,
     ) -> None:
         self.index = index
         self.name = name
@@ -99,6 +106,8 @@ class Child:
         self._output = output
         watched, self._news = os.pipe()
         os.set_blocking(self._news, False)
+        self._reports = ProgressReader(progress)
+        fds = (watched, self._reports.fd)
         # The chief inherits stdout and stderr if they are terminals, because it
         # may draw a progress bar.
         is_shared = [
@@ -107,20 +116,26 @@ class Child:
         try:
             self._process = subprocess.Popen(
                 words,
-                env=dict(environ) | {LAUNCHER_FD: str(watched)},
+                env={
+                    **environ,
+                    LAUNCHER_FD: str(watched),
+                    PROGRESS_PIPE: self._reports.variable,
+                },
                 stdin=_choose_stdin() if index == 0 else subprocess.DEVNULL,
                 stdout=None if is_shared[0] else subprocess.PIPE,
                 stderr=None if is_shared[1] else subprocess.PIPE,
                 bufsize=0,
-                pass_fds=(watched,),
+                pass_fds=fds,
                 process_group=0,
                 preexec_fn=_make_preexec(os.getpid()),
             )
         except BaseException:
             os.close(self._news)
+            self._reports.close()
             raise
         finally:
-            os.close(watched)
+            for fd in fds:
+                os.close(fd)
         self._threads: list[threading.Thread] = []
 
     @property
@@ -156,6 +171,10 @@ class Child:
                 has_exited = result.si_code == os.CLD_EXITED
                 self.code = result.si_status * (1 if has_exited else -1)
         return self.code
+
+    def read_reports(self) -> None:
+        """Records the progress that the process has reported."""
+        self._reports.read()
 
     def send(self, number: int) -> None:
         """Sends a signal if the process is still running.
@@ -193,6 +212,7 @@ class Child:
                 before = self._output.num_lines
                 thread.join(timeout_s)
         os.close(self._news)
+        self._reports.close()
 
     def _pump(self, stream: BinaryIO, file: int) -> None:
         rest = b""

@@ -18,6 +18,7 @@ from keras_strategies._core.batches import (
 )
 from keras_strategies._core.mesh import ReplicaMesh
 from keras_strategies._types import Batch, Tree
+from keras_strategies.cluster.job.progress_pipe import report_training
 from keras_strategies.keras_bridge import keras_names
 from keras_strategies.keras_bridge.accumulation.array_groups import (
     find_holders,
@@ -66,6 +67,7 @@ class Trained:
 
     def add(self, execution: Execution) -> None:
         """Adds the steps and rows of one call of a train function."""
+        report_training()
         for segment in execution.segments:
             self.steps += segment.steps
             self.rows += segment.steps * segment.rows

@@ -423,7 +423,7 @@ def test_wrong_options_are_refused(words, capsys):
 def test_too_few_files_are_noticed_before_the_start(capsys, monkeypatch):
     monkeypatch.setattr(resource, "getrlimit", lambda _: (100, 120))
     assert main(["launch", "--processes", "50", __file__]) == 2
-    assert "50 processes need 214 open files" in capsys.readouterr().err
+    assert "50 processes need 264 open files" in capsys.readouterr().err
 
 
 def ending(process, code, *sent):

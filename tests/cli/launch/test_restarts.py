@@ -1,0 +1,243 @@
+"""`keras-strategies launch --max-restarts`: what is started again, and how."""
+
+import pytest
+
+from keras_strategies.cli import main
+from keras_strategies.cli.launch.local_job import Ending, JobEnd
+from keras_strategies.cli.launch.restarts import (
+    Restart,
+    RestartRules,
+    run_with_restarts,
+)
+from keras_strategies.cluster.job.local_gpus import LOCAL_IDS
+from keras_strategies.cluster.job.progress_pipe import Progress
+from tests.cli.launch.test_launch import run, script_in
+
+KILLED = -9
+
+
+def ended(code=KILLED, process=1, num_started=3, **more):
+    cause = Ending(process=process, code=code)
+    return JobEnd(
+        code=code if code > 0 else 128 - code,
+        text=cause.describe(),
+        cause=cause,
+        num_started=num_started,
+        **more,
+    )
+
+
+def saving(step=None, checkpoint=None):
+    return Progress(
+        has_trained=step is not None,
+        has_directory=True,
+        step=step,
+        checkpoint=checkpoint,
+    )
+
+
+def decide_all(ends, most=9, least=3, count=3):
+    """The rules' decisions; `ends` are pairs of an end and the progress."""
+    rules, decisions = RestartRules(most, least), []
+    for end, progress in ends:
+        decision = rules.decide(end, progress, count)
+        decisions.append(decision)
+        if isinstance(decision, str):
+            break
+        count = decision.num_processes
+    return decisions
+
+
+def test_killed_processes_are_worth_a_restart_up_to_the_limit():
+    ends = [(ended(), saving(step, step)) for step in (1, 2, 3)]
+    first, second, third = decide_all(ends, most=2)
+    assert first == second == Restart(num_processes=3, wait_s=1.0)
+    assert third == "the limit of 2 restarts is reached"
+
+
+@pytest.mark.parametrize("code", [71, 72, 75, KILLED])
+def test_deaths_at_the_same_step_are_worth_a_restart(code):
+    decisions = decide_all([(ended(code), saving(4, 4))] * 4)
+    assert all(isinstance(decision, Restart) for decision in decisions)
+
+
+@pytest.mark.parametrize("code", [1, 70, 3])
+def test_an_error_at_the_same_step_twice_ends_the_job(code):
+    ends = [(ended(code), saving(4, 4)), (ended(code), saving(4, 4))]
+    assert decide_all(ends)[-1] == "the script failed twice after step 4"
+    ends = [(ended(code), saving(4, 4)), (ended(code), saving(5, 4))] * 2
+    assert len(decide_all(ends)) == 4
+    # A death between them: it is unknown whether the error would have come.
+    ends = [(ended(code), saving(4)), (ended(), saving(2))] * 2
+    assert len(decide_all(ends)) == 4
+    assert decide_all([(ended(code), saving())] * 2)[-1] == (
+        "the script failed twice"
+    )
+
+
+def test_a_script_without_checkpoints_is_not_restarted_once_it_trained():
+    (reason,) = decide_all([(ended(), Progress(has_trained=True))])
+    assert "`ks.callbacks.Checkpoint`" in reason
+    # Before it trains, nothing is lost.
+    (decision,) = decide_all([(ended(), Progress())])
+    assert isinstance(decision, Restart)
+
+
+@pytest.mark.parametrize(
+    "end",
+    [
+        JobEnd(code=0, is_final=True, num_started=3),
+        ended(is_final=True),
+        ended(75, is_final=True),
+    ],
+)
+def test_what_was_asked_for_is_final(end):
+    assert decide_all([(end, saving(1, 1))]) == [""]
+    assert decide_all([(ended(), saving(1, 1))], most=0) == [""]
+
+
+def test_waits_grow_until_a_checkpoint_is_added():
+    saved = [None, None, 5, 5, 5, 6] + [6] * 7
+    ends = [(ended(), saving(9, step)) for step in saved]
+    waits = [d.wait_s for d in decide_all(ends, most=99)]
+    assert waits == [1, 2, 1, 2, 4, 1, 2, 4, 8, 16, 32, 60, 60]
+
+
+def test_a_process_that_cannot_start_is_left_out():
+    ends = [(ended(process=1), saving())] * 4
+    decisions = decide_all(ends, least=2)
+    assert [d.num_processes for d in decisions] == [3, 2, 2, 2]
+    assert [d.without for d in decisions] == [None, 1, None, None]
+    # Never below the least number, never the evaluator, never at random.
+    assert {d.num_processes for d in decide_all(ends, least=3)} == {3}
+    evaluator = [(ended(process=3), saving())] * 3
+    assert {d.num_processes for d in decide_all(evaluator, least=1)} == {3}
+    others = [(ended(process=i), saving()) for i in (0, 1, 0, 1)]
+    assert {d.num_processes for d in decide_all(others, least=1)} == {3}
+    later = [(ended(process=1), saving(1, 1))] * 3
+    assert {d.num_processes for d in decide_all(later, least=1)} == {3}
+
+
+def test_the_system_starts_fewer_processes():
+    failed = JobEnd(code=1, text="no more processes", num_started=2)
+    (decision,) = decide_all([(failed, saving())], least=2)
+    assert (decision.num_processes, decision.without) == (2, None)
+    (decision,) = decide_all([(failed, saving())], least=3)
+    assert decision.num_processes == 3
+
+
+def test_each_restart_is_one_line(capfd):
+    reports = [
+        (ended(), saving(7)),
+        (ended(70, 2), saving(12, 10)),
+        (ended(70, 0), saving(12, 10)),
+    ]
+    waits, runs = [], []
+
+    def run_once(count, without, progress):
+        end, found = reports[len(runs)]
+        vars(progress).update(vars(found))
+        runs.append((count, without))
+        return end
+
+    code = run_with_restarts(
+        run_once, 3, max_restarts=5, min_processes=3, sleep=waits.append
+    )
+    assert code == 70
+    assert runs == [(3, None)] * 3
+    assert waits == [1, 1]
+    assert capfd.readouterr().err.splitlines() == [
+        "keras-strategies launch: process 1 was killed by SIGKILL after step "
+        "7; restart 1 of 5 in 1 s, from the beginning.",
+        "keras-strategies launch: process 2 ended with exit code 70 after step "
+        "12; restart 2 of 5 in 1 s, from the checkpoint of step 10.",
+        "keras-strategies launch: process 0 ended with exit code 70; the job "
+        "has ended. It is not restarted: the script failed twice after step "
+        "12.",
+    ]
+
+
+SCRIPT = """
+import json, os, pathlib, signal, sys
+fd = int(os.environ["KERAS_STRATEGIES_PROGRESS_PIPE"].partition(":")[0])
+config = json.loads(os.environ["TF_CONFIG"])
+index, count = config["task"]["index"], len(config["cluster"]["worker"])
+runs = pathlib.Path(sys.argv[1])
+(runs / f"{index}").open("a").write(f"{count} {os.environ.get('GPUS')}\\n")
+run = len((runs / f"{index}").read_text().split("\\n")) - 1
+"""
+
+
+def runs_of(folder, index):
+    return (folder / str(index)).read_text().splitlines()
+
+
+def test_a_killed_job_is_started_again(tmp_path):
+    script = script_in(
+        tmp_path,
+        SCRIPT
+        + """
+os.write(fd, b"directory 0\\ncheckpoint 3\\nstep 5\\n")
+if run <= 2 and index == 1:
+    os.kill(os.getpid(), signal.SIGKILL)
+if run <= 2:
+    signal.pause()
+print(f"done in run {run}")
+""",
+    )
+    words = ("--processes", "2", "--max-restarts", "3", script, str(tmp_path))
+    out, err, code = run(*words)
+    assert code == 0
+    assert sorted(out) == ["[worker 1] done in run 3", "done in run 3"]
+    told = "process 1 was killed by SIGKILL after step 5; restart {} of 3 in "
+    assert [line.partition(": ")[2] for line in err] == [
+        told.format(1) + "1 s, from the checkpoint of step 3.",
+        told.format(2) + "2 s, from the checkpoint of step 3.",
+    ]
+
+
+def test_a_job_continues_without_a_process_that_cannot_start(tmp_path):
+    script = script_in(
+        tmp_path,
+        SCRIPT
+        + """
+if index == 1 and count == 3:
+    os.kill(os.getpid(), signal.SIGSEGV)
+if count == 3:
+    signal.pause()
+""",
+    )
+    words = ("--processes", "3", "--max-restarts", "3", "--min-processes", "1")
+    _, err, code = run(*words, script, str(tmp_path))
+    assert code == 0
+    assert err[-1].endswith(
+        "restart 2 of 3 in 2 s, with 2 processes, from the beginning."
+    )
+    assert runs_of(tmp_path, 0) == ["3 None", "3 None", "2 None"]
+
+
+def test_gpus_of_the_process_left_out_are_not_used():
+    from keras_strategies.cli.launch.gpus import release_gpus
+
+    given = [{LOCAL_IDS: "0,1"}, {LOCAL_IDS: "2,3"}, {LOCAL_IDS: "4,5"}]
+    assert release_gpus(given, 1) == {LOCAL_IDS: "0,1,4,5"}
+    assert release_gpus([*given, {}], 0) == {LOCAL_IDS: "2,3,4,5"}
+    assert release_gpus([{}, {}], 0) == {}
+
+
+@pytest.mark.parametrize(
+    ("words", "fault"),
+    [
+        (["--max-restarts", "-1"], "--max-restarts must be 0 or more"),
+        (["--min-processes", "1"], "--min-processes needs --max-restarts"),
+        (
+            ["--max-restarts", "1", "--min-processes", "3"],
+            "--min-processes must be from 1 to the number of processes, which "
+            "is 2. Received: 3",
+        ),
+        (["--max-restarts", "1", "--min-processes", "0"], "Received: 0"),
+    ],
+)
+def test_wrong_arguments(capsys, words, fault):
+    assert main(["launch", *words, __file__]) == 2
+    assert fault in capsys.readouterr().err
