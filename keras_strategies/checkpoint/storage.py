@@ -46,7 +46,7 @@ from keras_strategies.cluster.exchange.message_forms import (
     Form,
     read_messages,
 )
-from keras_strategies.cluster.job import progress_pipe
+from keras_strategies.cluster.job import compilation_cache, progress_pipe
 
 _logger = logging.getLogger(__name__)
 
@@ -98,7 +98,6 @@ class Storage:
             contains "*", "?" or "[", or if `processes` does not contain 0.
         """
         if self._processes[0] != 0:
-            # In Orbax, only process 0 of a job writes numpy arrays.
             raise ValueError(
                 "Process 0 must have variables, since it writes a job's "
                 "checkpoints. Received: variables of the processes "
@@ -109,6 +108,7 @@ class Storage:
         self._check_shared()
         self._get_checkpointer()  # Importing Orbax must not delay a save.
         wait_at_exit(self)
+        compilation_cache.enable(warns=self.is_chief)
         progress_pipe.report("directory")
 
     def _acquire(self) -> None:

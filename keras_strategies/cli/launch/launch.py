@@ -15,6 +15,7 @@ from keras_strategies.cli.launch.gpus import (
 from keras_strategies.cli.launch.local_job import JobEnd, run_job
 from keras_strategies.cli.launch.restarts import run_with_restarts
 from keras_strategies.cluster.exchange import job_secret
+from keras_strategies.cluster.job import compilation_cache
 from keras_strategies.cluster.job.free_ports import find_free_ports
 from keras_strategies.cluster.job.progress_pipe import Progress
 
@@ -80,6 +81,8 @@ def launch(
     # A secret that is generated for this job lets the processes authenticate
     # each other.
     environ = {job_secret.VARIABLE: job_secret.make()} | os.environ
+    if max_restarts:
+        environ |= compilation_cache.make_settings(environ)
     environments: list[dict[str, str]] = []
 
     def run(count: int, without: int | None, progress: Progress) -> JobEnd:
