@@ -1,0 +1,118 @@
+"""`launch --max-restarts`: killed jobs end with the weights of whole ones."""
+
+import os
+import pathlib
+import random
+import signal
+import subprocess
+import sys
+import time
+
+import numpy as np
+import pytest
+
+ROOT = pathlib.Path(__file__).parents[2]
+TIME_LIMIT_S = 1800
+
+
+def launch(folder, count, *options, epochs, kind="dropout"):
+    folder.mkdir()
+    words = [sys.executable, "-m", "keras_strategies.cli", "launch"]
+    words += ["--processes", str(count), *options]
+    words += ["-m", "tests.multi_process.restarted", str(folder)]
+    with open(folder / "log", "wb") as log:
+        return subprocess.Popen(
+            [*words, str(epochs), kind],
+            stdout=log,
+            stderr=subprocess.STDOUT,
+            stdin=subprocess.DEVNULL,
+            cwd=ROOT,
+        )
+
+
+def finish(process, folder):
+    """Waits for the end; returns the weights."""
+    try:
+        code = process.wait(TIME_LIMIT_S)
+    finally:
+        process.terminate()
+        process.wait()
+    log = (folder / "log").read_text()
+    assert code == 0, log[-5000:]
+    return np.load(folder / "weights.npy"), log
+
+
+def kill_some(process, number, choose, wait_s):
+    """Kills a process of the job `number` times."""
+    children = pathlib.Path(f"/proc/{process.pid}/task/{process.pid}/children")
+    killed = 0
+    while killed < number and process.poll() is None:
+        time.sleep(wait_s())
+        pids = children.read_text().split()
+        if pids:
+            os.kill(int(choose(pids)), signal.SIGKILL)
+            killed += 1
+    return killed
+
+
+def count_steps(folder):
+    return len((folder / "steps").read_text().split())
+
+
+def wait_for_step(folder, step, process):
+    while process.poll() is None:
+        steps = folder / "steps"
+        if steps.exists() and f"\n{step}\n" in steps.read_text():
+            return
+        time.sleep(0.05)
+
+
+def test_a_killed_job_ends_with_the_same_weights(tmp_path):
+    whole = launch(tmp_path / "whole", 2, epochs=3)
+    expected, _ = finish(whole, tmp_path / "whole")
+    job = launch(tmp_path / "killed", 2, "--max-restarts", "2", epochs=3)
+    try:
+        wait_for_step(tmp_path / "killed", 12, job)
+        killed = kill_some(job, 1, lambda pids: pids[-1], lambda: 0.0)
+    finally:
+        found, log = finish(job, tmp_path / "killed")
+    assert killed == 1
+    assert "was killed by SIGKILL after step 1" in log
+    assert "restart 1 of 2 in 1 s, from the checkpoint of step " in log
+    assert "Resuming from step" not in log  # verbose=0
+    np.testing.assert_array_equal(found, expected)
+    assert count_steps(tmp_path / "killed") > count_steps(tmp_path / "whole")
+
+
+@pytest.mark.slow
+def test_twenty_kills_at_random_times(tmp_path):
+    whole = launch(tmp_path / "whole", 3, epochs=60)
+    expected, _ = finish(whole, tmp_path / "whole")
+    job = launch(tmp_path / "killed", 3, "--max-restarts", "40", epochs=60)
+    chance = random.Random(5)
+    try:
+        killed = kill_some(
+            job, 20, chance.choice, lambda: chance.uniform(5, 30)
+        )
+    finally:
+        found, log = finish(job, tmp_path / "killed")
+    assert killed == 20, log[-5000:]
+    assert log.count("; restart ") >= 20
+    np.testing.assert_array_equal(found, expected)
+
+
+@pytest.mark.slow
+def test_a_job_continues_with_two_of_three_processes(tmp_path):
+    whole = launch(tmp_path / "whole", 3, epochs=4, kind="plain")
+    expected, _ = finish(whole, tmp_path / "whole")
+    options = ("--max-restarts", "9", "--min-processes", "2")
+    job = launch(tmp_path / "fewer", 3, *options, epochs=4, kind="missing")
+    try:
+        wait_for_step(tmp_path / "fewer", 15, job)
+        kill_some(job, 1, lambda pids: pids[1], lambda: 0.0)
+    finally:
+        found, log = finish(job, tmp_path / "fewer")
+    assert "with 2 processes, from the checkpoint of step " in log
+    assert count_steps(tmp_path / "fewer") >= 40
+    # Without Dropout, whose draws depend on the number of replicas.
+    np.testing.assert_allclose(found, expected, rtol=1e-4, atol=1e-6)
