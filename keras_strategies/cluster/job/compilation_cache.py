@@ -12,6 +12,7 @@ import platform
 import stat
 import sys
 from collections.abc import Mapping
+from typing import Any
 
 _logger = logging.getLogger(__name__)
 
@@ -76,7 +77,7 @@ def enable(*, warns: bool) -> None:
     """
     import jax
 
-    config = jax.config
+    config: Any = jax.config  # Its options are set dynamically.
     if config.jax_compilation_cache_dir is not None or not (
         config.jax_enable_compilation_cache
     ):
