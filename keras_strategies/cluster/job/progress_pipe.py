@@ -19,7 +19,7 @@ _MAX_BYTES = 1 << 16
 
 @dataclasses.dataclass
 class Progress:
-    """What the processes of a job have reported.
+    """The progress of a job, as reported by its processes.
 
     Attributes:
       has_trained: Whether the script has run a train step or its own step.
