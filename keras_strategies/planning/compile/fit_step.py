@@ -83,7 +83,9 @@ class FitStep(Step):
         is_loop = blocks is not None and are_scanned(blocks)
         self.blocks = None if is_loop else blocks
         self._layers = None if blocks is None else blocks.layers
-        self.narrow_sums = _find_narrow_sums(model, self.mesh)
+        # XLA chooses the dtype of sums in a step over the global batch.
+        if self.rows % self.mesh.num_replicas == 0:
+            self.narrow_sums = _find_narrow_sums(model, self.mesh)
         self.keeps_nothing_else = self._layers is not None and all(
             map(is_rematerialized, self._layers)
         )

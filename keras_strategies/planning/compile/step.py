@@ -28,8 +28,8 @@ class Step:
         pass, so that it adds no more bytes than the upper bound that
         `block_bytes` returns.
       narrow_sums: The partitioner that sums gradients in bfloat16, as code. ""
-        if the model does not compute in bfloat16, or there are no such sums in
-        a wider dtype.
+        if the model does not compute in bfloat16, or no partitioner can narrow
+        the sums.
       steps: The number of training steps in the program
         (`steps_per_execution`).
       note: A sentence that the plan shows to the user, or "". It is set when

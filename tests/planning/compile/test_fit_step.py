@@ -281,6 +281,7 @@ def test_blocks_in_a_loop_are_compiled_in_full():
         ),
         ("mixed_bfloat16", ks.experimental.Replicated("bfloat16"), 2, ""),
         ("mixed_bfloat16", None, 1, ""),
+        ("mixed_bfloat16", None, 3, ""),
         ("float32", None, 2, ""),
         ("bfloat16", None, 2, ""),
         ("bfloat16", ks.experimental.FullySharded(min_size=1), 2, ""),
