@@ -1,11 +1,15 @@
 """Settings with which programs for GPUs compute the same bits in every run."""
 
 import os
-import pathlib
-import shlex
-from collections.abc import Mapping
 
-_FLAG = "--xla_gpu_deterministic_ops"
+from keras_strategies.gpu.xla_flags import (
+    DETERMINISM,
+    XLA_FLAGS,
+    is_deterministic,
+    read_flags,
+)
+
+_FLAG = f"--{DETERMINISM}"
 _OTHERS = {
     # cuBLAS, which cuDNN's LSTM calls, has one size of workspaces, so it does
     # not choose a kernel by the workspace that is free.
@@ -39,6 +43,7 @@ def enable_determinism() -> None:
     Raises:
       RuntimeError: if JAX has started GPUs, unless the environment had the flag
         already.
+      ValueError: if XLA_FLAGS names a file that cannot be read.
 
     Example:
       ```python
@@ -48,48 +53,18 @@ def enable_determinism() -> None:
       strategy = ks.MirroredStrategy()
       ```
     """
-    if not is_enabled(os.environ):
+    if not is_deterministic(os.environ):
         if _has_started_gpus():
             raise RuntimeError(
                 "`enable_determinism` must be called before JAX starts GPUs, "
                 "because XLA reads its flags then. Received: a call after "
                 "something used them. Call it at the beginning of the script, "
-                f"or set the environment variable XLA_FLAGS={_FLAG}=true."
+                f"or set the environment variable {XLA_FLAGS}={_FLAG}=true."
             )
-        flags = _read_flags(os.environ)
-        os.environ["XLA_FLAGS"] = f"{flags} {_FLAG}=true".strip()
+        flags = read_flags(os.environ)
+        os.environ[XLA_FLAGS] = f"{flags} {_FLAG}=true".strip()
     for name, value in _OTHERS.items():
         os.environ.setdefault(name, value)
-
-
-def is_enabled(environ: Mapping[str, str]) -> bool:
-    """Returns whether the flag of `enable_determinism` is set.
-
-    Args:
-      environ: The environment variables.
-    """
-    try:
-        flags = shlex.split(_read_flags(environ))
-    except ValueError:
-        return False
-    # If a flag is repeated, XLA uses the last one.
-    values = [
-        value.lower()
-        for name, _, value in (flag.partition("=") for flag in flags)
-        if name == _FLAG
-    ]
-    return values[-1:] in (["true"], ["1"], [""])
-
-
-def _read_flags(environ: Mapping[str, str]) -> str:
-    """Returns XLA's flags, from the variable or the file that it names."""
-    flags = environ.get("XLA_FLAGS", "").strip()
-    if not flags or flags.startswith("-"):
-        return flags
-    try:
-        return pathlib.Path(flags).read_text(encoding="utf-8").strip()
-    except OSError:
-        return flags
 
 
 def _has_started_gpus() -> bool:

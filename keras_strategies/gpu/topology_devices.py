@@ -10,10 +10,13 @@ from typing import Any
 import jax
 
 from keras_strategies.gpu.targets import TARGETS
+from keras_strategies.gpu.xla_flags import DETERMINISM, is_deterministic
 
 # XLA creates an object for each GPU.
 _MOST_GPUS = 2**13
-_NAME = re.compile(r"(?P<gpu>[a-z]+\d+):(?:(?P<hosts>\d+)x)?(?P<gpus>\d+)")
+_NAME = re.compile(
+    r"(?P<gpu>[a-z]+\d+):(?:(?P<hosts>\d{1,6})x)?(?P<gpus>\d{1,6})", re.ASCII
+)
 _PLUGINS = ("jax-cuda12-plugin", "jax-cuda13-plugin")
 _TOOLKIT = pathlib.Path(__file__).parent / "toolkit"
 _ENDLESS = 2**50
@@ -54,16 +57,13 @@ def make_gpu_devices(
         (int(match["hosts"] or 1), int(match["gpus"])) if match else (0, 0)
     )
     if not (
-        match
-        and match["gpu"] in TARGETS
-        and len(name) < 32
-        and 0 < hosts * gpus <= _MOST_GPUS
+        match and match["gpu"] in TARGETS and 0 < hosts * gpus <= _MOST_GPUS
     ):
         raise ValueError(
             "No such GPUs exist to compile for. The name must be a GPU "
             f"({', '.join(TARGETS)}), a colon, and the number of hosts and of "
             f"GPUs per host, at most {_MOST_GPUS:,} in total. Received: "
-            f"{name!r}. Pass, for example, 'h100:8' or 'h100:8x8'."
+            f"{name!r:.100}. Pass, for example, 'h100:8' or 'h100:8x8'."
         )
     from jax.experimental import topologies
 
@@ -111,15 +111,18 @@ def complete_options(
 
     For absent GPUs, XLA uses this package's stand-ins for the assembler and
     the library of device functions in NVIDIA's toolkit, because machine code
-    is not needed.
+    is not needed. XLA has read its flags before a planned script calls
+    `enable_determinism`, so that flag is also passed as an option.
 
     Args:
       options: XLA compiler options by name, or None.
       devices: The devices to compile for.
     """
-    needed = {}
+    needed: dict[str, Any] = {}
     if is_absent_gpu(devices[0]):
         needed["xla_gpu_cuda_data_dir"] = str(_TOOLKIT)
+        if is_deterministic(os.environ):
+            needed[DETERMINISM] = True
     return {**needed, **(options or {})} or None
 
 

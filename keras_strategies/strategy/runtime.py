@@ -85,7 +85,8 @@ def _bind(
     if partitioner is None:
         return None, mesh
     if isinstance(partitioner, Replicated):
-        dtype = partitioner.reduce_dtype
+        # A single replica sends nothing.
+        dtype = partitioner.reduce_dtype if mesh.num_replicas > 1 else None
         return None, dataclasses.replace(mesh, shards=None, reduce_dtype=dtype)
     bound = Partitioner(partitioner, mesh)
     return bound, dataclasses.replace(mesh, shards=bound.shards)

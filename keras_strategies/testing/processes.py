@@ -18,6 +18,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from keras_strategies.cluster.job.free_ports import find_free_ports
+from keras_strategies.gpu.xla_flags import XLA_FLAGS, read_flags
 
 _POLL_S = 0.05
 _GRACE_S = 20.0
@@ -87,6 +88,7 @@ def run_processes(
       TimeoutError: if a process does not exit within `timeout_s`. All
         processes are killed before the error is raised.
       RuntimeError: if a process fails and `must_succeed` is true.
+      ValueError: if XLA_FLAGS names a file that cannot be read.
 
     Example:
       ```python
@@ -152,13 +154,13 @@ def _start(
 def _make_environment(
     num_devices: int, env: Mapping[str, str] | None
 ) -> dict[str, str]:
-    flags = os.environ.get("XLA_FLAGS", "").split()
+    flags = read_flags(os.environ).split()
     flags = [flag for flag in flags if "device_count" not in flag]
     flags.append(f"--xla_force_host_platform_device_count={num_devices}")
     path = [os.getcwd(), *os.environ.get("PYTHONPATH", "").split(os.pathsep)]
     return {
         **os.environ,
-        "XLA_FLAGS": " ".join(flags),
+        XLA_FLAGS: " ".join(flags),
         "JAX_PLATFORMS": "cpu",
         "KERAS_BACKEND": "jax",
         "PYTHONPATH": os.pathsep.join(filter(None, path)),

@@ -11,7 +11,7 @@ from keras_strategies.gpu.targets import TARGETS
 # an object for each chip.
 _MOST_CHIPS = 2**17
 _NAME = re.compile(
-    r"[A-Za-z0-9]+:(?P<shape>\d+(x\d+){1,2})(_twisted|_untwisted)?"
+    r"[A-Za-z0-9]+:(?P<shape>\d+(x\d+){1,2})(_twisted|_untwisted)?", re.ASCII
 )
 _IN_USE = "libtpu multi-process lockfile"
 _EXAMPLES = (

@@ -33,9 +33,12 @@ ANY = ("--topology", "v5e:4x4", "-m", "train")
             ["--topology", "v5e:4x4", "--model", "a", "--batch", "2:int32"],
             "separated by a colon",
         ),
-        (
-            ["--topology", "v5e:4x4", "--model", "a:b", "--batch", "x:y"],
-            "sizes and a dtype",
+        *(
+            (
+                ["--topology", "v5e:4x4", "--model", "a:b", "--batch", batch],
+                "sizes and a dtype",
+            )
+            for batch in ("x:y", "8x4:foo", "8x4:int3", "8x٤:int32", "8x0:int8")
         ),
         ([*ANY, "--processes", "-1"], "positive number. Received: -1"),
         ([*ANY, "--processes", "0"], "positive number. Received: 0"),

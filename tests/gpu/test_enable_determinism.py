@@ -6,7 +6,7 @@ import jax
 import pytest
 
 import keras_strategies as ks
-from keras_strategies.gpu.determinism import is_enabled
+from keras_strategies.gpu.xla_flags import is_deterministic, read_flags
 
 FLAG = "--xla_gpu_deterministic_ops"
 NAMES = ("XLA_FLAGS", "CUBLAS_WORKSPACE_CONFIG", "NCCL_NVLS_ENABLE")
@@ -47,7 +47,7 @@ def test_flags_in_a_file_are_kept(environment, tmp_path):
     file = tmp_path / "flags"
     file.write_text("--xla_dump_to=a\n--xla_b=1\n")
     environment.setenv("XLA_FLAGS", str(file))
-    assert not is_enabled(os.environ)
+    assert not is_deterministic(os.environ)
     ks.enable_determinism()
     found = os.environ["XLA_FLAGS"].split()
     assert found == ["--xla_dump_to=a", "--xla_b=1", f"{FLAG}=true"]
@@ -59,6 +59,22 @@ def test_the_flag_in_a_file_counts(environment, tmp_path):
     environment.setenv("XLA_FLAGS", str(file))
     ks.enable_determinism()
     assert os.environ["XLA_FLAGS"] == str(file)
+
+
+@pytest.mark.parametrize("name", ["none", "", "x\0y"])
+def test_a_file_that_cannot_be_read_is_refused(name, tmp_path):
+    environ = {"XLA_FLAGS": f"{tmp_path}/{name}"}
+    with pytest.raises(ValueError, match=r"must.*Received.*Correct"):
+        read_flags(environ)
+    assert not is_deterministic(environ)
+
+
+def test_flags_are_read_as_xla_reads_them(tmp_path):
+    assert read_flags({}) == read_flags({"XLA_FLAGS": " "}) == ""
+    assert read_flags({"XLA_FLAGS": "  --xla_a=1 "}) == "--xla_a=1"
+    file = tmp_path / "flags"
+    file.write_bytes(b"--xla_a='\xff'\n")
+    assert read_flags({"XLA_FLAGS": str(file)}) == "--xla_a='\udcff'"
 
 
 @pytest.mark.parametrize(
@@ -76,7 +92,7 @@ def test_the_flag_in_a_file_counts(environment, tmp_path):
     ],
 )
 def test_the_last_of_a_flag_counts(flags, expected):
-    assert is_enabled({"XLA_FLAGS": flags}) == expected
+    assert is_deterministic({"XLA_FLAGS": flags}) == expected
 
 
 def test_a_call_after_gpus_were_started_is_refused(environment, with_gpus):

@@ -19,10 +19,13 @@ from keras_strategies.gpu.topology_devices import (
     make_gpu_devices,
 )
 
-WRONG = ["h100", "h100:0", "h100:8x", "h100:8x8x8", "h100:9999x9", "H100:8"]
+WRONG = [
+    *("h100", "h100:0", "h100:8x", "h100:8x8x8", "h100:9999x9", "H100:8"),
+    *("h100:٣", "h100:8x1٣", "h100:" + "9" * 5000, "", None, 8),
+]
 
 
-@pytest.mark.parametrize("name", [*WRONG, "h100:" + "9" * 500, "", None, 8])
+@pytest.mark.parametrize("name", WRONG)
 def test_a_wrong_name_is_refused_with_the_names_that_exist(name):
     with pytest.raises(ValueError, match=r"a100, h100, h200, b200.*Received"):
         make_gpu_devices(name)
@@ -44,6 +47,27 @@ def test_devices_that_are_present_need_no_options():
     assert not is_absent_gpu(device)
     assert complete_options(None, [device]) is None
     assert complete_options({"a": 1}, [device]) == {"a": 1}
+
+
+@pytest.mark.gpu
+def test_a_plan_s_program_is_deterministic_after_enable_determinism(
+    monkeypatch,
+):
+    """XLA has read its flags before."""
+    strategy = ks.MirroredStrategy.for_topology("h100:2")
+    with strategy.scope():
+        model = keras.Sequential(
+            [keras.Input((4,), dtype="int32"), keras.layers.Embedding(500, 8)]
+        )
+        model.compile("sgd", "mse")
+    batch = np.zeros((32, 4), "int32"), np.zeros((32, 4, 8), "float32")
+    for name in ("XLA_FLAGS", "CUBLAS_WORKSPACE_CONFIG", "NCCL_NVLS_ENABLE"):
+        monkeypatch.setenv(name, "")
+    for is_deterministic in (False, True):
+        text = strategy.compile_step(model, batch).executable.as_text()
+        # The indices of the embedding's gradient are sorted.
+        assert (" sort(" in text) == is_deterministic
+        ks.enable_determinism()
 
 
 @pytest.mark.gpu

@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 
 import keras_strategies as ks
+from tests.support.strategies import of_cores
 
 ROWS, INPUTS, OUTPUTS = 16, 8, 4
 
@@ -102,7 +103,25 @@ def test_accumulated_gradients_of_a_scaled_loss_exceed_float16(size):
 @pytest.mark.parametrize("count", [2, 8])
 def test_a_custom_loop_applies_the_rounded_sum(count):
     x, y = make_rows(count)
-    strategy = make_strategy(count)
+    found = run_once(make_strategy(count), count, x, y)
+    gradients = compute_gradients(count, x, y)
+    np.testing.assert_array_equal(found, -sum_by_hand(gradients, "bfloat16"))
+
+
+@pytest.mark.parametrize("cores", [1, 2])
+def test_gradients_of_one_replica_are_not_rounded(cores):
+    x, y = make_rows(1)
+    partitioner = ks.experimental.Replicated("bfloat16")
+    strategy = of_cores(1, cores, partitioner=partitioner)
+    found = run_once(strategy, 1, x, y)
+    np.testing.assert_array_equal(found, -compute_gradients(1, x, y)[0])
+    model = make_model(strategy)
+    model.fit(x, y, batch_size=len(x), verbose=0)
+    np.testing.assert_array_equal(model.get_weights()[0], found)
+
+
+def run_once(strategy, count, x, y):
+    """Returns the kernel after one step of a custom loop."""
     model = make_model(strategy)
     weights, optimizer = model.trainable_variables, model.optimizer
 
@@ -121,9 +140,7 @@ def test_a_custom_loop_applies_the_rounded_sum(count):
         )
     )
     strategy.run(step, rows)
-    gradients = compute_gradients(count, x, y)
-    found = model.get_weights()[0]
-    np.testing.assert_array_equal(found, -sum_by_hand(gradients, "bfloat16"))
+    return model.get_weights()[0]
 
 
 def test_a_wide_dtype_and_other_state_are_not_rounded():

@@ -98,15 +98,25 @@ def _compute_sums(
     )
     inner |= zip(results, arrays, strict=True)
     index, *read = [stages.value_of(v, inner) for v in branch.invars]
-    compute = jaxpr_as_fun(branch.params["branches"][0])
+    compute, compute_sums = map(jaxpr_as_fun, branch.params["branches"])
+    is_rounded = _sums_in_other_dtype(branch.params["branches"][1])
 
     def sum_all(read: list[Any], summands: list[Any]) -> list[Any]:
+        if is_rounded:
+            return [*compute_sums(*read), *all_sum(summands)]
         return all_sum([*compute(*read), *summands])
 
     def sum_plain(read: list[Any], summands: list[Any]) -> list[Any]:
         return [*compute(*read), *all_sum(summands)]
 
     return jax.lax.switch(index, [sum_plain, sum_all], read, summands)
+
+
+def _sums_in_other_dtype(traced: ClosedJaxpr) -> bool:
+    """Returns whether a function sums its results in a dtype of its own."""
+    sums = filter(_is_psum, stages.all_equations(traced))
+    sent = {v.aval.dtype for equation in sums for v in equation.invars}
+    return sent != {aval.dtype for aval in traced.out_avals}
 
 
 def _rounds(

@@ -24,7 +24,7 @@ from keras_strategies.cluster.exchange.message_forms import fault_of
 from keras_strategies.cluster.exchange.rendezvous import RendezvousError
 from keras_strategies.cluster.untrusted import load_json
 from keras_strategies.cluster.watchdog.launcher_pipe import LAUNCHER_FD
-from keras_strategies.gpu.determinism import is_enabled
+from keras_strategies.gpu.xla_flags import is_deterministic
 
 _PROBE = "keras_strategies.cli.doctor.probe"
 # The time limit for JAX to start its devices, which takes long on large slices.
@@ -133,7 +133,7 @@ def make_determinism_rows(
     """
     if all(platform != "gpu" for platform, *_ in kinds):
         return []
-    if is_enabled(environ):
+    if is_deterministic(environ):
         return [("determinism", "on: runs are equal bit for bit")]
     text = "off: runs differ by rounding (`ks.enable_determinism()`)"
     return [("determinism", text)]

@@ -18,8 +18,8 @@ from keras_strategies.cluster.exchange import job_secret
 from keras_strategies.cluster.job import compilation_cache
 from keras_strategies.cluster.job.free_ports import find_free_ports
 from keras_strategies.cluster.job.progress_pipe import Progress
+from keras_strategies.gpu.xla_flags import XLA_FLAGS, read_flags
 
-_FLAGS = "XLA_FLAGS"
 _DEVICE_COUNT = "--xla_force_host_platform_device_count"
 _HOST = "127.0.0.1"
 # Two pipes for output, one for reports of progress, and one through which the
@@ -73,6 +73,7 @@ def launch(
         )
         or _find_restart_fault(max_restarts, min_processes, num_processes)
         or find_gpu_fault(os.environ, platform, num_processes + has_evaluator)
+        or _find_flags_fault(os.environ)
     )
     if fault:
         print(f"keras-strategies launch: {fault}", file=sys.stderr)
@@ -215,6 +216,14 @@ def _find_command_fault(name: str, is_module: bool) -> str:
     return ""
 
 
+def _find_flags_fault(environ: Mapping[str, str]) -> str:
+    try:
+        read_flags(environ)
+    except ValueError as error:
+        return str(error)
+    return ""
+
+
 def _find_limit_fault(num_processes: int) -> str:
     import resource  # This module does not exist on Windows.
 
@@ -282,7 +291,9 @@ def make_environment(
         "PYTHONUNBUFFERED": "1",
     }
     if platform == "cpu":
-        flags = environ.get(_FLAGS, "").split()
+        flags = read_flags(environ).split()
         flags = [f for f in flags if not f.startswith(f"{_DEVICE_COUNT}=")]
-        changed[_FLAGS] = " ".join([*flags, f"{_DEVICE_COUNT}={num_devices}"])
+        changed[XLA_FLAGS] = " ".join(
+            [*flags, f"{_DEVICE_COUNT}={num_devices}"]
+        )
     return dict(environ) | changed

@@ -105,7 +105,11 @@ def _wrap_version(original: Callable[[], int]) -> Callable[[], int]:
     def check_cudnn_version() -> int:
         trace = _thread.trace
         if trace is not None and trace.mesh.platform != "gpu":
-            raise RuntimeError("cuDNN is not detected.")
+            raise RuntimeError(
+                "cuDNN's attention must be computed on GPUs. Received: a step "
+                f"for devices of the platform {trace.mesh.platform!r}. Omit "
+                "`flash_attention=True`."
+            )
         if not _is_for_absent_gpus():
             return original()
         major, minor, patch = CUDNN

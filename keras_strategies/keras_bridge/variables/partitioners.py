@@ -74,8 +74,7 @@ class FullySharded:
         check_number(
             "min_size", self.min_size, cure, least=1, is_optional=False
         )
-        if self.reduce_dtype is not None:
-            _check_float(self.reduce_dtype)
+        _standardize(self)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -123,10 +122,10 @@ class Replicated:
       ```
     """
 
-    reduce_dtype: str
+    reduce_dtype: str | None = None
 
     def __post_init__(self) -> None:
-        _check_float(self.reduce_dtype)
+        _standardize(self)
 
     def __call__(
         self, path: str, shape: tuple[int, ...], dtype: str
@@ -143,9 +142,8 @@ class Partitioner:
     """A strategy's `variable_partitioner`, bound to its replicas.
 
     Args:
-      partitioner: A `FullySharded` or `SlotsOnly`; or a function of a
-        variable's path, shape and dtype, or of only `shape` and `dtype`, as in
-        TensorFlow.
+      partitioner: A `FullySharded` or `SlotsOnly`; or a function of a path,
+        a shape and a dtype, or of only `shape` and `dtype` as in TensorFlow.
       mesh: The mesh of the strategy's replicas.
 
     Attributes:
@@ -244,7 +242,7 @@ class Partitioner:
         partitioner = self._partitioner
         if isinstance(partitioner, FullySharded):
             dtype = self.sum_dtype
-            rest = "" if dtype is None else f", reduce_dtype={dtype!r}"
+            rest = f", reduce_dtype={dtype!r}" if dtype else ""
             size = f"min_size={partitioner.min_size:,}"
             return f"{type(partitioner).__name__}({size}{rest})"
         return getattr(partitioner, "__name__", type(partitioner).__name__)
@@ -338,9 +336,9 @@ def _check_partitioner(partitioner: object) -> None:
         raise TypeError(
             "`variable_partitioner` must be a partitioner or a function. "
             f"Received: {partitioner!r} of type {type(partitioner).__name__}. "
-            "Pass `ks.experimental.FullySharded()`, `SlotsOnly()`, or a "
-            "function of a variable's path, shape and dtype that returns a "
-            "dimension or None."
+            "Pass `ks.experimental.FullySharded()`, `SlotsOnly()`, "
+            "`Replicated('bfloat16')`, or a function of a variable's path, "
+            "shape and dtype that returns a dimension or None."
         )
     cls = partitioner if isinstance(partitioner, type) else type(partitioner)
     if cls.__module__.startswith("tensorflow"):
@@ -386,15 +384,17 @@ def _has_tf_signature(partitioner: Callable[..., Any]) -> bool:
     return True
 
 
-def _check_float(reduce_dtype: object) -> None:
+def _standardize(partitioner: FullySharded | Replicated) -> None:
+    """Replaces `reduce_dtype` by its name, for example of `jnp.bfloat16`."""
+    raw = partitioner.reduce_dtype
     try:
-        dtype = keras.backend.standardize_dtype(reduce_dtype)
+        dtype = None if raw is None else keras.backend.standardize_dtype(raw)
     except (TypeError, ValueError):
-        dtype = None
-    if dtype not in ("bfloat16", "float16", "float32", "float64"):
+        dtype = ""
+    if dtype not in (None, "bfloat16", "float16", "float32", "float64"):
         raise ValueError(
-            "`reduce_dtype` must be a float dtype, in which gradients are "
-            f"summed. Received: {reduce_dtype!r} of type "
-            f"{type(reduce_dtype).__name__}. Pass 'bfloat16', or None to use "
-            "the dtype of the gradients."
+            "`reduce_dtype` must be a float dtype. Received: "
+            f"{raw!r} of type {type(raw).__name__}. Pass 'bfloat16' to sum "
+            "gradients in it, or None to use the dtype of the gradients."
         )
+    object.__setattr__(partitioner, "reduce_dtype", dtype)

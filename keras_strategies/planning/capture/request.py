@@ -16,8 +16,9 @@ ENVIRONMENT = {
 }
 """Environment variables of the processes that compile for absent devices."""
 MAX_ANSWER_BYTES = 1_000_000
+_DTYPES = "bool|bfloat16|float(16|32|64)|u?int(8|16|32|64)"
 _BATCH = re.compile(
-    r"(?P<sizes>\d{1,9}(x\d{1,9}){0,7}):(?P<dtype>[a-z]+\d{0,2})"
+    rf"(?P<sizes>\d{{1,9}}(x\d{{1,9}}){{0,7}}):(?P<dtype>{_DTYPES})", re.ASCII
 )
 
 
@@ -89,7 +90,7 @@ def parse_shape_and_dtype(text: str) -> tuple[tuple[int, ...], str]:
     if match is None or 0 in sizes:
         raise ValueError(
             "A batch must be specified as sizes and a dtype. Received: "
-            f"{text!r}. Pass, for example, 8x2048:int32."
+            f"{text!r:.100}. Pass, for example, 8x2048:int32."
         )
     return sizes, match["dtype"]
 

@@ -32,6 +32,7 @@ from keras_strategies.gpu.topology_devices import (
     complete_options,
     describe_target,
 )
+from keras_strategies.gpu.xla_flags import read_flags
 from keras_strategies.planning.program.chips import find_chip
 from keras_strategies.planning.program.costs import BY_KIND, BY_SOURCE, Costs
 
@@ -39,14 +40,13 @@ _FOLDER = "keras_strategies"
 _MOST_JOBS = 8
 _BYTES_OF_JOB = 3e9
 """Bytes of host memory needed to compile a large program."""
-_VERSION = 4
+_VERSION = 5
 _MOST_BYTES = 10_000
 _PACKAGES = (
     *("jax", "jaxlib", "libtpu"),
     *("jax-cuda12-pjrt", "jax-cuda13-pjrt"),
 )
-_FLAGS = ("XLA_FLAGS", "LIBTPU_INIT_ARGS")
-"""Environment variables that affect compilation."""
+_TPU_FLAGS = "LIBTPU_INIT_ARGS"
 
 LOW_EFFORT = {"exec_time_optimization_effort": -1.0}
 """XLA options for low effort, with which large TPU programs compile faster."""
@@ -92,7 +92,7 @@ class Compiler:
         self._pool = concurrent.futures.ThreadPoolExecutor(number)
         self._stack = contextlib.ExitStack()
         self._folder = folder
-        self._flags = tuple(map(os.environ.get, _FLAGS))
+        self._flags = read_flags(os.environ), os.environ.get(_TPU_FLAGS)
 
     def submit(
         self,

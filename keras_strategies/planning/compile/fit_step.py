@@ -83,7 +83,9 @@ class FitStep(Step):
         is_loop = blocks is not None and are_scanned(blocks)
         self.blocks = None if is_loop else blocks
         self._layers = None if blocks is None else blocks.layers
-        self.has_wide_sums = _has_wide_sums(model, self.mesh)
+        # XLA chooses the dtype of sums in a step over the global batch.
+        if self.rows % self.mesh.num_replicas == 0:
+            self.narrow_sums = _find_narrow_sums(model, self.mesh)
         self.keeps_nothing_else = self._layers is not None and all(
             map(is_rematerialized, self._layers)
         )
@@ -232,14 +234,23 @@ def _length(x: Tree) -> int:
     return max(lengths, default=1)
 
 
-def _has_wide_sums(model: keras.Model, mesh: ReplicaMesh) -> bool:
-    """Implements `Step.has_wide_sums`."""
-    specs = [
-        shardings.gradient_spec_of(v, mesh) for v in model.trainable_variables
-    ]
-    is_wide = any(isinstance(s, Sharded) and not s.sum_dtype for s in specs)
+def _find_narrow_sums(model: keras.Model, mesh: ReplicaMesh) -> str:
+    """Implements `Step.narrow_sums`."""
     layers = model._flatten_layers()
-    return is_wide and any(x.compute_dtype == "bfloat16" for x in layers)
+    if not any(x.compute_dtype == "bfloat16" for x in layers):
+        return ""
+    weights = [v for v in model.trainable_variables if v.dtype == "float32"]
+    specs = [shardings.gradient_spec_of(v, mesh) for v in weights]
+    sharded = [s for s in specs if isinstance(s, Sharded)]
+    if not sharded:
+        is_sent = bool(weights) and mesh.num_replicas > 1
+        is_wide = is_sent and not mesh.reduce_dtype
+        return 'Replicated("bfloat16")' if is_wide else ""
+    if all(s.sum_dtype for s in sharded):
+        return ""
+    has_shards = shardings.any_sharded(weights, mesh)
+    name = "FullySharded" if has_shards else "SlotsOnly"
+    return f'{name}(reduce_dtype="bfloat16")'
 
 
 def _count_gradient_bytes(

@@ -16,7 +16,7 @@ from keras_strategies.keras_bridge.variables.partitioners import (
 )
 
 _NAMES = ("replicated", "slots", "sharded", "model")
-_WORD = re.compile(r"(?P<name>[a-z]+)(:(?P<number>[1-9]\d{0,5}))?")
+_WORD = re.compile(r"(?P<name>[a-z]+)(:(?P<number>[1-9]\d{0,5}))?", re.ASCII)
 _EXAMPLES = (
     "'replicated', 'slots', 'sharded:64', 'model:4' or 'sharded+model:4'"
 )

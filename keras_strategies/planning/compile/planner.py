@@ -311,7 +311,7 @@ class _Planning:
             remat=(before, after),
             has_remat=self._step.keeps_nothing_else
             or (again is None and has_blocks),
-            has_wide_sums=self._step.has_wide_sums,
+            narrow_sums=self._step.narrow_sums,
         )
         unknown = describe_unknown(low) if isinstance(low, Costs) else ""
         notes = self._step.note, unknown, *self._notes, advice

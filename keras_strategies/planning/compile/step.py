@@ -27,8 +27,9 @@ class Step:
       keeps_nothing_else: Whether each block is rematerialized in the backward
         pass, so that it adds no more bytes than the upper bound that
         `block_bytes` returns.
-      has_wide_sums: Whether the model computes in bfloat16, but gradients of
-        its sharded weights are summed in a wider dtype.
+      narrow_sums: The partitioner that sums gradients in bfloat16, as code. ""
+        if the model does not compute in bfloat16, or no partitioner can narrow
+        the sums.
       steps: The number of training steps in the program
         (`steps_per_execution`).
       note: A sentence that the plan shows to the user, or "". It is set when
@@ -40,7 +41,7 @@ class Step:
     tokens: int | None = None
     blocks: Blocks | None = None
     keeps_nothing_else: bool = False
-    has_wide_sums: bool = False
+    narrow_sums: str = ""
     steps: int = 1
     note: str = ""
 

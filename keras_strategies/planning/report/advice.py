@@ -22,7 +22,7 @@ def write_advice(
     *,
     remat: tuple[float | None, float | None] = (None, None),
     has_remat: bool = False,
-    has_wide_sums: bool = False,
+    narrow_sums: str = "",
 ) -> str:
     """Returns advice on a planned step, or "" if it needs none.
 
@@ -31,7 +31,8 @@ def write_advice(
       remat: The bytes that the step needs on a device, first without and then
         with a `keras.RematScope` around the model's blocks. None if unknown.
       has_remat: Whether layers of the model are already rematerialized.
-      has_wide_sums: Whether sharded gradients could be summed in bfloat16.
+      narrow_sums: The partitioner with which gradients could be summed in
+        bfloat16, as code, or "".
     """
     if step.error is not None or step.bytes_in_all is None:
         return ""
@@ -45,7 +46,7 @@ def write_advice(
         return _advise_on_size(step, step.bytes_in_all, has_remat)
     sentences = (
         _advise_on_memory(step, step.bytes_in_all),
-        _advise_on_sums(step) if has_wide_sums else "",
+        _advise_on_sums(step, narrow_sums) if narrow_sums else "",
         _explain_time(step),
     )
     return " ".join(filter(None, sentences))
@@ -78,7 +79,7 @@ def _advise_on_memory(step: PlannedStep, total: float) -> str:
     return ""
 
 
-def _advise_on_sums(step: PlannedStep) -> str:
+def _advise_on_sums(step: PlannedStep, partitioner: str) -> str:
     """Returns advice on a step that may sum gradients in bfloat16."""
     if step.estimate is None:
         return ""
@@ -87,7 +88,7 @@ def _advise_on_sums(step: PlannedStep) -> str:
         return ""
     return (
         "Sums of gradients are sent in float32. "
-        '`FullySharded(reduce_dtype="bfloat16")` sends half of the bytes.'
+        f"`{partitioner}` sends half of the bytes."
     )
 
 

@@ -76,10 +76,14 @@ def test_combined_sums_are_the_same_sums(replicas):
     assert fewer.count("stablehlo.all_reduce") == (1 if replicas == 1 else 4)
 
 
-def sum_if(condition, *arrays):
+def sum_if(condition, *arrays, dtype=None):
     """Sums multiples of arrays, if the condition holds."""
     return rm.sum_if(
-        condition, lambda *a: [2 * each for each in a], arrays, AXIS
+        condition,
+        lambda *a: [2 * each for each in a],
+        arrays,
+        AXIS,
+        sum_dtype=dtype,
     )
 
 
@@ -101,6 +105,19 @@ def test_other_sums_are_sent_with_those_of_a_condition(offset):
     count = "stablehlo.all_reduce"
     # Both branches of the first condition, one of the second, and a round.
     assert fewer.count(count) == 4 < text.count(count)
+
+
+def test_sums_of_a_condition_keep_the_dtype_in_which_they_are_sent():
+    def branching(x, state):
+        is_summed = state.sum() > 0
+        sums = sum_if(is_summed, x.sum(0), dtype="bfloat16")
+        return psum(x.mean()), psum(x.min()), sums[0] + 1.0
+
+    (plain, text), (combined, fewer) = both(branching, 2)
+    for one, other in zip(plain, combined, strict=True):
+        np.testing.assert_array_equal(one, other)
+    for program in (text, fewer):
+        assert program.count("tensor<3xbf16>) -> tensor<3xbf16>") == 1
 
 
 def test_what_prints_is_left_as_it_is(capfd):

@@ -172,6 +172,24 @@ def test_processes_are_tasks_of_one_cluster():
         ]
 
 
+def test_flags_in_a_file_are_kept(tmp_path):
+    file = tmp_path / "flags"
+    file.write_text("--xla_a=1\n--xla_force_host_platform_device_count=8\n")
+    before = {"XLA_FLAGS": str(file)}
+    environ = environ_of(["127.0.0.1:1"], 0, before, num_devices=2)
+    assert environ["XLA_FLAGS"].split() == [
+        "--xla_a=1",
+        "--xla_force_host_platform_device_count=2",
+    ]
+
+
+def test_flags_in_no_file_are_refused(tmp_path):
+    environ = {"XLA_FLAGS": str(tmp_path / "none")}
+    _, err, code = run(*LAUNCHED, "0", environ=environ)
+    assert code == 2
+    assert "XLA_FLAGS must contain flags, or name a file" in err[-1]
+
+
 @pytest.mark.parametrize("count", [1, 3])
 def test_an_evaluator_is_none_of_the_cluster(count):
     addresses = [f"127.0.0.1:{port}" for port in find_free_ports(count)]

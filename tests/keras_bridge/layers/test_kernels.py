@@ -129,7 +129,7 @@ def test_questions_are_answered_for_the_mesh():
             assert cudnn.is_cuda_compute_capability_equal("8.0") == is_same
             assert keras_nn.jax.devices() == mesh.devices
             if mesh.platform != "gpu":
-                with pytest.raises(RuntimeError, match="not detected"):
+                with pytest.raises(RuntimeError, match="GPUs.*Received.*Omit"):
                     cudnn.check_cudnn_version()
     assert cudnn.check_compute_capability is original
     assert keras_nn.jax is jax

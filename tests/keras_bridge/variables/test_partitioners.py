@@ -1,6 +1,7 @@
 """Which variables replicas divide: partitioners, their rules and errors."""
 
 import jax
+import jax.numpy as jnp
 import keras
 import numpy as np
 import pytest
@@ -64,6 +65,16 @@ def test_gradients_are_summed_in_a_float_dtype(dtype):
     for kind in (FullySharded, ks.experimental.Replicated):
         with pytest.raises(ValueError, match=text):
             kind(reduce_dtype=dtype)
+
+
+@pytest.mark.parametrize(
+    "kind", [FullySharded, SlotsOnly, ks.experimental.Replicated]
+)
+def test_the_dtype_of_sums_is_a_name_or_none(kind):
+    assert kind().reduce_dtype is kind(reduce_dtype=None).reduce_dtype is None
+    for dtype in ("float16", jnp.float16, np.dtype("float16")):
+        assert kind(reduce_dtype=dtype).reduce_dtype == "float16"
+        assert kind(reduce_dtype=dtype) == kind(reduce_dtype="float16")
 
 
 def test_small_variables_stay_whole():

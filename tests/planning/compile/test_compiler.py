@@ -105,6 +105,17 @@ def test_a_compiler_s_flags_are_part_of_what_figures_are_kept_by(
     assert lowered.num_compiled == 2
 
 
+def test_flags_in_a_file_are_part_of_what_figures_are_kept_by(
+    tmp_path, monkeypatch
+):
+    lowered, file = Lowered(double), tmp_path / "flags"
+    monkeypatch.setenv("XLA_FLAGS", str(file))
+    for count, value in ((1, 1), (2, 2), (2, 1)):
+        file.write_text(f"--xla_a={value}")
+        compiled(lowered, tmp_path / "figures")
+        assert lowered.num_compiled == count
+
+
 def test_a_program_that_does_not_fit_is_compiled_once(tmp_path):
     message = "RESOURCE_EXHAUSTED: for HLO temporaries (2.00G) exceeds\nmore"
     lowered = Lowered(double, message)

@@ -251,22 +251,47 @@ def test_blocks_in_a_loop_are_compiled_in_full():
 
 
 @pytest.mark.parametrize(
-    ("dtype", "partitioner", "has_wide_sums"),
+    ("dtype", "partitioner", "count", "narrow_sums"),
     [
-        ("mixed_bfloat16", ks.experimental.FullySharded(min_size=1), True),
-        ("mixed_bfloat16", ks.experimental.SlotsOnly(min_size=1), True),
+        (
+            "mixed_bfloat16",
+            ks.experimental.FullySharded(min_size=1),
+            2,
+            'FullySharded(reduce_dtype="bfloat16")',
+        ),
+        (
+            "mixed_bfloat16",
+            ks.experimental.SlotsOnly(min_size=1),
+            2,
+            'SlotsOnly(reduce_dtype="bfloat16")',
+        ),
         (
             "mixed_bfloat16",
             ks.experimental.FullySharded(min_size=1, reduce_dtype="bfloat16"),
-            False,
+            2,
+            "",
         ),
-        ("float32", ks.experimental.FullySharded(min_size=1), False),
-        ("mixed_bfloat16", None, False),
+        ("float32", ks.experimental.FullySharded(min_size=1), 2, ""),
+        ("mixed_bfloat16", None, 2, 'Replicated("bfloat16")'),
+        (
+            "mixed_bfloat16",
+            ks.experimental.Replicated(None),
+            2,
+            'Replicated("bfloat16")',
+        ),
+        ("mixed_bfloat16", ks.experimental.Replicated("bfloat16"), 2, ""),
+        ("mixed_bfloat16", None, 1, ""),
+        ("mixed_bfloat16", None, 3, ""),
+        ("float32", None, 2, ""),
+        ("bfloat16", None, 2, ""),
+        ("bfloat16", ks.experimental.FullySharded(min_size=1), 2, ""),
     ],
 )
-def test_sums_in_a_wider_dtype_are_noticed(dtype, partitioner, has_wide_sums):
+def test_sums_in_a_wider_dtype_are_noticed(
+    dtype, partitioner, count, narrow_sums
+):
     strategy = ks.MirroredStrategy(
-        jax.devices("cpu")[:2], variable_partitioner=partitioner
+        jax.devices("cpu")[:count], variable_partitioner=partitioner
     )
     with strategy.scope(), ks.abstract():
         model = keras.Sequential(
@@ -275,4 +300,4 @@ def test_sums_in_a_wider_dtype_are_noticed(dtype, partitioner, has_wide_sums):
         model.compile("adam", "mse")
     batch = [jax.ShapeDtypeStruct((32, n), "float32") for n in (16, 8)]
     step = FitStep(model, strategy, tuple(batch))
-    assert step.has_wide_sums == has_wide_sums
+    assert step.narrow_sums == narrow_sums

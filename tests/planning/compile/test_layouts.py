@@ -67,7 +67,7 @@ def test_a_partitioner_of_the_user_s_own_is_used_as_it_is():
     [
         *("", "+", "sharded+", "Sharded", "full", "model", "model:0"),
         *("model:-1", "model:x", "sharded:", "sharded:0", "slots+sharded"),
-        *("replicated+slots", "replicated:4", "sharded:1234567", "model:٤"),
+        *("replicated+slots", "replicated:4", "sharded:1234567", "model:1٤"),
         *("sharded:4:4", "sharded 4", "sharded+sharded", "model:2+model:4"),
     ],
 )

@@ -101,7 +101,7 @@ class Step:
         self.tokens, self.blocks = 128, None
         self.efforts, self.remat = [], None
         self.keeps_nothing_else = False
-        self.has_wide_sums = False
+        self.narrow_sums = ""
         self.note, self.steps = "", 1
         self.shared, self.most_rows = 0.0, math.inf
         self.text = PRODUCT

@@ -77,11 +77,12 @@ def test_with_remat_is_said_only_where_it_saves():
 
 def test_sums_in_float32_are_named_if_they_take_long():
     def advice(**given):
-        return write_advice(step(estimate=times(**given)), has_wide_sums=True)
+        planned = step(estimate=times(**given))
+        return write_advice(planned, narrow_sums='Replicated("bfloat16")')
 
     assert advice() == (
         "Sums of gradients are sent in float32. "
-        '`FullySharded(reduce_dtype="bfloat16")` sends half of the bytes.'
+        '`Replicated("bfloat16")` sends half of the bytes.'
     )
     assert advice(links=0.04) == ""
     assert advice(seconds=5e-3, links=9e-4) == ""

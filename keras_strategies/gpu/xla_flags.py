@@ -1,0 +1,54 @@
+"""XLA's flags in the environment."""
+
+import pathlib
+import shlex
+from collections.abc import Mapping
+
+XLA_FLAGS = "XLA_FLAGS"
+DETERMINISM = "xla_gpu_deterministic_ops"
+"""The option with which GPUs compute the same bits in every run."""
+
+
+def read_flags(environ: Mapping[str, str]) -> str:
+    """Returns XLA's flags, from the variable or from the file that it names.
+
+    Like XLA, it takes a value that does not begin with "-" for a file's name.
+
+    Args:
+      environ: The environment variables.
+
+    Raises:
+      ValueError: if there is no such file.
+    """
+    flags = environ.get(XLA_FLAGS, "")
+    if flags.lstrip()[:1] in ("", "-"):
+        return flags.strip()
+    try:
+        file = pathlib.Path(flags)
+        return file.read_text("utf-8", errors="surrogateescape").strip()
+    except (OSError, ValueError) as error:
+        raise ValueError(
+            f"{XLA_FLAGS} must contain flags, or name a file that contains "
+            f"flags. Received: {flags!r:.200}, which does not begin with '-' "
+            f"and cannot be read ({type(error).__name__}). Correct the "
+            "variable, or unset it."
+        ) from error
+
+
+def is_deterministic(environ: Mapping[str, str]) -> bool:
+    """Returns whether XLA's flags ask for determinism on GPUs.
+
+    Args:
+      environ: The environment variables.
+    """
+    try:
+        flags = shlex.split(read_flags(environ))
+    except ValueError:
+        return False
+    # If a flag is repeated, XLA uses the last one.
+    values = [
+        value.lower()
+        for name, _, value in (flag.partition("=") for flag in flags)
+        if name == f"--{DETERMINISM}"
+    ]
+    return values[-1:] in (["true"], ["1"], [""])
