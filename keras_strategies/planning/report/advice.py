@@ -125,7 +125,8 @@ def _advise_on_size(step: PlannedStep, total: float, has_remat: bool) -> str:
     memory = step.memory
     state = memory.get("weights", 0) + memory.get("slots", 0)
     if state > _MUCH * (step.limit_bytes or 0) and step.num_replicas > 1:
-        if step.layout.startswith("sharded"):
+        # A partitioner with options is named by its class.
+        if step.layout.startswith(("sharded", "FullySharded")):
             return (
                 "Shard over more replicas (with a larger `shards`), or use "
                 "more devices."

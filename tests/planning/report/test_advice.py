@@ -29,6 +29,11 @@ OTHER = {"weights": 1e9, "slots": 2e9, "temporary": 27e9}
             "more devices.",
         ),
         (
+            {"bytes_in_all": 30e9, "memory": STATE, "layout": "FullySharded"},
+            "Shard over more replicas (with a larger `shards`), or use "
+            "more devices.",
+        ),
+        (
             {"bytes_in_all": 30e9, "memory": STATE, "num_replicas": 1},
             "Use devices with more memory, or shard the state.",
         ),
