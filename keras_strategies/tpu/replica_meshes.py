@@ -186,12 +186,18 @@ def _sort_by_process(
 def _fill_slice(
     devices: Sequence[jax.Device], computation_shape: Sequence[int]
 ) -> DeviceAssignment:
-    """Makes an assignment with the maximum number of replicas for a slice."""
+    """Makes an assignment whose replicas use all cores of a slice."""
     topology = Topology.from_devices(devices)
-    cores = int(np.prod(computation_shape)) or 1
-    count = max(int(topology.mesh_shape.prod()) // cores, 1)
+    one = DeviceAssignment.build(topology, computation_shape)
+    cores, total = one.num_cores_per_replica, int(topology.mesh_shape.prod())
+    if total % cores:
+        raise ValueError(
+            "The replicas must use all cores. Received: computation_shape="
+            f"{list(computation_shape)} for cores in the shape "
+            f"{topology.mesh_shape.tolist()}. Pass sizes that divide these."
+        )
     return DeviceAssignment.build(
-        topology, computation_shape, num_replicas=count
+        topology, computation_shape, num_replicas=total // cores
     )
 
 

@@ -50,6 +50,14 @@ def test_devices_that_are_present_need_no_options():
 
 
 @pytest.mark.gpu
+def test_replicas_that_leave_gpus_out_are_refused():
+    with pytest.raises(ValueError, match=r"must use all.*\[3, 1, 1, 1\].*Pass"):
+        ks.MirroredStrategy.for_topology(
+            "h100:4", computation_shape=[3, 1, 1, 1]
+        )
+
+
+@pytest.mark.gpu
 def test_a_plan_s_program_is_deterministic_after_enable_determinism(
     monkeypatch,
 ):

@@ -213,6 +213,7 @@ def test_a_rematerialized_block_is_gathered_when_the_last_is_computed():
         ({"name": "v5e:3x3"}, ["v5e:3x3"]),
         ({"name": "none"}, ["'none'", "'v5e:4x4'"]),
         ({"name": "v5e:4x4", "computation_shape": [3, 1, 1, 1]}, ["3"]),
+        ({"name": "v5e:4x4", "computation_shape": [3, 3, 1, 1]}, ["all cores"]),
         ({"name": "v5e:4x4", "computation_shape": [8, 1, 1, 1]}, ["8"]),
         ({"name": "v5e:4x4", "computation_shape": [0, 1, 1, 1]}, ["0"]),
         ({"name": "v5e:4x4", "computation_shape": [2, 2]}, ["[2, 2]"]),
