@@ -6,7 +6,6 @@ from typing import Any
 import numpy as np
 from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn, Literal, Var
 
-from keras_strategies._core.attributes import temporary_attribute
 from keras_strategies._core.jaxprs.stages import (
     equations_in,
     has_effects,
@@ -83,11 +82,14 @@ class ValueNumbers:
             # Such a rule may depend on which operands are differentiated.
             return [self._by_identity(equation)]
         place = self._by_identity(equation)
-        with temporary_attribute(self, "_is_in_rule", True):
+        self._is_in_rule = True
+        try:
             if place not in self._rules:
                 traced = self._trace_rule(jaxpr, equation)
                 self._rules[place] = self.number_outputs(traced)
             (described,) = self._describe(jaxpr, equation)
+        finally:
+            self._is_in_rule = False
         return [described, *self._rules[place]]
 
     def _operand(
