@@ -1,8 +1,8 @@
 """Computes equal blocks of a model in one loop (`jax.lax.scan`).
 
 While a step is traced, the calls of a run of blocks in a marked model's graph
-are recorded instead of computed. Each block is then traced alone, forward and
-backward. If all compute the same from their inputs and variables, the first
+are recorded instead of computed. Each block is then traced alone. If all
+compute the same values and gradients from their inputs and variables, the first
 block's calls are the body of a loop over all blocks, whose variables' values
 are stacked. Otherwise the blocks are computed one by one.
 """
@@ -303,7 +303,7 @@ def _check_equal(
     """Checks that all blocks compute the same from inputs and variables.
 
     Raises:
-      _NotScanned: if they differ, or cannot be traced with a backward pass.
+      _NotScanned: if they differ, or cannot be traced alone.
     """
     try:
         are_equal = compute_same([b.compute for b in bodies], carry, values)
