@@ -66,6 +66,7 @@ def sgd(mesh, weights, x, update, specs, reductions):
         specs=specs,
         divisor=1,
         on_replicated=lambda: None,
+        key=[],
     )
     return value, new
 
@@ -154,6 +155,7 @@ def descended(mesh, spec, grad, weight):
         specs=[spec],
         divisor=1,
         on_replicated=lambda: None,
+        key=[],
     )[0]
 
 

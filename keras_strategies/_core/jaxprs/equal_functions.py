@@ -7,9 +7,13 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.core import Tracer
-from jax.extend.core import ClosedJaxpr
+from jax.extend.core import ClosedJaxpr, DropVar, Jaxpr, JaxprEqn
 
-from keras_strategies._core.jaxprs.stages import shape_of
+from keras_strategies._core.jaxprs.stages import (
+    compute_equations,
+    shape_of,
+    variables,
+)
 from keras_strategies._core.jaxprs.value_numbers import ValueNumbers
 from keras_strategies._types import Array
 
@@ -18,7 +22,9 @@ def compute_same(functions: Sequence[Callable[..., Any]], *args: Any) -> bool:
     """Returns whether functions compute the same results and gradients.
 
     The functions are traced with the shapes of the same arguments, and their
-    operations and constants are compared. Values of an outer trace that the
+    operations and constants are compared. These determine the gradients, except
+    where a function defines a derivative of its own (`jax.custom_vjp`); such
+    derivatives are traced and compared, too. Values of an outer trace that the
     functions read must be the same objects.
 
     Args:
@@ -26,37 +32,47 @@ def compute_same(functions: Sequence[Callable[..., Any]], *args: Any) -> bool:
       *args: Their arguments: nests of arrays.
 
     Raises:
-      Exception: if a function cannot be traced or differentiated.
+      Exception: if a function, or a derivative of its own, cannot be traced.
     """
-    numbers = ValueNumbers(ignores_rules=True)
     # Constants by their contents: equal ones are represented by one of them.
     known: dict[Any, Any] = {}
+
+    def with_known(traced: ClosedJaxpr) -> ClosedJaxpr:
+        consts = [known.setdefault(_key_of(c), c) for c in traced.consts]
+        return traced.replace(consts=consts)
+
+    numbers = ValueNumbers(
+        lambda jaxpr, equation: with_known(_trace_rule(jaxpr, equation))
+    )
+    shapes = jax.tree.map(shape_of, args)
     first: list[int] = []
     for fn in functions:
-        traced = _trace(fn, args)
-        consts = [known.setdefault(_key_of(c), c) for c in traced.consts]
-        found = numbers.number_outputs(traced.replace(consts=consts))
+        traced = jax.make_jaxpr(fn)(*shapes)
+        found = numbers.number_outputs(with_known(traced))
         first = first or found
         if found != first:
             return False
     return True
 
 
-def _trace(fn: Callable[..., Any], args: tuple[Any, ...]) -> ClosedJaxpr:
-    """Traces a function together with its backward pass."""
-    leaves, structure = jax.tree.flatten(args)
+def _trace_rule(jaxpr: Jaxpr, equation: JaxprEqn) -> ClosedJaxpr:
+    """Traces one equation of a jaxpr together with its backward pass."""
+    read = list(dict.fromkeys(variables(equation.invars)))
+    written = [v for v in equation.outvars if not isinstance(v, DropVar)]
 
-    def compute_both(*leaves: Array) -> Any:
-        floats, others = _split(leaves)
+    def compute_both(*values: Array) -> Any:
+        floats, others = _split(values)
 
         def forward(floats: list[Any]) -> tuple[list[Any], list[Any]]:
-            given = _join(leaves, floats, others)
-            return _split(jax.tree.leaves(fn(*structure.unflatten(given))))
+            of = dict(zip(read, _join(values, floats, others), strict=True))
+            return _split(
+                compute_equations(jaxpr, [equation], written, of.__getitem__)
+            )
 
         results, pull_back, rest = jax.vjp(forward, floats, has_aux=True)
         return results, rest, pull_back(results)
 
-    return jax.make_jaxpr(compute_both)(*map(shape_of, leaves))
+    return jax.make_jaxpr(compute_both)(*(shape_of(v.aval) for v in read))
 
 
 def _is_float(array: Array) -> bool:

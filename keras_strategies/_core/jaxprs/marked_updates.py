@@ -9,8 +9,10 @@ divides the work over the devices.
 
 import contextlib
 import dataclasses
+import operator
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from types import MappingProxyType
 from typing import Any, Literal
 
 import jax
@@ -31,6 +33,8 @@ Reduction = Spec | Literal["max"]
 
 # The prefix contains a dot, so no user-defined function can have such a name.
 _PREFIX = "ks.optimizer_update_"
+_INNER = "ks.optimizer_update"
+_NO_UPDATES: Mapping[str, Any] = MappingProxyType({})
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -58,6 +62,7 @@ class Update:
     values: tuple[Spec, ...]
     divisor: int
     on_replicated: Callable[[], None]
+    key: Sequence[object]
 
     def __call__(self, operands: Sequence[Any]) -> list[Any]:
         """Computes the new values from the inputs of `traced`."""
@@ -66,20 +71,28 @@ class Update:
 
 class _Collected(threading.local):
     updates: dict[str, Update] | None = None
+    known: Mapping[str, Update] = _NO_UPDATES
 
 
 _collected = _Collected()
 
 
 @contextlib.contextmanager
-def collect_updates() -> Iterator[dict[str, Update]]:
-    """Yields a dict that collects the updates marked in a `with` block."""
-    before = _collected.updates
-    _collected.updates = updates = {}
+def collect_updates(*, is_twin: bool = False) -> Iterator[dict[str, Update]]:
+    """Yields a dict that collects the updates marked in a `with` block.
+
+    Args:
+      is_twin: Whether the block traces the current step again. It then reuses
+        the jaxprs of updates that this thread has already collected.
+    """
+    before = _collected.updates, _collected.known
+    known = (before[0] or _NO_UPDATES) if is_twin else _NO_UPDATES
+    updates: dict[str, Update] = {}
+    _collected.updates, _collected.known = updates, known
     try:
         yield updates
     finally:
-        _collected.updates = before
+        _collected.updates, _collected.known = before
 
 
 def is_collecting() -> bool:
@@ -102,6 +115,7 @@ def mark_update(
     specs: Sequence[Spec],
     divisor: int,
     on_replicated: Callable[[], None],
+    key: Sequence[object],
 ) -> list[Any]:
     """Computes `update(reduce(gradients), values)` as one marked equation.
 
@@ -115,9 +129,12 @@ def mark_update(
       specs: See `Update.values`.
       divisor: See `Update.divisor`.
       on_replicated: See `Update.on_replicated`.
+      key: See `Update.key`.
     """
     assert _collected.updates is not None
-    traced = jax.make_jaxpr(update)(gradients, values)
+    name = f"{_PREFIX}{len(_collected.updates)}"
+    traced = _find_known(name, key, [*gradients, *values])
+    traced = traced or _trace(update, gradients, values)
     captured = traced.consts
     marked = Update(
         traced=ClosedJaxpr(with_consts_as_inputs(traced), []),
@@ -126,8 +143,8 @@ def mark_update(
         values=tuple(specs),
         divisor=divisor,
         on_replicated=on_replicated,
+        key=key,
     )
-    name = f"{_PREFIX}{len(_collected.updates)}"
     _collected.updates[name] = marked
 
     def compute(
@@ -137,6 +154,38 @@ def mark_update(
 
     compute.__name__ = compute.__qualname__ = name
     return jax.jit(compute)(captured, gradients, values)
+
+
+def _trace(
+    update: Callable[..., Any], gradients: list[Any], values: list[Any]
+) -> ClosedJaxpr:
+    def compute(gradients: list[Any], values: list[Any]) -> list[Any]:
+        return update(gradients, values)
+
+    compute.__name__ = compute.__qualname__ = _INNER
+    # As one equation, which is not traced again where the jaxpr is computed.
+    return jax.make_jaxpr(jax.jit(compute))(gradients, values)
+
+
+def _find_known(
+    name: str, key: Sequence[object], operands: list[Any]
+) -> ClosedJaxpr | None:
+    """Returns the jaxpr of the same update in an earlier trace of the step."""
+    known = _collected.known.get(name)
+    if known is None or known.num_captured or len(known.key) != len(key):
+        return None
+    is_same = all(map(operator.is_, known.key, key))
+    shapes = list(map(jax.typeof, operands))
+    return known.traced if is_same and known.traced.in_avals == shapes else None
+
+
+def is_same_update(equations: Sequence[Any]) -> bool:
+    """Returns whether equations of two traces compute one known update."""
+    if len(equations) < 2:
+        return False
+    jaxprs = [e.params.get("jaxpr") for e in equations]
+    is_update = equations[0].params.get("name") == _INNER
+    return is_update and all(jaxpr is jaxprs[0] for jaxpr in jaxprs)
 
 
 def wait_for_all(sums: list[Any], platform: str) -> list[Any]:

@@ -1,19 +1,22 @@
 """Value numbering, which finds common computations in several traces."""
 
-from collections.abc import Hashable, Mapping
+from collections.abc import Callable, Hashable, Mapping
 from typing import Any
 
 import numpy as np
-from jax.extend.core import ClosedJaxpr, Jaxpr, Literal, Var
+from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn, Literal, Var
 
 from keras_strategies._core.jaxprs.stages import (
+    equations_in,
     has_effects,
     names_in,
     references,
 )
 
-# Parameters of `custom_jvp_call` and `custom_vjp_call`.
-_RULES = frozenset(names_in("bwd fwd_jaxpr_thunk jvp_jaxpr_fun out_trees"))
+# A rule inside of `shard_map` may use the mapped axes.
+_HAVE_RULES = names_in("custom_jvp_call custom_vjp_call shard_map")
+# Parameters of the first two.
+_RULES = names_in("bwd fwd_jaxpr_thunk jvp_jaxpr_fun out_trees")
 
 
 class ValueNumbers:
@@ -26,12 +29,18 @@ class ValueNumbers:
     differ.
 
     Args:
-      ignores_rules: Whether to ignore custom rules for derivatives, which are
-        Python functions. Set it for traces that contain the derivatives.
+      trace_rule: A function that traces one equation of a jaxpr together with
+        its derivatives. Custom rules for derivatives, which are Python
+        functions, are then compared by these traces.
     """
 
-    def __init__(self, *, ignores_rules: bool = False) -> None:
-        self._ignored = _RULES if ignores_rules else frozenset()
+    def __init__(
+        self, trace_rule: Callable[[Jaxpr, Any], ClosedJaxpr] | None = None
+    ) -> None:
+        self._trace_rule = trace_rule
+        self._is_in_rule = False
+        # The numbers of traced rules, by the number of their equation.
+        self._rules: dict[int, list[int]] = {}
         self._numbers: dict[Any, int] = {}
         # Objects whose ids are used in keys. They are kept alive so that their
         # ids are not reused.
@@ -51,13 +60,37 @@ class ValueNumbers:
             key: Any = (
                 equation.primitive.name,
                 operands,
-                self._parameters(equation.params),
+                *self._describe(jaxpr, equation),
             )
             if has_effects(equation) or references(equation):
                 key = self._by_identity(equation)
             for i, variable in enumerate(equation.outvars):
                 known[variable] = self._number((key, i))
         return [self._operand(v, known) for v in jaxpr.outvars]
+
+    def _describe(self, jaxpr: Jaxpr, equation: JaxprEqn) -> list[Hashable]:
+        """Returns keys for an equation's parameters and its custom rules."""
+        params = equation.params
+        is_custom = equation.primitive.name in _HAVE_RULES
+        if self._trace_rule is None or not is_custom or self._is_in_rule:
+            others = params
+            if self._is_in_rule:
+                others = {k: v for k, v in params.items() if k not in _RULES}
+            return [self._parameters(others)]
+        inner = (equation, *equations_in(equation))
+        if any(e.params.get("symbolic_zeros") for e in inner):
+            # Such a rule may depend on which operands are differentiated.
+            return [self._by_identity(equation)]
+        place = self._by_identity(equation)
+        self._is_in_rule = True
+        try:
+            if place not in self._rules:
+                traced = self._trace_rule(jaxpr, equation)
+                self._rules[place] = self.number_outputs(traced)
+            (described,) = self._describe(jaxpr, equation)
+        finally:
+            self._is_in_rule = False
+        return [described, *self._rules[place]]
 
     def _operand(
         self, variable: Var | Literal, known: Mapping[Any, int]
@@ -80,11 +113,7 @@ class ValueNumbers:
             ]
             return ("program", *self._number_jaxpr(value, consts))
         if isinstance(value, Mapping):
-            items = [
-                (k, self._parameters(v))
-                for k, v in value.items()
-                if k not in self._ignored
-            ]
+            items = [(k, self._parameters(v)) for k, v in value.items()]
             return ("mapping", *sorted(items, key=lambda item: str(item[0])))
         if type(value) in (tuple, list):
             return ("sequence", *map(self._parameters, value))

@@ -39,6 +39,7 @@ from keras_strategies._core.row_kinds.kinds import (
     make_sum,
 )
 from keras_strategies._core.row_kinds.rules import kinds_of_results
+from keras_strategies._core.row_kinds.updates import kinds_of_update
 from keras_strategies._types import Array, Equation
 
 LOSS = "ks.loss"
@@ -217,7 +218,8 @@ class _Interpreter:
             return self._cond(equations, kinds)
         inner = [find_called_jaxpr(e) for e in equations]
         if None not in inner and not is_by_rows(equation):
-            return self._interpret(inner, kinds)
+            updated = kinds_of_update(equations, kinds)
+            return updated or self._interpret(inner, kinds)
         call = Call(
             equation=equation,
             twin=equations[-1] if len(equations) > 1 else None,

@@ -259,8 +259,7 @@ def _mark_update(
     mesh = step.facts.mesh
     grads = _clear_empty(step, grads)
     # The operands of an equation must be arrays. So only gradients that are not
-    # None become operands, and the function in the equation inserts the Nones
-    # again.
+    # None become operands; the function in the equation inserts the Nones.
     present = [i for i, g in enumerate(grads) if g is not None]
 
     def with_missing(some: list[Any]) -> list[Any]:
@@ -286,6 +285,7 @@ def _mark_update(
             specs=[shardings.spec_of(v, mesh) for v in targets],
             divisor=_find_divisor(step, optimizer),
             on_replicated=lambda: shardings.note_replicated_update(targets),
+            key=[*(targets[i] for i in present), *targets, optimizer],
         )
 
 

@@ -1,8 +1,8 @@
 """Computes equal blocks of a model in one loop (`jax.lax.scan`).
 
 While a step is traced, the calls of a run of blocks in a marked model's graph
-are recorded instead of computed. Each block is then traced alone, forward and
-backward. If all compute the same from their inputs and variables, the first
+are recorded instead of computed. Each block is then traced alone. If all
+compute the same values and gradients from their inputs and variables, the first
 block's calls are the body of a loop over all blocks, whose variables' values
 are stacked. Otherwise the blocks are computed one by one.
 """
@@ -46,6 +46,7 @@ from keras_strategies.keras_bridge.step_context import current_step
 
 _MARK = "_ks_scans_blocks"
 _REASONS = "_ks_reasons_against_scans"
+_RUNS = "_ks_runs_of_blocks"
 
 
 def scan_blocks(model: keras.Model) -> list[list[str]]:
@@ -125,8 +126,7 @@ def _wrap_graph(original: Callable[..., Any]) -> Callable[..., Any]:
         )
         if not is_scanned or is_symbolic or get_stateless_scope() is None:
             return original(graph, inputs, *args, **kwargs)
-        # Found again, because a layer may have been frozen since.
-        runs = find_blocks_of(graph)
+        runs = _find_runs(graph)
         if not runs:
             _warn(graph, "they are not equal any more")
         # Keras 3.15 passes a function, Keras 3.16 none.
@@ -156,6 +156,19 @@ def _wrap_graph(original: Callable[..., Any]) -> Callable[..., Any]:
     return run_graph
 
 
+def _find_runs(graph: Any) -> list[Blocks]:
+    """Finds the blocks again, because a layer may have been frozen since."""
+    if not _is_repeated() or _RUNS not in vars(graph):
+        vars(graph)[_RUNS] = find_blocks_of(graph)
+    return vars(graph)[_RUNS]
+
+
+def _is_repeated() -> bool:
+    """Returns whether the step is traced again with other numbers of rows."""
+    step = current_step()
+    return step is not None and (step.facts.is_probe or step.facts.is_twin)
+
+
 def _return_operation(operation: Any) -> Any:
     return operation
 
@@ -169,11 +182,8 @@ class _NotScanned(Exception):
 
 def _compute(graph: Any, calls: BlockCalls) -> None:
     """Computes all blocks of a run in a loop, or else one by one."""
-    step = current_step()
     # The blocks were compared in the first trace.
-    is_repeated = step is not None and (
-        step.facts.is_probe or step.facts.is_twin
-    )
+    is_repeated = _is_repeated()
     reasons = vars(graph).setdefault(_REASONS, {})
     key = tuple(id(operation) for operation, _ in calls.blocks.trunks)
     try:
@@ -293,7 +303,7 @@ def _check_equal(
     """Checks that all blocks compute the same from inputs and variables.
 
     Raises:
-      _NotScanned: if they differ, or cannot be traced with a backward pass.
+      _NotScanned: if they differ, or cannot be traced alone.
     """
     try:
         are_equal = compute_same([b.compute for b in bodies], carry, values)

@@ -267,7 +267,7 @@ def _trace_with_rows(
     """Traces the step with another number of rows."""
     facts = StepFacts(mesh=step.facts.mesh, rows=rows, is_twin=True)
     twin = StepContext(facts=facts)
-    with collect_updates(), warnings.catch_warnings():
+    with collect_updates(is_twin=True), warnings.catch_warnings():
         # The first trace has warned already.
         warnings.simplefilter("ignore")
         fn = functools.partial(body, twin)

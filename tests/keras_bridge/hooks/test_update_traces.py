@@ -1,0 +1,102 @@
+"""An optimizer's update is traced once, however often its step is."""
+
+import warnings
+
+import jax
+import keras
+import numpy as np
+import pytest
+from keras import layers
+
+import keras_strategies as ks
+
+_random = np.random.default_rng(3)
+X = _random.normal(size=(8, 4)).astype("float32")
+Y = _random.normal(size=(8, 4)).astype("float32")
+
+
+class Counting(keras.optimizers.SGD):
+    """Counts the traces of its updates of matrices."""
+
+    traces = 0
+
+    def update_step(self, gradient, variable, learning_rate):
+        self.traces += len(variable.shape) == 2
+        super().update_step(gradient, variable, learning_rate)
+
+
+class Own(layers.Dense):
+    """Is traced again with other numbers of rows, as user-defined code is."""
+
+    def call(self, x, training=None):
+        return super().call(x) * 2
+
+
+class Twice(keras.Model):
+    """A model whose second loss depends on the first update."""
+
+    def __init__(self):
+        super().__init__()
+        self.layer, self.calls = Own(4), 0
+        self.layer.build((None, 4))
+        self.built = True
+
+    def call(self, x):
+        return self.layer(x)
+
+    def train_step(self, state, data):
+        weights, others, slots, metrics = state
+        x, y, _ = keras.utils.unpack_x_y_sample_weight(data)
+        self.calls += 1
+
+        def loss_of(values):
+            mapping = zip(self.trainable_variables, values, strict=True)
+            with keras.StatelessScope(state_mapping=mapping):
+                return self.compute_loss(x, y, self(x))
+
+        for _ in range(2):
+            loss, grads = jax.value_and_grad(loss_of)(weights)
+            weights, slots = self.optimizer.stateless_apply(
+                slots, grads, weights
+            )
+        return {"loss": loss}, (weights, others, slots, metrics)
+
+
+def fit(make, *, replicas, is_sharded=True):
+    partitioner = ks.experimental.FullySharded(min_size=1)
+    strategy = ks.MirroredStrategy(
+        [f"cpu:{i}" for i in range(replicas)],
+        variable_partitioner=partitioner if is_sharded else None,
+    )
+    with strategy.scope():
+        keras.utils.set_random_seed(0)
+        model = make()
+        model.compile(Counting(0.1, momentum=0.9), "mse")
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        model.fit(X, Y, batch_size=4, epochs=1, shuffle=False, verbose=0)
+    warned = [w for w in caught if "global batch" in str(w.message)]
+    return model, [np.asarray(v) for v in model.variables], len(warned)
+
+
+def chain():
+    return keras.Sequential([keras.Input((4,)), Own(4), Own(4)])
+
+
+@pytest.mark.parametrize("replicas", [2, 4])
+def test_an_update_is_traced_once(replicas):
+    model, found, warned = fit(chain, replicas=replicas)
+    assert not warned
+    assert model.optimizer.traces == 2
+    _, wanted, _ = fit(chain, replicas=1, is_sharded=False)
+    jax.tree.map(lambda *a: np.testing.assert_allclose(*a, 1e-5), found, wanted)
+
+
+@pytest.mark.parametrize("replicas", [2, 4])
+def test_a_loss_after_an_update_is_that_of_one_device(replicas):
+    model, found, warned = fit(Twice, replicas=replicas)
+    assert not warned
+    assert model.calls > 1
+    assert model.optimizer.traces == 2
+    _, wanted, _ = fit(Twice, replicas=1, is_sharded=False)
+    jax.tree.map(lambda *a: np.testing.assert_allclose(*a, 1e-5), found, wanted)
