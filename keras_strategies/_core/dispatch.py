@@ -23,6 +23,7 @@ from typing import Any
 import jax
 
 from keras_strategies._core.mesh import ReplicaMesh
+from keras_strategies._core.names.phases import DEVICE, Phase
 
 _turn = threading.Lock()
 _in_flight: jax.Array | None = None
@@ -73,7 +74,8 @@ def dispatch(mesh: ReplicaMesh, fn: Callable[..., Any], *args: Any) -> Any:
         # raised only once.
         waited_for, _in_flight = _in_flight, None
         if waited_for is not None and not waited_for.is_deleted():
-            waited_for.block_until_ready()
+            with Phase(DEVICE):
+                waited_for.block_until_ready()
         result = _start(mesh, fn, args)
         # One output is enough, because all of them become ready together.
         leaves = jax.tree.leaves(result[0]) or jax.tree.leaves(result)

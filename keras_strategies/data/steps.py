@@ -10,6 +10,7 @@ import jax
 
 from keras_strategies._core.batches import HostBatch
 from keras_strategies._core.mesh import ReplicaMesh
+from keras_strategies._core.names.phases import READ, Phase
 from keras_strategies._core.rows import (
     balanced_rows,
     rotated_rows,
@@ -362,7 +363,8 @@ class Steps:
           for the other processes; and the error, or None.
         """
         try:
-            part = next(parts, None)
+            with Phase(READ):
+                part = next(parts, None)
             if part is None:
                 return None, {"rows": None}, None
             part = check_part(part, self.source.kind)

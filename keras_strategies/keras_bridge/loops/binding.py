@@ -20,6 +20,7 @@ from keras_strategies._core.mesh import ReplicaMesh
 from keras_strategies._types import Batch, Tree
 from keras_strategies.keras_bridge import keras_names
 from keras_strategies.keras_bridge.callbacks.callback_list import (
+    close_reports,
     make_quiet_list,
 )
 from keras_strategies.keras_bridge.callbacks.chief_callbacks import (
@@ -170,6 +171,7 @@ class Binding:
             stack.enter_context(self._validating(call["validation_data"]))
             call.set(validation_data=self._make_validation_feed(call))
             call.set_feed(feed)
+            stack.callback(close_reports, call["callbacks"])
             self._build_on_feed(feed)
             sums_later = read_variables_together(
                 self.model, call["callbacks"], self._mesh

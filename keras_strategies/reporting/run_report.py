@@ -1,0 +1,228 @@
+"""`ks.callbacks.RunReport`: a report of where a run's time goes."""
+
+import contextlib
+import os
+import time
+from typing import Any
+
+import keras
+from rich.console import Console
+
+from keras_strategies._core.names.phases import EVALUATE, recording
+from keras_strategies._types import Logs
+from keras_strategies.callbacks.global_step import GlobalStep
+from keras_strategies.keras_bridge.callbacks.callback_list import (
+    ReportCallback,
+)
+from keras_strategies.keras_bridge.callbacks.resumable_fit import (
+    find_fit_state,
+)
+from keras_strategies.keras_bridge.loops.binding import find_binding
+from keras_strategies.planning.compile.clones import embeds_tokens
+from keras_strategies.reporting import document as files
+from keras_strategies.reporting.advice import write_advice
+from keras_strategies.reporting.figures import (
+    compute_figures,
+    compute_shares,
+    compute_speed,
+    pick_logs,
+)
+from keras_strategies.reporting.recorder import StepRecorder
+from keras_strategies.reporting.table import print_reports
+
+_WRITE_S = 10.0
+
+
+class RunReport(ReportCallback):
+    """A callback that reports where the time of a `fit` goes.
+
+    At the end of `fit` the chief prints a table and one sentence of advice,
+    such as "38 % of the time waits for input: ...". The report is also written
+    to `run_report.json` in the directory of the checkpoints, to which each
+    start of the run adds an entry. `keras-strategies report DIR` prints it.
+
+    The following values are added to the logs, that is, to the progress bar,
+    `History` and `ks.callbacks.Scalars`: `step_ms`, `rows_per_sec`,
+    `input_share`, and, if they are known, `tokens_per_sec` and `mfu`. They are
+    means over the fit so far.
+
+    `fit` may start programs ahead of the devices. So the time of a step is
+    measured between moments at which `fit` has caught up with the devices: at
+    the start of a program, if the previous one has ended, where `fit` waits for
+    a program (on CPUs, or for logs), before a checkpoint or an evaluation, and
+    at an epoch's end. Each step between two such moments gets the mean of the
+    time. The report looks whether programs have ended; it waits for them only
+    before a checkpoint or an evaluation, which wait for them too.
+    Compilations, checkpoints and evaluations are not part of a step's time.
+    The time until the first step has started is start-up, and no part of the
+    shares.
+
+    Args:
+      directory: The folder for `run_report.json`, created if needed. None for
+        the directory of the `ks.callbacks.Checkpoint` of the same fit; without
+        one, no file is written.
+      verbose: Whether the chief prints the report at the end of `fit`.
+
+    Raises:
+      TypeError: if `directory` is not a path.
+      RuntimeError: in `fit`, if no strategy distributes the model.
+      ReportError: in `fit`, if `run_report.json` exists and is not a report.
+      OSError: in `fit`, if the directory cannot be written to.
+
+    Example:
+      ```python
+      report = ks.callbacks.RunReport("run")
+      model.fit(x, y, epochs=3, callbacks=[report])
+      print(report.figures["step_ms"]["median"])
+      ```
+    """
+
+    def __init__(
+        self,
+        directory: str | os.PathLike[str] | None = None,
+        *,
+        verbose: bool = True,
+    ) -> None:
+        super().__init__()
+        if directory is not None and not (
+            isinstance(directory, str | os.PathLike) and os.fspath(directory)
+        ):
+            raise TypeError(
+                "`directory` must be a non-empty path, or None. Received: "
+                f"directory={directory!r}. Pass the folder of the run."
+            )
+        self._directory, self._verbose = directory, verbose
+        self._stack = contextlib.ExitStack()
+        self._recorder: StepRecorder | None = None
+        self._step = GlobalStep()
+        self._folder: str | None = None
+        self._document: files.Document | None = None
+        self._is_chief = True
+        self.figures: dict[str, Any] = dict(files.EMPTY)
+        self.is_done = False
+        self._has_begun = False
+        self._write_at = 0.0
+
+    # Called by Keras in fit.
+
+    def set_model(self, model: keras.Model) -> None:
+        """Sets the model; called by Keras."""
+        super().set_model(model)
+        # Reading `self.model` during a step makes Keras write the step's
+        # arrays to all variables.
+        self._fitted = model
+
+    def on_train_begin(self, logs: Logs | None = None) -> None:
+        """Starts to record; reads an earlier report."""
+        model = self._fitted
+        binding = find_binding(model)
+        if binding is None:
+            raise RuntimeError(
+                "`RunReport` can only report the fit of a model that a "
+                f"strategy distributes. Received: {model.name!r}, which was "
+                "compiled outside a strategy's scope. Compile the model in "
+                "`with ks.MirroredStrategy().scope():`, which also works with "
+                "one device."
+            )
+        self.close()
+        self._is_chief = binding.is_chief
+        self._folder = self._find_folder()
+        self._document = None
+        if self._folder is not None:
+            os.makedirs(self._folder, exist_ok=True)
+            if os.path.exists(os.path.join(self._folder, files.NAME)):
+                self._document = files.load_report(self._folder)
+        self._step.follow(model)
+        self._recorder = StepRecorder(has_tokens=embeds_tokens(model))
+        self._write_at = 0.0
+        self._has_begun = False
+        self._stack.enter_context(self._recorder.compilations.listening())
+        self._stack.enter_context(recording(self._recorder))
+
+    def _find_folder(self) -> str | None:
+        if not self._is_chief:
+            return None
+        if self._directory is not None:
+            return os.fspath(self._directory)
+        loop = find_fit_state(self._fitted)
+        return None if loop is None else loop.directory
+
+    def on_epoch_begin(self, epoch: int, logs: Logs | None = None) -> None:
+        """Determines, in the first epoch, the step that the fit starts at."""
+        if self._has_begun:
+            return
+        self._has_begun = True
+        # All callbacks have restored their state by now.
+        self._step.settle(self._fitted)
+        if self._folder is not None:
+            self._document = files.add_start(
+                self._document, time.time(), self._step.value, None
+            )
+            self._write(is_done=False)
+
+    def on_test_begin(self, logs: Logs | None = None) -> None:
+        """Starts an evaluation."""
+        if self._recorder is not None:
+            self._recorder.begin(EVALUATE, None)
+
+    def on_test_end(self, logs: Logs | None = None) -> None:
+        """Ends an evaluation."""
+        if self._recorder is not None:
+            self._recorder.end(EVALUATE, None)
+
+    def on_epoch_end(self, epoch: int, logs: Logs | None = None) -> None:
+        """Adds the figures to the epoch's logs."""
+        recorder = self._recorder
+        if recorder is None:
+            return
+        # Keras has fetched the epoch's logs, so all steps have ended.
+        recorder.close_window(time.perf_counter())
+        if isinstance(logs, dict):
+            self.add_logs(logs)
+        if time.monotonic() >= self._write_at:
+            self._write(is_done=False)
+
+    def add_logs(self, logs: dict[str, Any]) -> None:
+        """Adds the time of a step, speeds and the share of input to logs."""
+        recorder = self._recorder
+        if recorder is not None:
+            shares = compute_shares(recorder, time.perf_counter())
+            logs |= pick_logs({"shares": shares} | compute_speed(recorder))
+
+    def on_train_end(self, logs: Logs | None = None) -> None:
+        """Writes and prints the report."""
+        self._write(is_done=True)
+        self.close()
+        if self._is_chief and self._verbose:
+            report = self._document or files.update_start(
+                files.add_start(None, time.time(), 0, None),
+                self._step.value,
+                self.figures,
+                is_done=True,
+            )
+            print_reports(Console(highlight=False), {"run": report})
+
+    def close(self) -> None:
+        """Stops recording; called when `fit` ends, by an error or not."""
+        if self._recorder is None:
+            return
+        self._stack.close()
+        if not self.is_done:
+            self._write(is_done=False)
+        self._recorder = None
+
+    # Implementation.
+
+    def _write(self, *, is_done: bool) -> None:
+        recorder = self._recorder
+        if recorder is None:
+            return
+        figures = compute_figures(recorder, time.perf_counter())
+        figures["advice"] = write_advice(figures)
+        self.figures, self.is_done = figures, is_done
+        self._write_at = time.monotonic() + _WRITE_S
+        if self._folder is not None and self._document is not None:
+            self._document = files.update_start(
+                self._document, self._step.value, figures, is_done=is_done
+            )
+            files.save_report(self._folder, self._document)
