@@ -28,9 +28,14 @@ def write_advice(figures: Mapping[str, Any]) -> str:
     if not figures.get("shares") or "step_ms" not in figures:
         return "Too few steps were trained to show where their time goes."
     shares = dict(figures["shares"])
-    if figures["input_ms"] < _QUICK_MS:
+    slow = figures.get("processes", {"extra_share": 0.0, "input_ms": 0.0})
+    if slow["input_ms"] >= _QUICK_MS:
+        shares["input"] = max(shares["input"], slow["input_share"])
+    elif figures["input_ms"] < _QUICK_MS:
         # To place a batch takes this time, however fast the data are read.
         shares["python"] += shares.pop("input")
+    if slow["extra_share"] > slow.get("input_share", 0.0):
+        shares["process"] = slow["extra_share"]
     least = {"python": _LEAST_PYTHON, "program": math.inf}
     causes = {
         name: share
@@ -45,7 +50,20 @@ def write_advice(figures: Mapping[str, Any]) -> str:
 
 
 def _advise_input(figures: Mapping[str, Any]) -> str:
-    return f"waits for input: {_INPUT}"
+    slow = figures.get("processes")
+    where = ""
+    if slow is not None and slow["extra_ms"] > slow["input_ms"] / 2:
+        where = f" on process {slow['slowest']}"
+    return f"waits for input{where}: {_INPUT}"
+
+
+def _advise_process(figures: Mapping[str, Any]) -> str:
+    slow = figures["processes"]
+    return (
+        f"waits for process {slow['slowest']}, which spends "
+        f"{slow['extra_ms']:.3g} ms a step more in Python than the others: "
+        "look at its callbacks, and at other programs on its host"
+    )
 
 
 def _advise_callbacks(figures: Mapping[str, Any]) -> str:
@@ -113,5 +131,6 @@ _WRITERS = {
     "compile": _advise_compile,
     "evaluate": _advise_evaluate,
     "python": _advise_python,
+    "process": _advise_process,
     "program": _advise_program,
 }

@@ -38,6 +38,14 @@ FIGURES = {
     "tokens_per_sec?": float,
     "flops_per_sec?": float,
     "mfu?": float,
+    "processes?": {
+        "count": is_count,
+        "slowest": is_count,
+        "extra_ms": float,
+        "extra_share": float,
+        "input_ms": float,
+        "input_share": float,
+    },
     "advice?": str,
 }
 """The form of the figures of a run; see `message_forms.Form`."""

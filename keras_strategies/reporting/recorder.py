@@ -247,6 +247,24 @@ class StepRecorder:
         self._since, self._since_counts = now, self.launched
         self._left_out = left_out
 
+    def measure_local(self) -> dict[str, Any]:
+        """Returns this process's steps and times, for `Heartbeat`."""
+        started = self.started_at
+        if started is None or not self.counts[0]:
+            return {}
+        of = self.seconds
+        left_out = self._count_left_out() - self.compiled_before
+        seconds = self._clock() - started - left_out
+        # The rest of the input is a wait for other processes' rows.
+        own = min(of[INPUT], self.read_seconds)
+        return {
+            "steps": self.counts[0],
+            "steps_s": seconds,
+            "local_s": max(seconds - of[STEP] - of[DEVICE] - of[INPUT], 0.0)
+            + own,
+            "input_s": own,
+        }
+
     def _count_left_out(self) -> float:
         of = self.seconds
         return of[SAVE] + of[EVALUATE] + self.compilations.seconds

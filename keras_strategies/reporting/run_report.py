@@ -11,6 +11,7 @@ from rich.console import Console
 from keras_strategies._core.names.phases import EVALUATE, recording
 from keras_strategies._types import Logs
 from keras_strategies.callbacks.global_step import GlobalStep
+from keras_strategies.cluster.watchdog import watchdog
 from keras_strategies.keras_bridge.callbacks.callback_list import (
     ReportCallback,
 )
@@ -27,6 +28,7 @@ from keras_strategies.reporting.figures import (
     compute_speed,
     pick_logs,
 )
+from keras_strategies.reporting.process_times import compare_processes
 from keras_strategies.reporting.recorder import StepRecorder
 from keras_strategies.reporting.table import print_reports
 
@@ -138,6 +140,9 @@ class RunReport(ReportCallback):
         self._has_begun = False
         self._stack.enter_context(self._recorder.compilations.listening())
         self._stack.enter_context(recording(self._recorder))
+        runner = watchdog.get_runner()
+        if runner is not None:
+            runner.measure_steps = self._recorder.measure_local
 
     def _find_folder(self) -> str | None:
         if not self._is_chief:
@@ -209,6 +214,12 @@ class RunReport(ReportCallback):
         self._stack.close()
         if not self.is_done:
             self._write(is_done=False)
+        runner = watchdog.get_runner()
+        if runner is not None:
+            # Later heartbeats repeat the last times, for a chief that ends
+            # later.
+            last = self._recorder.measure_local()
+            runner.measure_steps = lambda: last
         self._recorder = None
 
     # Implementation.
@@ -218,6 +229,9 @@ class RunReport(ReportCallback):
         if recorder is None:
             return
         figures = compute_figures(recorder, time.perf_counter())
+        heartbeats = watchdog.get_heartbeats()
+        if self._is_chief and heartbeats:
+            figures |= compare_processes(heartbeats)
         figures["advice"] = write_advice(figures)
         self.figures, self.is_done = figures, is_done
         self._write_at = time.monotonic() + _WRITE_S

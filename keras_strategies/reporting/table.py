@@ -94,6 +94,13 @@ def _read_cause(place: int) -> Callable[[Document], str]:
     return read
 
 
+def _read_slowest(report: Document) -> str:
+    found = _figures(report).get("processes")
+    if found is None:
+        return ""
+    return f"{found['slowest']}, by {found['extra_ms']:.3g} ms a step"
+
+
 def _read_starts(report: Document) -> str:
     count = report["num_starts"]
     return f"{count - 1}" if count > 1 else ""
@@ -118,6 +125,7 @@ _ROWS: tuple[tuple[str, Callable[[Document], str]], ...] = (
     *((f"  {label}", _read_share(name)) for name, label in _SHARES.items()),
     ("compiled programs", _read_compilations),
     *(("  for", _read_cause(place)) for place in range(3)),
+    ("slowest process", _read_slowest),
     ("restarts", _read_starts),
     ("steps computed twice", _read_repeated),
 )

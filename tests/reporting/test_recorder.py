@@ -9,6 +9,7 @@ from keras_strategies._core.names.phases import (
     DEVICE,
     EVALUATE,
     INPUT,
+    READ,
     SAVE,
     STEP,
 )
@@ -147,6 +148,26 @@ def test_compilations_are_no_part_of_steps_or_phases():
     assert loop.recorder.compilations.seconds == pytest.approx(12.0)
     assert shares["callbacks"] == pytest.approx(0.0, abs=1e-9)
     assert speed["step_ms"]["mean"] < 25
+
+
+def test_local_time_is_that_outside_of_programs_and_of_own_input():
+    loop = Loop()
+    recorder = loop.recorder
+    assert recorder.measure_local() == {}
+    recorder.compilations._hear(
+        "/jax/core/compile/backend_compile_duration", 7.0, fun_name="step"
+    )
+    for _ in range(11):
+        recorder.begin(READ, None)
+        loop.clock.seconds += 0.005
+        recorder.end(READ, None)
+        loop.step(input_s=0.02, call_s=0.03, python_s=0.01)
+    found = recorder.measure_local()
+    assert found["steps"] == pytest.approx(10, abs=1)
+    assert found["steps_s"] == pytest.approx(0.65, abs=0.03)
+    # The loop waited 20 ms a step, but for its own rows only 5 ms.
+    assert found["input_s"] == pytest.approx(0.05, abs=0.01)
+    assert found["local_s"] == pytest.approx(0.05 + 0.15, abs=0.03)
 
 
 def test_quantiles_of_a_histogram():
