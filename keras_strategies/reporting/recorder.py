@@ -76,6 +76,8 @@ class StepRecorder:
       window_seconds: The seconds of all windows.
       started_at: When the start-up had ended, or None.
       executions: Number of programs that were started.
+      note_steps: A function that is called with the number of steps that were
+        started so far.
       ahead: Number of programs that were started before the previous one had
         ended.
     """
@@ -98,6 +100,7 @@ class StepRecorder:
         self.launched = self._pending = (0, 0, 0)
         self._open: list[_Open] = []
         self._execution: Execution | None = None
+        self.note_steps: Callable[[int], None] = lambda count: None
         self._last: Any = None
         self._reset(self.began_at)
 
@@ -207,6 +210,7 @@ class StepRecorder:
         self._execution = None
         before = self.launched
         self.launched = _add(self.launched, self._pending)
+        self.note_steps(self.launched[0])
         leaves = jax.tree.leaves(result)
         self._last = leaves[0] if leaves else None
         if self.started_at is None and self.launched[0]:

@@ -21,6 +21,7 @@ from keras_strategies.keras_bridge.callbacks.resumable_fit import (
 from keras_strategies.keras_bridge.loops.binding import find_binding
 from keras_strategies.planning.compile.clones import embeds_tokens
 from keras_strategies.reporting import document as files
+from keras_strategies.reporting import step_file
 from keras_strategies.reporting.advice import write_advice
 from keras_strategies.reporting.figures import (
     compute_figures,
@@ -160,10 +161,29 @@ class RunReport(ReportCallback):
         # All callbacks have restored their state by now.
         self._step.settle(self._fitted)
         if self._folder is not None:
+            step = self._step.value
+            last_step = self._keep_step(self._folder, step)
             self._document = files.add_start(
-                self._document, time.time(), self._step.value, None
+                self._document, time.time(), step, last_step
             )
             self._write(is_done=False)
+
+    def _keep_step(self, folder: str, step: int) -> int | None:
+        """Writes each step to a file; returns the last one of an earlier run.
+
+        If the file system has no mapped files, the report's last step is that
+        of its last writing.
+        """
+        try:
+            file = step_file.StepFile(folder)
+        except OSError:
+            return None
+        self._stack.callback(file.close)
+        last_step = file.read()
+        file.write(step)
+        assert self._recorder is not None
+        self._recorder.note_steps = lambda count: file.write(step + count)
+        return last_step
 
     def on_test_begin(self, logs: Logs | None = None) -> None:
         """Starts an evaluation."""
