@@ -23,7 +23,7 @@ from typing import Any
 import jax
 
 from keras_strategies._core.mesh import ReplicaMesh
-from keras_strategies._core.names.phases import DEVICE, Phase
+from keras_strategies._core.names.phases import DEVICE, PROGRAM, Phase
 
 _turn = threading.Lock()
 _in_flight: jax.Array | None = None
@@ -64,6 +64,14 @@ def dispatch(mesh: ReplicaMesh, fn: Callable[..., Any], *args: Any) -> Any:
     Raises:
       RuntimeError: if another process is about to run a different program.
     """
+    with Phase(PROGRAM) as phase:
+        phase.result = _start_in_turn(mesh, fn, args)
+    return phase.result
+
+
+def _start_in_turn(
+    mesh: ReplicaMesh, fn: Callable[..., Any], args: tuple[Any, ...]
+) -> Any:
     global _in_flight
     if mesh.platform == "tpu" or len(mesh.devices) == 1:
         return _start(mesh, fn, args)

@@ -123,8 +123,8 @@ class DistributedIterator:
         epoch, step = self._place
         if self._batches is None:
             self._batches = self._start(epoch, step)
-        with Phase(INPUT):
-            batch = next(self._batches)
+        with Phase(INPUT) as phase:
+            batch = phase.result = next(self._batches)
         self._place = (epoch, step + 1)
         return batch
 

@@ -8,8 +8,8 @@ from keras_strategies._core.names.phases import (
     DEVICE,
     EVALUATE,
     INPUT,
+    PROGRAM,
     SAVE,
-    STEP,
 )
 from keras_strategies.reporting.recorder import StepRecorder
 
@@ -56,8 +56,9 @@ def compute_speed(recorder: StepRecorder) -> dict[str, Any]:
             "p95": _MS * (recorder.times.find_quantile(0.95) or 0.0),
             "mean": _MS * seconds / steps,
         },
-        "rows_per_sec": rows / seconds,
     }
+    if rows:
+        speed["rows_per_sec"] = rows / seconds
     if tokens:
         speed["tokens_per_sec"] = tokens / seconds
     return speed
@@ -77,7 +78,7 @@ def compute_shares(recorder: StepRecorder, now: float) -> dict[str, float]:
     seconds = {
         "input": of[INPUT],
         "callbacks": of[CALLBACKS],
-        "program": of[STEP] + of[DEVICE],
+        "program": of[PROGRAM] + of[DEVICE],
         "save": of[SAVE],
         "compile": recorder.compilations.seconds - recorder.compiled_before,
         "evaluate": of[EVALUATE],

@@ -1,6 +1,7 @@
 """Records the time that a training loop spends in each phase of its steps."""
 
 import contextlib
+import functools
 import threading
 import time
 from collections.abc import Callable
@@ -14,6 +15,7 @@ from keras_strategies._core.names.phases import (
     DEVICE,
     EVALUATE,
     INPUT,
+    PROGRAM,
     READ,
     SAVE,
     STEP,
@@ -29,13 +31,13 @@ from keras_strategies.reporting.shapes import (
 )
 
 _MOST_SHAPES = 1000
-_PHASES = (INPUT, STEP, DEVICE, CALLBACKS, SAVE, EVALUATE)
+_PHASES = (INPUT, STEP, PROGRAM, DEVICE, CALLBACKS, SAVE, EVALUATE)
 _OUTER = (SAVE, EVALUATE)
 """Phases in which no others are counted."""
 
 FIRST = "the first step"
 SHAPE = "a new shape: "
-AGAIN = "the step, for the same shapes"
+AGAIN = "a step, for the same shapes"
 
 
 class _Open:
@@ -99,7 +101,10 @@ class StepRecorder:
         self.shapes: dict[Signature, ShapeCount] = {}
         self.launched = self._pending = (0, 0, 0)
         self._open: list[_Open] = []
-        self._execution: Execution | None = None
+        # While a step is started: why a program is compiled, given its name.
+        self._cause: Callable[[str], str] | None = None
+        self._batch: Signature = ()
+        self._batches: set[Signature] = set()
         self.note_steps: Callable[[int], None] = lambda count: None
         self._last: Any = None
         self._reset(self.began_at)
@@ -130,7 +135,7 @@ class StepRecorder:
             now = self._wait(now)
         self._open.append(_Open(name, now))
         if name == STEP and not is_inner:
-            self._begin_step(subject, now)
+            self._begin_execution(subject, now)
 
     def end(self, name: str, result: Any) -> None:
         """Implements `Recorder.end`."""
@@ -148,24 +153,29 @@ class StepRecorder:
             self._add(name, seconds - phase.inner)
         else:
             self._open[-1].inner -= seconds - phase.inner
-        if outer is None and name in (STEP, DEVICE, SAVE):
+        if outer is None:
             self._end_phase(name, result, now)
 
     def _end_phase(self, name: str, result: Any, now: float) -> None:
         if name == STEP:
-            self._end_step(result, now)
+            self.end_step(now)
+        elif name == PROGRAM and result is not None:
+            leaves = jax.tree.leaves(result[0]) or jax.tree.leaves(result)
+            self._last = leaves[0] if leaves else None
         elif name == DEVICE:
             self.close_window(now)
-        else:
+        elif name == SAVE:
             self.saves += 1
+        elif name == INPUT and result is not None:
+            leaves = jax.tree.leaves(result)
+            self._batch = tuple(leaf.shape for leaf in leaves)
 
     def _add(self, name: str, seconds: float) -> None:
         self.seconds[name] += seconds
 
     # Steps.
 
-    def _begin_step(self, execution: Execution, now: float) -> None:
-        self._execution = execution
+    def _begin_execution(self, execution: Execution, now: float) -> None:
         steps = rows = tokens = 0
         for segment in execution.segments:
             known = self.shapes.get(sign(segment))
@@ -175,7 +185,30 @@ class StepRecorder:
             steps += segment.steps
             rows += segment.steps * known.rows
             tokens += segment.steps * known.tokens
-        self._pending = steps, rows, tokens
+        cause = functools.partial(self._explain_execution, execution)
+        self._begin(cause, (steps, rows, tokens), now)
+
+    def begin_step(self, rows: int, tokens: int) -> None:
+        """Begins a step of a loop that is not `fit`.
+
+        Args:
+          rows: The number of rows of the step's batch, over all processes.
+          tokens: The number of tokens of the batch; 0 if it contains none.
+        """
+        is_new = self._batch not in self._batches
+        if len(self._batches) < _MOST_SHAPES:
+            self._batches.add(self._batch)
+        cause = functools.partial(_explain_batch, self._batch if is_new else ())
+        self._begin(cause, (1, rows, tokens), self._clock())
+
+    def _begin(
+        self,
+        cause: Callable[[str], str],
+        counts: tuple[int, int, int],
+        now: float,
+    ) -> None:
+        self._cause = cause
+        self._pending = counts
         self.executions += 1
         is_idle = self._has_caught_up()
         if is_idle:
@@ -195,9 +228,11 @@ class StepRecorder:
         if is_idle:
             self.inputs.add(of[INPUT] - before[INPUT], 1)
         else:
-            of[INPUT], of[CALLBACKS] = before[INPUT], before[CALLBACKS]
+            for name in (INPUT, CALLBACKS, STEP):
+                of[name] = before[name]
             busy = now - since - (left_out - left_out_before)
-            of[STEP] = before[STEP] + busy - (of[DEVICE] - before[DEVICE])
+            of[PROGRAM] = before[PROGRAM] + busy
+            of[PROGRAM] -= of[DEVICE] - before[DEVICE]
         self._shared = dict(of), now, left_out
 
     def _add_shape(self, segment: Segment) -> ShapeCount:
@@ -206,13 +241,12 @@ class StepRecorder:
             self.shapes[sign(segment)] = shape
         return shape
 
-    def _end_step(self, result: Any, now: float) -> None:
-        self._execution = None
+    def end_step(self, now: float) -> None:
+        """Ends a step: its programs have been started."""
+        self._cause = None
         before = self.launched
         self.launched = _add(self.launched, self._pending)
         self.note_steps(self.launched[0])
-        leaves = jax.tree.leaves(result)
-        self._last = leaves[0] if leaves else None
         if self.started_at is None and self.launched[0]:
             self.started_at = now
             self._reset(now)
@@ -224,8 +258,12 @@ class StepRecorder:
         is_ready = getattr(self._last, "is_ready", None)
         return is_ready is None or self._last.is_deleted() or is_ready()
 
+    def wait(self) -> None:
+        """Waits until all steps have ended."""
+        self._wait(self._clock())
+
     def _wait(self, since: float) -> float:
-        """Waits until the steps have ended, which are no part of the phase."""
+        """Waits for steps, which are no part of the phase that begins now."""
         if self._last is not None:
             with contextlib.suppress(RuntimeError):
                 jax.block_until_ready(self._last)
@@ -264,8 +302,9 @@ class StepRecorder:
         return {
             "steps": self.counts[0],
             "steps_s": seconds,
-            "local_s": max(seconds - of[STEP] - of[DEVICE] - of[INPUT], 0.0)
-            + own,
+            "local_s": max(
+                seconds - of[PROGRAM] - of[DEVICE] - of[INPUT] + own, 0.0
+            ),
             "input_s": own,
         }
 
@@ -280,19 +319,25 @@ class StepRecorder:
             self._open[-1].inner += seconds
 
     def _find_cause(self, program: str) -> str:
-        execution = self._execution
-        if execution is None:
+        if self._cause is None:
             is_inner = any(phase.name == EVALUATE for phase in self._open)
             where = "evaluation" if is_inner else "outside of steps"
             return f"{where}: {program}"
-        if not self.launched[0]:
-            return FIRST
+        return self._cause(program) if self.launched[0] else FIRST
+
+    def _explain_execution(self, execution: Execution, program: str) -> str:
         for segment in execution.segments:
             shape = self.shapes.get(sign(segment))
             if shape is not None and shape.steps == segment.steps:
                 others = [s for s in self.shapes.values() if s is not shape]
                 return SHAPE + describe_change(shape, others)
-        return AGAIN
+        return f"{AGAIN}: {program}"
+
+
+def _explain_batch(new: Signature, program: str) -> str:
+    if new:
+        return SHAPE + ", ".join(map(str, new))
+    return f"{AGAIN}: {program}"
 
 
 def _add(a: tuple[int, ...], b: tuple[int, ...]) -> tuple[int, ...]:

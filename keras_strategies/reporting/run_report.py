@@ -3,14 +3,17 @@
 import contextlib
 import os
 import time
+from collections.abc import Iterator
 from typing import Any
 
+import jax
 import keras
 from rich.console import Console
 
 from keras_strategies._core.names.phases import EVALUATE, recording
 from keras_strategies._types import Logs
 from keras_strategies.callbacks.global_step import GlobalStep
+from keras_strategies.cluster.checks import check_number
 from keras_strategies.cluster.watchdog import watchdog
 from keras_strategies.keras_bridge.callbacks.callback_list import (
     ReportCallback,
@@ -60,6 +63,13 @@ class RunReport(ReportCallback):
     The time until the first step has started is start-up, and no part of the
     shares.
 
+    For loops without `fit`, use the object as a context manager, or `begin`
+    and `finish`, and mark each step by `with report.step(rows=...):`.
+
+    Attributes:
+      figures: The figures of the last or the running fit or loop, as in
+        `run_report.json`.
+
     Args:
       directory: The folder for `run_report.json`, created if needed. None for
         the directory of the `ks.callbacks.Checkpoint` of the same fit; without
@@ -77,6 +87,25 @@ class RunReport(ReportCallback):
       report = ks.callbacks.RunReport("run")
       model.fit(x, y, epochs=3, callbacks=[report])
       print(report.figures["step_ms"]["median"])
+      ```
+
+      A loop without `fit`:
+
+      ```python
+      batches = strategy.experimental_distribute_dataset(dataset)
+      with ks.callbacks.RunReport("loop") as report:
+          for batch in batches:
+              with report.step(rows=64):
+                  strategy.run(train_step, args=batch)
+      ```
+
+      A loop without `fit`:
+
+      ```python
+      with ks.callbacks.RunReport(verbose=False) as report:
+          for batch in dataset:
+              with report.step(rows=64):
+                  strategy.run(train_step, args=(batch,))
       ```
     """
 
@@ -104,6 +133,7 @@ class RunReport(ReportCallback):
         self.figures: dict[str, Any] = dict(files.EMPTY)
         self.is_done = False
         self._has_begun = False
+        self._first_step = self._last_step = 0
         self._write_at = 0.0
 
     # Called by Keras in fit.
@@ -127,41 +157,46 @@ class RunReport(ReportCallback):
                 "`with ks.MirroredStrategy().scope():`, which also works with "
                 "one device."
             )
+        self._start(is_chief=binding.is_chief, has_tokens=embeds_tokens(model))
+        self._step.follow(model)
+
+    def _start(self, *, is_chief: bool, has_tokens: bool = False) -> None:
+        """Starts to record; reads an earlier report."""
         self.close()
-        self._is_chief = binding.is_chief
-        self._folder = self._find_folder()
+        self._is_chief, self._folder = is_chief, None
         self._document = None
+        if is_chief:
+            self._folder = self._find_folder()
         if self._folder is not None:
             os.makedirs(self._folder, exist_ok=True)
             if os.path.exists(os.path.join(self._folder, files.NAME)):
                 self._document = files.load_report(self._folder)
-        self._step.follow(model)
-        self._recorder = StepRecorder(has_tokens=embeds_tokens(model))
+        self._recorder = recorder = StepRecorder(has_tokens=has_tokens)
         self._write_at = 0.0
-        self._has_begun = False
-        self._stack.enter_context(self._recorder.compilations.listening())
-        self._stack.enter_context(recording(self._recorder))
+        self._has_begun = self.is_done = False
+        self._stack.enter_context(recorder.compilations.listening())
+        self._stack.enter_context(recording(recorder))
         runner = watchdog.get_runner()
         if runner is not None:
-            runner.measure_steps = self._recorder.measure_local
+            runner.measure_steps = recorder.measure_local
 
     def _find_folder(self) -> str | None:
-        if not self._is_chief:
-            return None
         if self._directory is not None:
             return os.fspath(self._directory)
-        loop = find_fit_state(self._fitted)
+        model = vars(self).get("_fitted")
+        loop = None if model is None else find_fit_state(model)
         return None if loop is None else loop.directory
 
     def on_epoch_begin(self, epoch: int, logs: Logs | None = None) -> None:
         """Determines, in the first epoch, the step that the fit starts at."""
-        if self._has_begun:
-            return
-        self._has_begun = True
-        # All callbacks have restored their state by now.
-        self._step.settle(self._fitted)
+        if not self._has_begun:
+            # All callbacks have restored their state by now.
+            self._step.settle(self._fitted)
+            self._add_start(self._step.value)
+
+    def _add_start(self, step: int) -> None:
+        self._has_begun, self._first_step = True, step
         if self._folder is not None:
-            step = self._step.value
             last_step = self._keep_step(self._folder, step)
             self._document = files.add_start(
                 self._document, time.time(), step, last_step
@@ -216,16 +251,68 @@ class RunReport(ReportCallback):
 
     def on_train_end(self, logs: Logs | None = None) -> None:
         """Writes and prints the report."""
-        self._write(is_done=True)
-        self.close()
-        if self._is_chief and self._verbose:
-            report = self._document or files.update_start(
-                files.add_start(None, time.time(), 0, None),
-                self._step.value,
-                self.figures,
-                is_done=True,
+        self._finish()
+
+    # Loops other than fit.
+
+    def begin(self, step: int = 0) -> None:
+        """Begins to record a training loop. Not collective.
+
+        Call it in each process, in the thread of the loop. `with report:` does
+        the same, and calls `finish` at its end, unless an error ends it.
+
+        Args:
+          step: The number of steps that were trained before, such as the step
+            of a restored checkpoint.
+        """
+        self.__dict__.pop("_fitted", None)
+        check_number("`step`", step, "Pass a number of steps.", least=0)
+        self._start(is_chief=jax.process_index() == 0)
+        self._add_start(step)
+
+    @contextlib.contextmanager
+    def step(self, *, rows: int = 0, tokens: int = 0) -> Iterator[None]:
+        """Marks a step of a training loop, from the batch to its programs.
+
+        Read the batch before the block, from a distributed dataset, whose time
+        is that of input. All other Python code of the loop is counted as such.
+
+        Args:
+          rows: The number of rows of the batch, over all processes, if you
+            want rows per second.
+          tokens: The number of tokens of the batch, over all processes.
+        """
+        if self._recorder is None:
+            raise RuntimeError(
+                "Steps can only be recorded between `begin` and `finish`. "
+                "Received: a call of `RunReport.step` outside of them. Write "
+                "`with report:` around the loop."
             )
-            print_reports(Console(highlight=False), {"run": report})
+        self._recorder.begin_step(rows, tokens)
+        yield
+        self._recorder.end_step(time.perf_counter())
+
+    def finish(self) -> dict[str, Any]:
+        """Ends the recording of a loop; writes and prints the report.
+
+        Not collective. It waits for this process's last step.
+
+        Returns:
+          The figures.
+        """
+        if self._recorder is not None:
+            self._recorder.wait()
+            self._finish()
+        return self.figures
+
+    def __enter__(self) -> "RunReport":
+        self.begin()
+        return self
+
+    def __exit__(self, kind: object, *error: object) -> None:
+        if kind is None:
+            self.finish()
+        self.close()
 
     def close(self) -> None:
         """Stops recording; called when `fit` ends, by an error or not."""
@@ -244,6 +331,18 @@ class RunReport(ReportCallback):
 
     # Implementation.
 
+    def _finish(self) -> None:
+        self._write(is_done=True)
+        self.close()
+        if self._is_chief and self._verbose:
+            report = self._document or files.update_start(
+                files.add_start(None, time.time(), 0, None),
+                self._last_step,
+                self.figures,
+                is_done=True,
+            )
+            print_reports(Console(highlight=False), {"run": report})
+
     def _write(self, *, is_done: bool) -> None:
         recorder = self._recorder
         if recorder is None:
@@ -254,9 +353,10 @@ class RunReport(ReportCallback):
             figures |= compare_processes(heartbeats)
         figures["advice"] = write_advice(figures)
         self.figures, self.is_done = figures, is_done
+        self._last_step = self._first_step + recorder.launched[0]
         self._write_at = time.monotonic() + _WRITE_S
         if self._folder is not None and self._document is not None:
             self._document = files.update_start(
-                self._document, self._step.value, figures, is_done=is_done
+                self._document, self._last_step, figures, is_done=is_done
             )
             files.save_report(self._folder, self._document)

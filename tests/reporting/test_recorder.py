@@ -9,6 +9,7 @@ from keras_strategies._core.names.phases import (
     DEVICE,
     EVALUATE,
     INPUT,
+    PROGRAM,
     READ,
     SAVE,
     STEP,
@@ -62,10 +63,13 @@ class Loop:
         data = (np.zeros((2, 3)), np.zeros((2, 1)))
         segment = Segment(data=data, rows=2, steps=1)
         self.recorder.begin(STEP, Execution(segments=(segment,)))
+        self.recorder.begin(PROGRAM, None)
         self.clock.seconds += call_s
         start = max(self._free_at, self.clock.seconds)
         self._free_at = start + device_s
-        self.recorder.end(STEP, [Output(self.clock, self._free_at)])
+        outputs = [Output(self.clock, self._free_at)]
+        self.recorder.end(PROGRAM, (outputs,))
+        self.recorder.end(STEP, None)
         self.clock.seconds += python_s
 
     def finish(self):

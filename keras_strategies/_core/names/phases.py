@@ -9,13 +9,16 @@ from collections.abc import Iterator
 from typing import Any, Protocol
 
 INPUT = "input"
-"""A training loop waits for its next batch."""
+"""A training loop waits for its next batch; the result may be the batch."""
 
 READ = "read"
 """This process reads its rows, in any thread."""
 
 STEP = "step"
-"""A training loop starts a program; its subject is the `Execution`."""
+"""`fit` runs the programs of an `Execution`, which is the phase's subject."""
+
+PROGRAM = "program"
+"""A program is started; the result is that of the program, or None."""
 
 EVALUATE = "evaluate"
 """A model is evaluated, or predicts."""

@@ -189,7 +189,7 @@ class StepFunctionCache:
                     execution = _read_execution(
                         iterator, mesh, model.steps_per_execution
                     )
-                with Phase(run, execution) as phase:
+                with Phase(run, execution):
                     state = self._take_ownership(
                         kind, state, variables, donated
                     )
@@ -197,7 +197,6 @@ class StepFunctionCache:
                         for new in program(state, segment):
                             outputs, state = new
                         done.append(outputs)
-                    phase.result = outputs
                 self.places[kind] = execution.place
             except BaseException:
                 # Keras has taken the values out of the variables and would
