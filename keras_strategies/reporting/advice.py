@@ -111,8 +111,8 @@ def _advise_python(figures: Mapping[str, Any]) -> str:
     return (
         "runs Python between the programs of short steps "
         f"({figures['step_ms']['median']:.2g} ms each): run several steps in "
-        "one program, `compile(..., steps_per_execution=16)`, or use larger "
-        "batches"
+        "one program, by `compile(..., steps_per_execution=16)` or a loop in "
+        "`run`, or use larger batches"
     )
 
 

@@ -39,6 +39,7 @@ class Compilations:
     Attributes:
       causes: The compilations by their causes.
       seconds: Seconds of tracing, lowering and compiling in all.
+      is_paused: Whether events are ignored.
     """
 
     def __init__(
@@ -52,6 +53,7 @@ class Compilations:
         self._thread = threading.get_ident()
         self.causes: dict[str, Cause] = {}
         self.seconds = 0.0
+        self.is_paused = False
         # Tracing a program traces the programs that it calls: of the latest
         # events, the times when they began, and their seconds.
         self._nested: list[tuple[float, float]] = []
@@ -68,7 +70,7 @@ class Compilations:
     def _hear(
         self, event: str, duration_secs: float, **kwargs: str | int
     ) -> None:
-        is_ours = threading.get_ident() == self._thread
+        is_ours = threading.get_ident() == self._thread and not self.is_paused
         if not is_ours or not event.startswith(_PREFIX):
             return
         began, new = self._clock() - duration_secs, duration_secs

@@ -289,6 +289,14 @@ class StepRecorder:
         self._since, self._since_counts = now, self.launched
         self._left_out = left_out
 
+    def leave_out(self, seconds: float) -> None:
+        """Leaves out the last seconds, in which the report itself worked."""
+        if self.started_at is not None:
+            self.started_at += seconds
+        self._since += seconds
+        before, since, left_out = self._shared
+        self._shared = before, since + seconds, left_out
+
     def measure_local(self) -> dict[str, Any]:
         """Returns this process's steps and times, for `Heartbeat`."""
         started = self.started_at

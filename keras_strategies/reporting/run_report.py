@@ -10,6 +10,7 @@ import jax
 import keras
 from rich.console import Console
 
+from keras_strategies._core.attributes import temporary_attribute
 from keras_strategies._core.names.phases import EVALUATE, recording
 from keras_strategies._types import Logs
 from keras_strategies.callbacks.global_step import GlobalStep
@@ -32,6 +33,7 @@ from keras_strategies.reporting.figures import (
     compute_speed,
     pick_logs,
 )
+from keras_strategies.reporting.flops import FlopsCounter
 from keras_strategies.reporting.process_times import compare_processes
 from keras_strategies.reporting.recorder import StepRecorder
 from keras_strategies.reporting.table import print_reports
@@ -99,14 +101,6 @@ class RunReport(ReportCallback):
                   strategy.run(train_step, args=batch)
       ```
 
-      A loop without `fit`:
-
-      ```python
-      with ks.callbacks.RunReport(verbose=False) as report:
-          for batch in dataset:
-              with report.step(rows=64):
-                  strategy.run(train_step, args=(batch,))
-      ```
     """
 
     def __init__(
@@ -129,6 +123,7 @@ class RunReport(ReportCallback):
         self._step = GlobalStep()
         self._folder: str | None = None
         self._document: files.Document | None = None
+        self._flops: FlopsCounter | None = None
         self._is_chief = True
         self.figures: dict[str, Any] = dict(files.EMPTY)
         self.is_done = False
@@ -159,12 +154,13 @@ class RunReport(ReportCallback):
             )
         self._start(is_chief=binding.is_chief, has_tokens=embeds_tokens(model))
         self._step.follow(model)
+        self._flops = FlopsCounter(model, binding.owner.mesh)
 
     def _start(self, *, is_chief: bool, has_tokens: bool = False) -> None:
         """Starts to record; reads an earlier report."""
         self.close()
         self._is_chief, self._folder = is_chief, None
-        self._document = None
+        self._document = self._flops = None
         if is_chief:
             self._folder = self._find_folder()
         if self._folder is not None:
@@ -237,6 +233,9 @@ class RunReport(ReportCallback):
             return
         # Keras has fetched the epoch's logs, so all steps have ended.
         recorder.close_window(time.perf_counter())
+        if self._flops is not None and self._flops.peak is not None:
+            # Only of a known chip do the logs contain the MFU.
+            self._count_flops(recorder, self._flops)
         if isinstance(logs, dict):
             self.add_logs(logs)
         if time.monotonic() >= self._write_at:
@@ -247,7 +246,11 @@ class RunReport(ReportCallback):
         recorder = self._recorder
         if recorder is not None:
             shares = compute_shares(recorder, time.perf_counter())
-            logs |= pick_logs({"shares": shares} | compute_speed(recorder))
+            logs |= pick_logs(
+                {"shares": shares}
+                | compute_speed(recorder)
+                | self._compute_flops(recorder)
+            )
 
     def on_train_end(self, logs: Logs | None = None) -> None:
         """Writes and prints the report."""
@@ -331,7 +334,20 @@ class RunReport(ReportCallback):
 
     # Implementation.
 
+    def _count_flops(
+        self, recorder: StepRecorder, counter: FlopsCounter
+    ) -> None:
+        since = time.perf_counter()
+        with temporary_attribute(recorder.compilations, "is_paused", True):
+            counter.count(recorder)
+        recorder.leave_out(time.perf_counter() - since)
+
+    def _compute_flops(self, recorder: StepRecorder) -> dict[str, float]:
+        return {} if self._flops is None else self._flops.compute(recorder)
+
     def _finish(self) -> None:
+        if self._recorder is not None and self._flops is not None:
+            self._count_flops(self._recorder, self._flops)
         self._write(is_done=True)
         self.close()
         if self._is_chief and self._verbose:
@@ -348,6 +364,7 @@ class RunReport(ReportCallback):
         if recorder is None:
             return
         figures = compute_figures(recorder, time.perf_counter())
+        figures |= self._compute_flops(recorder)
         heartbeats = watchdog.get_heartbeats()
         if self._is_chief and heartbeats:
             figures |= compare_processes(heartbeats)

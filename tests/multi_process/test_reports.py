@@ -24,7 +24,7 @@ def test_slow_input_of_one_process_is_named(job):
     found = figures["processes"]
     assert found["count"] == 2
     assert found["slowest"] == 1
-    assert SLOW_S * 500 < found["extra_ms"] < SLOW_S * 2000
+    assert found["extra_ms"] > SLOW_S * 500
     assert "waits for input on process 1: " in figures["advice"]
     # Both wait, but only one for its own rows.
     assert figures["shares"]["input"] > 0.3
@@ -43,5 +43,5 @@ def test_a_slow_callback_of_one_process_is_named(job):
     _, (_, (chief, _)) = job
     found = chief["figures"]["processes"]
     assert found["slowest"] == 1
-    assert SLOW_S * 500 < found["extra_ms"] < SLOW_S * 2000
+    assert found["extra_ms"] > SLOW_S * 500
     assert "waits for process 1, which spends" in chief["figures"]["advice"]

@@ -1,5 +1,6 @@
 """Reports of fits in one process: the sentence names the true cause."""
 
+import dataclasses
 import json
 import time
 
@@ -10,6 +11,8 @@ import pytest
 
 import keras_strategies as ks
 from keras_strategies._core.names import phases
+from keras_strategies.planning.program.chips import GPUS
+from keras_strategies.reporting import flops
 from tests.callbacks.test_scalars import read
 from tests.support.plain_keras import mirrored
 
@@ -163,6 +166,50 @@ def test_tokens_are_those_of_sequences_of_tokens_only():
     # Integers that no layer embeds are not tokens.
     fit(report, x=_random.integers(0, 9, (16, 3)), y=np.ones((16, 1)))
     assert "tokens_per_sec" not in report.figures
+
+
+def test_operations_of_a_dense_model(monkeypatch):
+    report = RunReport(verbose=False)
+    history = fit(report).history
+    rate = report.figures["flops_per_sec"]
+    # A product forward, and one for the gradients of the weights.
+    assert rate == pytest.approx(2 * 2 * 3 * report.figures["rows_per_sec"])
+    # CPUs have no peak.
+    assert "mfu" not in report.figures
+    assert "mfu" not in history
+    # The specifications of a chip take the place of the unknown ones.
+    chip = dataclasses.replace(GPUS["h100"], flops=1e9)
+    monkeypatch.setattr(flops, "find_chip", lambda device: chip)
+    history = fit(report).history
+    mfu = report.figures["flops_per_sec"] / 1e9
+    assert report.figures["mfu"] == pytest.approx(mfu)
+    assert history["mfu"][-1] == pytest.approx(mfu, rel=0.5)
+
+
+class Sampler(keras.Model):
+    """Samples in a loop of unknown length, which has no gradients."""
+
+    def __init__(self):
+        super().__init__()
+        self.inner = keras.layers.Dense(1)
+
+    def call(self, x, training=False):
+        y = self.inner(x)
+        if training:
+            return y
+        return keras.ops.while_loop(
+            lambda y: keras.ops.max(y) < 0.0, lambda y: (y + 1.0,), (y,)
+        )[0]
+
+
+def test_operations_without_gradients_are_left_out():
+    with mirrored(1).scope():
+        model = Sampler()
+        model.compile("sgd", "mse")
+    report = RunReport(verbose=False)
+    fit(report, model=model)
+    assert "flops_per_sec" not in report.figures
+    assert report.figures["steps"] == 8
 
 
 def test_steps_of_one_execution_are_counted_each():
