@@ -30,7 +30,7 @@ def compute_figures(recorder: StepRecorder, now: float) -> Figures:
     begun = recorder.started_at
     started = now if begun is None else begun
     figures: Figures = {
-        "steps": recorder.launched[0],
+        "steps": recorder.launched,
         "startup_seconds": started - recorder.began_at,
         "seconds": now - started,
         "saves": recorder.saves,
@@ -41,21 +41,30 @@ def compute_figures(recorder: StepRecorder, now: float) -> Figures:
         median = recorder.inputs.find_quantile(0.5) or 0.0
         figures["input_ms"] = _MS * median
         figures["idle"] = 1.0 - recorder.ahead / recorder.executions
-    return figures | compute_speed(recorder)
+    speed = compute_speed(recorder)
+    if speed:
+        speed["step_ms"] |= {
+            "median": _MS * (recorder.times.find_quantile(0.5) or 0.0),
+            "p95": _MS * (recorder.times.find_quantile(0.95) or 0.0),
+        }
+    return figures | speed
 
 
 def compute_speed(recorder: StepRecorder) -> dict[str, Any]:
-    """Returns the time of a step, and rows and tokens per second, if known."""
-    steps, rows, tokens = recorder.counts
-    seconds = recorder.window_seconds
+    """Returns a step's mean time, and rows and tokens per second, if known.
+
+    Callbacks call it in each step, in any thread.
+    """
+    steps, seconds = recorder.steps, recorder.window_seconds
     if not steps or seconds <= 0:
         return {}
+    shapes = recorder.shapes.values()
+    share = steps / recorder.launched
+    rows = share * (recorder.rows + sum(s.rows * s.steps for s in shapes))
+    tokens = recorder.tokens + sum(s.tokens * s.steps for s in shapes)
+    tokens *= share
     speed: dict[str, Any] = {
-        "step_ms": {
-            "median": _MS * (recorder.times.find_quantile(0.5) or 0.0),
-            "p95": _MS * (recorder.times.find_quantile(0.95) or 0.0),
-            "mean": _MS * seconds / steps,
-        },
+        "step_ms": {"mean": _MS * seconds / steps},
     }
     if rows:
         speed["rows_per_sec"] = rows / seconds

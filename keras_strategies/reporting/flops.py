@@ -47,7 +47,7 @@ class FlopsCounter:
             total += shape.steps * flops
         if not total or recorder.window_seconds <= 0:
             return {}
-        rate = recorder.counts[0] / recorder.window_seconds * total / steps
+        rate = recorder.steps / recorder.window_seconds * total / steps
         found = {"flops_per_sec": rate}
         if self.peak is not None:
             found["mfu"] = rate / self.peak

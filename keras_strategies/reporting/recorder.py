@@ -1,7 +1,6 @@
 """Records the time that a training loop spends in each phase of its steps."""
 
 import contextlib
-import functools
 import threading
 import time
 from collections.abc import Callable
@@ -40,15 +39,6 @@ SHAPE = "a new shape: "
 AGAIN = "a step, for the same shapes"
 
 
-class _Open:
-    """A phase that has begun."""
-
-    def __init__(self, name: str, since: float) -> None:
-        self.name, self.since = name, since
-        # The seconds of phases and compilations within it.
-        self.inner = 0.0
-
-
 class StepRecorder:
     """A recorder of the phases of one thread's training loop.
 
@@ -70,18 +60,23 @@ class StepRecorder:
       seconds: The seconds of each phase, without those of phases within it.
         Input and callbacks count if the devices had nothing to compute at
         their end; otherwise, the time is that of the step's program.
+      left_out: The seconds of compilations, checkpoints and evaluations,
+        including those of the start-up.
       saves: Number of checkpoints.
-      shapes: The batches' shapes.
+      shapes: The shapes of the batches of `fit`.
+      rows: Number of rows, of other loops.
+      tokens: Number of tokens, of other loops.
+      launched: Number of steps that were started.
       times: The times of steps.
       inputs: The times that idle devices waited for a batch.
-      counts: Numbers of steps, rows and tokens of all windows.
+      steps: Number of steps of all windows.
       window_seconds: The seconds of all windows.
       started_at: When the start-up had ended, or None.
       executions: Number of programs that were started.
-      note_steps: A function that is called with the number of steps that were
-        started so far.
       ahead: Number of programs that were started before the previous one had
         ended.
+      note_steps: A function that is called with the number of steps that were
+        started so far.
     """
 
     def __init__(
@@ -99,42 +94,50 @@ class StepRecorder:
         self.began_at = clock()
         self.started_at: float | None = None
         self.shapes: dict[Signature, ShapeCount] = {}
-        self.launched = self._pending = (0, 0, 0)
-        self._open: list[_Open] = []
-        # While a step is started: why a program is compiled, given its name.
-        self._cause: Callable[[str], str] | None = None
+        self.launched = self._pending = self.rows = self.tokens = 0
+        self.left_out = 0.0
+        self.note_steps: Callable[[int], None] = lambda count: None
+        # The phases that have begun: their names, when they began, and the
+        # seconds of compilations and of phases within them.
+        self._open: list[list[Any]] = []
+        self._num_outer = 0
+        # An output of the program that was started last.
+        self._last: Any = None
+        # While a step is started: its execution, or the new shapes of a batch
+        # of another loop than `fit`.
+        self._subject: Execution | Signature | None = None
         self._batch: Signature = ()
         self._batches: set[Signature] = set()
-        self.note_steps: Callable[[int], None] = lambda count: None
-        self._last: Any = None
         self._reset(self.began_at)
 
     def _reset(self, now: float) -> None:
         self.seconds: dict[str, float] = dict.fromkeys(_PHASES, 0.0)
         self.read_seconds = 0.0
-        self.saves = self.ahead = self.executions = 0
-        self.counts = (0, 0, 0)
+        self.saves = self.ahead = self.executions = self.steps = 0
         self.times, self.inputs = Histogram(), Histogram()
         self.window_seconds = 0.0
+        self.left_out_before = self.left_out
         self.compiled_before = self.compilations.seconds
-        self._since, self._since_counts = now, self.launched
-        self._left_out = self._count_left_out()
-        self._shared = dict(self.seconds), now, self._left_out
+        self._since, self._since_steps = now, self.launched
+        self._since_left_out = self.left_out
+        self._note_start(now)
 
-    # Called by phases.
+    # Called by phases. These methods run several times in each step.
 
     def begin(self, name: str, subject: Any) -> None:
         """Implements `Recorder.begin`."""
         now = self._clock()
         if name == READ:
             self._reading.since = now
-        if name == READ or threading.get_ident() != self._thread:
             return
-        is_inner = any(phase.name in _OUTER for phase in self._open)
-        if name in _OUTER and not is_inner:
-            now = self._wait(now)
-        self._open.append(_Open(name, now))
-        if name == STEP and not is_inner:
+        if threading.get_ident() != self._thread:
+            return
+        if name in _OUTER:
+            if not self._num_outer:
+                now = self._wait(now)
+            self._num_outer += 1
+        self._open.append([name, now, 0.0])
+        if name == STEP and not self._num_outer:
             self._begin_execution(subject, now)
 
     def end(self, name: str, result: Any) -> None:
@@ -142,51 +145,44 @@ class StepRecorder:
         now = self._clock()
         if name == READ:
             self.read_seconds += now - self._reading.since
-        if name == READ or threading.get_ident() != self._thread:
             return
-        phase = self._open.pop()
-        seconds = now - phase.since
+        if threading.get_ident() != self._thread:
+            return
+        _, since, inner = self._open.pop()
+        self._num_outer -= name in _OUTER
+        if self._num_outer:
+            # It is a part of the outer phase.
+            self._open[-1][2] += inner
+            return
+        spent = now - since
+        self.seconds[name] += spent - inner
         if self._open:
-            self._open[-1].inner += seconds
-        outer = next((p.name for p in self._open if p.name in _OUTER), None)
-        if outer is None:
-            self._add(name, seconds - phase.inner)
-        else:
-            self._open[-1].inner -= seconds - phase.inner
-        if outer is None:
-            self._end_phase(name, result, now)
-
-    def _end_phase(self, name: str, result: Any, now: float) -> None:
+            self._open[-1][2] += spent
         if name == STEP:
             self.end_step(now)
-        elif name == PROGRAM and result is not None:
-            leaves = jax.tree.leaves(result[0]) or jax.tree.leaves(result)
-            self._last = leaves[0] if leaves else None
+        elif name == PROGRAM:
+            self._last = _take_output(result)
         elif name == DEVICE:
             self.close_window(now)
-        elif name == SAVE:
-            self.saves += 1
+        elif name in _OUTER:
+            self.left_out += spent - inner
+            self.saves += name == SAVE
         elif name == INPUT and result is not None:
             leaves = jax.tree.leaves(result)
             self._batch = tuple(leaf.shape for leaf in leaves)
 
-    def _add(self, name: str, seconds: float) -> None:
-        self.seconds[name] += seconds
-
     # Steps.
 
     def _begin_execution(self, execution: Execution, now: float) -> None:
-        steps = rows = tokens = 0
+        steps = 0
         for segment in execution.segments:
             known = self.shapes.get(sign(segment))
             if known is None:
                 known = self._add_shape(segment)
             known.steps += segment.steps
             steps += segment.steps
-            rows += segment.steps * known.rows
-            tokens += segment.steps * known.tokens
-        cause = functools.partial(self._explain_execution, execution)
-        self._begin(cause, (steps, rows, tokens), now)
+        self._subject = execution
+        self._begin(steps, now)
 
     def begin_step(self, rows: int, tokens: int) -> None:
         """Begins a step of a loop that is not `fit`.
@@ -198,17 +194,13 @@ class StepRecorder:
         is_new = self._batch not in self._batches
         if len(self._batches) < _MOST_SHAPES:
             self._batches.add(self._batch)
-        cause = functools.partial(_explain_batch, self._batch if is_new else ())
-        self._begin(cause, (1, rows, tokens), self._clock())
+        self._subject = self._batch if is_new else ()
+        self.rows += rows
+        self.tokens += tokens
+        self._begin(1, self._clock())
 
-    def _begin(
-        self,
-        cause: Callable[[str], str],
-        counts: tuple[int, int, int],
-        now: float,
-    ) -> None:
-        self._cause = cause
-        self._pending = counts
+    def _begin(self, steps: int, now: float) -> None:
+        self._pending = steps
         self.executions += 1
         is_idle = self._has_caught_up()
         if is_idle:
@@ -223,17 +215,22 @@ class StepRecorder:
 
         If the devices were busy for all of it, the loop lost no time.
         """
-        of, left_out = self.seconds, self._count_left_out()
-        before, since, left_out_before = self._shared
+        of = self.seconds
+        since, left_out, waited, *others, device, program = self._start
         if is_idle:
-            self.inputs.add(of[INPUT] - before[INPUT], 1)
+            self.inputs.add(of[INPUT] - waited, 1)
         else:
-            for name in (INPUT, CALLBACKS, STEP):
-                of[name] = before[name]
-            busy = now - since - (left_out - left_out_before)
-            of[PROGRAM] = before[PROGRAM] + busy
-            of[PROGRAM] -= of[DEVICE] - before[DEVICE]
-        self._shared = dict(of), now, left_out
+            busy = now - since - (self.left_out - left_out)
+            of[INPUT], (of[CALLBACKS], of[STEP]) = waited, others
+            of[PROGRAM] = program + busy - (of[DEVICE] - device)
+        self._note_start(now)
+
+    def _note_start(self, now: float) -> None:
+        of = self.seconds
+        self._start = (
+            *(now, self.left_out, of[INPUT], of[CALLBACKS], of[STEP]),
+            *(of[DEVICE], of[PROGRAM]),
+        )
 
     def _add_shape(self, segment: Segment) -> ShapeCount:
         shape = describe(segment, has_tokens=self._has_tokens)
@@ -243,20 +240,20 @@ class StepRecorder:
 
     def end_step(self, now: float) -> None:
         """Ends a step: its programs have been started."""
-        self._cause = None
+        self._subject = None
         before = self.launched
-        self.launched = _add(self.launched, self._pending)
-        self.note_steps(self.launched[0])
-        if self.started_at is None and self.launched[0]:
+        self.launched += self._pending
+        self.note_steps(self.launched)
+        if self.started_at is None and self.launched:
             self.started_at = now
             self._reset(now)
             if not self._has_caught_up():
                 # Nearly all of the first step's time is in the first window.
-                self._since_counts = before
+                self._since_steps = before
 
     def _has_caught_up(self) -> bool:
-        is_ready = getattr(self._last, "is_ready", None)
-        return is_ready is None or self._last.is_deleted() or is_ready()
+        last = self._last
+        return last is None or last.is_deleted() or last.is_ready()
 
     def wait(self) -> None:
         """Waits until all steps have ended."""
@@ -266,49 +263,48 @@ class StepRecorder:
         """Waits for steps, which are no part of the phase that begins now."""
         if self._last is not None:
             with contextlib.suppress(RuntimeError):
-                jax.block_until_ready(self._last)
+                self._last.block_until_ready()
         now = self._clock()
-        self._add(DEVICE, now - since)
+        self.seconds[DEVICE] += now - since
         if self._open:
-            self._open[-1].inner += now - since
+            self._open[-1][2] += now - since
         self.close_window(now)
         return now
 
     def close_window(self, now: float) -> None:
         """Ends a window: all programs that were started have ended."""
-        new = _subtract(self.launched, self._since_counts)
-        left_out = self._count_left_out()
-        seconds = now - self._since - (left_out - self._left_out)
-        if not new[0] or self.started_at is None:
-            if not self.counts[0]:
-                self._since, self._left_out = now, left_out
+        new = self.launched - self._since_steps
+        if new and self.started_at is not None:
+            left_out = self.left_out - self._since_left_out
+            seconds = now - self._since - left_out
+            self.times.add(seconds / new, new)
+            self.window_seconds += seconds
+            self.steps += new
+        elif self.steps:
             return
-        self.times.add(seconds / new[0], new[0])
-        self.window_seconds += seconds
-        self.counts = _add(self.counts, new)
-        self._since, self._since_counts = now, self.launched
-        self._left_out = left_out
+        self._since, self._since_steps = now, self.launched
+        self._since_left_out = self.left_out
 
     def leave_out(self, seconds: float) -> None:
         """Leaves out the last seconds, in which the report itself worked."""
         if self.started_at is not None:
             self.started_at += seconds
         self._since += seconds
-        before, since, left_out = self._shared
-        self._shared = before, since + seconds, left_out
+        since, *others = self._start
+        self._start = (since + seconds, *others)
 
     def measure_local(self) -> dict[str, Any]:
         """Returns this process's steps and times, for `Heartbeat`."""
         started = self.started_at
-        if started is None or not self.counts[0]:
+        if started is None or not self.steps:
             return {}
         of = self.seconds
-        left_out = self._count_left_out() - self.compiled_before
+        left_out = self.left_out - self.left_out_before
         seconds = self._clock() - started - left_out
         # The rest of the input is a wait for other processes' rows.
         own = min(of[INPUT], self.read_seconds)
         return {
-            "steps": self.counts[0],
+            "steps": self.steps,
             "steps_s": seconds,
             "local_s": max(
                 seconds - of[PROGRAM] - of[DEVICE] - of[INPUT] + own, 0.0
@@ -316,41 +312,39 @@ class StepRecorder:
             "input_s": own,
         }
 
-    def _count_left_out(self) -> float:
-        of = self.seconds
-        return of[SAVE] + of[EVALUATE] + self.compilations.seconds
-
     # Compilations.
 
     def _note_compiling(self, seconds: float) -> None:
+        self.left_out += seconds
         if self._open:
-            self._open[-1].inner += seconds
+            self._open[-1][2] += seconds
 
     def _find_cause(self, program: str) -> str:
-        if self._cause is None:
-            is_inner = any(phase.name == EVALUATE for phase in self._open)
-            where = "evaluation" if is_inner else "outside of steps"
+        subject = self._subject
+        if subject is None:
+            where = "evaluation" if self._num_outer else "outside of steps"
             return f"{where}: {program}"
-        return self._cause(program) if self.launched[0] else FIRST
-
-    def _explain_execution(self, execution: Execution, program: str) -> str:
-        for segment in execution.segments:
-            shape = self.shapes.get(sign(segment))
-            if shape is not None and shape.steps == segment.steps:
-                others = [s for s in self.shapes.values() if s is not shape]
-                return SHAPE + describe_change(shape, others)
+        if not self.launched:
+            return FIRST
+        if isinstance(subject, Execution):
+            for segment in subject.segments:
+                shape = self.shapes.get(sign(segment))
+                if shape is not None and shape.steps == segment.steps:
+                    others = [s for s in self.shapes.values() if s is not shape]
+                    return SHAPE + describe_change(shape, others)
+        elif subject:
+            return SHAPE + ", ".join(map(str, subject))
         return f"{AGAIN}: {program}"
 
 
-def _explain_batch(new: Signature, program: str) -> str:
-    if new:
-        return SHAPE + ", ".join(map(str, new))
-    return f"{AGAIN}: {program}"
-
-
-def _add(a: tuple[int, ...], b: tuple[int, ...]) -> tuple[int, ...]:
-    return tuple(x + y for x, y in zip(a, b, strict=True))
-
-
-def _subtract(a: tuple[int, ...], b: tuple[int, ...]) -> tuple[int, ...]:
-    return tuple(x - y for x, y in zip(a, b, strict=True))
+def _take_output(result: Any) -> Any:
+    """Returns an output of a program that is never donated, or None."""
+    if result is None:
+        return None
+    first = result[0]
+    if type(first) is dict:
+        output = next(iter(first.values()), None)
+        if isinstance(output, jax.Array):
+            return output
+    leaves = jax.tree.leaves(first) or jax.tree.leaves(result)
+    return leaves[0] if leaves else None

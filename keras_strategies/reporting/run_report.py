@@ -370,7 +370,7 @@ class RunReport(ReportCallback):
             figures |= compare_processes(heartbeats)
         figures["advice"] = write_advice(figures)
         self.figures, self.is_done = figures, is_done
-        self._last_step = self._first_step + recorder.launched[0]
+        self._last_step = self._first_step + recorder.launched
         self._write_at = time.monotonic() + _WRITE_S
         if self._folder is not None and self._document is not None:
             self._document = files.update_start(

@@ -34,8 +34,12 @@ class ShapeCount:
 
 def sign(segment: Segment) -> Signature:
     """Returns the shapes of a segment's arrays, in a fixed order."""
-    leaves = jax.tree.leaves(segment.data)
-    return (*(leaf.shape for leaf in leaves), (segment.rows, segment.steps))
+    try:
+        # `data` is usually a tuple of arrays.
+        shapes = [leaf.shape for leaf in segment.data]
+    except AttributeError:
+        shapes = [leaf.shape for leaf in jax.tree.leaves(segment.data)]
+    return (*shapes, (segment.rows, segment.steps))
 
 
 def describe(segment: Segment, *, has_tokens: bool) -> ShapeCount:

@@ -14,7 +14,7 @@ from keras_strategies._core.names.phases import (
     SAVE,
     STEP,
 )
-from keras_strategies.reporting.figures import compute_shares, compute_speed
+from keras_strategies.reporting.figures import compute_figures
 from keras_strategies.reporting.histogram import Histogram
 from keras_strategies.reporting.recorder import StepRecorder
 
@@ -77,9 +77,8 @@ class Loop:
         self.recorder.begin(DEVICE, None)
         self.clock.seconds = max(self.clock.seconds, self._free_at)
         self.recorder.end(DEVICE, None)
-        return compute_speed(self.recorder), compute_shares(
-            self.recorder, self.clock.seconds
-        )
+        figures = compute_figures(self.recorder, self.clock.seconds)
+        return figures, figures["shares"]
 
 
 def test_steps_of_a_loop_that_waits_for_input():
