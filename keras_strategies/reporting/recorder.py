@@ -4,6 +4,7 @@ import contextlib
 import threading
 import time
 from collections.abc import Callable
+from threading import get_ident
 from typing import Any
 
 import jax
@@ -17,7 +18,6 @@ from keras_strategies._core.names.phases import (
     PROGRAM,
     READ,
     SAVE,
-    STEP,
 )
 from keras_strategies.reporting.compilations import Compilations
 from keras_strategies.reporting.histogram import Histogram
@@ -30,7 +30,7 @@ from keras_strategies.reporting.shapes import (
 )
 
 _MOST_SHAPES = 1000
-_PHASES = (INPUT, STEP, PROGRAM, DEVICE, CALLBACKS, SAVE, EVALUATE)
+_PHASES = (INPUT, PROGRAM, DEVICE, CALLBACKS, SAVE, EVALUATE)
 _OUTER = (SAVE, EVALUATE)
 """Phases in which no others are counted."""
 
@@ -86,7 +86,7 @@ class StepRecorder:
         clock: Callable[[], float] = time.perf_counter,
     ) -> None:
         self._has_tokens, self._clock = has_tokens, clock
-        self._thread = threading.get_ident()
+        self._thread = get_ident()
         self.compilations = Compilations(
             self._find_cause, self._note_compiling, clock
         )
@@ -105,6 +105,7 @@ class StepRecorder:
         self._last: Any = None
         # While a step is started: its execution, or the new shapes of a batch
         # of another loop than `fit`.
+        self._is_loop = False
         self._subject: Execution | Signature | None = None
         self._batch: Signature = ()
         self._batches: set[Signature] = set()
@@ -120,25 +121,24 @@ class StepRecorder:
         self.compiled_before = self.compilations.seconds
         self._since, self._since_steps = now, self.launched
         self._since_left_out = self.left_out
-        self._note_start(now)
+        self._start, self._start_at = self.seconds.copy(), now
+        self._start_left_out = self.left_out
 
     # Called by phases. These methods run several times in each step.
 
-    def begin(self, name: str, subject: Any) -> None:
+    def begin(self, name: str) -> None:
         """Implements `Recorder.begin`."""
         now = self._clock()
         if name == READ:
             self._reading.since = now
             return
-        if threading.get_ident() != self._thread:
+        if get_ident() != self._thread:
             return
         if name in _OUTER:
             if not self._num_outer:
                 now = self._wait(now)
             self._num_outer += 1
         self._open.append([name, now, 0.0])
-        if name == STEP and not self._num_outer:
-            self._begin_execution(subject, now)
 
     def end(self, name: str, result: Any) -> None:
         """Implements `Recorder.end`."""
@@ -146,28 +146,39 @@ class StepRecorder:
         if name == READ:
             self.read_seconds += now - self._reading.since
             return
-        if threading.get_ident() != self._thread:
+        if get_ident() != self._thread:
             return
-        _, since, inner = self._open.pop()
-        self._num_outer -= name in _OUTER
+        open_phases = self._open
+        _, since, inner = open_phases.pop()
+        if name in _OUTER:
+            self._num_outer -= 1
         if self._num_outer:
             # It is a part of the outer phase.
-            self._open[-1][2] += inner
+            open_phases[-1][2] += inner
             return
         spent = now - since
         self.seconds[name] += spent - inner
-        if self._open:
-            self._open[-1][2] += spent
-        if name == STEP:
-            self.end_step(now)
-        elif name == PROGRAM:
+        if open_phases:
+            open_phases[-1][2] += spent
+        if name == PROGRAM:
             self._last = _take_output(result)
+            if self._pending and not self._is_loop:
+                self._launch(now)
+        elif name == INPUT:
+            self._end_input(result, now)
         elif name == DEVICE:
-            self.close_window(now)
+            self._close_window(now)
         elif name in _OUTER:
             self.left_out += spent - inner
             self.saves += name == SAVE
-        elif name == INPUT and result is not None:
+
+    def _end_input(self, result: Any, now: float) -> None:
+        if isinstance(result, Execution):
+            if self._pending:
+                # It ran no program, as in eager mode.
+                self._launch(now)
+            self._begin_execution(result, now)
+        else:
             leaves = jax.tree.leaves(result)
             self._batch = tuple(leaf.shape for leaf in leaves)
 
@@ -176,9 +187,8 @@ class StepRecorder:
     def _begin_execution(self, execution: Execution, now: float) -> None:
         steps = 0
         for segment in execution.segments:
-            known = self.shapes.get(sign(segment))
-            if known is None:
-                known = self._add_shape(segment)
+            key = sign(segment)
+            known = self.shapes.get(key) or self._add_shape(key, segment)
             known.steps += segment.steps
             steps += segment.steps
         self._subject = execution
@@ -195,54 +205,52 @@ class StepRecorder:
         if len(self._batches) < _MOST_SHAPES:
             self._batches.add(self._batch)
         self._subject = self._batch if is_new else ()
+        self._is_loop = True
         self.rows += rows
         self.tokens += tokens
         self._begin(1, self._clock())
 
+    def end_step(self) -> None:
+        """Ends a step of a loop that is not `fit`."""
+        self._launch(self._clock())
+        self._subject, self._is_loop = None, False
+
     def _begin(self, steps: int, now: float) -> None:
         self._pending = steps
         self.executions += 1
-        is_idle = self._has_caught_up()
-        if is_idle:
-            self.close_window(now)
+        of = self.seconds
+        if self._has_caught_up():
+            self._close_window(now)
+            if self.started_at is not None:
+                self.inputs.add(of[INPUT] - self._start[INPUT], 1)
         else:
             self.ahead += 1
-        if self.started_at is not None:
-            self._share_out(now, is_idle=is_idle)
+            if self.started_at is not None:
+                self._hide(now)
+        self._start, self._start_at = of.copy(), now
+        self._start_left_out = self.left_out
 
-    def _share_out(self, now: float, *, is_idle: bool) -> None:
-        """Counts the time since the last program was started.
+    def _hide(self, now: float) -> None:
+        """Counts the time since the last program as that of the devices.
 
-        If the devices were busy for all of it, the loop lost no time.
+        They were busy for all of it, so the loop lost no time.
         """
-        of = self.seconds
-        since, left_out, waited, *others, device, program = self._start
-        if is_idle:
-            self.inputs.add(of[INPUT] - waited, 1)
-        else:
-            busy = now - since - (self.left_out - left_out)
-            of[INPUT], (of[CALLBACKS], of[STEP]) = waited, others
-            of[PROGRAM] = program + busy - (of[DEVICE] - device)
-        self._note_start(now)
+        of, start = self.seconds, self._start
+        of[INPUT], of[CALLBACKS] = start[INPUT], start[CALLBACKS]
+        busy = now - self._start_at - (self.left_out - self._start_left_out)
+        of[PROGRAM] = start[PROGRAM] + busy - (of[DEVICE] - start[DEVICE])
 
-    def _note_start(self, now: float) -> None:
-        of = self.seconds
-        self._start = (
-            *(now, self.left_out, of[INPUT], of[CALLBACKS], of[STEP]),
-            *(of[DEVICE], of[PROGRAM]),
-        )
-
-    def _add_shape(self, segment: Segment) -> ShapeCount:
+    def _add_shape(self, key: Signature, segment: Segment) -> ShapeCount:
         shape = describe(segment, has_tokens=self._has_tokens)
         if len(self.shapes) < _MOST_SHAPES:
-            self.shapes[sign(segment)] = shape
+            self.shapes[key] = shape
         return shape
 
-    def end_step(self, now: float) -> None:
-        """Ends a step: its programs have been started."""
-        self._subject = None
+    def _launch(self, now: float) -> None:
+        """Counts the steps whose programs have been started."""
         before = self.launched
         self.launched += self._pending
+        self._pending = 0
         self.note_steps(self.launched)
         if self.started_at is None and self.launched:
             self.started_at = now
@@ -268,11 +276,23 @@ class StepRecorder:
         self.seconds[DEVICE] += now - since
         if self._open:
             self._open[-1][2] += now - since
-        self.close_window(now)
+        self._close_window(now)
         return now
 
-    def close_window(self, now: float) -> None:
-        """Ends a window: all programs that were started have ended."""
+    def close_window(self) -> float:
+        """Ends a window: all programs that were started have ended.
+
+        Returns:
+          The time.
+        """
+        now = self._clock()
+        if self._pending and not self._is_loop:
+            self._launch(now)
+        self._subject = None
+        self._close_window(now)
+        return now
+
+    def _close_window(self, now: float) -> None:
         new = self.launched - self._since_steps
         if new and self.started_at is not None:
             left_out = self.left_out - self._since_left_out
@@ -290,8 +310,7 @@ class StepRecorder:
         if self.started_at is not None:
             self.started_at += seconds
         self._since += seconds
-        since, *others = self._start
-        self._start = (since + seconds, *others)
+        self._start_at += seconds
 
     def measure_local(self) -> dict[str, Any]:
         """Returns this process's steps and times, for `Heartbeat`."""
@@ -344,7 +363,7 @@ def _take_output(result: Any) -> Any:
     first = result[0]
     if type(first) is dict:
         output = next(iter(first.values()), None)
-        if isinstance(output, jax.Array):
+        if hasattr(output, "is_ready"):
             return output
     leaves = jax.tree.leaves(first) or jax.tree.leaves(result)
     return leaves[0] if leaves else None

@@ -219,7 +219,7 @@ class RunReport(ReportCallback):
     def on_test_begin(self, logs: Logs | None = None) -> None:
         """Starts an evaluation."""
         if self._recorder is not None:
-            self._recorder.begin(EVALUATE, None)
+            self._recorder.begin(EVALUATE)
 
     def on_test_end(self, logs: Logs | None = None) -> None:
         """Ends an evaluation."""
@@ -232,7 +232,7 @@ class RunReport(ReportCallback):
         if recorder is None:
             return
         # Keras has fetched the epoch's logs, so all steps have ended.
-        recorder.close_window(time.perf_counter())
+        recorder.close_window()
         if self._flops is not None and self._flops.peak is not None:
             # Only of a known chip do the logs contain the MFU.
             self._count_flops(recorder, self._flops)
@@ -293,7 +293,7 @@ class RunReport(ReportCallback):
             )
         self._recorder.begin_step(rows, tokens)
         yield
-        self._recorder.end_step(time.perf_counter())
+        self._recorder.end_step()
 
     def finish(self) -> dict[str, Any]:
         """Ends the recording of a loop; writes and prints the report.

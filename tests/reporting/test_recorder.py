@@ -12,7 +12,6 @@ from keras_strategies._core.names.phases import (
     PROGRAM,
     READ,
     SAVE,
-    STEP,
 )
 from keras_strategies.reporting.figures import compute_figures
 from keras_strategies.reporting.histogram import Histogram
@@ -53,30 +52,29 @@ class Loop:
         self.recorder = StepRecorder(clock=self.clock)
         self._free_at = 0.0
 
-    def spend(self, name, seconds):
-        self.recorder.begin(name, None)
+    def spend(self, name, seconds, result=None):
+        self.recorder.begin(name)
         self.clock.seconds += seconds
-        self.recorder.end(name, None)
+        self.recorder.end(name, result)
 
     def step(self, *, input_s=0.0, call_s=0.0, device_s=0.0, python_s=0.0):
-        self.spend(INPUT, input_s)
         data = (np.zeros((2, 3)), np.zeros((2, 1)))
         segment = Segment(data=data, rows=2, steps=1)
-        self.recorder.begin(STEP, Execution(segments=(segment,)))
-        self.recorder.begin(PROGRAM, None)
+        self.spend(INPUT, input_s, Execution(segments=(segment,)))
+        self.recorder.begin(PROGRAM)
         self.clock.seconds += call_s
         start = max(self._free_at, self.clock.seconds)
         self._free_at = start + device_s
         outputs = [Output(self.clock, self._free_at)]
         self.recorder.end(PROGRAM, (outputs,))
-        self.recorder.end(STEP, None)
         self.clock.seconds += python_s
 
     def finish(self):
         """Waits for the devices, as at an epoch's end."""
-        self.recorder.begin(DEVICE, None)
+        self.recorder.begin(DEVICE)
         self.clock.seconds = max(self.clock.seconds, self._free_at)
         self.recorder.end(DEVICE, None)
+        self.recorder.close_window()
         figures = compute_figures(self.recorder, self.clock.seconds)
         return figures, figures["shares"]
 
@@ -110,7 +108,7 @@ def test_a_save_waits_for_steps_that_are_no_part_of_it():
     loop = Loop()
     for _ in range(10):
         loop.step(call_s=0.001, device_s=0.02)
-        loop.recorder.begin(CALLBACKS, None)
+        loop.recorder.begin(CALLBACKS)
         loop.spend(SAVE, 0.01)
         loop.recorder.end(CALLBACKS, None)
     speed, shares = loop.finish()
@@ -124,7 +122,7 @@ def test_evaluations_are_no_part_of_steps():
     loop = Loop()
     for _ in range(6):
         loop.step(call_s=0.01, python_s=0.01)
-        loop.recorder.begin(EVALUATE, None)
+        loop.recorder.begin(EVALUATE)
         # What an evaluation waits for is its own.
         loop.spend(DEVICE, 0.02)
         loop.recorder.end(EVALUATE, None)
@@ -138,8 +136,7 @@ def test_compilations_are_no_part_of_steps_or_phases():
     listener = loop.recorder.compilations._hear
     loop.step(call_s=0.01)
     for _ in range(4):
-        loop.spend(INPUT, 0.01)
-        loop.recorder.begin(CALLBACKS, None)
+        loop.recorder.begin(CALLBACKS)
         loop.clock.seconds += 3.0
         # The trace of a program that another calls is a part of its trace.
         trace = "/jax/core/compile/jaxpr_trace_duration"
@@ -161,7 +158,7 @@ def test_local_time_is_that_outside_of_programs_and_of_own_input():
         "/jax/core/compile/backend_compile_duration", 7.0, fun_name="step"
     )
     for _ in range(11):
-        recorder.begin(READ, None)
+        recorder.begin(READ)
         loop.clock.seconds += 0.005
         recorder.end(READ, None)
         loop.step(input_s=0.02, call_s=0.03, python_s=0.01)

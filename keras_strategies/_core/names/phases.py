@@ -9,13 +9,11 @@ from collections.abc import Iterator
 from typing import Any, Protocol
 
 INPUT = "input"
-"""A training loop waits for its next batch; the result may be the batch."""
+"""A training loop waits for its next batch. The result is an `Execution` in
+`fit`, else a distributed batch."""
 
 READ = "read"
 """This process reads its rows, in any thread."""
-
-STEP = "step"
-"""`fit` runs the programs of an `Execution`, which is the phase's subject."""
 
 PROGRAM = "program"
 """A program is started; the result is that of the program, or None."""
@@ -36,7 +34,7 @@ CALLBACKS = "callbacks"
 class Recorder(Protocol):
     """An object that is called when phases begin and end, in any thread."""
 
-    def begin(self, name: str, subject: Any) -> None:
+    def begin(self, name: str) -> None:
         """Records that a phase begins."""
 
     def end(self, name: str, result: Any) -> None:
@@ -62,23 +60,22 @@ class Phase:
 
     Args:
       name: One of this module's names.
-      subject: What the phase is about, for recorders.
 
     Attributes:
       result: The phase's result, for recorders; the block sets it.
     """
 
-    __slots__ = ("_name", "_recorders", "_subject", "result")
+    __slots__ = ("_name", "_recorders", "result")
 
-    def __init__(self, name: str, subject: Any = None) -> None:
-        self._name, self._subject = name, subject
+    def __init__(self, name: str) -> None:
+        self._name = name
         self.result: Any = None
 
     def __enter__(self) -> "Phase":
         # A recorder that starts in the block sees neither begin nor end.
         self._recorders = _recorders
         for recorder in self._recorders:
-            recorder.begin(self._name, self._subject)
+            recorder.begin(self._name)
         return self
 
     def __exit__(self, *error: object) -> None:

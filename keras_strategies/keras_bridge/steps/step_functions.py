@@ -17,7 +17,7 @@ from keras_strategies._core.batches import (
     unstack_steps,
 )
 from keras_strategies._core.mesh import ReplicaMesh
-from keras_strategies._core.names.phases import EVALUATE, INPUT, STEP, Phase
+from keras_strategies._core.names.phases import EVALUATE, INPUT, Phase
 from keras_strategies._types import Batch, Tree
 from keras_strategies.cluster.job.progress_pipe import report_training
 from keras_strategies.keras_bridge import keras_names
@@ -50,7 +50,6 @@ _GROUPS = {
 }
 """For each kind of step, the groups of variables that form its state."""
 
-_PHASES = (INPUT, STEP)
 _DONATED = {"train": (0, 1, 2, 3), "test": (2,), "predict": ()}
 
 
@@ -177,7 +176,6 @@ class StepFunctionCache:
         model, mesh, groups = self.model, self.mesh, _GROUPS[kind]
         program = self._make_program(kind, variables, local_sums)
         donated = () if model.run_eagerly else _DONATED[kind]
-        read, run = _PHASES if kind == "train" else (EVALUATE, EVALUATE)
 
         def function(
             state: Sequence[Any], iterator: Iterator[Any]
@@ -185,18 +183,15 @@ class StepFunctionCache:
             outputs: Any = None
             done: list[Any] = []
             try:
-                with Phase(read):
-                    execution = _read_execution(
+                with Phase(INPUT if kind == "train" else EVALUATE) as phase:
+                    execution = phase.result = _read_execution(
                         iterator, mesh, model.steps_per_execution
                     )
-                with Phase(run, execution):
-                    state = self._take_ownership(
-                        kind, state, variables, donated
-                    )
-                    for segment in execution.segments:
-                        for new in program(state, segment):
-                            outputs, state = new
-                        done.append(outputs)
+                state = self._take_ownership(kind, state, variables, donated)
+                for segment in execution.segments:
+                    for new in program(state, segment):
+                        outputs, state = new
+                    done.append(outputs)
                 self.places[kind] = execution.place
             except BaseException:
                 # Keras has taken the values out of the variables and would
