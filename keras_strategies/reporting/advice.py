@@ -1,17 +1,16 @@
 """The sentence of a report that names where most time is lost, and a cure."""
 
-import math
 from collections.abc import Mapping
 from typing import Any
 
 _LEAST = 0.1
 """The share of the time from which a cause is named."""
-_LEAST_PYTHON = 0.2
 _LEAST_IDLE = 0.5
 """The share of programs before whose start the devices must have been idle."""
 _QUICK_MS = 1.0
 """The time of a batch's input that faster data cannot shorten much."""
 _NEW = "a new shape: "
+_NO_PROCESS = {"extra_share": 0.0, "input_share": 0.0, "input_ms": 0.0}
 
 _INPUT = (
     "make the data faster to read (more `workers`, files that are read in "
@@ -28,19 +27,20 @@ def write_advice(figures: Mapping[str, Any]) -> str:
     if not figures.get("shares") or "step_ms" not in figures:
         return "Too few steps were trained to show where their time goes."
     shares = dict(figures["shares"])
-    slow = figures.get("processes", {"extra_share": 0.0, "input_ms": 0.0})
+    slow = figures.get("processes", _NO_PROCESS)
     if slow["input_ms"] >= _QUICK_MS:
         shares["input"] = max(shares["input"], slow["input_share"])
     elif figures["input_ms"] < _QUICK_MS:
         # To place a batch takes this time, however fast the data are read.
         shares["python"] += shares.pop("input")
-    if slow["extra_share"] > slow.get("input_share", 0.0):
-        shares["process"] = slow["extra_share"]
-    least = {"python": _LEAST_PYTHON, "program": math.inf}
+    shares["process"] = slow["extra_share"] - slow["input_share"]
+    # Other programs are compiled once.
+    again = figures["compilations"]["step_seconds"] / figures["seconds"]
+    shares["compile"] = min(shares["compile"], again)
     causes = {
         name: share
         for name, share in shares.items()
-        if share >= least.get(name, _LEAST)
+        if share >= _LEAST and name != "program"
     }
     if figures["idle"] < _LEAST_IDLE:
         causes.pop("python", None)
@@ -92,11 +92,9 @@ def _advise_compile(figures: Mapping[str, Any]) -> str:
             f"compiles the step for new shapes ({'; '.join(shapes[:3])}): pad "
             "the batches to a few shapes"
         )
-    later = [x["cause"] for x in causes if x["cause"] != "the first step"]
-    what = f" ({'; '.join(later[:3])})" if later else ""
     return (
-        f"compiles programs{what}: keep JAX's compilation cache "
-        "(`jax_compilation_cache_dir`) between runs"
+        "compiles the step again for the same shapes: do not change the model "
+        "between steps, and pass Python values that change as arrays"
     )
 
 

@@ -29,7 +29,12 @@ FIGURES = {
     "startup_seconds": float,
     "seconds": float,
     "saves": is_count,
-    "compilations": {"count": is_count, "seconds": float, "causes": [_CAUSE]},
+    "compilations": {
+        "count": is_count,
+        "seconds": float,
+        "step_seconds": float,
+        "causes": [_CAUSE],
+    },
     "shares": dict,
     "input_ms?": float,
     "idle?": float,
@@ -188,7 +193,12 @@ EMPTY: dict[str, Any] = {
     "startup_seconds": 0.0,
     "seconds": 0.0,
     "saves": 0,
-    "compilations": {"count": 0, "seconds": 0.0, "causes": []},
+    "compilations": {
+        "count": 0,
+        "seconds": 0.0,
+        "step_seconds": 0.0,
+        "causes": [],
+    },
     "shares": {},
 }
 """The figures of a run that has trained no step."""

@@ -11,7 +11,7 @@ from keras_strategies._core.names.phases import (
     PROGRAM,
     SAVE,
 )
-from keras_strategies.reporting.recorder import StepRecorder
+from keras_strategies.reporting.recorder import AGAIN, SHAPE, StepRecorder
 
 _MOST_CAUSES = 8
 _MS = 1e3
@@ -107,6 +107,11 @@ def _list_compilations(recorder: StepRecorder) -> dict[str, Any]:
     return {
         "count": sum(cause.count for cause in causes.values()),
         "seconds": recorder.compilations.seconds,
+        "step_seconds": sum(
+            cause.seconds
+            for name, cause in causes.items()
+            if name.startswith((SHAPE, AGAIN))
+        ),
         "causes": [
             {
                 "cause": name,

@@ -340,7 +340,8 @@ class StepRecorder:
 
     def _find_cause(self, program: str) -> str:
         subject = self._subject
-        if subject is None:
+        is_step = self._is_loop or any(p[0] == PROGRAM for p in self._open)
+        if subject is None or self._num_outer or not is_step:
             where = "evaluation" if self._num_outer else "outside of steps"
             return f"{where}: {program}"
         if not self.launched:
