@@ -23,6 +23,10 @@ from keras_strategies.keras_bridge.callbacks.resumable_fit import (
     find_fit_state,
 )
 from keras_strategies.keras_bridge.loops.binding import find_binding
+from keras_strategies.keras_bridge.loops.step_profiler import (
+    parse_steps,
+    profile_steps,
+)
 from keras_strategies.planning.compile.clones import embeds_tokens
 from keras_strategies.reporting import document as files
 from keras_strategies.reporting import step_file
@@ -77,9 +81,16 @@ class RunReport(ReportCallback):
         the directory of the `ks.callbacks.Checkpoint` of the same fit; without
         one, no file is written.
       verbose: Whether the chief prints the report at the end of `fit`.
+      profile: The steps to trace with JAX's profiler, such as "10:13": the
+        first and the last one, counted from 1 at the start of the fit. Each
+        process writes its trace to a folder `profile` in the directory. The
+        environment variable KERAS_STRATEGIES_PROFILE does the same for each
+        fit, without this callback.
 
     Raises:
       TypeError: if `directory` is not a path.
+      ValueError: if `profile` is not valid, or, in `fit`, if there is no
+        directory for it.
       RuntimeError: in `fit`, if no strategy distributes the model.
       ReportError: in `fit`, if `run_report.json` exists and is not a report.
       OSError: in `fit`, if the directory cannot be written to.
@@ -108,6 +119,7 @@ class RunReport(ReportCallback):
         directory: str | os.PathLike[str] | None = None,
         *,
         verbose: bool = True,
+        profile: str | None = None,
     ) -> None:
         super().__init__()
         if directory is not None and not (
@@ -118,6 +130,7 @@ class RunReport(ReportCallback):
                 f"directory={directory!r}. Pass the folder of the run."
             )
         self._directory, self._verbose = directory, verbose
+        self._profile = parse_steps(profile, "`profile`")
         self._stack = contextlib.ExitStack()
         self._recorder: StepRecorder | None = None
         self._step = GlobalStep()
@@ -161,8 +174,9 @@ class RunReport(ReportCallback):
         self.close()
         self._is_chief, self._folder = is_chief, None
         self._document = self._flops = None
+        folder = self._find_folder()
         if is_chief:
-            self._folder = self._find_folder()
+            self._folder = folder
         if self._folder is not None:
             os.makedirs(self._folder, exist_ok=True)
             if os.path.exists(os.path.join(self._folder, files.NAME)):
@@ -175,6 +189,10 @@ class RunReport(ReportCallback):
         runner = watchdog.get_runner()
         if runner is not None:
             runner.measure_steps = recorder.measure_local
+        model = vars(self).get("_fitted")
+        per = 1 if model is None else model.steps_per_execution
+        traces = folder and os.path.join(folder, "profile")
+        self._stack.enter_context(profile_steps(self._profile, traces, per))
 
     def _find_folder(self) -> str | None:
         if self._directory is not None:

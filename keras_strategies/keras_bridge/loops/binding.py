@@ -33,7 +33,7 @@ from keras_strategies.keras_bridge.callbacks.resumable_fit import (
 )
 from keras_strategies.keras_bridge.inputs import feed as adapter
 from keras_strategies.keras_bridge.inputs import loop_data
-from keras_strategies.keras_bridge.loops import scope_hooks
+from keras_strategies.keras_bridge.loops import scope_hooks, step_profiler
 from keras_strategies.keras_bridge.loops.loop_call import Call
 from keras_strategies.keras_bridge.loops.save_together import (
     SAVERS,
@@ -172,6 +172,8 @@ class Binding:
             call.set(validation_data=self._make_validation_feed(call))
             call.set_feed(feed)
             stack.callback(close_reports, call["callbacks"])
+            per = self.model.steps_per_execution
+            stack.enter_context(step_profiler.profile_from_environment(per))
             self._build_on_feed(feed)
             sums_later = read_variables_together(
                 self.model, call["callbacks"], self._mesh
