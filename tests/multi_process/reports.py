@@ -32,7 +32,8 @@ def slow_input(folder):
                 time.sleep(SLOW_S)
             yield x, y
 
-    return _fit(ks.callbacks.RunReport(folder), x=batches())
+    report = ks.callbacks.RunReport(folder, profile="20:22")
+    return _fit(report, x=batches())
 
 
 def slow_callback():
