@@ -29,7 +29,7 @@ PUBLIC_NAMES = {
     *("value_and_grad", "has_strategy", "merge", "variable_creator_scope"),
 }
 
-CALLBACKS = {"Checkpoint", "Scalars"}
+CALLBACKS = {"Checkpoint", "RunReport", "Scalars"}
 
 
 def run_python(code, **environ):

@@ -23,6 +23,7 @@ from typing import Any
 import jax
 
 from keras_strategies._core.mesh import ReplicaMesh
+from keras_strategies._core.names.phases import DEVICE, PROGRAM, Phase
 
 _turn = threading.Lock()
 _in_flight: jax.Array | None = None
@@ -63,6 +64,14 @@ def dispatch(mesh: ReplicaMesh, fn: Callable[..., Any], *args: Any) -> Any:
     Raises:
       RuntimeError: if another process is about to run a different program.
     """
+    with Phase(PROGRAM) as phase:
+        phase.result = _start_in_turn(mesh, fn, args)
+    return phase.result
+
+
+def _start_in_turn(
+    mesh: ReplicaMesh, fn: Callable[..., Any], args: tuple[Any, ...]
+) -> Any:
     global _in_flight
     if mesh.platform == "tpu" or len(mesh.devices) == 1:
         return _start(mesh, fn, args)
@@ -73,7 +82,8 @@ def dispatch(mesh: ReplicaMesh, fn: Callable[..., Any], *args: Any) -> Any:
         # raised only once.
         waited_for, _in_flight = _in_flight, None
         if waited_for is not None and not waited_for.is_deleted():
-            waited_for.block_until_ready()
+            with Phase(DEVICE):
+                waited_for.block_until_ready()
         result = _start(mesh, fn, args)
         # One output is enough, because all of them become ready together.
         leaves = jax.tree.leaves(result[0]) or jax.tree.leaves(result)

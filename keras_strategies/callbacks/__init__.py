@@ -10,6 +10,7 @@ from keras_strategies._core.names.lazy_names import lazy_names as _lazy_names
 
 _MODULES = {
     "Checkpoint": "callbacks.checkpoint",
+    "RunReport": "reporting.run_report",
     "Scalars": "callbacks.scalars",
 }
 

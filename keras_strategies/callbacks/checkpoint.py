@@ -4,6 +4,7 @@ import logging
 import os
 from typing import Any, Literal
 
+from keras_strategies._core.names.phases import SAVE, Phase
 from keras_strategies.checkpoint import contents, nests
 from keras_strategies.checkpoint.clock import Clock
 from keras_strategies.checkpoint.directory.retention import Keep, as_keep
@@ -325,8 +326,11 @@ class Checkpoint(CheckpointCallback):
 
     def _save(self, loop: FitState, logs: dict[str, Any] | None = None) -> None:
         """Saves a checkpoint unless this step has already been saved."""
-        if self._saved == loop.num_steps:
-            return
+        if self._saved != loop.num_steps:
+            with Phase(SAVE):
+                self._save_now(loop, logs)
+
+    def _save_now(self, loop: FitState, logs: dict[str, Any] | None) -> None:
         self.before_save(loop)
         loop.sync()
         state = loop.state(is_epoch_over=loop.step == 0)

@@ -4,6 +4,7 @@ import os
 from collections.abc import Mapping
 from typing import Any
 
+from keras_strategies._core.names.phases import SAVE, Phase
 from keras_strategies.checkpoint import contents
 from keras_strategies.checkpoint.directory.names import find_steps
 from keras_strategies.checkpoint.directory.retention import Keep, as_keep
@@ -155,7 +156,8 @@ class CheckpointManager:
         path = self._storage.path(step)
         step = int(path.name)
         self._check_is_next(step)
-        write_from(self._checkpoint, self._storage, step, metrics or {})
+        with Phase(SAVE):
+            write_from(self._checkpoint, self._storage, step, metrics or {})
         return str(path)
 
     def restore_or_initialize(self) -> int | None:

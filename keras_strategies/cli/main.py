@@ -50,6 +50,11 @@ which other files are in the directory. Every file is read once and compared
 with its checksum. A run may write to the directory at the same time. The exit
 code is 1 if a checkpoint is damaged.
 """
+_REPORT = """\
+Prints the reports that `ks.callbacks.RunReport` wrote to the directories of
+runs, side by side: the time of a step and where it goes, restarts, and steps
+that were computed twice. A run may write to its directory at the same time.
+"""
 _REST = {"nargs": argparse.REMAINDER}
 _LAUNCH_OPTIONS: tuple[Option, ...] = (
     (
@@ -122,6 +127,13 @@ _CHECKPOINTS_OPTIONS: tuple[Option, ...] = (
         {"metavar": "DIR"},
     ),
 )
+_REPORT_OPTIONS: tuple[Option, ...] = (
+    (
+        "directories",
+        "a run's directory, which contains run_report.json",
+        {"metavar": "DIR", "nargs": "+"},
+    ),
+)
 _HOW_TO_VERIFY: tuple[Option, ...] = (
     ("--verify", "also compare checksums (the default)", FLAG),
     ("--quick", "compare only names and sizes", FLAG),
@@ -138,7 +150,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     Returns:
       The exit status, which is 0 on success. `doctor` returns 1 if it found a
       fault. `launch` returns the exit code of the process that failed first.
-      `checkpoints` returns 1 if a checkpoint is damaged. `plan` returns 1 if no
+      `checkpoints` returns 1 if a checkpoint is damaged. `report` returns 2
+      if a directory has no report. `plan` returns 1 if no
       candidate could be planned. All commands return 2 for invalid arguments,
       1 if stdout is closed early (`| head`), as rich does, and 130 after a
       SIGINT.
@@ -194,6 +207,10 @@ def _run(parser: argparse.ArgumentParser, options: argparse.Namespace) -> int:
         return checkpoints(
             options.directory, quick=options.quick, as_json=options.json
         )
+    if options.command == "report":
+        from keras_strategies.cli.report_command import report
+
+        return report(options.directories, as_json=options.json)
     parser.print_help()
     return 0
 
@@ -233,6 +250,14 @@ def _make_parser() -> argparse.ArgumentParser:
         _CHECKPOINTS,
         _CHECKPOINTS_OPTIONS,
     )
+    report = add_command(
+        commands,
+        "report",
+        "print the reports of runs, side by side",
+        _REPORT,
+        _REPORT_OPTIONS,
+    )
+    add_options(report, [JSON])
     how = checkpoints.add_mutually_exclusive_group()
     add_options(how, _HOW_TO_VERIFY)
     add_options(checkpoints, [JSON])

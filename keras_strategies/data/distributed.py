@@ -10,6 +10,7 @@ from keras_strategies._core.batches import HostBatch
 from keras_strategies._core.current_step import current_step
 from keras_strategies._core.jaxprs.traces import is_tracing
 from keras_strategies._core.mesh import ReplicaMesh
+from keras_strategies._core.names.phases import INPUT, Phase
 from keras_strategies._core.rows import fill_replicas, rows_of_replicas
 from keras_strategies._core.values import PADDED, ROWS, PerReplica
 from keras_strategies._types import Tree
@@ -122,7 +123,8 @@ class DistributedIterator:
         epoch, step = self._place
         if self._batches is None:
             self._batches = self._start(epoch, step)
-        batch = next(self._batches)
+        with Phase(INPUT) as phase:
+            batch = phase.result = next(self._batches)
         self._place = (epoch, step + 1)
         return batch
 

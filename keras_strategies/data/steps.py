@@ -10,6 +10,7 @@ import jax
 
 from keras_strategies._core.batches import HostBatch
 from keras_strategies._core.mesh import ReplicaMesh
+from keras_strategies._core.names.phases import READ, Phase
 from keras_strategies._core.rows import (
     balanced_rows,
     rotated_rows,
@@ -289,7 +290,7 @@ class Steps:
                     assert part is not None
                     yield self._make_batch(part)
                     if self._needs_no_exchange:
-                        yield from map(self._make_batch, parts)
+                        yield from self._read_on(parts)
                         return
                 elif any(h["rows"] for h in received):
                     data = (
@@ -298,6 +299,14 @@ class Steps:
                         else part.data
                     )
                     yield self._join(data, received)
+
+    def _read_on(self, parts: Iterator[Part]) -> Iterator[HostBatch]:
+        while True:
+            with Phase(READ):
+                part = next(parts, None)
+            if part is None:
+                return
+            yield self._make_batch(part)
 
     def _exchange(
         self, rounds: Rounds, parts: Iterator[Part], place: str | None
@@ -362,7 +371,8 @@ class Steps:
           for the other processes; and the error, or None.
         """
         try:
-            part = next(parts, None)
+            with Phase(READ):
+                part = next(parts, None)
             if part is None:
                 return None, {"rows": None}, None
             part = check_part(part, self.source.kind)

@@ -46,6 +46,12 @@ class Heartbeat:
       agreeing_s: The duration of that wait, in seconds.
       where: The position of the process's main thread in the code.
       is_done: Whether the process's script has ended.
+      steps: The number of steps that `RunReport` has measured in this process;
+        0 if it measures none.
+      steps_s: The time of these steps, in seconds.
+      local_s: The part of it that this process spent outside of programs that
+        run over all processes, and not waiting for other processes.
+      input_s: The part of `local_s` that it waited for its own data.
     """
 
     number: int = 0
@@ -56,6 +62,10 @@ class Heartbeat:
     agreeing_s: float = 0.0
     where: str = ""
     is_done: bool = False
+    steps: int = 0
+    steps_s: float = 0.0
+    local_s: float = 0.0
+    input_s: float = 0.0
 
     def to_json(self) -> str:
         """Encodes the heartbeat as JSON, to send it to other processes."""
@@ -112,6 +122,11 @@ class FailureDetector:
         self._baseline: tuple[float, dict[int, int]] | None = None
         # The last time when any process was tracing or compiling.
         self._compiled_at = -math.inf
+
+    @property
+    def heartbeats(self) -> dict[int, Heartbeat]:
+        """The latest heartbeat of each process."""
+        return {p: received.heartbeat for p, received in self._received.items()}
 
     @property
     def is_over(self) -> bool:

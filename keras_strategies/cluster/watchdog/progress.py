@@ -12,7 +12,7 @@ import threading
 import time
 import types
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import PurePath
 from typing import Any
 
@@ -88,6 +88,8 @@ class ProgramRunner:
         # The number of `PreemptionNotice` contexts that are open. The code in
         # them saves first, and then raises `Preempted` itself.
         self.num_savers = 0
+        # `RunReport` measures steps.
+        self.measure_steps: Callable[[], Mapping[str, Any]] = dict
 
     def run(
         self,
@@ -163,6 +165,7 @@ class ProgramRunner:
             agreeing_s=agreeing_s,
             where=locate_thread(self._main),
             is_done=self.is_done,
+            **self.measure_steps(),
         )
 
     def _measure_comparing(self, now: float) -> float:

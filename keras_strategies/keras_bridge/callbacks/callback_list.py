@@ -9,6 +9,8 @@ A callback that needs the logs of only a few training steps can define
 logs are fetched, and `on_train_batch_end` is called, only if it returns True.
 If such a callback is in a list that Keras makes itself, `on_train_batch_end` is
 called every time.
+
+A `ReportCallback` adds its values to logs that are fetched for others.
 """
 
 from collections.abc import Collection, Sequence
@@ -17,6 +19,7 @@ from typing import TYPE_CHECKING, Any
 import keras
 from keras.src.utils.python_utils import pythonify_logs
 
+from keras_strategies._core.names.phases import CALLBACKS, DEVICE, Phase
 from keras_strategies._types import Callbacks, Logs
 
 if TYPE_CHECKING:
@@ -30,6 +33,27 @@ _HOOKS = {
     "test": ("on_test_batch_end",),
     "predict": ("on_predict_batch_end",),
 }
+
+
+class ReportCallback(keras.callbacks.Callback):
+    """A callback that measures a fit, and adds what it measured to logs."""
+
+    def add_logs(self, logs: dict[str, Any]) -> None:
+        """Adds values to the logs of a step that other callbacks receive."""
+        raise NotImplementedError
+
+    def close(self) -> None:
+        """Ends the measurement; called when `fit` ends, by an error or not."""
+        raise NotImplementedError
+
+
+def close_reports(callbacks: Callbacks) -> None:
+    """Closes the reports among the callbacks of a fit."""
+    for callback in _flatten(callbacks):
+        is_list = isinstance(callback, keras.callbacks.CallbackList)
+        for one in callback.callbacks if is_list else [callback]:
+            if isinstance(one, ReportCallback):
+                one.close()
 
 
 class QuietCallbackList(keras.callbacks.CallbackList):
@@ -47,16 +71,21 @@ class QuietCallbackList(keras.callbacks.CallbackList):
         self, callbacks: Callbacks, *, quiet: Collection[str], **options: Any
     ) -> None:
         self._quiet = quiet
-        self._selective = [c for c in _flatten(callbacks) if _is_selective(c)]
+        flat = _flatten(callbacks)
+        self._selective = [c for c in flat if _is_selective(c)]
+        self._reports = [c for c in flat if isinstance(c, ReportCallback)]
         super().__init__(callbacks, **options)
 
     def on_train_batch_end(self, batch: int, logs: Logs | None = None) -> None:
         """Fetches the logs and calls the callbacks that need them, if any."""
         if "train" not in self._quiet:
-            super().on_train_batch_end(batch, logs)
+            with Phase(CALLBACKS):
+                super().on_train_batch_end(batch, logs)
         for callback in self._selective:
             if callback.wants_batch(batch):
-                callback.on_train_batch_end(batch, logs=pythonify_logs(logs))
+                with Phase(CALLBACKS):
+                    values = self._fetch_logs(logs)
+                    callback.on_train_batch_end(batch, logs=values)
 
     def on_test_batch_end(self, batch: int, logs: Logs | None = None) -> None:
         """Calls the callbacks, if any of them implements the hook."""
@@ -77,10 +106,24 @@ class QuietCallbackList(keras.callbacks.CallbackList):
         super()._configure_async_dispatch(others)
 
     def _on_train_batch_end(self, batch: int, logs: Logs | None = None) -> None:
-        logs = pythonify_logs(logs)
+        logs = self._fetch_logs(logs)
         for callback in self.callbacks:
             if not _is_selective(callback):
                 callback.on_train_batch_end(batch, logs=logs)
+
+    def _fetch_logs(self, logs: Logs | None) -> dict[str, Any]:
+        with Phase(DEVICE):
+            values = pythonify_logs(logs)
+        for callback in self._reports:
+            callback.add_logs(values)
+        return values
+
+    def on_epoch_end(self, epoch: int, logs: Logs | None = None) -> None:
+        """Calls the callbacks."""
+        with Phase(DEVICE):
+            values = pythonify_logs(logs)
+        with Phase(CALLBACKS):
+            super().on_epoch_end(epoch, values)
 
 
 def make_quiet_list(
@@ -108,7 +151,9 @@ def make_quiet_list(
     is_capped = keras.config.max_epochs() or keras.config.max_steps_per_epoch()
     is_list = any(isinstance(c, keras.callbacks.CallbackList) for c in flat)
     quiet = find_quiet_kinds(flat, verbose)
-    is_selective = loop == "fit" and any(map(_is_selective, flat))
+    is_selective = loop == "fit" and any(
+        _is_selective(c) or isinstance(c, ReportCallback) for c in flat
+    )
     if is_capped or is_list or not (_LOOPS[loop] in quiet or is_selective):
         return callbacks
     steps = "steps_per_epoch" if loop == "fit" else "steps"

@@ -98,6 +98,7 @@ class FitState:
       logs: The logs of the last step or epoch.
       saved: The state to resume from, or None once it is restored.
       callbacks: The callbacks of fit, without the checkpoint callback.
+      directory: The directory of the checkpoints, or None if it is unknown.
       settle: A function that waits for callbacks that run in other threads.
     """
 
@@ -129,6 +130,7 @@ class FitState:
         self._seen = functions.trained.steps
         self.logs: Any = None
         self.saved: State | None = None
+        self.directory: str | None = None
 
     # Saving.
 

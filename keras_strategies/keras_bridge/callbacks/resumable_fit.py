@@ -196,6 +196,7 @@ def run_resumable_fit(
         variables=variables, functions=functions, feed=feed, call=call
     )
     model = functions.model
+    loop.directory = getattr(checkpointer, "directory", None)
     object.__setattr__(model, _LOOP, loop)
     is_done = False
     try:

@@ -20,6 +20,7 @@ from keras_strategies._core.mesh import ReplicaMesh
 from keras_strategies._types import Batch, Tree
 from keras_strategies.keras_bridge import keras_names
 from keras_strategies.keras_bridge.callbacks.callback_list import (
+    close_reports,
     make_quiet_list,
 )
 from keras_strategies.keras_bridge.callbacks.chief_callbacks import (
@@ -32,7 +33,7 @@ from keras_strategies.keras_bridge.callbacks.resumable_fit import (
 )
 from keras_strategies.keras_bridge.inputs import feed as adapter
 from keras_strategies.keras_bridge.inputs import loop_data
-from keras_strategies.keras_bridge.loops import scope_hooks
+from keras_strategies.keras_bridge.loops import scope_hooks, step_profiler
 from keras_strategies.keras_bridge.loops.loop_call import Call
 from keras_strategies.keras_bridge.loops.save_together import (
     SAVERS,
@@ -170,6 +171,9 @@ class Binding:
             stack.enter_context(self._validating(call["validation_data"]))
             call.set(validation_data=self._make_validation_feed(call))
             call.set_feed(feed)
+            stack.callback(close_reports, call["callbacks"])
+            per = self.model.steps_per_execution
+            stack.enter_context(step_profiler.profile_from_environment(per))
             self._build_on_feed(feed)
             sums_later = read_variables_together(
                 self.model, call["callbacks"], self._mesh

@@ -17,6 +17,7 @@ from keras_strategies._core.batches import (
     unstack_steps,
 )
 from keras_strategies._core.mesh import ReplicaMesh
+from keras_strategies._core.names.phases import EVALUATE, INPUT, Phase
 from keras_strategies._types import Batch, Tree
 from keras_strategies.cluster.job.progress_pipe import report_training
 from keras_strategies.keras_bridge import keras_names
@@ -182,9 +183,10 @@ class StepFunctionCache:
             outputs: Any = None
             done: list[Any] = []
             try:
-                execution = _read_execution(
-                    iterator, mesh, model.steps_per_execution
-                )
+                with Phase(INPUT if kind == "train" else EVALUATE) as phase:
+                    execution = phase.result = _read_execution(
+                        iterator, mesh, model.steps_per_execution
+                    )
                 state = self._take_ownership(kind, state, variables, donated)
                 for segment in execution.segments:
                     for new in program(state, segment):

@@ -137,32 +137,8 @@ class FitStep(Step):
         )
         binding.build_for_shapes(parts)
 
-        def shapes(variables: Iterable[Any]) -> list[Any]:
-            return [
-                jax.ShapeDtypeStruct(tuple(v.shape), v.dtype) for v in variables
-            ]
-
-        def forward(
-            weights: Sequence[Array], others: Sequence[Array], x: Tree
-        ) -> Tree:
-            # `training` is False, because some models can only be called for
-            # inference, such as keras-hub's tasks.
-            takes_mode = "training" in inspect.signature(model.call).parameters
-            mode = {"training": False} if takes_mode else {}
-            return model.stateless_call(weights, others, x, **mode)[0]
-
-        try:
-            flops = count_training_flops(
-                forward,
-                shapes(model.trainable_variables),
-                shapes(model.non_trainable_variables),
-                parts[0],
-            )
-        except (ValueError, NotImplementedError):
-            # The model's `call` has no gradients, for example because it
-            # generates samples in a loop, and its train step does not use it.
-            return None
-        return flops / len(self.mesh.devices)
+        flops = count_model_flops(model, parts[0])
+        return None if flops is None else flops / len(self.mesh.devices)
 
     def state_bytes(self) -> Mapping[str, float]:
         """Implements `Step.state_bytes`."""
@@ -217,6 +193,44 @@ class FitStep(Step):
             kept + _count_gradient_bytes(sharded, self.mesh),
             kept + _count_gradient_bytes(weights, self.mesh),
         )
+
+
+def count_model_flops(model: keras.Model, x: Tree) -> float | None:
+    """Counts the operations of a model and of its gradients, on all devices.
+
+    Args:
+      model: A built model.
+      x: The inputs of a batch, as arrays or shapes.
+
+    Returns:
+      The number of multiplications and additions, or None if the model's `call`
+      has no gradients, for example because it generates samples in a loop, and
+      its train step does not use it.
+    """
+
+    def shapes(variables: Iterable[Any]) -> list[Any]:
+        return [
+            jax.ShapeDtypeStruct(tuple(v.shape), v.dtype) for v in variables
+        ]
+
+    def forward(
+        weights: Sequence[Array], others: Sequence[Array], x: Tree
+    ) -> Tree:
+        # `training` is False, because some models can only be called for
+        # inference, such as keras-hub's tasks.
+        takes_mode = "training" in inspect.signature(model.call).parameters
+        mode = {"training": False} if takes_mode else {}
+        return model.stateless_call(weights, others, x, **mode)[0]
+
+    try:
+        return count_training_flops(
+            forward,
+            shapes(model.trainable_variables),
+            shapes(model.non_trainable_variables),
+            x,
+        )
+    except (ValueError, NotImplementedError):
+        return None
 
 
 def _count_tokens(x: Tree) -> int | None:

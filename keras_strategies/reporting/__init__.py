@@ -1,0 +1,1 @@
+"""Reports of runs: where the time of training goes (`RunReport`)."""

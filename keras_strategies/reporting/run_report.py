@@ -1,0 +1,397 @@
+"""`ks.callbacks.RunReport`: a report of where a run's time goes."""
+
+import contextlib
+import os
+import time
+from collections.abc import Iterator
+from typing import Any
+
+import jax
+import keras
+from rich.console import Console
+
+from keras_strategies._core.attributes import temporary_attribute
+from keras_strategies._core.names.phases import EVALUATE, recording
+from keras_strategies._types import Logs
+from keras_strategies.callbacks.global_step import GlobalStep
+from keras_strategies.cluster.checks import check_number
+from keras_strategies.cluster.watchdog import watchdog
+from keras_strategies.keras_bridge.callbacks.callback_list import (
+    ReportCallback,
+)
+from keras_strategies.keras_bridge.callbacks.resumable_fit import (
+    find_fit_state,
+)
+from keras_strategies.keras_bridge.loops.binding import find_binding
+from keras_strategies.keras_bridge.loops.step_profiler import (
+    parse_steps,
+    profile_steps,
+)
+from keras_strategies.planning.compile.clones import embeds_tokens
+from keras_strategies.reporting import document as files
+from keras_strategies.reporting import step_file
+from keras_strategies.reporting.advice import write_advice
+from keras_strategies.reporting.figures import (
+    compute_figures,
+    compute_shares,
+    compute_speed,
+    pick_logs,
+)
+from keras_strategies.reporting.flops import FlopsCounter
+from keras_strategies.reporting.process_times import compare_processes
+from keras_strategies.reporting.recorder import StepRecorder
+from keras_strategies.reporting.table import print_reports
+
+_WRITE_S = 10.0
+
+
+class RunReport(ReportCallback):
+    """A callback that reports where the time of a `fit` goes.
+
+    At the end of `fit` the chief prints a table and one sentence of advice,
+    such as "38 % of the time waits for input: ...". The report is also written
+    to `run_report.json` in the directory of the checkpoints, to which each
+    start of the run adds an entry. `keras-strategies report DIR` prints it.
+
+    The following values are added to the logs, that is, to the progress bar,
+    `History` and `ks.callbacks.Scalars`: `step_ms`, `rows_per_sec`,
+    `input_share`, and, if they are known, `tokens_per_sec` and `mfu`. They are
+    means over the fit so far.
+
+    `fit` may start programs ahead of the devices. So the time of a step is
+    measured between moments at which `fit` has caught up with the devices: at
+    the start of a program, if the previous one has ended, where `fit` waits for
+    a program (on CPUs, or for logs), before a checkpoint or an evaluation, and
+    at an epoch's end. Each step between two such moments gets the mean of the
+    time. The report looks whether programs have ended; it waits for them only
+    before a checkpoint or an evaluation, which wait for them too.
+    Compilations, checkpoints and evaluations are not part of a step's time.
+    The time until the first step has started is start-up, and no part of the
+    shares.
+
+    For loops without `fit`, use the object as a context manager, or `begin`
+    and `finish`, and mark each step by `with report.step(rows=...):`.
+
+    Attributes:
+      figures: The figures of the last or the running fit or loop, as in
+        `run_report.json`.
+
+    Args:
+      directory: The folder for `run_report.json`, created if needed. None for
+        the directory of the `ks.callbacks.Checkpoint` of the same fit; without
+        one, no file is written.
+      verbose: Whether the chief prints the report at the end of `fit`.
+      profile: The steps to trace with JAX's profiler, such as "10:13": the
+        first and the last one, counted from 1 at the start of the fit. Each
+        process writes its trace to a folder `profile` in the directory. The
+        environment variable KERAS_STRATEGIES_PROFILE does the same for each
+        fit, without this callback.
+
+    Raises:
+      TypeError: if `directory` is not a path.
+      ValueError: if `profile` is not valid, or, in `fit`, if there is no
+        directory for it.
+      RuntimeError: in `fit`, if no strategy distributes the model.
+      ReportError: in `fit`, if `run_report.json` exists and is not a report.
+      OSError: in `fit`, if the directory cannot be written to.
+
+    Example:
+      ```python
+      report = ks.callbacks.RunReport("run")
+      model.fit(x, y, epochs=3, callbacks=[report])
+      print(report.figures["step_ms"]["median"])
+      ```
+
+      A loop without `fit`:
+
+      ```python
+      batches = strategy.experimental_distribute_dataset(dataset)
+      with ks.callbacks.RunReport("loop") as report:
+          for batch in batches:
+              with report.step(rows=64):
+                  strategy.run(train_step, args=batch)
+      ```
+
+    """
+
+    def __init__(
+        self,
+        directory: str | os.PathLike[str] | None = None,
+        *,
+        verbose: bool = True,
+        profile: str | None = None,
+    ) -> None:
+        super().__init__()
+        if directory is not None and not (
+            isinstance(directory, str | os.PathLike) and os.fspath(directory)
+        ):
+            raise TypeError(
+                "`directory` must be a non-empty path, or None. Received: "
+                f"directory={directory!r}. Pass the folder of the run."
+            )
+        self._directory, self._verbose = directory, verbose
+        self._profile = parse_steps(profile, "`profile`")
+        self._stack = contextlib.ExitStack()
+        self._recorder: StepRecorder | None = None
+        self._step = GlobalStep()
+        self._folder: str | None = None
+        self._document: files.Document | None = None
+        self._flops: FlopsCounter | None = None
+        self._is_chief = True
+        self.figures: dict[str, Any] = dict(files.EMPTY)
+        self.is_done = False
+        self._has_begun = False
+        self._first_step = self._last_step = 0
+        self._write_at = 0.0
+
+    # Called by Keras in fit.
+
+    def set_model(self, model: keras.Model) -> None:
+        """Sets the model; called by Keras."""
+        super().set_model(model)
+        # Reading `self.model` during a step makes Keras write the step's
+        # arrays to all variables.
+        self._fitted = model
+
+    def on_train_begin(self, logs: Logs | None = None) -> None:
+        """Starts to record; reads an earlier report."""
+        model = self._fitted
+        binding = find_binding(model)
+        if binding is None:
+            raise RuntimeError(
+                "`RunReport` can only report the fit of a model that a "
+                f"strategy distributes. Received: {model.name!r}, which was "
+                "compiled outside a strategy's scope. Compile the model in "
+                "`with ks.MirroredStrategy().scope():`, which also works with "
+                "one device."
+            )
+        self._start(is_chief=binding.is_chief, has_tokens=embeds_tokens(model))
+        self._step.follow(model)
+        self._flops = FlopsCounter(model, binding.owner.mesh)
+
+    def _start(self, *, is_chief: bool, has_tokens: bool = False) -> None:
+        """Starts to record; reads an earlier report."""
+        self.close()
+        self._is_chief, self._folder = is_chief, None
+        self._document = self._flops = None
+        folder = self._find_folder()
+        if is_chief:
+            self._folder = folder
+        if self._folder is not None:
+            os.makedirs(self._folder, exist_ok=True)
+            if os.path.exists(os.path.join(self._folder, files.NAME)):
+                self._document = files.load_report(self._folder)
+        self._recorder = recorder = StepRecorder(has_tokens=has_tokens)
+        self._write_at = 0.0
+        self._has_begun = self.is_done = False
+        self._stack.enter_context(recorder.compilations.listening())
+        self._stack.enter_context(recording(recorder))
+        runner = watchdog.get_runner()
+        if runner is not None:
+            runner.measure_steps = recorder.measure_local
+        model = vars(self).get("_fitted")
+        per = 1 if model is None else model.steps_per_execution
+        traces = folder and os.path.join(folder, "profile")
+        self._stack.enter_context(profile_steps(self._profile, traces, per))
+
+    def _find_folder(self) -> str | None:
+        if self._directory is not None:
+            return os.fspath(self._directory)
+        model = vars(self).get("_fitted")
+        loop = None if model is None else find_fit_state(model)
+        return None if loop is None else loop.directory
+
+    def on_epoch_begin(self, epoch: int, logs: Logs | None = None) -> None:
+        """Determines, in the first epoch, the step that the fit starts at."""
+        if not self._has_begun:
+            # All callbacks have restored their state by now.
+            self._step.settle(self._fitted)
+            self._add_start(self._step.value)
+
+    def _add_start(self, step: int) -> None:
+        self._has_begun, self._first_step = True, step
+        if self._folder is not None:
+            last_step = self._keep_step(self._folder, step)
+            self._document = files.add_start(
+                self._document, time.time(), step, last_step
+            )
+            self._write(is_done=False)
+
+    def _keep_step(self, folder: str, step: int) -> int | None:
+        """Writes each step to a file; returns the last one of an earlier run.
+
+        If the file system has no mapped files, the report's last step is that
+        of its last writing.
+        """
+        try:
+            file = step_file.StepFile(folder)
+        except OSError:
+            return None
+        self._stack.callback(file.close)
+        last_step = file.read()
+        file.write(step)
+        assert self._recorder is not None
+        self._recorder.note_steps = lambda count: file.write(step + count)
+        return last_step
+
+    def on_test_begin(self, logs: Logs | None = None) -> None:
+        """Starts an evaluation."""
+        if self._recorder is not None:
+            self._recorder.begin(EVALUATE)
+
+    def on_test_end(self, logs: Logs | None = None) -> None:
+        """Ends an evaluation."""
+        if self._recorder is not None:
+            self._recorder.end(EVALUATE, None)
+
+    def on_epoch_end(self, epoch: int, logs: Logs | None = None) -> None:
+        """Adds the figures to the epoch's logs."""
+        recorder = self._recorder
+        if recorder is None:
+            return
+        # Keras has fetched the epoch's logs, so all steps have ended.
+        recorder.close_window()
+        if self._flops is not None and self._flops.peak is not None:
+            # Only of a known chip do the logs contain the MFU.
+            self._count_flops(recorder, self._flops)
+        if isinstance(logs, dict):
+            self.add_logs(logs)
+        if time.monotonic() >= self._write_at:
+            self._write(is_done=False)
+
+    def add_logs(self, logs: dict[str, Any]) -> None:
+        """Adds the time of a step, speeds and the share of input to logs."""
+        recorder = self._recorder
+        if recorder is not None:
+            shares = compute_shares(recorder, time.perf_counter())
+            logs |= pick_logs(
+                {"shares": shares}
+                | compute_speed(recorder)
+                | self._compute_flops(recorder)
+            )
+
+    def on_train_end(self, logs: Logs | None = None) -> None:
+        """Writes and prints the report."""
+        self._finish()
+
+    # Loops other than fit.
+
+    def begin(self, step: int = 0) -> None:
+        """Begins to record a training loop. Not collective.
+
+        Call it in each process, in the thread of the loop. `with report:` does
+        the same, and calls `finish` at its end, unless an error ends it.
+
+        Args:
+          step: The number of steps that were trained before, such as the step
+            of a restored checkpoint.
+        """
+        self.__dict__.pop("_fitted", None)
+        check_number("`step`", step, "Pass a number of steps.", least=0)
+        self._start(is_chief=jax.process_index() == 0)
+        self._add_start(step)
+
+    @contextlib.contextmanager
+    def step(self, *, rows: int = 0, tokens: int = 0) -> Iterator[None]:
+        """Marks a step of a training loop, from the batch to its programs.
+
+        Read the batch before the block, from a distributed dataset, whose time
+        is that of input. All other Python code of the loop is counted as such.
+
+        Args:
+          rows: The number of rows of the batch, over all processes, if you
+            want rows per second.
+          tokens: The number of tokens of the batch, over all processes.
+        """
+        if self._recorder is None:
+            raise RuntimeError(
+                "Steps can only be recorded between `begin` and `finish`. "
+                "Received: a call of `RunReport.step` outside of them. Write "
+                "`with report:` around the loop."
+            )
+        self._recorder.begin_step(rows, tokens)
+        yield
+        self._recorder.end_step()
+
+    def finish(self) -> dict[str, Any]:
+        """Ends the recording of a loop; writes and prints the report.
+
+        Not collective. It waits for this process's last step.
+
+        Returns:
+          The figures.
+        """
+        if self._recorder is not None:
+            self._recorder.wait()
+            self._finish()
+        return self.figures
+
+    def __enter__(self) -> "RunReport":
+        self.begin()
+        return self
+
+    def __exit__(self, kind: object, *error: object) -> None:
+        if kind is None:
+            self.finish()
+        self.close()
+
+    def close(self) -> None:
+        """Stops recording; called when `fit` ends, by an error or not."""
+        if self._recorder is None:
+            return
+        self._stack.close()
+        if not self.is_done:
+            self._write(is_done=False)
+        runner = watchdog.get_runner()
+        if runner is not None:
+            # Later heartbeats repeat the last times, for a chief that ends
+            # later.
+            last = self._recorder.measure_local()
+            runner.measure_steps = lambda: last
+        self._recorder = None
+
+    # Implementation.
+
+    def _count_flops(
+        self, recorder: StepRecorder, counter: FlopsCounter
+    ) -> None:
+        since = time.perf_counter()
+        with temporary_attribute(recorder.compilations, "is_paused", True):
+            counter.count(recorder)
+        recorder.leave_out(time.perf_counter() - since)
+
+    def _compute_flops(self, recorder: StepRecorder) -> dict[str, float]:
+        return {} if self._flops is None else self._flops.compute(recorder)
+
+    def _finish(self) -> None:
+        if self._recorder is not None and self._flops is not None:
+            self._count_flops(self._recorder, self._flops)
+        self._write(is_done=True)
+        self.close()
+        if self._is_chief and self._verbose:
+            report = self._document or files.update_start(
+                files.add_start(None, time.time(), 0, None),
+                self._last_step,
+                self.figures,
+                is_done=True,
+            )
+            print_reports(Console(highlight=False), {"run": report})
+
+    def _write(self, *, is_done: bool) -> None:
+        recorder = self._recorder
+        if recorder is None:
+            return
+        figures = compute_figures(recorder, time.perf_counter())
+        figures |= self._compute_flops(recorder)
+        heartbeats = watchdog.get_heartbeats()
+        if self._is_chief and heartbeats:
+            figures |= compare_processes(heartbeats)
+        figures["advice"] = write_advice(figures)
+        self.figures, self.is_done = figures, is_done
+        self._last_step = self._first_step + recorder.launched
+        self._write_at = time.monotonic() + _WRITE_S
+        if self._folder is not None and self._document is not None:
+            self._document = files.update_start(
+                self._document, self._last_step, figures, is_done=is_done
+            )
+            files.save_report(self._folder, self._document)

@@ -1,0 +1,48 @@
+"""docs/performance.md: its code runs, and its tables have what is printed."""
+
+import pathlib
+import re
+
+import keras
+import numpy as np
+import pytest
+
+import keras_strategies as ks
+from keras_strategies.reporting import figures, table
+from tests.docs.example_names import common_names
+
+TEXT = (pathlib.Path(__file__).parents[2] / "docs/performance.md").read_text()
+BLOCKS = re.findall(r"^```python\n(.*?)^```", TEXT, re.M | re.S)
+
+
+@pytest.mark.parametrize("block", BLOCKS, ids=["fit", "loop"])
+def test_the_code_runs(block, tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    names = common_names()
+    exec(block, names)
+    assert names["report"].figures["steps"] > 0
+    assert "time of a step" in capsys.readouterr().out
+    folder = "run" if "fit" in block else "loop"
+    assert (tmp_path / folder / "run_report.json").exists()
+
+
+def test_rows_of_the_table_are_described():
+    labels = {label.strip() for label, _ in table._ROWS}
+    unnamed = {"steps", "for", "time after it", "compiled programs"}
+    described = TEXT.replace("tokens per second", "rows, tokens per second")
+    for label in labels - unnamed:
+        words = label.replace("rows per second", "rows, tokens per second")
+        assert words in described, label
+
+
+def test_logs_have_the_names_of_the_page():
+    with ks.MirroredStrategy().scope():
+        model = keras.Sequential([keras.layers.Embedding(9, 4)])
+        model.compile("sgd", "mse")
+    report = ks.callbacks.RunReport(verbose=False)
+    x, y = np.ones((64, 3), int), np.ones((64, 3, 4))
+    model.fit(x, y, batch_size=16, verbose=0, callbacks=[report])
+    logs = figures.pick_logs(report.figures | {"mfu": 0.5})
+    assert len(logs) == 5
+    for name in logs:
+        assert f"`{name}`" in TEXT

@@ -1,0 +1,62 @@
+"""The report of two processes names the one that is slower."""
+
+import gzip
+import json
+
+import pytest
+
+from tests.multi_process.reports import SLOW_S, STEPS
+from tests.support.jobs import values_of_each
+
+ROOM = "multi_process.reports"
+
+
+@pytest.fixture(scope="module")
+def job(tmp_path_factory):
+    """A folder, and what the functions return in the two processes."""
+    folder = tmp_path_factory.mktemp("job")
+    calls = [(f"{ROOM}:slow_input", folder), (f"{ROOM}:slow_callback",)]
+    return folder, values_of_each(2, *calls, devices=1)
+
+
+def test_slow_input_of_one_process_is_named(job):
+    folder, ((chief, other), _) = job
+    figures = chief["figures"]
+    found = figures["processes"]
+    assert found["count"] == 2
+    assert found["slowest"] == 1
+    assert found["extra_ms"] > SLOW_S * 500
+    assert "waits for input on process 1: " in figures["advice"]
+    # Both wait, but only one for its own rows.
+    assert figures["shares"]["input"] > 0.3
+    assert other["figures"]["shares"]["input"] > 0.3
+    # Only the chief prints and writes.
+    assert " ".join(figures["advice"].split()) in " ".join(
+        chief["printed"].split()
+    )
+    assert other["printed"] == ""
+    written = json.loads((folder / "run_report.json").read_text())
+    assert written["starts"][0]["figures"] == figures
+    assert written["num_steps"] == STEPS
+
+
+def test_each_process_traces_the_same_steps(job):
+    folder, _ = job
+    for process in range(2):
+        traces = folder / "profile" / f"process_{process}"
+        (path,) = traces.glob("**/*.trace.json.gz")
+        with gzip.open(path) as file:
+            events = json.load(file)["traceEvents"]
+        steps = [e for e in events if e.get("name") == "train"]
+        assert [e["args"]["step_num"] for e in steps] == ["20", "21", "22"]
+        reads = [e["dur"] for e in events if e.get("name") == "read"]
+        # In microseconds; the reading of process 1 is what both wait for.
+        assert (max(reads) > SLOW_S * 9e5) == (process == 1)
+
+
+def test_a_slow_callback_of_one_process_is_named(job):
+    _, (_, (chief, _)) = job
+    found = chief["figures"]["processes"]
+    assert found["slowest"] == 1
+    assert found["extra_ms"] > SLOW_S * 500
+    assert "waits for process 1, which spends" in chief["figures"]["advice"]

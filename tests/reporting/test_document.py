@@ -1,0 +1,160 @@
+"""The file of a report, over the starts of a run."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+
+import pytest
+
+from keras_strategies.cli.main import main
+from keras_strategies.reporting import document as files
+from keras_strategies.reporting.step_file import StepFile
+
+SCRIPT = """
+import os, signal, sys
+import keras_strategies as ks
+import keras
+import numpy as np
+
+class Kill(keras.callbacks.Callback):
+    count = 0
+    def on_train_batch_end(self, batch, logs=None):
+        Kill.count += 1
+        if Kill.count == int(sys.argv[2]):
+            os.kill(os.getpid(), signal.SIGKILL)
+
+with ks.MirroredStrategy().scope():
+    model = keras.Sequential([keras.Input((3,)), keras.layers.Dense(1)])
+    model.compile("sgd", "mse")
+x = np.ones((40, 3), "float32")
+model.fit(x, x[:, :1], batch_size=2, epochs=2, verbose=0, callbacks=[
+    ks.callbacks.Checkpoint(sys.argv[1], save_every_steps=7),
+    Kill(),
+    ks.callbacks.RunReport(),
+])
+"""
+
+
+def run(folder, kill_at):
+    return subprocess.run(
+        [sys.executable, "-c", SCRIPT, str(folder), str(kill_at)],
+        env=os.environ | {"JAX_PLATFORMS": "cpu"},
+        timeout=300,
+        capture_output=True,
+        text=True,
+    )
+
+
+def test_goodput_of_a_run_that_was_killed_twice(tmp_path, capsys):
+    assert run(tmp_path, 17).returncode == -signal.SIGKILL
+    # The last save that is complete is that of step 7 or 14.
+    assert run(tmp_path, 5).returncode == -signal.SIGKILL
+    ended = run(tmp_path, 1000)
+    assert ended.returncode == 0, ended.stderr
+    report = files.load_report(tmp_path)
+    starts = report["starts"]
+    first = [start["first_step"] for start in starts]
+    last = [start["last_step"] for start in starts]
+    assert first[0] == 0
+    assert {first[1], first[2]} <= {0, 7, 14, 21}
+    assert last == [17, first[1] + 5, 40]
+    repeated = 17 - first[1] + first[1] + 5 - first[2]
+    assert report["num_repeated"] == repeated > 0
+    assert files.compute_goodput(report) == 40 / (40 + repeated)
+    assert [start["is_done"] for start in starts] == [False, False, True]
+    lines = " ".join(ended.stdout.split())
+    assert "restarts 2" in lines
+    goodput = f"{repeated} (goodput {100 * 40 / (40 + repeated):.1f} %)"
+    assert f"steps computed twice {goodput}" in lines
+    # Several runs side by side, and as JSON.
+    assert (
+        main(["report", str(tmp_path), f"{tmp_path}/../{tmp_path.name}"]) == 0
+    )
+    assert capsys.readouterr().out.count(goodput.split()[0]) >= 2
+    assert main(["report", "--json", str(tmp_path)]) == 0
+    (printed,) = json.loads(capsys.readouterr().out).values()
+    assert printed["goodput"] == 40 / (40 + repeated)
+    assert printed["starts"] == starts
+
+
+def test_the_file_keeps_the_latest_starts_only(tmp_path):
+    report = None
+    for number in range(250):
+        report = files.add_start(report, 1.5, 3 * number, None)
+        report = files.update_start(
+            report, 3 * number + 5, files.EMPTY, is_done=False
+        )
+    files.save_report(tmp_path, report)
+    assert files.load_report(tmp_path) == report
+    assert len(report["starts"]) == files.MOST_STARTS
+    assert report["num_starts"] == 250
+    assert report["num_repeated"] == 2 * 249
+    assert os.listdir(tmp_path) == [files.NAME]
+
+
+def test_steps_before_the_first_start_are_no_part_of_goodput():
+    report = files.add_start(None, 0.0, 100, None)
+    assert files.compute_goodput(report) is None
+    report = files.update_start(report, 110, files.EMPTY, is_done=False)
+    # The process had reached step 115 when it was killed.
+    report = files.add_start(report, 1.0, 105, 115)
+    report = files.update_start(report, 130, files.EMPTY, is_done=True)
+    assert report["num_repeated"] == 10
+    assert files.compute_goodput(report) == 30 / 40
+
+
+def good():
+    report = files.add_start(None, 1.5, 3, None)
+    return files.update_start(report, 5, files.EMPTY, is_done=False)
+
+
+@pytest.mark.parametrize(
+    ("text", "fault"),
+    [
+        ("[]", "it is not an object"),
+        ("{", "line 1"),
+        ("{}", "has no 'version'"),
+        (json.dumps(good() | {"num_steps": -1}), "num_steps"),
+        (json.dumps(good() | {"starts": []}), "it has no starts"),
+        (json.dumps(good() | {"starts": [{}]}), "has no 'started'"),
+        (
+            json.dumps(good()).replace('"shares": {}', '"shares": {"a": []}'),
+            "shares are not numbers",
+        ),
+        (json.dumps(good()).replace("1.5", "NaN"), "NaN"),
+        ("[" * 100_000, ""),
+        (" " * (5 << 20), "characters"),
+    ],
+)
+def test_other_files_are_refused(tmp_path, capsys, text, fault):
+    (tmp_path / files.NAME).write_text(text)
+    with pytest.raises(files.ReportError, match="must be a report") as raised:
+        files.load_report(tmp_path)
+    assert fault in str(raised.value)
+    assert main(["report", str(tmp_path)]) == 2
+    output = capsys.readouterr()
+    assert output.out == ""
+    assert output.err.startswith("keras-strategies report: ")
+    assert output.err.count("\n") == 1
+
+
+def test_a_directory_without_a_report_is_one_line(tmp_path, capsys):
+    assert main(["report", str(tmp_path)]) == 2
+    assert main(["report", str(tmp_path / "missing")]) == 2
+    lines = capsys.readouterr().err.splitlines()
+    assert len(lines) == 2
+    assert all("without one" in line for line in lines)
+
+
+def test_the_last_step_outlives_its_process(tmp_path):
+    file = StepFile(tmp_path)
+    assert file.read() is None
+    file.write(123)
+    again = StepFile(tmp_path)
+    assert again.read() == 123
+    file.write(-1)
+    assert again.read() is None
+    file.close()
+    again.close()

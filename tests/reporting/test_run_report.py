@@ -1,0 +1,251 @@
+"""Reports of fits in one process: the sentence names the true cause."""
+
+import dataclasses
+import json
+import time
+
+import jax
+import keras
+import numpy as np
+import pytest
+
+import keras_strategies as ks
+from keras_strategies._core.names import phases
+from keras_strategies.planning.program.chips import GPUS
+from keras_strategies.reporting import flops
+from tests.callbacks.test_scalars import read
+from tests.support.plain_keras import mirrored
+
+RunReport = ks.callbacks.RunReport
+_random = np.random.default_rng(0)
+
+
+def fit(report, *callbacks, model=None, **changes):
+    """Trains a small model for 2 epochs of 4 batches, unless told otherwise."""
+    model = model or dense_model()
+    x, y = rows(16)
+    arguments = {"x": x, "y": y, "batch_size": 4, "epochs": 2, "verbose": 0}
+    arguments |= changes
+    if arguments["y"] is None:
+        del arguments["batch_size"]
+    return model.fit(callbacks=[*callbacks, report], **arguments)
+
+
+def rows(count):
+    x = _random.normal(size=(count, 3)).astype("float32")
+    return x, x.sum(axis=1, keepdims=True)
+
+
+def dense_model(**compile_args):
+    with mirrored(1).scope():
+        model = keras.Sequential([keras.Input((3,)), keras.layers.Dense(1)])
+        model.compile("sgd", "mse", **compile_args)
+    return model
+
+
+def embedding_model():
+    with mirrored(1).scope():
+        model = keras.Sequential(
+            [
+                keras.layers.Embedding(9, 4),
+                keras.layers.GlobalAveragePooling1D(),
+                keras.layers.Dense(1),
+            ]
+        )
+        model.compile("sgd", "mse")
+    return model
+
+
+@pytest.mark.filterwarnings("ignore:.*shuffle=True")
+def test_slow_generator_is_named(capsys):
+    def slow():
+        for _ in range(40):
+            time.sleep(0.03)
+            yield rows(4)
+
+    report = RunReport()
+    fit(report, x=slow(), y=None, steps_per_epoch=20)
+    advice = report.figures["advice"]
+    assert "waits for input: make the data faster" in advice
+    shares = report.figures["shares"]
+    assert sum(shares.values()) == pytest.approx(1.0)
+    assert advice.startswith(f"{100 * shares['input']:.0f} %")
+    times = report.figures["step_ms"]
+    assert 25 < times["median"] <= times["p95"]
+    assert report.figures["rows_per_sec"] < 4 / 0.02
+    printed = " ".join(capsys.readouterr().out.split())
+    assert advice in printed
+    assert "waiting for input" in printed
+
+
+@pytest.mark.filterwarnings("ignore:.*shuffle=True")
+def test_new_shapes_are_named():
+    def growing():
+        for epoch in range(3):
+            for _ in range(4):
+                yield _random.integers(0, 9, (4, 5 + epoch)), np.ones((4, 1))
+
+    report = RunReport(verbose=False)
+    model = embedding_model()
+    fit(report, model=model, x=growing(), y=None, steps_per_epoch=4, epochs=3)
+    assert "compiles the step for new shapes" in report.figures["advice"]
+    assert "x (4, 6)" in report.figures["advice"]
+    assert "x (4, 7)" in report.figures["advice"]
+    made = report.figures["compilations"]
+    causes = {one["cause"]: one for one in made["causes"]}
+    assert causes["a new shape: x (4, 6)"]["count"] >= 1
+    assert causes["the first step"]["seconds"] > 0.05
+    assert made["seconds"] >= sum(one["seconds"] for one in causes.values())
+
+
+def test_saves_at_each_step_are_named(tmp_path):
+    checkpoint = ks.callbacks.Checkpoint(tmp_path, save_every_steps=1)
+    report = RunReport(verbose=False)
+    fit(report, checkpoint, epochs=4)
+    assert "waits for checkpoints (16 saves)" in report.figures["advice"]
+    # Beside the checkpoints, and no checkpoint to the list of them.
+    written = json.loads((tmp_path / "run_report.json").read_text())
+    assert written["starts"][-1]["figures"] == report.figures
+    assert written["starts"][-1]["is_done"] is True
+    assert written["num_steps"] == 16
+
+
+def test_short_steps_are_named():
+    report = RunReport(verbose=False)
+    x, y = rows(4 * 1500)
+    fit(report, x=x, y=y)
+    assert "runs Python between the programs" in report.figures["advice"]
+    assert "steps_per_execution" in report.figures["advice"]
+
+
+def test_long_steps_blame_nothing_else():
+    with mirrored(1).scope():
+        layers = [keras.layers.Dense(800) for _ in range(3)]
+        model = keras.Sequential([keras.Input((800,)), *layers])
+        model.compile("sgd", "mse")
+    x = np.ones((512 * 20, 800), "float32")
+    report = RunReport(verbose=False)
+    fit(report, model=model, x=x, y=x, batch_size=512)
+    assert "is spent in the step's programs" in report.figures["advice"]
+
+
+def test_evaluations_and_callbacks_are_named():
+    class Slow(keras.callbacks.Callback):
+        def on_train_batch_end(self, batch, logs=None):
+            time.sleep(0.05)
+
+    report = RunReport(verbose=False)
+    fit(report, Slow(), epochs=4)
+    assert "runs callbacks" in report.figures["advice"]
+    x, y = rows(40_000)
+    report = RunReport(verbose=False)
+    fit(report, epochs=4, validation_data=(x, y), validation_batch_size=8)
+    assert "evaluates the model" in report.figures["advice"]
+    # Steps of evaluations are not steps of training.
+    assert report.figures["steps"] == 16
+
+
+def test_logs_have_the_speed(tmp_path):
+    scalars = ks.callbacks.Scalars(tmp_path, every_n_steps=2)
+    report = RunReport(verbose=False)
+    history = fit(report, scalars).history
+    names = {"step_ms", "rows_per_sec", "input_share"}
+    assert names < set(history)
+    assert all(value > 0 for value in history["step_ms"])
+    points = read(tmp_path)
+    assert names < set(points)
+    assert list(points["step_ms"])[-3:] == [4, 6, 8]
+
+
+def test_tokens_are_those_of_sequences_of_tokens_only():
+    report = RunReport(verbose=False)
+    x = _random.integers(0, 9, (16, 5))
+    fit(report, model=embedding_model(), x=x, y=np.ones((16, 1)))
+    rate = report.figures["tokens_per_sec"]
+    assert rate == pytest.approx(5 * report.figures["rows_per_sec"])
+    # Integers that no layer embeds are not tokens.
+    fit(report, x=_random.integers(0, 9, (16, 3)), y=np.ones((16, 1)))
+    assert "tokens_per_sec" not in report.figures
+
+
+def test_operations_of_a_dense_model(monkeypatch):
+    report = RunReport(verbose=False)
+    history = fit(report).history
+    rate = report.figures["flops_per_sec"]
+    # A product forward, and one for the gradients of the weights.
+    assert rate == pytest.approx(2 * 2 * 3 * report.figures["rows_per_sec"])
+    # CPUs have no peak.
+    assert "mfu" not in report.figures
+    assert "mfu" not in history
+    # The specifications of a chip take the place of the unknown ones.
+    chip = dataclasses.replace(GPUS["h100"], flops=1e9)
+    monkeypatch.setattr(flops, "find_chip", lambda device: chip)
+    history = fit(report).history
+    mfu = report.figures["flops_per_sec"] / 1e9
+    assert report.figures["mfu"] == pytest.approx(mfu)
+    assert history["mfu"][-1] == pytest.approx(mfu, rel=0.5)
+
+
+class Sampler(keras.Model):
+    """Samples in a loop of unknown length, which has no gradients."""
+
+    def __init__(self):
+        super().__init__()
+        self.inner = keras.layers.Dense(1)
+
+    def call(self, x, training=False):
+        y = self.inner(x)
+        if training:
+            return y
+        return keras.ops.while_loop(
+            lambda y: keras.ops.max(y) < 0.0, lambda y: (y + 1.0,), (y,)
+        )[0]
+
+
+def test_operations_without_gradients_are_left_out():
+    with mirrored(1).scope():
+        model = Sampler()
+        model.compile("sgd", "mse")
+    report = RunReport(verbose=False)
+    fit(report, model=model)
+    assert "flops_per_sec" not in report.figures
+    assert report.figures["steps"] == 8
+
+
+def test_steps_of_one_execution_are_counted_each():
+    report = RunReport(verbose=False)
+    model = dense_model(steps_per_execution=2)
+    fit(report, model=model, epochs=5)
+    assert report.figures["steps"] == 20
+    assert report.figures["compilations"]["count"] >= 1
+
+
+def test_an_error_in_fit_ends_the_recording(tmp_path):
+    class Stop(keras.callbacks.Callback):
+        def on_epoch_end(self, epoch, logs=None):
+            raise InterruptedError
+
+    with pytest.raises(InterruptedError):
+        fit(RunReport(tmp_path), Stop())
+    assert phases._recorders == ()
+    written = json.loads((tmp_path / "run_report.json").read_text())
+    assert written["starts"][-1]["is_done"] is False
+    assert written["num_steps"] == 4
+    # JAX's event has no listener of the report's.
+    fit(report := RunReport(verbose=False))
+    count = report.figures["compilations"]["count"]
+    jax.jit(lambda x: x + 3)(1)
+    assert report.figures["compilations"]["count"] == count
+
+
+def test_a_plain_model_is_refused():
+    model = keras.Sequential([keras.Input((3,)), keras.layers.Dense(1)])
+    model.compile("sgd", "mse")
+    with pytest.raises(RuntimeError, match="can only report the fit of a mod"):
+        fit(RunReport(), model=model)
+
+
+@pytest.mark.parametrize("directory", [3, ""])
+def test_wrong_directories_are_refused(directory):
+    with pytest.raises(TypeError, match="must be a non-empty path"):
+        RunReport(directory)
