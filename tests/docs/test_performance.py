@@ -15,7 +15,7 @@ TEXT = (pathlib.Path(__file__).parents[2] / "docs/performance.md").read_text()
 BLOCKS = re.findall(r"^```python\n(.*?)^```", TEXT, re.M | re.S)
 
 
-@pytest.mark.parametrize("block", BLOCKS, ids=["fit", "loop"])
+@pytest.mark.parametrize("block", BLOCKS, ids=["fit", "trace", "loop"])
 def test_the_code_runs(block, tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     names = common_names()
