@@ -351,3 +351,38 @@ def test_what_is_jitted_is_traced_for_each_name_of_a_trace():
     other = inside("other")
     assert len(traced) == 2
     assert str(first) == str(second) == str(other)
+
+
+def test_compilations_are_told_to_listeners_with_their_names():
+    """With the names of events: reporting/compilations.py."""
+    heard = []
+
+    def listen(event, duration_secs, **kwargs):
+        heard.append((event.rpartition("/")[2], kwargs.get("fun_name")))
+        assert duration_secs >= 0
+
+    @jax.jit
+    def told(x):
+        return x * 3 + 1
+
+    jax.monitoring.register_event_duration_secs_listener(listen)
+    try:
+        told(2.0)
+        told(3.0)
+    finally:
+        jax.monitoring.unregister_event_duration_listener(listen)
+    told(np.ones(3))
+    names = [name for event, name in heard if "backend_compile" in event]
+    assert len(names) == 1
+    assert "told" in names[0]
+    events = [event for event, _ in heard]
+    assert "jaxpr_trace_duration" in events
+    assert events[-1] == "backend_compile_duration"
+
+
+def test_an_array_knows_whether_it_is_ready():
+    array = jax.jit(lambda x: x + 1)(np.ones(3))
+    assert array.is_ready() in (True, False)
+    array.block_until_ready()
+    assert array.is_ready() is True
+    assert array.is_deleted() is False
