@@ -15,6 +15,8 @@ NAMES = ("XLA_FLAGS", "CUBLAS_WORKSPACE_CONFIG", "NCCL_NVLS_ENABLE")
 @pytest.fixture
 def environment(monkeypatch):
     """An environment without the variables, restored after the test."""
+    # XLA reads its flags only once: those of `conftest.py`, for all tests.
+    jax.devices()
     for name in NAMES:
         monkeypatch.setenv(name, "")
         monkeypatch.delenv(name)
@@ -24,7 +26,6 @@ def environment(monkeypatch):
 @pytest.fixture
 def with_gpus(monkeypatch):
     """JAX has started GPUs."""
-    jax.devices()
     monkeypatch.setattr(jax, "devices", lambda *platform: ["a GPU"])
 
 
