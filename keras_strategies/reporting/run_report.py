@@ -184,6 +184,7 @@ class RunReport(ReportCallback):
         self._recorder = recorder = StepRecorder(has_tokens=has_tokens)
         self._write_at = 0.0
         self._has_begun = self.is_done = False
+        self.figures = dict(files.EMPTY)
         self._stack.enter_context(recorder.compilations.listening())
         self._stack.enter_context(recording(recorder))
         runner = watchdog.get_runner()
@@ -368,7 +369,7 @@ class RunReport(ReportCallback):
             self._count_flops(self._recorder, self._flops)
         self._write(is_done=True)
         self.close()
-        if self._is_chief and self._verbose:
+        if self._is_chief and self._verbose and self._has_begun:
             report = self._document or files.update_start(
                 files.add_start(None, time.time(), 0, None),
                 self._last_step,
@@ -379,7 +380,7 @@ class RunReport(ReportCallback):
 
     def _write(self, *, is_done: bool) -> None:
         recorder = self._recorder
-        if recorder is None:
+        if recorder is None or not self._has_begun:
             return
         figures = compute_figures(recorder, time.perf_counter())
         figures |= self._compute_flops(recorder)

@@ -110,6 +110,18 @@ def test_saves_at_each_step_are_named(tmp_path):
     assert written["num_steps"] == 16
 
 
+def test_a_fit_without_steps_leaves_the_report_as_it_is(tmp_path, capsys):
+    checkpoint = ks.callbacks.Checkpoint(tmp_path)
+    fit(RunReport(), checkpoint)
+    written = (tmp_path / "run_report.json").read_text()
+    capsys.readouterr()
+    # The run has ended, so `fit` trains no further steps.
+    fit(report := RunReport(), checkpoint)
+    assert (tmp_path / "run_report.json").read_text() == written
+    assert report.figures["steps"] == 0
+    assert capsys.readouterr().out == ""
+
+
 def test_short_steps_are_named():
     report = RunReport(verbose=False)
     x, y = rows(4 * 1500)
