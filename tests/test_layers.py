@@ -52,6 +52,7 @@ ROOMS = {
     "estimator": [{"config"}, {""}, {"contrib"}],
     "keras_bridge": [
         {""},
+        {"layouts"},
         {"inputs", "variables"},
         {"accumulation"},
         {"hooks"},

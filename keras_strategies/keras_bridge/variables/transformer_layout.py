@@ -12,22 +12,29 @@ References:
 import dataclasses
 import math
 import re
-from collections.abc import Iterable, Iterator, Sequence
+import warnings
+from collections.abc import Mapping, Sequence
 from typing import Any
 
+import jax.numpy as jnp
 import keras
 
 from keras_strategies.cluster.checks import check_number
+from keras_strategies.keras_bridge.layouts.projections import (
+    MODEL,
+    Axes,
+    strip_number,
+)
+from keras_strategies.keras_bridge.layouts.structures import choose_axes
 
-Axes = tuple[str | None, ...]
 Layout = Any
 """A value of a layout map: axes, or a function from a shape to axes."""
 
-_MODEL = "model"
-_OF = r"(_?(dense|proj|projector|projection))?"
-_INTO_HEADS = re.compile(rf"(query|key|value|gate|q|k|v){_OF}")
-_ALL_INTO_HEADS = re.compile(rf"(query_key_value|qkv){_OF}")
-_OUT_OF_HEADS = re.compile(rf"(attention_output|attn_output|output|out|o){_OF}")
+_Group = list[tuple[Axes, keras.Variable]]
+"""The variables that a pattern matches: pairs of a variable's axes and it."""
+
+_WARNED_SHARE = 0.05
+_WARNED_SIZE = 2**14
 
 
 @dataclasses.dataclass(frozen=True)
@@ -50,6 +57,21 @@ class ByShape:
         """Returns the mesh axis, or None, for each dimension of a variable."""
         axes = self.wider if shape[-1] >= shape[0] else self.narrower
         return axes if _fits(axes, shape, self.cores) else (None,) * len(shape)
+
+
+@dataclasses.dataclass(frozen=True)
+class ByExactShape:
+    """A layout that knows the axes of some shapes, and replicates others.
+
+    Attributes:
+      axes_of_shapes: Pairs of a shape and its axes.
+    """
+
+    axes_of_shapes: tuple[tuple[tuple[int, ...], Axes], ...]
+
+    def __call__(self, shape: Sequence[int]) -> Axes:
+        """Returns the mesh axis, or None, for each dimension of a variable."""
+        return dict(self.axes_of_shapes).get(tuple(shape), (None,) * len(shape))
 
 
 def transformer_layout(model: keras.Model, cores: int) -> dict[str, Layout]:
@@ -102,14 +124,19 @@ def transformer_layout(model: keras.Model, cores: int) -> dict[str, Layout]:
     _check_model(model)
     cure = "Pass the number of cores of a replica."
     check_number("cores", cores, cure, least=1, is_optional=False)
-    chosen = _choose_axes(model)
-    groups: dict[str, list[tuple[Axes, keras.Variable]]] = {}
+    by_pattern: dict[str, list[keras.Variable]] = {}
     for variable in model.variables:
-        axes = chosen.get(id(variable), (None,) * len(variable.shape))
         pattern = _make_pattern(variable.path)
-        groups.setdefault(pattern, []).append((axes, variable))
-    layouts = {p: _make_layout(group, cores) for p, group in groups.items()}
-    layouts = {p: layout for p, layout in layouts.items() if layout is not None}
+        by_pattern.setdefault(pattern, []).append(variable)
+    shares = _measure_shares(by_pattern)
+    chosen = choose_axes(model, cores, shares)
+    layouts: dict[str, Layout] = {}
+    for pattern, variables in by_pattern.items():
+        axes = [chosen.get(id(v), (None,) * len(v.shape)) for v in variables]
+        group = list(zip(axes, variables, strict=True))
+        layout = _make_layout(group, cores)
+        if layout is not None:
+            layouts[pattern] = layout
     if not layouts:
         raise ValueError(
             "`cores` must divide the number of heads, the width of dense "
@@ -117,6 +144,13 @@ def transformer_layout(model: keras.Model, cores: int) -> dict[str, Layout]:
             f"which divides none of them in the model {model.name!r}. Pass a "
             "divisor of the number of heads."
         )
+    for pattern, variables in by_pattern.items():
+        whole = [
+            v
+            for v in variables
+            if id(v) not in chosen and not any(_apply(layouts.get(pattern), v))
+        ]
+        _warn_of_whole(pattern, whole, shares, cores)
     return _match_nested(layouts, [v.path for v in model.variables])
 
 
@@ -134,225 +168,99 @@ def _check_model(model: object) -> None:
         )
 
 
-def _choose_axes(model: keras.Model) -> dict[int, Axes]:
-    """Returns the axes of the variables to shard, by variable id.
-
-    Raises:
-      ValueError: if the model has no attention.
-    """
-    by_id: dict[int, Axes] = {}
-    has_attention = False
-    for parent in model._flatten_layers():
-        if isinstance(parent, keras.layers.Embedding):
-            by_id |= _find_table(parent)
-        children = list(
-            parent._flatten_layers(include_self=False, recursive=False)
+def _measure_shares(
+    by_pattern: Mapping[str, Sequence[keras.Variable]],
+) -> dict[int, float]:
+    """Returns the share of the model's bytes of each variable's pattern."""
+    sizes = {
+        pattern: sum(
+            math.prod(v.shape) * jnp.dtype(v.dtype).itemsize for v in variables
         )
-        if not children:
-            by_id |= _find_experts(parent)
-        projections = list(_find_projections(children))
-        in_attention = _find_attention(projections)
-        has_attention |= bool(in_attention)
-        for projection in projections:
-            if id(projection) in in_attention:
-                is_first = in_attention[id(projection)]
-            else:
-                is_first = _is_first_of_two(projection, projections)
-            if is_first is not None:
-                by_id |= projection.make_axes(over_columns=is_first)
-    if not has_attention:
-        raise ValueError(
-            "A transformer must have layers with projections of queries and "
-            f"values. Received: the model {model.name!r}, in which no layer "
-            "has sublayers named 'query' and 'value'. Name the sublayers of "
-            "user-defined attention 'query', 'key', 'value' and "
-            "'attention_output', or write a `layout_map` for the model."
-        )
-    return by_id
-
-
-@dataclasses.dataclass(frozen=True, eq=False)
-class _Projection:
-    """A dense layer, and which of its kernel's dimensions are rows or columns.
-
-    Attributes:
-      layer: A `Dense` or `EinsumDense`.
-      kernel: Its kernel.
-      columns: The kernel's dimensions that are also dimensions of the output,
-        in the order of the output.
-      rows: The kernel's dimensions over which the layer sums, in the order of
-        the input.
-    """
-
-    layer: Any
-    kernel: keras.Variable
-    columns: tuple[int, ...]
-    rows: tuple[int, ...]
-
-    @property
-    def name(self) -> str:
-        """The layer's name without its number."""
-        return _strip_number(self.layer.name)
-
-    @property
-    def sizes(self) -> tuple[int, int]:
-        """The kernel's input and output sizes, each a product of dimensions."""
-        shape = self.kernel.shape
-        size_in, size_out = (
-            math.prod(shape[dim] for dim in dims)
-            for dims in (self.rows, self.columns)
-        )
-        return size_in, size_out
-
-    def make_axes(self, *, over_columns: bool) -> dict[int, Axes]:
-        """Returns axes that shard the variables along columns or rows."""
-        dim = (self.columns if over_columns else self.rows)[0]
-        rank = len(self.kernel.shape)
-        of_kernel = tuple(_MODEL if d == dim else None for d in range(rank))
-        by_name: dict[str, Axes] = {
-            "kernel": of_kernel,
-            "lora_kernel_a": (*of_kernel[:-1], None),
-            "lora_kernel_b": (None, of_kernel[-1]),
-        }
-        bias = getattr(self.layer, "bias", None)
-        if bias is not None and over_columns:
-            # A bias has the output's last dimensions, which include the
-            # columns.
-            num_others = len(bias.shape) - len(self.columns)
-            if num_others >= 0:
-                by_name["bias"] = (
-                    *[None] * num_others,
-                    *(of_kernel[column] for column in self.columns),
-                )
-        return _select_by_name(self.layer, by_name)
-
-
-def _find_projections(layers: Iterable[Any]) -> Iterator[_Projection]:
-    for layer in layers:
-        kernels = [v for v in layer.variables if v.name == "kernel"]
-        if isinstance(layer, keras.layers.Dense):
-            columns, rows = (1,), (0,)
-        elif isinstance(layer, keras.layers.EinsumDense):
-            columns, rows = _parse_equation(layer.equation)
-        else:
-            continue
-        if len(kernels) != 1 or not columns or not rows:
-            continue
-        # A packed kernel, such as a four-bit kernel, has other dimensions.
-        if len(kernels[0].shape) == len(columns) + len(rows):
-            yield _Projection(layer, kernels[0], columns, rows)
-
-
-def _parse_equation(equation: str) -> tuple[tuple[int, ...], tuple[int, ...]]:
-    """Returns the kernel's column dimensions and its row dimensions."""
-    inputs, kernel, output = re.split(",|->", re.sub(r"[.\s]", "", equation))
-    columns = [kernel.index(a) for a in output if a in kernel]
-    rows = [kernel.index(a) for a in inputs if a in kernel and a not in output]
-    return tuple(columns), tuple(rows)
-
-
-def _find_attention(projections: Sequence[_Projection]) -> dict[int, bool]:
-    """Finds the attention projections among the layers of a parent layer.
-
-    Returns:
-      A dict that maps a projection's id to whether the heads are in the columns
-      of its kernel (otherwise they are in the rows). Empty if the layers do
-      not form an attention layer.
-    """
-    first = [
-        p
-        for p in projections
-        if _INTO_HEADS.fullmatch(p.name) or _ALL_INTO_HEADS.fullmatch(p.name)
-    ]
-    kinds = {p.name[0] for p in first}
-    is_attention = {"q", "v"} <= kinds or any(
-        _ALL_INTO_HEADS.fullmatch(p.name) for p in first
-    )
-    if not is_attention:
-        return {}
-    last = [p for p in projections if _OUT_OF_HEADS.fullmatch(p.name)]
-    return {id(p): True for p in first} | {id(p): False for p in last}
-
-
-def _is_first_of_two(
-    projection: _Projection, siblings: Sequence[_Projection]
-) -> bool | None:
-    """Returns whether a dense layer is the widening layer of a pair.
-
-    A pair is two dense layers of the same parent layer. The narrowing layer
-    has the input and output sizes of the widening layer in reverse.
-
-    Returns:
-      True for the widening layer, False for the narrowing layer of a pair, and
-      None if the layer is not in a pair.
-    """
-    size_in, size_out = projection.sizes
-    if size_in == size_out:
-        return None
-    if not any(p.sizes == (size_out, size_in) for p in siblings):
-        return None
-    return size_out > size_in
-
-
-def _find_table(layer: keras.layers.Embedding) -> dict[int, Axes]:
-    return _select_by_name(
-        layer,
-        {
-            "embeddings": (_MODEL, None),
-            "lora_embeddings_a": (_MODEL, None),
-            "reverse_embeddings": (None, _MODEL),
-        },
-    )
-
-
-def _find_experts(layer: keras.Layer) -> dict[int, Axes]:
-    """Returns the axes of stacked kernels of shape (experts, rows, columns)."""
-    stacked = [v for v in layer.variables if len(v.shape) == 3]
-    sizes = {tuple(v.shape) for v in stacked}
-    by_id: dict[int, Axes] = {}
-    for variable in stacked:
-        experts, rows, columns = variable.shape
-        if rows != columns and (experts, columns, rows) in sizes:
-            over = (_MODEL, None) if rows > columns else (None, _MODEL)
-            by_id[id(variable)] = (None, *over)
-    return by_id
-
-
-def _select_by_name(
-    layer: keras.Layer, axes: dict[str, Axes]
-) -> dict[int, Axes]:
+        for pattern, variables in by_pattern.items()
+    }
+    total = sum(sizes.values())
     return {
-        id(v): axes[v.name]
-        for v in layer.variables
-        if len(axes.get(v.name, ())) == len(v.shape) > 0
+        id(v): sizes[pattern] / total
+        for pattern, variables in by_pattern.items()
+        for v in variables
     }
 
 
-def _make_layout(
-    group: Sequence[tuple[Axes, keras.Variable]], cores: int
-) -> Layout | None:
+def _make_layout(group: _Group, cores: int) -> Layout | None:
     """Makes the layout for the variables that a pattern matches.
 
     Args:
-      group: The variables: pairs of a variable's axes and the variable.
+      group: The variables.
       cores: See `ByShape`.
 
     Returns:
       The value for the layout map, or None if the variables are replicated.
     """
-    kinds = {axes for axes, _ in group if any(axes)}
-    fit = [_fits(axes, variable.shape, cores) for axes, variable in group]
-    if not any(f for (axes, _), f in zip(group, fit, strict=True) if any(axes)):
-        return None
+    fitting = [
+        (axes if _fits(axes, v.shape, cores) else (None,) * len(axes), v)
+        for axes, v in group
+    ]
+    kinds = {axes for axes, _ in fitting if any(axes)}
+    candidates: list[Layout] = []
     if len(kinds) == 1:
         (axes,) = kinds
-        if all(fit) and all(a == axes for a, _ in group):
-            return axes
-        # Whether a vector should be sharded cannot be seen from its size.
-        return ByShape(axes, axes, cores) if len(axes) > 1 else None
-    if kinds == {(None, _MODEL), (_MODEL, None)}:
-        return ByShape((None, _MODEL), (_MODEL, None), cores)
+        candidates += [axes, ByShape(axes, axes, cores)]
+    elif kinds == {(None, MODEL), (MODEL, None)}:
+        candidates += [ByShape((None, MODEL), (MODEL, None), cores)]
+    # Whether a vector should be sharded cannot be seen from its size.
+    if kinds and all(len(axes) > 1 for axes in kinds):
+        by_shape = {tuple(v.shape): axes for axes, v in fitting}
+        candidates += [ByExactShape(tuple(sorted(by_shape.items())))]
+    for layout in candidates:
+        is_vector = isinstance(layout, ByShape) and len(layout.wider) == 1
+        if not is_vector and all(_apply(layout, v) == a for a, v in fitting):
+            return layout
     return None
+
+
+def _apply(layout: Layout | None, variable: keras.Variable) -> Axes:
+    """Returns the axes that a layout gives a variable."""
+    if layout is None:
+        return (None,) * len(variable.shape)
+    return layout(variable.shape) if callable(layout) else layout
+
+
+def _warn_of_whole(
+    pattern: str,
+    variables: Sequence[keras.Variable],
+    shares: Mapping[int, float],
+    cores: int,
+) -> None:
+    """Warns if large variables are replicated that could be sharded.
+
+    Args:
+      pattern: The pattern that matches the variables.
+      variables: Variables that belong to no known structure.
+      shares: See `choose_axes`.
+      cores: See `ByShape`.
+    """
+    able = [
+        v
+        for v in variables
+        if len(v.shape) > 1 and any(n % cores == 0 for n in v.shape)
+    ]
+    size = sum(math.prod(v.shape) for v in able)
+    if size < _WARNED_SIZE or shares[id(able[0])] < _WARNED_SHARE:
+        return
+    shape = tuple(able[0].shape)
+    dim = max(
+        range(len(shape)), key=lambda d: (shape[d] % cores == 0, shape[d])
+    )
+    axes = tuple(MODEL if d == dim else None for d in range(len(shape)))
+    warnings.warn(
+        "`transformer_layout` must recognize a layer to shard its variables. "
+        f"Received: {able[0].path!r} of shape {shape}, "
+        f"{shares[id(able[0])]:.0%} of the bytes of the weights (of "
+        f"{len(able)} such variables), which every core holds whole. Name the "
+        "layer's sublayers as in `keras.layers.MultiHeadAttention`, or add the "
+        f"variables to the map: layout_map[{pattern!r}] = {axes}.",
+        stacklevel=3,
+    )
 
 
 def _fits(axes: Axes, shape: Sequence[int], cores: int) -> bool:
@@ -365,12 +273,8 @@ def _fits(axes: Axes, shape: Sequence[int], cores: int) -> bool:
 def _make_pattern(path: str) -> str:
     """Makes a regular expression that ignores the layer numbers in a path."""
     *layers, name = path.split("/")
-    parts = [re.escape(_strip_number(part)) + r"(_\d+)?" for part in layers]
+    parts = [re.escape(strip_number(part)) + r"(_\d+)?" for part in layers]
     return "/".join([*parts, re.escape(name)])
-
-
-def _strip_number(name: str) -> str:
-    return re.sub(r"_\d+$", "", name)
 
 
 def _match_nested(

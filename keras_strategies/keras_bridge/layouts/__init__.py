@@ -1,0 +1,1 @@
+"""Structures of transformers, and the axes that shard them over cores."""
