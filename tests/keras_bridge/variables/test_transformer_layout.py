@@ -91,10 +91,251 @@ def test_what_cores_do_not_divide_stays_whole():
     found = axes_in(transformer(grouped, vocabulary=23), 4)
     assert found["query/kernel"] == (None, "model", None)
     assert found["attention_output/kernel"] == ("model", None, None)
-    # Two heads of keys, three of classes, 23 words.
-    for name in ("key/kernel", "value/bias", "embedding/embeddings"):
+    # Two heads of keys, three classes.
+    for name in ("key/kernel", "value/bias"):
         assert not any(found[name]), name
     assert not any(found["dense_4/kernel"])
+
+
+def test_a_table_of_indivisible_rows_is_divided_by_its_width():
+    keras.backend.clear_session()
+    found = axes_in(transformer(vocabulary=23), 4)
+    assert found["embedding/embeddings"] == (None, "model")
+    # Neither 23 words nor a width of 16.
+    found = axes_in(transformer(lambda: grouped(6, 6), vocabulary=23), 3)
+    assert not any(found["embedding/embeddings"])
+
+
+class DenseAttention(layers.Layer):
+    """Attention of matrices: attributes alone tell their roles and heads."""
+
+    def __init__(self, width, heads, key_heads=None, **kwargs):
+        super().__init__(**kwargs)
+        self.num_heads = heads
+        self.num_key_value_heads = key_heads or heads
+        self.size = width // heads
+        of_keys = self.size * self.num_key_value_heads
+        self.q = layers.Dense(width)
+        self.k = layers.Dense(of_keys)
+        self.v = layers.Dense(of_keys)
+        self.last = layers.Dense(width)
+
+    def build(self, shape):
+        for layer in (self.q, self.k, self.v, self.last):
+            layer.build(shape)
+
+    def call(self, x):
+        def split(y, heads):
+            return keras.ops.reshape(
+                y, (-1, x.shape[1], heads, y.shape[-1] // heads)
+            )
+
+        repeats = self.num_heads // self.num_key_value_heads
+        key, value = (
+            keras.ops.repeat(
+                split(layer(x), self.num_key_value_heads), repeats, axis=2
+            )
+            for layer in (self.k, self.v)
+        )
+        y = keras.ops.dot_product_attention(
+            split(self.q(x), self.num_heads), key, value
+        )
+        return self.last(keras.ops.reshape(y, (-1, *x.shape[1:])))
+
+
+def kernels_in(model, cores):
+    """Of each kernel, by its layer: the divided dimension, or None."""
+    layout_map = transformer_layout(model, cores)
+    strategy = of_cores(1, cores, layout_map)
+    strategy.attach(model)
+    return {
+        v.path.split("/")[-2]: next(
+            (d for d, a in enumerate(v.value.sharding.spec) if a), None
+        )
+        for v in model.variables
+        if v.name == "kernel"
+    }
+
+
+def of_layers(*made, shape=(6, 24)):
+    keras.backend.clear_session()
+    x = inputs = keras.Input(shape)
+    for make in made:
+        x = make()(x)
+    return keras.Model(inputs, x)
+
+
+@pytest.mark.parametrize(
+    ("heads", "key_heads", "cores", "expected"),
+    [
+        (4, None, 4, [1, 1, 1, 0]),
+        # 24 columns are divisible, 6 heads are not.
+        (6, None, 4, [None] * 4),
+        (4, 2, 4, [1, None, None, 0]),
+        (12, 4, 4, [1, 1, 1, 0]),
+    ],
+)
+def test_matrices_are_divided_only_by_whole_heads(
+    heads, key_heads, cores, expected
+):
+    model = of_layers(
+        lambda: DenseAttention(24, heads, key_heads),
+        lambda: layers.Dense(96),
+        lambda: layers.Dense(24),
+    )
+    found = kernels_in(model, cores)
+    names = ("dense", "dense_1", "dense_2", "dense_3")
+    assert [found[name] for name in names] == expected
+    assert [found["dense_4"], found["dense_5"]] == [1, 0]
+
+
+def test_layers_of_one_name_with_other_heads_are_told_apart_by_shape():
+    # Stages of an image model: 2 heads of width 24, then 4 of width 48.
+    model = of_layers(
+        lambda: DenseAttention(24, 2),
+        lambda: layers.Dense(48),
+        lambda: DenseAttention(48, 4),
+    )
+    found = kernels_in(model, 4)
+    first = [f"dense{n}" for n in ("", "_1", "_2", "_3")]
+    second = [f"dense_{n}" for n in range(5, 9)]
+    assert [found[name] for name in first] == [None] * 4
+    # Its last matrix has the shape of its first, and also their name.
+    assert {found[name] for name in second} <= {None, 0, 1}
+
+
+class FusedAttention(layers.Layer):
+    def __init__(self, width, heads, **kwargs):
+        super().__init__(**kwargs)
+        self.heads = heads
+        self.attention_qkv = layers.Dense(3 * width)
+        self.projection = layers.Dense(width)
+
+    def build(self, shape):
+        self.attention_qkv.build(shape)
+        self.projection.build(shape)
+
+    def call(self, x):
+        parts = keras.ops.split(self.attention_qkv(x), 3, axis=-1)
+        shape = (-1, x.shape[1], self.heads, x.shape[-1] // self.heads)
+        split = [keras.ops.reshape(part, shape) for part in parts]
+        y = keras.ops.dot_product_attention(*split)
+        return self.projection(keras.ops.reshape(y, (-1, *x.shape[1:])))
+
+
+@pytest.mark.parametrize(("heads", "expected"), [(4, [1, 0]), (6, [None] * 2)])
+def test_one_kernel_of_queries_keys_and_values(heads, expected):
+    model = of_layers(
+        lambda: FusedAttention(24, heads),
+        lambda: layers.Dense(96),
+        lambda: layers.Dense(24),
+    )
+    found = kernels_in(model, 4)
+    assert [found["dense"], found["dense_1"]] == expected
+
+
+class Experts(layers.Layer):
+    """Gates and values side by side in one kernel, as in keras-hub."""
+
+    def __init__(self, experts, **kwargs):
+        super().__init__(**kwargs)
+        self.experts = experts
+
+    def build(self, shape):
+        width, inner = shape[-1], 10
+        shapes = {
+            "gate_up": (self.experts, width, 2 * inner),
+            "gate_up_bias": (self.experts, 2 * inner),
+            "down": (self.experts, inner, width),
+        }
+        self.all = [
+            self.add_weight(shape=s, name=name) for name, s in shapes.items()
+        ]
+
+    def call(self, x):
+        up = keras.ops.einsum("btd,edi->beti", x, self.all[0])
+        up += self.all[1][None, :, None, :]
+        gate, value = keras.ops.split(up, 2, axis=-1)
+        down = keras.ops.einsum("beti,eid->btd", gate * value, self.all[2])
+        return x + down
+
+
+@pytest.mark.parametrize(("experts", "is_divided"), [(8, True), (6, False)])
+@pytest.mark.filterwarnings("ignore:.transformer_layout. must recognize")
+def test_experts_with_fused_gates_are_dealt_out(experts, is_divided):
+    model = of_layers(
+        lambda: DenseAttention(24, 4), lambda: Experts(experts, name="moe")
+    )
+    found = axes_in(model, 4)
+    rest = "model" if is_divided else None
+    assert found["moe/gate_up"] == ((rest, None, None) if rest else ())
+    assert found["moe/gate_up_bias"] == ((rest, None) if rest else ())
+    assert found["moe/down"] == ((rest, None, None) if rest else ())
+
+
+@pytest.mark.parametrize(
+    ("make", "expected"),
+    [
+        # It has no partner: columns if it widens, else rows.
+        (lambda: layers.Dense(200, name="alone"), 1),
+        (lambda: layers.Dense(20, name="alone"), 0),
+        (lambda: layers.Conv1D(64, 3, name="alone"), 2),
+        # No heads in sight, and 202 is no multiple of 4: its rows.
+        (lambda: layers.Dense(202, name="alone"), 0),
+    ],
+)
+def test_other_large_kernels_are_divided(make, expected):
+    model = of_layers(lambda: DenseAttention(24, 4), make)
+    assert kernels_in(model, 4)["alone"] == expected
+
+
+def test_other_small_kernels_stay_whole():
+    model = of_layers(
+        lambda: DenseAttention(96, 4),
+        lambda: layers.Dense(4, name="alone"),
+        shape=(6, 96),
+    )
+    assert kernels_in(model, 4)["alone"] is None
+
+
+class Renamed(layers.Layer):
+    """Weights of its own, which belong to no known structure."""
+
+    def build(self, shape):
+        self.mixing = self.add_weight(shape=(shape[-1], 800), name="mixing")
+        self.back = self.add_weight(shape=(800, shape[-1]), name="back")
+
+    def call(self, x):
+        return x + x @ self.mixing @ self.back
+
+
+def test_a_large_variable_that_stays_whole_is_named_with_the_cure():
+    model = of_layers(
+        lambda: DenseAttention(24, 4), lambda: Renamed(name="mine")
+    )
+    with pytest.warns(UserWarning, match="'mine/") as caught:
+        layout_map = transformer_layout(model, 4)
+    assert len(caught) == 2
+    for warning in caught:
+        text = str(warning.message)
+        assert "% of the bytes" in text
+        # The cure is Python.
+        exec(text[text.index("layout_map[") :].rstrip("."))
+    strategy = of_cores(1, 4, layout_map)
+    strategy.attach(model)
+    mine = {v.name: v.value.sharding.spec for v in model.layers[-1].weights}
+    assert mine["mixing"] == (None, "model")
+    assert mine["back"] == ("model", None)
+
+
+def test_too_few_heads_and_small_variables_are_no_reason_to_warn():
+    model = of_layers(
+        lambda: DenseAttention(96, 12, 2),
+        lambda: layers.Dense(4, name="alone"),
+        shape=(6, 96),
+    )
+    # Warnings are errors.
+    assert transformer_layout(model, 4)
 
 
 def test_names_without_conflict_give_plain_tuples():
