@@ -415,16 +415,17 @@ OTHERS: dict[str, Sizes] = {
     "SAM3PromptableConcept": {
         "vision_encoder": Part(
             "SAM3VisionEncoder",
-            _vision(32, 16, 1024, 14, 1008)
+            # A quarter of the blocks, which are built with values.
+            _vision(8, 16, 1024, 14, 1008)
             | {
                 "intermediate_dim": 4736,
                 "fpn_hidden_dim": 256,
                 "fpn_scale_factors": [4.0, 2.0, 1.0, 0.5],
                 "window_size": 24,
-                "global_attn_indexes": [7, 15, 23, 31],
+                "global_attn_indexes": [1, 3, 5, 7],
             },
         ),
-        "text_encoder": Part("SAM3TextEncoder", _clip_text(24, 16, 1024)),
+        "text_encoder": Part("SAM3TextEncoder", _clip_text(6, 16, 1024)),
         "geometry_encoder": Part(
             "SAM3GeometryEncoder", _SAM3 | {"num_layers": 3, "roi_size": 7}
         ),

@@ -1,6 +1,7 @@
 """How much of a keras-hub backbone the cores of a replica share."""
 
 import collections
+import contextlib
 import dataclasses
 import importlib
 import math
@@ -18,8 +19,11 @@ _MODULES = {
     "BLIP2CustomOPT": "blip2.blip2_custom_opt",
     "BLIP2QFormer": "blip2.blip2_qformer",
     "BLIP2VisionEncoder": "blip2.blip2_vision_encoder",
+    "VAEBackbone": "vae.vae_backbone",
 }
 """Modules of keras-hub's classes that it does not export."""
+_WITH_VALUES = {"DINOV2", "DepthAnything", "SAM3PromptableConcept"}
+"""They read an initial value when they are built, to interpolate positions."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -57,8 +61,9 @@ class Survey:
 
 
 def build(name: str) -> Any:
-    """The backbone without values."""
-    with ks.abstract():
+    """The backbone, without values where it can be built so."""
+    is_real = name in _WITH_VALUES
+    with contextlib.nullcontext() if is_real else ks.abstract():
         return _make(Part(f"{name}Backbone", (TEXT | OTHERS)[name]))
 
 

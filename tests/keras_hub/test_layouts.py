@@ -29,6 +29,10 @@ MASK = np.arange(LENGTH) < _random.integers(3, LENGTH + 1, (ROWS, 1))
 LABELS = _random.integers(0, 3, ROWS)
 
 
+SHARES = {}
+NO_TRANSFORMERS = set()
+
+
 def hub():
     return pytest.importorskip("keras_hub", reason="./run test -m keras_hub")
 
@@ -296,3 +300,149 @@ def test_lora_leaves_divided_frozen_weights_as_they_were(over, name):
     lora = [v for v in model_variables.all_variables(model) if "lora" in v.path]
     assert len(lora) == 2 * len(model.trainable_variables)
     assert any(axes_of(v) for v in lora)
+
+
+SHORT = SIZES | {"num_heads": 4, "max_sequence_length": LENGTH, "dropout": 0.0}
+GROUPED = SIZES | {"num_query_heads": 4, "num_key_value_heads": 2}
+VISION = {
+    "image_shape": (16, 16, 3),
+    "patch_size": 8,
+    "num_layers": 2,
+    "num_heads": 4,
+    "hidden_dim": 16,
+    "intermediate_dim": 64,
+}
+LINEAR = {"linear_key_head_dim": 4, "linear_value_head_dim": 4}
+FAMILIES = {
+    # 31 words: the table is divided along its width.
+    "GPT2": SHORT | {"vocabulary_size": VOCABULARY - 1},
+    "GPTNeoX": SIZES | {"num_heads": 4, "max_sequence_length": LENGTH},
+    "Phi3": GROUPED,
+    "Qwen3": GROUPED | {"head_dim": 4},
+    "Qwen3_5": GROUPED
+    | LINEAR
+    | {
+        "head_dim": 4,
+        "num_layers": 4,
+        "linear_num_key_heads": 2,
+        "linear_num_value_heads": 4,
+    },
+    "GptOss": GROUPED | {"num_experts": 4, "top_k": 4},
+    "QwenMoe": GROUPED
+    | {
+        "moe_intermediate_dim": 16,
+        "shared_expert_intermediate_dim": 32,
+        "num_experts": 4,
+        "top_k": 4,
+    },
+    "T5": SIZES | {"num_heads": 4, "dropout": 0.0},
+    "Bart": SHORT,
+    "ESM": SHORT,
+    "XLNet": SIZES | {"num_heads": 4},
+    "DeiT": VISION,
+    "SwinTransformer": {
+        "image_shape": (16, 16, 3),
+        "embed_dim": 16,
+        "depths": (2, 2),
+        "num_heads": (2, 4),
+        "window_size": 2,
+        "patch_size": 2,
+        "drop_path": 0.0,
+    },
+    "Whisper": SIZES
+    | {
+        "num_heads": 4,
+        "num_mels": 8,
+        "max_encoder_sequence_length": 2 * LENGTH,
+        "max_decoder_sequence_length": LENGTH,
+    },
+}
+OUTPUTS = "sequence_output", "decoder_sequence_output"
+
+
+def backbone_of(family):
+    return getattr(hub().models, f"{family}Backbone")(**FAMILIES[family])
+
+
+def classifier(family):
+    backbone = backbone_of(family)
+    output = backbone.output
+    if isinstance(output, dict):
+        output = next(output[key] for key in OUTPUTS if key in output)
+    return keras.Model(backbone.input, keras.layers.Dense(VOCABULARY)(output))
+
+
+def made_inputs(model):
+    """Random tokens, images and sounds for each of a model's inputs."""
+    random = np.random.default_rng(1)
+
+    def make(tensor):
+        length = {"encoder_features": 2 * LENGTH}.get(tensor.name, LENGTH)
+        shape = [ROWS, *(n or length for n in tensor.shape[1:])]
+        if "mask" in tensor.name:
+            return np.ones(shape, "int32")
+        if "segment" in tensor.name:
+            return np.zeros(shape, "int32")
+        if "float" in tensor.dtype:
+            return random.normal(size=shape).astype("float32")
+        return random.integers(1, VOCABULARY - 1, shape)
+
+    return jax.tree.map(make, model.input)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_families_train_on_2_cores_as_on_one_device(family):
+    def train(strategy):
+        keras.utils.set_random_seed(7)
+        with strategy.scope():
+            model = classifier(family)
+            model.compile(sgd(), "mse")
+        x = made_inputs(model)
+        shape = (ROWS, *(n or LENGTH for n in model.output.shape[1:]))
+        y = np.random.default_rng(2).normal(size=shape)
+        history = model.fit(
+            x, y, batch_size=8, epochs=2, shuffle=False, verbose=0
+        ).history
+        return model, history["loss"]
+
+    layout_map = ks.experimental.transformer_layout(backbone_of(family), 2)
+    expected = train(ks.OneDeviceStrategy("cpu:0"))
+    found = train(of_cores(2, 2, layout_map))
+    assert_replicated(found[0])
+    assert abs(found[1][0] - found[1][1]) > 1e-4
+    assert_same(found, expected)
+    divided, total = (
+        sum(v.value.size for v in found[0].variables if is_counted(v))
+        for is_counted in (axes_of, lambda v: True)
+    )
+    assert divided > 0.75 * total
+
+
+@pytest.mark.parametrize("name", [n for n in SHARES if SHARES[n]])
+def test_cores_divide_most_of_each_backbone(name):
+    hub()
+    from benchmarks.backbones.survey import survey
+
+    keras.backend.clear_session()
+    assert survey(name, 4).divided >= SHARES[name]
+
+
+def test_every_transformer_of_keras_hub_is_surveyed():
+    from benchmarks.backbones.configs import OTHERS, TEXT
+
+    names = {
+        name.removesuffix("Backbone")
+        for name in dir(hub().models)
+        if name.endswith("Backbone")
+    }
+    assert names - NO_TRANSFORMERS == {*TEXT, *OTHERS}
+    assert {*SHARES} == {*TEXT, *OTHERS}
+
+
+@pytest.mark.parametrize("name", [n for n in SHARES if not SHARES[n]])
+def test_backbones_without_attention_are_refused(name):
+    hub()
+    from benchmarks.backbones.survey import survey
+
+    with pytest.raises(ValueError, match="queries and values"):
+        survey(name, 4)

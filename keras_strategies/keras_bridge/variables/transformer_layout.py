@@ -148,7 +148,9 @@ def transformer_layout(model: keras.Model, cores: int) -> dict[str, Layout]:
         whole = [
             v
             for v in variables
-            if id(v) not in chosen and not any(_apply(layouts.get(pattern), v))
+            # Heads that the cores cannot share stay whole.
+            if any(chosen.get(id(v), "?"))
+            and not any(_apply(layouts.get(pattern), v))
         ]
         _warn_of_whole(pattern, whole, shares, cores)
     return _match_nested(layouts, [v.path for v in model.variables])
@@ -196,10 +198,13 @@ def _make_layout(group: _Group, cores: int) -> Layout | None:
     Returns:
       The value for the layout map, or None if the variables are replicated.
     """
-    fitting = [
-        (axes if _fits(axes, v.shape, cores) else (None,) * len(axes), v)
-        for axes, v in group
-    ]
+    fitting = _unify(
+        [
+            (axes if _fits(axes, v.shape, cores) else (None,) * len(axes), v)
+            for axes, v in group
+        ],
+        cores,
+    )
     kinds = {axes for axes, _ in fitting if any(axes)}
     candidates: list[Layout] = []
     if len(kinds) == 1:
@@ -216,6 +221,27 @@ def _make_layout(group: _Group, cores: int) -> Layout | None:
         if not is_vector and all(_apply(layout, v) == a for a, v in fitting):
             return layout
     return None
+
+
+def _unify(group: _Group, cores: int) -> _Group:
+    """Gives matrices of one shape the same axes, if all are to be sharded.
+
+    Neither their names nor their shapes tell the layers into heads from those
+    out of them.
+    """
+    by_width = ByShape((None, MODEL), (MODEL, None), cores)
+    wanted: dict[tuple[int, ...], set[Axes]] = {}
+    for axes, variable in group:
+        wanted.setdefault(tuple(variable.shape), set()).add(axes)
+    mixed = {
+        shape
+        for shape, axes in wanted.items()
+        if len(shape) == 2 and len(axes) > 1 and all(map(any, axes))
+    }
+    return [
+        (by_width(v.shape) if tuple(v.shape) in mixed else axes, v)
+        for axes, v in group
+    ]
 
 
 def _apply(layout: Layout | None, variable: keras.Variable) -> Axes:
