@@ -330,7 +330,7 @@ OTHERS: dict[str, Sizes] = {
         "fusion_hidden_dim": 128,
         "head_hidden_dim": 32,
         "head_in_index": -1,
-        "feature_keys": ["Stage3", "Stage6", "Stage9", "Stage12"],
+        "feature_keys": ["stage3", "stage6", "stage9", "stage12"],
     },
     "Flux": {
         # A quarter of the blocks, which are built slowly.

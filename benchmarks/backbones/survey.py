@@ -116,7 +116,6 @@ def _explain(end: str, shape: tuple[int, ...], cores: int) -> str:
         return f"no dimension is a multiple of {cores}"
     if re.search(r"patch|conv", end):
         return "a convolution"
-    if re.search(r"(query|key|value|qkv|output|proj|[qkvo]|dense)/kernel", end):
-        heads = [n for n in shape if n < cores or n % cores]
-        return f"{heads[0]} heads" if heads else "heads"
+    if re.search(r"attention|attn|mha", end):
+        return f"heads are no multiple of {cores}"
     return "small"
