@@ -472,8 +472,14 @@ OTHERS: dict[str, Sizes] = {
                 "decoder_num_blocks": [3, 3, 3, 3],
             },
         ),
-        "clip_l": Part("CLIPTextEncoder", _clip_text(12, 12, 768)),
-        "clip_g": Part("CLIPTextEncoder", _clip_text(32, 20, 1280)),
+        "clip_l": Part(
+            "CLIPTextEncoder",
+            _clip_text(12, 12, 768) | {"intermediate_output_index": -2},
+        ),
+        "clip_g": Part(
+            "CLIPTextEncoder",
+            _clip_text(32, 20, 1280) | {"intermediate_output_index": -2},
+        ),
     },
     "SwinTransformer": {
         "image_shape": (224, 224, 3),

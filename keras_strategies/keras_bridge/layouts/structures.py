@@ -14,7 +14,7 @@ from keras_strategies.keras_bridge.layouts.projections import (
     select_by_name,
 )
 
-LARGE = 0.02
+LARGE = 0.005
 """The share of a model's bytes from which other kernels are sharded, too."""
 
 
@@ -95,9 +95,11 @@ def _find_large(
     """
     by_id: dict[int, Axes] = {}
     for projection in projections:
-        if shares[id(projection.kernel)] < LARGE:
-            continue
         size_in, size_out = projection.sizes
+        # Heads, routers and the kernels of patches are narrow.
+        is_narrow = min(size_in, size_out) < 4 * cores
+        if is_narrow or shares[id(projection.kernel)] < LARGE:
+            continue
         is_wide = size_out >= size_in or is_convolution(projection.layer)
         for over_columns in (is_wide, not is_wide):
             dims = projection.columns if over_columns else projection.rows
