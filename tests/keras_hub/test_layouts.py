@@ -82,7 +82,7 @@ SHARES = {
     "PARSeq": 0.694,
     "PaliGemma": 0.991,
     "SAM": 0.955,
-    "SAM3PromptableConcept": 0.919,
+    "SAM3PromptableConcept": 0.938,
     "SegFormer": 0.918,
     "SigLIP": 0.993,
     "StableDiffusion3": 0.944,

@@ -87,8 +87,13 @@ def transformer_layout(model: keras.Model, cores: int) -> dict[str, Layout]:
     replicated on every core. Dimensions that are not a multiple of `cores` are
     not sharded, for example if there are too few key and value heads.
 
-    Attention is recognized by layer names, as in Keras's `MultiHeadAttention`
-    and `GroupQueryAttention` and in keras-hub models.
+    Attention is recognized by the names of its sublayers, or of the attributes
+    that hold them, as in Keras's `MultiHeadAttention` and
+    `GroupQueryAttention` and in keras-hub models. Tables whose vocabulary is
+    not a multiple of `cores` are sharded along their width, and other dense
+    layers and convolutions with at least 0.5 percent of the bytes along their
+    wide dimension. Warns about variables with at least 5 percent of the bytes
+    that belong to no recognized layer and could be sharded.
 
     Args:
       model: A built model, for example one created outside of the strategy's
@@ -244,11 +249,12 @@ def _unify(group: _Group, cores: int) -> _Group:
     ]
 
 
-def _apply(layout: Layout | None, variable: keras.Variable) -> Axes:
+def _apply(layout: Layout, variable: keras.Variable) -> Axes:
     """Returns the axes that a layout gives a variable."""
     if layout is None:
         return (None,) * len(variable.shape)
-    return layout(variable.shape) if callable(layout) else layout
+    axes: Any = layout(variable.shape) if callable(layout) else layout
+    return axes
 
 
 def _warn_of_whole(
