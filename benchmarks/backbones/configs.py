@@ -1,8 +1,8 @@
-"""Sizes of keras-hub's transformers: each those of a published preset.
+"""Sizes of keras-hub's transformers: each about those of a published preset.
 
-The preset is the smallest whose heads four cores can share, or the smallest one
-if there is no such preset. For encoders, decoders and the like inside of a
-backbone, `Part` names the class.
+No preset was downloaded. The preset is the smallest whose heads four cores can
+share, or the smallest one if there is no such preset. For encoders, decoders
+and the like inside of a backbone, `Part` names the class.
 """
 
 import dataclasses
