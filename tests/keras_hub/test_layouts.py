@@ -93,7 +93,7 @@ SHARES = {
     "Whisper": 0.985,
 }
 """Of the bytes of weights, over 4 cores, measured; None: no attention."""
-NO_TRANSFORMERS = {
+NOT_SURVEYED = {
     *("", "BASNet", "CSPNet", "DFine", "DeepLabV3", "DenseNet"),
     *("EfficientNet", "FeaturePyramid", "HGNetV2", "MobileNet", "MobileNetV5"),
     *("ResNet", "RetinaNet", "VGG", "Xception"),
@@ -495,7 +495,7 @@ def test_every_transformer_of_keras_hub_is_surveyed():
         for name in dir(hub().models)
         if name.endswith("Backbone")
     }
-    assert names - NO_TRANSFORMERS == {*TEXT, *OTHERS}
+    assert names - NOT_SURVEYED == {*TEXT, *OTHERS}
     assert {*SHARES} == {*TEXT, *OTHERS}
 
 
