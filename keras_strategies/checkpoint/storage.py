@@ -213,7 +213,7 @@ class Storage:
         for step in names.find_steps(self.directory):
             with contextlib.suppress(DamagedCheckpoint):
                 self._good[step] = verify.verify(self.path(step), is_quick=True)
-        if newest := max(self._good, default=0):
+        if (newest := max(self._good, default=None)) is not None:
             progress_pipe.report("checkpoint", newest)
             started = self._good[newest].facts.get("started")
             if isinstance(started, float):

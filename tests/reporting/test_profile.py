@@ -56,7 +56,7 @@ def steps_in(folder):
     return [int(e["args"]["step_num"]) for e in events_in(folder)["train"]]
 
 
-def test_the_steps_are_traced_with_their_phases(tmp_path, caplog):
+def test_the_steps_are_traced_with_their_phases(tmp_path, capsys):
     report = ks.callbacks.RunReport(tmp_path, verbose=False, profile="3:5")
     fit([report], epochs=2)
     events = events_in(tmp_path / "profile")
@@ -64,7 +64,7 @@ def test_the_steps_are_traced_with_their_phases(tmp_path, caplog):
     assert len(events["input"]) == len(events["program"]) == 3
     for step, read in zip(events["train"], events["input"], strict=True):
         assert step["ts"] <= read["ts"] <= step["ts"] + step["dur"]
-    (line,) = [m for m in caplog.messages if "traced" in m]
+    (line,) = capsys.readouterr().out.splitlines()
     assert line.startswith("Steps 3 to 5 were traced to ")
 
 

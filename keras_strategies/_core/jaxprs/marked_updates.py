@@ -54,6 +54,8 @@ class Update:
         are divided before the update.
       on_replicated: A function that is called if the step is not cut at the
         update, for example because the update is inside a branch or a loop.
+      key: The objects that the update computes with. Another trace of the same
+        step does not trace an update with the same objects again.
     """
 
     traced: ClosedJaxpr

@@ -207,13 +207,13 @@ class StepProfiler:
             _logger.warning("The trace could not be written: %s", error)
             return
         if self._is_chief:
-            _logger.warning(
-                "Steps %d to %d were traced to %r. Open the `.trace.json.gz` "
-                "file in https://ui.perfetto.dev, or the folder in TensorBoard "
-                "with the plugin xprof.",
-                self._first,
-                min(self._last, self._steps),
-                self._folder,
+            last = min(self._last, self._steps)
+            print(
+                f"Steps {self._first} to {last} were traced to "
+                f"{self._folder!r}. Open the `.trace.json.gz` file in "
+                "https://ui.perfetto.dev, or the folder in TensorBoard with "
+                "the plugin xprof.",
+                flush=True,
             )
 
     def close(self) -> None:
