@@ -14,6 +14,7 @@ import pytest
 import keras_strategies as ks
 from keras_strategies.checkpoint.directory.lock import LOCK
 from keras_strategies.checkpoint.directory.names import find_steps
+from keras_strategies.checkpoint.directory.verify import verify
 from keras_strategies.testing import assert_replicated
 from tests.support.checkpoint import damages
 from tests.support.combinations import combine
@@ -626,3 +627,14 @@ def test_of_two_models_that_fit_one_is_named(tmp_path):
     np.testing.assert_array_equal(
         plain.get_weights()[0], second.get_weights()[0]
     )
+
+
+def test_a_run_began_when_its_checkpoint_of_step_0_says(tmp_path):
+    checkpoint = ks.checkpoint.Checkpoint(model=two_layers())
+    for step in (0, 1):
+        with ks.checkpoint.CheckpointManager(checkpoint, tmp_path) as manager:
+            manager.save(step)
+    first, second = (
+        verify(path).facts["started"] for path in manager.checkpoints
+    )
+    assert first == second
