@@ -20,7 +20,14 @@ os.environ["XLA_FLAGS"] = (
     # Compiling is most of the suite's time.
     + compiling.FLAGS
 )
-os.environ["JAX_PLATFORMS"] = "cpu"
+# On a machine with a GPU, it is the default device of `-m on_gpu`, and of all
+# tests whose strategies take JAX's devices.
+if os.environ.get("KERAS_STRATEGIES_TEST_GPU") == "1":
+    os.environ["JAX_PLATFORMS"] = "cuda,cpu"
+    os.environ["JAX_DEFAULT_MATMUL_PRECISION"] = "highest"
+    os.environ["XLA_PYTHON_CLIENT_PREALLOCATE"] = "false"
+else:
+    os.environ["JAX_PLATFORMS"] = "cpu"
 os.environ["KERAS_BACKEND"] = "jax"
 os.environ["TF_CPP_MIN_LOG_LEVEL"] = "3"
 # libtpu compiles here, in several processes, and finds no TPU to ask about.

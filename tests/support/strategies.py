@@ -26,7 +26,7 @@ def of_cores(
 ) -> ks.Strategy:
     """Replicas of several cores."""
     topology = ks.tpu.experimental.Topology.from_devices(
-        jax.devices()[: replicas * cores]
+        take_devices(replicas * cores)
     )
     assignment = ks.tpu.experimental.DeviceAssignment.build(
         topology, [cores, 1, 1, 1], num_replicas=replicas
@@ -39,8 +39,14 @@ def of_cores(
 
 
 def _mirrored(replicas: int, partitioner: Any = None) -> ks.Strategy:
-    devices = jax.devices()[:replicas]
+    devices = take_devices(replicas)
     return ks.MirroredStrategy(devices, variable_partitioner=partitioner)
+
+
+def take_devices(count: int) -> list[jax.Device]:
+    """The first devices; of CPUs, if there are fewer GPUs."""
+    devices = jax.devices()
+    return (devices if len(devices) >= count else jax.devices("cpu"))[:count]
 
 
 def _sharded_cores(
