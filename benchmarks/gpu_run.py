@@ -9,7 +9,6 @@ at the same time, and measure one after the other.
 """
 
 import argparse
-import contextlib
 import fcntl
 import json
 import os
@@ -111,23 +110,14 @@ def plan(names, path):
         pathlib.Path(path).write_text(json.dumps(found))
 
 
-class Turns:
-    """Times turns, alone on the GPU; others may compile otherwise."""
-
-    def __init__(self, lock):
-        self._file = open(lock, "w")  # noqa: SIM115
-        fcntl.flock(self._file, fcntl.LOCK_SH)
-
-    def measure(self, run):
-        """Returns the milliseconds of a step, for each turn."""
-        fcntl.flock(self._file, fcntl.LOCK_EX)
-        with contextlib.closing(self._file):
-            times = []
-            for _ in range(TURNS):
-                start = time.perf_counter()
-                run()
-                times.append((time.perf_counter() - start) / STEPS * 1e3)
-        return times
+def measure(run):
+    """Returns the milliseconds of a step, for each turn."""
+    times = []
+    for _ in range(TURNS):
+        start = time.perf_counter()
+        run()
+        times.append((time.perf_counter() - start) / STEPS * 1e3)
+    return times
 
 
 def make_data(batch):
@@ -189,7 +179,9 @@ def work(name, peer, rows, lock):
     """Measures one model and peer, and prints what was found."""
     os.environ.setdefault("JAX_PLATFORMS", "cuda,cpu")
     os.environ["XLA_PYTHON_CLIENT_PREALLOCATE"] = "false"
-    turns = Turns(lock)
+    # Until it measures, a process shares the GPU with others that compile.
+    file = open(lock, "w")  # noqa: SIM115
+    fcntl.flock(file, fcntl.LOCK_SH)
     import gpu_steps
     import jax
     import keras
@@ -222,7 +214,8 @@ def work(name, peer, rows, lock):
     run()
     stats = jax.devices()[0].memory_stats()
     found["peak_gb"] = stats["peak_bytes_in_use"] / 1e9
-    times = turns.measure(run)
+    fcntl.flock(file, fcntl.LOCK_EX)
+    times = measure(run)
     found["ms"], found["all_ms"] = statistics.median(times), times
     if peer == "ours":
         report = ks.callbacks.RunReport(verbose=False)
@@ -283,7 +276,8 @@ def show(found, plans):
         table.add_column(title)
     for row in found:
         planned = plans.get(row["name"], {}) if row["peer"] == "ours" else {}
-        seconds, size = planned.get("seconds"), planned.get("bytes_in_all")
+        size = planned.get("bytes_in_all")
+        seconds = planned.get("estimate", {}).get("seconds")
         temporary = row.get("temporary_bytes")
         table.add_row(
             *(row["name"], row["peer"], str(row["rows"])),

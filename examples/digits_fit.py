@@ -120,9 +120,11 @@ def largest_difference(devices, train_data):
             model = compile_(
                 cnn(synchronized=True, dropout=0.0), keras.optimizers.SGD(0.05)
             )
-        model.fit(
-            *train_data, batch_size=100, epochs=3, shuffle=False, verbose=0
-        )
+        # By default, GPUs and TPUs round float32 in products.
+        with jax.default_matmul_precision("highest"):
+            model.fit(
+                *train_data, batch_size=100, epochs=3, shuffle=False, verbose=0
+            )
         weights.append(model.get_weights())
     return max(
         float(np.abs(a - b).max()) for a, b in zip(*weights, strict=True)

@@ -111,7 +111,9 @@ def complete_options(
 
     For absent GPUs, XLA uses this package's stand-ins for the assembler and
     the library of device functions in NVIDIA's toolkit, because machine code
-    is not needed. XLA has read its flags before a planned script calls
+    is not needed. Matrix products are cuBLAS's: XLA measures on a GPU whether
+    kernels of its own are faster, and without one takes these, whose programs
+    need less memory. XLA has read its flags before a planned script calls
     `enable_determinism`, so that flag is also passed as an option.
 
     Args:
@@ -121,6 +123,7 @@ def complete_options(
     needed: dict[str, Any] = {}
     if is_absent_gpu(devices[0]):
         needed["xla_gpu_cuda_data_dir"] = str(_TOOLKIT)
+        needed["xla_gpu_enable_triton_gemm"] = False
         if is_deterministic(os.environ):
             needed[DETERMINISM] = True
     return {**needed, **(options or {})} or None

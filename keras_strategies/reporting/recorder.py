@@ -311,6 +311,8 @@ class StepRecorder:
             self.started_at += seconds
         self._since += seconds
         self._start_at += seconds
+        if self._open:
+            self._open[-1][2] += seconds
 
     def measure_local(self) -> dict[str, Any]:
         """Returns this process's steps and times, for `Heartbeat`."""

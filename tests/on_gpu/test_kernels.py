@@ -15,7 +15,9 @@ LENGTH, WIDTH = 128, 64
 
 @pytest.fixture(autouse=True)
 def dtype_policy():
-    yield
+    # XLA has no exact products of float16 on CPUs.
+    with jax.default_matmul_precision("default"):
+        yield
     keras.config.set_dtype_policy("float32")
 
 
@@ -65,9 +67,9 @@ CASES = {
         lambda: attention(has_padding=True),
         *("mixed_bfloat16", "fmha", 3e-2),
     ),
-    "attention, float32": (attention, "float32", "", 1e-4),
+    "attention, float32": (attention, "float32", "", 5e-3),
     "grouped": (grouped, "mixed_bfloat16", "fmha", 3e-2),
-    "lstm, float32": (lstm, "float32", "cudnn_rnn", 1e-3),
+    "lstm, float32": (lstm, "float32", "cudnn_rnn", 5e-3),
     "lstm, bfloat16": (lstm, "mixed_bfloat16", "", 3e-2),
 }
 

@@ -150,6 +150,20 @@ def test_compilations_are_no_part_of_steps_or_phases():
     assert speed["step_ms"]["mean"] < 25
 
 
+def test_the_work_of_the_report_is_no_part_of_callbacks():
+    loop = Loop()
+    for _ in range(4):
+        loop.step(call_s=0.01)
+        loop.recorder.begin(CALLBACKS)
+        loop.clock.seconds += 3.0
+        loop.recorder.leave_out(3.0)
+        loop.recorder.end(CALLBACKS, None)
+    speed, shares = loop.finish()
+    assert shares["callbacks"] == pytest.approx(0.0, abs=1e-9)
+    assert shares["program"] == pytest.approx(1.0)
+    assert speed["step_ms"]["mean"] == pytest.approx(10)
+
+
 def test_local_time_is_that_outside_of_programs_and_of_own_input():
     loop = Loop()
     recorder = loop.recorder

@@ -52,11 +52,12 @@ def count_training_flops(
 
 def _save_everything(jaxpr: Any) -> Any:
     """Returns the traced program with nothing to rematerialize."""
-    if isinstance(jaxpr, ClosedJaxpr):
-        return jaxpr.replace(jaxpr=_save_everything(jaxpr.jaxpr))
     if type(jaxpr) is tuple:
         return tuple(map(_save_everything, jaxpr))
     if not isinstance(jaxpr, Jaxpr):
+        # JAX 0.11 has one class for both.
+        if isinstance(jaxpr, ClosedJaxpr):
+            return jaxpr.replace(jaxpr=_save_everything(jaxpr.jaxpr))
         return jaxpr
     equations: list[Any] = []
     for equation in jaxpr.eqns:

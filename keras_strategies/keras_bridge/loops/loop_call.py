@@ -3,8 +3,10 @@
 import inspect
 from typing import Any
 
+import jax
 import keras
 
+from keras_strategies.gpu.memory_note import add_memory_note
 from keras_strategies.keras_bridge.loops import scope_hooks
 
 # All processes must run the same epochs.
@@ -67,4 +69,8 @@ class Call:
           The method's result: a `History`, logs or outputs.
         """
         with scope_hooks.route_loops(self._model, None):
-            return self._loop(self._model, **self.keywords)
+            try:
+                return self._loop(self._model, **self.keywords)
+            except jax.errors.JaxRuntimeError as error:
+                add_memory_note(error)
+                raise
