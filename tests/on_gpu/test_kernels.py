@@ -15,9 +15,7 @@ LENGTH, WIDTH = 128, 64
 
 @pytest.fixture(autouse=True)
 def dtype_policy():
-    # XLA has no exact products of float16 on CPUs.
-    with jax.default_matmul_precision("default"):
-        yield
+    yield
     keras.config.set_dtype_policy("float32")
 
 
@@ -67,9 +65,9 @@ CASES = {
         lambda: attention(has_padding=True),
         *("mixed_bfloat16", "fmha", 3e-2),
     ),
-    "attention, float32": (attention, "float32", "", 5e-3),
+    "attention, float32": (attention, "float32", "", 1e-4),
     "grouped": (grouped, "mixed_bfloat16", "fmha", 3e-2),
-    "lstm, float32": (lstm, "float32", "cudnn_rnn", 5e-3),
+    "lstm, float32": (lstm, "float32", "cudnn_rnn", 1e-3),
     "lstm, bfloat16": (lstm, "mixed_bfloat16", "", 3e-2),
 }
 
@@ -97,6 +95,9 @@ def test_a_model_has_the_numbers_of_a_cpu(make, policy, kernel, tolerance):
     rows = 8
     gpu = ks.MirroredStrategy(jax.devices("gpu")[:1])
     model, batch, found = train(gpu, make, rows)
+    if policy == "mixed_float16":
+        # XLA cannot compute JAX's attention in float16 on CPUs.
+        keras.config.set_dtype_policy("float32")
     # A strategy of CPU devices in a process with a GPU takes no kernels.
     cpu = ks.MirroredStrategy(jax.devices("cpu")[:2])
     _, _, expected = train(cpu, make, rows)

@@ -44,6 +44,8 @@ _MORE = 3
 rows of the first program. With fewer additional rows, their bytes might not be
 visible, because the peak memory of the two programs may be at different points
 of the step."""
+_MORE_ON_GPUS = 15
+"""The same for GPUs, whose programs may be larger than the memory."""
 _HUGE = 2**20
 
 
@@ -147,7 +149,9 @@ class _Planning:
             replicas = self.candidate.num_replicas
             rows = self._step.rows
             each = max(-(-rows // replicas), 1) * replicas
-            self._low = self._begin(rows, rows + _MORE * each)
+            is_gpu = devices[0].platform == "gpu"
+            more = _MORE_ON_GPUS if is_gpu else _MORE
+            self._low = self._begin(rows, rows + more * each)
         except (ValueError, TypeError, RuntimeError) as error:
             self._error = str(error)
 

@@ -1,11 +1,12 @@
 """Estimates how long a GPU takes for an instruction or a collective.
 
-An instruction takes the longer one of the times for its operations, at the peak
-rate for their dtype, and for its bytes. XLA chooses the kernels of matrix
-products, convolutions and attention only on a GPU, by measuring them. For other
-kernels, it can add estimates to a program's text
-(`xla_gpu_collect_cost_model_stats`): they are nearly equal to these, except for
-softmax, for which they are a million times as long (jax 0.10.2).
+An instruction takes the longer one of the times for its operations and for its
+bytes, at the shares of the GPU's peak rate and bandwidth that kernels reached
+in four models on an H100 (benchmarks/gpu_run.py). XLA chooses the kernels of
+matrix products, convolutions and attention only on a GPU, by measuring them.
+For other kernels, it can add estimates to a program's text
+(`xla_gpu_collect_cost_model_stats`), which assume the full bandwidth (jax
+0.10.2).
 """
 
 from collections.abc import Sequence
@@ -15,13 +16,19 @@ from keras_strategies.planning.program.chips import Chip
 from keras_strategies.planning.program.hlo import Computation, Instruction
 from keras_strategies.planning.program.links import Collective
 from keras_strategies.planning.program.networks import Network
+from keras_strategies.planning.program.products import is_convolution
 from keras_strategies.planning.program.tpu_clock import KERNEL_UTILIZATION
 from keras_strategies.planning.program.walk import Spent
 from keras_strategies.planning.program.work import Work
 
-_LAUNCH_SECONDS = 1e-6
-"""The time of a kernel with little work: what XLA's cost model assumes that the
-launch of a kernel takes."""
+_PRODUCTS_SHARE = 0.65
+"""The share of the peak rate that matrix products reach."""
+_MEMORY_SHARE = 0.75
+"""The share of the memory's bandwidth that kernels reach."""
+_CONVOLUTIONS_SHARE = 0.55
+"""The share of the peak rate, or of the bandwidth, that convolutions reach."""
+_LAUNCH_SECONDS = 2.5e-6
+"""The time of a kernel with little work."""
 
 
 class GpuClock:
@@ -49,13 +56,19 @@ class GpuClock:
         moved = sum(sizes)
         if not moved:
             return Spent()
-        compute = work.kernel_flops / chip.flops + sum(
+        kernels = work.kernel_flops / chip.flops
+        compute = kernels + sum(
             n / chip.find_flops(dtype) for dtype, n in work.products.items()
         )
-        extra = work.kernel_flops * (1 / KERNEL_UTILIZATION - 1) / chip.flops
-        seconds = max(
-            compute + extra, moved / chip.memory_bandwidth, _LAUNCH_SECONDS
-        )
+        memory = moved / chip.memory_bandwidth
+        if is_convolution(instruction):
+            busy = max(compute, memory) / _CONVOLUTIONS_SHARE
+        else:
+            products = (compute - kernels) / _PRODUCTS_SHARE
+            busy = max(
+                products + kernels / KERNEL_UTILIZATION, memory / _MEMORY_SHARE
+            )
+        seconds = max(busy, _LAUNCH_SECONDS)
         return Spent(
             seconds=seconds,
             compute_seconds=compute,

@@ -88,6 +88,12 @@ def count_kernel(computation: Computation, call: Instruction) -> float:
     return 2.0 * size * head * share * _CUDNN_PRODUCTS["Backward" in name]
 
 
+def is_convolution(call: Instruction) -> bool:
+    """Returns whether an instruction calls a convolution of cuDNN."""
+    library, name = _find_target(call)
+    return library == "cudnn" and name.startswith("conv")
+
+
 def _find_target(call: Instruction) -> tuple[str, str]:
     """Returns the library of a GPU and the function that an instruction calls.
 
@@ -109,7 +115,7 @@ def _of_library(computation: Computation, call: Instruction) -> float:
     library, name = _find_target(call)
     if library == "cublas":
         return _of_product(computation, call)
-    if library != "cudnn" or not name.startswith("conv"):
+    if not is_convolution(call):
         return 0.0
     first, second = (
         computation.by_name[x].arrays[0].dims for x in call.operands[:2]
