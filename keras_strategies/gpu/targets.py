@@ -136,7 +136,7 @@ TARGETS = {
     ),
     "h100": Target(
         device_kind="NVIDIA H100 80GB HBM3",
-        memory=84942979072,
+        memory=85017493504,
         memory_bandwidth=3352320000000,
         **_HOPPER,
     ),

@@ -127,12 +127,14 @@ def switch_off():
     global_state.set_global_attribute("flash_attention", before)
 
 
-def test_a_step_with_the_kernel_needs_less_than_half(switch_off):
+def test_a_step_with_the_kernel_stores_no_scores(switch_off):
     kernel = decoder()
     switch_off()
     operations = decoder()
     assert not ATTENTION.search(operations.as_text())
-    assert kernel.temporary_bytes < operations.temporary_bytes / 2
+    # Two rows on each GPU, in float32.
+    scores = 2 * HEADS * LENGTH**2 * 4
+    assert kernel.temporary_bytes < operations.temporary_bytes - 2 * scores
 
 
 def lstm(kind="train", *, rows=16, dtype="float32", layer=None, **options):
