@@ -39,6 +39,7 @@ WHOLE = (
 PART = (
     *("tests/test_import.py", "tests/contract", "tests/strategy"),
     *("tests/keras_bridge/run", "tests/keras_bridge/hooks/test_on_read.py"),
+    *("tests/_core/jaxprs", "tests/planning/compile", "tests/reporting"),
 )
 NEW = (*PART, "tests/parity")
 NEWEST = {"numpy": "2.5.5", "scipy": "1.18.1", "h5py": "3.16.0"}
