@@ -36,6 +36,7 @@ from tests.support.checkpoint.runs import (
     assert_equal,
     usual,
 )
+from tests.support.combinations import few
 from tests.support.models import chain
 from tests.support.plain_keras import mirrored
 
@@ -211,18 +212,24 @@ def test_on_sigterm_it_saves_and_raises(
 
 @pytest.mark.parametrize(
     ("options", "steps"),
-    [
-        ({}, [4, 8, 12]),
-        ({"save_every_epochs": 2}, [8, 12]),
-        ({"save_every_steps": 5}, [5, 10, 12]),
-        ({"save_every_steps": 4}, [4, 8, 12]),
-        ({"save_every_steps": 100}, [12]),
-        ({"save_every_seconds": 1e-6}, list(range(1, 13))),
-        ({"save_every_seconds": 1e6}, [12]),
-        ({"save_every_steps": 5, "save_every_epochs": 1}, [4, 5, 8, 10, 12]),
-        ({"save_every_steps": 3, "keep": 2}, [9, 12]),
-        ({"save_every_steps": 5, "keep": ks.checkpoint.Keep(last=1)}, [12]),
-    ],
+    few(
+        [
+            ({}, [4, 8, 12]),
+            ({"save_every_epochs": 2}, [8, 12]),
+            ({"save_every_steps": 5}, [5, 10, 12]),
+            ({"save_every_steps": 4}, [4, 8, 12]),
+            ({"save_every_steps": 100}, [12]),
+            ({"save_every_seconds": 1e-6}, list(range(1, 13))),
+            ({"save_every_seconds": 1e6}, [12]),
+            (
+                {"save_every_steps": 5, "save_every_epochs": 1},
+                [4, 5, 8, 10, 12],
+            ),
+            ({"save_every_steps": 3, "keep": 2}, [9, 12]),
+            ({"save_every_steps": 5, "keep": ks.checkpoint.Keep(last=1)}, [12]),
+        ],
+        every=2,
+    ),
     ids=str,
 )
 def test_it_saves_when_it_is_told_to(runner, tmp_path, options, steps):
@@ -652,13 +659,16 @@ KINDS = {
 
 @pytest.mark.parametrize(
     ("first", "second"),
-    [
-        (first, second)
-        for first in KINDS
-        for second in KINDS
-        # Neither has an order of ours: the place in the endless pass counts.
-        if (first, second) != ("generator", "grain")
-    ],
+    few(
+        [
+            (first, second)
+            for first in KINDS
+            for second in KINDS
+            # Neither has an order of ours: the place in the endless pass counts.
+            if (first, second) != ("generator", "grain")
+        ],
+        every=4,
+    ),
 )
 def test_another_kind_of_data_after_an_epoch_is_no_matter(
     runner, tmp_path, first, second, caplog

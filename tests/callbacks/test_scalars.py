@@ -13,6 +13,7 @@ from tensorboard.backend.event_processing import event_accumulator
 
 import keras_strategies as ks
 from keras_strategies.callbacks import event_files, global_step
+from tests.support.combinations import combine
 from tests.support.jobs import values_of
 from tests.support.plain_keras import dense, mirrored
 
@@ -69,7 +70,7 @@ def files_of(folder):
 # What is written, and when.
 
 
-@pytest.mark.parametrize("replicas", [0, 1, 2, 3])
+@pytest.mark.parametrize("replicas", combine([0, 1, 2, 3], every=2))
 def test_points_of_training_and_validation_are_those_of_history(
     tmp_path, replicas
 ):
@@ -387,6 +388,7 @@ def test_metrics_with_several_entries(tmp_path):
     assert points["one"] == {4: 44.0, 8: 44.0}
 
 
+@pytest.mark.slow
 def test_several_outputs_in_bfloat16_run_eagerly(tmp_path):
     policy = keras.config.dtype_policy()
     keras.config.set_dtype_policy("mixed_bfloat16")

@@ -6,6 +6,7 @@ import pytest
 
 import keras_strategies as ks
 from keras_strategies.keras_bridge.variables import model_variables
+from tests.support.combinations import combine
 from tests.support.models import chain, compiled_in
 from tests.support.plain_keras import dense, mirrored
 
@@ -44,7 +45,7 @@ def assert_close(found, expected):
         np.testing.assert_allclose(one, other, rtol=1e-5, atol=1e-6)
 
 
-@pytest.mark.parametrize("then", [1, 2, 8])
+@pytest.mark.parametrize("then", combine([1, 2, 8], every=3))
 def test_an_update_goes_on_with_other_replicas(tmp_path, then):
     keras.utils.set_random_seed(1)
     before = train(make(1), tmp_path / "one", 1)

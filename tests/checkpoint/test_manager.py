@@ -410,8 +410,9 @@ def test_nobody_holds_the_arrays_after_a_save(tmp_path, replicas):
     assert during == before
 
 
-@pytest.mark.parametrize("units", [3, 300_000])
-@pytest.mark.parametrize("replicas", [1, 2])
+@pytest.mark.parametrize(
+    ("replicas", "units"), combine([1, 2], [3, 300_000], every=2)
+)
 def test_saved_is_what_was_there_before_the_next_step(
     tmp_path, units, replicas
 ):
@@ -559,7 +560,7 @@ if sys.argv[2] == "forks":
 
 
 @pytest.mark.parametrize(
-    "then", combine(["ends", "waits again", "forks"], every=2)
+    "then", combine(["ends", "waits again", "forks"], every=3)
 )
 def test_ctrl_c_while_a_save_is_waited_for(tmp_path, then):
     done = ended(_INTERRUPTED, tmp_path, then)

@@ -24,6 +24,7 @@ from keras_strategies.keras_bridge.inputs.keras_sources import (
     ArraySource,
     PyDatasetSource,
 )
+from tests.support.combinations import combine
 from tests.support.workers import Mesh, global_batches, read_all, rows_of
 
 WORKERS = [1, 2, 3, 5]
@@ -226,7 +227,7 @@ def test_each_row_is_used_once(make, cases):
 
 
 @both
-@pytest.mark.parametrize("make", [py_dataset, iterable])
+@pytest.mark.parametrize("make", combine([py_dataset, iterable], every=2))
 def test_each_process_uses_its_own_rows_once(make, cases):
     check_all(make, True, cases)
 

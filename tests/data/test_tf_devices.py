@@ -10,6 +10,7 @@ import textwrap
 
 import pytest
 
+from tests.support.combinations import combine
 from tests.support.commands import python
 
 ROOT = pathlib.Path(__file__).parents[2]
@@ -60,6 +61,7 @@ def test_gpus_are_hidden_when_a_strategy_uses_gpus():
     """) == ["1", "0", "0"]
 
 
+@pytest.mark.slow
 def test_gpus_are_hidden_before_tfrecords_are_read(tmp_path):
     path = tmp_path / "a.tfrecord"
     assert run(f"""
@@ -94,7 +96,13 @@ def test_gpus_in_use_are_reported_with_the_cure():
 
 @pytest.mark.parametrize(
     "code",
-    ["HAS_GPU_BUILD = False", "tf.config.experimental.set_memory_growth(g, 1)"],
+    combine(
+        [
+            "HAS_GPU_BUILD = False",
+            "tf.config.experimental.set_memory_growth(g, 1)",
+        ],
+        every=2,
+    ),
 )
 def test_gpus_that_take_no_memory_are_left_alone(code):
     assert run(f"""

@@ -15,6 +15,7 @@ DEFAULT = -15
 LIMIT_S = 120
 
 
+@pytest.mark.slow
 def test_sigterm_ends_children_of_a_job(tmp_path):
     for result in processes.run_processes(
         "tests.multi_process.forks:in_job", 2, timeout_s=LIMIT_S

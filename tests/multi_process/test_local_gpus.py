@@ -10,6 +10,7 @@ import pytest
 
 from keras_strategies.cluster.job.free_ports import find_free_ports
 from tests.cluster.job.test_local_gpus import STEP, tf_config, torchrun
+from tests.support.combinations import combine, few
 
 ROOT = pathlib.Path(__file__).parents[2]
 
@@ -102,12 +103,15 @@ def launched(name, port):
 
 @pytest.mark.parametrize(
     "name",
-    [
-        "TorchrunClusterResolver",
-        "SlurmClusterResolver",
-        "TF_CONFIG",
-        "numbers",
-    ],
+    combine(
+        [
+            "TorchrunClusterResolver",
+            "SlurmClusterResolver",
+            "TF_CONFIG",
+            "numbers",
+        ],
+        every=4,
+    ),
 )
 def test_jax_is_told_each_processs_gpus(name):
     (port,) = find_free_ports(1)
@@ -139,10 +143,13 @@ def test_option_that_the_script_sets_is_kept():
 
 @pytest.mark.parametrize(
     ("changed", "said"),
-    [
-        ({"CUDA_VISIBLE_DEVICES": "0,1"}, "must not share a GPU"),
-        ({"JAX_LOCAL_DEVICE_IDS": "x"}, "JAX_LOCAL_DEVICE_IDS must be"),
-    ],
+    few(
+        [
+            ({"CUDA_VISIBLE_DEVICES": "0,1"}, "must not share a GPU"),
+            ({"JAX_LOCAL_DEVICE_IDS": "x"}, "JAX_LOCAL_DEVICE_IDS must be"),
+        ],
+        every=2,
+    ),
     ids=["too few", "invalid"],
 )
 def test_all_processes_raise_before_jax_starts(changed, said):

@@ -69,6 +69,7 @@ def kill(folder, processes, devices, point, order):
     assert partial or point != "while arrays are written"
 
 
+@pytest.mark.slow
 def test_a_job_killed_while_it_saves_goes_on(tmp_path):
     kill(tmp_path, 1, 4, "while arrays are written", ["numpy"])
     other = {"folder": str(tmp_path / "whole"), "seed": 1}

@@ -9,9 +9,10 @@ import keras_strategies as ks
 from keras_strategies._core.batches import Segment
 from keras_strategies._core.rows import padded_rows
 from keras_strategies.keras_bridge.steps.step_functions import make_program
+from tests.support.combinations import combine
 
 
-@pytest.mark.parametrize("rows", [2047, 2045, 1537])
+@pytest.mark.parametrize("rows", combine([2047, 2045, 1537], every=3))
 def test_indivisible_batch_needs_at_most_a_fifth_more(rows):
     strategy = ks.MirroredStrategy(jax.devices()[:4])
     with strategy.scope():

@@ -53,7 +53,7 @@ def shares(replicas, is_even):
 
 
 @pytest.mark.parametrize("is_even", [True, False], ids=["even", "uneven"])
-@pytest.mark.parametrize("replicas", [1, 2, 3, 8])
+@pytest.mark.parametrize("replicas", combine([1, 2, 3, 8], every=2))
 def test_run(replicas, is_even):
     strategy = mirrored(replicas)
     with strategy.scope():
@@ -102,7 +102,7 @@ def test_update(replicas):
 
 @pytest.mark.parametrize(
     ("replicas", "batch_size", "steps_per_execution"),
-    combine((1, 2, 3, 8), (ROWS, 8, 9), (1, 2), every=5),
+    combine((1, 2, 3, 8), (ROWS, 8, 9), (1, 2), every=10),
 )
 def test_fit(replicas, batch_size, steps_per_execution):
     """In Keras's own fit the noise of all steps is one."""

@@ -8,6 +8,7 @@ from keras import layers
 
 import keras_strategies as ks
 from keras_strategies.testing import assert_replicated
+from tests.support.combinations import combine
 
 BLOCKS, WORDS, LENGTH, WIDTH = 5, 20, 6, 8
 ROWS = 21
@@ -269,7 +270,7 @@ def test_blocks_are_compared_in_the_first_trace_alone():
     assert Counted.rows[first:] == (4,) * (BLOCKS + 1) + (8,)
 
 
-@pytest.mark.parametrize("is_sharded", [False, True])
+@pytest.mark.parametrize("is_sharded", combine([False, True], every=2))
 def test_masks_and_dropout_are_those_of_unrolled_blocks(is_sharded):
     found = []
     for is_scanned in (True, False):
@@ -379,7 +380,7 @@ UNEQUAL = {
 }
 
 
-@pytest.mark.parametrize("name", UNEQUAL)
+@pytest.mark.parametrize("name", combine(UNEQUAL, every=2))
 def test_blocks_of_other_constants_are_unrolled_with_a_word(name):
     with pytest.warns(UserWarning, match="blocks differ in their operations"):
         _, found = fit_chain(UNEQUAL[name])

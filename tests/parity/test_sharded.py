@@ -17,7 +17,7 @@ from keras_strategies.keras_bridge.variables import model_variables
 from keras_strategies.testing import assert_replicated
 from tests.parity import one_device
 from tests.parity.cases import CASES, LOSSES, METRICS, by_optimizer
-from tests.support.combinations import some
+from tests.support.combinations import combine, some
 from tests.support.strategies import SHARDED, make_strategy
 
 _QUICK = ((15, 4),)
@@ -131,7 +131,7 @@ def test_every_optimizer_equals_one_device(name, lowered):
     assert_replicated(ours.model)
 
 
-@pytest.mark.parametrize("name", ["adam", "sgd", "clipnorm"])
+@pytest.mark.parametrize("name", combine(["adam", "sgd", "clipnorm"], every=3))
 def test_divided_slots_equal_one_device(name, lowered):
     one_device.check(name, "sharded_slots4", _QUICK)
     texts = lowered()

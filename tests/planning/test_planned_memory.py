@@ -12,6 +12,7 @@ import keras
 import pytest
 
 import keras_strategies as ks
+from tests.support.combinations import combine
 from tests.support.commands import python
 
 PROGRAM = pathlib.Path(__file__).parents[2] / "benchmarks" / "planned.py"
@@ -33,7 +34,7 @@ def test_measured_memory_is_as_planned(name, tmp_path):
     assert row["planned"] == pytest.approx(row["measured"], rel=0.15), row
 
 
-@pytest.mark.parametrize("num_devices", [1, 2])
+@pytest.mark.parametrize("num_devices", combine([1, 2], every=2))
 def test_a_deep_stack_is_planned_as_by_compiling_all_of_it(num_devices):
     # One replica uses each gradient up as soon as it is there; 4.2 MB in all.
     names = [f"cpu:{i}" for i in range(num_devices)]

@@ -47,6 +47,7 @@ def run(folder, kill_at):
     )
 
 
+@pytest.mark.slow
 def test_goodput_of_a_run_that_was_killed_twice(tmp_path, capsys):
     assert run(tmp_path, 17).returncode == -signal.SIGKILL
     # The last save that is complete is that of step 7 or 14.

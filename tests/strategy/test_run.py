@@ -14,6 +14,7 @@ import tensorflow as tf
 import keras_strategies as ks
 from keras_strategies.strategy import current
 from keras_strategies.testing import assert_replicated
+from tests.support.combinations import combine
 from tests.support.numbers import assert_all_close, assert_leaves_close
 from tests.support.plain_keras import dense, mirrored
 
@@ -904,7 +905,7 @@ def test_python_that_needs_an_arrays_value_is_told_of_debug_mode(fn):
         strategy.run(lambda x: (fn(x), None)[1], args=(x,))
 
 
-@pytest.mark.parametrize("replicas", [2, 8])
+@pytest.mark.parametrize("replicas", combine([2, 8], every=2))
 def test_gradients_compose_with_jaxs_transformations(replicas):
     strategy = mirrored(replicas)
     with strategy.scope():

@@ -22,6 +22,21 @@ def combine(*axes, every):
     return params
 
 
+def few(values, every):
+    """All values, of several parameters each; each `every`-th runs by default.
+
+    Those that are marked already stay as they are, and are not counted.
+    """
+    plain = [value for value in values if not hasattr(value, "marks")]
+    kept = plain[::every]
+    return [
+        value
+        if hasattr(value, "marks") or value in kept
+        else pytest.param(*value, marks=pytest.mark.slow)
+        for value in values
+    ]
+
+
 def some(values, default):
     """All values; those of `default` run by default, the others are slow."""
     assert default <= set(values)

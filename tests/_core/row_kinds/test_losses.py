@@ -24,8 +24,9 @@ def test_each_loss_is_that_of_one_device(name):
     check(LOSSES[name], "function", 3 if name == "sum_of_replica" else 2)
 
 
-@pytest.mark.parametrize("rows", [1, 2])
-@pytest.mark.parametrize("kind", ["spread", "at_least_two"])
+@pytest.mark.parametrize(
+    ("kind", "rows"), combine(["spread", "at_least_two"], [1, 2], every=2)
+)
 def test_a_loss_of_more_than_one_row(kind, rows):
     """Two replicas of one row each compute less than one device of two."""
 

@@ -17,6 +17,7 @@ from keras_strategies.cluster.exchange.job_secret import (
 )
 from keras_strategies.cluster.exchange.rendezvous import RendezvousError, meet
 from keras_strategies.cluster.job.free_ports import find_free_ports
+from tests.support.combinations import few
 from tests.support.waiting import connected
 
 ONE, OTHER = Secret("one" * 10), Secret("other" * 10)
@@ -122,14 +123,17 @@ _EMPTY = b'{"proof": ""}'
 
 @pytest.mark.parametrize(
     ("changed", "answer"),
-    [
-        ({"count": 3}, _EMPTY),
-        ({"process": 0}, _EMPTY),
-        ({"process": 7}, b"{}"),
-        ({"problem": "Out of order."}, b""),
-        ({"facts": {"strategy": "B"}}, b"x"),
-        ({}, _EMPTY),
-    ],
+    few(
+        [
+            ({"count": 3}, _EMPTY),
+            ({"process": 0}, _EMPTY),
+            ({"process": 7}, b"{}"),
+            ({"problem": "Out of order."}, b""),
+            ({"facts": {"strategy": "B"}}, b"x"),
+            ({}, _EMPTY),
+        ],
+        every=2,
+    ),
     ids=str,
 )
 def test_strangers_who_claim_a_place_fail_no_job(address, changed, answer):

@@ -7,6 +7,7 @@ import time
 import pytest
 
 from keras_strategies.cluster.watchdog import abort_delay
+from tests.support.combinations import combine
 from tests.support.commands import python
 
 FILE = pathlib.Path(abort_delay.__file__)
@@ -28,7 +29,9 @@ def run(seconds, *flags):
     return done.returncode, time.monotonic() - begin, done.stderr
 
 
-@pytest.mark.parametrize("flags", [(), ("-X", "faulthandler")])
+@pytest.mark.parametrize(
+    "flags", combine([(), ("-X", "faulthandler")], every=2)
+)
 def test_whoever_knows_the_cause_ends_the_process_first(flags):
     code, _, told = run(1.5, *flags)
     assert code == 71

@@ -108,6 +108,7 @@ def found(tmp_path_factory):
     return values_of_each(1, *(call_for(folder, *args) for args in given))
 
 
+@pytest.mark.slow
 @on_linux
 def test_reading_a_mapped_array_adds_little_memory(found):
     check(found[0], most_mb=128)

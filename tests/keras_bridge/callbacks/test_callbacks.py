@@ -15,6 +15,7 @@ import pytest
 
 from keras_strategies.keras_bridge.loops.binding import find_binding
 from tests.keras_bridge.callbacks.recorder import Recorder, read_folder
+from tests.support.combinations import combine
 from tests.support.plain_keras import assert_same, dense, run_both
 
 _random = np.random.default_rng(0)
@@ -118,7 +119,7 @@ def check_files(tmp_path, act, **options):
 # Keras's callbacks, each under a name that says which it is.
 
 
-@pytest.mark.parametrize("replicas", [2, 3, 8])
+@pytest.mark.parametrize("replicas", combine([2, 3, 8], every=3))
 def test_custom_callback_is_called_as_in_keras(replicas):
     (events, *_), _ = check(fit, replicas=replicas)
     assert [e[:2] for e in events if e[0] == "on_train_batch_end"] == [
@@ -126,7 +127,9 @@ def test_custom_callback_is_called_as_in_keras(replicas):
     ] * 2
 
 
-@pytest.mark.parametrize("compile_args", [MOMENTUM, MOMENTUM_3])
+@pytest.mark.parametrize(
+    "compile_args", combine([MOMENTUM, MOMENTUM_3], every=2)
+)
 @pytest.mark.parametrize(
     "changes",
     [
@@ -146,8 +149,10 @@ def test_events_of_fit_with_other_arguments(changes, compile_args):
     check(act, compile_args, replicas=3)
 
 
-@pytest.mark.parametrize("compile_args", [MOMENTUM, MOMENTUM_3])
-@pytest.mark.parametrize("replicas", [2, 3])
+@pytest.mark.parametrize(
+    ("replicas", "compile_args"),
+    combine([2, 3], [MOMENTUM, MOMENTUM_3], every=2),
+)
 def test_events_of_evaluate_and_predict(compile_args, replicas):
     def act(model):
         test, prediction = Recorder(), Recorder()
@@ -183,7 +188,7 @@ def test_evaluating_and_predicting_can_be_stopped(kind, compile_args):
     check(act, compile_args)
 
 
-@pytest.mark.parametrize("save_freq", ["epoch", 3])
+@pytest.mark.parametrize("save_freq", combine(["epoch", 3], every=2))
 def test_backup_and_restore(tmp_path, save_freq):
     class Interrupts(callbacks.Callback):
         def on_train_batch_end(self, batch, logs=None):
@@ -465,8 +470,9 @@ def test_remote_monitor():
     assert [path for path, _ in facts] == ["/publish/epoch/end/"] * 2
 
 
-@pytest.mark.parametrize("on_epoch", [False, True])
-@pytest.mark.parametrize("replicas", [2, 3])
+@pytest.mark.parametrize(
+    ("replicas", "on_epoch"), combine([2, 3], [False, True], every=2)
+)
 def test_swap_ema_weights(replicas, on_epoch):
     def act(model):
         swap = callbacks.SwapEMAWeights(swap_on_epoch=on_epoch)
@@ -483,7 +489,7 @@ def test_swap_ema_weights(replicas, on_epoch):
     check(act, EMA, replicas=replicas)
 
 
-@pytest.mark.parametrize("update_freq", ["epoch", "batch", 3])
+@pytest.mark.parametrize("update_freq", combine(["epoch", "batch", 3], every=2))
 def test_tensorboard(tmp_path, update_freq):
     pytest.importorskip("tensorflow")
     pytest.importorskip("tensorboard")

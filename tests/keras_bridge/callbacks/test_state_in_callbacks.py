@@ -19,6 +19,7 @@ from tests.keras_bridge.callbacks.test_callbacks import (
     fit,
     momentum,
 )
+from tests.support.combinations import combine
 from tests.support.plain_keras import mirrored, on_batch, run_both
 
 
@@ -119,7 +120,9 @@ def run_with(kind, act):
     return run
 
 
-@pytest.mark.parametrize("compile_args", [MOMENTUM, MOMENTUM_3])
+@pytest.mark.parametrize(
+    "compile_args", combine([MOMENTUM, MOMENTUM_3], every=2)
+)
 @acting
 def test_after_a_batch(act, compile_args):
     check(run_with(OnBatch, act), compile_args)

@@ -5,6 +5,7 @@ import numpy as np
 import pytest
 
 import keras_strategies as ks
+from tests.support.combinations import few
 from tests.support.plain_keras import mirrored
 
 ROWS, STEPS = 12, 3
@@ -54,7 +55,7 @@ def sharded(replicas):
 
 @pytest.mark.parametrize(
     ("make", "replicas", "rows"),
-    [(mirrored, 2, 12), (mirrored, 3, 7), (sharded, 3, 12)],
+    few([(mirrored, 2, 12), (mirrored, 3, 7), (sharded, 3, 12)], every=2),
 )
 def test_scales_and_histories_are_those_of_one_device(make, replicas, rows):
     losses, values = trained(make(replicas), rows)

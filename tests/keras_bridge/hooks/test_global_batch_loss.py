@@ -13,6 +13,7 @@ from keras import ops
 
 import keras_strategies as ks
 from tests._core.row_kinds.losses import LOSSES, rows_of
+from tests.support.combinations import combine
 from tests.support.loss_places import (
     BATCH,
     FEATURES,
@@ -27,8 +28,9 @@ from tests.support.loss_places import (
 from tests.support.plain_keras import mirrored
 
 
-@pytest.mark.parametrize("place", PLACES)
-@pytest.mark.parametrize("name", ["root_of_mean", "balanced"])
+@pytest.mark.parametrize(
+    ("name", "place"), combine(["root_of_mean", "balanced"], PLACES, every=2)
+)
 def test_each_place_of_a_loss(name, place):
     check(LOSSES[name], place, 3)
 

@@ -9,6 +9,7 @@ import pytest
 from keras import ops
 
 from keras_strategies.keras_bridge.hooks import metric_rules
+from tests.support.combinations import combine
 from tests.support.plain_keras import assert_same, dense, run_both
 
 ROWS = 8
@@ -300,7 +301,7 @@ def two_outputs():
     return keras.Sequential([keras.Input((3,)), dense(2, activation="sigmoid")])
 
 
-@pytest.mark.parametrize("replicas", [2, 8])
+@pytest.mark.parametrize("replicas", combine([2, 8], every=2))
 def test_every_users_metric_is_that_of_one_device(replicas):
     def act(model):
         options = {"batch_size": 8, "verbose": 0}

@@ -212,6 +212,7 @@ MIXED = {
 }
 
 
+@pytest.mark.slow
 @no_shuffle
 def test_mixed_types_equal_plain_keras():
     def build():

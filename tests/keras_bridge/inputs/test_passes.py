@@ -10,6 +10,7 @@ import pytest
 
 import keras_strategies as ks
 from keras_strategies.keras_bridge.keras_names import BUILDS_FIRST
+from tests.support.combinations import combine
 from tests.support.plain_keras import dense, mirrored
 
 ROWS, SIZE = 24, 4
@@ -74,8 +75,9 @@ def predictor(strategy):
 
 
 @pytest.mark.filterwarnings("ignore:.*was passed, but is ignored")
-@pytest.mark.parametrize("is_distributed", [False, True])
-@pytest.mark.parametrize("name", SOURCES)
+@pytest.mark.parametrize(
+    ("name", "is_distributed"), combine(SOURCES, [False, True], every=2)
+)
 def test_each_loop_shuffles_anew(name, is_distributed, tmp_path):
     strategy = mirrored(2)
     model = predictor(strategy)

@@ -8,6 +8,7 @@ import pytest
 import keras_strategies as ks
 from keras_strategies._core.mesh import ReplicaMesh
 from keras_strategies.keras_bridge.inputs.feed import make_feed
+from tests.support.combinations import combine
 from tests.support.plain_keras import dense
 
 X = np.random.default_rng(0).normal(size=(8, 3)).astype("float32")
@@ -49,8 +50,10 @@ def test_placed_batches_are_not_moved(kind):
         assert segment.data[1] is batch[1]
 
 
-@pytest.mark.parametrize("steps_per_execution", [1, 2])
-@pytest.mark.parametrize("places", ["split", "whole", "others", "one"])
+@pytest.mark.parametrize(
+    ("places", "steps_per_execution"),
+    combine(["split", "whole", "others", "one"], [1, 2], every=2),
+)
 def test_fit_is_the_same_wherever_batches_lie(places, steps_per_execution):
     others = ReplicaMesh(devices=tuple(jax.devices()[2:6]))
     place = {

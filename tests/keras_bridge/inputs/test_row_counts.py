@@ -5,6 +5,7 @@ import numpy as np
 import pytest
 
 from tests.keras_bridge.inputs.sources import one_input
+from tests.support.combinations import few
 from tests.support.plain_keras import assert_same, check_same, mirrored
 
 REGRESSION = {
@@ -34,7 +35,7 @@ def our_model(request):
     return model
 
 
-@pytest.mark.parametrize(("rows", "batch"), ROWS_AND_BATCHES)
+@pytest.mark.parametrize(("rows", "batch"), few(ROWS_AND_BATCHES, every=5))
 def test_evaluate_and_predict_are_exact_for_any_number_of_rows(
     our_model, plain_model, rows, batch
 ):
@@ -51,15 +52,18 @@ def test_evaluate_and_predict_are_exact_for_any_number_of_rows(
 
 @pytest.mark.parametrize(
     ("replicas", "rows", "batch"),
-    [
-        (1, 70, 16),
-        (2, 13, 5),
-        (3, 250, 64),
-        (3, 3, 8),
-        (8, 10, 4),
-        (8, 70, 16),
-        (8, 64, 16),
-    ],
+    few(
+        [
+            (1, 70, 16),
+            (2, 13, 5),
+            (3, 250, 64),
+            (3, 3, 8),
+            (8, 10, 4),
+            (8, 70, 16),
+            (8, 64, 16),
+        ],
+        every=3,
+    ),
 )
 def test_fit_is_exact_for_any_number_of_rows(replicas, rows, batch):
     def act(model):

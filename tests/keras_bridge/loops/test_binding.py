@@ -167,9 +167,15 @@ def test_plain_model_in_a_callback_of_a_bound_one():
     assert_plain(plain)
 
 
-@pytest.mark.parametrize("replicas", [1, 2, 3, 8])
-@pytest.mark.parametrize("loop", ["predict", "predict_on_batch"])
-@pytest.mark.parametrize("where", ["inside", "outside"])
+@pytest.mark.parametrize(
+    ("where", "loop", "replicas"),
+    combine(
+        ["inside", "outside"],
+        ["predict", "predict_on_batch"],
+        [1, 2, 3, 8],
+        every=4,
+    ),
+)
 def test_predict_without_compile(where, loop, replicas):
     strategy = mirrored(replicas)
     keras.utils.set_random_seed(1)
@@ -248,7 +254,7 @@ def _images_seen(steps, is_built):
 @pytest.mark.parametrize(
     ("is_built", "replicas", "steps", "where"),
     combine(
-        (True, False), (1, 2, 3), (1, 2, 3), ("inside", "outside"), every=4
+        (True, False), (1, 2, 3), (1, 2, 3), ("inside", "outside"), every=9
     ),
 )
 def test_loops_of_other_arguments_train_as_on_one_device(

@@ -5,6 +5,7 @@ import numpy as np
 import pytest
 
 from keras_strategies.keras_bridge.steps.train_program import StepProgram
+from tests.support.combinations import combine
 from tests.support.mistakes import (
     X,
     Y,
@@ -38,9 +39,9 @@ CHANGED = {
 
 
 @no_shuffle
-@pytest.mark.parametrize("epoch", [0, 1])
-@pytest.mark.parametrize("kind", CHANGED)
-@pytest.mark.parametrize("steps", [1, 3])
+@pytest.mark.parametrize(
+    ("steps", "kind", "epoch"), combine([1, 3], CHANGED, [0, 1], every=4)
+)
 def test_a_batch_that_changes_is_refused(kind, epoch, steps):
     model = compiled(mirrored(2))
     model.steps_per_execution = steps
@@ -81,8 +82,7 @@ class Trouble(Exception):
 
 
 @no_shuffle
-@pytest.mark.parametrize("epoch", [0, 1])
-@pytest.mark.parametrize("steps", [1, 2])
+@pytest.mark.parametrize(("steps", "epoch"), combine([1, 2], [0, 1], every=2))
 def test_a_users_exception_arrives_unchanged(epoch, steps):
     model = compiled(mirrored(2))
     model.steps_per_execution = steps

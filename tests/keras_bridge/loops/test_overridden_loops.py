@@ -14,7 +14,7 @@ from keras_strategies.keras_bridge.loops.scope_hooks import (
     LOOPS,
     get_keras_loop,
 )
-from tests.support.combinations import combine
+from tests.support.combinations import combine, few
 from tests.support.plain_keras import dense, mirrored, on_batch
 
 WORDS = [f"{'a' * (i % 5)}{'b' * (i * 7 % 11)}" for i in range(37)]
@@ -161,7 +161,7 @@ def check(found, expected):
         np.testing.assert_allclose(ours, plain, rtol=1e-5, atol=1e-6)
 
 
-@pytest.mark.parametrize(("replicas", "steps"), [(2, 3), (3, 2)])
+@pytest.mark.parametrize(("replicas", "steps"), few([(2, 3), (3, 2)], every=2))
 def test_several_steps_an_execution(replicas, steps):
     expected = trained(WORDS, steps=steps)
     with mirrored(replicas).scope():

@@ -8,6 +8,7 @@ from keras import ops
 
 import keras_strategies as ks
 from keras_strategies.testing import assert_replicated
+from tests.support.combinations import combine
 from tests.support.plain_keras import assert_same, mirrored
 
 _random = np.random.default_rng(3)
@@ -133,7 +134,7 @@ def test_python_runs_on_every_replica_in_turn():
     assert "Tracer" in str(strategy.run(lambda x: repr(x), args=(x,)))
 
 
-@pytest.mark.parametrize("replicas", [2, 8])
+@pytest.mark.parametrize("replicas", combine([2, 8], every=2))
 def test_gradients_flow_through_collectives(replicas):
     strategy = mirrored(replicas)
     x = strategy.experimental_distribute_values_from_function(

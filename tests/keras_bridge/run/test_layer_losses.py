@@ -10,6 +10,7 @@ import pytest
 from keras import ops
 
 import keras_strategies as ks
+from tests.support.combinations import few
 from tests.support.plain_keras import assert_same, mirrored
 
 X = np.random.default_rng(5).normal(size=(12, 3)).astype("float32")
@@ -225,13 +226,16 @@ def test_losses_on_other_replicas(strategy):
 
 @pytest.mark.parametrize(
     ("fn", "rows"),
-    [
-        (several_calls, 4),
-        (where_replicas_meet, 4),
-        (in_the_gradient, 4),
-        (one_call, 3),
-        (one_call, 1),
-    ],
+    few(
+        [
+            (several_calls, 4),
+            (where_replicas_meet, 4),
+            (in_the_gradient, 4),
+            (one_call, 3),
+            (one_call, 1),
+        ],
+        every=2,
+    ),
 )
 def test_losses_in_debug_mode(fn, rows):
     check(mirrored(2), fn, X[:rows], debug=True)

@@ -11,6 +11,7 @@ from jax.experimental import io_callback
 
 import keras_strategies as ks
 from keras_strategies.testing import assert_replicated
+from tests.support.combinations import combine
 from tests.support.plain_keras import dense, mirrored
 
 
@@ -55,7 +56,9 @@ def text_of(strategy, step, batch):
     return program.lower([array]).as_text()
 
 
-@pytest.mark.parametrize("rows", [(4, 2), (3, 2, 2), (2, 2, 2, 2, 2, 2, 1, 0)])
+@pytest.mark.parametrize(
+    "rows", combine([(4, 2), (3, 2, 2), (2, 2, 2, 2, 2, 2, 1, 0)], every=3)
+)
 def test_nothing_is_computed_twice(rows):
     strategy = mirrored(len(rows))
     step, _ = loop(strategy)
@@ -81,8 +84,12 @@ def test_updates_are_computed_outside_of_the_branches():
     assert text.count(count) == once.count(count)
 
 
-@pytest.mark.parametrize("optimizer", ["SGD", "AdamW", "Lamb", "Adafactor"])
-@pytest.mark.parametrize("rows", [(4, 2), (3, 0, 1)])
+@pytest.mark.parametrize(
+    ("rows", "optimizer"),
+    combine(
+        [(4, 2), (3, 0, 1)], ["SGD", "AdamW", "Lamb", "Adafactor"], every=2
+    ),
+)
 def test_state_is_the_same_on_all_replicas(optimizer, rows):
     strategy = mirrored(len(rows))
     step, variables = loop(strategy, optimizer=optimizer)
@@ -128,7 +135,7 @@ def after_own_noise(optimizer, weights, gradients, x):
     optimizer.apply(gradients, weights)
 
 
-@pytest.mark.parametrize("rows", [(4, 2), (3, 0, 1)])
+@pytest.mark.parametrize("rows", combine([(4, 2), (3, 0, 1)], every=2))
 @pytest.mark.parametrize(
     ("optimizer", "apply"),
     [
@@ -196,7 +203,7 @@ def test_what_python_answers_is_one_value_in_all_results():
     assert float(before[0]) != float(before[1])
 
 
-@pytest.mark.parametrize("rows", [(2, 2), (2, 1), (1, 1, 2)])
+@pytest.mark.parametrize("rows", combine([(2, 2), (2, 1), (1, 1, 2)], every=3))
 def test_a_replica_prints_once(rows, capfd):
     strategy = mirrored(len(rows))
     step, _ = loop(strategy)

@@ -12,6 +12,7 @@ import keras_strategies as ks
 from keras_strategies._core.jaxprs.hlo_text import count_collective_bytes
 from keras_strategies.keras_bridge.variables import ownership
 from tests.parity.models import TwoOptimizers
+from tests.support.combinations import combine
 from tests.support.models import chain, compiled_in
 from tests.support.plain_keras import (
     assert_same,
@@ -142,6 +143,7 @@ def test_steps_in_one_execution():
     check(sgd, steps_per_execution=2)
 
 
+@pytest.mark.slow
 def test_eager_steps():
     check(sgd, run_eagerly=True)
 
@@ -284,7 +286,7 @@ def overflowing():
     return chain((FEATURES,), Infinite(), dense(2))
 
 
-@pytest.mark.parametrize("step", [0, 1, 2])
+@pytest.mark.parametrize("step", combine([0, 1, 2], every=3))
 def test_no_replica_counts_a_step_that_overflows_on_one(step):
     x = X[:36].copy()
     x[12 * step, 0] = 100.0
@@ -512,7 +514,9 @@ OWN = {
 
 
 @pytest.mark.filterwarnings("ignore:Gradients do not exist")
-@pytest.mark.parametrize("kind", OWN, ids=lambda kind: kind.__name__)
+@pytest.mark.parametrize(
+    "kind", combine(OWN, every=2), ids=lambda kind: kind.__name__
+)
 def test_own_steps_have_the_numbers_of_one_device(kind):
     check(sgd, kind)
 

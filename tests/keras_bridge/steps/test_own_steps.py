@@ -12,6 +12,7 @@ from keras.src.losses.losses import LossFunctionWrapper
 
 import keras_strategies as ks
 from keras_strategies.keras_bridge.steps import trace_checks
+from tests.support.combinations import combine
 from tests.support.models import chain, compiled_in
 from tests.support.plain_keras import (
     assert_same,
@@ -392,7 +393,7 @@ LOSSES = {
 }
 
 
-@pytest.mark.parametrize("loss", LOSSES)
+@pytest.mark.parametrize("loss", combine(LOSSES, every=2))
 def test_losses_that_mix_rows(loss):
     # CosineSimilarity over rows has no values of rows that could be weighted.
     weights = [None] if "cosine" in loss else [None, WEIGHTS]
@@ -403,7 +404,7 @@ def test_losses_that_mix_rows(loss):
     )
 
 
-@pytest.mark.parametrize("loss", ["hinge", "squared_hinge"])
+@pytest.mark.parametrize("loss", combine(["hinge", "squared_hinge"], every=2))
 def test_hinge_losses_tell_labels_from_all_rows(loss):
     check(
         two_outputs,

@@ -125,7 +125,7 @@ def partitioned(replicas):
 
 
 @pytest.mark.parametrize(
-    ("name", "rows", "replicas"), combine(USES, (12, 7), (1, 2, 3, 4), every=3)
+    ("name", "rows", "replicas"), combine(USES, (12, 7), (1, 2, 3, 4), every=6)
 )
 def test_a_layer_sees_its_replica(name, rows, replicas):
     use, expected = USES[name]
@@ -242,8 +242,9 @@ class SeenIds(keras.metrics.Metric):
         return ops.convert_to_tensor(self.total)
 
 
-@pytest.mark.parametrize("rows", [12, 7])
-@pytest.mark.parametrize("replicas", [2, 3])
+@pytest.mark.parametrize(
+    ("replicas", "rows"), combine([2, 3], [12, 7], every=2)
+)
 def test_a_metric_sees_its_replica(replicas, rows):
     x = batch(rows)
     model, _ = model_of(mirrored(replicas), lambda x: x, metrics=[SeenIds()])
@@ -282,8 +283,9 @@ class OwnStep(keras.Model):
         return {"total": total}, (weights, others, slots, metrics)
 
 
-@pytest.mark.parametrize("rows", [12, 7])
-@pytest.mark.parametrize("replicas", [1, 2, 3])
+@pytest.mark.parametrize(
+    ("replicas", "rows"), combine([1, 2, 3], [12, 7], every=2)
+)
 def test_a_train_step_of_ones_own_sees_its_replica(replicas, rows):
     x = batch(rows)
     model = compiled_in(mirrored(replicas), OwnStep, keras.optimizers.SGD(0.1))
@@ -405,7 +407,7 @@ def test_a_replica_without_rows_has_no_gradient(rows):
     assert np.asarray(model.scale) == pytest.approx(scale, rel=2e-5)
 
 
-@pytest.mark.parametrize("rows", [12, 7, 2])
+@pytest.mark.parametrize("rows", combine([12, 7, 2], every=3))
 def test_synchronized_statistics_are_those_of_all_rows(rows):
     """Beside a layer that asks for its replica; two have no rows, of two."""
     x, y = batch(rows), batch(rows)
@@ -448,9 +450,13 @@ def centred(x):
     return x - total / context().all_reduce("sum", rows)
 
 
-@pytest.mark.parametrize("rows", [7, 2])
 @pytest.mark.parametrize(
-    "loss", ["mse", keras.losses.MeanSquaredError("mean_with_sample_weight")]
+    ("loss", "rows"),
+    combine(
+        ["mse", keras.losses.MeanSquaredError("mean_with_sample_weight")],
+        [7, 2],
+        every=2,
+    ),
 )
 def test_looked_up_weights_before_a_collective(rows, loss):
     """Without rows a lookup has no gradient, which others wait for."""
@@ -504,7 +510,7 @@ def test_gradients_that_a_step_reduces_itself(rows):
     assert np.asarray(model.scale) == pytest.approx(scale, rel=2e-5)
 
 
-@pytest.mark.parametrize("rows", [6, 7])
+@pytest.mark.parametrize("rows", combine([6, 7], every=2))
 def test_a_fault_after_a_collective_is_raised_as_it_is(rows):
     flags = {"fails": False}
 

@@ -8,6 +8,7 @@ from keras import ops
 
 import keras_strategies as ks
 from keras_strategies.testing import assert_replicated
+from tests.support.combinations import combine
 from tests.support.plain_keras import assert_same, dense, mirrored, run_both
 
 _random = np.random.default_rng(0)
@@ -110,9 +111,9 @@ def counters(model):
     return {k: np.asarray(v) for k, v in model.layers[0].counters.items()}
 
 
-@pytest.mark.parametrize("replicas", [2, 8])
-@pytest.mark.parametrize("rows", [24, 21])
-@pytest.mark.parametrize("steps", [1, 3])
+@pytest.mark.parametrize(
+    ("steps", "rows", "replicas"), combine([1, 3], [24, 21], [2, 8], every=4)
+)
 def test_each_rule_gives_what_one_device_counts(replicas, rows, steps):
     def act(model):
         options = {"batch_size": 8, "verbose": 0}

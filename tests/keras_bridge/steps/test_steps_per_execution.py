@@ -9,6 +9,7 @@ import pytest
 
 from keras_strategies._core import dispatch as dispatch_lib
 from tests.keras_bridge.inputs.sources import one_input
+from tests.support.combinations import combine, few
 from tests.support.models import compiled_in
 from tests.support.plain_keras import (
     assert_same,
@@ -130,7 +131,9 @@ CASES = [
 
 
 @no_data_left
-@pytest.mark.parametrize(("replicas", "rows", "batch", "steps"), CASES)
+@pytest.mark.parametrize(
+    ("replicas", "rows", "batch", "steps"), few(CASES, every=4)
+)
 def test_weights_events_and_logs_are_plain_keras_own(
     replicas, rows, batch, steps
 ):
@@ -140,7 +143,7 @@ def test_weights_events_and_logs_are_plain_keras_own(
 @no_data_left
 @pytest.mark.parametrize(
     ("replicas", "rows", "batch", "steps"),
-    [(2, 70, 16, 3), (3, 70, 16, 4), (8, 13, 5, 2)],
+    few([(2, 70, 16, 3), (3, 70, 16, 4), (8, 13, 5, 2)], every=3),
 )
 def test_weights_are_those_of_single_steps(replicas, rows, batch, steps):
     # Unshuffled: an unbuilt metric draws one more order.
@@ -150,7 +153,7 @@ def test_weights_are_those_of_single_steps(replicas, rows, batch, steps):
     assert_same(one[1][1], many[1][1])
 
 
-@pytest.mark.parametrize("steps_per_epoch", [3, 4])
+@pytest.mark.parametrize("steps_per_epoch", combine([3, 4], every=2))
 def test_an_epoch_ends_at_steps_per_epoch(steps_per_epoch):
     # Plain Keras overshoots where K does not divide it: with K=1 it does
     # what was asked for.
@@ -188,7 +191,9 @@ def test_an_epoch_of_arrays_ends_at_steps_per_epoch():
 @no_data_left
 @pytest.mark.parametrize(
     ("replicas", "rows", "batch", "steps"),
-    [(2, 70, 16, 3), (3, 64, 16, 2), (8, 13, 5, 10), (3, 3, 8, 4)],
+    few(
+        [(2, 70, 16, 3), (3, 64, 16, 2), (8, 13, 5, 10), (3, 3, 8, 4)], every=3
+    ),
 )
 def test_evaluate_and_predict_are_plain_keras_own(replicas, rows, batch, steps):
     def act(model):
@@ -303,17 +308,20 @@ def dispatched(fn):
 
 @pytest.mark.parametrize(
     ("rows", "steps", "expected"),
-    [
-        (64, 1, 8),
-        pytest.param(64, 2, 4, marks=pytest.mark.slow),
-        pytest.param(64, 4, 2, marks=pytest.mark.slow),
-        (64, 3, 3),
-        (64, 10, 1),
-        # Seven batches of 8 and one of 4: equal neighbours share a program.
-        (60, 4, 3),
-        # Indivisible ones too: 5 batches of 8, one of 3.
-        (43, 10, 2),
-    ],
+    few(
+        [
+            (64, 1, 8),
+            pytest.param(64, 2, 4, marks=pytest.mark.slow),
+            pytest.param(64, 4, 2, marks=pytest.mark.slow),
+            (64, 3, 3),
+            (64, 10, 1),
+            # Seven batches of 8 and one of 4: equal neighbours share a program.
+            (60, 4, 3),
+            # Indivisible ones too: 5 batches of 8, one of 3.
+            (43, 10, 2),
+        ],
+        every=2,
+    ),
 )
 def test_k_steps_are_one_program(rows, steps, expected):
     model = compiled_in(
@@ -339,7 +347,7 @@ def convolving():
     )
 
 
-@pytest.mark.parametrize("rows", [64, 43])
+@pytest.mark.parametrize("rows", combine([64, 43], every=2))
 def test_convolutions_are_trained_step_by_step_on_cpu(rows):
     # XLA's CPU compiler makes their gradients slow in a loop.
     def act(model):
@@ -409,6 +417,7 @@ def test_a_callback_that_writes_weights_is_seen_by_the_next_execution():
     assert_same(weights, our_weights)
 
 
+@pytest.mark.slow
 def test_run_eagerly_takes_k_steps_too():
     def act(model):
         model.run_eagerly = True

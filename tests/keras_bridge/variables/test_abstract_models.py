@@ -16,6 +16,7 @@ import keras_strategies as ks
 from benchmarks.program_texts import normal_hlo
 from keras_strategies.keras_bridge.keras_names import TRAINER
 from keras_strategies.testing import assert_replicated
+from tests.support.combinations import combine
 from tests.support.plain_keras import mirrored
 
 layers = keras.layers
@@ -133,7 +134,7 @@ def is_abstract(variable):
     return variable._value is None
 
 
-@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize("name", combine(CASES, every=3))
 def test_variables_and_programs_are_those_of_the_real_model(name):
     real, strategy, of_real = compiled(name, abstract=False)
     abstract, _, program = compiled(name, abstract=True)
@@ -363,7 +364,7 @@ def test_models_made_outside_are_untouched():
     assert_replicated(later)
 
 
-@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize("name", combine(CASES, every=3))
 def test_materialized_models_have_their_initial_values(name):
     real, strategy, _ = compiled(name, abstract=False)
     abstract, _, _ = compiled(name, abstract=True, strategy=strategy)

@@ -14,6 +14,7 @@ import pytest
 
 import keras_strategies as ks
 from keras_strategies.testing import assert_replicated
+from tests.support.combinations import combine
 from tests.support.strategies import SHARDED, make_strategy
 
 ops = keras.ops
@@ -275,7 +276,7 @@ def assert_same(actual, wanted, tolerance=1e-5):
         np.testing.assert_allclose(got, want, rtol=tolerance, atol=tolerance)
 
 
-@pytest.mark.parametrize("step", STEPS)
+@pytest.mark.parametrize("step", combine(STEPS, every=2))
 def test_equals_one_device(step):
     wanted = "mirrored4" if step in _PER_REPLICA else "one"
     expected = train(wanted, step, "sgd")
@@ -289,7 +290,9 @@ def test_other_optimizers(optimizer):
     )
 
 
-@pytest.mark.parametrize("step", ["plain", "read_and_assigned_after"])
+@pytest.mark.parametrize(
+    "step", combine(["plain", "read_and_assigned_after"], every=2)
+)
 def test_other_rows_on_each_replica(step):
     rows = (7, 3, 5)
     assert_same(
@@ -317,6 +320,7 @@ def test_calls_of_python_after_the_update():
     np.testing.assert_allclose(seen, [wanted] * 4, rtol=1e-5)
 
 
+@pytest.mark.slow
 def test_debug():
     wanted = train("one", "plain", "sgd")
     assert_same(train("sharded4", "plain", "sgd", debug=True), wanted)

@@ -6,6 +6,7 @@ import pytest
 
 import keras_strategies as ks
 from keras_strategies.testing import assert_replicated
+from tests.support.combinations import combine
 from tests.support.plain_keras import assert_same, mirrored
 
 ROWS, STEPS = 24, 3
@@ -78,20 +79,23 @@ def check(strategy, is_masked, rows=ROWS):
     assert_replicated(model)
 
 
-@pytest.mark.parametrize("is_masked", [False, True])
-@pytest.mark.parametrize("replicas", [1, 2, 3, 8])
+@pytest.mark.parametrize(
+    ("replicas", "is_masked"), combine([1, 2, 3, 8], [False, True], every=2)
+)
 def test_moments_are_those_of_one_device(replicas, is_masked):
     check(mirrored(replicas), is_masked)
 
 
+@pytest.mark.slow
 def test_moments_are_the_same_in_debug_mode():
     strategy = mirrored(2)
     with strategy.debug():
         check(strategy, False)
 
 
-@pytest.mark.parametrize("is_masked", [False, True])
-@pytest.mark.parametrize("replicas", [2, 3])
+@pytest.mark.parametrize(
+    ("replicas", "is_masked"), combine([2, 3], [False, True], every=2)
+)
 def test_rows_that_do_not_divide_under_a_gradient(replicas, is_masked):
     check(mirrored(replicas), is_masked, 7)
 

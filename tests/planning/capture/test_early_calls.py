@@ -10,6 +10,7 @@ from keras_strategies.planning.capture import early_calls
 from keras_strategies.planning.capture.capture import Capture
 from keras_strategies.planning.capture.errors import PlanError, StepCaptured
 from tests.planning.capture.scripts import HEAD
+from tests.support.combinations import combine
 
 TWO = (
     HEAD
@@ -39,35 +40,38 @@ def run(tmp_path, text, **kwargs):
 
 @pytest.mark.parametrize(
     "early",
-    [
-        "target.set_weights(model.get_weights())\n"
-        "for a, b in zip(model.weights, target.weights):\n"
-        "    np.testing.assert_array_equal(a, b)\n"
-        "assert np.std(target.get_weights()[0]) > 0.01",
-        "for _ in range(2):\n"
-        "    outputs = model.predict(x, batch_size=8)\n"
-        "    np.testing.assert_allclose(outputs, model(x), rtol=1e-5)",
-        "assert model.predict_on_batch(x).shape == (50, 30)",
-        "first = model.evaluate(x, y, batch_size=50)\n"
-        "assert first == model.evaluate(x, y, batch_size=50)\n"
-        "assert first[0] > 0\n"
-        "assert model.test_on_batch(x, y)[0] == first[0]",
-        "kernel = model.weights[0]\n"
-        "kernel.assign(kernel * 0 + 3)\n"
-        "assert float(kernel[0, 0]) == 3\n"
-        "kernel.assign_add(np.ones((40, 30)))\n"
-        "assert np.asarray(kernel).sum() == 40 * 30 * 4",
-        "copy = keras.models.clone_model(model)\n"
-        "for a, b in zip(model.weights, copy.weights):\n"
-        "    b.assign(0.99 * a + 0.01 * b)",
-        "target.save(FOLDER + '/a.keras')\n"
-        "again = keras.models.load_model(FOLDER + '/a.keras')\n"
-        "np.testing.assert_array_equal(again.weights[0], target.weights[0])",
-        "with strategy.scope():\n"
-        "    assert model.evaluate(x, y)[0] > 0\n"
-        "    assert model.predict(x).shape == y.shape",
-        "model.summary()\nassert model.count_params() == 41 * 30",
-    ],
+    combine(
+        [
+            "target.set_weights(model.get_weights())\n"
+            "for a, b in zip(model.weights, target.weights):\n"
+            "    np.testing.assert_array_equal(a, b)\n"
+            "assert np.std(target.get_weights()[0]) > 0.01",
+            "for _ in range(2):\n"
+            "    outputs = model.predict(x, batch_size=8)\n"
+            "    np.testing.assert_allclose(outputs, model(x), rtol=1e-5)",
+            "assert model.predict_on_batch(x).shape == (50, 30)",
+            "first = model.evaluate(x, y, batch_size=50)\n"
+            "assert first == model.evaluate(x, y, batch_size=50)\n"
+            "assert first[0] > 0\n"
+            "assert model.test_on_batch(x, y)[0] == first[0]",
+            "kernel = model.weights[0]\n"
+            "kernel.assign(kernel * 0 + 3)\n"
+            "assert float(kernel[0, 0]) == 3\n"
+            "kernel.assign_add(np.ones((40, 30)))\n"
+            "assert np.asarray(kernel).sum() == 40 * 30 * 4",
+            "copy = keras.models.clone_model(model)\n"
+            "for a, b in zip(model.weights, copy.weights):\n"
+            "    b.assign(0.99 * a + 0.01 * b)",
+            "target.save(FOLDER + '/a.keras')\n"
+            "again = keras.models.load_model(FOLDER + '/a.keras')\n"
+            "np.testing.assert_array_equal(again.weights[0], target.weights[0])",
+            "with strategy.scope():\n"
+            "    assert model.evaluate(x, y)[0] > 0\n"
+            "    assert model.predict(x).shape == y.shape",
+            "model.summary()\nassert model.count_params() == 41 * 30",
+        ],
+        every=3,
+    ),
 )
 def test_values_are_initial_or_assigned(tmp_path, early):
     folder = f"FOLDER = {str(tmp_path)!r}\n"

@@ -9,6 +9,7 @@ from keras_strategies.planning.capture.errors import PlanError
 from keras_strategies.planning.capture.pretrained import Pretrained
 from tests.planning.capture.scripts import HEAD, MIRRORED
 from tests.planning.capture.test_early_calls import run
+from tests.support.combinations import few
 
 APPLICATION = (
     HEAD
@@ -36,10 +37,16 @@ def _no_downloads(monkeypatch):
 
 @pytest.mark.parametrize(
     ("name", "file"),
-    [
-        ("ResNet50", "resnet50_weights_tf_dim_ordering_tf_kernels_notop.h5"),
-        ("EfficientNetB0", "efficientnetb0_notop.h5"),
-    ],
+    few(
+        [
+            (
+                "ResNet50",
+                "resnet50_weights_tf_dim_ordering_tf_kernels_notop.h5",
+            ),
+            ("EfficientNetB0", "efficientnetb0_notop.h5"),
+        ],
+        every=2,
+    ),
 )
 def test_the_weights_of_an_application_are_not_downloaded(tmp_path, name, file):
     capture = run(tmp_path, APPLICATION.format(name))

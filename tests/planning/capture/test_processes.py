@@ -22,6 +22,7 @@ from keras_strategies.planning.capture.script import run_script
 from tests.planning.capture.scripts import HEAD, MODEL
 from tests.planning.made import step as make_step
 from tests.support import strangers
+from tests.support.combinations import combine
 
 
 def test_a_request_is_what_it_was():
@@ -52,7 +53,7 @@ def test_answers_that_are_none(raw):
     assert request_lib.parse_answer(raw) is None
 
 
-@pytest.mark.parametrize("first", ["", "os.fork()"])
+@pytest.mark.parametrize("first", combine(["", "os.fork()"], every=2))
 def test_a_process_ends_with_the_command(tmp_path, first):
     # In a session of its own with what its script starts.
     own = {"start_new_session": bool(first)}
@@ -77,6 +78,7 @@ def test_a_process_ends_with_the_command(tmp_path, first):
     )
 
 
+@pytest.mark.slow
 def test_a_child_of_the_process_says_nothing():
     code = """
 import os, sys
@@ -146,6 +148,7 @@ def test_modules_of_the_current_folder_are_not_imported(tmp_path, monkeypatch):
     assert not imported.exists()
 
 
+@pytest.mark.slow
 def test_nothing_is_said_about_an_output_that_is_none(tmp_path):
     text = "import os\nos._exit(5)"
     step = answers_of(tmp_path, text, function="script:make")

@@ -9,6 +9,7 @@ from keras import layers
 
 import keras_strategies as ks
 from keras_strategies.planning.compile.fit_step import FitStep
+from tests.support.combinations import combine
 
 
 def make_model():
@@ -77,7 +78,7 @@ def test_integers_of_a_model_without_an_embedding_are_no_tokens():
     assert step.tokens is None
 
 
-@pytest.mark.parametrize("has_convolution", [False, True])
+@pytest.mark.parametrize("has_convolution", combine([False, True], every=2))
 def test_steps_of_an_execution_bring_their_batches(has_convolution):
     def bytes_of(steps):
         def make():
