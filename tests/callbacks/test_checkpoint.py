@@ -612,20 +612,26 @@ def test_a_callback_with_half_of_what_it_needs_is_told(
 
 @pytest.mark.parametrize(
     ("other", "what"),
-    [
-        ({"batch_size": 16}, "run: 8 rows a batch, now 16; 4 batches, now 2."),
-        ({"x": X[:24], "y": Y[:24]}, "run: 4 batches, now 3; "),
-        ({"x": X[:30], "y": Y[:30]}, "run: 32 rows, now 30."),
-        (
-            {"x": Batches(16), "y": None, "batch_size": None},
-            "run: another kind or order; 4 batches, now 2.",
-        ),
-        (
-            {"y": None, "batch_size": None} | cases.pydataset(),
-            "run: another kind or order.",
-        ),
-        ({}, None),
-    ],
+    few(
+        [
+            (
+                {"batch_size": 16},
+                "run: 8 rows a batch, now 16; 4 batches, now 2.",
+            ),
+            ({"x": X[:24], "y": Y[:24]}, "run: 4 batches, now 3; "),
+            ({"x": X[:30], "y": Y[:30]}, "run: 32 rows, now 30."),
+            (
+                {"x": Batches(16), "y": None, "batch_size": None},
+                "run: another kind or order; 4 batches, now 2.",
+            ),
+            (
+                {"y": None, "batch_size": None} | cases.pydataset(),
+                "run: another kind or order.",
+            ),
+            ({}, None),
+        ],
+        every=2,
+    ),
     ids=[
         *("batch size", "fewer batches", "rows"),
         *("other kind", "of as many rows", "same"),

@@ -7,6 +7,7 @@ import pytest
 import keras_strategies as ks
 from keras_strategies.estimator import Estimator
 from tests.estimator import models
+from tests.support.combinations import combine
 from tests.support.plain_keras import mirrored
 
 _random = np.random.default_rng(0)
@@ -81,7 +82,7 @@ def differ(ours, others):
     )
 
 
-@pytest.mark.parametrize("name", OPTIMIZERS)
+@pytest.mark.parametrize("name", combine(OPTIMIZERS, every=3))
 def test_weights_are_those_that_the_fitted_model_has(tmp_path, name):
     saving = [ks.callbacks.Checkpoint(tmp_path)]
     weights = fitted(OPTIMIZERS[name](), saving)

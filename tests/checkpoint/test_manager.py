@@ -484,7 +484,7 @@ manager.save(1)
 """
 
 
-@pytest.mark.parametrize("case", ["is kept", "is lost"])
+@pytest.mark.parametrize("case", combine(["is kept", "is lost"], every=2))
 def test_a_script_that_ends_right_after_a_save(tmp_path, case):
     done = ended(_WITHOUT_CLOSE, tmp_path, case)
     assert ("the disk is gone" in done.stderr) == (case == "is lost")

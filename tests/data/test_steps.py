@@ -245,8 +245,9 @@ def made(name, folder):
 NAMES = ["files", "by file", "grain", "torch", "tf.data"]
 
 
-@pytest.mark.parametrize("own", [False, True])
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize(
+    ("name", "own"), combine(NAMES, [False, True], every=2)
+)
 def test_each_row_is_used_once_of_other_sources(name, own, tmp_path):
     cases = [
         (workers, replicas, rows, size)

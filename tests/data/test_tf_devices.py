@@ -94,6 +94,7 @@ def test_gpus_in_use_are_reported_with_the_cure():
     """) == ["silent", "warned", "1"]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "code",
     combine(

@@ -200,6 +200,7 @@ def test_a_fit_on_a_source_resumes_in_the_middle_of_an_epoch(tmp_path):
     assert_same(whole, fit(tmp_path / "run"), tolerance=0)
 
 
+@pytest.mark.slow
 def test_steps_per_epoch_continues_in_a_source():
     Table, model = made("Table"), model_of(mirrored(2))
     # Four batches, two passes.

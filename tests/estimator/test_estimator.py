@@ -234,6 +234,7 @@ def test_data_begin_anew_with_each_call(tmp_path):
     assert seen[0] == first
 
 
+@pytest.mark.slow
 def test_data_that_end_at_a_checkpoint_begin_anew(tmp_path):
     """The last save is in the middle of the call, for all it knows."""
     estimator = estimator_of(tmp_path, save_checkpoints_steps=1)

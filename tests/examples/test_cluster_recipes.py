@@ -169,6 +169,7 @@ def test_chips_of_the_tpu_slice_are_those_of_its_hosts():
     assert sides[0] * sides[1] == job["parallelism"] * chips
 
 
+@pytest.mark.slow
 def test_script_trains_through_launch():
     shown = run_all(
         (

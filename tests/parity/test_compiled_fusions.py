@@ -11,6 +11,8 @@ from tests.support.compiling import LLVM_FLAGS
 
 ROOT = pathlib.Path(__file__).parents[2]
 
+pytestmark = pytest.mark.slow
+
 
 @pytest.fixture(scope="module")
 def found():

@@ -20,6 +20,7 @@ from keras_strategies.keras_bridge.variables.model_variables import (
 from keras_strategies.testing import assert_replicated
 from tests.parity.cases import CASES
 from tests.parity.one_device import check
+from tests.support.combinations import few
 from tests.support.models import chain
 from tests.support.strategies import make_strategy, of_cores
 
@@ -353,10 +354,13 @@ def custom_loop_of_one_core():
 
 @pytest.mark.parametrize(
     ("strategy", "axes"),
-    [
-        ("tpu2_of_2_cores", (None, "model")),
-        ("sharded2_of_2_cores", ("replica", "model")),
-    ],
+    few(
+        [
+            ("tpu2_of_2_cores", (None, "model")),
+            ("sharded2_of_2_cores", ("replica", "model")),
+        ],
+        every=2,
+    ),
 )
 def test_a_custom_loop_equals_one_of_replicas_of_one_core(strategy, axes):
     strategy = make_strategy(strategy, MODELS["mlp"][1])
@@ -406,6 +410,7 @@ def test_a_model_divided_twice_is_saved_whole(tmp_path):
         assert_divided_twice(divided, 4)
 
 
+@pytest.mark.slow
 def test_an_embedding_gets_nothing_from_the_padding():
     # What is padded would be token 0, whose row no loss sees here.
     check("mask", "tpu2_of_2_cores", ((13, 5),))

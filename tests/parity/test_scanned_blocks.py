@@ -8,7 +8,7 @@ from keras import layers
 
 import keras_strategies as ks
 from keras_strategies.testing import assert_replicated
-from tests.support.combinations import combine
+from tests.support.combinations import combine, few
 
 BLOCKS, WORDS, LENGTH, WIDTH = 5, 20, 6, 8
 ROWS = 21
@@ -323,11 +323,14 @@ class Noisy(layers.Dense):
 
 @pytest.mark.parametrize(
     ("kind", "reason"),
-    [
-        (Penalized, "a block adds a loss"),
-        (Counting, "a block writes a variable of its own"),
-        (Noisy, "blocks write a variable that they share"),
-    ],
+    few(
+        [
+            (Penalized, "a block adds a loss"),
+            (Counting, "a block writes a variable of its own"),
+            (Noisy, "blocks write a variable that they share"),
+        ],
+        every=2,
+    ),
 )
 def test_what_a_loop_cannot_compute_is_unrolled_with_a_word(kind, reason):
     def layer(number):
@@ -388,6 +391,7 @@ def test_blocks_of_other_constants_are_unrolled_with_a_word(name):
     assert_close(found, wanted)
 
 
+@pytest.mark.slow
 def test_equal_arrays_of_blocks_are_no_difference():
     def layer(number):
         return Scaled(np.linspace(0, 1, WIDTH).astype("float32"))
@@ -397,6 +401,7 @@ def test_equal_arrays_of_blocks_are_no_difference():
     assert_close(found, wanted)
 
 
+@pytest.mark.slow
 def test_masks_that_blocks_take_off_a_tensor_are_as_unrolled():
     """Keras's attention removes the masks of its keys: for the next blocks."""
     x = IMAGES[:8].copy()
@@ -460,6 +465,7 @@ def test_each_run_of_equal_blocks_is_a_loop():
     assert_close(*found)
 
 
+@pytest.mark.slow
 def test_other_dtypes_and_nested_models():
     def layer(number):
         inner = keras.Sequential(

@@ -17,18 +17,16 @@ from keras_strategies.keras_bridge.variables import model_variables
 from keras_strategies.testing import assert_replicated
 from tests.parity import one_device
 from tests.parity.cases import CASES, LOSSES, METRICS, by_optimizer
-from tests.support.combinations import combine, some
+from tests.support.combinations import combine, few, some
 from tests.support.strategies import SHARDED, make_strategy
 
 _QUICK = ((15, 4),)
 # One of each way in which a step reads, changes or skips variables; with whole
 # ones tests/parity/test_fit.py has the others.
 _BY_DEFAULT = {
-    *("sgd", "global_clipnorm", "accumulation", "ema", "loss_scale_overflow"),
+    *("sgd", "global_clipnorm", "accumulation", "loss_scale_overflow"),
     *("two_optimizers", "sample_weight", "circle", "mask", "add_loss"),
-    *("kernel_regularizer", "keras_binary", "own_apply_gradients"),
-    *("beside_optimizer", "frozen_after_compile", "steps_per_execution"),
-    *("synchronized_masked", "lstm", "transformer", "bfloat16"),
+    *("kernel_regularizer", "own_apply_gradients", "transformer"),
 }
 # Of matrices as a whole, of parts, of other optimizers, and entry by entry.
 _OPTIMIZERS_BY_DEFAULT = {
@@ -192,11 +190,14 @@ def _trained(partitioner, count):
 
 @pytest.mark.parametrize(
     ("kind", "count", "shards"),
-    [
-        (ks.experimental.FullySharded, 4, None),
-        (ks.experimental.FullySharded, 8, 2),
-        (ks.experimental.SlotsOnly, 3, None),
-    ],
+    few(
+        [
+            (ks.experimental.FullySharded, 4, None),
+            (ks.experimental.FullySharded, 8, 2),
+            (ks.experimental.SlotsOnly, 3, None),
+        ],
+        every=2,
+    ),
 )
 def test_gradients_travel_in_another_dtype(kind, count, shards, lowered):
     wanted = _trained(None, 1)

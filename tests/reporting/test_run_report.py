@@ -141,6 +141,7 @@ def test_long_steps_blame_nothing_else():
     assert "is spent in the step's programs" in report.figures["advice"]
 
 
+@pytest.mark.slow
 def test_evaluations_and_callbacks_are_named():
     class Slow(keras.callbacks.Callback):
         def on_train_batch_end(self, batch, logs=None):

@@ -75,6 +75,7 @@ def test_loops_take_what_the_default_strategy_distributed(name, is_built):
     assert_same(plain, ours)
 
 
+@pytest.mark.slow
 def test_epochs_validation_data_and_class_weights():
     strategy = ks.get_strategy()
     given = {"class_weight": {0: 1.0, 1: 3.0}, "epochs": 3, "shuffle": False}

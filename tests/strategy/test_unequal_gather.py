@@ -89,6 +89,7 @@ def test_gradients_flow_in_debug_mode():
     np.testing.assert_allclose(found, expected, rtol=1e-6)
 
 
+@pytest.mark.slow
 def test_a_metric_of_all_rows_still_counts_each_once():
     strategy = mirrored(3)
     with strategy.scope():

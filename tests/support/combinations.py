@@ -27,14 +27,14 @@ def few(values, every):
 
     Those that are marked already stay as they are, and are not counted.
     """
-    plain = [value for value in values if not hasattr(value, "marks")]
-    kept = plain[::every]
-    return [
-        value
-        if hasattr(value, "marks") or value in kept
-        else pytest.param(*value, marks=pytest.mark.slow)
-        for value in values
-    ]
+    params, count = [], 0
+    for value in values:
+        if not hasattr(value, "marks"):
+            marks = pytest.mark.slow if count % every else ()
+            value = pytest.param(*value, marks=marks)
+            count += 1
+        params.append(value)
+    return params
 
 
 def some(values, default):

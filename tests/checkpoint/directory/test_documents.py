@@ -80,6 +80,7 @@ def test_a_link_and_nothing_are_no_documents(tmp_path):
         documents.read_document(tmp_path)
 
 
+@pytest.mark.slow
 def test_ten_thousand_damaged_documents_are_damage_or_documents(
     tmp_path, monkeypatch
 ):

@@ -27,6 +27,7 @@ from keras_strategies.cli.doctor.findings import Level, Part
 from keras_strategies.cluster.job.free_ports import find_free_ports
 from keras_strategies.cluster.spec import TaskInfo
 from tests.support import strangers
+from tests.support.combinations import combine
 from tests.support.commands import python
 
 ROOT = pathlib.Path(__file__).parents[3]
@@ -541,7 +542,7 @@ def test_report_of_a_job_is_the_chiefs():
     assert others == ["[worker 1] process 1 of 2: nothing to change"]
 
 
-@pytest.mark.parametrize("process_id", [0, 1])
+@pytest.mark.parametrize("process_id", combine([0, 1], every=2))
 def test_process_that_does_not_come_is_named(process_id):
     addresses = [f"127.0.0.1:{port}" for port in find_free_ports(2)]
     cluster = clusters.find_clusters(

@@ -162,6 +162,7 @@ def test_strangers_are_left_alone(address, words):
     assert told == ["met", "met"]
 
 
+@pytest.mark.slow
 def test_another_service_at_the_address_is_no_process_0(address):
     host, port = rendezvous.split_address(address)
     with socket.create_server((host, port)) as server:
@@ -245,6 +246,7 @@ def crowd(address, count, idle):
             stranger.connect(rendezvous.split_address(address))
 
 
+@pytest.mark.slow
 def test_a_thousand_idle_strangers_take_nobodys_time(
     address, monkeypatch, many_files
 ):

@@ -300,6 +300,7 @@ def test_of_ordinary_models_nothing_is_said(name):
     assert not said
 
 
+@pytest.mark.slow
 def test_a_number_of_rows_that_is_also_a_width():
     """Twelve rows a replica, and twelve entries a row."""
 

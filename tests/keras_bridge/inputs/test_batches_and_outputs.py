@@ -241,6 +241,7 @@ def test_mixed_types_equal_plain_keras():
     check_same(build, act, **REGRESSION)
 
 
+@pytest.mark.slow
 @no_data_left
 @no_shuffle
 def test_batches_may_differ_in_rows_and_in_another_dimension():

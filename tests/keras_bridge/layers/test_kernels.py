@@ -20,7 +20,7 @@ from keras_strategies.keras_bridge.keras_names import NN as keras_nn
 from keras_strategies.keras_bridge.layers import kernels
 from keras_strategies.keras_bridge.layers.kernels import kernels_for
 from keras_strategies.keras_bridge.layers.mapped_kernels import Trace
-from tests.support.combinations import few
+from tests.support.combinations import combine, few
 from tests.support.strategies import of_cores
 
 SIZES = "compute_rnn_workspace_reserve_space_sizes"
@@ -75,7 +75,7 @@ LAYERS = {
 
 
 @pytest.mark.parametrize(
-    ("make", "policy"), few(LAYERS.values(), every=2), ids=LAYERS
+    ("make", "policy"), few(few(LAYERS.values(), every=2), every=3), ids=LAYERS
 )
 def test_a_strategy_of_cpus_on_a_gpu_machine(monkeypatch, make, policy):
     x = RNG.normal(size=(6, 4, 16)).astype("float32")
@@ -195,7 +195,9 @@ OF_SCORES = {
 }
 
 
-@pytest.mark.parametrize("shapes", OF_SCORES.values(), ids=OF_SCORES)
+@pytest.mark.parametrize(
+    "shapes", combine(OF_SCORES.values(), every=2), ids=OF_SCORES
+)
 @pytest.mark.parametrize(
     ("cores", "heads", "groups"), HEADS.values(), ids=HEADS
 )

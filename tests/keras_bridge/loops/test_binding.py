@@ -549,7 +549,9 @@ class Subclassed(keras.Model):
     [deferred, unbuilt, functional, nested, Subclassed],
     ids=lambda build: build.__name__,
 )
-@pytest.mark.parametrize("first", ["fit", "evaluate", "predict"])
+@pytest.mark.parametrize(
+    "first", combine(["fit", "evaluate", "predict"], every=2)
+)
 def test_kinds_of_models(build, first):
     strategy = mirrored(2)
     model, plain = bound(strategy, build), compile_(build())
@@ -663,6 +665,7 @@ def test_variables_of_another_strategy_can_be_assigned():
     assert_replicated(second)
 
 
+@pytest.mark.slow
 def test_variables_assigned_from_another_strategy_survive_its_training():
     code = """
 from tests import conftest

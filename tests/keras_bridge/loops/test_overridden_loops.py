@@ -147,6 +147,7 @@ def test_a_pipeline_model_is_as_on_one_device(kind, replicas):
     check(found, expected_of(kind))
 
 
+@pytest.mark.slow
 def test_a_pipeline_model_that_is_attached():
     class Attached(Pipeline):
         def compile(self, *args, **kwargs):

@@ -10,7 +10,7 @@ import pytest
 from keras import ops
 
 import keras_strategies as ks
-from tests.support.combinations import few
+from tests.support.combinations import combine, few
 from tests.support.plain_keras import assert_same, mirrored
 
 X = np.random.default_rng(5).normal(size=(12, 3)).astype("float32")
@@ -244,7 +244,7 @@ def test_losses_in_debug_mode(fn, rows):
 @pytest.mark.parametrize(
     "fn",
     # Losses of a call outside of any scope are not seen in a gradient.
-    [fn for fn in FUNCTIONS if fn is not before_the_gradient],
+    combine([fn for fn in FUNCTIONS if fn is not before_the_gradient], every=3),
     ids=lambda fn: fn.__name__,
 )
 def test_losses_without_a_strategy(fn):

@@ -12,7 +12,7 @@ import keras_strategies as ks
 from keras_strategies._core.jaxprs.hlo_text import count_collective_bytes
 from keras_strategies.keras_bridge.variables import ownership
 from tests.parity.models import TwoOptimizers
-from tests.support.combinations import combine
+from tests.support.combinations import combine, few
 from tests.support.models import chain, compiled_in
 from tests.support.plain_keras import (
     assert_same,
@@ -124,7 +124,7 @@ def check_case(name, k, replicas):
     check(lambda: OPTIMIZERS[name](k), replicas=replicas)
 
 
-@pytest.mark.parametrize(("name", "k", "replicas"), QUICK)
+@pytest.mark.parametrize(("name", "k", "replicas"), few(QUICK, every=2))
 def test_numbers_are_those_of_one_device(name, k, replicas):
     check_case(name, k, replicas)
 
@@ -237,6 +237,7 @@ def test_fits_and_single_batches_continue_an_update():
     check(sgd, act=act)
 
 
+@pytest.mark.slow
 def test_fewer_trainable_weights_in_a_second_fit():
     def act(model):
         model.layers[0].trainable = True

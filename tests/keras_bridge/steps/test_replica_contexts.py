@@ -535,23 +535,23 @@ def test_a_fault_after_a_collective_is_raised_as_it_is(rows):
     model.fit(x, x, batch_size=rows, verbose=0)
 
 
-def test_a_jitted_function_is_asked_in_each_step():
+@pytest.mark.parametrize("replicas", combine((2, 3), every=2))
+def test_a_jitted_function_is_asked_in_each_step(replicas):
     """JAX keeps its trace, in which replicas had other numbers of rows."""
 
     def minus_total(x):
         return x - 0.1 * context().all_reduce("sum", ops.sum(x, axis=0))
 
     jitted = jax.jit(minus_total)
-    for replicas in (2, 3):
-        model, _ = model_of(mirrored(replicas), jitted)
-        for rows in (6, 5, 4, 7):
-            x = batch(rows)
-            expected = x - 0.1 * x.sum(axis=0)
-            found = model.predict(x, batch_size=rows, verbose=0)
-            np.testing.assert_allclose(found, expected, rtol=2e-5, atol=1e-5)
-            loss = model.train_on_batch(x, np.zeros_like(x))
-            assert loss == pytest.approx(np.mean(expected**2), rel=1e-4)
-            model.set_weights([np.ones_like(w) for w in model.get_weights()])
+    model, _ = model_of(mirrored(replicas), jitted)
+    for rows in (6, 5, 4, 7):
+        x = batch(rows)
+        expected = x - 0.1 * x.sum(axis=0)
+        found = model.predict(x, batch_size=rows, verbose=0)
+        np.testing.assert_allclose(found, expected, rtol=2e-5, atol=1e-5)
+        loss = model.train_on_batch(x, np.zeros_like(x))
+        assert loss == pytest.approx(np.mean(expected**2), rel=1e-4)
+        model.set_weights([np.ones_like(w) for w in model.get_weights()])
 
 
 def test_callbacks_see_what_they_saw_before():

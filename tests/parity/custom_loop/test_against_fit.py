@@ -14,6 +14,7 @@ import pytest
 
 import keras_strategies as ks
 from keras_strategies.testing import assert_replicated
+from tests.support.combinations import few
 from tests.support.plain_keras import mirrored
 
 STEPS = 20
@@ -82,7 +83,7 @@ ALL = [
 ]
 
 
-@pytest.mark.parametrize(("name", "replicas"), ALL)
+@pytest.mark.parametrize(("name", "replicas"), few(ALL, every=3))
 def test_twenty_steps_are_those_of_fit(name, replicas):
     make_optimizer, policy, tolerance = CASES[name]
     x, y = data(replicas)
@@ -249,6 +250,7 @@ def test_a_target_network_that_is_assigned(replicas):
     np.testing.assert_allclose(target.numpy(), copy, rtol=1e-4, atol=1e-5)
 
 
+@pytest.mark.slow
 def test_a_loop_leaves_no_arrays_behind():
     strategy = mirrored(2)
     with strategy.scope():

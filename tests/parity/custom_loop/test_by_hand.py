@@ -15,6 +15,7 @@ from keras_strategies._core.rows import rows_of_replicas
 from keras_strategies.testing import assert_replicated
 from tests.parity.custom_loop.test_against_fit import mlp
 from tests.parity.test_per_replica_layers import hashed
+from tests.support.combinations import few
 from tests.support.plain_keras import mirrored
 
 STEPS = 20
@@ -111,7 +112,7 @@ def _policy(name):
 
 
 @pytest.mark.usefixtures("_policy")
-@pytest.mark.parametrize(("name", "replicas"), ALL)
+@pytest.mark.parametrize(("name", "replicas"), few(ALL, every=3))
 def test_twenty_steps_are_those_of_a_loop_over_replicas(name, replicas):
     data = batches(replicas)
     strategy = mirrored(replicas)

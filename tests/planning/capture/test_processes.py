@@ -155,6 +155,7 @@ def test_nothing_is_said_about_an_output_that_is_none(tmp_path):
     assert step["error"] == "The planning process ended with exit status 5."
 
 
+@pytest.mark.slow
 def test_an_interrupted_plan_has_the_rows_that_are_known(tmp_path):
     (tmp_path / "fails.py").write_text("raise ValueError('of the module')")
     (tmp_path / "sleeps.py").write_text("import time\ntime.sleep(600)")

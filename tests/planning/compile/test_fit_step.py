@@ -23,6 +23,7 @@ def make_model():
     return model
 
 
+@pytest.mark.slow
 def test_a_model_for_any_number_of_tokens_is_planned_by_its_blocks():
     strategy = ks.MirroredStrategy(jax.devices("cpu")[:1])
     tokens = jax.ShapeDtypeStruct((4, 32), "int32")
@@ -54,6 +55,7 @@ def test_models_after_a_plan_have_the_seeds_that_they_would_have_had():
     assert drawn(True) == drawn(False)
 
 
+@pytest.mark.slow
 def test_layers_after_a_plan_have_the_names_that_they_would_have_had():
     strategy = ks.MirroredStrategy(jax.devices("cpu")[:1])
     number = keras.backend.get_uid("dense")
@@ -225,6 +227,7 @@ def test_operations_of_a_model_without_a_call_are_unknown():
     assert "dot_general" in step.lower(32, None).as_text()
 
 
+@pytest.mark.slow
 def test_blocks_in_a_loop_are_compiled_in_full():
     def planned(is_scanned):
         def make():
