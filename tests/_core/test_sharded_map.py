@@ -27,6 +27,7 @@ from keras_strategies._core.replica_map import (
     split_spec,
 )
 from keras_strategies._core.sharded_map import sharded_map
+from tests.support.combinations import combine, few
 
 WHOLE = replicated_spec()
 
@@ -88,7 +89,8 @@ def assert_close(found, wanted, atol=1e-6):
 
 
 @pytest.mark.parametrize(
-    ("count", "shards"), [(2, None), (8, None), (8, 2), (8, 4), (3, None)]
+    ("count", "shards"),
+    few([(2, None), (8, None), (8, 2), (8, 4), (3, None)], every=2),
 )
 def test_an_update_of_all_entries(count, shards):
     mesh = mesh_of(count, shards)
@@ -378,8 +380,9 @@ def count_in_loops(traced, name):
     return counts[True], counts[False]
 
 
-@pytest.mark.parametrize("remat", [False, True])
-@pytest.mark.parametrize("is_stacked", [False, True])
+@pytest.mark.parametrize(
+    ("is_stacked", "remat"), combine([False, True], [False, True], every=2)
+)
 def test_a_loop_gathers_a_slice_in_each_turn(remat, is_stacked):
     mesh, depth = mesh_of(4), 3
     random = np.random.default_rng(0)

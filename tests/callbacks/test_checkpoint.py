@@ -36,7 +36,7 @@ from tests.support.checkpoint.runs import (
     assert_equal,
     usual,
 )
-from tests.support.combinations import few
+from tests.support.combinations import combine, few
 from tests.support.models import chain
 from tests.support.plain_keras import mirrored
 
@@ -70,14 +70,17 @@ def fit(runner, *callbacks, **arguments):
 
 @pytest.mark.parametrize(
     ("where", "count", "saved"),
-    [
-        ("batch", 7, 5),
-        ("validation", 1, None),
-        ("validation", 3, 5),
-        pytest.param("batch", 1, None, marks=pytest.mark.slow),
-        pytest.param("batch", 8, 5, marks=pytest.mark.slow),
-        pytest.param("batch", 10, 5, marks=pytest.mark.slow),
-    ],
+    few(
+        [
+            ("batch", 7, 5),
+            ("validation", 1, None),
+            ("validation", 3, 5),
+            pytest.param("batch", 1, None, marks=pytest.mark.slow),
+            pytest.param("batch", 8, 5, marks=pytest.mark.slow),
+            pytest.param("batch", 10, 5, marks=pytest.mark.slow),
+        ],
+        every=2,
+    ),
 )
 def test_a_fit_that_a_callback_ended_goes_on(
     runner, whole, tmp_path, where, count, saved
@@ -251,12 +254,15 @@ def test_the_best_is_kept(runner, tmp_path):
 
 @pytest.mark.parametrize(
     ("best", "validation_freq", "is_told"),
-    [
-        ("accuraccy", 1, True),
-        ("val_accuraccy", 1, True),
-        ("val_loss", 2, False),
-        ("loss", 1, False),
-    ],
+    few(
+        [
+            ("accuraccy", 1, True),
+            ("val_accuraccy", 1, True),
+            ("val_loss", 2, False),
+            ("loss", 1, False),
+        ],
+        every=2,
+    ),
 )
 def test_a_best_that_is_nowhere_is_told_once(
     runner, tmp_path, caplog, best, validation_freq, is_told
@@ -404,7 +410,7 @@ class Losing(keras.callbacks.Callback):
             path.write_text("")
 
 
-@pytest.mark.parametrize("epoch", [1, 2])
+@pytest.mark.parametrize("epoch", combine([1, 2], every=2))
 def test_a_save_that_fails_in_the_background(runner, tmp_path, epoch):
     # At the next save, or at the end.
     step = 4 * (epoch + 1)
@@ -673,7 +679,7 @@ KINDS = {
             # Neither has an order of ours: the place in the endless pass counts.
             if (first, second) != ("generator", "grain")
         ],
-        every=4,
+        every=8,
     ),
 )
 def test_another_kind_of_data_after_an_epoch_is_no_matter(

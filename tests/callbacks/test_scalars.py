@@ -70,7 +70,7 @@ def files_of(folder):
 # What is written, and when.
 
 
-@pytest.mark.parametrize("replicas", combine([0, 1, 2, 3], every=2))
+@pytest.mark.parametrize("replicas", combine([0, 1, 2, 3], every=4))
 def test_points_of_training_and_validation_are_those_of_history(
     tmp_path, replicas
 ):

@@ -78,7 +78,7 @@ def manager_of(directory, found, **kwargs):
     return ks.checkpoint.CheckpointManager(checkpoint, directory, **kwargs)
 
 
-@pytest.mark.parametrize("replicas", [1, 2, 3, 8])
+@pytest.mark.parametrize("replicas", combine([1, 2, 3, 8], every=2))
 def test_all_is_restored_on_any_number_of_replicas(tmp_path, replicas):
     first = parts(2)
     scramble(first)
@@ -411,7 +411,7 @@ def test_nobody_holds_the_arrays_after_a_save(tmp_path, replicas):
 
 
 @pytest.mark.parametrize(
-    ("replicas", "units"), combine([1, 2], [3, 300_000], every=2)
+    ("replicas", "units"), combine([1, 2], [3, 300_000], every=4)
 )
 def test_saved_is_what_was_there_before_the_next_step(
     tmp_path, units, replicas
@@ -582,6 +582,7 @@ def two_layers(width=3):
     )
 
 
+@pytest.mark.slow
 def test_weights_of_a_managers_checkpoint_are_loaded(tmp_path):
     strategy = ks.MirroredStrategy(jax.devices()[:2])
     with strategy.scope():

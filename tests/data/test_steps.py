@@ -219,7 +219,7 @@ def check_all(make, own, cases):
 
 
 @both
-@pytest.mark.parametrize("make", FAST)
+@pytest.mark.parametrize("make", combine(FAST, every=2))
 def test_each_row_is_used_once(make, cases):
     # Arrays without rows are refused before.
     is_array = make in (arrays, rows_source)
@@ -246,7 +246,7 @@ NAMES = ["files", "by file", "grain", "torch", "tf.data"]
 
 
 @pytest.mark.parametrize(
-    ("name", "own"), combine(NAMES, [False, True], every=2)
+    ("name", "own"), combine(NAMES, [False, True], every=4)
 )
 def test_each_row_is_used_once_of_other_sources(name, own, tmp_path):
     cases = [

@@ -130,7 +130,7 @@ def arrays_in_order(source, epochs):
 
 
 @pytest.mark.parametrize(
-    ("steps", "replicas"), combine([1, 2], [1, 2, 3, 8], every=4)
+    ("steps", "replicas"), combine([1, 2], [1, 2, 3, 8], every=8)
 )
 def test_a_source_trains_as_its_rows_do_in_plain_keras(replicas, steps):
     source = made("Table")(COLUMNS, 8, seed=3)
@@ -302,6 +302,7 @@ def test_a_resolver_of_one_process_makes_a_strategy():
 # A callback.
 
 
+@pytest.mark.slow
 def test_a_callbacks_state_is_resumed(tmp_path):
     patience = made("Patience")
     first = patience(epochs=5)

@@ -29,6 +29,7 @@ from tests.estimator.models import (
     weights_of,
     with_spec,
 )
+from tests.support.combinations import combine
 
 ModeKeys = ks.estimator.ModeKeys
 
@@ -484,16 +485,19 @@ def of_grain():
 
 @pytest.mark.parametrize(
     "input_fn",
-    [
-        slow(with_weights),
-        batches,
-        slow(endless),
-        Batches,
-        of_grain,
-        slow(of_tensorflow),
-        slow(of_tensorflow_endless),
-        slow(of_torch),
-    ],
+    combine(
+        [
+            slow(with_weights),
+            batches,
+            slow(endless),
+            Batches,
+            of_grain,
+            slow(of_tensorflow),
+            slow(of_tensorflow_endless),
+            slow(of_torch),
+        ],
+        every=2,
+    ),
 )
 def test_input_may_be_what_fit_takes(tmp_path, input_fn):
     estimator = estimator_of(tmp_path)

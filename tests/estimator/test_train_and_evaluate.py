@@ -21,6 +21,7 @@ from tests.estimator.models import (
     estimator_of,
     weights_of,
 )
+from tests.support.combinations import combine, few
 
 experimental = ks.estimator.experimental
 CLUSTER = {"chief": ["a:1"], "worker": ["b:1"]}
@@ -331,13 +332,16 @@ def test_an_evaluator_waits_no_longer_than_asked_for(tmp_path, monkeypatch):
 
 @pytest.mark.parametrize(
     ("cluster", "is_evaluated", "count"),
-    [
-        ({"worker": ["a:1"]}, False, 1),
-        ({"chief": ["a:1"]}, False, 1),
-        # As by an evaluator that is none of the cluster.
-        ({"chief": ["a:1"]}, True, 0),
-        ({"worker": ["a:1"], "evaluator": ["b:1"]}, False, 0),
-    ],
+    few(
+        [
+            ({"worker": ["a:1"]}, False, 1),
+            ({"chief": ["a:1"]}, False, 1),
+            # As by an evaluator that is none of the cluster.
+            ({"chief": ["a:1"]}, True, 0),
+            ({"worker": ["a:1"], "evaluator": ["b:1"]}, False, 0),
+        ],
+        every=2,
+    ),
 )
 def test_a_cluster_without_an_evaluator_is_told_once(
     tmp_path, monkeypatch, caplog, cluster, is_evaluated, count
@@ -546,7 +550,7 @@ def keras_model():
     return model
 
 
-@pytest.mark.parametrize("by_path", [False, True])
+@pytest.mark.parametrize("by_path", combine([False, True], every=2))
 def test_an_estimator_of_a_model_begins_with_its_weights(tmp_path, by_path):
     model = keras_model()
     model.fit({"a": X}, Y, verbose=0)

@@ -173,6 +173,7 @@ def test_all_stop_at_the_same_step_when_one_is_told_to_end(
     assert {ended.last_step for ended in results} == {results[0].last_step}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", [pytest.param("fit", marks=slow), "compiler"])
 def test_a_long_compilation_is_no_stall(tmp_path, kind):
     results = run_job(

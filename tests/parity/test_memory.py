@@ -12,6 +12,7 @@ from keras_strategies.keras_bridge.steps.step_functions import make_program
 from tests.support.combinations import combine
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("rows", combine([2047, 2045, 1537], every=3))
 def test_indivisible_batch_needs_at_most_a_fifth_more(rows):
     strategy = ks.MirroredStrategy(jax.devices()[:4])

@@ -52,7 +52,9 @@ def shares(replicas, is_even):
     return np.split(X, np.cumsum(sizes)[:-1])
 
 
-@pytest.mark.parametrize("is_even", [True, False], ids=["even", "uneven"])
+@pytest.mark.parametrize(
+    "is_even", combine([True, False], every=2), ids=["even", "uneven"]
+)
 @pytest.mark.parametrize("replicas", combine([1, 2, 3, 8], every=2))
 def test_run(replicas, is_even):
     strategy = mirrored(replicas)
@@ -82,7 +84,7 @@ def test_run(replicas, is_even):
     assert len({values.tobytes() for values in drawn}) == replicas
 
 
-@pytest.mark.parametrize("replicas", [1, 2, 3])
+@pytest.mark.parametrize("replicas", combine([1, 2, 3], every=2))
 def test_update(replicas):
     strategy = mirrored(replicas)
     with strategy.scope():

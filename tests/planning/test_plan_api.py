@@ -155,6 +155,7 @@ def test_what_the_function_raises_is_raised(maker, error):
         mirrored(2).plan(maker, BATCH, **QUIET)
 
 
+@pytest.mark.slow
 def test_figures_are_kept_for_the_next_plan(tmp_path, monkeypatch):
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     strategy = mirrored(2)

@@ -130,6 +130,7 @@ def test_short_steps_are_named():
     assert "steps_per_execution" in report.figures["advice"]
 
 
+@pytest.mark.slow
 def test_long_steps_blame_nothing_else():
     with mirrored(1).scope():
         layers = [keras.layers.Dense(800) for _ in range(3)]

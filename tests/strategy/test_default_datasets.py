@@ -9,6 +9,7 @@ import tensorflow as tf
 from keras.src.trainers import data_adapters
 
 import keras_strategies as ks
+from tests.support.combinations import combine
 from tests.support.plain_keras import assert_same, dense, mirrored
 
 pytestmark = pytest.mark.filterwarnings("ignore:Your input ran out of data")
@@ -64,7 +65,10 @@ def loops(model, x, *, y=None, **kwargs):
 
 @pytest.mark.parametrize("is_built", [True, False], ids=["built", "unbuilt"])
 @pytest.mark.parametrize(
-    "name", ["tf.data", "function", "generator", "PyDataset", "numpy"]
+    "name",
+    combine(
+        ["tf.data", "function", "generator", "PyDataset", "numpy"], every=2
+    ),
 )
 def test_loops_take_what_the_default_strategy_distributed(name, is_built):
     strategy = ks.get_strategy()
@@ -103,6 +107,7 @@ def test_arguments_that_a_dataset_has_no_use_for_are_refused():
         build().fit(distribute(tf_dataset().repeat()), verbose=0)
 
 
+@pytest.mark.slow
 def test_a_bound_model_and_other_datasets_are_as_before():
     data = datasets(ks.get_strategy())["tf.data"]
     with mirrored(2).scope():

@@ -10,6 +10,7 @@ import pytest
 
 import keras_strategies as ks
 from keras_strategies.strategy import current
+from tests.support.combinations import combine
 from tests.support.plain_keras import mirrored
 
 X = np.arange(14, dtype="float32")[:, None]
@@ -104,7 +105,7 @@ def test_lists_are_stacked():
     assert len(dataset.batch(2)) == 2
 
 
-@pytest.mark.parametrize("replicas", [2, 3, 8])
+@pytest.mark.parametrize("replicas", combine([2, 3, 8], every=2))
 def test_a_loop_over_it_counts_the_true_rows(replicas):
     # The seeds' page: 6 rows at a batch of 4 are 6, not 8.
     strategy = mirrored(replicas)

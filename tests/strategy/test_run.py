@@ -264,7 +264,7 @@ def test_a_loop_that_keeps_compiling_is_told_why():
 # Variables.
 
 
-@pytest.mark.parametrize("replicas", REPLICAS)
+@pytest.mark.parametrize("replicas", combine(REPLICAS, every=2))
 def test_a_training_step_equals_a_loop_over_replicas(replicas):
     x = _random.normal(size=(4 * replicas, 3)).astype("float32")
     y = _random.normal(size=(4 * replicas, 1)).astype("float32")
@@ -609,7 +609,7 @@ def test_old_names_warn_once(monkeypatch):
 UNEVEN = [(2, (4, 2)), (4, (4, 2, 0, 0)), (4, (3, 2, 1, 0)), (3, (1, 1, 2))]
 
 
-@pytest.mark.parametrize(("replicas", "rows"), UNEVEN)
+@pytest.mark.parametrize(("replicas", "rows"), few(UNEVEN, every=2))
 def test_every_replica_sees_exactly_its_rows(replicas, rows):
     strategy = mirrored(replicas)
     data = [_random.normal(size=(count, 3)).astype("float32") for count in rows]
@@ -647,7 +647,7 @@ def test_every_replica_sees_exactly_its_rows(replicas, rows):
     )
 
 
-@pytest.mark.parametrize(("replicas", "rows"), few(UNEVEN, every=2))
+@pytest.mark.parametrize(("replicas", "rows"), few(UNEVEN, every=4))
 def test_training_on_uneven_rows_is_that_of_one_device(replicas, rows):
     x = _random.normal(size=(sum(rows), 3)).astype("float32")
     y = _random.normal(size=(sum(rows), 1)).astype("float32")

@@ -14,6 +14,7 @@ import keras_strategies as ks
 from keras_strategies.keras_bridge.keras_names import TRAINER
 from keras_strategies.keras_bridge.loops import scope_hooks
 from keras_strategies.keras_bridge.loops.binding import find_binding
+from tests.support.combinations import combine
 from tests.support.plain_keras import mirrored
 from tests.support.rows_seen import (
     RowsSeen,
@@ -145,7 +146,7 @@ def test_fit_in_a_scope_and_after_it():
     model.predict(X, verbose=0)
 
 
-@pytest.mark.parametrize("is_inside", [False, True])
+@pytest.mark.parametrize("is_inside", combine([False, True], every=2))
 def test_exception_while_a_step_is_traced(is_inside):
     failed = []
 
@@ -200,7 +201,9 @@ def _patched_fit(was):
     return fit
 
 
-@pytest.mark.parametrize("owner", [keras.Model, LOOPS_OWNER, TRAINER])
+@pytest.mark.parametrize(
+    "owner", combine([keras.Model, LOOPS_OWNER, TRAINER], every=2)
+)
 def test_what_others_patch_while_a_scope_is_open_is_theirs(owner):
     name = "compile" if owner is TRAINER else "fit"
     before = vars(owner).get(name)
@@ -301,7 +304,9 @@ def test_leaving_a_creator_while_a_scope_in_it_is_open_is_refused():
             creator.__exit__(None, None, None)
 
 
-@pytest.mark.parametrize("loop", ["fit", "predict", "train_on_batch"])
+@pytest.mark.parametrize(
+    "loop", combine(["fit", "predict", "train_on_batch"], every=2)
+)
 def test_loops_in_the_scope_of_another_strategy_are_refused(loop):
     strategy, other = mirrored(2), mirrored(3)
     with strategy.scope():

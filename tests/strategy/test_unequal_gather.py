@@ -72,6 +72,7 @@ def test_other_dimensions_must_be_alike(mode):
         called(mirrored(3), step, 7, debug=MODES[mode])
 
 
+@pytest.mark.slow
 def test_gradients_flow_in_debug_mode():
     def step(x):
         def loss(x):

@@ -25,15 +25,16 @@ def combine(*axes, every):
 def few(values, every):
     """All values, of several parameters each; each `every`-th runs by default.
 
-    Those that are marked already stay as they are, and are not counted.
+    What `pytest.param` has marked stays as it is, and is not counted.
     """
     params, count = [], 0
     for value in values:
-        if not hasattr(value, "marks"):
+        param = value if hasattr(value, "marks") else pytest.param(*value)
+        if not param.marks:
             marks = pytest.mark.slow if count % every else ()
-            value = pytest.param(*value, marks=marks)
+            param = pytest.param(*param.values, marks=marks, id=param.id)
             count += 1
-        params.append(value)
+        params.append(param)
     return params
 
 

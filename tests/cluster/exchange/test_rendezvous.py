@@ -12,6 +12,7 @@ import pytest
 
 from keras_strategies.cluster.exchange import greetings, rendezvous
 from keras_strategies.cluster.exchange.rendezvous import RendezvousError, meet
+from tests.support.combinations import combine
 from tests.support.waiting import connected
 
 LIMIT = 1.0
@@ -57,7 +58,7 @@ def test_all_meet(address, count):
             pass
 
 
-@pytest.mark.parametrize("late", [0, 1])
+@pytest.mark.parametrize("late", combine([0, 1], every=2))
 def test_late_ones_are_waited_for(address, late):
     processes = [(0.7 * (i == late), i, 2, {}) for i in range(2)]
     assert run(address, processes) == ["met"] * 2

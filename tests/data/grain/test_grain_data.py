@@ -17,6 +17,7 @@ from keras_strategies.data.grain.grain_data import (
 )
 from keras_strategies.data.grain.grain_rows import find_stacked_rows
 from keras_strategies.data.options import AutoShardPolicy
+from tests.support.combinations import combine
 from tests.support.parts import (
     BATCHES,
     ROWS,
@@ -263,7 +264,7 @@ def test_an_endless_dataset_needs_a_number_of_steps():
         assert int(model.optimizer.iterations) in (6, 12)
 
 
-@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize("form", combine(FORMS, every=2))
 def test_resumes_on_any_number_of_workers(form):
     for workers, start in itertools.product(WORKERS, range(5)):
         got = joined(form(13, 4), workers, 0, start)

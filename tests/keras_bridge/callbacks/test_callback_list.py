@@ -8,6 +8,7 @@ from keras_strategies.keras_bridge.callbacks.callback_list import (
     QuietCallbackList,
     make_quiet_list,
 )
+from tests.support.combinations import combine
 from tests.support.models import compiled_in
 from tests.support.plain_keras import check_same, dense, mirrored
 
@@ -252,7 +253,9 @@ class Counting:
         return method
 
 
-@pytest.mark.parametrize("listener", [None, OfTests, OfPredictions])
+@pytest.mark.parametrize(
+    "listener", combine([None, OfTests, OfPredictions], every=2)
+)
 def test_evaluate_and_predict_tell_who_listens_and_no_other(
     monkeypatch, listener
 ):

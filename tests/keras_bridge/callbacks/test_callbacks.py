@@ -132,13 +132,16 @@ def test_custom_callback_is_called_as_in_keras(replicas):
 )
 @pytest.mark.parametrize(
     "changes",
-    [
-        {"initial_epoch": 1, "epochs": 3},
-        {"validation_data": None, "validation_split": 0.3},
-        {"validation_freq": 2, "epochs": 3},
-        {"steps_per_epoch": 3, "validation_steps": 2, "epochs": 1},
-        {"batch_size": 5, "shuffle": True},
-    ],
+    combine(
+        [
+            {"initial_epoch": 1, "epochs": 3},
+            {"validation_data": None, "validation_split": 0.3},
+            {"validation_freq": 2, "epochs": 3},
+            {"steps_per_epoch": 3, "validation_steps": 2, "epochs": 1},
+            {"batch_size": 5, "shuffle": True},
+        ],
+        every=2,
+    ),
     ids=lambda changes: "-".join(changes),
 )
 def test_events_of_fit_with_other_arguments(changes, compile_args):
@@ -217,6 +220,7 @@ def test_backup_and_restore(tmp_path, save_freq):
     assert names == ["done.json"], "the backup is deleted at the end"
 
 
+@pytest.mark.slow
 def test_backup_starts_where_it_was_interrupted(tmp_path):
     folders = iter([tmp_path / "plain", tmp_path / "ours"])
 
@@ -471,7 +475,7 @@ def test_remote_monitor():
 
 
 @pytest.mark.parametrize(
-    ("replicas", "on_epoch"), combine([2, 3], [False, True], every=2)
+    ("replicas", "on_epoch"), combine([2, 3], [False, True], every=4)
 )
 def test_swap_ema_weights(replicas, on_epoch):
     def act(model):

@@ -121,7 +121,7 @@ def run_with(kind, act):
 
 
 @pytest.mark.parametrize(
-    "compile_args", combine([MOMENTUM, MOMENTUM_3], every=2)
+    "compile_args", combine([MOMENTUM, MOMENTUM_3], every=6)
 )
 @acting
 def test_after_a_batch(act, compile_args):
@@ -134,7 +134,9 @@ def test_after_an_epoch(act):
 
 
 @pytest.mark.parametrize(
-    "act", [sets_weights, evaluates], ids=lambda act: act.__name__
+    "act",
+    combine([sets_weights, evaluates], every=2),
+    ids=lambda act: act.__name__,
 )
 def test_after_a_batch_on_eight_replicas(act):
     check(run_with(OnBatch, act), replicas=8)

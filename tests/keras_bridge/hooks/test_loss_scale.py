@@ -155,7 +155,7 @@ def assert_close(found, expected):
 
 
 @pytest.mark.parametrize(
-    ("name", "replicas"), combine(NO_MEANS, (2, 3), every=4)
+    ("name", "replicas"), combine(NO_MEANS, (2, 3), every=8)
 )
 def test_a_loss_that_is_no_mean_is_exact_and_said_once(name, replicas):
     build = NO_MEANS[name]
@@ -176,6 +176,7 @@ def test_of_means_nothing_is_said(name):
     assert_close(found, fitted(MEANS[name]))
 
 
+@pytest.mark.slow
 def test_contracting_over_the_rows_as_in_the_movielens_example():
     x, y = TOKENS[:, :2], (LABELS > 0).astype("float32")[:, None]
     found, said = fitted(Recommender, x, y, replicas=2)

@@ -9,6 +9,7 @@ import pytest
 from keras import layers
 
 import keras_strategies as ks
+from tests.support.combinations import combine
 
 _random = np.random.default_rng(3)
 X = _random.normal(size=(8, 4)).astype("float32")
@@ -83,7 +84,7 @@ def chain():
     return keras.Sequential([keras.Input((4,)), Own(4), Own(4)])
 
 
-@pytest.mark.parametrize("replicas", [2, 4])
+@pytest.mark.parametrize("replicas", combine([2, 4], every=2))
 def test_an_update_is_traced_once(replicas):
     model, found, warned = fit(chain, replicas=replicas)
     assert not warned

@@ -30,6 +30,7 @@ from tests.keras_bridge.inputs.sources import (
     one_input,
     tf_data,
 )
+from tests.support.combinations import combine
 from tests.support.plain_keras import (
     assert_same,
     check_same,
@@ -57,6 +58,7 @@ def test_on_batch_calls_equal_plain_keras():
     check_same(one_input, act, replicas=3, **REGRESSION)
 
 
+@pytest.mark.slow
 def test_on_batch_calls_take_nests_and_class_weights():
     def nests(model):
         x, y = {"a": X, "b": X2}, {"p": Y, "q": Y2}
@@ -112,7 +114,7 @@ def predicted(model):
     return whole, model.predict_on_batch(X[:4])
 
 
-@pytest.mark.parametrize("replicas", [2, 3])
+@pytest.mark.parametrize("replicas", combine([2, 3], every=2))
 def test_predict_keeps_the_nest_of_the_outputs(replicas):
     def build():
         x = keras.Input((3,))
@@ -132,7 +134,7 @@ class Repeat(keras.layers.Layer):
         return (None, *shape[1:])
 
 
-@pytest.mark.parametrize("replicas", [2, 3])
+@pytest.mark.parametrize("replicas", combine([2, 3], every=2))
 def test_predict_returns_several_entries_a_row_in_order(replicas):
     def build():
         return keras.Sequential([keras.Input((3,)), Repeat(), dense(2)])
@@ -173,8 +175,9 @@ class Moments(keras.layers.Layer):
         return (3,)
 
 
-@pytest.mark.parametrize("steps", [1, 2])
-@pytest.mark.parametrize("layer", [Mirror, Moments])
+@pytest.mark.parametrize(
+    ("layer", "steps"), combine([Mirror, Moments], [1, 2], every=2)
+)
 def test_predict_returns_entries_that_are_no_rows_as_plain_keras(layer, steps):
     def build():
         return keras.Sequential([keras.Input((3,)), dense(2), layer()])
@@ -186,7 +189,7 @@ def test_predict_returns_entries_that_are_no_rows_as_plain_keras(layer, steps):
     check_same(build, act, replicas=3)
 
 
-@pytest.mark.parametrize("workers", [1, 2])
+@pytest.mark.parametrize("workers", combine([1, 2], every=2))
 def test_predict_tells_a_py_dataset_of_its_epochs(workers):
     def predict(model):
         dataset = Pairs(X, Y, workers=workers)

@@ -10,6 +10,7 @@ import pytest
 from keras.src.trainers.epoch_iterator import EpochIterator
 
 from keras_strategies.keras_bridge.inputs.feed_position import Division
+from tests.support.combinations import combine
 from tests.support.plain_keras import dense, mirrored
 
 EPOCHS = 6
@@ -90,8 +91,9 @@ def test_without_steps_per_epoch_a_pass_is_an_epoch():
     assert not any(map(division.ends_epoch, range(6)))
 
 
-@pytest.mark.parametrize("shuffle", [True, "batch"])
-@pytest.mark.parametrize("steps_per_epoch", [2, 4])
+@pytest.mark.parametrize(
+    ("steps_per_epoch", "shuffle"), combine([2, 4], [True, "batch"], every=2)
+)
 def test_passes_of_several_epochs_are_shuffled_as_keras_does(
     steps_per_epoch, shuffle
 ):

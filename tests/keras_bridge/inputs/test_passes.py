@@ -76,7 +76,7 @@ def predictor(strategy):
 
 @pytest.mark.filterwarnings("ignore:.*was passed, but is ignored")
 @pytest.mark.parametrize(
-    ("name", "is_distributed"), combine(SOURCES, [False, True], every=2)
+    ("name", "is_distributed"), combine(SOURCES, [False, True], every=4)
 )
 def test_each_loop_shuffles_anew(name, is_distributed, tmp_path):
     strategy = mirrored(2)
@@ -147,7 +147,7 @@ class Changing(keras.utils.PyDataset):
 
 
 @pytest.mark.filterwarnings("ignore:Your input ran out of data")
-@pytest.mark.parametrize("change", [1, -1])
+@pytest.mark.parametrize("change", combine([1, -1], every=2))
 def test_a_pydataset_may_change_its_length(change):
     def trained(scope):
         random.seed(3)

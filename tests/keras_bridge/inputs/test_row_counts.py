@@ -35,7 +35,7 @@ def our_model(request):
     return model
 
 
-@pytest.mark.parametrize(("rows", "batch"), few(ROWS_AND_BATCHES, every=5))
+@pytest.mark.parametrize(("rows", "batch"), few(ROWS_AND_BATCHES, every=15))
 def test_evaluate_and_predict_are_exact_for_any_number_of_rows(
     our_model, plain_model, rows, batch
 ):
@@ -62,7 +62,7 @@ def test_evaluate_and_predict_are_exact_for_any_number_of_rows(
             (8, 70, 16),
             (8, 64, 16),
         ],
-        every=3,
+        every=6,
     ),
 )
 def test_fit_is_exact_for_any_number_of_rows(replicas, rows, batch):

@@ -173,7 +173,7 @@ def test_plain_model_in_a_callback_of_a_bound_one():
         ["inside", "outside"],
         ["predict", "predict_on_batch"],
         [1, 2, 3, 8],
-        every=4,
+        every=8,
     ),
 )
 def test_predict_without_compile(where, loop, replicas):
@@ -201,7 +201,7 @@ class Writer(keras.Sequential):
         return scale * super().predict(rows, batch_size=3, verbose=0)
 
 
-@pytest.mark.parametrize("replicas", [1, 2, 3])
+@pytest.mark.parametrize("replicas", combine([1, 2, 3], every=2))
 def test_a_predict_of_other_arguments_is_called_as_it_is(replicas):
     def check():
         found = model.predict(["a"] * 5, scale=2.0)
@@ -546,7 +546,7 @@ class Subclassed(keras.Model):
 
 @pytest.mark.parametrize(
     "build",
-    [deferred, unbuilt, functional, nested, Subclassed],
+    combine([deferred, unbuilt, functional, nested, Subclassed], every=2),
     ids=lambda build: build.__name__,
 )
 @pytest.mark.parametrize(

@@ -5,7 +5,7 @@ import numpy as np
 import pytest
 
 from keras_strategies.keras_bridge.steps.train_program import StepProgram
-from tests.support.combinations import combine
+from tests.support.combinations import combine, few
 from tests.support.mistakes import (
     X,
     Y,
@@ -82,7 +82,7 @@ class Trouble(Exception):
 
 
 @no_shuffle
-@pytest.mark.parametrize(("steps", "epoch"), combine([1, 2], [0, 1], every=2))
+@pytest.mark.parametrize(("steps", "epoch"), combine([1, 2], [0, 1], every=4))
 def test_a_users_exception_arrives_unchanged(epoch, steps):
     model = compiled(mirrored(2))
     model.steps_per_execution = steps
@@ -101,7 +101,7 @@ def test_a_users_exception_arrives_unchanged(epoch, steps):
 
 
 @no_shuffle
-@pytest.mark.parametrize("loop", ["evaluate", "predict"])
+@pytest.mark.parametrize("loop", combine(["evaluate", "predict"], every=2))
 def test_a_users_exception_arrives_unchanged_elsewhere_too(loop, model):
     before = model.get_weights()
 
@@ -126,7 +126,10 @@ def failing(event):
 
 
 @pytest.mark.parametrize(
-    "event", ["on_train_batch_begin", "on_train_batch_end", "on_epoch_end"]
+    "event",
+    combine(
+        ["on_train_batch_begin", "on_train_batch_end", "on_epoch_end"], every=2
+    ),
 )
 def test_a_callbacks_exception_leaves_the_model_usable(model, event):
     with pytest.raises(Trouble):
@@ -136,12 +139,15 @@ def test_a_callbacks_exception_leaves_the_model_usable(model, event):
 
 @pytest.mark.parametrize(
     ("loop", "event"),
-    [
-        ("evaluate", "on_test_batch_begin"),
-        ("evaluate", "on_test_batch_end"),
-        ("predict", "on_predict_batch_begin"),
-        ("predict", "on_predict_batch_end"),
-    ],
+    few(
+        [
+            ("evaluate", "on_test_batch_begin"),
+            ("evaluate", "on_test_batch_end"),
+            ("predict", "on_predict_batch_begin"),
+            ("predict", "on_predict_batch_end"),
+        ],
+        every=2,
+    ),
 )
 def test_a_callbacks_exception_keeps_the_weights(model, loop, event):
     before = model.get_weights()

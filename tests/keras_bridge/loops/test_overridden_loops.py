@@ -135,11 +135,14 @@ def expected_of(kind):
 
 @pytest.mark.parametrize(
     ("kind", "replicas"),
-    [
-        *combine(GIVEN, (2, 3), every=2),
-        ("strings", 1),
-        pytest.param("strings", 8, marks=pytest.mark.slow),
-    ],
+    few(
+        [
+            *combine(GIVEN, (2, 3), every=2),
+            ("strings", 1),
+            pytest.param("strings", 8, marks=pytest.mark.slow),
+        ],
+        every=2,
+    ),
 )
 def test_a_pipeline_model_is_as_on_one_device(kind, replicas):
     with mirrored(replicas).scope():
@@ -169,6 +172,7 @@ def test_several_steps_an_execution(replicas, steps):
         check(trained(WORDS, steps=steps), expected)
 
 
+@pytest.mark.slow
 def test_an_evaluate_sees_the_data_that_fit_was_given():
     expected = trained(ROWS, kind=Lazy)
     with mirrored(3).scope():
@@ -259,6 +263,7 @@ def test_a_plain_model_in_an_override_is_left_alone():
     assert find_binding(plain) is None
 
 
+@pytest.mark.slow
 def test_overrides_in_several_threads():
     expected = expected_of("strings")
     results, errors = {}, []

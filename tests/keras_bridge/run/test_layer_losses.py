@@ -217,7 +217,7 @@ def test_losses_in_run(fn):
 
 @pytest.mark.parametrize(
     "strategy",
-    [mirrored(4), mirrored(3), ks.OneDeviceStrategy("CPU:1")],
+    combine([mirrored(4), mirrored(3), ks.OneDeviceStrategy("CPU:1")], every=2),
     ids=["uneven", "three", "one device"],
 )
 def test_losses_on_other_replicas(strategy):
@@ -252,7 +252,9 @@ def test_losses_without_a_strategy(fn):
     assert_same(plain, fn(build(), jnp.asarray(X)), tolerance=1e-4)
 
 
-@pytest.mark.parametrize("debug", [False, True], ids=["compiled", "debug"])
+@pytest.mark.parametrize(
+    "debug", combine([False, True], every=2), ids=["compiled", "debug"]
+)
 def test_losses_are_not_those_of_an_earlier_call(debug):
     strategy = mirrored(2)
     with strategy.scope():

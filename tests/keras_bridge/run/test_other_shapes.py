@@ -10,6 +10,7 @@ import pytest
 
 import keras_strategies as ks
 from keras_strategies.testing import assert_replicated
+from tests.support.combinations import combine
 from tests.support.plain_keras import assert_same, mirrored
 
 debug = pytest.mark.parametrize(
@@ -44,7 +45,7 @@ def local(strategy, value):
 
 
 @debug
-@pytest.mark.parametrize("name", SHAPES)
+@pytest.mark.parametrize("name", combine(SHAPES, every=3))
 def test_each_replica_computes_with_its_own(name, debug):
     strategy, shapes = mirrored(3), SHAPES[name]
     x, parts = distributed(strategy, shapes), parts_of(shapes)
@@ -104,7 +105,7 @@ def test_collectives(debug):
 
 
 @debug
-@pytest.mark.parametrize("is_divided", [False, True])
+@pytest.mark.parametrize("is_divided", combine([False, True], every=2))
 def test_a_step_of_training(debug, is_divided):
     """Texts of other lengths: each replica's gradient of its own."""
     divide = ks.experimental.FullySharded(min_size=1) if is_divided else None

@@ -11,7 +11,7 @@ from jax.experimental import io_callback
 
 import keras_strategies as ks
 from keras_strategies.testing import assert_replicated
-from tests.support.combinations import combine
+from tests.support.combinations import combine, few
 from tests.support.plain_keras import dense, mirrored
 
 
@@ -138,12 +138,15 @@ def after_own_noise(optimizer, weights, gradients, x):
 @pytest.mark.parametrize("rows", combine([(4, 2), (3, 0, 1)], every=2))
 @pytest.mark.parametrize(
     ("optimizer", "apply"),
-    [
-        (Langevin, as_given),
-        (keras.optimizers.SGD, scaled_by_own_rows),
-        (keras.optimizers.SGD, at_own_rate),
-        (keras.optimizers.SGD, after_own_noise),
-    ],
+    few(
+        [
+            (Langevin, as_given),
+            (keras.optimizers.SGD, scaled_by_own_rows),
+            (keras.optimizers.SGD, at_own_rate),
+            (keras.optimizers.SGD, after_own_noise),
+        ],
+        every=2,
+    ),
     ids=["random", "gradients", "rate", "weights"],
 )
 def test_an_update_from_a_replicas_own_values_leaves_one_state(

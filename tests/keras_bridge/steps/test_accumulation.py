@@ -191,7 +191,7 @@ class Copies(keras.callbacks.Callback):
         self._count = 0
 
 
-@pytest.mark.parametrize("rows", [48, 50])
+@pytest.mark.parametrize("rows", combine([48, 50], every=2))
 def test_reading_variables_keeps_steps_in_place(rows, monkeypatch):
     counts = []
     for k in (None, 4):
@@ -252,6 +252,7 @@ def test_fewer_trainable_weights_in_a_second_fit():
     check(sgd, act=act, is_fresh=True)
 
 
+@pytest.mark.slow
 def test_another_optimizer_in_a_second_fit():
     def act(model):
         model.fit(X[:24], Y[:24], **FIT)
@@ -272,6 +273,7 @@ def embedded():
     )
 
 
+@pytest.mark.slow
 def test_embeddings_and_regularizers():
     check(sgd, embedded)
 
@@ -306,7 +308,9 @@ def test_no_replica_counts_a_step_that_overflows_on_one(step):
 # What a step's program sends.
 
 
-@pytest.mark.parametrize("name", ["sgd", "adam", "loss_scale", "clipnorm"])
+@pytest.mark.parametrize(
+    "name", combine(["sgd", "adam", "loss_scale", "clipnorm"], every=2)
+)
 def test_gradients_are_summed_only_in_the_branch_of_an_update(name):
     assert_sums(lambda: OPTIMIZERS[name](4), once=True)
 

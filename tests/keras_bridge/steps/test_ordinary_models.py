@@ -16,7 +16,7 @@ from keras import layers, losses, ops
 
 from keras_strategies.keras_bridge.loops.binding import find_binding
 from keras_strategies.keras_bridge.steps.lower_step import lower_step
-from tests.support.combinations import few
+from tests.support.combinations import combine
 from tests.support.models import chain
 from tests.support.plain_keras import mirrored
 
@@ -176,7 +176,7 @@ LAYERS = [
 ]
 
 
-@pytest.mark.parametrize(("make", "x"), few(LAYERS, every=2))
+@pytest.mark.parametrize(("make", "x"), LAYERS)
 def test_each_layer_is_mapped(make, x):
     build = functools.partial(through, x=x)
     check_is_mapped(lambda: build(make()), x, floats(1))
@@ -307,7 +307,7 @@ def test_each_loss_of_rows_is_mapped(name):
     check_is_mapped(build, VECTORS, y, loss=make(), weight=weight)
 
 
-@pytest.mark.parametrize("rows", [1, 2, 4, 8])
+@pytest.mark.parametrize("rows", combine([1, 2, 4, 8], every=2))
 def test_a_few_rows_a_replica_are_mapped(rows):
     """Numbers of rows that are also widths, factors, or one."""
 
@@ -517,6 +517,7 @@ class Adversarial(keras.Model):
         return logs, (weights, others, slots, metrics)
 
 
+@pytest.mark.slow
 def test_an_adversarial_step_of_ones_own_is_mapped():
     strategy = mirrored(2)
     with strategy.scope(), warnings.catch_warnings():

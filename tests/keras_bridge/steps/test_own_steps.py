@@ -12,7 +12,7 @@ from keras.src.losses.losses import LossFunctionWrapper
 
 import keras_strategies as ks
 from keras_strategies.keras_bridge.steps import trace_checks
-from tests.support.combinations import combine
+from tests.support.combinations import combine, few
 from tests.support.models import chain, compiled_in
 from tests.support.plain_keras import (
     assert_same,
@@ -296,7 +296,7 @@ class Tracks(keras.Sequential):
         return ops.sum(ops.square(y - y_pred)) / ops.sum(ops.abs(y))
 
 
-@pytest.mark.parametrize("replicas", [2, 8])
+@pytest.mark.parametrize("replicas", combine([2, 8], every=2))
 def test_metrics_in_a_marked_function_count_once(replicas):
     check(lambda: two_outputs(Tracks), replicas=replicas)
 
@@ -642,11 +642,14 @@ class SpreadOfRows(OwnStep):
 
 @pytest.mark.parametrize(
     ("model_class", "told"),
-    [
-        (SumOfClasses, "metric 'tracker' (Sum)"),
-        (ConstantCount, "metric 'tracker' (Mean)"),
-        (SpreadOfRows, "marked function"),
-    ],
+    few(
+        [
+            (SumOfClasses, "metric 'tracker' (Sum)"),
+            (ConstantCount, "metric 'tracker' (Mean)"),
+            (SpreadOfRows, "marked function"),
+        ],
+        every=2,
+    ),
 )
 def test_sizes_that_equal_the_rows_by_chance(model_class, told):
     check_own(model_class, warns=told)

@@ -125,7 +125,7 @@ def partitioned(replicas):
 
 
 @pytest.mark.parametrize(
-    ("name", "rows", "replicas"), combine(USES, (12, 7), (1, 2, 3, 4), every=6)
+    ("name", "rows", "replicas"), combine(USES, (12, 7), (1, 2, 3, 4), every=18)
 )
 def test_a_layer_sees_its_replica(name, rows, replicas):
     use, expected = USES[name]
@@ -150,6 +150,7 @@ def test_a_layer_sees_its_replica(name, rows, replicas):
     ks.testing.assert_replicated(model)
 
 
+@pytest.mark.slow
 def test_run_gives_the_same_numbers():
     for rows in (12, 7):
         x = batch(rows)
@@ -165,6 +166,7 @@ def test_run_gives_the_same_numbers():
                 np.testing.assert_allclose(found, other, rtol=2e-5, atol=1e-5)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("steps", "make"), combine((3, 1), (mirrored, partitioned), every=3)
 )
@@ -203,7 +205,7 @@ def contrastive(y_true, y_pred):
     )
 
 
-@pytest.mark.parametrize("replicas", [2, 3])
+@pytest.mark.parametrize("replicas", combine([2, 3], every=2))
 def test_a_contrastive_loss_over_all_replicas_is_that_of_one_device(replicas):
     def trained(strategy):
         keras.utils.set_random_seed(0)
@@ -243,7 +245,7 @@ class SeenIds(keras.metrics.Metric):
 
 
 @pytest.mark.parametrize(
-    ("replicas", "rows"), combine([2, 3], [12, 7], every=2)
+    ("replicas", "rows"), combine([2, 3], [12, 7], every=4)
 )
 def test_a_metric_sees_its_replica(replicas, rows):
     x = batch(rows)
@@ -284,7 +286,7 @@ class OwnStep(keras.Model):
 
 
 @pytest.mark.parametrize(
-    ("replicas", "rows"), combine([1, 2, 3], [12, 7], every=2)
+    ("replicas", "rows"), combine([1, 2, 3], [12, 7], every=4)
 )
 def test_a_train_step_of_ones_own_sees_its_replica(replicas, rows):
     x = batch(rows)
@@ -395,7 +397,7 @@ class Regularized(OwnStep):
         return {"total": loss}, (weights, others, slots, metrics)
 
 
-@pytest.mark.parametrize("rows", [7, 2, 1])
+@pytest.mark.parametrize("rows", combine([7, 2, 1], every=2))
 def test_a_replica_without_rows_has_no_gradient(rows):
     x, y = batch(rows), batch(rows)
     model = compiled_in(mirrored(4), Regularized, keras.optimizers.SGD(0.1))

@@ -150,7 +150,7 @@ class Firsts(keras.layers.Layer):
         return inputs
 
 
-@pytest.mark.parametrize("replicas", [2, 8])
+@pytest.mark.parametrize("replicas", combine([2, 8], every=2))
 def test_first_is_what_replica_0_saw(replicas):
     model = keras.Sequential([keras.Input((3,)), Firsts(), dense(1)])
     model.compile(**TRAINING)

@@ -132,7 +132,7 @@ CASES = [
 
 @no_data_left
 @pytest.mark.parametrize(
-    ("replicas", "rows", "batch", "steps"), few(CASES, every=4)
+    ("replicas", "rows", "batch", "steps"), few(CASES, every=8)
 )
 def test_weights_events_and_logs_are_plain_keras_own(
     replicas, rows, batch, steps
@@ -192,7 +192,7 @@ def test_an_epoch_of_arrays_ends_at_steps_per_epoch():
 @pytest.mark.parametrize(
     ("replicas", "rows", "batch", "steps"),
     few(
-        [(2, 70, 16, 3), (3, 64, 16, 2), (8, 13, 5, 10), (3, 3, 8, 4)], every=3
+        [(2, 70, 16, 3), (3, 64, 16, 2), (8, 13, 5, 10), (3, 3, 8, 4)], every=6
     ),
 )
 def test_evaluate_and_predict_are_plain_keras_own(replicas, rows, batch, steps):
@@ -213,7 +213,7 @@ def test_evaluate_and_predict_are_plain_keras_own(replicas, rows, batch, steps):
 
 @no_data_left
 @no_shuffle
-@pytest.mark.parametrize("rows", [40, 44])
+@pytest.mark.parametrize("rows", combine([40, 44], every=2))
 def test_data_of_unknown_length_is_plain_keras_own(rows):
     def dataset():
         for start in range(0, rows, 8):
@@ -320,7 +320,7 @@ def dispatched(fn):
             # Indivisible ones too: 5 batches of 8, one of 3.
             (43, 10, 2),
         ],
-        every=2,
+        every=4,
     ),
 )
 def test_k_steps_are_one_program(rows, steps, expected):
@@ -398,6 +398,7 @@ def test_a_second_fit_compiles_nothing():
     assert compilations(act) == []
 
 
+@pytest.mark.slow
 @no_data_left
 def test_a_validation_set_has_executions_of_its_own():
     act = fit_with_events(40, 8, validation_data=(X[40:67], Y[40:67]))

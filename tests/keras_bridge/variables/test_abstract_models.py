@@ -376,7 +376,9 @@ def test_materialized_models_have_their_initial_values(name):
         np.testing.assert_array_equal(np.asarray(one), np.asarray(other))
 
 
-@pytest.mark.parametrize("whole", ["FullySharded", "SlotsOnly"])
+@pytest.mark.parametrize(
+    "whole", combine(["FullySharded", "SlotsOnly"], every=2)
+)
 def test_materialized_slots_lie_where_those_of_the_real_model_do(whole):
     partitioner = getattr(ks.experimental, whole)(min_size=256)
     strategy = ks.MirroredStrategy(variable_partitioner=partitioner)
@@ -413,7 +415,7 @@ class Nested(keras.Model):
         return self.inner(x)
 
 
-@pytest.mark.parametrize("is_built", [True, False])
+@pytest.mark.parametrize("is_built", combine([True, False], every=2))
 def test_a_materialized_model_of_models_trains(is_built):
     x = np.random.default_rng(0).normal(size=(32, 96)).astype("float32")
     strategy, found = divided(), []
@@ -498,7 +500,7 @@ def test_values_that_were_not_kept_are_named():
 
 
 @pytest.mark.filterwarnings("ignore:Layer InputLayer")
-@pytest.mark.parametrize("mode", ["int8", "int4", "float8"])
+@pytest.mark.parametrize("mode", combine(["int8", "int4", "float8"], every=2))
 def test_quantized_models_have_the_shapes_of_the_real_one(mode):
     found = []
     for abstract in (False, True):

@@ -36,12 +36,12 @@ def check(name, layout, **kwargs):
     assert_same(case.build, shapes_of(batch), layout, **kwargs)
 
 
-@pytest.mark.parametrize("name", combine(BY_DEFAULT, every=6))
+@pytest.mark.parametrize("name", combine(BY_DEFAULT, every=18))
 def test_divided_models_are_the_same(name):
     check(name, "divided", is_compiled=name in COMPILED)
 
 
-@pytest.mark.parametrize("name", combine(REPLICATED, every=4))
+@pytest.mark.parametrize("name", combine(REPLICATED, every=8))
 def test_replicated_models_are_the_same(name):
     check(name, "replicated", kinds=["train"])
 

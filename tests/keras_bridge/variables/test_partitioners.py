@@ -8,6 +8,7 @@ import pytest
 
 import keras_strategies as ks
 from keras_strategies.keras_bridge.variables.partitioners import Partitioner
+from tests.support.combinations import combine
 from tests.support.strategies import of_cores
 
 FullySharded = ks.experimental.FullySharded
@@ -399,7 +400,10 @@ def test_a_partitioner_is_asked_once_about_a_variable():
 
 
 @pytest.mark.parametrize(
-    "partitioner", [None, SlotsOnly(min_size=1), FullySharded(2, min_size=1)]
+    "partitioner",
+    combine(
+        [None, SlotsOnly(min_size=1), FullySharded(2, min_size=1)], every=2
+    ),
 )
 def test_a_model_that_was_made_in_another_strategys_scope(partitioner):
     # On the same devices, and bound to none: it is taken over.

@@ -9,6 +9,7 @@ from keras_strategies.keras_bridge.variables.model_variables import (
     all_variables,
 )
 from keras_strategies.testing import assert_replicated
+from tests.support.combinations import few
 from tests.support.numbers import assert_all_close
 from tests.support.strategies import of_cores
 
@@ -168,13 +169,16 @@ def of_layers(*made, shape=(6, 24)):
 
 @pytest.mark.parametrize(
     ("heads", "key_heads", "cores", "expected"),
-    [
-        (4, None, 4, [1, 1, 1, 0]),
-        # 24 columns are divisible, 6 heads are not.
-        (6, None, 4, [None] * 4),
-        (4, 2, 4, [1, None, None, 0]),
-        (12, 4, 4, [1, 1, 1, 0]),
-    ],
+    few(
+        [
+            (4, None, 4, [1, 1, 1, 0]),
+            # 24 columns are divisible, 6 heads are not.
+            (6, None, 4, [None] * 4),
+            (4, 2, 4, [1, None, None, 0]),
+            (12, 4, 4, [1, 1, 1, 0]),
+        ],
+        every=2,
+    ),
 )
 def test_matrices_are_divided_only_by_whole_heads(
     heads, key_heads, cores, expected
@@ -273,7 +277,9 @@ class Experts(layers.Layer):
         return x + down
 
 
-@pytest.mark.parametrize(("experts", "is_divided"), [(8, True), (6, False)])
+@pytest.mark.parametrize(
+    ("experts", "is_divided"), few([(8, True), (6, False)], every=2)
+)
 @pytest.mark.filterwarnings("ignore:.transformer_layout. must recognize")
 def test_experts_with_fused_gates_are_dealt_out(experts, is_divided):
     model = of_layers(
@@ -288,14 +294,17 @@ def test_experts_with_fused_gates_are_dealt_out(experts, is_divided):
 
 @pytest.mark.parametrize(
     ("make", "expected"),
-    [
-        # It has no partner: columns if it widens, else rows.
-        (lambda: layers.Dense(200, name="alone"), 1),
-        (lambda: layers.Dense(20, name="alone"), 0),
-        (lambda: layers.Conv1D(64, 3, name="alone"), 2),
-        # No heads in sight, and 202 is no multiple of 4: its rows.
-        (lambda: layers.Dense(202, name="alone"), 0),
-    ],
+    few(
+        [
+            # It has no partner: columns if it widens, else rows.
+            (lambda: layers.Dense(200, name="alone"), 1),
+            (lambda: layers.Dense(20, name="alone"), 0),
+            (lambda: layers.Conv1D(64, 3, name="alone"), 2),
+            # No heads in sight, and 202 is no multiple of 4: its rows.
+            (lambda: layers.Dense(202, name="alone"), 0),
+        ],
+        every=2,
+    ),
 )
 def test_other_large_kernels_are_divided(make, expected):
     model = of_layers(lambda: DenseAttention(24, 4), make)

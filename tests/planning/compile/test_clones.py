@@ -12,6 +12,7 @@ from keras_strategies.planning.compile.clones import (
     has_own_step,
     make_shorter_clone,
 )
+from tests.support.combinations import combine
 
 ROWS = np.ones((4, 3), "float32")
 COUNT = 5
@@ -60,7 +61,10 @@ def own():
 
 
 @pytest.mark.parametrize(
-    "make", [functional, sequential, lambda: sequential(None, 3), own]
+    "make",
+    combine(
+        [functional, sequential, lambda: sequential(None, 3), own], every=2
+    ),
 )
 def test_a_twin_has_the_same_shapes_and_variables_of_its_own(make):
     model = make()

@@ -43,6 +43,7 @@ def test_a_model_for_any_number_of_tokens_is_planned_by_its_blocks():
     assert short.bytes_in_all == pytest.approx(whole.bytes_in_all, rel=0.25)
 
 
+@pytest.mark.slow
 def test_models_after_a_plan_have_the_seeds_that_they_would_have_had():
     def drawn(is_planned):
         keras.utils.set_random_seed(3)

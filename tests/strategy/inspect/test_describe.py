@@ -14,6 +14,7 @@ from rich.console import Console
 import keras_strategies as ks
 from keras_strategies._core.mesh import ReplicaMesh
 from keras_strategies.strategy.inspect import describe
+from tests.support.combinations import combine
 
 
 @dataclasses.dataclass(frozen=True)
@@ -242,7 +243,7 @@ def test_reasons_of_a_function(capsys, monkeypatch):
     assert "chosen: first_of_matrices returned None for it." in text
 
 
-@pytest.mark.parametrize("is_in_branch", [False, True])
+@pytest.mark.parametrize("is_in_branch", combine([False, True], every=2))
 def test_an_optimizer_in_a_branch_updates_whole(
     is_in_branch, capsys, monkeypatch
 ):
