@@ -676,10 +676,11 @@ KINDS = {
             (first, second)
             for first in KINDS
             for second in KINDS
-            # Neither has an order of ours: the place in the endless pass counts.
+            # Neither has an order of ours: the place in the endless pass
+            # counts.
             if (first, second) != ("generator", "grain")
         ],
-        every=8,
+        every=7,
     ),
 )
 def test_another_kind_of_data_after_an_epoch_is_no_matter(

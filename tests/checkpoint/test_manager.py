@@ -411,7 +411,7 @@ def test_nobody_holds_the_arrays_after_a_save(tmp_path, replicas):
 
 
 @pytest.mark.parametrize(
-    ("replicas", "units"), combine([1, 2], [3, 300_000], every=4)
+    ("replicas", "units"), combine([1, 2], [3, 300_000], every=2)
 )
 def test_saved_is_what_was_there_before_the_next_step(
     tmp_path, units, replicas

@@ -246,7 +246,7 @@ NAMES = ["files", "by file", "grain", "torch", "tf.data"]
 
 
 @pytest.mark.parametrize(
-    ("name", "own"), combine(NAMES, [False, True], every=4)
+    ("name", "own"), combine(NAMES, [False, True], every=2)
 )
 def test_each_row_is_used_once_of_other_sources(name, own, tmp_path):
     cases = [

@@ -94,7 +94,6 @@ def test_gpus_in_use_are_reported_with_the_cure():
     """) == ["silent", "warned", "1"]
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(
     "code",
     combine(

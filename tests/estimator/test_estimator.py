@@ -29,7 +29,6 @@ from tests.estimator.models import (
     weights_of,
     with_spec,
 )
-from tests.support.combinations import combine
 
 ModeKeys = ks.estimator.ModeKeys
 
@@ -235,7 +234,6 @@ def test_data_begin_anew_with_each_call(tmp_path):
     assert seen[0] == first
 
 
-@pytest.mark.slow
 def test_data_that_end_at_a_checkpoint_begin_anew(tmp_path):
     """The last save is in the middle of the call, for all it knows."""
     estimator = estimator_of(tmp_path, save_checkpoints_steps=1)
@@ -485,19 +483,16 @@ def of_grain():
 
 @pytest.mark.parametrize(
     "input_fn",
-    combine(
-        [
-            slow(with_weights),
-            batches,
-            slow(endless),
-            Batches,
-            of_grain,
-            slow(of_tensorflow),
-            slow(of_tensorflow_endless),
-            slow(of_torch),
-        ],
-        every=2,
-    ),
+    [
+        slow(with_weights),
+        batches,
+        slow(endless),
+        Batches,
+        of_grain,
+        slow(of_tensorflow),
+        slow(of_tensorflow_endless),
+        slow(of_torch),
+    ],
 )
 def test_input_may_be_what_fit_takes(tmp_path, input_fn):
     estimator = estimator_of(tmp_path)

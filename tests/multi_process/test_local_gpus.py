@@ -133,7 +133,6 @@ def test_slurm_task_alone_on_its_host_takes_all_gpus():
     assert seen == [("all", "True")] * 2, errors
 
 
-@pytest.mark.slow
 def test_option_that_the_script_sets_is_kept():
     (port,) = find_free_ports(1)
     environs = launched("TorchrunClusterResolver", port)

@@ -104,7 +104,7 @@ def test_update(replicas):
 
 @pytest.mark.parametrize(
     ("replicas", "batch_size", "steps_per_execution"),
-    combine((1, 2, 3, 8), (ROWS, 8, 9), (1, 2), every=10),
+    combine((1, 2, 3, 8), (ROWS, 8, 9), (1, 2), every=4),
 )
 def test_fit(replicas, batch_size, steps_per_execution):
     """In Keras's own fit the noise of all steps is one."""

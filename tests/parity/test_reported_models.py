@@ -21,7 +21,7 @@ def train(model, rows):
 @pytest.mark.parametrize(
     ("name", "replicas", "rows"),
     # Whole batches; a last one with fewer rows than replicas; an odd one.
-    combine(MODELS, (1, 2, 3, 8), (96, 97, 79), every=10),
+    combine(MODELS, (1, 2, 3, 8), (96, 97, 79), every=6),
 )
 def test_a_reported_model_trains_as_on_one_device(name, replicas, rows):
     keras.utils.set_random_seed(0)

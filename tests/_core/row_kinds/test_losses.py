@@ -25,7 +25,7 @@ def test_each_loss_is_that_of_one_device(name):
 
 
 @pytest.mark.parametrize(
-    ("kind", "rows"), combine(["spread", "at_least_two"], [1, 2], every=4)
+    ("kind", "rows"), combine(["spread", "at_least_two"], [1, 2], every=2)
 )
 def test_a_loss_of_more_than_one_row(kind, rows):
     """Two replicas of one row each compute less than one device of two."""

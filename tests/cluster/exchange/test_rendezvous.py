@@ -163,7 +163,6 @@ def test_strangers_are_left_alone(address, words):
     assert told == ["met", "met"]
 
 
-@pytest.mark.slow
 def test_another_service_at_the_address_is_no_process_0(address):
     host, port = rendezvous.split_address(address)
     with socket.create_server((host, port)) as server:

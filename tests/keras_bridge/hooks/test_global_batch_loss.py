@@ -29,7 +29,7 @@ from tests.support.plain_keras import mirrored
 
 
 @pytest.mark.parametrize(
-    ("name", "place"), combine(["root_of_mean", "balanced"], PLACES, every=4)
+    ("name", "place"), combine(["root_of_mean", "balanced"], PLACES, every=2)
 )
 def test_each_place_of_a_loss(name, place):
     check(LOSSES[name], place, 3)

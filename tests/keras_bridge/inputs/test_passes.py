@@ -76,7 +76,7 @@ def predictor(strategy):
 
 @pytest.mark.filterwarnings("ignore:.*was passed, but is ignored")
 @pytest.mark.parametrize(
-    ("name", "is_distributed"), combine(SOURCES, [False, True], every=4)
+    ("name", "is_distributed"), combine(SOURCES, [False, True], every=2)
 )
 def test_each_loop_shuffles_anew(name, is_distributed, tmp_path):
     strategy = mirrored(2)

@@ -268,7 +268,7 @@ def distributed(model, batches):
 @no_data_left
 @pytest.mark.parametrize(
     ("replicas", "is_built", "steps"),
-    combine((1, 2, 3, 8), (True, False), (1, 2), every=8),
+    combine((1, 2, 3, 8), (True, False), (1, 2), every=3),
 )
 def test_no_batch_of_a_distributed_generator_is_lost(replicas, is_built, steps):
     def build():
@@ -403,7 +403,7 @@ class Order(keras.layers.Layer):
 
 @pytest.mark.parametrize(
     ("shuffle", "is_built"),
-    combine([True, "batch", False], [True, False], every=4),
+    combine([True, "batch", False], [True, False], every=2),
 )
 def test_the_order_of_the_rows_is_plain_keras_own(is_built, shuffle):
     # One replica: the layer's state then sees the whole batch. The weights

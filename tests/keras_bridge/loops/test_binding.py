@@ -173,7 +173,7 @@ def test_plain_model_in_a_callback_of_a_bound_one():
         ["inside", "outside"],
         ["predict", "predict_on_batch"],
         [1, 2, 3, 8],
-        every=8,
+        every=3,
     ),
 )
 def test_predict_without_compile(where, loop, replicas):
@@ -254,7 +254,7 @@ def _images_seen(steps, is_built):
 @pytest.mark.parametrize(
     ("is_built", "replicas", "steps", "where"),
     combine(
-        (True, False), (1, 2, 3), (1, 2, 3), ("inside", "outside"), every=9
+        (True, False), (1, 2, 3), (1, 2, 3), ("inside", "outside"), every=5
     ),
 )
 def test_loops_of_other_arguments_train_as_on_one_device(

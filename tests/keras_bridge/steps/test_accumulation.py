@@ -252,7 +252,6 @@ def test_fewer_trainable_weights_in_a_second_fit():
     check(sgd, act=act, is_fresh=True)
 
 
-@pytest.mark.slow
 def test_another_optimizer_in_a_second_fit():
     def act(model):
         model.fit(X[:24], Y[:24], **FIT)

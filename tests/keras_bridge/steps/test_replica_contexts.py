@@ -125,7 +125,7 @@ def partitioned(replicas):
 
 
 @pytest.mark.parametrize(
-    ("name", "rows", "replicas"), combine(USES, (12, 7), (1, 2, 3, 4), every=18)
+    ("name", "rows", "replicas"), combine(USES, (12, 7), (1, 2, 3, 4), every=5)
 )
 def test_a_layer_sees_its_replica(name, rows, replicas):
     use, expected = USES[name]
@@ -150,7 +150,6 @@ def test_a_layer_sees_its_replica(name, rows, replicas):
     ks.testing.assert_replicated(model)
 
 
-@pytest.mark.slow
 def test_run_gives_the_same_numbers():
     for rows in (12, 7):
         x = batch(rows)
@@ -245,7 +244,7 @@ class SeenIds(keras.metrics.Metric):
 
 
 @pytest.mark.parametrize(
-    ("replicas", "rows"), combine([2, 3], [12, 7], every=4)
+    ("replicas", "rows"), combine([2, 3], [12, 7], every=2)
 )
 def test_a_metric_sees_its_replica(replicas, rows):
     x = batch(rows)
@@ -286,7 +285,7 @@ class OwnStep(keras.Model):
 
 
 @pytest.mark.parametrize(
-    ("replicas", "rows"), combine([1, 2, 3], [12, 7], every=4)
+    ("replicas", "rows"), combine([1, 2, 3], [12, 7], every=2)
 )
 def test_a_train_step_of_ones_own_sees_its_replica(replicas, rows):
     x = batch(rows)

@@ -64,7 +64,8 @@ def run(tmp_path, text, **kwargs):
             "    b.assign(0.99 * a + 0.01 * b)",
             "target.save(FOLDER + '/a.keras')\n"
             "again = keras.models.load_model(FOLDER + '/a.keras')\n"
-            "np.testing.assert_array_equal(again.weights[0], target.weights[0])",
+            "np.testing.assert_array_equal("
+            "again.weights[0], target.weights[0])",
             "with strategy.scope():\n"
             "    assert model.evaluate(x, y)[0] > 0\n"
             "    assert model.predict(x).shape == y.shape",
