@@ -388,7 +388,6 @@ def test_metrics_with_several_entries(tmp_path):
     assert points["one"] == {4: 44.0, 8: 44.0}
 
 
-@pytest.mark.slow
 def test_several_outputs_in_bfloat16_run_eagerly(tmp_path):
     policy = keras.config.dtype_policy()
     keras.config.set_dtype_policy("mixed_bfloat16")

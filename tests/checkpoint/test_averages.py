@@ -103,7 +103,6 @@ def test_weights_that_the_replicas_divide(tmp_path):
     assert_equal(loaded(tmp_path), weights)
 
 
-@pytest.mark.slow
 def test_weights_that_a_callback_has_swapped_with_their_averages(tmp_path):
     swap = keras.callbacks.SwapEMAWeights(swap_on_epoch=True)
     weights = fitted(sgd(), [swap, ks.callbacks.Checkpoint(tmp_path)])

@@ -582,7 +582,6 @@ def two_layers(width=3):
     )
 
 
-@pytest.mark.slow
 def test_weights_of_a_managers_checkpoint_are_loaded(tmp_path):
     strategy = ks.MirroredStrategy(jax.devices()[:2])
     with strategy.scope():

@@ -52,7 +52,6 @@ def assert_same(found, expected):
         np.testing.assert_array_equal(np.asarray(ours), np.asarray(theirs))
 
 
-@pytest.mark.slow
 def test_the_distributed_training_tutorial(tmp_path):
     """Saved by prefix, and restored into a new model and a new optimizer."""
     prefix = os.path.join(tmp_path / "training_checkpoints", "ckpt")

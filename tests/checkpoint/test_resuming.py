@@ -21,7 +21,6 @@ QUICK = (
     *("usual", "K 2, steps do not divide a pass", "stops early"),
     *("uneven rows, 3 replicas", "own step", "part of the validation data"),
 )
-BRIEF = QUICK[:4]
 SELDOM = {"save_every_steps": None, "save_every_epochs": 99}
 
 pytestmark = [
@@ -54,13 +53,7 @@ def check(case, folder, *, every):
 
 
 @pytest.mark.parametrize(
-    "case",
-    [
-        pytest.param(case, marks=() if case.name in BRIEF else pytest.mark.slow)
-        for case in CASES
-        if case.name in QUICK
-    ],
-    ids=str,
+    "case", [case for case in CASES if case.name in QUICK], ids=str
 )
 def test_a_run_goes_on_after_some_steps(case, tmp_path):
     check(case, tmp_path, every=5)

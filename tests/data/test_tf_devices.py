@@ -61,7 +61,6 @@ def test_gpus_are_hidden_when_a_strategy_uses_gpus():
     """) == ["1", "0", "0"]
 
 
-@pytest.mark.slow
 def test_gpus_are_hidden_before_tfrecords_are_read(tmp_path):
     path = tmp_path / "a.tfrecord"
     assert run(f"""

@@ -200,7 +200,6 @@ def test_a_fit_on_a_source_resumes_in_the_middle_of_an_epoch(tmp_path):
     assert_same(whole, fit(tmp_path / "run"), tolerance=0)
 
 
-@pytest.mark.slow
 def test_steps_per_epoch_continues_in_a_source():
     Table, model = made("Table"), model_of(mirrored(2))
     # Four batches, two passes.
@@ -302,7 +301,6 @@ def test_a_resolver_of_one_process_makes_a_strategy():
 # A callback.
 
 
-@pytest.mark.slow
 def test_a_callbacks_state_is_resumed(tmp_path):
     patience = made("Patience")
     first = patience(epochs=5)

@@ -9,24 +9,15 @@ import pytest
 
 from tests.parity.cases import BY_DEFAULT, CASES, LOSSES, METRICS
 from tests.parity.one_device import PAIRS, STRATEGIES, check
-from tests.support.combinations import some
 
 # Even batches, and an uneven one at the end.
 _QUICK = ((15, 4),)
 # All uneven, and fewer rows than replicas, too.
 _BASIC_PAIRS = ((64, 16), (13, 5), (3, 8))
 _BASIC = "sgd"
-# Each has another one like it, here or in test_sharded.py.
-_SLOW = {
-    *("keras_binary", "circle", "dice", "sum", "weighted", "class_weight"),
-    *("mean_with_sample_weight", "masked", "mask", "clipnorm", "sort"),
-    *("loss_scale_optimizer", "synchronized_renorm", "own_trackers"),
-    *("counters", "scalar_function", "add_loss", "kernel_regularizer"),
-    *("two_optimizers", "sample_weight", "loss_scale_overflow"),
-}
 
 
-@pytest.mark.parametrize("name", some(BY_DEFAULT, set(BY_DEFAULT) - _SLOW))
+@pytest.mark.parametrize("name", BY_DEFAULT)
 def test_equals_one_device(name):
     check(name, "mirrored2", _QUICK, _seen(name))
 

@@ -410,7 +410,6 @@ def test_a_model_divided_twice_is_saved_whole(tmp_path):
         assert_divided_twice(divided, 4)
 
 
-@pytest.mark.slow
 def test_an_embedding_gets_nothing_from_the_padding():
     # What is padded would be token 0, whose row no loss sees here.
     check("mask", "tpu2_of_2_cores", ((13, 5),))

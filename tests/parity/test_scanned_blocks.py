@@ -391,7 +391,6 @@ def test_blocks_of_other_constants_are_unrolled_with_a_word(name):
     assert_close(found, wanted)
 
 
-@pytest.mark.slow
 def test_equal_arrays_of_blocks_are_no_difference():
     def layer(number):
         return Scaled(np.linspace(0, 1, WIDTH).astype("float32"))
@@ -401,7 +400,6 @@ def test_equal_arrays_of_blocks_are_no_difference():
     assert_close(found, wanted)
 
 
-@pytest.mark.slow
 def test_masks_that_blocks_take_off_a_tensor_are_as_unrolled():
     """Keras's attention removes the masks of its keys: for the next blocks."""
     x = IMAGES[:8].copy()
@@ -465,7 +463,6 @@ def test_each_run_of_equal_blocks_is_a_loop():
     assert_close(*found)
 
 
-@pytest.mark.slow
 def test_other_dtypes_and_nested_models():
     def layer(number):
         inner = keras.Sequential(

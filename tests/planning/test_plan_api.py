@@ -73,7 +73,6 @@ def test_the_planned_model_is_left_as_it_is():
     model.fit(np.zeros((16, 40)), np.zeros((16, 40)), verbose=0)
 
 
-@pytest.mark.slow
 def test_deep_models_are_extrapolated_from_a_few_blocks():
     plans = [
         mirrored(2).plan(
@@ -93,7 +92,6 @@ def test_deep_models_are_extrapolated_from_a_few_blocks():
     assert few.bytes_in_all == pytest.approx(whole.bytes_in_all, rel=0.05)
 
 
-@pytest.mark.slow
 def test_models_whose_gradients_are_accumulated_are_compiled_whole():
     def make():
         adam = keras.optimizers.Adam(gradient_accumulation_steps=4)
@@ -155,7 +153,6 @@ def test_what_the_function_raises_is_raised(maker, error):
         mirrored(2).plan(maker, BATCH, **QUIET)
 
 
-@pytest.mark.slow
 def test_figures_are_kept_for_the_next_plan(tmp_path, monkeypatch):
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     strategy = mirrored(2)

@@ -130,7 +130,6 @@ def test_short_steps_are_named():
     assert "steps_per_execution" in report.figures["advice"]
 
 
-@pytest.mark.slow
 def test_long_steps_blame_nothing_else():
     with mirrored(1).scope():
         layers = [keras.layers.Dense(800) for _ in range(3)]
@@ -142,7 +141,6 @@ def test_long_steps_blame_nothing_else():
     assert "is spent in the step's programs" in report.figures["advice"]
 
 
-@pytest.mark.slow
 def test_evaluations_and_callbacks_are_named():
     class Slow(keras.callbacks.Callback):
         def on_train_batch_end(self, batch, logs=None):

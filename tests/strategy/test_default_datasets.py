@@ -79,7 +79,6 @@ def test_loops_take_what_the_default_strategy_distributed(name, is_built):
     assert_same(plain, ours)
 
 
-@pytest.mark.slow
 def test_epochs_validation_data_and_class_weights():
     strategy = ks.get_strategy()
     given = {"class_weight": {0: 1.0, 1: 3.0}, "epochs": 3, "shuffle": False}
@@ -107,7 +106,6 @@ def test_arguments_that_a_dataset_has_no_use_for_are_refused():
         build().fit(distribute(tf_dataset().repeat()), verbose=0)
 
 
-@pytest.mark.slow
 def test_a_bound_model_and_other_datasets_are_as_before():
     data = datasets(ks.get_strategy())["tf.data"]
     with mirrored(2).scope():

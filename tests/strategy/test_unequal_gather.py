@@ -72,7 +72,6 @@ def test_other_dimensions_must_be_alike(mode):
         called(mirrored(3), step, 7, debug=MODES[mode])
 
 
-@pytest.mark.slow
 def test_gradients_flow_in_debug_mode():
     def step(x):
         def loss(x):
@@ -90,7 +89,6 @@ def test_gradients_flow_in_debug_mode():
     np.testing.assert_allclose(found, expected, rtol=1e-6)
 
 
-@pytest.mark.slow
 def test_a_metric_of_all_rows_still_counts_each_once():
     strategy = mirrored(3)
     with strategy.scope():

@@ -33,7 +33,6 @@ def calls_to_trace(strategy):
     return pstats.Stats(profile).total_calls
 
 
-@pytest.mark.slow
 def test_tracing_for_eight_replicas_is_tracing_for_two():
     def strategy(count):
         devices = tuple(jax.devices()[:count])

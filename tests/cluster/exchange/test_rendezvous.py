@@ -246,7 +246,6 @@ def crowd(address, count, idle):
             stranger.connect(rendezvous.split_address(address))
 
 
-@pytest.mark.slow
 def test_a_thousand_idle_strangers_take_nobodys_time(
     address, monkeypatch, many_files
 ):

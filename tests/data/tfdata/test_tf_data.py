@@ -915,7 +915,6 @@ def test_a_process_ends_while_a_dataset_is_read():
     assert "Exception ignored" not in ended.stderr, ended.stderr
 
 
-@pytest.mark.slow
 def test_a_reader_ends_when_python_has_emptied_its_module(monkeypatch):
     reading = source_of(tf.data.Dataset.range(6).batch(2), 1, 0).read(
         0, 0, _all

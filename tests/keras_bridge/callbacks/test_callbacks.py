@@ -220,7 +220,6 @@ def test_backup_and_restore(tmp_path, save_freq):
     assert names == ["done.json"], "the backup is deleted at the end"
 
 
-@pytest.mark.slow
 def test_backup_starts_where_it_was_interrupted(tmp_path):
     folders = iter([tmp_path / "plain", tmp_path / "ours"])
 

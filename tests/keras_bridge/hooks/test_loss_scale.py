@@ -176,7 +176,6 @@ def test_of_means_nothing_is_said(name):
     assert_close(found, fitted(MEANS[name]))
 
 
-@pytest.mark.slow
 def test_contracting_over_the_rows_as_in_the_movielens_example():
     x, y = TOKENS[:, :2], (LABELS > 0).astype("float32")[:, None]
     found, said = fitted(Recommender, x, y, replicas=2)
@@ -301,7 +300,6 @@ def test_of_ordinary_models_nothing_is_said(name):
     assert not said
 
 
-@pytest.mark.slow
 def test_a_number_of_rows_that_is_also_a_width():
     """Twelve rows a replica, and twelve entries a row."""
 

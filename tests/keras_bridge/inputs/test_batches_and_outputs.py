@@ -58,7 +58,6 @@ def test_on_batch_calls_equal_plain_keras():
     check_same(one_input, act, replicas=3, **REGRESSION)
 
 
-@pytest.mark.slow
 def test_on_batch_calls_take_nests_and_class_weights():
     def nests(model):
         x, y = {"a": X, "b": X2}, {"p": Y, "q": Y2}
@@ -215,7 +214,6 @@ MIXED = {
 }
 
 
-@pytest.mark.slow
 @no_shuffle
 def test_mixed_types_equal_plain_keras():
     def build():
@@ -244,7 +242,6 @@ def test_mixed_types_equal_plain_keras():
     check_same(build, act, **REGRESSION)
 
 
-@pytest.mark.slow
 @no_data_left
 @no_shuffle
 def test_batches_may_differ_in_rows_and_in_another_dimension():

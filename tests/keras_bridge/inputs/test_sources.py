@@ -318,7 +318,6 @@ def test_fit_on_tf_data_equals_plain_keras(name):
     check_same(one_input, fit(x=make, **arguments), **REGRESSION)
 
 
-@pytest.mark.slow
 @no_shuffle
 def test_dict_elements_of_tf_data_equal_plain_keras():
     def act(model):

@@ -665,7 +665,6 @@ def test_variables_of_another_strategy_can_be_assigned():
     assert_replicated(second)
 
 
-@pytest.mark.slow
 def test_variables_assigned_from_another_strategy_survive_its_training():
     code = """
 from tests import conftest

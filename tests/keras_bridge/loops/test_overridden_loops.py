@@ -150,7 +150,6 @@ def test_a_pipeline_model_is_as_on_one_device(kind, replicas):
     check(found, expected_of(kind))
 
 
-@pytest.mark.slow
 def test_a_pipeline_model_that_is_attached():
     class Attached(Pipeline):
         def compile(self, *args, **kwargs):
@@ -172,7 +171,6 @@ def test_several_steps_an_execution(replicas, steps):
         check(trained(WORDS, steps=steps), expected)
 
 
-@pytest.mark.slow
 def test_an_evaluate_sees_the_data_that_fit_was_given():
     expected = trained(ROWS, kind=Lazy)
     with mirrored(3).scope():
@@ -263,7 +261,6 @@ def test_a_plain_model_in_an_override_is_left_alone():
     assert find_binding(plain) is None
 
 
-@pytest.mark.slow
 def test_overrides_in_several_threads():
     expected = expected_of("strings")
     results, errors = {}, []

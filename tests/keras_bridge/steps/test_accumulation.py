@@ -143,7 +143,6 @@ def test_steps_in_one_execution():
     check(sgd, steps_per_execution=2)
 
 
-@pytest.mark.slow
 def test_eager_steps():
     check(sgd, run_eagerly=True)
 
@@ -237,7 +236,6 @@ def test_fits_and_single_batches_continue_an_update():
     check(sgd, act=act)
 
 
-@pytest.mark.slow
 def test_fewer_trainable_weights_in_a_second_fit():
     def act(model):
         model.layers[0].trainable = True
@@ -272,7 +270,6 @@ def embedded():
     )
 
 
-@pytest.mark.slow
 def test_embeddings_and_regularizers():
     check(sgd, embedded)
 

@@ -517,7 +517,6 @@ class Adversarial(keras.Model):
         return logs, (weights, others, slots, metrics)
 
 
-@pytest.mark.slow
 def test_an_adversarial_step_of_ones_own_is_mapped():
     strategy = mirrored(2)
     with strategy.scope(), warnings.catch_warnings():

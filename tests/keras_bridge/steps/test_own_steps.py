@@ -439,7 +439,6 @@ def one_number():
     return chain((3,), dense(1, activation="sigmoid"), keras.layers.Reshape(()))
 
 
-@pytest.mark.slow
 def test_predictions_of_one_dimension():
     check(
         one_number,

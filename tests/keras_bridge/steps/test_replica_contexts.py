@@ -165,7 +165,6 @@ def test_run_gives_the_same_numbers():
                 np.testing.assert_allclose(found, other, rtol=2e-5, atol=1e-5)
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(
     ("steps", "make"), combine((3, 1), (mirrored, partitioned), every=3)
 )

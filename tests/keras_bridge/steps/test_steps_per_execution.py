@@ -398,7 +398,6 @@ def test_a_second_fit_compiles_nothing():
     assert compilations(act) == []
 
 
-@pytest.mark.slow
 @no_data_left
 def test_a_validation_set_has_executions_of_its_own():
     act = fit_with_events(40, 8, validation_data=(X[40:67], Y[40:67]))
@@ -418,7 +417,6 @@ def test_a_callback_that_writes_weights_is_seen_by_the_next_execution():
     assert_same(weights, our_weights)
 
 
-@pytest.mark.slow
 def test_run_eagerly_takes_k_steps_too():
     def act(model):
         model.run_eagerly = True

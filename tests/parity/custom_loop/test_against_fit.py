@@ -250,7 +250,6 @@ def test_a_target_network_that_is_assigned(replicas):
     np.testing.assert_allclose(target.numpy(), copy, rtol=1e-4, atol=1e-5)
 
 
-@pytest.mark.slow
 def test_a_loop_leaves_no_arrays_behind():
     strategy = mirrored(2)
     with strategy.scope():

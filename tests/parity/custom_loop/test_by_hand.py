@@ -163,7 +163,6 @@ def test_twenty_steps_are_those_of_a_loop_over_replicas(name, replicas):
         )
 
 
-@pytest.mark.slow
 def test_batch_statistics_of_replicas_without_rows_have_no_say():
     strategy = mirrored(8)
     with strategy.scope():

@@ -86,7 +86,6 @@ def test_moments_are_those_of_one_device(replicas, is_masked):
     check(mirrored(replicas), is_masked)
 
 
-@pytest.mark.slow
 def test_moments_are_the_same_in_debug_mode():
     strategy = mirrored(2)
     with strategy.debug():

@@ -78,7 +78,6 @@ def test_a_process_ends_with_the_command(tmp_path, first):
     )
 
 
-@pytest.mark.slow
 def test_a_child_of_the_process_says_nothing():
     code = """
 import os, sys
@@ -148,14 +147,12 @@ def test_modules_of_the_current_folder_are_not_imported(tmp_path, monkeypatch):
     assert not imported.exists()
 
 
-@pytest.mark.slow
 def test_nothing_is_said_about_an_output_that_is_none(tmp_path):
     text = "import os\nos._exit(5)"
     step = answers_of(tmp_path, text, function="script:make")
     assert step["error"] == "The planning process ended with exit status 5."
 
 
-@pytest.mark.slow
 def test_an_interrupted_plan_has_the_rows_that_are_known(tmp_path):
     (tmp_path / "fails.py").write_text("raise ValueError('of the module')")
     (tmp_path / "sleeps.py").write_text("import time\ntime.sleep(600)")

@@ -23,7 +23,6 @@ def make_model():
     return model
 
 
-@pytest.mark.slow
 def test_a_model_for_any_number_of_tokens_is_planned_by_its_blocks():
     strategy = ks.MirroredStrategy(jax.devices("cpu")[:1])
     tokens = jax.ShapeDtypeStruct((4, 32), "int32")
@@ -43,7 +42,6 @@ def test_a_model_for_any_number_of_tokens_is_planned_by_its_blocks():
     assert short.bytes_in_all == pytest.approx(whole.bytes_in_all, rel=0.25)
 
 
-@pytest.mark.slow
 def test_models_after_a_plan_have_the_seeds_that_they_would_have_had():
     def drawn(is_planned):
         keras.utils.set_random_seed(3)
@@ -56,7 +54,6 @@ def test_models_after_a_plan_have_the_seeds_that_they_would_have_had():
     assert drawn(True) == drawn(False)
 
 
-@pytest.mark.slow
 def test_layers_after_a_plan_have_the_names_that_they_would_have_had():
     strategy = ks.MirroredStrategy(jax.devices("cpu")[:1])
     number = keras.backend.get_uid("dense")
@@ -228,7 +225,6 @@ def test_operations_of_a_model_without_a_call_are_unknown():
     assert "dot_general" in step.lower(32, None).as_text()
 
 
-@pytest.mark.slow
 def test_blocks_in_a_loop_are_compiled_in_full():
     def planned(is_scanned):
         def make():

@@ -138,7 +138,6 @@ def test_totals_are_in_the_footer():
     assert footer.split() == ["2", "variables", "500,000", "2.000"]
 
 
-@pytest.mark.slow
 def test_largest_forty_of_many_variables_are_listed():
     variables = [keras.Variable(np.zeros(i + 1, "float32")) for i in range(100)]
     lines = show(describe.tabulate_variables(variables, mesh_of()))
