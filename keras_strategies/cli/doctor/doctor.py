@@ -32,6 +32,7 @@ from keras_strategies.cli.doctor.run_probe import (
     check_job,
     has_met,
 )
+from keras_strategies.cli.doctor.tls import check_tls
 
 _MARKS = {
     Level.FAULT: ("x", "bold red"),
@@ -82,6 +83,7 @@ def examine(
         # A connection is only tried with `quick`. Otherwise a job is started
         # below, which connects to process 0 anyway.
         findings += check_address(info, environ, connects=quick)
+    tls_rows, tls_findings = check_tls(environ, info)
     gpu_part = check_gpus(environ, info)
     jax_parts = [] if quick else _check_jax(environ, cluster, timeout_s)
     if any(has_met(part) for part in jax_parts):
@@ -101,7 +103,9 @@ def examine(
             check_packages(),
             check_variables(environ, _num_cores()),
             dataclasses.replace(
-                cluster_part, findings=(*cluster_part.findings, *findings)
+                cluster_part,
+                rows=(*cluster_part.rows, *tls_rows),
+                findings=(*cluster_part.findings, *findings, *tls_findings),
             ),
             *filter(None, [gpu_part]),
             *jax_parts,
