@@ -33,6 +33,7 @@ from keras_strategies.cli.doctor.run_probe import (
     has_met,
 )
 from keras_strategies.cli.doctor.tls import check_tls
+from keras_strategies.cli.doctor.tpus import check_tpus
 
 _MARKS = {
     Level.FAULT: ("x", "bold red"),
@@ -84,7 +85,7 @@ def examine(
         # below, which connects to process 0 anyway.
         findings += check_address(info, environ, connects=quick)
     tls_rows, tls_findings = check_tls(environ, info)
-    gpu_part = check_gpus(environ, info)
+    chip_parts = [check_gpus(environ, info), check_tpus(environ)]
     jax_parts = [] if quick else _check_jax(environ, cluster, timeout_s)
     if any(has_met(part) for part in jax_parts):
         # All processes have connected, so the address works. It may even be a
@@ -107,7 +108,7 @@ def examine(
                 rows=(*cluster_part.rows, *tls_rows),
                 findings=(*cluster_part.findings, *findings, *tls_findings),
             ),
-            *filter(None, [gpu_part]),
+            *filter(None, chip_parts),
             *jax_parts,
         ),
     )
