@@ -15,7 +15,12 @@ from mkdocs.structure.pages import Page
 
 ROOT = pathlib.Path(__file__).parent
 LINK = re.compile(r"\]\((\.\./[^)#\s]+)\)")
-LANGUAGES = {".py": "python", ".yaml": "yaml", ".txt": "text"}
+LANGUAGES = {
+    ".ipynb": "json",
+    ".py": "python",
+    ".txt": "text",
+    ".yaml": "yaml",
+}
 
 
 def on_files(files: Files, config: MkDocsConfig) -> Files:

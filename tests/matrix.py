@@ -42,6 +42,7 @@ PART = (
     *("tests/_core/jaxprs", "tests/planning/compile", "tests/reporting"),
 )
 NEW = (*PART, "tests/parity")
+TLS = "tests/multi_process/test_mutual_tls.py"
 NEWEST = {"numpy": "2.5.5", "scipy": "1.18.1", "h5py": "3.16.0"}
 DEBIANS = {"3.13": "trixie", "3.14": "forky"}
 VERSIONS = """
@@ -83,7 +84,7 @@ ROWS = (
     Row(2, "3.11", NIGHTLY, "0.10.2"),
     Row(3, "3.13", "3.15.1", "0.12.0.1"),
     Row(4, "3.13", NIGHTLY, "0.12.0.1"),
-    Row(5, "3.13", "3.15.1", "0.11.2", PART),
+    Row(5, "3.13", "3.15.1", "0.11.2", (*PART, TLS)),
     Row(6, "3.12", "3.15.1", "0.12.0.1", PART),
     Row(7, "3.13", "3.15.1", "0.12.0.1", NEW, NEWEST),
     # Named, a file is read even if it imports TensorFlow, as the first does.

@@ -56,7 +56,7 @@ def _read_number(
         value = _figures(report).get(name)
         if value is None:
             return ""
-        return form.format(value * scale).replace(",", " ")
+        return form.format(value * scale)
 
     return read
 

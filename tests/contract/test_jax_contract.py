@@ -1,5 +1,6 @@
 """What JAX does that `keras_strategies` relies on."""
 
+import dataclasses
 import inspect
 import os
 import signal
@@ -15,8 +16,10 @@ from keras_strategies._core.jaxprs.replay import separate_trace
 from keras_strategies._core.jaxprs.stages import scan_operands
 from keras_strategies._core.jaxprs.traces import is_tracing
 from keras_strategies._core.mesh import ReplicaMesh
+from keras_strategies._core.names import versions
 from keras_strategies._core.replica_map import replica_map, split_spec
 from keras_strategies.cluster.exchange import kv_store
+from keras_strategies.cluster.job import mutual_tls
 from keras_strategies.cluster.watchdog import progress
 from keras_strategies.planning.compile.compiler import parse_misfit
 from keras_strategies.planning.program.chips import find_memory
@@ -147,6 +150,19 @@ def test_gpus_of_a_process_are_an_option_of_jax():
     # Without this, JAX takes one GPU in each process of SLURM and Open MPI.
     assert "cluster_detection_method != 'deactivate'" in source
     assert "JAX_LOCAL_DEVICE_IDS" in source
+
+
+@pytest.mark.skipif(
+    versions.parse_version(jax.__version__) < mutual_tls.LEAST_JAX,
+    reason="jax >= 0.11.2",
+)
+def test_mutual_tls_has_these_options_and_arguments():
+    options = (*mutual_tls.FILES, mutual_tls.PREFIX, mutual_tls.REQUIRED)
+    for name in options:
+        assert not jax.config.values[name.lower()]
+    fields = dataclasses.fields(mutual_tls.Credentials)
+    parameters = inspect.signature(jax.distributed.initialize).parameters
+    assert {field.name for field in fields} < parameters.keys()
 
 
 def test_jax_leaves_a_job_past_the_public_name():

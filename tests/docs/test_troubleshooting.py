@@ -306,6 +306,8 @@ OF_SEVERAL = {
     "An array that is sharded over several",
     "Every process must read",
     "Processes on one host must not",
+    "Mutual TLS needs",
+    "... must be a certificate",
     "TensorFlow must not take",
     "process 0 ends with",
 }

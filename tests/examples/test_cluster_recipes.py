@@ -19,7 +19,10 @@ from tests.support.commands import CHILD, WITHOUT_PACKAGES
 ROOT = pathlib.Path(__file__).parents[2]
 RECIPES = ROOT / "examples" / "clusters"
 TIME_LIMIT_S = 300
-SHELL = ("tf_config.sh", "torchrun.sh", "tpu_vm.sh", "train.sbatch")
+SHELL = (
+    *("certificates.sh", "tf_config.sh", "torchrun.sh", "tpu_vm.sh"),
+    "train.sbatch",
+)
 MANIFESTS = ("jobset.yaml", "gke_tpu.yaml")
 DONE = r"2 processes, 2 replicas: loss [\d.]+ -> [\d.]+, accuracy [\d.]+"
 

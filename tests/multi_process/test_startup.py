@@ -12,11 +12,12 @@ from tests.support.jobs import values_of
 STARTUP = "multi_process.startup:"
 
 
-def in_turn(target, count, *args, **options):
+def in_turn(target, count, *args, of="startup", **options):
     """Runs a function in processes that are no job of JAX yet."""
 
     def call(me):
-        (value,) = values_of(STARTUP + target, 1, me, *args, **options)
+        function = f"multi_process.{of}:{target}"
+        (value,) = values_of(function, 1, me, *args, **options)
         return value
 
     with concurrent.futures.ThreadPoolExecutor(count) as pool:

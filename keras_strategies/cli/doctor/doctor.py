@@ -32,6 +32,8 @@ from keras_strategies.cli.doctor.run_probe import (
     check_job,
     has_met,
 )
+from keras_strategies.cli.doctor.tls import check_tls
+from keras_strategies.cli.doctor.tpus import check_tpus
 
 _MARKS = {
     Level.FAULT: ("x", "bold red"),
@@ -82,7 +84,8 @@ def examine(
         # A connection is only tried with `quick`. Otherwise a job is started
         # below, which connects to process 0 anyway.
         findings += check_address(info, environ, connects=quick)
-    gpu_part = check_gpus(environ, info)
+    tls_rows, tls_findings = check_tls(environ, info)
+    chip_parts = [check_gpus(environ, info), check_tpus(environ)]
     jax_parts = [] if quick else _check_jax(environ, cluster, timeout_s)
     if any(has_met(part) for part in jax_parts):
         # All processes have connected, so the address works. It may even be a
@@ -101,9 +104,11 @@ def examine(
             check_packages(),
             check_variables(environ, _num_cores()),
             dataclasses.replace(
-                cluster_part, findings=(*cluster_part.findings, *findings)
+                cluster_part,
+                rows=(*cluster_part.rows, *tls_rows),
+                findings=(*cluster_part.findings, *findings, *tls_findings),
             ),
-            *filter(None, [gpu_part]),
+            *filter(None, chip_parts),
             *jax_parts,
         ),
     )

@@ -19,7 +19,7 @@ from keras_strategies.cluster.exchange.rendezvous import (
     meet,
     split_address,
 )
-from keras_strategies.cluster.job import local_gpus
+from keras_strategies.cluster.job import local_gpus, mutual_tls
 from keras_strategies.cluster.spec import TaskInfo
 from keras_strategies.cluster.watchdog import watchdog
 
@@ -72,18 +72,18 @@ def join(
     check_main_guard()
     secret = read_secret(os.environ)
     address = task.coordinator_address or _fail_without_address(task)
-    bind_address = _find_bind_address(task, address)
-    problem, gpus = _find_problem(), None
-    try:
-        gpus = _choose_gpus(task, resolver)
-    except (RuntimeError, TypeError, ValueError) as error:
-        problem = problem or str(error)
+    bind_address = _find_bind_address(address)
+    problem, arguments = _prepare(task, resolver, address)
+    has_tls = "mtls_cert_file" in arguments
+    if task.process_id == 0 and not has_tls:
+        _warn_of_strangers(bind_address)
+    facts = {"mutual TLS": "on" if has_tls else "off", "strategy": strategy}
     with _add_slices_to_error():
         meet(
             address,
             process_id=task.process_id,
             num_processes=task.num_processes,
-            facts={**_read_versions(), "strategy": strategy},
+            facts=_read_versions() | facts,
             problem=problem,
             timeout_s=timeout_s,
             bind_address=bind_address,
@@ -96,9 +96,43 @@ def join(
         task.process_id,
         coordinator_bind_address=bind_address,
         initialization_timeout=_JAX_TIMEOUT_S,
-        **_make_gpu_arguments(gpus),
+        **arguments,
         **watchdog.INITIALIZE_ARGUMENTS,
     )
+
+
+def _prepare(
+    task: TaskInfo, resolver: object, address: str
+) -> tuple[str, dict[str, Any]]:
+    """Prepares the start of JAX in this process.
+
+    Returns:
+      A tuple of the text of an error, or "", and further arguments of
+      `jax.distributed.initialize`.
+    """
+    arguments: dict[str, Any] = {}
+    problem = _find_problem()
+    try:
+        arguments |= _make_gpu_arguments(_choose_gpus(task, resolver))
+        arguments |= _make_tls_arguments(task, address)
+    except (RuntimeError, TypeError, ValueError) as error:
+        problem = problem or str(error)
+    return problem, arguments
+
+
+def _make_tls_arguments(task: TaskInfo, address: str) -> dict[str, Any]:
+    """Returns arguments for mutual TLS, whose files are checked."""
+    options = jax.config.values
+    credentials = mutual_tls.read_credentials(
+        os.environ,
+        options,
+        is_supported=mutual_tls.CERT.lower() in options,
+    )
+    if credentials is None:
+        return {}
+    host, _ = split_address(address)
+    mutual_tls.check_files(credentials, host, is_host=task.process_id == 0)
+    return credentials.as_arguments()
 
 
 def check_main_guard() -> None:
@@ -173,12 +207,10 @@ def _fail_without_address(task: TaskInfo) -> NoReturn:
     )
 
 
-def _find_bind_address(task: TaskInfo, address: str) -> str:
-    """Returns the address at which process 0 listens; warns if it is public."""
+def _find_bind_address(address: str) -> str:
+    """Returns the address at which process 0 listens."""
     bind_address = os.environ.get(BIND_ADDRESS) or address
     check_address(bind_address, f"process 0 (or {BIND_ADDRESS})")
-    if task.process_id == 0:
-        _warn_of_strangers(bind_address)
     return bind_address
 
 
@@ -268,6 +300,7 @@ def _warn_of_strangers(address: str) -> None:
         f"JAX's coordination service listens at {address}, which can be "
         f"reached from {reason}. The service has no authentication, so anyone "
         "who can reach it can stop the job. Use an address of the cluster's "
-        "internal network for process 0, or block other hosts with a firewall.",
+        "internal network for process 0, block other hosts with a firewall, or "
+        "use mutual TLS (docs/clusters.md).",
         stacklevel=2,
     )

@@ -40,7 +40,7 @@ _FOLDER = "keras_strategies"
 _MOST_JOBS = 8
 _BYTES_OF_JOB = 3e9
 """Bytes of host memory needed to compile a large program."""
-_VERSION = 5
+_VERSION = 6
 _MOST_BYTES = 10_000
 _PACKAGES = (
     *("jax", "jaxlib", "libtpu"),

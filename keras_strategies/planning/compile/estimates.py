@@ -20,8 +20,9 @@ _NOTE = (
 )
 _GPU_NOTE = (
     "XLA chooses the kernels of products, convolutions and attention only on a "
-    "GPU. Here, products and convolutions take the time of their operations at "
-    "the GPU's peak, and the memory that cuDNN uses is not counted."
+    "GPU. Here, products and convolutions reach the share of the GPU's peak "
+    "that they reached on an H100, and the memory that cuDNN uses is not "
+    "counted."
 )
 _HIDDEN = ("all-gather",)
 """Collectives that XLA computes beside other work in programs for training, but

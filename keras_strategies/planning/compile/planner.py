@@ -39,13 +39,11 @@ _QUICK_SECONDS = 30.0
 """If compiling a model at low effort takes less than this time, compiling it at
 full effort is considered quick. Full effort takes up to twelve times longer."""
 _MOST_TRIES = 24
-_MORE = 3
+_MORE = {"gpu": 15}
 """The number of additional rows of the second program, as a multiple of the
-rows of the first program. With fewer additional rows, their bytes might not be
+rows of the first program; by default 3. With fewer, their bytes might not be
 visible, because the peak memory of the two programs may be at different points
-of the step."""
-_MORE_ON_GPUS = 15
-"""The same for GPUs, whose programs may be larger than the memory."""
+of the step. Programs for GPUs may be larger than the memory."""
 _HUGE = 2**20
 
 
@@ -149,9 +147,8 @@ class _Planning:
             replicas = self.candidate.num_replicas
             rows = self._step.rows
             each = max(-(-rows // replicas), 1) * replicas
-            is_gpu = devices[0].platform == "gpu"
-            more = _MORE_ON_GPUS if is_gpu else _MORE
-            self._low = self._begin(rows, rows + more * each)
+            more = each * _MORE.get(devices[0].platform, 3)
+            self._low = self._begin(rows, rows + more)
         except (ValueError, TypeError, RuntimeError) as error:
             self._error = str(error)
 

@@ -1,0 +1,166 @@
+"""What `keras-strategies doctor` says of TPUs that another process holds."""
+
+import contextlib
+import os
+import re
+import subprocess
+import sys
+
+import pytest
+
+from keras_strategies.cli.doctor.findings import Level
+from keras_strategies.cli.doctor.tpus import check_tpus
+
+pytestmark = pytest.mark.quick
+
+HOLDER = """
+import fcntl, sys
+file = open(sys.argv[1], "r+")
+fcntl.lockf(file, fcntl.LOCK_EX)
+print("locked", flush=True)
+sys.stdin.read()
+"""
+LIBTPU = {"libtpu": "0.0.40"}
+
+
+class Host:
+    """A host whose processes and devices are files of a folder."""
+
+    def __init__(self, folder):
+        self.proc, self.dev = folder / "proc", folder / "dev"
+        self.lock = folder / "lock"
+        self.proc.mkdir()
+        (self.dev / "vfio").mkdir(parents=True)
+
+    def add_chips(self, *names):
+        for name in names:
+            (self.dev / name).touch()
+
+    def add_process(self, pid, comm, *opened, maps=""):
+        folder = self.proc / str(pid)
+        (folder / "fd").mkdir(parents=True)
+        for number, path in enumerate(opened):
+            (folder / "fd" / str(number)).symlink_to(path)
+        (folder / "comm").write_text(comm + "\n")
+        (folder / "maps").write_text(maps)
+
+    def lock_by(self, *lines):
+        self.lock.touch()
+        inode = self.lock.stat().st_ino
+        text = "".join(line.format(inode=inode) + "\n" for line in lines)
+        (self.proc / "locks").write_text(text)
+
+    def check(self, environ=None, installed=LIBTPU):
+        return check_tpus(
+            environ or {},
+            version_of=installed.get,
+            proc=self.proc,
+            dev=self.dev,
+            lock=self.lock,
+        )
+
+
+@pytest.fixture
+def host(tmp_path):
+    return Host(tmp_path)
+
+
+def test_machines_without_tpus_have_no_part(host):
+    assert host.check() is None
+    host.add_chips("accel0")
+    assert host.check(installed={}) is None
+
+
+def test_a_free_tpu_has_no_findings(host):
+    host.add_chips("accel0", "accel1", "accelerometer", "vfio/vfio")
+    host.add_process(7, "bash", "/dev/null")
+    host.lock_by("1: POSIX  ADVISORY  WRITE 7 08:01:1{inode} 0 EOF")
+    part = host.check()
+    assert part.findings == ()
+    rows = dict(part.rows)
+    assert rows["TPU device files"].split(", ") == [
+        str(host.dev / "accel0"),
+        str(host.dev / "accel1"),
+    ]
+    assert rows["held by"].startswith("no process")
+
+
+@pytest.mark.parametrize("chip", ["accel0", "vfio/12"])
+def test_tensorflow_that_holds_the_tpu_is_named(host, chip):
+    host.add_chips(chip)
+    maps = "7f00-7f01 r-xp 0 08:01 1 /a/tensorflow/libtensorflow_cc.so.2\n"
+    host.add_process(41, "python3", host.dev / chip, maps=maps)
+    host.add_process(42, "bash", "/dev/null", maps=maps)
+    part = host.check(installed={"tensorflow-tpu": "2.19.1"})
+    assert dict(part.rows)["held by"] == "Process 41 (python3, with TensorFlow)"
+    finding, of_package = part.findings
+    assert of_package.level is Level.NOTE
+    assert finding.level is Level.FAULT
+    assert "Process 41 (python3, with TensorFlow) holds the TPU" in finding.text
+    assert "`kill 41`" in finding.fix
+    assert "TPU_LOAD_LIBRARY=0" in finding.fix
+
+
+def test_the_holder_of_the_lock_is_named(host):
+    host.add_process(5, "train")
+    host.lock_by(
+        "1: FLOCK  ADVISORY  WRITE 9 08:01:1 0 EOF",
+        "2: POSIX  ADVISORY  WRITE 5 08:01:{inode} 0 EOF",
+        "2: -> POSIX  ADVISORY  WRITE 6 08:01:{inode} 0 EOF",
+        "3: POSIX  ADVISORY  WRITE 0 08:01:{inode} 0 EOF",
+    )
+    part = host.check()
+    assert dict(part.rows)["held by"] == "Process 5 (train)"
+    (finding,) = part.findings
+    assert finding.level is Level.WARNING  # Without a TPU, it compiles only.
+    assert "TensorFlow" not in finding.fix
+    assert host.check({"ALLOW_MULTIPLE_LIBTPU_LOAD": "1"}) is None
+    host.add_chips("accel0")
+    (finding,) = host.check({"ALLOW_MULTIPLE_LIBTPU_LOAD": "1"}).findings
+    assert finding.level is Level.FAULT
+
+
+def test_processes_may_share_a_host(host):
+    host.add_chips("accel0", "accel1")
+    host.add_process(5, "python", host.dev / "accel0")
+    (finding,) = host.check({"TPU_VISIBLE_CHIPS": "1"}).findings
+    assert finding.level is Level.WARNING
+    assert "TPU_VISIBLE_CHIPS" in finding.fix
+
+
+def test_a_file_of_another_user_is_named(host, monkeypatch):
+    host.lock_by()
+    monkeypatch.setattr(os, "access", lambda *_: False)
+    (finding,) = host.check().findings
+    assert f"sudo rm {host.lock}" in finding.fix
+
+
+def test_files_that_are_no_text_and_too_many(host):
+    host.add_chips("accel0")
+    for pid in range(1, 20):
+        host.add_process(pid, "\x1b[31m" * 50, host.dev / "accel0")
+    (host.proc / "locks").write_bytes(b"\xff\x00" * 1000)
+    (host.proc / "self").mkdir()
+    host.lock.touch()
+    part = host.check()
+    assert len(part.findings) == 8
+    assert "\x1b" not in repr(part)
+    assert all(len(f.text) < 700 for f in part.findings)
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="/proc is Linux's")
+def test_a_real_process_that_has_locked_the_file(tmp_path):
+    lock = tmp_path / "lock"
+    lock.touch()
+    words = [sys.executable, "-c", HOLDER, lock]
+    with contextlib.ExitStack() as stack:
+        pipe = subprocess.PIPE
+        child = subprocess.Popen(words, stdin=pipe, stdout=pipe, text=True)
+        stack.callback(child.communicate)
+        assert child.stdout.readline() == "locked\n"
+        options = {"version_of": LIBTPU.get, "dev": tmp_path, "lock": lock}
+        (finding,) = check_tpus({}, **options).findings
+    text = rf"Process {child.pid} \(.+\) uses libtpu"
+    assert re.match(text, finding.text)
+    assert f"`kill {child.pid}`" in finding.fix
+    assert check_tpus({}, **options) is None
