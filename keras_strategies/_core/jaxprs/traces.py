@@ -155,6 +155,17 @@ def is_user_function(fn: Callable[..., Any]) -> bool:
     return code is None or bool(_maker_of(code.co_filename))
 
 
+def is_of_package(equation: JaxprEqn) -> bool:
+    """Returns whether this package computes an equation, for a merge."""
+    package, *_ = _folders("keras_strategies")
+    for code in _frames_of(equation):
+        if code.co_filename.startswith(package):
+            return True
+        if _maker_of(code.co_filename) is not None:
+            return False
+    return False
+
+
 def is_update(equation: JaxprEqn) -> bool:
     """Returns whether an equation is a part of an optimizer's update."""
     codes = _frames_of(equation)

@@ -127,7 +127,9 @@ def losses_in(
     except _Different:
         return Finding(verdict=Verdict.MIXED, counting=True)
     finding = interpreter.finding()
-    if any(map(scales.depends_on_count, outputs)):
+    # A metric that receives gathered rows adds their number to its state.
+    numbers = [kind for kind in outputs if kind.values is not None]
+    if any(map(scales.depends_on_count, numbers)):
         return dataclasses.replace(finding, counting=finding.counting or True)
     return finding
 

@@ -136,6 +136,8 @@ def _find_exponent(
 
 
 def _is_forward_user_code(calls: Sequence[Any]) -> bool:
+    if any(map(traces.is_of_package, calls)):
+        return False
     makers = (traces.is_made_by_user(equation) for equation in reversed(calls))
     is_user_code = next((m for m in makers if m is not None), False)
     return is_user_code and not _is_within(calls, "transpose(")
