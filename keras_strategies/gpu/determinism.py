@@ -26,9 +26,9 @@ def enable_determinism() -> None:
     By default, GPUs add up some sums in an order that differs from run to run
     (the gradient of an embedding, for example), and XLA chooses kernels by
     their times, which differ, too. A resumed fit is then equal to an
-    uninterrupted one only up to rounding errors. After this call it is equal
-    bit for bit on the same number of GPUs of the same model, with the same
-    versions of JAX and NVIDIA's libraries. Steps may be slower.
+    uninterrupted one only up to rounding errors. After this call, it is equal
+    bit for bit on the same number and type of GPUs, with the same versions of
+    JAX, the driver and NVIDIA's libraries. Steps may be slower.
 
     Call it in each process, before anything uses JAX's devices. It sets
     environment variables, which child processes inherit: the XLA flag
@@ -57,8 +57,8 @@ def enable_determinism() -> None:
         if _has_started_gpus():
             raise RuntimeError(
                 "`enable_determinism` must be called before JAX starts GPUs, "
-                "because XLA reads its flags then. Received: a call after "
-                "something used them. Call it at the beginning of the script, "
+                "because XLA reads its flags then. Received: a call after JAX "
+                "started them. Call it at the beginning of the script, "
                 f"or set the environment variable {XLA_FLAGS}={_FLAG}=true."
             )
         flags = read_flags(os.environ)

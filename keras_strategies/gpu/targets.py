@@ -6,7 +6,7 @@ The values are those of NVIDIA's data sheets and of OpenXLA's target configs.
 import dataclasses
 
 CUDNN = (9, 10, 0)
-"""The version of cuDNN, for which kernels are chosen."""
+"""The version of cuDNN that programs are compiled for."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

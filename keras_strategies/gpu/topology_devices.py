@@ -49,7 +49,8 @@ def make_gpu_devices(
 
     Raises:
       ValueError: if the GPU is unknown, or the numbers are not valid.
-      ImportError: if the plugin is not installed, or does not fit jaxlib.
+      ImportError: if the plugin is not installed, or has another version than
+        jaxlib.
       RuntimeError: if JAX loaded no plugin, because it found no CUDA.
     """
     match = _NAME.fullmatch(name) if isinstance(name, str) else None
@@ -111,9 +112,9 @@ def complete_options(
 
     For absent GPUs, XLA uses this package's stand-ins for the assembler and
     the library of device functions in NVIDIA's toolkit, because machine code
-    is not needed. Matrix products are cuBLAS's: XLA measures on a GPU whether
-    kernels of its own are faster, and without one takes these, whose programs
-    need less memory. XLA has read its flags before a planned script calls
+    is not needed. Matrix products call cuBLAS: XLA measures on a GPU whether
+    kernels that it generates are faster. Without a GPU it would always use
+    these kernels, with which programs need less memory. XLA has read its flags before a planned script calls
     `enable_determinism`, so that flag is also passed as an option.
 
     Args:
@@ -155,8 +156,8 @@ def _explain(name: str) -> Exception:
             f"name={name!r} with {versions} and jaxlib {wanted}. {cure}"
         )
     return RuntimeError(
-        "JAX did not load its CUDA plugin, because it found no CUDA on this "
-        f"machine. Received: name={name!r} and JAX_PLATFORMS="
+        "JAX must load its CUDA plugin to compile for GPUs, but found no CUDA "
+        f"on this machine. Received: name={name!r} and JAX_PLATFORMS="
         f"{os.environ.get('JAX_PLATFORMS')!r}. Set the environment variable "
         "JAX_PLATFORMS=cpu, or JAX_SKIP_CUDA_CONSTRAINTS_CHECK=1, before JAX "
         "is first used."

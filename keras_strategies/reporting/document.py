@@ -101,8 +101,8 @@ def load_report(directory: str | os.PathLike[str]) -> Document:
     if fault is not None:
         raise ReportError(
             f"{str(path)!r} must be a report that `ks.callbacks.RunReport` "
-            f"wrote. Received: another file ({fault}). Move it away to start "
-            "a new report."
+            f"wrote. Received: another file ({fault}). Pass another directory, "
+            "or move the file away to start a new report."
         )
     return document
 

@@ -58,19 +58,19 @@ class RunReport(ReportCallback):
     `input_share`, and, if they are known, `tokens_per_sec` and `mfu`. They are
     means over the fit so far.
 
-    `fit` may start programs ahead of the devices. So the time of a step is
-    measured between moments at which `fit` has caught up with the devices: at
-    the start of a program, if the previous one has ended, where `fit` waits for
-    a program (on CPUs, or for logs), before a checkpoint or an evaluation, and
-    at an epoch's end. Each step between two such moments gets the mean of the
-    time. The report looks whether programs have ended; it waits for them only
-    before a checkpoint or an evaluation, which wait for them too.
+    `fit` may start programs ahead of the devices. So the report measures
+    between moments at which all started programs have ended, and each step in
+    between gets the mean of the time. Such moments are the start of a program,
+    if the previous one has ended; a point where `fit` waits for a program (on
+    CPUs, or for logs); the start of a checkpoint or an evaluation; and the end
+    of an epoch. The report checks whether programs have ended. It waits for
+    them only before a checkpoint or an evaluation, which wait for them too.
     Compilations, checkpoints and evaluations are not part of a step's time.
-    The time until the first step has started is start-up, and no part of the
-    shares.
+    The time until the first step has started is start-up. The shares leave it
+    out.
 
-    For loops without `fit`, use the object as a context manager, or `begin`
-    and `finish`, and mark each step by `with report.step(rows=...):`.
+    For loops without `fit`, use the object as a context manager, or call
+    `begin` and `finish`. Mark each step by `with report.step(rows=...):`.
 
     Attributes:
       figures: The figures of the last or the running fit or loop, as in
@@ -253,7 +253,7 @@ class RunReport(ReportCallback):
         # Keras has fetched the epoch's logs, so all steps have ended.
         recorder.close_window()
         if self._flops is not None and self._flops.peak is not None:
-            # Only of a known chip do the logs contain the MFU.
+            # The logs contain the MFU only for known chips.
             self._count_flops(recorder, self._flops)
         if isinstance(logs, dict):
             self.add_logs(logs)
@@ -280,12 +280,18 @@ class RunReport(ReportCallback):
     def begin(self, step: int = 0) -> None:
         """Begins to record a training loop. Not collective.
 
-        Call it in each process, in the thread of the loop. `with report:` does
-        the same, and calls `finish` at its end, unless an error ends it.
+        Call it in each process, in the thread of the loop. `with report:` calls
+        `begin`, and, unless the block raises an error, `finish` at its end.
 
         Args:
           step: The number of steps that were trained before, such as the step
             of a restored checkpoint.
+
+        Raises:
+          TypeError: if `step` is not an integer.
+          ValueError: if `step` is negative.
+          ReportError: if `run_report.json` exists and is not a report.
+          OSError: if the directory cannot be written to.
         """
         self.__dict__.pop("_fitted", None)
         check_number("`step`", step, "Pass a number of steps.", least=0)
@@ -296,18 +302,22 @@ class RunReport(ReportCallback):
     def step(self, *, rows: int = 0, tokens: int = 0) -> Iterator[None]:
         """Marks a step of a training loop, from the batch to its programs.
 
-        Read the batch before the block, from a distributed dataset, whose time
-        is that of input. All other Python code of the loop is counted as such.
+        Read the batch before the block, from a distributed dataset: the report
+        counts this reading as input. It counts all other Python code of the
+        loop as Python.
 
         Args:
           rows: The number of rows of the batch, over all processes, if you
             want rows per second.
           tokens: The number of tokens of the batch, over all processes.
+
+        Raises:
+          RuntimeError: if the object is not recording.
         """
         if self._recorder is None:
             raise RuntimeError(
                 "Steps can only be recorded between `begin` and `finish`. "
-                "Received: a call of `RunReport.step` outside of them. Write "
+                "Received: a call of `RunReport.step` at another time. Write "
                 "`with report:` around the loop."
             )
         self._recorder.begin_step(rows, tokens)
@@ -337,7 +347,7 @@ class RunReport(ReportCallback):
         self.close()
 
     def close(self) -> None:
-        """Stops recording; called when `fit` ends, by an error or not."""
+        """Stops recording; called when `fit` ends, also after an error."""
         if self._recorder is None:
             return
         self._stack.close()
