@@ -110,12 +110,13 @@ def complete_options(
 ) -> dict[str, Any] | None:
     """Returns a program's compiler options, with those that its GPUs need.
 
-    For absent GPUs, XLA uses this package's stand-ins for the assembler and
-    the library of device functions in NVIDIA's toolkit, because machine code
-    is not needed. Matrix products call cuBLAS: XLA measures on a GPU whether
-    kernels that it generates are faster. Without a GPU it would always use
-    these kernels, with which programs need less memory. XLA has read its flags before a planned script calls
-    `enable_determinism`, so that flag is also passed as an option.
+    For absent GPUs, XLA uses this package's stand-ins for the assembler and the
+    library of device functions in NVIDIA's toolkit, because machine code is not
+    needed. Matrix products call cuBLAS: XLA measures on a GPU whether kernels
+    that it generates are faster. Without a GPU it would always use these
+    kernels, with which programs need less memory. XLA has read its flags before
+    a planned script calls `enable_determinism`, so that flag is also passed as
+    an option.
 
     Args:
       options: XLA compiler options by name, or None.

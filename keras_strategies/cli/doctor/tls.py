@@ -25,8 +25,8 @@ def check_tls(
         it is not installed.
 
     Returns:
-      A tuple of a row, which is missing if neither the process has others nor
-      a variable for mutual TLS is set, and of findings.
+      The rows and the findings. There is no row if the process is the only
+      one of its job and no variable for mutual TLS is set.
     """
     version = versions.parse_version(version_of("jax") or "")
     address = info and info.coordinator_address
@@ -37,7 +37,7 @@ def check_tls(
         )
         if credentials is None:
             return () if is_alone else ((_NAME, "off"),), ()
-        # Without the job's address, a certificate of any host is good.
+        # Without the job's address, a certificate for any host passes.
         end = mutual_tls.check_files(
             credentials,
             split_address(address)[0] if address else "",

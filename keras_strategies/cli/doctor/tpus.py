@@ -93,7 +93,8 @@ def check_tpus(
         ("TPU device files", join_few(devices) or "none"),
         (
             "held by",
-            "\n".join(names[:_MOST_NAMES]) or "no process that can be seen",
+            "\n".join(names[:_MOST_NAMES])
+            or "no process that this user can see",
         ),
     )
     has_tpu = bool(devices)
@@ -149,7 +150,7 @@ def _check_holders(
             cure += _OF_TENSORFLOW
         if not has_tpu:
             yield warning(
-                f"{name} uses libtpu, so that no other process can compile for "
+                f"{name} uses libtpu, so no other process can compile for "
                 "TPUs.",
                 f"{cure} On a machine without TPUs you can also set {_MULTIPLE}"
                 "=1.",
@@ -157,12 +158,12 @@ def _check_holders(
         elif any(environ.get(variable) for variable in _SHARING):
             yield warning(
                 f"{name} holds a TPU. JAX can start only on other chips.",
-                f"Check that {' or '.join(_SHARING)} gives this process other "
+                f"Check that {' or '.join(_SHARING)} gives your process other "
                 f"chips. {cure}",
             )
         else:
             yield fault(
-                f"{name} holds the TPU. JAX cannot start it in another "
+                f"{name} holds the TPU. JAX cannot start the TPU in another "
                 "process.",
                 cure,
             )

@@ -1,4 +1,4 @@
-"""The GPUs that this process takes, beside other processes on its host.
+"""Chooses the GPUs of this process if other processes share its host.
 
 JAX gives a process all GPUs of its host, or one of them under SLURM and Open
 MPI. Here, the processes on a host share its GPUs evenly. A process that is
@@ -179,15 +179,15 @@ def share_gpus(
             "Processes on one host must not share a GPU. Received: "
             f"{describe_gpus(visible, environ)} for {count} processes on this "
             "host. Start fewer processes on the host, or make more GPUs "
-            "visible. If each process has GPUs that the others do not see (in "
-            f"a container, for example), set {LOCAL_IDS}=0 in each."
+            "visible. If each process sees a GPU that the others do not see "
+            f"(in a container, for example), set {LOCAL_IDS}=0 in each."
         )
     each, left = divmod(visible, count)
     if left and not index:
         warnings.warn(
             f"{left} of {visible} GPUs of this host stay idle, because its "
-            f"{count} processes take {each} each. Start a number of processes "
-            "that divides the number of GPUs.",
+            f"{count} processes take {each} each. To use all of them, start a "
+            "number of processes that divides the number of GPUs.",
             stacklevel=2,
         )
     return tuple(range(index * each, (index + 1) * each))

@@ -94,7 +94,7 @@ def read_credentials(
     *,
     is_supported: bool,
 ) -> Credentials | None:
-    """Reads where the files are; None without mutual TLS.
+    """Returns the paths of the files, or None without mutual TLS.
 
     Args:
       environ: The environment variables.
@@ -118,11 +118,12 @@ def read_credentials(
     if not is_supported:
         least = ".".join(map(str, LEAST_JAX))
         raise MutualTlsError(
-            f"Mutual TLS needs jax {least} or newer; an older one would ignore "
-            f"it. Received: {', '.join(given or [REQUIRED])}, with an older "
-            "jax.",
+            f"Mutual TLS needs jax {least} or newer; an older jax ignores its "
+            f"variables. Received: {', '.join(given or [REQUIRED])}, with an "
+            "older jax.",
             f"Run `pip install --upgrade 'jax>={least},<0.13'`, or unset these "
-            "variables and close the job's network.",
+            "variables and run the job in a network that untrusted programs "
+            "cannot reach.",
         )
     missing = [name for name in FILES if not texts[name]]
     if missing:
@@ -156,7 +157,7 @@ def check_files(credentials: Credentials, host: str, *, is_host: bool) -> str:
         compare with `host`.
 
     Returns:
-      Until when the certificate is valid, as text.
+      The time until which the certificate is valid, as text.
 
     Raises:
       MutualTlsError: if a file cannot be read or is not of its kind, the key
@@ -234,7 +235,7 @@ def _make_ends(
 
     Args:
       paths: The paths of the files.
-      host: What the server's certificate must name; None for any.
+      host: The host that the server's certificate must name; None for any.
       is_host: Whether the certificate is used by a server, too.
     """
     client = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
@@ -266,7 +267,7 @@ def _refuse_certificate(path: str, why: str) -> NoReturn:
     why = escape_controls(why)
     raise MutualTlsError(
         f"{CERT} must be a certificate that the other processes accept: valid "
-        f"now, signed by {CA}, and in process 0 with the host of the job's "
+        f"now, signed by {CA}, and, in process 0, for the host of the job's "
         f"address. Received: {shorten(path)}: {why.rstrip('.')}.",
         f"Make a certificate for this job ({_DOCUMENT}).",
     )

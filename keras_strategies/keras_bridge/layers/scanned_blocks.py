@@ -54,11 +54,11 @@ def scan_blocks(model: keras.Model) -> list[list[str]]:
 
     A program then contains one block instead of all, so it is smaller and
     compiles faster. Results are those of the unrolled model, up to rounding.
-    Weights keep their names and shapes. The runs of equal blocks are found in
-    the model's graph and in those of its nested models: at least 4 parts with
-    the same configuration, each of which reads one output of the previous
-    part. While a step is traced, blocks that differ (for example in a constant)
-    are computed one by one, with a warning.
+    Weights keep their names and shapes. The function finds runs of equal blocks
+    in the model's graph and in the graphs of its nested models. A run is at
+    least 4 blocks with the same configuration, each of which reads one output
+    of the previous block. If a step's trace shows that blocks differ after all
+    (for example in a constant), they are computed one by one, with a warning.
 
     Args:
       model: A built functional or sequential model. Models that are called

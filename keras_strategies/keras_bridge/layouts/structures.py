@@ -58,9 +58,10 @@ def choose_axes(
         raise ValueError(
             "A transformer must have layers with projections of queries and "
             f"values. Received: the model {model.name!r}, in which no layer "
-            "has sublayers named 'query' and 'value'. Name the sublayers of "
-            "user-defined attention 'query', 'key', 'value' and "
-            "'attention_output', or write a `layout_map` for the model."
+            "has dense sublayers named 'query' and 'value' ('q' and 'v', or "
+            "'qkv'). Name the sublayers of user-defined attention 'query', "
+            "'key', 'value' and 'attention_output', or write a `layout_map` "
+            "for the model."
         )
     # A layer may be held by several parents, one of which knows its structure.
     alone = [p for p in others if id(p.kernel) not in by_id]

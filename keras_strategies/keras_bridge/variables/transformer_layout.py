@@ -89,11 +89,12 @@ def transformer_layout(model: keras.Model, cores: int) -> dict[str, Layout]:
 
     Attention is recognized by the names of its sublayers, or of the attributes
     that hold them, as in Keras's `MultiHeadAttention` and
-    `GroupQueryAttention` and in keras-hub models. Tables whose vocabulary is
-    not a multiple of `cores` are sharded along their width, and other dense
-    layers and convolutions with at least 0.5 percent of the bytes along their
-    wide dimension. Warns about variables with at least 5 percent of the bytes
-    that belong to no recognized layer and could be sharded.
+    `GroupQueryAttention` and in keras-hub models. Tables with at least 0.5
+    percent of the bytes, whose vocabulary is not a multiple of `cores`, are
+    sharded along their width. Other dense layers and convolutions with at least
+    0.5 percent of the bytes are sharded along their wide dimension. Warns about
+    variables with at least 5 percent of the bytes that belong to no recognized
+    layer and could be sharded.
 
     Args:
       model: A built model, for example one created outside of the strategy's
@@ -153,7 +154,7 @@ def transformer_layout(model: keras.Model, cores: int) -> dict[str, Layout]:
         whole = [
             v
             for v in variables
-            # Heads that the cores cannot share stay whole.
+            # Heads that the cores cannot share are replicated.
             if any(chosen.get(id(v), "?"))
             and not any(_apply(layouts.get(pattern), v))
         ]
@@ -286,11 +287,11 @@ def _warn_of_whole(
     axes = tuple(MODEL if d == dim else None for d in range(len(shape)))
     warnings.warn(
         "`transformer_layout` must recognize a layer to shard its variables. "
-        f"Received: {able[0].path!r} of shape {shape}, "
-        f"{shares[id(able[0])]:.0%} of the bytes of the weights (of "
-        f"{len(able)} such variables), which every core holds whole. Name the "
-        "layer's sublayers as in `keras.layers.MultiHeadAttention`, or add the "
-        f"variables to the map: layout_map[{pattern!r}] = {axes}.",
+        f"Received: {able[0].path!r} of shape {shape}, one of {len(able)} such "
+        f"variables with {shares[id(able[0])]:.0%} of the weights' bytes. They "
+        "are replicated on every core. Name the layer's sublayers as "
+        "in `keras.layers.MultiHeadAttention`, or add the variables to the "
+        f"map: layout_map[{pattern!r}] = {axes}.",
         stacklevel=3,
     )
 

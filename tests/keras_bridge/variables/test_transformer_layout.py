@@ -340,7 +340,7 @@ def test_a_large_variable_that_stays_whole_is_named_with_the_cure():
     assert len(caught) == 2
     for warning in caught:
         text = str(warning.message)
-        assert "% of the bytes" in text
+        assert "% of the weights' bytes" in text
         # The cure is Python.
         exec(text[text.index("layout_map[") :].rstrip("."))
     strategy = of_cores(1, 4, layout_map)
