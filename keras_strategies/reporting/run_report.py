@@ -59,15 +59,13 @@ class RunReport(ReportCallback):
     means over the fit so far.
 
     `fit` may start programs ahead of the devices. So the report measures
-    between moments at which all started programs have ended, and each step in
-    between gets the mean of the time. Such moments are the start of a program,
-    if the previous one has ended; a point where `fit` waits for a program (on
-    CPUs, or for logs); the start of a checkpoint or an evaluation; and the end
-    of an epoch. The report checks whether programs have ended. It waits for
-    them only before a checkpoint or an evaluation, which wait for them too.
-    Compilations, checkpoints and evaluations are not part of a step's time.
-    The time until the first step has started is start-up. The shares leave it
-    out.
+    between moments at which all started programs have ended: at the start of a
+    program, where `fit` waits for one (on CPUs, or for logs), before a
+    checkpoint or an evaluation, and at an epoch's end. Each step in between
+    gets the mean of the time. The report waits for programs only before a
+    checkpoint or an evaluation, which wait for them too. Compilations,
+    checkpoints and evaluations are not part of a step's time. The shares leave
+    out start-up, the time until the first step has started.
 
     For loops without `fit`, use the object as a context manager, or call
     `begin` and `finish`. Mark each step by `with report.step(rows=...):`.
@@ -92,8 +90,8 @@ class RunReport(ReportCallback):
       ValueError: if `profile` is not valid, or, in `fit`, if there is no
         directory for it.
       RuntimeError: in `fit`, if no strategy distributes the model.
-      ReportError: in `fit`, if `run_report.json` exists and is not a report.
-      OSError: in `fit`, if the directory cannot be written to.
+      ReportError: in `fit` or `begin`, if `run_report.json` is not a report.
+      OSError: in `fit` or `begin`, if the directory cannot be written to.
 
     Example:
       ```python
@@ -286,12 +284,6 @@ class RunReport(ReportCallback):
         Args:
           step: The number of steps that were trained before, such as the step
             of a restored checkpoint.
-
-        Raises:
-          TypeError: if `step` is not an integer.
-          ValueError: if `step` is negative.
-          ReportError: if `run_report.json` exists and is not a report.
-          OSError: if the directory cannot be written to.
         """
         self.__dict__.pop("_fitted", None)
         check_number("`step`", step, "Pass a number of steps.", least=0)
