@@ -8,6 +8,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import keras
 import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
@@ -50,9 +51,9 @@ class ReplicaMesh:
 
     Raises:
       ValueError: if `devices` is empty; if there are duplicates; if the
-        number of devices is not divisible by `cores_per_replica`; if processes
-        have different numbers of replicas; or if processes share only some of
-        their replicas.
+        number of devices is not divisible by `cores_per_replica`; if
+        `reduce_dtype` is not a float dtype; if processes have different numbers
+        of replicas; or if processes share only some of their replicas.
       TypeError: if an entry of `devices` is not a JAX device.
 
     Example:
@@ -74,6 +75,8 @@ class ReplicaMesh:
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "devices", tuple(self.devices))
+        dtype = standardize_reduce_dtype(self.reduce_dtype)
+        object.__setattr__(self, "reduce_dtype", dtype)
         others = [d for d in self.devices if not hasattr(d, "process_index")]
         if others:
             raise TypeError(
@@ -364,3 +367,22 @@ def _check_owners(owners: list[int], cores: int) -> None:
 
 def _shorten(items: list[Any]) -> str:
     return f"{items[:16]}{'...' if len(items) > 16 else ''}"
+
+
+def standardize_reduce_dtype(raw: object) -> str | None:
+    """Returns the name of a dtype of sums, for example of `jnp.bfloat16`.
+
+    Raises:
+      ValueError: if it is neither a float dtype nor None.
+    """
+    try:
+        dtype = None if raw is None else keras.backend.standardize_dtype(raw)
+    except (TypeError, ValueError):
+        dtype = ""
+    if dtype not in (None, "bfloat16", "float16", "float32", "float64"):
+        raise ValueError(
+            "`reduce_dtype` must be a float dtype. Received: "
+            f"{raw!r} of type {type(raw).__name__}. Pass 'bfloat16' to sum "
+            "gradients in it, or None to use the dtype of the gradients."
+        )
+    return dtype

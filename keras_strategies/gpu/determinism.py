@@ -43,7 +43,8 @@ def enable_determinism() -> None:
     Raises:
       RuntimeError: if JAX has started GPUs, unless the environment had the flag
         already.
-      ValueError: if XLA_FLAGS names a file that cannot be read.
+      ValueError: if XLA_FLAGS names a file that cannot be read, or contains
+        something else than flags.
 
     Example:
       ```python

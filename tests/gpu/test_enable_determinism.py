@@ -79,6 +79,44 @@ def test_flags_are_read_as_xla_reads_them(tmp_path):
 
 
 @pytest.mark.parametrize(
+    "flags",
+    [
+        "--xla_a='x",
+        '--xla_a="x\\"',
+        "--xla_a='x' --xla_b='y",
+        "--xla_a=1 stray",
+        "--xla_a='x' stray --xla_b=1",
+    ],
+)
+@pytest.mark.parametrize("is_in_file", [False, True])
+def test_flags_that_xla_reads_in_part_are_refused(
+    environment, tmp_path, flags, is_in_file
+):
+    if is_in_file:
+        (tmp_path / "flags").write_text(flags)
+        flags = str(tmp_path / "flags")
+    environment.setenv("XLA_FLAGS", flags)
+    with pytest.raises(ValueError, match=r"must.*quote.*Received.*Correct"):
+        ks.enable_determinism()
+    assert os.environ["XLA_FLAGS"] == flags
+
+
+@pytest.mark.parametrize(
+    "flags",
+    [
+        """--xla_a='x y "' --xla_b=1""",
+        '--xla_a="x \\" --xla_c=\'"',
+        "--xla_a=o'x --xla_b=1",
+        "--xla_a=x='y",
+        "--xla_a='x'--xla_b='y'",
+        "-" * 100_000,
+    ],
+)
+def test_flags_that_xla_reads_whole_are_accepted(flags):
+    assert read_flags({"XLA_FLAGS": flags}) == flags
+
+
+@pytest.mark.parametrize(
     ("flags", "expected"),
     [
         ("", False),

@@ -1,7 +1,8 @@
 """Checks installed packages and the variables that Keras and JAX read.
 
-The checks depend only on the environment variables and on a function that looks
-up the version of a package. They do not import the packages.
+The checks depend only on the environment variables, a file that XLA_FLAGS
+names, and a function that looks up the version of a package. They do not import
+the packages.
 """
 
 import importlib.util
@@ -21,6 +22,7 @@ from keras_strategies.cli.doctor.findings import (
     warning,
 )
 from keras_strategies.cluster.exchange import job_secret
+from keras_strategies.gpu.xla_flags import read_flags
 from keras_strategies.keras_bridge.backend import is_switched_on
 
 LEAST_PYTHON = (3, 11)
@@ -120,6 +122,7 @@ def check_variables(environ: Mapping[str, str], num_cores: int) -> Part:
     findings = (
         *_check_keras(environ),
         *_check_platforms(environ.get("JAX_PLATFORMS", "")),
+        *_check_flags(environ),
         *_check_virtual_devices(flags, num_cores),
         *_check_secret(environ),
     )
@@ -133,6 +136,14 @@ def split_flags(text: str) -> list[str]:
         return shlex.split(text) if len(text) < _MAX_FLAGS else text.split()
     except ValueError:
         return text.split()
+
+
+def _check_flags(environ: Mapping[str, str]) -> Iterator[Finding]:
+    try:
+        read_flags(environ)
+    except ValueError as error:
+        text, cure = str(error).rsplit(". ", 1)
+        yield fault(f"{text}.", cure)
 
 
 def _check_secret(environ: Mapping[str, str]) -> Iterator[Finding]:

@@ -13,9 +13,10 @@ import math
 from collections.abc import Callable, Sequence
 from typing import Any
 
-import keras
-
-from keras_strategies._core.mesh import ReplicaMesh
+from keras_strategies._core.mesh import (
+    ReplicaMesh,
+    standardize_reduce_dtype,
+)
 from keras_strategies.cluster.checks import check_number
 
 MIN_SIZE = 2**14
@@ -74,7 +75,8 @@ class FullySharded:
         check_number(
             "min_size", self.min_size, cure, least=1, is_optional=False
         )
-        _standardize(self)
+        dtype = standardize_reduce_dtype(self.reduce_dtype)
+        object.__setattr__(self, "reduce_dtype", dtype)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -125,7 +127,8 @@ class Replicated:
     reduce_dtype: str | None = None
 
     def __post_init__(self) -> None:
-        _standardize(self)
+        dtype = standardize_reduce_dtype(self.reduce_dtype)
+        object.__setattr__(self, "reduce_dtype", dtype)
 
     def __call__(
         self, path: str, shape: tuple[int, ...], dtype: str
@@ -382,19 +385,3 @@ def _has_tf_signature(partitioner: Callable[..., Any]) -> bool:
             "Define the function as `def partitioner(path, shape, dtype)`."
         ) from error
     return True
-
-
-def _standardize(partitioner: FullySharded | Replicated) -> None:
-    """Replaces `reduce_dtype` by its name, for example of `jnp.bfloat16`."""
-    raw = partitioner.reduce_dtype
-    try:
-        dtype = None if raw is None else keras.backend.standardize_dtype(raw)
-    except (TypeError, ValueError):
-        dtype = ""
-    if dtype not in (None, "bfloat16", "float16", "float32", "float64"):
-        raise ValueError(
-            "`reduce_dtype` must be a float dtype. Received: "
-            f"{raw!r} of type {type(raw).__name__}. Pass 'bfloat16' to sum "
-            "gradients in it, or None to use the dtype of the gradients."
-        )
-    object.__setattr__(partitioner, "reduce_dtype", dtype)

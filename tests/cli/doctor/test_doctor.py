@@ -277,6 +277,14 @@ def test_missing_extras_are_named(monkeypatch):
             },
             [],
         ),
+        (
+            {"XLA_FLAGS": "--xla_dump_to='a"},
+            ["fault: XLA_FLAGS must consist of flags"],
+        ),
+        (
+            {"XLA_FLAGS": "/no/such/file"},
+            ["fault: XLA_FLAGS must contain flags, or name a file"],
+        ),
     ],
 )
 def test_variables(environ, expected):

@@ -1,5 +1,7 @@
 """Which variables replicas divide: partitioners, their rules and errors."""
 
+import functools
+
 import jax
 import jax.numpy as jnp
 import keras
@@ -63,7 +65,8 @@ def test_fully_sharded():
 @pytest.mark.parametrize("dtype", ["int8", "bf16", 3, "", object(), np.int32])
 def test_gradients_are_summed_in_a_float_dtype(dtype):
     text = "`reduce_dtype` must be a float dtype"
-    for kind in (FullySharded, ks.experimental.Replicated):
+    mesh = functools.partial(ks.ReplicaMesh, devices=jax.devices())
+    for kind in (FullySharded, ks.experimental.Replicated, mesh):
         with pytest.raises(ValueError, match=text):
             kind(reduce_dtype=dtype)
 
@@ -435,7 +438,8 @@ def test_a_variable_of_another_partitioner_is_not_written_in_run():
     np.testing.assert_array_equal(kernel, before)
     # Read it may be.
     total = other.run(lambda: keras.ops.sum(kernel))
-    np.testing.assert_allclose(total.values[3], before.sum(), rtol=1e-5)
+    # The sum's terms cancel each other.
+    np.testing.assert_allclose(total.values[3], before.sum(), atol=1e-5)
 
 
 def test_checkpoints_of_another_strategys_model(tmp_path):
