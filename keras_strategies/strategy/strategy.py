@@ -183,9 +183,9 @@ class Strategy(CustomLoops, PlanMixin):
     ) -> CompiledProgram:
         """Compiles a step of a model, without running it.
 
-        The program reports the memory and the collectives that a step of `fit`,
-        `evaluate` or `predict` needs on each device. The devices need not be
-        present (see `TPUStrategy.for_topology`). Not in tf.
+        The program reports what one step of `fit`, `evaluate` or `predict`
+        needs on each device, whatever `steps_per_execution` is. The devices
+        need not be present (see `TPUStrategy.for_topology`). Not in tf.
 
         Args:
           model: A model of this strategy; it is built here if necessary.

@@ -59,7 +59,7 @@ def test_what_is_planned_is_what_is_compiled():
     ).steps
     assert step.bytes_in_all == program.bytes_per_chip
     assert step.counts == {k: n for k, n in program.collectives.items() if n}
-    assert step.layout == "FullySharded"
+    assert step.layout == "FullySharded(min_size=1)"
 
 
 def test_the_planned_model_is_left_as_it_is():

@@ -12,6 +12,7 @@ from typing import Any
 
 from keras_strategies.keras_bridge.variables.partitioners import (
     FullySharded,
+    Replicated,
     SlotsOnly,
 )
 
@@ -61,13 +62,25 @@ class Layout:
     def __str__(self) -> str:
         words = []
         if self.partitioner is not None:
-            words.append(type(self.partitioner).__name__)
+            words.append(_name_partitioner(self.partitioner))
         elif self.divides != "nothing":
             word = "slots" if self.divides == "slots" else "sharded"
             words.append(word + (f":{self.shards}" if self.shards else ""))
         if self.cores > 1:
             words.append(f"model:{self.cores}")
         return "+".join(words) or "replicated"
+
+
+def _name_partitioner(partitioner: Any) -> str:
+    """Returns a partitioner's name, with the options that are not defaults."""
+    if not isinstance(partitioner, FullySharded | Replicated):
+        return getattr(partitioner, "__name__", type(partitioner).__name__)
+    options = [
+        f"{field.name}={value!r}"
+        for field in dataclasses.fields(partitioner)
+        if (value := getattr(partitioner, field.name)) != field.default
+    ]
+    return f"{type(partitioner).__name__}({', '.join(options)})"
 
 
 def parse_layout(spec: object) -> Layout:

@@ -396,5 +396,5 @@ class _Planning:
 
 
 def _get_first_line(error: Exception) -> str:
-    text = str(error).partition("\n")[0]
-    return text or type(error).__name__
+    text = str(error).partition("\n")[0] or type(error).__name__
+    return text if text.endswith(".") else f"{text}."

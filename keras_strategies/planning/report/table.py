@@ -245,6 +245,7 @@ def _format_cells(step: PlannedStep, is_of_tokens: bool) -> tuple[str, ...]:
     if step.error is not None:
         return (step.topology, step.layout, *["-"] * 9)
     rows = step.rows / max(step.num_replicas, 1)
+    each = f"{rows:,.0f}" if rows >= _MANY else f"{rows:,.4g}"
     fits = {True: "yes", False: "no", None: "?"}[step.fits]
     memory = "?"
     if step.bytes_in_all is not None:
@@ -270,7 +271,7 @@ def _format_cells(step: PlannedStep, is_of_tokens: bool) -> tuple[str, ...]:
     if step.blocks is not None:
         effort += ", blocks"
     return (
-        *(step.topology, step.layout, f"{rows:,.4g}", fits, memory, most),
+        *(step.topology, step.layout, each, fits, memory, most),
         *(
             time,
             "-" if rate is None else _format_large(rate),

@@ -373,7 +373,11 @@ def test_arrays_are_passed_whole(tmp_path):
             "variable_partitioner=ks.experimental.FullySharded()",
             "sharded",
         ),
-        (None, f"{DIVIDED}FullySharded(min_size=1)", "FullySharded"),
+        (
+            None,
+            f"{DIVIDED}FullySharded(min_size=1)",
+            "FullySharded(min_size=1)",
+        ),
         (Layout(divides="slots"), "", "slots"),
         (Layout(), f"{DIVIDED}FullySharded()", "replicated"),
     ],

@@ -2,7 +2,11 @@
 
 import pytest
 
-from keras_strategies.experimental import FullySharded, SlotsOnly
+from keras_strategies.experimental import (
+    FullySharded,
+    Replicated,
+    SlotsOnly,
+)
 from keras_strategies.planning.compile import layouts as lib
 from keras_strategies.planning.compile.layouts import Layout
 
@@ -47,7 +51,13 @@ def test_words_give_a_layout_that_prints_as_them(given, layout, partitioner):
         (SlotsOnly(4), "slots:4"),
         (FullySharded(), "sharded"),
         (FullySharded(shards=4), "sharded:4"),
-        (custom, "function"),
+        (custom, "custom"),
+        (
+            FullySharded(4, reduce_dtype="bfloat16"),
+            "FullySharded(shards=4, reduce_dtype='bfloat16')",
+        ),
+        (SlotsOnly(min_size=1), "SlotsOnly(min_size=1)"),
+        (Replicated("bfloat16"), "Replicated(reduce_dtype='bfloat16')"),
         (Layout(cores=8), "model:8"),
     ],
 )

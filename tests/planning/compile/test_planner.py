@@ -312,6 +312,17 @@ def test_a_step_that_cannot_have_more_rows_keeps_its_figures(
     assert (note in row.advice) == (is_verified or found is None)
 
 
+def test_a_note_about_an_error_ends_with_a_period():
+    class Fixed(Step):
+        def lower(self, rows, blocks):
+            if rows > 8:
+                raise ValueError("It wants 8 rows")
+            return super().lower(rows, blocks)
+
+    (row,), _ = plan(Fixed(of_row=1))
+    assert "more rows raise an error: It wants 8 rows. " in f"{row.advice} "
+
+
 def test_a_note_is_kept_when_the_step_is_lowered_again():
     class Noted(Step):
         def lower(self, rows, blocks):

@@ -81,6 +81,17 @@ def test_the_cells_of_a_table():
     assert repr(PLAN) == str(PLAN)
 
 
+@pytest.mark.parametrize(
+    ("rows", "shown"),
+    [(4 * 2**24 + 4, "16,777,217"), (4 * 12345, "12,345"), (10, "2.5")],
+)
+def test_rows_of_a_replica(rows, shown):
+    planned = step(topology="h100:4", rows=rows, num_replicas=4)
+    text = printed(Plan(steps=(planned,)), 160)
+    first = next(line for line in text.splitlines() if "h100:4" in line)
+    assert first.split()[2] == shown
+
+
 def test_rows_that_replicas_cannot_share_evenly_are_told_once():
     steps = [step(rows=3686, layout=x) for x in ("replicated", "slots")]
     text = printed(Plan(steps=(*steps, step())), 200)
