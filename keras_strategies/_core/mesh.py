@@ -8,7 +8,6 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-import keras
 import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
@@ -376,7 +375,7 @@ def standardize_reduce_dtype(raw: object) -> str | None:
       ValueError: if it is neither a float dtype nor None.
     """
     try:
-        dtype = None if raw is None else keras.backend.standardize_dtype(raw)
+        dtype = None if raw is None else np.dtype(raw).name
     except (TypeError, ValueError):
         dtype = ""
     if dtype not in (None, "bfloat16", "float16", "float32", "float64"):
