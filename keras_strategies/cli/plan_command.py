@@ -230,6 +230,7 @@ def _list_candidates(options: argparse.Namespace) -> list[tuple[str, str]]:
 
 
 def _require_libtpu(names: Sequence[str]) -> None:
+    from keras_strategies.gpu.targets import TARGETS
     from keras_strategies.gpu.topology_devices import is_gpu_name
 
     others = [name for name in names if not is_gpu_name(name)]
@@ -238,7 +239,7 @@ def _require_libtpu(names: Sequence[str]) -> None:
             "Compiling for TPUs needs libtpu, which is not installed. "
             f"Received: --topology {others[0]}. Run `pip install '.[tpu]'` in "
             "a clone of the project; this also works on a machine without a "
-            "TPU. Names of GPUs, such as h100:8, do not need it."
+            f"TPU. GPUs ({', '.join(TARGETS)}), such as h100:8, do not need it."
         )
 
 
