@@ -368,7 +368,7 @@ def _shorten(items: list[Any]) -> str:
     return f"{items[:16]}{'...' if len(items) > 16 else ''}"
 
 
-def standardize_reduce_dtype(raw: object) -> str | None:
+def standardize_reduce_dtype(raw: Any) -> str | None:
     """Returns the name of a dtype of sums, for example of `jnp.bfloat16`.
 
     Raises:

@@ -53,8 +53,8 @@ def test_a_convolution_reaches_less():
     found = costs(
         "%a = bf16[64,56,56,256]{3,2,1,0} parameter(0)",
         "%k = bf16[256,3,3,256]{3,2,1,0} parameter(1)",
-        "ROOT %x = (bf16[64,56,56,256]{3,2,1,0}, u8[0]{0}) custom-call(%a, %k), "
-        "window={size=3x3 pad=1_1x1_1}, dim_labels=b01f_o01i->b01f, "
+        "ROOT %x = (bf16[64,56,56,256]{3,2,1,0}, u8[0]{0}) custom-call("
+        "%a, %k), window={size=3x3 pad=1_1x1_1}, dim_labels=b01f_o01i->b01f, "
         'custom_call_target="__cudnn$convForward"',
     )
     assert found["compute_seconds"] > 0
