@@ -137,9 +137,10 @@ def make_data(batch):
 
 def loop(model, x, y, rows):
     """Returns a function that runs a raw loop over all steps."""
+    import gpu_steps
     import jax
 
-    optimizer, loss = model.optimizer, model.loss
+    optimizer = model.optimizer
     optimizer.build(model.trainable_variables)
     state = [
         [v.value for v in variables]
@@ -150,19 +151,10 @@ def loop(model, x, y, rows):
         )
     ]
 
-    def step(weights, others, slots, x, y):
-        def compute_loss(weights):
-            outputs, new = model.stateless_call(
-                weights, others, x, training=True
-            )
-            return loss(y, outputs), new
-
-        compute = jax.value_and_grad(compute_loss, has_aux=True)
-        (value, new), grads = compute(weights)
-        weights, slots = optimizer.stateless_apply(slots, grads, weights)
-        return value, weights, new, slots
-
-    jitted = jax.jit(step, donate_argnums=(0, 1, 2))
+    jitted = jax.jit(
+        gpu_steps.make_raw_step(model, optimizer, model.loss),
+        donate_argnums=(0, 1, 2),
+    )
 
     def run():
         nonlocal state

@@ -121,18 +121,6 @@ def compile_raw(
         count = len(devices) if is_sharded else 0
         return [shape(v, choose_spec(tuple(v.shape), count)) for v in variables]
 
-    def step(weights: Any, others: Any, slots: Any, x: Any, y: Any) -> Any:
-        def compute_loss(weights: Any) -> Any:
-            outputs, new = model.stateless_call(
-                weights, others, x, training=True
-            )
-            return loss(y, outputs), new
-
-        compute = jax.value_and_grad(compute_loss, has_aux=True)
-        (value, new), grads = compute(weights)
-        weights, slots = optimizer.stateless_apply(slots, grads, weights)
-        return value, weights, new, slots
-
     state = [
         place(variables)
         for variables in (
@@ -145,7 +133,7 @@ def compile_raw(
     split = [shape(leaf, PartitionSpec("replica")) for leaf in batch]
     shardings = jax.tree.map(lambda s: s.sharding, state)
     jitted = jax.jit(
-        step,
+        make_raw_step(model, optimizer, loss),
         donate_argnums=(0, 1, 2),
         out_shardings=(NamedSharding(mesh, PartitionSpec()), *shardings),
     )
@@ -153,6 +141,28 @@ def compile_raw(
     start = time.perf_counter()
     compiled = lowered.compile(compiler_options=complete_options(None, devices))
     return Figures.measure(compiled, time.perf_counter() - start)
+
+
+def make_raw_step(
+    model: keras.Model,
+    optimizer: keras.optimizers.Optimizer,
+    loss: keras.losses.Loss,
+) -> Callable[..., Any]:
+    """Returns a step of state and batch, by Keras's stateless functions."""
+
+    def step(weights: Any, others: Any, slots: Any, x: Any, y: Any) -> Any:
+        def compute_loss(weights: Any) -> Any:
+            outputs, new = model.stateless_call(
+                weights, others, x, training=True
+            )
+            return loss(y, outputs), new
+
+        compute = jax.value_and_grad(compute_loss, has_aux=True)
+        (value, new), grads = compute(weights)
+        weights, slots = optimizer.stateless_apply(slots, grads, weights)
+        return value, weights, new, slots
+
+    return step
 
 
 def choose_spec(shape: tuple[int, ...], count: int) -> PartitionSpec:
