@@ -111,7 +111,8 @@ def losses_in(
       data: The positions of those inputs whose dimension 0 is the rows.
       num_rows: The number of rows.
       twin: A trace of the same step with more rows. Without it, the verdict is
-        `UNSURE` if there is a constant that may depend on the number of rows.
+        `UNSURE` if there is a constant that may depend on the number of rows,
+        and uses of this number elsewhere are not found.
     """
     jaxprs = [traced] if twin is None else [traced, twin]
     inner = traced.jaxpr
@@ -127,6 +128,8 @@ def losses_in(
     except _Different:
         return Finding(verdict=Verdict.MIXED, counting=True)
     finding = interpreter.finding()
+    if twin is None:
+        return dataclasses.replace(finding, counting=None)
     # A metric that receives gathered rows adds their number to its state.
     numbers = [kind for kind in outputs if kind.values is not None]
     if any(map(scales.depends_on_count, numbers)):

@@ -242,6 +242,8 @@ def _compare_rows(
     finding = losses.losses_in(jaxpr, of_rows, rows, twin)
     if is_one and is_user_loss and not _agrees(of_one, jaxpr, twin):
         return Finding(verdict=Verdict.MIXED)
+    if not is_user_code:
+        finding = dataclasses.replace(finding, counting=None)
     if is_mean:
         return dataclasses.replace(finding, verdict=Verdict.MEAN)
     return finding
