@@ -56,6 +56,11 @@ def parse():
     parser.add_argument("--cluster", choices=STRATEGIES, default="tf_config")
     parser.add_argument("--epochs", type=int, default=5)
     parser.add_argument("--rows", type=int, default=1000)
+    parser.add_argument(
+        "--checkpoints",
+        metavar="FOLDER",
+        help="on a disk that all hosts share; to resume after a restart",
+    )
     return parser.parse_args()
 
 
@@ -102,7 +107,20 @@ def main():
             metrics=["accuracy"],
         )
     before = model.evaluate(x, y, batch_size=64, verbose=0)[0]
-    model.fit(x, y, batch_size=64, epochs=options.epochs, verbose=0)
+    callbacks = []
+    if options.checkpoints:
+        callbacks += [
+            ks.callbacks.Checkpoint(options.checkpoints),
+            ks.callbacks.RunReport(),
+        ]
+    model.fit(
+        x,
+        y,
+        batch_size=64,
+        epochs=options.epochs,
+        verbose=0,
+        callbacks=callbacks,
+    )
     loss, accuracy = model.evaluate(x, y, batch_size=64, verbose=0)
     if jax.process_index() == 0:
         print(

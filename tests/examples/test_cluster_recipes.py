@@ -4,6 +4,7 @@ import contextlib
 import os
 import pathlib
 import re
+import shutil
 import subprocess
 import sys
 
@@ -13,6 +14,7 @@ import yaml
 import keras_strategies as ks
 from keras_strategies._core.names import versions
 from keras_strategies.cluster.job.free_ports import find_free_ports
+from keras_strategies.reporting.document import load_report
 from tests.support import compiling
 from tests.support.commands import CHILD, WITHOUT_PACKAGES
 
@@ -210,8 +212,18 @@ def test_script_trains_in_a_slurm_job(tmp_path):
     srun.chmod(0o755)
     environ = environment(SLURM_JOB_ID=str(find_free_ports(1)[0] - 20000))
     environ["PATH"] = f"{tmp_path}{os.pathsep}{environ['PATH']}"
-    shown = run_all((["bash", "train.sbatch"], environ))
-    assert len(re.findall(DONE, shown)) == 1, shown
+    environ["SLURM_SUBMIT_DIR"] = str(tmp_path)
+    shutil.copy(RECIPES / "train.py", tmp_path)
+    for start in (1, 2):
+        epochs = 4 + start
+        words = ["bash", "train.sbatch", "--epochs", str(epochs)]
+        shown = run_all((words, environ))
+        assert len(re.findall(DONE, shown)) == 1, shown
+        (folder,) = (tmp_path / "checkpoints").iterdir()
+        assert folder.name == environ["SLURM_JOB_ID"]
+        report = load_report(folder)
+        assert report["num_starts"] == start
+        assert report["num_steps"] == 16 * epochs
 
 
 @pytest.mark.slow

@@ -9,6 +9,7 @@ import time
 
 import pytest
 
+from keras_strategies.reporting.document import load_report
 from tests.support import slurm_cluster
 
 pytestmark = pytest.mark.slurm
@@ -21,15 +22,20 @@ LONG = """
 import os, runpy, sys
 import keras_strategies
 import keras
+again = int(os.environ.get("SLURM_RESTART_COUNT", "0"))
 History = keras.callbacks.History
 on_epoch_end = History.on_epoch_end
+count = 0
 def told(self, epoch, logs=None):
-    if epoch == 1:
+    global count
+    count += 1
+    if count == 2:
         print("in fit", flush=True)
+    if again and count == 5:
+        self.model.stop_training = True
     on_epoch_end(self, epoch, logs)
 History.on_epoch_end = told
-again = int(os.environ.get("SLURM_RESTART_COUNT", "0"))
-sys.argv += ["--epochs", "5" if again else "100000"]
+sys.argv += ["--epochs", "100000"]
 print("start", again, flush=True)
 runpy.run_path({script!r}, run_name="__main__")
 """
@@ -134,6 +140,9 @@ def check_that_it_is_started_again(slurm, folder, number):
     starts = re.findall(r"^start (\d)", shown, re.MULTILINE)
     assert starts == ["0", "0", "1", "1"], shown
     assert len(re.findall(DONE, shown)) == 1, shown
+    report = load_report(folder / "checkpoints" / str(number))
+    _, second = report["starts"]
+    assert second["first_step"] > 0, report
 
 
 @pytest.fixture

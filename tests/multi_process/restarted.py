@@ -5,7 +5,8 @@ python -m tests.multi_process.restarted FOLDER EPOCHS KIND
 KIND is "dropout" for a model with Dropout, "plain" for one without, or
 "missing" for the latter and a last of three processes that cannot start again
 after the first checkpoint. Process 0 appends each step that it computes to
-FOLDER/steps, and saves the weights in FOLDER/weights.npy.
+FOLDER/steps, and saves the weights in FOLDER/weights.npy. A run report is beside
+the checkpoints, in FOLDER/checkpoints.
 """
 
 import json
@@ -64,13 +65,14 @@ def main():
         )
         model.compile("adam", "mse")
     saved = ks.callbacks.Checkpoint(CHECKPOINTS, save_every_steps=7)
+    report = ks.callbacks.RunReport(verbose=False)
     model.fit(
         x,
         y,
         batch_size=BATCH,
         epochs=EPOCHS,
         verbose=0,
-        callbacks=[saved, Recorder()],
+        callbacks=[saved, report, Recorder()],
     )
     if TASK == 0:
         weights = [w.ravel() for w in model.get_weights()]

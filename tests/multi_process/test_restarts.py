@@ -11,6 +11,8 @@ import time
 import numpy as np
 import pytest
 
+from keras_strategies.reporting.document import compute_goodput, load_report
+
 ROOT = pathlib.Path(__file__).parents[2]
 TIME_LIMIT_S = 1800
 
@@ -62,6 +64,20 @@ def wait_for_steps(folder, number, process):
         time.sleep(0.02)
 
 
+def check_report(folder, num_steps):
+    """Checks the goodput in the job's report against the recorded steps."""
+    report, computed = load_report(folder / "checkpoints"), count_steps(folder)
+    assert report["num_steps"] == num_steps
+    kills = report["num_starts"] - 1
+    difference = report["num_repeated"] - (computed - num_steps)
+    print(f"{kills} restarts, {computed} steps, difference {difference}")
+    # A process can be killed between the report's line and the recorder's.
+    assert abs(difference) <= kills > 0
+    assert compute_goodput(report) == pytest.approx(
+        num_steps / computed, abs=kills / num_steps
+    )
+
+
 def test_a_killed_job_ends_with_the_same_weights(tmp_path):
     whole = launch(tmp_path / "whole", 2, epochs=3)
     expected, _ = finish(whole, tmp_path / "whole")
@@ -76,6 +92,7 @@ def test_a_killed_job_ends_with_the_same_weights(tmp_path):
     assert "Resuming from step" not in log  # verbose=0
     np.testing.assert_array_equal(found, expected)
     assert count_steps(tmp_path / "killed") > count_steps(tmp_path / "whole")
+    check_report(tmp_path / "killed", 30)
 
 
 @pytest.mark.slow
@@ -99,6 +116,7 @@ def test_twenty_kills_at_random_times(tmp_path):
     assert killed == 20, log[-5000:]
     assert log.count("; restart ") >= 20
     np.testing.assert_array_equal(found, expected)
+    check_report(tmp_path / "killed", 600)
 
 
 @pytest.mark.slow
@@ -114,5 +132,6 @@ def test_a_job_continues_with_two_of_three_processes(tmp_path):
         found, log = finish(job, tmp_path / "fewer")
     assert "with 2 processes, from the checkpoint of step " in log
     assert count_steps(tmp_path / "fewer") >= 40
+    check_report(tmp_path / "fewer", 40)
     # Without Dropout, whose draws depend on the number of replicas.
     np.testing.assert_allclose(found, expected, rtol=1e-4, atol=1e-6)
