@@ -7,9 +7,9 @@
 Every worker is a process of the job. Ray says which one it is; where all meet
 is said by the first. A worker that is lost ends the others, Ray starts all of
 them again (`--failures` times), and `ks.callbacks.Checkpoint` goes on at the
-step that was saved last: `--directory` is one that all machines share. What was
-compiled is cached in the home directory; JAX_COMPILATION_CACHE_DIR names another
-folder, for machines that do not share it.
+step that was saved last: `--directory` is one that all machines share. Compiled
+programs are cached in the home directory; if the machines do not share it, set
+JAX_COMPILATION_CACHE_DIR to another folder.
 """
 
 import argparse

@@ -5,8 +5,8 @@ python -m tests.multi_process.restarted FOLDER EPOCHS KIND
 KIND is "dropout" for a model with Dropout, "plain" for one without, or
 "missing" for the latter and a last of three processes that cannot start again
 after the first checkpoint. Process 0 appends each step that it computes to
-FOLDER/steps, and saves the weights in FOLDER/weights.npy. A run report is beside
-the checkpoints, in FOLDER/checkpoints.
+FOLDER/steps, and saves the weights in FOLDER/weights.npy. FOLDER/checkpoints
+also contains the report of the run.
 """
 
 import json
