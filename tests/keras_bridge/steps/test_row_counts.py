@@ -368,7 +368,7 @@ def with_layers():
     )
 
 
-def check_is_mapped(make, optimizer, make_strategy, **compile_args):
+def check_is_mapped(make, optimizer, make_strategy, rows=32, **compile_args):
     strategy = make_strategy(2)
     with strategy.scope(), warnings.catch_warnings():
         warnings.simplefilter("error")
@@ -376,7 +376,9 @@ def check_is_mapped(make, optimizer, make_strategy, **compile_args):
         model = make()
         model.compile(optimizer, "mse", **compile_args)
         build = find_binding(model).build_for_shapes
-        lowered = lower_step(model, strategy.mesh, "train", (X, Y), build)
+        lowered = lower_step(
+            model, strategy.mesh, "train", (X[:rows], Y[:rows]), build
+        )
     assert "whole" not in lowered.as_text()[:200]
 
 
@@ -432,3 +434,12 @@ def test_two_updates_are_mapped(name, make_strategy):
 @pytest.mark.parametrize("make_strategy", [mirrored, sharded])
 def test_logs_of_gradients_and_rows_are_mapped(make_strategy):
     check_is_mapped(Norms, OPTIMIZERS["Adam"](), make_strategy)
+
+
+@pytest.mark.parametrize("make_strategy", [mirrored, sharded])
+@pytest.mark.parametrize("rows", [2, 4])
+@pytest.mark.parametrize(
+    "make", [with_layers, Linear, Critic, Norms], ids=lambda make: make.__name__
+)
+def test_few_rows_are_mapped(make, rows, make_strategy):
+    check_is_mapped(make, OPTIMIZERS["Adam"](), make_strategy, rows)
