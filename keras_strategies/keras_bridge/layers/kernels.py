@@ -288,6 +288,8 @@ def _find_patches() -> Iterator[tuple[Any, str, Callable[[Any], Any]]]:
     yield rnn, "lstm", _wrap_lstm
     sizes = "compute_rnn_workspace_reserve_space_sizes"
     yield gpu_rnn, sizes, _wrap_sizes
+    if "keras_hub" not in sys.modules:
+        return
     for name, module in list(sys.modules.items()):
         if name.startswith("keras_hub."):
             for test in _PLATFORM_TESTS.keys() & vars(module).keys():

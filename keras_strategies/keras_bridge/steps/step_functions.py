@@ -253,7 +253,9 @@ class StepFunctionCache:
         model, mesh = self.model, self.mesh
         if model.run_eagerly:
             return self._make_eager(kind)
-        if not model.jit_compile:
+        # With the default, `jit_compile="auto"`, Keras sets False because of
+        # layers such as RandomZoom. The user cannot change these.
+        if not model.jit_compile and _supports_jit(model):
             warnings.warn(
                 "`jit_compile=False` has no effect on distributed steps, "
                 "because they are always compiled. Use `run_eagerly=True` to "
@@ -285,6 +287,10 @@ class StepFunctionCache:
             yield outputs, state
 
         return run
+
+
+def _supports_jit(model: keras.Model) -> bool:
+    return all(layer.supports_jit for layer in model._flatten_layers())
 
 
 def make_program(

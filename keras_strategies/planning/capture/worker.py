@@ -10,12 +10,14 @@ import dataclasses
 import importlib
 import json
 import os
+import pathlib
 import re
 import signal
 import sys
 import threading
 import time
 import traceback
+import warnings
 from collections.abc import Callable, Sequence
 from typing import Any, NoReturn, TextIO
 
@@ -56,6 +58,7 @@ _MAX_CAUSES = 20
 _MAX_LETTERS = 2000
 _COLOR = re.compile(r"\x1b\[[\d;]*m")
 _STDOUT = 1
+_PACKAGE = str(pathlib.Path(__file__).parents[2]) + os.sep
 _POLL_SECONDS = 1.0
 _MAX_END_SECONDS = 10.0
 """How long a script may run after its step was planned, to end by itself."""
@@ -131,10 +134,13 @@ class Worker:
         except BaseException as error:
             sys.stdout.flush()
             name = "ended" if isinstance(error, ScriptEnded) else "error"
-            text = _COLOR.sub("", _describe_error(error, self._request))
-            if len(text) > _MAX_LETTERS:
-                text = f"{text[:_MAX_LETTERS]} ..."
-            self.send(**{name: text})
+            self.send(**{name: self._describe(error)})
+
+    def _describe(self, error: BaseException) -> str:
+        text = _COLOR.sub("", _describe_error(error, self._request))
+        if len(text) > _MAX_LETTERS:
+            text = f"{text[:_MAX_LETTERS]} ..."
+        return text
 
     def plan(self) -> dict[str, Any]:
         """Plans the candidate and returns the result as a dict for JSON."""
@@ -236,16 +242,18 @@ class Worker:
 
     def _plan_step(self, step: Step, layout: str) -> dict[str, Any]:
         """Plans a step that was captured from the script."""
-        planned = self._plan_candidate(
-            Candidate(
-                topology=self._request.topology,
-                layout=layout,
-                devices=step.mesh.devices,
-                num_replicas=step.mesh.num_replicas,
-                make=lambda: step,
-            )
+        candidate = Candidate(
+            topology=self._request.topology,
+            layout=layout,
+            devices=step.mesh.devices,
+            num_replicas=step.mesh.num_replicas,
+            make=lambda: step,
+            describe=self._describe,
         )
-        words = filter(None, (self._pretrained.note, planned["advice"]))
+        with warnings.catch_warnings(record=True) as caught:
+            planned = self._plan_candidate(candidate)
+        notes = (self._pretrained.note, *_list_warnings(caught))
+        words = filter(None, (*notes, planned["advice"]))
         return planned | {"advice": " ".join(words)}
 
     def _plan_candidate(self, candidate: Candidate) -> dict[str, Any]:
@@ -265,6 +273,12 @@ class Worker:
                 on_row=lambda row: self.send(row=row.to_json()),
             )
         return step.to_json()
+
+
+def _list_warnings(caught: Sequence[warnings.WarningMessage]) -> list[str]:
+    """Returns the texts of this package's warnings, each once."""
+    texts = [str(w.message) for w in caught if w.filename.startswith(_PACKAGE)]
+    return list(dict.fromkeys(texts))
 
 
 def _check_thread(*args: object) -> None:

@@ -139,6 +139,12 @@ class Compiler:
         self._pool.shutdown(wait=False, cancel_futures=True)
 
 
+def get_first_line(error: Exception) -> str:
+    """Returns the first line of an error's message as a sentence."""
+    text = str(error).partition("\n")[0] or type(error).__name__
+    return text if text.endswith(".") else f"{text}."
+
+
 def parse_misfit(error: jax.errors.JaxRuntimeError) -> DoesNotFit | None:
     """Parses an out-of-memory error of the compiler.
 

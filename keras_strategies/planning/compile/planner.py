@@ -12,6 +12,7 @@ from keras_strategies.planning.compile.compiler import (
     Compiler,
     DoesNotFit,
     Outcome,
+    get_first_line,
 )
 from keras_strategies.planning.compile.estimates import (
     describe_unknown,
@@ -57,6 +58,8 @@ class Candidate:
       devices: The devices, in the order of the step's mesh.
       num_replicas: The number of replicas.
       make: A function that creates the step to plan.
+      describe: A function that returns the text of an error that `make` or the
+        step's tracing raised.
     """
 
     topology: str
@@ -64,6 +67,7 @@ class Candidate:
     devices: Sequence[Any]
     num_replicas: int
     make: Callable[[], Step]
+    describe: Callable[[Exception], str] = str
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -150,7 +154,7 @@ class _Planning:
             more = each * _MORE.get(devices[0].platform, 3)
             self._low = self._begin(rows, rows + more)
         except (ValueError, TypeError, RuntimeError) as error:
-            self._error = str(error)
+            self._error = self.candidate.describe(error)
 
     def _begin(self, rows: int, more: int) -> Measuring:
         self._rows = (rows, more)
@@ -162,7 +166,7 @@ class _Planning:
             # step does not tell how many rows fit.
             self._rows = (rows, rows)
             begun = self._measure(self._rows)
-            text = _get_first_line(error)
+            text = get_first_line(error)
             self._notes.append(
                 "It is unknown how many rows fit, because more rows raise an "
                 f"error: {text}"
@@ -353,7 +357,7 @@ class _Planning:
                 guess, self._limit or 0, self._try_rows, _MOST_TRIES
             )
         except Exception as error:
-            text = _get_first_line(error)
+            text = get_first_line(error)
             self._notes.append(
                 "The number of rows that fit was not verified, because "
                 f"compiling raised an error: {text}"
@@ -393,8 +397,3 @@ class _Planning:
             limit_bytes=self._limit,
             **facts,
         )
-
-
-def _get_first_line(error: Exception) -> str:
-    text = str(error).partition("\n")[0] or type(error).__name__
-    return text if text.endswith(".") else f"{text}."

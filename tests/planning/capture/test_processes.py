@@ -287,6 +287,39 @@ def test_an_error_of_a_thread_is_told(tmp_path):
     assert "ValueError (line 8 of script.py): of the thread" in step["error"]
 
 
+@pytest.mark.tpu
+def test_a_warning_about_the_step_is_part_of_the_advice(tmp_path):
+    loss = "def loss(y, p):\n    return keras.ops.mean(p) ** 2\n"
+    model = MODEL.replace('"mse"', "loss")
+    text = HEAD + loss + "strategy = ks.MirroredStrategy()\n" + model
+    # 52 rows, so that the replicas can share them evenly.
+    text = text.replace("(50, ", "(52, ") + "model.fit(x, y, batch_size=52)"
+    step = answers_of(tmp_path, text, script="script.py", cache=False)
+    assert step["error"] is None
+    start = "This step runs over the global batch instead of replica by replica"
+    assert step["advice"].startswith(start)
+    assert step["advice"].count(start) == 1
+
+
+@pytest.mark.tpu
+def test_an_error_of_the_step_names_the_line(tmp_path):
+    layer = """
+class Noise(keras.layers.Layer):
+    def call(self, x, training=None):
+        # Keras refuses random operations without a seed in a compiled step.
+        return x + keras.random.normal((40,)) if training else x
+"""
+    model = MODEL.replace("keras.layers.Dense(30)", "Noise()")
+    text = HEAD + layer + "strategy = ks.MirroredStrategy()\n" + model
+    step = answers_of(tmp_path, text + "model.fit(x, x)", script="script.py")
+    assert step["error"].startswith(
+        "ValueError (line 9 of script.py): Exception encountered when calling "
+        "Noise.call()."
+    )
+    assert "use seeded random ops" in step["error"]
+    assert "\x1b" not in step["error"]
+
+
 @pytest.mark.parametrize(
     ("error", "expected"),
     [
