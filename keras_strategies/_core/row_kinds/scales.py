@@ -83,7 +83,7 @@ def scale_results(
     why = scaled.why or calls[-1]
     return [
         k.but(scale=scale, why=k.why or why)
-        if k.is_global or not k.is_const
+        if (k.is_global or not k.is_const) and not _is_mean(k)
         else k
         for k in results
     ]
@@ -101,6 +101,11 @@ def updates_by_count(calls: Sequence[Any], kinds: Sequence[Kind]) -> bool:
         and any(map(traces.is_update, calls))
         and not _is_within(calls, "jvp(")
     )
+
+
+def _is_mean(kind: Kind) -> bool:
+    """Returns whether a value is a mean, which user code may have divided."""
+    return kind.is_sum and kind.power == MEAN_POWER
 
 
 def _with_term(kind: Kind, kinds: Sequence[Kind]) -> Kind:

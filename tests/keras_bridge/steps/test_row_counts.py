@@ -145,6 +145,14 @@ class ClippedGradients(Step):
         return [ops.clip(g, -0.1, 0.1) * rows for g in grads]
 
 
+class ClippedMeans(Step):
+    """A mean that is a product by hand, and then multiplied by its rows."""
+
+    def gradients(self, grads, rows):
+        means = [g * rows / rows for g in grads]
+        return [ops.clip(g, -0.1, 0.1) * rows for g in means]
+
+
 class AddedToGradients(Step):
     def gradients(self, grads, rows):
         return [g + 0.01 * rows for g in grads]
@@ -241,7 +249,14 @@ class NumberInLogs(Step):
 
 COUNTING = [
     *(OptimizersAttribute, Momentum, Decay, Clip, Gradients),
-    *(ClippedGradients, AddedToGradients, LearningRate, Slot, Weights),
+    *(
+        ClippedGradients,
+        ClippedMeans,
+        AddedToGradients,
+        LearningRate,
+        Slot,
+        Weights,
+    ),
     *(WeightsWithoutOptimizer, LayersState, LayersCount),
     *(MetricDivided, MetricMultiplied, Log, NumberInLogs),
 ]
@@ -352,6 +367,55 @@ class Norms(Step):
         }
 
 
+class OwnGradients(Step):
+    """Computes means over the rows as gradients, without `jax.grad`."""
+
+    def apply(self, x, y, weights, others, slots):
+        kernel, bias = weights
+        error = ops.matmul(x, kernel) + bias - y
+        grads = [
+            ops.matmul(ops.transpose(x), error) / x.shape[0],
+            ops.mean(error, axis=0),
+        ]
+        weights, slots = self.update(grads, weights, slots)
+        return ops.mean(ops.square(error)), weights, others, slots
+
+    def update(self, grads, weights, slots):
+        return self.optimizer.stateless_apply(slots, grads, weights)
+
+
+class ClippedOwnGradients(OwnGradients):
+    def update(self, grads, weights, slots):
+        clipped = [ops.clip(g, -9.0, 9.0) for g in grads]
+        return super().update(clipped, weights, slots)
+
+
+class OwnUpdates(OwnGradients):
+    def update(self, grads, weights, slots):
+        pairs = zip(weights, grads, strict=True)
+        return [weight - 0.1 * grad for weight, grad in pairs], slots
+
+
+class GradientsOfRows(Step):
+    """Clips the gradients of each row."""
+
+    def apply(self, x, y, weights, others, slots):
+        def loss_of(weights, x, y):
+            pairs = zip(self.trainable_variables, weights, strict=True)
+            with keras.StatelessScope(state_mapping=list(pairs)):
+                return ops.mean(ops.square(self(x[None]) - y[None]))
+
+        compute = jax.vmap(jax.value_and_grad(loss_of), (None, 0, 0))
+        rows, grads = compute(weights, x, y)
+        grads = [ops.mean(ops.clip(g, -0.1, 0.1), axis=0) for g in grads]
+        apply = self.optimizer.stateless_apply
+        weights, slots = apply(slots, grads, weights)
+        return ops.mean(rows), weights, others, slots
+
+
+OF_OWN_MEANS = [OwnGradients, ClippedOwnGradients, OwnUpdates, GradientsOfRows]
+
+
 class Statistics(Average):
     def changed(self, old, mean, rows):
         return 0.9 * old + 0.1 * ops.square(mean)
@@ -434,6 +498,20 @@ def test_two_updates_are_mapped(name, make_strategy):
 @pytest.mark.parametrize("make_strategy", [mirrored, sharded])
 def test_logs_of_gradients_and_rows_are_mapped(make_strategy):
     check_is_mapped(Norms, OPTIMIZERS["Adam"](), make_strategy)
+
+
+@pytest.mark.parametrize("rows", [2, 32])
+@pytest.mark.parametrize("make", OF_OWN_MEANS)
+def test_means_as_gradients_are_mapped(make, rows):
+    check_is_mapped(make, OPTIMIZERS["Adam"](), mirrored, rows)
+
+
+@pytest.mark.parametrize("make", OF_OWN_MEANS)
+def test_means_as_gradients_are_those_of_one_device(make):
+    plain, _ = train(make, None, fit)
+    ours, told = train(make, mirrored(2), fit)
+    assert_same(plain, ours)
+    assert not told
 
 
 @pytest.mark.parametrize("make_strategy", [mirrored, sharded])
