@@ -10,6 +10,7 @@ _LEAST_IDLE = 0.5
 _QUICK_MS = 1.0
 """The time of a batch's input that faster data cannot shorten much."""
 _NEW = "a new shape: "
+_NEEDED = {"step_ms", "input_ms", "idle"}
 _NO_PROCESS = {"extra_share": 0.0, "input_share": 0.0, "input_ms": 0.0}
 
 _INPUT = (
@@ -24,7 +25,8 @@ def write_advice(figures: Mapping[str, Any]) -> str:
     Args:
       figures: The figures of a run.
     """
-    if not figures.get("shares") or "step_ms" not in figures:
+    # A single program that still ran at its launch has times, but no input.
+    if not figures.get("shares") or not figures.keys() >= _NEEDED:
         return "Too few steps were trained to show where their time goes."
     shares = dict(figures["shares"])
     slow = figures.get("processes", _NO_PROCESS)

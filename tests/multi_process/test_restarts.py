@@ -47,7 +47,10 @@ def finish(process, folder):
 def kill(process, choose):
     """Kills one process of the job."""
     children = pathlib.Path(f"/proc/{process.pid}/task/{process.pid}/children")
-    pids = children.read_text().split()
+    try:
+        pids = children.read_text().split()
+    except FileNotFoundError:  # The job has ended.
+        return False
     if pids:
         os.kill(int(choose(pids)), signal.SIGKILL)
     return len(pids) > 0

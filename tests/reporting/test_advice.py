@@ -86,3 +86,8 @@ def test_the_slowest_process_is_named():
 
 def test_too_few_steps():
     assert write_advice(EMPTY).startswith("Too few steps")
+
+
+def test_a_single_step_has_no_input():
+    figures = {"shares": {"program": 1.0}, "step_ms": {"median": 2.0}}
+    assert write_advice(EMPTY | figures).startswith("Too few steps were")

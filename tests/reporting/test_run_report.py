@@ -12,7 +12,7 @@ import pytest
 import keras_strategies as ks
 from keras_strategies._core.names import phases
 from keras_strategies.planning.program.chips import GPUS
-from keras_strategies.reporting import flops
+from keras_strategies.reporting import flops, run_report
 from tests.callbacks.test_scalars import read
 from tests.support.plain_keras import mirrored
 
@@ -248,6 +248,31 @@ def test_an_error_in_fit_ends_the_recording(tmp_path):
     count = report.figures["compilations"]["count"]
     jax.jit(lambda x: x + 3)(1)
     assert report.figures["compilations"]["count"] == count
+
+
+def test_a_report_that_cannot_be_closed_keeps_the_error(monkeypatch, caplog):
+    class Stop(keras.callbacks.Callback):
+        def on_train_batch_end(self, batch, logs=None):
+            raise InterruptedError
+
+    def fail(figures):
+        raise KeyError("a fault")
+
+    monkeypatch.setattr(run_report, "write_advice", fail)
+    with pytest.raises(InterruptedError):
+        fit(RunReport(), Stop())
+    assert "A report of the fit was not closed." in caplog.text
+    assert "a fault" in caplog.text
+
+
+def test_a_fit_of_a_single_long_step(capsys):
+    with mirrored(1).scope():
+        hidden = [keras.layers.Dense(1024) for _ in range(4)]
+        model = keras.Sequential([*hidden, keras.layers.Dense(1)])
+        model.compile("sgd", "mse")
+    x = np.ones((512, 1024), "float32")
+    fit(RunReport(), model=model, x=x, y=x[:, :1], batch_size=512, epochs=1)
+    assert "Too few steps were trained" in capsys.readouterr().out
 
 
 def test_a_plain_model_is_refused():

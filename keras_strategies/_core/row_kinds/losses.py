@@ -219,6 +219,10 @@ class _Interpreter:
         self._calls.pop()
         if not any(kind.of_loss for kind in kinds):
             return results
+        if equations[0].primitive.name.startswith("psum"):
+            # A sum over the replicas is that of one device. So what the step
+            # computes from it, such as a metric's result, is not a loss.
+            return [kind.but(of_loss=False) for kind in results]
         results = [kind.but(of_loss=True) for kind in results]
         if self._is_noting and traces.is_user_code(equations[0]):
             # A scalar that a train step computes from a loss is itself a loss.

@@ -13,6 +13,7 @@ called every time.
 A `ReportCallback` adds its values to logs that are fetched for others.
 """
 
+import logging
 from collections.abc import Collection, Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -24,6 +25,8 @@ from keras_strategies._types import Callbacks, Logs
 
 if TYPE_CHECKING:
     from keras.src.trainers.data_adapters.data_adapter import DataAdapter
+
+_logger = logging.getLogger(__name__)
 
 _LOOPS = {"fit": "train", "evaluate": "test", "predict": "predict"}
 """For each method, the kind of its batches, which hooks have in their names."""
@@ -53,7 +56,15 @@ def close_reports(callbacks: Callbacks) -> None:
         is_list = isinstance(callback, keras.callbacks.CallbackList)
         for one in callback.callbacks if is_list else [callback]:
             if isinstance(one, ReportCallback):
-                one.close()
+                _close(one)
+
+
+def _close(report: ReportCallback) -> None:
+    try:
+        report.close()
+    except Exception:
+        # It must not replace the error that ends the fit.
+        _logger.warning("A report of the fit was not closed.", exc_info=True)
 
 
 class QuietCallbackList(keras.callbacks.CallbackList):

@@ -421,6 +421,22 @@ def mixed_precision():
     )
 
 
+class RootOfMean(keras.metrics.Metric):
+    """Computes its result from two sums, in user code."""
+
+    def __init__(self):
+        super().__init__(name="root")
+        self.total = self.add_weight(name="total", initializer="zeros")
+        self.count = self.add_weight(name="count", initializer="zeros")
+
+    def update_state(self, y_true, y_pred, sample_weight=None):
+        self.total.assign_add(ops.sum(ops.square(y_true - y_pred)))
+        self.count.assign_add(ops.cast(ops.size(y_pred), "float32"))
+
+    def result(self):
+        return ops.sqrt(self.total / self.count) + 0.0
+
+
 SPARSE = losses.SparseCategoricalCrossentropy(from_logits=True)
 MODELS = {
     "variational": (Variational, VECTORS, VECTORS, {}),
@@ -448,6 +464,12 @@ MODELS = {
         VECTORS,
         ONE_HOT,
         {"metrics": ["accuracy", keras.metrics.AUC(), "mae"]},
+    ),
+    "custom_metric": (
+        classifier,
+        VECTORS,
+        ONE_HOT,
+        {"metrics": [RootOfMean()]},
     ),
     "auto_scaled": (classifier, VECTORS, ONE_HOT, {"auto_scale_loss": True}),
     "connectionist": (
