@@ -12,6 +12,7 @@ from keras import layers, ops
 import keras_strategies as ks
 from keras_strategies.keras_bridge.loops.binding import find_binding
 from keras_strategies.keras_bridge.steps.lower_step import lower_step
+from tests.support.combinations import combine
 from tests.support.plain_keras import assert_same, dense, mirrored
 
 _random = np.random.default_rng(5)
@@ -291,8 +292,9 @@ def sharded(replicas):
     )
 
 
-@pytest.mark.parametrize("make_strategy", [mirrored, sharded])
-@pytest.mark.parametrize("make", COUNTING)
+@pytest.mark.parametrize(
+    ("make", "make_strategy"), combine(COUNTING, [mirrored, sharded], every=2)
+)
 def test_a_step_that_counts_rows_is_that_of_one_device(make, make_strategy):
     plain, _ = train(make, None, fit)
     ours, told = train(make, make_strategy(2), fit)
@@ -472,8 +474,10 @@ OPTIMIZERS = {
 }
 
 
-@pytest.mark.parametrize("make_strategy", [mirrored, sharded])
-@pytest.mark.parametrize("name", OPTIMIZERS)
+@pytest.mark.parametrize(
+    ("name", "make_strategy"),
+    combine(OPTIMIZERS, [mirrored, sharded], every=5),
+)
 def test_each_optimizer_of_an_own_step_is_mapped(name, make_strategy):
     check_is_mapped(with_layers, OPTIMIZERS[name](), make_strategy)
 
@@ -514,10 +518,14 @@ def test_means_as_gradients_are_those_of_one_device(make):
     assert not told
 
 
-@pytest.mark.parametrize("make_strategy", [mirrored, sharded])
-@pytest.mark.parametrize("rows", [2, 4])
 @pytest.mark.parametrize(
-    "make", [with_layers, Linear, Critic, Norms], ids=lambda make: make.__name__
+    ("make", "rows", "make_strategy"),
+    combine(
+        [with_layers, Linear, Critic, Norms],
+        [2, 4],
+        [mirrored, sharded],
+        every=4,
+    ),
 )
 def test_few_rows_are_mapped(make, rows, make_strategy):
     check_is_mapped(make, OPTIMIZERS["Adam"](), make_strategy, rows)
