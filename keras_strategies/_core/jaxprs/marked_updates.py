@@ -20,7 +20,11 @@ from jax.extend.core import ClosedJaxpr, JaxprEqn, jaxpr_as_fun
 
 from keras_strategies._core.jaxprs.replay import current_side
 from keras_strategies._core.jaxprs.specs import Spec
-from keras_strategies._core.jaxprs.stages import with_consts_as_inputs
+from keras_strategies._core.jaxprs.stages import (
+    all_equations,
+    with_consts_as_inputs,
+)
+from keras_strategies._core.jaxprs.traces import is_user_code
 
 MAX = "max"
 """The reduction of a "gradient" that is its variable's new value.
@@ -55,7 +59,8 @@ class Update:
       on_replicated: A function that is called if the step is not cut at the
         update, for example because the update is inside a branch or a loop.
       key: The objects that the update computes with. Another trace of the same
-        step does not trace an update with the same objects again.
+        step does not trace an update with the same objects again, unless the
+        update contains user code.
     """
 
     traced: ClosedJaxpr
@@ -177,6 +182,7 @@ def _find_known(
     if known is None or known.num_captured or len(known.key) != len(key):
         return None
     is_same = all(map(operator.is_, known.key, key))
+    is_same &= not any(map(is_user_code, all_equations(known.traced)))
     shapes = list(map(jax.typeof, operands))
     return known.traced if is_same and known.traced.in_avals == shapes else None
 

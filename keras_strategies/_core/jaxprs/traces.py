@@ -4,7 +4,9 @@ import collections
 import contextlib
 import functools
 import importlib.util
+import inspect
 import os
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax.numpy as jnp
@@ -44,7 +46,7 @@ def find_place(equation: JaxprEqn) -> str:
     return ""
 
 
-def has_user_code(jaxpr: ClosedJaxpr, mark: str) -> bool:
+def has_user_code(jaxpr: ClosedJaxpr, *marks: str) -> bool:
     """Returns whether user code computes or reads a marked value.
 
     User code is code outside of Keras, JAX and similar libraries. An equation
@@ -54,10 +56,10 @@ def has_user_code(jaxpr: ClosedJaxpr, mark: str) -> bool:
 
     Args:
       jaxpr: A closed jaxpr.
-      mark: The name that was passed to `checkpoint_name` to mark values.
+      *marks: The names that were passed to `checkpoint_name` to mark values.
     """
-    behind = _equations_behind(jaxpr, mark)
-    marked = {v for e in behind if _is_mark(e, mark) for v in e.outvars}
+    behind = _equations_behind(jaxpr, *marks)
+    marked = {v for e in behind if _is_mark(e, marks) for v in e.outvars}
     for equation in jaxpr.jaxpr.eqns:
         values = stages.variables(equation.invars)
         if not marked.isdisjoint(values) and is_user_code(equation):
@@ -108,28 +110,34 @@ _MOVES = frozenset(
 )
 
 
-def _equations_behind(jaxpr: ClosedJaxpr, mark: str) -> list[Any]:
+def _equations_behind(jaxpr: ClosedJaxpr, *marks: str) -> list[Any]:
     """Returns the equations that marked values depend on.
 
     If there are no marked values, returns all equations.
     """
-    is_kept = functools.partial(_is_mark, mark=mark)
+    is_kept = functools.partial(_is_mark, marks=marks)
     equations = stages.needed_equations(jaxpr.jaxpr.eqns, (), is_kept)
     return equations or list(jaxpr.jaxpr.eqns)
 
 
-def _is_mark(equation: JaxprEqn, mark: str) -> bool:
+def _is_mark(equation: JaxprEqn, marks: Sequence[str]) -> bool:
     is_name = equation.primitive.name == "name"
-    return is_name and equation.params["name"] == mark
+    return is_name and equation.params["name"] in marks
 
 
 def is_user_code(equation: JaxprEqn) -> bool:
     """Returns whether an equation comes from user code."""
-    traceback = getattr(equation.source_info, "traceback", None)
-    if traceback is None or equation.primitive.name == "name":
+    return bool(is_made_by_user(equation))
+
+
+def is_made_by_user(equation: JaxprEqn) -> bool | None:
+    """Returns whether an equation comes from user code; None if unknown.
+
+    It is unknown for the equations inside of a function that JAX has jitted.
+    """
+    if equation.primitive.name == "name":
         return False
-    codes, _ = traceback.raw_frames()
-    for code in codes:
+    for code in _frames_of(equation):
         maker = _maker_of(code.co_filename)
         if maker is False and code.co_filename.endswith("functional.py"):
             # An operation in the graph of a functional model, which the model's
@@ -138,7 +146,38 @@ def is_user_code(equation: JaxprEqn) -> bool:
             return name not in _OF_ENTRIES
         if maker is not None:
             return maker
+    return None
+
+
+def is_user_function(fn: Callable[..., Any]) -> bool:
+    """Returns whether a function, or a method, is user code."""
+    code = getattr(inspect.unwrap(fn), "__code__", None)
+    return code is None or bool(_maker_of(code.co_filename))
+
+
+def is_of_package(equation: JaxprEqn) -> bool:
+    """Returns whether this package computes an equation, for a merge."""
+    package, *_ = _folders("keras_strategies")
+    for code in _frames_of(equation):
+        if code.co_filename.startswith(package):
+            return True
+        if _maker_of(code.co_filename) is not None:
+            return False
     return False
+
+
+def is_update(equation: JaxprEqn) -> bool:
+    """Returns whether an equation is a part of an optimizer's update."""
+    codes = _frames_of(equation)
+    folder = os.path.join(*_folders("keras"), "src", "optimizers", "")
+    is_optimizer = any(c.co_filename.startswith(folder) for c in codes)
+    # `apply_gradients` is Keras's, and calls the hook that reduces gradients.
+    return is_optimizer and all(c.co_name != "_reduce_gradients" for c in codes)
+
+
+def _frames_of(equation: JaxprEqn) -> Sequence[Any]:
+    traceback = getattr(equation.source_info, "traceback", None)
+    return () if traceback is None else traceback.raw_frames()[0]
 
 
 _OF_ENTRIES = frozenset(

@@ -48,7 +48,8 @@ class Kind:
         rows. For example, it is 2 after two batches were concatenated (`ROWS`).
       power: The exponent p such that the value scales as num_rows**p. NaN if
         there is no such exponent. None if it is unknown, because the value
-        contains a constant that may depend on the number of rows.
+        contains a constant that may depend on the number of rows. Of a sum over
+        rows plus a constant it is the sum's (`MIXED`).
       count: The number of entries that the last sum within a row added.
         Dividing by this number computes a mean (`ROWS`, `SUM`).
       columns: The positions in the last dimension at which the entry is the
@@ -66,6 +67,8 @@ class Kind:
         number of rows (`CONST`).
       of_loss: Whether the value is computed from a value that is marked as a
         loss.
+      scale: The exponent of num_rows in the constants with which user code
+        multiplied the value (`SUM`, `MIXED`). Infinite if there is none.
       why: The equation that mixes rows (`MIXED`).
     """
 
@@ -81,6 +84,7 @@ class Kind:
     is_random: bool = False
     is_global: bool = False
     of_loss: bool = False
+    scale: float = 0.0
     why: Any = None
 
     def is_flat(self, axis: int, size: int) -> bool:
@@ -304,3 +308,30 @@ def kind_of_arrays(arrays: Sequence[Any]) -> Kind:
         if np.array_equal(moved, np.broadcast_to(moved[:1], moved.shape)):
             blocks[axis] = size
     return PLAIN.but(blocks=blocks)
+
+
+def slice_of(kind: Kind, why: JaxprEqn) -> Kind:
+    """Returns the `Kind` of one entry along dimension 0 of a value."""
+    if kind.is_rows:
+        if kind.axis == 0:
+            return make_mixed(why)
+        return kind.but(axis=kind.axis - 1, columns=frozenset())
+    blocks = {axis - 1: s for axis, s in kind.blocks.items() if axis}
+    index_of = kind.index_of - 1 if kind.index_of else None
+    return kind.but(blocks=blocks, index_of=index_of)
+
+
+def stack(kind: Kind) -> Kind:
+    """Returns the `Kind` of values stacked along a new dimension 0."""
+    if kind.is_rows:
+        return kind.but(axis=kind.axis + 1, columns=frozenset())
+    blocks = {axis + 1: size for axis, size in kind.blocks.items()}
+    index_of = None if kind.index_of is None else kind.index_of + 1
+    return kind.but(blocks=blocks, index_of=index_of, values=None)
+
+
+def join_each(ones: list[Kind], others: list[Kind], why: Any) -> list[Kind]:
+    """Joins two lists that contain one kind for each result of an equation."""
+    shapes = [variable.aval.shape for variable in why.outvars[: len(ones)]]
+    columns = zip(ones, others, shapes, strict=True)
+    return [join(one, two, shape, why) for one, two, shape in columns]

@@ -25,6 +25,7 @@ from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn, Literal
 from keras_strategies._core.jaxprs import traces
 from keras_strategies._core.jaxprs.collective_cut import find_called_jaxpr
 from keras_strategies._core.jaxprs.stages import scan_operands
+from keras_strategies._core.row_kinds import scales
 from keras_strategies._core.row_kinds.call import Call
 from keras_strategies._core.row_kinds.kernels import is_by_rows
 from keras_strategies._core.row_kinds.kinds import (
@@ -32,11 +33,13 @@ from keras_strategies._core.row_kinds.kinds import (
     PLAIN,
     Kind,
     is_constant,
-    join,
+    join_each,
     kind_of_arrays,
     make_mixed,
     make_rows,
     make_sum,
+    slice_of,
+    stack,
 )
 from keras_strategies._core.row_kinds.rules import kinds_of_results
 from keras_strategies._core.row_kinds.updates import kinds_of_update
@@ -75,10 +78,13 @@ class Finding:
         trace with another number of rows is needed.
       why: The equation that mixes rows, if the verdict is `MIXED` and there is
         such an equation.
+      counting: If the step computes a gradient, an update, a state or a log
+        with the number of rows: an equation that does so, or True.
     """
 
     verdict: Verdict
     why: Any = None
+    counting: Any = None
 
 
 def mark(value: Array, name: str) -> Array:
@@ -105,7 +111,8 @@ def losses_in(
       data: The positions of those inputs whose dimension 0 is the rows.
       num_rows: The number of rows.
       twin: A trace of the same step with more rows. Without it, the verdict is
-        `UNSURE` if there is a constant that may depend on the number of rows.
+        `UNSURE` if there is a constant that may depend on the number of rows,
+        and uses of this number elsewhere are not found.
     """
     jaxprs = [traced] if twin is None else [traced, twin]
     inner = traced.jaxpr
@@ -117,10 +124,17 @@ def losses_in(
         ratio = twin.jaxpr.invars[data[0]].aval.shape[0] / num_rows
     interpreter = _Interpreter(num_rows, ratio)
     try:
-        interpreter.interpret(jaxprs, inputs)
+        outputs = interpreter.interpret(jaxprs, inputs)
     except _Different:
-        return Finding(verdict=Verdict.MIXED)
-    return interpreter.finding()
+        return Finding(verdict=Verdict.MIXED, counting=True)
+    finding = interpreter.finding()
+    if twin is None:
+        return dataclasses.replace(finding, counting=None)
+    # A metric that receives gathered rows adds their number to its state.
+    numbers = [kind for kind in outputs if kind.values is not None]
+    if any(map(scales.depends_on_count, numbers)):
+        return dataclasses.replace(finding, counting=finding.counting or True)
+    return finding
 
 
 class _Different(Exception):
@@ -139,16 +153,19 @@ class _Interpreter:
         self._num_rows = num_rows
         self._ratio = ratio
         self._losses: list[Kind] = []
+        self._counting: list[Equation] = []
+        self._calls: list[Equation] = []
         self._is_noting = True
         self._marked: dict[str, Kind] = {}
 
     def finding(self) -> Finding:
         """Returns the verdict on the marked losses."""
-        worst = Finding(verdict=Verdict.MEAN)
+        counting = next(iter(self._counting), None)
+        worst = Finding(verdict=Verdict.MEAN, counting=counting)
         for kind in self._losses:
             verdict = _verdict(kind)
             if verdict is Verdict.MIXED:
-                return Finding(verdict=verdict, why=kind.why)
+                return Finding(verdict=verdict, why=kind.why, counting=counting)
             if verdict is Verdict.UNSURE:
                 worst = Finding(verdict=verdict)
         return worst
@@ -195,7 +212,11 @@ class _Interpreter:
         return [read(*pair) for pair in outputs]
 
     def _results(self, equations: list[Any], kinds: list[Kind]) -> list[Kind]:
+        self._calls.append(equations[0])
         results = self._kinds_of(equations, kinds)
+        if len(equations) > 1:
+            results = self._with_scales(kinds, results)
+        self._calls.pop()
         if not any(kind.of_loss for kind in kinds):
             return results
         if equations[0].primitive.name.startswith("psum"):
@@ -208,6 +229,13 @@ class _Interpreter:
             outputs = zip(equations[0].outvars, results, strict=True)
             self._losses += [kind for v, kind in outputs if _is_number(v)]
         return results
+
+    def _with_scales(
+        self, kinds: list[Kind], results: list[Kind]
+    ) -> list[Kind]:
+        if self._is_noting and scales.updates_by_count(self._calls, kinds):
+            self._counting.append(self._calls[-1])
+        return scales.scale_results(self._calls, kinds, results, self._ratio)
 
     def _kinds_of(self, equations: list[Any], kinds: list[Kind]) -> list[Kind]:
         equation = equations[0]
@@ -242,6 +270,8 @@ class _Interpreter:
         ):
             self._losses.append(kind)
             return kind.but(of_loss=True)
+        if name in scales.MARKS and scales.is_wrong(kind, name):
+            self._counting.append(kind.why or equation)
         if name == GLOBAL and kind.is_global:
             # Later computations with this value run on each replica, so a
             # number of rows in them is that of the replica.
@@ -281,7 +311,7 @@ class _Interpreter:
             # and then to `MIXED`.
             for _ in range(2 + 2 * len(carry)):
                 after = body(carry)
-                new = _join_each(carry, after, why)
+                new = join_each(carry, after, why)
                 if new == carry:
                     return carry
                 carry = new
@@ -294,7 +324,7 @@ class _Interpreter:
         jaxprs = [e.params["jaxpr"] for e in equations]
         consts, carry, scanned = scan_operands(equation, kinds)
         num_carry = len(carry)
-        slices = [_slice_of(kind, equation) for kind in scanned]
+        slices = [slice_of(kind, equation) for kind in scanned]
 
         def body(carry: list[Kind]) -> list[Kind]:
             results = self.interpret(jaxprs, [*consts, *carry, *slices])
@@ -302,7 +332,7 @@ class _Interpreter:
 
         carry = self._find_fixed_point(carry, body, equation)
         results = self.interpret(jaxprs, [*consts, *carry, *slices])
-        return [*carry, *map(_stack, results[num_carry:])]
+        return [*carry, *map(stack, results[num_carry:])]
 
     def _while(self, equations: list[Any], kinds: list[Kind]) -> list[Kind]:
         params = equations[0].params
@@ -333,17 +363,8 @@ class _Interpreter:
             return [make_mixed(equations[0])] * len(branches[0])
         results = branches[0]
         for other in branches[1:]:
-            results = _join_each(results, other, equations[0])
+            results = join_each(results, other, equations[0])
         return results
-
-
-def _join_each(
-    ones: list[Kind], others: list[Kind], why: Equation
-) -> list[Kind]:
-    """Joins two lists that contain one kind for each result of an equation."""
-    shapes = [variable.aval.shape for variable in why.outvars[: len(ones)]]
-    columns = zip(ones, others, shapes, strict=True)
-    return [join(one, two, shape, why) for one, two, shape in columns]
 
 
 def _is_number(variable: Any) -> bool:
@@ -377,23 +398,3 @@ def _verdict(kind: Kind) -> Verdict:
         return Verdict.UNSURE
     is_mean = kind.is_sum and kind.power == MEAN_POWER
     return Verdict.MEAN if is_mean else Verdict.MIXED
-
-
-def _slice_of(kind: Kind, why: JaxprEqn) -> Kind:
-    """Returns the `Kind` of one entry along dimension 0 of a value."""
-    if kind.is_rows:
-        if kind.axis == 0:
-            return make_mixed(why)
-        return kind.but(axis=kind.axis - 1, columns=frozenset())
-    blocks = {axis - 1: s for axis, s in kind.blocks.items() if axis}
-    index_of = kind.index_of - 1 if kind.index_of else None
-    return kind.but(blocks=blocks, index_of=index_of)
-
-
-def _stack(kind: Kind) -> Kind:
-    """Returns the `Kind` of values stacked along a new dimension 0."""
-    if kind.is_rows:
-        return kind.but(axis=kind.axis + 1, columns=frozenset())
-    blocks = {axis + 1: size for axis, size in kind.blocks.items()}
-    index_of = None if kind.index_of is None else kind.index_of + 1
-    return kind.but(blocks=blocks, index_of=index_of, values=None)

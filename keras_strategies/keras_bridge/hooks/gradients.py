@@ -1,18 +1,24 @@
-"""Gradients with respect to Keras variables, as with `tf.GradientTape`."""
+"""Gradients with respect to Keras variables, and those of one replica."""
 
 from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import keras
 
+from keras_strategies._core.row_kinds import losses as row_losses
+from keras_strategies._core.row_kinds import scales
 from keras_strategies._types import Array, Tree
 from keras_strategies.keras_bridge.hooks import loss_hooks
 from keras_strategies.keras_bridge.hooks.variables_used import (
     InnerScope,
     chain_scopes,
 )
-from keras_strategies.keras_bridge.step_context import current_step
+from keras_strategies.keras_bridge.step_context import (
+    StepContext,
+    current_step,
+)
 
 
 def value_and_grad(
@@ -155,3 +161,29 @@ def grad(
         return (grads, value[1]) if has_aux else grads
 
     return gradients
+
+
+def mark(step: StepContext, gradients: Sequence[Array | None]) -> list[Any]:
+    """Marks the gradients that a model's step passes to its optimizer."""
+    if step.facts.is_local:
+        return list(gradients)
+    return [
+        g if g is None else row_losses.mark(g, scales.GRADIENT)
+        for g in gradients
+    ]
+
+
+def clear_empty(
+    step: StepContext, gradients: Sequence[Array | None]
+) -> list[Any]:
+    """Returns the gradients, set to zero if this replica has no rows."""
+    if not step.is_empty:
+        return list(gradients)
+    # In `run` the loss is user-defined and may have gradients even without
+    # rows (for example from a regularizer), so only NaN becomes zero.
+    empty = _clear_nan if step.facts.is_local else jnp.zeros_like
+    return [g if g is None else empty(g) for g in gradients]
+
+
+def _clear_nan(array: Array) -> jax.Array:
+    return jnp.where(jnp.isnan(array), jnp.zeros_like(array), array)

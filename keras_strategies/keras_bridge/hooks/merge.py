@@ -15,6 +15,7 @@ from keras_strategies._core.replica_map import (
     as_number,
     keep_first,
 )
+from keras_strategies._core.row_kinds import losses, scales
 from keras_strategies._types import Array
 from keras_strategies.keras_bridge.hooks import metric_rules
 from keras_strategies.keras_bridge.hooks.seeds import is_seed
@@ -161,6 +162,9 @@ def _plan_variable(
         drawn = all_max(new[1], step.axis) if step.facts.is_uneven else new[1]
         return lambda sums: jnp.stack([old[0], drawn])
     rule = _find_rule(variable, step, is_metric)
+    if rule != "sum" and not is_metric:
+        mark = scales.WEIGHT if variable.trainable else scales.STATE
+        new = losses.mark(new, mark)
     return _plan_by_rule(plan, rule, old, new, is_metric)
 
 
@@ -178,7 +182,7 @@ def _plan_by_rule(
         smallest = all_min(number, step.axis)
         return lambda sums: smallest
     if rule == "sum":
-        place = plan.add(new - old)
+        place = plan.add(losses.mark(new - old, scales.CHANGE))
         return lambda sums: old + sums[place]
     if rule == metric_rules.MEAN and is_metric:
         place = plan.add(compute_mean_share(new - old, step))

@@ -12,10 +12,10 @@ References:
 
 import functools
 from collections.abc import Callable, Sequence
+from numbers import Number
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 import keras
 
 from keras_strategies._core.identity import IdentityMap, IdentitySet
@@ -29,7 +29,7 @@ from keras_strategies._core.jaxprs.marked_updates import (
 from keras_strategies._core.replica_map import all_max, all_sum
 from keras_strategies._types import Array
 from keras_strategies.keras_bridge.accumulation import summands
-from keras_strategies.keras_bridge.hooks import loss_hooks
+from keras_strategies.keras_bridge.hooks import gradients, loss_hooks
 from keras_strategies.keras_bridge.hooks.variables_used import (
     InnerScope,
     chain_scopes,
@@ -51,6 +51,7 @@ def apply(
     """Reduces gradients over the replicas, then applies the optimizer."""
     if step.flags.in_optimizer:
         return original(optimizer, grads, *args, **kwargs)
+    grads = gradients.mark(step, grads)
     variables = args[0] if args else kwargs.get("trainable_variables")
     if variables is None:
         variables = _find_variables(optimizer)
@@ -91,6 +92,7 @@ def stateless_apply(
     apply_to = functools.partial(original, optimizer, optimizer_variables)
     if step.flags.in_optimizer:
         return apply_to(grads, *args, **kwargs)
+    grads = gradients.mark(step, grads)
     variables = _find_variables(optimizer)
     if _is_cut(step, optimizer, variables):
         weights = args[0] if args else kwargs["trainable_variables"]
@@ -257,7 +259,7 @@ def _mark_update(
       The new values of `targets`.
     """
     mesh = step.facts.mesh
-    grads = _clear_empty(step, grads)
+    grads = gradients.clear_empty(step, grads)
     # The operands of an equation must be arrays. So only gradients that are not
     # None become operands; the function in the equation inserts the Nones.
     present = [i for i, g in enumerate(grads) if g is not None]
@@ -275,6 +277,9 @@ def _mark_update(
         is_largest = _is_overwritten(variable)
         return MAX if is_largest else shardings.gradient_spec_of(variable, mesh)
 
+    inner = getattr(optimizer, "inner_optimizer", optimizer)
+    attributes = (*vars(optimizer).values(), *vars(inner).values())
+    numbers = [v for v in attributes if isinstance(v, Number)]
     with step.flag("in_optimizer"):
         return mark_update(
             lambda some, values: update(with_missing(some), values),
@@ -285,7 +290,7 @@ def _mark_update(
             specs=[shardings.spec_of(v, mesh) for v in targets],
             divisor=_find_divisor(step, optimizer),
             on_replicated=lambda: shardings.note_replicated_update(targets),
-            key=[*(targets[i] for i in present), *targets, optimizer],
+            key=[*(targets[i] for i in present), *targets, optimizer, *numbers],
         )
 
 
@@ -330,7 +335,7 @@ def _reduce_gradients(
     grads: Sequence[Array | None],
     variables: Sequence[keras.Variable],
 ) -> list[Any]:
-    grads = _clear_empty(step, grads)
+    grads = gradients.clear_empty(step, grads)
     overwriting = list(map(_is_overwritten, variables))
     overwriting += [False] * (len(grads) - len(overwriting))
     summed = [
@@ -347,20 +352,6 @@ def _reduce_gradients(
         if grad is not None and overwriting[i]:
             reduced[i] = all_max(grad, step.axis)
     return reduced
-
-
-def _clear_empty(step: StepContext, grads: Sequence[Array | None]) -> list[Any]:
-    """Returns the gradients, set to zero if this replica has no rows."""
-    if not step.is_empty:
-        return list(grads)
-    # In `run` the loss is user-defined and may have gradients even without
-    # rows (for example from a regularizer), so only NaN becomes zero.
-    empty = _clear_nan if step.facts.is_local else jnp.zeros_like
-    return [grad if grad is None else empty(grad) for grad in grads]
-
-
-def _clear_nan(array: Array) -> jax.Array:
-    return jnp.where(jnp.isnan(array), jnp.zeros_like(array), array)
 
 
 def _is_overwritten(variable: keras.Variable) -> bool:

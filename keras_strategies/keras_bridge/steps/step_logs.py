@@ -7,6 +7,7 @@ import jax
 import keras
 
 from keras_strategies._core.identity import IdentityMap, IdentitySet
+from keras_strategies._core.row_kinds import losses, scales
 from keras_strategies._types import Array, Leaf, Logs
 from keras_strategies.keras_bridge.hooks import merge as merge_lib
 from keras_strategies.keras_bridge.hooks.metric_hooks import Result
@@ -20,6 +21,11 @@ def find_averaged_logs(step: StepContext, logs: Logs) -> IdentitySet:
         for leaf in jax.tree.leaves(logs)
         if isinstance(leaf, jax.Array) and leaf not in step.notes.results
     )
+
+
+def compute_share(step: StepContext, log: Array) -> Array:
+    """Returns what this replica adds to the mean of a log."""
+    return losses.mark(log, scales.STATE) / step.num_replicas
 
 
 def merge_logs(

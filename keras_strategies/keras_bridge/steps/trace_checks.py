@@ -1,5 +1,6 @@
 """The checks that a step's trace must pass before it is used."""
 
+import dataclasses
 import functools
 import warnings
 from collections.abc import Callable, Sequence
@@ -20,7 +21,7 @@ from keras_strategies._core.replica_map import (
     has_unsure_collectives,
     is_sum_if,
 )
-from keras_strategies._core.row_kinds import losses
+from keras_strategies._core.row_kinds import losses, scales
 from keras_strategies._core.row_kinds.losses import Finding, Verdict
 from keras_strategies._types import Batch, Tree
 from keras_strategies.keras_bridge.step_context import (
@@ -72,6 +73,8 @@ def trace_and_check(
     state: Sequence[Group],
     data: Batch,
     check: Callable[[ClosedJaxpr], object] = bool,
+    *,
+    is_user_step: bool = False,
 ) -> tuple[Any, ...]:
     """Traces `body(step, *state, data)`, checks the trace and evaluates it.
 
@@ -81,12 +84,14 @@ def trace_and_check(
       state: Its state.
       data: A replica's rows.
       check: A further check, which receives the trace.
+      is_user_step: Whether the user wrote the model's step.
 
     Raises:
       GlobalBatchNeeded: if the replicas communicate in a branch or a loop that
         some of them may not enter, so that the others would wait forever; if an
-        array or number has the batch's number of rows only by chance; or if a
-        loss is not a mean over the rows.
+        array or number has the batch's number of rows only by chance; if a
+        loss is not a mean over the rows; or if a gradient, an update or a state
+        depends on the number of rows.
     """
     args = (*state, data)
     traced = Traced(functools.partial(body, step), *args)
@@ -102,7 +107,7 @@ def trace_and_check(
     if step.notes.sizes:
         _check_sizes(step, body, state, data)
     if is_unaware and step.num_replicas > 1:
-        _check_losses(step, body, state, data, traced.jaxpr)
+        _check_losses(step, body, state, data, traced.jaxpr, is_user_step)
     if _are_sums_expensive(step):
         traced.combine_sums(step)
     return traced(*args)
@@ -180,35 +185,17 @@ def _check_losses(
     state: Sequence[Group],
     data: Batch,
     jaxpr: ClosedJaxpr,
+    is_user_step: bool,
 ) -> None:
-    """Checks that the losses are means over the rows.
+    """Checks that the losses are means, and all else free of row counts.
 
     If one trace is not sufficient, the step is traced again with the global
     number of rows. The comparison of the traces shows what depends on the
     number of rows: constants, shapes, and user code that treats some numbers of
     rows differently.
     """
-    inputs = len(jaxpr.jaxpr.invars)
-    of_rows = range(inputs - len(jax.tree.leaves(data)), inputs)
-    rows, num_replicas = step.facts.rows, step.num_replicas
-    finding = Finding(verdict=Verdict.UNSURE)
-    is_user_code = traces.has_user_code(jaxpr, losses.LOSS)
     try:
-        if not is_user_code:
-            finding = losses.losses_in(jaxpr, of_rows, rows)
-        is_unsure = finding.verdict is Verdict.UNSURE
-        if is_unsure or (rows == 1 and finding.verdict is Verdict.MIXED):
-            of_one, is_one = jaxpr, rows == 1
-            if is_one:
-                # With one row, the row dimension looks like any other dimension
-                # of size one.
-                rows = 2
-                jaxpr = _trace_with_rows(step, body, state, data, rows)
-            rows_of_twin = num_replicas * rows
-            twin = _trace_with_rows(step, body, state, data, rows_of_twin)
-            finding = losses.losses_in(jaxpr, of_rows, rows, twin)
-            if is_one and is_user_code and not _agrees(of_one, jaxpr, twin):
-                finding = Finding(verdict=Verdict.MIXED)
+        finding = _compare_rows(step, body, state, data, jaxpr, is_user_step)
     except Exception:
         # The step works only with this batch's shapes, so nothing can be
         # compared.
@@ -216,6 +203,50 @@ def _check_losses(
     if finding.verdict is not Verdict.MEAN:
         place = _describe_place(finding.why)
         step.demand_global_batch(_LOSS_REASON.format(place=place))
+    if finding.counting:
+        place = finding.counting is not True and traces.find_place(
+            finding.counting
+        )
+        place = f" (at {place})" if place else ""
+        step.demand_global_batch(_COUNT_REASON.format(place=place))
+
+
+def _compare_rows(
+    step: StepContext,
+    body: Callable[..., Any],
+    state: Sequence[Group],
+    data: Batch,
+    jaxpr: ClosedJaxpr,
+    is_user_step: bool,
+) -> Finding:
+    """Returns how a step depends on its rows, from one trace or from two."""
+    inputs = len(jaxpr.jaxpr.invars)
+    of_rows = range(inputs - len(jax.tree.leaves(data)), inputs)
+    rows, num_replicas = step.facts.rows, step.num_replicas
+    finding = Finding(verdict=Verdict.UNSURE)
+    is_user_loss = traces.has_user_code(jaxpr, losses.LOSS)
+    if not is_user_loss:
+        finding = losses.losses_in(jaxpr, of_rows, rows)
+    is_mean = finding.verdict is Verdict.MEAN
+    is_mixed = rows > 1 and finding.verdict is Verdict.MIXED
+    is_user_code = is_user_step or traces.has_user_code(jaxpr, *scales.USED)
+    if is_mixed or (is_mean and not is_user_code):
+        return finding
+    of_one, is_one = jaxpr, rows == 1
+    if is_one:
+        # With one row, the row dimension looks like any other dimension of size
+        # one.
+        rows = 2
+        jaxpr = _trace_with_rows(step, body, state, data, rows)
+    twin = _trace_with_rows(step, body, state, data, num_replicas * rows)
+    finding = losses.losses_in(jaxpr, of_rows, rows, twin)
+    if is_one and is_user_loss and not _agrees(of_one, jaxpr, twin):
+        return Finding(verdict=Verdict.MIXED)
+    if not is_user_code:
+        finding = dataclasses.replace(finding, counting=None)
+    if is_mean:
+        return dataclasses.replace(finding, verdict=Verdict.MEAN)
+    return finding
 
 
 def _agrees(one: Any, two: Any, more: Any) -> bool:
@@ -239,6 +270,13 @@ def _agrees(one: Any, two: Any, more: Any) -> bool:
             return False
     return True
 
+
+_COUNT_REASON = (
+    "a gradient, an optimizer's update, the new value of a variable or a log "
+    "depends on the number of rows, such as `x.shape[0]`{place}, which is "
+    "another number on each replica. To run the step replica by replica, use a "
+    "constant instead, or a mean over the rows (`ops.mean`)"
+)
 
 _LOSS_REASON = (
     "its loss is not a mean over the batch's rows{place}, so the mean of the "

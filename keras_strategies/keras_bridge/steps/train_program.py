@@ -11,6 +11,7 @@ from jax.extend.core import ClosedJaxpr
 from keras_strategies._core.batches import Segment, unstack_steps
 from keras_strategies._core.dispatch import dispatch
 from keras_strategies._core.identity import IdentityMap
+from keras_strategies._core.jaxprs import traces
 from keras_strategies._core.replica_map import (
     has_convolutions,
     replica_map,
@@ -148,6 +149,7 @@ class StepProgram(ModelProgram):
             (written, read),
             data,
             functools.partial(self._check_uses, step),
+            is_user_step=traces.is_user_function(self._step),
         )
 
     def _check_uses(self, step: StepContext, jaxpr: ClosedJaxpr) -> None:
@@ -222,7 +224,7 @@ class StepProgram(ModelProgram):
             for group in groups
         ]
         places = [
-            (v, plan.add(v / step.num_replicas))
+            (v, plan.add(step_logs.compute_share(step, v)))
             for v in step_logs.find_averaged_logs(step, logs)
         ]
         sums = plan.compute_sums()

@@ -151,6 +151,8 @@ def test_other_threads_keep_their_answers():
 def test_layers_of_keras_hub_look_at_the_mesh(monkeypatch, platform):
     module = types.ModuleType("keras_hub.src.a_model")
     module.running_on_tpu = module.running_on_gpu = lambda: True
+    package = types.ModuleType("keras_hub")
+    monkeypatch.setitem(sys.modules, package.__name__, package)
     monkeypatch.setitem(sys.modules, module.__name__, module)
     with kernels_for(mesh_of(platform)):
         assert module.running_on_tpu() == (platform == "tpu")

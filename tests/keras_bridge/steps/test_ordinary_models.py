@@ -16,7 +16,7 @@ from keras import layers, losses, ops
 
 from keras_strategies.keras_bridge.loops.binding import find_binding
 from keras_strategies.keras_bridge.steps.lower_step import lower_step
-from tests.support.combinations import combine
+from tests.support.combinations import combine, few
 from tests.support.models import chain
 from tests.support.plain_keras import mirrored
 
@@ -176,7 +176,7 @@ LAYERS = [
 ]
 
 
-@pytest.mark.parametrize(("make", "x"), LAYERS)
+@pytest.mark.parametrize(("make", "x"), few(LAYERS, every=3))
 def test_each_layer_is_mapped(make, x):
     build = functools.partial(through, x=x)
     check_is_mapped(lambda: build(make()), x, floats(1))
