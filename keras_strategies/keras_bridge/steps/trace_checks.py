@@ -194,12 +194,7 @@ def _check_losses(
     number of rows: constants, shapes, and user code that treats some numbers of
     rows differently.
     """
-    try:
-        finding = _compare_rows(step, body, state, data, jaxpr, is_user_step)
-    except Exception:
-        # The step works only with this batch's shapes, so nothing can be
-        # compared.
-        finding = Finding(verdict=Verdict.MIXED)
+    finding = _compare_rows(step, body, state, data, jaxpr, is_user_step)
     if finding.verdict is not Verdict.MEAN:
         place = _describe_place(finding.why)
         step.demand_global_batch(_LOSS_REASON.format(place=place))
@@ -222,30 +217,49 @@ def _compare_rows(
     """Returns how a step depends on its rows, from one trace or from two."""
     inputs = len(jaxpr.jaxpr.invars)
     of_rows = range(inputs - len(jax.tree.leaves(data)), inputs)
-    rows, num_replicas = step.facts.rows, step.num_replicas
+    rows = step.facts.rows
     finding = Finding(verdict=Verdict.UNSURE)
-    is_user_loss = traces.has_user_code(jaxpr, losses.LOSS)
-    if not is_user_loss:
+    if not traces.has_user_code(jaxpr, losses.LOSS):
         finding = losses.losses_in(jaxpr, of_rows, rows)
     is_mean = finding.verdict is Verdict.MEAN
     is_mixed = rows > 1 and finding.verdict is Verdict.MIXED
     is_user_code = is_user_step or traces.has_user_code(jaxpr, *scales.USED)
     if is_mixed or (is_mean and not is_user_code):
         return finding
-    of_one, is_one = jaxpr, rows == 1
-    if is_one:
+    try:
+        compared = _compare_traces(step, body, state, data, jaxpr, of_rows)
+    except Exception as error:
+        # The step works only with this batch's shapes.
+        if not is_mean:
+            step.demand_global_batch(describe_error(error))
+        return finding
+    if not is_user_code:
+        compared = dataclasses.replace(compared, counting=None)
+    if is_mean:
+        return dataclasses.replace(compared, verdict=Verdict.MEAN)
+    return compared
+
+
+def _compare_traces(
+    step: StepContext,
+    body: Callable[..., Any],
+    state: Sequence[Group],
+    data: Batch,
+    jaxpr: ClosedJaxpr,
+    of_rows: range,
+) -> Finding:
+    """Returns how a step depends on its rows, from a trace with more rows."""
+    rows, of_one = step.facts.rows, None
+    if rows == 1:
         # With one row, the row dimension looks like any other dimension of size
         # one.
-        rows = 2
+        rows, of_one = 2, jaxpr
         jaxpr = _trace_with_rows(step, body, state, data, rows)
-    twin = _trace_with_rows(step, body, state, data, num_replicas * rows)
+    twin = _trace_with_rows(step, body, state, data, step.num_replicas * rows)
     finding = losses.losses_in(jaxpr, of_rows, rows, twin)
-    if is_one and is_user_loss and not _agrees(of_one, jaxpr, twin):
+    is_user_loss = traces.has_user_code(jaxpr, losses.LOSS)
+    if of_one and is_user_loss and not _agrees(of_one, jaxpr, twin):
         return Finding(verdict=Verdict.MIXED)
-    if not is_user_code:
-        finding = dataclasses.replace(finding, counting=None)
-    if is_mean:
-        return dataclasses.replace(finding, verdict=Verdict.MEAN)
     return finding
 
 

@@ -608,6 +608,46 @@ def test_errors_in_a_step_show_the_batchs_shapes():
             model.fit(X, Y, batch_size=16, verbose=0)
 
 
+class OneSize(OwnStep):
+    """A step that accepts a replica's rows only."""
+
+    def loss_of(self, x, y):
+        if x.shape[0] != 8:
+            raise ValueError("eight rows are needed")
+        return self.compute_loss(x=x, y=y, y_pred=self(x))
+
+    def logs(self, x, y, loss):
+        return {"loss": loss}
+
+
+class OneSizeSummed(OneSize):
+    def loss_of(self, x, y):
+        return ops.sum(super().loss_of(x, y) * x) / 24
+
+
+class AnySize(OneSize):
+    def loss_of(self, x, y):
+        return self.compute_loss(x=x, y=y, y_pred=self(x))
+
+
+def fit_two_batches(model_class):
+    model = compiled_in(mirrored(2), model_class, "sgd", "mse")
+    return model.fit(X[:32], Y[:32], batch_size=16, shuffle=False, verbose=0)
+
+
+def test_a_mean_loss_stays_mapped_if_the_step_accepts_one_number_of_rows():
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        ours = fit_two_batches(OneSize)
+    assert_same(fit_two_batches(AnySize).history, ours.history)
+
+
+def test_other_losses_of_a_step_that_accepts_one_number_of_rows():
+    # The error of the user's step, with the global batch.
+    with pytest.raises(ValueError, match="eight rows are needed"):
+        fit_two_batches(OneSizeSummed)
+
+
 # What is as large as the rows by chance.
 
 
