@@ -149,11 +149,14 @@ def _forget_programs(request):
 def pytest_xdist_make_scheduler(config, log):
     """One worker runs all tests of a file, which share what was traced and
     built; of the longest file, all of a case, which share the one-device
-    results. (pytest 9.2 hides the mark `xdist_group` from xdist 3.8.)"""
+    results; of programs for TPUs, which share nothing, one. (pytest 9.2 hides
+    the mark `xdist_group` from xdist 3.8.)"""
     from xdist.scheduler import LoadScopeScheduling
 
     class ByFile(LoadScopeScheduling):
         def _split_scope(self, nodeid):
+            if "tpu/test_compile.py" in nodeid:
+                return nodeid
             case = re.search(r"parity/test_fit\.py::\w+\[(\w+)", nodeid)
             return case[1] if case else nodeid.partition("::")[0]
 

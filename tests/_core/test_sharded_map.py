@@ -8,6 +8,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax.ad_checkpoint import checkpoint_name
 from jax.extend.core import Var, jaxprs_in_params
 from jax.sharding import NamedSharding, PartitionSpec
 
@@ -397,7 +398,10 @@ def test_a_loop_gathers_a_slice_in_each_turn(remat, is_stacked):
             stacked = stack_values(given) if is_stacked else given[0]
             return loop_loss(stacked, x, remat)
 
+        # Gradients are named, as in a model's step; and weights, too.
+        given = [checkpoint_name(weight, "weight") for weight in given]
         grads = jax.grad(loss)(given)
+        grads = [checkpoint_name(grad, "gradient") for grad in grads]
         pairs = zip(grads, given, strict=True)
         return [descended(mesh, spec, *pair) for pair in pairs]
 

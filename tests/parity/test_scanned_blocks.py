@@ -258,6 +258,25 @@ def test_one_block_is_traced_for_all():
     assert Counted.rows == (2,) * BLOCKS
 
 
+def test_sharded_weights_are_gathered_and_gradients_scattered_in_the_loop():
+    counts = []
+    for depth in (4, 8):
+        strategy = strategy_of(2, is_sharded=True)
+        with strategy.scope():
+            x = inputs = keras.Input((WIDTH,))
+            for _ in range(depth):
+                x = layers.Dense(WIDTH, "tanh")(x)
+            model = keras.Model(inputs, x)
+            ks.experimental.scan_blocks(model)
+            model.compile("adam", "mse")
+        shape = jax.ShapeDtypeStruct((8, WIDTH), "float32")
+        program = strategy.compile_step(model, (shape, shape))
+        counts.append(program.collectives)
+    assert counts[0] == counts[1]
+    # The kernel and the bias of one block.
+    assert counts[0]["reduce-scatter"] == 2
+
+
 def test_blocks_are_compared_in_the_first_trace_alone():
     class Doubled(Counted):
         def call(self, inputs, training=None):

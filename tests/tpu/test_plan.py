@@ -87,9 +87,9 @@ def test_deep_models_by_a_few_blocks_are_near_the_whole():
     kwargs = {"topologies": "v5e:2x4", "strategies": "sharded", "rows": 4}
     # One candidate alone would be compiled at full effort, the whole one.
     kwargs["effort"] = "low"
-    (few,) = plan(lambda: decoder(16), **kwargs).steps
-    (whole,) = plan(lambda: decoder(16), whole=True, **kwargs).steps
-    assert few.blocks == (4, 8, 16)
+    (few,) = plan(lambda: decoder(12), **kwargs).steps
+    (whole,) = plan(lambda: decoder(12), whole=True, **kwargs).steps
+    assert few.blocks == (4, 8, 12)
     assert whole.blocks is None
     assert few.memory["weights"] == whole.memory["weights"]
     assert few.counts == whole.counts
@@ -167,10 +167,9 @@ def test_what_does_not_fit_says_what_it_needs():
 
 
 def test_rows_grow_with_the_slice_or_stay():
+    kwargs = {"topologies": "v5e:2x2", "strategies": "slots", "effort": "low"}
     for scale, rows in (("replica", 32), ("global", 8)):
-        (step,) = plan(
-            decoder, 8, topologies="v5e:2x2", strategies="slots", scale=scale
-        ).steps
+        (step,) = plan(decoder, 8, scale=scale, **kwargs).steps
         assert step.rows == rows
 
 

@@ -1,7 +1,7 @@
 """The equations that can compute with shards of their operands.
 
 These are calls, loops (`jax.lax.scan`) over the first dimension of values,
-casts, stacks, and sums.
+casts, names, stacks, and sums.
 """
 
 from collections import Counter
@@ -14,7 +14,11 @@ from jax.extend.core import JaxprEqn, Literal, Var
 from jax.sharding import NamedSharding, PartitionSpec
 
 from keras_strategies._core.jaxprs.specs import Sharded
-from keras_strategies._core.jaxprs.stages import references, scan_operands
+from keras_strategies._core.jaxprs.stages import (
+    references,
+    scan_operands,
+    variables,
+)
 from keras_strategies._types import Array
 
 _REMATERIALIZED = ("remat2", "remat", "checkpoint")
@@ -151,13 +155,23 @@ def casts(equation: JaxprEqn) -> bool:
     return equation.primitive.name == "convert_element_type"
 
 
+def names(equation: JaxprEqn) -> bool:
+    """Returns whether an equation is a `checkpoint_name`, the identity."""
+    return equation.primitive.name == "name"
+
+
 def adds(equation: JaxprEqn) -> bool:
     return equation.primitive.name == "add_any"
 
 
 def keeps_shards(equation: JaxprEqn) -> bool:
     """Returns whether an equation's result can be computed from shards."""
-    return casts(equation) or stacks(equation)
+    return casts(equation) or names(equation) or stacks(equation)
+
+
+def sums_shards(equation: JaxprEqn) -> bool:
+    """Returns whether a result's sum can be computed from operands' sums."""
+    return adds(equation) or names(equation) or unstacks(equation)
 
 
 def find_scattered(
@@ -167,11 +181,18 @@ def find_scattered(
 ) -> dict[Var, Sharded]:
     """Finds the variables whose sums are scattered where they are computed.
 
-    These are results of called functions, and sums of such results. An example
-    is the gradient of a weight that several rematerialized functions read.
+    These are results of called functions, and sums or names of such results. An
+    example is the gradient of a weight that several rematerialized functions
+    read.
     """
     makers = {v: e for e in equations for v in e.outvars}
     places: dict[Var, Sharded] = {}
+    # A name's operand is scattered if the name is.
+    read = dict(scattered)
+    for equation in reversed(equations):
+        if names(equation) and equation.outvars[0] in read:
+            spec = read[equation.outvars[0]]
+            read |= dict.fromkeys(variables(equation.invars), spec)
 
     def sink(variable: Var | Literal, spec: Sharded) -> bool:
         if isinstance(variable, Literal) or uses[variable] != 1:
@@ -184,10 +205,10 @@ def find_scattered(
             position = maker.outvars.index(variable)
             is_inner = returns_slices(maker, position, spec)
         if unstacks(maker):
-            is_inner = _sinks_all(maker, scattered, uses) and sink(
+            is_inner = _sinks_all(maker, read, uses) and sink(
                 maker.invars[0], stacked_spec(spec)
             )
-        if adds(maker):
+        if adds(maker) or names(maker):
             # A list, not a generator, because `any` must not skip the second
             # operand.
             is_inner = any([sink(v, spec) for v in maker.invars])

@@ -19,11 +19,11 @@ from typing import Any, Protocol
 
 import jax
 import jax.numpy as jnp
+from jax.ad_checkpoint import checkpoint_name
 from jax.extend.core import Jaxpr, JaxprEqn, Literal, Var
 
 from keras_strategies._core.jaxprs.gather_order import Gathered, find_gathers
 from keras_strategies._core.jaxprs.sharded_calls import (
-    adds,
     compute_loop,
     find_scattered,
     gathers_again,
@@ -31,10 +31,12 @@ from keras_strategies._core.jaxprs.sharded_calls import (
     is_loop,
     is_rematerialized,
     keeps_shards,
+    names,
     reads_slices,
     slice_spec,
     stacked_spec,
     stacks,
+    sums_shards,
     unstacks,
 )
 from keras_strategies._core.jaxprs.specs import Sharded
@@ -183,9 +185,7 @@ class ShardedInterpreter:
                     free = [] if self._tie(equation, free) else free
             if self._pass_on(equation):
                 continue
-            is_sum = (adds(equation) or unstacks(equation)) and (
-                equation.outvars[0] in places
-            )
+            is_sum = sums_shards(equation) and equation.outvars[0] in places
             is_entered = not is_sum and self._is_entered(equation, places)
             reads_shards = any(map(self.is_sharded, equation.invars))
             if is_entered or is_sum or reads_shards:
@@ -247,7 +247,7 @@ class ShardedInterpreter:
         return True
 
     def _pass_on(self, equation: Equation) -> bool:
-        """Computes a cast or a stack of shards; returns whether it was one."""
+        """Computes a cast, name or stack of shards; returns whether it did."""
         if not keeps_shards(equation):
             return False
         if not all(map(self.is_sharded, equation.invars)):
@@ -260,6 +260,9 @@ class ShardedInterpreter:
         (result,) = equation.outvars
         if stacks(equation):
             self.set_shard(result, jnp.stack(shards), stacked_spec(specs[0]))
+        elif names(equation):
+            named = checkpoint_name(shards[0], equation.params["name"])
+            self.set_shard(result, named, specs[0])
         else:
             dtype = equation.params["new_dtype"]
             cast = jax.lax.convert_element_type(shards[0], dtype)
@@ -267,15 +270,15 @@ class ShardedInterpreter:
         return True
 
     def _sum(self, equation: Equation, places: dict[Var, Sharded]) -> None:
-        """Computes a sum, or slices of one, from scattered shards."""
+        """Computes or names a sum, or its slices, from scattered shards."""
         spec = places[equation.outvars[0]]
         if unstacks(equation):
             (stacked,) = equation.invars
             parts = list(self.sum(stacked, stacked_spec(spec)))
             self._sums.update(zip(equation.outvars, parts, strict=True))
             return
-        a, b = (self.sum(v, spec) for v in equation.invars)
-        self._sums[equation.outvars[0]] = a + b
+        first, *others = (self.sum(v, spec) for v in equation.invars)
+        self._sums[equation.outvars[0]] = sum(others, first)
 
     def _is_entered(
         self, equation: JaxprEqn, places: dict[Var, Sharded]
