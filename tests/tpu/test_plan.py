@@ -87,9 +87,9 @@ def test_deep_models_by_a_few_blocks_are_near_the_whole():
     kwargs = {"topologies": "v5e:2x4", "strategies": "sharded", "rows": 4}
     # One candidate alone would be compiled at full effort, the whole one.
     kwargs["effort"] = "low"
-    (few,) = plan(lambda: decoder(12), **kwargs).steps
-    (whole,) = plan(lambda: decoder(12), whole=True, **kwargs).steps
-    assert few.blocks == (4, 8, 12)
+    (few,) = plan(lambda: decoder(16), **kwargs).steps
+    (whole,) = plan(lambda: decoder(16), whole=True, **kwargs).steps
+    assert few.blocks == (4, 8, 16)
     assert whole.blocks is None
     assert few.memory["weights"] == whole.memory["weights"]
     assert few.counts == whole.counts

@@ -48,8 +48,9 @@ class Kind:
         rows. For example, it is 2 after two batches were concatenated (`ROWS`).
       power: The exponent p such that the value scales as num_rows**p. NaN if
         there is no such exponent. None if it is unknown, because the value
-        contains a constant that may depend on the number of rows. Of a sum over
-        rows plus a constant it is the sum's (`MIXED`).
+        mixes rows, or contains a constant that may depend on the number of
+        rows. Of a value computed from one sum over rows and constants, it is
+        the sum's (`MIXED`).
       count: The number of entries that the last sum within a row added.
         Dividing by this number computes a mean (`ROWS`, `SUM`).
       columns: The positions in the last dimension at which the entry is the
@@ -69,6 +70,8 @@ class Kind:
         loss.
       scale: The exponent of num_rows in the constants with which user code
         multiplied the value (`SUM`, `MIXED`). Infinite if there is none.
+      is_summed: Whether user code summed the rows, and does not differentiate
+        the sum (`SUM`, `MIXED`).
       why: The equation that mixes rows (`MIXED`).
     """
 
@@ -85,6 +88,7 @@ class Kind:
     is_global: bool = False
     of_loss: bool = False
     scale: float = 0.0
+    is_summed: bool = False
     why: Any = None
 
     def is_flat(self, axis: int, size: int) -> bool:
@@ -131,7 +135,7 @@ PLAIN = Kind(form=CONST)
 
 def make_mixed(why: JaxprEqn) -> Kind:
     """Returns the `Kind` of a value that mixes rows at the equation `why`."""
-    return Kind(form=MIXED, why=why)
+    return Kind(form=MIXED, power=None, why=why)
 
 
 def make_rows(axis: int, outer: int = 1, power: float | None = 0.0) -> Kind:

@@ -3,7 +3,8 @@
 A replica's number of rows is not that of the global batch, so a step that
 computes with it elsewhere than in a mean or a sum over rows (`gradient *
 4 / x.shape[0]` in an optimizer) has other results than on one device. Such a
-number is a constant that differs between two traces of the step.
+number is a constant that differs between two traces of the step. A gradient
+that user code sums over the rows, without a loss, has other results, too.
 """
 
 import math
@@ -39,7 +40,8 @@ def is_wrong(kind: Kind, mark: str) -> bool:
       kind: The value's kind.
       mark: The value's mark, one of `MARKS`.
     """
-    if mark in (GRADIENT, WEIGHT) and kind.scale:
+    is_sum = kind.is_summed and kind.power not in (MEAN_POWER, None)
+    if mark in (GRADIENT, WEIGHT) and (kind.scale or is_sum):
         return True
     if kind.is_const:
         # The gradient of a mean that is linear in the weights is a constant.
@@ -76,6 +78,14 @@ def scale_results(
         first.
     """
     results = [_with_term(k, kinds) for k in results]
+    summed = next((k.why for k in kinds if k.is_summed), None)
+    if summed is None and _sums_rows(calls, kinds, results):
+        summed = calls[-1]
+    if summed is not None:
+        results = [
+            k if k.is_const else k.but(is_summed=True, why=summed)
+            for k in results
+        ]
     scaled = next((kind for kind in kinds if kind.scale), PLAIN)
     scale = scaled.scale + _find_exponent(calls, kinds, ratio)
     if not scale:
@@ -106,6 +116,18 @@ def updates_by_count(calls: Sequence[Any], kinds: Sequence[Kind]) -> bool:
 def _is_mean(kind: Kind) -> bool:
     """Returns whether a value is a mean, which user code may have divided."""
     return kind.is_sum and kind.power == MEAN_POWER
+
+
+def _sums_rows(
+    calls: Sequence[Any], kinds: Sequence[Kind], results: Sequence[Kind]
+) -> bool:
+    """Returns whether user code sums rows, and not to differentiate the sum."""
+    return (
+        any(kind.is_sum for kind in results)
+        and all(kind.is_rows or kind.is_const for kind in kinds)
+        and not _is_within(calls, "jvp(")
+        and _is_forward_user_code(calls)
+    )
 
 
 def _with_term(kind: Kind, kinds: Sequence[Kind]) -> Kind:

@@ -287,9 +287,9 @@ def _agrees(one: Any, two: Any, more: Any) -> bool:
 
 _COUNT_REASON = (
     "a gradient, an optimizer's update, the new value of a variable or a log "
-    "depends on the number of rows, such as `x.shape[0]`{place}, which is "
-    "another number on each replica. To run the step replica by replica, use a "
-    "constant instead, or a mean over the rows (`ops.mean`)"
+    "depends on the number of rows, such as `x.shape[0]` or a sum over the "
+    "rows{place}, which is different on each replica. To run the step replica "
+    "by replica, use a constant instead, or a mean over the rows (`ops.mean`)"
 )
 
 _LOSS_REASON = (

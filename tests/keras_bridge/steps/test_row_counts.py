@@ -224,6 +224,42 @@ class LayersCount(Step):
         super().__init__(Count())
 
 
+class OwnGradients(Step):
+    """Computes means over the rows as gradients, without `jax.grad`."""
+
+    def apply(self, x, y, weights, others, slots):
+        kernel, bias = weights
+        error = ops.matmul(x, kernel) + bias - y
+        grads = self.average(ops.matmul(ops.transpose(x), error), error)
+        weights, slots = self.update(grads, weights, slots)
+        return ops.mean(ops.square(error)), weights, others, slots
+
+    def average(self, product, error):
+        return [product / error.shape[0], ops.mean(error, axis=0)]
+
+    def update(self, grads, weights, slots):
+        return self.optimizer.stateless_apply(slots, grads, weights)
+
+
+class OwnSums(OwnGradients):
+    """Computes sums over the rows."""
+
+    def average(self, product, error):
+        return [product / 16, ops.sum(error, axis=0) / 16]
+
+
+class ClippedOwnSums(OwnSums):
+    def update(self, grads, weights, slots):
+        clipped = [ops.clip(g, -0.1, 0.1) for g in grads]
+        return super().update(clipped, weights, slots)
+
+
+class OwnUpdatesBySums(OwnSums):
+    def update(self, grads, weights, slots):
+        pairs = zip(weights, grads, strict=True)
+        return [weight - 0.1 * grad for weight, grad in pairs], slots
+
+
 class MetricDivided(Step):
     def start(self, rows):
         self.scaled.scale = 1 / rows
@@ -260,6 +296,7 @@ COUNTING = [
     ),
     *(WeightsWithoutOptimizer, LayersState, LayersCount),
     *(MetricDivided, MetricMultiplied, Log, NumberInLogs),
+    *(OwnSums, ClippedOwnSums, OwnUpdatesBySums),
 ]
 
 
@@ -301,6 +338,12 @@ def test_a_step_that_counts_rows_is_that_of_one_device(make, make_strategy):
     assert_same(plain, ours)
     (message,) = told
     assert "depends on the number of rows" in message
+
+
+@pytest.mark.parametrize("make_strategy", [mirrored, sharded])
+def test_the_place_of_a_sum_is_told(make_strategy):
+    _, (message,) = train(ClippedOwnSums, make_strategy(2), train_on_batch)
+    assert "at test_row_counts.py:" in message
 
 
 @pytest.mark.parametrize("make_strategy", [mirrored, sharded])
@@ -369,23 +412,6 @@ class Norms(Step):
         }
 
 
-class OwnGradients(Step):
-    """Computes means over the rows as gradients, without `jax.grad`."""
-
-    def apply(self, x, y, weights, others, slots):
-        kernel, bias = weights
-        error = ops.matmul(x, kernel) + bias - y
-        grads = [
-            ops.matmul(ops.transpose(x), error) / x.shape[0],
-            ops.mean(error, axis=0),
-        ]
-        weights, slots = self.update(grads, weights, slots)
-        return ops.mean(ops.square(error)), weights, others, slots
-
-    def update(self, grads, weights, slots):
-        return self.optimizer.stateless_apply(slots, grads, weights)
-
-
 class ClippedOwnGradients(OwnGradients):
     def update(self, grads, weights, slots):
         clipped = [ops.clip(g, -9.0, 9.0) for g in grads]
@@ -415,7 +441,21 @@ class GradientsOfRows(Step):
         return ops.mean(rows), weights, others, slots
 
 
-OF_OWN_MEANS = [OwnGradients, ClippedOwnGradients, OwnUpdates, GradientsOfRows]
+class SumOfLosses(Step):
+    """Keras's own sum, which counts the rows of all replicas."""
+
+    def loss_of(self, x, y):
+        weight = ops.cast(x[:, 0] > 0, "float32")
+        loss = keras.losses.MeanSquaredError(reduction="sum")
+        mean = keras.losses.MeanSquaredError("mean_with_sample_weight")
+        output = self(x)
+        return loss(y, output, weight) / 16 + mean(y, output, weight)
+
+
+OF_OWN_MEANS = [
+    *(OwnGradients, ClippedOwnGradients, OwnUpdates, GradientsOfRows),
+    SumOfLosses,
+]
 
 
 class Statistics(Average):
