@@ -204,12 +204,14 @@ def measure(place, row):
     if row.is_nightly:
         words = ["env", "KERAS_STRATEGIES_UNTESTED_VERSIONS=1", *words]
     try:
-        place.run(row, "timeout", str(LIMIT_S), *words)
+        done = place.run(row, "timeout", str(LIMIT_S), *words)
     finally:
         seconds = time.monotonic() - start
     counts, failed = {}, ["no report: cut off, or not begun"]
     if report.exists():
         counts, failed = read(report)
+    if done.returncode and not failed:
+        failed = [f"pytest ended with {done.returncode}"]
     return {
         "commit": commit(),
         "constraints": constraints(),
@@ -282,6 +284,8 @@ def main():
     for root in options.root or ():
         if not (root / "usr" / "bin").is_dir():
             parser.error(f"--root: no Debian in {root} (no usr/bin)")
+        if not (root / "proc" / "self").exists():
+            parser.error(f"--root: mount /proc in {root} (docs/versions.md)")
         places.append(Place(root.resolve()))
     wanted = [r for r in ROWS if r.number in (options.row or numbers)]
     is_green = True
