@@ -1,8 +1,8 @@
 """fit, evaluate and predict give one device's numbers (docs/parity.md).
 
-The default run covers most cases on even and uneven numbers of rows on 2
-replicas, and a basic one on every strategy; `-m slow` runs every case x
-strategy x rows/batch pair.
+The default run covers one case of each kind, on even and uneven numbers of
+rows on 2 replicas, and a basic one on several strategies; `-m slow` runs every
+case x strategy x rows/batch pair.
 """
 
 import pytest

@@ -18,7 +18,7 @@ from tests.support.loss_places import FEATURES, X, Y, check, net
 from tests.support.plain_keras import mirrored
 
 
-@pytest.mark.parametrize("name", combine(LOSSES, every=6))
+@pytest.mark.parametrize("name", combine(LOSSES, every=9))
 def test_each_loss_is_that_of_one_device(name):
     # Three replicas have 8 rows each, as the constant of `sum_of_replica`.
     check(LOSSES[name], "function", 3 if name == "sum_of_replica" else 2)
