@@ -20,7 +20,6 @@ from keras_strategies.checkpoint.reading import read_arrays
 from keras_strategies.checkpoint.storage import Storage
 from tests.fuzz.hostile import inputs
 from tests.support.checkpoint import written
-from tests.support.combinations import combine
 from tests.support.plain_keras import mirrored
 
 TREE = "state/_METADATA"
@@ -101,11 +100,8 @@ def try_to(read, directory):
 
 # Orbax's coroutines raise once more when they are collected.
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
-@pytest.mark.parametrize(
-    ("name", "read"),
-    combine([TREE, ARRAYS], READERS.values(), every=2),
-    ids=[f"{name}-{read}" for name in (TREE, ARRAYS) for read in READERS],
-)
+@pytest.mark.parametrize("read", READERS.values(), ids=READERS)
+@pytest.mark.parametrize("name", [TREE, ARRAYS])
 def test_a_hostile_file_is_named_or_the_numbers_are_right(
     directory, name, read
 ):

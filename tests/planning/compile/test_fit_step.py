@@ -15,7 +15,7 @@ from tests.support.combinations import combine
 def make_model():
     x = tokens = keras.Input((None,), dtype="int32")
     x = layers.Embedding(16, 8)(x)
-    for _ in range(12):
+    for _ in range(16):
         x = layers.Add()([x, layers.Dense(8)(layers.LayerNormalization()(x))])
     model = keras.Model(tokens, layers.Dense(16)(x))
     loss = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
@@ -34,7 +34,7 @@ def test_a_model_for_any_number_of_tokens_is_planned_by_its_blocks():
         for is_whole in (False, True)
     )
     assert short.error is None
-    assert short.blocks == (4, 8, 12)
+    assert short.blocks == (4, 8, 16)
     assert whole.blocks is None
     assert short.tokens == whole.tokens == 32
     for kind in ("weights", "slots", "gradients"):
