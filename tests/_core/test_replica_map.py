@@ -8,6 +8,7 @@ import pytest
 from keras_strategies._core import buffers
 from keras_strategies._core import replica_map as rm
 from keras_strategies._core.mesh import ReplicaMesh
+from tests.support.combinations import combine
 
 pytestmark = pytest.mark.quick
 
@@ -50,8 +51,9 @@ def leaves_of(x):
     ]
 
 
-@pytest.mark.parametrize("buffering", BUFFERINGS)
-@pytest.mark.parametrize("replicas", [1, 2, 3, 8])
+@pytest.mark.parametrize(
+    ("replicas", "buffering"), combine([1, 2, 3, 8], BUFFERINGS, every=2)
+)
 def test_all_sum_keeps_order_shapes_and_types(replicas, buffering):
     data = np.arange(replicas, dtype="float32") + 1
     sums = mapped(
@@ -100,8 +102,10 @@ def test_small_arrays_of_a_type_share_a_collective():
     assert collectives(buffers.Buffering(max_entries=2, max_arrays=3)) == 7
 
 
-@pytest.mark.parametrize("buffering", BUFFERINGS)
-@pytest.mark.parametrize("transform", [jax.grad, jax.jacfwd, jax.hessian])
+@pytest.mark.parametrize(
+    ("transform", "buffering"),
+    combine([jax.grad, jax.jacfwd, jax.hessian], BUFFERINGS, every=2),
+)
 def test_sums_are_differentiated_both_ways(transform, buffering):
     weights = [jnp.arange(4.0), jnp.array(2.0)]
 

@@ -73,10 +73,7 @@ CASES = {
 
 
 # Interpreted kernels are slow to compile.
-QUICK = (
-    *("causal window", "queries, keys", "scores by head", "grouped, keys"),
-    "cap",
-)
+QUICK = ("queries, keys", "scores by head", "cap")
 PARAMS = [
     pytest.param(case, id=name, marks=[] if name in QUICK else pytest.mark.slow)
     for name, case in CASES.items()

@@ -79,7 +79,7 @@ def fit(runner, *callbacks, **arguments):
             pytest.param("batch", 8, 5, marks=pytest.mark.slow),
             pytest.param("batch", 10, 5, marks=pytest.mark.slow),
         ],
-        every=2,
+        every=3,
     ),
 )
 def test_a_fit_that_a_callback_ended_goes_on(

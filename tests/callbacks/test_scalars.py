@@ -277,7 +277,7 @@ OPTIMIZERS = {
 }
 
 
-@pytest.mark.parametrize("name", OPTIMIZERS)
+@pytest.mark.parametrize("name", combine(OPTIMIZERS, every=2))
 def test_learning_rates(tmp_path, name):
     make, expected = OPTIMIZERS[name]
     fit(model_of(2, make()), Scalars(tmp_path, every_n_steps=1))
@@ -388,6 +388,7 @@ def test_metrics_with_several_entries(tmp_path):
     assert points["one"] == {4: 44.0, 8: 44.0}
 
 
+@pytest.mark.slow
 def test_several_outputs_in_bfloat16_run_eagerly(tmp_path):
     policy = keras.config.dtype_policy()
     keras.config.set_dtype_policy("mixed_bfloat16")
@@ -816,6 +817,7 @@ def test_an_error_of_a_buckets_library_ends_the_points_alone(monkeypatch):
     points.add(4, {"loss": 1.0})
 
 
+@pytest.mark.slow
 def test_the_chief_alone_writes(tmp_path):
     target = "multi_process.with_callbacks:scalars"
     first, second = values_of(target, 2, tmp_path)

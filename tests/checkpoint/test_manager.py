@@ -559,6 +559,7 @@ if sys.argv[2] == "forks":
 """
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "then", combine(["ends", "waits again", "forks"], every=3)
 )

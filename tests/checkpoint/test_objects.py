@@ -297,6 +297,7 @@ def test_a_manager_that_does_not_restore_deletes_what_was_there(tmp_path):
     assert float(variable.value) == 3.0
 
 
+@pytest.mark.slow
 def test_saving_where_a_manager_of_this_process_writes(tmp_path):
     checkpoint = ks.checkpoint.Checkpoint(v=keras.Variable(0.0))
     with (

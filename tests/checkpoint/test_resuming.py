@@ -21,6 +21,7 @@ QUICK = (
     *("usual", "K 2, steps do not divide a pass", "stops early"),
     *("uneven rows, 3 replicas", "own step", "part of the validation data"),
 )
+QUICKEST = ("usual", "K 2, steps do not divide a pass", "own step")
 SELDOM = {"save_every_steps": None, "save_every_epochs": 99}
 
 pytestmark = [
@@ -53,10 +54,18 @@ def check(case, folder, *, every):
 
 
 @pytest.mark.parametrize(
-    "case", [case for case in CASES if case.name in QUICK], ids=str
+    "case",
+    [
+        pytest.param(
+            case, marks=() if case.name in QUICKEST else pytest.mark.slow
+        )
+        for case in CASES
+        if case.name in QUICK
+    ],
+    ids=str,
 )
 def test_a_run_goes_on_after_some_steps(case, tmp_path):
-    check(case, tmp_path, every=5)
+    check(case, tmp_path, every=9)
 
 
 @pytest.mark.slow
@@ -105,6 +114,7 @@ def train(strategy, folder, stop=None):
     return history.history, values
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("first", "then"),
     [

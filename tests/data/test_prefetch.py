@@ -8,6 +8,7 @@ import pytest
 
 from keras_strategies.data import prefetch
 from keras_strategies.data.prefetch import Prefetched
+from tests.support.combinations import combine
 from tests.support.commands import python
 
 pytestmark = pytest.mark.quick
@@ -334,7 +335,7 @@ raise SystemExit("left")
 """
 
 
-@pytest.mark.parametrize("needs_thread", [True, False])
+@pytest.mark.parametrize("needs_thread", combine([True, False], every=2))
 def test_a_process_ends_in_the_middle(needs_thread):
     ended = python(
         "-c", LEFT_OPEN.format(needs_thread=needs_thread), timeout=LIMIT

@@ -61,6 +61,7 @@ def test_gpus_are_hidden_when_a_strategy_uses_gpus():
     """) == ["1", "0", "0"]
 
 
+@pytest.mark.slow
 def test_gpus_are_hidden_before_tfrecords_are_read(tmp_path):
     path = tmp_path / "a.tfrecord"
     assert run(f"""
@@ -75,6 +76,7 @@ def test_gpus_are_hidden_before_tfrecords_are_read(tmp_path):
     """) == ["1", "[]", "0"]
 
 
+@pytest.mark.slow
 def test_gpus_in_use_are_reported_with_the_cure():
     assert run("""
     dataset = tf.data.Dataset.from_tensor_slices(np.ones((8, 2))).batch(4)
@@ -93,6 +95,7 @@ def test_gpus_in_use_are_reported_with_the_cure():
     """) == ["silent", "warned", "1"]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "code",
     combine(

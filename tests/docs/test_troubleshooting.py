@@ -14,6 +14,7 @@ from keras import ops
 import keras_strategies as ks
 from keras_strategies._core.names import versions
 from tests.support.checkpoint.damages import flip
+from tests.support.combinations import some
 from tests.support.mistakes import X, Y, compiled, iter_of, one_input
 from tests.support.plain_keras import mirrored
 
@@ -322,7 +323,10 @@ def test_every_message_has_a_case():
     assert len(messages()) >= 20
 
 
-@pytest.mark.parametrize("start", CASES)
+# It waits for seconds; tests/checkpoint/test_manager.py has it by default.
+@pytest.mark.parametrize(
+    "start", some(CASES, {*CASES} - {"Only one run at a time"})
+)
 def test_a_message_comes_as_it_is_quoted(start, tmp_path):
     (message,) = (m for m in messages() if m.startswith(start))
     with warnings.catch_warnings(record=True) as caught:

@@ -243,7 +243,7 @@ def test_data_that_end_at_a_checkpoint_begin_anew(tmp_path):
     assert step_of(estimator) == 6
 
 
-@pytest.mark.parametrize("replicas", [slow(None), 1, 2, slow(4)])
+@pytest.mark.parametrize("replicas", [slow(None), slow(1), 2, slow(4)])
 def test_numbers_are_those_of_one_device(tmp_path, replicas):
     """Batches of 8, 8 and 6 rows, in training and in evaluation."""
     with ks.OneDeviceStrategy("cpu:0").scope():

@@ -36,6 +36,7 @@ def test_it_is_kept_without_outputs(notebook):
     assert all(not cell.get("execution_count") for cell in notebook.cells)
 
 
+@pytest.mark.slow
 def test_it_trains_on_eight_devices_and_shows_what_it_promises(notebook):
     environ = os.environ | {
         "JAX_PLATFORMS": "cpu",

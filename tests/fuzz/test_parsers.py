@@ -14,7 +14,7 @@ from tests.fuzz.parsers import PARSERS, put, texts_for
 
 pytestmark = pytest.mark.quick
 
-FEW, ALL = 150, 10_000
+FEW, ALL = 50, 10_000
 # Of this thread's own time: others may use the machine.
 MOST_SECONDS = 1.0
 

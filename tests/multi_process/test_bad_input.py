@@ -50,7 +50,18 @@ IN_ONE = {
 }
 
 
-# By default test_loops.py checks it, in the processes of its other tests.
+# Of arguments, arrays, batches, files and calls, in all processes and in one.
+FEW = [
+    *("lengths of arrays", "structures of arrays", "batch sizes"),
+    *("a shorter PyDataset", "structure changes in one", "too few files"),
+    *("a generator of two orders", "another call", "validation in one"),
+    *("a generator fails", "evaluate fails", "x and y of one process"),
+    *("a PyDataset with workers fails", "a cut record", "own rows fail"),
+    "a process stays away",
+]
+
+
+# By default test_loops.py checks them, in the processes of its other tests.
 def check(first, second):
     """Wrong data end in one error everywhere."""
     assert first.keys() == second.keys()

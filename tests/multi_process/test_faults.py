@@ -115,6 +115,7 @@ def test_a_process_dies_or_stops_silently(sent, process, kind, count, tmp_path):
     )
 
 
+@pytest.mark.slow
 def test_a_stranger_takes_a_process_place_in_jaxs_service(tmp_path):
     told = {"case": "stranger", "process": 1, "kind": "loop"}
     results = run_job(tmp_path, told)

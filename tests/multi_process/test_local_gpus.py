@@ -122,6 +122,7 @@ def test_jax_is_told_each_processs_gpus(name):
     assert seen == [("0,1", "True"), ("2,3", "True")], errors
 
 
+@pytest.mark.slow
 def test_slurm_task_alone_on_its_host_takes_all_gpus():
     (port,) = find_free_ports(1)
     name = "TorchrunClusterResolver"
@@ -133,6 +134,7 @@ def test_slurm_task_alone_on_its_host_takes_all_gpus():
     assert seen == [("all", "True")] * 2, errors
 
 
+@pytest.mark.slow
 def test_option_that_the_script_sets_is_kept():
     (port,) = find_free_ports(1)
     environs = launched("TorchrunClusterResolver", port)
@@ -141,6 +143,7 @@ def test_option_that_the_script_sets_is_kept():
     assert seen == [("3", "True")] * 2, errors
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("changed", "said"),
     few(

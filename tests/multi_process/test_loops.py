@@ -29,7 +29,7 @@ def found(tmp_path_factory):
     folder, other = map(tmp_path_factory.mktemp, ("own", "wrong"))
     own_rows.write_files(folder)
     calls = (
-        (test_bad_input.TARGET, other),
+        (test_bad_input.TARGET, other, test_bad_input.FEW),
         (TARGET, *FEW),
         ("multi_process.scenarios:stateful",),
         (test_own_batches.TARGET, folder, test_own_batches.FEW),

@@ -19,6 +19,7 @@ def job(tmp_path_factory):
     return folder, values_of_each(2, *calls, devices=1)
 
 
+@pytest.mark.slow
 def test_slow_input_of_one_process_is_named(job):
     folder, ((chief, other), _) = job
     figures = chief["figures"]
@@ -40,6 +41,7 @@ def test_slow_input_of_one_process_is_named(job):
     assert written["num_steps"] == STEPS
 
 
+@pytest.mark.slow
 def test_each_process_traces_the_same_steps(job):
     folder, _ = job
     for process in range(2):
@@ -54,6 +56,7 @@ def test_each_process_traces_the_same_steps(job):
         assert (max(reads) > SLOW_S * 9e5) == (process == 1)
 
 
+@pytest.mark.slow
 def test_a_slow_callback_of_one_process_is_named(job):
     _, (_, (chief, _)) = job
     found = chief["figures"]["processes"]

@@ -81,10 +81,11 @@ def check_report(folder, num_steps):
     )
 
 
-def test_a_killed_job_ends_with_the_same_weights(tmp_path):
-    whole = launch(tmp_path / "whole", 2, epochs=3)
+@pytest.mark.parametrize("count", [1, pytest.param(2, marks=pytest.mark.slow)])
+def test_a_killed_job_ends_with_the_same_weights(tmp_path, count):
+    whole = launch(tmp_path / "whole", count, epochs=3)
     expected, _ = finish(whole, tmp_path / "whole")
-    job = launch(tmp_path / "killed", 2, "--max-restarts", "2", epochs=3)
+    job = launch(tmp_path / "killed", count, "--max-restarts", "2", epochs=3)
     try:
         wait_for_steps(tmp_path / "killed", 12, job)
         assert kill(job, lambda pids: pids[-1])

@@ -20,7 +20,7 @@ from keras_strategies.keras_bridge.variables.model_variables import (
 from keras_strategies.testing import assert_replicated
 from tests.parity.cases import CASES
 from tests.parity.one_device import check
-from tests.support.combinations import few
+from tests.support.combinations import combine, few
 from tests.support.models import chain
 from tests.support.strategies import make_strategy, of_cores
 
@@ -210,7 +210,7 @@ def globally_clipped():
     return keras.optimizers.Adam(0.01, epsilon=0.01, global_clipnorm=0.1)
 
 
-@pytest.mark.parametrize("strategy", SHARDED_OF_CORES)
+@pytest.mark.parametrize("strategy", combine(SHARDED_OF_CORES, every=2))
 def test_cores_and_replicas_divide_variables(strategy):
     # 16, 16 and 7 rows, which no replicas can share evenly.
     model = check_numbers(

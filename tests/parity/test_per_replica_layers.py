@@ -85,15 +85,18 @@ def train_by_hand(model, x, y, batch_size, replicas, epochs=2):
 
 
 @pytest.mark.parametrize(
-    "replicas",
-    [3, *(pytest.param(n, marks=pytest.mark.slow) for n in (2, 8))],
+    ("replicas", "pairs"),
+    [
+        (3, ((10, 4), (3, 8))),
+        *(pytest.param(n, PAIRS, marks=pytest.mark.slow) for n in (2, 3, 8)),
+    ],
 )
-def test_equals_a_loop_over_replicas(replicas):
+def test_equals_a_loop_over_replicas(replicas, pairs):
     with ks.MirroredStrategy(jax.devices()[:replicas]).scope():
         model = build()
     first = [np.array(v.value) for v in _state(model)]
     by_hand = build()
-    for rows, batch_size in PAIRS:
+    for rows, batch_size in pairs:
         x, y = regressed(rows)
         for variable, value in zip(_state(model), first, strict=True):
             variable.assign(value)

@@ -348,7 +348,7 @@ class Noisy(layers.Dense):
             (Counting, "a block writes a variable of its own"),
             (Noisy, "blocks write a variable that they share"),
         ],
-        every=2,
+        every=3,
     ),
 )
 def test_what_a_loop_cannot_compute_is_unrolled_with_a_word(kind, reason):
@@ -402,7 +402,7 @@ UNEQUAL = {
 }
 
 
-@pytest.mark.parametrize("name", combine(UNEQUAL, every=2))
+@pytest.mark.parametrize("name", combine(UNEQUAL, every=4))
 def test_blocks_of_other_constants_are_unrolled_with_a_word(name):
     with pytest.warns(UserWarning, match="blocks differ in their operations"):
         _, found = fit_chain(UNEQUAL[name])

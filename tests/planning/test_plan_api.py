@@ -76,7 +76,7 @@ def test_the_planned_model_is_left_as_it_is():
 def test_deep_models_are_extrapolated_from_a_few_blocks():
     plans = [
         mirrored(2).plan(
-            lambda: make_model(depth=20),
+            lambda: make_model(depth=16),
             BATCH,
             strategies="replicated",
             whole=whole,
@@ -85,7 +85,7 @@ def test_deep_models_are_extrapolated_from_a_few_blocks():
         for whole in (False, True)
     ]
     (few,), (whole,) = (plan.steps for plan in plans)
-    assert few.blocks == (4, 8, 20)
+    assert few.blocks == (4, 8, 16)
     assert whole.blocks is None
     assert few.memory["weights"] == whole.memory["weights"]
     assert few.memory["slots"] == whole.memory["slots"]
@@ -95,7 +95,7 @@ def test_deep_models_are_extrapolated_from_a_few_blocks():
 def test_models_whose_gradients_are_accumulated_are_compiled_whole():
     def make():
         adam = keras.optimizers.Adam(gradient_accumulation_steps=4)
-        return make_model(depth=20, optimizer=adam)
+        return make_model(depth=16, optimizer=adam)
 
     (step,) = mirrored(2).plan(make, BATCH, strategies="slots", **QUIET).steps
     assert step.blocks is None

@@ -149,7 +149,7 @@ def test_evaluations_and_callbacks_are_named():
     report = RunReport(verbose=False)
     fit(report, Slow(), epochs=4)
     assert "runs callbacks" in report.figures["advice"]
-    x, y = rows(40_000)
+    x, y = rows(10_000)
     report = RunReport(verbose=False)
     fit(report, epochs=4, validation_data=(x, y), validation_batch_size=8)
     assert "evaluates the model" in report.figures["advice"]

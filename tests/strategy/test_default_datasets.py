@@ -63,12 +63,14 @@ def loops(model, x, *, y=None, **kwargs):
     return history, evaluated, predicted, model.get_weights()
 
 
-@pytest.mark.parametrize("is_built", [True, False], ids=["built", "unbuilt"])
 @pytest.mark.parametrize(
-    "name",
+    ("name", "is_built"),
     combine(
-        ["tf.data", "function", "generator", "PyDataset", "numpy"], every=2
+        ["tf.data", "function", "generator", "PyDataset", "numpy"],
+        [True, False],
+        every=3,
     ),
+    ids=lambda value: {True: "built", False: "unbuilt"}.get(value),
 )
 def test_loops_take_what_the_default_strategy_distributed(name, is_built):
     strategy = ks.get_strategy()

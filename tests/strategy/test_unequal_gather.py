@@ -34,7 +34,7 @@ def parts(batch, strategy):
 
 @pytest.mark.parametrize(
     ("sizes", "mode"),
-    combine([(2, 7), (3, 7), (3, 2), (8, 23), (8, 16)], MODES, every=2),
+    combine([(2, 7), (3, 7), (3, 2), (8, 23), (8, 16)], MODES, every=4),
 )
 def test_rows_are_concatenated_in_the_replicas_order(sizes, mode):
     replicas, rows = sizes

@@ -14,11 +14,23 @@ def combine(*axes, every):
       *axes: The values of each parameter; a single axis gives single values.
       every: Which of the diagonals run by default.
     """
+    return _marked(axes, lambda place: sum(place) % every == 0)
+
+
+def cover(*axes):
+    """All combinations; those that run by default have each value of each axis,
+    and are as few as the longest axis has values."""
+    sizes = [len(axis) for axis in axes]
+    first = {tuple(k % size for size in sizes) for k in range(max(sizes))}
+    return _marked(axes, first.__contains__)
+
+
+def _marked(axes, is_default):
     params = []
     for case in itertools.product(*map(enumerate, axes)):
-        is_default = sum(index for index, _ in case) % every == 0
-        marks = () if is_default else pytest.mark.slow
-        params.append(pytest.param(*(v for _, v in case), marks=marks))
+        place, values = zip(*case, strict=True)
+        marks = () if is_default(place) else pytest.mark.slow
+        params.append(pytest.param(*values, marks=marks))
     return params
 
 

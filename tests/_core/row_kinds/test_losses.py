@@ -13,19 +13,20 @@ from keras import ops
 
 import keras_strategies as ks
 from tests._core.row_kinds.losses import LOSSES, of_rows
-from tests.support.combinations import combine
+from tests.support.combinations import combine, cover
 from tests.support.loss_places import FEATURES, X, Y, check, net
 from tests.support.plain_keras import mirrored
 
 
-@pytest.mark.parametrize("name", combine(LOSSES, every=3))
+@pytest.mark.parametrize("name", combine(LOSSES, every=9))
 def test_each_loss_is_that_of_one_device(name):
     # Three replicas have 8 rows each, as the constant of `sum_of_replica`.
     check(LOSSES[name], "function", 3 if name == "sum_of_replica" else 2)
 
 
-@pytest.mark.parametrize("rows", [1, 2])
-@pytest.mark.parametrize("kind", ["spread", "at_least_two"])
+@pytest.mark.parametrize(
+    ("kind", "rows"), cover(["spread", "at_least_two"], [1, 2])
+)
 def test_a_loss_of_more_than_one_row(kind, rows):
     """Two replicas of one row each compute less than one device of two."""
 

@@ -22,6 +22,7 @@ from keras_strategies.cluster.resolvers.tf_config_resolver import (
     TFConfigClusterResolver,
 )
 from keras_strategies.cluster.tasks import task_info
+from tests.support.combinations import few
 from tests.support.waiting import wait_until
 
 ROOT = pathlib.Path(__file__).parents[3]
@@ -238,22 +239,25 @@ def test_flags_are_left_alone_on_another_platform():
 
 @pytest.mark.parametrize(
     ("words", "code", "cause"),
-    [
-        (["0", "0"], 0, None),
-        (["0", "0@0.3", "0"], 0, None),
-        (["3", "sleep"], 3, "process 0 ended with exit code 3"),
-        (["sleep", "SIGSEGV"], 139, "process 1 was killed by SIGSEGV"),
-        # A process that ends since a peer failed is not the cause.
-        (["71", "70@0.4"], 70, "process 1 ended with exit code 70"),
-        (["71@0.1", "sleep", "SIGKILL"], 137, "process 2 was killed by"),
-        (["72", "71@0.1"], 72, "process 0 ended with exit code 72"),
-        (["75", "75@0.5"], 75, "preempted"),
-        (["75", "70@0.5"], 70, "process 1 ended with exit code 70"),
-        # Its own error, while it is being ended.
-        (["stopped", "1"], 1, "process 1 ended with exit code 1"),
-        (["stubborn", "0", "1@0.2"], 1, "process 2 ended with exit code 1"),
-        (["parent", "1@0.3"], 1, "process 1 ended with exit code 1"),
-    ],
+    few(
+        [
+            (["0", "0"], 0, None),
+            (["0", "0@0.3", "0"], 0, None),
+            (["3", "sleep"], 3, "process 0 ended with exit code 3"),
+            (["sleep", "SIGSEGV"], 139, "process 1 was killed by SIGSEGV"),
+            # A process that ends since a peer failed is not the cause.
+            (["71", "70@0.4"], 70, "process 1 ended with exit code 70"),
+            (["71@0.1", "sleep", "SIGKILL"], 137, "process 2 was killed by"),
+            (["72", "71@0.1"], 72, "process 0 ended with exit code 72"),
+            (["75", "75@0.5"], 75, "preempted"),
+            (["75", "70@0.5"], 70, "process 1 ended with exit code 70"),
+            # Its own error, while it is being ended.
+            (["stopped", "1"], 1, "process 1 ended with exit code 1"),
+            (["stubborn", "0", "1@0.2"], 1, "process 2 ended with exit code 1"),
+            (["parent", "1@0.3"], 1, "process 1 ended with exit code 1"),
+        ],
+        every=2,
+    ),
     ids=lambda value: "_".join(value) if isinstance(value, list) else None,
 )
 def test_exit_code_is_that_of_the_find_first_cause(

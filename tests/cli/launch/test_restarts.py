@@ -196,6 +196,7 @@ print(f"done in run {run}")
     ]
 
 
+@pytest.mark.slow
 def test_a_job_continues_without_a_process_that_cannot_start(tmp_path):
     script = script_in(
         tmp_path,

@@ -208,7 +208,7 @@ def test_a_proof_of_an_earlier_meeting_is_worth_nothing(address):
             b"[" * 60_000 + b"\n",
             b"hello\n",
         ],
-        every=2,
+        every=3,
     ),
     ids=lambda words: str(words[:60]),
 )

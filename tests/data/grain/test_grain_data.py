@@ -154,8 +154,7 @@ def of_loader(rows, batch):
 FORMS = [of_map, of_mapped_batches, of_iter, of_loader]
 
 
-@pytest.mark.parametrize("form", FORMS)
-@pytest.mark.parametrize("rows", ROWS)
+@pytest.mark.parametrize(("rows", "form"), combine(ROWS, FORMS, every=3))
 def test_every_row_is_used_once_in_its_batch(form, rows):
     if rows == 0 and form is of_loader:
         pytest.skip("grain has no sampler of no rows")

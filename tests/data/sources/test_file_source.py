@@ -13,6 +13,7 @@ import pytest
 from keras_strategies.data.options import AutoShardPolicy
 from keras_strategies.data.sources.file_source import FilesSource
 from keras_strategies.data.sources.files import files
+from tests.support.combinations import combine
 from tests.support.parts import (
     BATCHES,
     ROWS,
@@ -113,17 +114,16 @@ sources = functools.partial(sources_of, FilesSource)
 joined = functools.partial(joined_of, FilesSource, policy=DATA)
 
 
-@pytest.mark.parametrize("form", FORMATS)
-@pytest.mark.parametrize("rows", ROWS)
+@pytest.mark.parametrize(("rows", "form"), combine(ROWS, FORMATS, every=3))
 def test_every_row_is_used_once_in_its_batch(written, form, rows):
     for batch, workers in itertools.product(BATCHES, WORKERS):
         data = written(form, rows, 3, batch)
         assert joined(data, workers) == cut_up(rows, batch)
 
 
-@pytest.mark.parametrize("form", FORMATS)
-@pytest.mark.parametrize("rows", ROWS)
-@pytest.mark.parametrize("shuffle", [False, 5])
+@pytest.mark.parametrize(
+    ("shuffle", "rows", "form"), combine([False, 5], ROWS, FORMATS, every=4)
+)
 def test_whole_files_hold_every_row_once(written, form, rows, shuffle):
     for batch, workers in itertools.product(BATCHES, WORKERS[1:]):
         data = written(form, rows, 5, batch, shuffle=shuffle)
@@ -214,8 +214,9 @@ def test_dropped_remainder(written, form):
     assert joined(data, 3) == cut_up(12, 4)
 
 
-@pytest.mark.parametrize("form", FORMATS)
-@pytest.mark.parametrize("window", [2, 5, True])
+@pytest.mark.parametrize(
+    ("window", "form"), combine([2, 5, True], FORMATS, every=3)
+)
 def test_shuffled_order_is_the_same_everywhere_and_anew_each_epoch(
     written, form, window
 ):

@@ -16,6 +16,7 @@ import pytest
 from keras_strategies.data.options import SHARD_HINT, AutoShardPolicy
 from keras_strategies.data.tfdata import tf_data
 from keras_strategies.data.tfdata.tf_data import TfDataSource
+from tests.support.combinations import combine
 from tests.support.commands import python
 
 
@@ -128,8 +129,7 @@ def rows_of_tf(dataset):
 # Every row, once.
 
 
-@pytest.mark.parametrize("count", WORKERS)
-@pytest.mark.parametrize("rows", ROWS)
+@pytest.mark.parametrize(("rows", "count"), combine(ROWS, WORKERS, every=3))
 def test_data_gives_each_row_to_one_process(rows, count):
     # With other numbers of processes and rows, the other sizes.
     for batch in BATCHES[(rows + count) % 2 :: 2]:
@@ -145,8 +145,7 @@ def test_data_gives_each_row_to_one_process(rows, count):
         assert sources[0].num_batches == -(-rows // batch)
 
 
-@pytest.mark.parametrize("count", WORKERS)
-@pytest.mark.parametrize("rows", ROWS)
+@pytest.mark.parametrize(("rows", "count"), combine(ROWS, WORKERS, every=3))
 def test_file_gives_each_row_to_one_process(tmp_path, rows, count):
     names = write(tmp_path, rows)
     batch = BATCHES[(rows + count) % 4]
@@ -324,7 +323,7 @@ DOUBTFUL = {
 }
 
 
-@pytest.mark.parametrize("name", DOUBTFUL)
+@pytest.mark.parametrize("name", combine(DOUBTFUL, every=2))
 def test_auto_reads_the_rows_of_one_process_where_files_are_no_rows(
     folder, name
 ):
@@ -513,7 +512,7 @@ SHUFFLES = {
 }
 
 
-@pytest.mark.parametrize("name", SHUFFLES)
+@pytest.mark.parametrize("name", combine(SHUFFLES, every=2))
 def test_order_is_that_of_seed_and_epoch(name):
     one = source_of(SHUFFLES[name](), 2, 0, DATA)
     epochs = [flat(batches_of(one, epoch=e)) for e in range(3)]
@@ -908,6 +907,7 @@ next(reading)
 """
 
 
+@pytest.mark.slow
 def test_a_process_ends_while_a_dataset_is_read():
     # Python starts no threads any more when it collects what is left.
     ended = python("-c", LEFT_OPEN, timeout=120)

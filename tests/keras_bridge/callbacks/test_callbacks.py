@@ -474,7 +474,7 @@ def test_remote_monitor():
 
 
 @pytest.mark.parametrize(
-    ("replicas", "on_epoch"), combine([2, 3], [False, True], every=2)
+    ("replicas", "on_epoch"), combine([2, 3], [False, True], every=3)
 )
 def test_swap_ema_weights(replicas, on_epoch):
     def act(model):
@@ -492,7 +492,7 @@ def test_swap_ema_weights(replicas, on_epoch):
     check(act, EMA, replicas=replicas)
 
 
-@pytest.mark.parametrize("update_freq", combine(["epoch", "batch", 3], every=2))
+@pytest.mark.parametrize("update_freq", combine(["epoch", "batch", 3], every=3))
 def test_tensorboard(tmp_path, update_freq):
     pytest.importorskip("tensorflow")
     pytest.importorskip("tensorboard")

@@ -128,7 +128,9 @@ def test_after_a_batch(act, compile_args):
     check(run_with(OnBatch, act), compile_args)
 
 
-@acting
+@pytest.mark.parametrize(
+    "act", combine(ACTS, every=2), ids=lambda act: act.__name__
+)
 def test_after_an_epoch(act):
     check(run_with(OnEpoch, act), replicas=3)
 

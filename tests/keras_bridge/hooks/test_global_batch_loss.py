@@ -29,7 +29,7 @@ from tests.support.plain_keras import mirrored
 
 
 @pytest.mark.parametrize(
-    ("name", "place"), combine(["root_of_mean", "balanced"], PLACES, every=2)
+    ("name", "place"), combine(["root_of_mean", "balanced"], PLACES, every=3)
 )
 def test_each_place_of_a_loss(name, place):
     check(LOSSES[name], place, 3)
@@ -47,7 +47,7 @@ OF_LOSSES = {
 }
 
 
-@pytest.mark.parametrize("name", combine(OF_LOSSES, every=2))
+@pytest.mark.parametrize("name", combine(OF_LOSSES, every=4))
 def test_what_a_train_step_makes_of_a_loss(name):
     class Makes(Steps):
         def loss_of(self, x, y, y_pred):

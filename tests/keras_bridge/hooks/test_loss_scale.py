@@ -155,7 +155,7 @@ def assert_close(found, expected):
 
 
 @pytest.mark.parametrize(
-    ("name", "replicas"), combine(NO_MEANS, (2, 3), every=2)
+    ("name", "replicas"), combine(NO_MEANS, (2, 3), every=4)
 )
 def test_a_loss_that_is_no_mean_is_exact_and_said_once(name, replicas):
     build = NO_MEANS[name]
@@ -166,7 +166,7 @@ def test_a_loss_that_is_no_mean_is_exact_and_said_once(name, replicas):
     assert "ops.mean" in said[0]
 
 
-@pytest.mark.parametrize("name", combine(MEANS, every=2))
+@pytest.mark.parametrize("name", combine(MEANS, every=3))
 def test_of_means_nothing_is_said(name):
     found, said = fitted(MEANS[name], replicas=2)
     assert not said
@@ -294,7 +294,7 @@ ORDINARY = {
 }
 
 
-@pytest.mark.parametrize("name", combine(ORDINARY, every=3))
+@pytest.mark.parametrize("name", combine(ORDINARY, every=9))
 def test_of_ordinary_models_nothing_is_said(name):
     _, said = fitted(replicas=2, **ORDINARY[name])
     assert not said

@@ -95,7 +95,7 @@ def test_every_metric_of_keras_has_a_sample():
 
 
 @pytest.mark.filterwarnings("ignore:Explicitly requested dtype:UserWarning")
-@pytest.mark.parametrize("name", combine(sorted(ALL), every=3))
+@pytest.mark.parametrize("name", combine(sorted(ALL), every=5))
 def test_kerass_own_metrics_are_sums_over_rows(name):
     metric, data = made(name)
     # What is claimed of all of them without trying, and what is so.

@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 
 import keras_strategies as ks
+from tests.support.combinations import combine
 from tests.support.plain_keras import mirrored
 
 
@@ -40,8 +41,9 @@ def add_id(variable):
 READ = {"sum": sum, "mean": np.mean, "only_first_replica": lambda c: c[0]}
 
 
-@pytest.mark.parametrize("replicas", [1, 2, 3, 8])
-@pytest.mark.parametrize("aggregation", READ)
+@pytest.mark.parametrize(
+    ("aggregation", "replicas"), combine(READ, [1, 2, 3, 8], every=2)
+)
 def test_replicas_write_their_own_copy(aggregation, replicas):
     strategy = mirrored(replicas)
     variable = make(strategy, aggregation, 2.0)

@@ -38,7 +38,7 @@ from tests.keras_bridge.inputs.sources import (
     tuple_inputs,
     without_targets,
 )
-from tests.support.combinations import combine
+from tests.support.combinations import combine, cover, some
 from tests.support.models import compiled_in
 from tests.support.plain_keras import (
     assert_same,
@@ -130,7 +130,15 @@ ARRAYS = {
 }
 
 
-@pytest.mark.parametrize("name", ARRAYS)
+# The others differ from one of these by little.
+ARRAYS_BY_DEFAULT = {
+    *("numpy", "dict", "dict of jax and numpy", "two outputs", "y is None"),
+    *("a sample weight for each output", "class_weight", "not built yet"),
+    *("float64", "shuffle=batch", "initial_epoch"),
+}
+
+
+@pytest.mark.parametrize("name", some(ARRAYS, ARRAYS_BY_DEFAULT))
 def test_fit_on_arrays_equals_plain_keras(name):
     build, compile_args, data = ARRAYS[name]
     replicas = 3 if name in ("numpy", "two outputs") else 2
@@ -268,7 +276,7 @@ def distributed(model, batches):
 @no_data_left
 @pytest.mark.parametrize(
     ("replicas", "is_built", "steps"),
-    combine((1, 2, 3, 8), (True, False), (1, 2), every=3),
+    cover((1, 2, 3, 8), (True, False), (1, 2)),
 )
 def test_no_batch_of_a_distributed_generator_is_lost(replicas, is_built, steps):
     def build():
@@ -375,7 +383,7 @@ VALIDATION = {
 
 
 @no_data_left
-@pytest.mark.parametrize("name", VALIDATION)
+@pytest.mark.parametrize("name", combine(VALIDATION, every=2))
 def test_validation_equals_plain_keras(name):
     act = fit(x=X, y=Y, **VALIDATION[name])
     check_same(one_input, act, **REGRESSION)

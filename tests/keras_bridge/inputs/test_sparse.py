@@ -59,7 +59,7 @@ def all_loops(model, data):
     return results, model.get_weights()
 
 
-@pytest.mark.parametrize("kind", SPARSE)
+@pytest.mark.parametrize("kind", combine(SPARSE, every=2))
 def test_sparse_arrays_give_the_dense_numbers(kind):
     plain = one_input()
     plain.compile(keras.optimizers.SGD(0.1, momentum=0.9), "mse")

@@ -23,6 +23,7 @@ from keras_strategies.keras_bridge.layers.kernels import kernels_for
 from keras_strategies.keras_bridge.run import replica_trace
 from keras_strategies.keras_bridge.steps import mapped_program, model_program
 from tests.contract.test_jax_kernels import verdict
+from tests.support.combinations import combine, few
 from tests.support.splash import interpreted  # noqa: F401
 from tests.support.strategies import of_cores
 
@@ -113,22 +114,27 @@ def attend(cap=None, **given):
     return np.asarray(jax.jit(attention)(*arrays))
 
 
-@pytest.mark.parametrize("cap", [None, 0.5])
 @pytest.mark.parametrize(
-    "given",
-    [
-        {},
-        {"scale": 0.7},
-        {"is_causal": True},
-        {"mask": MASK},
-        {"mask": MASK, "is_causal": True, "scale": 0.3},
-        {"mask": MASK, "bias": BIAS},
-        {"mask": np.broadcast_to(MASK[:, 0], (BATCH, LENGTH, LENGTH))},
-        {"mask": MASK[0, 0]},
-        {"key": KEY[:, :, :1], "value": VALUE[:, :, :1]},
-        {"flash_attention": True},
-    ],
-    ids=lambda given: "-".join(given) or "plain",
+    ("given", "cap"),
+    combine(
+        [
+            {},
+            {"scale": 0.7},
+            {"is_causal": True},
+            {"mask": MASK},
+            {"mask": MASK, "is_causal": True, "scale": 0.3},
+            {"mask": MASK, "bias": BIAS},
+            {"mask": np.broadcast_to(MASK[:, 0], (BATCH, LENGTH, LENGTH))},
+            {"mask": MASK[0, 0]},
+            {"key": KEY[:, :, :1], "value": VALUE[:, :, :1]},
+            {"flash_attention": True},
+        ],
+        [None, 0.5],
+        every=2,
+    ),
+    ids=lambda value: (
+        "-".join(value) or "plain" if isinstance(value, dict) else None
+    ),
 )
 def test_attention_for_tpus_is_what_its_arguments_say(
     on_tpu, computed_by, given, cap
@@ -240,16 +246,19 @@ MASKS = {
 
 @pytest.mark.parametrize(
     ("name", "mask"),
-    [
-        # Interpreted kernels are slow to compile.
-        pytest.param(
-            name,
-            mask,
-            marks=[] if name == "grouped, window" else pytest.mark.slow,
-        )
-        for name in LAYERS
-        for mask in MASKS
-    ],
+    few(
+        [
+            # Interpreted kernels are slow to compile.
+            pytest.param(
+                name,
+                mask,
+                marks=[] if name == "grouped, window" else pytest.mark.slow,
+            )
+            for name in LAYERS
+            for mask in MASKS
+        ],
+        every=3,
+    ),
 )
 def test_layers_compute_the_same_with_the_kernel(monkeypatch, name, mask):
     layer = LAYERS[name]()

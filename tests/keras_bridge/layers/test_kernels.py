@@ -198,7 +198,7 @@ OF_SCORES = {
 
 
 @pytest.mark.parametrize(
-    "shapes", combine(OF_SCORES.values(), every=2), ids=OF_SCORES
+    "shapes", combine(OF_SCORES.values(), every=3), ids=OF_SCORES
 )
 @pytest.mark.parametrize(
     ("cores", "heads", "groups"), HEADS.values(), ids=HEADS

@@ -12,6 +12,7 @@ import pytest
 
 import keras_strategies as ks
 from tests.support import plain_keras
+from tests.support.combinations import few
 from tests.support.mistakes import (
     X,
     Y,
@@ -168,16 +169,22 @@ NO_ROWS = {
 
 @plain_keras.no_shuffle
 @pytest.mark.filterwarnings("error:Your input ran out of data:UserWarning")
-@pytest.mark.parametrize("loop", ["fit", "evaluate", "predict"])
 @pytest.mark.parametrize(
-    ("build", "kind"),
-    [
-        *[(one_input, kind) for kind in NO_ROWS],
-        # Others tell their length before the model is built.
-        (not_built, "filtered tf.data"),
-        (not_built, "an empty batch"),
-        (not_built, "a generator"),
-    ],
+    ("build", "kind", "loop"),
+    few(
+        [
+            (build, kind, loop)
+            for loop in ("fit", "evaluate", "predict")
+            for build, kind in [
+                *[(one_input, kind) for kind in NO_ROWS],
+                # Others tell their length before the model is built.
+                (not_built, "filtered tf.data"),
+                (not_built, "an empty batch"),
+                (not_built, "a generator"),
+            ]
+        ],
+        every=2,
+    ),
 )
 def test_no_rows_are_refused(loop, build, kind):
     model = compiled(plain_keras.mirrored(2), build)

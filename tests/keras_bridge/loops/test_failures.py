@@ -40,7 +40,7 @@ CHANGED = {
 
 @no_shuffle
 @pytest.mark.parametrize(
-    ("steps", "kind", "epoch"), combine([1, 3], CHANGED, [0, 1], every=3)
+    ("steps", "kind", "epoch"), combine([1, 3], CHANGED, [0, 1], every=4)
 )
 def test_a_batch_that_changes_is_refused(kind, epoch, steps):
     model = compiled(mirrored(2))

@@ -141,7 +141,7 @@ def expected_of(kind):
             ("strings", 1),
             pytest.param("strings", 8, marks=pytest.mark.slow),
         ],
-        every=2,
+        every=4,
     ),
 )
 def test_a_pipeline_model_is_as_on_one_device(kind, replicas):

@@ -210,14 +210,16 @@ def check(strategy, fn, rows, **kwargs):
         assert_same(plain, ours, tolerance=1e-4)
 
 
-@each_function
+@pytest.mark.parametrize(
+    "fn", combine(FUNCTIONS, every=2), ids=lambda fn: fn.__name__
+)
 def test_losses_in_run(fn):
     check(mirrored(2), fn, X[:4])
 
 
 @pytest.mark.parametrize(
     "strategy",
-    combine([mirrored(4), mirrored(3), ks.OneDeviceStrategy("CPU:1")], every=2),
+    combine([mirrored(4), mirrored(3), ks.OneDeviceStrategy("CPU:1")], every=3),
     ids=["uneven", "three", "one device"],
 )
 def test_losses_on_other_replicas(strategy):
@@ -234,7 +236,7 @@ def test_losses_on_other_replicas(strategy):
             (one_call, 3),
             (one_call, 1),
         ],
-        every=2,
+        every=4,
     ),
 )
 def test_losses_in_debug_mode(fn, rows):

@@ -45,7 +45,7 @@ def local(strategy, value):
 
 
 @debug
-@pytest.mark.parametrize("name", combine(SHAPES, every=3))
+@pytest.mark.parametrize("name", combine(SHAPES, every=5))
 def test_each_replica_computes_with_its_own(name, debug):
     strategy, shapes = mirrored(3), SHAPES[name]
     x, parts = distributed(strategy, shapes), parts_of(shapes)

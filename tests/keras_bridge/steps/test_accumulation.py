@@ -124,7 +124,7 @@ def check_case(name, k, replicas):
     check(lambda: OPTIMIZERS[name](k), replicas=replicas)
 
 
-@pytest.mark.parametrize(("name", "k", "replicas"), few(QUICK, every=2))
+@pytest.mark.parametrize(("name", "k", "replicas"), few(QUICK, every=4))
 def test_numbers_are_those_of_one_device(name, k, replicas):
     check_case(name, k, replicas)
 
@@ -143,6 +143,7 @@ def test_steps_in_one_execution():
     check(sgd, steps_per_execution=2)
 
 
+@pytest.mark.slow
 def test_eager_steps():
     check(sgd, run_eagerly=True)
 
@@ -340,7 +341,7 @@ def patched():
     return optimizer
 
 
-@pytest.mark.parametrize("make", [signs, patched])
+@pytest.mark.parametrize("make", combine([signs, patched], every=2))
 def test_own_optimizers_get_summed_gradients(make):
     assert_sums(make, once=False)
     check(make)
@@ -516,7 +517,7 @@ OWN = {
 
 @pytest.mark.filterwarnings("ignore:Gradients do not exist")
 @pytest.mark.parametrize(
-    "kind", combine(OWN, every=2), ids=lambda kind: kind.__name__
+    "kind", combine(OWN, every=4), ids=lambda kind: kind.__name__
 )
 def test_own_steps_have_the_numbers_of_one_device(kind):
     check(sgd, kind)

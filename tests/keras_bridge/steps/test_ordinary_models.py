@@ -176,7 +176,7 @@ LAYERS = [
 ]
 
 
-@pytest.mark.parametrize(("make", "x"), few(LAYERS, every=3))
+@pytest.mark.parametrize(("make", "x"), few(LAYERS, every=6))
 def test_each_layer_is_mapped(make, x):
     build = functools.partial(through, x=x)
     check_is_mapped(lambda: build(make()), x, floats(1))
@@ -297,7 +297,7 @@ _OF_SCALARS = (
 )
 
 
-@pytest.mark.parametrize("name", LOSSES)
+@pytest.mark.parametrize("name", combine(LOSSES, every=3))
 def test_each_loss_of_rows_is_mapped(name):
     make, y = LOSSES[name]
     build = functools.partial(classifier, "sigmoid")
@@ -481,7 +481,7 @@ MODELS = {
 }
 
 
-@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize("name", combine(MODELS, every=2))
 def test_each_model_is_mapped(name):
     build, x, y, compiled = MODELS[name]
     check_is_mapped(build, x, y, kinds=("train", "test"), **compiled)

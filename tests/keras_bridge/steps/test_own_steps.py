@@ -393,7 +393,7 @@ LOSSES = {
 }
 
 
-@pytest.mark.parametrize("loss", combine(LOSSES, every=2))
+@pytest.mark.parametrize("loss", combine(LOSSES, every=4))
 def test_losses_that_mix_rows(loss):
     # CosineSimilarity over rows has no values of rows that could be weighted.
     weights = [None] if "cosine" in loss else [None, WEIGHTS]
@@ -489,7 +489,7 @@ class HighestClass(Overshoot):
         self.value.assign(ops.maximum(self.value, beyond))
 
 
-@pytest.mark.parametrize("metric", [Overshoot, HighestClass])
+@pytest.mark.parametrize("metric", combine([Overshoot, HighestClass], every=2))
 def test_metrics_that_are_no_sums_beyond_small_numbers(metric):
     labels = np.arange(44) % 7
     x = 10 * X
@@ -567,9 +567,7 @@ def train_and_predict(model):
     return result, model.predict(SEQUENCES, batch_size=8, verbose=0)
 
 
-@pytest.mark.parametrize(
-    "replicas", [2, 3, pytest.param(8, marks=pytest.mark.slow)]
-)
+@pytest.mark.parametrize("replicas", combine([2, 3, 8], every=3))
 def test_stateful_layers_hold_the_whole_batchs_state(replicas):
     check(stateful, train_and_predict, replicas=replicas)
 

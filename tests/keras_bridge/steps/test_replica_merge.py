@@ -112,7 +112,7 @@ def counters(model):
 
 
 @pytest.mark.parametrize(
-    ("steps", "rows", "replicas"), combine([1, 3], [24, 21], [2, 8], every=3)
+    ("steps", "rows", "replicas"), combine([1, 3], [24, 21], [2, 8], every=4)
 )
 def test_each_rule_gives_what_one_device_counts(replicas, rows, steps):
     def act(model):

@@ -12,7 +12,7 @@ from keras import layers, ops
 import keras_strategies as ks
 from keras_strategies.keras_bridge.loops.binding import find_binding
 from keras_strategies.keras_bridge.steps.lower_step import lower_step
-from tests.support.combinations import combine
+from tests.support.combinations import combine, cover
 from tests.support.plain_keras import assert_same, dense, mirrored
 
 _random = np.random.default_rng(5)
@@ -330,7 +330,7 @@ def sharded(replicas):
 
 
 @pytest.mark.parametrize(
-    ("make", "make_strategy"), combine(COUNTING, [mirrored, sharded], every=2)
+    ("make", "make_strategy"), combine(COUNTING, [mirrored, sharded], every=4)
 )
 def test_a_step_that_counts_rows_is_that_of_one_device(make, make_strategy):
     plain, _ = train(make, None, fit)
@@ -516,15 +516,16 @@ OPTIMIZERS = {
 
 @pytest.mark.parametrize(
     ("name", "make_strategy"),
-    combine(OPTIMIZERS, [mirrored, sharded], every=5),
+    combine(OPTIMIZERS, [mirrored, sharded], every=9),
 )
 def test_each_optimizer_of_an_own_step_is_mapped(name, make_strategy):
     check_is_mapped(with_layers, OPTIMIZERS[name](), make_strategy)
 
 
-@pytest.mark.parametrize("make_strategy", [mirrored, sharded])
-@pytest.mark.parametrize("name", ["Adam", "loss_scale", "accumulation"])
-@pytest.mark.parametrize("middle", [0, 1])
+@pytest.mark.parametrize(
+    ("middle", "name", "make_strategy"),
+    cover([0, 1], ["Adam", "loss_scale", "accumulation"], [mirrored, sharded]),
+)
 def test_linear_losses_are_mapped(middle, name, make_strategy):
     check_is_mapped(
         lambda: Critic(*[layers.Dense(4, "relu")] * middle),
@@ -533,8 +534,10 @@ def test_linear_losses_are_mapped(middle, name, make_strategy):
     )
 
 
-@pytest.mark.parametrize("make_strategy", [mirrored, sharded])
-@pytest.mark.parametrize("name", ["Adam", "loss_scale"])
+@pytest.mark.parametrize(
+    ("name", "make_strategy"),
+    cover(["Adam", "loss_scale"], [mirrored, sharded]),
+)
 def test_two_updates_are_mapped(name, make_strategy):
     check_is_mapped(Linear, OPTIMIZERS[name](), make_strategy)
 
@@ -560,12 +563,7 @@ def test_means_as_gradients_are_those_of_one_device(make):
 
 @pytest.mark.parametrize(
     ("make", "rows", "make_strategy"),
-    combine(
-        [with_layers, Linear, Critic, Norms],
-        [2, 4],
-        [mirrored, sharded],
-        every=4,
-    ),
+    cover([with_layers, Linear, Critic, Norms], [2, 4], [mirrored, sharded]),
 )
 def test_few_rows_are_mapped(make, rows, make_strategy):
     check_is_mapped(make, OPTIMIZERS["Adam"](), make_strategy, rows)

@@ -132,7 +132,7 @@ CASES = [
 
 @no_data_left
 @pytest.mark.parametrize(
-    ("replicas", "rows", "batch", "steps"), few(CASES, every=8)
+    ("replicas", "rows", "batch", "steps"), few(CASES, every=12)
 )
 def test_weights_events_and_logs_are_plain_keras_own(
     replicas, rows, batch, steps

@@ -8,6 +8,7 @@ import pytest
 
 import keras_strategies as ks
 from tests.strategy.test_tpu import assignment_of
+from tests.support.combinations import combine
 
 X, Y = np.ones((4, 6), "float32"), np.ones((4, 4), "float32")
 KERNEL = ".*dense_a/kernel"
@@ -49,7 +50,7 @@ def warned(act):
     return [str(w.message) for w in caught if "layout_map" in str(w.message)]
 
 
-@each_use
+@pytest.mark.parametrize("use", combine(USES, every=2))
 def test_a_key_that_matches_nothing_is_named_once(use):
     strategy = strategy_of(KERNEL, TYPO)
     model = make_model(strategy, name="dense_a")

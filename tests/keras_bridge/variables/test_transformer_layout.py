@@ -402,6 +402,7 @@ def trained(strategy):
     return model, history["loss"]
 
 
+@pytest.mark.slow
 def test_a_model_with_other_names_is_divided_and_trains_as_on_one_device():
     # The layers of what is trained have other numbers in their names.
     layout_map = transformer_layout(transformer(grouped), 2)

@@ -83,7 +83,7 @@ ALL = [
 ]
 
 
-@pytest.mark.parametrize(("name", "replicas"), few(ALL, every=3))
+@pytest.mark.parametrize(("name", "replicas"), few(ALL, every=4))
 def test_twenty_steps_are_those_of_fit(name, replicas):
     make_optimizer, policy, tolerance = CASES[name]
     x, y = data(replicas)

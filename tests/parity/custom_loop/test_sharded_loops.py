@@ -276,7 +276,7 @@ def assert_same(actual, wanted, tolerance=1e-5):
         np.testing.assert_allclose(got, want, rtol=tolerance, atol=tolerance)
 
 
-@pytest.mark.parametrize("step", combine(STEPS, every=2))
+@pytest.mark.parametrize("step", combine(STEPS, every=4))
 def test_equals_one_device(step):
     wanted = "mirrored4" if step in _PER_REPLICA else "one"
     expected = train(wanted, step, "sgd")

@@ -170,6 +170,7 @@ def test_values_of_large_models_are_refused(tmp_path, monkeypatch, code):
     assert "abstract" not in str(error.value)
 
 
+@pytest.mark.slow
 def test_values_that_are_not_stored_are_not_read_as_initial_ones(
     tmp_path, monkeypatch
 ):

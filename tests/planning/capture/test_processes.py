@@ -78,6 +78,7 @@ def test_a_process_ends_with_the_command(tmp_path, first):
     )
 
 
+@pytest.mark.slow
 def test_a_child_of_the_process_says_nothing():
     code = """
 import os, sys
@@ -121,6 +122,7 @@ def answers_of(tmp_path, text, **given):
     return step
 
 
+@pytest.mark.slow
 def test_what_a_script_forks_ends_with_it(tmp_path):
     text = (
         "import os, pathlib, time\n"

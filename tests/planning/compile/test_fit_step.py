@@ -109,6 +109,7 @@ class WithoutConfig(keras.optimizers.SGD):
         self.other = other
 
 
+@pytest.mark.slow
 def test_a_model_that_cannot_be_made_shorter_is_compiled_whole():
     def make():
         model = make_model()

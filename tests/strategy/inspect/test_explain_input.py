@@ -588,6 +588,7 @@ def on_each_process(folder):
     return [str(explanation) for explanation in explained]
 
 
+@pytest.mark.slow
 def test_every_process_says_the_same(tmp_path):
     npz_files(tmp_path, [5] * 3)
     target = "strategy.inspect.test_explain_input:on_each_process"
