@@ -75,7 +75,6 @@ def cases(taken):
     )
 
 
-@pytest.mark.slow
 def test_what_is_wrong_is_named_by_all_in_time():
     with socket.create_server(("127.0.0.1", 0)) as server:
         table = list(cases(f"127.0.0.1:{server.getsockname()[1]}"))
