@@ -107,6 +107,8 @@ class Source(abc.ABC):
         or batches itself; else None.
       is_infinite: Whether the source certainly never ends, so that `fit`
         requires `steps_per_epoch`.
+      has_own_seeds: Whether an epoch has the order of the dataset's iterator
+        with the epoch's number, which seeds in the dataset determine.
       is_peeked: Whether data is currently read only to find its shapes. A
         source that can be read only once then yields the same data again to the
         next reader.
@@ -137,6 +139,7 @@ class Source(abc.ABC):
     num_batches: int | None = None
     order: Order | None = None
     is_infinite: bool = False
+    has_own_seeds: bool = False
     is_peeked: bool = False
 
     @functools.cached_property

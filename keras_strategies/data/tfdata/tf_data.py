@@ -184,10 +184,16 @@ class TfDataSource(Source):
         return dataclasses.replace(self.plan, num_rows=rows, first_rows=first)
 
     @property
+    def has_own_seeds(self) -> bool:
+        """See `Source`."""
+        seeds = [] if self._epochs is None else self._epochs.seeds
+        return any(map(any, seeds))
+
+    @property
     def seed(self) -> str | int | None:
         """The seed, together with the dataset's own shuffle seeds, if any."""
         seeds = [] if self._epochs is None else self._epochs.seeds
-        if not any(map(any, seeds)):
+        if not self.has_own_seeds:
             return self._seed
         return json.dumps([self._seed, seeds])
 

@@ -90,14 +90,24 @@ class Feed(FeedAdapter):
         has_rows = False
         self._source.is_peeked = True
         for batch in self._steps.read_epoch(*self._at.next):
-            if not has_rows and self._source.order is not None:
-                # Keras draws a shuffle order for each of its iterators, also
-                # for the iterator with which it builds the model.
-                self._source.order.skip()
+            if not has_rows:
+                self._skip_order()
             has_rows = True
             yield batch_spec.resize_batch(batch.data, sum(batch.parts) or 1)
         if not has_rows:
             raise ValueError(_NO_ROWS)
+
+    def _skip_order(self) -> None:
+        """Skips the shuffle order with which Keras builds the model.
+
+        In plain Keras, each iterator draws an order, also this one.
+        """
+        if self._source.order is not None:
+            self._source.order.skip()
+        elif self._source.has_own_seeds:
+            after = Place(self._at.next.epoch + 1, 0)
+            self._source.passes.reach(after.epoch)
+            self._at = FeedPosition.begin_at(after)
 
     def get_jax_iterator(
         self, super_batch: object = None

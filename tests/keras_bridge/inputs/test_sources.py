@@ -303,6 +303,13 @@ def test_no_batch_of_a_distributed_generator_is_lost(replicas, is_built, steps):
     check_same(build, act, replicas=replicas, **REGRESSION, **changes)
 
 
+def shuffled(seed=None):
+    import tensorflow as tf
+
+    tf.random.set_seed(7)
+    return tf_data(X, Y).shuffle(30, seed=seed).batch(8)
+
+
 TF_DATA = {
     "uneven tail": (lambda: tf_data(X, Y).batch(8), {}),
     "even": (lambda: tf_data(X[:16], Y[:16]).batch(8), {}),
@@ -315,6 +322,11 @@ TF_DATA = {
         lambda: tf_data(X, Y).filter(lambda x, y: True).batch(8),
         {},
     ),
+    "shuffled": (lambda: shuffled(seed=3), {}),
+    "shuffled by the global seed": (
+        lambda: shuffled().repeat(),
+        {"steps_per_epoch": 2, "epochs": 3},
+    ),
 }
 
 
@@ -324,6 +336,22 @@ TF_DATA = {
 def test_fit_on_tf_data_equals_plain_keras(name):
     make, arguments = TF_DATA[name]
     check_same(one_input, fit(x=make, **arguments), **REGRESSION)
+
+
+@no_shuffle
+@pytest.mark.parametrize("begins_with", ["fit", "evaluate"])
+@pytest.mark.parametrize("build", [one_input, not_built])
+def test_shuffled_tf_data_has_kerass_order_in_each_loop(build, begins_with):
+    # Keras builds the model with an iterator, which draws an order.
+    def act(model):
+        data, found = shuffled(), []
+        if begins_with == "evaluate":
+            found.append(model.evaluate(data, verbose=0, return_dict=True))
+        for epochs in (2, 1):
+            found.append(model.fit(data, epochs=epochs, verbose=0).history)
+        return found, model.predict(X, verbose=0)
+
+    check_same(build, act, **REGRESSION)
 
 
 @no_shuffle
