@@ -98,10 +98,7 @@ class Feed(FeedAdapter):
             raise ValueError(_NO_ROWS)
 
     def _skip_order(self) -> None:
-        """Skips the shuffle order with which Keras builds the model.
-
-        In plain Keras, each iterator draws an order, also this one.
-        """
+        """Skips the shuffle order of the iterator that builds the model."""
         if self._source.order is not None:
             self._source.order.skip()
         elif self._source.has_own_seeds:
