@@ -81,6 +81,7 @@ def scale_results(
     summed = next((k.why for k in kinds if k.is_summed), None)
     if summed is None and _sums_rows(calls, kinds, results):
         summed = calls[-1]
+        results = [k.but(power=0.0) if k.is_mixed else k for k in results]
     if summed is not None:
         results = [
             k if k.is_const else k.but(is_summed=True, why=summed)
@@ -122,20 +123,34 @@ def _sums_rows(
     calls: Sequence[Any], kinds: Sequence[Kind], results: Sequence[Kind]
 ) -> bool:
     """Returns whether user code sums rows, and not to differentiate the sum."""
+    is_sum = any(kind.is_sum for kind in results)
     return (
-        any(kind.is_sum for kind in results)
+        (is_sum or _combines_in_loop(calls[-1], kinds, results))
         and all(kind.is_rows or kind.is_const for kind in kinds)
         and not _is_within(calls, "jvp(")
         and _is_forward_user_code(calls)
     )
 
 
+def _combines_in_loop(
+    equation: Any, kinds: Sequence[Kind], results: Sequence[Kind]
+) -> bool:
+    """Returns whether a loop or a branch may have added up rows."""
+    return (
+        equation.primitive.name in ("scan", "while", "cond")
+        and any(kind.is_rows for kind in kinds)
+        and any(kind.is_mixed for kind in results)
+    )
+
+
 def _with_term(kind: Kind, kinds: Sequence[Kind]) -> Kind:
-    """Keeps the exponent of a sum that is added to a constant."""
+    """Keeps the exponent of the sums from which a value is computed."""
     if not kind.is_mixed or any(k.is_mixed or k.is_rows for k in kinds):
         return kind
     powers = {k.power for k in kinds if k.is_sum}
-    return kind.but(power=powers.pop()) if len(powers) == 1 else kind
+    if not powers or None in powers:
+        return kind
+    return kind.but(power=powers.pop() if len(powers) == 1 else math.nan)
 
 
 def _find_exponent(

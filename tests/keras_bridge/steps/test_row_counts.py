@@ -248,6 +248,26 @@ class OwnSums(OwnGradients):
         return [product / 16, ops.sum(error, axis=0) / 16]
 
 
+class OwnMeansAndSums(OwnSums):
+    def average(self, product, error):
+        return [product / error.shape[0] + product / 160, ops.mean(error, 0)]
+
+
+class OwnSumsInLoop(OwnGradients):
+    def apply(self, x, y, weights, others, slots):
+        kernel, bias = weights
+        error = ops.matmul(x, kernel) + bias - y
+        start = ops.zeros((3, 2)), ops.zeros(2)
+
+        def add(sums, row):
+            one, two = row
+            return (sums[0] + ops.outer(one, two) / 16, sums[1] + two / 16), ()
+
+        grads, _ = jax.lax.scan(add, start, (x, error))
+        weights, slots = self.update(list(grads), weights, slots)
+        return ops.mean(ops.square(error)), weights, others, slots
+
+
 class ClippedOwnSums(OwnSums):
     def update(self, grads, weights, slots):
         clipped = [ops.clip(g, -0.1, 0.1) for g in grads]
@@ -296,7 +316,8 @@ COUNTING = [
     ),
     *(WeightsWithoutOptimizer, LayersState, LayersCount),
     *(MetricDivided, MetricMultiplied, Log, NumberInLogs),
-    *(OwnSums, ClippedOwnSums, OwnUpdatesBySums),
+    *(OwnSums, ClippedOwnSums, OwnMeansAndSums, OwnSumsInLoop),
+    OwnUpdatesBySums,
 ]
 
 
