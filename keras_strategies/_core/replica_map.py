@@ -363,34 +363,3 @@ def has_unsure_collectives(jaxpr: ClosedJaxpr) -> bool:
 def is_sum_if(equation: Equation) -> bool:
     """Returns whether an equation of a trace is a call of `sum_if`."""
     return equation.params.get("name") == SUM_IF
-
-
-def has_convolutions(jaxpr: ClosedJaxpr) -> bool:
-    """Returns whether a traced program computes convolutions."""
-    return any(
-        equation.primitive.name == "conv_general_dilated"
-        for equation in stages.all_equations(jaxpr)
-    )
-
-
-def has_unsafe_scatters(jaxpr: ClosedJaxpr) -> bool:
-    """Returns whether a program has scatters that XLA shards incorrectly.
-
-    If rows are sharded unevenly, XLA's partitioner (jaxlib 0.10.2) pads them,
-    and wrongly includes the padding in the gradients of scatters that set or
-    multiply rows. It aborts the process if the indices within rows are
-    unsigned, as in gradients of sorts, medians and quantiles. Scatters that
-    add, such as those in gradients of embeddings, are correct.
-    """
-
-    def is_one(equation: Equation) -> bool:
-        name = equation.primitive.name
-        if not name.startswith("scatter"):
-            return False
-        numbers = equation.params["dimension_numbers"]
-        indices = equation.invars[1].aval.dtype
-        is_unsigned = jnp.issubdtype(indices, jnp.unsignedinteger)
-        is_within_rows = bool(numbers.operand_batching_dims)
-        return name != "scatter-add" or (is_unsigned and is_within_rows)
-
-    return any(map(is_one, stages.all_equations(jaxpr)))

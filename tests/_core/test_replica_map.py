@@ -197,26 +197,3 @@ def test_a_replica_differentiates_the_sum_of_all_losses():
         return rm.all_sum([jax.grad(loss)(1.0)], AXIS)[0]
 
     np.testing.assert_allclose(mapped(fn, 2)(np.array([3.0, 5.0])), 8.0)
-
-
-@pytest.mark.parametrize(
-    ("fn", "expected"),
-    [
-        (lambda x: jnp.take(x, jnp.array([1, 1]), axis=0).sum(), False),
-        (lambda x: x.at[0].add(1.0).sum(), False),
-        (lambda x: jnp.sort(x)[:, 0].sum(), True),
-        (lambda x: jnp.median(x, axis=1).sum(), True),
-        (
-            lambda x: jax.lax.scan(lambda c, _: (jnp.sort(c), c), x, None, 2)[
-                0
-            ].sum(),
-            True,
-        ),
-        (lambda x: (x.at[0].set(1.0) ** 2).sum(), True),
-        (lambda x: (x.at[0].multiply(2.0) ** 2).sum(), True),
-        (lambda x: (x @ x.T).sum(), False),
-    ],
-)
-def test_scatters_that_xla_cannot_divide(fn, expected):
-    jaxpr = jax.make_jaxpr(jax.grad(fn))(np.ones((3, 4), "float32"))
-    assert rm.has_unsafe_scatters(jaxpr) == expected

@@ -248,6 +248,28 @@ jax.jit(gradient, in_shardings=split)(np.ones((4, 4), "float32"))
     assert "spmd_partitioner" in ended.stderr
 
 
+def test_gradients_of_a_kernel_for_each_row_are_wrong_where_rows_are_divided():
+    """Fails when they no longer are: `has_unsafe_convolutions` can go then."""
+    mesh = jax.sharding.Mesh(np.array(jax.devices()[:2]), ("replica",))
+    split = jax.sharding.NamedSharding(
+        mesh, jax.sharding.PartitionSpec("replica")
+    )
+
+    def loss(kernel, x):
+        dimensions = ("NWC", "WIO", "NWC")
+        y = jax.lax.conv_general_dilated(
+            x[None], kernel, (1,), "VALID", dimension_numbers=dimensions
+        )
+        return jax.numpy.sum(y**2)
+
+    gradient = jax.jit(jax.vmap(jax.grad(loss), (None, 0)))
+    kernel = np.ones((2, 3, 1), "float32")
+    x = np.arange(48, dtype="float32").reshape(4, 4, 3)
+    right = gradient(kernel, x)
+    divided = gradient(kernel, jax.device_put(x, split))
+    assert not np.allclose(right, divided)
+
+
 def test_the_guard_knows_where_jax_traces_and_compares():
     """Names by which cluster/watchdog/progress.py reads a thread's stack."""
     from jax._src.interpreters import partial_eval, pxla

@@ -1,4 +1,4 @@
-"""Detects traces, and finds the code that a trace's equations come from."""
+"""Detects traces, and tells what they compute and which code it comes from."""
 
 import collections
 import contextlib
@@ -15,6 +15,7 @@ from jax.core import Tracer
 from jax.extend.core import ClosedJaxpr, JaxprEqn, Literal
 
 from keras_strategies._core.jaxprs import stages
+from keras_strategies._types import Equation
 
 
 def is_tracing() -> bool:
@@ -222,3 +223,53 @@ def _folders(*names: str) -> tuple[str, ...]:
     origins = [spec.origin for spec in specs if spec and spec.origin]
     folders = map(os.path.dirname, origins)
     return tuple(dict.fromkeys(f"{folder}{os.sep}" for folder in folders))
+
+
+def has_convolutions(jaxpr: ClosedJaxpr) -> bool:
+    """Returns whether a traced program computes convolutions."""
+    return any(
+        equation.primitive.name == "conv_general_dilated"
+        for equation in stages.all_equations(jaxpr)
+    )
+
+
+def has_unsafe_scatters(jaxpr: ClosedJaxpr) -> bool:
+    """Returns whether a program has scatters that XLA shards incorrectly.
+
+    If rows are sharded unevenly, XLA's partitioner (jaxlib 0.10.2) pads them,
+    and wrongly includes the padding in the gradients of scatters that set or
+    multiply rows. It aborts the process if the indices within rows are
+    unsigned, as in gradients of sorts, medians and quantiles. Scatters that
+    add, such as those in gradients of embeddings, are correct.
+    """
+
+    def is_one(equation: Equation) -> bool:
+        name = equation.primitive.name
+        if not name.startswith("scatter"):
+            return False
+        numbers = equation.params["dimension_numbers"]
+        indices = equation.invars[1].aval.dtype
+        is_unsigned = jnp.issubdtype(indices, jnp.unsignedinteger)
+        is_within_rows = bool(numbers.operand_batching_dims)
+        return name != "scatter-add" or (is_unsigned and is_within_rows)
+
+    return any(map(is_one, stages.all_equations(jaxpr)))
+
+
+def has_unsafe_convolutions(jaxpr: ClosedJaxpr) -> bool:
+    """Returns whether a program has convolutions that XLA shards incorrectly.
+
+    These are gradients of a kernel for each row (`jax.vmap(jax.grad(...))`). If
+    rows are sharded, XLA's partitioner (jaxlib 0.10.2) computes wrong ones
+    (docs/upstream.md).
+    """
+
+    def is_one(equation: Equation) -> bool:
+        params = equation.params
+        return (
+            equation.primitive.name == "conv_general_dilated"
+            and params["feature_group_count"] > 1
+            and params["dimension_numbers"].lhs_spec[0] > 0
+        )
+
+    return any(map(is_one, stages.all_equations(jaxpr)))

@@ -17,7 +17,6 @@ from keras_strategies._core.jaxprs.marked_updates import collect_updates
 from keras_strategies._core.mesh import ReplicaMesh
 from keras_strategies._core.replica_map import (
     all_sum,
-    has_unsafe_scatters,
     has_unsure_collectives,
     is_sum_if,
 )
@@ -145,8 +144,11 @@ def call_on_global_batch(
     """Cuts the padding off a batch, then computes `body(*state, data)`."""
     data = cut_padding(data, shape)
     traced = Traced(body, *state, data)
-    is_sharded = not has_unsafe_scatters(traced.jaxpr)
-    data = constrain_rows(data, shape, mesh, is_sharded=is_sharded)
+    if traces.has_unsafe_convolutions(traced.jaxpr):
+        data = jax.lax.with_sharding_constraint(data, mesh.whole)
+    else:
+        is_sharded = not traces.has_unsafe_scatters(traced.jaxpr)
+        data = constrain_rows(data, shape, mesh, is_sharded=is_sharded)
     return traced(*state, data)
 
 

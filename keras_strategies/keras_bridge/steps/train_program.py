@@ -13,7 +13,6 @@ from keras_strategies._core.dispatch import dispatch
 from keras_strategies._core.identity import IdentityMap
 from keras_strategies._core.jaxprs import traces
 from keras_strategies._core.replica_map import (
-    has_convolutions,
     replica_map,
     replicated_spec,
     split_spec,
@@ -252,7 +251,7 @@ class StepProgram(ModelProgram):
             traced = Traced(one, carry, first)
             trains = 0 in self._written
             on_cpu = self._mesh.platform == "cpu"
-            if trains and on_cpu and has_convolutions(traced.jaxpr):
+            if trains and on_cpu and traces.has_convolutions(traced.jaxpr):
                 raise StepsNotFused
             (written, read), logs = jax.lax.scan(traced, carry, data)
             changed = [

@@ -4,6 +4,7 @@ import functools
 import os
 
 import jax
+import jax.numpy as jnp
 import keras
 import numpy as np
 import pytest
@@ -53,3 +54,26 @@ def test_layers_are_kerass_and_operations_are_their_callers():
 def test_operations_of_functional_models(operation, is_own):
     inputs = keras.Input((4,))
     assert of(keras.Model(inputs, operation(inputs))) == is_own
+
+
+@pytest.mark.parametrize(
+    ("fn", "expected"),
+    [
+        (lambda x: jnp.take(x, jnp.array([1, 1]), axis=0).sum(), False),
+        (lambda x: x.at[0].add(1.0).sum(), False),
+        (lambda x: jnp.sort(x)[:, 0].sum(), True),
+        (lambda x: jnp.median(x, axis=1).sum(), True),
+        (
+            lambda x: jax.lax.scan(lambda c, _: (jnp.sort(c), c), x, None, 2)[
+                0
+            ].sum(),
+            True,
+        ),
+        (lambda x: (x.at[0].set(1.0) ** 2).sum(), True),
+        (lambda x: (x.at[0].multiply(2.0) ** 2).sum(), True),
+        (lambda x: (x @ x.T).sum(), False),
+    ],
+)
+def test_scatters_that_xla_cannot_divide(fn, expected):
+    jaxpr = jax.make_jaxpr(jax.grad(fn))(np.ones((3, 4), "float32"))
+    assert traces.has_unsafe_scatters(jaxpr) == expected

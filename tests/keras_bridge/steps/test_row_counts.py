@@ -479,6 +479,30 @@ OF_OWN_MEANS = [
 ]
 
 
+class ConvolutionsOfRows(GradientsOfRows):
+    """Falls back, because the gradients of a kernel for each row mix rows."""
+
+    def __init__(self):
+        super().__init__()
+        self.inner = keras.Sequential(
+            [
+                keras.Input((3,)),
+                layers.Reshape((3, 1)),
+                layers.Conv1D(2, 2, kernel_initializer="ones"),
+                layers.GlobalAveragePooling1D(),
+            ]
+        )
+
+
+@pytest.mark.parametrize("replicas", [2, 3, 8])
+def test_gradients_of_a_kernel_for_each_row_are_those_of_one_device(replicas):
+    plain, _ = train(ConvolutionsOfRows, None, fit)
+    ours, told = train(ConvolutionsOfRows, mirrored(replicas), fit)
+    assert_same(plain, ours)
+    # Three replicas share no batch of 16 rows evenly.
+    assert len(told) == (replicas != 3)
+
+
 class Statistics(Average):
     def changed(self, old, mean, rows):
         return 0.9 * old + 0.1 * ops.square(mean)
