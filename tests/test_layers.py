@@ -43,7 +43,7 @@ DOORS = {"strategy/plans.py": "keras_strategies.planning"}
 # those of the floors below. "" are the package's own modules; its `__init__`
 # and `experimental` are what users see of it, above all others.
 ROOMS = {
-    "_core": [{"jaxprs", "names"}, {"row_kinds"}, {""}],
+    "_core": [{"jaxprs", "names"}, {"row_kinds", "slices"}, {""}],
     "callbacks": [{""}],
     "checkpoint": [{"directory"}, {""}],
     "cli": [{"launch", "checkpoints"}, {"doctor"}, {""}],
@@ -57,6 +57,7 @@ ROOMS = {
         {"accumulation"},
         {"hooks"},
         {"layers"},
+        {"state"},
         {"steps"},
         {"callbacks", "run"},
         {"loops"},

@@ -9,6 +9,7 @@ from typing import Any
 
 import jax
 
+from keras_strategies._core.dispatch import choosing_cached
 from keras_strategies._core.jaxprs.hlo_text import (
     COLLECTIVES,
     count_collective_bytes,
@@ -197,13 +198,15 @@ def compile_program(
             f"values. Received: {options!r} of type {type(options).__name__}. "
             'Pass for example {"exec_time_optimization_effort": -1.0}.'
         )
-    start = time.perf_counter()
-    lowered = lower()
-    middle = time.perf_counter()
-    with without_jax_cache() if mesh.is_abstract else contextlib.nullcontext():
-        executable = lowered.compile(
-            compiler_options=complete_options(options, mesh.devices)
-        )
+    is_absent = mesh.is_abstract
+    with choosing_cached():
+        start = time.perf_counter()
+        lowered = lower()
+        middle = time.perf_counter()
+        with without_jax_cache() if is_absent else contextlib.nullcontext():
+            executable = lowered.compile(
+                compiler_options=complete_options(options, mesh.devices)
+            )
     return CompiledProgram(
         name=name,
         num_replicas=mesh.num_replicas,

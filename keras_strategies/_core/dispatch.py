@@ -14,16 +14,26 @@ wait for the other program. Therefore, on GPUs only one thread at a time starts
 a program, which does not wait for the program's end.
 
 Programs that span several processes are started by the job's watchdog.
+
+XLA's CPU programs (jaxlib 0.10) lose the order of their collectives when they
+are read from JAX's cache on disk: two devices may then start with different
+ones, and each waits for the other (docs/upstream.md). Programs in which this
+was seen are not cached.
 """
 
+import contextlib
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import jax
 
 from keras_strategies._core.mesh import ReplicaMesh
 from keras_strategies._core.names.phases import DEVICE, PROGRAM, Phase
+
+_MIN_SECONDS = "jax_persistent_cache_min_compile_time_secs"
+_NEVER = 1e8
+"""A time to compile, in seconds, that no program takes."""
 
 _turn = threading.Lock()
 _in_flight: jax.Array | None = None
@@ -45,6 +55,35 @@ def set_starter(starter: Starter) -> None:
     _starter = starter
 
 
+class _Thread(threading.local):
+    may_keep_out = False
+
+
+_thread = _Thread()
+
+
+@contextlib.contextmanager
+def choosing_cached() -> Iterator[None]:
+    """Lets the trace of a program call `keep_out_of_cache`, for a block.
+
+    The block compiles the program.
+    """
+    before, outer = getattr(jax.config, _MIN_SECONDS), _thread.may_keep_out
+    _thread.may_keep_out = True
+    try:
+        yield
+    finally:
+        _thread.may_keep_out = outer
+        if not outer and getattr(jax.config, _MIN_SECONDS) == _NEVER:
+            jax.config.update(_MIN_SECONDS, before)
+
+
+def keep_out_of_cache(mesh: ReplicaMesh) -> None:
+    """Keeps the program that is traced out of JAX's cache, on CPU devices."""
+    if mesh.platform == "cpu" and _thread.may_keep_out:
+        jax.config.update(_MIN_SECONDS, _NEVER)
+
+
 def dispatch(mesh: ReplicaMesh, fn: Callable[..., Any], *args: Any) -> Any:
     """Calls a compiled program.
 
@@ -64,7 +103,7 @@ def dispatch(mesh: ReplicaMesh, fn: Callable[..., Any], *args: Any) -> Any:
     Raises:
       RuntimeError: if another process is about to run a different program.
     """
-    with Phase(PROGRAM) as phase:
+    with Phase(PROGRAM) as phase, choosing_cached():
         phase.result = _start_in_turn(mesh, fn, args)
     return phase.result
 

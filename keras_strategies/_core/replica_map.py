@@ -17,6 +17,7 @@ from jax.extend.core import ClosedJaxpr
 from jax.sharding import PartitionSpec
 
 from keras_strategies._core.buffers import Buffering, pack, unpack
+from keras_strategies._core.dispatch import keep_out_of_cache
 from keras_strategies._core.jaxprs import replay, stages
 from keras_strategies._core.jaxprs.lockstep import Turn
 from keras_strategies._core.jaxprs.specs import Axis, Sharded
@@ -129,6 +130,10 @@ class ShardExchange:
         size = value.shape[spec.dim] // jax.lax.axis_size(self._mesh.axis)
         start = jax.lax.axis_index(self._mesh.axis) * size
         return jax.lax.dynamic_slice_in_dim(value, start, size, spec.dim)
+
+    def note_loop(self) -> None:
+        """Keeps a program out of JAX's cache on disk, on CPU devices."""
+        keep_out_of_cache(self._mesh)
 
     def _by_core(
         self, fn: Callable[[jax.Array], jax.Array], spec: Sharded

@@ -3,9 +3,14 @@
 import threading
 import types
 
+import jax
 import pytest
 
-from keras_strategies._core.dispatch import dispatch
+from keras_strategies._core.dispatch import (
+    choosing_cached,
+    dispatch,
+    keep_out_of_cache,
+)
 
 pytestmark = pytest.mark.quick
 
@@ -60,3 +65,31 @@ def test_program_on_gpus_does_not_wait_for_the_last_one():
     )
     outputs = [dispatch(mesh, lambda: ((Endless(),),)) for _ in range(2)]
     assert len(outputs) == 2
+
+
+def cached_after():
+    return jax.config.jax_persistent_cache_min_compile_time_secs
+
+
+@pytest.mark.parametrize("platform", ["cpu", "gpu", "tpu"])
+def test_a_program_that_may_hang_on_cpus_is_not_cached(platform):
+    mesh = types.SimpleNamespace(platform=platform)
+    before, found = cached_after(), []
+
+    def program():
+        with choosing_cached():
+            keep_out_of_cache(mesh)
+        found.append(cached_after())
+        return ((),)
+
+    mesh.devices, mesh.num_processes = (None,), 1
+    dispatch(mesh, program)
+    seconds = 1e8 if platform == "cpu" else before
+    assert found == [seconds]
+    assert cached_after() == before
+
+
+def test_a_trace_outside_of_programs_changes_nothing():
+    before = cached_after()
+    keep_out_of_cache(types.SimpleNamespace(platform="cpu"))
+    assert cached_after() == before

@@ -100,9 +100,13 @@ def _stack(*values: Array) -> Array:
     return jnp.stack(values)
 
 
+def _unstack(stacked: Array) -> list[Array]:
+    return list(stacked)
+
+
 # The interpreter recognizes calls by this name. No function of a user has it.
-_stack.__name__ = "ks.stack_values"
-_stack_jitted = jax.jit(_stack)
+_stack.__name__ = _unstack.__name__ = "ks.stack_values"
+_stack_jitted, _unstack_jitted = jax.jit(_stack), jax.jit(_unstack)
 
 
 def stack_values(values: Sequence[Array]) -> Array:
@@ -117,9 +121,18 @@ def stack_values(values: Sequence[Array]) -> Array:
     return _stack_jitted(*values)
 
 
+def unstack_values(stacked: Array) -> list[Array]:
+    """Returns the slices of an array along its first dimension.
+
+    This is the transpose of `stack_values`.
+    """
+    return _unstack_jitted(stacked)
+
+
 def stacks(equation: JaxprEqn) -> bool:
     """Returns whether an equation is a call of `stack_values`."""
-    return _is_stacking(equation) and len(equation.outvars) == 1
+    is_one = len(equation.outvars) == 1 and len(equation.invars) > 1
+    return _is_stacking(equation) and is_one
 
 
 def unstacks(equation: JaxprEqn) -> bool:

@@ -34,9 +34,11 @@ from keras_strategies._core.jaxprs.sharded_calls import (
     names,
     reads_slices,
     slice_spec,
+    stack_values,
     stacked_spec,
     stacks,
     sums_shards,
+    unstack_values,
     unstacks,
 )
 from keras_strategies._core.jaxprs.specs import Sharded
@@ -74,6 +76,10 @@ class Exchange(Protocol):
         Returns:
           An array whose size in dimension `spec.dim` is that of one shard.
         """
+        ...
+
+    def note_loop(self) -> None:
+        """Notes a loop whose body gathers or scatters."""
         ...
 
 
@@ -259,7 +265,7 @@ class ShardedInterpreter:
             return False
         (result,) = equation.outvars
         if stacks(equation):
-            self.set_shard(result, jnp.stack(shards), stacked_spec(specs[0]))
+            self.set_shard(result, stack_values(shards), stacked_spec(specs[0]))
         elif names(equation):
             named = checkpoint_name(shards[0], equation.params["name"])
             self.set_shard(result, named, specs[0])
@@ -274,7 +280,7 @@ class ShardedInterpreter:
         spec = places[equation.outvars[0]]
         if unstacks(equation):
             (stacked,) = equation.invars
-            parts = list(self.sum(stacked, stacked_spec(spec)))
+            parts = unstack_values(self.sum(stacked, stacked_spec(spec)))
             self._sums.update(zip(equation.outvars, parts, strict=True))
             return
         first, *others = (self.sum(v, spec) for v in equation.invars)
@@ -331,6 +337,7 @@ class ShardedInterpreter:
 
         operands = [value for value, _ in entering]
         if is_loop(equation):
+            self._exchange.note_loop()
             results = compute_loop(equation, operands, inner)
         elif not is_rematerialized(equation):
             results = inner(*operands)

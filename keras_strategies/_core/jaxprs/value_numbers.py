@@ -48,13 +48,13 @@ class ValueNumbers:
 
     def number_outputs(self, traced: ClosedJaxpr) -> list[int]:
         """Returns the number assigned to each output of a traced function."""
-        consts = [self._by_identity(const) for const in traced.consts]
+        consts = [self.number_object(const) for const in traced.consts]
         return self._number_jaxpr(traced.jaxpr, consts)
 
     def _number_jaxpr(self, jaxpr: Jaxpr, consts: list[int]) -> list[int]:
         known: dict[Any, int] = dict(zip(jaxpr.constvars, consts, strict=True))
         for i, variable in enumerate(jaxpr.invars):
-            known[variable] = self._number(("input", i))
+            known[variable] = self.number(("input", i))
         for equation in jaxpr.eqns:
             operands = tuple(self._operand(v, known) for v in equation.invars)
             key: Any = (
@@ -63,9 +63,9 @@ class ValueNumbers:
                 *self._describe(jaxpr, equation),
             )
             if has_effects(equation) or references(equation):
-                key = self._by_identity(equation)
+                key = self.number_object(equation)
             for i, variable in enumerate(equation.outvars):
-                known[variable] = self._number((key, i))
+                known[variable] = self.number((key, i))
         return [self._operand(v, known) for v in jaxpr.outvars]
 
     def _describe(self, jaxpr: Jaxpr, equation: JaxprEqn) -> list[Hashable]:
@@ -76,12 +76,12 @@ class ValueNumbers:
             others = params
             if self._is_in_rule:
                 others = {k: v for k, v in params.items() if k not in _RULES}
-            return [self._parameters(others)]
+            return [self.describe(others)]
         inner = (equation, *equations_in(equation))
         if any(e.params.get("symbolic_zeros") for e in inner):
             # Such a rule may depend on which operands are differentiated.
-            return [self._by_identity(equation)]
-        place = self._by_identity(equation)
+            return [self.number_object(equation)]
+        place = self.number_object(equation)
         self._is_in_rule = True
         try:
             if place not in self._rules:
@@ -97,26 +97,30 @@ class ValueNumbers:
     ) -> int:
         if not isinstance(variable, Literal):
             return known[variable]
-        try:
-            content = np.asarray(variable.val).tobytes()
-        except TypeError:
-            return self._by_identity(variable.val)
-        return self._number(("literal", str(variable.aval), content))
+        return self.number_literal(variable)
 
-    def _parameters(self, value: Any) -> Hashable:
-        """Returns a hashable key for the value of a parameter."""
+    def number_literal(self, literal: Literal) -> int:
+        """Returns the number of a literal."""
+        try:
+            content = np.asarray(literal.val).tobytes()
+        except TypeError:
+            return self.number_object(literal.val)
+        return self.number(("literal", str(literal.aval), content))
+
+    def describe(self, value: Any) -> Hashable:
+        """Returns a hashable key for an equation's parameters, or for one."""
         if isinstance(value, ClosedJaxpr):
             return ("program", *self.number_outputs(value))
         if isinstance(value, Jaxpr):
             consts = [
-                self._number(("const", i)) for i in range(len(value.constvars))
+                self.number(("const", i)) for i in range(len(value.constvars))
             ]
             return ("program", *self._number_jaxpr(value, consts))
         if isinstance(value, Mapping):
-            items = [(k, self._parameters(v)) for k, v in value.items()]
+            items = [(k, self.describe(v)) for k, v in value.items()]
             return ("mapping", *sorted(items, key=lambda item: str(item[0])))
         if type(value) in (tuple, list):
-            return ("sequence", *map(self._parameters, value))
+            return ("sequence", *map(self.describe, value))
         if isinstance(value, float | complex):
             # The key contains the `repr`, because 0.0 and -0.0 compare equal
             # but are different values.
@@ -124,13 +128,15 @@ class ValueNumbers:
         try:
             hash(value)
         except TypeError:
-            return self._by_identity(value)
+            return self.number_object(value)
         self._held.append(value)
         return (type(value), value)
 
-    def _by_identity(self, value: object) -> int:
+    def number_object(self, value: object) -> int:
+        """Returns the number of an object, which equals only itself."""
         self._held.append(value)
-        return self._number(("object", id(value)))
+        return self.number(("object", id(value)))
 
-    def _number(self, key: Hashable) -> int:
+    def number(self, key: Hashable) -> int:
+        """Returns the number of a key."""
         return self._numbers.setdefault(key, len(self._numbers))

@@ -18,6 +18,7 @@ from keras_strategies._types import Callbacks, Logs
 from keras_strategies.cluster.exchange.host_exchange import Agreement
 from keras_strategies.keras_bridge.accumulation.summands import unwrap
 from keras_strategies.keras_bridge.callbacks.callback_list import implements
+from keras_strategies.keras_bridge.layers.scanned_blocks import find_columns
 
 _WRITERS = (
     keras.callbacks.ModelCheckpoint,
@@ -75,8 +76,9 @@ def read_variables_together(
 ) -> bool:
     """Returns whether all processes read a model's variables at the same time.
 
-    Collective, if the model's optimizer accumulates gradients. Otherwise it
-    makes no difference, and the result is False.
+    Collective, if the model's optimizer accumulates gradients or the model's
+    blocks are computed in a loop. Otherwise it makes no difference, and the
+    result is False.
 
     Between the steps of an epoch, a callback may read the variables in one
     process only, for example to save the model on the chief. It does not if it
@@ -89,7 +91,8 @@ def read_variables_together(
       mesh: The mesh of the replicas.
     """
     optimizer = unwrap(model.optimizer)
-    if not getattr(optimizer, "gradient_accumulation_steps", None):
+    accumulates = getattr(optimizer, "gradient_accumulation_steps", None)
+    if not accumulates and not find_columns(model):
         return False
     if mesh.num_processes == 1:
         return True

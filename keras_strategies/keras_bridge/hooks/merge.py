@@ -147,10 +147,10 @@ def _plan_variable(
     step = plan.step
     if new is folded or new is old or new is None:
         return lambda sums: old
-    is_float = keras.backend.is_float_dtype(str(new.dtype))
-    if new in step.notes.equal and not (step.facts.is_uneven and is_float):
-        return lambda sums: new
     if new in step.notes.equal:
+        is_uneven = step.facts.is_uneven
+        if not is_uneven or not keras.backend.is_float_dtype(str(new.dtype)):
+            return lambda sums: new
         # The replicas compute the same value, but in different branches of
         # the program, which the compiler may round differently.
         return _plan_first(plan, new)

@@ -104,6 +104,20 @@ def scanning_blocks() -> Iterator[None]:
         yield
 
 
+def find_columns(model: keras.Model) -> list[list[keras.Variable]]:
+    """Finds the variables that loops over a model's blocks stack.
+
+    Returns:
+      For each variable of a marked block, that variable in all blocks.
+    """
+    columns: list[list[keras.Variable]] = []
+    for blocks in find_all_blocks(model):
+        if are_scanned(blocks):
+            with contextlib.suppress(_NotScanned):
+                columns += _find_variables(blocks)
+    return columns
+
+
 def are_scanned(blocks: Blocks) -> bool:
     """Returns whether `scan_blocks` marked the graph of some blocks."""
     return _MARK in vars(get_graph(blocks.model))

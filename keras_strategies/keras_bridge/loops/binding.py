@@ -175,11 +175,13 @@ class Binding:
             per = self.model.steps_per_execution
             stack.enter_context(step_profiler.profile_from_environment(per))
             self._build_on_feed(feed)
-            sums_later = read_variables_together(
+            is_together = read_variables_together(
                 self.model, call["callbacks"], self._mesh
             )
             stack.enter_context(
-                temporary_attribute(self._functions, "sums_later", sums_later)
+                temporary_attribute(
+                    self._functions, "are_read_together", is_together
+                )
             )
             checkpointer = find_checkpointer(call["callbacks"])
             if checkpointer is not None:

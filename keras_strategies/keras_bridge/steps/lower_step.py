@@ -11,9 +11,7 @@ from keras_strategies._core.batches import Segment, num_rows
 from keras_strategies._core.mesh import ReplicaMesh
 from keras_strategies._core.rows import padded_rows
 from keras_strategies._types import Batch
-from keras_strategies.keras_bridge.accumulation.local_sums import (
-    find_local_sums,
-)
+from keras_strategies.keras_bridge.state.array_groups import PLAIN, find_forms
 from keras_strategies.keras_bridge.step_context import ReplicaScope
 from keras_strategies.keras_bridge.steps import step_functions, trace_checks
 from keras_strategies.keras_bridge.variables import shardings
@@ -66,18 +64,17 @@ def lower_step(
     build(parts)
     padded = padded_rows(rows, mesh.num_replicas)
     variables = step_functions.step_variables(model, kind)
-    local_sums = None
-    if kind == "train":
-        local_sums = find_local_sums(model, variables, mesh)
-    state = tuple(shardings.shapes_of(group, mesh) for group in variables)
+    is_training = kind == "train"
+    forms = find_forms(model, variables, mesh) if is_training else PLAIN
 
     def lower(steps: int) -> jax.stages.Lowered:
         leading = (padded,) if steps == 1 else (steps, padded)
         sharding = mesh.split if steps == 1 else mesh.stacked
         placed = trace_checks.with_leading(leading, data, sharding)
         program = step_functions.make_program(
-            model, mesh, kind, variables, replica_scope, local_sums
+            model, mesh, kind, variables, replica_scope, forms
         )
+        state = tuple(shardings.shapes_of(group, mesh) for group in variables)
         segment = Segment(data=placed, rows=rows, steps=steps)
         return program.lower(state, segment)
 

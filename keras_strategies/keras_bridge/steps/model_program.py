@@ -53,7 +53,10 @@ from keras_strategies.keras_bridge.steps.uneven_step import (
     UnevenRows,
     call_step,
 )
-from keras_strategies.keras_bridge.variables.shardings import spec_of
+from keras_strategies.keras_bridge.variables.shardings import (
+    sharding_of,
+    spec_of,
+)
 
 
 class ModelProgram:
@@ -105,16 +108,17 @@ class ModelProgram:
     def _make_programs(self, name: str, is_global: bool) -> MappedProgram:
         mesh, has_rows = self._mesh, self._returns_rows
         is_sharded, has_cores = self._is_sharded, mesh.cores_per_replica > 1
-        written, read = self._divide(self._variables)
 
         def constrain(
-            body: Callable[..., Any], results: NamedSharding = mesh.whole
+            body: Callable[..., Any],
+            results: NamedSharding = mesh.whole,
+            *,
+            is_even: bool = False,
         ) -> Callable[..., Any]:
             if not (has_cores or (is_sharded and not has_rows)):
                 return body
-            return output_shardings.constrain_step(
-                body, written, read, mesh, results
-            )
+            written, read = self._divide(self._find_shardings(is_even))
+            return output_shardings.constrain_step(body, written, read, results)
 
         of_one, of_many = (
             (mesh.split, mesh.stacked) if has_rows else (mesh.whole,) * 2
@@ -126,9 +130,13 @@ class ModelProgram:
             jit_named, donate_argnums=0, static_argnums=3
         )
         return MappedProgram(
-            one=jit_named(constrain(one, of_one), name, donate_argnums=0),
+            one=jit_named(
+                constrain(one, of_one, is_even=True), name, donate_argnums=0
+            ),
             many=jit_named(
-                constrain(many, of_many), f"{name}s", donate_argnums=0
+                constrain(many, of_many, is_even=True),
+                f"{name}s",
+                donate_argnums=0,
             ),
             whole=jit_for_shape(
                 constrain(whole),
@@ -141,11 +149,29 @@ class ModelProgram:
             is_global=is_global,
         )
 
+    def _find_shardings(self, is_even: bool) -> Sequence[Sequence[Any]]:
+        """Returns the shardings of the state of one of the programs."""
+        mesh = self._mesh
+        return [[sharding_of(v, mesh) for v in g] for g in self._variables]
+
     def _map_even_step(self, stacked: bool) -> Body:
         return self._map_step(self._replica_step, stacked=stacked)
 
-    def _map_step(self, step: Body, *, stacked: bool) -> Body:
-        """Maps a step over the replicas, for one batch or stacked batches."""
+    def _map_step(
+        self,
+        step: Body,
+        *,
+        stacked: bool,
+        on_state: Callable[[Body], Body] = lambda body: body,
+    ) -> Body:
+        """Maps a step over the replicas, for one batch or stacked batches.
+
+        Args:
+          step: The step.
+          stacked: Whether the step receives stacked batches.
+          on_state: Changes the form in which the step takes and returns the
+            state.
+        """
         replicated = replicated_spec()
         # The loop over stacked batches is inside the mapped function, except
         # with sharded variables: then the loop is around the mapped step.
@@ -156,13 +182,18 @@ class ModelProgram:
             specs, results = self._divide(self._specs), self._result_specs
         elif self._returns_rows:
             results = (split, replicated, replicated)
+        if not self._is_sharded:
+            step = on_state(step)
         body = sharded_map(
             self._scan_steps(step) if is_inner else step,
             self._mesh,
             in_specs=(*specs, split),
             out_specs=results,
         )
-        return self._scan_steps(body) if stacked and self._is_sharded else body
+        if not self._is_sharded:
+            return body
+        body = on_state(body)
+        return self._scan_steps(body) if stacked else body
 
     def _result_specs(self, results: tuple[Any, ...]) -> tuple[Any, ...]:
         _, _, changed = results
@@ -256,6 +287,7 @@ class ModelProgram:
 
     def _call(self, state: Sequence[Group], data: Batch) -> tuple[Any, Any]:
         """Calls the model's step."""
+        _forget_loss_ids(self._step)
         return self._step(tuple(map(list, state)), data)
 
     def _call_in_replica(
@@ -335,3 +367,20 @@ class ModelProgram:
     def _scan_steps(self, body: Body) -> Body:
         """Turns the step of one batch into a loop over stacked batches."""
         raise NotImplementedError
+
+
+def _forget_loss_ids(step: Callable[..., Any]) -> None:
+    """Clears the ids of losses that earlier traces left on a model's layers.
+
+    In a trace, Keras (3.15) knows a layer's losses by their `id`, and keeps the
+    ids after the trace. When it calls the layer in a later trace, it drops the
+    losses with these ids, among which may be one of another layer: an object
+    may have the id of one that is gone (docs/upstream.md).
+
+    Args:
+      step: A model's train, test or predict step.
+    """
+    model = getattr(step, "__self__", None)
+    if isinstance(model, keras.Layer):
+        for layer in model._flatten_layers():
+            layer._loss_ids.clear()

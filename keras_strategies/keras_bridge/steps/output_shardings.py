@@ -22,34 +22,42 @@ from keras_strategies.keras_bridge.variables.shardings import (
 
 Program = Callable[..., Any]
 Variables = Sequence[keras.Variable]
+Shardings = Sequence[NamedSharding | None]
 
 
 def constrain_step(
     body: Program,
-    written: Sequence[Variables],
-    read: Sequence[Variables],
-    mesh: ReplicaMesh,
+    written: Sequence[Shardings],
+    read: Sequence[Shardings],
     results: NamedSharding,
 ) -> Program:
     """Constrains the shardings of a step's outputs.
 
     Args:
       body: The step: `(...) -> (results, new values, changed values by index)`.
-      written: The groups of variables that the new values belong to.
-      read: The groups of variables that the changed values belong to.
-      mesh: The mesh of the replicas.
+      written: The shardings of the groups of new values; None for a place
+        without a value.
+      read: The shardings of the groups that the changed values belong to.
       results: The sharding of the step's logs or outputs.
     """
 
     def with_shardings(*args: Tree) -> tuple[Any, ...]:
         outputs, new, changed = body(*args)
         new = [
-            _constrain_values(*group, mesh)
+            _constrain_values(*group)
             for group in zip(new, written, strict=True)
         ]
         changed = [
-            _constrain_changes(*group, mesh)
-            for group in zip(changed, read, strict=True)
+            dict(
+                zip(
+                    values,
+                    _constrain_values(
+                        list(values.values()), [group[int(k)] for k in values]
+                    ),
+                    strict=True,
+                )
+            )
+            for values, group in zip(changed, read, strict=True)
         ]
         return _constrain(outputs, results), new, changed
 
@@ -80,7 +88,9 @@ def constrain_run(
             _constrain(copies, split),
             _constrain(sums, replicated),
             _constrain(same, replicated),
-            _constrain_values(values, variables, mesh),
+            _constrain_values(
+                values, [sharding_of(v, mesh) for v in variables]
+            ),
             report,
         )
 
@@ -93,18 +103,10 @@ def _constrain(values: Tree, sharding: NamedSharding) -> Tree:
     )
 
 
-def _constrain_values(
-    values: Group, variables: Variables, mesh: ReplicaMesh
-) -> list[Any]:
+def _constrain_values(values: Group, shardings: Shardings) -> list[Any]:
     return [
-        jax.lax.with_sharding_constraint(value, sharding_of(variable, mesh))
-        for value, variable in zip(values, variables, strict=True)
+        None
+        if sharding is None
+        else jax.lax.with_sharding_constraint(value, sharding)
+        for value, sharding in zip(values, shardings, strict=True)
     ]
-
-
-def _constrain_changes(
-    changes: dict[str, Any], variables: Variables, mesh: ReplicaMesh
-) -> dict[str, Any]:
-    changed = [variables[int(k)] for k in changes]
-    values = _constrain_values(list(changes.values()), changed, mesh)
-    return dict(zip(changes, values, strict=True))

@@ -21,15 +21,14 @@ from keras_strategies._core.names.phases import EVALUATE, INPUT, Phase
 from keras_strategies._types import Batch, Tree
 from keras_strategies.cluster.job.progress_pipe import report_training
 from keras_strategies.keras_bridge import keras_names
-from keras_strategies.keras_bridge.accumulation.array_groups import (
+from keras_strategies.keras_bridge.inputs import feed
+from keras_strategies.keras_bridge.state.array_groups import (
+    PLAIN,
+    Forms,
+    find_forms,
     find_holders,
     wrap_groups,
 )
-from keras_strategies.keras_bridge.accumulation.local_sums import (
-    LocalSums,
-    find_local_sums,
-)
-from keras_strategies.keras_bridge.inputs import feed
 from keras_strategies.keras_bridge.step_context import ReplicaScope
 from keras_strategies.keras_bridge.steps.mapped_program import (
     global_batch_trace,
@@ -87,8 +86,8 @@ class StepFunctionCache:
       trained: The counts of train steps and rows.
       places: For each kind of step, the place in its feed after the last
         execution.
-      sums_later: Whether train steps may sum accumulated gradients only in
-        updates. The variables must then be read in all processes or in none.
+      are_read_together: Whether the processes read variables only together, so
+        that train steps may store them in another form.
     """
 
     def __init__(
@@ -104,7 +103,7 @@ class StepFunctionCache:
         self.model = model
         self._keeps_outputs = keeps_outputs
         self.mesh = mesh
-        self.sums_later = False
+        self.are_read_together = False
         self._keys: dict[str, Any] = {}
         self._made: dict[str, dict[bool, StepFunction]] = {}
         # The state that the last step of each kind returned. If the next step
@@ -157,24 +156,23 @@ class StepFunctionCache:
         if getattr(model, name) is None or not is_known or force:
             self._keys[kind], self._made[kind] = key, {}
         made = self._made[kind]
-        sums_later = kind == "train" and self.sums_later
-        local_sums = (
-            find_local_sums(model, variables, self.mesh) if sums_later else None
-        )
-        is_local = local_sums is not None
-        if is_local not in made:
-            made[is_local] = self._make_function(kind, variables, local_sums)
-        setattr(model, name, made[is_local])
-        return made[is_local]
+        forms = PLAIN
+        if kind == "train" and self.are_read_together:
+            forms = find_forms(model, variables, self.mesh)
+        is_plain = forms == PLAIN
+        if is_plain not in made:
+            made[is_plain] = self._make_function(kind, variables, forms)
+        setattr(model, name, made[is_plain])
+        return made[is_plain]
 
     def _make_function(
         self,
         kind: str,
         variables: tuple[Any, ...],
-        local_sums: LocalSums | None,
+        forms: Forms,
     ) -> StepFunction:
         model, mesh, groups = self.model, self.mesh, _GROUPS[kind]
-        program = self._make_program(kind, variables, local_sums)
+        program = self._make_program(kind, variables, forms)
         donated = () if model.run_eagerly else _DONATED[kind]
 
         def function(
@@ -196,13 +194,13 @@ class StepFunctionCache:
             except BaseException:
                 # Keras has taken the values out of the variables and would
                 # lose them. Its `jax_state_sync` reads them from here.
-                kept = wrap_groups(state, local_sums)
+                kept = wrap_groups(state, forms)
                 model._jax_state = dict(zip(groups, kept, strict=True))
                 model._jax_state_synced = False
                 raise
             if kind == "train":
                 self.trained.add(execution)
-            state = wrap_groups(state, local_sums)
+            state = wrap_groups(state, forms)
             self._last[kind] = state
             outputs = done[-1] if done else execution.logs
             if kind == "predict" and len(done) > 1:
@@ -248,7 +246,7 @@ class StepFunctionCache:
         self,
         kind: str,
         variables: tuple[Any, ...],
-        local_sums: LocalSums | None,
+        forms: Forms,
     ) -> Program:
         model, mesh = self.model, self.mesh
         if model.run_eagerly:
@@ -264,7 +262,7 @@ class StepFunctionCache:
                 stacklevel=2,
             )
         scope = self.replica_scope
-        return make_program(model, mesh, kind, variables, scope, local_sums)
+        return make_program(model, mesh, kind, variables, scope, forms)
 
     def _make_eager(self, kind: str) -> Program:
         step = getattr(self.model, f"{kind}_step")
@@ -299,7 +297,7 @@ def make_program(
     kind: str = "train",
     variables: tuple[list[keras.Variable], ...] | None = None,
     replica_scope: ReplicaScope | None = None,
-    local_sums: LocalSums | None = None,
+    forms: Forms = PLAIN,
 ) -> PredictProgram | StepProgram:
     """Makes the program of a built model's train, test or predict step."""
     if variables is None:
@@ -314,8 +312,7 @@ def make_program(
     name = f"{kind}_step"
     if kind == "predict":
         return PredictProgram(step, name, variables, **options)
-    options["local_sums"] = local_sums
-    return StepProgram(step, name, variables, **options)
+    return StepProgram(step, name, variables, forms=forms, **options)
 
 
 def _has_fixed_batch(model: keras.Model) -> bool:

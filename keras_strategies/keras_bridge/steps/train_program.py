@@ -19,12 +19,11 @@ from keras_strategies._core.replica_map import (
 )
 from keras_strategies._types import Batch, Groups, Logs
 from keras_strategies.keras_bridge.accumulation import summands
-from keras_strategies.keras_bridge.accumulation.local_sums import (
-    OPTIMIZER,
-    LocalSums,
-)
+from keras_strategies.keras_bridge.accumulation.local_sums import OPTIMIZER
 from keras_strategies.keras_bridge.hooks import merge as merge_lib
 from keras_strategies.keras_bridge.hooks import seeds
+from keras_strategies.keras_bridge.state.array_groups import PLAIN, Forms
+from keras_strategies.keras_bridge.state.stacked_state import StacksNotKept
 from keras_strategies.keras_bridge.step_context import (
     Group,
     StepContext,
@@ -47,19 +46,18 @@ class StepProgram(ModelProgram):
 
     Args:
       *args: See `ModelProgram`.
-      local_sums: The accumulators that replicas sum only in updates, or None.
+      forms: The forms in which steps may store arrays.
       **options: See `ModelProgram`.
-
-    Attributes:
-      local_sums: The same. The state that a call returns may contain stacked
-        accumulators.
     """
 
     def __init__(
-        self, *args: Any, local_sums: LocalSums | None = None, **options: Any
+        self,
+        *args: Any,
+        forms: Forms = PLAIN,
+        **options: Any,
     ) -> None:
-        self.local_sums = local_sums
-        self._sums_later = local_sums is not None
+        self._local_sums, self._stacks = forms.local_sums, forms.stacks
+        self._sums_later = forms.local_sums is not None
         super().__init__(*args, **options)
         self._unstack = jax.jit(
             unstack_steps, static_argnums=1, out_shardings=self._mesh.split
@@ -96,33 +94,49 @@ class StepProgram(ModelProgram):
         try:
             return super()._start(call, state, segment)
         except SumsNeeded:
-            forget_losses(self._step)
             self._sums_later = False
-            self._programs = self._make_programs(
-                self._name, self._programs.is_global
-            )
-            return super()._start(call, state, segment)
+        except StacksNotKept:
+            if self._stacks is not None:
+                self._stacks.convert(state, is_stacked=False)
+            self._stacks = None
+        forget_losses(self._step)
+        self._programs = self._make_programs(
+            self._name, self._programs.is_global
+        )
+        return super()._start(call, state, segment)
 
     def _arguments(self, state: Groups, segment: Segment) -> Arguments:
-        local = self.local_sums
-        if local is None:
+        local, stacks = self._local_sums, self._stacks
+        if local is None and stacks is None:
             return super()._arguments(state, segment)
 
         def arguments(is_mapped: bool) -> tuple[Any, Any, Any]:
-            is_stacked = is_mapped and self._sums_later
+            if stacks is not None:
+                stacks.convert(state, is_stacked=is_mapped)
             groups = list(state)
-            groups[OPTIMIZER] = local.convert(
-                state[OPTIMIZER], is_stacked=is_stacked
-            )
+            if local is not None:
+                groups[OPTIMIZER] = local.convert(
+                    state[OPTIMIZER],
+                    is_stacked=is_mapped and self._sums_later,
+                )
             return (*self._divide(groups), segment.data)
 
         return arguments
 
+    def _find_shardings(self, is_even: bool) -> Sequence[Sequence[Any]]:
+        if is_even and self._stacks is not None:
+            return self._stacks.find_shardings()
+        return super()._find_shardings(is_even)
+
     def _map_even_step(self, stacked: bool) -> Body:
-        local = self.local_sums
+        local, step = self._local_sums, self._replica_step
+        if self._stacks is not None:
+            on_state = functools.partial(
+                self._stacks.on_stacks, written=self._written
+            )
+            return self._map_step(step, stacked=stacked, on_state=on_state)
         if local is None or not self._sums_later:
             return super()._map_even_step(stacked)
-        step = self._replica_step
         replicated, place = replicated_spec(), self._written.index(OPTIMIZER)
         written: list[Any] = [replicated for _ in self._written]
         written[place] = local.specs_of(self._variables[OPTIMIZER])
@@ -152,7 +166,7 @@ class StepProgram(ModelProgram):
         )
 
     def _check_uses(self, step: StepContext, jaxpr: ClosedJaxpr) -> None:
-        local = self.local_sums
+        local = self._local_sums
         if local is not None and step.notes.summands:
             sizes = [len(self._variables[i]) for i in self._written]
             start = sum(sizes[: self._written.index(OPTIMIZER)])
@@ -183,7 +197,7 @@ class StepProgram(ModelProgram):
         return self._merge(step, old, folded, new, logs)
 
     def _begin_sums(self, step: StepContext, state: Sequence[Group]) -> None:
-        local = self.local_sums
+        local = self._local_sums
         if local is not None and self._sums_later:
             summands.begin(
                 step,

@@ -1,0 +1,1 @@
+"""Computes equal operations on the slices of stacked arrays as one."""

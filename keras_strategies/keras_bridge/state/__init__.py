@@ -1,0 +1,1 @@
+"""The forms in which train steps store the state between steps."""
