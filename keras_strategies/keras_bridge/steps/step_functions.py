@@ -159,11 +159,11 @@ class StepFunctionCache:
         forms = PLAIN
         if kind == "train" and self.are_read_together:
             forms = find_forms(model, variables, self.mesh)
-        is_plain = forms == PLAIN
-        if is_plain not in made:
-            made[is_plain] = self._make_function(kind, variables, forms)
-        setattr(model, name, made[is_plain])
-        return made[is_plain]
+        is_other = forms != PLAIN
+        if is_other not in made:
+            made[is_other] = self._make_function(kind, variables, forms)
+        setattr(model, name, made[is_other])
+        return made[is_other]
 
     def _make_function(
         self,
