@@ -15,10 +15,9 @@ a program, which does not wait for the program's end.
 
 Programs that span several processes are started by the job's watchdog.
 
-XLA's CPU programs (jaxlib 0.10) lose the order of their collectives when they
-are read from JAX's cache on disk: two devices may then start with different
-ones, and each waits for the other (docs/upstream.md). Programs in which this
-was seen are not cached.
+Some CPU programs (jaxlib 0.10) hang if they are read from JAX's cache on disk:
+two devices start with different collectives, and each waits for the other
+(docs/upstream.md). Programs of the kind in which this was seen are not cached.
 """
 
 import contextlib
@@ -60,6 +59,8 @@ class _Thread(threading.local):
 
 
 _thread = _Thread()
+_seconds = 0.0
+"""The setting before `keep_out_of_cache` changed it."""
 
 
 @contextlib.contextmanager
@@ -68,19 +69,23 @@ def choosing_cached() -> Iterator[None]:
 
     The block compiles the program.
     """
-    before, outer = getattr(jax.config, _MIN_SECONDS), _thread.may_keep_out
-    _thread.may_keep_out = True
+    outer, _thread.may_keep_out = _thread.may_keep_out, True
     try:
         yield
     finally:
         _thread.may_keep_out = outer
         if not outer and getattr(jax.config, _MIN_SECONDS) == _NEVER:
-            jax.config.update(_MIN_SECONDS, before)
+            jax.config.update(_MIN_SECONDS, _seconds)
 
 
 def keep_out_of_cache(mesh: ReplicaMesh) -> None:
     """Keeps the program that is traced out of JAX's cache, on CPU devices."""
-    if mesh.platform == "cpu" and _thread.may_keep_out:
+    global _seconds
+    if mesh.platform != "cpu" or not _thread.may_keep_out:
+        return
+    seconds = getattr(jax.config, _MIN_SECONDS)
+    if seconds != _NEVER:
+        _seconds = seconds
         jax.config.update(_MIN_SECONDS, _NEVER)
 
 

@@ -105,11 +105,11 @@ def find_all_blocks(model: keras.Model) -> Iterator[Blocks]:
     Args:
       model: A built model.
     """
-    for part in _iter_functional_parts(model):
+    for part in iter_functional_parts(model):
         yield from find_blocks_of(part)
 
 
-def _iter_functional_parts(model: keras.Model) -> Iterator[keras.Model]:
+def iter_functional_parts(model: keras.Model) -> Iterator[keras.Model]:
     """Yields a model and its nested models, as far as they are functional.
 
     Models that override `call` are left out. Models inside other layers are
@@ -120,7 +120,7 @@ def _iter_functional_parts(model: keras.Model) -> Iterator[keras.Model]:
     yield model
     for layer in model.layers:
         if isinstance(layer, keras.Model):
-            yield from _iter_functional_parts(layer)
+            yield from iter_functional_parts(layer)
 
 
 def _has_own_call(model: keras.Model) -> bool:

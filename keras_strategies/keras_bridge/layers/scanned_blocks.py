@@ -40,6 +40,7 @@ from keras_strategies.keras_bridge.layers.equal_blocks import (
     find_all_blocks,
     find_blocks_of,
     get_graph,
+    iter_functional_parts,
 )
 from keras_strategies.keras_bridge.patches import Patches
 from keras_strategies.keras_bridge.step_context import current_step
@@ -111,8 +112,10 @@ def find_columns(model: keras.Model) -> list[list[keras.Variable]]:
       For each variable of a marked block, that variable in all blocks.
     """
     columns: list[list[keras.Variable]] = []
-    for blocks in find_all_blocks(model):
-        if are_scanned(blocks):
+    for part in iter_functional_parts(model):
+        # Most models are not marked, and need no search.
+        is_marked = _MARK in vars(get_graph(part))
+        for blocks in find_blocks_of(part) if is_marked else ():
             with contextlib.suppress(_NotScanned):
                 columns += _find_variables(blocks)
     return columns

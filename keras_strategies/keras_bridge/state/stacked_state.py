@@ -170,7 +170,7 @@ class StackedState:
                 return jax.tree.leaves(results)
 
             traced = jax.make_jaxpr(flat)(*map(_shape_of, inputs))
-            mapper = functools.partial(_map_over, self._mesh)
+            mapper = functools.partial(replica_map, mesh=self._mesh)
             outputs = batch_slices(traced, inputs, mapper)
             (result_structure,) = structures
             results, new, *others = jax.tree.unflatten(
@@ -214,10 +214,6 @@ class StackedState:
         spec = sharding.spec
         stacked = PartitionSpec(None, *spec) if any(spec) else PartitionSpec()
         return NamedSharding(sharding.mesh, stacked)
-
-
-def _map_over(mesh: ReplicaMesh, fn: Any, **specs: Any) -> Any:
-    return replica_map(fn, mesh, **specs)
 
 
 def _shape_of(value: Any) -> jax.ShapeDtypeStruct:

@@ -8,6 +8,7 @@ from keras import layers, optimizers
 
 import keras_strategies as ks
 from keras_strategies._core import replica_map
+from keras_strategies.keras_bridge.layers import scanned_blocks
 from keras_strategies.keras_bridge.state import stacked_state
 from keras_strategies.testing import assert_replicated
 from tests.support.combinations import combine
@@ -287,3 +288,11 @@ def test_loops_over_shards_are_not_cached_on_cpus(monkeypatch):
     for is_scanned in (False, True):
         fit(compiled(is_scanned=is_scanned))
         assert bool(found) == is_scanned
+
+
+def test_models_that_are_not_marked_are_not_searched(monkeypatch):
+    def search(model):
+        raise AssertionError
+
+    monkeypatch.setattr(scanned_blocks, "find_blocks_of", search)
+    fit(compiled(is_scanned=False))
