@@ -52,6 +52,8 @@ NO_TORCH = (
     "torch is not installed: its tests are left out. `./run test --torch` "
     "installs it."
 )
+# Tests that neither `-m quick` nor `-m multi_process` runs.
+OTHER_RUNS = ("slow", "tpu", "gpu", "on_gpu", "ray", "slurm")
 collect_ignore = [] if HAS_TORCH else ["data/sources/test_torch_data.py"]
 
 
@@ -64,12 +66,13 @@ def pytest_configure(config):
 
 
 def pytest_ignore_collect(collection_path, config):
-    """Leaves out files unread: those without quick tests, if these are asked
+    """Leaves out files unread: those without a test of the lane that is asked
     for; and those that import TensorFlow, if it is not installed."""
     if not collection_path.name.startswith("test_"):
         return None
-    if _is_quick(config):
-        return "pytest.mark.quick" not in collection_path.read_text() or None
+    if _is_lane(config):
+        mark = f"pytest.mark.{config.option.markexpr}"
+        return mark not in collection_path.read_text() or None
     if not HAS_TENSORFLOW:
         return _imports_tensorflow(collection_path.read_text()) or None
     return None
@@ -99,15 +102,20 @@ def _is_quick(config):
     return config.option.markexpr == "quick"
 
 
+def _is_lane(config):
+    """Returns whether only quick tests or those of several processes run."""
+    return config.option.markexpr in ("quick", "multi_process")
+
+
 def pytest_collection_modifyitems(config, items):
     """Leaves out the tests of torch, by mark or by the name of their case, and
-    of the quick ones those that other runs select."""
+    of the quick ones and those of several processes what other runs select."""
     out = [] if HAS_TORCH else [item for item in items if _needs_torch(item)]
-    if _is_quick(config):
+    if _is_lane(config):
         out += [
             item
             for item in items
-            if any(map(item.get_closest_marker, ("slow", "tpu")))
+            if any(map(item.get_closest_marker, OTHER_RUNS))
         ]
     config.hook.pytest_deselected(items=out)
     items[:] = [item for item in items if item not in out]

@@ -194,13 +194,22 @@ def left_out(row):
     )
 
 
+def choose_marks():
+    """Returns what `./run test` selects, and the tests of several processes."""
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text("utf-8"))
+    options = project["tool"]["pytest"]["ini_options"]["addopts"]
+    return options[options.index("-m") + 1].replace(
+        " and not multi_process", ""
+    )
+
+
 def measure(place, row):
     """Runs the row's tests; what came of it."""
     found = install(place, row)
     start = time.monotonic()
     report = place.folder(row) / "results.xml"
     words = [".venv/bin/python", "-m", "pytest", *row.tests]
-    words += ["-q", "--junitxml=results.xml"]
+    words += ["-m", choose_marks(), "-q", "--junitxml=results.xml"]
     if row.is_nightly:
         words = ["env", "KERAS_STRATEGIES_UNTESTED_VERSIONS=1", *words]
     try:

@@ -15,6 +15,7 @@ from keras_strategies.cli import plan_command
 from keras_strategies.cli.options import (
     FLAG,
     JSON,
+    Commands,
     Option,
     add_command,
     add_options,
@@ -226,6 +227,13 @@ def _make_parser() -> argparse.ArgumentParser:
         version=f"keras-strategies {keras_strategies.__version__}",
     )
     commands = parser.add_subparsers(dest="command", metavar="COMMAND")
+    _add_commands(commands)
+    plan_command.add_parser(commands)
+    return parser
+
+
+def _add_commands(commands: Commands) -> None:
+    """Adds the commands other than `plan`."""
     add_command(
         commands,
         "launch",
@@ -261,5 +269,3 @@ def _make_parser() -> argparse.ArgumentParser:
     how = checkpoints.add_mutually_exclusive_group()
     add_options(how, _HOW_TO_VERIFY)
     add_options(checkpoints, [JSON])
-    plan_command.add_parser(commands)
-    return parser

@@ -4,9 +4,53 @@ The values are those of NVIDIA's data sheets and of OpenXLA's target configs.
 """
 
 import dataclasses
+import string
 
 CUDNN = (9, 10, 0)
 """The version of cuDNN that programs are compiled for."""
+
+_CONFIG = string.Template("""
+gpu_device_info {
+  threads_per_block_limit: 1024
+  threads_per_warp: 32
+  shared_memory_per_block: 49152
+  shared_memory_per_core: $shared_memory
+  shared_memory_per_block_optin: $most_shared
+  threads_per_core_limit: 2048
+  core_count: $cores
+  fpus_per_core: $fpus_per_core
+  block_dim_limit_x: 2147483647
+  block_dim_limit_y: 65535
+  block_dim_limit_z: 65535
+  memory_bandwidth: $memory_bandwidth
+  l2_cache_size: $cache
+  clock_rate_ghz: $clock_ghz
+  device_memory_size: $memory
+  cuda_compute_capability {
+    major: $capability
+    feature_extension: $feature
+  }
+  registers_per_core_limit: 65536
+  registers_per_block_limit: 65536
+  $matrix_units
+  thread_dim_limit_x: 1024
+  thread_dim_limit_y: 1024
+  thread_dim_limit_z: 64
+  device_address_bits: 64
+  device_vendor: "NVIDIA Corporation"
+  name: "$device_kind"
+  driver_version: "12.8.0"
+  runtime_version: "12.8.0"
+  compile_time_toolkit_version: "12.8.0"
+  dnn_version: "$cudnn"
+}
+platform_name: "CUDA"
+runtime_version { major: 12 minor: 8 patch: 0 }
+dnn_version_info {
+  major: $cudnn_major minor: $cudnn_minor patch: $cudnn_patch
+}
+device_description_str: "$device_kind"
+""")
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -45,48 +89,17 @@ class Target:
         # Each multiprocessor reserves one KiB of a block's shared memory.
         most_shared = self.shared_memory - 1024
         feature = "ACCELERATED_FEATURES" if self.capability > 8 else "NONE"
-        return f"""
-            gpu_device_info {{
-              threads_per_block_limit: 1024
-              threads_per_warp: 32
-              shared_memory_per_block: 49152
-              shared_memory_per_core: {self.shared_memory}
-              shared_memory_per_block_optin: {most_shared}
-              threads_per_core_limit: 2048
-              core_count: {self.cores}
-              fpus_per_core: {self.fpus_per_core}
-              block_dim_limit_x: 2147483647
-              block_dim_limit_y: 65535
-              block_dim_limit_z: 65535
-              memory_bandwidth: {self.memory_bandwidth}
-              l2_cache_size: {self.cache}
-              clock_rate_ghz: {self.clock_ghz}
-              device_memory_size: {self.memory}
-              cuda_compute_capability {{
-                major: {self.capability}
-                feature_extension: {feature}
-              }}
-              registers_per_core_limit: 65536
-              registers_per_block_limit: 65536
-              {self._format_matrix_units()}
-              thread_dim_limit_x: 1024
-              thread_dim_limit_y: 1024
-              thread_dim_limit_z: 64
-              device_address_bits: 64
-              device_vendor: "NVIDIA Corporation"
-              name: "{self.device_kind}"
-              driver_version: "12.8.0"
-              runtime_version: "12.8.0"
-              compile_time_toolkit_version: "12.8.0"
-              dnn_version: "{".".join(map(str, CUDNN))}"
-            }}
-            platform_name: "CUDA"
-            runtime_version {{ major: 12 minor: 8 patch: 0 }}
-            dnn_version_info {{
-              major: {CUDNN[0]} minor: {CUDNN[1]} patch: {CUDNN[2]}
-            }}
-            device_description_str: "{self.device_kind}"
-        """
+        major, minor, patch = CUDNN
+        return _CONFIG.substitute(
+            dataclasses.asdict(self),
+            most_shared=most_shared,
+            feature=feature,
+            matrix_units=self._format_matrix_units(),
+            cudnn=".".join(map(str, CUDNN)),
+            cudnn_major=major,
+            cudnn_minor=minor,
+            cudnn_patch=patch,
+        )
 
     def _format_matrix_units(self) -> str:
         rates = [

@@ -128,14 +128,20 @@ def run_processes(
             "process, shown below, or pass a larger `timeout_s`."
             f"{_format_outputs(results)}"
         )
-    if must_succeed and any(result.returncode for result in results):
+    if must_succeed:
+        _check_codes(target, results)
+    return results
+
+
+def _check_codes(target: str, results: Sequence[ProcessResult]) -> None:
+    """Raises a RuntimeError if a process failed."""
+    if any(result.returncode for result in results):
         raise RuntimeError(
-            f"{target!r} must succeed in all {num_processes} processes. "
+            f"{target!r} must succeed in all {len(results)} processes. "
             "Received: at least one exit status other than 0. Check the "
             "output of each process, shown below."
             f"{_format_outputs(results)}"
         )
-    return results
 
 
 def _start(

@@ -257,6 +257,7 @@ def test_a_damaged_checkpoint_is_put_aside_and_its_step_saved_again(
         np.testing.assert_array_equal(actual, value)
 
 
+@pytest.mark.multi_process
 def test_one_manager_at_a_time(tmp_path):
     found = parts(1)
     with manager_of(tmp_path, found):
@@ -484,6 +485,7 @@ manager.save(1)
 """
 
 
+@pytest.mark.multi_process
 @pytest.mark.parametrize("case", combine(["is kept", "is lost"], every=2))
 def test_a_script_that_ends_right_after_a_save(tmp_path, case):
     done = ended(_WITHOUT_CLOSE, tmp_path, case)

@@ -329,6 +329,7 @@ finally:
 """
 
 
+@pytest.mark.multi_process
 def test_a_disk_that_fills_in_the_middle_of_a_save(tmp_path):
     words = [sys.executable, "-c", _FULL, str(tmp_path)]
     done = subprocess.run(words, capture_output=True, text=True, timeout=120)

@@ -95,6 +95,7 @@ def test_any_layout_resumes_what_another_began(first, then, begun, tmp_path):
     assert_equal(ours, whole, is_exact=first == then)
 
 
+@pytest.mark.multi_process
 @pytest.mark.parametrize(
     ("count", "devices"),
     [(1, 8), pytest.param(2, 2, marks=pytest.mark.slow)],

@@ -104,6 +104,7 @@ def run():
     return client_calls(), agree()
 
 
+@pytest.mark.multi_process
 def test_the_key_value_client_and_what_it_forgets():
     from keras_strategies.cluster.exchange import host_exchange
 

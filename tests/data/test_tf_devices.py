@@ -49,6 +49,7 @@ def run(code):
     return done.stdout.split()
 
 
+@pytest.mark.multi_process
 def test_gpus_are_hidden_when_a_strategy_uses_gpus():
     assert run("""
     pretend()

@@ -7,6 +7,8 @@ from tests.multi_process import arguments
 from tests.support.jobs import values_of
 from tests.support.plain_keras import mirrored
 
+pytestmark = pytest.mark.multi_process
+
 TARGET = "multi_process.arguments:run"
 
 

@@ -4,6 +4,8 @@ import pytest
 
 from tests.support.jobs import values_of
 
+pytestmark = pytest.mark.multi_process
+
 TARGET = "multi_process.bad_input:run"
 # What every process is told, by case; and what the failing one is told.
 EVERYWHERE = {

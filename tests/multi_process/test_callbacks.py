@@ -6,6 +6,8 @@ import pytest
 from tests.support.jobs import values_of_each
 from tests.support.numbers import assert_all_close
 
+pytestmark = pytest.mark.multi_process
+
 ROOM = "multi_process.with_callbacks"
 
 

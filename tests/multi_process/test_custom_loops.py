@@ -7,6 +7,8 @@ from tests.multi_process.custom_loops import train
 from tests.support.jobs import results_of, values_of
 from tests.support.plain_keras import assert_same, mirrored
 
+pytestmark = pytest.mark.multi_process
+
 TARGET = "multi_process.custom_loops"
 
 

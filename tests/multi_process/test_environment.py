@@ -4,6 +4,8 @@ import pytest
 
 from keras_strategies.testing import run_processes
 
+pytestmark = pytest.mark.multi_process
+
 COUNT = "--xla_force_host_platform_device_count"
 
 

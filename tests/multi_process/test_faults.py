@@ -7,6 +7,8 @@ import pytest
 
 from tests.multi_process.jobs import run_job
 
+pytestmark = pytest.mark.multi_process
+
 DETECTION_S = 15.0
 # 0.5 s where nothing else runs. Beats that are missed are noticed after 12 s.
 EXCEPTION_S = 8.0

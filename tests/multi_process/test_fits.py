@@ -9,6 +9,8 @@ from tests.support.jobs import values_of_each
 from tests.support.numbers import assert_all_close
 from tests.support.plain_keras import mirrored
 
+pytestmark = pytest.mark.multi_process
+
 OWN_ROWS = ["off_py_dataset"]
 CALLS = {
     "sums": ("accumulation:steps", False),

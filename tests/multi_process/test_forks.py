@@ -11,6 +11,8 @@ import pytest
 from keras_strategies.testing import processes
 from tests.multi_process.forks import OWN
 
+pytestmark = pytest.mark.multi_process
+
 DEFAULT = -15
 LIMIT_S = 120
 

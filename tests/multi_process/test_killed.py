@@ -10,6 +10,8 @@ import keras_strategies as ks
 from keras_strategies.testing import run_processes
 from tests.multi_process import killed
 
+pytestmark = pytest.mark.multi_process
+
 GO_ON = "tests.multi_process.killed:go_on"
 STEPS = -(-killed.ROWS // killed.SIZE)
 

@@ -12,6 +12,8 @@ from keras_strategies.cluster.job.free_ports import find_free_ports
 from tests.cluster.job.test_local_gpus import STEP, tf_config, torchrun
 from tests.support.combinations import combine, few
 
+pytestmark = pytest.mark.multi_process
+
 ROOT = pathlib.Path(__file__).parents[2]
 
 # One process of a job: only the setting is read, as starting JAX's devices

@@ -12,6 +12,8 @@ from tests.support.jobs import values_of, values_of_each
 from tests.support.optional import without_torch
 from tests.support.plain_keras import assert_same, mirrored, no_data_left
 
+pytestmark = pytest.mark.multi_process
+
 TARGET = "multi_process.scenarios:loops"
 CASES = [(16, 8, 1), (20, 8, 1), (30, 8, 1), (5, 8, 1), (30, 8, 3), (9, 1, 1)]
 NAMES = without_torch(

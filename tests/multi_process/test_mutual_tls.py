@@ -9,6 +9,8 @@ from tests.multi_process.startup import train
 from tests.multi_process.test_startup import free_addresses, in_turn
 from tests.support.certificates import make_certificates, sign
 
+pytestmark = pytest.mark.multi_process
+
 HAS_TLS = parse_version(jax.__version__) >= LEAST_JAX
 needs_tls = pytest.mark.skipif(not HAS_TLS, reason="jax >= 0.11.2")
 

@@ -13,6 +13,8 @@ from tests.multi_process import own_batches, own_rows
 from tests.support.jobs import values_of
 from tests.support.numbers import assert_all_close
 
+pytestmark = pytest.mark.multi_process
+
 TARGET = "multi_process.own_batches:read_and_fit"
 TABLE = pathlib.Path(__file__).with_name("own_rows.json")
 FEW = [

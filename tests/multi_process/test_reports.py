@@ -8,6 +8,8 @@ import pytest
 from tests.multi_process.reports import SLOW_S, STEPS
 from tests.support.jobs import values_of_each
 
+pytestmark = pytest.mark.multi_process
+
 ROOM = "multi_process.reports"
 
 

@@ -13,6 +13,8 @@ import pytest
 
 from keras_strategies.reporting.document import compute_goodput, load_report
 
+pytestmark = pytest.mark.multi_process
+
 ROOT = pathlib.Path(__file__).parents[2]
 TIME_LIMIT_S = 1800
 

@@ -13,6 +13,8 @@ import pytest
 from tests.multi_process import resumed
 from tests.multi_process.test_through_launch import launch
 
+pytestmark = pytest.mark.multi_process
+
 # Compiling is most of the time.
 FLAGS = " ".join(
     flag

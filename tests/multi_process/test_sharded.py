@@ -11,6 +11,8 @@ from tests.parity.one_device import expected
 from tests.support.jobs import values_of, values_of_each
 from tests.support.numbers import assert_all_close
 
+pytestmark = pytest.mark.multi_process
+
 ROOM = "multi_process.sharded"
 
 

@@ -11,6 +11,8 @@ from tests.multi_process import spanning
 from tests.support.jobs import values_of, values_of_each
 from tests.support.numbers import assert_leaves_close
 
+pytestmark = pytest.mark.multi_process
+
 ROWS = [10 * k + i for k in range(8) for i in range(5 + k % 3)]
 
 

@@ -9,6 +9,8 @@ from keras_strategies.cluster.job.free_ports import find_free_ports
 from tests.multi_process.startup import ALONE_S, TOGETHER_S, train
 from tests.support.jobs import values_of
 
+pytestmark = pytest.mark.multi_process
+
 STARTUP = "multi_process.startup:"
 
 

@@ -15,6 +15,8 @@ import pytest
 from tests.multi_process import resumed, test_resumed
 from tests.multi_process.test_through_launch import ROOT
 
+pytestmark = pytest.mark.multi_process
+
 EVERY, EPOCHS, LIMIT_S = 10, 10, 120
 FAULTS = [
     # (Signal, process, after which step, the launcher's exit code.)

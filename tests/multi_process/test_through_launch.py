@@ -12,6 +12,8 @@ from tests.multi_process.through_launch import SIZE
 from tests.support.commands import python
 from tests.support.plain_keras import assert_same
 
+pytestmark = pytest.mark.multi_process
+
 ROOT = pathlib.Path(__file__).parents[2]
 LIMIT_S = 300
 

@@ -6,6 +6,8 @@ import pytest
 from tests.multi_process.tpu import train
 from tests.support.jobs import values_of
 
+pytestmark = pytest.mark.multi_process
+
 
 @pytest.mark.slow
 def test_replicas_of_two_cores_in_two_processes():

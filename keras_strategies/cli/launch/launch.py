@@ -79,11 +79,7 @@ def launch(
         print(f"keras-strategies launch: {fault}", file=sys.stderr)
         return _WRONG_ARGUMENTS
     words = [sys.executable, "-u", *(["-m"] if is_module else []), *command]
-    # A secret that is generated for this job lets the processes authenticate
-    # each other.
-    environ = {job_secret.VARIABLE: job_secret.make()} | os.environ
-    if max_restarts:
-        environ |= compilation_cache.make_settings(environ)
+    environ = _make_job_environment(max_restarts)
     environments: list[dict[str, str]] = []
 
     def run(count: int, without: int | None, progress: Progress) -> JobEnd:
@@ -102,6 +98,16 @@ def launch(
         max_restarts=max_restarts,
         min_processes=min_processes or num_processes,
     )
+
+
+def _make_job_environment(max_restarts: int) -> dict[str, str]:
+    """Returns the environment variables that all processes share."""
+    # A secret that is generated for this job lets the processes authenticate
+    # each other.
+    environ = {job_secret.VARIABLE: job_secret.make()} | os.environ
+    if max_restarts:
+        environ |= compilation_cache.make_settings(environ)
+    return environ
 
 
 def _make_environments(

@@ -108,27 +108,13 @@ class Child:
         os.set_blocking(self._news, False)
         self._reports = ProgressReader(progress)
         fds = (watched, self._reports.fd)
-        # The chief inherits stdout and stderr if they are terminals, because it
-        # may draw a progress bar.
-        is_shared = [
-            index == 0 and os.isatty(file) for file in (_STDOUT, _STDERR)
-        ]
+        environ = {
+            **environ,
+            LAUNCHER_FD: str(watched),
+            PROGRESS_PIPE: self._reports.variable,
+        }
         try:
-            self._process = subprocess.Popen(
-                words,
-                env={
-                    **environ,
-                    LAUNCHER_FD: str(watched),
-                    PROGRESS_PIPE: self._reports.variable,
-                },
-                stdin=_choose_stdin() if index == 0 else subprocess.DEVNULL,
-                stdout=None if is_shared[0] else subprocess.PIPE,
-                stderr=None if is_shared[1] else subprocess.PIPE,
-                bufsize=0,
-                pass_fds=fds,
-                process_group=0,
-                preexec_fn=_make_preexec(os.getpid()),
-            )
+            self._process = _start(words, environ, fds, is_chief=index == 0)
         except BaseException:
             os.close(self._news)
             self._reports.close()
@@ -232,6 +218,32 @@ class Child:
         # Only the last part, which a terminal would show, is printed.
         last = line.rstrip(b"\r").rpartition(b"\r")[2]
         return f"[{self.name}] ".encode() + last + b"\n"
+
+
+def _start(
+    words: Sequence[str],
+    environ: Mapping[str, str],
+    fds: Sequence[int],
+    *,
+    is_chief: bool,
+) -> subprocess.Popen[bytes]:
+    # The chief inherits stdout and stderr if they are terminals, because it may
+    # draw a progress bar.
+    stdout, stderr = (
+        None if is_chief and os.isatty(file) else subprocess.PIPE
+        for file in (_STDOUT, _STDERR)
+    )
+    return subprocess.Popen(
+        words,
+        env=environ,
+        stdin=_choose_stdin() if is_chief else subprocess.DEVNULL,
+        stdout=stdout,
+        stderr=stderr,
+        bufsize=0,
+        pass_fds=fds,
+        process_group=0,
+        preexec_fn=_make_preexec(os.getpid()),
+    )
 
 
 def _choose_stdin() -> int | None:

@@ -125,6 +125,17 @@ def read_credentials(
             "variables and run the job in a network that untrusted programs "
             "cannot reach.",
         )
+    _check_texts(texts)
+    return Credentials(
+        mtls_cert_file=texts[CERT],
+        mtls_key_file=texts[KEY],
+        mtls_ca_file=texts[CA],
+        mtls_peer_uri_prefix=texts[PREFIX] or None,
+    )
+
+
+def _check_texts(texts: Mapping[str, str]) -> None:
+    """Raises a MutualTlsError if a file or the prefix's form is missing."""
     missing = [name for name in FILES if not texts[name]]
     if missing:
         raise MutualTlsError(
@@ -139,12 +150,6 @@ def read_credentials(
             f"characters. Received: {shorten(prefix)}.",
             "Write it as 'spiffe://example.org/', for example.",
         )
-    return Credentials(
-        mtls_cert_file=texts[CERT],
-        mtls_key_file=texts[KEY],
-        mtls_ca_file=texts[CA],
-        mtls_peer_uri_prefix=prefix or None,
-    )
 
 
 def check_files(credentials: Credentials, host: str, *, is_host: bool) -> str:

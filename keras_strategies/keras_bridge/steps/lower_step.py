@@ -47,12 +47,7 @@ def lower_step(
         have different numbers of rows.
       TypeError: if an entry of the batch has no shape and dtype.
     """
-    if kind not in KINDS:
-        raise ValueError(
-            f"`kind` must be one of {', '.join(map(repr, KINDS))}. Received: "
-            f"kind={kind!r}. Pass 'train' for the step of `fit`, 'test' for "
-            "`evaluate`, or 'predict' for `predict`."
-        )
+    _check_kind(kind)
     data = tuple(batch) if isinstance(batch, list) else batch
     parts = keras.utils.unpack_x_y_sample_weight(data)
     if kind == "predict":
@@ -82,6 +77,15 @@ def lower_step(
         return lower(steps)
     except trace_checks.StepsNotFused:
         return lower(1)
+
+
+def _check_kind(kind: str) -> None:
+    if kind not in KINDS:
+        raise ValueError(
+            f"`kind` must be one of {', '.join(map(repr, KINDS))}. Received: "
+            f"kind={kind!r}. Pass 'train' for the step of `fit`, 'test' for "
+            "`evaluate`, or 'predict' for `predict`."
+        )
 
 
 def shape_of(leaf: object) -> jax.ShapeDtypeStruct:

@@ -162,14 +162,9 @@ class Measuring:
             lowered = step.lower(number, blocks)
             return compiler.submit(lowered, devices, is_full=is_full)
 
-        def begin_all() -> list[list[concurrent.futures.Future[Outcome]]]:
-            variants = self.blocks[:2] if self.blocks else (None,)
-            return [[begin(r, b) for b in variants] for r in rows]
-
         self._begin = begin
-
         try:
-            self._running = begin_all()
+            self._running = self._begin_all()
         except Exception:
             if self.blocks is None:
                 raise
@@ -177,7 +172,11 @@ class Measuring:
             # has no config or a loss refers to a block by name. So the full
             # model is compiled.
             self.blocks = None
-            self._running = begin_all()
+            self._running = self._begin_all()
+
+    def _begin_all(self) -> list[list[concurrent.futures.Future[Outcome]]]:
+        variants = self.blocks[:2] if self.blocks else (None,)
+        return [[self._begin(r, b) for b in variants] for r in self._rows]
 
     def wait(self) -> list[Outcome]:
         """Waits for the compilations; returns a result for each number of rows.

@@ -85,6 +85,7 @@ def tf_config(addresses, index):
 # One process.
 
 
+@pytest.mark.multi_process
 def test_report_of_one_process():
     done = run("doctor", XLA_FLAGS="--xla_force_host_platform_device_count=2")
     assert done.returncode == 0, done.stdout + done.stderr
@@ -487,6 +488,7 @@ def test_a_secret_is_looked_at_and_not_shown():
         assert text not in repr(part)
 
 
+@pytest.mark.multi_process
 def test_processes_meet_join_and_time_an_all_reduce():
     addresses = [f"127.0.0.1:{port}" for port in find_free_ports(2)]
     environ = os.environ | {"XLA_FLAGS": ""}

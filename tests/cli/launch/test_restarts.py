@@ -172,6 +172,7 @@ def runs_of(folder, index):
     return (folder / str(index)).read_text().splitlines()
 
 
+@pytest.mark.multi_process
 def test_a_killed_job_is_started_again(tmp_path):
     script = script_in(
         tmp_path,

@@ -66,6 +66,7 @@ ks.MultiWorkerMirroredStrategy(startup_timeout_s=2.0)
 """
 
 
+@pytest.mark.multi_process
 @pytest.mark.parametrize(
     "method", ["spawn", pytest.param("forkserver", marks=pytest.mark.slow)]
 )

@@ -98,6 +98,7 @@ print(jax.config.jax_compilation_cache_dir, sum(hits), weights.hex())
 """
 
 
+@pytest.mark.multi_process
 def test_a_job_that_is_started_again_compiles_nothing_again(tmp_path):
     environ = {k: v for k, v in os.environ.items() if not k.startswith("JAX_")}
     environ |= {

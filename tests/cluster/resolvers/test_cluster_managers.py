@@ -627,6 +627,7 @@ with open(os.path.join(sys.argv[1], f"{info.index}.json"), "w") as file:
 """
 
 
+@pytest.mark.multi_process
 @pytest.mark.torch
 def test_torchrun_itself_is_understood(tmp_path):
     """Its agent listens on MASTER_PORT, so that nobody else can."""

@@ -114,6 +114,7 @@ def test_reading_a_mapped_array_adds_little_memory(found):
     check(found[0], most_mb=128)
 
 
+@pytest.mark.multi_process
 @on_linux
 def test_casting_a_mapped_array_adds_little_memory(found):
     check(found[1], most_mb=128)

@@ -115,7 +115,7 @@ STRATEGIES = {
 }
 
 
-@pytest.mark.parametrize("name", combine(STRATEGIES, every=2))
+@pytest.mark.parametrize("name", combine(STRATEGIES, every=3))
 def test_strategies_have_the_numbers_of_unrolled_blocks(name, runs):
     found = []
     for is_scanned in (False, True):
@@ -130,7 +130,7 @@ def test_strategies_have_the_numbers_of_unrolled_blocks(name, runs):
     assert_equal(*found)
 
 
-@pytest.mark.parametrize("replicas", [3, 8])
+@pytest.mark.parametrize("replicas", combine([3, 8], every=2))
 def test_rows_that_replicas_cannot_share_take_separate_arrays(replicas, runs):
     # Batches of 24 rows, and one of 20.
     fit(compiled(strategy=f"sharded{replicas}"), batch_size=24)

@@ -53,6 +53,7 @@ def test_answers_that_are_none(raw):
     assert request_lib.parse_answer(raw) is None
 
 
+@pytest.mark.multi_process
 @pytest.mark.parametrize("first", combine(["", "os.fork()"], every=2))
 def test_a_process_ends_with_the_command(tmp_path, first):
     # In a session of its own with what its script starts.
@@ -138,6 +139,7 @@ def test_what_a_script_forks_ends_with_it(tmp_path):
     assert not child.exists() or child.read_text().split()[2] == "Z"
 
 
+@pytest.mark.multi_process
 def test_modules_of_the_current_folder_are_not_imported(tmp_path, monkeypatch):
     imported = strangers.write(tmp_path)
     (tmp_path / "models.py").write_text("raise ValueError('of the module')")
@@ -149,12 +151,14 @@ def test_modules_of_the_current_folder_are_not_imported(tmp_path, monkeypatch):
     assert not imported.exists()
 
 
+@pytest.mark.multi_process
 def test_nothing_is_said_about_an_output_that_is_none(tmp_path):
     text = "import os\nos._exit(5)"
     step = answers_of(tmp_path, text, function="script:make")
     assert step["error"] == "The planning process ended with exit status 5."
 
 
+@pytest.mark.multi_process
 def test_an_interrupted_plan_has_the_rows_that_are_known(tmp_path):
     (tmp_path / "fails.py").write_text("raise ValueError('of the module')")
     (tmp_path / "sleeps.py").write_text("import time\ntime.sleep(600)")
