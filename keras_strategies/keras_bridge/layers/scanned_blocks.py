@@ -22,14 +22,15 @@ from keras.src.backend.common.stateless_scope import get_stateless_scope
 from keras.src.ops.function import Function
 
 from keras_strategies._core.attributes import temporary_attribute
-from keras_strategies._core.identity import IdentitySet
 from keras_strategies._core.jaxprs.equal_functions import compute_same
 from keras_strategies._core.jaxprs.sharded_calls import stack_values
 from keras_strategies._core.jaxprs.traces import is_tracing
 from keras_strategies._types import Array, Tree
-from keras_strategies.keras_bridge.hooks.on_read import is_on_read
-from keras_strategies.keras_bridge.hooks.variable_writes import is_user_defined
-from keras_strategies.keras_bridge.hooks.variables_used import InnerScope
+from keras_strategies.keras_bridge.layers.block_body import (
+    BlockBody,
+    NotScanned,
+    describe_carry,
+)
 from keras_strategies.keras_bridge.layers.block_calls import (
     BlockCalls,
     flatten,
@@ -105,6 +106,17 @@ def scanning_blocks() -> Iterator[None]:
         yield
 
 
+@contextlib.contextmanager
+def passing_blocks() -> Iterator[None]:
+    """Computes one of marked blocks only, while the block, which traces, runs.
+
+    It stands for the others, so all shapes in the trace are right, but values
+    are not. Blocks whose variables do not exist yet are all computed.
+    """
+    with scanning_blocks(), temporary_attribute(_thread, "is_passing", True):
+        yield
+
+
 def find_columns(model: keras.Model) -> list[list[keras.Variable]]:
     """Finds the variables that loops over a model's blocks stack.
 
@@ -114,9 +126,9 @@ def find_columns(model: keras.Model) -> list[list[keras.Variable]]:
     columns: list[list[keras.Variable]] = []
     for part in iter_functional_parts(model):
         # Most models are not marked, and need no search.
-        is_marked = _MARK in vars(get_graph(part))
-        for blocks in find_blocks_of(part) if is_marked else ():
-            with contextlib.suppress(_NotScanned):
+        graph = get_graph(part)
+        for blocks in _find_runs(graph) if _MARK in vars(graph) else ():
+            with contextlib.suppress(NotScanned):
                 columns += _find_variables(blocks)
     return columns
 
@@ -128,6 +140,7 @@ def are_scanned(blocks: Blocks) -> bool:
 
 class _Thread(threading.local):
     is_in_step = False
+    is_passing = False
 
 
 _thread = _Thread()
@@ -174,10 +187,12 @@ def _wrap_graph(original: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _find_runs(graph: Any) -> list[Blocks]:
-    """Finds the blocks again, because a layer may have been frozen since."""
-    if not _is_repeated() or _RUNS not in vars(graph):
-        vars(graph)[_RUNS] = find_blocks_of(graph)
-    return vars(graph)[_RUNS]
+    """Finds a graph's blocks, again if a layer was frozen or unfrozen since."""
+    trainable = [v.trainable for v in graph.variables]
+    found = vars(graph).get(_RUNS)
+    if found is None or found[0] != trainable:
+        found = vars(graph)[_RUNS] = trainable, find_blocks_of(graph)
+    return found[1]
 
 
 def _is_repeated() -> bool:
@@ -193,26 +208,41 @@ def _return_operation(operation: Any) -> Any:
 _patches = Patches(lambda: [(Function, "_run_through_graph", _wrap_graph)])
 
 
-class _NotScanned(Exception):
-    """Raised if a loop cannot compute blocks."""
-
-
 def _compute(graph: Any, calls: BlockCalls) -> None:
     """Computes all blocks of a run in a loop, or else one by one."""
+    if _thread.is_passing:
+        if not _pass(calls):
+            calls.compute_all()
+        return
     # The blocks were compared in the first trace.
     is_repeated = _is_repeated()
     reasons = vars(graph).setdefault(_REASONS, {})
     key = tuple(id(operation) for operation, _ in calls.blocks.trunks)
     try:
         if is_repeated and reasons.get(key):
-            raise _NotScanned(reasons[key])
+            raise NotScanned(reasons[key])
         _scan(calls, is_checked=not (is_repeated and key in reasons))
         reasons[key] = ""
-    except _NotScanned as error:
+    except NotScanned as error:
         reasons[key] = str(error)
         if not is_repeated:
             _warn(calls.blocks.model, reasons[key])
         calls.compute_all()
+
+
+def _pass(calls: BlockCalls) -> bool:
+    """Computes the first block for all, if its shapes allow that."""
+    operations = itertools.chain(*calls.blocks.segments)
+    layers = [op for op in operations if isinstance(op, keras.Layer)]
+    if not all(x.built for layer in layers for x in layer._flatten_layers()):
+        return False
+    entering = calls.entering
+    before = describe_carry((entering, get_keras_mask(entering)))
+    result = calls.compute(0, entering)
+    if describe_carry((result, get_keras_mask(result))) != before:
+        return False
+    calls.set_result(result)
+    return True
 
 
 def _scan(calls: BlockCalls, *, is_checked: bool) -> None:
@@ -223,13 +253,13 @@ def _scan(calls: BlockCalls, *, is_checked: bool) -> None:
       is_checked: Whether to check that the blocks compute the same.
 
     Raises:
-      _NotScanned: if a loop cannot compute the blocks.
+      NotScanned: if a loop cannot compute the blocks.
     """
     scope: Any = get_stateless_scope()
     columns = _find_variables(calls.blocks)
     values = [[_read(scope, v) for v in column] for column in columns]
     bodies = [
-        _Body(calls, number, [column[number] for column in columns])
+        BlockBody(calls, number, [column[number] for column in columns])
         for number in range(len(calls.blocks))
     ]
     carry = calls.entering, get_keras_mask(calls.entering)
@@ -248,91 +278,25 @@ def _scan(calls: BlockCalls, *, is_checked: bool) -> None:
     calls.set_result(result)
 
 
-class _Body:
-    """One of the blocks, as the body of a loop.
-
-    Args:
-      calls: The recorded calls of the blocks.
-      number: The block's number.
-      variables: The block's variables.
-
-    Attributes:
-      written: The variables that the last call wrote.
-    """
-
-    def __init__(
-        self, calls: BlockCalls, number: int, variables: list[keras.Variable]
-    ) -> None:
-        self._calls = calls
-        self._number = number
-        self._variables = variables
-        self.written = IdentitySet()
-
-    def compute(self, carry: Any, values: list[Any]) -> tuple[Any, list[Any]]:
-        """Computes the block.
-
-        Args:
-          carry: The input, and its mask or None.
-          values: The values of the block's variables.
-
-        Returns:
-          The output and its mask or None, and the values that were written to
-          variables.
-
-        Raises:
-          _NotScanned: if the block cannot be the body of a loop.
-        """
-        value, mask = carry
-        if mask is not None:
-            set_keras_mask(value, mask)
-        with InnerScope(zip(self._variables, values, strict=True)) as inner:
-            num_losses = len(inner.losses)
-            output = self._calls.compute(self._number, value)
-        if len(inner.losses) > num_losses:
-            self._forget(inner.losses[num_losses:])
-            raise _NotScanned("a block adds a loss")
-        new_carry = output, get_keras_mask(output)
-        if _describe(new_carry) != _describe(carry):
-            raise _NotScanned(
-                "the output of a block, or its mask, has another shape or "
-                "dtype than the block's input"
-            )
-        written = [v for v in self._variables if v in inner.written]
-        if len(written) < len(inner.written):
-            raise _NotScanned("blocks write a variable that they share")
-        if not all(map(_is_plain, written)):
-            raise _NotScanned("a block writes a variable of its own")
-        self.written = IdentitySet(written)
-        return new_carry, [inner.get_current_value(v) for v in written]
-
-    def _forget(self, losses: list[Any]) -> None:
-        """Clears the ids of losses that an aborted trace added."""
-        ids = set(map(id, losses))
-        for operation in self._calls.blocks.segments[self._number]:
-            if isinstance(operation, keras.Layer):
-                for layer in operation._flatten_layers():
-                    layer._loss_ids.difference_update(ids)
-
-
 def _check_equal(
-    bodies: Sequence[_Body], carry: Any, values: list[Any]
+    bodies: Sequence[BlockBody], carry: Any, values: list[Any]
 ) -> None:
     """Checks that all blocks compute the same from inputs and variables.
 
     Raises:
-      _NotScanned: if they differ, or cannot be traced alone.
+      NotScanned: if they differ, or cannot be traced alone.
     """
     try:
         are_equal = compute_same([b.compute for b in bodies], carry, values)
-    except _NotScanned:
+    except NotScanned:
         raise
     except Exception as error:
-        raise _NotScanned(
+        raise NotScanned(
             "a block cannot be computed without the others "
             f"({type(error).__name__}: {error})"
         ) from error
     if not are_equal:
-        raise _NotScanned("blocks differ in their operations or constants")
+        raise NotScanned("blocks differ in their operations or constants")
 
 
 def _warn(model: keras.Model, reason: str) -> None:
@@ -342,22 +306,6 @@ def _warn(model: keras.Model, reason: str) -> None:
         UserWarning,
         stacklevel=2,
     )
-
-
-def _is_plain(variable: keras.Variable) -> bool:
-    """Returns whether no rule combines what replicas write to a variable."""
-    step = current_step()
-    rules = () if step is None else step.notes.metric_rules
-    return not (
-        is_user_defined(variable)
-        or is_on_read(variable)
-        or hasattr(variable, "_ks_merge")
-        or variable in rules
-    )
-
-
-def _describe(carry: Any) -> list[Any]:
-    return [None if x is None else (x.shape, str(x.dtype)) for x in carry]
 
 
 def _read(scope: keras.StatelessScope, variable: keras.Variable) -> Array:
@@ -376,12 +324,12 @@ def _find_variables(blocks: Blocks) -> list[list[keras.Variable]]:
         of_segment = [v for op in segment for v in getattr(op, "variables", ())]
         rows.append(list({id(v): v for v in of_segment}.values()))
     if len(set(map(len, rows))) > 1:
-        raise _NotScanned("blocks share some of their variables")
+        raise NotScanned("blocks share some of their variables")
     columns = []
     for column in map(list, zip(*rows, strict=True)):
         different = len(set(map(id, column)))
         if different == len(column):
             columns.append(column)
         elif different > 1:
-            raise _NotScanned("some of the blocks share a variable")
+            raise NotScanned("some of the blocks share a variable")
     return columns

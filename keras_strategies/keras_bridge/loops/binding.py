@@ -33,6 +33,7 @@ from keras_strategies.keras_bridge.callbacks.resumable_fit import (
 )
 from keras_strategies.keras_bridge.inputs import feed as adapter
 from keras_strategies.keras_bridge.inputs import loop_data
+from keras_strategies.keras_bridge.layers.scanned_blocks import passing_blocks
 from keras_strategies.keras_bridge.loops import scope_hooks, step_profiler
 from keras_strategies.keras_bridge.loops.loop_call import Call
 from keras_strategies.keras_bridge.loops.save_together import (
@@ -312,6 +313,7 @@ class Binding:
             variable_creator.distribution_scope(self._distribution),
             creating_like(self.model),
             building(self._mesh, self.replica_scope),
+            passing_blocks(),
         ):
             yield
 
@@ -325,9 +327,8 @@ class Binding:
     ) -> None:
         """Replaces `_symbolic_build`, which Keras's `fit` and `evaluate` call.
 
-        Within `_session` the model is already built. Otherwise, for example if
-        an overridden method calls `fit` with other data, the model is built
-        here.
+        Within `_session` the model is built. Otherwise, for example if an
+        overridden method calls `fit` with other data, it is built here.
         """
         if self._is_in_session:
             return
@@ -347,10 +348,9 @@ class Binding:
         self._build(iterator=first_alone, data_batch=data_batch)
 
     def _maybe_build_for_others(self, *args: Any, **kwargs: Any) -> None:
-        """Replaces `_maybe_symbolic_build`, which may read the data.
+        """Replaces `_maybe_symbolic_build`, which may use up the first epoch.
 
-        If some layer is never built, Keras would read a batch from the feed in
-        order to build it, and so use up the first epoch.
+        If some layer is never built, it reads a batch in order to build it.
         """
         if not self._is_in_session:
             maybe_build = getattr(type(self.model), keras_names.MAYBE_BUILD)

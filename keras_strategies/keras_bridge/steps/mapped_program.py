@@ -9,7 +9,7 @@ import jax
 
 from keras_strategies._core.batches import Segment
 from keras_strategies._core.jaxprs.replay import separate_trace
-from keras_strategies._core.jaxprs.traces import is_tracing
+from keras_strategies._core.jaxprs.traces import is_tracing, without_collector
 from keras_strategies._core.mesh import ReplicaMesh
 from keras_strategies._types import Tree
 from keras_strategies.keras_bridge.layers.kernels import kernels_for
@@ -255,7 +255,8 @@ def jit_named(
     """Compiles a function under a name that profiles and dumps show."""
 
     def program(*args: Tree) -> Tree:
-        return fn(*args)
+        with without_collector():
+            return fn(*args)
 
     program.__name__ = program.__qualname__ = name
     return jax.jit(program, **options)

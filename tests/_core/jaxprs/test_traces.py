@@ -1,6 +1,7 @@
 """Who made an equation: the user's code, Keras's, or one for its callers."""
 
 import functools
+import gc
 import os
 
 import jax
@@ -77,3 +78,29 @@ def test_operations_of_functional_models(operation, is_own):
 def test_scatters_that_xla_cannot_divide(fn, expected):
     jaxpr = jax.make_jaxpr(jax.grad(fn))(np.ones((3, 4), "float32"))
     assert traces.has_unsafe_scatters(jaxpr) == expected
+
+
+def test_the_garbage_collector_is_off_in_a_trace_only():
+    seen = []
+
+    def fn(x, fails=False):
+        with traces.without_collector():
+            seen.append(gc.isenabled())
+            if fails:
+                raise ValueError("fails")
+        seen.append(gc.isenabled())
+        return x
+
+    fn(1.0)
+    assert seen == [True, True]
+    jax.eval_shape(fn, 1.0)
+    assert seen[2:] == [False, True]
+    with pytest.raises(ValueError, match="fails"):
+        jax.eval_shape(functools.partial(fn, fails=True), 1.0)
+    assert gc.isenabled()
+    gc.disable()
+    try:
+        jax.eval_shape(fn, 1.0)
+        assert not gc.isenabled()
+    finally:
+        gc.enable()
