@@ -23,6 +23,7 @@ from keras.src.ops.function import Function
 
 from keras_strategies._core.attributes import temporary_attribute
 from keras_strategies._core.jaxprs.equal_functions import compute_same
+from keras_strategies._core.jaxprs.replay import separate_trace
 from keras_strategies._core.jaxprs.sharded_calls import stack_values
 from keras_strategies._core.jaxprs.traces import is_tracing
 from keras_strategies._types import Array, Tree
@@ -95,14 +96,20 @@ def scan_blocks(model: keras.Model) -> list[list[str]]:
             "arguments, or leave the model unrolled."
         )
     for blocks in runs:
-        vars(get_graph(blocks.model))[_MARK] = True
+        graph = get_graph(blocks.model)
+        vars(graph)[_MARK] = True
+        vars(graph).pop(_RUNS, None)
     return [[op.name for op, _ in blocks.trunks] for blocks in runs]
 
 
 @contextlib.contextmanager
 def scanning_blocks() -> Iterator[None]:
     """Computes marked blocks in loops while the block, which traces, runs."""
-    with _patches.hold(), temporary_attribute(_thread, "is_in_step", True):
+    with (
+        _patches.hold(),
+        temporary_attribute(_thread, "is_in_step", True),
+        temporary_attribute(_thread, "is_passing", False),
+    ):
         yield
 
 
@@ -111,9 +118,15 @@ def passing_blocks() -> Iterator[None]:
     """Computes one of marked blocks only, while the block, which traces, runs.
 
     It stands for the others, so all shapes in the trace are right, but values
-    are not. Blocks whose variables do not exist yet are all computed.
+    are not: the block must not read data, because user code may compute it. JAX
+    reuses no trace of the block elsewhere. Blocks whose variables do not exist
+    yet are all computed.
     """
-    with scanning_blocks(), temporary_attribute(_thread, "is_passing", True):
+    with (
+        scanning_blocks(),
+        separate_trace("ks.passing"),
+        temporary_attribute(_thread, "is_passing", True),
+    ):
         yield
 
 

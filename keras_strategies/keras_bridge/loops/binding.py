@@ -313,7 +313,6 @@ class Binding:
             variable_creator.distribution_scope(self._distribution),
             creating_like(self.model),
             building(self._mesh, self.replica_scope),
-            passing_blocks(),
         ):
             yield
 
@@ -364,7 +363,8 @@ class Binding:
         """
         if len(data) > 1:
             self.model._assert_compile_called("compile_step")
-            self._build(data_batch=data)
+            with passing_blocks():
+                self._build(data_batch=data)
             return
         if not scope_hooks.is_built(self.model):
             with self._building(), inferring_shapes(), keras.StatelessScope():
