@@ -40,6 +40,7 @@ from rich.console import Console
 from rich.table import Table
 
 import keras_strategies as ks
+from keras_strategies._core.compiled import Figures
 
 PEERS = ("ours", "scanned", "raw", "raw-scanned")
 ROWS = ("data", "fsdp")
@@ -274,7 +275,8 @@ def facts(executable, trace_seconds, compile_seconds):
     cost = executable.cost_analysis() or {}
     return {
         "arguments, GB": memory.argument_size_in_bytes / 1e9,
-        "temporaries, GB": memory.temp_size_in_bytes / 1e9,
+        "temporaries, GB": Figures.measure(executable, 0.0).temporary_bytes
+        / 1e9,
         "code, MB": memory.generated_code_size_in_bytes / 1e6,
         "XLA's estimate, ms": max(cost.get("optimal_seconds", 0), 0) * 1e3,
         "Mcycles": count_cycles(executable.as_text()) / 1e6,

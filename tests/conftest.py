@@ -52,7 +52,8 @@ NO_TORCH = (
     "torch is not installed: its tests are left out. `./run test --torch` "
     "installs it."
 )
-# Tests that neither `-m quick` nor `-m multi_process` runs.
+# These runs leave out the tests that have a mark of another run, too.
+LANES = ("quick", "multi_process", "tpu")
 OTHER_RUNS = ("slow", "tpu", "gpu", "on_gpu", "ray", "slurm")
 collect_ignore = [] if HAS_TORCH else ["data/sources/test_torch_data.py"]
 
@@ -103,19 +104,25 @@ def _is_quick(config):
 
 
 def _is_lane(config):
-    """Returns whether only quick tests or those of several processes run."""
-    return config.option.markexpr in ("quick", "multi_process")
+    return config.option.markexpr in LANES
+
+
+def _find_other_runs(config):
+    """Returns the marks of the tests that a run leaves out."""
+    lane = config.option.markexpr
+    if lane == "slow":
+        return {"tpu"}
+    return set(OTHER_RUNS) - {lane} if lane in LANES else set()
 
 
 def pytest_collection_modifyitems(config, items):
     """Leaves out the tests of torch, by mark or by the name of their case, and
-    of the quick ones and those of several processes what other runs select."""
+    those of a lane that other runs select."""
     out = [] if HAS_TORCH else [item for item in items if _needs_torch(item)]
-    if _is_lane(config):
+    others = _find_other_runs(config)
+    if others:
         out += [
-            item
-            for item in items
-            if any(map(item.get_closest_marker, OTHER_RUNS))
+            item for item in items if any(map(item.get_closest_marker, others))
         ]
     config.hook.pytest_deselected(items=out)
     items[:] = [item for item in items if item not in out]

@@ -61,11 +61,27 @@ class Figures:
         return cls(
             argument_bytes=memory.argument_size_in_bytes,
             output_bytes=outputs,
-            temporary_bytes=memory.temp_size_in_bytes,
+            temporary_bytes=_measure_temporaries(executable, memory),
             counts={kind: n for kind, n in counts.items() if n},
             sent={kind: sent[kind] for kind, n in counts.items() if n},
             compile_seconds=seconds,
         )
+
+
+def _measure_temporaries(executable: Any, memory: Any) -> int:
+    """Returns the bytes of a program's intermediate values.
+
+    For TPUs, JAX's `temp_size_in_bytes` counts more than is allocated if the
+    program has loops. What XLA compares with the device's memory is the peak,
+    which contains the arguments.
+    """
+    shardings = jax.tree.leaves(getattr(executable, "input_shardings", ()))
+    platforms = {next(iter(s.device_set)).platform for s in shardings[:1]}
+    if platforms != {"tpu"}:
+        return memory.temp_size_in_bytes
+    # In small programs, the peak is larger than the sum.
+    peak = memory.peak_memory_in_bytes - memory.argument_size_in_bytes
+    return min(memory.temp_size_in_bytes, peak)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, eq=False)

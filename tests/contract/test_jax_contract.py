@@ -7,11 +7,13 @@ import signal
 import sys
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax._src import api, distributed
 from jax.sharding import SingleDeviceSharding
 
+from keras_strategies._core.compiled import Figures
 from keras_strategies._core.jaxprs.replay import separate_trace
 from keras_strategies._core.jaxprs.stages import scan_operands
 from keras_strategies._core.jaxprs.traces import is_tracing
@@ -425,3 +427,31 @@ def test_an_array_knows_whether_it_is_ready():
     array.block_until_ready()
     assert array.is_ready() is True
     assert array.is_deleted() is False
+
+
+@pytest.mark.tpu
+def test_libtpu_compares_a_programs_peak_with_the_memory():
+    """Not the sum of its temporaries, which a loop makes too large."""
+    device = make_tpu_devices("v5e:2x2")[0]
+
+    def shape(*dims):
+        sharding = SingleDeviceSharding(device)
+        return jax.ShapeDtypeStruct(dims, "float32", sharding=sharding)
+
+    def loss(weights, x):
+        x, _ = jax.lax.scan(lambda x, w: (jnp.tanh(x @ w), None), x, weights)
+        return (x**2).mean()
+
+    def step(weights, x):
+        return weights - jax.grad(loss)(weights, x)
+
+    jitted = jax.jit(step, donate_argnums=0)
+    arguments = shape(16, 1024, 1024), shape(94_000, 1024)
+    compiled = jitted.lower(*arguments).compile()
+    memory = compiled.memory_analysis()
+    available = find_memory(device)
+    in_all = memory.argument_size_in_bytes + memory.temp_size_in_bytes
+    assert in_all > available
+    assert memory.peak_memory_in_bytes < available
+    figures = Figures.measure(compiled, 0.0)
+    assert figures.bytes_in_all == memory.peak_memory_in_bytes

@@ -20,6 +20,7 @@ from benchmarks.tpu_collectives import (
     loop_step,
 )
 from keras_strategies._core.jaxprs.hlo_text import count_collective_bytes
+from tests.support.combinations import few
 
 pytestmark = pytest.mark.tpu
 
@@ -31,7 +32,7 @@ CASES = [
 ]
 
 
-@pytest.mark.parametrize(("topology", "shape", "model"), CASES)
+@pytest.mark.parametrize(("topology", "shape", "model"), few(CASES, every=2))
 def test_steps_compile_with_the_collectives_they_need(topology, shape, model):
     cores = int(np.prod(shape))
     programs = compile_steps(topology, shape, model)
