@@ -133,7 +133,7 @@ def run_processes(
     return results
 
 
-def _check_codes(target: str, results: Sequence[ProcessResult]) -> None:
+def _check_codes(target: str, results: list[ProcessResult]) -> None:
     """Raises a RuntimeError if a process failed."""
     if any(result.returncode for result in results):
         raise RuntimeError(
