@@ -226,6 +226,7 @@ def test_each_row_is_used_once(make, cases):
     check_all(make, False, [c for c in cases if c[2] or not is_array])
 
 
+@pytest.mark.multi_process
 @both
 @pytest.mark.parametrize("make", combine([py_dataset, iterable], every=2))
 def test_each_process_uses_its_own_rows_once(make, cases):

@@ -25,6 +25,8 @@ from keras_strategies.cluster.tasks import task_info
 from tests.support.combinations import few
 from tests.support.waiting import wait_until
 
+pytestmark = pytest.mark.multi_process
+
 ROOT = pathlib.Path(__file__).parents[3]
 TIME_LIMIT_S = 120
 LAUNCHED = ["-m", "tests.cli.launch.launched"]

@@ -91,6 +91,7 @@ def test_only_the_others_have_it(address):
     assert "a value in this process, but none in" in told[1]
 
 
+@pytest.mark.multi_process
 def test_another_secret_is_another_job(address):
     told, other = run(
         address, [ONE, ONE], before=lambda: said_to(address, 1, OTHER)
@@ -234,6 +235,7 @@ def test_a_process_0_that_proves_nothing_is_not_believed(address, words):
     assert VARIABLE in told or "a different service" in told
 
 
+@pytest.mark.multi_process
 def test_what_process_0_says_is_proved_too(address):
     """A verdict is another one on its way."""
     free = find_free_ports(1)[0]

@@ -73,6 +73,7 @@ def test_missing_ones_are_named_in_all(address):
     assert expected in told[0]
 
 
+@pytest.mark.multi_process
 def test_a_missing_chief_is_named(address):
     told = run(address, same(1, 2, count=3), LIMIT)
     for text in told:
@@ -163,6 +164,7 @@ def test_strangers_are_left_alone(address, words):
     assert told == ["met", "met"]
 
 
+@pytest.mark.multi_process
 def test_another_service_at_the_address_is_no_process_0(address):
     host, port = rendezvous.split_address(address)
     with socket.create_server((host, port)) as server:

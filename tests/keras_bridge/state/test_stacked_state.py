@@ -85,7 +85,7 @@ OPTIMIZERS = {
 
 
 @pytest.mark.parametrize("per_execution", combine([1, 3], every=2))
-@pytest.mark.parametrize("name", combine(OPTIMIZERS, every=3))
+@pytest.mark.parametrize("name", combine(OPTIMIZERS, every=6))
 def test_optimizers_have_the_numbers_of_unrolled_blocks(
     name, per_execution, runs
 ):
