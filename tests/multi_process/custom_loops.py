@@ -169,6 +169,24 @@ def on_chief():
     }
 
 
+def compile_marked(strategy, batch):
+    """Builds a model whose equal blocks are computed in a loop."""
+    x, y = batch
+    with strategy.scope():
+        blocks = [keras.layers.Dense(6, "tanh") for _ in range(5)]
+        model = keras.Sequential(
+            [
+                keras.Input(x.shape[1:]),
+                keras.layers.Dense(6),
+                *blocks,
+                keras.layers.Dense(y.shape[-1]),
+            ]
+        )
+        ks.experimental.scan_blocks(model)
+        model.compile("adam", "mse", metrics=["mae"])
+    strategy.compile_step(model, batch)
+
+
 def sent():
     """What a step sends to the other process: each all-reduce's operands."""
     strategy = ks.MultiWorkerMirroredStrategy()
@@ -198,6 +216,7 @@ def sent():
         return value
 
     batch = tuple(a[:16] for a in data(16))
+    compile_marked(strategy, batch)
     programs = {
         "fit": strategy.compile_step(model, batch),
         "run": strategy.compile_run(step, batch),

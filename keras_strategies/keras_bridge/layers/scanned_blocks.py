@@ -114,14 +114,20 @@ def scanning_blocks() -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def passing_blocks() -> Iterator[None]:
-    """Computes one of marked blocks only, while the block, which traces, runs.
+def passing_blocks(model: keras.Model) -> Iterator[None]:
+    """Computes one of a model's marked blocks only, while a trace runs.
 
     It stands for the others, so all shapes in the trace are right, but values
     are not: the block must not read data, because user code may compute it. JAX
     reuses no trace of the block elsewhere. Blocks whose variables do not exist
-    yet are all computed.
+    yet are all computed, and so are all blocks in jobs of several processes, in
+    which JAX cannot create arrays in a separate trace.
     """
+    parts = iter_functional_parts(model)
+    is_marked = any(_MARK in vars(get_graph(part)) for part in parts)
+    if not is_marked or jax.process_count() > 1:
+        yield
+        return
     with (
         scanning_blocks(),
         separate_trace("ks.passing"),
