@@ -71,9 +71,9 @@ class Figures:
 def _measure_temporaries(executable: Any, memory: Any) -> int:
     """Returns the bytes of a program's intermediate values.
 
-    For TPUs, JAX's `temp_size_in_bytes` counts more than is allocated if the
-    program has loops. What XLA compares with the device's memory is the peak,
-    which contains the arguments.
+    For TPUs, JAX's `temp_size_in_bytes` counts more than is allocated, mostly
+    if the program has loops. What XLA compares with the device's memory is the
+    peak, which contains the arguments.
     """
     shardings = jax.tree.leaves(getattr(executable, "input_shardings", ()))
     platforms = {next(iter(s.device_set)).platform for s in shardings[:1]}
