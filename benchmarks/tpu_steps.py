@@ -20,7 +20,6 @@ effort.
 import sharded_tpu  # isort: skip  (sets the environment before jax starts)
 
 import argparse
-import collections
 import dataclasses
 import functools
 import re
@@ -41,6 +40,8 @@ from rich.table import Table
 
 import keras_strategies as ks
 from keras_strategies._core.compiled import Figures
+from keras_strategies.planning.program import hlo
+from keras_strategies.planning.program.loops import count_turns
 
 PEERS = ("ours", "scanned", "raw", "raw-scanned")
 ROWS = ("data", "fsdp")
@@ -237,37 +238,30 @@ def compile_raw(shapes, topology, shards, is_scanned, options):
     return executable, middle - start, time.perf_counter() - middle
 
 
-_HEAD = re.compile(r"^(?:ENTRY )?%?([\w.\-]+) \(.*\) -> .* \{")
 _CYCLES = re.compile(r'"estimated_cycles":"(\d+)"')
-_TURNS = re.compile(r'known_trip_count":\{"n":"(\d+)"')
-_BODY = re.compile(r"body=%?([\w.\-]+)")
 _TOO_MANY = 10**12
 
 
 def count_cycles(text):
     """The cycles of the final instructions, loops times their turns."""
-    lines, entry, name = collections.defaultdict(list), None, None
-    for line in text.splitlines():
-        if head := _HEAD.match(line):
-            name = head[1]
-            entry = name if line.startswith("ENTRY") else entry
-        elif name:
-            lines[name].append(line)
+    program = hlo.parse(text)
 
     @functools.cache
-    def total(name):
+    def total(computation):
         count = 0
-        for line in lines[name]:
-            if (found := _CYCLES.search(line)) and int(found[1]) < _TOO_MANY:
+        for each in computation.instructions:
+            found = _CYCLES.search(each.attributes)
+            if found and int(found[1]) < _TOO_MANY:
                 count += int(found[1])
-            if " while(" in line:
-                turns = _TURNS.search(line)
-                count += total(_BODY.search(line)[1]) * int(
-                    turns[1] if turns else 1
-                )
+            if each.opcode == "while":
+                turns = count_turns(program, computation, each)
+                if turns is None:
+                    raise ValueError(f"unknown turns: {each.name}")
+                body = program.computations[each.get_called("body")]
+                count += turns * total(body)
         return count
 
-    return total(entry)
+    return total(program.entry)
 
 
 def facts(executable, trace_seconds, compile_seconds):

@@ -44,7 +44,7 @@ class PlanMixin:
 
         Bytes and collectives are reported by the compiler. For TPUs, compiling
         at low effort is several times as fast; the reported memory is then
-        between a third less and a tenth more than at full effort, which
+        between a third less and a quarter more than at full effort, which
         training uses. A candidate near the memory limit, or the only candidate,
         is also compiled at full effort. For a model with many equal blocks, two
         shorter models are compiled and their results are extrapolated. Times

@@ -35,7 +35,7 @@ from keras_strategies.planning.report.planned_step import PlannedStep
 _NEAR = (0.65, 1.25)
 """If the bytes at low effort are between these fractions of the limit, they are
 verified at full effort. Programs compiled at full effort were measured to need
-between a tenth less and half more."""
+between a fifth less and half more."""
 _QUICK_SECONDS = 30.0
 """If compiling a model at low effort takes less than this time, compiling it at
 full effort is considered quick. Full effort takes up to twelve times longer."""

@@ -194,7 +194,7 @@ def _describe_effort(step: PlannedStep) -> str:
     text = "at full effort, as for training"
     if not step.is_full_effort:
         text = (
-            "at low effort; at full effort, the step may need up to 10 % less "
+            "at low effort; at full effort, the step may need up to 20 % less "
             "or 50 % more memory"
         )
     if step.blocks is not None:

@@ -98,7 +98,7 @@ class PlannedStep:
         effort: it fits, and one more row on each replica does not.
       is_full_effort: Whether the bytes are those of a program compiled at full
         effort, as for training. Otherwise the program was compiled faster, and
-        the reported bytes are up to a tenth more or a third less than at full
+        the reported bytes are up to a quarter more or a third less than at full
         effort.
       is_accepted: Whether the TPU's compiler accepted the program of the
         whole model for this number of rows. Then the step fits, even if the sum

@@ -217,7 +217,7 @@ def _iter_marks(plan: Plan) -> Iterator[str]:
     if any(not s.is_full_effort for s in known):
         yield (
             "~ compiled at low effort. At full effort, as for training, a step "
-            "may need up to 10 % less or 50 % more memory."
+            "may need up to 20 % less or 50 % more memory."
         )
     uneven = {
         (s.rows, s.num_replicas)

@@ -85,7 +85,7 @@ def test_a_page_says_all_of_every_candidate():
         "40 % (50 % at the largest bound's speed)",
         "12 all-gather, 3.00 GB in total",
         "extrapolated to 80 equal blocks from models with 2 and 4 blocks",
-        "at low effort; at full effort, the step may need up to 10 % less or "
+        "at low effort; at full effort, the step may need up to 20 % less or "
         "50 % more memory",
         "Use a larger group ( shards ), or a larger slice.",
         "The cores of a replica are a box [of the slice].",
