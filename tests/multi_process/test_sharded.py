@@ -68,7 +68,7 @@ def test_files_and_checkpoints(found, folder):
 
 
 @pytest.mark.slow
-def test_files_and_checkpoints_divided_over_all(tmp_path):
+def test_files_and_checkpoints_divided_within_processes(tmp_path):
     compare_files(values_of(f"{ROOM}:saved", 2, tmp_path, None), tmp_path)
 
 
@@ -92,6 +92,7 @@ def found(folder):
     """By the name of a function: what it returns in each of two processes."""
     calls = {
         "saved": (folder, 4),
+        "saved_at_once": (folder,),
         "fitted": ("sgd", 4, 8, 1),
         "looped": (4,),
         "large": (64,),
@@ -101,6 +102,11 @@ def found(folder):
         2, *((f"{ROOM}:{name}", *args) for name, args in calls.items())
     )
     return dict(zip(calls, values, strict=True))
+
+
+def test_processes_may_save_to_the_same_path_at_the_same_time(found):
+    for names in found["saved_at_once"]:
+        assert names == ["at_once.keras", "at_once.weights.h5"]
 
 
 def test_a_loop_of_ones_own(found):

@@ -38,7 +38,7 @@ from keras_strategies.keras_bridge.loops import scope_hooks, step_profiler
 from keras_strategies.keras_bridge.loops.loop_call import Call
 from keras_strategies.keras_bridge.loops.save_together import (
     SAVERS,
-    make_saves_collective,
+    make_saves_safe,
 )
 from keras_strategies.keras_bridge.loops.scope_hooks import (
     BINDING,
@@ -130,7 +130,7 @@ class Binding:
         attributes |= {BINDING: self, STRATEGY: self.owner}
         for name, value in attributes.items():
             object.__setattr__(self.model, name, value)
-        make_saves_collective(self.model, self._mesh, self._adopt)
+        make_saves_safe(self.model, self._mesh, self._adopt)
         self._functions.reset()
 
     def remove(self) -> None:

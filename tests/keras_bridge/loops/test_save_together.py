@@ -1,0 +1,75 @@
+"""Files that processes of a job save."""
+
+import types
+
+import keras
+import numpy as np
+import pytest
+
+from keras_strategies.keras_bridge.loops.save_together import make_saves_safe
+
+MESH = types.SimpleNamespace(
+    num_processes=2, spreads_shards=False, is_chief=False
+)
+
+
+def _make(kind=keras.Sequential, mesh=MESH):
+    model = kind([keras.Input((2,)), keras.layers.Dense(3)])
+    make_saves_safe(model, mesh, lambda: None)
+    return model
+
+
+@pytest.mark.parametrize("name", ["a.keras", "a.weights.h5", "a.h5"])
+def test_a_file_is_replaced_as_a_whole(tmp_path, monkeypatch, name):
+    model = _make()
+    save = model.save_weights if "weights" in name else model.save
+    save(tmp_path / name)
+    before = (tmp_path / name).read_bytes()
+    (tmp_path / "link").mkdir()
+    (tmp_path / "link" / name).symlink_to(tmp_path / name)
+    model.set_weights([np.ones((2, 3)), np.zeros(3)])
+    save(str(tmp_path / "link" / name))
+    assert (tmp_path / "link" / name).is_symlink()
+    assert (tmp_path / name).read_bytes() != before
+    monkeypatch.chdir(tmp_path)
+    save(name)
+    assert {p.name for p in tmp_path.iterdir()} == {name, "link"}
+
+
+def test_a_file_stays_if_saving_fails(tmp_path):
+    class Failing(keras.layers.Dense):
+        def save_own_variables(self, store):
+            raise RuntimeError("not today")
+
+    model = _make()
+    model.save_weights(tmp_path / "a.weights.h5")
+    before = (tmp_path / "a.weights.h5").read_bytes()
+    other = keras.Sequential([keras.Input((2,)), Failing(3)])
+    make_saves_safe(other, MESH, lambda: None)
+    with pytest.raises(RuntimeError, match="not today"):
+        other.save_weights(tmp_path / "a.weights.h5")
+    assert (tmp_path / "a.weights.h5").read_bytes() == before
+    assert len(list(tmp_path.iterdir())) == 1
+
+
+def test_a_method_of_the_user_gets_the_users_path(tmp_path):
+    class Saving(keras.Sequential):
+        def save(self, filepath, **kwargs):
+            self.received = filepath
+
+    model = _make(Saving)
+    model.save(tmp_path / "a.keras")
+    assert model.received == tmp_path / "a.keras"
+
+
+def test_errors_name_the_users_path(tmp_path):
+    model = _make()
+    with pytest.raises(ValueError, match=f"filepath={tmp_path}/a.bin"):
+        model.save(tmp_path / "a.bin")
+    with pytest.raises(OSError, match=f"{tmp_path}/missing/a.keras"):
+        model.save(tmp_path / "missing" / "a.keras")
+
+
+def test_nothing_changes_in_one_process():
+    one = types.SimpleNamespace(num_processes=1)
+    assert "save" not in vars(_make(mesh=one))
