@@ -52,20 +52,75 @@ def test_a_file_stays_if_saving_fails(tmp_path):
     assert len(list(tmp_path.iterdir())) == 1
 
 
-def test_a_method_of_the_user_gets_the_users_path(tmp_path):
+def test_methods_of_the_user_stay(tmp_path):
     class Saving(keras.Sequential):
-        def save(self, filepath, **kwargs):
-            self.received = filepath
+        def save(self, filepath="x", name=None):
+            self.received = filepath, name
 
     model = _make(Saving)
-    model.save(tmp_path / "a.keras")
-    assert model.received == tmp_path / "a.keras"
+    model.save()
+    assert model.received == ("x", None)
+    together = types.SimpleNamespace(
+        num_processes=2, spreads_shards=True, is_chief=True
+    )
+    model = _make(Saving, together)
+    model.save(filepath="a", name="b")
+    assert model.received == ("a", "b")
+
+
+def test_files_that_are_more_than_a_name_are_written_to(tmp_path):
+    model = _make()
+    path, other = tmp_path / "a.keras", tmp_path / "b.keras"
+    path.touch()
+    other.hardlink_to(path)
+    path.chmod(0o600)
+    model.save(path)
+    assert other.read_bytes() == path.read_bytes() != b""
+    other.unlink()
+    model.save(path, True)
+    assert path.stat().st_mode & 0o777 == 0o600
+    blob = tmp_path / "blob"
+    blob.touch()
+    path.unlink()
+    path.symlink_to(blob)
+    model.save(path)
+    assert path.is_symlink()
+    keras.saving.load_model(path)
+
+
+def test_names_may_be_as_long_as_files_can_have(tmp_path):
+    path = tmp_path / f"{'a' * 244}.weights.h5"
+    _make().save_weights(path)
+    assert path.exists()
+
+
+@pytest.mark.parametrize("answer", [True, False])
+def test_existing_files_are_asked_about(tmp_path, monkeypatch, answer):
+    questions = []
+
+    def ask(path):
+        questions.append(path)
+        return answer
+
+    monkeypatch.setattr(
+        "keras.src.saving.saving_api.io_utils.ask_to_proceed_with_overwrite",
+        ask,
+    )
+    model, path = _make(), tmp_path / "a.weights.h5"
+    model.save_weights(path, overwrite=False)
+    assert not questions
+    before = path.read_bytes()
+    model.set_weights([np.ones((2, 3)), np.zeros(3)])
+    model.save_weights(path, overwrite=False)
+    assert questions == [str(path)]
+    assert (path.read_bytes() != before) == answer
 
 
 def test_errors_name_the_users_path(tmp_path):
     model = _make()
-    with pytest.raises(ValueError, match=f"filepath={tmp_path}/a.bin"):
-        model.save(tmp_path / "a.bin")
+    for save, name in ((model.save, "a.bin"), (model.save_weights, "a.h5")):
+        with pytest.raises(ValueError, match=f"filepath={tmp_path}/{name}"):
+            save(tmp_path / name)
     with pytest.raises(OSError, match=f"{tmp_path}/missing/a.keras"):
         model.save(tmp_path / "missing" / "a.keras")
 
