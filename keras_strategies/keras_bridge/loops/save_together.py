@@ -90,17 +90,15 @@ def _save_whole(
     save = functools.partial(getattr(type(model), name), model)
     suffix = _find_suffix(name, filepath)
     is_one_file = (
-        not args
+        suffix is not None
+        and not args
         and kwargs.get("zipped") in (None, True)
         and kwargs.get("max_shard_size") is None
     )
-    if suffix is None or not is_one_file or not _can_replace(filepath):
+    if not is_one_file or not _can_replace(filepath, overwrite):
         save(filepath, overwrite, *args, **kwargs)
         return
     path = pathlib.Path(os.path.realpath(filepath))
-    if path.exists() and not overwrite:
-        save(filepath, overwrite, *args, **kwargs)
-        return
     scratch = path.with_name(f".{uuid.uuid4().hex}{suffix}")
     try:
         save(scratch, **kwargs)
@@ -119,7 +117,7 @@ def _find_suffix(name: str, filepath: object) -> str | None:
     return next((x for x in known if str(filepath).endswith(x)), None)
 
 
-def _can_replace(filepath: str | os.PathLike[str]) -> bool:
+def _can_replace(filepath: str | os.PathLike[str], overwrite: bool) -> bool:
     """Returns whether replacing a file has the effect of writing to it."""
     path = os.path.realpath(filepath)
     if not os.access(os.path.dirname(path), os.W_OK | os.X_OK):
@@ -128,7 +126,8 @@ def _can_replace(filepath: str | os.PathLike[str]) -> bool:
         return True
     found = os.stat(path)
     return (
-        stat.S_ISREG(found.st_mode)
+        overwrite
+        and stat.S_ISREG(found.st_mode)
         and os.access(path, os.W_OK)
         and found.st_nlink == 1
         and found.st_uid == os.geteuid()
