@@ -10,11 +10,13 @@ the seconds of the first steps, which compile.
     ./run bench buffers --models cnn lstm transformer --ways ours padded each
     ./run bench buffers --loop custom --spe 1
 
-Ways: `ours`; `padded` (written into a buffer of zeros, which XLA makes a `pad`
-of the first array, and no buffer for more than 40 arrays: what this project did
-before); `joined` (one `concatenate`); `each` (no buffers); `unlimited` (ours,
-however many arrays); `large` (ours, with arrays of up to 16384 entries);
-`dataparallel` (keras.distribution.DataParallel, which has no custom loop).
+Ways: `ours`; `apart` (metrics are not summed together with the gradients);
+`padded` (apart, and written into a buffer of zeros, which XLA makes a `pad` of
+the first array, and no buffer for more than 40 arrays: what this project did
+first); `joined` (apart, one `concatenate`); `each` (apart, no buffers);
+`unlimited` (ours, however many arrays); `large` and `larger` (ours, with arrays
+of up to 16384 and 65536 entries); `dataparallel` (keras.distribution.
+DataParallel, which has no custom loop).
 """
 
 import argparse
@@ -28,11 +30,14 @@ import time
 
 WAYS = (
     "ours",
+    "apart",
     "padded",
     "joined",
     "each",
     "unlimited",
     "large",
+    "larger",
+    "largest",
     "dataparallel",
 )
 MODELS = ("mlp", "cnn", "lstm", "transformer", "normalized")
@@ -42,7 +47,10 @@ LIMITS = {
     "each": (-1, None),
     "unlimited": (4096, None),
     "large": (16384, None),
+    "larger": (65536, None),
+    "largest": (2**18, None),
 }
+APART = ("apart", "padded", "joined", "each")
 
 
 def build(name, width, depth):
@@ -88,6 +96,7 @@ def use(way):
     from jax.lax import dynamic_update_slice
 
     from keras_strategies._core import buffers, replica_map
+    from keras_strategies.keras_bridge.steps import trace_checks
 
     def padded(arrays):
         total = sum(array.size for array in arrays)
@@ -102,7 +111,10 @@ def use(way):
 
     if "ours" not in use.__dict__:
         use.ours = buffers.IN_PROCESS
+        use.combines = trace_checks._are_sums_expensive
     buffers.IN_PROCESS = use.ours
+    combines = (lambda step: False) if way in APART else use.combines
+    trace_checks._are_sums_expensive = combines
     if way in LIMITS:
         entries, arrays = LIMITS[way]
         buffers.IN_PROCESS = buffers.Buffering(
@@ -271,7 +283,7 @@ def main():
         description=__doc__, formatter_class=argparse.RawTextHelpFormatter
     )
     parser.add_argument("--devices", type=int, default=2)
-    parser.add_argument("--ways", nargs="+", choices=WAYS, default=WAYS[:2])
+    parser.add_argument("--ways", nargs="+", choices=WAYS, default=WAYS[:3])
     parser.add_argument("--models", nargs="+", choices=MODELS, default=["mlp"])
     several = {"nargs": "+", "type": int}
     parser.add_argument("--widths", **several, default=[16, 64, 256])

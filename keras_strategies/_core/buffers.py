@@ -1,9 +1,10 @@
 """Buffers that pack small arrays into one all-reduce on CPU.
 
-An all-reduce of several arrays has a cost per array: 3 to 15 us between the
-devices of a process, 0.5 to 1.5 ms over gloo between processes. Up to a certain
-size, copying an array into a buffer and out again is cheaper. Buffers add
-compile time, because XLA compiles the copy of each array separately.
+An all-reduce of several arrays has a cost per array, because the devices wait
+for each other at every array: 3 to 50 us between the devices of a process, 0.5
+to 1.5 ms over gloo between processes. Up to a certain size, copying an array
+into a buffer and out again is cheaper. Buffers add compile time, because XLA
+compiles the copy of each array separately.
 
 The arrays are written into the buffer one by one, by `dynamic_update_slice`,
 and the buffer starts as an `iota`. XLA's CPU compiler then evaluates each array
@@ -27,10 +28,13 @@ References:
 """
 
 import dataclasses
+import math
 from collections.abc import Sequence
+from typing import Any
 
 import jax
 
+from keras_strategies._core.jaxprs.combined_sums import PACK, UNPACK
 from keras_strategies._core.mesh import ReplicaMesh
 
 
@@ -41,8 +45,8 @@ class Buffering:
     Attributes:
       max_entries: The maximum size of an array that is copied into a buffer, in
         entries.
-      max_arrays: If there are more small arrays than this number, no buffer is
-        used at all. None for no limit.
+      max_arrays: The maximum number of arrays that are copied into buffers: the
+        smallest ones. None for no limit.
     """
 
     max_entries: int
@@ -59,21 +63,20 @@ class Buffering:
             for i, a in enumerate(arrays)
             if a.size <= self.max_entries and a.dtype != bool
         ]
-        if self.max_arrays is not None and len(small) > self.max_arrays:
-            return []
+        smallest = sorted(small, key=lambda i: arrays[i].size)
         by_dtype: dict[object, list[int]] = {}
-        for i in small:
+        for i in sorted(smallest[: self.max_arrays]):
             by_dtype.setdefault(arrays[i].dtype, []).append(i)
         return [members for members in by_dtype.values() if len(members) > 1]
 
 
 # Step times with buffers, relative to one all-reduce per array (2 cores, jax
-# 0.10.2, 2 devices): 0.4x for 30 dense layers of width 16 (62 arrays) with 20
-# steps per execution, 0.7x with one; 0.6x for 3 layers of width 64. Each array
-# in a buffer adds 50 ms of CPU time to the compilation, which is why their
-# number is limited. If arrays of 16384 entries are buffered too (width 128 and
-# 256, 3 layers), a step takes 0.9x to 1.1x.
-IN_PROCESS = Buffering(max_entries=4096, max_arrays=64)
+# 0.10.2, 2 devices, 20 steps per execution): 0.1x for 30 or 60 dense layers of
+# width 16, 0.2x to 0.3x for width 64, 0.6x for a CNN, 0.7x for a transformer.
+# Relative to buffers of arrays of up to 4096 entries: 0.6x to 0.7x for width
+# 128, 0.8x to 0.9x for width 256, where 2**18 entries gain no more. Each array
+# in a buffer adds 20 ms to the compilation.
+IN_PROCESS = Buffering(max_entries=2**16, max_arrays=256)
 # Between processes (over gloo) the same steps take 0.2x, or 0.15x with 34
 # arrays. Dense layers of width 512 take 0.6x if arrays of 2**18 entries are
 # buffered, and 0.9x if only the small arrays are.
@@ -94,6 +97,15 @@ def choose_buffering(mesh: ReplicaMesh) -> Buffering | None:
 
 def pack(arrays: Sequence[jax.Array]) -> jax.Array:
     """Packs arrays of one dtype into a one-dimensional buffer."""
+    return _pack(*arrays)
+
+
+def unpack(buffer: jax.Array, like: Sequence[jax.Array]) -> list[jax.Array]:
+    """Splits a buffer into arrays with the shapes of those in `like`."""
+    return _unpack(buffer, shapes=tuple(array.shape for array in like))
+
+
+def _write(*arrays: jax.Array) -> jax.Array:
     total = sum(array.size for array in arrays)
     buffer = jax.lax.iota(arrays[0].dtype, total)
     start = 0
@@ -103,11 +115,20 @@ def pack(arrays: Sequence[jax.Array]) -> jax.Array:
     return buffer
 
 
-def unpack(buffer: jax.Array, like: Sequence[jax.Array]) -> list[jax.Array]:
-    """Splits a buffer into arrays with the shapes of those in `like`."""
+def _read(
+    buffer: jax.Array, *, shapes: tuple[tuple[int, ...], ...]
+) -> list[jax.Array]:
     pieces, start = [], 0
-    for array in like:
-        piece = jax.lax.slice(buffer, (start,), (start + array.size,))
-        pieces.append(piece.reshape(array.shape))
-        start += array.size
+    for shape in shapes:
+        size = math.prod(shape)
+        piece = jax.lax.slice(buffer, (start,), (start + size,))
+        pieces.append(piece.reshape(shape))
+        start += size
     return pieces
+
+
+# By these names `with_combined_sums` recognizes buffers in traces.
+_write.__name__ = PACK
+_read.__name__ = UNPACK
+_pack = jax.jit(_write)
+_unpack = jax.jit(_read, static_argnames="shapes")

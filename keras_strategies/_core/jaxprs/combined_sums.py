@@ -1,11 +1,11 @@
 """Combines sums over the replicas that do not depend on each other.
 
-Between processes, each array that is sent takes at least half a millisecond,
-independent of its size (buffers.py). A step sums gradients where its optimizer
-is called, and metrics, moving statistics and losses at its end, although most
-of these could be summed together with the gradients. So the sums of a traced
-step are computed in rounds, and the sums of one round are combined. A sum is in
-round k if the longest chain of sums that it depends on has length k.
+Between CPU devices, each array that is sent takes a fixed time, independent of
+its size (buffers.py). A step sums gradients where its optimizer is called, and
+metrics, moving statistics and losses at its end, although most of these could
+be summed together with the gradients. So the sums of a traced step are computed
+in rounds, and the sums of one round are combined. A sum is in round k if the
+longest chain of sums that it depends on has length k.
 
 A round may contain sums that are computed only under a condition. The other
 sums of the round are then computed in both branches: together with them, or
@@ -13,7 +13,7 @@ without.
 """
 
 import collections
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -24,6 +24,10 @@ from keras_strategies._core.jaxprs.specs import Axis
 from keras_strategies._types import Array
 
 Sum = Callable[[list[Any]], list[Any]]
+
+PACK = "ks_pack"
+UNPACK = "ks_unpack"
+"""The names of the functions that fill and read a buffer, in traces."""
 
 
 def with_combined_sums(
@@ -51,6 +55,11 @@ def with_combined_sums(
         traced.jaxpr
     ):
         return jaxpr_as_fun(traced)
+    equations = stages.needed_equations(
+        list(_without_buffers(equations, axis)),
+        traced.jaxpr.outvars,
+        is_kept=lambda equation: False,
+    )
     rounds = _rounds(equations, axis, is_conditional)
     if all(len(sums) < 2 for _, sums in rounds):
         return jaxpr_as_fun(traced)
@@ -145,6 +154,34 @@ def _rounds(
         waits.update((v, latest + is_sum) for v in equation.outvars)
     last = max([*computed, *sums], default=0)
     return [(computed[k], sums.get(k, [])) for k in range(last + 1)]
+
+
+def _without_buffers(equations: Sequence[Any], axis: Axis) -> Iterator[Any]:
+    """Replaces sums of buffers by sums of the arrays that share them.
+
+    These arrays can then share a buffer with those of other sums.
+    """
+    packs = {e.outvars[0]: e for e in equations if _name_of(e) == PACK}
+    unpacks = {e.invars[0]: e for e in equations if _name_of(e) == UNPACK}
+    replaced: set[int] = set()
+    for equation in equations:
+        filled = read = None
+        if _is_sum(equation, axis) and stages.variables(equation.invars[:1]):
+            filled = packs.get(equation.invars[0])
+            read = unpacks.get(equation.outvars[0])
+        if filled and read and _shapes(filled.invars) == _shapes(read.outvars):
+            replaced.add(id(read))
+            yield equation.replace(invars=filled.invars, outvars=read.outvars)
+        elif id(equation) not in replaced:
+            yield equation
+
+
+def _name_of(equation: JaxprEqn) -> Any:
+    return equation.params.get("name")
+
+
+def _shapes(variables: Sequence[Any]) -> list[Any]:
+    return [(v.aval.shape, v.aval.dtype) for v in variables]
 
 
 def _is_sum(equation: JaxprEqn, axis: Axis) -> bool:

@@ -130,8 +130,9 @@ def combine_sums(
 def _are_sums_expensive(step: StepContext) -> bool:
     """Returns whether sums are slow and the compiler does not combine them."""
     mesh = step.facts.mesh
-    is_between = mesh.num_processes > 1 and mesh.num_replicas > 1
-    return mesh.platform == "cpu" and is_between
+    if mesh.platform != "cpu" or mesh.num_replicas == 1:
+        return False
+    return mesh.num_processes > 1 or step.buffering is not None
 
 
 def call_on_global_batch(

@@ -1,11 +1,13 @@
 """Sums of a traced function that are made together."""
 
+import re
+
 import jax
 import numpy as np
 import pytest
 
 from keras_strategies._core import replica_map as rm
-from keras_strategies._core.buffers import BETWEEN_PROCESSES
+from keras_strategies._core.buffers import BETWEEN_PROCESSES, IN_PROCESS
 from keras_strategies._core.jaxprs.combined_sums import with_combined_sums
 from keras_strategies._core.mesh import ReplicaMesh
 
@@ -171,3 +173,50 @@ def test_sums_of_a_function_with_references_are_left_as_they_are():
     (one, text), (other, combined) = both(fn, 2)
     np.testing.assert_array_equal(one, other)
     assert text.count("all_reduce") == combined.count("all_reduce") == 3
+
+
+def test_arrays_of_different_buffers_share_one():
+    def fn(x, state):
+        mean, *_ = packed(x.mean(0), x.max())
+        gradients = packed(x.sum(0), x**2, x[0])
+        unused = packed(x.min(0), x.min())
+        del unused
+        late = packed(gradients[0] * state, mean * state)
+        return mean, *gradients, *late
+
+    (plain, text), (combined, fewer) = both(fn, 2)
+    for one, other in zip(plain, combined, strict=True):
+        np.testing.assert_allclose(one, other, rtol=1e-6)
+    count = "stablehlo.all_reduce"
+    assert (text.count(count), fewer.count(count)) == (3, 2)
+    # Of each kind only: 2 * 3 + 12 + 3 + 1 numbers, and 2 * 3.
+    assert {"tensor<22xf32>", "tensor<6xf32>"} <= set(
+        re.findall(r"tensor<\d+xf32>", fewer)
+    )
+
+
+def packed(*arrays):
+    return rm.all_sum(arrays, AXIS, IN_PROCESS)
+
+
+@pytest.mark.parametrize("transform", ["jvp", "grad", "vmap", "jit", "remat"])
+def test_buffers_of_transformed_functions_have_the_same_sums(transform):
+    def inner(value, other):
+        first, second = packed(value * other, value**2)
+        return (first * second).sum() + packed(value, other)[0].sum()
+
+    def fn(x, state):
+        row = x[0]
+        results = {
+            "jvp": lambda: jax.jvp(inner, (row, state), (row, state)),
+            "grad": lambda: jax.grad(inner, (0, 1))(row, state),
+            "vmap": lambda: jax.vmap(inner, (0, None))(x, state),
+            "jit": lambda: jax.jit(inner)(row, state),
+            "remat": lambda: jax.grad(jax.checkpoint(inner))(row, state),
+        }[transform]()
+        return packed(x.sum(), x.mean()), results
+
+    (plain, _), (combined, _) = both(fn, 2)
+    leaves = jax.tree.leaves(plain), jax.tree.leaves(combined)
+    for one, other in zip(*leaves, strict=True):
+        np.testing.assert_allclose(one, other, rtol=1e-5)
