@@ -161,8 +161,13 @@ def _without_buffers(equations: Sequence[Any], axis: Axis) -> Iterator[Any]:
 
     These arrays can then share a buffer with those of other sums.
     """
-    packs = {e.outvars[0]: e for e in equations if _name_of(e) == PACK}
-    unpacks = {e.invars[0]: e for e in equations if _name_of(e) == UNPACK}
+    packs, unpacks = {}, {}
+    for equation in equations:
+        name = equation.params.get("name")
+        if name == PACK and _is_buffer(equation.outvars, equation.invars):
+            packs[equation.outvars[0]] = equation
+        if name == UNPACK and _is_buffer(equation.invars, equation.outvars):
+            unpacks[equation.invars[0]] = equation
     replaced: set[int] = set()
     for equation in equations:
         filled = read = None
@@ -176,8 +181,13 @@ def _without_buffers(equations: Sequence[Any], axis: Axis) -> Iterator[Any]:
             yield equation
 
 
-def _name_of(equation: JaxprEqn) -> Any:
-    return equation.params.get("name")
+def _is_buffer(buffers: Sequence[Any], arrays: Sequence[Any]) -> bool:
+    """Returns whether variables are one buffer, which consists of the arrays.
+
+    They are not if `pack` or `unpack` was batched, transposed or pruned.
+    """
+    size = sum(array.aval.size for array in arrays)
+    return [buffer.aval.shape for buffer in buffers] == [(size,)]
 
 
 def _shapes(variables: Sequence[Any]) -> list[Any]:

@@ -3,6 +3,7 @@
 import re
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 
@@ -199,22 +200,40 @@ def packed(*arrays):
     return rm.all_sum(arrays, AXIS, IN_PROCESS)
 
 
-@pytest.mark.parametrize("transform", ["jvp", "grad", "vmap", "jit", "remat"])
-def test_buffers_of_transformed_functions_have_the_same_sums(transform):
-    def inner(value, other):
-        first, second = packed(value * other, value**2)
-        return (first * second).sum() + packed(value, other)[0].sum()
+def inner(value, other):
+    first, second = packed(value * other, value**2)
+    return (first * second).sum() + packed(value, other)[0].sum()
 
+
+TRANSFORMS = {
+    "jvp": lambda x, y: jax.jvp(inner, (x[0], y), (x[0], y)),
+    "grad": lambda x, y: jax.grad(inner, (0, 1))(x[0], y),
+    "vmap": lambda x, y: jax.vmap(inner, (0, None))(x, y),
+    # As many rows as columns: only their order tells how they were batched.
+    "square": lambda x, y: jax.vmap(lambda row: packed(x[:3] @ row, row))(
+        x[:3]
+    ),
+    "columns": lambda x, y: jax.vmap(lambda v: packed(v, v**2), in_axes=1)(
+        x[:3]
+    ),
+    "jacfwd": lambda x, y: jax.jacfwd(
+        lambda v: packed(x[:3] @ v, jnp.sin(x[:3] @ v))
+    )(y),
+    "linear": lambda x, y: jax.linear_transpose(
+        lambda v: packed(x[:3] @ v, v), y
+    )([x[0], y]),
+    "partly": lambda x, y: jax.grad(
+        lambda v: packed(*packed(packed(v, v**2)[0], v))[0].sum()
+    )(y),
+    "jit": lambda x, y: jax.jit(inner)(x[0], y),
+    "remat": lambda x, y: jax.grad(jax.checkpoint(inner))(x[0], y),
+}
+
+
+@pytest.mark.parametrize("transform", TRANSFORMS.values(), ids=TRANSFORMS)
+def test_buffers_of_transformed_functions_have_the_same_sums(transform):
     def fn(x, state):
-        row = x[0]
-        results = {
-            "jvp": lambda: jax.jvp(inner, (row, state), (row, state)),
-            "grad": lambda: jax.grad(inner, (0, 1))(row, state),
-            "vmap": lambda: jax.vmap(inner, (0, None))(x, state),
-            "jit": lambda: jax.jit(inner)(row, state),
-            "remat": lambda: jax.grad(jax.checkpoint(inner))(row, state),
-        }[transform]()
-        return packed(x.sum(), x.mean()), results
+        return packed(x.sum(), x.mean()), transform(x, state)
 
     (plain, _), (combined, _) = both(fn, 2)
     leaves = jax.tree.leaves(plain), jax.tree.leaves(combined)
