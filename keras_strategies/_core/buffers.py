@@ -45,29 +45,42 @@ class Buffering:
     Attributes:
       max_entries: The maximum size of an array that is copied into a buffer, in
         entries.
-      max_arrays: The maximum number of arrays that are copied into buffers: the
-        smallest ones. None for no limit.
+      max_arrays: If there are more small arrays than this number, no buffer is
+        used at all. None for no limit.
     """
 
     max_entries: int
     max_arrays: int | None
 
-    def groups(self, arrays: Sequence[jax.Array]) -> list[list[int]]:
+    def groups(self, arrays: Sequence[Any]) -> list[list[int]]:
         """Returns, for each buffer, the indices of the arrays that share it.
 
-        The arrays in a buffer have the same dtype. Booleans share no buffer,
-        because the sum over the replicas converts them to int32.
+        The arrays in a buffer have the same dtype.
         """
-        small = [
+        if not self.fits(arrays):
+            return []
+        by_dtype: dict[object, list[int]] = {}
+        for i in self._small(arrays):
+            by_dtype.setdefault(arrays[i].dtype, []).append(i)
+        return [members for members in by_dtype.values() if len(members) > 1]
+
+    def fits(self, arrays: Sequence[Any]) -> bool:
+        """Returns whether there are few enough small arrays for buffers."""
+        return self.max_arrays is None or (
+            len(self._small(arrays)) <= self.max_arrays
+        )
+
+    def _small(self, arrays: Sequence[Any]) -> list[int]:
+        """Returns the indices of the arrays that may share a buffer.
+
+        Booleans share no buffer, because the sum over the replicas converts
+        them to int32.
+        """
+        return [
             i
             for i, a in enumerate(arrays)
             if a.size <= self.max_entries and a.dtype != bool
         ]
-        smallest = sorted(small, key=lambda i: arrays[i].size)
-        by_dtype: dict[object, list[int]] = {}
-        for i in sorted(smallest[: self.max_arrays]):
-            by_dtype.setdefault(arrays[i].dtype, []).append(i)
-        return [members for members in by_dtype.values() if len(members) > 1]
 
 
 # Step times with buffers, relative to one all-reduce per array (2 cores, jax
@@ -75,8 +88,9 @@ class Buffering:
 # width 16, 0.2x to 0.3x for width 64, 0.6x for a CNN, 0.7x for a transformer.
 # Relative to buffers of arrays of up to 4096 entries: 0.6x to 0.7x for width
 # 128, 0.8x to 0.9x for width 256, where 2**18 entries gain no more. Each array
-# in a buffer adds 20 ms to the compilation.
-IN_PROCESS = Buffering(max_entries=2**16, max_arrays=256)
+# in a buffer adds 20 to 30 ms to the compilation, which is why their number is
+# limited.
+IN_PROCESS = Buffering(max_entries=2**16, max_arrays=128)
 # Between processes (over gloo) the same steps take 0.2x, or 0.15x with 34
 # arrays. Dense layers of width 512 take 0.6x if arrays of 2**18 entries are
 # buffered, and 0.9x if only the small arrays are.

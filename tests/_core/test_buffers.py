@@ -30,13 +30,20 @@ def test_a_buffer_of_one_array_is_not_made():
     assert IN_PROCESS.groups(arrays) == [[0, 1]]
 
 
-def test_the_smallest_of_many_arrays_share_buffers():
-    most = IN_PROCESS.max_arrays
+def test_a_limited_number_of_small_arrays_share_buffers():
     large = of_sizes(*[IN_PROCESS.max_entries + 1] * 3)
-    arrays = [*of_sizes(16, 9), *large, *of_sizes(*[8] * (most - 1))]
-    assert IN_PROCESS.groups(arrays) == [[1, *range(5, len(arrays))]]
-    groups = BETWEEN_PROCESSES.groups([*arrays, *of_sizes(*[8] * most)])
-    assert [len(group) for group in groups] == [2 * most + 4]
+    most = of_sizes(*[8] * IN_PROCESS.max_arrays)
+    assert [len(g) for g in IN_PROCESS.groups(most + large)] == [len(most)]
+    assert IN_PROCESS.groups([*most, *of_sizes(8), *large]) == []
+    more = most + of_sizes(8)
+    assert [len(g) for g in BETWEEN_PROCESSES.groups(more)] == [len(more)]
+
+
+def test_all_sums_of_sixty_dense_layers_share_a_buffer():
+    kernels = [32 * 16] + [16 * 16] * 59 + [16 * 10]
+    biases = [16] * 60 + [10]
+    arrays = of_sizes(*kernels, *biases, *[1] * 4)
+    assert IN_PROCESS.groups(arrays) == [list(range(126))]
 
 
 def test_booleans_share_no_buffer():

@@ -35,6 +35,7 @@ def with_combined_sums(
     axis: Axis,
     all_sum: Sum,
     is_conditional: Callable[[Any], bool],
+    fits: Callable[[list[Any]], bool],
 ) -> Callable[..., list[Any]]:
     """Returns a traced function in which sums over an axis are combined.
 
@@ -46,6 +47,8 @@ def with_combined_sums(
       is_conditional: A function that returns whether an equation is a call
         whose last equation is a `cond` of two branches: the first computes
         arrays, the second one sums these arrays.
+      fits: A function that returns whether the arrays of a round, given as
+        `aval`s, may be summed together. If not, no sums are combined.
 
     Returns:
       A function that takes the flat inputs and returns the flat outputs.
@@ -61,7 +64,9 @@ def with_combined_sums(
         is_kept=lambda equation: False,
     )
     rounds = _rounds(equations, axis, is_conditional)
-    if all(len(sums) < 2 for _, sums in rounds):
+    summed = [[v.aval for e in sums for v in e.outvars] for _, sums in rounds]
+    are_combined = any(len(sums) > 1 for _, sums in rounds)
+    if not are_combined or not all(map(fits, summed)):
         return jaxpr_as_fun(traced)
 
     jaxpr = traced.jaxpr

@@ -53,11 +53,13 @@ class Traced:
 
     def combine_sums(self, step: StepContext) -> None:
         """Merges the trace's sums over the replicas into fewer sums."""
+        buffering = step.buffering
         self._compute = with_combined_sums(
             self.jaxpr,
             step.axis,
-            lambda leaves: all_sum(leaves, step.axis, step.buffering),
+            lambda leaves: all_sum(leaves, step.axis, buffering),
             is_sum_if,
+            lambda arrays: buffering is None or buffering.fits(arrays),
         )
 
     def __call__(self, *args: Tree) -> Tree:

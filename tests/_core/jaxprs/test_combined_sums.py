@@ -8,7 +8,11 @@ import numpy as np
 import pytest
 
 from keras_strategies._core import replica_map as rm
-from keras_strategies._core.buffers import BETWEEN_PROCESSES, IN_PROCESS
+from keras_strategies._core.buffers import (
+    BETWEEN_PROCESSES,
+    IN_PROCESS,
+    Buffering,
+)
 from keras_strategies._core.jaxprs.combined_sums import with_combined_sums
 from keras_strategies._core.mesh import ReplicaMesh
 
@@ -34,7 +38,7 @@ def step(x, state):
     return state, error, count, seen, late, largest, x, 5
 
 
-def both(fn, replicas):
+def both(fn, replicas, fits=BETWEEN_PROCESSES.fits):
     """The function as it is, and with sums combined: results and programs."""
     mesh = ReplicaMesh(devices=tuple(jax.devices("cpu")[:replicas]))
 
@@ -45,6 +49,7 @@ def both(fn, replicas):
             AXIS,
             lambda a: rm.all_sum(a, AXIS, BETWEEN_PROCESSES),
             rm.is_sum_if,
+            fits,
         )
         return jax.tree.unflatten(
             jax.tree.structure(shapes), compute(*jax.tree.leaves(args))
@@ -194,6 +199,20 @@ def test_arrays_of_different_buffers_share_one():
     assert {"tensor<22xf32>", "tensor<6xf32>"} <= set(
         re.findall(r"tensor<\d+xf32>", fewer)
     )
+
+
+def test_too_many_sums_are_left_as_they_are():
+    def fn(x, state):
+        return packed(x.sum(0), x.max()), packed(x.mean(), x.min(), x[0])
+
+    def at_most(limit):
+        return Buffering(max_entries=9, max_arrays=limit).fits
+
+    counts = [
+        both(fn, 2, at_most(limit))[1][1].count("stablehlo.all_reduce")
+        for limit in (4, 5)
+    ]
+    assert counts == [2, 1]
 
 
 def packed(*arrays):
