@@ -162,7 +162,7 @@ def _rounds(
 
 
 def _without_buffers(equations: Sequence[Any], axis: Axis) -> Iterator[Any]:
-    """Replaces sums of buffers by sums of the arrays that share them.
+    """Adds sums of the arrays that share a buffer, in place of reading it.
 
     These arrays can then share a buffer with those of other sums.
     """
@@ -170,20 +170,21 @@ def _without_buffers(equations: Sequence[Any], axis: Axis) -> Iterator[Any]:
     for equation in equations:
         name = equation.params.get("name")
         if name == PACK and _is_buffer(equation.outvars, equation.invars):
-            packs[equation.outvars[0]] = equation
+            packs[id(equation.outvars[0])] = equation
         if name == UNPACK and _is_buffer(equation.invars, equation.outvars):
-            unpacks[equation.invars[0]] = equation
+            unpacks[id(equation.invars[0])] = equation
     replaced: set[int] = set()
     for equation in equations:
+        if id(equation) in replaced:
+            continue
+        yield equation
         filled = read = None
-        if _is_sum(equation, axis) and stages.variables(equation.invars[:1]):
-            filled = packs.get(equation.invars[0])
-            read = unpacks.get(equation.outvars[0])
+        if _is_sum(equation, axis) and len(equation.invars) == 1:
+            filled = packs.get(id(equation.invars[0]))
+            read = unpacks.get(id(equation.outvars[0]))
         if filled and read and _shapes(filled.invars) == _shapes(read.outvars):
             replaced.add(id(read))
             yield equation.replace(invars=filled.invars, outvars=read.outvars)
-        elif id(equation) not in replaced:
-            yield equation
 
 
 def _is_buffer(buffers: Sequence[Any], arrays: Sequence[Any]) -> bool:
