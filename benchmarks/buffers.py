@@ -14,8 +14,8 @@ Ways: `ours`; `apart` (metrics are not summed together with the gradients);
 `padded` (apart, and written into a buffer of zeros, which XLA makes a `pad` of
 the first array, and no buffer for more than 40 arrays: what this project did
 first); `joined` (apart, one `concatenate`); `each` (apart, no buffers);
-`unlimited` (ours, however many arrays); `large` and `larger` (ours, with arrays
-of up to 16384 and 65536 entries); `dataparallel` (keras.distribution.
+`unlimited` (ours, however many arrays); `smaller` and `larger` (unlimited, with
+arrays of up to 16384 and 2^18 entries); `dataparallel` (keras.distribution.
 DataParallel, which has no custom loop).
 """
 
@@ -35,9 +35,8 @@ WAYS = (
     "joined",
     "each",
     "unlimited",
-    "large",
+    "smaller",
     "larger",
-    "largest",
     "dataparallel",
 )
 MODELS = ("mlp", "cnn", "lstm", "transformer", "normalized")
@@ -45,10 +44,9 @@ LIMITS = {
     "padded": (4096, 40),
     "joined": (4096, None),
     "each": (-1, None),
-    "unlimited": (4096, None),
-    "large": (16384, None),
-    "larger": (65536, None),
-    "largest": (2**18, None),
+    "unlimited": (2**16, None),
+    "smaller": (2**14, None),
+    "larger": (2**18, None),
 }
 APART = ("apart", "padded", "joined", "each")
 
