@@ -68,6 +68,32 @@ class Figures:
         )
 
 
+def lower(program: jax.stages.Wrapped, *args: Any) -> jax.stages.Lowered:
+    """Lowers a jitted function, as its method `lower`, and checks its inputs.
+
+    JAX lowers a function that uses intermediate values of another trace, and
+    passes these values as further arguments. Such a program cannot be run.
+
+    Raises:
+      RuntimeError: if the function uses intermediate values of another trace.
+    """
+    traced = program.trace(*args)
+    number = len(jax.tree.leaves(traced.args_info))
+    foreign = len(traced.jaxpr.in_avals) - number
+    if foreign > 0:
+        raise RuntimeError(
+            "A function that is compiled must not use intermediate values of "
+            f"another trace. Received: a function that uses {foreign} of them. "
+            "A layer leaves them behind if `keras.RematScope` rematerializes "
+            "it and it updates state or adds losses (`Dropout`, "
+            "`BatchNormalization`, `add_loss`), which Keras does not support, "
+            "or if it stores intermediate values in its attributes. Create "
+            "such a layer outside of the `keras.RematScope`, or return the "
+            "values from `call`."
+        )
+    return traced.lower()
+
+
 def _measure_temporaries(executable: Any, memory: Any) -> int:
     """Returns the bytes of a program's intermediate values.
 

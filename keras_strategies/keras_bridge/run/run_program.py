@@ -16,6 +16,7 @@ import jax.numpy as jnp
 import keras
 import numpy as np
 
+from keras_strategies._core import compiled
 from keras_strategies._core.dispatch import dispatch
 from keras_strategies._core.identity import IdentityMap
 from keras_strategies._core.mesh import ReplicaMesh
@@ -194,13 +195,11 @@ class RunProgram:
     def lower(self, leaves: list[Any]) -> jax.stages.Lowered:
         """Lowers the program for the arguments' shapes, without values."""
         mesh = self._mesh
+        written = shardings.shapes_of(self._written, mesh)
+        copies = on_read.make_copy_shapes(self._on_read, mesh)
+        read = shardings.shapes_of(self._read, mesh)
         with replica_trace.kernels_for(mesh):
-            return self._program.lower(
-                shardings.shapes_of(self._written, mesh),
-                on_read.make_copy_shapes(self._on_read, mesh),
-                shardings.shapes_of(self._read, mesh),
-                leaves,
-            )
+            return compiled.lower(self._program, written, copies, read, leaves)
 
     @property
     def written(self) -> list[keras.Variable]:

@@ -15,6 +15,7 @@ import jax
 import keras
 from jax.sharding import NamedSharding
 
+from keras_strategies._core import compiled
 from keras_strategies._core.batches import RowShape, Segment
 from keras_strategies._core.dispatch import dispatch
 from keras_strategies._core.jaxprs.specs import Sharded
@@ -258,9 +259,7 @@ class ModelProgram:
     def lower(self, state: Groups, segment: Segment) -> jax.stages.Lowered:
         """Lowers the program that a call would run; accepts abstract arrays."""
         with kernels_for(self._mesh):
-            return self._start(
-                lambda program, *args: program.lower(*args), state, segment
-            )
+            return self._start(compiled.lower, state, segment)
 
     def _divide(self, groups: Sequence[Any]) -> tuple[list[Any], list[Any]]:
         written = [groups[i] for i in self._written]

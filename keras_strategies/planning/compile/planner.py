@@ -1,5 +1,6 @@
 """Plans training steps: traces them one by one, compiles them in parallel."""
 
+import contextlib
 import dataclasses
 import math
 from collections.abc import Callable, Iterator, Sequence
@@ -166,10 +167,9 @@ class _Planning:
             # step does not tell how many rows fit.
             self._rows = (rows, rows)
             begun = self._measure(self._rows)
-            text = get_first_line(error)
             self._notes.append(
                 "It is unknown how many rows fit, because more rows raise an "
-                f"error: {text}"
+                f"error: {get_first_line(error)}"
             )
             return begun
 
@@ -305,17 +305,21 @@ class _Planning:
         """
         again = self._step.with_remat()
         before, after = get_bytes(low), None
+        has_remat = self._step.keeps_nothing_else or (
+            again is None and self._step.blocks is not None
+        )
         is_much = row.memory.get("activations", 0) > (row.bytes_in_all or 0) / 2
         if again is not None and (row.fits is False or is_much):
             self.on_stage(self.candidate, "with keras.RematScope")
-            (outcome,) = self._measure(self._rows[:1], step=again).wait()
-            after = get_bytes(outcome)
-        has_blocks = self._step.blocks is not None
+            # Keras cannot rematerialize some layers, such as `Dropout`.
+            with contextlib.suppress(Exception):
+                (outcome,) = self._measure(self._rows[:1], step=again).wait()
+                after = get_bytes(outcome)
+            has_remat |= after is None
         advice = write_advice(
             row,
             remat=(before, after),
-            has_remat=self._step.keeps_nothing_else
-            or (again is None and has_blocks),
+            has_remat=has_remat,
             narrow_sums=self._step.narrow_sums,
         )
         unknown = describe_unknown(low) if isinstance(low, Costs) else ""
@@ -331,8 +335,7 @@ class _Planning:
         second = self._step.model_flops(rows, many)
         if first is None or second is None:
             return None
-        share = (count - few) / (many - few)
-        return first + share * (second - first)
+        return first + (count - few) / (many - few) * (second - first)
 
     def _find_most_rows(self, line: Line) -> int | None:
         """Returns how many rows per replica fit, by linear extrapolation.
@@ -357,10 +360,9 @@ class _Planning:
                 guess, self._limit or 0, self._try_rows, _MOST_TRIES
             )
         except Exception as error:
-            text = get_first_line(error)
             self._notes.append(
                 "The number of rows that fit was not verified, because "
-                f"compiling raised an error: {text}"
+                f"compiling raised an error: {get_first_line(error)}"
             )
             return row
         return dataclasses.replace(
@@ -387,13 +389,12 @@ class _Planning:
 
     def _make_row(self, **facts: Any) -> PlannedStep:
         candidate = self.candidate
-        rows = getattr(self, "_rows", (0,))[0]
         return PlannedStep(
             topology=candidate.topology,
             layout=candidate.layout,
             num_devices=len(candidate.devices),
             num_replicas=candidate.num_replicas,
-            rows=rows,
+            rows=getattr(self, "_rows", (0,))[0],
             limit_bytes=self._limit,
             **facts,
         )

@@ -30,7 +30,8 @@ def write_advice(
       step: The planned step.
       remat: The bytes that the step needs on a device, first without and then
         with a `keras.RematScope` around the model's blocks. None if unknown.
-      has_remat: Whether layers of the model are already rematerialized.
+      has_remat: Whether layers of the model are already rematerialized, or
+        cannot be.
       narrow_sums: The partitioner with which gradients could be summed in
         bfloat16, as code, or "".
     """

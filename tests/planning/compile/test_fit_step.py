@@ -42,6 +42,58 @@ def test_a_model_for_any_number_of_tokens_is_planned_by_its_blocks():
     assert short.bytes_in_all == pytest.approx(whole.bytes_in_all, rel=0.25)
 
 
+class Block(layers.Layer):
+    """A block that does something when it trains."""
+
+    def __init__(self, kind, **kwargs):
+        super().__init__(**kwargs)
+        self.kind = kind
+        self.wide = layers.Dense(256, activation="gelu")
+        self.narrow = layers.Dense(32)
+        self.dropout = layers.Dropout(0.1)
+        self.normalization = layers.BatchNormalization()
+
+    def build(self, shape):
+        self.wide.build(shape)
+        self.narrow.build((*shape[:-1], self.wide.units))
+        self.normalization.build(shape)
+
+    def call(self, x, training=None):
+        y = self.narrow(self.wide(x))
+        if self.kind == "dropout":
+            y = self.dropout(y)
+        elif self.kind == "dropout, training":
+            y = self.dropout(y, training=training)
+        elif self.kind == "normalization":
+            y = self.normalization(y, training=training)
+        elif self.kind == "loss":
+            self.add_loss(keras.ops.mean(y))
+        return x + y
+
+
+@pytest.mark.parametrize(
+    "kind", ["dropout", "dropout, training", "normalization", "loss"]
+)
+def test_blocks_that_keras_cannot_rematerialize_are_planned(kind):
+    def make_model():
+        x = inputs = keras.Input((32,))
+        for _ in range(6):
+            x = Block(kind)(x)
+        model = keras.Model(inputs, x)
+        model.compile("sgd", "mse")
+        return model
+
+    strategy = ks.MirroredStrategy(jax.devices("cpu")[:2])
+    rows = jax.ShapeDtypeStruct((4096, 32), "float32")
+    (step,) = strategy.plan(
+        make_model, (rows, rows), strategies="replicated", cache=False
+    ).steps
+    assert step.error is None
+    # So a plan tries to rematerialize them.
+    assert step.memory["activations"] > step.bytes_in_all / 2
+    assert "RematScope" not in step.advice
+
+
 def test_models_after_a_plan_have_the_seeds_that_they_would_have_had():
     def drawn(is_planned):
         keras.utils.set_random_seed(3)

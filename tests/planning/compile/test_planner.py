@@ -211,6 +211,17 @@ def test_a_step_with_a_note_says_it():
     assert row.advice.startswith("It trains nothing.")
 
 
+@pytest.mark.parametrize(("of_row", "fits"), [(5, True), (30, False)])
+def test_a_step_that_cannot_be_rematerialized_keeps_its_figures(of_row, fits):
+    step, step.remat = Step(of_row), Step(of_row)
+    step.remat.most_rows = 0
+    (row,), stages = plan(step)
+    assert "with keras.RematScope" in stages
+    assert row.error is None
+    assert row.fits is fits
+    assert "RematScope" not in row.advice
+
+
 def test_what_needs_less_as_it_is_run_may_fit():
     (row,), _ = plan(Step(of_row=13.5))
     assert row.is_full_effort
