@@ -1,13 +1,13 @@
 """Training with divided variables, in several processes."""
 
 import pathlib
+import sys
 import time
 from unittest import mock
 
 import jax
 import keras
 import numpy as np
-from keras.src.backend.jax import core
 
 import keras_strategies as ks
 from keras_strategies.keras_bridge.variables.model_variables import (
@@ -85,6 +85,7 @@ def fitted(optimizer, shards, batch_size=8, cores=1):
     }
 
 
+DECIDE = "should_shard_at_init"
 LARGE = 4096  # Rows and columns: with 67 MB, Keras takes a variable for large.
 
 
@@ -94,11 +95,16 @@ def large(size):
     strategy = ks.MultiWorkerMirroredStrategy()
     weights = keras.layers.Dense(size, use_bias=False)
     own = keras.layers.Dense(size, use_bias=False, kernel_initializer=_unseeded)
-    decide = core.should_shard_at_init
+    core = next(
+        module
+        for each in keras.Variable.__mro__
+        if hasattr(module := sys.modules[each.__module__], DECIDE)
+    )
+    decide = getattr(core, DECIDE)
     with (
         mock.patch.object(
             core,
-            "should_shard_at_init",
+            DECIDE,
             side_effect=lambda *args: size < LARGE or decide(*args),
         ) as asked,
         strategy.scope(),

@@ -8,6 +8,7 @@ import contextlib
 from collections.abc import Iterator
 from typing import Any
 
+from keras_strategies._core.attributes import temporary_attribute
 from keras_strategies.keras_bridge import keras_names
 from keras_strategies.keras_bridge.loops.binding import Binding
 from keras_strategies.keras_bridge.loops.loop_call import Call
@@ -31,7 +32,12 @@ def run_on_host(binding: Binding, call: Call) -> Any:
     else:
         batch = (call["x"], call["y"], call["sample_weight"])
         binding._build(data_batch=batch)
-    with _keras_methods(binding), distribution_scope(None):
+    with (
+        _keras_methods(binding),
+        distribution_scope(None),
+        # In the strategy's scope, its devices are asked for.
+        temporary_attribute(binding, "check_context", lambda: None),
+    ):
         return call.run()
 
 

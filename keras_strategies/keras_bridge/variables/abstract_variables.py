@@ -41,6 +41,8 @@ MAX_REAL_SIZE = 64
 MAX_GIVEN_BYTES = 2**20
 """The largest number of bytes of an assigned value that is still stored."""
 
+# Keras resets its own attribute when it defers the initialization.
+_INITIALIZER = "_ks_initializer"
 _LAYER = "_ks_layer"
 _LOST = "_ks_lost_value"
 _SLOTS = "_ks_abstract_slots"
@@ -70,7 +72,7 @@ class ValueStore:
     def read(self, variable: keras.Variable) -> Array:
         """Returns a variable's value, which is first initialized if needed."""
         if _VALUE not in variable.__dict__:
-            initializer = variable._initializer
+            initializer = variable.__dict__[_INITIALIZER]
             # Without an initializer, the assigned value was not stored.
             if initializer is None or not self._reserve(variable):
                 raise self._refuse(variable)
@@ -176,7 +178,7 @@ class AbstractVariable(keras.Variable):
         store = _process.store
         if store is None or not store.write(self, value):
             # Its initial value would not be its value any more.
-            self._initializer = None
+            setattr(self, _INITIALIZER, None)
             setattr(self, _LOST, True)
 
     def _validate_shape(self, shape: Shape) -> Shape:
@@ -225,7 +227,8 @@ def make_abstract(
         variable is made real.
     """
     make_plain(variable)
-    variable._value, variable._initializer = None, initializer
+    variable._value = None
+    variable.__dict__[_INITIALIZER] = initializer
     variable.__class__ = AbstractVariable
 
 
@@ -235,7 +238,8 @@ def make_real(variable: keras.Variable) -> Callable[..., Any] | None:
     Returns:
       The initializer that the variable was created with.
     """
-    initializer, variable._initializer = variable._initializer, None
+    initializer = variable.__dict__.pop(_INITIALIZER)
+    variable._initializer = None
     variable.__class__ = keras.Variable
     for name in (_LAYER, _LOST, _SLOTS, _VALUE):
         variable.__dict__.pop(name, None)

@@ -52,6 +52,8 @@ LOW_EFFORT = {"exec_time_optimization_effort": -1.0}
 """XLA options for low effort, with which large TPU programs compile faster."""
 _UNITS = {"": 1, "K": 2**10, "M": 2**20, "G": 2**30, "T": 2**40}
 _EXHAUSTED = "RESOURCE_EXHAUSTED"
+_CALLING = "Exception encountered when calling"
+_COLOR = re.compile(r"\x1b\[[\d;]*m")
 _NEEDED = re.compile(r"temporaries \((?P<size>\d+(\.\d+)?)(?P<unit>[KMGT]?)")
 
 
@@ -140,8 +142,15 @@ class Compiler:
 
 
 def get_first_line(error: Exception) -> str:
-    """Returns the first line of an error's message as a sentence."""
-    text = str(error).partition("\n")[0] or type(error).__name__
+    """Returns the first line of an error's message as a sentence.
+
+    A message of Keras begins with the layer that was called; the line after it
+    has the cause.
+    """
+    lines = [_COLOR.sub("", line).strip() for line in str(error).split("\n")]
+    lines = list(filter(None, lines)) or [type(error).__name__]
+    is_of_keras = lines[0].startswith(_CALLING) and len(lines) > 1
+    text = " ".join(lines[: 1 + is_of_keras])
     return text if text.endswith(".") else f"{text}."
 
 

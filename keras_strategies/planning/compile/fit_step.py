@@ -203,9 +203,9 @@ def count_model_flops(model: keras.Model, x: Tree) -> float | None:
       x: The inputs of a batch, as arrays or shapes.
 
     Returns:
-      The number of multiplications and additions, or None if the model's `call`
-      has no gradients, for example because it generates samples in a loop, and
-      its train step does not use it.
+      The number of multiplications and additions, or None if the model cannot
+      be called with the inputs alone or its `call` has no gradients. Its train
+      step does not use its `call` then.
     """
 
     def shapes(variables: Iterable[Any]) -> list[Any]:
@@ -229,7 +229,8 @@ def count_model_flops(model: keras.Model, x: Tree) -> float | None:
             shapes(model.non_trainable_variables),
             x,
         )
-    except (ValueError, NotImplementedError):
+    except Exception:
+        # `call` is the user's code.
         return None
 
 

@@ -40,8 +40,9 @@ def write_advice(
     before, after = remat
     if before is not None and after is not None and after < _LESS * before:
         return (
-            "Create the model's blocks in a `keras.RematScope`. It reduces the "
-            f"memory from {format_gb(before)} to {format_gb(after)} GB."
+            "Create the model's blocks in `keras.RematScope(mode="
+            "'list_of_layers', layer_names=...)`, with their names. It reduces "
+            f"the memory from {format_gb(before)} to {format_gb(after)} GB."
         )
     if step.fits is False:
         return _advise_on_size(step, step.bytes_in_all, has_remat)
@@ -103,7 +104,8 @@ def _explain_time(step: PlannedStep) -> str:
             "Python starts a step no faster than in "
             f"{times.host_seconds * 1e3:.2g} ms, and the device computes it in "
             "less. Use a larger batch, or several steps in one program: "
-            "`compile(steps_per_execution=...)`."
+            "`compile(steps_per_execution=...)`, or a loop in the function "
+            "that `run` calls."
         )
     if times.utilization is None or times.utilization >= _LOW:
         return ""
@@ -141,6 +143,9 @@ def _advise_on_size(step: PlannedStep, total: float, has_remat: bool) -> str:
             return f"At most {step.most_rows} rows per replica fit."
         cure = "use a layout with a model axis, such as 'model:4'"
         if not has_remat:
-            cure = f"create its blocks in a `keras.RematScope`, or {cure}"
+            cure = (
+                "create its blocks in a `keras.RematScope` (without `Dropout`, "
+                f"which Keras cannot rematerialize), or {cure}"
+            )
         return f"One row needs too much memory. To fit the model, {cure}."
     return "Use devices with more memory, or shard the state."

@@ -11,6 +11,7 @@ from keras_strategies.planning.capture.capture import Capture
 from keras_strategies.planning.capture.errors import PlanError, StepCaptured
 from tests.planning.capture.scripts import HEAD
 from tests.support.combinations import combine
+from tests.support.slices import make_slice
 
 TWO = (
     HEAD
@@ -26,11 +27,11 @@ x, y = np.ones((50, 40), "float32"), np.zeros((50, 30), "float32")
 )
 
 
-def run(tmp_path, text, **kwargs):
-    """Runs a script on eight CPU devices up to its first step."""
+def run(tmp_path, text, devices=None, **kwargs):
+    """Runs a script up to its first step, on eight CPU devices by default."""
     script = tmp_path / "script.py"
     script.write_text(text)
-    capture = Capture(jax.devices()[:8], None, **kwargs)
+    capture = Capture(devices or jax.devices()[:8], None, **kwargs)
     with capture.install(), contextlib.suppress(StepCaptured):
         runpy.run_path(str(script), run_name="__main__")
     if capture.error is not None:
@@ -117,6 +118,43 @@ def test_a_prediction_has_the_rows_of_its_data(tmp_path, data, rows):
         f"assert model.predict({data}).shape == ({rows}, 30)\nmodel.fit(x, y)"
     )
     assert run(tmp_path, TWO + text).step.rows == 32
+
+
+IN_SCOPE = (
+    HEAD
+    + """
+class Model(keras.Model):
+    def __init__(self):
+        super().__init__()
+        self.dense = keras.layers.Dense(30)
+    def call(self, x, scale=None):
+        return self.dense(x if scale is None else x * scale)
+x, y = np.ones((50, 40), "float32"), np.zeros((50, 30), "float32")
+with ks.MirroredStrategy().scope():
+    model = Model()
+    %s
+    model.compile("adam", "mse")
+    %s
+    assert np.std(model.dense.kernel.numpy()) > 0.01
+model.fit(x, y, batch_size=24)
+"""
+)
+
+
+@pytest.mark.parametrize(
+    "lines",
+    [
+        ("model(x[:1])", "pass"),
+        ("model(x[:1], scale=x[:1])", "pass"),
+        ("model(x[:1])", "model.predict(x)"),
+        ("pass", "model.predict(x)"),
+        ("pass", "model.evaluate(x, y)"),
+    ],
+)
+def test_models_may_be_built_and_called_in_the_scope(tmp_path, lines):
+    # The strategy's devices are absent.
+    step = run(tmp_path, IN_SCOPE % lines, make_slice((2, 2, 1))).step
+    assert step.state_bytes()["weights"] == 4 * (40 * 30 + 30)
 
 
 def test_a_model_that_is_built_by_an_early_call_is_placed(tmp_path):

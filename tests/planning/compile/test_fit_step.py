@@ -239,6 +239,8 @@ class WithoutMode(keras.Model):
 
 
 class WithoutCall(WithoutMode):
+    """A model whose train step does not use its `call`."""
+
     call = keras.Model.call
 
     def train_step(self, state, data):
@@ -272,8 +274,14 @@ def test_operations_of_a_model_whose_call_takes_no_mode_are_counted():
     assert step.model_flops(32, None) == 2 * 2 * 16 * 8 * 32
 
 
-def test_operations_of_a_model_without_a_call_are_unknown():
-    step = step_of(WithoutCall)
+class OfTwoInputs(WithoutCall):
+    def call(self, inputs, times):
+        return self.dense(inputs * times)
+
+
+@pytest.mark.parametrize("make", [WithoutCall, OfTwoInputs])
+def test_operations_of_a_model_without_such_a_call_are_unknown(make):
+    step = step_of(make)
     assert step.model_flops(32, None) is None
     assert "dot_general" in step.lower(32, None).as_text()
 

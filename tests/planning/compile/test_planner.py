@@ -334,6 +334,21 @@ def test_a_note_about_an_error_ends_with_a_period():
     assert "more rows raise an error: It wants 8 rows. " in f"{row.advice} "
 
 
+def test_a_note_about_an_error_of_keras_has_its_cause():
+    class Fixed(Step):
+        def lower(self, rows, blocks):
+            if rows > 8:
+                raise ValueError(
+                    "Exception encountered when calling LSTM.call().\n\n"
+                    "\x1b[1mIt has a state for 8 rows.\x1b[0m\n\nArguments:"
+                )
+            return super().lower(rows, blocks)
+
+    (row,), _ = plan(Fixed(of_row=1))
+    cause = "when calling LSTM.call(). It has a state for 8 rows. "
+    assert cause in f"{row.advice} "
+
+
 def test_a_note_is_kept_when_the_step_is_lowered_again():
     class Noted(Step):
         def lower(self, rows, blocks):

@@ -44,8 +44,9 @@ OTHER = {"weights": 1e9, "slots": 2e9, "temporary": 27e9}
         (
             {"bytes_in_all": 30e9, "memory": ROWS, "most_rows": 0},
             "One row needs too much memory. To fit the model, create its "
-            "blocks in a `keras.RematScope`, or use a layout with a model "
-            "axis, such as 'model:4'.",
+            "blocks in a `keras.RematScope` (without `Dropout`, which Keras "
+            "cannot rematerialize), or use a layout with a model axis, such as "
+            "'model:4'.",
         ),
         (
             {"bytes_in_all": 30e9, "memory": OTHER},
@@ -72,7 +73,8 @@ def test_what_to_do(given, advice):
 def test_with_remat_is_said_only_where_it_saves():
     big = step(bytes_in_all=30e9, memory=ROWS)
     assert write_advice(big, remat=(30e9, 9e9)) == (
-        "Create the model's blocks in a `keras.RematScope`. It reduces the "
+        "Create the model's blocks in `keras.RematScope(mode="
+        "'list_of_layers', layer_names=...)`, with their names. It reduces the "
         "memory from 30.0 to 9.00 GB."
     )
     assert write_advice(big, remat=(30e9, 29e9)) == write_advice(big)
