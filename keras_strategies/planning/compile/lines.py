@@ -76,7 +76,9 @@ class Line:
         if first is None or second is None or second <= first:
             return None
         low, high = self.rows
-        return low + (limit - first) * (high - low) / (second - first)
+        rows = low + (limit - first) * (high - low) / (second - first)
+        # A line that is negative at 0 rows is not used for fewer rows.
+        return rows if limit >= first else min(rows, low * limit / first)
 
 
 def get_bytes(outcome: Outcome) -> float | None:

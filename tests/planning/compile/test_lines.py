@@ -33,6 +33,8 @@ def sized(size):
         (sized(240.0), sized(480.0), 4.0),
         (sized(100.0), DoesNotFit("", 340.0), 18.0),
         (DoesNotFit("", 240.0), DoesNotFit("", 480.0), 4.0),
+        # The bytes grow faster than the rows.
+        (DoesNotFit("", 800.0), DoesNotFit("", 4000.0), 2.0),
         # Nothing says how it grows.
         (sized(100.0), sized(100.0), None),
         (sized(100.0), sized(90.0), None),
