@@ -85,7 +85,6 @@ def fitted(optimizer, shards, batch_size=8, cores=1):
     }
 
 
-DECIDE = "should_shard_at_init"
 LARGE = 4096  # Rows and columns: with 67 MB, Keras takes a variable for large.
 
 
@@ -95,16 +94,13 @@ def large(size):
     strategy = ks.MultiWorkerMirroredStrategy()
     weights = keras.layers.Dense(size, use_bias=False)
     own = keras.layers.Dense(size, use_bias=False, kernel_initializer=_unseeded)
-    core = next(
-        module
-        for each in keras.Variable.__mro__
-        if hasattr(module := sys.modules[each.__module__], DECIDE)
-    )
-    decide = getattr(core, DECIDE)
+    # Keras 3.16 has it elsewhere.
+    core = sys.modules[keras.Variable._initialize_with_initializer.__module__]
+    decide = core.should_shard_at_init
     with (
         mock.patch.object(
             core,
-            DECIDE,
+            "should_shard_at_init",
             side_effect=lambda *args: size < LARGE or decide(*args),
         ) as asked,
         strategy.scope(),
