@@ -125,6 +125,7 @@ def main():
         "ours": {
             "mlp": look(mlp, 64),
             "mlp, indivisible": look(mlp, 63),
+            "mlp, few rows": look(mlp, 16),
             "resnet": look(resnet, 32),
             "transformer": look(transformer, 16),
             "normalized": look(normalized, 64),

@@ -40,6 +40,8 @@ def test_one_flat_buffer_is_found_out(found):
 
 
 def test_gradients_are_held_twice_at_most(found):
-    # A replica's own, and their sums; the rest are activations.
-    memory = found["ours"]["mlp"]
-    assert memory["temporaries"] <= 2.2 * memory["weights"]
+    # A replica's own, and their sums. The rest are activations, which grow with
+    # the rows.
+    for model, most in {"mlp, few rows": 2.1, "mlp": 2.2}.items():
+        memory = found["ours"][model]
+        assert memory["temporaries"] <= most * memory["weights"]

@@ -35,7 +35,7 @@ def run_on_host(binding: Binding, call: Call) -> Any:
     with (
         _keras_methods(binding),
         distribution_scope(None),
-        # In the strategy's scope, its devices are asked for.
+        # It would raise in the strategy's scope: the devices are absent.
         temporary_attribute(binding, "check_context", lambda: None),
     ):
         return call.run()

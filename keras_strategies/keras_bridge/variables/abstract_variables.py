@@ -41,7 +41,7 @@ MAX_REAL_SIZE = 64
 MAX_GIVEN_BYTES = 2**20
 """The largest number of bytes of an assigned value that is still stored."""
 
-# Keras resets its own attribute when it defers the initialization.
+# Keras sets its own `_initializer` to None after a deferred initialization.
 _INITIALIZER = "_ks_initializer"
 _LAYER = "_ks_layer"
 _LOST = "_ks_lost_value"

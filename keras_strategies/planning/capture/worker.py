@@ -11,7 +11,6 @@ import importlib
 import json
 import os
 import pathlib
-import re
 import signal
 import sys
 import threading
@@ -42,6 +41,7 @@ from keras_strategies.planning.compile.candidates import Candidate
 from keras_strategies.planning.compile.compiler import (
     Compiler,
     find_cache_folder,
+    strip_colors,
 )
 from keras_strategies.planning.compile.layouts import Layout, parse_layout
 from keras_strategies.planning.compile.planner import (
@@ -56,7 +56,6 @@ from keras_strategies.strategy.mirrored import MirroredStrategy
 _MAX_LINES = 12
 _MAX_CAUSES = 20
 _MAX_LETTERS = 2000
-_COLOR = re.compile(r"\x1b\[[\d;]*m")
 _STDOUT = 1
 _PACKAGE = str(pathlib.Path(__file__).parents[2]) + os.sep
 _POLL_SECONDS = 1.0
@@ -137,7 +136,7 @@ class Worker:
             self.send(**{name: self._describe(error)})
 
     def _describe(self, error: BaseException) -> str:
-        text = _COLOR.sub("", _describe_error(error, self._request))
+        text = strip_colors(_describe_error(error, self._request))
         if len(text) > _MAX_LETTERS:
             text = f"{text[:_MAX_LETTERS]} ..."
         return text

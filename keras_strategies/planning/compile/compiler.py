@@ -141,13 +141,18 @@ class Compiler:
         self._pool.shutdown(wait=False, cancel_futures=True)
 
 
-def get_first_line(error: Exception) -> str:
+def strip_colors(text: str) -> str:
+    """Returns a text without the terminal's colors, which Keras writes."""
+    return _COLOR.sub("", text)
+
+
+def summarize_error(error: Exception) -> str:
     """Returns the first line of an error's message as a sentence.
 
     A message of Keras begins with the layer that was called; the line after it
-    has the cause.
+    has the cause, and is returned, too.
     """
-    lines = [_COLOR.sub("", line).strip() for line in str(error).split("\n")]
+    lines = [line.strip() for line in strip_colors(str(error)).split("\n")]
     lines = list(filter(None, lines)) or [type(error).__name__]
     is_of_keras = lines[0].startswith(_CALLING) and len(lines) > 1
     text = " ".join(lines[: 1 + is_of_keras])

@@ -13,7 +13,7 @@ from keras_strategies.planning.compile.compiler import (
     Compiler,
     DoesNotFit,
     Outcome,
-    get_first_line,
+    summarize_error,
 )
 from keras_strategies.planning.compile.estimates import (
     describe_unknown,
@@ -169,7 +169,7 @@ class _Planning:
             begun = self._measure(self._rows)
             self._notes.append(
                 "It is unknown how many rows fit, because more rows raise an "
-                f"error: {get_first_line(error)}"
+                f"error: {summarize_error(error)}"
             )
             return begun
 
@@ -362,7 +362,7 @@ class _Planning:
         except Exception as error:
             self._notes.append(
                 "The number of rows that fit was not verified, because "
-                f"compiling raised an error: {get_first_line(error)}"
+                f"compiling raised an error: {summarize_error(error)}"
             )
             return row
         return dataclasses.replace(
