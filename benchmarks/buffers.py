@@ -94,7 +94,7 @@ def use(way):
     from jax.lax import dynamic_update_slice
 
     from keras_strategies._core import buffers, replica_map
-    from keras_strategies.keras_bridge.steps import trace_checks
+    from keras_strategies.keras_bridge.steps import traced
 
     def padded(arrays):
         total = sum(array.size for array in arrays)
@@ -109,10 +109,10 @@ def use(way):
 
     if "ours" not in use.__dict__:
         use.ours = buffers.IN_PROCESS
-        use.combines = trace_checks._are_sums_expensive
+        use.combines = traced.are_sums_expensive
     buffers.IN_PROCESS = use.ours
     combines = (lambda step: False) if way in APART else use.combines
-    trace_checks._are_sums_expensive = combines
+    traced.are_sums_expensive = combines
     if way in LIMITS:
         entries, arrays = LIMITS[way]
         buffers.IN_PROCESS = buffers.Buffering(

@@ -19,6 +19,7 @@ from jax.sharding import PartitionSpec
 from keras_strategies._core.buffers import Buffering, pack, unpack
 from keras_strategies._core.dispatch import keep_out_of_cache
 from keras_strategies._core.jaxprs import replay, stages
+from keras_strategies._core.jaxprs.convolutions import constrain_function
 from keras_strategies._core.jaxprs.lockstep import Turn
 from keras_strategies._core.jaxprs.specs import Axis, Sharded
 from keras_strategies._core.mesh import ReplicaMesh
@@ -37,8 +38,21 @@ def replica_map(
     *,
     in_specs: Tree,
     out_specs: Tree,
+    is_rearranged: bool = False,
 ) -> Callable[..., Tree]:
-    """Maps `fn` over the replicas with `jax.shard_map`; traces it only once."""
+    """Maps `fn` over the replicas with `jax.shard_map`; traces it only once.
+
+    Args:
+      fn: The function that each replica computes.
+      mesh: The replicas.
+      in_specs: The specs of the arguments.
+      out_specs: The specs of the results.
+      is_rearranged: Whether the mapped function is only traced, and its parts
+        are mapped later.
+    """
+    if mesh.cores_per_replica > 1 and not is_rearranged:
+        constrain = jax.lax.with_sharding_constraint
+        fn = constrain_function(fn, constrain, (mesh.model_axis,))
     return jax.shard_map(
         fn,
         mesh=mesh.mesh,

@@ -87,11 +87,10 @@ def sharded_map(
             results[:] = [result, _flat(of_all, outputs)]
             return flat_outputs
 
-        manual = [
-            replicated_spec() if isinstance(s, Placed) else s for s in specs
-        ]
+        whole = replicated_spec()
+        manual = tuple(whole if isinstance(s, Placed) else s for s in specs)
         replicated = replica_map(
-            flat, mesh, in_specs=tuple(manual), out_specs=replicated_spec()
+            flat, mesh, in_specs=manual, out_specs=whole, is_rearranged=True
         )
         with collect_updates() as updates:
             traced = jax.make_jaxpr(replicated)(*map(shape_of, inputs))

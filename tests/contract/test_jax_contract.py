@@ -252,7 +252,7 @@ jax.jit(gradient, in_shardings=split)(np.ones((4, 4), "float32"))
 
 
 def test_gradients_of_a_kernel_for_each_row_are_wrong_where_rows_are_divided():
-    """Fails when they no longer are: `has_unsafe_convolutions` can go then."""
+    """Fails when they no longer are: features may stay open then."""
     mesh = jax.sharding.Mesh(np.array(jax.devices()[:2]), ("replica",))
     split = jax.sharding.NamedSharding(
         mesh, jax.sharding.PartitionSpec("replica")
@@ -271,6 +271,43 @@ def test_gradients_of_a_kernel_for_each_row_are_wrong_where_rows_are_divided():
     right = gradient(kernel, x)
     divided = gradient(kernel, jax.device_put(x, split))
     assert not np.allclose(right, divided)
+
+
+@pytest.mark.parametrize(
+    ("groups", "spec"), [(1, (None, "a")), (4, ("a",))], ids=["spatial", "rows"]
+)
+def test_gradients_of_kernels_sharded_over_some_devices_are_counted_twice(
+    groups, spec
+):
+    """Fails when they no longer are: `_find_specs` is smaller then."""
+    devices = np.array(jax.devices()[:4]).reshape(2, 2)
+    mesh = jax.sharding.Mesh(devices, ("a", "b"))
+    sharded = jax.sharding.NamedSharding(
+        mesh, jax.sharding.PartitionSpec(*spec)
+    )
+    kernel = jax.ShapeDtypeStruct((3, 3, 4 // groups, 8), "float32")
+
+    def convolve(x, kernel):
+        dimensions = ("NHWC", "HWIO", "NHWC")
+        return jax.lax.conv_general_dilated(
+            x,
+            kernel,
+            (1, 1),
+            "VALID",
+            dimension_numbers=dimensions,
+            feature_group_count=groups,
+        )
+
+    @jax.jit
+    def gradient(x, result):
+        transpose = jax.linear_transpose(lambda k: convolve(x, k), kernel)
+        return transpose(result)[0]
+
+    arrays = np.ones((8, 8, 8, 4)), np.ones((8, 6, 6, 8))
+    arrays = [array.astype("float32") for array in arrays]
+    right = gradient(*arrays)
+    wrong = gradient(*jax.device_put(arrays, sharded))
+    np.testing.assert_allclose(wrong, 2 * right, rtol=1e-5)
 
 
 def test_the_guard_knows_where_jax_traces_and_compares():

@@ -18,6 +18,7 @@ from keras_strategies.experimental import (
     SlotsOnly,
 )
 from tests.gpu.programs import LOGS, Case, check_donation, check_step
+from tests.support.kernel_gradients import adds_up_copies, compile_gradient
 
 pytestmark = pytest.mark.gpu
 
@@ -215,3 +216,10 @@ def test_a_custom_loop():
     assert program.collective_bytes["all-reduce"] == 4 * (GRADIENTS + 2)
     # The rows, and the learning rate.
     check_donation(program, 32 * (64 + 8) * 4 + 4)
+
+
+def test_gradients_of_convolutions_are_not_added_up_twice():
+    devices = ks.MirroredStrategy.for_topology("h100:4").mesh.devices
+    for is_constrained in (False, True):
+        text = compile_gradient(devices, is_constrained=is_constrained)
+        assert adds_up_copies(text) != is_constrained

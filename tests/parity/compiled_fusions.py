@@ -21,7 +21,7 @@ import jax.numpy as jnp
 
 import keras_strategies as ks
 from keras_strategies._core import buffers, replica_map
-from keras_strategies.keras_bridge.steps import trace_checks
+from keras_strategies.keras_bridge.steps import traced
 
 import keras  # isort: skip
 from keras import layers  # isort: skip
@@ -114,7 +114,7 @@ def one_flat_buffer():
     flat = buffers.Buffering(max_entries=2**62, max_arrays=None)
     buffers.IN_PROCESS = flat
     # Else the buffer is recognized in the trace and packed anew.
-    trace_checks._are_sums_expensive = lambda step: False
+    traced.are_sums_expensive = lambda step: False
     replica_map.pack = lambda arrays: jnp.concatenate(
         [array.ravel() for array in arrays]
     )

@@ -12,6 +12,7 @@ import pytest
 
 import keras_strategies as ks
 from benchmarks.sharded_tpu import LOW_EFFORT, Decoder, compile_size
+from tests.support.kernel_gradients import adds_up_copies, compile_gradient
 
 pytestmark = pytest.mark.tpu
 
@@ -85,3 +86,10 @@ def test_blocks_that_are_computed_again_keep_no_weights():
     state = 12 * (12 * 2048 * 2048 / 8 + 12 * 2048)
     assert again.argument_bytes < state + 1e5
     assert again.output_bytes < 1e5
+
+
+def test_gradients_of_convolutions_are_not_added_up_twice():
+    devices = ks.TPUStrategy.for_topology("v5e:2x2").mesh.devices
+    for is_constrained in (False, True):
+        text = compile_gradient(devices, is_constrained=is_constrained)
+        assert adds_up_copies(text) != is_constrained

@@ -272,22 +272,3 @@ def has_unsafe_scatters(jaxpr: ClosedJaxpr) -> bool:
         return name != "scatter-add" or (is_unsigned and is_within_rows)
 
     return any(map(is_one, stages.all_equations(jaxpr)))
-
-
-def has_unsafe_convolutions(jaxpr: ClosedJaxpr) -> bool:
-    """Returns whether a program has convolutions that XLA shards incorrectly.
-
-    These are gradients of a kernel for each row (`jax.vmap(jax.grad(...))`). If
-    rows are sharded, XLA's partitioner (jaxlib 0.10.2) computes wrong ones
-    (docs/upstream.md).
-    """
-
-    def is_one(equation: Equation) -> bool:
-        params = equation.params
-        return (
-            equation.primitive.name == "conv_general_dilated"
-            and params["feature_group_count"] > 1
-            and params["dimension_numbers"].lhs_spec[0] > 0
-        )
-
-    return any(map(is_one, stages.all_equations(jaxpr)))

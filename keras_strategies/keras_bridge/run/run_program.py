@@ -44,7 +44,7 @@ from keras_strategies.keras_bridge.run import replica_trace, run_results
 from keras_strategies.keras_bridge.step_context import ReplicaScope
 from keras_strategies.keras_bridge.steps import output_shardings, replica_merge
 from keras_strategies.keras_bridge.steps.mapped_program import jit_named
-from keras_strategies.keras_bridge.steps.trace_checks import combine_sums
+from keras_strategies.keras_bridge.steps.traced import combine_sums
 from keras_strategies.keras_bridge.steps.uneven_rows import (
     BranchResult,
     call_unevenly,

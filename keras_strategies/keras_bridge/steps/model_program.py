@@ -46,9 +46,7 @@ from keras_strategies.keras_bridge.steps.mapped_program import (
     jit_named,
     mapped_trace,
 )
-from keras_strategies.keras_bridge.steps.trace_checks import (
-    call_on_global_batch,
-)
+from keras_strategies.keras_bridge.steps.traced import call_on_global_batch
 from keras_strategies.keras_bridge.steps.uneven_step import (
     UnevenCall,
     UnevenRows,

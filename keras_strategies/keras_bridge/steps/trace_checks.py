@@ -8,18 +8,11 @@ from typing import Any
 
 import jax
 import numpy as np
-from jax.extend.core import ClosedJaxpr, JaxprEqn, jaxpr_as_fun
+from jax.extend.core import ClosedJaxpr, JaxprEqn
 
-from keras_strategies._core.batches import RowShape, constrain_rows, cut_padding
 from keras_strategies._core.jaxprs import traces
-from keras_strategies._core.jaxprs.combined_sums import with_combined_sums
 from keras_strategies._core.jaxprs.marked_updates import collect_updates
-from keras_strategies._core.mesh import ReplicaMesh
-from keras_strategies._core.replica_map import (
-    all_sum,
-    has_unsure_collectives,
-    is_sum_if,
-)
+from keras_strategies._core.replica_map import has_unsure_collectives
 from keras_strategies._core.row_kinds import losses, scales
 from keras_strategies._core.row_kinds.losses import Finding, Verdict
 from keras_strategies._types import Batch, Tree
@@ -28,6 +21,7 @@ from keras_strategies.keras_bridge.step_context import (
     StepContext,
     StepFacts,
 )
+from keras_strategies.keras_bridge.steps.traced import Traced
 
 
 class StepsNotFused(Exception):
@@ -36,36 +30,6 @@ class StepsNotFused(Exception):
     On CPU, XLA computes gradients of convolutions up to twenty times slower
     inside a loop (jaxlib 0.10.2).
     """
-
-
-class Traced:
-    """A function that is traced only once, so that its trace can be checked.
-
-    Args:
-      fn: The function.
-      *args: Arguments to trace it with.
-    """
-
-    def __init__(self, fn: Callable[..., Any], *args: Tree) -> None:
-        self.jaxpr, shapes = jax.make_jaxpr(fn, return_shape=True)(*args)
-        self._structure = jax.tree.structure(shapes)
-        self._compute = jaxpr_as_fun(self.jaxpr)
-
-    def combine_sums(self, step: StepContext) -> None:
-        """Merges the trace's sums over the replicas into fewer sums."""
-        buffering = step.buffering
-        self._compute = with_combined_sums(
-            self.jaxpr,
-            step.axis,
-            lambda leaves: all_sum(leaves, step.axis, buffering),
-            is_sum_if,
-            lambda arrays: buffering is None or buffering.fits(arrays),
-        )
-
-    def __call__(self, *args: Tree) -> Tree:
-        """Computes the function from its trace."""
-        leaves = self._compute(*jax.tree.leaves(args))
-        return jax.tree.unflatten(self._structure, leaves)
 
 
 def trace_and_check(
@@ -109,50 +73,8 @@ def trace_and_check(
         _check_sizes(step, body, state, data)
     if is_unaware and step.num_replicas > 1:
         _check_losses(step, body, state, data, traced.jaxpr, is_user_step)
-    if _are_sums_expensive(step):
-        traced.combine_sums(step)
+    traced.combine_sums(step)
     return traced(*args)
-
-
-def combine_sums(
-    fn: Callable[..., Any], step: StepContext
-) -> Callable[..., Any]:
-    """Wraps a function so that its sums over replicas become fewer sums."""
-    if not _are_sums_expensive(step):
-        return fn
-
-    def call_combined(*args: Tree) -> Tree:
-        traced = Traced(fn, *args)
-        traced.combine_sums(step)
-        return traced(*args)
-
-    return call_combined
-
-
-def _are_sums_expensive(step: StepContext) -> bool:
-    """Returns whether sums are slow and the compiler does not combine them."""
-    mesh = step.facts.mesh
-    if mesh.platform != "cpu" or mesh.num_replicas == 1:
-        return False
-    return mesh.num_processes > 1 or step.buffering is not None
-
-
-def call_on_global_batch(
-    body: Callable[..., Any],
-    state: tuple[Any, ...],
-    data: Batch,
-    shape: RowShape,
-    mesh: ReplicaMesh,
-) -> tuple[Any, ...]:
-    """Cuts the padding off a batch, then computes `body(*state, data)`."""
-    data = cut_padding(data, shape)
-    traced = Traced(body, *state, data)
-    if traces.has_unsafe_convolutions(traced.jaxpr):
-        data = jax.lax.with_sharding_constraint(data, mesh.whole)
-    else:
-        is_sharded = not traces.has_unsafe_scatters(traced.jaxpr)
-        data = constrain_rows(data, shape, mesh, is_sharded=is_sharded)
-    return traced(*state, data)
 
 
 def _check_sizes(

@@ -34,10 +34,10 @@ from keras_strategies.keras_bridge.steps.mapped_program import Arguments, Body
 from keras_strategies.keras_bridge.steps.model_program import ModelProgram
 from keras_strategies.keras_bridge.steps.trace_checks import (
     StepsNotFused,
-    Traced,
     forget_losses,
     trace_and_check,
 )
+from keras_strategies.keras_bridge.steps.traced import Traced
 from keras_strategies.keras_bridge.steps.uneven_step import UnevenCall
 
 
