@@ -120,24 +120,32 @@ class ShardExchange:
 
     def scatter(self, value: jax.Array, spec: Sharded) -> jax.Array:
         """Returns this replica's shard of the sum of the replicas' values."""
-        *groups, axis = self._mesh.replica_axes
+        groups = self._mesh.replica_axes[:-1]
 
         def scatter(part: jax.Array) -> jax.Array:
             sent = part.astype(spec.sum_dtype or part.dtype)
-            count = jax.lax.axis_size(axis)
-            is_tiled = self._mesh.platform != "tpu" or not _is_of_blocks(
-                sent.shape, spec.dim, count
-            )
-            if not is_tiled:
-                sent = sent.reshape(count, -1, sent.shape[1])
-            shard = jax.lax.psum_scatter(
-                sent, axis, scatter_dimension=spec.dim, tiled=is_tiled
-            )
+            shard = self._scatter_in_group(sent, spec)
             if groups:
-                shard = jax.lax.psum(shard, tuple(groups))
+                shard = jax.lax.psum(shard, groups)
             return shard.astype(part.dtype)
 
         return self._by_core(scatter, spec)(value)
+
+    def _scatter_in_group(self, value: jax.Array, spec: Sharded) -> jax.Array:
+        mesh, dim = self._mesh, spec.dim
+        if mesh.platform == "cpu" and mesh.num_processes > 1:
+            # Between processes, reduce-scatters on CPUs may return wrong sums,
+            # and give up after 30 seconds (docs/upstream.md).
+            return self.cut(jax.lax.psum(value, mesh.axis), spec)
+        count = jax.lax.axis_size(mesh.axis)
+        is_tiled = mesh.platform != "tpu" or not _is_of_blocks(
+            value.shape, dim, count
+        )
+        if not is_tiled:
+            value = value.reshape(count, -1, value.shape[1])
+        return jax.lax.psum_scatter(
+            value, mesh.axis, scatter_dimension=dim, tiled=is_tiled
+        )
 
     def cut(self, value: jax.Array, spec: Sharded) -> jax.Array:
         """Returns this replica's shard of a replicated value."""

@@ -4,6 +4,7 @@ import dataclasses
 import inspect
 import os
 import signal
+import subprocess
 import sys
 
 import jax
@@ -22,6 +23,7 @@ from keras_strategies._core.names import versions
 from keras_strategies._core.replica_map import replica_map, split_spec
 from keras_strategies.cluster.exchange import kv_store
 from keras_strategies.cluster.job import mutual_tls
+from keras_strategies.cluster.job.free_ports import find_free_ports
 from keras_strategies.cluster.watchdog import progress
 from keras_strategies.planning.compile.compiler import parse_misfit
 from keras_strategies.planning.program.chips import find_memory
@@ -492,3 +494,47 @@ def test_libtpu_compares_a_programs_peak_with_the_memory():
     assert memory.peak_memory_in_bytes < available
     figures = Figures.measure(compiled, 0.0)
     assert figures.bytes_in_all == memory.peak_memory_in_bytes
+
+
+@pytest.mark.slow
+@pytest.mark.multi_process
+def test_reduce_scatters_of_processes_on_cpus_wait_for_30_seconds_at_most():
+    """Fails when they wait longer: `_scatter_in_group` may use them then."""
+    code = """
+import os, sys, time
+import jax, jax.numpy as jnp
+from jax.sharding import Mesh, PartitionSpec as P
+process, port = int(sys.argv[1]), sys.argv[2]
+jax.distributed.initialize(f"127.0.0.1:{port}", 2, process)
+mesh = Mesh(jax.devices(), "x")
+fn = lambda v: jax.lax.psum_scatter(v, "x", tiled=True)
+fn = jax.jit(jax.shard_map(fn, mesh=mesh, in_specs=P(), out_specs=P("x")))
+jax.block_until_ready(fn(jnp.ones(8)))
+time.sleep(35 * process)
+try:
+    jax.block_until_ready(fn(jnp.ones(8)))
+    print("It waited.", flush=True)
+except Exception as error:
+    print(error, flush=True)
+# Without the barrier at the end, which would wait for the other process.
+os._exit(0)
+"""
+    (port,) = find_free_ports(1)
+    processes = [
+        subprocess.Popen(
+            [sys.executable, "-c", code, str(k), str(port)],
+            stdout=subprocess.PIPE,
+            stderr=subprocess.DEVNULL,
+            text=True,
+        )
+        for k in range(2)
+    ]
+    try:
+        said, _ = processes[0].communicate(timeout=120)
+    finally:
+        for process in processes:
+            process.kill()
+            process.communicate()
+    # JAX 0.12 waits; whether its sums of large shards are right is not known.
+    is_mended = versions.parse_version(jax.__version__) >= (0, 12)
+    assert ("It waited." if is_mended else "Gloo ReduceScatter failed") in said

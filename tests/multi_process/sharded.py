@@ -85,6 +85,58 @@ def fitted(optimizer, shards, batch_size=8, cores=1):
     }
 
 
+def find_collectives():
+    """The kinds of collectives in a train step's program."""
+    strategy = made(None)
+    with strategy.scope():
+        model = compiled()
+    rows = len(X) // 2 * 2
+    shapes = [
+        jax.ShapeDtypeStruct((rows, array.shape[1]), "float32")
+        for array in (X, Y)
+    ]
+    program = strategy.compile_step(model, tuple(shapes))
+    return [kind for kind, count in program.collectives.items() if count]
+
+
+def train_long(size, steps):
+    """Returns how far weights of large shards are from those of one device.
+
+    Args:
+      size: The rows and columns of the model's kernel.
+      steps: The number of steps.
+    """
+    x = np.random.default_rng(0).normal(size=(4, size)).astype("float32")
+    weights = []
+    for strategy in (made(None), ks.OneDeviceStrategy("cpu:0")):
+        keras.utils.set_random_seed(1)
+        with strategy.scope():
+            layer = keras.layers.Dense(size, kernel_initializer="zeros")
+            model = keras.Sequential([keras.Input((size,)), layer])
+            model.compile(keras.optimizers.SGD(0.1), "mse")
+        model.fit(x, x, batch_size=4, epochs=steps, shuffle=False, verbose=0)
+        weights.append(np.asarray(layer.kernel))
+    found, expected = weights
+    return float(np.abs(found - expected).max() / np.abs(expected).max())
+
+
+def pause(seconds):
+    """Trains with a callback that sleeps in process 1; returns the loss."""
+    strategy = made(None)
+    with strategy.scope():
+        model = compiled()
+    model.set_weights(first_weights(model))
+    sleeps = jax.process_index() == 1
+
+    def sleep(batch, logs):
+        if batch == 1 and sleeps:
+            time.sleep(seconds)
+
+    callback = keras.callbacks.LambdaCallback(on_train_batch_end=sleep)
+    fit = {"batch_size": 4, "shuffle": False, "verbose": 0}
+    return model.fit(X, Y, callbacks=[callback], **fit).history["loss"]
+
+
 LARGE = 4096  # Rows and columns: with 67 MB, Keras takes a variable for large.
 
 

@@ -97,6 +97,7 @@ def found(folder):
         "looped": (4,),
         "large": (64,),
         "refused": (),
+        "find_collectives": (),
     }
     values = values_of_each(
         2, *((f"{ROOM}:{name}", *args) for name, args in calls.items())
@@ -202,3 +203,23 @@ def test_cases_of_parity_equal_one_device(num_processes, devices, shards):
         assert_all_close(
             first[name]["leaves"], jax.tree.leaves(wanted), limit, limit, name
         )
+
+
+def test_processes_on_cpus_do_not_scatter_sums(found):
+    """Sums that are scattered may be wrong there (docs/upstream.md)."""
+    for kinds in found["find_collectives"]:
+        assert "all-reduce" in kinds
+        assert "reduce-scatter" not in kinds
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("size", [2048, 4096], ids=["8-mib", "32-mib"])
+def test_large_shards_equal_one_device_after_many_steps(size):
+    for distance in values_of(f"{ROOM}:train_long", 2, size, 200, devices=1):
+        assert distance < 1e-5
+
+
+@pytest.mark.slow
+def test_a_pause_of_one_process_waits():
+    losses = values_of(f"{ROOM}:pause", 2, 40, devices=1)
+    assert losses == values_of(f"{ROOM}:pause", 2, 0, devices=1)

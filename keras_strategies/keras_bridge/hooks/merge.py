@@ -182,15 +182,27 @@ def _plan_by_rule(
         smallest = all_min(number, step.axis)
         return lambda sums: smallest
     if rule == "sum":
-        place = plan.add(losses.mark(new - old, scales.CHANGE))
+        change = new - _replace_infinite(old)
+        place = plan.add(losses.mark(change, scales.CHANGE))
         return lambda sums: old + sums[place]
     if rule == metric_rules.MEAN and is_metric:
-        place = plan.add(compute_mean_share(new - old, step))
+        change = new - _replace_infinite(old)
+        place = plan.add(compute_mean_share(change, step))
         return lambda sums: old + sums[place]
     if rule == "mean":
         place = plan.add(compute_mean_share(new, step))
         return lambda sums: sums[place]
     return _plan_first(plan, number)
+
+
+def _replace_infinite(old: Array) -> Array:
+    """Replaces entries that are not finite by 0.
+
+    The change of a metric that is infinite is then infinite, and not NaN.
+    """
+    if not jnp.issubdtype(old.dtype, jnp.floating):
+        return old
+    return jnp.where(jnp.isfinite(old), old, jnp.zeros_like(old))
 
 
 def _plan_first(plan: Merge, value: Array) -> Callable[[list[Any]], Any]:

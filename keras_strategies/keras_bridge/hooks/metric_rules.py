@@ -9,10 +9,11 @@ replicas. Keras's metrics are sums over rows, except those for which
 
 import warnings
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any, NamedTuple
 
+import jax
 import keras
 import numpy as np
 from keras import tree
@@ -36,7 +37,8 @@ GLOBAL = "global batch"
 batch."""
 
 _PARTS = (3, 5)
-_verdicts: "weakref.WeakKeyDictionary[keras.metrics.Metric, bool]"
+# Whether a metric is a sum over rows, for each form of its calls.
+_verdicts: "weakref.WeakKeyDictionary[keras.metrics.Metric, dict[Any, bool]]"
 _verdicts = weakref.WeakKeyDictionary()
 
 
@@ -202,13 +204,13 @@ def _is_additive(
         return False
     if _is_keras_own(metric):
         return True
-    verdict = _verdicts.get(metric)
-    if verdict is None:
-        verdict = _try_out(metric, args, kwargs)
-        _verdicts[metric] = verdict
-        if not verdict and not isinstance(
-            metric, keras.metrics.MeanMetricWrapper
-        ):
+    verdicts = _verdicts.setdefault(metric, {})
+    form = _find_form(args, kwargs)
+    if form not in verdicts:
+        is_first = all(verdicts.values())
+        verdicts[form] = _try_out(metric, args, kwargs)
+        is_wrapper = isinstance(metric, keras.metrics.MeanMetricWrapper)
+        if is_first and not verdicts[form] and not is_wrapper:
             warnings.warn(
                 f"Metric {metric.name!r} ({type(metric).__name__}) is not a "
                 "sum over rows: updating it with two parts of a batch gives "
@@ -219,7 +221,19 @@ def _is_additive(
                 UserWarning,
                 stacklevel=2,
             )
-    return verdict
+    return verdicts[form]
+
+
+def _find_form(args: Sequence[Any], kwargs: dict[str, Any]) -> Hashable:
+    """Returns what the test of a call on toy data depends on.
+
+    A metric may be a sum over rows without sample weights, and not with them.
+    """
+    leaves, structure = jax.tree.flatten((tuple(args), kwargs))
+    return structure, tuple(
+        (len(leaf.shape), str(leaf.dtype)) if _is_array(leaf) else type(leaf)
+        for leaf in leaves
+    )
 
 
 def _try_out(

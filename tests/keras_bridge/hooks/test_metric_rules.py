@@ -219,6 +219,29 @@ def test_a_users_function_of_a_row_is_a_sum_and_one_of_rows_is_none(
     assert rule_of(keras.metrics.MeanMetricWrapper(function)) == rule
 
 
+class SumWithoutWeights(Highest):
+    """Adds up rows, or the weighted mean of a batch."""
+
+    def update_state(self, y_true, y_pred, sample_weight=None):
+        rows = ops.mean(ops.abs(y_true - y_pred), axis=-1)
+        if sample_weight is not None:
+            weight = ops.reshape(sample_weight, (-1,))
+            rows = ops.sum(rows * weight) / ops.sum(weight)
+        self.value.assign_add(ops.sum(rows))
+
+
+def test_asks_for_each_form_of_a_call():
+    metric = SumWithoutWeights()
+    weight = {"sample_weight": floats(ROWS)}
+    choose = metric_rules.choose_update_rule
+    assert choose(metric, VECTORS, {}, ROWS) == metric_rules.SUM
+    with pytest.warns(UserWarning, match="not a sum over rows"):
+        assert choose(metric, VECTORS, weight, ROWS) == metric_rules.SAME
+    # Warnings are errors here: a second one would show.
+    assert choose(metric, VECTORS, {}, ROWS) == metric_rules.SUM
+    assert choose(metric, VECTORS, weight, ROWS) == metric_rules.SAME
+
+
 def test_a_metric_that_fails_on_toy_data_is_taken_as_no_sum():
     class Picky(Highest):
         def update_state(self, y_true, y_pred, sample_weight=None):

@@ -298,3 +298,25 @@ def test_the_source_of_an_adopted_variable_is_not_deleted():
         assert not value.is_deleted()
         np.testing.assert_array_equal(value, copy)
         assert isinstance(value.sharding, jax.sharding.SingleDeviceSharding)
+
+
+@pytest.mark.parametrize("replicas", [2, 4])
+def test_an_infinite_loss_of_a_row_stays_infinite(replicas):
+    """Metrics' changes are summed, and inf - inf would be NaN."""
+    y = np.array(Y)
+    y[5] = np.inf
+
+    def scaled():
+        return keras.optimizers.LossScaleOptimizer(keras.optimizers.SGD(0.1))
+
+    def fit(model):
+        options = {"batch_size": 8, "shuffle": False, "verbose": 0}
+        return model.fit(X, y, epochs=2, **options).history
+
+    def build():
+        return keras.Sequential([keras.Input((3,)), dense()])
+
+    (plain, _), (ours, _) = run_both(
+        build, fit, replicas=replicas, optimizer=scaled, loss="mse"
+    )
+    assert ours["loss"] == plain["loss"] == [np.inf, np.inf]
