@@ -523,6 +523,7 @@ os._exit(0)
     processes = [
         subprocess.Popen(
             [sys.executable, "-c", code, str(k), str(port)],
+            env=os.environ | {"XLA_FLAGS": ""},
             stdout=subprocess.PIPE,
             stderr=subprocess.DEVNULL,
             text=True,
