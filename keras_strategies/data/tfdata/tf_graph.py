@@ -18,6 +18,9 @@ Graph = Any
 Node = Any
 
 _MAX_BYTES = 1 << 31
+# With `strip_device_assignment`, TensorFlow (2.21) writes this for a device
+# without a type, which `tf.py_function` has, and cannot read it.
+_UNREADABLE_DEVICE = "/device::0"
 
 
 def tensorflow() -> ModuleType:
@@ -45,6 +48,10 @@ def write_graph(dataset: Dataset) -> Graph | None:
         return None
     graph = tf.compat.v1.GraphDef()
     graph.ParseFromString(written.numpy())
+    for body in (graph.node, *(f.node_def for f in graph.library.function)):
+        for node in body:
+            if node.device == _UNREADABLE_DEVICE:
+                node.device = ""
     return graph if graph.node else None
 
 

@@ -656,6 +656,47 @@ def test_caches_are_kept_over_epochs(folder, count):
     assert len(calls) == len(own) * count
 
 
+def python_functions():
+    """Pipelines with Python functions, which take a function that is mapped."""
+    rows = tf.data.Dataset.range(13)
+    two = tf.data.Dataset.range(2)
+    return {
+        "map": lambda f: rows.map(f).batch(4),
+        "map, shuffle": lambda f: rows.map(f).shuffle(13).batch(4),
+        "shuffle, map": lambda f: rows.shuffle(13).map(f).batch(4),
+        "parallel": lambda f: rows.map(f, 2).shuffle(13).batch(4),
+        "interleave": lambda f: (
+            two.interleave(lambda i: rows.map(f)).shuffle(30).batch(4)
+        ),
+        "filter": lambda f: (
+            rows.filter(lambda row: f(row) % 3 > 0).shuffle(13).batch(4)
+        ),
+        "on a device": lambda f: rows.map(on_cpu(f)).shuffle(13).batch(4),
+    }
+
+
+def on_cpu(function):
+    def call(row):
+        with tf.device("/cpu:0"):
+            return function(row)
+
+    return call
+
+
+@pytest.mark.parametrize("name", python_functions())
+@pytest.mark.parametrize("wrap", [tf.py_function, tf.numpy_function])
+def test_python_functions_are_called(name, wrap):
+    def apply(row):
+        return tf.ensure_shape(wrap(lambda x: x * 1, [row], tf.int64), ())
+
+    def make():
+        return python_functions()[name](apply)
+
+    expected = sorted(rows_of_tf(make().unbatch()))
+    for count in (1, 3):
+        assert rows_of(make, count) == expected
+
+
 def test_a_split_dataset_does_not_use_the_whole_ones_cache(folder):
     dataset = records(folder).cache().batch(4)
     assert sorted(rows_of_tf(dataset)) == list(range(13))
