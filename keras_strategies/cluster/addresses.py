@@ -2,7 +2,7 @@
 
 import re
 from collections.abc import Callable, Mapping, Sequence
-from ipaddress import IPv4Address, IPv6Address
+from ipaddress import IPv4Address, IPv6Address, ip_address
 
 MAX_TASKS = 1_000_000
 """The exclusive upper bound of task indices."""
@@ -57,6 +57,21 @@ def check_address(address: str, what: str) -> None:
             f"The address of {what} must be `host:port`, but {fault}. "
             f"Received: {shorten(address)}. {_CURE}"
         )
+
+
+def is_local(address: str) -> bool:
+    """Returns whether an address means a different machine on each machine.
+
+    Args:
+      address: A valid `host:port`, such as `localhost:2222`.
+    """
+    host = address.rpartition(":")[0].strip("[]")
+    try:
+        ip = ip_address(host)
+    except ValueError:
+        return host.rstrip(".").lower() == "localhost"
+    ip = getattr(ip, "ipv4_mapped", None) or ip
+    return ip.is_loopback or ip.is_unspecified
 
 
 def join_address(host: str, port: int) -> str:

@@ -2,11 +2,17 @@
 
 import math
 import numbers
+from collections.abc import Mapping
 from types import UnionType
 from typing import Any
 
 from keras_strategies.cluster.addresses import MAX_PORT, shorten
 
+TIMEOUT = "KERAS_STRATEGIES_TIMEOUT_S"
+"""The environment variable that limits waiting for other processes, in
+seconds."""
+
+_TIMEOUT_S = 600.0
 Kind = type | UnionType | tuple[type, ...]
 
 
@@ -88,3 +94,23 @@ def check_port(port: int, name: str) -> int:
     cure = "Pass a port that is free on the hosts, such as 8888."
     check_number(name, port, cure, least=1, most=MAX_PORT, is_optional=False)
     return port
+
+
+def read_timeout(environ: Mapping[str, str]) -> float:
+    """Returns the longest wait for other processes, in seconds.
+
+    Raises:
+      ValueError: if the environment variable is not a positive number.
+    """
+    text = environ.get(TIMEOUT, str(_TIMEOUT_S))
+    try:
+        seconds = float(text)
+    except ValueError:
+        seconds = 0.0
+    if not seconds > 0:
+        raise ValueError(
+            f"The environment variable {TIMEOUT} must be a positive number of "
+            f"seconds. Received: {shorten(text)}. Unset it for the default of "
+            f"{_TIMEOUT_S:.0f}."
+        )
+    return seconds

@@ -4,6 +4,7 @@ from typing import Any, Protocol
 
 from keras_strategies.cluster.addresses import (
     check_address,
+    is_local,
     parse_index,
     shorten,
 )
@@ -62,8 +63,9 @@ def task_info(resolver: AnyResolver) -> TaskInfo:
     Raises:
       ValueError: if the cluster has a job 'ps', an unknown job, no training
         task, several chiefs, an address that is not `host:port`, a duplicate
-        address, or a gap between a job's indices. Also if this process's task
-        is unknown, or is not in the cluster.
+        address, or a gap between a job's indices, or if process 0 has an
+        address such as localhost and others do not. Also if this process's
+        task is unknown, or is not in the cluster.
       TypeError: if the task's index is not an integer.
 
     Example:
@@ -255,13 +257,27 @@ def _list_training_addresses(
             f"jobs {shorten(spec.jobs)}. Add a task for each process that "
             "trains."
         )
-    if None in addresses:
+    known = [address for address in addresses if address is not None]
+    if len(known) < len(addresses):
         raise ValueError(
             "The tasks of a job must be numbered 0, 1, 2, ... without a gap. "
             f"Received: a gap after {addresses.index(None)} tasks. Pass the "
             "addresses of all tasks."
         )
-    return tuple(addresses)
+    _check_coordinator(known)
+    return tuple(known)
+
+
+def _check_coordinator(addresses: list[str]) -> None:
+    """Raises an error if other machines cannot reach process 0."""
+    others = [i for i, address in enumerate(addresses) if not is_local(address)]
+    if others and is_local(addresses[0]):
+        raise ValueError(
+            "All processes must be able to reach process 0. Received: "
+            f"{shorten(addresses[0])} for process 0, which on each machine is "
+            f"that machine itself, and another machine for process {others[0]}."
+            " Set the address of process 0 to its machine's name or IP address."
+        )
 
 
 def _suggest_role(name: str) -> str:

@@ -23,10 +23,8 @@ from keras_strategies.keras_bridge.callbacks.resumable_fit import (
     find_fit_state,
 )
 from keras_strategies.keras_bridge.loops.binding import find_binding
-from keras_strategies.keras_bridge.loops.step_profiler import (
-    parse_steps,
-    profile_steps,
-)
+from keras_strategies.keras_bridge.loops.profiled_steps import parse_steps
+from keras_strategies.keras_bridge.loops.step_profiler import profile_steps
 from keras_strategies.planning.compile.clones import embeds_tokens
 from keras_strategies.reporting import document as files
 from keras_strategies.reporting import step_file

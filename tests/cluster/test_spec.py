@@ -322,6 +322,28 @@ PAIR = {"worker": ["a:1", "b:1"]}
         ({"worker": ["a:1", "A:1"]}, ("worker", 0), ["'A:1'", "task 1"]),
         ({"worker": ["a"]}, ("worker", 0), ["port is missing", "task 0"]),
         ({}, ("worker", 3), ["task 3", "no cluster"]),
+        *(
+            (
+                {"worker": [f"{host}:1", "b:2"]},
+                ("worker", index),
+                [f"'{host}:1' for process 0", "machine for process 1"],
+            )
+            for host in (
+                "localhost",
+                "LocalHost.",
+                "127.0.0.1",
+                "127.1.2.3",
+                "0.0.0.0",
+                "[::1]",
+                "[::ffff:127.0.0.1]",
+            )
+            for index in (0, 1)
+        ),
+        (
+            {"chief": ["localhost:1"], "worker": ["localhost:2", "c:1"]},
+            ("worker", 1),
+            ["'localhost:1'", "machine for process 2"],
+        ),
     ],
     ids=str,
 )
@@ -329,6 +351,21 @@ def test_bad_cluster_is_refused(cluster, task, words):
     with pytest.raises(ValueError, match="Received") as caught:
         info_of(cluster, *task)
     assert all(word in str(caught.value) for word in words), caught.value
+
+
+@pytest.mark.parametrize(
+    "cluster",
+    [
+        {"worker": ["localhost:1", "127.0.0.1:2", "[::1]:3", "127.0.1.1:4"]},
+        # Nobody connects to process 1.
+        {"worker": ["a:1", "localhost:2"]},
+        # An evaluator does not connect to the others.
+        {"worker": ["localhost:1"], "evaluator": ["b:1"]},
+        {"worker": ["localhost.example.com:1", "b:1"]},
+    ],
+)
+def test_local_address_that_all_can_reach_is_let_through(cluster):
+    assert info_of(cluster, "worker", 0).process_id == 0
 
 
 @pytest.mark.parametrize("index", [True, 1.0, [1]])

@@ -28,9 +28,9 @@ from keras_strategies.cli.checkpoints.checkpoints import print_listing
 from keras_strategies.cli.doctor import run_probe
 from keras_strategies.cli.doctor.installed import split_flags
 from keras_strategies.cluster.addresses import check_address
+from keras_strategies.cluster.checks import TIMEOUT, read_timeout
 from keras_strategies.cluster.exchange import (
     greetings,
-    host_exchange,
     job_secret,
     joining,
 )
@@ -223,23 +223,6 @@ def _variables(text: str) -> dict[str, str]:
 
 def _resolver(kind: Callable[..., Any]) -> Parse:
     return lambda text: task_info(kind(environ=_variables(text)))
-
-
-def _with_environ(parse: Callable[[], object], name: str) -> Parse:
-    def parsed(text: str) -> object:
-        known = os.environ.get(name)
-        try:
-            os.environ[name] = text
-        except (ValueError, UnicodeEncodeError):  # No system would set it.
-            return None
-        try:
-            return parse()
-        finally:
-            os.environ.pop(name)
-            if known is not None:
-                os.environ[name] = known
-
-    return parsed
 
 
 def _manifest(folder: Any) -> Parse:
@@ -725,11 +708,7 @@ PARSERS: dict[str, Parser] = {
     ),
     "time to wait": Parser(
         ["600", "1.5"],
-        of(
-            _with_environ(
-                host_exchange.read_waiting_limit, host_exchange.TIMEOUT
-            )
-        ),
+        of(lambda text: read_timeout({TIMEOUT: text})),
         errors=(ValueError,),
     ),
     "XLA_FLAGS": Parser(["--xla_a=1 --xla_b='x y'"], of(split_flags)),

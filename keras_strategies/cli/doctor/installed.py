@@ -21,9 +21,11 @@ from keras_strategies.cli.doctor.findings import (
     note,
     warning,
 )
-from keras_strategies.cluster.exchange import job_secret
+from keras_strategies.cluster.checks import read_timeout
+from keras_strategies.cluster.exchange.job_secret import VARIABLE, read_secret
 from keras_strategies.gpu.xla_flags import read_flags
 from keras_strategies.keras_bridge.backend import is_switched_on
+from keras_strategies.keras_bridge.loops.profiled_steps import read_steps
 
 LEAST_PYTHON = (3, 11)
 # Optional modules, the extras that install them, and what they are used for.
@@ -116,15 +118,14 @@ def check_variables(environ: Mapping[str, str], num_cores: int) -> Part:
     ]
     if flags:
         rows.append(("XLA_FLAGS", "\n".join(flags)))
-    if environ.get(job_secret.VARIABLE):
-        rows.append((job_secret.VARIABLE, "set (not shown)"))
+    if environ.get(VARIABLE):
+        rows.append((VARIABLE, "set (not shown)"))
     rows.append(("CPU cores", str(num_cores)))
     findings = (
         *_check_keras(environ),
         *_check_platforms(environ.get("JAX_PLATFORMS", "")),
-        *_check_flags(environ),
+        *_check_values(environ),
         *_check_virtual_devices(flags, num_cores),
-        *_check_secret(environ),
     )
     return Part(title="Environment", rows=tuple(rows), findings=findings)
 
@@ -138,20 +139,14 @@ def split_flags(text: str) -> list[str]:
         return text.split()
 
 
-def _check_flags(environ: Mapping[str, str]) -> Iterator[Finding]:
-    try:
-        read_flags(environ)
-    except ValueError as error:
-        text, cure = str(error).rsplit(". ", 1)
-        yield fault(f"{text}.", cure)
-
-
-def _check_secret(environ: Mapping[str, str]) -> Iterator[Finding]:
-    try:
-        job_secret.read_secret(environ)
-    except ValueError as error:
-        rule, received, cure = str(error).split(". ", 2)
-        yield fault(f"{rule}. {received}.", cure)
+def _check_values(environ: Mapping[str, str]) -> Iterator[Finding]:
+    """Yields the errors that other modules raise for values of variables."""
+    for read in (read_flags, read_secret, read_timeout, read_steps):
+        try:
+            read(environ)
+        except ValueError as error:
+            text, cure = str(error).rsplit(". ", 1)
+            yield fault(f"{text}.", cure)
 
 
 def _check_keras(environ: Mapping[str, str]) -> Iterator[Finding]:

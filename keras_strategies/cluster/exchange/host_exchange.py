@@ -14,7 +14,7 @@ from typing import Any
 
 import jax
 
-from keras_strategies.cluster.addresses import shorten
+from keras_strategies.cluster.checks import TIMEOUT, read_timeout
 from keras_strategies.cluster.exchange.exit_codes import Stalled
 from keras_strategies.cluster.exchange.greetings import clean_text
 from keras_strategies.cluster.exchange.kv_store import get_client
@@ -25,12 +25,7 @@ from keras_strategies.cluster.exchange.message_forms import (
     read_messages,
 )
 
-TIMEOUT = "KERAS_STRATEGIES_TIMEOUT_S"
-"""The environment variable that limits waiting for other processes, in
-seconds."""
-
 _SLICE_MS = 250
-_TIMEOUT_S = 600.0
 # After an `Agreement` has ended, its messages are deleted once this number of
 # further agreements has been created: by then, no process can still be reading
 # them.
@@ -298,15 +293,4 @@ def read_waiting_limit() -> float:
     """
     if _limit_s is not None:
         return _limit_s
-    text = os.environ.get(TIMEOUT, str(_TIMEOUT_S))
-    try:
-        seconds = float(text)
-    except ValueError:
-        seconds = 0.0
-    if not seconds > 0:
-        raise ValueError(
-            f"The environment variable {TIMEOUT} must be a positive number of "
-            f"seconds. Received: {shorten(text)}. Unset it for the default of "
-            f"{_TIMEOUT_S:.0f}."
-        )
-    return seconds
+    return read_timeout(os.environ)

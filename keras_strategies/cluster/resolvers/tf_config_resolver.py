@@ -22,6 +22,18 @@ VARIABLE = "TF_CONFIG"
 MAX_CHARACTERS = 1 << 20
 """The maximum length of TF_CONFIG."""
 
+# Keys that tf or its Estimators read, and those of Google's AI Platform.
+_KEYS_BESIDE_A_CLUSTER = {
+    "task",
+    "rpc_layer",
+    "session_master",
+    "eval_session_master",
+    "service",
+    "model_dir",
+    "environment",
+    "job",
+    "trial",
+}
 _EXAMPLE = (
     'Write it as {"cluster": {"worker": ["host0:2222", "host1:2222"]}, '
     '"task": {"type": "worker", "index": 0}}.'
@@ -161,14 +173,14 @@ class TFConfigClusterResolver(ClusterResolver):
 
 
 def parse_tf_config(text: str) -> TFConfig:
-    """Parses the value of TF_CONFIG. Unknown keys are ignored.
+    """Parses the value of TF_CONFIG. Unknown keys beside a cluster are ignored.
 
     Args:
       text: A JSON object, or "".
 
     Raises:
-      ValueError: if the text is not JSON, is too long, or has a duplicate key
-        or an invalid job, address or index.
+      ValueError: if the text is not JSON, is too long, or has a duplicate key,
+        an invalid job, address or index, or unknown keys but no cluster.
       TypeError: if a value in the JSON object has a wrong type.
     """
     config = load_tf_config(text)
@@ -178,11 +190,14 @@ def parse_tf_config(text: str) -> TFConfig:
             f'"task" in {VARIABLE} must be an object with "type" and "index". '
             f"Received: {_describe_json(task)}. {_EXAMPLE}"
         )
+    cluster = _parse_cluster(config.pop("cluster", {}))
+    if not cluster:
+        _check_keys(config)
     index = None
     if "index" in task:
         index = parse_index(task["index"], f'"index" of the task in {VARIABLE}')
     return TFConfig(
-        cluster=_parse_cluster(config.get("cluster", {})),
+        cluster=cluster,
         task_type=_parse_type(task),
         task_id=index,
         rpc_layer=read_string(config, "rpc_layer"),
@@ -260,6 +275,19 @@ def _parse_cluster(cluster: object) -> ClusterSpec:
     check_roles(spec)
     check_addresses(spec)
     return spec
+
+
+def _check_keys(config: dict[str, Any]) -> None:
+    """Raises an error if another key than "cluster" may contain the cluster."""
+    unknown = [key for key in config if key not in _KEYS_BESIDE_A_CLUSTER]
+    if not unknown:
+        return
+    raise ValueError(
+        f'The jobs in {VARIABLE} must be under the key "cluster". Received: no '
+        f"cluster, but the keys {shorten(unknown)}. Without a cluster, each "
+        "process would train separately and write to the same files. "
+        f"{_EXAMPLE}"
+    )
 
 
 def _parse_type(task: dict[str, Any]) -> str | None:

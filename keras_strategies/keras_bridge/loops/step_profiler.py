@@ -3,7 +3,6 @@
 import contextlib
 import logging
 import os
-import re
 import threading
 from collections.abc import Iterator
 from typing import Any
@@ -12,39 +11,12 @@ import jax
 
 from keras_strategies._core.batches import Execution
 from keras_strategies._core.names.phases import INPUT, PROGRAM, recording
+from keras_strategies.keras_bridge.loops.profiled_steps import read_steps
 
 _logger = logging.getLogger(__name__)
 
-STEPS = "KERAS_STRATEGIES_PROFILE"
-"""The environment variable with the steps that each fit traces."""
 DIRECTORY = "KERAS_STRATEGIES_PROFILE_DIR"
 _DIRECTORY = "profile"
-_STEPS = re.compile(r"(?P<first>\d{1,9})(:(?P<last>\d{1,9}))?", re.ASCII)
-_MOST_STEPS = 1000
-
-
-def parse_steps(steps: object, name: str) -> tuple[int, int] | None:
-    """Returns the first and the last step of a text such as "10:13".
-
-    Args:
-      steps: The text: a step, or two with a colon between them. None for None.
-      name: The name of the argument or variable, for errors.
-
-    Raises:
-      ValueError: if the text is not valid.
-    """
-    if steps is None:
-        return None
-    match = _STEPS.fullmatch(steps) if isinstance(steps, str) else None
-    if match is not None:
-        first, last = int(match["first"]), int(match["last"] or match["first"])
-        if 0 < first <= last < first + _MOST_STEPS:
-            return first, last
-    raise ValueError(
-        f"{name} must be the first and the last step to trace, counted from 1 "
-        f"at the start of the fit, at most {_MOST_STEPS:,} steps. Received: "
-        f"{steps!r:.100}. Pass, for example, '10:13'."
-    )
 
 
 def profile_from_environment(
@@ -58,7 +30,7 @@ def profile_from_environment(
     Raises:
       ValueError: if the variable is not valid.
     """
-    steps = parse_steps(os.environ.get(STEPS) or None, STEPS)
+    steps = read_steps(os.environ)
     folder = os.environ.get(DIRECTORY) or _DIRECTORY
     return profile_steps(steps, folder, steps_per_execution)
 

@@ -159,6 +159,47 @@ CORPUS = {
         ValueError,
         ["task 1", "no cluster"],
     ),
+    # No cluster, but probably one under another key.
+    "clusters": (
+        json.dumps({"clusters": WORKERS, "task": TASK}),
+        ValueError,
+        ["['clusters']", '"cluster"'],
+    ),
+    "capitals": (
+        json.dumps({"Cluster": WORKERS, "Task": TASK | {"index": 1}}),
+        ValueError,
+        ["['Cluster', 'Task']", '"cluster"'],
+    ),
+    "nested": (
+        json.dumps({"TF_CONFIG": json.loads(config())}),
+        ValueError,
+        ["['TF_CONFIG']", '{"cluster"'],
+    ),
+    "nested as text": (
+        json.dumps({"TF_CONFIG": config()}),
+        ValueError,
+        ["['TF_CONFIG']"],
+    ),
+    "jobs without a key": (
+        json.dumps({**WORKERS, "task": TASK}),
+        ValueError,
+        ["['worker']", '{"cluster"'],
+    ),
+    "cluster_spec": (
+        json.dumps({"cluster_spec": WORKERS}),
+        ValueError,
+        ["['cluster_spec']"],
+    ),
+    "empty cluster and another": (
+        config({}, clusters=WORKERS),
+        ValueError,
+        ["['clusters']"],
+    ),
+    "a key of many letters": (
+        json.dumps({"w" * 100_000 + "\n": WORKERS}),
+        ValueError,
+        ["['www"],
+    ),
     # The cluster.
     "job unknown": (
         config({"workers": [f"{SECRET}:1"]}),
@@ -305,6 +346,8 @@ def test_error_is_of_the_type_of_tfs(name, monkeypatch):
         '{"cluster": {}, "task": {}}',
         '{"task": {"type": "worker", "index": 0}}',
         '{"task": {"type": "chief"}}',
+        '{"environment": "cloud", "job": {"x": [1]}, "model_dir": "/tmp"}',
+        '{"rpc_layer": "grpc", "session_master": "", "service": {}}',
     ],
 )
 def test_parity_no_cluster_is_one_process(text):
