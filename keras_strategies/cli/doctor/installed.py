@@ -23,6 +23,7 @@ from keras_strategies.cli.doctor.findings import (
 )
 from keras_strategies.cluster.checks import read_timeout
 from keras_strategies.cluster.exchange.job_secret import VARIABLE, read_secret
+from keras_strategies.cluster.job import compilation_cache
 from keras_strategies.gpu.xla_flags import read_flags
 from keras_strategies.keras_bridge.backend import is_switched_on
 from keras_strategies.keras_bridge.loops.profiled_steps import read_steps
@@ -126,6 +127,7 @@ def check_variables(environ: Mapping[str, str], num_cores: int) -> Part:
         *_check_platforms(environ.get("JAX_PLATFORMS", "")),
         *_check_values(environ),
         *_check_virtual_devices(flags, num_cores),
+        *_check_cache(environ),
     )
     return Part(title="Environment", rows=tuple(rows), findings=findings)
 
@@ -147,6 +149,16 @@ def _check_values(environ: Mapping[str, str]) -> Iterator[Finding]:
         except ValueError as error:
             text, cure = str(error).rsplit(". ", 1)
             yield fault(f"{text}.", cure)
+
+
+def _check_cache(environ: Mapping[str, str]) -> Iterator[Finding]:
+    found = compilation_cache.find_fault(environ)
+    if found:
+        yield warning(
+            "Compiled programs are not cached, so a restarted job compiles "
+            f"them again: {found}.",
+            compilation_cache.CURE,
+        )
 
 
 def _check_keras(environ: Mapping[str, str]) -> Iterator[Finding]:

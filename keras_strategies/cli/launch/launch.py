@@ -79,15 +79,24 @@ def launch(
         print(f"keras-strategies launch: {fault}", file=sys.stderr)
         return _WRONG_ARGUMENTS
     words = [sys.executable, "-u", *(["-m"] if is_module else []), *command]
-    environ = _make_job_environment(max_restarts)
+    # A secret that is generated for this job lets the processes authenticate
+    # each other.
+    environ = {job_secret.VARIABLE: job_secret.make()} | os.environ
     environments: list[dict[str, str]] = []
 
     def run(count: int, without: int | None, progress: Progress) -> JobEnd:
         nonlocal environments
         if without is not None:
             environ.update(release_gpus(environments, without))
+        settings: dict[str, str] = {}
+        if max_restarts:  # The process that saves checkpoints warns.
+            settings = compilation_cache.make_settings(environ, warns=False)
         environments = _make_environments(
-            environ, count, devices_per_process or 1, platform, has_evaluator
+            environ | settings,
+            count,
+            devices_per_process or 1,
+            platform,
+            has_evaluator,
         )
         names = make_task_names(count, has_evaluator=has_evaluator)
         return run_job(words, environments, names, progress)
@@ -98,16 +107,6 @@ def launch(
         max_restarts=max_restarts,
         min_processes=min_processes or num_processes,
     )
-
-
-def _make_job_environment(max_restarts: int) -> dict[str, str]:
-    """Returns the environment variables that all processes share."""
-    # A secret that is generated for this job lets the processes authenticate
-    # each other.
-    environ = {job_secret.VARIABLE: job_secret.make()} | os.environ
-    if max_restarts:
-        environ |= compilation_cache.make_settings(environ)
-    return environ
 
 
 def _make_environments(

@@ -31,6 +31,7 @@ from tests.support.combinations import combine
 from tests.support.commands import python
 
 ROOT = pathlib.Path(__file__).parents[3]
+FILE = __file__
 NOT_OF_CHILDREN = ("KERAS_", "JAX_", "XLA_", "TF_")
 
 
@@ -300,13 +301,24 @@ def test_missing_extras_are_named(monkeypatch):
             )
             for text in ("nan", "0", "-1", "soon", "")
         ),
+        *(
+            ({name: FILE}, ["warning: Compiled programs are not cached, so"])
+            for name in ("XDG_CACHE_HOME", "JAX_COMPILATION_CACHE_DIR")
+        ),
+        ({"JAX_COMPILATION_CACHE_DIR": "gs://bucket/folder"}, []),
+        (
+            {"XDG_CACHE_HOME": FILE, "JAX_ENABLE_COMPILATION_CACHE": "false"},
+            [],
+        ),
     ],
 )
-def test_variables(environ, expected):
+def test_variables(environ, expected, tmp_path):
+    environ = {"XDG_CACHE_HOME": str(tmp_path)} | environ
     found = wrong(installed.check_variables(environ, num_cores=2))
     assert len(found) == len(expected)
     for text, beginning in zip(found, expected, strict=True):
         assert text.startswith(beginning)
+    assert not list(tmp_path.iterdir())
 
 
 def test_unknown_platform_is_noted():

@@ -1,8 +1,11 @@
 """`keras-strategies launch --max-restarts`: what is started again, and how."""
 
+import pathlib
+
 import pytest
 
 from keras_strategies.cli import main
+from keras_strategies.cli.launch import launch
 from keras_strategies.cli.launch.local_job import Ending, JobEnd
 from keras_strategies.cli.launch.restarts import (
     Restart,
@@ -216,6 +219,26 @@ if count == 3:
         "restart 2 of 3 in 2 s, with 2 processes, from the beginning."
     )
     assert runs_of(tmp_path, 0) == ["3 None", "3 None", "2 None"]
+
+
+def test_programs_of_killed_processes_do_not_hinder_the_cache(
+    tmp_path, monkeypatch
+):
+    found = []
+
+    def run_once(words, environments, names, progress):
+        folder = pathlib.Path(environments[1]["JAX_COMPILATION_CACHE_DIR"])
+        found.append([path.name for path in folder.glob("*-cache")])
+        # JAX writes the program and then a file with the time, a-atime.
+        (folder / "a-cache").write_bytes(b"cut of")
+        vars(progress).update(vars(saving(len(found))))
+        return ended() if len(found) == 1 else JobEnd(code=0, num_started=2)
+
+    monkeypatch.delenv("JAX_COMPILATION_CACHE_DIR")
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    monkeypatch.setattr(launch, "run_job", run_once)
+    assert launch.launch([__file__], num_processes=2, max_restarts=1) == 0
+    assert found == [[], []]
 
 
 def test_gpus_of_the_process_left_out_are_not_used():

@@ -1,0 +1,124 @@
+"""Whether users other than this one and root can change a folder's files."""
+
+import errno
+import os
+import pathlib
+import stat
+import sys
+
+_MOST_LINKS = 40
+_lstat = os.lstat
+
+
+def check_folder(folder: pathlib.Path) -> None:
+    """Raises an error if another user can change a folder or its files.
+
+    Each folder from the root on must belong to this user or to root. Others
+    must not be able to write to it, unless it is sticky, as /tmp is: there,
+    they cannot replace what does not belong to them. Of a symbolic link, its
+    owner and its target count. A part of the path that does not exist is not
+    checked.
+
+    Args:
+      folder: An absolute path.
+
+    Raises:
+      PermissionError: if another user can change the folder or a file in it.
+      NotADirectoryError: if it is not a folder.
+      FileNotFoundError: if a link has no target.
+    """
+    if sys.platform == "win32":
+        return
+    try:
+        found = _check_path(folder)
+    except FileNotFoundError:
+        parts = (folder, *folder.parents)
+        if any(part.is_symlink() and not part.exists() for part in parts):
+            raise
+        return
+    if not stat.S_ISDIR(found.st_mode):
+        raise NotADirectoryError(
+            errno.ENOTDIR, os.strerror(errno.ENOTDIR), str(folder)
+        )
+    for name in os.listdir(folder):
+        try:
+            _check_entry(folder / name, found)
+        except FileNotFoundError:  # JAX deletes old programs at any time.
+            continue
+
+
+def _check_path(path: pathlib.Path) -> os.stat_result:
+    """Checks all parts of a path; returns the status of its target."""
+    here = pathlib.Path(path.anchor)
+    waiting = list(reversed(path.parts[1:]))
+    found = _check(here, is_parent=bool(waiting))
+    num_links = 0
+    while waiting:
+        here = pathlib.Path(os.path.normpath(here / waiting.pop()))
+        found = _check(here, is_parent=bool(waiting))
+        if not stat.S_ISLNK(found.st_mode):
+            continue
+        num_links += 1
+        if num_links > _MOST_LINKS:
+            raise OSError(errno.ELOOP, os.strerror(errno.ELOOP), str(path))
+        target = here.parent / os.readlink(here)
+        # `here` has no links above it, so that its parts are walked again.
+        here = pathlib.Path(target.anchor)
+        waiting += reversed(target.parts[1:])
+        found = _check(here, is_parent=bool(waiting))
+    return found
+
+
+def _check_entry(path: pathlib.Path, folder: os.stat_result) -> None:
+    # A group that cannot enter the folder cannot reach the files in it, so that
+    # a umask such as 002 does no harm.
+    mask = ~0 if folder.st_mode & stat.S_IXGRP else ~stat.S_IWGRP
+    if stat.S_ISLNK(_check(path, is_parent=False, mask=mask).st_mode):
+        _check_path(path)
+
+
+def _check(
+    path: pathlib.Path, *, is_parent: bool, mask: int = ~0
+) -> os.stat_result:
+    found = _lstat(path)
+    mode = found.st_mode & mask
+    is_protected = stat.S_ISLNK(mode) or (is_parent and mode & stat.S_ISVTX)
+    is_writable = mode & stat.S_IWOTH or (
+        mode & stat.S_IWGRP and _has_other_members(found.st_gid)
+    )
+    if (is_writable and not is_protected) or found.st_uid not in (
+        0,
+        os.geteuid(),
+    ):
+        raise PermissionError(
+            f"other users can write to {str(path)!r} (owner {found.st_uid}, "
+            f"group {found.st_gid}, mode {stat.S_IMODE(found.st_mode):o})"
+        )
+    return found
+
+
+def _has_other_members(number: int) -> bool:
+    """Returns whether a group has members besides this user and root.
+
+    A directory service that does not list its users cannot tell; then only a
+    group of the user's name counts as private.
+    """
+    import grp
+    import pwd
+
+    # Many containers run as an arbitrary user in root's group.
+    if number == 0:
+        return False
+    try:
+        group = grp.getgrgid(number)
+    except KeyError:
+        return False
+    me, users = os.geteuid(), pwd.getpwall()
+    if me not in {user.pw_uid for user in users}:
+        try:
+            return group.gr_name != pwd.getpwuid(me).pw_name
+        except KeyError:  # A container's arbitrary user.
+            pass
+    members = {user.pw_name for user in users if user.pw_gid == number}
+    trusted = {user.pw_name for user in users if user.pw_uid in (0, me)}
+    return bool(members.union(group.gr_mem) - trusted)
