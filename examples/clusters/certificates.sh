@@ -24,6 +24,8 @@ done
 umask 077
 mkdir -p "$folder"
 cd "$folder"
+trap 'rm -f ca.key ca.srl request.pem extensions' EXIT
+trap 'exit 1' HUP INT TERM
 curve="ec -pkeyopt ec_paramgen_curve:P-256"
 # shellcheck disable=SC2086
 openssl req -x509 -newkey $curve -nodes -days "${DAYS:-30}" \
@@ -39,7 +41,6 @@ extendedKeyUsage=serverAuth,clientAuth
 END
 openssl x509 -req -in request.pem -CA ca.pem -CAkey ca.key -CAcreateserial \
     -days "${DAYS:-30}" -extfile extensions -out cert.pem
-rm -f ca.key ca.srl request.pem extensions
 echo "export JAX_MTLS_CERT_FILE=$PWD/cert.pem"
 echo "export JAX_MTLS_KEY_FILE=$PWD/key.pem"
 echo "export JAX_MTLS_CA_FILE=$PWD/ca.pem"

@@ -221,6 +221,8 @@ def _check_file(name: str, path: str) -> None:
         fault = f"it does not contain {what}"
     elif name == KEY and any(mark in text for mark in _ENCRYPTED):
         fault = "it is encrypted with a password, which JAX cannot ask for"
+    elif name == CA and not fault:
+        fault = _find_ca_fault(path)
     if fault:
         raise MutualTlsError(
             f"{name} must be the path of a PEM file with {what}. Received: "
@@ -228,6 +230,15 @@ def _check_file(name: str, path: str) -> None:
             "Correct the path, let this user read the file, or make it again "
             f"({_DOCUMENT}).",
         )
+
+
+def _find_ca_fault(path: str) -> str:
+    context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
+    try:
+        context.load_verify_locations(cafile=path)
+    except OSError as error:
+        return f"OpenSSL refuses it: {getattr(error, 'reason', None) or error}"
+    return ""
 
 
 Ends = tuple[ssl.SSLObject, ssl.SSLObject]

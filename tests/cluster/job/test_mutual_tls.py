@@ -2,6 +2,7 @@
 
 import os
 import re
+import subprocess
 import time
 
 import pytest
@@ -20,7 +21,7 @@ from keras_strategies.cluster.job.mutual_tls import (
     read_credentials,
 )
 from keras_strategies.cluster.spec import TaskInfo
-from tests.support.certificates import make_certificates, sign
+from tests.support.certificates import RECIPE, make_certificates, sign
 from tests.support.commands import call
 
 pytestmark = pytest.mark.quick
@@ -134,6 +135,36 @@ def test_a_file_that_is_cut_off(good, tmp_path):
         with open(good[name]) as file:
             cut.write_text(file.read()[:80])
         assert "OpenSSL refuses" in refused(good | {name: str(cut)})
+
+
+def test_a_damaged_ca_is_not_blamed_on_the_key(good, tmp_path):
+    with open(good[CA]) as file:
+        text = file.read()
+    damaged = tmp_path / "ca.pem"
+    for other in (
+        text[:80],
+        text[:200],
+        text[:100] + "!" + text[101:],
+        text[:100] + "AAAAAAAA" + text[108:],
+        text + text[:200],
+    ):
+        damaged.write_text(other)
+        said = refused(good | {CA: str(damaged)})
+        assert said.startswith(f"{CA} must be")
+        assert "OpenSSL refuses" in said
+        assert KEY not in said
+    damaged.write_text(f"A comment, in UTF-8: \N{EM DASH}\n{text}", "utf-8")
+    assert check(good | {CA: str(damaged)})
+
+
+@pytest.mark.parametrize("name", ["1.2.3.4.5", "256.1.1.1"])
+def test_the_recipe_keeps_no_key_of_a_ca_if_openssl_fails(tmp_path, name):
+    done = subprocess.run(
+        ["sh", RECIPE, tmp_path, HOST, name], capture_output=True, check=False
+    )
+    assert done.returncode != 0
+    assert not list(tmp_path.glob("ca.key"))
+    assert not list(tmp_path.glob("request.pem"))
 
 
 def test_a_key_with_a_password_is_not_asked_for(good, tmp_path):
