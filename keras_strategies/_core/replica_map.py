@@ -51,8 +51,7 @@ def replica_map(
         are mapped later.
     """
     if mesh.cores_per_replica > 1 and not is_rearranged:
-        constrain = jax.lax.with_sharding_constraint
-        fn = constrain_function(fn, constrain, (mesh.model_axis,))
+        fn = constrain_function(fn, (mesh.model_axis,))
     return jax.shard_map(
         fn,
         mesh=mesh.mesh,

@@ -18,6 +18,7 @@ from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn, Literal, Var
 from jax.sharding import PartitionSpec
 
 from keras_strategies._core.buffers import choose_buffering
+from keras_strategies._core.jaxprs.convolutions import constrain_function
 from keras_strategies._core.jaxprs.marked_updates import (
     MAX,
     Update,
@@ -368,10 +369,10 @@ class _SectionedStep:
             if want.how is _Result.SUM and update.divisor != 1:
                 value = value / update.divisor
             operands.append(self._constrain(value, want.spec))
-        values = [
-            self._constrain(value, spec)
-            for value, spec in zip(update(operands), update.values, strict=True)
-        ]
+        mesh = self._mesh.mesh
+        compute = constrain_function(update, mesh.axis_names, mesh)
+        results = zip(compute(operands), update.values, strict=True)
+        values = [self._constrain(value, spec) for value, spec in results]
         self._global |= zip(equation.outvars, values, strict=True)
 
     def _constrain(self, value: Array, spec: Spec) -> Array:

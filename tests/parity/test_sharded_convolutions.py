@@ -8,6 +8,7 @@ number of shards, and the program that a batch or a loss leads to.
 
 import contextlib
 import dataclasses
+import functools
 import random
 
 import jax
@@ -128,7 +129,7 @@ class Combination:
         return train(self.make_model, shapes, self.route, strategy)
 
 
-def train(make, shapes, route, strategy=None):
+def train(make, shapes, route, strategy=None, optimizer=None):
     """Returns the numbers of one step, and those of a prediction.
 
     Args:
@@ -136,6 +137,7 @@ def train(make, shapes, route, strategy=None):
       shapes: The shapes of the inputs and the targets.
       route: The program that the batch or the loss leads to.
       strategy: The strategy; None for one device.
+      optimizer: Makes the optimizer; None for SGD with momentum.
     """
     rng = np.random.default_rng(0)
     x, y = (rng.normal(size=shape).astype("float32") for shape in shapes)
@@ -144,7 +146,10 @@ def train(make, shapes, route, strategy=None):
     with strategy.scope() if strategy else contextlib.nullcontext():
         model = make()
         loss = mixes_rows if falls_back else "mse"
-        model.compile(keras.optimizers.SGD(0.05, 0.9), loss)
+        optimizer = optimizer or functools.partial(
+            keras.optimizers.SGD, 0.05, 0.9
+        )
+        model.compile(optimizer(), loss)
     warning = contextlib.nullcontext()
     if strategy and falls_back:
         warning = pytest.warns(UserWarning, match="global batch")
@@ -260,6 +265,35 @@ def test_models_equal_one_device(name, route, strategy):
     shapes = [(rows, *shape) for shape in shapes]
     expected = train(make, shapes, route)
     found = train(make, shapes, route, make_strategy(strategy))
+    check(found, expected)
+
+
+class Correlating(keras.optimizers.SGD):
+    """Convolves gradients, which XLA shards in an update, with weights."""
+
+    def update_step(self, gradient, variable, learning_rate):
+        if len(variable.shape) == 2:
+            padded = ops.pad(gradient, ((2, 2), (2, 2)))[None, ..., None]
+            kernel = ops.convert_to_tensor(variable)[:, :, None, None]
+            total = ops.sum(ops.conv(padded, kernel))
+            gradient += 0.01 * total * ops.ones_like(gradient)
+        super().update_step(gradient, variable, learning_rate)
+
+
+def test_convolutions_of_an_optimizer_equal_one_device():
+    """With groups, XLA shards variables over some of the devices only."""
+    shapes = (24, 6), (24, 8)
+
+    def make():
+        return chain((6,), layers.Dense(24), layers.Dense(8))
+
+    optimizer = functools.partial(Correlating, 0.05, 0.9)
+    partitioner = ks.experimental.FullySharded(2, min_size=1)
+    strategy = ks.MirroredStrategy(
+        take_devices(4), variable_partitioner=partitioner
+    )
+    expected = train(make, shapes, "even", optimizer=optimizer)
+    found = train(make, shapes, "even", strategy, optimizer)
     check(found, expected)
 
 

@@ -22,12 +22,8 @@ def compile_gradient(devices, *, is_constrained):
     def gradient(x, result):
         return jax.linear_transpose(lambda k: convolve(x, k), kernel)(result)
 
-    def constrain(array, spec):
-        sharding = NamedSharding(mesh, spec)
-        return jax.lax.with_sharding_constraint(array, sharding)
-
     if is_constrained:
-        gradient = constrain_function(gradient, constrain, ("a", "b"))
+        gradient = constrain_function(gradient, ("a", "b"), mesh)
     shapes = [
         jax.ShapeDtypeStruct(shape, "float32")
         for shape in ((8, 8, 8, 4), (8, 6, 6, 8))

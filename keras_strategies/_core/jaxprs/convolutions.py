@@ -15,36 +15,34 @@ dimensions stay open: rows are sharded over the replicas, and features over the
 cores of a replica.
 """
 
-import itertools
+import functools
+import operator
 from collections.abc import Callable, Mapping
 from typing import Any
 
 import jax
-from jax.extend.core import ClosedJaxpr, Jaxpr, jaxpr_as_fun
-from jax.sharding import PartitionSpec
+from jax.extend.core import ClosedJaxpr, Jaxpr, Var, jaxpr_as_fun
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from keras_strategies._types import Array, Equation, Tree
-
-Constrain = Callable[[Array, PartitionSpec], Array]
-"""Constrains the sharding of an array."""
+from keras_strategies._types import Equation, Tree
 
 _OPEN = PartitionSpec.UNCONSTRAINED
 
 
 def constrain_function(
-    fn: Callable[..., Tree], constrain: Constrain, axes: tuple[str, ...]
+    fn: Callable[..., Tree], axes: tuple[str, ...], mesh: Mesh | None = None
 ) -> Callable[..., Tree]:
     """Wraps a function so that XLA computes its convolutions correctly.
 
     Args:
       fn: The function; it is traced once for each trace of the result.
-      constrain: Constrains an array's sharding over the mesh axes in `axes`.
       axes: The mesh axes over which XLA may shard arrays.
+      mesh: The mesh; None if the function is called in a mapped function.
     """
 
     def call_constrained(*args: Tree) -> Tree:
         traced, shapes = jax.make_jaxpr(fn, return_shape=True)(*args)
-        traced = constrain_convolutions(traced, constrain, axes)
+        traced = constrain_convolutions(traced, axes, mesh)
         leaves = jaxpr_as_fun(traced)(*jax.tree.leaves(args))
         return jax.tree.unflatten(jax.tree.structure(shapes), leaves)
 
@@ -52,7 +50,7 @@ def constrain_function(
 
 
 def constrain_convolutions(
-    traced: ClosedJaxpr, constrain: Constrain, axes: tuple[str, ...]
+    traced: ClosedJaxpr, axes: tuple[str, ...], mesh: Mesh | None = None
 ) -> ClosedJaxpr:
     """Constrains the operands and results of a program's convolutions.
 
@@ -61,86 +59,104 @@ def constrain_convolutions(
 
     Args:
       traced: The program.
-      constrain: See `constrain_function`.
       axes: See `constrain_function`.
+      mesh: See `constrain_function`.
 
     Returns:
       The program with constraints, or the same program if it computes no
       convolution.
     """
-    # Programs that several equations call are changed once.
-    changed: dict[int, Jaxpr] = {}
+    return _Rewriting(axes, mesh).change(traced)
 
-    def change(jaxpr: Jaxpr) -> Jaxpr:
-        if id(jaxpr) not in changed:
-            groups = [change_equation(each) for each in jaxpr.eqns]
-            equations = list(itertools.chain.from_iterable(groups))
-            is_same = all(map(_is_same, equations, jaxpr.eqns))
-            changed[id(jaxpr)] = (
-                jaxpr if is_same else jaxpr.replace(eqns=equations)
-            )
-        return changed[id(jaxpr)]
 
-    def change_equation(equation: Equation) -> list[Any]:
-        name = equation.primitive.name
+class _Rewriting:
+    """Adds constraints to a program and to the programs that it calls.
+
+    Args:
+      axes: See `constrain_function`.
+      mesh: See `constrain_function`.
+    """
+
+    def __init__(self, axes: tuple[str, ...], mesh: Mesh | None) -> None:
+        self._axes, self._mesh = axes, mesh
+        # Programs that several equations call are changed once, and stay one.
+        self._changed: dict[int, Any] = {}
+        self._constraints: dict[Any, Jaxpr] = {}
+
+    def change(self, param: Any) -> Any:
+        """Returns a parameter of an equation, or the same object."""
+        if isinstance(param, ClosedJaxpr | Jaxpr):
+            key = id(param)
+            if key not in self._changed:
+                self._changed[key] = self._change_program(param)
+            return self._changed[key]
+        if not isinstance(param, tuple):
+            return param
+        entries = list(map(self.change, param))
+        if all(map(operator.is_, entries, param)):
+            return param
+        make: Any = getattr(type(param), "_make", tuple)  # Of a named tuple.
+        return make(entries)
+
+    def _change_program(self, program: Any) -> Any:
+        if isinstance(program, ClosedJaxpr):
+            inner = self.change(program.jaxpr)
+            is_same = inner is program.jaxpr
+            return program if is_same else program.replace(jaxpr=inner)
+        equations: list[Any] = []
+        for equation in program.eqns:
+            equations += self._change_equation(equation)
+        is_same = all(map(operator.is_, equations, program.eqns))
+        return program if is_same else program.replace(eqns=equations)
+
+    def _change_equation(self, equation: Equation) -> list[Any]:
+        name, before = equation.primitive.name, equation.params
         if name == "conv_general_dilated":
-            return _constrain_equation(equation, constrain, axes)
+            return self._constrain_equation(equation)
         if name == "shard_map":
             return [equation]
-        params = {k: change_param(p) for k, p in equation.params.items()}
-        if all(map(_is_same, params.values(), equation.params.values())):
+        params = {key: self.change(param) for key, param in before.items()}
+        if all(map(operator.is_, params.values(), before.values())):
             return [equation]
         return [equation.replace(params=params)]
 
-    def change_param(param: Any) -> Any:
-        if isinstance(param, ClosedJaxpr):
-            inner = change(param.jaxpr)
-            return param if inner is param.jaxpr else param.replace(jaxpr=inner)
-        if isinstance(param, Jaxpr):
-            return change(param)
-        if isinstance(param, tuple):
-            params = tuple(map(change_param, param))
-            return param if all(map(_is_same, params, param)) else params
-        return param
+    def _constrain_equation(self, equation: Equation) -> list[Any]:
+        """Returns a convolution with constraints before and after it."""
+        specs = _find_specs(equation.params, self._axes)
+        constraints, operands = [], []
+        for variable, spec in zip(equation.invars, specs, strict=False):
+            constraint, _, constrained = self._make_constraint(variable, spec)
+            constraints.append(constraint.replace(invars=[variable]))
+            operands.append(constrained)
+        last, inner, _ = self._make_constraint(equation.outvars[0], specs[-1])
+        convolved = equation.replace(invars=operands, outvars=[inner])
+        last = last.replace(outvars=equation.outvars)
+        return [*constraints, convolved, last]
 
-    jaxpr = change(traced.jaxpr)
-    return traced if jaxpr is traced.jaxpr else traced.replace(jaxpr=jaxpr)
-
-
-def _is_same(one: object, other: object) -> bool:
-    return one is other
-
-
-def _constrain_equation(
-    equation: Equation, constrain: Constrain, axes: tuple[str, ...]
-) -> list[Any]:
-    """Returns a convolution with constraints before and after it."""
-    *operands, result = (*equation.invars, *equation.outvars)
-    *before, after = (
-        _trace_constraint(variable, spec, constrain)
-        for variable, spec in zip(
-            (*operands, result),
-            _find_specs(equation.params, axes),
-            strict=True,
+    def _make_constraint(
+        self, variable: Any, spec: PartitionSpec
+    ) -> tuple[Any, Any, Any]:
+        """Returns an equation with its new operand and its new result."""
+        aval = variable.aval
+        key = aval.shape, aval.dtype, spec
+        if key not in self._constraints:
+            sharding = spec
+            if self._mesh is not None:
+                sharding = NamedSharding(self._mesh, spec)
+            constrain = functools.partial(
+                jax.lax.with_sharding_constraint, shardings=sharding
+            )
+            shape = jax.ShapeDtypeStruct(aval.shape, aval.dtype)
+            self._constraints[key] = jax.make_jaxpr(constrain)(shape).jaxpr
+        (equation,) = self._constraints[key].eqns
+        inner, result = (
+            Var(v.aval) for v in (*equation.invars, *equation.outvars)
         )
-    )
-    (inner,), constraints = after.invars, []
-    for variable, each in zip(operands, before, strict=True):
-        (constraint,) = each.eqns
-        constraints.append(constraint.replace(invars=[variable]))
-    convolved = equation.replace(
-        invars=[v for each in before for v in each.outvars], outvars=[inner]
-    )
-    (last,) = after.eqns
-    return [*constraints, convolved, last.replace(outvars=[result])]
-
-
-def _trace_constraint(
-    variable: Any, spec: PartitionSpec, constrain: Constrain
-) -> Jaxpr:
-    array = variable.aval
-    shape = jax.ShapeDtypeStruct(array.shape, array.dtype)
-    return jax.make_jaxpr(lambda value: constrain(value, spec))(shape).jaxpr
+        return (
+            equation.replace(invars=[inner], outvars=[result]),
+            inner,
+            result,
+        )
 
 
 def _find_specs(

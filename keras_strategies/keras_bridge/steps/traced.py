@@ -5,7 +5,6 @@ from typing import Any
 
 import jax
 from jax.extend.core import jaxpr_as_fun
-from jax.sharding import NamedSharding, PartitionSpec
 
 from keras_strategies._core.batches import RowShape, constrain_rows, cut_padding
 from keras_strategies._core.jaxprs import traces
@@ -13,7 +12,7 @@ from keras_strategies._core.jaxprs.combined_sums import with_combined_sums
 from keras_strategies._core.jaxprs.convolutions import constrain_convolutions
 from keras_strategies._core.mesh import ReplicaMesh
 from keras_strategies._core.replica_map import all_sum, is_sum_if
-from keras_strategies._types import Array, Batch, Tree
+from keras_strategies._types import Batch, Tree
 from keras_strategies.keras_bridge.step_context import StepContext
 
 
@@ -45,13 +44,9 @@ class Traced:
 
     def constrain_convolutions(self, mesh: ReplicaMesh) -> None:
         """Constrains how XLA shards convolutions over all devices."""
-
-        def constrain(array: Array, spec: PartitionSpec) -> Array:
-            sharding = NamedSharding(mesh.mesh, spec)
-            return jax.lax.with_sharding_constraint(array, sharding)
-
+        axes = mesh.mesh.axis_names
         self._compute = jaxpr_as_fun(
-            constrain_convolutions(self.jaxpr, constrain, mesh.mesh.axis_names)
+            constrain_convolutions(self.jaxpr, axes, mesh.mesh)
         )
 
     def __call__(self, *args: Tree) -> Tree:

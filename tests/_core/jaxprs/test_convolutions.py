@@ -131,7 +131,7 @@ def test_equals_one_device_under_any_shardings(seed):
     operation, arrays = convolution.make_operation(name)
     mesh = make_mesh(devices)
     constrain = functools.partial(constrain_over, mesh)
-    inner = constrain_function(operation, constrain, mesh.axis_names)
+    inner = constrain_function(operation, mesh.axis_names, mesh)
 
     def sharded(*arrays):
         arrays = map(constrain, arrays, specs[:2])
@@ -164,6 +164,7 @@ with_own_gradient.defvjp(
         convolve,
         jax.jit(convolve),
         jax.checkpoint(convolve),
+        lambda x: solve(x),
         with_own_gradient,
         lambda x: jax.lax.scan(lambda c, _: (convolve(c), None), x, None, 2)[0],
         lambda x: jax.lax.cond(x[0] > 0, convolve, lambda x: x, x),
@@ -173,8 +174,7 @@ with_own_gradient.defvjp(
 def test_constrains_convolutions_of_inner_programs(fn):
     mesh = make_mesh(2)
     traced = jax.make_jaxpr(fn)(np.ones(8, "float32"))
-    constrain = functools.partial(constrain_over, mesh)
-    changed = constrain_convolutions(traced, constrain, mesh.axis_names)
+    changed = constrain_convolutions(traced, mesh.axis_names, mesh)
     names = [e.primitive.name for e in stages.all_equations(changed)]
     convolutions = names.count("conv_general_dilated")
     assert convolutions
@@ -185,9 +185,24 @@ def test_constrains_convolutions_of_inner_programs(fn):
     )
 
 
+def solve(x):
+    """Passes the programs of its equation in a named tuple."""
+    return jax.scipy.sparse.linalg.cg(lambda v: 4 * v + convolve(v), x)[0]
+
+
+def test_programs_that_are_called_several_times_stay_shared():
+    call = jax.jit(convolve)
+    traced = jax.make_jaxpr(lambda x: call(call(x)))(np.ones(8, "float32"))
+    mesh = make_mesh(2)
+    changed = constrain_convolutions(traced, mesh.axis_names, mesh)
+    programs = {id(e.params["jaxpr"]) for e in changed.jaxpr.eqns}
+    assert len(changed.jaxpr.eqns) == 2
+    assert len(programs) == 1
+
+
 def test_programs_without_convolutions_stay():
     traced = jax.make_jaxpr(jax.jit(jnp.sin))(np.ones(8, "float32"))
-    assert constrain_convolutions(traced, None, AXES) is traced
+    assert constrain_convolutions(traced, AXES) is traced
 
 
 def test_mapped_programs_stay():
@@ -199,4 +214,4 @@ def test_mapped_programs_stay():
         out_specs=PartitionSpec("a"),
     )
     traced = jax.make_jaxpr(mapped)(np.ones((2, 8), "float32"))
-    assert constrain_convolutions(traced, None, AXES) is traced
+    assert constrain_convolutions(traced, AXES) is traced
