@@ -8,6 +8,7 @@ import json
 import os
 import pathlib
 import tempfile
+import warnings
 from typing import Any
 
 from keras_strategies.cluster.exchange.message_forms import (
@@ -126,6 +127,23 @@ def save_report(directory: str | os.PathLike[str], document: Document) -> None:
     except BaseException:
         os.unlink(name)
         raise
+
+
+def try_to_save(directory: str | os.PathLike[str], document: Document) -> None:
+    """Calls `save_report`, but warns if the report cannot be written."""
+    try:
+        save_report(directory, document)
+    except OSError as error:
+        # Without the temporary file's name, so that Python does not repeat the
+        # warning.
+        warnings.warn(
+            "`RunReport` could not write its report, so training continues "
+            f"without it. Received: {os.fspath(directory)!r}: "
+            f"{error.strerror or error}. Free space on the disk, or choose "
+            "another folder.",
+            RuntimeWarning,
+            stacklevel=2,
+        )
 
 
 def add_start(

@@ -89,7 +89,8 @@ class RunReport(ReportCallback):
         directory for it.
       RuntimeError: in `fit`, if no strategy distributes the model.
       ReportError: in `fit` or `begin`, if `run_report.json` is not a report.
-      OSError: in `fit` or `begin`, if the directory cannot be written to.
+      OSError: in `fit` or `begin`, if the directory cannot be written to. Later
+        the report warns, and training continues.
 
     Example:
       ```python
@@ -212,18 +213,14 @@ class RunReport(ReportCallback):
             self._document = files.add_start(
                 self._document, time.time(), step, last_step
             )
-            self._write(is_done=False)
+            self._write(is_done=False, is_first=True)
 
     def _keep_step(self, folder: str, step: int) -> int | None:
         """Writes each step to a file; returns the last one of an earlier run.
 
-        If the file system has no mapped files, the report's last step is that
-        of its last writing.
+        Without the file, the report's last step is that of its last writing.
         """
-        try:
-            file = step_file.StepFile(folder)
-        except OSError:
-            return None
+        file = step_file.StepFile(folder)
         self._stack.callback(file.close)
         last_step = file.read()
         file.write(step)
@@ -378,7 +375,7 @@ class RunReport(ReportCallback):
             )
             print_reports(Console(highlight=False), {"run": report})
 
-    def _write(self, *, is_done: bool) -> None:
+    def _write(self, *, is_done: bool, is_first: bool = False) -> None:
         recorder = self._recorder
         if recorder is None or not self._has_begun:
             return
@@ -395,4 +392,5 @@ class RunReport(ReportCallback):
             self._document = files.update_start(
                 self._document, self._last_step, figures, is_done=is_done
             )
-            files.save_report(self._folder, self._document)
+            save = files.save_report if is_first else files.try_to_save
+            save(self._folder, self._document)

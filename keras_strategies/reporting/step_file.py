@@ -1,7 +1,8 @@
 """A file with the last step, which outlives a process that is killed."""
 
-import mmap
+import contextlib
 import os
+import stat
 import struct
 
 NAME = ".run_report_step"
@@ -12,36 +13,61 @@ _MOST = 2**53
 
 
 class StepFile:
-    """A file in memory to which a process writes its last step.
+    """A file to which a process writes its last step.
 
-    A write takes less than a microsecond, because the operating system writes
-    the memory to the disk, also if the process is killed.
+    A write takes about a microsecond, because the operating system writes the
+    bytes to the disk later, also if the process is killed.
+
+    The file only makes a report more exact, so no fault of it raises an error:
+    steps that cannot be written are lost. It is not used if it is a link, has a
+    second name or belongs to another user, whose data it might overwrite.
 
     Args:
       directory: The folder of the file.
-
-    Raises:
-      OSError: if the file cannot be opened or mapped.
     """
 
     def __init__(self, directory: str | os.PathLike[str]) -> None:
-        flags = os.O_RDWR | os.O_CREAT | getattr(os, "O_NOFOLLOW", 0)
-        handle = os.open(os.path.join(directory, NAME), flags, 0o600)
-        try:
-            os.ftruncate(handle, _STEP.size)
-            self._memory = mmap.mmap(handle, _STEP.size)
-        finally:
-            os.close(handle)
+        self._handle: int | None = None
+        if hasattr(os, "pwrite"):  # Windows does not have it.
+            with contextlib.suppress(OSError):
+                self._handle = _open(os.path.join(directory, NAME))
 
     def read(self) -> int | None:
         """Returns the last step that was written, or None."""
-        (step,) = _STEP.unpack_from(self._memory)
+        data = b""
+        if self._handle is not None:
+            with contextlib.suppress(OSError):
+                data = os.pread(self._handle, _STEP.size, 0)
+        if len(data) < _STEP.size:
+            return None
+        (step,) = _STEP.unpack(data)
         return step if 0 < step < _MOST else None
 
     def write(self, step: int) -> None:
         """Writes a step."""
-        _STEP.pack_into(self._memory, 0, step)
+        if self._handle is not None:
+            with contextlib.suppress(OSError):
+                os.pwrite(self._handle, _STEP.pack(step), 0)
 
     def close(self) -> None:
         """Closes the file."""
-        self._memory.close()
+        handle, self._handle = self._handle, None
+        if handle is not None:
+            with contextlib.suppress(OSError):
+                os.close(handle)
+
+
+def _open(path: str) -> int | None:
+    """Returns a descriptor of this user's file, or None if it is another's."""
+    # Without O_NONBLOCK, a pipe of this name could block.
+    flags = os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_NONBLOCK
+    handle = os.open(path, flags, 0o600)
+    found = os.fstat(handle)
+    if (
+        stat.S_ISREG(found.st_mode)
+        and found.st_nlink == 1
+        and found.st_uid == os.geteuid()
+    ):
+        return handle
+    os.close(handle)
+    return None

@@ -10,7 +10,7 @@ import pytest
 
 from keras_strategies.cli.main import main
 from keras_strategies.reporting import document as files
-from keras_strategies.reporting.step_file import StepFile
+from keras_strategies.reporting.step_file import NAME, StepFile
 
 SCRIPT = """
 import os, signal, sys
@@ -159,3 +159,74 @@ def test_the_last_step_outlives_its_process(tmp_path):
     assert again.read() is None
     file.close()
     again.close()
+
+
+FAULTS = """
+import errno, os, resource, sys
+from keras_strategies.reporting.step_file import NAME, StepFile
+
+folder, fault = sys.argv[1:]
+path = os.path.join(folder, NAME)
+if fault == "full":
+    # As on a full disk, no byte can be added to a file.
+    resource.setrlimit(resource.RLIMIT_FSIZE, (0, 0))
+if fault == "folder":
+    os.mkdir(path)
+if fault == "pipe":
+    os.mkfifo(path)
+if fault == "read-only":
+    os.open = lambda *_: (_ for _ in ()).throw(OSError(errno.EROFS, path))
+if fault == "another user":
+    os.geteuid = lambda: 12345678
+file = StepFile(folder)
+file.write(1)
+if fault == "cut":
+    os.truncate(path, 0)
+    assert file.read() is None
+file.write(2)
+if fault == "broken disk":
+    def fail(*_):
+        raise OSError(errno.EIO, "Input/output error")
+    os.pwrite = os.pread = fail
+    file.write(3)
+print(file.read())
+file.close()
+file.write(4)
+assert file.read() is None
+"""
+
+
+@pytest.mark.parametrize(
+    ("fault", "last_step"),
+    [
+        ("cut", 2),
+        ("full", None),
+        ("folder", None),
+        ("pipe", None),
+        ("read-only", None),
+        ("another user", None),
+        ("broken disk", None),
+    ],
+)
+def test_a_fault_of_the_last_steps_file_costs_the_step_only(
+    tmp_path, fault, last_step
+):
+    # In a process of its own, which a fault might kill.
+    ended = subprocess.run(
+        [sys.executable, "-c", FAULTS, str(tmp_path), fault],
+        timeout=60,
+        capture_output=True,
+        text=True,
+    )
+    assert (ended.returncode, ended.stdout) == (0, f"{last_step}\n"), ended
+
+
+@pytest.mark.parametrize("link", [os.link, os.symlink])
+def test_the_last_step_overwrites_no_file_that_has_another_name(tmp_path, link):
+    letter = tmp_path / "letter"
+    letter.write_text("a letter of 24 characters")
+    link(letter, tmp_path / NAME)
+    file = StepFile(tmp_path)
+    file.write(1)
+    file.close()
+    assert letter.read_text() == "a letter of 24 characters"

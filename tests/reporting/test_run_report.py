@@ -1,8 +1,11 @@
 """Reports of fits in one process: the sentence names the true cause."""
 
 import dataclasses
+import errno
 import json
+import tempfile
 import time
+import warnings
 
 import jax
 import keras
@@ -248,6 +251,54 @@ def test_an_error_in_fit_ends_the_recording(tmp_path):
     count = report.figures["compilations"]["count"]
     jax.jit(lambda x: x + 3)(1)
     assert report.figures["compilations"]["count"] == count
+
+
+class FillDisk(keras.callbacks.Callback):
+    """Fills the disk before a step: no file can grow any more."""
+
+    def __init__(self, monkeypatch, step):
+        super().__init__()
+        self.monkeypatch, self.step = monkeypatch, step
+
+    def on_train_batch_begin(self, batch, logs=None):
+        self.step -= 1
+        if self.step == 0:
+            self.fill()
+
+    def fill(self):
+        def fail(*_, prefix, dir):
+            name = str(dir / f"{prefix}{_random.integers(1 << 30)}")
+            raise OSError(errno.ENOSPC, "No space left on device", name)
+
+        self.monkeypatch.setattr(tempfile, "mkstemp", fail)
+
+
+def test_a_disk_that_fills_ends_the_report_and_not_the_training(
+    tmp_path, monkeypatch, capsys
+):
+    monkeypatch.setattr(run_report, "_WRITE_S", 0.0)
+    report = RunReport(tmp_path)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("default")
+        history = fit(report, FillDisk(monkeypatch, 3), epochs=4).history
+    assert len(history["loss"]) == 4
+    assert report.figures["steps"] == 16
+    assert "time of a step" in capsys.readouterr().out
+    # One warning, although each epoch wanted to write.
+    (warning,) = caught
+    assert "training continues without it" in str(warning.message)
+    assert "No space left on device" in str(warning.message)
+    written = json.loads((tmp_path / "run_report.json").read_text())
+    assert written["starts"][-1]["figures"]["steps"] == 0
+
+
+def test_a_disk_that_is_full_at_the_start_is_told_before_any_step(
+    tmp_path, monkeypatch
+):
+    FillDisk(monkeypatch, 0).fill()
+    with pytest.raises(OSError, match="No space left on device"):
+        fit(report := RunReport(tmp_path))
+    assert report.figures["steps"] == 0
 
 
 def test_a_report_that_cannot_be_closed_keeps_the_error(monkeypatch, caplog):
