@@ -178,7 +178,13 @@ def test_an_interrupted_plan_prints_its_rows(tmp_path):
         + "time.sleep(600 * (strategy.num_replicas_in_sync == 8))\n"
         + "model.fit(x, y)\n"
     )
-    words = [sys.executable, "-m", "keras_strategies.cli", "plan"]
+    code = (
+        "import signal, sys\n"
+        "from keras_strategies.cli import main\n"
+        "signal.signal(signal.SIGINT, signal.default_int_handler)\n"
+        "sys.exit(main())\n"
+    )
+    words = [sys.executable, "-c", code, "plan"]
     words += ["--topology", "v5e:2x2", "--topology", "v5e:2x4", "--json"]
     words += ["--layout", "replicated", "--no-cache", "--processes", "1"]
     with subprocess.Popen(

@@ -216,14 +216,23 @@ class _Job:
 
     @contextlib.contextmanager
     def _record_signals(self) -> Iterator[None]:
-        """Records signals to the launcher, for `_collect_events` to handle."""
+        """Records signals to the launcher, for `_collect_events` to handle.
+
+        SIGINT and SIGHUP stay ignored if they are ignored, as with `nohup` and
+        in a background job of a shell script. The processes inherit this.
+        """
 
         def note(number: int, frame: FrameType | None) -> None:
             del frame
             self._signals.append(number)
 
         numbers = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
-        old = {number: signal.signal(number, note) for number in numbers}
+        old = {
+            number: signal.signal(number, note)
+            for number in numbers
+            if number == signal.SIGTERM
+            or signal.getsignal(number) != signal.SIG_IGN
+        }
         try:
             yield
         finally:

@@ -74,7 +74,9 @@ class Interruption:
     def watch(self) -> Iterator[None]:
         """Stores the first signal while the block runs; a second one ends it.
 
-        Does nothing outside of the main thread, which cannot handle signals.
+        Does nothing outside of the main thread, which cannot handle signals. A
+        SIGINT that is ignored, as in a background job of a shell script, stays
+        ignored.
         """
         if threading.current_thread() is not threading.main_thread():
             yield
@@ -82,6 +84,8 @@ class Interruption:
         before: Mapping[int, Any] = {
             number: signal.getsignal(number)
             for number in (signal.SIGINT, signal.SIGTERM)
+            if number == signal.SIGTERM
+            or signal.getsignal(number) != signal.SIG_IGN
         }
 
         def restore() -> None:

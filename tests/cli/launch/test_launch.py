@@ -35,9 +35,12 @@ LAUNCHED = ["-m", "tests.cli.launch.launched"]
 def start(*words, prepare="", environ=None, **options):
     """Starts the launcher; its processes run `launched.py` or a script."""
     code = f"""
-import sys
+import signal, sys
 from keras_strategies.cli import main
 from keras_strategies.cli.launch import local_job
+# They are ignored if the tests are run by `nohup`, or in the background.
+signal.signal(signal.SIGINT, signal.default_int_handler)
+signal.signal(signal.SIGHUP, signal.SIG_DFL)
 {prepare}
 sys.exit(main(["launch", *sys.argv[1:]]))
 """
@@ -319,6 +322,7 @@ def test_all_are_ended_within_a_second_and_told_why():
         (["sleep", "sleep"], signal.SIGINT, 130, "interrupted"),
         (["sleep", "stubborn"], signal.SIGINT, 130, "interrupted"),
         (["preempted", "preempted"], signal.SIGTERM, 75, "preempted"),
+        (["sleep", "sleep"], signal.SIGHUP, 143, "killed by SIGTERM"),
         (["sleep", "sleep"], signal.SIGTERM, 143, "killed by SIGTERM"),
         (["preempted", "stubborn"], signal.SIGTERM, 137, "killed by SIGKILL"),
     ],
@@ -338,6 +342,31 @@ def test_signals_to_the_launcher(words, number, code, said):
     launcher = [line for line in err if not line.startswith("[worker")]
     assert not any("keras_strategies/cli" in line for line in launcher)
     assert all(is_gone(pid) for pid in pids)
+
+
+@pytest.mark.parametrize("name", ["SIGHUP", "SIGINT"])
+def test_signals_that_are_ignored_at_the_start_stay_ignored(tmp_path, name):
+    script = script_in(
+        tmp_path,
+        "import pathlib, signal, sys, time\n"
+        f"print(repr(signal.getsignal(signal.{name})))\n"
+        "while not pathlib.Path(sys.argv[1]).exists():\n"
+        "    time.sleep(0.05)\n"
+        "print('done')\n",
+    )
+    go = tmp_path / "go"
+    process = start(
+        *("--processes", "2", script, str(go)),
+        prepare=f"signal.signal(signal.{name}, signal.SIG_IGN)",
+    )
+    for _ in range(2):
+        line = process.stdout.readline()
+        assert "SIG_IGN" in line, (line, process.kill())
+    process.send_signal(signal.Signals[name])
+    time.sleep(0.2)  # In which the launcher would pass the signal on.
+    go.touch()
+    out, err, code = finish(process)
+    assert (sorted(out), err, code) == (["[worker 1] done", "done"], [], 0)
 
 
 def test_second_interrupt_ends_all_at_once():

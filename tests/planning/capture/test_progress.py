@@ -58,8 +58,22 @@ def test_nothing_is_written_to_a_terminal():
     assert written(Terminal(), [(0.0, ["a"], 0), (9.0, [], 1)]) == []
 
 
+def test_a_sigint_that_is_ignored_stays_ignored(request):
+    before = signal.signal(signal.SIGINT, signal.SIG_IGN)
+    request.addfinalizer(lambda: signal.signal(signal.SIGINT, before))
+    with (interruption := Interruption()).watch():
+        os.kill(os.getpid(), signal.SIGINT)
+        assert signal.getsignal(signal.SIGINT) == signal.SIG_IGN
+        assert signal.getsignal(signal.SIGTERM) != signal.SIG_IGN
+    assert interruption.signal is None
+
+
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
-def test_the_first_signal_is_stored_and_the_handlers_are_restored(number):
+def test_the_first_signal_is_stored_and_the_handlers_are_restored(
+    number, request
+):
+    own = signal.signal(number, signal.default_int_handler)
+    request.addfinalizer(lambda: signal.signal(number, own))
     interruption, before = Interruption(), signal.getsignal(number)
     with interruption.watch():
         assert interruption.signal is None
