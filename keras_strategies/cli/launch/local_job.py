@@ -52,6 +52,8 @@ class Ending:
       process: The number of the process.
       code: The exit status; -n if signal n killed the process.
       sent: The signals that the launcher had sent to the process.
+      grace_s: The time from SIGTERM to SIGKILL, in seconds, if the launcher had
+        sent both.
       name: The name of the process in messages; "" for "process" and its
         number.
     """
@@ -59,6 +61,7 @@ class Ending:
     process: int
     code: int
     sent: tuple[int, ...] = ()
+    grace_s: float | None = None
     name: str = ""
 
     @property
@@ -79,10 +82,26 @@ class Ending:
             return 2
         return 1 if self.code == ExitCode.PEER_FAILED else 0
 
+    @property
+    def is_error(self) -> bool:
+        """Whether the process ended by itself, with the code of an error."""
+        code = self.code
+        return self.rank == 0 and code > 0 and code != ExitCode.STALLED
+
     def describe(self) -> str:
         """Returns a description, such as "process 1 was killed by SIGKILL"."""
         name = self.name or f"process {self.process}"
-        return f"{name} {describe_exit(self.code)}"
+        if -self.code != signal.SIGKILL or signal.SIGKILL not in self.sent:
+            return f"{name} {describe_exit(self.code)}"
+        reason = (
+            "after another process had ended"
+            if self.grace_s is None
+            else f"{self.grace_s:.2g} s after SIGTERM"
+        )
+        return (
+            f"{name} was killed by this launcher, because it was still running "
+            f"{reason}"
+        )
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -97,6 +116,7 @@ class JobEnd:
       is_final: Whether the launcher was asked to end the job, or can no longer
         write its output.
       num_started: The number of processes that could be started.
+      num_errors: The number of processes that ended by an error of their own.
     """
 
     code: int
@@ -104,6 +124,7 @@ class JobEnd:
     cause: Ending | None = None
     is_final: bool = False
     num_started: int
+    num_errors: int = 0
 
 
 def run_job(
@@ -164,7 +185,8 @@ class _Job:
         self._progress = progress
         self._children: list[Child] = []
         self._endings: list[Ending] = []
-        self._sent = collections.defaultdict[int, tuple[int, ...]](tuple)
+        # The signals sent to each process, with the time of the first one.
+        self._sent = collections.defaultdict[int, dict[int, float]](dict)
         self._output = Output()
         self._signals: list[int] = []
         self._plan: list[tuple[float, Action]] = []
@@ -247,12 +269,7 @@ class _Job:
         for child in self._children:
             child.read_reports()
         endings = [
-            Ending(
-                process=child.index,
-                code=child.code or 0,
-                sent=self._sent[child.index],
-                name="the evaluator" if child.name == "evaluator" else "",
-            )
+            self._describe_ending(child)
             for child in self._find_running()
             if child.poll() is not None
         ]
@@ -267,6 +284,18 @@ class _Job:
         if self._output.is_closed and not self._is_unread:
             self._is_unread = True
             self._follow((0.0, signal.SIGTERM), (1.0, signal.SIGKILL))
+
+    def _describe_ending(self, child: Child) -> Ending:
+        sent, grace = self._sent[child.index], None
+        if signal.SIGTERM in sent and signal.SIGKILL in sent:
+            grace = sent[signal.SIGKILL] - sent[signal.SIGTERM]
+        return Ending(
+            process=child.index,
+            code=child.code or 0,
+            sent=tuple(sent),
+            grace_s=grace,
+            name="the evaluator" if child.name == "evaluator" else "",
+        )
 
     def _answer(self, ending: Ending) -> None:
         """Plans what to do after one process has ended."""
@@ -326,14 +355,17 @@ class _Job:
                     line = cause.describe() if cause else "the job ends"
                     child.send_line(line)
                 else:
-                    self._sent[child.index] += (action,)
+                    self._sent[child.index].setdefault(action, now)
                     child.send(action)
 
     def _conclude(self) -> JobEnd:
         """Determines why the job ended."""
         cause, fault = find_first_cause(self._endings), self._output.fault
         end = functools.partial(
-            JobEnd, cause=cause, num_started=len(self._children)
+            JobEnd,
+            cause=cause,
+            num_started=len(self._children),
+            num_errors=sum(ending.is_error for ending in self._endings),
         )
         if self._is_interrupted:
             text = "interrupted"

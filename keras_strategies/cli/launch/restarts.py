@@ -5,12 +5,12 @@ import time
 from collections.abc import Callable
 
 from keras_strategies.cli.launch.local_job import JobEnd, print_line
-from keras_strategies.cluster.exchange.exit_codes import ExitCode
 from keras_strategies.cluster.job.progress_pipe import Progress
 
-# A process that ends with one of these codes has not failed itself, or may
-# succeed the next time. Other codes are those of errors in the script.
-_WORTH_A_RESTART = (ExitCode.PEER_FAILED, ExitCode.STALLED, ExitCode.PREEMPTED)
+# How often in a row the job may end at the same step: by an error in the
+# script, which is then raised again, or by the same signal or exit code.
+_MOST_ERRORS = 2
+_MOST_EQUAL_ENDS = 3
 _FIRST_WAIT_S = 1.0
 _LONGEST_WAIT_S = 60.0
 _CHECKPOINTS = (
@@ -47,9 +47,11 @@ class RestartRules:
         self._most = most
         self._min_processes = min_processes
         self.num_restarts = 0
-        # How the job ended before: the step of an error in the script, the
-        # process that ended before its first step, the newest checkpoint.
-        self._error_step: tuple[int | None] | None = None
+        # How the job ended before: its end and step, and how often it ended so
+        # in a row; the process that ended before its first step; the newest
+        # checkpoint.
+        self._end: tuple[int | None, int | None] | None = None
+        self._num_equal_ends = 0
         self._never_started: int | None = None
         self._checkpoint: int | None = None
         self._num_in_vain = 0
@@ -73,32 +75,50 @@ class RestartRules:
             return f"the limit of {self._most} restarts is reached"
         if progress.has_trained and not progress.has_directory:
             return _CHECKPOINTS
-        if self._fails_again(end, progress):
-            after = f" after step {progress.step}" if progress.step else ""
-            return f"the script failed twice{after}"
-        self.num_restarts += 1
+        reason = self._find_fault(end, progress)
         without = self._choose_omitted(end, progress, num_processes)
+        if reason and without is None:
+            return reason
+        self.num_restarts += 1
         return Restart(
             num_processes=self._count(end, num_processes, without),
             without=without,
             wait_s=self._back_off(progress),
         )
 
-    def _fails_again(self, end: JobEnd, progress: Progress) -> bool:
-        code = end.cause.code if end.cause else 0
-        is_error = code > 0 and code not in _WORTH_A_RESTART
-        before, self._error_step = self._error_step, None
-        if is_error:
-            self._error_step = (progress.step,)
-        return is_error and before == self._error_step
+    def _find_fault(self, end: JobEnd, progress: Progress) -> str:
+        """Returns what would happen again, because the script is at fault."""
+        code = end.cause.code if end.cause else end.code
+        is_error = end.cause is not None and end.cause.is_error
+        # If no step was completed, the job began at its newest checkpoint.
+        step = progress.checkpoint if progress.step is None else progress.step
+        before, self._end = self._end, (None if is_error else code, step)
+        self._num_equal_ends *= self._end == before
+        self._num_equal_ends += 1
+        where = f" after step {step}" if step else ""
+        if is_error and end.num_errors > 1 and not progress.has_trained:
+            return f"the script failed in {end.num_errors} processes"
+        if is_error and self._num_equal_ends >= _MOST_ERRORS:
+            return f"the script failed twice{where}"
+        if self._num_equal_ends >= _MOST_EQUAL_ENDS:
+            return (
+                f"this happened {self._num_equal_ends} times in a row"
+                f"{where or ' before the first step'}"
+            )
+        return ""
 
     def _choose_omitted(
         self, end: JobEnd, progress: Progress, num_processes: int
     ) -> int | None:
-        """Returns a process that twice in a row ended before its first step."""
+        """Returns a process that twice in a row ended before its first step.
+
+        If it raised an error, it must be the only one that did: otherwise the
+        script is at fault.
+        """
         failed = None
         if end.cause is not None and progress.step is None:
-            failed = end.cause.process
+            is_shared = end.cause.is_error and end.num_errors > 1
+            failed = None if is_shared else end.cause.process
         before, self._never_started = self._never_started, failed
         is_omitted = (
             failed is not None
@@ -109,6 +129,7 @@ class RestartRules:
         if not is_omitted:
             return None
         self._never_started = None
+        self._num_equal_ends = 1
         return failed
 
     def _count(

@@ -324,7 +324,12 @@ def test_all_are_ended_within_a_second_and_told_why():
         (["preempted", "preempted"], signal.SIGTERM, 75, "preempted"),
         (["sleep", "sleep"], signal.SIGHUP, 143, "killed by SIGTERM"),
         (["sleep", "sleep"], signal.SIGTERM, 143, "killed by SIGTERM"),
-        (["preempted", "stubborn"], signal.SIGTERM, 137, "killed by SIGKILL"),
+        (
+            ["preempted", "stubborn"],
+            signal.SIGTERM,
+            137,
+            "was killed by this launcher, because it was still running",
+        ),
     ],
 )
 def test_signals_to_the_launcher(words, number, code, said):
@@ -504,6 +509,38 @@ def ending(process, code, *sent):
 def test_find_first_cause(endings, expected):
     found = find_first_cause(endings)
     assert (found and found.process) == expected
+
+
+def test_a_kill_by_the_launcher_is_told_from_one_by_the_system():
+    by_launcher = Ending(process=1, code=-9, sent=(15, 9), grace_s=25.04)
+    assert by_launcher.describe() == (
+        "process 1 was killed by this launcher, because it was still running "
+        "25 s after SIGTERM"
+    )
+    assert ending(1, -9, 9).describe() == (
+        "process 1 was killed by this launcher, because it was still running "
+        "after another process had ended"
+    )
+    assert ending(1, -9, 15).describe() == "process 1 was killed by SIGKILL"
+    assert ending(1, -15, 15).describe() == "process 1 was killed by SIGTERM"
+
+
+@pytest.mark.parametrize(
+    ("found", "expected"),
+    [
+        (ending(0, 1), True),
+        (ending(0, 70), True),
+        # They ended because of others, or were told to.
+        (ending(0, 71), False),
+        (ending(0, 72), False),
+        (ending(0, 75), False),
+        (ending(0, 1, 15), False),
+        (ending(0, 0), False),
+        (ending(0, -11), False),
+    ],
+)
+def test_an_end_by_an_error(found, expected):
+    assert found.is_error is expected
 
 
 def test_each_job_has_a_secret_of_its_own(tmp_path):

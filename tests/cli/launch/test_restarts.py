@@ -59,9 +59,22 @@ def test_killed_processes_are_worth_a_restart_up_to_the_limit():
 
 
 @pytest.mark.parametrize("code", [71, 72, 75, KILLED])
-def test_deaths_at_the_same_step_are_worth_a_restart(code):
-    decisions = decide_all([(ended(code), saving(4, 4))] * 4)
-    assert all(isinstance(decision, Restart) for decision in decisions)
+def test_the_third_equal_death_at_the_same_step_ends_the_job(code):
+    first, second, third = decide_all([(ended(code), saving(4, 4))] * 3)
+    assert isinstance(first, Restart)
+    assert isinstance(second, Restart)
+    assert third == "this happened 3 times in a row after step 4"
+    # No step of the job was completed, because it began at step 4.
+    later = [(ended(code), saving(None, 4))] * 2
+    assert decide_all([(ended(code), saving(4, 4)), *later])[-1] == third
+    assert decide_all([(ended(code), saving())] * 3)[-1] == (
+        "this happened 3 times in a row before the first step"
+    )
+    # Not at the same step, or not by the same code.
+    ends = [(ended(code), saving(step, 4)) for step in (5, 6, 5, 5, 6, 6)]
+    assert len(decide_all(ends, most=99)) == 6
+    ends = [(ended(code), saving(4, 4)), (ended(-6), saving(4, 4))] * 3
+    assert all(isinstance(decision, Restart) for decision in decide_all(ends))
 
 
 @pytest.mark.parametrize("code", [1, 70, 3])
@@ -75,6 +88,19 @@ def test_an_error_at_the_same_step_twice_ends_the_job(code):
     assert len(decide_all(ends)) == 4
     assert decide_all([(ended(code), saving())] * 2)[-1] == (
         "the script failed twice"
+    )
+
+
+@pytest.mark.parametrize("code", [1, 70])
+def test_errors_of_several_processes_before_any_step_are_the_scripts(code):
+    ends = [(ended(code, num_errors=3), saving())] * 2
+    assert decide_all(ends, least=2) == ["the script failed in 3 processes"]
+    # Once it has trained, the cause may be outside of it.
+    end = ended(code, num_errors=3)
+    before, after = saving(4, 4), saving(None, 4)
+    after.has_trained = True
+    assert decide_all([(end, before), (end, after)], least=2)[-1] == (
+        "the script failed twice after step 4"
     )
 
 
@@ -101,24 +127,53 @@ def test_what_was_asked_for_is_final(end):
 
 def test_waits_grow_until_a_checkpoint_is_added():
     saved = [None, None, 5, 5, 5, 6] + [6] * 7
-    ends = [(ended(), saving(9, step)) for step in saved]
+    ends = [(ended(), saving(9 + i, at)) for i, at in enumerate(saved)]
     waits = [d.wait_s for d in decide_all(ends, most=99)]
     assert waits == [1, 2, 1, 2, 4, 1, 2, 4, 8, 16, 32, 60, 60]
 
 
-def test_a_process_that_cannot_start_is_left_out():
-    ends = [(ended(process=1), saving())] * 4
+@pytest.mark.parametrize("code", [KILLED, 71])
+def test_a_process_that_cannot_start_is_left_out(code):
+    ends = [(ended(code, process=1), saving())] * 3
     decisions = decide_all(ends, least=2)
-    assert [d.num_processes for d in decisions] == [3, 2, 2, 2]
-    assert [d.without for d in decisions] == [None, 1, None, None]
+    assert [d.num_processes for d in decisions] == [3, 2, 2]
+    assert [d.without for d in decisions] == [None, 1, None]
     # Never below the least number, never the evaluator, never at random.
-    assert {d.num_processes for d in decide_all(ends, least=3)} == {3}
-    evaluator = [(ended(process=3), saving())] * 3
-    assert {d.num_processes for d in decide_all(evaluator, least=1)} == {3}
-    others = [(ended(process=i), saving()) for i in (0, 1, 0, 1)]
-    assert {d.num_processes for d in decide_all(others, least=1)} == {3}
-    later = [(ended(process=1), saving(1, 1))] * 3
-    assert {d.num_processes for d in decide_all(later, least=1)} == {3}
+    assert counts(ends, least=3) == [3, 3, None]
+    evaluator = [(ended(code, process=3), saving())] * 3
+    assert counts(evaluator, least=1) == [3, 3, None]
+    others = [(ended(code, process=i), saving()) for i in (0, 1, 0)]
+    assert counts(others, least=1) == [3, 3, None]
+    later = [(ended(code, process=1), saving(1, 1))] * 3
+    assert counts(later, least=1) == [3, 3, None]
+
+
+def counts(ends, least):
+    """The numbers of processes that are started; None: the job ends."""
+    decisions = decide_all(ends, least=least)
+    return [getattr(one, "num_processes", None) for one in decisions]
+
+
+@pytest.mark.parametrize("code", [1, 70])
+def test_a_process_that_raises_an_error_at_its_start_is_left_out(code):
+    alone = (ended(code, process=1, num_errors=1), saving())
+    assert counts([alone] * 2, least=2) == [3, 2]
+    # If an error comes again, it was not that process.
+    assert counts([alone] * 3, least=1) == [3, 2, None]
+    # Its device broke after some steps.
+    broken = (ended(code, process=1, num_errors=1), saving(9, 4))
+    again = (alone[0], saving(None, 4))
+    assert counts([broken, again, again], least=2) == [3, 3, 2]
+    # Never below the least number, never the evaluator, never at random.
+    assert counts([alone] * 2, least=3) == [3, None]
+    evaluator = (ended(code, process=3, num_errors=1), saving())
+    assert counts([evaluator] * 2, least=1) == [3, None]
+    other = (ended(code, process=2, num_errors=1), saving())
+    assert counts([alone, other], least=1) == [3, None]
+    several = (ended(code, process=1, num_errors=2), saving())
+    assert counts([alone, several], least=1) == [3, None]
+    later = (ended(code, process=1, num_errors=1), saving(1, 1))
+    assert counts([later] * 2, least=1) == [3, None]
 
 
 def test_the_system_starts_fewer_processes():
@@ -200,14 +255,24 @@ print(f"done in run {run}")
     ]
 
 
-@pytest.mark.slow
-def test_a_job_continues_without_a_process_that_cannot_start(tmp_path):
+@pytest.mark.parametrize(
+    "fault",
+    [
+        pytest.param(
+            "os.kill(os.getpid(), signal.SIGSEGV)", marks=pytest.mark.slow
+        ),
+        "raise RuntimeError('The device is broken.')",
+    ],
+    ids=["signal", "error"],
+)
+@pytest.mark.multi_process
+def test_a_job_continues_without_a_process_that_cannot_start(tmp_path, fault):
     script = script_in(
         tmp_path,
         SCRIPT
-        + """
+        + f"""
 if index == 1 and count == 3:
-    os.kill(os.getpid(), signal.SIGSEGV)
+    {fault}
 if count == 3:
     signal.pause()
 """,
@@ -239,6 +304,24 @@ def test_programs_of_killed_processes_do_not_hinder_the_cache(
     monkeypatch.setattr(launch, "run_job", run_once)
     assert launch.launch([__file__], num_processes=2, max_restarts=1) == 0
     assert found == [[], []]
+
+
+@pytest.mark.multi_process
+def test_a_script_that_fails_in_all_processes_is_not_restarted(tmp_path):
+    script = script_in(
+        tmp_path,
+        SCRIPT
+        + """
+while len(list(runs.glob("[012]"))) < 3:
+    pass
+sys.exit("The file of data must exist.")
+""",
+    )
+    words = ("--processes", "3", "--max-restarts", "3", "--min-processes", "1")
+    _, err, code = run(*words, script, str(tmp_path))
+    assert code == 1
+    assert err[-1].endswith("not restarted: the script failed in 3 processes.")
+    assert runs_of(tmp_path, 0) == ["3 None"]
 
 
 def test_gpus_of_the_process_left_out_are_not_used():
