@@ -133,6 +133,9 @@ def test_there_is_no_public_name_of_the_client():
     source = inspect.getsource(distributed.State)
     assert "client" in source
     assert "coordinator_address" in source
+    # Of a process that has joined no job.
+    state = distributed.State()
+    assert (state.process_id, state.num_processes) == (0, 1)
 
 
 def test_it_is_known_whether_devices_are_in_use():

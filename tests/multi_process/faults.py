@@ -14,7 +14,7 @@ import warnings
 import jax
 import keras
 import numpy as np
-from jax._src import compiler, distributed
+from jax._src import compiler, distributed, xla_bridge
 
 import keras_strategies as ks
 from keras_strategies.cluster.watchdog import watchdog
@@ -70,6 +70,16 @@ def go_wrong(case, process):
         raise KeyboardInterrupt
     if case == "stuck":
         time.sleep(600)
+
+
+def break_devices():
+    """JAX cannot start the devices of this process."""
+
+    def fail(platform):
+        say("fault")
+        raise RuntimeError(f"a broken {platform}")
+
+    xla_bridge._init_backend = fail
 
 
 class Steps(keras.callbacks.Callback):
@@ -200,6 +210,8 @@ def main(told):
             coordinator_bind_address=address,
             **watchdog.INITIALIZE_ARGUMENTS,
         )
+        if case == "device" and index == process:
+            break_devices()
     kind, _, place = told["kind"].partition(" in a ")
     train = {"fit": fit, "loop": loop, "compiler": compile_slowly}[kind]
     if place == "thread":

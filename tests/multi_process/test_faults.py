@@ -16,6 +16,7 @@ TIMEOUT_S = 4
 SECONDS = {"stuck": TIMEOUT_S + 2.0, "early": 5.0, "stop_training": 5.0}
 # Of the process that the fault is in.
 ITS_CODE = {
+    "device": 70,
     "exception": 70,
     "exit": 3,
     "interrupt": 130,
@@ -24,6 +25,7 @@ ITS_CODE = {
     "stop_training": 71,
 }
 CAUSES = {
+    "device": r"process {p} failed: RuntimeError: .*a broken cpu",
     "exception": r"process {p} failed: .*Trouble: user bug \(faults.py:\d+ in ",
     "exit": r"process {p} ended with sys.exit\(3\)",
     "interrupt": r"process {p} failed: KeyboardInterrupt",
@@ -54,6 +56,8 @@ def assert_ended(results, process, *, cause, seconds, its_code, code=71):
     ("case", "process", "kind", "count"),
     [
         ("exception", 1, "fit", 2),
+        ("device", 1, "fit", 2),
+        pytest.param("device", 0, "fit", 3, marks=slow),
         pytest.param("exception", 0, "fit", 2, marks=slow),
         pytest.param("exception", 0, "loop", 2, marks=slow),
         pytest.param("exception", 1, "loop", 3, marks=slow),

@@ -36,6 +36,17 @@ def get_client() -> Any:
     return client
 
 
+def get_place() -> tuple[int, int]:
+    """Returns this process's number, and the number of processes in the job.
+
+    Unlike `jax.process_index`, it does not wait for the devices.
+    """
+    from jax._src import distributed
+
+    state = distributed.global_state
+    return state.process_id, state.num_processes
+
+
 def is_available() -> bool:
     """Returns whether this process has joined a `jax.distributed` job."""
     return jax.distributed.is_initialized()

@@ -13,6 +13,7 @@ from typing import Any
 import jax
 
 from keras_strategies.cluster import spec, tasks
+from keras_strategies.cluster.exchange import kv_store
 from keras_strategies.cluster.job import bootstrap
 from keras_strategies.cluster.resolvers import (
     simple_resolver,
@@ -100,6 +101,10 @@ def join(
             timeout_s=float(timeout_s),
             resolver=resolver,
         )
+    if kv_store.is_available() and kv_store.get_place()[1] > 1:
+        # The devices start next. If this fails in one process, the watchdog
+        # tells the others, which may wait for it.
+        watchdog.start()
     if resolver is None:
         _warn_if_alone()
         resolver = _make_job_resolver()

@@ -14,8 +14,6 @@ import threading
 import time
 from typing import Any
 
-import jax
-
 from keras_strategies.cluster.exchange import host_exchange, kv_store
 from keras_strategies.cluster.exchange.exit_codes import Cause
 from keras_strategies.cluster.watchdog import abort_delay, exit_hooks
@@ -84,9 +82,9 @@ _watchdog: "Watchdog | None" = None
 def start(timeout_s: float | None = None) -> ProgramRunner:
     """Starts this process's watchdog if it is not running. Not collective.
 
-    This is called when a strategy over several processes is created. From then
-    on, this process ends when another process fails, dies or hangs, and it
-    reports its own end to the others.
+    This is called when a process joins its job, or when a strategy over several
+    processes is created. From then on, this process ends when another process
+    fails, dies or hangs, and it reports its own end to the others.
 
     Args:
       timeout_s: The maximum duration of a JAX program, and of a wait for other
@@ -138,13 +136,13 @@ class Watchdog:
     """
 
     def __init__(self, timeout_s: float, pipe: LauncherPipe | None) -> None:
-        self.process = jax.process_index()
-        self.runner = ProgramRunner(jax.process_count())
+        self.process, num_processes = kv_store.get_place()
+        self.runner = ProgramRunner(num_processes)
         self._pipe = pipe
         self._clock = AwakeClock()
         self._heartbeats = HeartbeatThread(
             self.process,
-            jax.process_count(),
+            num_processes,
             runner=self.runner,
             detector=FailureDetector(timeout_s=timeout_s),
             clock=self._clock,
