@@ -6,6 +6,7 @@ import warnings
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any, NoReturn, Protocol
 
+from keras_strategies._core.jaxprs.traces import check_untransformed
 from keras_strategies.strategy.runtime import Runtime
 
 if TYPE_CHECKING:
@@ -75,9 +76,10 @@ def check_cross_replica(name: str) -> None:
 
 
 def check_outside(name: str) -> None:
-    """Raises RuntimeError if called inside any function that runs for replicas.
+    """Raises RuntimeError if called inside a function for replicas, or of JAX.
 
-    These are the functions given to `run`, `merge_call` and `update`.
+    These are the functions given to `run`, `merge_call` and `update`, and those
+    that a transformation of JAX, such as `jax.jit`, traces.
 
     Args:
       name: The method that was called.
@@ -89,6 +91,7 @@ def check_outside(name: str) -> None:
             "Received: a call inside of a function given to `merge_call` or "
             f"`update`. Call `{name}` outside of that function and of `run`."
         )
+    check_untransformed(name)
 
 
 @contextlib.contextmanager

@@ -6,6 +6,7 @@ import re
 import warnings
 
 import grain
+import jax
 import keras
 import numpy as np
 import pytest
@@ -213,6 +214,22 @@ def captured_in_run(folder):
     strategy.run(lambda: array[0])
 
 
+def run_in_jit(folder):
+    jax.jit(lambda: mirrored(2).run(lambda: 1.0))()
+
+
+def write_in_branch(folder):
+    strategy = mirrored(2)
+    with strategy.scope():
+        counter = keras.Variable(0.0, aggregation="sum")
+
+    def write():
+        counter.assign_add(1.0)
+        return 0.0
+
+    strategy.run(lambda: ops.cond(counter > 0, write, lambda: 0.0))
+
+
 def made_outside(folder):
     model = one_input()
     model.compile("sgd", "mse")
@@ -273,6 +290,8 @@ CASES = {
     "An epoch of an infinite dataset": infinite,
     "`class_weight` needs batches": weights_twice,
     "A function given to `run` is traced": value_in_run,
+    "must not be called in a function that JAX": run_in_jit,
+    "A function given to `run` must not write": write_in_branch,
     "Method requires being in cross-replica": reduce_in_run,
     "Mixing strategies: in `run`": foreign_variable,
     "All replicas must return": other_structures,

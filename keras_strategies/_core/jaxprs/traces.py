@@ -33,6 +33,33 @@ def is_tracing() -> bool:
     )
 
 
+def check_untransformed(name: str) -> None:
+    """Raises RuntimeError if JAX is tracing or transforming the caller.
+
+    Args:
+      name: The method that was called.
+    """
+    from jax._src import core
+
+    if not core.trace_state_clean():
+        raise RuntimeError(
+            f"`{name}` must not be called in a function that JAX transforms "
+            "(jax.jit, jax.grad, jax.vmap, jax.lax.scan, ...), because it "
+            "compiles what it needs by itself. Received: a call while JAX "
+            "traces a function. Call it without the transformation; in place "
+            "of `jax.jit` around a loop, use `ks.function` or nothing."
+        )
+
+
+def find_current_trace() -> Any:
+    """Returns the JAX trace that records an operation on constants.
+
+    It is a trace of a program, a branch or the body of a loop. Transformations
+    such as `jax.grad` have no such trace. None outside of all traces.
+    """
+    return getattr(jnp.add(jnp.int32(0), 0), "_trace", None)
+
+
 @contextlib.contextmanager
 def without_collector() -> Iterator[None]:
     """Turns off Python's garbage collector while the block, a trace, runs.

@@ -18,6 +18,7 @@ from jax.extend.core import get_opaque_trace_state
 from keras.src.backend.common.stateless_scope import get_stateless_scope
 
 from keras_strategies._core.identity import IdentityMap, IdentitySet
+from keras_strategies._core.jaxprs.traces import find_current_trace
 from keras_strategies._types import Array
 from keras_strategies.keras_bridge.patches import Patches
 
@@ -50,12 +51,16 @@ class CollectingScope(keras.StatelessScope):
         self._outer = IdentitySet()
         self._inner = IdentitySet()
         self._trace_state: Any = None
+        # While variables are searched, the trace in which they may be written.
+        self._trace: Any = None
         self.written = IdentitySet()
 
     def __enter__(self) -> Self:
         super().__enter__()
         self._trace_state = get_opaque_trace_state()
         if isinstance(self.original_scope, CollectingScope):
+            if self.original_scope._trace is not None:
+                self._trace = find_current_trace()
             self._replace_losses(
                 self.original_scope, self.original_scope.losses
             )
@@ -69,7 +74,21 @@ class CollectingScope(keras.StatelessScope):
             self._inner.add(loss)
 
     def add_update(self, update: tuple[keras.Variable, Any]) -> None:
-        """Writes a variable, and records that it was written."""
+        """Writes a variable, and records that it was written.
+
+        Raises:
+          RuntimeError: if a trace inside this scope's trace, such as a branch
+            of a `cond`, writes the variable, and variables are searched.
+        """
+        if self._trace is not None and self._trace is not find_current_trace():
+            raise RuntimeError(
+                "A function given to `run` must not write a variable in a "
+                "branch of `cond`, in the body of a loop, or in another "
+                "function that JAX traces. Received: a write of "
+                f"{update[0].path!r}. Return the new value from the branch or "
+                "body, and assign it afterwards; call layers that write "
+                "variables, such as Dropout, outside of it."
+            )
         self.written.add(update[0])
         super().add_update(update)
 
@@ -139,6 +158,10 @@ class LiftingScope(CollectingScope):
     def __init__(self) -> None:
         super().__init__()
         self.variables = IdentitySet()
+
+    def enter_trace(self) -> None:
+        """Makes the current trace the only one that may write variables."""
+        self._trace = find_current_trace()
 
     def get_current_value(self, variable: keras.Variable) -> Array:
         """Returns the value that was last written in the scope, or zeros.

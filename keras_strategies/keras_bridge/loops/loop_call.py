@@ -6,6 +6,7 @@ from typing import Any
 import jax
 import keras
 
+from keras_strategies._core.jaxprs.traces import check_untransformed
 from keras_strategies.gpu.memory_note import add_memory_note
 from keras_strategies.keras_bridge.loops import scope_hooks
 
@@ -26,6 +27,7 @@ class Call:
         args: tuple[Any, ...],
         kwargs: dict[str, Any],
     ) -> None:
+        check_untransformed(name)
         self.name = name
         self._model = model
         self._loop = scope_hooks.get_keras_loop(name)

@@ -155,6 +155,7 @@ class RunProgram:
         step = replica_trace.make_step(mesh, is_update=self._is_update)
 
         def abstract(*components: Array) -> Any:
+            scope.enter_trace()
             leaves = list(components)
             if self._variant_of:
                 leaves = cut_to_rows(

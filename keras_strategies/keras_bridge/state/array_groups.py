@@ -2,10 +2,11 @@
 
 import dataclasses
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, NoReturn
 
 import keras
 
+from keras_strategies._core.identity import IdentityMap
 from keras_strategies._core.mesh import ReplicaMesh
 from keras_strategies.keras_bridge.accumulation.local_sums import (
     OPTIMIZER,
@@ -113,6 +114,42 @@ def wrap_groups(
         return ArrayGroup(group, sums, forms.stacks, number)
 
     return tuple(wrap(i, group) for i, group in enumerate(state))
+
+
+def regroup(
+    state: Sequence[Any],
+    variables: Sequence[Any],
+    now: Sequence[Sequence[keras.Variable]],
+) -> Sequence[Any]:
+    """Returns a state in the groups to which its variables belong now.
+
+    Keras takes the values from the variables by the model's groups, and writes
+    them back by the groups of that time.
+
+    Args:
+      state: The state, from Keras or from the last step.
+      variables: The groups of variables for which the step was made.
+      now: The model's present groups of the same variables.
+    """
+    if not all(isinstance(group, ArrayGroup) for group in state):
+        return state
+    values = IdentityMap(
+        pair
+        for group, arrays in zip(variables, state, strict=True)
+        for pair in zip(group, arrays, strict=True)
+    )
+    return [[values[variable] for variable in group] for group in now]
+
+
+def refuse_changed(variable: keras.Variable) -> NoReturn:
+    """Raises ValueError: `trainable` changed after a step was made."""
+    raise ValueError(
+        "`trainable` must not change while `fit` or a similar method runs. "
+        f"Received: {variable.path!r}, which now has "
+        f"trainable={variable.trainable}. Let the method end, for example with "
+        "`epochs`, change `trainable`, compile the model again, and call the "
+        "method again; `fit` has `initial_epoch`."
+    )
 
 
 def find_holders(groups: Sequence[Any]) -> list[list[Any]]:

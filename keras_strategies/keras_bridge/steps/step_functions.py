@@ -27,6 +27,8 @@ from keras_strategies.keras_bridge.state.array_groups import (
     Forms,
     find_forms,
     find_holders,
+    refuse_changed,
+    regroup,
     wrap_groups,
 )
 from keras_strategies.keras_bridge.step_context import ReplicaScope
@@ -174,13 +176,19 @@ class StepFunctionCache:
         model, mesh, groups = self.model, self.mesh, _GROUPS[kind]
         program = self._make_program(kind, variables, forms)
         donated = () if model.run_eagerly else _DONATED[kind]
+        flags = [(v, v.trainable) for v in (*variables[0], *variables[1])]
 
         def function(
             state: Sequence[Any], iterator: Iterator[Any]
         ) -> tuple[Any, Any]:
             outputs: Any = None
             done: list[Any] = []
+            changed = [v for v, flag in flags if v.trainable is not flag]
             try:
+                if changed:
+                    now = step_variables(model, kind)
+                    state = regroup(state, variables, now)
+                    refuse_changed(changed[0])
                 with Phase(INPUT if kind == "train" else EVALUATE) as phase:
                     execution = phase.result = _read_execution(
                         iterator, mesh, model.steps_per_execution

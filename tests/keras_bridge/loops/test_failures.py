@@ -4,6 +4,7 @@ import keras
 import numpy as np
 import pytest
 
+import keras_strategies as ks
 from keras_strategies.keras_bridge.steps.train_program import StepProgram
 from tests.support.combinations import combine, few
 from tests.support.mistakes import (
@@ -217,3 +218,53 @@ def test_an_interrupt_between_the_steps_of_an_execution_keeps_them(monkeypatch):
     assert int(model.optimizer.iterations) == 2
     assert_same(plain.get_weights(), model.get_weights())
     fit(model, 16)
+
+
+class Freeze(keras.callbacks.Callback):
+    """Freezes the first layer at one time of the second epoch."""
+
+    def __init__(self, hook):
+        super().__init__()
+        self.epoch = 0
+        setattr(self, hook, self.freeze)
+
+    def on_epoch_begin(self, epoch, logs=None):
+        self.epoch = epoch
+
+    def freeze(self, index, logs=None):
+        if self.epoch == 1 or index == 1:
+            self.model.layers[0].trainable = False
+
+
+@pytest.mark.parametrize("options", [{}, {"min_size": 1}], ids=str)
+@pytest.mark.parametrize(
+    "hook", ["on_epoch_begin", "on_train_batch_begin", "on_train_batch_end"]
+)
+def test_a_layer_frozen_by_a_callback_is_refused(hook, options):
+    strategy = mirrored(2)
+    if options:
+        strategy = ks.MirroredStrategy(
+            strategy.mesh.devices,
+            variable_partitioner=ks.experimental.FullySharded(**options),
+        )
+
+    def build():
+        # Layers of one shape: the values of one could be written to the next.
+        return keras.Sequential(
+            [keras.Input((3,)), *(dense(3, seed=i) for i in range(3)), dense(1)]
+        )
+
+    model = compiled(strategy, build)
+    model.optimizer.learning_rate = 0.0
+    weights = model.get_weights()
+    with pytest.raises(ValueError, match="`trainable` must not") as caught:
+        model.fit(
+            X, Y, batch_size=8, epochs=3, verbose=0, callbacks=[Freeze(hook)]
+        )
+    assert_text(caught, model.layers[0].kernel.path, "compile the model again")
+    model.layers[0].trainable = True
+    assert_same(weights, model.get_weights(), tolerance=0)
+    model.layers[0].trainable = False
+    model.compile(keras.optimizers.SGD(0.1, momentum=0.9), "mse")
+    assert_usable(model)
+    assert_same(weights[:2], model.get_weights()[:2], tolerance=0)

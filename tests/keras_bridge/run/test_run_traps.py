@@ -9,6 +9,7 @@ import jax.numpy as jnp
 import keras
 import numpy as np
 import pytest
+from keras import ops
 
 import keras_strategies as ks
 from keras_strategies.testing import assert_replicated
@@ -562,3 +563,55 @@ def test_a_model_that_is_not_built_has_no_gradients(make):
     model.trainable = False
     with pytest.raises(ValueError, match="Received: an empty list"):
         ks.grad(lambda: 0.0, model.trainable_variables)
+
+
+# Variables that a branch or the body of a loop writes.
+
+WRITES = {
+    "a value": lambda p, write: ops.cond(p, lambda: write(1.0), lambda: 0.0),
+    "a loop": lambda p, write: ops.while_loop(
+        lambda i: i < 3, lambda i: (write(1.0), i + 1)[1:], (0,)
+    ),
+    "jit": lambda p, write: jax.jit(lambda: write(p))(),
+    "gradient": lambda p, write: ks.grad(
+        lambda: ops.cond(p > 0, lambda: write(p), lambda: p), [WEIGHT]
+    )(),
+}
+WEIGHT = keras.Variable(1.0, name="weight")
+
+
+@pytest.mark.parametrize("name", WRITES)
+def test_a_variable_written_in_a_branch_is_named(name):
+    strategy = mirrored(2)
+    with strategy.scope():
+        counter = keras.Variable(0.0, name="counter", aggregation="sum")
+
+    def write(value):
+        counter.assign(value)
+        return 0.0
+
+    def step(x):
+        WRITES[name](x, write)
+        return counter.value
+
+    with pytest.raises(RuntimeError, match="must not write a variable") as e:
+        strategy.run(step, args=(ids(strategy),))
+    assert "'counter'" in str(e.value)
+    assert "Received" in str(e.value)
+    assert float(counter.value) == 0.0
+
+
+def test_a_variable_written_under_a_gradient_of_jax():
+    strategy = mirrored(2)
+    with strategy.scope():
+        counter = keras.Variable(0.0, name="counter", aggregation="sum")
+
+    def step(x):
+        def loss(value):
+            counter.assign_add(1.0)
+            return value * x
+
+        return jax.grad(loss)(2.0)
+
+    assert values(strategy.run(step, args=(ids(strategy),))) == [1.0, 2.0]
+    assert float(counter.value) == 2.0
