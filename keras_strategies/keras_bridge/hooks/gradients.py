@@ -1,12 +1,14 @@
 """Gradients with respect to Keras variables, and those of one replica."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import keras
+import numpy as np
 
+from keras_strategies._core.identity import IdentityMap, IdentitySet
 from keras_strategies._core.row_kinds import losses as row_losses
 from keras_strategies._core.row_kinds import scales
 from keras_strategies._types import Array, Tree
@@ -23,9 +25,9 @@ from keras_strategies.keras_bridge.step_context import (
 
 def value_and_grad(
     fn: Callable[..., Any],
-    variables: Sequence[keras.Variable],
+    variables: Tree,
     has_aux: bool = False,
-) -> Callable[..., tuple[Any, list[Any]]]:
+) -> Callable[..., tuple[Any, Any]]:
     """Makes a function that returns the value of `fn` and its gradients.
 
     It is like `jax.value_and_grad`, but for functions that use Keras variables.
@@ -38,16 +40,20 @@ def value_and_grad(
     Args:
       fn: A function that returns a scalar, or with `has_aux` a pair of a
         scalar and anything else.
-      variables: The variables to differentiate with respect to.
+      variables: The variables to differentiate with respect to: a variable, or
+        a nest of variables.
       has_aux: Whether `fn` returns a pair.
 
     Returns:
       A function with the same arguments as `fn` that returns
       `(value, gradients)`. `value` is the result of `fn` (a pair with
-      `has_aux`), and `gradients` is a list with one array for each variable.
+      `has_aux`), and `gradients` has the structure of `variables`, with an
+      array in place of each variable.
 
     Raises:
-      TypeError: if an element of `variables` is not a Keras variable.
+      TypeError: if an element of `variables` is not a Keras variable. When the
+        returned function is called: if `fn` does not return what `has_aux`
+        requires.
       ValueError: if `variables` is empty, for example because the model is
         not built yet.
 
@@ -59,16 +65,22 @@ def value_and_grad(
       )()
       ```
     """
-    variables = list(variables)
-    _check_variables(variables)
+    is_nest = isinstance(variables, list | tuple | Mapping)
+    if not is_nest and isinstance(variables, Iterable):
+        # An iterator can be read only once.
+        variables = list(variables)
+    flat = keras.tree.flatten(variables)
+    _check_variables(flat)
+    unique = list(IdentitySet(flat))
 
-    def with_gradients(*args: Any, **kwargs: Any) -> tuple[Any, list[Any]]:
+    def with_gradients(*args: Any, **kwargs: Any) -> tuple[Any, Any]:
         def call() -> tuple[Array, Any]:
-            result = fn(*args, **kwargs)
-            return result if has_aux else (result, None)
+            return _check_result(fn(*args, **kwargs), has_aux)
 
-        value, aux, grads = _differentiate(call, variables)
-        return ((value, aux) if has_aux else value), grads
+        value, aux, grads = _differentiate(call, unique)
+        found = IdentityMap(zip(unique, grads, strict=True))
+        nest = keras.tree.pack_sequence_as(variables, [found[v] for v in flat])
+        return ((value, aux) if has_aux else value), nest
 
     return with_gradients
 
@@ -110,6 +122,48 @@ def _differentiate(
     return value, aux, grads
 
 
+def _check_result(result: Tree, has_aux: bool) -> tuple[Array, Any]:
+    """Returns the scalar that a function computed, and its other result.
+
+    Raises:
+      TypeError: if the function did not return them.
+    """
+    if has_aux and not (isinstance(result, list | tuple) and len(result) == 2):
+        raise TypeError(
+            "With `has_aux=True`, a function to be differentiated must return "
+            f"a pair of a scalar and anything else. Received: {_show(result)}. "
+            "Return `(loss, aux)`, or omit `has_aux`."
+        )
+    value, aux = result if has_aux else (result, None)
+    is_number = isinstance(value, float | np.ndarray | np.generic | jax.Array)
+    is_scalar = is_number and not np.shape(value)
+    if is_scalar and jnp.issubdtype(jnp.result_type(value), jnp.floating):
+        return value, aux
+    cure = "Return a scalar array of a floating dtype."
+    if value is None:
+        cure = "Add `return loss` to the function."
+    elif isinstance(value, list | tuple):
+        cure = "Pass `has_aux=True` to return `(loss, aux)`."
+    elif is_number and np.shape(value):
+        cure = (
+            "Reduce it with `keras.ops.mean`, or with "
+            "`ks.compute_average_loss` in a function given to `run`."
+        )
+    raise TypeError(
+        "A function to be differentiated must return a scalar, the loss. "
+        f"Received: {_show(value)}. {cure}"
+    )
+
+
+def _show(value: Tree) -> str:
+    """Describes a function's result, whose arrays may have no values."""
+    if hasattr(value, "shape") and hasattr(value, "dtype"):
+        return f"an array of shape {tuple(value.shape)} and {value.dtype}"
+    is_nest = isinstance(value, list | tuple)
+    of = f" with {len(value)} entries" if is_nest else ""
+    return f"an object of type {type(value).__name__}{of}"
+
+
 def _check_variables(variables: Sequence[object]) -> None:
     if not variables:
         raise ValueError(
@@ -129,7 +183,7 @@ def _check_variables(variables: Sequence[object]) -> None:
 
 def grad(
     fn: Callable[..., Any],
-    variables: Sequence[keras.Variable],
+    variables: Tree,
     has_aux: bool = False,
 ) -> Callable[..., Any]:
     """Makes a function that returns the gradients of `fn`.
@@ -139,12 +193,12 @@ def grad(
     Args:
       fn: A function that returns a scalar, or with `has_aux` a pair of a
         scalar and anything else.
-      variables: The variables to differentiate with respect to.
+      variables: See `value_and_grad`.
       has_aux: Whether `fn` returns a pair.
 
     Returns:
-      A function with the same arguments as `fn` that returns the list of
-      gradients, or `(gradients, aux)` if `has_aux` is true.
+      A function with the same arguments as `fn` that returns the gradients, or
+      `(gradients, aux)` if `has_aux` is true.
 
     Example:
       ```python
