@@ -171,9 +171,9 @@ class PerReplica(DistributedValues):
 
     def __array__(self, *args: Any, **kwargs: Any) -> NoReturn:
         raise ValueError(
-            "A per-replica value must not be used as one array. Received: a "
-            "PerReplica. Convert it with `strategy.reduce`, `strategy.gather` "
-            "or `strategy.experimental_local_results` first."
+            "A per-replica value must not be used as one array, or passed to a "
+            "`tf.function`. Received: a PerReplica. Convert it with `reduce`, "
+            "`gather` or `experimental_local_results`, or use `@ks.function`."
         )
 
 

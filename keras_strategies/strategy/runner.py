@@ -18,6 +18,7 @@ from keras_strategies._core.host_arrays import from_tensor
 from keras_strategies._core.mesh import ReplicaMesh, has_sharding
 from keras_strategies._types import Array, Leaf, Tree
 from keras_strategies.cluster.job.progress_pipe import report_training
+from keras_strategies.keras_bridge.ported_code import explaining_errors
 from keras_strategies.keras_bridge.run.argument_shapes import (
     REPLICATED,
     STATIC,
@@ -42,11 +43,6 @@ _Argument = tuple[tuple[Any, ...], Any]
 _MAX_PROGRAMS = 128
 _MAX_FLAGS = 8
 _WARN_AFTER = 5
-_NEEDS_VALUE = (
-    jax.errors.ConcretizationTypeError,
-    jax.errors.TracerArrayConversionError,
-    jax.errors.TracerIntegerConversionError,
-)
 
 
 class _Thread(threading.local):
@@ -98,19 +94,10 @@ class Runner:
         if self._thread.is_debugging:
             return self._debug(call, leaves)
         arguments = list(map(self._convert_argument, leaves))
-        try:
-            # Only one thread at a time may read the variables' values, change
-            # them and store the new ones.
-            with self._lock:
-                return self._run_compiled(call, arguments)
-        except _NEEDS_VALUE as error:
-            raise TypeError(
-                "A function given to `run` is traced by JAX, so Python code "
-                "in it cannot read the values of arrays. Received: a function "
-                "that converts an array to a number, a condition or a numpy "
-                f"array ({type(error).__name__}). Use `keras.ops` (`where`, "
-                "`cond`, `cast`), or print values in `with strategy.debug():`."
-            ) from error
+        # Only one thread at a time may read the variables' values, change them
+        # and store the new ones.
+        with explaining_errors("run"), self._lock:
+            return self._run_compiled(call, arguments)
 
     def _run_compiled(self, call: "_Call", arguments: list[_Argument]) -> Tree:
         kept = tuple(kind[:4] for kind, _ in arguments)

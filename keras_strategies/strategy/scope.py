@@ -9,6 +9,7 @@ import keras
 from keras_strategies.keras_bridge.hooks import on_read
 from keras_strategies.keras_bridge.loops import binding as binding_lib
 from keras_strategies.keras_bridge.loops import scope_hooks
+from keras_strategies.keras_bridge.ported_code import warn_of_tensorflow_scope
 from keras_strategies.keras_bridge.variables import ownership, variable_creator
 from keras_strategies.strategy import current
 
@@ -65,6 +66,7 @@ class Scope:
 
 def _check_free(model: keras.Model) -> None:
     """Raises if a model to be compiled belongs to another strategy."""
+    warn_of_tensorflow_scope()
     strategy = current.get_entered_strategy()
     if strategy is not None:
         strategy._check_free(model)

@@ -218,6 +218,14 @@ def run_in_jit(folder):
     jax.jit(lambda: mirrored(2).run(lambda: 1.0))()
 
 
+def loss_of_tensorflow(folder):
+    import tensorflow as tf
+
+    model = compiled(mirrored(2))
+    model.compile("sgd", lambda y, output: tf.square(y - output))
+    model.fit(X, Y, verbose=0)
+
+
 def write_in_branch(folder):
     strategy = mirrored(2)
     with strategy.scope():
@@ -290,7 +298,8 @@ CASES = {
     "An epoch of an infinite dataset": infinite,
     "`class_weight` needs batches": weights_twice,
     "A function given to `run` is traced": value_in_run,
-    "must not be called in a function that JAX": run_in_jit,
+    "must not be called in a function that": run_in_jit,
+    "must not be used in code that": loss_of_tensorflow,
     "A function given to `run` must not write": write_in_branch,
     "Method requires being in cross-replica": reduce_in_run,
     "Mixing strategies: in `run`": foreign_variable,

@@ -7,6 +7,7 @@ import gc
 import importlib.util
 import inspect
 import os
+import sys
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
@@ -34,21 +35,27 @@ def is_tracing() -> bool:
 
 
 def check_untransformed(name: str) -> None:
-    """Raises RuntimeError if JAX is tracing or transforming the caller.
+    """Raises RuntimeError if the caller is traced, by JAX or by `tf.function`.
 
     Args:
       name: The method that was called.
     """
     from jax._src import core
 
+    is_inside = getattr(sys.modules.get("tensorflow"), "inside_function", None)
     if not core.trace_state_clean():
-        raise RuntimeError(
-            f"`{name}` must not be called in a function that JAX transforms "
-            "(jax.jit, jax.grad, jax.vmap, jax.lax.scan, ...), because it "
-            "compiles what it needs by itself. Received: a call while JAX "
-            "traces a function. Call it without the transformation; in place "
-            "of `jax.jit` around a loop, use `ks.function` or nothing."
-        )
+        tracer = "JAX transforms (jax.jit, jax.grad, jax.lax.scan, ...)"
+    elif is_inside is not None and is_inside():
+        tracer = "`tf.function` traces"
+    else:
+        return
+    raise RuntimeError(
+        f"`{name}` must not be called in a function that {tracer}, because it "
+        "compiles what it needs by itself. Received: a call during a trace. "
+        "Call it outside of such functions; in place of `jax.jit` or "
+        "`tf.function` around a loop, use `ks.function` or nothing "
+        "(docs/migration.md)."
+    )
 
 
 def find_current_trace() -> Any:

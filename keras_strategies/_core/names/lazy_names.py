@@ -36,7 +36,8 @@ def lazy_names(
         if instead is not None and name in instead:
             raise AttributeError(
                 f"module {public!r} has no attribute {name!r}. This TensorFlow "
-                f"name is not supported. Use {instead[name]}."
+                f"name is not supported. Use {instead[name]}. "
+                "docs/migration.md lists all names."
             )
         if name not in modules:
             raise AttributeError(f"module {public!r} has no attribute {name!r}")

@@ -34,11 +34,13 @@ _RESOLVER = (
 
 DISTRIBUTE = {
     "CentralStorageStrategy": _ONE_HOST,
+    "CollectiveAllReduceStrategy": "`ks.MultiWorkerMirroredStrategy`",
     "CrossDeviceOps": _REDUCING,
     "HierarchicalCopyAllReduce": _REDUCING,
     "NcclAllReduce": _REDUCING,
     "ParameterServerStrategy": _WORKERS,
     "ReductionToOneDevice": _REDUCING,
+    "MirroredStrategyV1": "`ks.MirroredStrategy`",
     "StrategyExtendedV1": "`ks.StrategyExtended`",
     "InputWorkers": "`ks.InputContext`",
     "Server": (

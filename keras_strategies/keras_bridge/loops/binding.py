@@ -46,6 +46,7 @@ from keras_strategies.keras_bridge.loops.scope_hooks import (
     ON_USE,
     STRATEGY,
 )
+from keras_strategies.keras_bridge.ported_code import explaining_errors
 from keras_strategies.keras_bridge.step_context import ReplicaScope, building
 from keras_strategies.keras_bridge.steps.step_functions import StepFunctionCache
 from keras_strategies.keras_bridge.variables import variable_creator
@@ -142,8 +143,6 @@ class Binding:
         self._functions.reset()
         variable_creator.release(all_variables(self.model))
 
-    # The methods of `LOOPS`. They call Keras's, with a feed as the data.
-
     def _loop(self, name: str, *args: Any, **kwargs: Any) -> Any:
         """Calls the class's override of a method such as `fit`, else `_route`.
 
@@ -161,7 +160,8 @@ class Binding:
     def _route(
         self, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> Any:
-        return getattr(self, f"_{name}")(*args, **kwargs)
+        with explaining_errors(name):
+            return getattr(self, f"_{name}")(*args, **kwargs)
 
     def _fit(self, *args: Any, **kwargs: Any) -> Any:
         call = self._make_call("fit", args, kwargs)

@@ -9,6 +9,7 @@ import keras
 from keras_strategies._core.jaxprs.traces import check_untransformed
 from keras_strategies.gpu.memory_note import add_memory_note
 from keras_strategies.keras_bridge.loops import scope_hooks
+from keras_strategies.keras_bridge.ported_code import warn_of_tensorflow_scope
 
 # All processes must run the same epochs.
 _COUNTS = ("epochs", "initial_epoch", "validation_freq")
@@ -28,6 +29,7 @@ class Call:
         kwargs: dict[str, Any],
     ) -> None:
         check_untransformed(name)
+        warn_of_tensorflow_scope()
         self.name = name
         self._model = model
         self._loop = scope_hooks.get_keras_loop(name)

@@ -22,6 +22,10 @@ from keras_strategies._types import Batch, Tree
 from keras_strategies.cluster.job.progress_pipe import report_training
 from keras_strategies.keras_bridge import keras_names
 from keras_strategies.keras_bridge.inputs import feed
+from keras_strategies.keras_bridge.ported_code import (
+    check_step_signature,
+    explaining_errors,
+)
 from keras_strategies.keras_bridge.state.array_groups import (
     PLAIN,
     Forms,
@@ -174,10 +178,12 @@ class StepFunctionCache:
         forms: Forms,
     ) -> StepFunction:
         model, mesh, groups = self.model, self.mesh, _GROUPS[kind]
+        check_step_signature(model, kind)
         program = self._make_program(kind, variables, forms)
         donated = () if model.run_eagerly else _DONATED[kind]
         flags = [(v, v.trainable) for v in (*variables[0], *variables[1])]
 
+        @explaining_errors(f"{kind}_step")
         def function(
             state: Sequence[Any], iterator: Iterator[Any]
         ) -> tuple[Any, Any]:

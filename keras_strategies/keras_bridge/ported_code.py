@@ -1,0 +1,128 @@
+"""Errors and warnings for code of TensorFlow, which name its replacement."""
+
+import contextlib
+import inspect
+import os
+import sys
+import traceback
+import warnings
+from collections.abc import Iterator
+
+import jax
+import keras
+
+_NEEDS_VALUE = (
+    jax.errors.ConcretizationTypeError,
+    jax.errors.TracerArrayConversionError,
+    jax.errors.TracerIntegerConversionError,
+)
+_SEE = "docs/migration.md shows how to port a script"
+_TAPE = os.path.join("eager", "backprop.py")
+
+
+@contextlib.contextmanager
+def explaining_errors(caller: str) -> Iterator[None]:
+    """Replaces errors of code that was written for TensorFlow.
+
+    Args:
+      caller: The method that runs the code, such as `run`. If it is `run`,
+        errors of code that reads the values of arrays are replaced, too.
+
+    Raises:
+      TypeError: if the code calls TensorFlow with the values of a trace, or
+        reads them.
+      AttributeError: if the code calls `optimizer.minimize`.
+    """
+    try:
+        yield
+    except Exception as error:
+        explained = _explain(error, caller)
+        if explained is None:
+            raise
+        raise explained from error
+
+
+def _explain(error: Exception, caller: str) -> Exception | None:
+    is_value = isinstance(error, _NEEDS_VALUE)
+    if is_value or "Tracer" in str(error):
+        line, of_tape = _find_tensorflow_call(error)
+        if line:
+            name = "`tf.GradientTape`" if of_tape else "TensorFlow's operations"
+            cure = "`ks.value_and_grad`" if of_tape else "`keras.ops`"
+            return TypeError(
+                f"{name} must not be used in code that `{caller}` runs, "
+                f"because JAX traces this code. Received: {line}. Use {cure} "
+                f"instead; {_SEE}."
+            )
+    if is_value and caller == "run":
+        return TypeError(
+            "A function given to `run` is traced by JAX, so Python code in it "
+            "cannot read the values of arrays. Received: a function that "
+            "converts an array to a number, a condition or a numpy array "
+            f"({type(error).__name__}). Use `keras.ops` (`where`, `cond`, "
+            "`cast`), or print values in `with strategy.debug():`."
+        )
+    owner = getattr(error, "obj", None)
+    is_minimize = getattr(error, "name", None) == "minimize"
+    if is_minimize and isinstance(owner, keras.optimizers.Optimizer):
+        return AttributeError(
+            "Optimizers of Keras 3 have no `minimize`. Received: `minimize` of "
+            f"{type(owner).__name__}. Compute gradients with "
+            "`ks.value_and_grad(loss, variables)()` and pass them to "
+            f"`optimizer.apply(gradients, variables)`; {_SEE}."
+        )
+    return None
+
+
+def _find_tensorflow_call(error: Exception) -> tuple[str, bool]:
+    """Finds the user's line that called TensorFlow, in an error's traceback.
+
+    Returns:
+      The line with its place, or "" if TensorFlow was not called; and whether
+      it called a gradient tape.
+    """
+    tensorflow = sys.modules.get("tensorflow")
+    file = getattr(tensorflow, "__file__", None)
+    if file is None:
+        return "", False
+    folder = os.path.join(os.path.dirname(file), "")
+    frames = traceback.extract_tb(error.__traceback__)
+    are_inner = [frame.filename.startswith(folder) for frame in frames]
+    if True not in are_inner[1:]:
+        return "", False
+    caller = frames[are_inner.index(True, 1) - 1]
+    place = f"{os.path.basename(caller.filename)}:{caller.lineno}"
+    inner = frames[are_inner.index(True, 1) :]
+    of_tape = any(frame.filename.endswith(_TAPE) for frame in inner)
+    return f"`{caller.line or caller.name}` ({place})", of_tape
+
+
+def check_step_signature(model: keras.Model, kind: str) -> None:
+    """Raises TypeError if a step takes other arguments than Keras's for JAX."""
+    step = getattr(model, f"{kind}_step")
+    try:
+        inspect.signature(step).bind("state", "data")
+    except ValueError:
+        return
+    except TypeError:
+        raise TypeError(
+            f"`{kind}_step` must accept `(state, data)`, as in Keras for JAX. "
+            f"Received: {type(model).__name__}.{kind}_step"
+            f"{inspect.signature(step)}, perhaps written for TensorFlow. "
+            "Write the step as a custom loop with `strategy.run`, or with a "
+            "state; docs/migration.md shows both."
+        ) from None
+
+
+def warn_of_tensorflow_scope() -> None:
+    """Warns if a scope of `tf.distribute` is open."""
+    distribute = getattr(sys.modules.get("tensorflow"), "distribute", None)
+    if distribute is not None and distribute.has_strategy():
+        name = type(distribute.get_strategy()).__name__
+        warnings.warn(
+            "A scope of `tf.distribute` has no effect on Keras with JAX. "
+            f"Received: an open scope of TensorFlow's {name}. Open the scope "
+            f"of a strategy of keras_strategies in its place; {_SEE}.",
+            UserWarning,
+            stacklevel=2,
+        )
