@@ -4,6 +4,7 @@ JAX finds all hosts when they are connected (`jax.distributed.initialize`).
 Before that, Cloud TPU's environment variables may describe some of them.
 """
 
+import pathlib
 import re
 from collections.abc import Mapping
 from typing import Any, NamedTuple
@@ -34,6 +35,9 @@ _NUM_SLICES = "MEGASCALE_NUM_SLICES"
 _SLICE_ID = "MEGASCALE_SLICE_ID"
 _COORDINATOR = "MEGASCALE_COORDINATOR_ADDRESS"
 _PORT = "JAX_COORDINATOR_PORT"
+# These two are also set on machines without a TPU.
+_OF_LIBRARIES = {"TPU_LOAD_LIBRARY", "TPU_LIBRARY_PATH"}
+_DEV = pathlib.Path("/dev")
 # The port at which JAX's first process listens on a TPU (jax 0.10).
 _DEFAULT_PORT = 8482
 _WITH_PORT = re.compile(r"(\[.*\]|[^:]*):\d+")
@@ -78,7 +82,7 @@ class TPUClusterResolver(ClusterResolver):
       tpu: "" for the TPU that this host belongs to, with all its hosts;
         "local" for only the cores of this host; or the TPU's name, which must
         equal the environment variable TPU_NAME. None: the value of TPU_NAME,
-        or "" if it is not set.
+        or "" if it is not set; without a TPU an error, as in tf.
       zone: Not used, because the TPU's name is not looked up.
       project: Not used.
       job_name: The name of the job that contains all hosts.
@@ -92,7 +96,8 @@ class TPUClusterResolver(ClusterResolver):
 
     Raises:
       TypeError: if `tpu` is not a str.
-      ValueError: if `tpu` is an address, or the name of another TPU.
+      ValueError: if `tpu` is an address, or the name of another TPU; or if it
+        is None and this machine has no TPU.
 
     References:
       https://www.tensorflow.org/api_docs/python/tf/distribute/cluster_resolver/TPUClusterResolver
@@ -127,8 +132,9 @@ class TPUClusterResolver(ClusterResolver):
     ) -> "TPUClusterResolver":
         """Creates a resolver and connects the TPU's hosts. Collective.
 
-        Call it before JAX's devices are used. Without a TPU, no hosts are
-        connected, and the program runs on the devices that JAX finds.
+        Call it before JAX's devices are used. With "" or "local" on a machine
+        without a TPU, no hosts are connected, and the program runs on the
+        devices that JAX finds.
 
         Args:
           tpu: See `TPUClusterResolver`.
@@ -332,6 +338,13 @@ def _check_name(tpu: str | None, environ: Mapping[str, str]) -> str:
     """Checks the argument `tpu`, and returns "local", "" or the TPU's name."""
     this_tpu = environ.get(_NAME, "")
     if tpu is None:
+        if not this_tpu and not _has_tpu(environ):
+            raise ValueError(
+                "`TPUClusterResolver()` needs a TPU. Received: no TPU on this "
+                "machine (no /dev/accel0 or /dev/vfio/0, and no environment "
+                "variable of Cloud TPU). To run on this machine's devices in "
+                "place of a TPU, pass '' or 'local'."
+            )
         return this_tpu
     cure = "Omit it for the TPU of this host."
     check_type("`tpu`", tpu, str, "a str or None", cure)
@@ -345,6 +358,18 @@ def _check_name(tpu: str | None, environ: Mapping[str, str]) -> str:
         "'local' (only this host) or the value of TPU_NAME. To compile for "
         "another TPU, use `ks.TPUStrategy.for_topology('v5e:4x4')`."
     )
+
+
+def _has_tpu(environ: Mapping[str, str]) -> bool:
+    """Returns whether this machine seems to have a TPU, without starting it."""
+    settings = {
+        name
+        for name, value in environ.items()
+        if value and name.startswith(("TPU_", "MEGASCALE_"))
+    }
+    if settings - _OF_LIBRARIES or "tpu" in environ.get("JAX_PLATFORMS", ""):
+        return True
+    return any(_DEV.glob("accel[0-9]*")) or any(_DEV.glob("vfio/[0-9]*"))
 
 
 def _check_alone(num_hosts: int | None, error: RuntimeError) -> None:

@@ -50,7 +50,7 @@ def test_local_is_this_host_alone(tpu, environ):
 
 
 def test_without_variables_little_is_known():
-    resolver = Resolver(environ={})
+    resolver = Resolver("", environ={})
     assert resolver.cluster_spec() == {}
     assert resolver.master() == ""
     assert resolver.num_processes is None
@@ -58,6 +58,35 @@ def test_without_variables_little_is_known():
     resolver.task_id = 3
     resolver.task_type = "chief"
     assert (resolver.task_id, resolver.get_job_name()) == (3, "chief")
+
+
+@pytest.mark.parametrize(
+    "environ", [{}, {"TPU_LOAD_LIBRARY": "0", "TPU_WORKER_HOSTNAMES": ""}]
+)
+def test_without_a_tpu_none_is_resolved(environ, tmp_path, monkeypatch):
+    monkeypatch.setattr(cluster_resolver, "_DEV", tmp_path)
+    for make in (
+        lambda: Resolver(environ=environ),
+        lambda: Resolver(None, environ=environ),
+    ):
+        with pytest.raises(ValueError, match="needs a TPU") as caught:
+            make()
+        assert "Received" in str(caught.value)
+        assert "'local'" in str(caught.value)
+    assert repr(Resolver("", environ=environ)).endswith("'this host'>")
+    assert repr(Resolver("local", environ=environ)).endswith("'local'>")
+
+
+@pytest.mark.parametrize("name", ["accel0", "vfio/0", "TPU_SKIP_MDS_QUERY"])
+def test_a_tpu_is_found_by_its_files_or_variables(name, tmp_path, monkeypatch):
+    monkeypatch.setattr(cluster_resolver, "_DEV", tmp_path)
+    environ = {}
+    if name.startswith("TPU"):
+        environ[name] = "1"
+    else:
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        (tmp_path / name).touch()
+    assert Resolver(environ=environ).num_processes is None
 
 
 def test_a_slice_of_several():
@@ -200,7 +229,7 @@ def test_metadata_of_several_slices(monkeypatch):
         for i in range(2)
         for device in make_slice((4, 4, 1), slice_index=i, first_process=4 * i)
     ]
-    resolver = Resolver(environ={})
+    resolver = Resolver("", environ={})
     monkeypatch.setattr(resolver, "devices", lambda: tuple(devices))
     metadata = resolver.get_tpu_system_metadata()
     assert metadata[:4] == (32, 8, 4, None)

@@ -387,7 +387,7 @@ def test_copies_read_the_environment_of_where_they_are(copied, monkeypatch):
     resolvers = [
         ours.TFConfigClusterResolver(),
         ours.TorchrunClusterResolver(),
-        ours.TPUClusterResolver(),
+        ours.TPUClusterResolver(""),
     ]
     of_tf_config, of_torchrun, of_tpu = map(copied, resolvers)
     config = {"cluster": {"worker": ["a:1", "b:1"]}}
