@@ -9,6 +9,7 @@ import os
 import signal
 import sys
 from collections.abc import Sequence
+from typing import NoReturn
 
 import keras_strategies
 from keras_strategies.cli import plan_command
@@ -165,7 +166,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if words[:1] == ["plan"]:
         options = plan_command.parse_options(parser, words)
     else:
-        options = parser.parse_args(words)
+        options, unknown = parser.parse_known_args(words)
+        if unknown:
+            _refuse_unknown(getattr(options, "parser", parser), unknown)
     try:
         status = _run(parser, options)
         sys.stdout.flush()
@@ -176,6 +179,16 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except KeyboardInterrupt:
         return 128 + signal.SIGINT
     return status
+
+
+def _refuse_unknown(
+    parser: argparse.ArgumentParser, unknown: list[str]
+) -> NoReturn:
+    """Exits with the usage of a command that received unknown options."""
+    cure = ""
+    if parser.prog.endswith(" launch"):
+        cure = ". The number of processes is --processes N"
+    parser.error(f"unrecognized arguments: {' '.join(unknown)}{cure}")
 
 
 def _run(parser: argparse.ArgumentParser, options: argparse.Namespace) -> int:

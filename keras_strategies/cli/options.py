@@ -25,6 +25,8 @@ def add_command(
 ) -> argparse.ArgumentParser:
     """Adds a command to the tool and returns the command's parser.
 
+    The parsed options contain the parser, too, as `parser`.
+
     Args:
       commands: The group of commands to add the command to.
       name: The name of the command.
@@ -44,6 +46,7 @@ def add_command(
         epilog=epilog,
     )
     add_options(parser, options)
+    parser.set_defaults(parser=parser)
     return parser
 
 

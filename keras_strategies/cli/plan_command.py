@@ -139,7 +139,7 @@ def parse_options(
     end = words.index("--") if "--" in words else len(words)
     options, unknown = parser.parse_known_args(words[:end])
     if unknown:
-        parser.error(
+        options.parser.error(
             f"unrecognized arguments: {' '.join(unknown)}. The script's "
             "arguments must come after --"
         )
@@ -232,15 +232,25 @@ def _list_candidates(options: argparse.Namespace) -> list[tuple[str, str]]:
 def _require_libtpu(names: Sequence[str]) -> None:
     from keras_strategies.gpu.targets import TARGETS
     from keras_strategies.gpu.topology_devices import is_gpu_name
+    from keras_strategies.planning.program.chips import TPU_NAMES
 
     others = [name for name in names if not is_gpu_name(name)]
-    if others and importlib.util.find_spec("libtpu") is None:
-        raise ImportError(
-            "Compiling for TPUs needs libtpu, which is not installed. "
-            f"Received: --topology {others[0]}. Run `pip install '.[tpu]'` in "
-            "a clone of the project; this also works on a machine without a "
-            f"TPU. GPUs ({', '.join(TARGETS)}), such as h100:8, do not need it."
-        )
+    if not others or importlib.util.find_spec("libtpu") is not None:
+        return
+    for name in others:
+        if name.split(":")[0].lower() not in TPU_NAMES:
+            raise ValueError(
+                "A topology must be a TPU generation "
+                f"({', '.join(TPU_NAMES)}) or a GPU ({', '.join(TARGETS)}), a "
+                f"colon and a shape. Received: {name!r}. Pass, for example, "
+                "v5e:4x4 or h100:8."
+            )
+    raise ImportError(
+        "Compiling for TPUs needs libtpu, which is not installed. Received: "
+        f"--topology {others[0]}. Run `pip install '.[tpu]'` in a clone of the "
+        "project; this also works on a machine without a TPU. GPUs "
+        f"({', '.join(TARGETS)}), such as h100:8, do not need it."
+    )
 
 
 @contextlib.contextmanager

@@ -84,6 +84,25 @@ def test_names_of_gpus_need_no_libtpu(
     assert "Received: --topology v5e:4x4" in line
 
 
+def test_the_generation_is_checked_before_libtpu_is_needed(
+    tmp_path, monkeypatch, capfd
+):
+    find = importlib.util.find_spec
+    monkeypatch.setattr(
+        importlib.util,
+        "find_spec",
+        lambda name, *args: None if name == "libtpu" else find(name, *args),
+    )
+    script = tmp_path / "train.py"
+    script.write_text("")
+    for variable in ENVIRONMENT:
+        monkeypatch.setenv(variable, os.environ.get(variable, ""))
+    assert main(["plan", str(script), "--topology", "v9x:2x2"]) == 2
+    (line,) = capfd.readouterr().err.splitlines()
+    assert "Received: 'v9x:2x2'" in line
+    assert "v5p" in line
+
+
 def test_a_plugin_that_does_not_load_is_told_in_a_line(
     tmp_path, monkeypatch, capfd
 ):

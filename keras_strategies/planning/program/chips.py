@@ -156,6 +156,9 @@ _BY_KIND = {
     "TPU7x": _make_chip("tpu7x", 94.75, 1153.5, 3690, (600, 6), 64),
     **{TARGETS[name].device_kind: gpu for name, gpu in GPUS.items()},
 }
+TPU_NAMES = ("v2", "v3", "v4", "v5e", "v5p", "v6e", "tpu7x")
+"""The generations of TPUs in the names of slices."""
+
 # For a v4 chip whose two cores JAX shows as two devices.
 _OF_V4_CORE = _make_chip("v4", 15.25, 137.5, 614, (150, 6), 16)
 

@@ -728,6 +728,23 @@ def test_unknown_command_is_refused(capsys):
     assert "cure" in capsys.readouterr().err
 
 
+@pytest.mark.parametrize(
+    ("words", "parts"),
+    [
+        (["launch", "--workers", "2", "train.py"], ("--processes N", "SCRIPT")),
+        (["doctor", "--fast"], ("doctor [-h] [--quick]", "--fast")),
+        (["plan", "--fast"], ("plan (SCRIPT | -m MODULE)", "--fast")),
+    ],
+)
+def test_an_unknown_option_shows_the_usage_of_its_command(words, parts, capsys):
+    with pytest.raises(SystemExit, match="2"):
+        main(words)
+    error = capsys.readouterr().err
+    assert "unrecognized arguments: --" in error
+    for part in parts:
+        assert part in error
+
+
 def test_no_command_shows_the_help(capsys):
     assert main([]) == 0
     assert "doctor" in capsys.readouterr().out
