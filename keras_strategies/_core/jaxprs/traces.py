@@ -210,13 +210,17 @@ def is_user_function(fn: Callable[..., Any]) -> bool:
 
 def is_of_package(equation: JaxprEqn) -> bool:
     """Returns whether this package computes an equation, for a merge."""
-    package, *_ = _folders("keras_strategies")
     for code in _frames_of(equation):
-        if code.co_filename.startswith(package):
+        if is_package_file(code.co_filename):
             return True
         if _maker_of(code.co_filename) is not None:
             return False
     return False
+
+
+def is_package_file(file_name: str) -> bool:
+    """Returns whether a file of source code belongs to this package."""
+    return file_name.startswith(_folders("keras_strategies"))
 
 
 def is_update(equation: JaxprEqn) -> bool:

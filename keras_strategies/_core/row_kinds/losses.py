@@ -179,14 +179,11 @@ class _Interpreter:
     ) -> list[Kind]:
         """Does the same as `interpret`, for traces as (jaxpr, constants)."""
         jaxprs = [jaxpr for jaxpr, _ in pairs]
-        columns = zip(*(consts for _, consts in pairs), strict=True)
-        consts = map(kind_of_arrays, columns)
+        consts = map(kind_of_arrays, _pair([consts for _, consts in pairs]))
         first = jaxprs[0]
         # Two traces may differ in equations that only change a sharding,
         # because these equations depend on JAX's caches.
         parts = [_without_placing(jaxpr) for jaxpr in jaxprs]
-        if len({len(equations) for equations, _ in parts}) > 1:
-            raise _Different
         env: dict[Any, Kind] = dict(zip(first.constvars, consts, strict=True))
         env |= dict(zip(first.invars, inputs, strict=True))
 
@@ -201,15 +198,13 @@ class _Interpreter:
                 return kind_of_arrays([v.val for v in variables])
             return env[variables[0]]
 
-        for equations in zip(*(eqns for eqns, _ in parts), strict=True):
+        for equations in _pair([equations for equations, _ in parts]):
             if len({e.primitive.name for e in equations}) > 1:
                 raise _Different
-            operands = zip(*(e.invars for e in equations), strict=True)
-            kinds = [read(*pair) for pair in operands]
+            kinds = [read(*k) for k in _pair([e.invars for e in equations])]
             results = self._results(list(equations), kinds)
             env |= dict(zip(equations[0].outvars, results, strict=True))
-        outputs = zip(*(j.outvars for j in jaxprs), strict=True)
-        return [read(*pair) for pair in outputs]
+        return [read(*k) for k in _pair([j.outvars for j in jaxprs])]
 
     def _results(self, equations: list[Any], kinds: list[Kind]) -> list[Kind]:
         self._calls.append(equations[0])
@@ -263,11 +258,8 @@ class _Interpreter:
 
     def _marked_value(self, equation: Equation, kind: Kind) -> Kind:
         name = equation.params["name"]
-        if (
-            name == LOSS
-            and self._is_noting
-            and not equation.outvars[0].aval.shape
-        ):
+        is_scalar = not equation.outvars[0].aval.shape
+        if name == LOSS and self._is_noting and is_scalar:
             self._losses.append(kind)
             return kind.but(of_loss=True)
         if name in scales.MARKS and scales.is_wrong(kind, name):
@@ -284,7 +276,7 @@ class _Interpreter:
                 power = values.power
                 return make_sum(None if power is None else power + MEAN_POWER)
             return kind if name == AVERAGED else make_mixed(equation)
-        elif name == NORMALIZED and equation.outvars[0].aval.shape:
+        elif name == NORMALIZED and not is_scalar:
             of = self._marked.get(OWN, kind)
             if of.is_rows:
                 return make_rows(of.axis, of.outer)
@@ -357,14 +349,21 @@ class _Interpreter:
 
     def _cond(self, equations: list[Any], kinds: list[Kind]) -> list[Kind]:
         which, *operands = kinds
-        columns = zip(*(e.params["branches"] for e in equations), strict=True)
-        branches = [self.interpret(list(pair), operands) for pair in columns]
+        pairs = _pair([e.params["branches"] for e in equations])
+        branches = [self.interpret(list(pair), operands) for pair in pairs]
         if not which.is_const or not is_constant(which):
             return [make_mixed(equations[0])] * len(branches[0])
         results = branches[0]
         for other in branches[1:]:
             results = join_each(results, other, equations[0])
         return results
+
+
+def _pair(lists: Sequence[Sequence[Any]]) -> list[tuple[Any, ...]]:
+    """Returns the entries at each place of lists of the two traces."""
+    if len({len(entries) for entries in lists}) > 1:
+        raise _Different
+    return list(zip(*lists, strict=True))
 
 
 def _is_number(variable: Any) -> bool:

@@ -51,6 +51,8 @@ def mapped_trace(
 ) -> Iterator[None]:
     """Turns errors while tracing one replica's step into `NotMapped`.
 
+    Errors that are faults of this package are raised as they are.
+
     Args:
       step: The context of the trace.
       model_step: The model's step that is traced.
@@ -59,7 +61,8 @@ def mapped_trace(
         yield
     except Exception as error:
         trace_checks.forget_losses(model_step)
-        if isinstance(error, NotMapped):
+        is_fault = trace_checks.is_fault_of_package(error)
+        if is_fault or isinstance(error, NotMapped):
             raise
         reason = step.notes.global_batch_reason or trace_checks.describe_error(
             error

@@ -1,6 +1,7 @@
 """The checks that a step's trace must pass before it is used."""
 
 import dataclasses
+import dis
 import functools
 import warnings
 from collections.abc import Callable, Sequence
@@ -89,6 +90,8 @@ def _check_sizes(
         probed = functools.partial(body, probe)
         eval_with_rows(probe.facts.rows, probed, state, data)
     except Exception as error:
+        if is_fault_of_package(error):
+            raise
         step.demand_global_batch(
             "a user-defined step passes arrays to metrics or to losses that "
             "combine rows, and a second trace with twice the rows, which would "
@@ -156,6 +159,8 @@ def _compare_rows(
     try:
         compared = _compare_traces(step, body, state, data, jaxpr, of_rows)
     except Exception as error:
+        if is_fault_of_package(error):
+            raise
         # The step works only with this batch's shapes.
         if not is_mean:
             step.demand_global_batch(describe_error(error))
@@ -310,6 +315,37 @@ def warn_of_global_batch(reason: str) -> None:
         UserWarning,
         stacklevel=2,
     )
+
+
+def is_fault_of_package(error: Exception) -> bool:
+    """Returns whether an error in a trace is a fault of this package.
+
+    Such an error comes from an operation, or from a built-in function, in a
+    line of this package that is not a `raise` statement.
+    """
+    if not isinstance(error, _FAULTS):
+        return False
+    entry: Any = error.__traceback__
+    # Keras's handler of errors removes the frames of Keras below its own.
+    is_filtered = False
+    while entry.tb_next is not None:
+        entry = entry.tb_next
+        is_filtered |= entry.tb_frame.f_code.co_name == "error_handler"
+    code = entry.tb_frame.f_code
+    operation = dis.opname[code.co_code[entry.tb_lasti]]
+    is_explicit = "RAISE" in operation or ("CALL" in operation and is_filtered)
+    return traces.is_package_file(code.co_filename) and not is_explicit
+
+
+_FAULTS = (
+    ArithmeticError,
+    AssertionError,
+    AttributeError,
+    LookupError,
+    NameError,
+    TypeError,
+    ValueError,
+)
 
 
 def describe_error(error: Exception) -> str:

@@ -6,6 +6,7 @@ says why it runs over the global batch.
 
 import warnings
 
+import jax
 import keras
 import numpy as np
 import pytest
@@ -49,3 +50,11 @@ def test_a_loss_of_more_than_one_row(kind, rows):
     expected = train(ks.OneDeviceStrategy("CPU:0"))
     for one, other in zip(train(mirrored(2)), expected, strict=True):
         np.testing.assert_allclose(one, other, rtol=3e-5, atol=3e-5)
+
+
+def test_a_number_of_operands_that_depends_on_the_rows():
+    def loss(t, p):
+        columns = jax.lax.concatenate([t[:, :1]] * p.shape[0], 1)
+        return of_rows(t, p) + 0 * columns[:, 0]
+
+    check(loss, "function", 2)

@@ -599,6 +599,24 @@ class Wrong(OwnStep):
         return ops.mean(ops.matmul(x, y))
 
 
+@pytest.mark.parametrize(
+    ("name", "error"),
+    [
+        ("losses._verdict", "not callable"),
+        ("losses._without_placing", "not callable"),
+        ("scales.MARKS", "not iterable"),
+    ],
+)
+def test_a_fault_of_the_package_is_raised(name, error, monkeypatch):
+    model = compiled_in(mirrored(2), two_outputs)
+    with monkeypatch.context() as patched, warnings.catch_warnings():
+        warnings.simplefilter("error")
+        patched.setattr(f"keras_strategies._core.row_kinds.{name}", None)
+        with pytest.raises(TypeError, match=error):
+            train(model)
+    train(model)
+
+
 def test_errors_in_a_step_show_the_batchs_shapes():
     model = compiled_in(mirrored(2), Wrong, "sgd")
     for _ in range(2):
