@@ -21,15 +21,17 @@ from keras_strategies._types import Array
 from keras_strategies.cluster.addresses import name_processes
 from keras_strategies.cluster.exchange.greetings import clean_text
 from keras_strategies.cluster.exchange.host_exchange import Agreement
+from keras_strategies.cluster.user_code import format_position, is_user_code
 
 if TYPE_CHECKING:
-    from jax.extend.core import ClosedJaxpr, Jaxpr
+    from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn
 
 
 # For constants with more bytes, only the shapes and dtypes are compared.
 _MAX_CONSTANT_BYTES = 1 << 26
 _MAX_LINES = 20_000
 _MAX_SHOWN = 160
+_MAX_VALUES = 6
 _ADDRESS = re.compile(r"0x[0-9a-f]+")
 _CURE = (
     "Find what differs between the processes, such as the script, an "
@@ -50,11 +52,13 @@ class Traced:
       program: The function that was traced.
       key: The structure, shapes and dtypes of the function's arguments.
       text: The function's jaxpr and constants, as text.
+      closed: The function's jaxpr.
     """
 
     program: Any
     key: Any
     text: str
+    closed: "ClosedJaxpr"
 
 
 def trace_program(program: Any, args: tuple[Any, ...]) -> Traced | None:
@@ -84,10 +88,10 @@ def trace_program(program: Any, args: tuple[Any, ...]) -> Traced | None:
     if key in _compared.setdefault(program, set()):
         return None
     closed = program.trace(*args).jaxpr
-    for value in _iter_constants(closed):
+    for value, _ in _iter_constants(closed):
         _check_captured(value)
     text = _describe_program(closed)
-    return Traced(program=program, key=key, text=text)
+    return Traced(program=program, key=key, text=text, closed=closed)
 
 
 def compare(processes: tuple[int, ...], traced: Traced) -> None:
@@ -108,11 +112,10 @@ def compare(processes: tuple[int, ...], traced: Traced) -> None:
     agreement = Agreement(
         processes, "the comparison of programs", timeout_s=math.inf
     )
-    text = traced.text
-    digests = agreement.exchange(_compute_digest(text))
+    digests = agreement.exchange(compute_digest(traced.text))
     if len(set(digests)) > 1:
         raise RuntimeError(
-            _describe_difference(agreement, processes, digests, text)
+            _describe_difference(agreement, processes, digests, traced)
         )
     agreement.end()
     _compared[traced.program].add(traced.key)
@@ -140,22 +143,45 @@ def _describe_program(closed: "ClosedJaxpr") -> str:
     # Addresses of Python objects differ between processes, so they are
     # removed.
     lines = [_ADDRESS.sub("", str(closed.jaxpr))]
-    lines += [_describe_constant(value) for value in _iter_constants(closed)]
+    lines += [_describe_constant(v) for v, _ in _iter_constants(closed)]
     return "\n".join(lines)
 
 
-def _iter_constants(closed: "ClosedJaxpr | Jaxpr") -> Iterator[Any]:
-    """Yields all constant arrays of a program, including nested programs."""
-    yield from getattr(closed, "consts", ())
-    for equation in getattr(closed, "jaxpr", closed).eqns:
+def _iter_constants(
+    closed: "ClosedJaxpr | Jaxpr",
+) -> Iterator[tuple[Any, "JaxprEqn | None"]]:
+    """Yields all constant arrays of a program, including nested programs.
+
+    With each comes the first equation that reads it, if there is one.
+    """
+    jaxpr: Any = getattr(closed, "jaxpr", closed)
+    for name, value in zip(
+        jaxpr.constvars, getattr(closed, "consts", ()), strict=False
+    ):
+        readers = (e for e in jaxpr.eqns if name in e.invars)
+        yield value, next(readers, None)
+    for equation in jaxpr.eqns:
         for operand in equation.invars:
             literal = getattr(operand, "val", 0)
             if np.ndim(literal):
-                yield literal
-        for value in equation.params.values():
-            for inner in value if isinstance(value, tuple | list) else [value]:
-                if hasattr(inner, "eqns") or hasattr(inner, "jaxpr"):
-                    yield from _iter_constants(inner)
+                yield literal, equation
+        for inner in _iter_inner(equation):
+            yield from _iter_constants(inner)
+
+
+def _iter_equations(closed: "ClosedJaxpr | Jaxpr") -> Iterator["JaxprEqn"]:
+    """Yields all equations of a program, including nested programs."""
+    for equation in getattr(closed, "jaxpr", closed).eqns:
+        yield equation
+        for inner in _iter_inner(equation):
+            yield from _iter_equations(inner)
+
+
+def _iter_inner(equation: "JaxprEqn") -> Iterator[Any]:
+    for value in equation.params.values():
+        for inner in value if isinstance(value, tuple | list) else [value]:
+            if hasattr(inner, "eqns") or hasattr(inner, "jaxpr"):
+                yield inner
 
 
 def _describe_constant(value: Array) -> str:
@@ -166,38 +192,51 @@ def _describe_constant(value: Array) -> str:
     is_numeric = jax.numpy.issubdtype(np.result_type(value), np.generic)
     if not is_numeric:
         return text
-    return f"{text} {_compute_digest(np.asarray(value))}"
+    return f"{text} {compute_digest(np.asarray(value))}"
 
 
-def _compute_digest(content: str | np.ndarray) -> str:
+def compute_digest(content: str | np.ndarray) -> str:
+    """Returns the SHA-256 digest of a text or an array."""
     data = content.encode() if isinstance(content, str) else content.tobytes()
     return hashlib.sha256(data).hexdigest()
+
+
+def find_first_difference(agreement: Agreement, lines: list[str]) -> int:
+    """Finds the first line that differs between processes. Collective.
+
+    Args:
+      agreement: An agreement of the processes.
+      lines: This process's lines.
+
+    Returns:
+      The line's index. It is the number of lines of the process with the fewest
+      lines if all of these are equal.
+    """
+    hashes = " ".join(compute_digest(line)[:8] for line in lines)
+    columns = [words.split() for words in agreement.exchange(hashes)]
+    for index, column in enumerate(zip(*columns, strict=False)):
+        if len(set(column)) > 1:
+            return index
+    return min(map(len, columns))
 
 
 def _describe_difference(
     agreement: Agreement,
     processes: tuple[int, ...],
     digests: list[str],
-    text: str,
+    traced: Traced,
 ) -> str:
     """Describes the first line in which programs differ. Collective."""
-    lines = text.splitlines()[:_MAX_LINES]
-    hashes = " ".join(_compute_digest(line)[:8] for line in lines)
-    received = agreement.exchange(hashes)
-    columns = [words.split() for words in received]
-    length = min(map(len, columns))
-    first = next(
-        (k for k in range(length) if len({c[k] for c in columns}) > 1), length
-    )
-    mine = lines[first].strip() if first < len(lines) else "nothing more"
-    shown = agreement.exchange(mine[:_MAX_SHOWN])
+    lines = traced.text.splitlines()[:_MAX_LINES]
+    first = find_first_difference(agreement, lines)
+    shown = agreement.exchange(_show_line(traced, first))
     agreement.end()
     groups: dict[str, list[int]] = {}
     for process, digest in zip(processes, digests, strict=True):
         groups.setdefault(digest, []).append(process)
     there = dict(zip(processes, map(clean_text, shown), strict=True))
     parts = [
-        f"{name_processes(group)}: `{there[group[0]]}`"
+        f"{name_processes(group)}: {there[group[0]]}"
         for group in groups.values()
     ]
     return (
@@ -205,3 +244,67 @@ def _describe_difference(
         f"whose first different line is {first + 1} ({'; '.join(parts)}). "
         f"{_CURE}"
     )
+
+
+def _show_line(traced: Traced, number: int) -> str:
+    """Returns a line of a program, with the line of user code it comes from."""
+    lines = traced.closed.jaxpr.pretty_print(
+        source_info=True, use_color=False
+    ).splitlines()
+    constants = [*_iter_constants(traced.closed)][number - len(lines) :][:1]
+    if number < len(lines):
+        line, _, place = lines[number].partition(" # ")
+        shown = f"`{_ADDRESS.sub('', line).strip()[:_MAX_SHOWN]}`"
+        num_before = sum(
+            text.endswith(f" # {place}") for text in lines[:number]
+        )
+        position = _locate(traced.closed, place, num_before)
+    elif constants:
+        ((value, equation),) = constants
+        shown, position = _show_constant(value), _locate_user(equation)
+    else:
+        return "nothing more"
+    return f"{shown}{position and f' at {position}'}"
+
+
+def _show_constant(value: Array) -> str:
+    text = _describe_constant(value)
+    if len(text.split()) < 3:
+        return text
+    values = np.asarray(value).ravel()
+    first = ", ".join(map(str, values[:_MAX_VALUES].tolist()))
+    more = ", ..." * (values.size > _MAX_VALUES)
+    return f"{text.rpartition(' ')[0]} of the values {first}{more}"
+
+
+def _locate(closed: "ClosedJaxpr", place: str, num_before: int) -> str:
+    """Returns the line of user code that an equation comes from, or "".
+
+    Args:
+      closed: The program.
+      place: The equation's place as JAX prints it: "FILE:LINE:COLUMN (NAME)".
+        The file may be one of Keras.
+      num_before: The number of earlier equations from the same place.
+    """
+    there = [
+        equation
+        for equation in _iter_equations(closed)
+        if any(
+            place.startswith(f"{frame.file_name}:{frame.line_num}:")
+            for frame in _list_frames(equation)
+        )
+    ]
+    return _locate_user(there[: num_before + 1][-1]) if there else ""
+
+
+def _locate_user(equation: "JaxprEqn | None") -> str:
+    for frame in _list_frames(equation):
+        if is_user_code(frame.file_name):
+            name = frame.function_name.rpartition(".")[2]
+            return format_position(frame.file_name, frame.line_num, name)
+    return ""
+
+
+def _list_frames(equation: "JaxprEqn | None") -> list[Any]:
+    info = getattr(equation, "source_info", None)
+    return list(getattr(getattr(info, "traceback", None), "frames", ()))

@@ -23,6 +23,7 @@ from keras_strategies.cluster.exchange.exit_codes import (
     ExitCode,
     Stalled,
 )
+from keras_strategies.cluster.user_code import format_position, is_user_code
 from keras_strategies.cluster.watchdog import progress
 
 _MAX_TEXT = 2000
@@ -230,12 +231,12 @@ def _describe_error(
     users = [
         frame
         for frame in traceback.extract_tb(trace)
-        if progress.is_user_code(frame.filename)
+        if is_user_code(frame.filename)
     ]
     if users:
         last = users[-1]
-        file = os.path.basename(last.filename)
-        summary += f" ({file}:{last.lineno} in {last.name})"
+        line = last.lineno or 0
+        summary += f" ({format_position(last.filename, line, last.name)})"
     return summary
 
 

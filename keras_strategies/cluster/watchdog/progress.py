@@ -7,7 +7,6 @@ process with a lower count than others is behind.
 
 import contextlib
 import sys
-import sysconfig
 import threading
 import time
 import types
@@ -25,11 +24,8 @@ from keras_strategies.cluster.exchange.same_program import (
     compare,
     trace_program,
 )
+from keras_strategies.cluster.user_code import locate_frame
 from keras_strategies.cluster.watchdog.failure_detector import Heartbeat
-
-_OURS = str(PurePath(__file__).parents[2])
-# A file whose path contains one of these is not user code.
-_LIBRARIES = ("site-packages", "dist-packages", sysconfig.get_path("stdlib"))
 
 # The file of JAX that executes a program which has just been compiled.
 _EXECUTES = str(PurePath("jax", "_src", "interpreters", "pxla.py"))
@@ -253,30 +249,13 @@ class _InFlight:
 
 
 def locate_thread(thread: int | None) -> str:
-    """Returns a thread's position, such as "train.py:42 in on_batch_end".
-
-    This is the innermost line of user code on the thread's stack. If there is
-    no user code on the stack, it is the innermost line of any code.
+    """Returns a thread's position; see `locate_frame`.
 
     Args:
       thread: The thread's identifier.
     """
     frame = sys._current_frames().get(thread or 0)
     return locate_frame(frame)
-
-
-def locate_frame(frame: types.FrameType | None) -> str:
-    """Returns the position of a stack frame; see `locate_thread`."""
-    innermost = ""
-    while frame is not None:
-        file = frame.f_code.co_filename
-        text = f"{PurePath(file).name}:{frame.f_lineno} in "
-        text += frame.f_code.co_name
-        if is_user_code(file):
-            return text
-        innermost = innermost or text
-        frame = frame.f_back
-    return innermost
 
 
 def _is_executing(frame: types.FrameType) -> bool:
@@ -312,13 +291,6 @@ def _is_in(
             return True
         frame = frame.f_back
     return False
-
-
-def is_user_code(file: str) -> bool:
-    """Returns whether a file is user code, not a library or this package."""
-    if file.startswith((_OURS, "<frozen")):
-        return False
-    return not any(name in file for name in _LIBRARIES)
 
 
 def _has_reached_sync_point(number: int) -> bool:

@@ -51,6 +51,7 @@ class Call:
         facts = {n: self[n] for n in _COUNTS if n in self.keywords}
         if "validation_data" in self.keywords:
             facts["validation"] = self["validation_data"] is not None
+        facts["run_eagerly"] = self._model.run_eagerly
         return facts
 
     def set(self, **keywords: object) -> None:

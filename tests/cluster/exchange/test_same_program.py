@@ -4,9 +4,11 @@ import functools
 
 import jax
 import jax.numpy as jnp
+import keras
 import numpy as np
 import pytest
 
+from keras_strategies.cluster.exchange import same_program
 from keras_strategies.cluster.exchange.same_program import trace_program
 
 pytestmark = pytest.mark.quick
@@ -73,3 +75,42 @@ def test_addresses_do_not_tell_programs_apart():
         )
 
     assert with_callback() == with_callback()
+
+
+def test_a_line_is_shown_with_the_users_line():
+    def loss(x):
+        return jnp.sum(jax.nn.relu(x) * 2.0)
+
+    line = loss.__code__.co_firstlineno + 1
+    found = trace_program(jax.jit(loss), (np.ones(3, "float32"),))
+    lines = found.text.splitlines()
+    number = next(k for k, text in enumerate(lines) if " 2.0" in text)
+    shown = same_program._show_line(found, number)
+    assert lines[number].strip() in shown
+    assert f" at test_same_program.py:{line} in " in shown
+    assert shown.endswith("loss")
+    assert same_program._show_line(found, len(lines)) == "nothing more"
+
+
+def test_an_operation_of_keras_is_shown_with_the_users_line():
+    def user(x):
+        return keras.ops.softmax(keras.ops.relu(x))
+
+    line = user.__code__.co_firstlineno + 1
+    found = trace_program(jax.jit(user), (np.ones(3, "float32"),))
+    lines = found.text.splitlines()
+    number = next(k for k, text in enumerate(lines) if " exp " in text)
+    shown = same_program._show_line(found, number)
+    assert shown.endswith(f" at test_same_program.py:{line} in user")
+
+
+def test_an_array_is_shown_by_its_first_values():
+    found = trace_program(
+        jax.jit(functools.partial(scaled, 1.5)), (np.ones(3, "float32"),)
+    )
+    shown = same_program._show_line(found, len(found.text.splitlines()) - 1)
+    line = scaled.__code__.co_firstlineno + 1
+    assert shown == (
+        "constant float32[3] of the values 1.5, 1.5, 1.5 at "
+        f"test_same_program.py:{line} in scaled"
+    )

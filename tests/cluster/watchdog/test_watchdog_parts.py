@@ -8,8 +8,8 @@ import threading
 
 import pytest
 
+from keras_strategies.cluster import user_code
 from keras_strategies.cluster.exchange import exit_codes, kv_store
-from keras_strategies.cluster.watchdog import progress as progress_lib
 from keras_strategies.cluster.watchdog.failure_detector import (
     FailureDetector,
     Heartbeat,
@@ -362,14 +362,12 @@ def test_preempted_is_raised_once_before_a_program(clock):
 
 def test_where_is_the_users_line():
     frame = sys._getframe()
-    assert progress_lib.locate_frame(frame).startswith(
-        "test_watchdog_parts.py:"
-    )
-    assert progress_lib.locate_frame(None) == ""
-    assert not progress_lib.is_user_code(pytest.__file__)
-    assert not progress_lib.is_user_code(progress_lib.__file__)
-    assert not progress_lib.is_user_code(os.__file__)
-    assert progress_lib.is_user_code("/home/me/train.py")
+    assert user_code.locate_frame(frame).startswith("test_watchdog_parts.py:")
+    assert user_code.locate_frame(None) == ""
+    assert not user_code.is_user_code(pytest.__file__)
+    assert not user_code.is_user_code(user_code.__file__)
+    assert not user_code.is_user_code(os.__file__)
+    assert user_code.is_user_code("/home/me/train.py")
 
 
 @pytest.fixture

@@ -1,0 +1,42 @@
+"""The lines of user code that stacks of Python frames come from."""
+
+import functools
+import sysconfig
+import types
+from pathlib import PurePath
+
+_OURS = str(PurePath(__file__).parents[1])
+# A file whose path contains one of these is not user code.
+_LIBRARIES = ("site-packages", "dist-packages", sysconfig.get_path("stdlib"))
+
+
+def locate_frame(frame: types.FrameType | None) -> str:
+    """Returns a position on a stack, such as "train.py:42 in on_batch_end".
+
+    This is the innermost line of user code. If there is no user code on the
+    stack, it is the innermost line of any code.
+
+    Args:
+      frame: The innermost frame of the stack.
+    """
+    innermost = frame
+    while frame is not None and not is_user_code(frame.f_code.co_filename):
+        frame = frame.f_back
+    frame = frame or innermost
+    if frame is None:
+        return ""
+    code = frame.f_code
+    return format_position(code.co_filename, frame.f_lineno, code.co_name)
+
+
+def format_position(file: str, line: int, function: str) -> str:
+    """Returns a position as text, such as "train.py:42 in on_batch_end"."""
+    return f"{PurePath(file).name}:{line} in {function}"
+
+
+@functools.lru_cache(maxsize=4096)
+def is_user_code(file: str) -> bool:
+    """Returns whether a file is user code, not a library or this package."""
+    if file.startswith((_OURS, "<frozen")):
+        return False
+    return not any(name in file for name in _LIBRARIES)
