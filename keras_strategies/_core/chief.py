@@ -1,6 +1,7 @@
 """Broadcasts the chief's arrays to all processes."""
 
 import functools
+import itertools
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -35,6 +36,30 @@ def broadcast(values: Sequence[Any], mesh: ReplicaMesh) -> list[jax.Array]:
 
     columns = [column(value) for value in values]
     return dispatch(mesh, _first_rows(mesh), columns)
+
+
+def place_from_chief(
+    values: Sequence[Any], shardings: Sequence[Any], mesh: ReplicaMesh
+) -> list[jax.Array]:
+    """Sends the chief's arrays to all processes, and shards them if needed.
+
+    All processes must call this function together.
+
+    Args:
+      values: See `broadcast`.
+      shardings: The sharding of each result.
+      mesh: The replicas.
+    """
+    is_replicated = [sharding is mesh.whole for sharding in shardings]
+    sent = broadcast(list(itertools.compress(values, is_replicated)), mesh)
+    placed = []
+    for value, sharding in zip(values, shardings, strict=True):
+        if sharding is mesh.whole:
+            placed.append(sent.pop(0))
+            continue
+        divide = jax.jit(list, out_shardings=[sharding])
+        placed += dispatch(mesh, divide, broadcast([value], mesh))
+    return placed
 
 
 def _split(mesh: ReplicaMesh) -> NamedSharding:

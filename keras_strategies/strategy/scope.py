@@ -43,7 +43,7 @@ class Scope:
             self._open.append((stack.pop_all(), innermost))
         return strategy
 
-    def __exit__(self, *error: object) -> None:
+    def __exit__(self, *error: Any) -> None:
         if not self._open:
             raise RuntimeError(
                 "A scope must be exited exactly as often as it was entered. "
@@ -58,7 +58,8 @@ class Scope:
                 "or a `variable_creator_scope` is open. Exit the inner one "
                 "first."
             )
-        self._open.pop()[0].close()
+        # After an error, no process must wait for the others.
+        self._open.pop()[0].__exit__(*(error or (None, None, None)))
 
     def _refuse(self, *_: object, **__: object) -> NoReturn:
         current.refuse_mixing(self._strategy, "the default strategy")

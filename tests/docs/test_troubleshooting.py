@@ -328,6 +328,8 @@ OF_SEVERAL = {
     "All ... processes must start",
     "All processes must expect",
     "All processes must pass",
+    "All processes must create",
+    "All processes must run",
     "Process ... did not take part",
     "All processes must call",
     "All processes must shard",

@@ -153,13 +153,18 @@ def different_programs(me, address):
             strategy.run(double, args=(per_replica,))
         except RuntimeError as error:
             found.append(str(error))
-    with strategy.scope():
-        model.compile("sgd", "mse")
-    model.fit(x, np.ones((4, 3), "float32"), verbose=0)
-    found.append("still usable")
-    with strategy.scope():
+    y = np.ones((4, 3), "float32")
+    for eagerly in (me == 1, False):
+        with strategy.scope():
+            model.compile("sgd", "mse", run_eagerly=eagerly)
         try:
-            keras.Variable(1.0 + me, name="rate")
+            model.fit(x, y, verbose=0)
         except ValueError as error:
             found.append(str(error))
+    found.append("still usable")
+    try:
+        with strategy.scope():
+            keras.Variable(1.0 + me, name="rate")
+    except ValueError as error:
+        found.append(str(error))
     return found

@@ -135,14 +135,21 @@ def test_other_numbers_of_devices_are_named_by_all():
 
 def assert_refused(of_processes):
     """Programs that differ were, before they ran."""
-    for me, found in enumerate(of_processes):
-        assert f"{1.0 + me} for variable 'rate' in process {me}" in found.pop()
-        loss, is_untouched, constant, is_still, *runs, last = found
+    for found in of_processes:
+        value = found.pop()
+        assert "'rate' of shape (), float32, trainable, with 1.0" in value
+        assert "with 2.0, at startup.py:" in value
+        assert "another initializer or initial value" in value
+        loss, is_untouched, constant, is_still, *runs, modes, last = found
         assert len(runs) == 2
         assert "process 0: `" in loss
         assert "mul" in loss
+        assert " at startup.py:" in loss
+        assert "of the values 1.0, 1.0, 1.0 at startup.py:" in constant
+        assert "of the values 2.0, 2.0, 2.0 at startup.py:" in constant
         assert is_untouched
         assert is_still
         for text in (loss, constant, *runs):
             assert "must run the same program" in text
+        assert "run_eagerly: False (process 0), True (process 1)" in modes
         assert last == "still usable"

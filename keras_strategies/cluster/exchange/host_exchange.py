@@ -39,6 +39,22 @@ _SAME_CALLS = (
     "datasets, in the same order and with the same number of epochs."
 )
 _CURE = "Compare the logs of all processes to find the call that differs."
+CREATING = "the creation of variables"
+"""The name of the agreements about variables. Each of their first texts ends
+with a space and the description of a variable."""
+
+SAME_VARIABLES = (
+    "All processes must create the same variables, in the same order."
+)
+"""The rule that agreements about variables check."""
+
+SAME_VARIABLES_CURE = (
+    "Create the same layers, metrics and optimizers in all processes, with the "
+    "same arguments, and freeze the same layers; create none in the chief "
+    "alone."
+)
+"""What to do if processes create different variables."""
+
 _ALL = "all"
 _numbers = itertools.count()
 # For each waiting thread: the name of its `Agreement`, and the time when the
@@ -85,6 +101,7 @@ class Agreement:
         )
         self._number = next(_numbers)
         self._round = 0
+        self._sent = ""
         forget = _ended.pop(self._number - _NUM_KEPT, None)
         if forget is not None:
             forget()
@@ -124,6 +141,7 @@ class Agreement:
         number, self._round = self._round, self._round + 1
         # This process sends its text before it waits for the others. So even
         # if it times out, the others receive its text when they get here.
+        self._sent = text
         sent = json.dumps([self._name, text])
         client.key_value_set(self._make_key(number, me), sent)
         thread = threading.get_ident()
@@ -140,11 +158,7 @@ class Agreement:
         messages = self._read(received, (str, str), self._processes)
         names, texts = zip(*messages, strict=True)
         if len(set(names)) > 1:
-            calls = ", ".join(
-                f"{clean_text(name)} (process {process})"
-                for process, name in zip(self._processes, names, strict=True)
-            )
-            raise ValueError(f"{_SAME_CALLS} Received: {calls}. {_CURE}")
+            raise ValueError(_describe_calls(self._processes, messages))
         if number:
             # All processes have sent their texts of this round, so all of them
             # have read the texts of the previous round.
@@ -236,17 +250,43 @@ class Agreement:
             if _is_compiling is not None and _is_compiling():
                 end = time.monotonic() + timeout_s
                 continue
+            rule, cure = _choose_rule([self._name])
             raise Stalled(
                 f"Process {process} did not take part in {self._name} "
-                f"within {timeout_s:.0f} s. {_SAME_CALLS} Received: "
-                f"nothing from process {process} in round {number}. "
-                f"{_CURE} If that process has no error but needs more "
+                f"within {timeout_s:.0f} s. {rule} Received: "
+                f"nothing from process {process} in round {number}; this "
+                f"process is in {_describe_call(self._name, self._sent)}. "
+                f"{cure} If that process has no error but needs more "
                 "time, for example to read its data, set the environment "
                 f"variable {TIMEOUT} to a larger number of seconds."
             )
 
     def _make_key(self, number: int, process: int | str) -> str:
         return f"keras_strategies/{self._number}/{number}/{process}"
+
+
+def _describe_calls(
+    processes: tuple[int, ...], messages: list[tuple[str, str]]
+) -> str:
+    """Describes the agreements, by name and text, that processes are in."""
+    rule, cure = _choose_rule([name for name, _ in messages])
+    calls = ", ".join(
+        f"{clean_text(_describe_call(*message))} (process {process})"
+        for process, message in zip(processes, messages, strict=True)
+    )
+    return f"{rule} Received: {calls}. {cure}"
+
+
+def _choose_rule(names: list[str]) -> tuple[str, str]:
+    """Returns the broken rule and its cure for agreements of these names."""
+    if CREATING in names:
+        return SAME_VARIABLES, SAME_VARIABLES_CURE
+    return _SAME_CALLS, _CURE
+
+
+def _describe_call(name: str, text: str) -> str:
+    variable = text.partition(" ")[2]
+    return f"the creation of {variable}" if name == CREATING else name
 
 
 def find_longest_wait() -> tuple[str, float]:

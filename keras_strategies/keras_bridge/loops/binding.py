@@ -96,12 +96,9 @@ class Binding:
         self._registry = runtime.registry
         self.check_context = check_context
         self.is_chief = mesh.is_chief
-        keeps_outputs = mesh.is_chief or not runtime.outputs_on_chief
+        keeps = mesh.is_chief or not runtime.outputs_on_chief
         self._functions = StepFunctionCache(
-            model,
-            mesh,
-            keeps_outputs=keeps_outputs,
-            replica_scope=replica_scope,
+            model, mesh, keeps_outputs=keeps, replica_scope=replica_scope
         )
         self.trained = self._functions.trained
         self._is_in_session = False
@@ -270,7 +267,7 @@ class Binding:
         return call
 
     def _make_feed(self, call: Call, *, steps: int | None) -> "DataAdapter":
-        return adapter.make_feed(
+        feed = adapter.make_feed(
             self._mesh,
             **{name: call[name] for name in _DATA},
             steps_per_epoch=steps,
@@ -278,6 +275,8 @@ class Binding:
             name=call.name,
             facts=call.facts(),
         )
+        self._distribution.compare(lambda: all_variables(self.model))
+        return feed
 
     # Building the model and adopting its variables.
 
@@ -306,6 +305,7 @@ class Binding:
     def _build_on_feed(self, feed: "DataAdapter") -> None:
         self.model._assert_compile_called("fit")
         self._build(iterator=EpochIterator(feed))
+        self._distribution.compare(list)
 
     @contextlib.contextmanager
     def _building(self) -> Iterator[None]:
@@ -326,8 +326,7 @@ class Binding:
     ) -> None:
         """Replaces `_symbolic_build`, which Keras's `fit` and `evaluate` call.
 
-        Within `_session` the model is built. Otherwise, for example if an
-        overridden method calls `fit` with other data, it is built here.
+        An overridden method may call `fit` with data outside of `_session`.
         """
         if self._is_in_session:
             return
@@ -343,8 +342,8 @@ class Binding:
                     return
             yield 0, 0, [batch]
 
-        first_alone = None if iterator is None else first()
-        self._build(iterator=first_alone, data_batch=data_batch)
+        alone = None if iterator is None else first()
+        self._build(iterator=alone, data_batch=data_batch)
 
     def _maybe_build_for_others(self, *args: Any, **kwargs: Any) -> None:
         """Replaces `_maybe_symbolic_build`, which may use up the first epoch.

@@ -6,25 +6,27 @@ before variables are placed, the chief's values are sent to all processes.
 
 import copy
 import dataclasses
-from collections.abc import Callable
+import sys
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import jax
 import keras
 import numpy as np
+from keras.src.backend.common.name_scope import current_path
 
 from keras_strategies._core.chief import broadcast
 from keras_strategies._core.jaxprs.traces import is_tracing
 from keras_strategies._core.mesh import ReplicaMesh
 from keras_strategies._types import Array, Shape
+from keras_strategies.cluster.exchange import same_variables
+from keras_strategies.cluster.user_code import locate_frame
 
-# A part of JAX's error message (tests/multi_process/test_startup.py).
-_NOT_THE_SAME = "not the same on each process"
-_CONSTANTS = (
-    keras.initializers.Zeros,
-    keras.initializers.Ones,
-    keras.initializers.Constant,
-)
+# Up to this number of bytes, a value is sent in the message with which the
+# processes compare new variables. This takes less time than a program.
+_MAX_IN_MESSAGE = 1 << 14
+_MAX_SHOWN = 4
+_CONSTANTS = (keras.initializers.Zeros, keras.initializers.Ones)
 
 
 VariableCreator = Callable[..., keras.Variable]
@@ -35,55 +37,145 @@ VariableCreator = Callable[..., keras.Variable]
 def create(
     mesh: ReplicaMesh, next_creator: VariableCreator, **kwargs: Any
 ) -> keras.Variable:
-    """Creates a variable with the chief's initial value.
+    """Creates a variable with the same initial value in all processes.
 
     Raises:
-      ValueError: if the initial value is a number or an array that differs from
-        the chief's.
+      ValueError: if processes have created different variables. If a value must
+        be sent, they compare them now, otherwise at the end of the scope.
     """
-    if kwargs.get("layout") is None:
-        kwargs |= {
-            "initializer": make_chief_initializer(
-                kwargs.get("initializer"), mesh
-            )
-        }
-    try:
-        return next_creator(**kwargs)
-    except AssertionError as error:
-        # JAX's `device_put` compares the values that it puts on the devices
-        # of several processes.
-        if _NOT_THE_SAME not in str(error):
-            raise
-        raise ValueError(
-            "All processes must create a variable with the same initial value. "
-            f"Received: {kwargs.get('initializer')!r} for variable "
-            f"{kwargs.get('name')!r} in process {jax.process_index()}, and "
-            "a different value in another process. Pass the same value (for "
-            "example, the same learning rate) in all processes, or a function "
-            "of (shape, dtype), whose result in the chief is sent to all."
-        ) from error
+    given = kwargs.get("initializer")
+    note_new(mesh, **kwargs)
+    if callable(given) or isinstance(given, str):
+        given = make_chief_initializer(given, mesh)
+    elif getattr(given, "is_fully_addressable", True) and not is_tracing():
+        value = keras.ops.convert_to_tensor(given, dtype=kwargs.get("dtype"))
+        given = _place_here(value, mesh)
+    return next_creator(**kwargs | {"initializer": given})
 
 
 def make_chief_initializer(initializer: Any, mesh: ReplicaMesh) -> Any:
     """Makes an initializer that returns the chief's value in all processes.
 
     Args:
-      initializer: A function, the name of a Keras initializer, or a value.
+      initializer: A function, or the name of a Keras initializer.
       mesh: The mesh of the replicas.
 
     Returns:
-      A function of shape and dtype, or `initializer` itself if the processes
-      need not communicate.
+      A function of shape and dtype.
     """
-    if mesh.num_processes == 1:
+    initializer = keras.initializers.get(initializer)
+    is_wrapped = isinstance(initializer, _FromChief | _Here)
+    if mesh.num_processes == 1 or is_wrapped:
         return initializer
+    make = _Here if _is_constant(initializer) else _FromChief
+    return make(initializer, mesh)
+
+
+def note_new(mesh: ReplicaMesh, **kwargs: Any) -> None:
+    """Notes a variable that is about to be created, for the comparison.
+
+    Args:
+      mesh: The mesh of the replicas.
+      **kwargs: The keywords of `keras.Variable`.
+    """
+    given: Any = kwargs.get("initializer")
+    shape = kwargs.get("shape")
+    dtype = kwargs.get("dtype") or getattr(given, "dtype", None)
+    if shape is None and not callable(given):
+        shape = np.shape(given)
+    path = (current_path(), kwargs.get("name") or "variable")
+    noted = same_variables.Note(
+        path="/".join(filter(None, path)),
+        shape=str(tuple(shape or ())),
+        dtype=keras.backend.standardize_dtype(dtype),
+        trainable=_name_trainable(kwargs.get("trainable", True)),
+        initializer=_name_initializer(given),
+        where=locate_frame(sys._getframe()),
+    )
+    same_variables.note(mesh.processes, noted)
+
+
+def compare_existing(
+    mesh: ReplicaMesh, variables: Iterable[keras.Variable]
+) -> None:
+    """Compares new and existing variables between processes. Collective.
+
+    Args:
+      mesh: The mesh of the replicas, of several processes.
+      variables: This process's existing variables.
+
+    Raises:
+      ValueError: if they differ in number, path, shape, dtype or `trainable`.
+        All processes raise it.
+    """
+    for variable in variables:
+        noted = same_variables.Note(
+            path=variable.path,
+            shape=str(tuple(variable.shape)),
+            dtype=variable.dtype,
+            trainable=_name_trainable(variable.trainable),
+            initializer="its current value",
+        )
+        same_variables.note(mesh.processes, noted)
+    same_variables.compare(mesh.processes, always=True)
+
+
+def _name_trainable(is_trainable: bool) -> str:
+    return "trainable" if is_trainable else "not trainable"
+
+
+def _name_initializer(initializer: Any) -> str:
+    if isinstance(initializer, _FromChief | _Here):
+        return _name_initializer(initializer.initializer)
     if isinstance(initializer, str):
-        initializer = keras.initializers.get(initializer)
-    if not callable(initializer) or isinstance(
-        initializer, (*_CONSTANTS, _FromChief)
-    ):
-        return initializer
-    return _FromChief(initializer, mesh)
+        return _name_initializer(keras.initializers.get(initializer))
+    if not getattr(initializer, "is_fully_addressable", True):
+        return "an array"
+    if not callable(initializer):
+        value = np.asarray(initializer)
+        digest = same_variables.compute_digest(value)[:16]
+        first = ", ".join(map(str, value.ravel()[:_MAX_SHOWN].tolist()))
+        return f"{value}" if not value.ndim else f"[{first}, ...] ({digest})"
+    if not isinstance(initializer, keras.initializers.Initializer):
+        return "a function"
+    name = type(initializer).__name__
+    value = getattr(initializer, "value", None)
+    return f"{name}({value})" if _is_constant(initializer) else name
+
+
+def _is_constant(initializer: Any) -> bool:
+    """Returns whether an initializer's name contains all of its values."""
+    if type(initializer) is keras.initializers.Constant:
+        return isinstance(initializer.value, int | float)
+    return isinstance(initializer, _CONSTANTS)
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class _Here:
+    """An initializer with equal values in all processes, which send nothing.
+
+    Attributes:
+      initializer: The initializer, whose kind all processes compare.
+      mesh: The mesh of the replicas.
+    """
+
+    initializer: Callable[..., Any]
+    mesh: ReplicaMesh
+
+    def __call__(
+        self, shape: Shape, dtype: str | None = None, **kwargs: Any
+    ) -> Array:
+        value = self.initializer(shape, dtype=dtype, **kwargs)
+        return value if is_tracing() else _place_here(value, self.mesh)
+
+
+def _place_here(value: Array, mesh: ReplicaMesh) -> jax.Array:
+    """Puts a value, which must be equal in all processes, on all devices."""
+    # JAX's `device_put` would compare the values of the processes.
+    devices = mesh.whole.addressable_devices
+    return jax.make_array_from_single_device_arrays(
+        value.shape, mesh.whole, [jax.device_put(value, d) for d in devices]
+    )
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -103,7 +195,7 @@ class _FromChief:
     ) -> Array:
         if not is_tracing():
             value = self.initializer(shape, dtype=dtype, **kwargs)
-            return broadcast([value], self.mesh)[0]
+            return self._send(np.asarray(value))
         # Keras compiles the initializer of a large variable. All processes must
         # trace the same program, and no process should have to store the full
         # value. So the chief sends only the seed, if the initializer has one.
@@ -118,5 +210,17 @@ class _FromChief:
 
     def _read_chief_value(self, value: Array) -> np.ndarray:
         with jax.ensure_compile_time_eval():
-            (array,) = broadcast([value], self.mesh)
+            array = self._send(np.asarray(value))
             return np.asarray(array.addressable_data(0))
+
+    def _send(self, value: np.ndarray) -> jax.Array:
+        """Compares new variables, and sends the chief's value to all."""
+        processes = self.mesh.processes
+        if value.nbytes > _MAX_IN_MESSAGE:
+            same_variables.compare(processes)
+            return broadcast([value], self.mesh)[0]
+        data = same_variables.compare(
+            processes, always=True, data=value.tobytes()
+        )
+        array = np.frombuffer(data, value.dtype).reshape(value.shape)
+        return _place_here(array, self.mesh)

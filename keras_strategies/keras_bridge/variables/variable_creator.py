@@ -8,7 +8,6 @@ returns the sharding of the variable over the mesh, and registers the variable.
 import contextlib
 import functools
 import inspect
-import itertools
 import threading
 import weakref
 from collections.abc import Callable, Iterable, Iterator
@@ -21,13 +20,13 @@ from keras.src.distribution.distribution_lib import Distribution
 from keras.src.optimizers.base_optimizer import BaseOptimizer
 
 from keras_strategies._core.attributes import temporary_attribute
-from keras_strategies._core.chief import broadcast
-from keras_strategies._core.dispatch import dispatch
+from keras_strategies._core.chief import place_from_chief
 from keras_strategies._core.mesh import (
     ReplicaMesh,
     copy_with_sharding,
     format_devices,
 )
+from keras_strategies.cluster.exchange import same_variables
 from keras_strategies.keras_bridge.patches import Patches
 from keras_strategies.keras_bridge.variables import initial_values
 from keras_strategies.keras_bridge.variables.abstract_variables import (
@@ -99,12 +98,24 @@ class ReplicaDistribution(Distribution):
         mesh = self._mesh
         return None if mesh.is_abstract else sharding_of(variable, mesh)
 
-    def creating_equal(self) -> contextlib.AbstractContextManager[None]:
+    @contextlib.contextmanager
+    def creating_equal(self) -> Iterator[None]:
         """Creates the block's variables with equal values in all processes."""
-        if self._mesh.num_processes == 1 or self._mesh.is_abstract:
-            return contextlib.nullcontext()
+        if not self._is_shared():
+            yield
+            return
         create = functools.partial(initial_values.create, self._mesh)
-        return variable_creator_scope(create)
+        with variable_creator_scope(create):
+            yield
+        same_variables.compare(self._mesh.processes)
+
+    def compare(self, find: Callable[[], Iterable[keras.Variable]]) -> None:
+        """Compares the result of `find` between processes. Collective."""
+        if self._is_shared():
+            initial_values.compare_existing(self._mesh, find())
+
+    def _is_shared(self) -> bool:
+        return self._mesh.num_processes > 1 and not self._mesh.is_abstract
 
     def get_data_layout(self, data_shape: Iterable[int]) -> NamedSharding:
         """Returns the layout of data that other libraries place in a scope.
@@ -248,25 +259,10 @@ def adopt(
     if mesh.num_processes == 1:
         copies = list(map(copy_with_sharding, values, shardings))
     else:
-        copies = _place_from_chief(values, shardings, mesh)
+        initial_values.compare_existing(mesh, moved)
+        copies = place_from_chief(values, shardings, mesh)
     for variable, value, sharding in zip(moved, copies, shardings, strict=True):
         variable._value, variable._layout = value, sharding
-
-
-def _place_from_chief(
-    values: list[Any], shardings: list[Any], mesh: ReplicaMesh
-) -> list[Any]:
-    """Sends the chief's values to all processes, and shards them if needed."""
-    is_replicated = [sharding is mesh.whole for sharding in shardings]
-    sent = broadcast(list(itertools.compress(values, is_replicated)), mesh)
-    placed = []
-    for value, sharding in zip(values, shardings, strict=True):
-        if sharding is mesh.whole:
-            placed.append(sent.pop(0))
-            continue
-        divide = jax.jit(list, out_shardings=[sharding])
-        placed += dispatch(mesh, divide, broadcast([value], mesh))
-    return placed
 
 
 def check_home(variables: Iterable[keras.Variable], mesh: ReplicaMesh) -> None:

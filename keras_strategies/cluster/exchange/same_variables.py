@@ -1,0 +1,187 @@
+"""The check that all processes create the same variables.
+
+When a variable is created, the chief's value is sent to all processes. If they
+created different variables, they would send arrays of different shapes, and
+JAX would abort all of them without the cause. So each process notes the
+variables that it creates, and the processes compare these notes before they
+send a value.
+"""
+
+import dataclasses
+import json
+import re
+
+import jax
+
+from keras_strategies.cluster.addresses import name_processes
+from keras_strategies.cluster.exchange.greetings import clean_text
+from keras_strategies.cluster.exchange.host_exchange import (
+    CREATING,
+    SAME_VARIABLES,
+    SAME_VARIABLES_CURE,
+    Agreement,
+)
+from keras_strategies.cluster.exchange.message_forms import (
+    Either,
+    read_messages,
+)
+from keras_strategies.cluster.exchange.same_program import (
+    compute_digest,
+    find_first_difference,
+)
+
+_MAX_FIELD = 200
+# The numbers of Keras's names: they count the layers that a process has
+# created, which may differ between processes.
+_NUMBER = re.compile(r"_\d+(?=[_/]|$)")
+# For each field of a `Note`, the likely cause if it is the first that differs.
+_CAUSES = {
+    "path": (
+        "another class, other arguments (such as `momentum`) or another order "
+        "of layers, metrics or optimizers, or a variable that only some "
+        "processes create"
+    ),
+    "shape": "another size of a layer",
+    "dtype": "another dtype or dtype policy",
+    "trainable": "a layer that only some processes freeze",
+    "initializer": (
+        "another initializer or initial value, such as the learning rate"
+    ),
+}
+# The notes since the last comparison, by the processes that compare them.
+_notes: dict[tuple[int, ...], list["Note"]] = {}
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Note:
+    """A description of a variable, to be compared between processes.
+
+    Attributes:
+      path: The variable's path.
+      shape: The shape, such as "(3, 4)".
+      dtype: The dtype.
+      trainable: "trainable" or "not trainable".
+      initializer: The kind of the initializer.
+      where: The line of user code that creates the variable, or "". It is not
+        compared.
+    """
+
+    path: str
+    shape: str
+    dtype: str
+    trainable: str
+    initializer: str
+    where: str = ""
+
+    def __str__(self) -> str:
+        place = f", at {self.where}" if self.where else ""
+        return (
+            f"{self.path!r} of shape {self.shape}, {self.dtype}, "
+            f"{self.trainable}, with {self.initializer}{place}"
+        )
+
+    def get_key(self) -> tuple[str, ...]:
+        """Returns the fields that must be equal in all processes."""
+        path = _NUMBER.sub("", self.path)
+        return path, self.shape, self.dtype, self.trainable, self.initializer
+
+
+def note(processes: tuple[int, ...], variable: Note) -> None:
+    """Notes a variable that is about to be created in all processes.
+
+    Args:
+      processes: JAX's ids of the processes that create it.
+      variable: The description of the variable.
+    """
+    _notes.setdefault(processes, []).append(variable)
+
+
+def compare(
+    processes: tuple[int, ...], *, always: bool = False, data: bytes = b""
+) -> bytes:
+    """Compares the variables that were noted since the last call. Collective.
+
+    No devices are used.
+
+    Args:
+      processes: JAX's ids of the processes that created the variables.
+      always: Whether to exchange messages even if this process has noted no
+        variable.
+      data: A few bytes to send to all processes, if there is an exchange. Those
+        of the first process are used.
+
+    Returns:
+      The first process's `data`.
+
+    Raises:
+      ValueError: if the variables differ. All processes raise it.
+      TimeoutError: see `Agreement.exchange`.
+      RuntimeError: if the first process's data are malformed.
+    """
+    noted = _notes.pop(processes, [])
+    if not noted and not always:
+        return data
+    keys = [repr(variable.get_key()) for variable in noted]
+    agreement = Agreement(processes, CREATING)
+    sent = data.hex() if processes[0] == jax.process_index() else ""
+    # `Agreement.exchange` shows the first variable to a process that creates
+    # none.
+    first = noted[0] if noted else "no further variable"
+    texts = agreement.exchange(f"{compute_digest(repr(keys))}:{sent} {first}")
+    words = [text.partition(" ")[0].partition(":") for text in texts]
+    if len({digest for digest, *_ in words}) > 1:
+        raise ValueError(_describe_difference(agreement, processes, noted))
+    agreement.end()
+    received = words[0][2]
+    if not re.fullmatch(f"[0-9a-f]{{{2 * len(data)}}}", received):
+        raise RuntimeError(
+            "The value of a variable that process "
+            f"{processes[0]} sends must consist of {len(data)} bytes. "
+            f"Received: a text of {len(received)} characters. Use the same "
+            "version of keras_strategies in all processes."
+        )
+    return bytes.fromhex(received)
+
+
+def _describe_difference(
+    agreement: Agreement, processes: tuple[int, ...], noted: list[Note]
+) -> str:
+    """Describes the first variable that differs. Collective."""
+    keys = [repr(variable.get_key()) for variable in noted]
+    first = find_first_difference(agreement, keys)
+    mine = None
+    if first < len(noted):
+        fields = dataclasses.asdict(noted[first])
+        mine = {name: text[:_MAX_FIELD] for name, text in fields.items()}
+    texts = agreement.exchange(json.dumps(mine))
+    agreement.end()
+    names = [field.name for field in dataclasses.fields(Note)]
+    form = Either((None, dict.fromkeys(names, str)))
+    received = read_messages(
+        texts, form, processes=processes, about="different variables"
+    )
+    others = [
+        Note(**{name: clean_text(one[name]) for name in names}) if one else None
+        for one in received
+    ]
+    groups: dict[str, list[int]] = {}
+    for process, other in zip(processes, others, strict=True):
+        text = f"variable {other}" if other else "no further variable"
+        groups.setdefault(text, []).append(process)
+    shown = "; ".join(
+        f"{text} in {name_processes(group)}" for text, group in groups.items()
+    )
+    return (
+        f"{SAME_VARIABLES} Received: {shown}. Likely cause: "
+        f"{_find_cause(others)}. {SAME_VARIABLES_CURE}"
+    )
+
+
+def _find_cause(variables: list[Note | None]) -> str:
+    keys = [variable.get_key() for variable in variables if variable]
+    if len(keys) == len(variables):
+        columns = zip(*keys, strict=True)
+        for cause, column in zip(_CAUSES.values(), columns, strict=True):
+            if len(set(column)) > 1:
+                return cause
+    return _CAUSES["path"]

@@ -1,0 +1,78 @@
+"""Processes that create different variables: all name the first of them."""
+
+import re
+
+import pytest
+
+from tests.multi_process.variables import KINDS
+from tests.support.jobs import results_of, values_of
+
+pytestmark = pytest.mark.multi_process
+
+DIFFER = "multi_process.variables:differ"
+# What all processes say about processes 0 and 1.
+SAID = {
+    "optimizer": ("'sgd/iteration'", "'adam/iteration'", "optimizers"),
+    "momentum": ("no further", "first_kernel_momentum'", "`momentum`"),
+    "use_ema": ("_kernel_momentum'", "_kernel_average'", "arguments"),
+    "amsgrad": ("no further", "_kernel_velocity_hat'", "arguments"),
+    "schedule": ("/learning_rate'", "'loss/total'", "arguments"),
+    "frozen": ("/first/kernel'", "/first/kernel'", "freeze"),
+    "variable of the chief": ("'extra'", "/first/kernel'", "only some"),
+    "built optimizer": ("preparing the data", "kernel_momentum'", "optimizers"),
+    "metric": ("_kernel_momentum'", "'mean_absolute_error", "metrics"),
+    "width": ("shape (4, 4)", "shape (4, 8)", "another size"),
+    "dtype": ("(4, 4), float32", "(4, 4), bfloat16", "another dtype"),
+    "initializer": ("HeNormal", "Zeros", "another initializer"),
+    "number of layers": ("/last/kernel'", "/more/kernel'", "layers"),
+    "order of layers": ("/second/kernel'", "/gamma'", "order"),
+    "dropout": ("/first/kernel'", "seed_generator_state'", "layers"),
+}
+
+
+def assert_named(kind, texts):
+    """All processes say the same, with the variables of all."""
+    assert len(set(texts)) == 1
+    mine, other, cause = SAID[kind]
+    for part in ("must create the same variables", mine, other, cause):
+        assert part in texts[0]
+    assert re.search(r"process(es)? 1", texts[0])
+
+
+def assert_all_named(count, kinds):
+    found = values_of(DIFFER, count, kinds, devices=1)
+    for kind, of_kind in zip(kinds, zip(*found, strict=True), strict=True):
+        assert_named(kind, [text for text, _ in of_kind])
+        assert all(seconds < 15 for _, seconds in of_kind)
+
+
+def test_all_processes_name_the_first_variable_that_differs():
+    assert_all_named(2, KINDS)
+
+
+@pytest.mark.slow
+def test_three_processes_name_the_first_variable_that_differs():
+    assert_all_named(3, KINDS)
+
+
+@pytest.mark.parametrize(
+    "kind",
+    [
+        kind if kind == "width" else pytest.param(kind, marks=pytest.mark.slow)
+        for kind in KINDS
+    ],
+)
+def test_processes_end_with_the_cause(kind):
+    call = ("multi_process.variables:fail", kind)
+    for result in results_of(2, call, devices=1, must_succeed=False):
+        assert result.returncode in (70, 71), result.output
+        assert "must create the same variables" in result.output
+        assert "Gloo AllGather failed" not in result.output
+
+
+def test_equal_variables_have_the_chiefs_values():
+    first, second = values_of(
+        "multi_process.variables:has_chiefs_values", 2, devices=2
+    )
+    assert first == second
+    assert first[2] == [2.5, 2.5]

@@ -1,0 +1,124 @@
+"""Models of which one process creates other variables than the others."""
+
+import time
+
+import jax
+import keras
+import numpy as np
+
+import keras_strategies as ks
+
+layers, optimizers = keras.layers, keras.optimizers
+# What differs in process 1.
+KINDS = (
+    "optimizer",
+    "momentum",
+    "use_ema",
+    "amsgrad",
+    "schedule",
+    "frozen",
+    "variable of the chief",
+    "built optimizer",
+    "metric",
+    "width",
+    "dtype",
+    "initializer",
+    "number of layers",
+    "order of layers",
+    "dropout",
+)
+
+
+def make_optimizer(kind, is_other):
+    if kind == "optimizer":
+        return optimizers.Adam(0.1) if is_other else optimizers.SGD(0.1)
+    if kind == "momentum":
+        return optimizers.SGD(0.1, momentum=0.9 if is_other else 0.0)
+    if kind == "use_ema":
+        return optimizers.Adam(0.1, use_ema=is_other)
+    if kind == "amsgrad":
+        return optimizers.Adam(0.1, amsgrad=is_other)
+    rate = optimizers.schedules.CosineDecay(0.1, 10)
+    given = rate if kind == "schedule" and is_other else 0.1
+    return optimizers.SGD(given, momentum=0.9)
+
+
+def make_layers(kind, is_other):
+    width = 8 if kind == "width" and is_other else 4
+    dtype = "bfloat16" if kind == "dtype" and is_other else "float32"
+    start = "zeros" if kind == "initializer" and is_other else "he_normal"
+    yield layers.Dense(
+        width, "tanh", dtype=dtype, kernel_initializer=start, name="first"
+    )
+    both = [layers.Dense(4, name="second"), layers.BatchNormalization()]
+    if kind == "order of layers" and is_other:
+        both.reverse()
+    yield from both
+    if kind == "number of layers" and is_other:
+        yield layers.Dense(4, name="more")
+    if kind == "dropout" and is_other:
+        yield layers.Dropout(0.5, seed=1)
+    yield layers.Dense(1, name="last")
+
+
+def train(strategy, kind, is_other):
+    """Makes a model and trains it for a step."""
+    keras.utils.set_random_seed(0)
+    with strategy.scope():
+        if kind == "variable of the chief" and jax.process_index() == 0:
+            keras.Variable(np.zeros(3, "float32"), name="extra")
+        model = keras.Sequential(
+            [keras.Input((4,)), *make_layers(kind, is_other)]
+        )
+        metrics = ["mae"] if kind == "metric" and is_other else []
+        optimizer = make_optimizer(kind, is_other)
+        model.compile(optimizer, "mse", metrics=metrics)
+    with strategy.scope():
+        if kind == "built optimizer" and is_other:
+            optimizer.build(model.trainable_variables)
+    if kind == "frozen" and is_other:
+        model.layers[0].trainable = False
+    x = np.ones((12, 4), "float32")
+    model.fit(x, x[:, :1], batch_size=12, verbose=0, shuffle=False)
+
+
+def differ(kinds):
+    """Trains a model of each kind, and returns what was raised."""
+    strategy = ks.MultiWorkerMirroredStrategy()
+    found = []
+    for kind in kinds:
+        start = time.monotonic()
+        try:
+            train(strategy, kind, jax.process_index() == 1)
+        except ValueError as error:
+            found.append((str(error), time.monotonic() - start))
+        else:
+            found.append(("no error", 0))
+    train(strategy, "nothing", is_other=False)
+    return found
+
+
+def fail(kind):
+    """Lets the error end the process."""
+    strategy = ks.MultiWorkerMirroredStrategy()
+    train(strategy, kind, jax.process_index() == 1)
+
+
+def has_chiefs_values():
+    """Creates many variables, whose values are those of the chief."""
+    strategy = ks.MultiWorkerMirroredStrategy()
+    keras.utils.set_random_seed(jax.process_index())
+    with strategy.scope():
+        if jax.process_index():
+            # Names count layers; the counts may differ.
+            layers.Dense(1)
+        model = keras.Sequential(
+            [keras.Input((4,)), *[layers.Dense(4) for _ in range(3)]]
+        )
+        model.compile(optimizers.Adam(0.5), "mse")
+        extra = keras.Variable(keras.initializers.Constant(2.5), shape=(2,))
+    x = np.ones((8, 4), "float32")
+    model.fit(x, x, batch_size=8, verbose=0, shuffle=False)
+    values = [np.asarray(v).tolist() for v in model.variables]
+    slots = [np.asarray(v).tolist() for v in model.optimizer.variables]
+    return [values, slots, np.asarray(extra).tolist()]
