@@ -1,5 +1,6 @@
 """The strategies for one machine: several of its devices, or one device."""
 
+import os
 from collections.abc import Sequence
 
 import jax
@@ -61,6 +62,11 @@ class MirroredStrategy(CompileOnlyStrategy):
             ReplicaMesh(devices=chosen),
             variable_partitioner=variable_partitioner,
         )
+        if os.environ.get("TF_CONFIG"):
+            # Imported here because it takes a tenth of the import time.
+            from keras_strategies.cluster.job import place
+
+            place.warn_of_unused_cluster(type(self).__name__)
 
 
 class OneDeviceStrategy(Strategy):

@@ -133,3 +133,27 @@ def test_wrong_arguments_are_named(arguments, parts):
         ks.MultiWorkerMirroredStrategy(**arguments)
     for part in parts:
         assert part in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("task", "workers", "is_warned"),
+    [
+        ({"type": "worker", "index": 1}, 2, True),
+        ({"type": "worker", "index": 0}, 1, False),
+        ({"type": "evaluator", "index": 0}, 2, False),
+        ({"type": "worker", "index": 9}, 2, False),
+    ],
+)
+def test_a_mirrored_strategy_warns_of_a_cluster(
+    task, workers, is_warned, monkeypatch, recwarn
+):
+    addresses = [f"localhost:{2222 + i}" for i in range(workers)]
+    config = {"cluster": {"worker": addresses}, "task": task}
+    monkeypatch.setenv("TF_CONFIG", json.dumps(config))
+    ks.MirroredStrategy()
+    texts = [str(warning.message) for warning in recwarn]
+    found = [text for text in texts if "only the devices of this" in text]
+    assert len(found) == is_warned
+    for text in found:
+        assert "2 processes" in text
+        assert "ks.MultiWorkerMirroredStrategy" in text

@@ -211,6 +211,29 @@ def _warn_if_alone() -> None:
     )
 
 
+def warn_of_unused_cluster(name: str) -> None:
+    """Warns if TF_CONFIG describes processes that a strategy does not join.
+
+    Args:
+      name: The name of the strategy's class.
+    """
+    if not os.environ.get("TF_CONFIG") or jax.distributed.is_initialized():
+        return
+    try:
+        info = tasks.task_info(tf_config_resolver.TFConfigClusterResolver())
+    except (TypeError, ValueError):
+        return
+    if info.num_processes > 1 and info.type != "evaluator":
+        warnings.warn(
+            f"`{name}` uses only the devices of this process. Received: a "
+            f"TF_CONFIG with {info.num_processes} processes, each of which now "
+            "trains a separate model. To train one model together, use "
+            "`ks.MultiWorkerMirroredStrategy()`.",
+            UserWarning,
+            stacklevel=3,
+        )
+
+
 def _make_job_resolver() -> simple_resolver.SimpleClusterResolver:
     """Makes a resolver whose `task_id` is this process's index in JAX."""
     is_alone = jax.process_count() == 1
