@@ -17,6 +17,7 @@ import numpy as np
 import pytest
 from keras.src.backend.common import global_state
 from keras.src.backend.common.masking import get_keras_mask, set_keras_mask
+from keras.src.backend.common.name_scope import current_path
 from keras.src.backend.common.variables import Variable as KerasVariable
 from keras.src.distribution.distribution_lib import Distribution
 from keras.src.losses import loss as loss_module
@@ -170,6 +171,13 @@ def test_data_that_end_before_their_steps_do_warn_in_known_words():
         model.fit(
             np.zeros((2, 1)), np.zeros((2, 1)), steps_per_epoch=3, verbose=0
         )
+
+
+def test_the_current_path_is_the_prefix_of_a_variables_path():
+    with keras.name_scope("outer"), keras.name_scope("inner"):
+        assert current_path() == "outer/inner"
+        variable = keras.Variable(0.0, name="one")
+    assert variable.path == "outer/inner/one"
 
 
 def test_what_is_open_in_a_thread_is_kept_in_its_global_state():

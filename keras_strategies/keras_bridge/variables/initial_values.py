@@ -6,7 +6,7 @@ before variables are placed, the chief's values are sent to all processes.
 
 import copy
 import dataclasses
-import sys
+import inspect
 from collections.abc import Callable, Iterable
 from typing import Any
 
@@ -90,7 +90,7 @@ def note_new(mesh: ReplicaMesh, **kwargs: Any) -> None:
         dtype=keras.backend.standardize_dtype(dtype),
         trainable=_name_trainable(kwargs.get("trainable", True)),
         initializer=_name_initializer(given),
-        where=locate_frame(sys._getframe()),
+        where=locate_frame(inspect.currentframe()),
     )
     same_variables.note(mesh.processes, noted)
 
