@@ -123,20 +123,19 @@ class _Rewriting:
     def _constrain_equation(self, equation: Equation) -> list[Any]:
         """Returns a convolution with constraints before and after it."""
         specs = _find_specs(equation.params, self._axes)
-        constraints, operands = [], []
+        constraints: list[Any] = []
+        operands: list[Any] = []
         for variable, spec in zip(equation.invars, specs, strict=False):
-            constraint, _, constrained = self._make_constraint(variable, spec)
+            constraint = self._make_constraint(variable, spec)
             constraints.append(constraint.replace(invars=[variable]))
-            operands.append(constrained)
-        last, inner, _ = self._make_constraint(equation.outvars[0], specs[-1])
-        convolved = equation.replace(invars=operands, outvars=[inner])
+            operands += constraint.outvars
+        last = self._make_constraint(equation.outvars[0], specs[-1])
+        convolved = equation.replace(invars=operands, outvars=last.invars)
         last = last.replace(outvars=equation.outvars)
         return [*constraints, convolved, last]
 
-    def _make_constraint(
-        self, variable: Any, spec: PartitionSpec
-    ) -> tuple[Any, Any, Any]:
-        """Returns an equation with its new operand and its new result."""
+    def _make_constraint(self, variable: Any, spec: PartitionSpec) -> Equation:
+        """Returns a constraint for a variable's shape, with new variables."""
         aval = variable.aval
         key = aval.shape, aval.dtype, spec
         if key not in self._constraints:
@@ -149,13 +148,9 @@ class _Rewriting:
             shape = jax.ShapeDtypeStruct(aval.shape, aval.dtype)
             self._constraints[key] = jax.make_jaxpr(constrain)(shape).jaxpr
         (equation,) = self._constraints[key].eqns
-        inner, result = (
-            Var(v.aval) for v in (*equation.invars, *equation.outvars)
-        )
-        return (
-            equation.replace(invars=[inner], outvars=[result]),
-            inner,
-            result,
+        return equation.replace(
+            invars=[Var(v.aval) for v in equation.invars],
+            outvars=[Var(v.aval) for v in equation.outvars],
         )
 
 

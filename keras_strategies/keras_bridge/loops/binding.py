@@ -326,7 +326,8 @@ class Binding:
     ) -> None:
         """Replaces `_symbolic_build`, which Keras's `fit` and `evaluate` call.
 
-        An overridden method may call `fit` with data outside of `_session`.
+        Within `_session` the model is built. Otherwise, for example if an
+        overridden method calls `fit` with other data, it is built here.
         """
         if self._is_in_session:
             return
@@ -342,8 +343,8 @@ class Binding:
                     return
             yield 0, 0, [batch]
 
-        alone = None if iterator is None else first()
-        self._build(iterator=alone, data_batch=data_batch)
+        first_alone = None if iterator is None else first()
+        self._build(iterator=first_alone, data_batch=data_batch)
 
     def _maybe_build_for_others(self, *args: Any, **kwargs: Any) -> None:
         """Replaces `_maybe_symbolic_build`, which may use up the first epoch.

@@ -147,7 +147,8 @@ def _is_constant(initializer: Any) -> bool:
     """Returns whether an initializer's name contains all of its values."""
     if type(initializer) is keras.initializers.Constant:
         return isinstance(initializer.value, int | float)
-    return isinstance(initializer, _CONSTANTS)
+    # A subclass may compute other values, in each process its own.
+    return type(initializer) in _CONSTANTS
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
