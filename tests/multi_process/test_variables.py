@@ -5,11 +5,12 @@ import re
 import pytest
 
 from tests.multi_process.variables import KINDS
-from tests.support.jobs import results_of, values_of
+from tests.support.jobs import results_of, values_of, values_of_each
 
 pytestmark = pytest.mark.multi_process
 
 DIFFER = "multi_process.variables:differ"
+HAS_CHIEFS_VALUES = "multi_process.variables:has_chiefs_values"
 # What all processes say about processes 0 and 1.
 SAID = {
     "optimizer": ("'sgd/iteration'", "'adam/iteration'", "optimizers"),
@@ -39,29 +40,29 @@ def assert_named(kind, texts):
     assert re.search(r"process(es)? 1", texts[0])
 
 
-def assert_all_named(count, kinds):
-    found = values_of(DIFFER, count, kinds, devices=1)
-    for kind, of_kind in zip(kinds, zip(*found, strict=True), strict=True):
+def assert_all_named(found):
+    for kind, of_kind in zip(KINDS, zip(*found, strict=True), strict=True):
         assert_named(kind, [text for text, _ in of_kind])
         assert all(seconds < 15 for _, seconds in of_kind)
 
 
-def test_all_processes_name_the_first_variable_that_differs():
-    assert_all_named(2, KINDS)
+@pytest.fixture(scope="module")
+def found():
+    """What the calls return in each of two processes."""
+    return values_of_each(2, (DIFFER, KINDS), (HAS_CHIEFS_VALUES,))
+
+
+def test_all_processes_name_the_first_variable_that_differs(found):
+    assert_all_named(found[0])
 
 
 @pytest.mark.slow
 def test_three_processes_name_the_first_variable_that_differs():
-    assert_all_named(3, KINDS)
+    assert_all_named(values_of(DIFFER, 3, KINDS, devices=1))
 
 
-@pytest.mark.parametrize(
-    "kind",
-    [
-        kind if kind == "width" else pytest.param(kind, marks=pytest.mark.slow)
-        for kind in KINDS
-    ],
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", KINDS)
 def test_processes_end_with_the_cause(kind):
     call = ("multi_process.variables:fail", kind)
     for result in results_of(2, call, devices=1, must_succeed=False):
@@ -70,9 +71,7 @@ def test_processes_end_with_the_cause(kind):
         assert "Gloo AllGather failed" not in result.output
 
 
-def test_equal_variables_have_the_chiefs_values():
-    first, second = values_of(
-        "multi_process.variables:has_chiefs_values", 2, devices=2
-    )
+def test_equal_variables_have_the_chiefs_values(found):
+    first, second = found[1]
     assert first == second
     assert first[2] == [2.5, 2.5]

@@ -683,7 +683,15 @@ def on_cpu(function):
     return call
 
 
-@pytest.mark.parametrize("name", python_functions())
+@pytest.mark.parametrize(
+    "name",
+    [
+        name
+        if name in ("map, shuffle", "interleave")
+        else pytest.param(name, marks=pytest.mark.slow)
+        for name in python_functions()
+    ],
+)
 @pytest.mark.parametrize("wrap", [tf.py_function, tf.numpy_function])
 def test_python_functions_are_called(name, wrap):
     def apply(row):
