@@ -3,6 +3,7 @@
 import json
 import logging
 import os
+import shutil
 import sys
 
 import jax
@@ -12,6 +13,7 @@ import numpy as np
 import pytest
 
 import keras_strategies as ks
+from keras_strategies.checkpoint import storage
 from keras_strategies.checkpoint.directory.lock import LOCK
 from keras_strategies.checkpoint.directory.names import find_steps
 from keras_strategies.checkpoint.directory.verify import verify
@@ -255,6 +257,38 @@ def test_a_damaged_checkpoint_is_put_aside_and_its_step_saved_again(
         assert manager.restore_or_initialize() == 2
     for actual, value in zip(values(again), expected, strict=True):
         np.testing.assert_array_equal(actual, value)
+
+
+@pytest.mark.parametrize("has_manifest", [False, True])
+def test_a_save_killed_around_its_manifest_leaves_nothing(
+    tmp_path, caplog, monkeypatch, has_manifest
+):
+    found = parts(2)
+    write = storage.write_manifest
+
+    def copy(path, step, facts):
+        # As a process leaves it that is killed here.
+        if step == 2 and not has_manifest:
+            shutil.copytree(tmp_path / "run", tmp_path / "killed")
+        manifest = write(path, step, facts)
+        if step == 2 and has_manifest:
+            shutil.copytree(tmp_path / "run", tmp_path / "killed")
+        return manifest
+
+    with (
+        monkeypatch.context() as patch,
+        manager_of(tmp_path / "run", found) as manager,
+    ):
+        patch.setattr(storage, "write_manifest", copy)
+        for step in (1, 2):
+            manager.save(step)
+        manager.wait()
+    assert find_steps(tmp_path / "run") == [1, 2]
+    with manager_of(tmp_path / "killed", found) as manager:
+        assert manager.restore_or_initialize() == 1
+        manager.save(2)
+    assert set(os.listdir(tmp_path / "killed")) == {LOCK, "1", "2"}
+    assert caplog.text == ""
 
 
 @pytest.mark.multi_process

@@ -7,7 +7,7 @@
             state/...             Orbax's item of arrays
             run/metadata          Orbax's JSON item: everything else
             manifest.json         written last: size and sha256 of other files
-        <step>.orbax-checkpoint-tmp*/   left by a killed save
+        <step>.saving*/           left by a killed save
         <step>.deleting-*/        left by a killed deletion
 
 A checkpoint is good if its folder contains exactly the files that its manifest

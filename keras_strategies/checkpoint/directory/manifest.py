@@ -35,6 +35,7 @@ from keras_strategies.checkpoint.directory.files import (
 from keras_strategies.checkpoint.directory.names import (
     MANIFEST,
     parse_step,
+    saving_path,
     step_path,
 )
 from keras_strategies.cluster.exchange.message_forms import fault_of, is_count
@@ -113,7 +114,8 @@ def write_manifest(
     files. It reads every file once (1 GB takes about a second).
 
     Args:
-      path: The checkpoint's folder. Its name must be the step.
+      path: The checkpoint's folder. Its name must be the step, or that of
+        `names.saving_path`.
       step: The number of train steps completed.
       facts: Short metadata as JSON (see `Manifest.facts`); it may contain numpy
         numbers.
@@ -127,7 +129,8 @@ def write_manifest(
       OSError: if the manifest cannot be written.
     """
     path = pathlib.Path(path)
-    if path.name != step_path(path.parent, step).name:
+    folders = (step_path(path.parent, step), saving_path(path.parent, step))
+    if path.name not in [folder.name for folder in folders]:
         raise ValueError(
             "A checkpoint's folder must be named after its step. Received: "
             f"step={step}, path={str(path)!r}. Pass the folder of that step."

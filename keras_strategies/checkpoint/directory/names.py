@@ -15,6 +15,9 @@ RUN = "run/metadata"
 MAX_STEP = 2**63 - 1
 """The highest step."""
 
+SAVING = ".saving"
+"""The text after the step in the name of a folder that is being saved."""
+
 DELETING = ".deleting-"
 """The text after the step in the name of a folder that is being deleted."""
 
@@ -24,7 +27,8 @@ DAMAGED = ".damaged-"
 _STEP = re.compile(r"0|[1-9][0-9]{0,18}", re.ASCII)
 _PARTIAL = re.compile(
     r"(0|[1-9][0-9]{0,18})"
-    rf"(\.orbax-checkpoint-tmp.*|{re.escape(DELETING)}.*)",
+    rf"({re.escape(SAVING)}|({re.escape(SAVING)})?\.orbax-checkpoint-tmp.*"
+    rf"|{re.escape(DELETING)}.*)",
     re.ASCII | re.DOTALL,
 )
 _ASIDE = re.compile(
@@ -67,6 +71,12 @@ def step_path(directory: str | os.PathLike[str], step: int) -> pathlib.Path:
             f"{int(step)}. Pass the number of completed train steps."
         )
     return pathlib.Path(directory) / str(int(step))
+
+
+def saving_path(directory: str | os.PathLike[str], step: int) -> pathlib.Path:
+    """Returns the path at which a step's folder is until it is complete."""
+    path = step_path(directory, step)
+    return path.with_name(f"{path.name}{SAVING}")
 
 
 def find_steps(directory: str | os.PathLike[str]) -> list[int]:

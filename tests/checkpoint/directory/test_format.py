@@ -120,8 +120,14 @@ def test_steps_are_folders_in_order(tmp_path):
 
 
 def test_partial_saves_are_what_killed_processes_leave(tmp_path):
-    partial = ("1.deleting-0a", "2.orbax-checkpoint-tmp")
+    partial = (
+        "1.deleting-0a",
+        "2.orbax-checkpoint-tmp",
+        "2.saving",
+        "2.saving.orbax-checkpoint-tmp",
+    )
     others = ("3", "x.orbax-checkpoint-tmp", ".lock", "03.deleting-0a")
+    others += ("2.saving-notes", "02.saving")
     for name in (*partial, *others):
         (tmp_path / name).mkdir()
     assert [path.name for path in names.find_partial_saves(tmp_path)] == list(
