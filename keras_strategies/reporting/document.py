@@ -4,6 +4,7 @@ It contains an entry for each start of the run. Nothing here imports jax or
 keras, so the command line can read reports quickly.
 """
 
+import contextlib
 import json
 import os
 import pathlib
@@ -23,6 +24,7 @@ NAME = "run_report.json"
 MOST_STARTS = 100
 """The number of starts whose entries are kept."""
 
+_PARTIAL = f".{NAME}-"
 _MOST_BYTES = 4 << 20
 _CAUSE = {"cause": str, "count": is_count, "seconds": float}
 FIGURES = {
@@ -119,7 +121,7 @@ def _find_fault(document: Document) -> str | None:
 def save_report(directory: str | os.PathLike[str], document: Document) -> None:
     """Writes a report in one piece: readers see the old file or the new one."""
     folder = pathlib.Path(directory)
-    handle, name = tempfile.mkstemp(prefix=f".{NAME}-", dir=folder)
+    handle, name = tempfile.mkstemp(prefix=_PARTIAL, dir=folder)
     try:
         with os.fdopen(handle, "w", encoding="utf-8") as file:
             json.dump(document, file)
@@ -127,6 +129,13 @@ def save_report(directory: str | os.PathLike[str], document: Document) -> None:
     except BaseException:
         os.unlink(name)
         raise
+
+
+def delete_partial(directory: str | os.PathLike[str]) -> None:
+    """Deletes the files of `save_report` that killed processes have left."""
+    for path in pathlib.Path(directory).glob(f"{_PARTIAL}*"):
+        with contextlib.suppress(OSError):
+            path.unlink()
 
 
 def try_to_save(directory: str | os.PathLike[str], document: Document) -> None:

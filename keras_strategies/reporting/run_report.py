@@ -208,25 +208,22 @@ class RunReport(ReportCallback):
 
     def _add_start(self, step: int) -> None:
         self._has_begun, self._first_step = True, step
-        if self._folder is not None:
-            last_step = self._keep_step(self._folder, step)
-            self._document = files.add_start(
-                self._document, time.time(), step, last_step
-            )
-            self._write(is_done=False, is_first=True)
-
-    def _keep_step(self, folder: str, step: int) -> int | None:
-        """Writes each step to a file; returns the last one of an earlier run.
-
-        Without the file, the report's last step is that of its last writing.
-        """
-        file = step_file.StepFile(folder)
+        if self._folder is None:
+            return
+        file = step_file.StepFile(self._folder)
         self._stack.callback(file.close)
-        last_step = file.read()
-        file.write(step)
+        old = self._document
+        # Without the file, it is the step of the report's last writing.
+        last_step = None if old is None else file.read(old["num_starts"])
+        self._document = files.add_start(old, time.time(), step, last_step)
+        files.delete_partial(self._folder)
+        self._write(is_done=False, is_first=True)
+        # The report is written first: until then, its last start is the
+        # earlier one, whose step the file must contain.
+        start = self._document["num_starts"]
+        file.write(start, step)
         assert self._recorder is not None
-        self._recorder.note_steps = lambda count: file.write(step + count)
-        return last_step
+        self._recorder.note_steps = lambda n: file.write(start, step + n)
 
     def on_test_begin(self, logs: Logs | None = None) -> None:
         """Starts an evaluation."""

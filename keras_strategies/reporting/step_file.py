@@ -8,7 +8,7 @@ import struct
 NAME = ".run_report_step"
 """The name of the file."""
 
-_STEP = struct.Struct("<q")
+_STEP = struct.Struct("<qq")
 _MOST = 2**53
 
 
@@ -32,22 +32,27 @@ class StepFile:
             with contextlib.suppress(OSError):
                 self._handle = _open(os.path.join(directory, NAME))
 
-    def read(self) -> int | None:
-        """Returns the last step that was written, or None."""
+    def read(self, start: int) -> int | None:
+        """Returns the last step that was written, or None.
+
+        Args:
+          start: The number of the start that must have written it. A process
+            may be killed before it writes a step.
+        """
         data = b""
         if self._handle is not None:
             with contextlib.suppress(OSError):
                 data = os.pread(self._handle, _STEP.size, 0)
         if len(data) < _STEP.size:
             return None
-        (step,) = _STEP.unpack(data)
-        return step if 0 < step < _MOST else None
+        found, step = _STEP.unpack(data)
+        return step if found == start and 0 < step < _MOST else None
 
-    def write(self, step: int) -> None:
-        """Writes a step."""
+    def write(self, start: int, step: int) -> None:
+        """Writes a step, and the number of the start that computed it."""
         if self._handle is not None:
             with contextlib.suppress(OSError):
-                os.pwrite(self._handle, _STEP.pack(step), 0)
+                os.pwrite(self._handle, _STEP.pack(start, step), 0)
 
     def close(self) -> None:
         """Closes the file."""

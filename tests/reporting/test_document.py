@@ -2,12 +2,14 @@
 
 import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
 
 import pytest
 
+import keras_strategies as ks
 from keras_strategies.cli.main import main
 from keras_strategies.reporting import document as files
 from keras_strategies.reporting.step_file import NAME, StepFile
@@ -151,14 +153,61 @@ def test_a_directory_without_a_report_is_one_line(tmp_path, capsys):
 
 def test_the_last_step_outlives_its_process(tmp_path):
     file = StepFile(tmp_path)
-    assert file.read() is None
-    file.write(123)
+    assert file.read(1) is None
+    file.write(1, 123)
     again = StepFile(tmp_path)
-    assert again.read() == 123
-    file.write(-1)
-    assert again.read() is None
+    assert again.read(1) == 123
+    assert again.read(2) is None
+    file.write(1, -1)
+    assert again.read(1) is None
     file.close()
     again.close()
+
+
+class Copies:
+    """Copies of a folder, as processes leave it that are killed in writes."""
+
+    def __init__(self, folder, copies, monkeypatch):
+        self.folder, self.copies, self.names = folder, copies, []
+        monkeypatch.setattr(files.os, "replace", self.around(os.replace))
+        monkeypatch.setattr(StepFile, "write", self.around(StepFile.write))
+
+    def around(self, write):
+        def write_between_copies(*args):
+            self.copy()
+            write(*args)
+            self.copy()
+
+        return write_between_copies
+
+    def copy(self):
+        name = str(len(self.names))
+        shutil.copytree(self.folder, self.copies / name)
+        self.names.append(name)
+
+
+def test_starts_killed_while_they_write_count_each_step_once(
+    tmp_path, monkeypatch
+):
+    with ks.callbacks.RunReport(tmp_path / "run", verbose=False) as report:
+        for _ in range(13):
+            with report.step():
+                pass
+        shutil.copytree(tmp_path / "run", tmp_path / "killed")
+    report = ks.callbacks.RunReport(tmp_path / "killed", verbose=False)
+    with monkeypatch.context() as patch:
+        copies = Copies(tmp_path / "killed", tmp_path, patch)
+        # Steps 8 to 13 are computed again.
+        report.begin(7)
+    report.close()
+    assert len(copies.names) == 4
+    for name in copies.names:
+        again = ks.callbacks.RunReport(tmp_path / name, verbose=False)
+        again.begin(7)
+        again.close()
+        found = files.load_report(tmp_path / name)
+        assert found["num_repeated"] == 6, name
+        assert set(os.listdir(tmp_path / name)) == {files.NAME, NAME}
 
 
 FAULTS = """
@@ -179,20 +228,20 @@ if fault == "read-only":
 if fault == "another user":
     os.geteuid = lambda: 12345678
 file = StepFile(folder)
-file.write(1)
+file.write(5, 1)
 if fault == "cut":
     os.truncate(path, 0)
-    assert file.read() is None
-file.write(2)
+    assert file.read(5) is None
+file.write(5, 2)
 if fault == "broken disk":
     def fail(*_):
         raise OSError(errno.EIO, "Input/output error")
     os.pwrite = os.pread = fail
-    file.write(3)
-print(file.read())
+    file.write(5, 3)
+print(file.read(5))
 file.close()
-file.write(4)
-assert file.read() is None
+file.write(5, 4)
+assert file.read(5) is None
 """
 
 
@@ -227,6 +276,6 @@ def test_the_last_step_overwrites_no_file_that_has_another_name(tmp_path, link):
     letter.write_text("a letter of 24 characters")
     link(letter, tmp_path / NAME)
     file = StepFile(tmp_path)
-    file.write(1)
+    file.write(5, 1)
     file.close()
     assert letter.read_text() == "a letter of 24 characters"
