@@ -146,17 +146,19 @@ def _check_folder(folder: pathlib.Path) -> None:
 
 
 def _list_unfinished(folder: pathlib.Path) -> list[pathlib.Path]:
-    """Lists the programs without a time of use, which JAX writes last.
+    """Lists the programs without a time of use, and times without a program.
 
-    Such a program may be incomplete. Because of it, JAX (before 0.11.2) cannot
-    find out what to delete, and so does not cache other programs.
+    JAX writes the time last, so such a program may be incomplete. Because of
+    it, JAX (before 0.11.2) cannot find out what to delete, and so does not
+    cache other programs. JAX also deletes the time last; such a time would make
+    a later program that is incomplete look complete.
     """
     names = set(os.listdir(folder))
+    pairs = {"-cache": "-atime", "-atime": "-cache"}
     return [
         folder / name
         for name in names
-        if name.endswith("-cache")
-        and f"{name.removesuffix('-cache')}-atime" not in names
+        if (other := pairs.get(name[-6:])) and name[:-6] + other not in names
     ]
 
 

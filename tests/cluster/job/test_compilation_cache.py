@@ -255,7 +255,7 @@ def test_programs_that_were_not_finished_are_deleted(tmp_path):
     (folder / "b-atime").unlink()
     assert FOLDER in make(tmp_path)
     names = {path.name for path in folder.iterdir()} - {".lockfile"}
-    assert names == {"a-cache", "a-atime", "c-atime", "d"}
+    assert names == {"a-cache", "a-atime", "d"}
 
 
 KILLED = """
