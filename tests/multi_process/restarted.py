@@ -4,9 +4,9 @@ python -m tests.multi_process.restarted FOLDER EPOCHS KIND
 
 KIND is "dropout" for a model with Dropout, "plain" for one without, or
 "missing" for the latter and a last of three processes that cannot start again
-after the first checkpoint. Process 0 appends each step that it computes to
-FOLDER/steps, and saves the weights in FOLDER/weights.npy. FOLDER/checkpoints
-also contains the report of the run.
+after the first checkpoint. Process 0 appends each step to FOLDER/begun before
+it computes it, and to FOLDER/steps afterwards, and saves the weights in
+FOLDER/weights.npy. FOLDER/checkpoints also contains the report of the run.
 """
 
 import json
@@ -38,12 +38,18 @@ class Recorder(keras.callbacks.Callback):
     def set_state(self, state):
         self.step = state["step"]
 
+    def on_train_batch_begin(self, batch, logs=None):
+        self.record("begun", self.step + 1)
+
     def on_train_batch_end(self, batch, logs=None):
         self.step += 1
+        self.record("steps", self.step)
         time.sleep(0.02)
+
+    def record(self, name, step):
         if TASK == 0:
-            with open(FOLDER / "steps", "a") as file:
-                file.write(f"{self.step}\n")
+            with open(FOLDER / name, "a") as file:
+                file.write(f"{step}\n")
 
 
 def main():

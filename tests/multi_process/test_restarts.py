@@ -1,86 +1,21 @@
 """`launch --max-restarts`: killed jobs end with the weights of whole ones."""
 
-import os
-import pathlib
 import random
-import signal
-import subprocess
-import sys
 import time
 
 import numpy as np
 import pytest
 
-from keras_strategies.reporting.document import compute_goodput, load_report
+from tests.multi_process.restarting import (
+    check_report,
+    count_steps,
+    finish,
+    kill,
+    launch,
+    wait_for_steps,
+)
 
 pytestmark = pytest.mark.multi_process
-
-ROOT = pathlib.Path(__file__).parents[2]
-TIME_LIMIT_S = 1800
-
-
-def launch(folder, count, *options, epochs, kind="dropout"):
-    folder.mkdir()
-    words = [sys.executable, "-m", "keras_strategies.cli", "launch"]
-    words += ["--processes", str(count), *options]
-    words += ["-m", "tests.multi_process.restarted", str(folder)]
-    with open(folder / "log", "wb") as log:
-        return subprocess.Popen(
-            [*words, str(epochs), kind],
-            stdout=log,
-            stderr=subprocess.STDOUT,
-            stdin=subprocess.DEVNULL,
-            cwd=ROOT,
-        )
-
-
-def finish(process, folder):
-    """Waits for the end; returns the weights."""
-    try:
-        code = process.wait(TIME_LIMIT_S)
-    finally:
-        process.terminate()
-        process.wait()
-    log = (folder / "log").read_text()
-    assert code == 0, log[-5000:]
-    return np.load(folder / "weights.npy"), log
-
-
-def kill(process, choose):
-    """Kills one process of the job."""
-    children = pathlib.Path(f"/proc/{process.pid}/task/{process.pid}/children")
-    try:
-        pids = children.read_text().split()
-    except FileNotFoundError:  # The job has ended.
-        return False
-    if pids:
-        os.kill(int(choose(pids)), signal.SIGKILL)
-    return len(pids) > 0
-
-
-def count_steps(folder):
-    steps = folder / "steps"
-    return len(steps.read_text().split()) if steps.exists() else 0
-
-
-def wait_for_steps(folder, number, process):
-    """Waits until the job has computed a number of steps, again or not."""
-    while process.poll() is None and count_steps(folder) < number:
-        time.sleep(0.02)
-
-
-def check_report(folder, num_steps):
-    """Checks the goodput in the job's report against the recorded steps."""
-    report, computed = load_report(folder / "checkpoints"), count_steps(folder)
-    assert report["num_steps"] == num_steps
-    kills = report["num_starts"] - 1
-    difference = report["num_repeated"] - (computed - num_steps)
-    print(f"{kills} restarts, {computed} steps, difference {difference}")
-    # A process can be killed between the report's line and the recorder's.
-    assert abs(difference) <= kills > 0
-    assert compute_goodput(report) == pytest.approx(
-        num_steps / computed, abs=kills / num_steps
-    )
 
 
 @pytest.mark.parametrize("count", [1, pytest.param(2, marks=pytest.mark.slow)])

@@ -1,0 +1,108 @@
+"""Starts the fit of restarted.py by `launch --max-restarts`, and checks it."""
+
+import os
+import pathlib
+import signal
+import subprocess
+import sys
+import time
+
+import numpy as np
+import pytest
+
+from keras_strategies.reporting.document import compute_goodput, load_report
+
+ROOT = pathlib.Path(__file__).parents[2]
+TIME_LIMIT_S = 1800
+CACHE = "programs"
+"""The folder beside the job's for compiled programs, which two jobs share."""
+
+
+def launch(folder, count, *options, epochs, kind="dropout", script="restarted"):
+    """Starts a job, or starts it again; its lines are appended to a log."""
+    folder.mkdir(exist_ok=True)
+    # The cache of the tests must not get programs of killed processes.
+    environ = {k: v for k, v in os.environ.items() if not k.startswith("JAX_")}
+    environ["XDG_CACHE_HOME"] = str(folder.parent / CACHE)
+    words = [sys.executable, "-m", "keras_strategies.cli", "launch"]
+    words += ["--processes", str(count), *options]
+    words += ["-m", f"tests.multi_process.{script}", str(folder)]
+    with open(folder / "log", "ab") as log:
+        return subprocess.Popen(
+            [*words, str(epochs), kind],
+            stdout=log,
+            stderr=subprocess.STDOUT,
+            stdin=subprocess.DEVNULL,
+            cwd=ROOT,
+            env=environ,
+        )
+
+
+def finish(process, folder):
+    """Waits for the end; returns the weights."""
+    try:
+        code = process.wait(TIME_LIMIT_S)
+    finally:
+        process.terminate()
+        process.wait()
+    log = (folder / "log").read_text()
+    assert code == 0, log[-5000:]
+    return np.load(folder / "weights.npy"), log
+
+
+def find_children(process):
+    """Returns the ids of a job's processes, the chief's first."""
+    children = pathlib.Path(f"/proc/{process.pid}/task/{process.pid}/children")
+    try:
+        return [int(pid) for pid in children.read_text().split()]
+    except (FileNotFoundError, ProcessLookupError):  # The job has ended.
+        return []
+
+
+def kill(process, choose):
+    """Kills one process of the job; returns whether there was one."""
+    pids = find_children(process)
+    if pids:
+        os.kill(choose(pids), signal.SIGKILL)
+    return len(pids) > 0
+
+
+def count_steps(folder, name="steps"):
+    """Counts the steps that were computed, again or not."""
+    steps = folder / name
+    return len(steps.read_text().split()) if steps.exists() else 0
+
+
+def wait_for_steps(folder, number, process):
+    """Waits until the job has computed a number of steps, again or not."""
+    while process.poll() is None and count_steps(folder) < number:
+        time.sleep(0.02)
+
+
+def check_report(folder, num_steps):
+    """Checks the report against the steps that the script has recorded.
+
+    The report counts a step when its program has been started. The script
+    records a step before and after that, so without a kill in between the
+    numbers are equal.
+    """
+    report = load_report(folder / "checkpoints")
+    assert report["num_steps"] == num_steps
+    repeated = report["num_repeated"]
+    begun, ended = (
+        count_steps(folder, name) - num_steps for name in ("begun", "steps")
+    )
+    print(
+        f"{report['num_starts']} starts, computed twice: {repeated} in the "
+        f"report, {ended} ended and {begun} begun by hand"
+    )
+    assert ended <= repeated <= begun
+    starts = report["starts"]
+    assert len(starts) == report["num_starts"]
+    assert repeated == sum(
+        before["last_step"] - after["first_step"]
+        for before, after in zip(starts, starts[1:], strict=False)
+    )
+    assert compute_goodput(report) == pytest.approx(
+        num_steps / (num_steps + repeated)
+    )
