@@ -3,15 +3,14 @@
 python -m tests.multi_process.faulty FOLDER EPOCHS KIND
 
 FOLDER/fault.json is the next fault: a dict of the arguments of `Stop`. When the
-chief has reached this place, it writes FOLDER/reached, and waits until the test
-has deleted FOLDER/fault.json.
+chief has reached this place, it writes its id and the place to FOLDER/reached,
+and waits until the test has deleted FOLDER/fault.json.
 """
 
 import contextlib
 import dataclasses
 import json
 import os
-import pathlib
 import re
 import sys
 import time
@@ -52,9 +51,9 @@ def find_stop(place):
     return None
 
 
-def stop_here():
+def stop_here(where):
     temporary = FOLDER / "reached.new"
-    temporary.write_text(str(os.getpid()))
+    temporary.write_text(f"{os.getpid()} {where}")
     temporary.rename(REACHED)
     end = time.monotonic() + LONGEST_S
     while FAULT.exists() and time.monotonic() < end:
@@ -86,7 +85,7 @@ def stop_in_saves():
         count += 1
         stop = find_stop("save")
         if stop is not None and count > stop.number:
-            stop_here()
+            stop_here(f"{event} {path.removeprefix(f'{CHECKPOINTS}/')}")
 
     sys.addaudithook(note)
 
@@ -107,7 +106,7 @@ def stop_in_cache():
         with open(path, "wb") as file:
             file.write(data[:length])
             file.flush()
-            stop_here()
+            stop_here(f"{path.name[:9]}...{path.name[-6:]}, byte {length}")
             file.write(data[length:])
         return len(data)
 
@@ -115,7 +114,6 @@ def stop_in_cache():
 
 
 if __name__ == "__main__":
-    assert isinstance(lru_cache.pathlib.Path(), pathlib.Path)
     if TASK == 0:
         stop_in_saves()
         stop_in_cache()
