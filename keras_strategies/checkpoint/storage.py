@@ -1,9 +1,8 @@
 """A directory of checkpoints, whose arrays Orbax writes and reads.
 
 A save copies the arrays to the host and returns. Then a thread writes them with
-Orbax, adds the manifest, renames the folder to its step, and deletes the
-checkpoints that no rule retains. The chief decides which checkpoint is
-restored, and all processes restore it.
+Orbax, adds the manifest, and deletes the checkpoints that no rule retains. The
+chief decides which checkpoint is restored, and all processes restore it.
 """
 
 import contextlib
@@ -23,10 +22,9 @@ from keras_strategies.checkpoint import contents
 from keras_strategies.checkpoint.at_exit import wait_at_exit
 from keras_strategies.checkpoint.directory import disk_space, names, verify
 from keras_strategies.checkpoint.directory.corruption import DamagedCheckpoint
-from keras_strategies.checkpoint.directory.files import flush
 from keras_strategies.checkpoint.directory.manifest import (
     Manifest,
-    write_manifest,
+    complete_save,
 )
 from keras_strategies.checkpoint.directory.orbax_files import guard_restore
 from keras_strategies.checkpoint.directory.retention import (
@@ -320,12 +318,7 @@ class Storage:
             self._get_checkpointer().wait_until_finished()
             if not self.is_chief:
                 return
-            saving = names.saving_path(self.directory, step)
-            manifest = write_manifest(saving, step, facts)
-            # A process that is killed leaves no folder that looks like a
-            # damaged checkpoint.
-            os.rename(saving, self.path(step))
-            flush(self.directory)
+            manifest = complete_save(self.directory, step, facts)
             self._good[step] = manifest
             progress_pipe.report("checkpoint", step)
             for old in find_deletable(self._good.values(), self._keep):

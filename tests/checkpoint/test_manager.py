@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 
 import keras_strategies as ks
-from keras_strategies.checkpoint import storage
+from keras_strategies.checkpoint.directory import manifest
 from keras_strategies.checkpoint.directory.lock import LOCK
 from keras_strategies.checkpoint.directory.names import find_steps
 from keras_strategies.checkpoint.directory.verify import verify
@@ -264,22 +264,22 @@ def test_a_save_killed_around_its_manifest_leaves_nothing(
     tmp_path, caplog, monkeypatch, has_manifest
 ):
     found = parts(2)
-    write = storage.write_manifest
+    write = manifest.write_manifest
 
     def copy(path, step, facts):
         # As a process leaves it that is killed here.
         if step == 2 and not has_manifest:
             shutil.copytree(tmp_path / "run", tmp_path / "killed")
-        manifest = write(path, step, facts)
+        written = write(path, step, facts)
         if step == 2 and has_manifest:
             shutil.copytree(tmp_path / "run", tmp_path / "killed")
-        return manifest
+        return written
 
     with (
         monkeypatch.context() as patch,
         manager_of(tmp_path / "run", found) as manager,
     ):
-        patch.setattr(storage, "write_manifest", copy)
+        patch.setattr(manifest, "write_manifest", copy)
         for step in (1, 2):
             manager.save(step)
         manager.wait()

@@ -100,6 +100,31 @@ _FORM = {
 }
 
 
+def complete_save(
+    directory: str | os.PathLike[str], step: int, facts: Mapping[str, Any]
+) -> Manifest:
+    """Completes a checkpoint, and renames its folder to its step.
+
+    If the process is killed, it leaves no folder that looks like a damaged
+    checkpoint.
+
+    Args:
+      directory: The directory of checkpoints. It contains the checkpoint at
+        `names.saving_path`.
+      step: The number of train steps completed.
+      facts: See `write_manifest`.
+
+    Raises:
+      DamagedCheckpoint, TypeError, ValueError: see `write_manifest`.
+      OSError: if the manifest cannot be written, or the step's folder exists.
+    """
+    saving = saving_path(directory, step)
+    manifest = write_manifest(saving, step, facts)
+    os.rename(saving, step_path(directory, step))
+    flush(saving.parent)
+    return manifest
+
+
 def write_manifest(
     path: str | os.PathLike[str],
     step: int,
