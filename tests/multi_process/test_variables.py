@@ -75,3 +75,12 @@ def test_equal_variables_have_the_chiefs_values(found):
     first, second = found[1]
     assert first == second
     assert first[2] == [2.5, 2.5]
+
+
+def test_small_values_are_sent_without_waiting():
+    first, second = values_of(
+        "multi_process.variables:count_waits", 2, 300, devices=1
+    )
+    assert first == second
+    # After 256 variables, and at the end of the scope.
+    assert first[0] == 2

@@ -7,6 +7,8 @@ import keras
 import numpy as np
 
 import keras_strategies as ks
+from keras_strategies._core.attributes import temporary_attribute
+from keras_strategies.cluster.exchange.host_exchange import Agreement
 
 layers, optimizers = keras.layers, keras.optimizers
 # What differs in process 1.
@@ -122,3 +124,23 @@ def has_chiefs_values():
     values = [np.asarray(v).tolist() for v in model.variables]
     slots = [np.asarray(v).tolist() for v in model.optimizer.variables]
     return [values, slots, np.asarray(extra).tolist()]
+
+
+def count_waits(num_variables):
+    """Creates variables of one kind, and counts how often the chief waits."""
+    counts = []
+
+    def exchange(self, text, *args):
+        counts.append(text)
+        return original(self, text, *args)
+
+    original = Agreement.exchange
+    strategy = ks.MultiWorkerMirroredStrategy()
+    keras.utils.set_random_seed(jax.process_index())
+    with temporary_attribute(Agreement, "exchange", exchange), strategy.scope():
+        variables = [
+            keras.Variable("normal", shape=(3,), name="one")
+            for _ in range(num_variables)
+        ]
+    values = [np.asarray(v).tolist() for v in variables]
+    return len(counts), values

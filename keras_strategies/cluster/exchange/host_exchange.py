@@ -4,12 +4,13 @@ The texts are sent through the key-value store of JAX's coordination service.
 Because the devices are not used, any thread may exchange texts at any time.
 """
 
+import contextlib
 import itertools
 import json
 import os
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import jax
@@ -56,6 +57,7 @@ SAME_VARIABLES_CURE = (
 """What to do if processes create different variables."""
 
 _ALL = "all"
+_SHARED = "shared"
 _numbers = itertools.count()
 # For each waiting thread: the name of its `Agreement`, and the time when the
 # wait began.
@@ -63,6 +65,8 @@ _waits: dict[int, tuple[str, float]] = {}
 # Maps the number of each ended `Agreement` to a function that deletes the
 # messages of its last round.
 _ended: dict[int, Callable[[], None]] = {}
+# For each thread that shares texts: what it does before its next exchange.
+_before_exchange: dict[int, Callable[[], object]] = {}
 # The timeout that `limit_waiting` has set, or None.
 _limit_s: float | None = None
 IsStopped = Callable[[], bool]
@@ -101,6 +105,7 @@ class Agreement:
         )
         self._number = next(_numbers)
         self._round = 0
+        self.num_shared = 0
         self._sent = ""
         forget = _ended.pop(self._number - _NUM_KEPT, None)
         if forget is not None:
@@ -136,6 +141,9 @@ class Agreement:
           RuntimeError: if a process sent a malformed message.
           InterruptedError: if `is_stopped` returned True.
         """
+        before = _before_exchange.pop(threading.get_ident(), None)
+        if before is not None:
+            before()
         client = get_client()
         me = jax.process_index()
         number, self._round = self._round, self._round + 1
@@ -144,35 +152,82 @@ class Agreement:
         self._sent = text
         sent = json.dumps([self._name, text])
         client.key_value_set(self._make_key(number, me), sent)
-        thread = threading.get_ident()
-        _waits[thread] = (self._name, time.monotonic())
-        try:
+        with self._waiting():
             if len(self._processes) <= _MOST_RECEIVED_BY_ALL:
                 received = self._receive_all(client, number, sent, is_stopped)
             elif me == self._processes[0]:
                 received = self._send_to_all(client, number, sent, is_stopped)
             else:
                 received = self._receive_from_first(client, number, is_stopped)
-        finally:
-            del _waits[thread]
         messages = self._read(received, (str, str), self._processes)
         names, texts = zip(*messages, strict=True)
         if len(set(names)) > 1:
             raise ValueError(_describe_calls(self._processes, messages))
+        if not number and self.num_shared and me == self._processes[0]:
+            # All have read the shared texts. All of their keys begin with this.
+            client.key_value_delete(self._make_key(_SHARED, ""))
         if number:
             # All processes have sent their texts of this round, so all of them
             # have read the texts of the previous round.
             self._forget(client, number - 1)
         return list(texts)
 
+    def share(
+        self, text: str, data: bytes, before: Callable[[], object]
+    ) -> tuple[str, bytes] | None:
+        """Sends the first process's text and data to all. Collective.
+
+        The first process goes on without waiting.
+
+        Args:
+          text: A text.
+          data: At most some kilobytes.
+          before: A function that calls `exchange` on this agreement. It is
+            called before this thread's next `exchange`.
+
+        Returns:
+          The first process's; None if it called `exchange` instead.
+
+        Raises:
+          TimeoutError, RuntimeError: see `exchange`.
+        """
+        client, first = get_client(), self._processes[0]
+        _before_exchange[threading.get_ident()] = before
+        number, self.num_shared = self.num_shared, self.num_shared + 1
+        shared, self._sent = f"{_SHARED}/{number}", text
+        if jax.process_index() == first:
+            message = json.dumps(text).encode() + b"\n" + data
+            client.key_value_set_bytes(self._make_key(shared, first), message)
+            return text, data
+        following = self._make_key(self._round, first)
+        get = client.blocking_key_value_get_bytes
+        # Both may be sent between two looks, so the text is looked for again.
+        for is_stopped in (lambda: _has(client, following), lambda: True):
+            with self._waiting(), contextlib.suppress(InterruptedError):
+                message = self._receive(get, shared, first, is_stopped)
+                line, _, received = message.partition(b"\n")
+                lines = [line.decode(errors="replace")]
+                return self._read(lines, str, (first,))[0], received
+        return None
+
+    @contextlib.contextmanager
+    def _waiting(self) -> Iterator[None]:
+        """Lets `find_longest_wait` find this thread's wait."""
+        thread = threading.get_ident()
+        _waits[thread] = (self._name, time.monotonic())
+        try:
+            yield
+        finally:
+            del _waits[thread]
+
     def _receive_all(
         self, client: Any, number: int, sent: str, is_stopped: IsStopped | None
     ) -> list[str]:
-        me = jax.process_index()
+        me, get = jax.process_index(), client.blocking_key_value_get
         return [
             sent
             if process == me
-            else self._receive(client, number, process, is_stopped)
+            else self._receive(get, number, process, is_stopped)
             for process in self._processes
         ]
 
@@ -194,9 +249,8 @@ class Agreement:
     ) -> list[str]:
         # The first process may itself wait for another process until the
         # timeout, so this process waits twice as long.
-        text = self._receive(
-            client, number, _ALL, is_stopped, 2 * self._timeout_s
-        )
+        get, timeout_s = client.blocking_key_value_get, 2 * self._timeout_s
+        text = self._receive(get, number, _ALL, is_stopped, timeout_s)
         all_texts = (str,) * len(self._processes)
         form = Either((str, all_texts))
         (received,) = self._read([text], form, self._processes[:1])
@@ -226,12 +280,12 @@ class Agreement:
 
     def _receive(
         self,
-        client: Any,
-        number: int,
+        get: Callable[[str, int], Any],
+        number: int | str,
         process: int | str,
         is_stopped: IsStopped | None,
         timeout_s: float | None = None,
-    ) -> str:
+    ) -> Any:
         timeout_s = self._timeout_s if timeout_s is None else timeout_s
         end = time.monotonic() + timeout_s
         key = self._make_key(number, process)
@@ -239,7 +293,7 @@ class Agreement:
             process = self._processes[0]
         while True:
             try:
-                return client.blocking_key_value_get(key, _SLICE_MS)
+                return get(key, _SLICE_MS)
             except jax.errors.JaxRuntimeError as error:
                 if "DEADLINE_EXCEEDED" not in str(error):
                     raise
@@ -261,8 +315,18 @@ class Agreement:
                 f"variable {TIMEOUT} to a larger number of seconds."
             )
 
-    def _make_key(self, number: int, process: int | str) -> str:
+    def _make_key(self, number: int | str, process: int | str) -> str:
         return f"keras_strategies/{self._number}/{number}/{process}"
+
+
+def _has(client: Any, key: str) -> bool:
+    try:
+        client.key_value_try_get(key)
+    except jax.errors.JaxRuntimeError as error:
+        if "NOT_FOUND" not in str(error):
+            raise
+        return False
+    return True
 
 
 def _describe_calls(

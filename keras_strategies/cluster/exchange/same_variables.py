@@ -3,15 +3,17 @@
 When a variable is created, the chief's value is sent to all processes. If they
 created different variables, they would send arrays of different shapes, and
 JAX would abort all of them without the cause. So each process notes the
-variables that it creates, and the processes compare these notes before they
-send a value.
+variables that it creates, and the processes compare these notes.
+
+The chief sends small values without waiting for the others, which compare only
+the last note with the chief's. All notes are compared before a program sends a
+large value, at the end of a scope, and after many small values.
 """
 
 import dataclasses
+import functools
 import json
 import re
-
-import jax
 
 from keras_strategies.cluster.addresses import name_processes
 from keras_strategies.cluster.exchange.greetings import clean_text
@@ -31,6 +33,8 @@ from keras_strategies.cluster.exchange.same_program import (
 )
 
 _MAX_FIELD = 200
+# After this number of values, the store forgets them.
+_MAX_SHARED = 256
 # The numbers of Keras's names: they count the layers that a process has
 # created, which may differ between processes.
 _NUMBER = re.compile(r"_\d+(?=[_/]|$)")
@@ -50,6 +54,8 @@ _CAUSES = {
 }
 # The notes since the last comparison, by the processes that compare them.
 _notes: dict[tuple[int, ...], list["Note"]] = {}
+# The agreements in which values were shared since the last comparison.
+_sharing: dict[tuple[int, ...], Agreement] = {}
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -96,9 +102,50 @@ def note(processes: tuple[int, ...], variable: Note) -> None:
     _notes.setdefault(processes, []).append(variable)
 
 
-def compare(
-    processes: tuple[int, ...], *, always: bool = False, data: bytes = b""
-) -> bytes:
+def share(processes: tuple[int, ...], data: bytes) -> bytes:
+    """Sends the first process's value of a new variable to all. Collective.
+
+    No devices are used, and the first process does not wait.
+
+    Args:
+      processes: JAX's ids of the processes that create the variable.
+      data: The value as a few bytes. Those of the first process are sent.
+
+    Returns:
+      The first process's `data`.
+
+    Raises:
+      ValueError: if the variables differ. All processes raise it, the first one
+        in its next `compare`.
+      TimeoutError: see `Agreement.exchange`.
+      RuntimeError: if the first process's data are malformed.
+    """
+    noted = _notes.get(processes) or []
+    last = noted[-1] if noted else None
+    agreement = _sharing.get(processes) or Agreement(processes, CREATING)
+    _sharing[processes] = agreement
+    key = compute_digest(repr(last and last.get_key()))
+    mine = f"{len(noted)}:{key}"
+    shared = agreement.share(
+        f"{mine} {last}", data, functools.partial(compare, processes)
+    )
+    text, received = shared or ("", b"")
+    if text.partition(" ")[0] != mine:
+        compare(processes)
+    if len(received) != len(data):
+        raise RuntimeError(
+            "The value of a variable that process "
+            f"{processes[0]} sends must consist of {len(data)} bytes. "
+            f"Received: {len(received)} bytes. Use the same version of "
+            "keras_strategies in all processes, and create variables in the "
+            "same order."
+        )
+    if agreement.num_shared >= _MAX_SHARED:
+        compare(processes)
+    return received
+
+
+def compare(processes: tuple[int, ...], *, always: bool = False) -> None:
     """Compares the variables that were noted since the last call. Collective.
 
     No devices are used.
@@ -107,40 +154,24 @@ def compare(
       processes: JAX's ids of the processes that created the variables.
       always: Whether to exchange messages even if this process has noted no
         variable.
-      data: A few bytes to send to all processes, if there is an exchange. Those
-        of the first process are used.
-
-    Returns:
-      The first process's `data`.
 
     Raises:
       ValueError: if the variables differ. All processes raise it.
       TimeoutError: see `Agreement.exchange`.
-      RuntimeError: if the first process's data are malformed.
     """
     noted = _notes.pop(processes, [])
-    if not noted and not always:
-        return data
+    agreement = _sharing.pop(processes, None)
+    if not noted and not always and agreement is None:
+        return
+    agreement = agreement or Agreement(processes, CREATING)
     keys = [repr(variable.get_key()) for variable in noted]
-    agreement = Agreement(processes, CREATING)
-    sent = data.hex() if processes[0] == jax.process_index() else ""
     # `Agreement.exchange` shows the first variable to a process that creates
     # none.
     first = noted[0] if noted else "no further variable"
-    texts = agreement.exchange(f"{compute_digest(repr(keys))}:{sent} {first}")
-    words = [text.partition(" ")[0].partition(":") for text in texts]
-    if len({digest for digest, *_ in words}) > 1:
+    texts = agreement.exchange(f"{compute_digest(repr(keys))} {first}")
+    if len({text.partition(" ")[0] for text in texts}) > 1:
         raise ValueError(_describe_difference(agreement, processes, noted))
     agreement.end()
-    received = words[0][2]
-    if not re.fullmatch(f"[0-9a-f]{{{2 * len(data)}}}", received):
-        raise RuntimeError(
-            "The value of a variable that process "
-            f"{processes[0]} sends must consist of {len(data)} bytes. "
-            f"Received: a text of {len(received)} characters. Use the same "
-            "version of keras_strategies in all processes."
-        )
-    return bytes.fromhex(received)
 
 
 def _describe_difference(

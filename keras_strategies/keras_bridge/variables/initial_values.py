@@ -22,8 +22,8 @@ from keras_strategies._types import Array, Shape
 from keras_strategies.cluster.exchange import same_variables
 from keras_strategies.cluster.user_code import locate_frame
 
-# Up to this number of bytes, a value is sent in the message with which the
-# processes compare new variables. This takes less time than a program.
+# Up to this number of bytes, a value is sent in a message of the chief, which
+# takes less time than a program.
 _MAX_IN_MESSAGE = 1 << 14
 _MAX_SHOWN = 4
 _CONSTANTS = (keras.initializers.Zeros, keras.initializers.Ones)
@@ -220,8 +220,6 @@ class _FromChief:
         if value.nbytes > _MAX_IN_MESSAGE:
             same_variables.compare(processes)
             return broadcast([value], self.mesh)[0]
-        data = same_variables.compare(
-            processes, always=True, data=value.tobytes()
-        )
+        data = same_variables.share(processes, value.tobytes())
         array = np.frombuffer(data, value.dtype).reshape(value.shape)
         return _place_here(array, self.mesh)

@@ -38,9 +38,18 @@ class Store:
             self.reads += 1
             return self.values[key]
 
+    key_value_set_bytes = key_value_set
+    blocking_key_value_get_bytes = blocking_key_value_get
+
+    def key_value_try_get(self, key):
+        if key not in self.values:
+            raise jax.errors.JaxRuntimeError("NOT_FOUND")
+
     def key_value_delete(self, key):
         with self._changed:
-            self.values.pop(key, None)
+            for one in list(self.values):
+                if one == key or (key[-1] == "/" and one.startswith(key)):
+                    del self.values[one]
 
 
 @pytest.fixture
@@ -168,3 +177,26 @@ def test_ended_agreements_are_forgotten(run):
 
     _, store = run(say, 6)
     assert len(store.values) <= (6 + 1) * (host_exchange._NUM_KEPT + 1)
+
+
+@pytest.mark.parametrize("count", [2, 5])
+def test_the_first_sends_and_goes_on(run, count):
+    def say(index, processes):
+        made = host_exchange.Agreement(processes, "x", timeout_s=30)
+
+        def end():
+            made.exchange("end")
+            made.end()
+
+        number = 20 if index == 0 else 21
+        heard = [
+            made.share(f"{n}", bytes([n, index]), end) for n in range(number)
+        ]
+        host_exchange.Agreement(processes, "y", timeout_s=30).exchange("")
+        return heard
+
+    (sent, *heard), store = run(say, count)
+    assert sent == [(f"{n}", bytes([n, 0])) for n in range(20)]
+    # The one after these never came: the first went on.
+    assert heard == [[*sent, None]] * (count - 1)
+    assert not [key for key in store.values if "shared" in key]
