@@ -84,3 +84,12 @@ def test_small_values_are_sent_without_waiting():
     assert first == second
     # After 256 variables, and at the end of the scope.
     assert first[0] == 2
+
+
+@pytest.mark.parametrize("alone", [0, pytest.param(1, marks=pytest.mark.slow)])
+def test_a_variable_created_between_two_steps_is_named(alone):
+    call = ("multi_process.variables:create_between_steps", alone)
+    for result in results_of(2, call, devices=1, must_succeed=False):
+        assert result.returncode == 72, result.output
+        assert "must create the same variables" in result.output
+        assert "'extra' of shape (3,)" in result.output

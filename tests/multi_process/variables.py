@@ -144,3 +144,20 @@ def count_waits(num_variables):
         ]
     values = [np.asarray(v).tolist() for v in variables]
     return len(counts), values
+
+
+def create_between_steps(alone):
+    """One process creates a variable between two steps of a loop."""
+    strategy = ks.MultiWorkerMirroredStrategy()
+    with strategy.scope():
+        total = keras.Variable(np.zeros(2, "float32"), name="total")
+
+    def step():
+        total.assign_add(np.ones(2, "float32"))
+        return total.value
+
+    strategy.run(step)
+    if jax.process_index() == alone:
+        with strategy.scope():
+            keras.Variable("normal", shape=(3,), name="extra")
+    np.asarray(strategy.run(step))

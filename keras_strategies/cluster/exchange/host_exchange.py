@@ -44,6 +44,7 @@ CREATING = "the creation of variables"
 """The name of the agreements about variables. Each of their first texts ends
 with a space and the description of a variable."""
 
+
 SAME_VARIABLES = (
     "All processes must create the same variables, in the same order."
 )
@@ -58,9 +59,9 @@ SAME_VARIABLES_CURE = (
 
 _ALL = "all"
 _SHARED = "shared"
+_MAX_SHOWN = 400
 _numbers = itertools.count()
-# For each waiting thread: the name of its `Agreement`, and the time when the
-# wait began.
+# For each waiting thread: what it waits for, and since when.
 _waits: dict[int, tuple[str, float]] = {}
 # Maps the number of each ended `Agreement` to a function that deletes the
 # messages of its last round.
@@ -164,7 +165,7 @@ class Agreement:
         if len(set(names)) > 1:
             raise ValueError(_describe_calls(self._processes, messages))
         if not number and self.num_shared and me == self._processes[0]:
-            # All have read the shared texts. All of their keys begin with this.
+            # All have read the shared texts, whose keys begin with this.
             client.key_value_delete(self._make_key(_SHARED, ""))
         if number:
             # All processes have sent their texts of this round, so all of them
@@ -214,7 +215,8 @@ class Agreement:
     def _waiting(self) -> Iterator[None]:
         """Lets `find_longest_wait` find this thread's wait."""
         thread = threading.get_ident()
-        _waits[thread] = (self._name, time.monotonic())
+        doing = _describe_call(self._name, self._sent)[:_MAX_SHOWN]
+        _waits[thread] = (doing, time.monotonic())
         try:
             yield
         finally:
@@ -320,13 +322,10 @@ class Agreement:
 
 
 def _has(client: Any, key: str) -> bool:
-    try:
+    with contextlib.suppress(jax.errors.JaxRuntimeError):
         client.key_value_try_get(key)
-    except jax.errors.JaxRuntimeError as error:
-        if "NOT_FOUND" not in str(error):
-            raise
-        return False
-    return True
+        return True
+    return False
 
 
 def _describe_calls(
@@ -350,15 +349,15 @@ def _choose_rule(names: list[str]) -> tuple[str, str]:
 
 def _describe_call(name: str, text: str) -> str:
     variable = text.partition(" ")[2]
-    return f"the creation of {variable}" if name == CREATING else name
+    return f"{CREATING}: {variable}" if name == CREATING else name
 
 
 def find_longest_wait() -> tuple[str, float]:
     """Finds the `Agreement` in which this process has waited the longest.
 
     Returns:
-      The agreement's name and the time waited so far, in seconds; "" and 0.0
-      if no thread is waiting.
+      The agreement's name and variable, if any, and the time waited so far, in
+      seconds; "" and 0.0 if no thread is waiting.
     """
     now = time.monotonic()
     waits = [(now - since, name) for name, since in list(_waits.values())]

@@ -9,12 +9,18 @@ References:
 """
 
 import dataclasses
+import itertools
 import json
 import math
 from collections.abc import Mapping, Sequence
 
 from keras_strategies.cluster.addresses import name_processes
 from keras_strategies.cluster.exchange.exit_codes import Cause, ExitCode
+from keras_strategies.cluster.exchange.host_exchange import (
+    CREATING,
+    SAME_VARIABLES,
+    SAME_VARIABLES_CURE,
+)
 from keras_strategies.cluster.exchange.message_forms import load_form
 
 # A process whose script has ended runs no further programs. If another process
@@ -22,6 +28,8 @@ from keras_strategies.cluster.exchange.message_forms import load_form
 # process may have failed and be about to send the cause.
 _DONE_S = 1.0
 _AGREEING_S = 1.0
+# Processes that are in different calls for this time wait for each other.
+_CREATION_S = 5.0
 # How long after a process's death its last heartbeat may still arrive.
 _ON_ITS_WAY_S = 0.1
 _SILENT_S = 4.0
@@ -198,7 +206,11 @@ class FailureDetector:
 
     def find(self, now: float) -> Cause | None:
         """Returns the cause that prevents the job from continuing, or None."""
-        return self._find_done() or self._find_stalled(now)
+        return (
+            self._find_done()
+            or self._find_creation()
+            or self._find_stalled(now)
+        )
 
     def _find_done(self) -> Cause | None:
         """Returns a cause if a process waits for one whose script has ended."""
@@ -224,6 +236,39 @@ class FailureDetector:
                     f"it in {waits_in} (at {heartbeat.where}); all processes "
                     "must make the same calls and run the same steps"
                 )
+        return None
+
+    def _find_creation(self) -> Cause | None:
+        """Returns a cause if one process creates variables, another runs steps.
+
+        The first waits until the other one creates them. The other one waits
+        until the first starts the same program.
+        """
+        heartbeats = {
+            p: received.heartbeat
+            for p, received in sorted(self._received.items())
+        }
+        if any(heartbeat.starting_s for heartbeat in heartbeats.values()):
+            return None
+        for (process, one), (other, ahead) in itertools.permutations(
+            heartbeats.items(), 2
+        ):
+            is_creating = one.agreeing.startswith(CREATING)
+            is_ahead = ahead.programs > one.programs and not ahead.agreeing
+            seconds = min(one.agreeing_s, ahead.waiting_s)
+            if (
+                is_creating
+                and is_ahead
+                and not one.waiting_s
+                and seconds > _CREATION_S
+            ):
+                text = (
+                    f"{SAME_VARIABLES} Received: {one.agreeing} in process "
+                    f"{process}, for which process {other} waits in program "
+                    f"{ahead.programs} (at {ahead.where}). "
+                    f"{SAME_VARIABLES_CURE.removesuffix('.')}"
+                )
+                return Cause(text=text, code=ExitCode.STALLED)
         return None
 
     def _find_stalled(self, now: float) -> Cause | None:

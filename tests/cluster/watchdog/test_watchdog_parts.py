@@ -41,6 +41,11 @@ def judged(*heartbeats, at=100.0):
     return detector.find(at)
 
 
+CREATION = {
+    "programs": 3,
+    "agreeing": "the creation of variables: 'a'",
+    "agreeing_s": 5.5,
+}
 GOOD = {
     "all work": [{"programs": 3}, {"programs": 3}],
     "one waits a little": [{"programs": 4, "waiting_s": 59.0}, {"programs": 3}],
@@ -67,6 +72,14 @@ GOOD = {
     "the other one traces": [
         {"agreeing": "the comparison of programs", "agreeing_s": 900.0},
         {"starting_s": 900.0},
+    ],
+    "a variable is created in another order": [
+        CREATION,
+        {"programs": 4, "waiting_s": 9.0, "agreeing": CREATION["agreeing"]},
+    ],
+    "a variable is created while a program ends": [
+        CREATION | {"waiting_s": 3.0},
+        {"programs": 4, "waiting_s": 9.0},
     ],
     "one process": [{"programs": 1}],
     "none": [],
@@ -109,6 +122,12 @@ BAD = {
         "process 1 has started 3 programs, none in the last 100 s; its main "
         f"thread is at {STALL}; process 0 has waited for other processes in "
         "`fit`'s data for 62 s (at a:1)",
+    ),
+    "one creates a variable alone": (
+        [{"programs": 4, "waiting_s": 5.5, "where": STALL}, CREATION],
+        exit_codes.ExitCode.STALLED,
+        "Received: the creation of variables: 'a' in process 1, for which "
+        f"process 0 waits in program 4 (at {STALL})",
     ),
     "one has left an agreement": (
         [{"agreeing": "`fit`'s data", "agreeing_s": 3.0}, {"is_done": True}],
