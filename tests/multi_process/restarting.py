@@ -79,6 +79,14 @@ def wait_for_steps(folder, number, process):
         time.sleep(0.02)
 
 
+def wait_for_checkpoint(folder, process):
+    """Waits until the job has saved a checkpoint, in a thread, and said so."""
+    checkpoints = folder / "checkpoints"
+    while process.poll() is None and not any(checkpoints.glob("*/manifest*")):
+        time.sleep(0.02)
+    wait_for_steps(folder, count_steps(folder) + 10, process)
+
+
 def check_report(folder, num_steps):
     """Checks the report against the steps that the script has recorded.
 
