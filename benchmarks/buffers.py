@@ -93,8 +93,8 @@ def use(way):
     import jax.numpy as jnp
     from jax.lax import dynamic_update_slice
 
-    from keras_strategies._core import buffers, replica_map
-    from keras_strategies.keras_bridge.steps import traced
+    from keras_strategies.spmd import buffers, replica_map
+    from keras_strategies.step import traced
 
     def padded(arrays):
         total = sum(array.size for array in arrays)

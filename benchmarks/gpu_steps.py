@@ -30,11 +30,11 @@ from rich.console import Console
 from rich.table import Table
 
 import keras_strategies as ks
-from keras_strategies._core.compiled import Figures
 from keras_strategies.gpu.topology_devices import (
     complete_options,
     make_gpu_devices,
 )
+from keras_strategies.spmd.compiled import Figures
 
 layers = keras.layers
 MIN_SIZE = 2**14

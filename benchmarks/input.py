@@ -220,7 +220,7 @@ def by_loop(strategy, source, arguments):
 
 def by_fit(strategy, source, arguments):
     """A function that returns the executions of fit."""
-    from keras_strategies.keras_bridge.inputs.feed import make_feed
+    from keras_strategies.fit.inputs.feed import make_feed
 
     del source
 

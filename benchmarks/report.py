@@ -60,9 +60,9 @@ def hooks(steps):
     """Microseconds of the report's code in a step."""
     import jax
 
-    from keras_strategies._core.batches import Execution, Segment
-    from keras_strategies._core.names import phases
+    from keras_strategies.names import phases
     from keras_strategies.reporting.recorder import StepRecorder
+    from keras_strategies.spmd.batches import Execution, Segment
 
     data = (np.zeros((ROWS, 8), "float32"), np.zeros((ROWS, 1), "float32"))
     segment = Segment(data=jax.device_put(data), rows=ROWS, steps=1)

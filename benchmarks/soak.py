@@ -1,7 +1,7 @@
 """Many steps on more virtual devices than cores: no hang, no abort.
 
 Each run is a process of its own with a time limit; see
-`keras_strategies/_core/dispatch.py` for what could go wrong.
+`keras_strategies/spmd/dispatch.py` for what could go wrong.
 
     ./run bench soak
     ./run bench soak --devices 8 --steps 2000 --repeats 5

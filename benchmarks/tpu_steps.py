@@ -39,9 +39,9 @@ from rich.console import Console
 from rich.table import Table
 
 import keras_strategies as ks
-from keras_strategies._core.compiled import Figures
 from keras_strategies.planning.program import hlo
 from keras_strategies.planning.program.loops import count_turns
+from keras_strategies.spmd.compiled import Figures
 
 PEERS = ("ours", "scanned", "raw", "raw-scanned")
 ROWS = ("data", "fsdp")

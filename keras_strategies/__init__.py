@@ -15,10 +15,10 @@ patch anything. Each public name is imported only when it is first used.
 
 from typing import Any
 
-from keras_strategies._core.names import tf_names as _tf_names
-from keras_strategies._core.names import versions as _versions
-from keras_strategies._core.names.lazy_names import lazy_names as _lazy_names
 from keras_strategies.keras_bridge import backend as _backend
+from keras_strategies.names import tf_names as _tf_names
+from keras_strategies.names import versions as _versions
+from keras_strategies.names.lazy_names import lazy_names as _lazy_names
 
 __version__ = "0.1.0"
 
@@ -30,43 +30,43 @@ _MODULES = {
     "estimator": "",
     "experimental": "",
     "tpu": "",
-    "CompiledProgram": "_core.compiled",
+    "CompiledProgram": "spmd.compiled",
     "Plan": "planning.report.table",
     "PlannedStep": "planning.report.planned_step",
     "DistributedDataset": "data.distributed",
     "DistributedIterator": "data.distributed",
-    "DistributedValues": "_core.values",
+    "DistributedValues": "spmd.values",
     "InputContext": "data.sources.from_function",
     "InputOptions": "data.options",
     "InputReplicationMode": "data.options",
-    "Mirrored": "_core.values",
+    "Mirrored": "spmd.values",
     "MirroredStrategy": "strategy.mirrored",
     "MultiWorkerMirroredStrategy": "strategy.multi_worker",
     "OneDeviceStrategy": "strategy.mirrored",
-    "PerReplica": "_core.values",
-    "ReduceOp": "_core.values",
+    "PerReplica": "spmd.values",
+    "ReduceOp": "spmd.values",
     "ReplicaContext": "strategy.replica_context",
-    "ReplicaMesh": "_core.mesh",
+    "ReplicaMesh": "spmd.mesh",
     "RunOptions": "strategy.tf_compat.options",
     "Strategy": "strategy.strategy",
     "StrategyExtended": "strategy.extended",
     "TPUStrategy": "strategy.tpu",
     "ValueContext": "strategy.replica_context",
-    "abstract": "keras_bridge.variables.abstract_models",
+    "abstract": "variables.abstract_models",
     "compute_average_loss": "strategy.losses",
     "enable_determinism": "gpu.determinism",
     "experimental_set_strategy": "strategy.default",
     "function": "strategy.tf_compat.function",
     "get_replica_context": "strategy.default",
     "get_strategy": "strategy.default",
-    "global_batch_loss": "keras_bridge.hooks.global_batch_loss",
-    "grad": "keras_bridge.hooks.gradients",
+    "global_batch_loss": "hooks.global_batch_loss",
+    "grad": "hooks.gradients",
     "has_strategy": "strategy.default",
     "in_cross_replica_context": "strategy.default",
-    "merge": "keras_bridge.hooks.merge",
+    "merge": "hooks.merge",
     "scale_regularization_loss": "strategy.losses",
-    "value_and_grad": "keras_bridge.hooks.gradients",
-    "variable_creator_scope": "keras_bridge.variables.variable_creator",
+    "value_and_grad": "hooks.gradients",
+    "variable_creator_scope": "variables.variable_creator",
 }
 """The module that defines each public name; "" if the name is a module."""
 

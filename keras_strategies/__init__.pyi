@@ -7,16 +7,6 @@ from keras_strategies import data as data
 from keras_strategies import estimator as estimator
 from keras_strategies import experimental as experimental
 from keras_strategies import tpu as tpu
-from keras_strategies._core.compiled import (
-    CompiledProgram as CompiledProgram,
-)
-from keras_strategies._core.mesh import ReplicaMesh as ReplicaMesh
-from keras_strategies._core.values import (
-    DistributedValues as DistributedValues,
-)
-from keras_strategies._core.values import Mirrored as Mirrored
-from keras_strategies._core.values import PerReplica as PerReplica
-from keras_strategies._core.values import ReduceOp as ReduceOp
 from keras_strategies.data.distributed import (
     DistributedDataset as DistributedDataset,
 )
@@ -33,24 +23,28 @@ from keras_strategies.data.sources.from_function import (
 from keras_strategies.gpu.determinism import (
     enable_determinism as enable_determinism,
 )
-from keras_strategies.keras_bridge.hooks.global_batch_loss import (
+from keras_strategies.hooks.global_batch_loss import (
     global_batch_loss as global_batch_loss,
 )
-from keras_strategies.keras_bridge.hooks.gradients import grad as grad
-from keras_strategies.keras_bridge.hooks.gradients import (
+from keras_strategies.hooks.gradients import grad as grad
+from keras_strategies.hooks.gradients import (
     value_and_grad as value_and_grad,
 )
-from keras_strategies.keras_bridge.hooks.merge import merge as merge
-from keras_strategies.keras_bridge.variables.abstract_models import (
-    abstract as abstract,
-)
-from keras_strategies.keras_bridge.variables.variable_creator import (
-    variable_creator_scope as variable_creator_scope,
-)
+from keras_strategies.hooks.merge import merge as merge
 from keras_strategies.planning.report.planned_step import (
     PlannedStep as PlannedStep,
 )
 from keras_strategies.planning.report.table import Plan as Plan
+from keras_strategies.spmd.compiled import (
+    CompiledProgram as CompiledProgram,
+)
+from keras_strategies.spmd.mesh import ReplicaMesh as ReplicaMesh
+from keras_strategies.spmd.values import (
+    DistributedValues as DistributedValues,
+)
+from keras_strategies.spmd.values import Mirrored as Mirrored
+from keras_strategies.spmd.values import PerReplica as PerReplica
+from keras_strategies.spmd.values import ReduceOp as ReduceOp
 from keras_strategies.strategy.default import (
     experimental_set_strategy as experimental_set_strategy,
 )
@@ -94,5 +88,11 @@ from keras_strategies.strategy.tf_compat.options import (
     RunOptions as RunOptions,
 )
 from keras_strategies.strategy.tpu import TPUStrategy as TPUStrategy
+from keras_strategies.variables.abstract_models import (
+    abstract as abstract,
+)
+from keras_strategies.variables.variable_creator import (
+    variable_creator_scope as variable_creator_scope,
+)
 
 __version__: str

@@ -4,8 +4,8 @@ docs/clusters.md lists the resolver for each kind of cluster. Each name is
 imported only when it is first used, because most programs use no resolver.
 """
 
-from keras_strategies._core.names import tf_names as _tf_names
-from keras_strategies._core.names.lazy_names import lazy_names as _lazy_names
+from keras_strategies.names import tf_names as _tf_names
+from keras_strategies.names.lazy_names import lazy_names as _lazy_names
 
 _MODULES = {
     "ClusterResolver": "cluster.resolvers.resolver",

@@ -8,20 +8,20 @@ arguments as `MultiWorkerMirroredStrategy`. It has no argument `communication`,
 which is the first argument in TensorFlow.
 """
 
-from keras_strategies._core.names import tf_names as _tf_names
-from keras_strategies._core.names.lazy_names import lazy_names as _lazy_names
+from keras_strategies.names import tf_names as _tf_names
+from keras_strategies.names.lazy_names import lazy_names as _lazy_names
 
 _MODULES = {
     "CommunicationImplementation": "strategy.tf_compat.options",
     "CommunicationOptions": "strategy.tf_compat.options",
-    "FullySharded": "keras_bridge.variables.partitioners",
+    "FullySharded": "variables.partitioners",
     "MultiWorkerMirroredStrategy": "strategy.multi_worker",
-    "Replicated": "keras_bridge.variables.partitioners",
-    "SlotsOnly": "keras_bridge.variables.partitioners",
+    "Replicated": "variables.partitioners",
+    "SlotsOnly": "variables.partitioners",
     "TPUStrategy": "strategy.tpu",
     "ValueContext": "strategy.replica_context",
-    "scan_blocks": "keras_bridge.layers.scanned_blocks",
-    "transformer_layout": "keras_bridge.variables.transformer_layout",
+    "scan_blocks": "kernels.scanned_blocks",
+    "transformer_layout": "variables.transformer_layout",
 }
 
 __getattr__, __dir__ = _lazy_names(

@@ -1,19 +1,7 @@
 """The public names, for type checkers; `_MODULES` maps them to modules."""
 
-from keras_strategies.keras_bridge.layers.scanned_blocks import (
+from keras_strategies.kernels.scanned_blocks import (
     scan_blocks as scan_blocks,
-)
-from keras_strategies.keras_bridge.variables.partitioners import (
-    FullySharded as FullySharded,
-)
-from keras_strategies.keras_bridge.variables.partitioners import (
-    Replicated as Replicated,
-)
-from keras_strategies.keras_bridge.variables.partitioners import (
-    SlotsOnly as SlotsOnly,
-)
-from keras_strategies.keras_bridge.variables.transformer_layout import (
-    transformer_layout as transformer_layout,
 )
 from keras_strategies.strategy.multi_worker import (
     MultiWorkerMirroredStrategy as MultiWorkerMirroredStrategy,
@@ -28,3 +16,15 @@ from keras_strategies.strategy.tf_compat.options import (
     CommunicationOptions as CommunicationOptions,
 )
 from keras_strategies.strategy.tpu import TPUStrategy as TPUStrategy
+from keras_strategies.variables.partitioners import (
+    FullySharded as FullySharded,
+)
+from keras_strategies.variables.partitioners import (
+    Replicated as Replicated,
+)
+from keras_strategies.variables.partitioners import (
+    SlotsOnly as SlotsOnly,
+)
+from keras_strategies.variables.transformer_layout import (
+    transformer_layout as transformer_layout,
+)

@@ -33,13 +33,14 @@ RESULTS = FOLDER / "results.jsonl"
 LIMIT_S = 25 * 60
 NIGHTLY = "3.16.0.dev2026102704"
 WHOLE = (
-    *("tests/contract", "tests/parity", "tests/strategy", "tests/keras_bridge"),
-    *("tests/data", "tests/multi_process"),
+    *("tests/contract", "tests/parity", "tests/strategy", "tests/data"),
+    *("tests/fit", "tests/hooks", "tests/keras_bridge", "tests/kernels"),
+    *("tests/run", "tests/step", "tests/variables", "tests/multi_process"),
 )
 PART = (
     *("tests/test_import.py", "tests/contract", "tests/strategy"),
-    *("tests/keras_bridge/run", "tests/keras_bridge/hooks/test_on_read.py"),
-    *("tests/_core/jaxprs", "tests/planning/compile", "tests/reporting"),
+    *("tests/run", "tests/hooks/test_on_read.py"),
+    *("tests/passes", "tests/planning/compile", "tests/reporting"),
 )
 NEW = (*PART, "tests/parity")
 TLS = "tests/multi_process/test_mutual_tls.py"

@@ -11,7 +11,7 @@ import pytest
 import tensorflow as tf
 
 import keras_strategies as ks
-from keras_strategies._core.names import versions
+from keras_strategies.names import versions
 from tests.support.commands import python
 
 ROOT = str(pathlib.Path(__file__).parents[1])

@@ -1,4 +1,4 @@
-"""Which module may import what: the layers and rooms of docs/architecture.md.
+"""Which module may import what: the rooms of docs/architecture.md.
 
 The files are parsed, never imported. `find_faults` is tried on bad sources
 too, so that no rule can pass by looking at nothing.
@@ -14,65 +14,58 @@ pytestmark = pytest.mark.quick
 PACKAGE = "keras_strategies"
 FOLDER = pathlib.Path(__file__).parents[1] / PACKAGE
 
-# A package imports itself and those of a lower rank.
-RANKS = {
+# The rooms of the package, on floors from the lowest to the highest. A module
+# imports its own room and those on lower floors. "" are the public modules.
+FLOORS = [
     # Names for annotations, which imports nothing of the package.
-    "_types": -2,
-    "cluster": -1,
-    "gpu": -1,
-    "_core": 0,
-    "data": 1,
-    "tpu": 1,
-    "keras_bridge": 2,
-    "strategy": 3,
-    "checkpoint": 4,
-    "callbacks": 5,
-    "estimator": 6,
+    {"_types"},
+    {"names"},
+    {"cluster", "gpu"},
+    {"cluster/exchange", "cluster/resolvers"},
+    {"watchdog"},
+    {"job"},
+    {"passes"},
+    {"passes/row_kinds", "passes/slices"},
+    {"spmd"},
+    {"data", "tpu"},
+    {"data/grain", "data/sources", "data/tfdata"},
+    {"keras_bridge", "variables/layouts"},
+    {"fit/inputs", "variables"},
+    {"hooks"},
+    {"kernels"},
+    {"step"},
+    {"fit/callbacks", "run"},
+    {"fit"},
+    {"strategy/inspect", "strategy/tf_compat"},
+    {"strategy"},
+    {"checkpoint/directory"},
+    {"checkpoint"},
+    {"callbacks"},
+    {"estimator/config"},
+    {"estimator"},
+    {"estimator/contrib"},
     # It keeps a planned script's Estimators and checkpoints from files.
-    "planning": 7,
+    {"planning/program", "planning/report"},
+    {"planning/compile"},
+    {"planning/capture"},
+    {"planning"},
     # It counts a model's operations as plans do.
-    "reporting": 8,
-    # The public names: keras_strategies/__init__.py, as users import it.
-    "": 9,
-    "cli": 10,
-    "testing": 10,
-}
+    {"reporting"},
+    # As users import it.
+    {""},
+    {"cli/checkpoints", "cli/launch", "testing"},
+    {"cli/doctor"},
+    {"cli"},
+]
+FLOOR = {room: floor for floor, rooms in enumerate(FLOORS) for room in rooms}
 # What one file alone may import from above, when it is called: `Strategy.plan`.
 DOORS = {"strategy/plans.py": "keras_strategies.planning"}
-# The rooms of a package, on their floors: a module imports its own room's and
-# those of the floors below. "" are the package's own modules; its `__init__`
-# and `experimental` are what users see of it, above all others.
-ROOMS = {
-    "_core": [{"jaxprs", "names"}, {"row_kinds", "slices"}, {""}],
-    "callbacks": [{""}],
-    "checkpoint": [{"directory"}, {""}],
-    "cli": [{"launch", "checkpoints"}, {"doctor"}, {""}],
-    "cluster": [{""}, {"exchange", "resolvers"}, {"watchdog"}, {"job"}],
-    "data": [{""}, {"grain", "sources", "tfdata"}],
-    "estimator": [{"config"}, {""}, {"contrib"}],
-    "keras_bridge": [
-        {""},
-        {"layouts"},
-        {"inputs", "variables"},
-        {"accumulation"},
-        {"hooks"},
-        {"layers"},
-        {"state"},
-        {"steps"},
-        {"callbacks", "run"},
-        {"loops"},
-    ],
-    "planning": [{"report", "program"}, {"compile"}, {"capture"}, {""}],
-    "reporting": [{""}],
-    "strategy": [{"inspect", "tf_compat"}, {""}],
-    "testing": [{""}],
-    "gpu": [{""}],
-    "tpu": [{""}],
-}
+# What users see of a package: they import all its rooms.
 FACADES = {"__init__.py", "experimental.py"}
-MAX_MODULES = {"keras_bridge": 14}
-MAX_MODULES_ELSEWHERE = 16
-WITHOUT_KERAS = {"_core", "cluster"}
+MAX_MODULES = 16
+# The only ones that use `keras.src`.
+BRIDGE = {"fit", "hooks", "keras_bridge", "kernels", "run", "step", "variables"}
+WITHOUT_KERAS = {"cluster", "job", "names", "passes", "spmd", "watchdog"}
 LAZY = {"tensorflow", "orbax", "grain", "torch", "tensorboardX"}
 MAX_LINES = 400
 
@@ -81,67 +74,64 @@ def find_faults(path, source):
     """The rules that a module breaks.
 
     Args:
-      path: Its file, relative to the package: "_core/mesh.py".
+      path: Its file, relative to the package: "spmd/mesh.py".
       source: Its text.
 
     Returns:
       A sentence for each fault.
     """
     path = pathlib.PurePosixPath(path)
-    layer = path.parts[0] if len(path.parts) > 1 else ""
+    package = path.parts[0] if len(path.parts) > 1 else ""
+    floor = _find_floor(path)
     tree = ast.parse(source)
     imports = list(_find_imports(path, tree))
     faults = []
     for line, name, is_eager in imports:
         root = name.split(".")[0]
-        if root == PACKAGE and not _is_allowed(layer, _layer_of(name)):
-            faults.append(f"{path}:{line}: {layer!r} imports upwards: {name}")
-        if root == PACKAGE and not _is_below(path, name):
+        room = _find_room(name) if root == PACKAGE else None
+        if room is not None and not (
+            room == _room_of_file(path) or FLOOR.get(room, 99) < floor
+        ):
             faults.append(f"{path}:{line}: imports a room above: {name}")
-        if root == "keras" and layer in WITHOUT_KERAS:
-            faults.append(f"{path}:{line}: {layer!r} imports keras")
+        if root == "keras" and package in WITHOUT_KERAS:
+            faults.append(f"{path}:{line}: {package!r} imports keras")
         if root in LAZY and is_eager:
             faults.append(f"{path}:{line}: {root} is imported eagerly")
     names = [(line, name) for line, name, _ in imports]
     names += [(node.lineno, word) for node, word in _find_names(tree)]
     for line, name in names:
-        if f"{name}.".startswith("keras.src.") and layer != "keras_bridge":
-            faults.append(f"{path}:{line}: keras.src outside keras_bridge")
-        is_its_place = str(path) == "_core/replica_map.py"
+        if f"{name}.".startswith("keras.src.") and package not in BRIDGE:
+            faults.append(f"{path}:{line}: keras.src outside the bridge")
+        is_its_place = str(path) == "spmd/replica_map.py"
         if "shard_map" in name.split(".") and not is_its_place:
-            faults.append(f"{path}:{line}: shard_map outside _core/replica_map")
+            faults.append(f"{path}:{line}: shard_map outside spmd/replica_map")
     if (count := len(source.splitlines())) > MAX_LINES:
         faults.append(f"{path}: {count} lines, over {MAX_LINES}")
     return faults
 
 
-def _is_allowed(layer, target):
-    if layer not in RANKS or target not in RANKS:
-        return False
-    return layer == target or RANKS[target] < RANKS[layer]
+def _room_of_file(path):
+    is_types = path.as_posix() == "_types.py"
+    return "_types" if is_types else "/".join(path.parts[:-1])
 
 
-def _is_below(path, module):
-    """Whether a module's room is on a floor that `path` may import."""
-    layer, parts = path.parts[0], module.split(".")[1:]
-    if layer not in ROOMS or parts[:1] != [layer] or path.name in FACADES:
-        return True
-    floors = {
-        room: floor
-        for floor, rooms in enumerate(ROOMS[layer])
-        for room in rooms
-    }
-    mine = path.parts[1] if len(path.parts) > 2 else ""
-    other = parts[1] if len(parts) > 1 and parts[1] in floors else ""
-    if mine not in floors:
-        return False
-    return mine == other or floors[other] < floors[mine]
+def _find_floor(path):
+    """The floor of a file; -1 for one of an unknown room."""
+    room = _room_of_file(path)
+    if path.name not in FACADES:
+        return FLOOR.get(room, -1)
+    rooms = [other for other in FLOOR if f"{other}/".startswith(f"{room}/")]
+    return max((FLOOR[other] for other in rooms), default=-1) + 1
 
 
-def _layer_of(module):
-    """The layer that a dotted name of the package belongs to."""
+def _find_room(module):
+    """The room that a dotted name of the package belongs to."""
     parts = module.split(".")[1:]
-    if parts and (parts[0] in RANKS or (FOLDER / parts[0]).is_dir()):
+    for count in (2, 1):
+        room = "/".join(parts[:count])
+        if len(parts) >= count and room in FLOOR:
+            return room
+    if parts and (FOLDER / parts[0]).is_dir():
         return parts[0]
     # A name defined in the package's __init__.
     return ""
@@ -231,24 +221,19 @@ def test_every_module_keeps_the_rules():
     assert not faults, "\n".join(faults)
 
 
-def test_every_package_has_a_layer_and_rooms():
-    folders = {path.parent.name for path in FOLDER.glob("*/__init__.py")}
-    assert folders <= set(RANKS)
-    assert folders == set(ROOMS)
-    for layer, floors in ROOMS.items():
-        rooms = [room for floor in floors for room in floor]
-        inits = (FOLDER / layer).glob("*/__init__.py")
-        assert sorted(rooms) == sorted(["", *(p.parent.name for p in inits)])
-    # No room has rooms.
-    assert not list(FOLDER.glob("*/*/*/*.py"))
+def test_every_room_has_a_floor():
+    rooms = {
+        path.parent.relative_to(FOLDER).as_posix()
+        for path in FOLDER.rglob("*.py")
+    }
+    assert rooms - {"."} == set(FLOOR) - {"", "_types"}
+    assert sum(map(len, FLOORS)) == len(FLOOR)
 
 
 def test_no_room_is_overcrowded():
-    for layer in ROOMS:
-        most = MAX_MODULES.get(layer, MAX_MODULES_ELSEWHERE)
-        for folder in [FOLDER / layer, *(FOLDER / layer).iterdir()]:
-            modules = [p for p in folder.glob("*.py") if p.stem != "__init__"]
-            assert len(modules) <= most, folder
+    for room in set(FLOOR) - {"", "_types"}:
+        modules = [p for p in (FOLDER / room).glob("*.py")]
+        assert len(modules) <= MAX_MODULES + 1, room
 
 
 def find_circles(imports):
@@ -351,48 +336,64 @@ def test_circles_are_found(sources, circles):
 @pytest.mark.parametrize(
     ("path", "source", "expected"),
     [
-        ("_core/a.py", "import keras_strategies.strategy.mirrored", "upwards"),
-        ("_core/a.py", "from keras_strategies import data", "upwards"),
-        ("_core/a.py", "from ..strategy import mirrored", "upwards"),
-        ("_core/a.py", "from .. import strategy", "upwards"),
-        ("cluster/a.py", "from keras_strategies._core import x", "upwards"),
-        ("strategy/a.py", "import keras_strategies as ks", "upwards"),
-        ("strategy/a.py", "from keras_strategies import merge", "upwards"),
-        ("strategy/a.py", "def f():\n  from ..cli import main", "upwards"),
-        ("data/a.py", "from keras_strategies.keras_bridge import x", "upwards"),
-        ("__init__.py", "from keras_strategies.cli import main", "upwards"),
+        (
+            "spmd/a.py",
+            "import keras_strategies.strategy.mirrored",
+            "a room above",
+        ),
+        ("spmd/a.py", "from keras_strategies import data", "a room above"),
+        ("spmd/a.py", "from ..strategy import mirrored", "a room above"),
+        ("spmd/a.py", "from .. import strategy", "a room above"),
+        ("cluster/a.py", "from keras_strategies.spmd import x", "a room above"),
+        ("strategy/a.py", "import keras_strategies as ks", "a room above"),
+        ("strategy/a.py", "from keras_strategies import merge", "a room above"),
+        ("strategy/a.py", "def f():\n  from ..cli import main", "a room above"),
+        ("data/a.py", "from keras_strategies.fit import x", "a room above"),
+        (
+            "__init__.py",
+            "from keras_strategies.cli import main",
+            "a room above",
+        ),
         *(
             (
                 f"{room}/a.py",
                 f"def f():\n  from keras_strategies.{above} import x",
-                "upwards",
+                "a room above",
             )
-            for room in ("_core", "data", "keras_bridge", "strategy", "tpu")
+            for room in ("spmd", "data", "fit", "strategy", "tpu")
             for above in ("planning", "estimator", "cli")
         ),
-        ("checkpoint/a.py", "import keras_strategies.planning.x", "upwards"),
-        ("estimator/a.py", "import keras_strategies.planning.x", "upwards"),
+        (
+            "checkpoint/a.py",
+            "import keras_strategies.planning.x",
+            "a room above",
+        ),
+        (
+            "estimator/a.py",
+            "import keras_strategies.planning.x",
+            "a room above",
+        ),
         (
             "strategy/plans.py",
             "from keras_strategies.planning.plan_api import make_plan",
-            "upwards",
+            "a room above",
         ),
         (
             "strategy/plans.py",
             "def f():\n  from keras_strategies.estimator import x",
-            "upwards",
+            "a room above",
         ),
         (
             "strategy/a.py",
             "if TYPE_CHECKING:\n  from keras_strategies.planning import x",
-            "upwards",
+            "a room above",
         ),
         (
             "planning/compile/a.py",
             "from keras_strategies.planning.capture import x",
             "a room above",
         ),
-        ("new/a.py", "from keras_strategies._core import mesh", "upwards"),
+        ("new/a.py", "from keras_strategies.spmd import mesh", "a room above"),
         ("strategy/a.py", "import keras.src.models", "keras.src"),
         ("strategy/a.py", "from keras.src import backend", "keras.src"),
         ("strategy/a.py", "from keras import src", "keras.src"),
@@ -403,12 +404,12 @@ def test_circles_are_found(sources, circles):
             "keras.src",
         ),
         ("strategy/a.py", "import jax\njax.shard_map(f)", "shard_map"),
-        ("_core/mesh.py", "from jax import shard_map", "shard_map"),
-        ("_core/a.py", "from jax import shard_map as s", "shard_map"),
-        ("_core/a.py", "from m import s as shard_map", "shard_map"),
-        ("_core/a.py", "import jax.experimental.shard_map", "shard_map"),
-        ("_core/a.py", "shard_map(f)", "shard_map"),
-        ("_core/a.py", "import keras", "imports keras"),
+        ("spmd/mesh.py", "from jax import shard_map", "shard_map"),
+        ("spmd/a.py", "from jax import shard_map as s", "shard_map"),
+        ("spmd/a.py", "from m import s as shard_map", "shard_map"),
+        ("spmd/a.py", "import jax.experimental.shard_map", "shard_map"),
+        ("spmd/a.py", "shard_map(f)", "shard_map"),
+        ("spmd/a.py", "import keras", "imports keras"),
         ("cluster/a.py", "def f():\n  from keras import ops", "imports keras"),
         ("data/a.py", "import tensorflow as tf", "eagerly"),
         ("data/a.py", "from orbax import checkpoint", "eagerly"),
@@ -423,22 +424,26 @@ def test_circles_are_found(sources, circles):
         ),
         ("data/a.py", "x = 1\n" * 401, "401 lines"),
         (
-            "keras_bridge/hooks/a.py",
-            "from keras_strategies.keras_bridge.steps import x",
+            "hooks/a.py",
+            "from keras_strategies.step import x",
             "a room above",
         ),
         (
-            "keras_bridge/run/a.py",
-            "def f():\n  from keras_strategies.keras_bridge.callbacks import x",
+            "run/a.py",
+            "def f():\n  from keras_strategies.fit.callbacks import x",
             "a room above",
         ),
         (
             "cluster/a.py",
-            "from keras_strategies.cluster.job.bootstrap import x",
+            "from keras_strategies.job.bootstrap import x",
             "a room above",
         ),
-        ("cluster/a.py", "from .watchdog import progress", "a room above"),
-        ("data/new/a.py", "from keras_strategies.data import x", "a room"),
+        ("cluster/a.py", "from ..watchdog import progress", "a room above"),
+        (
+            "data/new/a.py",
+            "from keras_strategies.data import x",
+            "a room above",
+        ),
     ],
 )
 def test_rule_can_fail(path, source, expected):
@@ -448,10 +453,10 @@ def test_rule_can_fail(path, source, expected):
 @pytest.mark.parametrize(
     ("path", "source"),
     [
-        ("_core/a.py", "import jax\nfrom keras_strategies._core import mesh"),
-        ("_core/replica_map.py", "import jax\njax.shard_map(f)"),
-        ("_core/a.py", "'''shard_map, keras.src'''\n# shard_map"),
-        ("_core/a.py", "import keras_hub_of_another_name"),
+        ("spmd/a.py", "import jax\nfrom keras_strategies.spmd import mesh"),
+        ("spmd/replica_map.py", "import jax\njax.shard_map(f)"),
+        ("spmd/a.py", "'''shard_map, keras.src'''\n# shard_map"),
+        ("spmd/a.py", "import keras_hub_of_another_name"),
         ("keras_bridge/a.py", "from keras.src import backend"),
         ("strategy/a.py", "import keras\nfrom ..data import feed"),
         ("strategy/a.py", "from . import mirrored"),
@@ -470,9 +475,9 @@ def test_rule_can_fail(path, source, expected):
         ("__init__.py", "from .strategy.mirrored import MirroredStrategy"),
         ("data/a.py", "x = 1\n" * 400),
         (
-            "keras_bridge/steps/a.py",
-            "from keras_strategies.keras_bridge.hooks import x\n"
-            "from keras_strategies.keras_bridge.steps.b import y\n"
+            "step/a.py",
+            "from keras_strategies.hooks import x\n"
+            "from keras_strategies.step.b import y\n"
             "from keras_strategies.keras_bridge import keras_names",
         ),
         ("data/__init__.py", "from keras_strategies.data.sources import x"),

@@ -6,7 +6,7 @@
 Each class is imported when it is first used.
 """
 
-from keras_strategies._core.names.lazy_names import lazy_names as _lazy_names
+from keras_strategies.names.lazy_names import lazy_names as _lazy_names
 
 _MODULES = {
     "Checkpoint": "callbacks.checkpoint",

@@ -4,20 +4,20 @@ import logging
 import os
 from typing import Any, Literal
 
-from keras_strategies._core.names.phases import SAVE, Phase
 from keras_strategies.checkpoint import contents, nests
 from keras_strategies.checkpoint.clock import Clock
 from keras_strategies.checkpoint.directory.retention import Keep, as_keep
 from keras_strategies.checkpoint.storage import Storage
 from keras_strategies.cluster.checks import check_number
 from keras_strategies.cluster.exchange.exit_codes import ExitCode, Preempted
-from keras_strategies.cluster.job import progress_pipe
-from keras_strategies.cluster.watchdog import watchdog
-from keras_strategies.cluster.watchdog.preemption import PreemptionNotice
-from keras_strategies.keras_bridge.callbacks.resumable_fit import (
+from keras_strategies.fit.callbacks.resumable_fit import (
     CheckpointCallback,
     FitState,
 )
+from keras_strategies.job import progress_pipe
+from keras_strategies.names.phases import SAVE, Phase
+from keras_strategies.watchdog import watchdog
+from keras_strategies.watchdog.preemption import PreemptionNotice
 
 _logger = logging.getLogger(__name__)
 
@@ -371,7 +371,7 @@ class Checkpoint(CheckpointCallback):
     def _end_preempted(self, loop: FitState) -> None:
         self.wait()
         if loop.mesh.num_processes == 1:
-            from keras_strategies.cluster.watchdog import exit_hooks
+            from keras_strategies.watchdog import exit_hooks
 
             exit_hooks.write(
                 f"stopped by SIGTERM after step {loop.num_steps}. A checkpoint "

@@ -5,9 +5,9 @@ import weakref
 
 import keras
 
-from keras_strategies.keras_bridge.loops.binding import find_binding
-from keras_strategies.keras_bridge.steps.step_functions import Trained
-from keras_strategies.keras_bridge.variables.optimizer_values import (
+from keras_strategies.fit.binding import find_binding
+from keras_strategies.step.step_functions import Trained
+from keras_strategies.variables.optimizer_values import (
     count_optimizer_steps,
 )
 

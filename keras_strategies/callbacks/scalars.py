@@ -21,8 +21,8 @@ from keras_strategies.callbacks.global_step import (
     GlobalStep,
 )
 from keras_strategies.cluster.checks import check_number
-from keras_strategies.keras_bridge.loops.binding import find_binding
-from keras_strategies.keras_bridge.variables.optimizer_values import (
+from keras_strategies.fit.binding import find_binding
+from keras_strategies.variables.optimizer_values import (
     read_learning_rates,
 )
 

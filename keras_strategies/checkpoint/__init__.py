@@ -8,7 +8,7 @@ For `fit`, use the callback `ks.callbacks.Checkpoint`. The modules that define
 these names are imported when a name is first used.
 """
 
-from keras_strategies._core.names.lazy_names import lazy_names as _lazy_names
+from keras_strategies.names.lazy_names import lazy_names as _lazy_names
 
 _MODULES = {
     "Checkpoint": "objects",

@@ -9,7 +9,7 @@ from collections.abc import Mapping
 import keras
 
 from keras_strategies.checkpoint.contents import Document
-from keras_strategies.keras_bridge.callbacks.callback_states import (
+from keras_strategies.fit.callbacks.callback_states import (
     has_swapped_averages,
 )
 

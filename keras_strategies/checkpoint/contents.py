@@ -15,8 +15,6 @@ import jax
 import keras
 import numpy as np
 
-from keras_strategies._core.mesh import ReplicaMesh
-from keras_strategies._core.values import set_apart
 from keras_strategies._types import Tree
 from keras_strategies.checkpoint import nests
 from keras_strategies.checkpoint.directory import verify
@@ -26,7 +24,9 @@ from keras_strategies.checkpoint.directory.documents import (
 )
 from keras_strategies.cluster.addresses import shorten
 from keras_strategies.cluster.array_kinds import parse_dtype
-from keras_strategies.keras_bridge.variables.shardings import sharding_of
+from keras_strategies.spmd.mesh import ReplicaMesh
+from keras_strategies.spmd.values import set_apart
+from keras_strategies.variables.shardings import sharding_of
 
 Groups = Mapping[str, Sequence[keras.Variable]]
 Arrays = dict[str, dict[str, Any]]

@@ -4,7 +4,6 @@ import os
 from collections.abc import Mapping
 from typing import Any
 
-from keras_strategies._core.names.phases import SAVE, Phase
 from keras_strategies.checkpoint import contents
 from keras_strategies.checkpoint.directory.names import find_steps
 from keras_strategies.checkpoint.directory.retention import Keep, as_keep
@@ -14,6 +13,7 @@ from keras_strategies.checkpoint.objects import (
     write_from,
 )
 from keras_strategies.checkpoint.storage import Storage
+from keras_strategies.names.phases import SAVE, Phase
 from keras_strategies.strategy import current
 
 _UNSET: Any = object()

@@ -13,10 +13,10 @@ from keras_strategies.checkpoint.directory.retention import Keep
 from keras_strategies.checkpoint.storage import Storage
 from keras_strategies.checkpoint.weights import open_checkpoint
 from keras_strategies.cluster.addresses import shorten
-from keras_strategies.keras_bridge.variables.model_variables import (
+from keras_strategies.strategy import current
+from keras_strategies.variables.model_variables import (
     all_variables,
 )
-from keras_strategies.strategy import current
 
 
 class Checkpoint:

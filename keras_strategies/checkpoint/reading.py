@@ -21,8 +21,8 @@ from keras_strategies.checkpoint.directory.corruption import (
 )
 from keras_strategies.checkpoint.orbax_io import make_restore_args
 from keras_strategies.cluster.exchange.message_forms import fault_of, is_count
-from keras_strategies.keras_bridge.callbacks.fit_state import group_variables
-from keras_strategies.keras_bridge.variables.model_variables import (
+from keras_strategies.fit.callbacks.fit_state import group_variables
+from keras_strategies.variables.model_variables import (
     all_variables,
 )
 

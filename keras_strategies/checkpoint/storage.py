@@ -46,7 +46,7 @@ from keras_strategies.cluster.exchange.message_forms import (
     Form,
     read_messages,
 )
-from keras_strategies.cluster.job import compilation_cache, progress_pipe
+from keras_strategies.job import compilation_cache, progress_pipe
 
 _logger = logging.getLogger(__name__)
 

@@ -17,7 +17,7 @@ from keras_strategies.checkpoint.directory.names import find_steps, parse_step
 from keras_strategies.checkpoint.directory.retention import Keep
 from keras_strategies.checkpoint.storage import Storage
 from keras_strategies.cluster.addresses import shorten
-from keras_strategies.keras_bridge.callbacks.fit_state import group_variables
+from keras_strategies.fit.callbacks.fit_state import group_variables
 
 _WEIGHTS = ("weights", "seeds")
 

@@ -6,16 +6,16 @@ from typing import Any
 import jax
 import numpy as np
 
-from keras_strategies._core.batches import HostBatch
-from keras_strategies._core.current_step import current_step
-from keras_strategies._core.jaxprs.traces import is_tracing
-from keras_strategies._core.mesh import ReplicaMesh
-from keras_strategies._core.names.phases import INPUT, Phase
-from keras_strategies._core.rows import fill_replicas, rows_of_replicas
-from keras_strategies._core.values import PADDED, ROWS, PerReplica
 from keras_strategies._types import Tree
 from keras_strategies.data.source import Source, all_rows
 from keras_strategies.data.steps import Steps
+from keras_strategies.names.phases import INPUT, Phase
+from keras_strategies.passes.traces import is_tracing
+from keras_strategies.spmd.batches import HostBatch
+from keras_strategies.spmd.current_step import current_step
+from keras_strategies.spmd.mesh import ReplicaMesh
+from keras_strategies.spmd.rows import fill_replicas, rows_of_replicas
+from keras_strategies.spmd.values import PADDED, ROWS, PerReplica
 
 
 class DistributedDataset:

@@ -2,8 +2,8 @@
 
 from typing import Any
 
-from keras_strategies._core.mesh import ReplicaMesh
 from keras_strategies.cluster.exchange.greetings import clean_text
+from keras_strategies.spmd.mesh import ReplicaMesh
 
 
 def list_values(mesh: ReplicaMesh, values: list[Any]) -> str:

@@ -7,10 +7,10 @@ from typing import Any
 import jax
 import numpy as np
 
-from keras_strategies._core.batches import num_rows
 from keras_strategies._types import Tree
 from keras_strategies.data.batch_spec import find_row_kind
 from keras_strategies.data.source import Part
+from keras_strategies.spmd.batches import num_rows
 
 
 class Rebatcher:

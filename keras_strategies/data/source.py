@@ -10,12 +10,12 @@ from typing import Any, ClassVar
 import jax
 import numpy as np
 
-from keras_strategies._core import host_arrays
-from keras_strategies._core.batches import num_rows
 from keras_strategies._types import Tree
 from keras_strategies.data.options import AutoShardPolicy
 from keras_strategies.data.shuffled_orders import Order
 from keras_strategies.data.source_summary import Summary
+from keras_strategies.spmd import host_arrays
+from keras_strategies.spmd.batches import num_rows
 
 _NUM_MARKED = 16
 Cut = Callable[[int], tuple[int, int]]

@@ -7,9 +7,9 @@ Every process has received the same messages, so all raise the same error.
 from collections.abc import Sequence
 from typing import Any
 
-from keras_strategies._core.mesh import ReplicaMesh
 from keras_strategies.data import batch_spec
 from keras_strategies.data.raise_together import list_values
+from keras_strategies.spmd.mesh import ReplicaMesh
 
 Received = list[dict[str, Any]]
 """The messages, in the order of `mesh.processes`."""

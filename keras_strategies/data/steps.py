@@ -8,15 +8,6 @@ from typing import Any
 
 import jax
 
-from keras_strategies._core.batches import HostBatch
-from keras_strategies._core.mesh import ReplicaMesh
-from keras_strategies._core.names.phases import READ, Phase
-from keras_strategies._core.rows import (
-    balanced_rows,
-    rotated_rows,
-    rows_of_processes,
-    rows_of_replicas,
-)
 from keras_strategies._types import Tree
 from keras_strategies.cluster.exchange.host_exchange import (
     Agreement,
@@ -34,6 +25,15 @@ from keras_strategies.data.source import (
     all_rows,
     check_part,
     data_checksum,
+)
+from keras_strategies.names.phases import READ, Phase
+from keras_strategies.spmd.batches import HostBatch
+from keras_strategies.spmd.mesh import ReplicaMesh
+from keras_strategies.spmd.rows import (
+    balanced_rows,
+    rotated_rows,
+    rows_of_processes,
+    rows_of_replicas,
 )
 
 

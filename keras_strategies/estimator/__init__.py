@@ -14,8 +14,8 @@ imported when it is first used.
 
 from typing import Any as _Any
 
-from keras_strategies._core.names import tf_names as _tf_names
-from keras_strategies._core.names.lazy_names import lazy_names as _lazy_names
+from keras_strategies.names import tf_names as _tf_names
+from keras_strategies.names.lazy_names import lazy_names as _lazy_names
 
 _MODULES = {
     "BestExporter": "exporters",

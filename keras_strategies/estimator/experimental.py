@@ -8,7 +8,7 @@
 Each name is imported when it is first used.
 """
 
-from keras_strategies._core.names.lazy_names import lazy_names as _lazy_names
+from keras_strategies.names.lazy_names import lazy_names as _lazy_names
 
 _MODULES = {
     "InMemoryEvaluatorHook": "contrib.in_memory",

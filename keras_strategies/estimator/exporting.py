@@ -23,7 +23,7 @@ from keras_strategies.data import batch_spec
 from keras_strategies.estimator.estimator_spec import MODES
 from keras_strategies.estimator.exporters import check_serving, list_exports
 from keras_strategies.estimator.model_fns import ModelBundle
-from keras_strategies.keras_bridge.loops.scope_hooks import is_built
+from keras_strategies.fit.scope_hooks import is_built
 
 MODEL_FILE = "model.keras"
 """The name of the Keras file in an export."""

@@ -14,7 +14,7 @@ from keras_strategies.cluster.addresses import shorten
 from keras_strategies.estimator.arguments import find_argument_names
 from keras_strategies.estimator.config.run_config import RunConfig
 from keras_strategies.estimator.estimator_spec import EstimatorSpec, ModeKeys
-from keras_strategies.keras_bridge.loops.binding import find_binding
+from keras_strategies.fit.binding import find_binding
 from keras_strategies.strategy.current import get_entered_strategy
 
 ARGUMENTS = ("features", "labels", "mode", "params", "config")

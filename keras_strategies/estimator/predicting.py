@@ -10,7 +10,7 @@ from keras_strategies._types import Array, Tree
 from keras_strategies.cluster.addresses import shorten
 from keras_strategies.estimator.inputs import Input
 from keras_strategies.estimator.model_fns import ModelBundle
-from keras_strategies.keras_bridge.loops.scope_hooks import is_built
+from keras_strategies.fit.scope_hooks import is_built
 from keras_strategies.strategy.strategy import Strategy
 
 

@@ -18,7 +18,6 @@ import warnings
 from collections.abc import Callable
 from typing import Any
 
-from keras_strategies._core.mesh import ReplicaMesh
 from keras_strategies.callbacks.checkpoint import Checkpoint
 from keras_strategies.checkpoint import Keep, contents, reading
 from keras_strategies.cluster.exchange.host_exchange import Agreement
@@ -30,10 +29,11 @@ from keras_strategies.cluster.exchange.message_forms import (
 )
 from keras_strategies.cluster.untrusted import open_regular
 from keras_strategies.estimator.config.run_config import RunConfig
-from keras_strategies.keras_bridge.callbacks.resumable_fit import (
+from keras_strategies.fit.callbacks.resumable_fit import (
     FitState,
     find_fit_state,
 )
+from keras_strategies.spmd.mesh import ReplicaMesh
 
 MARK = "training.json"
 """The name of the mark: a file in `model_dir` with the step at which the last

@@ -11,13 +11,13 @@ import dataclasses
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any, NoReturn
 
-from keras_strategies._core import current_step as _current
-from keras_strategies._core.attributes import temporary_attribute
-from keras_strategies._core.buffers import Buffering, choose_buffering
-from keras_strategies._core.identity import IdentityMap, IdentitySet
-from keras_strategies._core.jaxprs import replay
-from keras_strategies._core.jaxprs.specs import Axis
-from keras_strategies._core.mesh import ReplicaMesh
+from keras_strategies.passes import replay
+from keras_strategies.passes.specs import Axis
+from keras_strategies.spmd import current_step as _current
+from keras_strategies.spmd.attributes import temporary_attribute
+from keras_strategies.spmd.buffers import Buffering, choose_buffering
+from keras_strategies.spmd.identity import IdentityMap, IdentitySet
+from keras_strategies.spmd.mesh import ReplicaMesh
 
 Group = list[Any]
 """The values of a list of variables, in the same order. Each value has its
@@ -155,7 +155,7 @@ class StepNotes:
       accumulators: The accumulators of gradients that are summed over the
         replicas only in the optimizer's update.
       summands: The values in the trace that are this replica's summands of an
-        accumulator (accumulation/summands.py).
+        accumulator (hooks/summands.py).
       unaggregated: User-defined variables that were written, but have no
         `aggregation` that defines how different values are combined.
       sizes: Sizes that may be the number of rows, in the order of recording.

@@ -3,7 +3,7 @@
 from collections.abc import Mapping
 from typing import Any
 
-from keras_strategies._core.names.phases import (
+from keras_strategies.names.phases import (
     CALLBACKS,
     DEVICE,
     EVALUATE,

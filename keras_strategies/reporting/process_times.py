@@ -5,7 +5,7 @@ import statistics
 from collections.abc import Mapping
 from typing import Any
 
-from keras_strategies.cluster.watchdog.failure_detector import Heartbeat
+from keras_strategies.watchdog.failure_detector import Heartbeat
 
 _MS = 1e3
 

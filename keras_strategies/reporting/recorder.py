@@ -9,8 +9,7 @@ from typing import Any
 
 import jax
 
-from keras_strategies._core.batches import Execution, Segment
-from keras_strategies._core.names.phases import (
+from keras_strategies.names.phases import (
     CALLBACKS,
     DEVICE,
     EVALUATE,
@@ -28,6 +27,7 @@ from keras_strategies.reporting.shapes import (
     describe_change,
     sign,
 )
+from keras_strategies.spmd.batches import Execution, Segment
 
 _MOST_SHAPES = 1000
 _PHASES = (INPUT, PROGRAM, DEVICE, CALLBACKS, SAVE, EVALUATE)

@@ -10,21 +10,19 @@ import jax
 import keras
 from rich.console import Console
 
-from keras_strategies._core.attributes import temporary_attribute
-from keras_strategies._core.names.phases import EVALUATE, recording
 from keras_strategies._types import Logs
 from keras_strategies.callbacks.global_step import GlobalStep
 from keras_strategies.cluster.checks import check_number
-from keras_strategies.cluster.watchdog import watchdog
-from keras_strategies.keras_bridge.callbacks.callback_list import (
+from keras_strategies.fit.binding import find_binding
+from keras_strategies.fit.callbacks.callback_list import (
     ReportCallback,
 )
-from keras_strategies.keras_bridge.callbacks.resumable_fit import (
+from keras_strategies.fit.callbacks.resumable_fit import (
     find_fit_state,
 )
-from keras_strategies.keras_bridge.loops.binding import find_binding
-from keras_strategies.keras_bridge.loops.profiled_steps import parse_steps
-from keras_strategies.keras_bridge.loops.step_profiler import profile_steps
+from keras_strategies.fit.profiled_steps import parse_steps
+from keras_strategies.fit.step_profiler import profile_steps
+from keras_strategies.names.phases import EVALUATE, recording
 from keras_strategies.planning.compile.clones import embeds_tokens
 from keras_strategies.reporting import document as files
 from keras_strategies.reporting import step_file
@@ -39,6 +37,8 @@ from keras_strategies.reporting.flops import FlopsCounter
 from keras_strategies.reporting.process_times import compare_processes
 from keras_strategies.reporting.recorder import StepRecorder
 from keras_strategies.reporting.table import print_reports
+from keras_strategies.spmd.attributes import temporary_attribute
+from keras_strategies.watchdog import watchdog
 
 _WRITE_S = 10.0
 

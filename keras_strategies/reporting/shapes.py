@@ -5,7 +5,7 @@ from typing import Any
 
 import jax
 
-from keras_strategies._core.batches import Segment
+from keras_strategies.spmd.batches import Segment
 
 Signature = tuple[tuple[int, ...], ...]
 """The shapes of a segment's arrays, with the padding."""

@@ -6,10 +6,10 @@ from typing import Any, Self
 import jax
 
 from keras_strategies.gpu.topology_devices import is_gpu_name, make_gpu_devices
-from keras_strategies.keras_bridge.variables.partitioners import PartitionerLike
 from keras_strategies.strategy.strategy import Strategy
 from keras_strategies.tpu.replica_meshes import make_abstract_mesh
 from keras_strategies.tpu.topology_devices import make_tpu_devices
+from keras_strategies.variables.partitioners import PartitionerLike
 
 
 def make_devices(

@@ -6,7 +6,7 @@ import warnings
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any, NoReturn, Protocol
 
-from keras_strategies._core.jaxprs.traces import check_untransformed
+from keras_strategies.passes.traces import check_untransformed
 from keras_strategies.strategy.runtime import Runtime
 
 if TYPE_CHECKING:

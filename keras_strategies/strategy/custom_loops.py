@@ -6,13 +6,6 @@ from typing import TYPE_CHECKING, Any
 
 import jax
 
-from keras_strategies._core.host_arrays import from_tensor
-from keras_strategies._core.values import (
-    STACKED,
-    PerReplica,
-    ReduceOp,
-    stack_replicas,
-)
 from keras_strategies._types import Dataset, Tree
 from keras_strategies.data.distributed import DistributedDataset
 from keras_strategies.data.options import (
@@ -26,10 +19,17 @@ from keras_strategies.data.sources.from_function import (
     InputContext,
 )
 from keras_strategies.data.sources.numpy_dataset import NumpyDataset
-from keras_strategies.keras_bridge.inputs import agree_source
-from keras_strategies.keras_bridge.inputs.choose_source import (
+from keras_strategies.fit.inputs import agree_source
+from keras_strategies.fit.inputs.choose_source import (
     densify,
     make_dataset_source,
+)
+from keras_strategies.spmd.host_arrays import from_tensor
+from keras_strategies.spmd.values import (
+    STACKED,
+    PerReplica,
+    ReduceOp,
+    stack_replicas,
 )
 from keras_strategies.strategy import current, reducing
 from keras_strategies.strategy.replica_context import ValueContext

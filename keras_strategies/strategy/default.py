@@ -6,10 +6,10 @@ from typing import cast
 
 import jax
 
-from keras_strategies._core.mesh import ReplicaMesh
 from keras_strategies.data.distributed import DistributedDataset
 from keras_strategies.data.source import Source
-from keras_strategies.keras_bridge.inputs.plain_feed import adapt_to_plain_loops
+from keras_strategies.fit.inputs.plain_feed import adapt_to_plain_loops
+from keras_strategies.spmd.mesh import ReplicaMesh
 from keras_strategies.strategy import current
 from keras_strategies.strategy.replica_context import ReplicaContext
 from keras_strategies.strategy.scope import Scope

@@ -6,9 +6,9 @@ from typing import Any
 import jax
 import keras
 
-from keras_strategies._core.values import Mirrored, ReduceOp, select_components
 from keras_strategies._types import Array, Tree
 from keras_strategies.keras_bridge.step_context import current_step
+from keras_strategies.spmd.values import Mirrored, ReduceOp, select_components
 from keras_strategies.strategy import current, reducing
 from keras_strategies.strategy.runner import Runner
 from keras_strategies.strategy.runtime import Runtime

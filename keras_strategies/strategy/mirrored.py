@@ -5,15 +5,15 @@ from collections.abc import Sequence
 
 import jax
 
-from keras_strategies._core.mesh import ReplicaMesh
-from keras_strategies._core.names.device_names import (
+from keras_strategies.names.device_names import (
     find_device,
     find_devices,
     local_devices,
 )
-from keras_strategies.keras_bridge.variables.partitioners import PartitionerLike
+from keras_strategies.spmd.mesh import ReplicaMesh
 from keras_strategies.strategy.compile_only import CompileOnlyStrategy
 from keras_strategies.strategy.strategy import Strategy
+from keras_strategies.variables.partitioners import PartitionerLike
 
 
 class MirroredStrategy(CompileOnlyStrategy):
@@ -64,7 +64,7 @@ class MirroredStrategy(CompileOnlyStrategy):
         )
         if os.environ.get("TF_CONFIG"):
             # Imported here because it takes a tenth of the import time.
-            from keras_strategies.cluster.job import place
+            from keras_strategies.job import place
 
             place.warn_of_unused_cluster(type(self).__name__)
 

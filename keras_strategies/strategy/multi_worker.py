@@ -2,8 +2,7 @@
 
 from typing import Any
 
-from keras_strategies._core.mesh import ReplicaMesh
-from keras_strategies.keras_bridge.variables.partitioners import PartitionerLike
+from keras_strategies.spmd.mesh import ReplicaMesh
 from keras_strategies.strategy.extended import StrategyExtended
 from keras_strategies.strategy.runtime import is_chief_alone
 from keras_strategies.strategy.strategy import Strategy
@@ -12,6 +11,7 @@ from keras_strategies.strategy.tf_compat.options import (
     check_seconds,
     resolve_options,
 )
+from keras_strategies.variables.partitioners import PartitionerLike
 
 
 class MultiWorkerMirroredStrategy(Strategy):
@@ -80,7 +80,7 @@ class MultiWorkerMirroredStrategy(Strategy):
         variable_partitioner: PartitionerLike | None = None,
     ) -> None:
         # Imported here because it takes a tenth of the package's import time.
-        from keras_strategies.cluster.job import place
+        from keras_strategies.job import place
 
         options = resolve_options(communication_options)
         check_seconds("startup_timeout_s", startup_timeout_s)

@@ -9,14 +9,14 @@ import jax.numpy as jnp
 import keras
 import numpy as np
 
-from keras_strategies._core import values
-from keras_strategies._core.dispatch import dispatch
-from keras_strategies._core.mesh import ReplicaMesh
-from keras_strategies._core.replica_map import all_sum, as_number
-from keras_strategies._core.values import ReduceOp, as_reduce_op
 from keras_strategies._types import Array, Leaf, Tree
-from keras_strategies.keras_bridge.hooks import on_read
-from keras_strategies.keras_bridge.run.mappings import open_nest
+from keras_strategies.hooks import on_read
+from keras_strategies.run.mappings import open_nest
+from keras_strategies.spmd import values
+from keras_strategies.spmd.dispatch import dispatch
+from keras_strategies.spmd.mesh import ReplicaMesh
+from keras_strategies.spmd.replica_map import all_sum, as_number
+from keras_strategies.spmd.values import ReduceOp, as_reduce_op
 
 _Axes = int | tuple[int, ...] | None
 

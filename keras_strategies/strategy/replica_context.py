@@ -8,22 +8,22 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from keras_strategies._core.jaxprs.lockstep import Turn
-from keras_strategies._core.jaxprs.replay import current_side
-from keras_strategies._core.replica_map import (
+from keras_strategies._types import Array, Leaf, Tree
+from keras_strategies.keras_bridge.step_context import ReplicaScope, StepContext
+from keras_strategies.passes.lockstep import Turn
+from keras_strategies.passes.replay import current_side
+from keras_strategies.spmd.replica_map import (
     all_concatenate,
     all_sum,
     replica_id,
 )
-from keras_strategies._core.values import (
+from keras_strategies.spmd.values import (
     LOCAL,
     PerReplica,
     ReduceOp,
     as_reduce_op,
     select_components,
 )
-from keras_strategies._types import Array, Leaf, Tree
-from keras_strategies.keras_bridge.step_context import ReplicaScope, StepContext
 from keras_strategies.strategy import current
 from keras_strategies.strategy.reducing import to_summable
 

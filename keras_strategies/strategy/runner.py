@@ -12,30 +12,30 @@ import jax
 import numpy as np
 from jax.core import Tracer
 
-from keras_strategies._core import values
-from keras_strategies._core.attributes import temporary_attribute
-from keras_strategies._core.host_arrays import from_tensor
-from keras_strategies._core.mesh import ReplicaMesh, has_sharding
 from keras_strategies._types import Array, Leaf, Tree
-from keras_strategies.cluster.job.progress_pipe import report_training
+from keras_strategies.job.progress_pipe import report_training
 from keras_strategies.keras_bridge.ported_code import explaining_errors
-from keras_strategies.keras_bridge.run.argument_shapes import (
+from keras_strategies.keras_bridge.step_context import ReplicaScope
+from keras_strategies.run.argument_shapes import (
     REPLICATED,
     STATIC,
     describe_argument,
 )
-from keras_strategies.keras_bridge.run.debug_run import debug_run
-from keras_strategies.keras_bridge.run.function_keys import (
+from keras_strategies.run.debug_run import debug_run
+from keras_strategies.run.function_keys import (
     make_function_key,
     make_value_key,
 )
-from keras_strategies.keras_bridge.run.mappings import is_closed, open_nest
-from keras_strategies.keras_bridge.run.run_program import RunProgram
-from keras_strategies.keras_bridge.step_context import ReplicaScope
-from keras_strategies.keras_bridge.steps.variants import Variant
-from keras_strategies.keras_bridge.variables import deferred_creation
+from keras_strategies.run.mappings import is_closed, open_nest
+from keras_strategies.run.run_program import RunProgram
+from keras_strategies.spmd import values
+from keras_strategies.spmd.attributes import temporary_attribute
+from keras_strategies.spmd.host_arrays import from_tensor
+from keras_strategies.spmd.mesh import ReplicaMesh, has_sharding
+from keras_strategies.step.variants import Variant
 from keras_strategies.strategy import current
 from keras_strategies.strategy.replica_context import make_replica_scope
+from keras_strategies.variables import deferred_creation
 
 _Argument = tuple[tuple[Any, ...], Any]
 """An argument's (layout, shape, dtype, key), and its array or None."""

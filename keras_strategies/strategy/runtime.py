@@ -4,15 +4,15 @@ import dataclasses
 from collections.abc import Mapping
 from typing import Any
 
-from keras_strategies._core.mesh import ReplicaMesh
 from keras_strategies.data import tf_devices
-from keras_strategies.keras_bridge.variables.partitioners import (
+from keras_strategies.spmd.mesh import ReplicaMesh
+from keras_strategies.variables.partitioners import (
     Partitioner,
     PartitionerLike,
     Replicated,
 )
-from keras_strategies.keras_bridge.variables.shardings import Placements
-from keras_strategies.keras_bridge.variables.variable_creator import (
+from keras_strategies.variables.shardings import Placements
+from keras_strategies.variables.variable_creator import (
     Registry,
     ReplicaDistribution,
 )

@@ -6,12 +6,12 @@ from typing import Any, NoReturn
 
 import keras
 
-from keras_strategies.keras_bridge.hooks import on_read
-from keras_strategies.keras_bridge.loops import binding as binding_lib
-from keras_strategies.keras_bridge.loops import scope_hooks
+from keras_strategies.fit import binding as binding_lib
+from keras_strategies.fit import scope_hooks
+from keras_strategies.hooks import on_read
 from keras_strategies.keras_bridge.ported_code import warn_of_tensorflow_scope
-from keras_strategies.keras_bridge.variables import ownership, variable_creator
 from keras_strategies.strategy import current
+from keras_strategies.variables import ownership, variable_creator
 
 
 class Scope:

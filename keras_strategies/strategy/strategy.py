@@ -6,18 +6,12 @@ from typing import Any
 
 import keras
 
-from keras_strategies._core import dispatch
-from keras_strategies._core.compiled import CompiledProgram, compile_program
-from keras_strategies._core.mesh import ReplicaMesh
 from keras_strategies._types import Batch
-from keras_strategies.keras_bridge.loops import binding as binding_lib
-from keras_strategies.keras_bridge.steps.lower_step import lower_step
-from keras_strategies.keras_bridge.variables.abstract_models import materialize
-from keras_strategies.keras_bridge.variables.model_variables import (
-    all_variables,
-)
-from keras_strategies.keras_bridge.variables.partitioners import PartitionerLike
-from keras_strategies.keras_bridge.variables.variable_creator import check_home
+from keras_strategies.fit import binding as binding_lib
+from keras_strategies.spmd import dispatch
+from keras_strategies.spmd.compiled import CompiledProgram, compile_program
+from keras_strategies.spmd.mesh import ReplicaMesh
+from keras_strategies.step.lower_step import lower_step
 from keras_strategies.strategy import current
 from keras_strategies.strategy.custom_loops import CustomLoops
 from keras_strategies.strategy.extended import StrategyExtended
@@ -27,6 +21,12 @@ from keras_strategies.strategy.runner import Runner
 from keras_strategies.strategy.runtime import Runtime
 from keras_strategies.strategy.scope import Scope
 from keras_strategies.strategy.tf_compat import old_names
+from keras_strategies.variables.abstract_models import materialize
+from keras_strategies.variables.model_variables import (
+    all_variables,
+)
+from keras_strategies.variables.partitioners import PartitionerLike
+from keras_strategies.variables.variable_creator import check_home
 
 
 class Strategy(CustomLoops, PlanMixin):
@@ -393,7 +393,7 @@ def _watch_job() -> None:
     """Makes the job's watchdog run all programs that span processes."""
     # Imported here because a single process does not need it.
     from keras_strategies.cluster.exchange import kv_store
-    from keras_strategies.cluster.watchdog import watchdog
+    from keras_strategies.watchdog import watchdog
 
     # If the mesh consists of absent devices, there may be no job to watch.
     if kv_store.is_available():

@@ -3,7 +3,6 @@
 from collections.abc import Mapping
 from typing import Any
 
-from keras_strategies.keras_bridge.variables.partitioners import PartitionerLike
 from keras_strategies.strategy.compile_only import CompileOnlyStrategy
 from keras_strategies.tpu.cluster_resolver import TPUClusterResolver
 from keras_strategies.tpu.replica_meshes import (
@@ -12,6 +11,7 @@ from keras_strategies.tpu.replica_meshes import (
     choose_assignment,
     make_mesh,
 )
+from keras_strategies.variables.partitioners import PartitionerLike
 
 
 class TPUStrategy(CompileOnlyStrategy):

@@ -3,8 +3,8 @@
 import keras
 import numpy as np
 
-from keras_strategies._core.values import local_shards
-from keras_strategies.keras_bridge.variables.model_variables import (
+from keras_strategies.spmd.values import local_shards
+from keras_strategies.variables.model_variables import (
     all_variables,
 )
 

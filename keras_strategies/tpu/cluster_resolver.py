@@ -165,8 +165,8 @@ class TPUClusterResolver(ClusterResolver):
             return
         # Imported here, because these modules would add a tenth to the time
         # that importing this package takes.
-        from keras_strategies.cluster.job import bootstrap
-        from keras_strategies.cluster.watchdog import watchdog
+        from keras_strategies.job import bootstrap
+        from keras_strategies.watchdog import watchdog
 
         bootstrap.check_main_guard()
         try:

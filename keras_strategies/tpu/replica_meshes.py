@@ -10,7 +10,7 @@ from typing import Any
 import jax
 import numpy as np
 
-from keras_strategies._core.mesh import ReplicaMesh
+from keras_strategies.spmd.mesh import ReplicaMesh
 from keras_strategies.tpu.cluster_resolver import TPUClusterResolver
 from keras_strategies.tpu.coordinates import get_slice
 from keras_strategies.tpu.device_assignment import (

@@ -21,7 +21,7 @@ from keras_strategies.checkpoint.directory import manifest
 from keras_strategies.checkpoint.directory.lock import DirectoryLock
 from keras_strategies.checkpoint.directory.names import find_steps
 from keras_strategies.cluster.exchange.exit_codes import Preempted
-from keras_strategies.cluster.watchdog import preemption
+from keras_strategies.watchdog import preemption
 from tests.support.checkpoint import cases
 from tests.support.checkpoint.cases import Batches, of, unnumbered
 from tests.support.checkpoint.damages import DAMAGES

@@ -12,7 +12,7 @@ import numpy as np
 from jax.experimental import multihost_utils
 
 import keras_strategies as ks
-from keras_strategies.keras_bridge.variables import model_variables
+from keras_strategies.variables import model_variables
 from tests.support.checkpoint.runs import Seen
 from tests.support.strategies import make_strategy
 from tests.support.waiting import wait_until

@@ -5,7 +5,7 @@ import numpy as np
 import pytest
 
 import keras_strategies as ks
-from keras_strategies.keras_bridge.variables import model_variables
+from keras_strategies.variables import model_variables
 from tests.support.combinations import combine
 from tests.support.models import chain, compiled_in
 from tests.support.plain_keras import dense, mirrored

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 import keras_strategies as ks
-from keras_strategies.keras_bridge.variables import model_variables
+from keras_strategies.variables import model_variables
 from tests.parity.test_model_axis import MODELS, data, make_mlp
 from tests.support.checkpoint import runs
 from tests.support.checkpoint.cases import CASES

@@ -12,10 +12,10 @@ import pytest
 
 import keras_strategies as ks
 from keras_strategies.checkpoint.directory.names import find_steps
-from keras_strategies.keras_bridge.variables.model_variables import (
+from keras_strategies.testing import assert_replicated, run_processes
+from keras_strategies.variables.model_variables import (
     all_variables,
 )
-from keras_strategies.testing import assert_replicated, run_processes
 from tests.checkpoint import sharded
 from tests.support.checkpoint.damages import DAMAGES
 from tests.support.checkpoint.runs import Interrupted, assert_equal

@@ -6,8 +6,8 @@ import pytest
 
 from keras_strategies.cluster.exchange.exit_codes import Cause, ExitCode
 from keras_strategies.cluster.untrusted import MAX_DEPTH, load_json
-from keras_strategies.cluster.watchdog import heartbeat_thread
-from keras_strategies.cluster.watchdog.failure_detector import Heartbeat
+from keras_strategies.watchdog import heartbeat_thread
+from keras_strategies.watchdog.failure_detector import Heartbeat
 
 pytestmark = pytest.mark.quick
 

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 from keras.src.trainers.epoch_iterator import EpochIterator
 
-from keras_strategies.keras_bridge.callbacks import callback_states
+from keras_strategies.fit.callbacks import callback_states
 
 WITH_STATE = {kind for kind, _ in callback_states._ATTRIBUTES}
 # They have none that counts, or keep it in the model.

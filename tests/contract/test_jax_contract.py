@@ -14,20 +14,20 @@ import pytest
 from jax._src import api, distributed
 from jax.sharding import SingleDeviceSharding
 
-from keras_strategies._core.compiled import Figures
-from keras_strategies._core.jaxprs.replay import separate_trace
-from keras_strategies._core.jaxprs.stages import scan_operands
-from keras_strategies._core.jaxprs.traces import is_tracing
-from keras_strategies._core.mesh import ReplicaMesh
-from keras_strategies._core.names import versions
-from keras_strategies._core.replica_map import replica_map, split_spec
 from keras_strategies.cluster.exchange import kv_store
-from keras_strategies.cluster.job import mutual_tls
-from keras_strategies.cluster.job.free_ports import find_free_ports
-from keras_strategies.cluster.watchdog import progress
+from keras_strategies.job import mutual_tls
+from keras_strategies.job.free_ports import find_free_ports
+from keras_strategies.names import versions
+from keras_strategies.passes.replay import separate_trace
+from keras_strategies.passes.stages import scan_operands
+from keras_strategies.passes.traces import is_tracing
 from keras_strategies.planning.compile.compiler import parse_misfit
 from keras_strategies.planning.program.chips import find_memory
+from keras_strategies.spmd.compiled import Figures
+from keras_strategies.spmd.mesh import ReplicaMesh
+from keras_strategies.spmd.replica_map import replica_map, split_spec
 from keras_strategies.tpu.topology_devices import make_tpu_devices
+from keras_strategies.watchdog import progress
 from tests.support import compiling
 from tests.support.commands import python
 from tests.support.jobs import values_of
@@ -181,7 +181,7 @@ def test_jax_leaves_a_job_past_the_public_name():
 
 
 def test_open_constraints_are_still_emitted():
-    """Fails when JAX leaves them out: then _core/open_shardings.py can go."""
+    """Fails when JAX leaves them out: then spmd/open_shardings.py can go."""
     code = """
 import jax, numpy as np
 from jax.sharding import Mesh, PartitionSpec as P
@@ -316,7 +316,7 @@ def test_gradients_of_kernels_sharded_over_some_devices_are_counted_twice(
 
 
 def test_the_guard_knows_where_jax_traces_and_compares():
-    """Names by which cluster/watchdog/progress.py reads a thread's stack."""
+    """Names by which watchdog/progress.py reads a thread's stack."""
     from jax._src.interpreters import partial_eval, pxla
     from jax.experimental import multihost_utils
 

@@ -13,9 +13,9 @@ from jax.experimental import pallas, rnn
 from jaxlib import gpu_rnn
 from jaxlib.gpu_common_utils import GpuLibNotLinkedError
 
-from keras_strategies._core.jaxprs.stages import all_equations
-from keras_strategies._core.row_kinds import losses
-from keras_strategies._core.row_kinds.losses import LOSS, Verdict
+from keras_strategies.passes.row_kinds import losses
+from keras_strategies.passes.row_kinds.losses import LOSS, Verdict
+from keras_strategies.passes.stages import all_equations
 
 ROWS = 4
 
@@ -134,7 +134,7 @@ QUESTIONS = {
 
 
 def test_attention_of_cudnn_asks_the_process(monkeypatch):
-    """keras_bridge/layers/kernels.py answers for the devices of a mesh."""
+    """kernels/kernels.py answers for the devices of a mesh."""
     asked = []
 
     def answer(name, value):

@@ -1,4 +1,4 @@
-"""What Keras does with attention on TPUs: keras_bridge/layers/attention.py.
+"""What Keras does with attention on TPUs: kernels/attention.py.
 
 The kernel is interpreted here. When a test of it fails, Keras may call it as it
 should.
@@ -15,7 +15,7 @@ import pytest
 from jax.experimental.pallas import tpu as pltpu
 
 from keras_strategies.keras_bridge.keras_names import NN as keras_nn
-from keras_strategies.keras_bridge.layers.attention_masks import (
+from keras_strategies.kernels.attention_masks import (
     LAYERS,
     describe_mask,
 )
@@ -77,7 +77,7 @@ def test_without_the_kernel_it_is_what_its_arguments_say(monkeypatch, arrays):
 
 
 def test_attention_looks_at_the_first_of_jax_s_devices(monkeypatch):
-    """keras_bridge/layers/kernels.py replaces `jax` in Keras's module."""
+    """kernels/kernels.py replaces `jax` in Keras's module."""
     asked = []
 
     class Jax:

@@ -18,9 +18,9 @@ from keras.src.trainers.data_adapters import data_adapter_utils
 from keras.src.trainers.data_adapters.array_data_adapter import ArrayDataAdapter
 from keras.src.trainers.data_adapters.data_adapter import DataAdapter
 
+from keras_strategies.fit.inputs.feed import Feed
+from keras_strategies.fit.inputs.feed_position import Division
 from keras_strategies.keras_bridge import keras_names
-from keras_strategies.keras_bridge.inputs.feed import Feed
-from keras_strategies.keras_bridge.inputs.feed_position import Division
 
 VERSION = tuple(map(int, keras.__version__.split(".")[:2]))
 IN_3_16 = VERSION >= (3, 16)

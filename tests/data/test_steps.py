@@ -14,16 +14,16 @@ from keras.src.trainers.data_adapters.py_dataset_adapter import (
     PyDatasetAdapter,
 )
 
-from keras_strategies._core.rows import rows_of_processes, rows_of_replicas
 from keras_strategies.data.distributed import count_rows
 from keras_strategies.data.options import AutoShardPolicy
 from keras_strategies.data.sources.iterables import IterableSource
 from keras_strategies.data.sources.numpy_dataset import NumpyDataset, RowsSource
 from keras_strategies.data.steps import Steps
-from keras_strategies.keras_bridge.inputs.keras_sources import (
+from keras_strategies.fit.inputs.keras_sources import (
     ArraySource,
     PyDatasetSource,
 )
+from keras_strategies.spmd.rows import rows_of_processes, rows_of_replicas
 from tests.support.combinations import combine
 from tests.support.workers import Mesh, global_batches, read_all, rows_of
 

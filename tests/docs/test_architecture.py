@@ -40,7 +40,7 @@ def walk(title):
 
 
 # What a strategy with several cores a replica patches, for the whole process.
-PATCH = "_core/open_shardings.py"
+PATCH = "spmd/open_shardings.py"
 
 
 class Recorder:
@@ -116,10 +116,9 @@ def rooms_left(listed):
 
 def test_the_walk_of_a_row():
     model = compiled()
-    with Recorder(last="_core/dispatch.py") as recorder:
+    with Recorder(last="spmd/dispatch.py") as recorder:
         fit(model)
-    rooms = ("keras_bridge/loops", "keras_bridge/inputs", "data", "_core")
-    rooms += ("keras_bridge/steps",)
+    rooms = ("fit", "data", "spmd", "step")
     check("A row of data", [f for f in recorder.files if f.startswith(rooms)])
 
 
@@ -145,7 +144,7 @@ def test_a_return_to_a_room_is_seen():
 @pytest.mark.parametrize("change", [list.reverse, lambda files: files.pop()])
 def test_a_walk_in_another_order_is_seen(change):
     files = walk("A variable")
-    check("A variable", ["_core/other.py", *files])
+    check("A variable", ["spmd/other.py", *files])
     change(files)
     with pytest.raises(AssertionError):
         check("A variable", files)
@@ -162,8 +161,8 @@ def test_the_walk_of_a_variable():
 
 def test_the_walk_of_a_gradient():
     model = compiled()
-    begins = ("keras_bridge/hooks/optimizer_hooks.py", "stateless_apply")
-    with Recorder(begins, last="keras_bridge/inputs/feed.py") as recorder:
+    begins = ("hooks/optimizer_hooks.py", "stateless_apply")
+    with Recorder(begins, last="fit/inputs/feed.py") as recorder:
         fit(model)
     check("A gradient", recorder.files)
 
@@ -173,7 +172,7 @@ def test_the_walk_of_a_checkpoint(tmp_path):
     begins = ("callbacks/checkpoint.py", "_save")
     with Recorder(begins) as recorder:
         fit(model, callbacks=[ks.callbacks.Checkpoint(tmp_path)])
-    rooms = ("callbacks", "checkpoint", "keras_bridge/callbacks")
+    rooms = ("callbacks", "checkpoint", "fit/callbacks")
     check("A checkpoint", [f for f in recorder.files if f.startswith(rooms)])
     main = threading.current_thread()
     listed = walk("A checkpoint")
@@ -264,10 +263,8 @@ def test_files_that_a_page_names_exist(page):
 
 @pytest.mark.quick
 def test_missing_files_are_found():
-    text = (
-        "`_core/mesh.py`, `_core/no.py`, `tests/test_layers.py`, `tests/no.py`"
-    )
-    assert missing_files(text) == ["_core/no.py", "tests/no.py"]
+    text = "`spmd/mesh.py`, `spmd/no.py`, `tests/test_layers.py`, `tests/no.py`"
+    assert missing_files(text) == ["spmd/no.py", "tests/no.py"]
 
 
 @pytest.mark.quick

@@ -13,7 +13,7 @@ import pytest
 from keras import ops
 
 import keras_strategies as ks
-from keras_strategies._core.names import versions
+from keras_strategies.names import versions
 from tests.support.checkpoint.damages import flip
 from tests.support.combinations import some
 from tests.support.mistakes import X, Y, compiled, iter_of, one_input

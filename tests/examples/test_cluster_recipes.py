@@ -12,8 +12,8 @@ import pytest
 import yaml
 
 import keras_strategies as ks
-from keras_strategies._core.names import versions
-from keras_strategies.cluster.job.free_ports import find_free_ports
+from keras_strategies.job.free_ports import find_free_ports
+from keras_strategies.names import versions
 from keras_strategies.reporting.document import load_report
 from tests.support import compiling
 from tests.support.commands import CHILD, WITHOUT_PACKAGES

@@ -52,7 +52,7 @@ print(
 TAKEN = """
 import os
 import pathlib
-from keras_strategies.cluster.job.local_gpus import choose_gpus
+from keras_strategies.job.local_gpus import choose_gpus
 from keras_strategies.cluster.resolvers.slurm_resolver import (
     SlurmClusterResolver,
 )

@@ -40,23 +40,12 @@ from keras_strategies.cluster.exchange.message_forms import (
     read_messages,
 )
 from keras_strategies.cluster.exchange.rounds import Rounds
-from keras_strategies.cluster.job.local_gpus import (
-    VISIBLE,
-    count_visible_gpus,
-    parse_gpus,
-)
-from keras_strategies.cluster.job.place import find_unjoined_job
 from keras_strategies.cluster.resolvers import kubernetes_resolver, slurm_step
 from keras_strategies.cluster.resolvers.tf_config_resolver import (
     parse_tf_config,
 )
 from keras_strategies.cluster.tasks import task_info
 from keras_strategies.cluster.untrusted import load_json
-from keras_strategies.cluster.watchdog.failure_detector import Heartbeat
-from keras_strategies.cluster.watchdog.heartbeat_thread import (
-    _parse_heartbeats,
-    _parse_processes,
-)
 from keras_strategies.data import batch_spec
 from keras_strategies.data.raise_together import raise_everywhere
 from keras_strategies.data.shuffled_orders import BatchOrder, RowOrder
@@ -64,11 +53,22 @@ from keras_strategies.data.source import Part
 from keras_strategies.data.steps import Steps
 from keras_strategies.estimator import exporting, records, train_callback
 from keras_strategies.estimator.config.run_cluster import parse_cluster
-from keras_strategies.keras_bridge.callbacks import callback_states, fit_state
-from keras_strategies.keras_bridge.inputs import agree_source
+from keras_strategies.fit.callbacks import callback_states, fit_state
+from keras_strategies.fit.inputs import agree_source
+from keras_strategies.job.local_gpus import (
+    VISIBLE,
+    count_visible_gpus,
+    parse_gpus,
+)
+from keras_strategies.job.place import find_unjoined_job
 from keras_strategies.planning.compile import compiler as compiling
 from keras_strategies.planning.compile.layouts import parse_layout
 from keras_strategies.tpu.topology import Topology
+from keras_strategies.watchdog.failure_detector import Heartbeat
+from keras_strategies.watchdog.heartbeat_thread import (
+    _parse_heartbeats,
+    _parse_processes,
+)
 from tests.support.checkpoint.written import write_small
 from tests.support.workers import Mesh
 

@@ -9,9 +9,9 @@ import jax
 import keras
 
 import keras_strategies as ks
-from keras_strategies._core.compiled import compile_program
-from keras_strategies._core.rows import padded_rows
-from keras_strategies.keras_bridge.steps.lower_step import lower_step
+from keras_strategies.spmd.compiled import compile_program
+from keras_strategies.spmd.rows import padded_rows
+from keras_strategies.step.lower_step import lower_step
 
 LOGS = 2
 """The entries of the loss's mean: a sum and its number of rows."""

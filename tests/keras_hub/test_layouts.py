@@ -11,8 +11,8 @@ import numpy as np
 import pytest
 
 import keras_strategies as ks
-from keras_strategies.keras_bridge.variables import model_variables
 from keras_strategies.testing import assert_replicated
+from keras_strategies.variables import model_variables
 from tests.support.numbers import assert_all_close
 from tests.support.strategies import of_cores
 

@@ -5,7 +5,7 @@ import keras
 import numpy as np
 
 import keras_strategies as ks
-from keras_strategies.keras_bridge.loops.binding import find_binding
+from keras_strategies.fit.binding import find_binding
 from keras_strategies.testing import assert_replicated
 from tests.multi_process.scenarios import data
 

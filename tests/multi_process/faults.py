@@ -17,7 +17,7 @@ import numpy as np
 from jax._src import compiler, distributed, xla_bridge
 
 import keras_strategies as ks
-from keras_strategies.cluster.watchdog import watchdog
+from keras_strategies.watchdog import watchdog
 
 AT = 8  # The step of what goes wrong.
 STEPS = 400

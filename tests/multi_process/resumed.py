@@ -24,8 +24,8 @@ import keras
 import numpy as np
 
 import keras_strategies as ks
-from keras_strategies.keras_bridge.callbacks import callback_states
-from keras_strategies.keras_bridge.variables.model_variables import (
+from keras_strategies.fit.callbacks import callback_states
+from keras_strategies.variables.model_variables import (
     all_variables,
 )
 

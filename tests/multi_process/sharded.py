@@ -10,10 +10,10 @@ import keras
 import numpy as np
 
 import keras_strategies as ks
-from keras_strategies.keras_bridge.variables.model_variables import (
+from keras_strategies.testing import assert_replicated
+from keras_strategies.variables.model_variables import (
     all_variables,
 )
-from keras_strategies.testing import assert_replicated
 from tests.support.plain_keras import dense
 
 _random = np.random.default_rng(0)

@@ -16,7 +16,7 @@ GO_ON = "tests.multi_process.killed:go_on"
 STEPS = -(-killed.ROWS // killed.SIZE)
 
 
-# Sources that go on in threads: tests/keras_bridge/inputs/test_positions.py.
+# Sources that go on in threads: tests/fit/inputs/test_positions.py.
 @pytest.mark.slow
 def test_a_killed_job_goes_on_with_the_same_batches(tmp_path):
     killed.write_files(tmp_path)

@@ -8,8 +8,8 @@ import sys
 
 import pytest
 
-from keras_strategies.cluster.job.free_ports import find_free_ports
-from tests.cluster.job.test_local_gpus import STEP, tf_config, torchrun
+from keras_strategies.job.free_ports import find_free_ports
+from tests.job.test_local_gpus import STEP, tf_config, torchrun
 from tests.support.combinations import combine, few
 
 pytestmark = pytest.mark.multi_process

@@ -3,8 +3,8 @@
 import jax
 import pytest
 
-from keras_strategies._core.names.versions import parse_version
-from keras_strategies.cluster.job.mutual_tls import CERT, LEAST_JAX, PREFIX
+from keras_strategies.job.mutual_tls import CERT, LEAST_JAX, PREFIX
+from keras_strategies.names.versions import parse_version
 from tests.multi_process.startup import train
 from tests.multi_process.test_startup import free_addresses, in_turn
 from tests.support.certificates import make_certificates, sign

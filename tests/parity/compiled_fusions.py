@@ -20,8 +20,8 @@ import jax
 import jax.numpy as jnp
 
 import keras_strategies as ks
-from keras_strategies._core import buffers, replica_map
-from keras_strategies.keras_bridge.steps import traced
+from keras_strategies.spmd import buffers, replica_map
+from keras_strategies.step import traced
 
 import keras  # isort: skip
 from keras import layers  # isort: skip

@@ -6,9 +6,9 @@ import pytest
 from keras import layers
 
 import keras_strategies as ks
-from keras_strategies._core.batches import Segment
-from keras_strategies._core.rows import padded_rows
-from keras_strategies.keras_bridge.steps.step_functions import make_program
+from keras_strategies.spmd.batches import Segment
+from keras_strategies.spmd.rows import padded_rows
+from keras_strategies.step.step_functions import make_program
 from tests.support.combinations import combine
 
 

@@ -14,10 +14,10 @@ import numpy as np
 import pytest
 
 import keras_strategies as ks
-from keras_strategies.keras_bridge.variables.model_variables import (
+from keras_strategies.testing import assert_replicated
+from keras_strategies.variables.model_variables import (
     all_variables,
 )
-from keras_strategies.testing import assert_replicated
 from tests.parity.cases import CASES
 from tests.parity.one_device import check
 from tests.support.combinations import combine, few

@@ -13,8 +13,8 @@ import numpy as np
 import pytest
 
 import keras_strategies as ks
-from keras_strategies.keras_bridge.variables import model_variables
 from keras_strategies.testing import assert_replicated
+from keras_strategies.variables import model_variables
 from tests.parity import one_device
 from tests.parity.cases import CASES, LOSSES, METRICS, by_optimizer
 from tests.support.combinations import some

@@ -18,10 +18,10 @@ import pytest
 from keras import layers, ops
 
 import keras_strategies as ks
-from keras_strategies.keras_bridge.variables.model_variables import (
+from keras_strategies.testing import assert_replicated
+from keras_strategies.variables.model_variables import (
     all_variables,
 )
-from keras_strategies.testing import assert_replicated
 from tests.support.combinations import combine
 from tests.support.models import chain
 from tests.support.strategies import make_strategy, of_cores, take_devices

@@ -89,9 +89,9 @@ GATHERED = """
 import json
 import jax, keras
 import keras_strategies as ks
-from keras_strategies._core.batches import Segment
-from keras_strategies.keras_bridge.steps import step_functions
-from keras_strategies.keras_bridge.variables import shardings
+from keras_strategies.spmd.batches import Segment
+from keras_strategies.step import step_functions
+from keras_strategies.variables import shardings
 
 WIDTH, DEPTH = 512, 16
 strategy = ks.MirroredStrategy(

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 import keras_strategies as ks
-from keras_strategies._core.names import phases
+from keras_strategies.names import phases
 from tests.support.plain_keras import mirrored
 
 

@@ -2,8 +2,8 @@
 
 import pytest
 
-from keras_strategies.cluster.watchdog.failure_detector import Heartbeat
 from keras_strategies.reporting.process_times import compare_processes
+from keras_strategies.watchdog.failure_detector import Heartbeat
 
 
 def beat(local_s, *, steps=10, steps_s=20.0, input_s=0.0):

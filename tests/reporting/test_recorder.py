@@ -3,8 +3,7 @@
 import numpy as np
 import pytest
 
-from keras_strategies._core.batches import Execution, Segment
-from keras_strategies._core.names.phases import (
+from keras_strategies.names.phases import (
     CALLBACKS,
     DEVICE,
     EVALUATE,
@@ -16,6 +15,7 @@ from keras_strategies._core.names.phases import (
 from keras_strategies.reporting.figures import compute_figures
 from keras_strategies.reporting.histogram import Histogram
 from keras_strategies.reporting.recorder import StepRecorder
+from keras_strategies.spmd.batches import Execution, Segment
 
 
 class Clock:

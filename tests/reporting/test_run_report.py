@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 
 import keras_strategies as ks
-from keras_strategies._core.names import phases
+from keras_strategies.names import phases
 from keras_strategies.planning.program.chips import GPUS
 from keras_strategies.reporting import flops, run_report
 from tests.callbacks.test_scalars import read

@@ -11,9 +11,9 @@ import pytest
 from keras.src.losses import loss as loss_module
 
 import keras_strategies as ks
+from keras_strategies.fit import scope_hooks
+from keras_strategies.fit.binding import find_binding
 from keras_strategies.keras_bridge.keras_names import TRAINER
-from keras_strategies.keras_bridge.loops import scope_hooks
-from keras_strategies.keras_bridge.loops.binding import find_binding
 from tests.support.combinations import combine
 from tests.support.plain_keras import mirrored
 from tests.support.rows_seen import (

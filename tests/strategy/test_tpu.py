@@ -12,7 +12,7 @@ import pytest
 from rich.console import Console
 
 import keras_strategies as ks
-from keras_strategies._core.mesh import ReplicaMesh
+from keras_strategies.spmd.mesh import ReplicaMesh
 from keras_strategies.strategy.inspect import describe
 from keras_strategies.tpu.replica_meshes import make_assigned_mesh
 from tests.support.slices import make_slice

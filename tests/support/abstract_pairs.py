@@ -11,9 +11,9 @@ import keras
 
 import keras_strategies as ks
 from benchmarks.program_texts import differences, normal_hlo, normal_stablehlo
-from keras_strategies.keras_bridge.steps.lower_step import KINDS, lower_step
-from keras_strategies.keras_bridge.variables import model_variables, shardings
-from keras_strategies.keras_bridge.variables.abstract_variables import (
+from keras_strategies.step.lower_step import KINDS, lower_step
+from keras_strategies.variables import model_variables, shardings
+from keras_strategies.variables.abstract_variables import (
     MAX_REAL_SIZE,
     is_abstract,
 )

@@ -9,8 +9,8 @@ import numpy as np
 import pytest
 
 import keras_strategies as ks
+from keras_strategies.fit.binding import find_binding
 from keras_strategies.keras_bridge.keras_names import SUPER_BATCHES
-from keras_strategies.keras_bridge.loops.binding import find_binding
 from keras_strategies.testing import assert_replicated
 
 no_data_left = pytest.mark.filterwarnings(

@@ -7,8 +7,7 @@ from jax.experimental.pallas.ops.tpu.splash_attention import (
     splash_attention_kernel as kernels,
 )
 
-from keras_strategies._core import splash_attention
-from keras_strategies.keras_bridge.layers import attention
+from keras_strategies.kernels import attention, splash_attention
 
 
 @pytest.fixture

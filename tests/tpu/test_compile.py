@@ -19,7 +19,7 @@ from benchmarks.tpu_collectives import (
     compile_steps,
     loop_step,
 )
-from keras_strategies._core.jaxprs.hlo_text import count_collective_bytes
+from keras_strategies.passes.hlo_text import count_collective_bytes
 from tests.support.combinations import few
 
 pytestmark = pytest.mark.tpu

@@ -8,9 +8,9 @@ import jax
 import pytest
 
 import keras_strategies as ks
-from keras_strategies._core.mesh import ReplicaMesh
-from keras_strategies.keras_bridge.loops.binding import find_binding
-from keras_strategies.keras_bridge.steps.lower_step import lower_step
+from keras_strategies.fit.binding import find_binding
+from keras_strategies.spmd.mesh import ReplicaMesh
+from keras_strategies.step.lower_step import lower_step
 from tests.support.slices import make_slice
 
 

@@ -32,7 +32,7 @@ from keras_strategies.cluster.resolvers.torchrun_resolver import (
 )
 from keras_strategies.cluster.spec import TaskInfo
 from keras_strategies.cluster.tasks import task_info
-from keras_strategies.cluster.watchdog.launcher_pipe import LAUNCHER_FD
+from keras_strategies.watchdog.launcher_pipe import LAUNCHER_FD
 
 _CONNECT_S = 2.0
 _BIND_ADDRESS = "JAX_COORDINATOR_BIND_ADDRESS"

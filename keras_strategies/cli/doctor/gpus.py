@@ -10,7 +10,6 @@ import subprocess
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 
-from keras_strategies._core.names import versions
 from keras_strategies.cli.doctor.findings import (
     Finding,
     Part,
@@ -20,8 +19,9 @@ from keras_strategies.cli.doctor.findings import (
     warning,
 )
 from keras_strategies.cli.doctor.installed import Version
-from keras_strategies.cluster.job import local_gpus
 from keras_strategies.cluster.spec import TaskInfo
+from keras_strategies.job import local_gpus
+from keras_strategies.names import versions
 
 _DRIVER = Path("/proc/driver/nvidia/version")
 _NUMBER = re.compile(r"\b([0-9]{3,4}(?:\.[0-9]{1,4}){1,2})\b", re.ASCII)

@@ -12,7 +12,6 @@ import sys
 from collections.abc import Callable, Iterator, Mapping
 
 import keras_strategies
-from keras_strategies._core.names import versions
 from keras_strategies.cli.doctor.findings import (
     Finding,
     Part,
@@ -23,10 +22,11 @@ from keras_strategies.cli.doctor.findings import (
 )
 from keras_strategies.cluster.checks import read_timeout
 from keras_strategies.cluster.exchange.job_secret import VARIABLE, read_secret
-from keras_strategies.cluster.job import compilation_cache
+from keras_strategies.fit.profiled_steps import read_steps
 from keras_strategies.gpu.xla_flags import read_flags
+from keras_strategies.job import compilation_cache
 from keras_strategies.keras_bridge.backend import is_switched_on
-from keras_strategies.keras_bridge.loops.profiled_steps import read_steps
+from keras_strategies.names import versions
 
 LEAST_PYTHON = (3, 11)
 # Optional modules, the extras that install them, and what they are used for.

@@ -74,8 +74,8 @@ def _join(join: dict[str, Any] | None, timeout_s: float) -> dict[str, Any]:
     """Joins the job; if `join` is None, JAX itself detects the cluster."""
     import jax
 
-    from keras_strategies.cluster.job import bootstrap
     from keras_strategies.cluster.spec import TaskInfo
+    from keras_strategies.job import bootstrap
 
     if join is None:
         limit = max(int(timeout_s), 1)

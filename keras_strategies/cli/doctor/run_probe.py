@@ -23,8 +23,8 @@ from keras_strategies.cluster.child_program import make_command_line
 from keras_strategies.cluster.exchange.message_forms import fault_of
 from keras_strategies.cluster.exchange.rendezvous import RendezvousError
 from keras_strategies.cluster.untrusted import load_json
-from keras_strategies.cluster.watchdog.launcher_pipe import LAUNCHER_FD
 from keras_strategies.gpu.xla_flags import is_deterministic
+from keras_strategies.watchdog.launcher_pipe import LAUNCHER_FD
 
 _PROBE = "keras_strategies.cli.doctor.probe"
 # The time limit for JAX to start its devices, which takes long on large slices.

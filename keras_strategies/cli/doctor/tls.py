@@ -2,12 +2,12 @@
 
 from collections.abc import Mapping
 
-from keras_strategies._core.names import versions
 from keras_strategies.cli.doctor.findings import Finding, Row, fault
 from keras_strategies.cli.doctor.installed import Version
 from keras_strategies.cluster.exchange.rendezvous import split_address
-from keras_strategies.cluster.job import mutual_tls
 from keras_strategies.cluster.spec import TaskInfo
+from keras_strategies.job import mutual_tls
+from keras_strategies.names import versions
 
 
 def check_tls(

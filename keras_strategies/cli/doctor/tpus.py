@@ -12,7 +12,6 @@ import re
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 
-from keras_strategies._core.names import versions
 from keras_strategies.cli.doctor.findings import (
     Finding,
     Part,
@@ -22,6 +21,7 @@ from keras_strategies.cli.doctor.findings import (
 )
 from keras_strategies.cli.doctor.installed import Version
 from keras_strategies.cluster.addresses import join_few
+from keras_strategies.names import versions
 
 LOCK = Path("/tmp/libtpu_lockfile")
 """The file that libtpu locks."""

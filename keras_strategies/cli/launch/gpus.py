@@ -4,7 +4,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from keras_strategies.cluster.addresses import shorten
-from keras_strategies.cluster.job.local_gpus import (
+from keras_strategies.job.local_gpus import (
     DEV,
     LOCAL_IDS,
     VISIBLE,

@@ -17,7 +17,7 @@ from types import FrameType
 
 from keras_strategies.cli.launch.local_process import Child, Output
 from keras_strategies.cluster.exchange.exit_codes import ExitCode
-from keras_strategies.cluster.job.progress_pipe import Progress
+from keras_strategies.job.progress_pipe import Progress
 
 # Exit codes which show that a process ended by itself, even if the launcher had
 # also sent it a signal.

@@ -12,12 +12,12 @@ import threading
 from collections.abc import Mapping, Sequence
 from typing import BinaryIO
 
-from keras_strategies.cluster.job.progress_pipe import (
+from keras_strategies.job.progress_pipe import (
     PROGRESS_PIPE,
     Progress,
     ProgressReader,
 )
-from keras_strategies.cluster.watchdog.launcher_pipe import LAUNCHER_FD
+from keras_strategies.watchdog.launcher_pipe import LAUNCHER_FD
 
 _CHUNK = 65536
 # Longer lines are printed in several parts, so that they cannot use up memory.

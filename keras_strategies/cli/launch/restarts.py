@@ -5,7 +5,7 @@ import time
 from collections.abc import Callable
 
 from keras_strategies.cli.launch.local_job import JobEnd, print_line
-from keras_strategies.cluster.job.progress_pipe import Progress
+from keras_strategies.job.progress_pipe import Progress
 
 # How often in a row the job may end at the same step: by an error in the
 # script, which is then raised again, or by the same signal or exit code.

@@ -13,7 +13,6 @@ from typing import Any
 import jax
 import numpy as np
 
-from keras_strategies._core.batches import num_rows
 from keras_strategies._types import Dataset, Tree
 from keras_strategies.data.grain.grain_rows import (
     Stacked,
@@ -25,6 +24,7 @@ from keras_strategies.data.loaded import LoadedSource, check_by_rows, is_local
 from keras_strategies.data.options import AutoShardPolicy
 from keras_strategies.data.own_rows import ProcessRows, stack_rows
 from keras_strategies.data.source import Cut, Part, take
+from keras_strategies.spmd.batches import num_rows
 
 # Number of batches of a `MapDataset` that are read concurrently in advance.
 _NUM_THREADS = 4

@@ -9,7 +9,6 @@ from typing import Any
 import jax
 import numpy as np
 
-from keras_strategies._core.batches import num_rows
 from keras_strategies._types import Tree
 from keras_strategies.data.source import (
     Cut,
@@ -20,6 +19,7 @@ from keras_strategies.data.source import (
 )
 from keras_strategies.data.source_summary import Reading, Summary
 from keras_strategies.data.sources.mapped_arrays import let_go
+from keras_strategies.spmd.batches import num_rows
 
 
 class NumpyDataset:

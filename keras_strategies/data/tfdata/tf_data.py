@@ -12,7 +12,6 @@ import threading
 from collections.abc import Callable, Iterator
 from typing import Any
 
-from keras_strategies._core.batches import num_rows
 from keras_strategies._types import Dataset, Tree
 from keras_strategies.cluster.exchange.message_forms import Either, fault_of
 from keras_strategies.cluster.untrusted import load_json
@@ -39,6 +38,7 @@ from keras_strategies.data.tfdata.tf_nodes import (
 )
 from keras_strategies.data.tfdata.tf_order import EpochDatasets
 from keras_strategies.data.tfdata.tf_plan import plan_shards
+from keras_strategies.spmd.batches import num_rows
 
 _Policy = AutoShardPolicy
 

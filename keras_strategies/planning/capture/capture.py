@@ -14,24 +14,19 @@ from typing import Any, NoReturn
 import jax
 import keras
 
-from keras_strategies._core import values
-from keras_strategies._core.attributes import temporary_attribute
-from keras_strategies._core.mesh import ReplicaMesh
 from keras_strategies._types import Array, Dataset, Tree
 from keras_strategies.cluster.resolvers.simple_resolver import (
     SimpleClusterResolver,
 )
 from keras_strategies.cluster.spec import ClusterSpec
 from keras_strategies.data.sources.from_function import InputContext
-from keras_strategies.keras_bridge.inputs import feed as feed_lib
-from keras_strategies.keras_bridge.inputs.choose_source import (
+from keras_strategies.fit.binding import Binding
+from keras_strategies.fit.inputs import feed as feed_lib
+from keras_strategies.fit.inputs.choose_source import (
     make_dataset_source,
 )
-from keras_strategies.keras_bridge.inputs.loop_data import split_validation
-from keras_strategies.keras_bridge.loops.binding import Binding
-from keras_strategies.keras_bridge.loops.loop_call import Call
-from keras_strategies.keras_bridge.steps.lower_step import shape_of
-from keras_strategies.keras_bridge.variables.abstract_models import abstract
+from keras_strategies.fit.inputs.loop_data import split_validation
+from keras_strategies.fit.loop_call import Call
 from keras_strategies.planning.capture import io_stubs
 from keras_strategies.planning.capture.captured_data import (
     CapturedData,
@@ -49,6 +44,10 @@ from keras_strategies.planning.compile.fit_step import FitStep
 from keras_strategies.planning.compile.layouts import Layout, parse_layout
 from keras_strategies.planning.compile.run_step import RunStep
 from keras_strategies.planning.compile.step import Step
+from keras_strategies.spmd import values
+from keras_strategies.spmd.attributes import temporary_attribute
+from keras_strategies.spmd.mesh import ReplicaMesh
+from keras_strategies.step.lower_step import shape_of
 from keras_strategies.strategy import reducing
 from keras_strategies.strategy.mirrored import (
     MirroredStrategy,
@@ -62,6 +61,7 @@ from keras_strategies.strategy.tpu import TPUStrategy
 from keras_strategies.tpu import experimental
 from keras_strategies.tpu.replica_meshes import make_assigned_mesh
 from keras_strategies.tpu.topology import Topology
+from keras_strategies.variables.abstract_models import abstract
 
 _CLASSES = (
     *(MirroredStrategy, MultiWorkerMirroredStrategy, TPUStrategy),

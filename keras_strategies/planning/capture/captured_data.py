@@ -5,16 +5,16 @@ from typing import Any
 
 import jax
 
-from keras_strategies._core import values
-from keras_strategies._core.mesh import ReplicaMesh
 from keras_strategies._types import Array, Batch
 from keras_strategies.data.distributed import (
     DistributedDataset,
     DistributedIterator,
 )
 from keras_strategies.data.source import Source
-from keras_strategies.keras_bridge.steps.lower_step import shape_of
 from keras_strategies.planning.compile.step import with_rows
+from keras_strategies.spmd import values
+from keras_strategies.spmd.mesh import ReplicaMesh
+from keras_strategies.step.lower_step import shape_of
 
 
 class CapturedData(DistributedDataset):

@@ -12,20 +12,20 @@ import jax
 import keras
 import numpy as np
 
-from keras_strategies._core.batches import num_rows
-from keras_strategies._core.mesh import ReplicaMesh
 from keras_strategies._types import Tree
-from keras_strategies.keras_bridge.inputs import feed as feed_lib
-from keras_strategies.keras_bridge.loops.binding import Binding
-from keras_strategies.keras_bridge.loops.host_calls import run_on_host
-from keras_strategies.keras_bridge.loops.loop_call import Call
-from keras_strategies.keras_bridge.variables.abstract_variables import (
+from keras_strategies.fit.binding import Binding
+from keras_strategies.fit.host_calls import run_on_host
+from keras_strategies.fit.inputs import feed as feed_lib
+from keras_strategies.fit.loop_call import Call
+from keras_strategies.planning.capture.captured_data import CapturedData
+from keras_strategies.planning.capture.errors import PlanError
+from keras_strategies.spmd.batches import num_rows
+from keras_strategies.spmd.mesh import ReplicaMesh
+from keras_strategies.variables.abstract_variables import (
     ValueStore,
     describe,
     storing_values,
 )
-from keras_strategies.planning.capture.captured_data import CapturedData
-from keras_strategies.planning.capture.errors import PlanError
 
 EARLY_CALLS = ("evaluate", "predict", "test_on_batch", "predict_on_batch")
 """The methods of a model that a script may call before it trains."""

@@ -14,9 +14,9 @@ from typing import Any
 
 import keras
 
-from keras_strategies._core.attributes import temporary_attribute
 from keras_strategies.keras_bridge.weight_files import skip_weights
 from keras_strategies.planning.capture.errors import PlanError
+from keras_strategies.spmd.attributes import temporary_attribute
 
 _HUB = "keras_hub"
 _MAX_NAMES = 3

@@ -11,7 +11,6 @@ import traceback
 from collections.abc import Callable, Iterator
 from typing import NoReturn
 
-from keras_strategies._core.attributes import temporary_attribute
 from keras_strategies.planning.capture.capture import Capture
 from keras_strategies.planning.capture.errors import (
     PlanError,
@@ -19,6 +18,7 @@ from keras_strategies.planning.capture.errors import (
     StepCaptured,
 )
 from keras_strategies.planning.capture.request import Request
+from keras_strategies.spmd.attributes import temporary_attribute
 
 _MAX_WAIT_SECONDS = 60.0
 _POLL_SECONDS = 0.05

@@ -22,9 +22,6 @@ from typing import Any, NoReturn, TextIO
 
 import jax
 
-from keras_strategies.keras_bridge.variables.transformer_layout import (
-    transformer_layout,
-)
 from keras_strategies.planning.capture.capture import Capture
 from keras_strategies.planning.capture.errors import (
     PlanError,
@@ -52,6 +49,9 @@ from keras_strategies.planning.compile.planner import (
 from keras_strategies.planning.compile.step import Step
 from keras_strategies.strategy.compile_only import make_devices
 from keras_strategies.strategy.mirrored import MirroredStrategy
+from keras_strategies.variables.transformer_layout import (
+    transformer_layout,
+)
 
 _MAX_LINES = 12
 _MAX_CAUSES = 20

@@ -7,25 +7,25 @@ from typing import Any, NoReturn, cast
 import jax
 import keras
 
-from keras_strategies._core.batches import num_rows
-from keras_strategies._core.mesh import ReplicaMesh
 from keras_strategies._types import Tree
 from keras_strategies.gpu.topology_devices import is_absent_gpu
-from keras_strategies.keras_bridge.steps.lower_step import shape_of
-from keras_strategies.keras_bridge.variables.abstract_models import abstract
-from keras_strategies.keras_bridge.variables.transformer_layout import (
-    transformer_layout,
-)
 from keras_strategies.planning.compile import layouts as lib
 from keras_strategies.planning.compile.clones import clone_from_config
 from keras_strategies.planning.compile.fit_step import FitStep
 from keras_strategies.planning.compile.planner import Candidate
 from keras_strategies.planning.compile.step import Step, with_rows
+from keras_strategies.spmd.batches import num_rows
+from keras_strategies.spmd.mesh import ReplicaMesh
+from keras_strategies.step.lower_step import shape_of
 from keras_strategies.strategy.compile_only import make_devices
 from keras_strategies.strategy.strategy import Strategy
 from keras_strategies.tpu.device_groups import group_devices
 from keras_strategies.tpu.replica_meshes import make_abstract_mesh
 from keras_strategies.tpu.topology import Topology
+from keras_strategies.variables.abstract_models import abstract
+from keras_strategies.variables.transformer_layout import (
+    transformer_layout,
+)
 
 
 class MakingFailed(Exception):  # noqa: N818

@@ -6,13 +6,13 @@ from typing import Any
 
 import keras
 
-from keras_strategies._core.attributes import temporary_attribute
-from keras_strategies.keras_bridge.layers.call_signatures import (
+from keras_strategies.kernels.call_signatures import (
     is_of_keras,
     is_rematerialized,
 )
-from keras_strategies.keras_bridge.layers.equal_blocks import Blocks
+from keras_strategies.kernels.equal_blocks import Blocks
 from keras_strategies.planning.compile.shorter_models import shorten
+from keras_strategies.spmd.attributes import temporary_attribute
 
 _OF_A_STEP = ("train_step", "compute_loss", "compute_metrics", "compile")
 

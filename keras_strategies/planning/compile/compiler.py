@@ -23,8 +23,6 @@ from typing import Any
 
 import jax
 
-from keras_strategies._core.compiled import without_jax_cache
-from keras_strategies._core.jaxprs.hlo_text import COLLECTIVES
 from keras_strategies._types import Tree
 from keras_strategies.cluster.exchange.message_forms import Either, fault_of
 from keras_strategies.cluster.untrusted import load_json, open_regular
@@ -33,8 +31,10 @@ from keras_strategies.gpu.topology_devices import (
     describe_target,
 )
 from keras_strategies.gpu.xla_flags import read_flags
+from keras_strategies.passes.hlo_text import COLLECTIVES
 from keras_strategies.planning.program.chips import find_chip
 from keras_strategies.planning.program.costs import BY_KIND, BY_SOURCE, Costs
+from keras_strategies.spmd.compiled import without_jax_cache
 
 _FOLDER = "keras_strategies"
 _MOST_JOBS = 8

@@ -11,24 +11,16 @@ import keras
 from jax.sharding import NamedSharding
 from keras import tree
 
-from keras_strategies._core.jaxprs.flops import count_training_flops
-from keras_strategies._core.jaxprs.specs import Sharded
-from keras_strategies._core.mesh import ReplicaMesh
 from keras_strategies._types import Array, Batch, Tree
-from keras_strategies.keras_bridge.layers.attention import collect_reasons
-from keras_strategies.keras_bridge.layers.call_signatures import (
+from keras_strategies.fit.binding import Binding
+from keras_strategies.kernels.attention import collect_reasons
+from keras_strategies.kernels.call_signatures import (
     is_rematerialized,
 )
-from keras_strategies.keras_bridge.layers.equal_blocks import find_blocks
-from keras_strategies.keras_bridge.layers.scanned_blocks import are_scanned
-from keras_strategies.keras_bridge.loops.binding import Binding
-from keras_strategies.keras_bridge.steps.lower_step import (
-    lower_step,
-    shape_of,
-)
-from keras_strategies.keras_bridge.steps.step_functions import step_variables
-from keras_strategies.keras_bridge.variables import shardings
-from keras_strategies.keras_bridge.variables.abstract_models import abstract
+from keras_strategies.kernels.equal_blocks import find_blocks
+from keras_strategies.kernels.scanned_blocks import are_scanned
+from keras_strategies.passes.flops import count_training_flops
+from keras_strategies.passes.specs import Sharded
 from keras_strategies.planning.compile.clones import (
     accumulates_gradients,
     embeds_tokens,
@@ -44,7 +36,15 @@ from keras_strategies.planning.compile.step import (
     describe_attention,
     with_rows,
 )
+from keras_strategies.spmd.mesh import ReplicaMesh
+from keras_strategies.step.lower_step import (
+    lower_step,
+    shape_of,
+)
+from keras_strategies.step.step_functions import step_variables
 from keras_strategies.strategy.strategy import Strategy
+from keras_strategies.variables import shardings
+from keras_strategies.variables.abstract_models import abstract
 
 
 class FitStep(Step):

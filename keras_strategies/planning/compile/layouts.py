@@ -10,7 +10,7 @@ import re
 from collections.abc import Iterable, Sequence
 from typing import Any
 
-from keras_strategies.keras_bridge.variables.partitioners import (
+from keras_strategies.variables.partitioners import (
     FullySharded,
     Replicated,
     SlotsOnly,

@@ -9,13 +9,13 @@ import jax
 import keras
 import numpy as np
 
-from keras_strategies._core import values
-from keras_strategies.keras_bridge.layers.attention import collect_reasons
+from keras_strategies.kernels.attention import collect_reasons
 from keras_strategies.planning.compile.step import (
     Step,
     count_variable_bytes,
     describe_attention,
 )
+from keras_strategies.spmd import values
 from keras_strategies.strategy.runner import Runner
 
 

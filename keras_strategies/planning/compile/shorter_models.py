@@ -7,7 +7,7 @@ import keras
 from keras import tree
 
 from keras_strategies._types import Tree
-from keras_strategies.keras_bridge.layers.equal_blocks import Blocks
+from keras_strategies.kernels.equal_blocks import Blocks
 
 
 def shorten(model: keras.Model, blocks: Blocks, number: int) -> keras.Model:

@@ -7,11 +7,11 @@ from typing import Any
 import jax
 import keras
 
-from keras_strategies._core.mesh import ReplicaMesh
 from keras_strategies._types import Array, Batch
-from keras_strategies.keras_bridge.layers.equal_blocks import Blocks
-from keras_strategies.keras_bridge.steps.lower_step import shape_of
-from keras_strategies.keras_bridge.variables import shardings
+from keras_strategies.kernels.equal_blocks import Blocks
+from keras_strategies.spmd.mesh import ReplicaMesh
+from keras_strategies.step.lower_step import shape_of
+from keras_strategies.variables import shardings
 
 
 class Step:

@@ -4,7 +4,6 @@ import dataclasses
 from collections.abc import Mapping, Sequence
 from typing import Any, Self
 
-from keras_strategies._core.compiled import Figures
 from keras_strategies.planning.program.chips import Chip
 from keras_strategies.planning.program.gpu_clock import GpuClock
 from keras_strategies.planning.program.hlo import parse
@@ -15,6 +14,7 @@ from keras_strategies.planning.program.walk import (
     Walk,
     Works,
 )
+from keras_strategies.spmd.compiled import Figures
 
 _MOST_DEAREST = 4
 _UNREADABLE = (ArithmeticError, LookupError, RecursionError, ValueError)

@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 
-from keras_strategies._core.jaxprs.hlo_text import (
+from keras_strategies.passes.hlo_text import (
     COLLECTIVES,
     Groups,
     count_bytes,

@@ -5,7 +5,7 @@ from collections import Counter
 from collections.abc import Sequence
 from typing import Any
 
-from keras_strategies._core.jaxprs.hlo_text import Groups
+from keras_strategies.passes.hlo_text import Groups
 from keras_strategies.planning.program.chips import Chip
 from keras_strategies.planning.program.links import Collective
 

@@ -10,8 +10,8 @@ import math
 import re
 from collections.abc import Iterator, Sequence
 
-from keras_strategies._core.jaxprs.flops import count_positions
-from keras_strategies._core.jaxprs.hlo_text import KERNELS
+from keras_strategies.passes.flops import count_positions
+from keras_strategies.passes.hlo_text import KERNELS
 from keras_strategies.planning.program.hlo import (
     Computation,
     Instruction,

@@ -2,7 +2,7 @@
 
 import re
 
-from keras_strategies._core.jaxprs.hlo_text import KERNELS
+from keras_strategies.passes.hlo_text import KERNELS
 from keras_strategies.planning.program.hlo import Instruction
 
 _WRAPPED = re.compile(r"^(?:jvp|transpose|vmap)\((.*)\)$")

@@ -16,12 +16,12 @@ from rich.panel import Panel
 from rich.table import Table
 from rich.text import Text
 
-from keras_strategies._core.mesh import ReplicaMesh
-from keras_strategies.keras_bridge.variables.abstract_variables import (
+from keras_strategies.spmd.mesh import ReplicaMesh
+from keras_strategies.variables.abstract_variables import (
     is_abstract,
 )
-from keras_strategies.keras_bridge.variables.partitioners import Partitioner
-from keras_strategies.keras_bridge.variables.shardings import (
+from keras_strategies.variables.partitioners import Partitioner
+from keras_strategies.variables.shardings import (
     is_updated_replicated,
     placement_of,
     sharding_of,

@@ -15,9 +15,6 @@ from rich.console import Console, Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
-from keras_strategies._core import rows as rows_lib
-from keras_strategies._core.batches import num_rows
-from keras_strategies._core.mesh import ReplicaMesh
 from keras_strategies._types import Dataset
 from keras_strategies.data.distributed import DistributedDataset
 from keras_strategies.data.options import (
@@ -30,7 +27,10 @@ from keras_strategies.data.source_summary import Reading, Summary
 from keras_strategies.data.sources.files import Files
 from keras_strategies.data.sources.torch_data import is_torch
 from keras_strategies.data.tfdata.tf_data import TfDataSource
-from keras_strategies.keras_bridge.inputs import choose_source, keras_sources
+from keras_strategies.fit.inputs import choose_source, keras_sources
+from keras_strategies.spmd import rows as rows_lib
+from keras_strategies.spmd.batches import num_rows
+from keras_strategies.spmd.mesh import ReplicaMesh
 from keras_strategies.strategy.inspect import describe
 
 Counts = tuple[int, ...]

@@ -14,7 +14,6 @@ import pytest
 from rich.console import Console
 
 import keras_strategies as ks
-from keras_strategies._core.names import versions
 from keras_strategies.cli import main
 from keras_strategies.cli.doctor import (
     clusters,
@@ -24,8 +23,9 @@ from keras_strategies.cli.doctor import (
     run_probe,
 )
 from keras_strategies.cli.doctor.findings import Level, Part
-from keras_strategies.cluster.job.free_ports import find_free_ports
 from keras_strategies.cluster.spec import TaskInfo
+from keras_strategies.job.free_ports import find_free_ports
+from keras_strategies.names import versions
 from tests.support import strangers
 from tests.support.combinations import combine
 from tests.support.commands import python

@@ -11,7 +11,7 @@ from keras_strategies.cluster.resolvers.torchrun_resolver import (
 )
 from keras_strategies.cluster.spec import TaskInfo
 from keras_strategies.cluster.tasks import task_info
-from tests.cluster.job.test_local_gpus import torchrun
+from tests.job.test_local_gpus import torchrun
 
 pytestmark = pytest.mark.quick
 

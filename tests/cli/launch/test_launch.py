@@ -17,11 +17,11 @@ import pytest
 from keras_strategies.cli import main
 from keras_strategies.cli.launch.launch import make_environment
 from keras_strategies.cli.launch.local_job import Ending, find_first_cause
-from keras_strategies.cluster.job.free_ports import find_free_ports
 from keras_strategies.cluster.resolvers.tf_config_resolver import (
     TFConfigClusterResolver,
 )
 from keras_strategies.cluster.tasks import task_info
+from keras_strategies.job.free_ports import find_free_ports
 from tests.support.combinations import few
 from tests.support.waiting import wait_until
 

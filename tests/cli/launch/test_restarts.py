@@ -12,8 +12,8 @@ from keras_strategies.cli.launch.restarts import (
     RestartRules,
     run_with_restarts,
 )
-from keras_strategies.cluster.job.local_gpus import LOCAL_IDS
-from keras_strategies.cluster.job.progress_pipe import Progress
+from keras_strategies.job.local_gpus import LOCAL_IDS
+from keras_strategies.job.progress_pipe import Progress
 from tests.cli.launch.test_launch import run, script_in
 
 KILLED = -9

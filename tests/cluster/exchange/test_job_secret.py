@@ -16,7 +16,7 @@ from keras_strategies.cluster.exchange.job_secret import (
     read_secret,
 )
 from keras_strategies.cluster.exchange.rendezvous import RendezvousError, meet
-from keras_strategies.cluster.job.free_ports import find_free_ports
+from keras_strategies.job.free_ports import find_free_ports
 from tests.support.combinations import combine, few
 from tests.support.waiting import connected
 

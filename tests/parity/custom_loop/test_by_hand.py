@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 import keras_strategies as ks
-from keras_strategies._core.rows import rows_of_replicas
+from keras_strategies.spmd.rows import rows_of_replicas
 from keras_strategies.testing import assert_replicated
 from tests.parity.custom_loop.test_against_fit import mlp
 from tests.parity.test_per_replica_layers import hashed

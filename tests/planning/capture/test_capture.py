@@ -473,7 +473,7 @@ def test_everything_is_restored_after_the_script(tmp_path):
         (
             HEAD
             + "import jax\n"
-            + "from keras_strategies._core.mesh import ReplicaMesh\n"
+            + "from keras_strategies.spmd.mesh import ReplicaMesh\n"
             + "strategy = ks.Strategy(ReplicaMesh(devices=jax.devices()[:2]))\n"
             + MODEL
             + "model.fit(x, y)",

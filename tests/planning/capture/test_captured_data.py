@@ -5,10 +5,10 @@ import numpy as np
 import pytest
 
 import keras_strategies as ks
-from keras_strategies._core import values
-from keras_strategies._core.mesh import ReplicaMesh
-from keras_strategies.keras_bridge.inputs import choose_source
+from keras_strategies.fit.inputs import choose_source
 from keras_strategies.planning.capture.captured_data import CapturedData
+from keras_strategies.spmd import values
+from keras_strategies.spmd.mesh import ReplicaMesh
 
 REPLICAS, ROWS = 4, 20
 

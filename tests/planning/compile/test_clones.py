@@ -5,7 +5,7 @@ import numpy as np
 import pytest
 from keras import layers
 
-from keras_strategies.keras_bridge.layers.equal_blocks import find_blocks
+from keras_strategies.kernels.equal_blocks import find_blocks
 from keras_strategies.planning.compile.clones import (
     clone_from_config,
     compile_like,

@@ -9,11 +9,11 @@ import jax
 import jax.numpy as jnp
 import pytest
 
-from keras_strategies._core.compiled import without_jax_cache
 from keras_strategies.gpu.targets import TARGETS
 from keras_strategies.planning.compile import compiler as compiling
 from keras_strategies.planning.compile.compiler import Compiler, DoesNotFit
 from keras_strategies.planning.program.costs import Costs
+from keras_strategies.spmd.compiled import without_jax_cache
 from tests.planning.made import GIB
 from tests.support.gpus import make_hosts
 from tests.support.pipes import read_a_pipe

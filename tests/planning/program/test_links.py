@@ -2,7 +2,7 @@
 
 import pytest
 
-from keras_strategies._core.jaxprs.hlo_text import COLLECTIVES
+from keras_strategies.passes.hlo_text import COLLECTIVES
 from keras_strategies.planning.program.chips import find_chip
 from keras_strategies.planning.program.hlo import parse
 from keras_strategies.planning.program.links import (

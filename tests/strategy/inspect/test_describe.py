@@ -12,7 +12,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from rich.console import Console
 
 import keras_strategies as ks
-from keras_strategies._core.mesh import ReplicaMesh
+from keras_strategies.spmd.mesh import ReplicaMesh
 from keras_strategies.strategy.inspect import describe
 from tests.support.combinations import combine
 

@@ -12,13 +12,13 @@ import pytest
 from rich.console import Console
 
 import keras_strategies as ks
-from keras_strategies._core import batches
-from keras_strategies._core.batches import HostBatch
-from keras_strategies._core.mesh import ReplicaMesh
-from keras_strategies._core.rows import balanced_rows, rows_of_processes
 from keras_strategies.data import distributed
 from keras_strategies.data.source import Source
 from keras_strategies.data.steps import Steps
+from keras_strategies.spmd import batches
+from keras_strategies.spmd.batches import HostBatch
+from keras_strategies.spmd.mesh import ReplicaMesh
+from keras_strategies.spmd.rows import balanced_rows, rows_of_processes
 from keras_strategies.strategy.inspect import explain_input as explaining
 from tests.support.jobs import values_of
 from tests.support.plain_keras import mirrored

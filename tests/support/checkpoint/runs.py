@@ -16,8 +16,8 @@ import keras
 import numpy as np
 
 import keras_strategies as ks
-from keras_strategies.keras_bridge.callbacks import callback_states
-from keras_strategies.keras_bridge.variables import model_variables
+from keras_strategies.fit.callbacks import callback_states
+from keras_strategies.variables import model_variables
 from tests.support.plain_keras import mirrored
 
 layers = keras.layers

@@ -1,0 +1,400 @@
+"""A model bound to a strategy: `fit` runs steps mapped over the replicas.
+
+Keras has no hook that receives the model at `compile()`, so `Trainer.compile`
+is wrapped while a scope is open. Binding sets attributes on that model only
+(`fit`, `evaluate`, `predict`, `*_on_batch` and `make_*_function`). It does not
+change the model's class, nor how the model is saved, cloned and pickled.
+"""
+
+import contextlib
+import functools
+from collections.abc import Callable, Iterable, Iterator
+from typing import TYPE_CHECKING, Any
+
+import jax
+import keras
+from keras.src.trainers.epoch_iterator import EpochIterator
+
+from keras_strategies._types import Batch, Tree
+from keras_strategies.fit import scope_hooks, step_profiler
+from keras_strategies.fit.callbacks.callback_list import (
+    close_reports,
+    make_quiet_list,
+)
+from keras_strategies.fit.callbacks.chief_callbacks import (
+    read_variables_together,
+    select_callbacks,
+)
+from keras_strategies.fit.callbacks.resumable_fit import (
+    find_checkpointer,
+    run_resumable_fit,
+)
+from keras_strategies.fit.inputs import feed as adapter
+from keras_strategies.fit.inputs import loop_data
+from keras_strategies.fit.loop_call import Call
+from keras_strategies.fit.save_together import (
+    SAVERS,
+    make_saves_safe,
+)
+from keras_strategies.fit.scope_hooks import (
+    BINDING,
+    LOOPS,
+    ON_USE,
+    STRATEGY,
+)
+from keras_strategies.keras_bridge import keras_names
+from keras_strategies.keras_bridge.ported_code import explaining_errors
+from keras_strategies.keras_bridge.step_context import ReplicaScope, building
+from keras_strategies.kernels.scanned_blocks import passing_blocks
+from keras_strategies.spmd.attributes import temporary_attribute
+from keras_strategies.spmd.mesh import ReplicaMesh
+from keras_strategies.step.step_functions import StepFunctionCache
+from keras_strategies.variables import variable_creator
+from keras_strategies.variables.abstract_models import (
+    creating_like,
+)
+from keras_strategies.variables.abstract_variables import (
+    inferring_shapes,
+)
+from keras_strategies.variables.model_variables import (
+    all_variables,
+)
+
+if TYPE_CHECKING:
+    from keras.src.trainers.data_adapters.data_adapter import DataAdapter
+
+_DATA = ("x", "y", "sample_weight", "class_weight", "batch_size", "shuffle")
+_BUILDER = "_symbolic_build"
+_VALIDATES = "_use_cached_eval_dataset"
+
+
+class Binding:
+    """The connection between a strategy and a model that it trains.
+
+    Args:
+      model: The model.
+      owner: The strategy.
+      runtime: The strategy's runtime: its mesh, distribution and registry.
+      check_context: A function that raises if another strategy's scope is open.
+      replica_scope: Makes the context manager of a step's replica context.
+    """
+
+    def __init__(
+        self,
+        model: keras.Model,
+        owner: Any,
+        runtime: Any,
+        check_context: Callable[[], None],
+        replica_scope: ReplicaScope,
+    ) -> None:
+        self.replica_scope = replica_scope
+        mesh = runtime.mesh
+        self.model = model
+        self.owner = owner
+        self._mesh: ReplicaMesh = mesh
+        self._distribution = runtime.distribution
+        self._registry = runtime.registry
+        self.check_context = check_context
+        self.is_chief = mesh.is_chief
+        keeps = mesh.is_chief or not runtime.outputs_on_chief
+        self._functions = StepFunctionCache(
+            model, mesh, keeps_outputs=keeps, replica_scope=replica_scope
+        )
+        self.trained = self._functions.trained
+        self._is_in_session = False
+        # The validation data of a running fit, for an overridden `evaluate`.
+        self._validation: dict[str, Any] = {}
+
+    def install(self) -> None:
+        """Replaces the model's `fit`, `evaluate` and similar methods.
+
+        Raises:
+          ValueError: if the variables are on another strategy's devices.
+        """
+        self._adopt()
+        attributes: dict[str, Any] = {**self._functions.makers()}
+        for name in LOOPS:
+            method = getattr(type(self.model), name)
+            # A subclass may use the name for something that is not a method.
+            if callable(method):
+                loop = functools.partial(self._loop, name)
+                attributes[name] = functools.update_wrapper(loop, method)
+        # Keras's `fit` builds the model from the first batch. A bound model is
+        # built already when Keras's `fit` is called, so it must not be built
+        # again.
+        attributes[_BUILDER] = self._build_for_others
+        if keras_names.BUILDS_FIRST:
+            attributes[keras_names.MAYBE_BUILD] = self._maybe_build_for_others
+        attributes |= {BINDING: self, STRATEGY: self.owner}
+        for name, value in attributes.items():
+            object.__setattr__(self.model, name, value)
+        make_saves_safe(self.model, self._mesh, self._adopt)
+        self._functions.reset()
+
+    def remove(self) -> None:
+        """Turns the model back into a plain Keras model on one device."""
+        of_model = (_BUILDER, keras_names.MAYBE_BUILD, BINDING, STRATEGY)
+        makers = self._functions.makers()
+        for name in (*LOOPS, *makers, *of_model, *ON_USE, *SAVERS):
+            self.model.__dict__.pop(name, None)
+        self._functions.reset()
+        variable_creator.release(all_variables(self.model))
+
+    def _loop(self, name: str, *args: Any, **kwargs: Any) -> Any:
+        """Calls the class's override of a method such as `fit`, else `_route`.
+
+        If the override calls Keras's method, `_route` is called instead.
+        """
+        loop = scope_hooks.find_overridden_loop(self.model, name)
+        if loop is None:
+            return self._route(name, args, kwargs)
+        if kwargs.get(_VALIDATES):
+            # An overridden `evaluate` may use the data that it receives.
+            kwargs |= self._validation
+        with scope_hooks.route_loops(self.model, self._route):
+            return loop(*args, **kwargs)
+
+    def _route(
+        self, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> Any:
+        with explaining_errors(name):
+            return getattr(self, f"_{name}")(*args, **kwargs)
+
+    def _fit(self, *args: Any, **kwargs: Any) -> Any:
+        call = self._make_call("fit", args, kwargs)
+        with contextlib.ExitStack() as stack:
+            stack.enter_context(self._session("train"))
+            loop_data.split_validation(call)
+            feed = self._make_feed(call, steps=call["steps_per_epoch"])
+            stack.enter_context(self._validating(call["validation_data"]))
+            call.set(validation_data=self._make_validation_feed(call))
+            call.set_feed(feed)
+            stack.callback(close_reports, call["callbacks"])
+            per = self.model.steps_per_execution
+            stack.enter_context(step_profiler.profile_from_environment(per))
+            self._build_on_feed(feed)
+            is_together = read_variables_together(
+                self.model, call["callbacks"], self._mesh
+            )
+            stack.enter_context(
+                temporary_attribute(
+                    self._functions, "are_read_together", is_together
+                )
+            )
+            checkpointer = find_checkpointer(call["callbacks"])
+            if checkpointer is not None:
+                variables = all_variables(self.model)
+                return run_resumable_fit(
+                    checkpointer, call, feed, variables, self._functions
+                )
+            self._use_quiet_list(call, feed)
+            return call.run()
+
+    def _make_validation_feed(self, call: Call) -> "DataAdapter | None":
+        if call["validation_data"] is None:
+            return None
+        return adapter.make_feed(
+            self._mesh,
+            **self._validation,
+            batch_size=call["validation_batch_size"] or call["batch_size"],
+            steps_per_epoch=call["validation_steps"],
+            steps_per_execution=self.model.steps_per_execution,
+            name="validation_data",
+        )
+
+    def _evaluate(self, *args: Any, **kwargs: Any) -> Any:
+        call = self._make_call("evaluate", args, kwargs)
+        with self._session("test"):
+            if not call.keywords.get(_VALIDATES):
+                feed = self._make_feed(call, steps=call["steps"])
+                call.set_feed(feed)
+                self._build_on_feed(feed)
+                self._use_quiet_list(call, feed)
+            return self._run_call(call)
+
+    def _predict(self, *args: Any, **kwargs: Any) -> Any:
+        call = self._make_call("predict", args, kwargs)
+        with self._session("predict"):
+            feed = self._make_feed(call, steps=call["steps"])
+            call.set_feed(feed)
+            self._build_for_call(EpochIterator(feed))
+            self._use_quiet_list(call, feed)
+            return self._run_call(call)
+
+    def _use_quiet_list(self, call: Call, feed: "DataAdapter") -> None:
+        callbacks = make_quiet_list(call.name, call.keywords, self.model, feed)
+        call.set(callbacks=callbacks)
+
+    def _on_batch(self, kind: str, *args: Any, **kwargs: Any) -> Any:
+        call = Call(self.model, f"{kind}_on_batch", args, kwargs)
+        weight = loop_data.compute_batch_weights(
+            call["y"], call["sample_weight"], call["class_weight"]
+        )
+        batch = (call["x"], call["y"], weight)
+        with self._session(kind):
+            execution = adapter.place_batch(batch, self._mesh)
+            self.model._assert_compile_called(call.name)
+            self._build(data_batch=batch)
+            call.set_feed(execution)
+            return self._run_call(call)
+
+    _train_on_batch = functools.partialmethod(_on_batch, "train")
+    _test_on_batch = functools.partialmethod(_on_batch, "test")
+
+    def _predict_on_batch(self, *args: Any, **kwargs: Any) -> Any:
+        call = Call(self.model, "predict_on_batch", args, kwargs)
+        with self._session("predict"):
+            execution = adapter.place_batch((call["x"],), self._mesh)
+            self._build_for_call([(0, 0, [(call["x"],)])])
+            call.set_feed(execution)
+            return self._run_call(call)
+
+    def _run_call(self, call: Call) -> Any:
+        try:
+            return call.run()
+        except BaseException:
+            self.model.jax_state_sync()
+            raise
+
+    def _make_call(
+        self, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> Call:
+        call = Call(self.model, name, args, kwargs)
+        if not self._mesh.is_chief:
+            # Only the chief shows the progress.
+            call.set(verbose=0)
+        call.set(callbacks=select_callbacks(call["callbacks"], self._mesh))
+        return call
+
+    def _make_feed(self, call: Call, *, steps: int | None) -> "DataAdapter":
+        feed = adapter.make_feed(
+            self._mesh,
+            **{name: call[name] for name in _DATA},
+            steps_per_epoch=steps,
+            steps_per_execution=self.model.steps_per_execution,
+            name=call.name,
+            facts=call.facts(),
+        )
+        self._distribution.compare(lambda: all_variables(self.model))
+        return feed
+
+    # Building the model and adopting its variables.
+
+    @contextlib.contextmanager
+    def _session(self, kind: str) -> Iterator[None]:
+        """Clears Keras's distribution, so that Keras places no data itself."""
+        self.check_context()
+        try:
+            with (
+                temporary_attribute(self, "_is_in_session", True),
+                variable_creator.distribution_scope(None),
+            ):
+                yield
+        finally:
+            self._functions.forget(kind)
+
+    def _validating(
+        self, data: Tree
+    ) -> contextlib.AbstractContextManager[None]:
+        if data is None:
+            return contextlib.nullcontext()
+        x, y, weight = keras.utils.unpack_x_y_sample_weight(data)
+        validation = {"x": x, "y": y, "sample_weight": weight}
+        return temporary_attribute(self, "_validation", validation)
+
+    def _build_on_feed(self, feed: "DataAdapter") -> None:
+        self.model._assert_compile_called("fit")
+        self._build(iterator=EpochIterator(feed))
+        self._distribution.compare(list)
+
+    @contextlib.contextmanager
+    def _building(self) -> Iterator[None]:
+        with (
+            variable_creator.distribution_scope(self._distribution),
+            creating_like(self.model),
+            building(self._mesh, self.replica_scope),
+        ):
+            yield
+
+    def _build(self, **data: object) -> None:
+        with self._building():
+            type(self.model)._symbolic_build(self.model, **data)
+        self._adopt_built()
+
+    def _build_for_others(
+        self, iterator: Any = None, data_batch: Any = None
+    ) -> None:
+        """Replaces `_symbolic_build`, which Keras's `fit` and `evaluate` call.
+
+        Within `_session` the model is built. Otherwise, for example if an
+        overridden method calls `fit` with other data, it is built here.
+        """
+        if self._is_in_session:
+            return
+
+        def first() -> Iterator[Any]:
+            # If a distribution were set, Keras would place the batch.
+            with variable_creator.distribution_scope(None):
+                for _, _, batches in iterator:
+                    is_list = isinstance(batches, list | tuple)
+                    batch = batches[0] if is_list else next(batches)
+                    break
+                else:
+                    return
+            yield 0, 0, [batch]
+
+        first_alone = None if iterator is None else first()
+        self._build(iterator=first_alone, data_batch=data_batch)
+
+    def _maybe_build_for_others(self, *args: Any, **kwargs: Any) -> None:
+        """Replaces `_maybe_symbolic_build`, which may use up the first epoch.
+
+        If some layer is never built, it reads a batch in order to build it.
+        """
+        if not self._is_in_session:
+            maybe_build = getattr(type(self.model), keras_names.MAYBE_BUILD)
+            maybe_build(self.model, *args, **kwargs)
+
+    def build_for_shapes(self, data: Batch) -> None:
+        """Builds the model from the shapes of a batch.
+
+        Args:
+          data: `(x,)`, or `(x, y, sample_weight)` for a compiled model.
+        """
+        if len(data) > 1:
+            self.model._assert_compile_called("compile_step")
+            with passing_blocks(self.model):
+                self._build(data_batch=data)
+            return
+        if not scope_hooks.is_built(self.model):
+            with self._building(), inferring_shapes(), keras.StatelessScope():
+                jax.eval_shape(self.model, data[0])
+        self._adopt_built()
+
+    def _build_for_call(self, iterator: Iterable[Any]) -> None:
+        """Builds a model that was never called, from the first batch."""
+        if not scope_hooks.is_built(self.model):
+            for _, _, batches in iterator:
+                x = keras.utils.unpack_x_y_sample_weight(batches[0])[0]
+                with self._building(), keras.StatelessScope():
+                    self.model(x)
+                break
+            if isinstance(iterator, EpochIterator):
+                # The `for` loop above began an epoch of the data: end it.
+                iterator.reset()
+        self._adopt_built()
+
+    def _adopt_built(self) -> None:
+        self._adopt()
+        variables = [*all_variables(self.model), *self._registry]
+        self._distribution.placements.check_keys(variables)
+
+    def _adopt(self) -> None:
+        variable_creator.adopt(
+            all_variables(self.model), self._mesh, self._distribution.placements
+        )
+
+
+def find_binding(model: keras.Model) -> Binding | None:
+    """Returns a model's binding, or None if it is not bound to a strategy."""
+    return vars(model).get(BINDING)

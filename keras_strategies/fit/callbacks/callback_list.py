@@ -1,0 +1,229 @@
+"""Lists of callbacks that skip batch-end hooks that no callback implements.
+
+At the end of every batch, Keras has a thread fetch the logs and call the
+callbacks, even if no callback implements the hook. That takes a sixth of the
+time of a small step (keras 3.15).
+
+A callback that needs the logs of only a few training steps can define
+`wants_batch(batch) -> bool`. It is called at the end of every execution. The
+logs are fetched, and `on_train_batch_end` is called, only if it returns True.
+If such a callback is in a list that Keras makes itself, `on_train_batch_end` is
+called every time.
+
+A `ReportCallback` adds its values to logs that are fetched for others.
+"""
+
+import logging
+from collections.abc import Collection, Sequence
+from typing import TYPE_CHECKING, Any
+
+import keras
+from keras.src.utils.python_utils import pythonify_logs
+
+from keras_strategies._types import Callbacks, Logs
+from keras_strategies.names.phases import CALLBACKS, DEVICE, Phase
+
+if TYPE_CHECKING:
+    from keras.src.trainers.data_adapters.data_adapter import DataAdapter
+
+_logger = logging.getLogger(__name__)
+
+_LOOPS = {"fit": "train", "evaluate": "test", "predict": "predict"}
+"""For each method, the kind of its batches, which hooks have in their names."""
+
+_HOOKS = {
+    "train": ("on_batch_end", "on_train_batch_end"),
+    "test": ("on_test_batch_end",),
+    "predict": ("on_predict_batch_end",),
+}
+
+
+class ReportCallback(keras.callbacks.Callback):
+    """A callback that measures a fit, and adds what it measured to logs."""
+
+    def add_logs(self, logs: dict[str, Any]) -> None:
+        """Adds values to the logs of a step that other callbacks receive."""
+        raise NotImplementedError
+
+    def close(self) -> None:
+        """Ends the measurement; called when `fit` ends, by an error or not."""
+        raise NotImplementedError
+
+
+def close_reports(callbacks: Callbacks) -> None:
+    """Closes the reports among the callbacks of a fit."""
+    for callback in _flatten(callbacks):
+        is_list = isinstance(callback, keras.callbacks.CallbackList)
+        for one in callback.callbacks if is_list else [callback]:
+            if isinstance(one, ReportCallback):
+                _close(one)
+
+
+def _close(report: ReportCallback) -> None:
+    try:
+        report.close()
+    except Exception:
+        # It must not replace the error that ends the fit.
+        _logger.warning("A report of the fit was not closed.", exc_info=True)
+
+
+class QuietCallbackList(keras.callbacks.CallbackList):
+    """A list of callbacks that calls batch-end hooks only if they are needed.
+
+    Args:
+      callbacks: The callbacks, as passed to `fit`, `evaluate` or `predict`.
+      quiet: The kinds of batches for which no callback implements the
+        batch-end hook, not counting callbacks with `wants_batch`; see
+        `find_quiet_kinds`.
+      **options: Options of `keras.callbacks.CallbackList`.
+    """
+
+    def __init__(
+        self, callbacks: Callbacks, *, quiet: Collection[str], **options: Any
+    ) -> None:
+        self._quiet = quiet
+        flat = _flatten(callbacks)
+        self._selective = [c for c in flat if _is_selective(c)]
+        self._reports = [c for c in flat if isinstance(c, ReportCallback)]
+        super().__init__(callbacks, **options)
+
+    def on_train_batch_end(self, batch: int, logs: Logs | None = None) -> None:
+        """Fetches the logs and calls the callbacks that need them, if any."""
+        if "train" not in self._quiet:
+            with Phase(CALLBACKS):
+                super().on_train_batch_end(batch, logs)
+        for callback in self._selective:
+            if callback.wants_batch(batch):
+                with Phase(CALLBACKS):
+                    values = self._fetch_logs(logs)
+                    callback.on_train_batch_end(batch, logs=values)
+
+    def on_test_batch_end(self, batch: int, logs: Logs | None = None) -> None:
+        """Calls the callbacks, if any of them implements the hook."""
+        if "test" not in self._quiet:
+            super().on_test_batch_end(batch, logs)
+
+    def on_predict_batch_end(
+        self, batch: int, logs: Logs | None = None
+    ) -> None:
+        """Calls the callbacks, if any of them implements the hook."""
+        if "predict" not in self._quiet:
+            super().on_predict_batch_end(batch, logs)
+
+    def _configure_async_dispatch(self, callbacks: Callbacks) -> None:
+        # Without this, a callback with `wants_batch` could make Keras call
+        # all callbacks in the main thread.
+        others = [c for c in _flatten(callbacks) if not _is_selective(c)]
+        super()._configure_async_dispatch(others)
+
+    def _on_train_batch_end(self, batch: int, logs: Logs | None = None) -> None:
+        logs = self._fetch_logs(logs)
+        for callback in self.callbacks:
+            if not _is_selective(callback):
+                callback.on_train_batch_end(batch, logs=logs)
+
+    def _fetch_logs(self, logs: Logs | None) -> dict[str, Any]:
+        with Phase(DEVICE):
+            values = pythonify_logs(logs)
+        for callback in self._reports:
+            callback.add_logs(values)
+        return values
+
+    def on_epoch_end(self, epoch: int, logs: Logs | None = None) -> None:
+        """Calls the callbacks."""
+        with Phase(DEVICE):
+            values = pythonify_logs(logs)
+        with Phase(CALLBACKS):
+            super().on_epoch_end(epoch, values)
+
+
+def make_quiet_list(
+    loop: str,
+    arguments: dict[str, Any],
+    model: keras.Model,
+    feed: "DataAdapter",
+) -> Callbacks:
+    """Puts callbacks into a `QuietCallbackList`, if any hooks can be skipped.
+
+    Args:
+      loop: `"fit"`, `"evaluate"` or `"predict"`.
+      arguments: The arguments of that method, by name. If `verbose` is not 0,
+        Keras shows a progress bar, which is updated at the end of every batch.
+      model: The model.
+      feed: The feed of the data.
+
+    Returns:
+      A `QuietCallbackList`, or the callbacks as given if no hooks can be
+      skipped.
+    """
+    callbacks = arguments.get("callbacks")
+    flat = _flatten(callbacks)
+    verbose = arguments.get("verbose")
+    is_capped = keras.config.max_epochs() or keras.config.max_steps_per_epoch()
+    is_list = any(isinstance(c, keras.callbacks.CallbackList) for c in flat)
+    quiet = find_quiet_kinds(flat, verbose)
+    is_selective = loop == "fit" and any(
+        _is_selective(c) or isinstance(c, ReportCallback) for c in flat
+    )
+    if is_capped or is_list or not (_LOOPS[loop] in quiet or is_selective):
+        return callbacks
+    steps = "steps_per_epoch" if loop == "fit" else "steps"
+    return QuietCallbackList(
+        callbacks,
+        quiet=quiet,
+        add_history=loop == "fit",
+        add_progbar=verbose != 0,
+        model=model,
+        verbose=verbose,
+        epochs=arguments["epochs"] if loop == "fit" else 1,
+        steps=arguments[steps] or feed.num_batches,
+    )
+
+
+def find_quiet_kinds(
+    callbacks: Sequence[Any], verbose: object
+) -> frozenset[str]:
+    """Finds the kinds of batches for which no callback has a batch-end hook.
+
+    Args:
+      callbacks: The callbacks. Training hooks of callbacks with `wants_batch`
+        are not counted.
+      verbose: The argument `verbose` of `fit`, `evaluate` or `predict`.
+
+    Returns:
+      A subset of `"train"`, `"test"` and `"predict"`.
+    """
+    if verbose != 0:
+        return frozenset()
+    return frozenset(
+        kind
+        for kind in _HOOKS
+        if not any(_is_listening(callback, kind) for callback in callbacks)
+    )
+
+
+def _flatten(callbacks: Callbacks) -> list[Any]:
+    return keras.tree.flatten(callbacks) if callbacks else []
+
+
+def _is_selective(callback: object) -> bool:
+    return hasattr(callback, "wants_batch")
+
+
+def _is_listening(callback: keras.callbacks.Callback, kind: str) -> bool:
+    """Returns whether a callback implements the batch-end hook."""
+    if kind == "train" and _is_selective(callback):
+        return False
+    return implements(callback, _HOOKS[kind])
+
+
+def implements(
+    callback: keras.callbacks.Callback, names: Sequence[str]
+) -> bool:
+    """Returns whether a callback implements any of some hooks."""
+    default = keras.callbacks.Callback
+    # A hook may also be an attribute of the instance, as in LambdaCallback.
+    hooks = [getattr(callback, name) for name in names]
+    return [getattr(hook, "__func__", hook) for hook in hooks] != [
+        getattr(default, name) for name in names
+    ]

@@ -1,0 +1,249 @@
+"""Hooks for models that are created, compiled or run in a scope.
+
+Keras has no public hook for a model's creation or compilation, so the methods
+are wrapped as long as a scope is open in any thread. Keras's `fit`, `evaluate`,
+`predict` and `*_on_batch` are wrapped during that time, too, and also while a
+method that overrides one of them runs, because it may call Keras's method.
+"""
+
+import contextlib
+import functools
+import threading
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import keras
+
+from keras_strategies.hooks import batch_norm
+from keras_strategies.keras_bridge.keras_names import TRAINER
+from keras_strategies.keras_bridge.patches import Patch, Patches
+
+LOOPS = (
+    "fit",
+    "evaluate",
+    "predict",
+    "train_on_batch",
+    "test_on_batch",
+    "predict_on_batch",
+)
+"""The methods of a model that receive data and train, evaluate or predict."""
+
+ON_USE = ("compile", "predict", "predict_on_batch")
+"""Methods by which a model may first be used; `bind_on_use` replaces them."""
+
+BINDING = "_ks_binding"
+"""The name of a model's attribute that stores its `Binding`."""
+
+STRATEGY = "distribute_strategy"
+"""The name of a model's attribute that stores its strategy, as in tf.keras."""
+
+Route = Callable[[str, tuple[Any, ...], dict[str, Any]], Any]
+"""A function that runs one of `LOOPS` in place of Keras's method. Its arguments
+are the method's name, positional arguments and keyword arguments."""
+
+_InLoop = Callable[[keras.Model, str], contextlib.AbstractContextManager[None]]
+
+
+def _find_scope_patches(
+    entered: Callable[[], Any], before_compile: Callable[[keras.Model], None]
+) -> Iterator[Patch]:
+    norm = keras.layers.BatchNormalization
+
+    def attach(model: keras.Model, strategy: Any) -> None:
+        strategy.attach(model)
+
+    yield TRAINER, "__init__", lambda f: _wrap_to_bind(f, entered, bind_on_use)
+    yield (
+        TRAINER,
+        "compile",
+        lambda f: _wrap_to_bind(f, entered, attach, before_compile),
+    )
+    yield norm, "__init__", lambda f: batch_norm.accept_synchronized(f, entered)
+
+
+def _find_loop_patches() -> Iterator[Patch]:
+    for name in LOOPS:
+        yield find_loop_owner(name), name, functools.partial(_wrap_loop, name)
+
+
+_scope_patches = Patches(_find_scope_patches)
+_loop_patches = Patches(_find_loop_patches)
+# The `in_loop` arguments of `keras_hooks`, one for each open scope.
+_in_loop: list[_InLoop] = []
+
+
+class _Routes(threading.local):
+    """This thread's replacements for `fit`, `evaluate` etc., by model id."""
+
+    def __init__(self) -> None:
+        self.of_models: dict[int, Route | None] = {}
+
+
+_routes = _Routes()
+
+
+@contextlib.contextmanager
+def keras_hooks(
+    entered: Callable[[], Any],
+    before_compile: Callable[[keras.Model], None],
+    in_loop: _InLoop,
+) -> Iterator[None]:
+    """Patches how models are created, compiled and run while the block runs.
+
+    The constructor of BatchNormalization is wrapped, too. The hooks are called
+    in all threads, so each hook checks which scope the calling thread is in.
+
+    Args:
+      entered: A function that returns the strategy whose scope the calling
+        thread is in, or None. Every model that is created or compiled in that
+        scope is bound to the strategy.
+      before_compile: Called before a model is compiled; may raise.
+      in_loop: Makes the context manager in which a method such as `fit` runs;
+        may raise.
+    """
+    with _scope_patches.hold(entered, before_compile), _loop_patches.hold():
+        _in_loop.append(in_loop)
+        try:
+            yield
+        finally:
+            _in_loop.remove(in_loop)
+
+
+@contextlib.contextmanager
+def route_loops(model: keras.Model, route: Route | None) -> Iterator[None]:
+    """Redirects `fit`, `evaluate` etc. of a model while the block runs.
+
+    Calls in other threads are not redirected.
+
+    Args:
+      model: The model.
+      route: Called in place of each of Keras's methods in `LOOPS`. If None,
+        Keras's methods run.
+    """
+    routes, key = _routes.of_models, id(model)
+    outer = routes.get(key)
+    with _loop_patches.hold() if route else contextlib.nullcontext():
+        routes[key] = route
+        try:
+            yield
+        finally:
+            if outer is None:
+                routes.pop(key, None)
+            else:
+                routes[key] = outer
+
+
+def find_loop_owner(name: str) -> type:
+    """Returns the class in which Keras defines a method such as `fit`.
+
+    The class is a base of `keras.Model`, so patches that other libraries make
+    to `keras.Model` itself are not affected.
+    """
+    bases = keras.Model.__mro__[1:]
+    return next(base for base in bases if name in vars(base))
+
+
+def get_keras_loop(name: str) -> Callable[..., Any]:
+    """Returns Keras's definition of a method such as `fit`."""
+    loop: Callable[..., Any] = vars(find_loop_owner(name))[name]
+    return loop
+
+
+def find_overridden_loop(
+    model: keras.Model, name: str
+) -> Callable[..., Any] | None:
+    """Returns a class's override of a method such as `fit`, or None.
+
+    The class that defines the method is compared, not only the method, because
+    another thread may be wrapping Keras's method at the same time.
+    """
+    kind = type(model)
+    owner = next(base for base in kind.__mro__ if name in vars(base))
+    loop = vars(owner)[name]
+    if owner is find_loop_owner(name) or loop is get_keras_loop(name):
+        return None
+    # `__get__` also binds static and class methods.
+    bound: Callable[..., Any] = loop.__get__(model, kind)
+    return bound
+
+
+def bind_on_use(model: keras.Model, strategy: Any) -> None:
+    """Arranges that a model is bound to a strategy at its first use.
+
+    The first use may be `compile`, or `predict` and `predict_on_batch`, which
+    work without `compile`. These methods are replaced by attributes of the
+    model.
+
+    Args:
+      model: The model, which was created in the strategy's scope.
+      strategy: The strategy.
+    """
+
+    def compile_and_attach(*args: Any, **kwargs: Any) -> Any:
+        result = type(model).compile(model, *args, **kwargs)
+        # If a scope is open, the wrapped `compile` has already bound the model.
+        if BINDING not in vars(model):
+            strategy.attach(model)
+        return result
+
+    def attaching(name: str) -> Callable[..., Any]:
+        def attach_and_call(*args: Any, **kwargs: Any) -> Any:
+            strategy.attach(model)
+            # The binding has replaced the attribute by now.
+            return getattr(model, name)(*args, **kwargs)
+
+        return attach_and_call
+
+    for name in ON_USE:
+        if name == "compile":
+            used = compile_and_attach
+        elif callable(getattr(type(model), name)):
+            used = attaching(name)
+        else:
+            continue
+        functools.update_wrapper(used, getattr(type(model), name))
+        object.__setattr__(model, name, used)
+    object.__setattr__(model, STRATEGY, strategy)
+
+
+def is_bound_on_use(model: keras.Model) -> bool:
+    """Returns whether a model will be bound when it is first used."""
+    return "compile" in vars(model)
+
+
+def _wrap_loop(name: str, method: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(method)
+    def call(model: keras.Model, *args: Any, **kwargs: Any) -> Any:
+        route = _routes.of_models.get(id(model))
+        if route is not None:
+            return route(name, args, kwargs)
+        with contextlib.ExitStack() as stack:
+            if _in_loop:
+                stack.enter_context(_in_loop[-1](model, name))
+            return method(model, *args, **kwargs)
+
+    return call
+
+
+def _wrap_to_bind(
+    method: Callable[..., Any],
+    entered: Callable[[], Any],
+    bind: Callable[[keras.Model, Any], None],
+    before: Callable[[keras.Model], None] = lambda model: None,
+) -> Callable[..., Any]:
+    """Wraps a method so that it binds its model to the scope's strategy."""
+
+    @functools.wraps(method)
+    def call_and_bind(model: keras.Model, *args: Any, **kwargs: Any) -> Any:
+        before(model)
+        result = method(model, *args, **kwargs)
+        if (strategy := entered()) is not None:
+            bind(model, strategy)
+        return result
+
+    return call_and_bind
+
+
+def is_built(model: keras.Model) -> bool:
+    """Returns whether all layers of a model have been built."""
+    return all(layer.built for layer in model._flatten_layers())

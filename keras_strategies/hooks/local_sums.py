@@ -1,0 +1,230 @@
+"""Accumulated gradients that each replica keeps for itself between steps.
+
+While the steps of `fit` accumulate gradients, each replica's summand of an
+accumulator is an entry of an array of shape (replicas, ...): the accumulator is
+"stacked". Steps over the global batch need the sums over the replicas, and so
+do the variables, which callbacks read and checkpoints save. The sums are
+computed when they are read. From a sum, replica 0 gets the sum as its summand,
+and the others get zeros.
+"""
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import keras
+
+from keras_strategies.hooks.summands import (
+    accumulators_of,
+    unwrap,
+)
+from keras_strategies.keras_bridge.step_context import Group
+from keras_strategies.passes.specs import Sharded
+from keras_strategies.spmd.buffers import choose_buffering
+from keras_strategies.spmd.dispatch import dispatch
+from keras_strategies.spmd.identity import IdentitySet
+from keras_strategies.spmd.mesh import ReplicaMesh
+from keras_strategies.spmd.replica_map import (
+    all_sum,
+    keep_first,
+    replica_map,
+    replicated_spec,
+    split_spec,
+)
+from keras_strategies.variables.shardings import spec_of
+
+OPTIMIZER = 2
+"""The index of the optimizer's group in the state of a train step."""
+
+
+class LocalSums:
+    """The accumulators of a training step that may be stacked.
+
+    Args:
+      accumulators: The accumulators.
+      variables: The group of the optimizer's variables.
+      mesh: The mesh of the replicas.
+
+    Attributes:
+      accumulators: The accumulators.
+      places: Their indices in the group.
+    """
+
+    def __init__(
+        self,
+        accumulators: Sequence[keras.Variable],
+        variables: Sequence[keras.Variable],
+        mesh: ReplicaMesh,
+    ) -> None:
+        self._mesh = mesh
+        targets = IdentitySet(accumulators)
+        self.places = [i for i, v in enumerate(variables) if v in targets]
+        self.accumulators = [variables[i] for i in self.places]
+        split, whole = split_spec(mesh), replicated_spec()
+        self._stack = jax.jit(
+            replica_map(
+                self.stack_accumulators,
+                mesh,
+                in_specs=(whole,),
+                out_specs=(whole, split),
+            )
+        )
+        self._sum = jax.jit(
+            replica_map(
+                self.sum_accumulators,
+                mesh,
+                in_specs=(split,),
+                out_specs=(whole, whole),
+            )
+        )
+
+    def stack_accumulators(self, sums: list[Any]) -> tuple[Any, list[Any]]:
+        """Returns a replica's summands; to be mapped. See `dispatch`."""
+        axis = self._mesh.all_replicas
+        return jnp.zeros(()), [keep_first(a, axis)[None] for a in sums]
+
+    def sum_accumulators(self, stacked: list[Any]) -> tuple[Any, list[Any]]:
+        """Returns the sums of the replicas' summands; to be mapped."""
+        arrays, mesh = [a[0] for a in stacked], self._mesh
+        sums = all_sum(arrays, mesh.all_replicas, choose_buffering(mesh))
+        return jnp.zeros(()), sums
+
+    def convert(self, group: Group, *, is_stacked: bool) -> Group:
+        """Returns a group whose accumulators are stacked, or are sums.
+
+        Collective, if the accumulators are stacked and shall be sums.
+
+        Args:
+          group: The values of the optimizer's variables, as arrays or as
+            shapes.
+          is_stacked: Whether the result has stacked accumulators.
+        """
+        arrays = [group[i] for i in self.places]
+        if self._are_stacked(arrays) == is_stacked:
+            return group
+        if isinstance(arrays[0], jax.ShapeDtypeStruct):
+            arrays = self._convert_shapes(arrays, is_stacked)
+        else:
+            program = self._stack if is_stacked else self._sum
+            _, arrays = dispatch(self._mesh, program, arrays)
+        group = list(group)
+        for i, array in zip(self.places, arrays, strict=True):
+            group[i] = array
+        return group
+
+    def find_sums(self, group: Group) -> list[Any]:
+        """Returns the sums of stacked accumulators, and None elsewhere.
+
+        Collective, if the accumulators are stacked.
+        """
+        whole = self.convert(group, is_stacked=False)
+        pairs = zip(group, whole, strict=True)
+        return [None if new is old else new for old, new in pairs]
+
+    def _are_stacked(self, arrays: Sequence[Any]) -> bool:
+        return len(arrays[0].shape) > len(self.accumulators[0].shape)
+
+    def _convert_shapes(
+        self, shapes: Sequence[Any], is_stacked: bool
+    ) -> list[Any]:
+        mesh = self._mesh
+        sharding = mesh.split if is_stacked else mesh.whole
+        count = (mesh.num_replicas,) if is_stacked else ()
+        return [
+            jax.ShapeDtypeStruct((*count, *v.shape), s.dtype, sharding=sharding)
+            for s, v in zip(shapes, self.accumulators, strict=True)
+        ]
+
+    def on_replicas(
+        self, body: Callable[..., Any], place: int
+    ) -> Callable[..., Any]:
+        """Wraps a mapped step, which then takes and returns stacked arrays.
+
+        Args:
+          body: The step of a replica, with the replica's summands.
+          place: The index of the optimizer's group in the written state.
+        """
+
+        def call(written: Any, read: Any, data: Any) -> tuple[Any, ...]:
+            written = self._change(written, place, lambda a: a[0])
+            results, written, changed = body(written, read, data)
+            written = self._change(written, place, lambda a: a[None])
+            return results, written, changed
+
+        return call
+
+    def _change(
+        self, written: Sequence[Group], place: int, fn: Callable[[Any], Any]
+    ) -> list[Group]:
+        groups = list(map(list, written))
+        for i in self.places:
+            groups[place][i] = fn(groups[place][i])
+        return groups
+
+    def specs_of(self, variables: Sequence[keras.Variable]) -> list[Any]:
+        """Returns the specs of a group with stacked accumulators."""
+        stacked = IdentitySet(self.accumulators)
+        split = split_spec(self._mesh)
+        return [split if v in stacked else replicated_spec() for v in variables]
+
+
+def find_local_sums(
+    model: keras.Model,
+    variables: tuple[list[keras.Variable], ...],
+    mesh: ReplicaMesh,
+) -> LocalSums | None:
+    """Finds the accumulators that train steps sum only in updates.
+
+    Args:
+      model: The model.
+      variables: The groups of the train step's variables.
+      mesh: The mesh of the replicas.
+
+    Returns:
+      The accumulators, or None if there are none.
+    """
+    if model.run_eagerly:
+        return None
+    flat = [v for group in variables for v in group]
+    accumulators = _find_accumulators(model.optimizer, flat, mesh)
+    if not accumulators:
+        return None
+    return LocalSums(accumulators, variables[OPTIMIZER], mesh)
+
+
+def _find_accumulators(
+    optimizer: Any, variables: Sequence[keras.Variable], mesh: ReplicaMesh
+) -> list[keras.Variable]:
+    """Finds the accumulators that need to be summed only in updates.
+
+    Args:
+      optimizer: The model's optimizer, or None.
+      variables: All variables of the training step.
+      mesh: The mesh of the replicas.
+
+    Returns:
+      The accumulators. Empty if the optimizer accumulates no gradients, or if
+      the numbers could differ: a user-defined optimizer may use the gradients
+      of each step, and a weight that is overwritten with its gradient needs the
+      largest gradient.
+    """
+    inner = unwrap(optimizer)
+    accumulators = accumulators_of(inner)
+    if (
+        mesh.num_replicas == 1
+        or mesh.cores_per_replica > 1
+        or not getattr(inner, "gradient_accumulation_steps", None)
+        or not all(map(_is_of_keras, (optimizer, inner)))
+        or any(isinstance(spec_of(v, mesh), Sharded) for v in variables)
+        or any(getattr(v, "overwrite_with_gradient", False) for v in variables)
+    ):
+        return []
+    return accumulators
+
+
+def _is_of_keras(optimizer: object) -> bool:
+    """Returns whether Keras defines all methods of an optimizer."""
+    kind = type(optimizer)
+    is_changed = any(callable(getattr(kind, n, None)) for n in vars(optimizer))
+    return kind.__module__.split(".")[0] == "keras" and not is_changed

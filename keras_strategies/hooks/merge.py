@@ -1,0 +1,263 @@
+"""Combines the replicas' values of each variable into one value."""
+
+import dataclasses
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import keras
+
+from keras_strategies._types import Array
+from keras_strategies.hooks import metric_rules
+from keras_strategies.hooks.seeds import is_seed
+from keras_strategies.keras_bridge.step_context import Group, StepContext
+from keras_strategies.passes.row_kinds import losses, scales
+from keras_strategies.spmd.replica_map import (
+    all_max,
+    all_min,
+    all_sum,
+    as_number,
+    keep_first,
+)
+
+MERGE_RULES = ("mean", "sum", "max", "min", "any", "all", "first")
+
+
+def merge(variable: keras.Variable, rule: str) -> keras.Variable:
+    """Sets how the replicas' values of a variable are combined after a step.
+
+    By default floating-point state (moving statistics) is averaged, integer
+    and boolean state is taken from replica 0, and metrics are summed. Call
+    `merge` for variables that need another rule, such as a row counter or a
+    maximum.
+
+    Args:
+      variable: The variable, typically created by `layer.add_weight`.
+      rule: One of `"mean"`, `"sum"` (adds the changes of all replicas to the
+        old value), `"max"`, `"min"`, `"any"` and `"all"` (for booleans), and
+        `"first"` (uses the value of replica 0).
+
+    Returns:
+      The variable, for use in an assignment.
+
+    Raises:
+      ValueError: if `rule` is unknown.
+      TypeError: if `variable` is not a Keras variable.
+
+    Example:
+      ```python
+      class Counted(keras.layers.Layer):
+          def build(self, shape):
+              rows_seen = self.add_weight(dtype="int32", trainable=False)
+              self.rows_seen = ks.merge(rows_seen, "sum")
+
+          def call(self, x):
+              self.rows_seen.assign_add(keras.ops.shape(x)[0])
+              return x
+      ```
+    """
+    if not isinstance(variable, keras.Variable):
+        raise TypeError(
+            "`variable` must be a Keras variable. Received: "
+            f"{type(variable).__name__}. Pass the variable that `add_weight` "
+            "returned."
+        )
+    if rule not in MERGE_RULES:
+        raise ValueError(
+            "`rule` must be one of the known rules. Received: "
+            f"rule={rule!r}. Choose from {', '.join(MERGE_RULES)}."
+        )
+    variable._ks_merge = rule
+    return variable
+
+
+@dataclasses.dataclass(kw_only=True)
+class Merge:
+    """The arrays that one reduction sums over the replicas at a step's end.
+
+    Attributes:
+      step: The step that is being traced.
+      summands: The arrays to sum over the replicas.
+    """
+
+    step: StepContext
+    summands: list[Any] = dataclasses.field(default_factory=list)
+
+    def add(self, value: Array) -> int:
+        """Adds an array to sum over the replicas; returns its index."""
+        self.summands.append(value)
+        return len(self.summands) - 1
+
+    def compute_sums(self) -> list[Any]:
+        """Returns the sums over the replicas, in the order of `summands`."""
+        return all_sum(self.summands, self.step.axis, self.step.buffering)
+
+
+def plan_merge(
+    plan: Merge,
+    variables: Sequence[keras.Variable],
+    old: Group,
+    folded: Group,
+    new: Group,
+    *,
+    are_metrics: bool = False,
+) -> Callable[[list[Any]], Group]:
+    """Plans how the replicas' values of a group of variables are combined.
+
+    The arrays that must be summed over the replicas are added to the plan. When
+    the plan has computed the sums for all groups, call the returned function
+    with these sums to get the combined values.
+
+    Args:
+      plan: The plan that collects the summands.
+      variables: The variables of the group.
+      old: The variables' values before the step.
+      folded: The same as `old`, except that each random seed is replaced by
+        the seed that this replica used.
+      new: The variables' values after the step on this replica.
+      are_metrics: Whether these are metrics' variables, for which the
+        replicas' changes are summed by default.
+
+    Returns:
+      A function that takes the plan's sums and returns the combined values.
+    """
+    finishers = [
+        _plan_variable(plan, *of_variable, are_metrics)
+        for of_variable in zip(variables, old, folded, new, strict=True)
+    ]
+
+    def finish(sums: list[Any]) -> Group:
+        return [
+            cast_like(finisher(sums), o)
+            for finisher, o in zip(finishers, old, strict=True)
+        ]
+
+    return finish
+
+
+def _plan_variable(
+    plan: Merge,
+    variable: keras.Variable,
+    old: Array,
+    folded: Array,
+    new: Array | None,
+    is_metric: bool,
+) -> Callable[[list[Any]], Any]:
+    step = plan.step
+    if new is folded or new is old or new is None:
+        return lambda sums: old
+    if new in step.notes.equal:
+        is_uneven = step.facts.is_uneven
+        if not is_uneven or not keras.backend.is_float_dtype(str(new.dtype)):
+            return lambda sums: new
+        # The replicas compute the same value, but in different branches of
+        # the program, which the compiler may round differently.
+        return _plan_first(plan, new)
+    if is_seed(variable):
+        # `new` contains the random stream's seed and the number of draws so
+        # far. Replicas with different numbers of rows may have drawn a
+        # different number of times, so the stream continues from the largest
+        # number. Its seed does not change.
+        drawn = all_max(new[1], step.axis) if step.facts.is_uneven else new[1]
+        return lambda sums: jnp.stack([old[0], drawn])
+    rule = _find_rule(variable, step, is_metric)
+    if rule != "sum" and not is_metric:
+        mark = scales.WEIGHT if variable.trainable else scales.STATE
+        new = losses.mark(new, mark)
+    return _plan_by_rule(plan, rule, old, new, is_metric)
+
+
+def _plan_by_rule(
+    plan: Merge, rule: str, old: Array, new: Array, is_metric: bool
+) -> Callable[[list[Any]], Any]:
+    step = plan.step
+    if rule in (metric_rules.SAME, metric_rules.IN_TURN):
+        return lambda sums: new
+    number = as_number(new)
+    if rule in ("max", "any"):
+        largest = all_max(number, step.axis)
+        return lambda sums: largest
+    if rule in ("min", "all"):
+        smallest = all_min(number, step.axis)
+        return lambda sums: smallest
+    if rule == "sum":
+        change = new - _replace_infinite(old)
+        place = plan.add(losses.mark(change, scales.CHANGE))
+        return lambda sums: old + sums[place]
+    if rule == metric_rules.MEAN and is_metric:
+        change = new - _replace_infinite(old)
+        place = plan.add(compute_mean_share(change, step))
+        return lambda sums: old + sums[place]
+    if rule == "mean":
+        place = plan.add(compute_mean_share(new, step))
+        return lambda sums: sums[place]
+    return _plan_first(plan, number)
+
+
+def _replace_infinite(old: Array) -> Array:
+    """Replaces entries that are not finite by 0.
+
+    The change of a metric that is infinite is then infinite, and not NaN.
+    """
+    if not jnp.issubdtype(old.dtype, jnp.floating):
+        return old
+    return jnp.where(jnp.isfinite(old), old, jnp.zeros_like(old))
+
+
+def _plan_first(plan: Merge, value: Array) -> Callable[[list[Any]], Any]:
+    """Plans a merge in which all replicas get the value of replica 0."""
+    place = plan.add(keep_first(value, plan.step.axis))
+    return lambda sums: sums[place]
+
+
+def compute_mean_share(value: Array, step: StepContext) -> Array:
+    """Returns the summand that this replica contributes to an average.
+
+    Returns:
+      An array with the shape of `value`. The sum of these arrays over the
+      replicas is the (weighted) average of `value` over the replicas.
+    """
+    if step.facts.share is None:
+        return value / step.num_replicas
+    share = jnp.asarray(step.facts.share, value.dtype)
+    # Statistics over zero rows are NaN.
+    return jnp.where(share > 0, value * share, jnp.zeros_like(value))
+
+
+def _find_rule(
+    variable: keras.Variable, step: StepContext, is_metric: bool
+) -> str:
+    chosen = getattr(variable, "_ks_merge", None)
+    if chosen is not None:
+        return chosen
+    if is_metric:
+        return step.notes.metric_rules.get(variable) or metric_rules.SUM
+    if variable.aggregation == "sum":
+        return "sum"
+    if variable.aggregation == "only_first_replica":
+        return "first"
+    floating = keras.backend.is_float_dtype(str(variable.dtype))
+    return "mean" if floating else "first"
+
+
+def cast_like(new: Array, old: Array) -> jax.Array:
+    """Casts `new` to the dtype of `old`; a step must not change dtypes."""
+    return jax.lax.convert_element_type(jnp.asarray(new), old.dtype)
+
+
+def apply_changes(group: Group, changes: dict[str, Any]) -> Group:
+    """Copies a group, replacing the values that `find_changes` returned."""
+    group = list(group)
+    for k, value in changes.items():
+        group[int(k)] = value
+    return group
+
+
+def find_changes(old: list[Any], new: Group) -> dict[str, Any]:
+    """Returns a dict from indices of changed variables to their new values."""
+    return {
+        str(k): cast_like(n, o)
+        for k, (o, n) in enumerate(zip(old, new, strict=True))
+        if n is not o and n is not None
+    }

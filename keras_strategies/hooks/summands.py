@@ -1,0 +1,302 @@
+"""Accumulation of gradients that are summed over the replicas once per update.
+
+With `gradient_accumulation_steps=K`, a Keras optimizer adds up the gradients of
+K steps before it updates the weights. Each replica adds up its own gradients,
+and their sums are reduced over the replicas in the step of the update. The
+optimizer then receives the accumulated sum in its accumulators, and zeros as
+the gradients. So clipping, weight decay, moments and moving averages see the
+same numbers as if each step reduced its gradients.
+
+In the trace, the values of accumulators are summands: those from before the
+step, and one that is marked for each call of an optimizer. A summand may only
+be added to by an optimizer, or be the new value of an accumulator. If it is
+used in any other way, as a log for example, the program is traced again with
+accumulators that are sums in every step (`check_uses`).
+"""
+
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import keras
+from jax.ad_checkpoint import checkpoint_name
+from jax.extend.core import ClosedJaxpr
+
+from keras_strategies._types import Array
+from keras_strategies.keras_bridge.step_context import (
+    Group,
+    StepContext,
+    SumsNeeded,
+)
+from keras_strategies.passes import stages
+from keras_strategies.spmd.identity import IdentityMap, IdentitySet
+from keras_strategies.spmd.replica_map import (
+    all_min,
+    as_number,
+    is_sum_if,
+    sum_if,
+)
+
+_MARK = "ks_summand"
+
+
+def begin(
+    step: StepContext,
+    accumulators: Sequence[keras.Variable],
+    variables: Sequence[keras.Variable],
+    values: Group,
+) -> None:
+    """Begins a step whose accumulators have this replica's summands.
+
+    Args:
+      step: The step that is being traced.
+      accumulators: The accumulators.
+      variables: The variables of the optimizer.
+      values: Their values in the trace.
+    """
+    notes = step.notes
+    notes.accumulators.update(accumulators)
+    for variable, value in zip(variables, values, strict=True):
+        is_local = variable in notes.accumulators
+        (notes.summands if is_local else notes.equal).add(value)
+
+
+def sums_later(
+    step: StepContext, optimizer: keras.optimizers.Optimizer
+) -> bool:
+    """Returns whether an optimizer sums gradients only in its updates."""
+    accumulators = accumulators_of(optimizer)
+    return any(v in step.notes.accumulators for v in accumulators)
+
+
+def accumulate(
+    step: StepContext,
+    optimizer: keras.optimizers.Optimizer,
+    grads: Sequence[Array | None],
+    weights: Sequence[keras.Variable],
+    values: IdentityMap[Any],
+    divisor: int,
+) -> tuple[list[Any], IdentityMap[Any]]:
+    """Adds gradients to the accumulators, and sums them if this is an update.
+
+    Args:
+      step: The step that is being traced.
+      optimizer: The outermost optimizer.
+      grads: This replica's gradients.
+      weights: The weights of the gradients.
+      values: The values of the optimizer's variables in the trace.
+      divisor: The number by which the sum of the gradients is divided.
+
+    Returns:
+      The gradients for the optimizer, which are zeros, and the values of the
+      gradients' accumulators that it must read. If a replica's gradients are
+      not finite and the loss is scaled, the first gradient is NaN, so that the
+      optimizer skips the step.
+
+    Raises:
+      SumsNeeded: if the accumulators are used in another way.
+    """
+    inner = unwrap(optimizer)
+    _check_unchanged(step, inner, values)
+    pairs = zip(grads, weights, strict=True)
+    present = [(g, weight) for g, weight in pairs if g is not None]
+    targets = _find_targets(inner, present)
+    new = [grad for grad, _ in present]
+    scale, finite = inner.loss_scale_factor, None
+    if inner is not optimizer:
+        scale = values[optimizer.dynamic_scale]
+        finite = _are_finite(step, new)
+
+    def add(old: list[Any], new: list[Any]) -> list[Any]:
+        parts = [_take_part(n, divisor, scale, finite) for n in new]
+        return [o + part for o, part in zip(old, parts, strict=True)]
+
+    old = [values[v] for v in targets]
+    is_update = _is_update(inner, values, finite)
+    dtype = step.facts.mesh.reduce_dtype
+    if scale is not None and dtype == "float16":
+        # Accumulators are not scaled: float16 would make small ones zero, and
+        # large ones infinite after the optimizer's check.
+        dtype = None
+    sums = sum_if(is_update, add, (old, new), step.axis, step.buffering, dtype)
+    return _make_zeros(grads, finite), IdentityMap(
+        zip(targets, sums, strict=True)
+    )
+
+
+def value_in(sums: IdentityMap[Any], accumulator: keras.Variable) -> Array:
+    """Returns the value of an accumulator that its optimizer must read.
+
+    Args:
+      sums: The values that `accumulate` returned.
+      accumulator: Any accumulator. The optimizer does not use the value of one
+        whose weight has no gradient.
+    """
+    if accumulator in sums:
+        return sums[accumulator]
+    return jnp.zeros(accumulator.shape, accumulator.dtype)
+
+
+def mark(
+    step: StepContext,
+    sums: IdentityMap[Any],
+    accumulator: keras.Variable,
+    old: Array,
+    new: Array,
+) -> Array:
+    """Marks the new summand of an accumulator in the trace.
+
+    Args:
+      step: The step that is being traced.
+      sums: The values that `accumulate` returned.
+      accumulator: The accumulator.
+      old: Its value before the optimizer was called.
+      new: Its value afterwards.
+
+    Returns:
+      The marked value, or the old one if there was no gradient.
+    """
+    if accumulator not in sums:
+        return old
+    marked = checkpoint_name(new, _MARK)
+    step.notes.summands.add(marked)
+    return marked
+
+
+def check_new(
+    step: StepContext, variables: Sequence[keras.Variable], new: Group
+) -> None:
+    """Checks that the new values of accumulators are summands.
+
+    Args:
+      step: The step that is being traced.
+      variables: A group of variables.
+      new: The new values of the variables in the trace.
+
+    Raises:
+      SumsNeeded: if the step wrote something else to an accumulator.
+    """
+    for variable, value in zip(variables, new, strict=True):
+        if variable in step.notes.accumulators:
+            if value not in step.notes.summands:
+                raise SumsNeeded
+            # They differ between replicas, but must not be merged.
+            step.notes.equal.add(value)
+
+
+def check_uses(jaxpr: ClosedJaxpr, places: Sequence[int], count: int) -> None:
+    """Checks that a traced step uses summands only to add gradients.
+
+    Args:
+      jaxpr: The traced step. Its first inputs and its last outputs are the
+        state.
+      places: The positions of the accumulators in the state.
+      count: The number of arrays of the state.
+
+    Raises:
+      SumsNeeded: if the step uses a summand elsewhere.
+    """
+    traced = jaxpr.jaxpr
+    found = {traced.invars[place] for place in places}
+    for equation in traced.eqns:
+        if equation.params.get("name") == _MARK:
+            found.update(equation.outvars)
+        elif not is_sum_if(equation) and not found.isdisjoint(
+            stages.variables(equation.invars)
+        ):
+            raise SumsNeeded
+    start = len(traced.outvars) - count
+    allowed = {start + place for place in places}
+    for i, output in enumerate(traced.outvars):
+        is_summand = not found.isdisjoint(stages.variables([output]))
+        if is_summand != (i in allowed):
+            raise SumsNeeded
+
+
+def accumulators_of(optimizer: Any) -> list[keras.Variable]:
+    """Returns the accumulators of an optimizer, in the order of its weights."""
+    inner = unwrap(optimizer)
+    return list(getattr(inner, "_accumulated_gradients", None) or ())
+
+
+def unwrap(optimizer: Any) -> Any:
+    """Unwraps an optimizer.
+
+    Returns:
+      The optimizer inside of one that scales the loss, or the optimizer itself.
+    """
+    is_scaling = isinstance(optimizer, keras.optimizers.LossScaleOptimizer)
+    return optimizer.inner_optimizer if is_scaling else optimizer
+
+
+def _check_unchanged(
+    step: StepContext, optimizer: Any, values: IdentityMap[Any]
+) -> None:
+    known = step.notes.summands
+    if any(values[v] not in known for v in accumulators_of(optimizer)):
+        raise SumsNeeded
+    # Replicas that disagree on whether to sum would wait forever.
+    if values[optimizer._iterations] not in step.notes.equal:
+        raise SumsNeeded
+
+
+def _find_targets(
+    optimizer: Any, present: Sequence[tuple[Any, keras.Variable]]
+) -> list[keras.Variable]:
+    """Finds the accumulators of pairs of a gradient and its weight."""
+    accumulators: list[Any] = accumulators_of(optimizer)
+    targets = [
+        accumulators[optimizer._get_variable_index(weight)]
+        for _, weight in present
+    ]
+    is_same = all(
+        (grad.shape, str(grad.dtype)) == (tuple(target.shape), target.dtype)
+        for (grad, _), target in zip(present, targets, strict=True)
+    )
+    if not is_same or len(IdentitySet(targets)) < len(targets):
+        raise SumsNeeded
+    return targets
+
+
+def _is_update(
+    optimizer: Any, values: IdentityMap[Any], finite: jax.Array | None
+) -> jax.Array:
+    """Returns whether the optimizer updates the weights in this step."""
+    count = values[optimizer._iterations] + 1
+    is_last = count % optimizer.gradient_accumulation_steps == 0
+    return is_last if finite is None else jnp.logical_and(is_last, finite)
+
+
+def _make_zeros(
+    grads: Sequence[Array | None], finite: jax.Array | None
+) -> list[Any]:
+    zeros: list[Any] = [g if g is None else jnp.zeros_like(g) for g in grads]
+    if finite is not None:
+        first = next(i for i, zero in enumerate(zeros) if zero is not None)
+        zeros[first] = jnp.where(finite, zeros[first], jnp.nan)
+    return zeros
+
+
+def _are_finite(step: StepContext, grads: Sequence[Any]) -> jax.Array:
+    """Returns whether the gradients of all replicas are finite."""
+    finite = jnp.all(jnp.stack([jnp.all(jnp.isfinite(g)) for g in grads]))
+    return all_min(as_number(finite), step.axis) > 0
+
+
+def _take_part(
+    grad: jax.Array, divisor: int, scale: Any, finite: jax.Array | None
+) -> jax.Array:
+    """Returns a replica's part of the gradient that an optimizer accumulates.
+
+    Args:
+      grad: The replica's gradient.
+      divisor: The number by which the sum of the gradients is divided.
+      scale: The factor of a scaled loss, or None.
+      finite: Whether all gradients are finite, if only such gradients count.
+    """
+    part = grad if divisor == 1 else grad / divisor
+    part = part if scale is None else part / jnp.asarray(scale, part.dtype)
+    if finite is not None:
+        part = jnp.where(finite, part, jnp.zeros_like(part))
+    return part

@@ -1,1 +1,0 @@
-"""Gradients that an optimizer accumulates, summed once per update."""

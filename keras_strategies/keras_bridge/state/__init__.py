@@ -1,1 +1,0 @@
-"""The forms in which train steps store the state between steps."""

@@ -1,0 +1,304 @@
+"""The choice of kernels, by the devices of the mesh.
+
+Keras 3.15 and JAX choose kernels by the process's devices: cuDNN's attention
+and LSTM wherever JAX's default backend is a GPU. While a step is traced or
+lowered, their questions are answered for the devices that the step is for,
+which may be CPUs, or GPUs that are not present.
+"""
+
+import contextlib
+import functools
+import importlib
+import re
+import sys
+import threading
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.sharding import PartitionSpec
+
+from keras_strategies._types import Array
+from keras_strategies.gpu.targets import CUDNN
+from keras_strategies.gpu.topology_devices import has_gpus, is_absent_gpu
+from keras_strategies.keras_bridge import keras_names
+from keras_strategies.keras_bridge.patches import Patches
+from keras_strategies.kernels.attention import attention_for
+from keras_strategies.kernels.mapped_kernels import (
+    Trace,
+    map_over_cores,
+)
+from keras_strategies.passes.row_kinds.kernels import BY_ROWS
+from keras_strategies.spmd.attributes import temporary_attribute
+from keras_strategies.spmd.mesh import ReplicaMesh
+
+_PLATFORM_TESTS = {"running_on_tpu": "tpu", "running_on_gpu": "gpu"}
+"""Functions by which layers of keras-hub choose their attention."""
+
+
+class _Thread(threading.local):
+    """The state of a thread.
+
+    Attributes:
+      trace: The trace of the step that the thread traces or lowers, or None.
+    """
+
+    trace: Trace | None = None
+
+
+_thread = _Thread()
+
+
+@contextlib.contextmanager
+def kernels_for(
+    mesh: ReplicaMesh, *, is_global: bool = False
+) -> Iterator[None]:
+    """Makes this thread trace and lower kernels for the mesh's devices.
+
+    Args:
+      mesh: The replicas.
+      is_global: Whether the block traces with the rows of all replicas instead
+        of one replica's.
+    """
+    trace = Trace.of(mesh, is_global=is_global)
+    with (
+        _patches.hold(),
+        temporary_attribute(_thread, "trace", trace),
+        attention_for(mesh, is_global=is_global),
+    ):
+        yield
+
+
+class _Jax:
+    """JAX's module for code that looks at the platform of `jax.devices()`."""
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(jax, name)
+
+    def devices(self, *args: Any) -> list[jax.Device]:
+        trace = _thread.trace
+        return jax.devices(*args) if trace is None else [*trace.mesh.devices]
+
+
+def _replace_jax(original: object) -> _Jax:
+    return _Jax()
+
+
+def _wrap_platform_test(
+    original: Callable[[], bool], *, platform: str
+) -> Callable[[], bool]:
+    """Wraps a function that returns whether devices are of a platform."""
+
+    @functools.wraps(original)
+    def is_on_platform() -> bool:
+        trace = _thread.trace
+        return original() if trace is None else trace.mesh.platform == platform
+
+    return is_on_platform
+
+
+def _wrap_version(original: Callable[[], int]) -> Callable[[], int]:
+    """Wraps a function that returns cuDNN's version, such as 91000."""
+
+    @functools.wraps(original)
+    def check_cudnn_version() -> int:
+        trace = _thread.trace
+        if trace is not None and trace.mesh.platform != "gpu":
+            raise RuntimeError(
+                "cuDNN's attention must be computed on GPUs. Received: a step "
+                f"for devices of the platform {trace.mesh.platform!r}. Omit "
+                "`flash_attention=True`."
+            )
+        if not _is_for_absent_gpus():
+            return original()
+        major, minor, patch = CUDNN
+        return 10_000 * major + 100 * minor + patch
+
+    return check_cudnn_version
+
+
+def _wrap_capability(
+    original: Callable[[str], bool], *, is_equal: bool = False
+) -> Callable[[str], bool]:
+    """Wraps a comparison of the compute capability with one such as "8.0"."""
+
+    @functools.wraps(original)
+    def check_compute_capability(capability: str) -> bool:
+        trace = _thread.trace
+        if trace is None:
+            return original(capability)
+        device: Any = trace.mesh.devices[0]
+        found = _parse(getattr(device, "compute_capability", ""))
+        wanted = _parse(capability)
+        return found == wanted if is_equal else found >= wanted
+
+    return check_compute_capability
+
+
+def _parse(capability: str) -> tuple[int, ...]:
+    """Returns (8, 0) for "8.0", and () if a device is no CUDA device."""
+    is_number = re.fullmatch(r"\d+\.\d+", str(capability))
+    return tuple(map(int, capability.split("."))) if is_number else ()
+
+
+def _is_for_absent_gpus() -> bool:
+    trace = _thread.trace
+    return trace is not None and is_absent_gpu(trace.mesh.devices[0])
+
+
+def _wrap_attention(original: Callable[..., Any]) -> Callable[..., Any]:
+    """Wraps `jax.nn.dot_product_attention`, to map cuDNN's over the cores."""
+
+    @functools.wraps(original)
+    def dot_product_attention(
+        query: Array,
+        key: Array,
+        value: Array,
+        bias: Array | None = None,
+        mask: Array | None = None,
+        **options: Any,
+    ) -> Any:
+        attend = functools.partial(original, **options)
+        trace = _thread.trace
+        is_mapped = trace is not None and (trace.model or trace.rows)
+        is_usual = jnp.ndim(query) == 4 and set(options) <= _OPTIONS
+        if not is_mapped or options.get("implementation") != "cudnn":
+            return attend(query, key, value, bias, mask)
+        if trace is None or not is_usual:
+            return attend(query, key, value, bias, mask)
+        return _map_attention(trace, attend, query, key, value, bias, mask)
+
+    return dot_product_attention
+
+
+_OPTIONS = {"scale", "is_causal", "implementation"}
+
+
+def _map_attention(
+    trace: Trace,
+    attend: Callable[..., jax.Array],
+    query: Array,
+    key: Array,
+    value: Array,
+    *of_scores: Array | None,
+) -> jax.Array:
+    """Computes attention on each core for its heads.
+
+    Every core computes all heads if the cores cannot share them evenly.
+    """
+    cores, rows, model = trace.mesh.cores_per_replica, trace.rows, trace.model
+    if query.shape[2] % cores or key.shape[2] % cores:
+        model = None
+    specs = [PartitionSpec(rows, None, model)] * 3
+    arrays = [query, key, value]
+    for array in of_scores:
+        if array is not None:
+            array = jnp.reshape(array, (1,) * (4 - array.ndim) + array.shape)
+        # An array may have one row or one head for all.
+        sizes = (1, 1) if array is None else array.shape[:2]
+        axes = zip((rows, model), sizes, strict=True)
+        specs.append(PartitionSpec(*(a if n > 1 else None for a, n in axes)))
+        arrays.append(array)
+
+    def call(*arrays: Array | None) -> jax.Array:
+        return map_over_cores(trace, attend, arrays, specs)
+
+    numbers = sorted(attend.keywords.items())
+    call.__name__ = f"{BY_ROWS}_{numbers}"
+    return jax.jit(call)(*arrays)
+
+
+def _wrap_lstm(original: Any) -> Callable[..., Any]:
+    """Wraps JAX's LSTM, for which Keras computes a loop if it raises an error.
+
+    cuDNN's kernel is called for float32 only: JAX (0.10.2) cannot lower it for
+    bfloat16 and float16, and passes it float64 as float32. XLA cannot partition
+    the kernel, so each device would compute all rows of a global batch.
+    """
+
+    @functools.wraps(original)
+    def lstm(x: Array, *args: Any, **kwargs: Any) -> Any:
+        trace = _thread.trace
+        if trace is not None:
+            dtypes = {str(jnp.result_type(a)) for a in (x, *args[:3])}
+            if dtypes != {"float32"} or trace.is_global:
+                raise NotImplementedError(
+                    "cuDNN's LSTM must be called with float32 arrays of one "
+                    f"replica's rows. Received: arrays of {sorted(dtypes)}"
+                    f"{' of all rows' if trace.is_global else ''}. Use "
+                    "`keras.layers.LSTM`, which computes a loop instead."
+                )
+        return original(x, *args, **kwargs)
+
+    return lstm
+
+
+def _wrap_sizes(
+    original: Callable[..., tuple[int, int]],
+) -> Callable[..., tuple[int, int]]:
+    """Wraps a question to cuDNN: the bytes that an LSTM needs.
+
+    Without GPUs, the workspace and the space that is kept for the gradient are
+    estimated. JAX caches the answers, so a process with GPUs must not estimate
+    them for absent GPUs: its own programs would get the estimate, too.
+    """
+
+    def compute_sizes(*args: Any) -> tuple[int, int]:
+        if not _is_for_absent_gpus() or has_gpus():
+            return original(*args)
+        return _estimate_sizes(*args)
+
+    return compute_sizes
+
+
+def _estimate_sizes(
+    input_size: int,
+    hidden_size: int,
+    num_layers: int,
+    batch_size: int,
+    length: int,
+    dropout: float,
+    bidirectional: bool,
+    *others: bool,
+) -> tuple[int, int]:
+    """Returns the bytes of six float32 numbers for each entry of the output.
+
+    The numbers are those of four gates and two states.
+    """
+    directions = num_layers * (2 if bidirectional else 1)
+    size = 4 * 6 * directions * batch_size * length * hidden_size
+    return size, size
+
+
+def _find_patches() -> Iterator[tuple[Any, str, Callable[[Any], Any]]]:
+    from jax._src.cudnn import fused_attention_stablehlo as cudnn
+    from jax.experimental import rnn
+    from jaxlib import gpu_rnn
+
+    yield keras_names.NN, "jax", _replace_jax
+    yield cudnn, "check_cudnn_version", _wrap_version
+    yield cudnn, "check_compute_capability", _wrap_capability
+    is_equal = functools.partial(_wrap_capability, is_equal=True)
+    yield cudnn, "is_cuda_compute_capability_equal", is_equal
+    yield jax.nn, "dot_product_attention", _wrap_attention
+    is_on_gpu = functools.partial(_wrap_platform_test, platform="gpu")
+    keras_rnn = importlib.import_module("keras.src.backend.jax.rnn")
+    yield keras_rnn, "_is_gpu_available", is_on_gpu
+    yield rnn, "lstm", _wrap_lstm
+    sizes = "compute_rnn_workspace_reserve_space_sizes"
+    yield gpu_rnn, sizes, _wrap_sizes
+    if "keras_hub" not in sys.modules:
+        return
+    for name, module in list(sys.modules.items()):
+        if name.startswith("keras_hub."):
+            for test in _PLATFORM_TESTS.keys() & vars(module).keys():
+                platform = _PLATFORM_TESTS[test]
+                yield (
+                    module,
+                    test,
+                    functools.partial(_wrap_platform_test, platform=platform),
+                )
+
+
+_patches = Patches(_find_patches)

@@ -1,0 +1,87 @@
+"""Kernels mapped over the cores of replicas, as XLA cannot partition them."""
+
+import dataclasses
+from collections.abc import Callable, Sequence
+
+import jax
+from jax.sharding import PartitionSpec
+
+from keras_strategies._types import Array
+from keras_strategies.kernels import splash_attention as splash
+from keras_strategies.passes.specs import Axis
+from keras_strategies.spmd.mesh import ReplicaMesh
+from keras_strategies.spmd.replica_map import core_map
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Trace:
+    """The trace of a step for a mesh.
+
+    Attributes:
+      mesh: The replicas.
+      is_global: Whether arrays have the rows of all of several replicas.
+    """
+
+    mesh: ReplicaMesh
+    is_global: bool
+
+    @classmethod
+    def of(cls, mesh: ReplicaMesh, *, is_global: bool) -> "Trace":
+        """Returns the trace of a step.
+
+        Args:
+          mesh: The replicas.
+          is_global: Whether the step is traced with the rows of all replicas
+            instead of one replica's.
+        """
+        return cls(mesh=mesh, is_global=is_global and mesh.num_replicas > 1)
+
+    @property
+    def rows(self) -> Axis | None:
+        """The mesh axes over which rows are sharded; None if they are not."""
+        return self.mesh.all_replicas if self.is_global else None
+
+    @property
+    def model(self) -> str | None:
+        """The mesh axis over which heads are sharded; None if they are not."""
+        mesh = self.mesh
+        return mesh.model_axis if mesh.cores_per_replica > 1 else None
+
+
+def map_over_cores(
+    trace: Trace,
+    kernel: Callable[..., jax.Array],
+    arrays: Sequence[Array | None],
+    specs: Sequence[PartitionSpec],
+) -> jax.Array:
+    """Calls a kernel on each core.
+
+    In the trace of a global batch, a core computes its replica's rows.
+
+    Args:
+      trace: The trace of the step.
+      kernel: A function of arrays that computes each row of its result from the
+        same row of the arrays.
+      arrays: The arguments. Their first dimension is that of the rows.
+      specs: A spec for each array, over `trace.rows` and `trace.model`. The
+        first is also that of the result.
+    """
+    if trace.model is None and trace.rows is None:
+        return kernel(*arrays)
+    first = arrays[0]
+    assert first is not None
+    count = len(first)
+    padding = -count % trace.mesh.num_replicas if trace.is_global else 0
+    mapped = core_map(
+        kernel,
+        trace.mesh,
+        in_specs=tuple(specs),
+        out_specs=specs[0],
+        is_global=trace.is_global,
+    )
+    return mapped(
+        *(
+            x if x is None or spec[0] is None else splash.pad_rows(x, padding)
+            for x, spec in zip(arrays, specs, strict=True)
+        )
+    )[:count]

@@ -1,0 +1,354 @@
+"""Computes equal blocks of a model in one loop (`jax.lax.scan`).
+
+While a step is traced, the calls of a run of blocks in a marked model's graph
+are recorded instead of computed. Each block is then traced alone. If all
+compute the same values and gradients from their inputs and variables, the first
+block's calls are the body of a loop over all blocks, whose variables' values
+are stacked. Otherwise the blocks are computed one by one.
+"""
+
+import contextlib
+import functools
+import itertools
+import threading
+import warnings
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import jax
+import keras
+from keras.src.backend.common.masking import get_keras_mask, set_keras_mask
+from keras.src.backend.common.stateless_scope import get_stateless_scope
+from keras.src.ops.function import Function
+
+from keras_strategies._types import Array, Tree
+from keras_strategies.keras_bridge.patches import Patches
+from keras_strategies.keras_bridge.step_context import current_step
+from keras_strategies.kernels.block_body import (
+    BlockBody,
+    NotScanned,
+    describe_carry,
+)
+from keras_strategies.kernels.block_calls import (
+    BlockCalls,
+    flatten,
+    resolve,
+)
+from keras_strategies.kernels.equal_blocks import (
+    Blocks,
+    find_all_blocks,
+    find_blocks_of,
+    get_graph,
+    iter_functional_parts,
+)
+from keras_strategies.passes.equal_functions import compute_same
+from keras_strategies.passes.replay import separate_trace
+from keras_strategies.passes.sharded_calls import stack_values
+from keras_strategies.passes.traces import is_tracing
+from keras_strategies.spmd.attributes import temporary_attribute
+
+_MARK = "_ks_scans_blocks"
+_REASONS = "_ks_reasons_against_scans"
+_RUNS = "_ks_runs_of_blocks"
+
+
+def scan_blocks(model: keras.Model) -> list[list[str]]:
+    """Makes a strategy's steps compute a model's equal blocks in one loop.
+
+    A program then contains one block instead of all, so it is smaller and
+    compiles faster. Results are those of the unrolled model, up to rounding.
+    Weights keep their names and shapes. The function finds runs of equal blocks
+    in the model's graph and in the graphs of its nested models. A run is at
+    least 4 blocks with the same configuration, each of which reads one output
+    of the previous block. If a step's trace shows that blocks differ after all
+    (for example in a constant), they are computed one by one, with a warning.
+
+    Args:
+      model: A built functional or sequential model. Models that are called
+        outside of a strategy's steps are computed as before.
+
+    Returns:
+      For each run, the names of the layers at the end of the blocks.
+
+    Raises:
+      ValueError: if the model has no equal blocks.
+
+    Example:
+      ```python
+      strategy = ks.MirroredStrategy()
+      with strategy.scope():
+          blocks = [keras.layers.Dense(64, "tanh") for _ in range(8)]
+          model = keras.Sequential([keras.Input((64,)), *blocks])
+          ks.experimental.scan_blocks(model)
+          model.compile("adam", "mse")
+      ```
+
+    References:
+      https://docs.jax.dev/en/latest/_autosummary/jax.lax.scan.html
+    """
+    runs = list(find_all_blocks(model))
+    if not runs:
+        raise ValueError(
+            "`scan_blocks` must be called with a functional or sequential "
+            "model that has at least 4 equal blocks, one after another. "
+            f"Received: {model.name!r} of type {type(model).__name__}, whose "
+            "graph has no such blocks. Create the blocks with the same "
+            "arguments, or leave the model unrolled."
+        )
+    for blocks in runs:
+        graph = get_graph(blocks.model)
+        vars(graph)[_MARK] = True
+        vars(graph).pop(_RUNS, None)
+    return [[op.name for op, _ in blocks.trunks] for blocks in runs]
+
+
+@contextlib.contextmanager
+def scanning_blocks() -> Iterator[None]:
+    """Computes marked blocks in loops while the block, which traces, runs."""
+    with (
+        _patches.hold(),
+        temporary_attribute(_thread, "is_in_step", True),
+        temporary_attribute(_thread, "is_passing", False),
+    ):
+        yield
+
+
+@contextlib.contextmanager
+def passing_blocks(model: keras.Model) -> Iterator[None]:
+    """Computes one of a model's marked blocks only, while a trace runs.
+
+    It stands for the others, so all shapes in the trace are right, but values
+    are not: the block must not read data, because user code may compute it. JAX
+    reuses no trace of the block elsewhere. Blocks whose variables do not exist
+    yet are all computed, and so are all blocks in jobs of several processes, in
+    which JAX cannot create arrays in a separate trace.
+    """
+    parts = iter_functional_parts(model)
+    is_marked = any(_MARK in vars(get_graph(part)) for part in parts)
+    if not is_marked or jax.process_count() > 1:
+        yield
+        return
+    with (
+        scanning_blocks(),
+        separate_trace("ks.passing"),
+        temporary_attribute(_thread, "is_passing", True),
+    ):
+        yield
+
+
+def find_columns(model: keras.Model) -> list[list[keras.Variable]]:
+    """Finds the variables that loops over a model's blocks stack.
+
+    Returns:
+      For each variable of a marked block, that variable in all blocks.
+    """
+    columns: list[list[keras.Variable]] = []
+    for part in iter_functional_parts(model):
+        # Most models are not marked, and need no search.
+        graph = get_graph(part)
+        for blocks in _find_runs(graph) if _MARK in vars(graph) else ():
+            with contextlib.suppress(NotScanned):
+                columns += _find_variables(blocks)
+    return columns
+
+
+def are_scanned(blocks: Blocks) -> bool:
+    """Returns whether `scan_blocks` marked the graph of some blocks."""
+    return _MARK in vars(get_graph(blocks.model))
+
+
+class _Thread(threading.local):
+    is_in_step = False
+    is_passing = False
+
+
+_thread = _Thread()
+
+
+def _wrap_graph(original: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(original)
+    def run_graph(graph: Any, inputs: Tree, *args: Any, **kwargs: Any) -> Tree:
+        is_wanted = _thread.is_in_step and is_tracing()
+        is_scanned = _MARK in vars(graph) and is_wanted
+        is_symbolic = any(
+            isinstance(x, keras.KerasTensor) for x in flatten(inputs)
+        )
+        if not is_scanned or is_symbolic or get_stateless_scope() is None:
+            return original(graph, inputs, *args, **kwargs)
+        runs = _find_runs(graph)
+        if not runs:
+            _warn(graph, "they are not equal any more")
+        # Keras 3.15 passes a function, Keras 3.16 none.
+        operation_fn = kwargs.pop("operation_fn", _return_operation)
+        calls_of: dict[int, BlockCalls] = {}
+        for blocks in runs:
+            operations = itertools.chain(*blocks.segments)
+            calls = BlockCalls(blocks, operation_fn)
+            calls_of |= dict.fromkeys(map(id, operations), calls)
+
+        def choose(operation: Any) -> Callable[..., Any]:
+            def call(*args: Any, **kwargs: Any) -> Tree:
+                args, kwargs = resolve((args, kwargs))
+                calls = calls_of.get(id(operation))
+                if calls is None:
+                    return operation_fn(operation)(*args, **kwargs)
+                outputs = calls.record(operation, args, kwargs)
+                if calls.is_complete:
+                    _compute(graph, calls)
+                return outputs
+
+            return call
+
+        kwargs["operation_fn"] = choose
+        return resolve(original(graph, inputs, *args, **kwargs))
+
+    return run_graph
+
+
+def _find_runs(graph: Any) -> list[Blocks]:
+    """Finds a graph's blocks, again if a layer was frozen or unfrozen since."""
+    trainable = [v.trainable for v in graph.variables]
+    found = vars(graph).get(_RUNS)
+    if found is None or found[0] != trainable:
+        found = vars(graph)[_RUNS] = trainable, find_blocks_of(graph)
+    return found[1]
+
+
+def _is_repeated() -> bool:
+    """Returns whether the step is traced again with other numbers of rows."""
+    step = current_step()
+    return step is not None and (step.facts.is_probe or step.facts.is_twin)
+
+
+def _return_operation(operation: Any) -> Any:
+    return operation
+
+
+_patches = Patches(lambda: [(Function, "_run_through_graph", _wrap_graph)])
+
+
+def _compute(graph: Any, calls: BlockCalls) -> None:
+    """Computes all blocks of a run in a loop, or else one by one."""
+    if _thread.is_passing:
+        if not _pass(calls):
+            calls.compute_all()
+        return
+    # The blocks were compared in the first trace.
+    is_repeated = _is_repeated()
+    reasons = vars(graph).setdefault(_REASONS, {})
+    key = tuple(id(operation) for operation, _ in calls.blocks.trunks)
+    try:
+        if is_repeated and reasons.get(key):
+            raise NotScanned(reasons[key])
+        _scan(calls, is_checked=not (is_repeated and key in reasons))
+        reasons[key] = ""
+    except NotScanned as error:
+        reasons[key] = str(error)
+        if not is_repeated:
+            _warn(calls.blocks.model, reasons[key])
+        calls.compute_all()
+
+
+def _pass(calls: BlockCalls) -> bool:
+    """Computes the first block for all, if its shapes allow that."""
+    operations = itertools.chain(*calls.blocks.segments)
+    layers = [op for op in operations if isinstance(op, keras.Layer)]
+    if not all(x.built for layer in layers for x in layer._flatten_layers()):
+        return False
+    entering = calls.entering
+    before = describe_carry((entering, get_keras_mask(entering)))
+    result = calls.compute(0, entering)
+    if describe_carry((result, get_keras_mask(result))) != before:
+        return False
+    calls.set_result(result)
+    return True
+
+
+def _scan(calls: BlockCalls, *, is_checked: bool) -> None:
+    """Computes all blocks of a run in a loop.
+
+    Args:
+      calls: The recorded calls.
+      is_checked: Whether to check that the blocks compute the same.
+
+    Raises:
+      NotScanned: if a loop cannot compute the blocks.
+    """
+    scope: Any = get_stateless_scope()
+    columns = _find_variables(calls.blocks)
+    values = [[_read(scope, v) for v in column] for column in columns]
+    bodies = [
+        BlockBody(calls, number, [column[number] for column in columns])
+        for number in range(len(calls.blocks))
+    ]
+    carry = calls.entering, get_keras_mask(calls.entering)
+    if is_checked:
+        _check_equal(bodies, carry, [column[0] for column in values])
+    stacked = list(map(stack_values, values))
+    (result, mask), new = jax.lax.scan(
+        bodies[0].compute, carry, stacked, length=len(bodies)
+    )
+    written = [c for c in columns if c[0] in bodies[0].written]
+    for column, slices in zip(written, new, strict=True):
+        for update in zip(column, list(slices), strict=True):
+            scope.add_update(update)
+    if mask is not None:
+        set_keras_mask(result, mask)
+    calls.set_result(result)
+
+
+def _check_equal(
+    bodies: Sequence[BlockBody], carry: Any, values: list[Any]
+) -> None:
+    """Checks that all blocks compute the same from inputs and variables.
+
+    Raises:
+      NotScanned: if they differ, or cannot be traced alone.
+    """
+    try:
+        are_equal = compute_same([b.compute for b in bodies], carry, values)
+    except NotScanned:
+        raise
+    except Exception as error:
+        raise NotScanned(
+            "a block cannot be computed without the others "
+            f"({type(error).__name__}: {error})"
+        ) from error
+    if not are_equal:
+        raise NotScanned("blocks differ in their operations or constants")
+
+
+def _warn(model: keras.Model, reason: str) -> None:
+    warnings.warn(
+        f"The equal blocks of {model.name!r} are computed one by one, not in a "
+        f"loop: {reason}.",
+        UserWarning,
+        stacklevel=2,
+    )
+
+
+def _read(scope: keras.StatelessScope, variable: keras.Variable) -> Array:
+    """Returns a variable's value in a scope, in the variable's dtype."""
+    value = scope.get_current_value(variable)
+    return variable._value if value is None else value
+
+
+def _find_variables(blocks: Blocks) -> list[list[keras.Variable]]:
+    """Returns, for each variable of a block, that variable in all blocks.
+
+    Variables that all blocks share are left out.
+    """
+    rows = []
+    for segment in blocks.segments:
+        of_segment = [v for op in segment for v in getattr(op, "variables", ())]
+        rows.append(list({id(v): v for v in of_segment}.values()))
+    if len(set(map(len, rows))) > 1:
+        raise NotScanned("blocks share some of their variables")
+    columns = []
+    for column in map(list, zip(*rows, strict=True)):
+        different = len(set(map(id, column)))
+        if different == len(column):
+            columns.append(column)
+        elif different > 1:
+            raise NotScanned("some of the blocks share a variable")
+    return columns

@@ -1,0 +1,355 @@
+"""Attention for TPUs by JAX's splash kernel."""
+
+import dataclasses
+import functools
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from keras_strategies._types import Array
+from keras_strategies.passes.hlo_text import KERNELS
+
+LANES = 128
+"""Sequence lengths must be multiples of this number of a TPU's lanes."""
+
+_BLOCKS = (512, 256, LANES)
+DTYPES = ("bfloat16", "float32")
+
+_TABLE_BYTES = 7 << 17
+"""The part of a TPU core's 1 MiB of scalar memory that the tables of a mask
+array's blocks may fill."""
+
+
+@dataclasses.dataclass(frozen=True, eq=False, kw_only=True)
+class AttentionMask:
+    """The keys that each query attends to; without arguments, all keys.
+
+    The kernel skips blocks of scores that `left` and `right` exclude. Only
+    `scores` is read from memory for each pair of a query and a key.
+
+    Attributes:
+      left: The largest distance to an earlier key; None for no limit.
+      right: The largest distance to a later key: 0 in causal attention; None
+        for no limit.
+      queries: True for the queries that attend to any key, of shape (batch,
+        T); None for all.
+      keys: True for the keys that are attended to, of shape (batch, S); None
+        for all.
+      scores: True for the scores to use, of shape (batch or 1, heads or 1, T,
+        S); None for all.
+    """
+
+    left: int | None = None
+    right: int | None = None
+    queries: Array | None = None
+    keys: Array | None = None
+    scores: Array | None = None
+
+    @property
+    def arrays(self) -> tuple[Array | None, ...]:
+        """The arrays of the mask: `queries`, `keys` and `scores`."""
+        return self.queries, self.keys, self.scores
+
+    def with_arrays(self, arrays: Sequence[Array | None]) -> "AttentionMask":
+        """Returns a copy with other arrays, in the order of `arrays`."""
+        names = ("queries", "keys", "scores")
+        changes: dict[str, Any] = dict(zip(names, arrays, strict=True))
+        return dataclasses.replace(self, **changes)
+
+
+def is_padding(shape: tuple[int, ...]) -> bool:
+    """Returns whether a mask excludes complete queries or complete keys.
+
+    Args:
+      shape: The shape of its array, (batch, heads, T, S). Sizes may be 1.
+    """
+    return shape[1] == 1 and 1 in shape[2:]
+
+
+def read_mask(array: Array, query: Array, key: Array) -> AttentionMask:
+    """Returns the mask of an array of shape (batch, heads, T, S).
+
+    The sizes of the array may also be 1.
+    """
+    array = jnp.asarray(array, bool)
+    rows, queries, keys = len(query), query.shape[1], key.shape[1]
+    _, heads, length, others = array.shape
+    if heads == length == 1:
+        used = jnp.broadcast_to(array[:, 0, 0], (rows, keys))
+        return AttentionMask(keys=used)
+    if heads == others == 1:
+        used = jnp.broadcast_to(array[:, 0, :, 0], (rows, queries))
+        return AttentionMask(queries=used)
+    shape = (*array.shape[:2], queries, keys)
+    return AttentionMask(scores=jnp.broadcast_to(array, shape))
+
+
+def make_causal(mask: AttentionMask, query: Array, key: Array) -> AttentionMask:
+    """Returns a mask that also excludes the keys after each query."""
+    if mask.scores is None:
+        return dataclasses.replace(mask, right=0)
+    is_earlier = jnp.tril(jnp.ones((query.shape[1], key.shape[1]), bool))
+    return dataclasses.replace(mask, scores=mask.scores & is_earlier)
+
+
+def count_rows_at_once(heads: int, queries: int, keys: int) -> int:
+    """Returns for how many rows of the batch the kernel can read a mask array.
+
+    For each head of each row, the kernel stores three tables of the mask's
+    blocks. Their last two dimensions are padded to multiples of 8 and 128, and
+    an entry of all three takes up to 6 bytes.
+
+    Returns:
+      The number of rows; 0 if the tables of one row do not fit.
+    """
+    blocks_q = -(-queries // _find_block(queries) // 8) * 8
+    blocks_kv = -(-keys // _find_block(keys) // LANES) * LANES
+    return _TABLE_BYTES // (heads * blocks_q * blocks_kv * 6)
+
+
+def splash_attention(
+    query: Array,
+    key: Array,
+    value: Array,
+    mask: AttentionMask,
+    *,
+    soft_cap: float | None = None,
+) -> jax.Array:
+    """Computes attention on one TPU core.
+
+    The results are those of `jax.nn.dot_product_attention` with a scale of 1.
+    In particular, a query without any key to attend to gets the mean of all
+    values.
+
+    Args:
+      query: An array of shape (batch, T, heads, depth), already scaled. T is a
+        multiple of `LANES`, as is S.
+      key: An array of shape (batch, S, heads or a divisor of it, depth).
+      value: An array of the key's shape, except for the depth.
+      mask: The keys that each query attends to.
+      soft_cap: Caps each score s to `soft_cap * tanh(s / soft_cap)`; None for
+        no cap.
+
+    Returns:
+      An array of shape (batch, T, heads, depth of the value).
+    """
+    queries, keys, heads = query.shape[1], key.shape[1], query.shape[2]
+    depth = value.shape[-1]
+    q, k, v = (jnp.swapaxes(_pad_depth(x), 1, 2) for x in (query, key, value))
+    products = q.size // queries * _count_pairs(mask, queries, keys)
+    scope = jax.named_scope(f"{KERNELS}{products}")
+    if mask.scores is None:
+        with jax.ensure_compile_time_eval():
+            kernel = _make_kernel(
+                heads, queries, keys, mask.left, mask.right, soft_cap
+            )
+        segments = _make_segments(query, key, mask)
+        with scope:
+            result = jax.vmap(kernel)(q, k, v, segments)
+    else:
+        with scope:
+            result = _attend_by_scores(q, k, v, mask.scores, soft_cap)
+    result = jnp.swapaxes(result, 1, 2)[..., :depth]
+    has_keys = _find_queries_with_keys(mask, queries, keys)
+    if has_keys is None:
+        return result
+    mean = jnp.mean(value, axis=1, keepdims=True, dtype="float32")
+    mean = jnp.repeat(mean, heads // value.shape[2], axis=2)
+    return jnp.where(has_keys, result, mean.astype(result.dtype))
+
+
+def _count_pairs(mask: AttentionMask, queries: int, keys: int) -> int:
+    """Returns the number of pairs of a query and a key within the limits."""
+    first, end = _find_ranges(mask, queries, keys)
+    return int((end - first).clip(0).sum())
+
+
+def _find_ranges(
+    mask: AttentionMask, queries: int, keys: int
+) -> tuple[np.ndarray, np.ndarray]:
+    """Returns the first key of each query, and the end of its keys."""
+    places = np.arange(queries)
+    first = 0 * places if mask.left is None else places - mask.left
+    end = 0 * places + keys if mask.right is None else places + mask.right + 1
+    return np.clip(first, 0, keys), np.clip(end, 0, keys)
+
+
+def _pad_depth(x: Array) -> jax.Array:
+    """Pads the last dimension with zeros to a multiple of the lanes."""
+    padding = -x.shape[-1] % LANES
+    return jnp.pad(x, [(0, 0)] * (x.ndim - 1) + [(0, padding)])
+
+
+@functools.lru_cache(maxsize=64)
+def _make_kernel(
+    heads: int,
+    queries: int,
+    keys: int,
+    left: int | None,
+    right: int | None,
+    soft_cap: float | None,
+) -> Any:
+    """Makes a kernel for one row of the batch, with a mask known in advance."""
+    kernels, masks = _import_splash()
+    shape = (queries, keys)
+    if left is None and right is None:
+        mask = masks.FullMask(shape)
+    else:
+        mask = masks.LocalMask(shape, (left, right), offset=0)
+    kernel = kernels.make_splash_mha(
+        masks.MultiHeadMask([mask] * heads),
+        head_shards=1,
+        q_seq_shards=1,
+        block_sizes=_make_block_sizes(queries, keys),
+        attn_logits_soft_cap=soft_cap,
+    )
+    # As arrays of JAX, these constants would belong to the current devices.
+    return jax.tree.map(np.asarray, kernel)
+
+
+def _attend_by_scores(
+    query: jax.Array,
+    key: jax.Array,
+    value: jax.Array,
+    scores: Array,
+    soft_cap: float | None,
+) -> jax.Array:
+    """Computes attention with a mask that is only known to the running program.
+
+    The rows are computed in groups, one after the other, if the tables of the
+    mask's blocks do not fit into a core's memory for all rows at once.
+
+    Args:
+      query: An array of shape (batch, heads, T, depth).
+      key: An array of shape (batch, heads or a divisor of it, S, depth).
+      value: An array of the key's shape, except for the depth.
+      scores: See `AttentionMask`.
+      soft_cap: See `splash_attention`.
+    """
+    rows, heads, length, _ = query.shape
+    masks = jnp.broadcast_to(scores, (rows, *scores.shape[1:]))
+    attend = functools.partial(_attend_at_once, soft_cap=soft_cap)
+    groups = -(-rows // count_rows_at_once(heads, length, key.shape[2]))
+    if groups == 1:
+        return attend(query, key, value, masks)
+    size = -(-rows // groups)
+    parts = [
+        pad_rows(x, groups * size - rows).reshape(groups, size, *x.shape[1:])
+        for x in (query, key, value, masks)
+    ]
+    results = jax.lax.map(lambda part: attend(*part), parts)
+    return _join_dims(results)[:rows]
+
+
+def pad_rows(array: jax.Array, count: int) -> jax.Array:
+    """Appends rows of zeros."""
+    return jnp.pad(array, [(0, count)] + [(0, 0)] * (array.ndim - 1))
+
+
+def _attend_at_once(
+    query: jax.Array,
+    key: jax.Array,
+    value: jax.Array,
+    masks: jax.Array,
+    soft_cap: float | None,
+) -> jax.Array:
+    """Computes attention with one call of the kernel.
+
+    The kernel has no dimension for the batch's rows. `vmap` would run it in a
+    loop, so here the heads of all rows are the kernel's heads.
+    """
+    rows, heads, length, _ = query.shape
+    kernel = _import_splash()[0].make_splash_mha(
+        _join_dims(masks),
+        head_shards=1,
+        q_seq_shards=1,
+        block_sizes=_make_block_sizes(length, key.shape[2]),
+        attn_logits_soft_cap=soft_cap,
+    )
+
+    def repeat(info: Any) -> Any:
+        """Repeats a mask's blocks for the heads that share it."""
+        names = ("data_next", "mask_next", "block_mask")
+        shares = heads // masks.shape[1]
+        repeated = {n: jnp.repeat(getattr(info, n), shares, 0) for n in names}
+        # `make_splash_mha` (jax 0.10) turns this bool into a traced array.
+        return info._replace(**repeated, is_dynamic_mask=True)
+
+    for name in ("fwd_mask_info", "dq_mask_info", "dkv_mask_info"):
+        setattr(kernel, name, repeat(getattr(kernel, name)))
+    result = kernel(*map(_join_dims, (query, key, value)))
+    return result.reshape(rows, heads, length, -1)
+
+
+def _join_dims(x: Array) -> jax.Array:
+    """Joins the first two dimensions."""
+    return x.reshape(-1, *x.shape[2:])
+
+
+def _make_segments(query: Array, key: Array, mask: AttentionMask) -> Any:
+    """Returns segment ids that differ for excluded queries and keys."""
+    if mask.queries is None and mask.keys is None:
+        return None
+    queries, keys = (
+        jnp.ones(x.shape[:2], "int32")
+        if used is None
+        else jnp.where(used, 1, excluded).astype("int32")
+        for x, used, excluded in (
+            (query, mask.queries, 2),
+            (key, mask.keys, 0),
+        )
+    )
+    return _import_splash()[0].SegmentIds(queries, keys)
+
+
+def _find_queries_with_keys(
+    mask: AttentionMask, queries: int, keys: int
+) -> Array | None:
+    """Returns which queries attend to any key; None if all of them do.
+
+    Returns:
+      A boolean array that broadcasts to (batch, T, heads, 1).
+    """
+    if mask.scores is not None:
+        return jnp.swapaxes(mask.scores.any(-1, keepdims=True), 1, 2)
+    first, end = _find_ranges(mask, queries, keys)
+    has_keys = None if (end > first).all() else (end > first)[None]
+    if mask.keys is not None:
+        counts = jnp.cumsum(mask.keys, axis=1, dtype="int32")
+        counts = jnp.pad(counts, [(0, 0), (1, 0)])
+        has_keys = counts[:, end] > counts[:, first]
+    if mask.queries is not None:
+        has_keys = mask.queries if has_keys is None else has_keys & mask.queries
+    return None if has_keys is None else has_keys[:, :, None, None]
+
+
+def _make_block_sizes(queries: int, keys: int) -> Any:
+    """Returns the largest blocks that divide the lengths."""
+    block_q, block_kv = _find_block(queries), _find_block(keys)
+    return _import_splash()[0].BlockSizes(
+        block_q=block_q,
+        block_kv=block_kv,
+        block_kv_compute=block_kv,
+        block_q_dkv=block_q,
+        block_kv_dkv=block_kv,
+        block_kv_dkv_compute=block_kv,
+        block_q_dq=block_q,
+        block_kv_dq=block_kv,
+    )
+
+
+def _find_block(length: int) -> int:
+    return next(size for size in _BLOCKS if length % size == 0)
+
+
+def _import_splash() -> tuple[Any, Any]:
+    """Imports JAX's modules of the kernel and of its masks when needed."""
+    from jax.experimental.pallas.ops.tpu.splash_attention import (
+        splash_attention_kernel,
+        splash_attention_mask,
+    )
+
+    return splash_attention_kernel, splash_attention_mask

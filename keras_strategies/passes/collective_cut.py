@@ -1,0 +1,268 @@
+"""Cuts a program at its collectives, so that it runs without communication.
+
+Replicas that take different branches cannot communicate inside them. So each
+branch's program is cut at its collectives: the operands of each collective
+become additional outputs of the program, and its results become additional
+inputs. The caller computes the collectives outside of the branches.
+"""
+
+import dataclasses
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.extend.core import ClosedJaxpr, DropVar, Jaxpr, JaxprEqn, jaxpr_as_fun
+
+from keras_strategies._types import Array, Equation
+from keras_strategies.passes import stages
+
+_NAMES = ("psum", "pmax", "pmin", "all_gather", "reduce_scatter", "ppermute")
+_CALLS = {
+    "jit": "jaxpr",
+    "pjit": "jaxpr",
+    "closed_call": "call_jaxpr",
+    "core_call": "call_jaxpr",
+    "remat2": "jaxpr",
+    "checkpoint": "jaxpr",
+    "custom_jvp_call": "call_jaxpr",
+    "custom_vjp_call": "call_jaxpr",
+    "custom_lin": "call_jaxpr",
+}
+"""The parameter with the jaxpr, for each primitive that calls a jaxpr."""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Cut:
+    """A program that was cut at its collectives.
+
+    Attributes:
+      jaxpr: The program. Its inputs are the original ones, followed by the
+        collectives' results. Its outputs are the collectives' operands,
+        followed by the original ones.
+      collectives: The equations of the collectives at which the program was
+        cut, in program order.
+    """
+
+    jaxpr: ClosedJaxpr
+    collectives: list[Any]
+
+    @property
+    def operands(self) -> list[list[jax.ShapeDtypeStruct]]:
+        """The shapes and dtypes of each collective's operands."""
+        return [_shapes(e.invars) for e in self.collectives]
+
+    @property
+    def results(self) -> list[list[jax.ShapeDtypeStruct]]:
+        """The shapes and dtypes of each collective's results."""
+        return [_shapes(e.outvars) for e in self.collectives]
+
+
+def cut_at_collectives(traced: ClosedJaxpr) -> Cut:
+    """Cuts a program at its collectives.
+
+    Args:
+      traced: The program. Functions that it calls are inlined if they contain
+        collectives.
+
+    Raises:
+      RuntimeError: if a loop or a branch contains a collective.
+    """
+    collectives = list(_collectives_in(traced.jaxpr))
+
+    def program(
+        inputs: list[Any], known: list[Any]
+    ) -> tuple[list[list[Any]], list[Any]]:
+        operands: list[list[Any]] = []
+        results = iter(known)
+
+        def meet(arrays: list[Any]) -> list[Any]:
+            operands.append(arrays)
+            return next(results)
+
+        outputs = _evaluate(traced.jaxpr, traced.consts, inputs, meet)
+        return operands, outputs
+
+    inputs = _shapes(traced.jaxpr.invars)
+    known = [_shapes(e.outvars) for e in collectives]
+    return Cut(
+        jaxpr=jax.make_jaxpr(program)(inputs, known), collectives=collectives
+    )
+
+
+def add_collectives(cut: Cut, other: Cut) -> Cut | None:
+    """Extends a program so that it has all collectives of another program.
+
+    The operands of the added collectives are zeros. Programs of the same code
+    may have different collectives, because JAX does not compute gradients that
+    are known to be zero, and then the collectives of their backward pass are
+    missing.
+
+    Args:
+      cut: The program with fewer collectives.
+      other: A program of the same code with more collectives.
+
+    Returns:
+      The extended program, or None if it is ambiguous which collectives of
+      `other` correspond to those of `cut`.
+    """
+    keys, all_keys = map(_keys_of, (cut.collectives, other.collectives))
+    places = _places(keys, all_keys)
+    last = _places(keys[::-1], all_keys[::-1])
+    # The match is unambiguous if a search from the front and one from the back
+    # find the same positions.
+    if places is None or last is None:
+        return None
+    if places != [len(all_keys) - 1 - k for k in reversed(last)]:
+        return None
+    structure = jax.tree.structure((cut.operands, None))
+    count = len(cut.jaxpr.in_avals) - sum(map(len, cut.results))
+
+    def program(
+        inputs: list[Any], known: list[Any]
+    ) -> tuple[list[list[Any]], list[Any]]:
+        results = jax.tree.leaves([known[k] for k in places])
+        leaves = jaxpr_as_fun(cut.jaxpr)(*inputs, *results)
+        number = structure.num_leaves
+        cut_operands, _ = jax.tree.unflatten(structure, leaves[:number])
+        operands = jax.tree.map(
+            lambda shape: jnp.zeros(shape.shape, shape.dtype), other.operands
+        )
+        for place, values in zip(places, cut_operands, strict=True):
+            operands[place] = values
+        return operands, leaves[number:]
+
+    inputs = _shapes(cut.jaxpr.jaxpr.invars[:count])
+    jaxpr = jax.make_jaxpr(program)(inputs, other.results)
+    return Cut(jaxpr=jaxpr, collectives=other.collectives)
+
+
+def _keys_of(collectives: Sequence[Any]) -> list[Any]:
+    """Returns a key per collective: its primitive, shapes and name scope."""
+    return [
+        (
+            equation.primitive.name,
+            [(s.shape, s.dtype) for s in _shapes(equation.invars)],
+            str(equation.source_info.name_stack),
+        )
+        for equation in collectives
+    ]
+
+
+def _places(keys: Sequence[Any], of_all: Sequence[Any]) -> list[int] | None:
+    """Returns the positions of keys in a longer list, None if one is absent."""
+    places, start = [], 0
+    for key in keys:
+        rest = [k for k in range(start, len(of_all)) if of_all[k] == key]
+        if not rest:
+            return None
+        places.append(rest[0])
+        start = rest[0] + 1
+    return places
+
+
+def reduce(collective: JaxprEqn, operands: Sequence[Any]) -> list[Any]:
+    """Computes one of the collectives of a `Cut` from its operands."""
+    results = collective.primitive.bind(*operands, **collective.params)
+    return list(results) if collective.primitive.multiple_results else [results]
+
+
+def find_called_jaxpr(equation: Equation) -> tuple[Any, list[Any]] | None:
+    """Returns the jaxpr that an equation calls, with its constants, or None."""
+    if equation.primitive.name == "call_hi_primitive":
+        return _trace_expanded(equation)
+    called = equation.params.get(_CALLS.get(equation.primitive.name))
+    if called is None:
+        return None
+    inner = getattr(called, "jaxpr", called)
+    consts = list(getattr(called, "consts", ()))
+    is_known = len(consts) == len(inner.constvars)
+    if not is_known or len(inner.invars) != len(equation.invars):
+        return None
+    return inner, consts
+
+
+def _trace_expanded(equation: JaxprEqn) -> tuple[Any, list[Any]]:
+    """Traces the function that a `call_hi_primitive` of JAX 0.12 calls.
+
+    The equation itself contains no jaxpr.
+    """
+    called = equation.params["_prim"]
+
+    def expand(*leaves: Array) -> list[Any]:
+        return jax.tree.leaves(called.expand(*called.in_tree.unflatten(leaves)))
+
+    traced = jax.make_jaxpr(expand)(*_shapes(equation.invars))
+    return traced.jaxpr, list(traced.consts)
+
+
+def _collectives_in(jaxpr: Jaxpr) -> Iterator[Any]:
+    for equation in jaxpr.eqns:
+        if _is_collective(equation):
+            yield equation
+        elif _has_collectives(equation):
+            called = find_called_jaxpr(equation)
+            if called is None:
+                raise RuntimeError(
+                    "If the replicas have different numbers of rows, they must "
+                    "not communicate inside a loop or a branch of JAX. "
+                    f"Received: a collective in `{equation.primitive.name}`, "
+                    "with a batch that cannot be divided equally among the "
+                    "replicas. Call the collective outside of the loop or "
+                    "branch, or use only batches that can be divided equally "
+                    "(`drop_remainder=True`)."
+                )
+            yield from _collectives_in(called[0])
+
+
+def _is_collective(equation: JaxprEqn) -> bool:
+    return equation.primitive.name.startswith(_NAMES)
+
+
+def _has_collectives(equation: JaxprEqn) -> bool:
+    return any(map(_is_collective, stages.equations_in(equation)))
+
+
+def _evaluate(
+    jaxpr: Jaxpr,
+    consts: Sequence[Any],
+    inputs: Sequence[Any],
+    meet: Callable[[list[Any]], list[Any]],
+) -> list[Any]:
+    """Evaluates a program, but calls `meet` in place of each collective."""
+    values = dict(zip(jaxpr.constvars, consts, strict=True))
+    values |= dict(zip(jaxpr.invars, inputs, strict=True))
+
+    pending: list[Any] = []
+
+    def compute() -> None:
+        outputs = [v for e in pending for v in e.outvars]
+        outputs = [v for v in outputs if not isinstance(v, DropVar)]
+        arrays = stages.compute_equations(
+            jaxpr, pending, outputs, values.__getitem__
+        )
+        values.update(zip(outputs, arrays, strict=True))
+        pending.clear()
+
+    def read(operands: Sequence[Any]) -> list[Any]:
+        return [stages.value_of(v, values) for v in operands]
+
+    for equation in jaxpr.eqns:
+        is_cut = _is_collective(equation)
+        if not is_cut and not _has_collectives(equation):
+            pending.append(equation)
+            continue
+        compute()
+        operands = read(equation.invars)
+        called = None if is_cut else find_called_jaxpr(equation)
+        if called is None:
+            results = meet(operands)
+        else:
+            results = _evaluate(*called, operands, meet)
+        values.update(zip(equation.outvars, results, strict=True))
+    compute()
+    return read(jaxpr.outvars)
+
+
+def _shapes(variables: Sequence[Any]) -> list[jax.ShapeDtypeStruct]:
+    return [stages.shape_of(v.aval) for v in variables]

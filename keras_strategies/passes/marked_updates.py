@@ -1,0 +1,222 @@
+"""Marks optimizer updates in a traced step so that it can be cut there.
+
+An update may combine the entries of its arrays in any way (norms, factored
+slots, orthogonalization), so its result would be wrong if it ran on each shard
+separately inside a mapped function. If the step is cut at its updates, they are
+computed outside of the mapped function on global sharded arrays, and XLA
+divides the work over the devices.
+"""
+
+import contextlib
+import dataclasses
+import operator
+import threading
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from types import MappingProxyType
+from typing import Any, Literal
+
+import jax
+from jax.extend.core import ClosedJaxpr, JaxprEqn, jaxpr_as_fun
+
+from keras_strategies.passes.replay import current_side
+from keras_strategies.passes.specs import Spec
+from keras_strategies.passes.stages import (
+    all_equations,
+    with_consts_as_inputs,
+)
+from keras_strategies.passes.traces import is_user_code
+
+MAX = "max"
+"""The reduction of a "gradient" that is its variable's new value.
+
+See `overwrite_with_gradient` in Keras.
+"""
+
+Reduction = Spec | Literal["max"]
+"""The spec of a gradient's sum, or `MAX` for its replicated maximum."""
+
+# The prefix contains a dot, so no user-defined function can have such a name.
+_PREFIX = "ks.optimizer_update_"
+_INNER = "ks.optimizer_update"
+_NO_UPDATES: Mapping[str, Any] = MappingProxyType({})
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Update:
+    """A marked optimizer update.
+
+    It computes new values from captured arrays, gradients and the old values.
+
+    Attributes:
+      traced: The jaxpr of the update. Its inputs are the captured arrays (which
+        it reads from the surrounding code), then the reduced gradients, then
+        the values.
+      num_captured: Number of captured arrays.
+      gradients: How each gradient is reduced over the replicas.
+      values: The spec of each value (weight or optimizer slot).
+      divisor: The number by which the sums of the gradients over the replicas
+        are divided before the update.
+      on_replicated: A function that is called if the step is not cut at the
+        update, for example because the update is inside a branch or a loop.
+      key: The objects that the update computes with. Another trace of the same
+        step does not trace an update with the same objects again, unless the
+        update contains user code.
+    """
+
+    traced: ClosedJaxpr
+    num_captured: int
+    gradients: tuple[Reduction, ...]
+    values: tuple[Spec, ...]
+    divisor: int
+    on_replicated: Callable[[], None]
+    key: Sequence[object]
+
+    def __call__(self, operands: Sequence[Any]) -> list[Any]:
+        """Computes the new values from the inputs of `traced`."""
+        return jaxpr_as_fun(self.traced)(*operands)
+
+
+class _Collected(threading.local):
+    updates: dict[str, Update] | None = None
+    known: Mapping[str, Update] = _NO_UPDATES
+
+
+_collected = _Collected()
+
+
+@contextlib.contextmanager
+def collect_updates(*, is_twin: bool = False) -> Iterator[dict[str, Update]]:
+    """Yields a dict that collects the updates marked in a `with` block.
+
+    Args:
+      is_twin: Whether the block traces the current step again. It then reuses
+        the jaxprs of updates that this thread has already collected.
+    """
+    before = _collected.updates, _collected.known
+    known = (before[0] or _NO_UPDATES) if is_twin else _NO_UPDATES
+    updates: dict[str, Update] = {}
+    _collected.updates, _collected.known = updates, known
+    try:
+        yield updates
+    finally:
+        _collected.updates, _collected.known = before
+
+
+def is_collecting() -> bool:
+    """Returns whether this thread traces a step that can be cut at updates.
+
+    A step cannot be cut at its updates while replicas are replayed
+    (`replay.py`) or run in lockstep (`lockstep.py`), because the replicas then
+    synchronize at each collective.
+    """
+    return _collected.updates is not None and current_side() is None
+
+
+def mark_update(
+    update: Callable[[list[Any], list[Any]], list[Any]],
+    reduce: Callable[[list[Any]], list[Any]],
+    gradients: list[Any],
+    values: list[Any],
+    *,
+    reductions: Sequence[Reduction],
+    specs: Sequence[Spec],
+    divisor: int,
+    on_replicated: Callable[[], None],
+    key: Sequence[object],
+) -> list[Any]:
+    """Computes `update(reduce(gradients), values)` as one marked equation.
+
+    Args:
+      update: The optimizer's update, which returns new values for `values`.
+      reduce: A function that reduces the gradients over the replicas. Used only
+        if the step is not cut at this update.
+      gradients: This replica's gradients.
+      values: The weights and optimizer slots, as full arrays.
+      reductions: See `Update.gradients`.
+      specs: See `Update.values`.
+      divisor: See `Update.divisor`.
+      on_replicated: See `Update.on_replicated`.
+      key: See `Update.key`.
+    """
+    assert _collected.updates is not None
+    name = f"{_PREFIX}{len(_collected.updates)}"
+    traced = _find_known(name, key, [*gradients, *values])
+    traced = traced or _trace(update, gradients, values)
+    captured = traced.consts
+    marked = Update(
+        traced=ClosedJaxpr(with_consts_as_inputs(traced), []),
+        num_captured=len(captured),
+        gradients=tuple(reductions),
+        values=tuple(specs),
+        divisor=divisor,
+        on_replicated=on_replicated,
+        key=key,
+    )
+    _collected.updates[name] = marked
+
+    def compute(
+        captured: list[Any], gradients: list[Any], values: list[Any]
+    ) -> list[Any]:
+        return marked([*captured, *reduce(gradients), *values])
+
+    compute.__name__ = compute.__qualname__ = name
+    return jax.jit(compute)(captured, gradients, values)
+
+
+def _trace(
+    update: Callable[..., Any], gradients: list[Any], values: list[Any]
+) -> ClosedJaxpr:
+    def compute(gradients: list[Any], values: list[Any]) -> list[Any]:
+        return update(gradients, values)
+
+    compute.__name__ = compute.__qualname__ = _INNER
+    # As one equation, which is not traced again where the jaxpr is computed.
+    return jax.make_jaxpr(jax.jit(compute))(gradients, values)
+
+
+def _find_known(
+    name: str, key: Sequence[object], operands: list[Any]
+) -> ClosedJaxpr | None:
+    """Returns the jaxpr of the same update in an earlier trace of the step."""
+    known = _collected.known.get(name)
+    if known is None or known.num_captured or len(known.key) != len(key):
+        return None
+    is_same = all(map(operator.is_, known.key, key))
+    is_same &= not any(map(is_user_code, all_equations(known.traced)))
+    shapes = list(map(jax.typeof, operands))
+    return known.traced if is_same and known.traced.in_avals == shapes else None
+
+
+def is_same_update(equations: Sequence[Any]) -> bool:
+    """Returns whether equations of two traces compute one known update."""
+    if len(equations) < 2:
+        return False
+    jaxprs = [e.params.get("jaxpr") for e in equations]
+    is_update = equations[0].params.get("name") == _INNER
+    return is_update and all(jaxpr is jaxprs[0] for jaxpr in jaxprs)
+
+
+def wait_for_all(sums: list[Any], platform: str) -> list[Any]:
+    """Makes updates on GPUs wait until all gradients are summed.
+
+    Otherwise XLA fuses a weight's update with the weight's cast that the
+    backward pass reads. The gradients of the layers before it are then computed
+    after the sum of this weight's gradient, so that the sums can neither be
+    combined nor overlap with the backward pass (docs/upstream.md).
+
+    Args:
+      sums: The sums of the gradients.
+      platform: The platform of the devices.
+    """
+    if platform != "gpu":
+        return sums
+    return jax.lax.optimization_barrier(sums)
+
+
+def find_update(
+    equation: JaxprEqn, updates: dict[str, Update]
+) -> Update | None:
+    """Returns the marked update that an equation calls, or None."""
+    if equation.primitive.name not in ("jit", "pjit"):
+        return None
+    return updates.get(equation.params["name"])

@@ -1,0 +1,287 @@
+"""Rules for elementwise primitives.
+
+A rule returns the kind of a result (see `kinds`), given the kinds of the
+operands.
+"""
+
+import math
+import operator
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax.numpy as jnp
+import numpy as np
+
+from keras_strategies._types import Array
+from keras_strategies.passes.row_kinds.call import (
+    Call,
+    add_powers,
+    join_all,
+    scale_power,
+)
+from keras_strategies.passes.row_kinds.kinds import (
+    CONST,
+    ROWS,
+    SUM,
+    Kind,
+    is_constant,
+    join_constants,
+    make_sum,
+    make_uniform,
+    power_of,
+    same_power,
+)
+from keras_strategies.passes.stages import names_in
+
+
+def elementwise(call: Call) -> Kind:
+    """Returns the `Kind` of the result of an elementwise primitive."""
+    forms = {kind.form for kind in call.kinds}
+    if forms == {CONST}:
+        return _constant(call)
+    if SUM in forms:
+        return call.make_mixed() if ROWS in forms else _of_sums(call)
+    return _of_rows(call)
+
+
+def _constant(call: Call) -> Kind:
+    kinds, shape = call.kinds, call.out_shape()
+    if all(kind.values is not None for kind in kinds):
+        kind = make_uniform(_compute_values(call), shape)
+        is_known = kind.values is not None or all(map(is_constant, kinds))
+        return kind if is_known else kind.but(power=math.nan)
+    first = kinds[0]
+    is_index = first.index_of is not None and kinds[-1].is_zero
+    if call.name in ("lt", "ge") and is_index:
+        # JAX's indexing code compares an index with zero in order to wrap
+        # negative indices. This index is never negative, so the result is
+        # constant.
+        return make_uniform((call.name == "ge",) * len(call.equations), shape)
+    if call.name == "convert_element_type":
+        is_exact = is_constant(first) or jnp.issubdtype(
+            call.params["new_dtype"], jnp.floating
+        )
+        return first if is_exact else first.but(power=math.nan)
+    spread = [
+        _spread(kind, call.shape(k), shape) for k, kind in enumerate(kinds)
+    ]
+    return join_constants(spread).but(power=_power_of_constants(call))
+
+
+def _spread(kind: Kind, before: Sequence[int], after: Sequence[int]) -> Kind:
+    """Returns the `Kind` of a constant operand after broadcasting it."""
+    if kind.values is not None or len(before) < len(after):
+        return make_uniform(kind.values, after)
+    spread = {
+        axis: size
+        for axis, size in enumerate(after)
+        if before[axis] == 1 or kind.blocks.get(axis) == size
+    }
+    return kind.but(blocks={**kind.blocks, **spread})
+
+
+def _power_of_constants(call: Call) -> float:
+    """Returns p if a constant scales as num_rows**p, or NaN if it does not.
+
+    With only one trace the exponent is unknown and assumed to be 0.
+    """
+    if call.twin is None:
+        return 0.0
+    powers = [
+        kind.power or 0.0
+        if kind.values is None
+        else power_of(kind.values, call.ratio) or 0.0
+        for kind in call.kinds
+    ]
+    if not any(powers):
+        return 0.0
+    if call.name in ("mul", "div"):
+        one, two = powers
+        return one + two if call.name == "mul" else one - two
+    are_equal = len(set(powers)) == 1
+    is_kept = call.name in ("add", "sub", "neg", "add_any", "copy")
+    return powers[0] if are_equal and is_kept else math.nan
+
+
+def _compute_values(call: Call) -> tuple[Any, ...] | None:
+    """Computes a result from operands whose entries are all equal.
+
+    Returns:
+      The result's common entry in each trace, or None if it is unknown.
+    """
+    compute = _NUMPY.get(call.name)
+    if compute is None:
+        return None
+    results = []
+    for k, equation in enumerate(call.equations):
+        operands: list[Any] = [
+            np.asarray((kind.values or ())[k], variable.aval.dtype)
+            for kind, variable in zip(call.kinds, equation.invars, strict=True)
+        ]
+        if call.name == "integer_pow":
+            operands.append(float(equation.params["y"]))
+        with np.errstate(all="ignore"):
+            entry = compute(*operands)
+        dtype = equation.outvars[0].aval.dtype
+        results.append(np.asarray(entry).astype(dtype).item())
+    return tuple(results)
+
+
+def _divide(one: Array, two: Array) -> Array:
+    if np.issubdtype(one.dtype, np.integer):
+        return np.trunc(np.divide(one, two))
+    return np.divide(one, two)
+
+
+_SAME_NAMES = names_in("abs add ceil exp floor log sign sqrt square")
+_NUMPY: dict[str, Callable[..., Any]] = {
+    **{name: getattr(np, name) for name in _SAME_NAMES},
+    "and": np.bitwise_and,
+    "convert_element_type": np.asarray,
+    "copy": np.asarray,
+    "div": _divide,
+    "eq": np.equal,
+    "ge": np.greater_equal,
+    "gt": np.greater,
+    "integer_pow": operator.pow,
+    "le": np.less_equal,
+    "lt": np.less,
+    "max": np.maximum,
+    "min": np.minimum,
+    "mul": np.multiply,
+    "ne": np.not_equal,
+    "neg": np.negative,
+    "not": np.invert,
+    "or": np.bitwise_or,
+    "pow": np.power,
+    "rsqrt": lambda x: 1 / np.sqrt(x),
+    "select_n": lambda which, *cases: cases[int(which)],
+    "sub": np.subtract,
+}
+"""NumPy implementations of primitives, to compute constants."""
+
+
+def _of_sums(call: Call) -> Kind:
+    name, kinds = call.name, call.kinds
+    if name in ("add", "sub", "add_any"):
+        return join_all(kinds, call)
+    if name == "select_n" and kinds[0].is_const:
+        is_fixed = is_constant(kinds[0])
+        return join_all(kinds[1:], call) if is_fixed else call.make_mixed()
+    of = next(k for k, kind in enumerate(kinds) if kind.is_sum)
+    kind, others = kinds[of], [k for i, k in enumerate(kinds) if i != of]
+    if name == "convert_element_type":
+        is_float = jnp.issubdtype(call.params["new_dtype"], jnp.floating)
+        was_float = jnp.issubdtype(call.equation.invars[0].aval.dtype, float)
+        return kind if is_float or not was_float else call.make_mixed()
+    if name in ("neg", "copy", "copy_p", "reduce_precision", "real", "imag"):
+        return kind
+    is_scaled = name == "mul" or (name == "div" and of == 0)
+    if is_scaled and others[0].is_const:
+        inverse = name == "div"
+        return make_sum(
+            scale_power(kind.power, others[0], call, inverse=inverse)
+        )
+    return call.make_mixed()
+
+
+def _of_rows(call: Call) -> Kind:
+    kinds = call.kinds
+    of_rows = [(k, kind) for k, kind in enumerate(kinds) if kind.is_rows]
+    k, first = of_rows[0]
+    if any(
+        (kind.axis, kind.outer) != (first.axis, first.outer)
+        for _, kind in of_rows
+    ):
+        return call.make_mixed()
+    size = call.shape(k)[first.axis] // first.outer
+    # Constants must be equal for all rows. Otherwise the result of a row would
+    # depend on the row's position in the batch, and its position in a replica's
+    # batch is different.
+    for other, kind in enumerate(kinds):
+        shape = call.shape(other)
+        is_spread = kind.is_rows or not shape or shape[first.axis] == 1
+        if not is_spread and not kind.is_flat(first.axis, size):
+            return call.make_mixed()
+    is_power, power = _power_of_rows(call, [kind for _, kind in of_rows])
+    if not is_power:
+        return call.make_mixed()
+    keeps = call.name == "convert_element_type"
+    return first.but(
+        power=power,
+        columns=first.columns if keeps else frozenset(),
+        count=first.count if keeps else 0,
+    )
+
+
+def _power_of_rows(
+    call: Call, of_rows: list[Kind]
+) -> tuple[bool, float | None]:
+    """Returns whether a result scales as num_rows**p, and the exponent p.
+
+    Args:
+      call: An elementwise equation.
+      of_rows: The kinds of those operands that are `ROWS`.
+    """
+    name, kinds = call.name, call.kinds
+    first = of_rows[0]
+    constants = [kind for kind in kinds if kind.is_const]
+    is_known = all(kind.power is not None for kind in of_rows)
+    if name == "convert_element_type" and not jnp.issubdtype(
+        call.params["new_dtype"], jnp.inexact
+    ):
+        is_plain = first.power in (0.0, None)
+        return is_plain, first.power
+    if name in ("neg", "copy", "copy_p", "convert_element_type"):
+        return True, first.power
+    if name == "select_n":
+        return _power_of_cases(kinds)
+    if name in ("mul", "div") and len(kinds) == 2:
+        if len(of_rows) == 1:
+            (by,) = constants
+            is_inverse = name == "div"
+            if is_inverse and kinds[0].is_const:
+                power = scale_power(0.0 if is_known else None, by, call)
+                return first.power in (0.0, None), power
+            counts = set(by.values or (None,))
+            # If the divisor is the number of entries that the last sum added,
+            # the result is a mean within each row, even if the divisor happens
+            # to equal the number of rows.
+            if is_inverse and counts == {first.count}:
+                return True, first.power
+            return True, scale_power(first.power, by, call, inverse=is_inverse)
+        if name == "mul" or not is_known:
+            return True, add_powers(of_rows)
+        one, two = (kind.power or 0.0 for kind in kinds)
+        return True, one - two
+    are_fixed = all(map(is_constant, constants))
+    if name in ("add", "sub", "add_any") and len(of_rows) > 1:
+        is_same, power = same_power(of_rows[0].power, of_rows[-1].power)
+        return is_same and are_fixed, power
+    is_plain = all(kind.power in (0.0, None) for kind in of_rows)
+    return is_plain and are_fixed, 0.0 if is_known else None
+
+
+def _power_of_cases(kinds: list[Kind]) -> tuple[bool, float | None]:
+    """Returns the same as `_power_of_rows`, for the primitive `select_n`."""
+    which, *cases = kinds
+    of_rows = [kind for kind in cases if kind.is_rows]
+    constants = [kind for kind in cases if kind.is_const]
+    power = of_rows[0].power if of_rows else 0.0
+    is_same = all(same_power(power, kind.power)[0] for kind in of_rows)
+    is_plain = power in (0.0, None) and all(map(is_constant, constants))
+    is_fixed = which.is_rows or is_constant(which)
+    is_zero = all(kind.is_zero for kind in constants)
+    doubts = [kind.power for kind in of_rows if kind.power is None]
+    power = None if doubts else power
+    return is_same and is_fixed and (is_plain or is_zero), power
+
+
+def select(call: Call) -> Kind:
+    """Returns the `Kind` of the result of a `select_n`."""
+    which, *cases = call.kinds
+    if which.is_const and which.values is not None:
+        chosen = {int(value) for value in which.values}
+        if len(chosen) == 1:
+            return cases[chosen.pop()]
+    return elementwise(call)

@@ -1,0 +1,399 @@
+"""Decides whether losses in a traced step are means over the batch's rows.
+
+If a loss is a mean over rows, plus terms that do not depend on the rows, then
+the mean of the replicas' losses equals the loss of the global batch. The same
+holds for gradients. The traced step is interpreted with kinds of values (see
+`kinds`) instead of arrays, by the rules in `rules`. Primitives without a rule
+are assumed to mix rows, so a loss that passes the check is certainly a mean. A
+value that depends on the number of rows is recognized only by comparison with a
+second trace that has another number of rows.
+
+Values in a step are marked with names by calling `mark`, which adds no cost to
+the compiled program.
+"""
+
+import contextlib
+import dataclasses
+import enum
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import jax.numpy as jnp
+from jax.ad_checkpoint import checkpoint_name
+from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn, Literal
+
+from keras_strategies._types import Array, Equation
+from keras_strategies.passes import traces
+from keras_strategies.passes.collective_cut import find_called_jaxpr
+from keras_strategies.passes.row_kinds import scales
+from keras_strategies.passes.row_kinds.call import Call
+from keras_strategies.passes.row_kinds.kernels import is_by_rows
+from keras_strategies.passes.row_kinds.kinds import (
+    MEAN_POWER,
+    PLAIN,
+    Kind,
+    is_constant,
+    join_each,
+    kind_of_arrays,
+    make_mixed,
+    make_rows,
+    make_sum,
+    slice_of,
+    stack,
+)
+from keras_strategies.passes.row_kinds.rules import kinds_of_results
+from keras_strategies.passes.row_kinds.updates import kinds_of_update
+from keras_strategies.passes.stages import scan_operands
+
+LOSS = "ks.loss"
+"""Marks a scalar loss, which is averaged over the replicas."""
+VALUES = "ks.values"
+"""Marks per-row values just before this package reduces them."""
+GLOBAL = "ks.global"
+"""Marks values computed from the rows of all replicas, as on one device."""
+REDUCED = "ks.reduced"
+"""Marks a reduction's result, whose mean over replicas is the global value."""
+AVERAGED = "ks.averaged"
+"""Marks a mean of per-row values that Keras's own reduction computed."""
+OWN = "ks.own"
+"""Marks values that are about to be normalized with a replica's statistics."""
+NORMALIZED = "ks.normalized"
+"""Marks the normalized values."""
+
+
+class Verdict(enum.Enum):
+    """Whether the mean of the replicas' losses is the global batch's loss."""
+
+    MEAN = "mean"
+    UNSURE = "unsure"
+    MIXED = "mixed"
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Finding:
+    """The verdict on a step's losses.
+
+    Attributes:
+      verdict: The worst verdict over all marked losses. `UNSURE` means that a
+        trace with another number of rows is needed.
+      why: The equation that mixes rows, if the verdict is `MIXED` and there is
+        such an equation.
+      counting: If the step computes a gradient, an update, a state or a log
+        with the number of rows: an equation that does so, or True.
+    """
+
+    verdict: Verdict
+    why: Any = None
+    counting: Any = None
+
+
+def mark(value: Array, name: str) -> Array:
+    """Marks an array in the current trace with a name.
+
+    The names are constants of this module, such as `LOSS`.
+
+    Returns:
+      The same array.
+    """
+    return checkpoint_name(value, name)
+
+
+def losses_in(
+    traced: ClosedJaxpr,
+    data: Sequence[int],
+    num_rows: int,
+    twin: ClosedJaxpr | None = None,
+) -> Finding:
+    """Decides whether the losses marked in a trace are means over the rows.
+
+    Args:
+      traced: The closed jaxpr of a step.
+      data: The positions of those inputs whose dimension 0 is the rows.
+      num_rows: The number of rows.
+      twin: A trace of the same step with more rows. Without it, the verdict is
+        `UNSURE` if there is a constant that may depend on the number of rows,
+        and uses of this number elsewhere are not found.
+    """
+    jaxprs = [traced] if twin is None else [traced, twin]
+    inner = traced.jaxpr
+    inputs = [
+        make_rows(0) if k in data else PLAIN for k in range(len(inner.invars))
+    ]
+    ratio = 1.0
+    if twin is not None and data:
+        ratio = twin.jaxpr.invars[data[0]].aval.shape[0] / num_rows
+    interpreter = _Interpreter(num_rows, ratio)
+    try:
+        outputs = interpreter.interpret(jaxprs, inputs)
+    except _Different:
+        return Finding(verdict=Verdict.MIXED, counting=True)
+    finding = interpreter.finding()
+    if twin is None:
+        return dataclasses.replace(finding, counting=None)
+    # A metric that receives gathered rows adds their number to its state.
+    numbers = [kind for kind in outputs if kind.values is not None]
+    if any(map(scales.depends_on_count, numbers)):
+        return dataclasses.replace(finding, counting=finding.counting or True)
+    return finding
+
+
+class _Different(Exception):
+    """Raised if the two traces do not have the same equations."""
+
+
+class _Interpreter:
+    """An interpreter that finds the `Kind` of each value in one or two traces.
+
+    Args:
+      num_rows: The number of rows of the batch in the first trace.
+      ratio: The number of rows of the second trace, divided by `num_rows`.
+    """
+
+    def __init__(self, num_rows: int, ratio: float) -> None:
+        self._num_rows = num_rows
+        self._ratio = ratio
+        self._losses: list[Kind] = []
+        self._counting: list[Equation] = []
+        self._calls: list[Equation] = []
+        self._is_noting = True
+        self._marked: dict[str, Kind] = {}
+
+    def finding(self) -> Finding:
+        """Returns the verdict on the marked losses."""
+        counting = next(iter(self._counting), None)
+        worst = Finding(verdict=Verdict.MEAN, counting=counting)
+        for kind in self._losses:
+            verdict = _verdict(kind)
+            if verdict is Verdict.MIXED:
+                return Finding(verdict=verdict, why=kind.why, counting=counting)
+            if verdict is Verdict.UNSURE:
+                worst = Finding(verdict=verdict)
+        return worst
+
+    def interpret(self, jaxprs: list[Any], inputs: list[Kind]) -> list[Kind]:
+        """Returns the `Kind` of each result of a function, given its traces."""
+        return self._interpret([(j.jaxpr, j.consts) for j in jaxprs], inputs)
+
+    def _interpret(
+        self, pairs: Sequence[Any], inputs: list[Kind]
+    ) -> list[Kind]:
+        """Does the same as `interpret`, for traces as (jaxpr, constants)."""
+        jaxprs = [jaxpr for jaxpr, _ in pairs]
+        consts = map(kind_of_arrays, _pair([consts for _, consts in pairs]))
+        first = jaxprs[0]
+        # Two traces may differ in equations that only change a sharding,
+        # because these equations depend on JAX's caches.
+        parts = [_without_placing(jaxpr) for jaxpr in jaxprs]
+        env: dict[Any, Kind] = dict(zip(first.constvars, consts, strict=True))
+        env |= dict(zip(first.invars, inputs, strict=True))
+
+        def read(*variables: Any) -> Kind:
+            variables = tuple(
+                v if isinstance(v, Literal) else same.get(v, v)
+                for v, (_, same) in zip(variables, parts, strict=True)
+            )
+            if isinstance(variables[0], Literal):
+                if not all(isinstance(v, Literal) for v in variables):
+                    raise _Different
+                return kind_of_arrays([v.val for v in variables])
+            return env[variables[0]]
+
+        for equations in _pair([equations for equations, _ in parts]):
+            if len({e.primitive.name for e in equations}) > 1:
+                raise _Different
+            kinds = [read(*k) for k in _pair([e.invars for e in equations])]
+            results = self._results(list(equations), kinds)
+            env |= dict(zip(equations[0].outvars, results, strict=True))
+        return [read(*k) for k in _pair([j.outvars for j in jaxprs])]
+
+    def _results(self, equations: list[Any], kinds: list[Kind]) -> list[Kind]:
+        self._calls.append(equations[0])
+        results = self._kinds_of(equations, kinds)
+        if len(equations) > 1:
+            results = self._with_scales(kinds, results)
+        self._calls.pop()
+        if not any(kind.of_loss for kind in kinds):
+            return results
+        if equations[0].primitive.name.startswith("psum"):
+            # A sum over the replicas is that of one device. So what the step
+            # computes from it, such as a metric's result, is not a loss.
+            return [kind.but(of_loss=False) for kind in results]
+        results = [kind.but(of_loss=True) for kind in results]
+        if self._is_noting and traces.is_user_code(equations[0]):
+            # A scalar that a train step computes from a loss is itself a loss.
+            outputs = zip(equations[0].outvars, results, strict=True)
+            self._losses += [kind for v, kind in outputs if _is_number(v)]
+        return results
+
+    def _with_scales(
+        self, kinds: list[Kind], results: list[Kind]
+    ) -> list[Kind]:
+        if self._is_noting and scales.updates_by_count(self._calls, kinds):
+            self._counting.append(self._calls[-1])
+        return scales.scale_results(self._calls, kinds, results, self._ratio)
+
+    def _kinds_of(self, equations: list[Any], kinds: list[Kind]) -> list[Kind]:
+        equation = equations[0]
+        name = equation.primitive.name
+        if name == "name":
+            return [self._marked_value(equation, kinds[0])]
+        if name == "scan":
+            return self._scan(equations, kinds)
+        if name == "while":
+            return self._while(equations, kinds)
+        if name == "cond":
+            return self._cond(equations, kinds)
+        inner = [find_called_jaxpr(e) for e in equations]
+        if None not in inner and not is_by_rows(equation):
+            updated = kinds_of_update(equations, kinds)
+            return updated or self._interpret(inner, kinds)
+        call = Call(
+            equation=equation,
+            twin=equations[-1] if len(equations) > 1 else None,
+            kinds=kinds,
+            num_rows=self._num_rows,
+            ratio=self._ratio,
+        )
+        return kinds_of_results(call)
+
+    def _marked_value(self, equation: Equation, kind: Kind) -> Kind:
+        name = equation.params["name"]
+        is_scalar = not equation.outvars[0].aval.shape
+        if name == LOSS and self._is_noting and is_scalar:
+            self._losses.append(kind)
+            return kind.but(of_loss=True)
+        if name in scales.MARKS and scales.is_wrong(kind, name):
+            self._counting.append(kind.why or equation)
+        if name == GLOBAL and kind.is_global:
+            # Later computations with this value run on each replica, so a
+            # number of rows in them is that of the replica.
+            return kind.but(is_global=False)
+        if name in (VALUES, OWN):
+            self._marked[name] = kind
+        elif name in (REDUCED, AVERAGED):
+            values = self._marked.get(VALUES, kind)
+            if values.is_rows:
+                power = values.power
+                return make_sum(None if power is None else power + MEAN_POWER)
+            return kind if name == AVERAGED else make_mixed(equation)
+        elif name == NORMALIZED and not is_scalar:
+            of = self._marked.get(OWN, kind)
+            if of.is_rows:
+                return make_rows(of.axis, of.outer)
+            return of if of.is_mixed else make_rows(0)
+        return kind
+
+    @contextlib.contextmanager
+    def _not_noting(self) -> Iterator[None]:
+        before, self._is_noting = self._is_noting, False
+        try:
+            yield
+        finally:
+            self._is_noting = before
+
+    def _find_fixed_point(
+        self,
+        carry: list[Kind],
+        body: Callable[[list[Kind]], list[Kind]],
+        why: JaxprEqn,
+    ) -> list[Kind]:
+        """Returns kinds of a loop's carry that are valid in all iterations."""
+        with self._not_noting():
+            # A kind changes only a few times: from `CONST` to `ROWS` or `SUM`,
+            # and then to `MIXED`.
+            for _ in range(2 + 2 * len(carry)):
+                after = body(carry)
+                new = join_each(carry, after, why)
+                if new == carry:
+                    return carry
+                carry = new
+        return [make_mixed(why)] * len(carry)
+
+    def _scan(self, equations: list[Any], kinds: list[Kind]) -> list[Kind]:
+        equation = equations[0]
+        if len({e.params["length"] for e in equations}) > 1:
+            return [make_mixed(equation)] * len(equation.outvars)
+        jaxprs = [e.params["jaxpr"] for e in equations]
+        consts, carry, scanned = scan_operands(equation, kinds)
+        num_carry = len(carry)
+        slices = [slice_of(kind, equation) for kind in scanned]
+
+        def body(carry: list[Kind]) -> list[Kind]:
+            results = self.interpret(jaxprs, [*consts, *carry, *slices])
+            return results[:num_carry]
+
+        carry = self._find_fixed_point(carry, body, equation)
+        results = self.interpret(jaxprs, [*consts, *carry, *slices])
+        return [*carry, *map(stack, results[num_carry:])]
+
+    def _while(self, equations: list[Any], kinds: list[Kind]) -> list[Kind]:
+        params = equations[0].params
+        split = params["cond_nconsts"]
+        start = split + params["body_nconsts"]
+        of_cond, of_body = kinds[:split], kinds[split:start]
+        carry = kinds[start:]
+        tests = [e.params["cond_jaxpr"] for e in equations]
+        bodies = [e.params["body_jaxpr"] for e in equations]
+        carry = self._find_fixed_point(
+            carry,
+            lambda carry: self.interpret(bodies, [*of_body, *carry]),
+            equations[0],
+        )
+        (test,) = self.interpret(tests, [*of_cond, *carry])
+        if not test.is_const or not is_constant(test):
+            return [make_mixed(equations[0])] * len(carry)
+        # The body is interpreted once more with the final kinds, to record the
+        # losses inside it.
+        self.interpret(bodies, [*of_body, *carry])
+        return carry
+
+    def _cond(self, equations: list[Any], kinds: list[Kind]) -> list[Kind]:
+        which, *operands = kinds
+        pairs = _pair([e.params["branches"] for e in equations])
+        branches = [self.interpret(list(pair), operands) for pair in pairs]
+        if not which.is_const or not is_constant(which):
+            return [make_mixed(equations[0])] * len(branches[0])
+        results = branches[0]
+        for other in branches[1:]:
+            results = join_each(results, other, equations[0])
+        return results
+
+
+def _pair(lists: Sequence[Sequence[Any]]) -> list[tuple[Any, ...]]:
+    """Returns the entries at each place of lists of the two traces."""
+    if len({len(entries) for entries in lists}) > 1:
+        raise _Different
+    return list(zip(*lists, strict=True))
+
+
+def _is_number(variable: Any) -> bool:
+    aval = variable.aval
+    return not aval.shape and jnp.issubdtype(aval.dtype, jnp.floating)
+
+
+def _without_placing(jaxpr: Jaxpr) -> tuple[list[Any], dict[Any, Any]]:
+    """Removes the equations of a jaxpr that only change a sharding.
+
+    Returns:
+      The other equations, and a dict from the result of each removed equation
+      to its operand.
+    """
+    equations, same = [], {}
+    for equation in jaxpr.eqns:
+        if equation.primitive.name in ("reshard", "sharding_constraint"):
+            (operand,) = equation.invars
+            if not isinstance(operand, Literal):
+                operand = same.get(operand, operand)
+            same[equation.outvars[0]] = operand
+        else:
+            equations.append(equation)
+    return equations, same
+
+
+def _verdict(kind: Kind) -> Verdict:
+    if kind.is_const:
+        return Verdict.MEAN if is_constant(kind) else Verdict.MIXED
+    if kind.is_sum and kind.power is None:
+        return Verdict.UNSURE
+    is_mean = kind.is_sum and kind.power == MEAN_POWER
+    return Verdict.MEAN if is_mean else Verdict.MIXED

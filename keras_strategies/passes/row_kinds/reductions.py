@@ -1,0 +1,262 @@
+"""Rules for primitives that sum or compute along dimensions.
+
+A rule returns the kind of a result (see `kinds`), given the kinds of the
+operands.
+"""
+
+import math
+from collections.abc import Callable
+from typing import Any
+
+from keras_strategies.passes.row_kinds.call import (
+    Call,
+    add_powers,
+    at_axis,
+    drop_dims,
+    join_plain,
+    kind_of_entries,
+    other_dims,
+    scale_power,
+)
+from keras_strategies.passes.row_kinds.kinds import (
+    CONST,
+    SUM,
+    Kind,
+    join_constants,
+    make_rows,
+    make_sum,
+    make_uniform,
+)
+
+
+def reduce_sum(call: Call) -> Kind:
+    """Returns the `Kind` of a sum over dimensions."""
+    kind, axes = call.kinds[0], tuple(call.params["axes"])
+    before = call.shape()
+    if kind.is_const and kind.values is not None:
+        counts = [
+            math.prod(e.invars[0].aval.shape[axis] for axis in axes)
+            for e in call.equations
+        ]
+        pairs = zip(kind.values, counts, strict=True)
+        return make_uniform(tuple(v * c for v, c in pairs), call.out_shape())
+    if kind.is_rows and kind.axis in axes:
+        return make_sum(kind.power)
+    if kind.is_const and kind.is_random and set(axes) & set(call.grown_dims()):
+        return make_sum(kind.power)
+    reduced = reduce(call)
+    count = math.prod(before[axis] for axis in axes) * max(kind.count, 1)
+    return reduced.but(count=count)
+
+
+def reduce(call: Call) -> Kind:
+    """Returns the `Kind` of a reduction over dimensions other than the rows."""
+    kind = call.kinds[0]
+    if kind.is_sum and call.name != "reduce_sum":
+        return call.make_mixed()
+    if call.name in ("reduce_prod", "argmax", "argmin", "reduce_xor"):
+        is_one = math.prod(call.shape()) == math.prod(call.out_shape())
+        if kind.is_const and not (is_one and "reduce" in call.name):
+            kind = kind.but(values=None)
+    if call.name not in ("reduce_max", "reduce_min"):
+        kind = kind.but(index_of=None)
+    is_nonlinear = call.name != "reduce_sum" and kind.is_rows
+    if is_nonlinear and kind.power not in (0.0, None):
+        return call.make_mixed()
+    return drop_dims(call, call.params["axes"], kind)
+
+
+def make_dim_rule(axis_of: Callable[[Call], int]) -> Callable[[Call], Any]:
+    """Makes the rule for primitives that compute along one dimension.
+
+    The result is `MIXED` if this is the dimension of the rows.
+
+    Args:
+      axis_of: A function that returns this dimension for an equation.
+    """
+
+    def rule(call: Call) -> Kind:
+        if any(kind.is_sum for kind in call.kinds):
+            return call.make_mixed()
+        axis = axis_of(call)
+        for kind in call.kinds:
+            if kind.is_rows and kind.axis == axis:
+                return call.make_mixed()
+        result = kind_of_entries(call)
+        if result.is_const:
+            blocks = {a: s for a, s in result.blocks.items() if a != axis}
+            result = result.but(blocks=blocks, index_of=None)
+        return result
+
+    return rule
+
+
+def reduce_window(call: Call) -> Kind:
+    """Returns the `Kind` of the result of a reduction over windows."""
+    kind = call.kinds[0]
+    if kind.is_const:
+        return join_plain(call.kinds)
+    if kind.is_sum:
+        return call.make_mixed()
+    params, axis = call.params, kind.axis
+    neutral = [params["window_dimensions"][axis] == 1]
+    neutral += [
+        params[name][axis] == 1
+        for name in ("window_strides", "base_dilation", "window_dilation")
+        if params.get(name) is not None
+    ]
+    neutral.append(tuple(params["padding"][axis]) == (0, 0))
+    return at_axis(kind, axis) if all(neutral) else call.make_mixed()
+
+
+def reverse(call: Call) -> Kind:
+    """Returns the `Kind` of the result of `rev`, which reverses dimensions."""
+    kind = call.kinds[0]
+    if kind.is_rows and kind.axis in call.params["dimensions"]:
+        return call.make_mixed()
+    if kind.is_const:
+        return join_constants((kind,))
+    return kind
+
+
+def dot_general(call: Call) -> Kind:
+    """Returns the `Kind` of the result of a `dot_general`."""
+    one, two = call.kinds
+    contracted, batch = call.params["dimension_numbers"]
+    if one.is_const and two.is_const:
+        return _constant_product(call)
+    if SUM in (one.form, two.form):
+        if CONST not in (one.form, two.form):
+            return call.make_mixed()
+        total, by = (one, two) if one.is_sum else (two, one)
+        return make_sum(scale_power(total.power, by, call))
+    places = [
+        _place_of_dim(call, k, kind.axis) if kind.is_rows else None
+        for k, kind in enumerate(call.kinds)
+    ]
+    if one.is_rows and two.is_rows:
+        return _product_of_rows(call, places)
+    k = 0 if one.is_rows else 1
+    kind, other = call.kinds[k], call.kinds[1 - k]
+    place = places[k]
+    power = scale_power(kind.power, other, call)
+    if place is not None and kind.axis in batch[k]:
+        dim = batch[1 - k][batch[k].index(kind.axis)]
+        if not other.is_flat(dim, call.shape(k)[kind.axis] // kind.outer):
+            return call.make_mixed()
+    if place is not None:
+        scaled = kind.but(count=0, power=power)
+        return at_axis(scaled, place)
+    # A sum over the rows, weighted by a constant.
+    dim = contracted[1 - k][contracted[k].index(kind.axis)]
+    size = call.shape(k)[kind.axis] // kind.outer
+    if other.is_random or not other.is_flat(dim, size):
+        return call.make_mixed()
+    return make_sum(power)
+
+
+def _constant_product(call: Call) -> Kind:
+    if any(kind.is_zero for kind in call.kinds):
+        zeros = (0,) * len(call.equations)
+        return make_uniform(zeros, call.out_shape())
+    blocks: dict[int, int] = {}
+    for k, kind in enumerate(call.kinds):
+        for dim, size in enumerate(call.shape(k)):
+            place = _place_of_dim(call, k, dim)
+            if place is not None:
+                known = size if kind.values else kind.blocks.get(dim, 1)
+                blocks[place] = math.gcd(blocks.get(place, known), known)
+    return join_plain(call.kinds).but(blocks=blocks)
+
+
+def _place_of_dim(call: Call, k: int, dim: int) -> int | None:
+    """Returns the product's dimension that a dimension of operand `k` becomes.
+
+    Returns None if the dimension is contracted.
+    """
+    contracted, batch = call.params["dimension_numbers"]
+    if dim in contracted[k]:
+        return None
+    if dim in batch[k]:
+        return batch[k].index(dim)
+
+    def free(side: int) -> list[int]:
+        taken = (*contracted[side], *batch[side])
+        return other_dims(call.shape(side), taken)
+
+    start = len(batch[0]) + (len(free(0)) if k == 1 else 0)
+    return start + free(k).index(dim)
+
+
+def _product_of_rows(call: Call, places: list[int | None]) -> Kind:
+    one, two = call.kinds
+    contracted, batch = call.params["dimension_numbers"]
+    power = add_powers(call.kinds)
+    is_paired = one.outer == two.outer
+    for pairs in (contracted, batch):
+        if one.axis in pairs[0]:
+            is_paired &= pairs[1][pairs[0].index(one.axis)] == two.axis
+            if not is_paired:
+                return call.make_mixed()
+            # If the rows are contracted, they are summed. If they are a batch
+            # dimension, they remain rows.
+            if pairs is contracted:
+                return make_sum(power)
+            return make_rows(places[0] or 0, one.outer, power)
+    return call.make_mixed()
+
+
+def convolution(call: Call) -> Kind:
+    """Returns the `Kind` of a convolution."""
+    image, kernel = call.kinds
+    numbers = call.params["dimension_numbers"]
+    if image.is_const and kernel.is_const:
+        if image.is_zero:
+            return make_uniform(image.values, call.out_shape())
+        size = image.blocks.get(numbers.lhs_spec[0], 1)
+        blocks = {numbers.out_spec[0]: size}
+        return join_plain(call.kinds).but(blocks=blocks)
+    is_plain = image.is_rows and kernel.is_const
+    is_plain &= call.params["batch_group_count"] == 1
+    if not is_plain or image.axis != numbers.lhs_spec[0]:
+        return call.make_mixed()
+    power = scale_power(image.power, kernel, call)
+    scaled = image.but(count=0, power=power)
+    return at_axis(scaled, numbers.out_spec[0])
+
+
+def make_matrix_rule(dims: int) -> Callable[[Call], Kind]:
+    """Makes the rule for primitives that operate on the last dimensions.
+
+    Args:
+      dims: How many of the last dimensions the primitives operate on.
+    """
+
+    def rule(call: Call) -> Kind:
+        for k, kind in enumerate(call.kinds):
+            is_within = kind.axis >= len(call.shape(k)) - dims
+            if kind.is_sum or (kind.is_rows and is_within):
+                return call.make_mixed()
+        of_rows = [kind for kind in call.kinds if kind.is_rows]
+        if not of_rows:
+            return join_plain(call.kinds)
+        first = of_rows[0]
+        is_same = all(
+            (kind.axis, kind.outer) == (first.axis, first.outer)
+            for kind in of_rows
+        )
+        constants = [
+            kind.is_flat(first.axis, call.shape(k)[first.axis])
+            for k, kind in enumerate(call.kinds)
+            if kind.is_const and len(call.shape(k)) > first.axis
+        ]
+        is_known = all(kind.power is not None for kind in of_rows)
+        result = make_rows(first.axis, first.outer, 0.0 if is_known else None)
+        return result if is_same and all(constants) else call.make_mixed()
+
+    return rule
+
+
+def fft(call: Call) -> Kind:
+    """Returns the `Kind` of the result of a Fourier transform."""
+    return make_matrix_rule(len(call.params["fft_lengths"]))(call)

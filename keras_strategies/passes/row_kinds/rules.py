@@ -1,0 +1,257 @@
+"""The rules that return the kinds of a JAX primitive's results.
+
+See `kinds`. The result of a primitive without a rule is `MIXED`, unless all of
+its operands are constants.
+"""
+
+import math
+from collections.abc import Callable
+from typing import Any
+
+import jax.numpy as jnp
+from jax.extend.core import JaxprEqn
+
+from keras_strategies.passes.row_kinds import (
+    elementwise,
+    indexing,
+    kernels,
+    reductions,
+    shapes,
+)
+from keras_strategies.passes.row_kinds.call import Call, join_plain
+from keras_strategies.passes.row_kinds.kinds import (
+    CONST,
+    PLAIN,
+    Kind,
+    find_mixed,
+    is_constant,
+)
+from keras_strategies.passes.stages import names_in
+
+
+def kinds_of_results(call: Call) -> list[Kind]:
+    """Returns the `Kind` of each of an equation's results."""
+    num = len(call.equation.outvars)
+    if call.name in _RANDOM:
+        return [_random(call, k) for k in range(num)]
+    if call.name in _GLOBAL:
+        wrong = find_mixed(call.kinds)
+        exact = PLAIN.but(is_global=True)
+        return [wrong or exact] * num
+    if call.name == "optimization_barrier":
+        return list(call.kinds)
+    rule = _RULES.get(call.name)
+    if rule is None and all(kind.is_const for kind in call.kinds):
+        result = join_plain(call.kinds)
+        return [_check_with_twin(call, result, k) for k in range(num)]
+    wrong = find_mixed(call.kinds)
+    if wrong is not None:
+        return [wrong] * num
+    if rule is None or not _is_scale_safe(call):
+        return [call.make_mixed()] * num
+    results = rule(call)
+    results = results if isinstance(results, list) else [results] * num
+    return [_check_with_twin(call, kind, k) for k, kind in enumerate(results)]
+
+
+def _random(call: Call, out: int) -> Kind:
+    """Returns the `Kind` of a result of a random primitive.
+
+    The entries of such a result are drawn independently, and the distribution's
+    parameters are constants. Only `random_gamma` may have parameters that
+    depend on the rows.
+    """
+    if all(kind.is_const for kind in call.kinds):
+        blocks = dict(enumerate(call.out_shape(out)))
+        return Kind(form=CONST, is_random=True, blocks=blocks)
+    wrong = find_mixed(call.kinds)
+    if wrong is not None or call.name != "random_gamma":
+        return wrong or call.make_mixed()
+    return elementwise.elementwise(call)
+
+
+def _is_scale_safe(call: Call) -> bool:
+    """Returns whether a rule is valid for the exponents of the operands.
+
+    This is the case if the rule tracks exponents, or if all operands are
+    constants. It is also the case if the constants do not depend on the number
+    of rows, and either the primitive is linear or its `ROWS` operands do not
+    scale with that number.
+    """
+    if call.name in _TRACKS_POWERS:
+        return True
+    # Rows at random indices may differ between replicas, so the scale of the
+    # indices does not matter.
+    is_drawn = call.name == "gather"
+    are_fixed = all(
+        is_constant(kind) or (is_drawn and kind.is_random)
+        for kind in call.kinds
+        if kind.is_const
+    )
+    is_plain = all(k.power in (0.0, None) for k in call.kinds if k.is_rows)
+    if all(kind.is_const for kind in call.kinds):
+        return True
+    return are_fixed and (call.name in _LINEAR or is_plain)
+
+
+def _check_with_twin(call: Call, kind: Kind, out: int) -> Kind:
+    """Corrects a result's kind by comparing it with the other trace.
+
+    Each dimension that grows with the number of rows must be the dimension of
+    the rows. If the result lacks such a dimension of an operand, its entries
+    were combined, so the result may depend on the number of rows.
+    """
+    is_global = any(operand.is_global for operand in call.kinds)
+    if kind.is_const and is_global:
+        return kind.but(is_global=True, power=0.0)
+    if call.twin is None or kind.is_mixed:
+        return kind
+    if kind.is_const:
+        grown = [len(call.grown_dims(k)) for k in range(len(call.kinds))]
+        is_lost = max(grown, default=0) > len(call.out_grown_dims(out))
+        if kind.is_random:
+            if is_lost:
+                # The result combines random values of different rows. (Sums are
+                # handled by `reduce_sum`.)
+                return call.make_mixed()
+            others = [k for k in call.kinds if not k.is_random or k.power]
+            power = 0.0 if all(map(is_constant, others)) else math.nan
+            return kind.but(power=power)
+        if kind.values is not None:
+            return kind
+        is_other = is_lost or _scalars(call.equation) != _scalars(call.twin)
+        return kind.but(power=math.nan) if is_other else kind
+    row_dims = [kind.axis] if kind.is_rows else []
+    dtype = call.equation.outvars[out].aval.dtype
+    if kind.is_rows and jnp.issubdtype(dtype, jnp.integer):
+        # Integer results, such as indices, do not depend on the scale of the
+        # entries.
+        kind = kind.but(power=0.0)
+    if call.out_grown_dims(out) != row_dims:
+        return call.make_mixed()
+    is_same = _scalars(call.equation) == _scalars(call.twin)
+    return kind if is_same else call.make_mixed()
+
+
+def _scalars(equation: JaxprEqn) -> list[Any]:
+    """Returns an equation's parameters that are numbers, names or flags."""
+    plain = (bool, int, float, str)
+    values = [v for v in equation.params.values() if isinstance(v, plain)]
+    if equation.primitive.name == "slice":
+        starts = equation.params["start_indices"]
+        return [*values, *(start for start in starts if start)]
+    return values
+
+
+_LINEAR = names_in(
+    "transpose squeeze expand_dims stack unstack concatenate pad tile rev sort",
+    "top_k cumsum cummax cummin reduce_max reduce_min reduce_window",
+    "reduce_window_sum reduce_window_max reduce_window_min split slice",
+    "dynamic_slice dynamic_update_slice gather scatter scatter-add",
+    "scatter_add scatter-sub",
+)
+"""Primitives that keep the exponent of rows if the constants do not scale."""
+
+
+_RANDOM = names_in(
+    "random_bits random_seed random_wrap random_unwrap random_fold_in",
+    "random_split random_gamma random_clone threefry2x32 rng_uniform",
+    "rng_bit_generator axis_index",
+)
+"""Primitives whose results are expected to differ between replicas."""
+
+_GLOBAL = names_in(
+    "psum psum2 psum_invariant pmax pmin all_gather all_gather_invariant",
+    "reduce_scatter psum_scatter all_to_all ppermute pbroadcast",
+)
+"""Collectives; their results are those of one device with all rows."""
+
+_ELEMENTWISE = names_in(
+    "abs acos acosh add add_any and asin asinh atan atan2 atanh cbrt ceil",
+    "bessel_i0e bessel_i1e clamp clz complex conj convert_element_type copy",
+    "copy_p cos cosh digamma div eq erf erf_inv erfc exp exp2 expm1 floor ge",
+    "gt igamma igammac imag integer_pow is_finite le lgamma log log1p",
+    "logistic lt max min mul ne neg nextafter not or polygamma",
+    "population_count pow real reduce_precision rem round rsqrt",
+    "regularized_incomplete_beta shift_left shift_right_arithmetic",
+    "shift_right_logical lt_to le_to eq_to sign sin sinh sqrt square sub tan",
+    "tanh xor zeta bitcast_convert_type",
+)
+_SAME = names_in(
+    "sharding_constraint stop_gradient device_put mesh_cast pvary",
+    "reduce_and_convert name reshard",
+)
+
+_TRACKS_POWERS = names_in(
+    *_ELEMENTWISE,
+    *_SAME,
+    "select_n broadcast_in_dim reshape reduce_sum dot_general",
+    "conv_general_dilated",
+)
+"""Primitives whose rules keep track of exponents (`Kind.power`)."""
+
+
+def _assign(rule: Callable[[Call], Any], *names: str) -> dict[str, Any]:
+    """Returns a dict that assigns one rule to several primitives."""
+    return dict.fromkeys(names_in(*names), rule)
+
+
+_RULES: dict[str, Callable[[Call], Any]] = {
+    **_assign(elementwise.elementwise, *_ELEMENTWISE),
+    **_assign(lambda call: call.kinds[0], *_SAME),
+    "select_n": elementwise.select,
+    "broadcast_in_dim": shapes.broadcast,
+    "reshape": shapes.reshape,
+    "transpose": shapes.transpose,
+    "squeeze": shapes.squeeze,
+    "expand_dims": shapes.expand_dims,
+    "slice": shapes.slice_,
+    "split": shapes.split,
+    "stack": shapes.stack,
+    "unstack": shapes.unstack,
+    "concatenate": shapes.concatenate,
+    "pad": shapes.pad,
+    "tile": shapes.tile,
+    "iota": shapes.iota,
+    "dynamic_slice": shapes.dynamic_slice,
+    "dynamic_update_slice": shapes.dynamic_update_slice,
+    "reduce_sum": reductions.reduce_sum,
+    **_assign(
+        reductions.reduce,
+        "reduce_max reduce_min reduce_prod reduce_and reduce_or",
+        "reduce_xor argmax argmin",
+    ),
+    **_assign(
+        reductions.make_dim_rule(lambda call: call.params["axis"]),
+        "cumsum cumprod cummax cummin cumlogsumexp",
+    ),
+    "rev": reductions.reverse,
+    "sort": reductions.make_dim_rule(lambda call: call.params["dimension"]),
+    "top_k": reductions.make_dim_rule(
+        lambda call: (
+            call.params.get("axis", len(call.shape()) - 1) % len(call.shape())
+        )
+    ),
+    **_assign(
+        reductions.reduce_window,
+        "reduce_window reduce_window_sum reduce_window_max",
+        "reduce_window_min",
+    ),
+    "dot_general": reductions.dot_general,
+    "conv_general_dilated": reductions.convolution,
+    **_assign(
+        reductions.make_matrix_rule(2),
+        "cholesky lu qr householder_product eigh svd eig schur",
+    ),
+    "triangular_solve": reductions.make_matrix_rule(2),
+    "fft": reductions.fft,
+    **_assign(kernels.cudnn, *kernels.CUDNN),
+    "pallas_call": kernels.pallas,
+    "jit": kernels.by_rows,
+    "gather": indexing.gather,
+    **_assign(
+        indexing.scatter,
+        "scatter scatter-add scatter_add scatter-mul scatter_mul",
+        "scatter-min scatter_min scatter-max scatter_max scatter-sub",
+    ),
+}

@@ -1,0 +1,312 @@
+"""Rules for primitives that reshape, join or slice arrays.
+
+A rule returns the kind of a result (see `kinds`), given the kinds of the
+operands.
+"""
+
+import math
+
+from keras_strategies.passes.row_kinds.call import (
+    Call,
+    at_axis,
+    drop_dims,
+    join_all,
+    join_plain,
+    kind_of_entries,
+    move_dims,
+    other_dims,
+)
+from keras_strategies.passes.row_kinds.kinds import (
+    CONST,
+    ROWS,
+    SUM,
+    Kind,
+    is_constant,
+    join,
+    join_constants,
+    make_uniform,
+    same_power,
+)
+
+
+def broadcast(call: Call) -> Kind:
+    places = call.params["broadcast_dimensions"]
+    before, after = call.shape(), call.out_shape()
+    kind = call.kinds[0]
+    if kind.is_rows and before[kind.axis] != after[places[kind.axis]]:
+        # A single row is repeated, perhaps along a dimension that is not the
+        # dimension of the rows.
+        return call.make_mixed()
+    result = move_dims(call, lambda axis: places[axis])
+    if result.is_rows and places == tuple(range(len(before))):
+        return result.but(columns=kind.columns)
+    if not result.is_const or result.values is not None:
+        return result
+    blocks = dict(result.blocks)
+    for axis, size in enumerate(after):
+        if axis not in places or before[places.index(axis)] != size:
+            blocks[axis] = size
+    return result.but(blocks=blocks)
+
+
+def reshape(call: Call) -> Kind:
+    before, after = call.shape(), call.out_shape()
+    kind = call.kinds[0]
+    if kind.is_const and kind.blocks == dict(enumerate(before)):
+        return kind.but(blocks=dict(enumerate(after)))
+    if not kind.is_rows:
+        starts = {}
+        for axis, size in enumerate(after):
+            starts.setdefault((math.prod(after[:axis]), size), axis)
+        return move_dims(
+            call,
+            lambda axis: starts.get((math.prod(before[:axis]), before[axis])),
+        )
+    # A reshape keeps the row-major order of the entries, so it does not change
+    # the number of blocks that each contain all rows, which is `outer`. After
+    # the reshape, this number is the product of the sizes of the dimensions
+    # before the new row dimension (`ahead`) and of the number of blocks within
+    # that dimension (`within`).
+    outer = math.prod(before[: kind.axis]) * kind.outer
+    candidates = []
+    for axis, size in enumerate(after):
+        ahead = math.prod(after[:axis])
+        if ahead and outer % ahead == 0:
+            within = outer // ahead
+            if size % (within * call.num_rows) == 0 and size:
+                candidates.append((axis, within))
+    if call.num_rows > 1:
+        candidates = candidates[:1]
+    if len(candidates) != 1:
+        return call.make_mixed()
+    return at_axis(kind, *candidates[0])
+
+
+def transpose(call: Call) -> Kind:
+    order = call.params["permutation"]
+    return move_dims(call, order.index)
+
+
+def squeeze(call: Call) -> Kind:
+    return drop_dims(call, call.params["dimensions"])
+
+
+def expand_dims(call: Call) -> Kind:
+    kept = other_dims(call.out_shape(), call.params["dimensions"])
+    return move_dims(call, lambda axis: kept[axis])
+
+
+def stack(call: Call) -> Kind:
+    dim = call.params["axis"]
+    kind = kind_of_entries(call)
+    if kind.is_const:
+        kind = kind.but(values=None)
+    return move_dims(call, lambda axis: axis + (axis >= dim), kind)
+
+
+def unstack(call: Call) -> list[Kind]:
+    """Returns the `Kind` of each entry along a dimension (JAX 0.12)."""
+    dims = [call.params["axis"]]
+    outputs = range(len(call.equation.outvars))
+    return [drop_dims(call, dims, out=k) for k in outputs]
+
+
+def slice_(call: Call) -> Kind:
+    params, kind = call.params, call.kinds[0]
+    if not kind.is_rows:
+        return _part_of_constant(call)
+    start, stop = (
+        params[n][kind.axis] for n in ("start_indices", "limit_indices")
+    )
+    strides = params["strides"]
+    step = 1 if strides is None else strides[kind.axis]
+    return _part(call, _with_columns(call, kind), start, stop, step)
+
+
+def _with_columns(call: Call, kind: Kind, out: int = 0) -> Kind:
+    """Returns a `ROWS` kind, without `columns` if some columns are cut off."""
+    is_all = call.shape()[-1:] == call.out_shape(out)[-1:]
+    columns = kind.columns if is_all else frozenset()
+    return kind.but(columns=columns)
+
+
+def _part(call: Call, kind: Kind, start: int, stop: int, step: int) -> Kind:
+    """Returns the `Kind` of a slice along the dimension of the rows.
+
+    The slice must consist of complete blocks of rows, else the result is
+    `MIXED`.
+    """
+    size = call.shape()[kind.axis]
+    if (start, stop, step) == (0, size, 1):
+        return kind
+    block = size // kind.outer
+    if step == 1 and start % block == 0 and stop % block == 0 and stop > start:
+        return at_axis(kind, kind.axis, (stop - start) // block)
+    return call.make_mixed()
+
+
+def _part_of_constant(call: Call, out: int = 0) -> Kind:
+    """Returns the `Kind` that results from slicing a constant or a sum."""
+    kind, before = call.kinds[0], call.shape()
+    after = call.out_shape(out)
+    result = move_dims(call, lambda axis: axis, out=out)
+    if not result.is_const or result.values is not None:
+        return result
+    blocks = {
+        axis: after[axis] if size == before[axis] else 1
+        for axis, size in kind.blocks.items()
+    }
+    index_of = kind.index_of
+    if index_of is not None and before[index_of] != after[index_of]:
+        index_of = None
+    return result.but(blocks=blocks, index_of=index_of)
+
+
+def split(call: Call) -> list[Kind]:
+    axis, sizes = call.params["axis"], call.params["sizes"]
+    kind, results, start = call.kinds[0], [], 0
+    for k, size in enumerate(sizes):
+        if not kind.is_rows:
+            results.append(_part_of_constant(call, k))
+        elif kind.axis != axis:
+            results.append(_with_columns(call, kind, k))
+        else:
+            results.append(_part(call, kind, start, start + size, 1))
+        start += size
+    return results
+
+
+def concatenate(call: Call) -> Kind:
+    dim, kinds = call.params["dimension"], call.kinds
+    forms = {kind.form for kind in kinds}
+    if SUM in forms:
+        return call.make_mixed() if ROWS in forms else join_all(kinds, call)
+    sizes = [call.shape(k)[dim] for k in range(len(kinds))]
+    if ROWS not in forms:
+        return _concatenated_constants(call, dim, sizes)
+    k, first = next((k, f) for k, f in enumerate(kinds) if f.is_rows)
+    same = [same_power(first.power, f.power)[0] for f in kinds]
+    if first.axis != dim:
+        return _concatenate_columns(call, first, all(same))
+    # The concatenation is along the dimension of the rows. Each operand must
+    # consist of complete blocks of rows, or of a constant that is equal within
+    # such blocks.
+    inner = call.inner(first, k)
+    block = inner * call.num_rows
+    fits = all(
+        (f.axis == dim and size == f.outer * block)
+        if f.is_rows
+        else size % block == 0 and f.is_flat(dim, block)
+        for f, size in zip(kinds, sizes, strict=True)
+    )
+    if not fits or not all(same):
+        return call.make_mixed()
+    return at_axis(first, dim, sum(sizes) // block)
+
+
+def _concatenated_constants(call: Call, dim: int, sizes: list[int]) -> Kind:
+    joint = join_constants(call.kinds)
+    blocks = dict(joint.blocks)
+    if all(
+        kind.values is not None or dim in kind.blocks for kind in call.kinds
+    ):
+        within = [
+            size if kind.values is not None else kind.blocks[dim]
+            for kind, size in zip(call.kinds, sizes, strict=True)
+        ]
+        blocks[dim] = math.gcd(*within)
+    values = {kind.values for kind in call.kinds}
+    if len(values) == 1 and None not in values:
+        return make_uniform(values.pop(), call.out_shape())
+    return joint.but(blocks=blocks)
+
+
+def _concatenate_columns(call: Call, first: Kind, same: bool) -> Kind:
+    """Returns the `Kind` of a concatenation along a dimension without rows.
+
+    Args:
+      call: The call.
+      first: The kind of the first operand of the form `ROWS`.
+      same: Whether the operands' exponents (`Kind.power`) are equal.
+    """
+    axis, columns, start = first.axis, set(), 0
+    is_last = call.params["dimension"] == len(call.out_shape()) - 1
+    for k, kind in enumerate(call.kinds):
+        size = call.shape(k)[axis] // first.outer
+        is_index = kind.index_of == axis and first.outer == 1
+        if kind.is_rows:
+            same &= (kind.axis, kind.outer) == (axis, first.outer)
+            columns |= {start + column for column in kind.columns}
+        elif is_index and is_last and call.shape(k)[-1] == 1:
+            columns.add(start)
+        else:
+            same &= kind.is_flat(axis, size)
+        start += call.shape(k)[-1] if call.shape(k) else 0
+    if not same:
+        return call.make_mixed()
+    known = frozenset(columns) if is_last else frozenset()
+    return first.but(columns=known, count=0)
+
+
+def tile(call: Call) -> Kind:
+    kind, times = call.kinds[0], call.params["reps"]
+    if kind.is_rows:
+        return at_axis(kind, kind.axis, kind.outer * times[kind.axis])
+    if kind.is_sum or kind.values is not None:
+        return move_dims(call, lambda axis: axis)
+    before, after = call.shape(), call.out_shape()
+    blocks = {
+        axis: after[axis] if before[axis] in (1, size) else size
+        for axis, size in kind.blocks.items()
+    }
+    blocks |= {a: after[a] for a, size in enumerate(before) if size == 1}
+    return kind.but(blocks=blocks, index_of=None)
+
+
+def pad(call: Call) -> Kind:
+    kind, fill = call.kinds
+    if kind.is_const:
+        added = enumerate(call.params["padding_config"])
+        unpadded = {axis for axis, sizes in added if not any(sizes)}
+        blocks = {a: s for a, s in kind.blocks.items() if a in unpadded}
+        return join_plain(call.kinds).but(blocks=blocks)
+    if kind.is_sum:
+        return kind if fill.is_zero else call.make_mixed()
+    if call.params["padding_config"][kind.axis] != (0, 0, 0):
+        return call.make_mixed()
+    is_plain = kind.power in (0.0, None) and is_constant(fill)
+    is_fine = fill.is_const and (fill.is_zero or is_plain)
+    return kind.but(count=0) if is_fine else call.make_mixed()
+
+
+def iota(call: Call) -> Kind:
+    dim, shape = call.params["dimension"], call.out_shape()
+    blocks = {a: s for a, s in enumerate(shape) if a != dim}
+    return Kind(form=CONST, blocks=blocks, index_of=dim)
+
+
+def dynamic_slice(call: Call) -> Kind:
+    kind, *starts = call.kinds
+    if any(not start.is_const for start in starts):
+        return call.make_mixed()
+    if kind.is_rows:
+        is_all = call.out_shape()[kind.axis] == call.shape()[kind.axis]
+        kind = _with_columns(call, kind).but(count=0)
+        return kind if is_all else call.make_mixed()
+    return _part_of_constant(call)
+
+
+def dynamic_update_slice(call: Call) -> Kind:
+    kind, update, *starts = call.kinds
+    if any(not start.is_const for start in starts):
+        return call.make_mixed()
+    if kind.is_const and update.is_const:
+        result = join_constants((kind, update))
+        pairs = enumerate(zip(call.shape(), call.shape(1), strict=True))
+        partly = {axis for axis, (size, part) in pairs if size != part}
+        blocks = {a: s for a, s in result.blocks.items() if a not in partly}
+        return result.but(blocks=blocks)
+    of = kind if kind.is_rows else update
+    if of.is_rows and call.shape(1)[of.axis] != call.shape()[of.axis]:
+        return call.make_mixed()
+    return join(kind, update, call.out_shape(), call.equation)

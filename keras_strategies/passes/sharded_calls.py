@@ -1,0 +1,247 @@
+"""The equations that can compute with shards of their operands.
+
+These are calls, loops (`jax.lax.scan`) over the first dimension of values,
+casts, names, stacks, and sums.
+"""
+
+from collections import Counter
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.extend.core import JaxprEqn, Literal, Var
+from jax.sharding import NamedSharding, PartitionSpec
+
+from keras_strategies._types import Array
+from keras_strategies.passes.specs import Sharded
+from keras_strategies.passes.stages import (
+    references,
+    scan_operands,
+    variables,
+)
+
+_REMATERIALIZED = ("remat2", "remat", "checkpoint")
+_CALLS = ("jit", "pjit", "closed_call", "core_call")
+
+
+def is_loop(equation: JaxprEqn) -> bool:
+    """Returns whether an equation is a loop that can slice shards."""
+    return equation.primitive.name == "scan" and not references(equation)
+
+
+def reads_slices(equation: JaxprEqn, position: int, spec: Sharded) -> bool:
+    """Returns whether each turn of a loop reads a slice of an operand.
+
+    Args:
+      equation: The loop.
+      position: The operand's position.
+      spec: The operand's spec. A shard has no slices if the operand is sharded
+        along its first dimension.
+    """
+    consts, carry, _ = scan_operands(equation, equation.invars)
+    return spec.dim > 0 and position >= len(consts) + len(carry)
+
+
+def returns_slices(equation: JaxprEqn, position: int, spec: Sharded) -> bool:
+    """Returns whether each turn of a loop computes a slice of a result.
+
+    Args:
+      equation: The loop.
+      position: The result's position.
+      spec: The spec with which the result's sum is scattered.
+    """
+    _, carry, _ = scan_operands(equation, equation.invars)
+    return spec.dim > 0 and position >= len(carry)
+
+
+def slice_spec(spec: Sharded) -> Sharded:
+    """Returns the spec of a sharded value's slices along dimension 0."""
+    sharding = spec.sharding
+    sliced = NamedSharding(sharding.mesh, PartitionSpec(*sharding.spec[1:]))
+    return Sharded(sliced, spec.dim - 1, spec.sum_dtype)
+
+
+def compute_loop(
+    equation: JaxprEqn,
+    operands: Sequence[Array],
+    body: Callable[..., list[Any]],
+) -> list[Any]:
+    """Computes a loop with another body.
+
+    Args:
+      equation: The loop.
+      operands: Its operands.
+      body: A function of a turn's operands: the constants, the carry and the
+        slices. It returns the new carry and slices of the other results.
+
+    Returns:
+      The loop's results.
+    """
+    consts, carry, scanned = scan_operands(equation, operands)
+
+    def turn(carry: list[Any], slices: list[Any]) -> tuple[Any, Any]:
+        results = body(*consts, *carry, *slices)
+        return results[: len(carry)], results[len(carry) :]
+
+    params = equation.params
+    last, stacked = jax.lax.scan(
+        turn,
+        carry,
+        scanned,
+        length=params["length"],
+        reverse=params["reverse"],
+        unroll=params["unroll"],
+    )
+    return [*last, *stacked]
+
+
+def _stack(*values: Array) -> Array:
+    return jnp.stack(values)
+
+
+def _unstack(stacked: Array) -> list[Array]:
+    return list(stacked)
+
+
+# The interpreter recognizes calls by this name. No function of a user has it.
+_stack.__name__ = _unstack.__name__ = "ks.stack_values"
+_stack_jitted, _unstack_jitted = jax.jit(_stack), jax.jit(_unstack)
+
+
+def stack_values(values: Sequence[Array]) -> Array:
+    """Stacks values of the same shape along a new first dimension.
+
+    If the values are sharded, only the shards are stacked (see
+    `ShardedInterpreter`).
+
+    Returns:
+      An array of shape (the number of values, *shape).
+    """
+    return _stack_jitted(*values)
+
+
+def unstack_values(stacked: Array) -> list[Array]:
+    """Returns the slices of an array along its first dimension.
+
+    This is the transpose of `stack_values`.
+    """
+    return _unstack_jitted(stacked)
+
+
+def stacks(equation: JaxprEqn) -> bool:
+    """Returns whether an equation is a call of `stack_values`."""
+    is_one = len(equation.outvars) == 1 and len(equation.invars) > 1
+    return _is_stacking(equation) and is_one
+
+
+def unstacks(equation: JaxprEqn) -> bool:
+    """Returns whether an equation is the transpose of `stack_values`."""
+    return _is_stacking(equation) and not stacks(equation)
+
+
+def stacked_spec(spec: Sharded) -> Sharded:
+    """Returns the spec of values of a spec that are stacked."""
+    sharding = spec.sharding
+    stacked = NamedSharding(sharding.mesh, PartitionSpec(None, *sharding.spec))
+    return Sharded(stacked, spec.dim + 1, spec.sum_dtype)
+
+
+def _is_stacking(equation: JaxprEqn) -> bool:
+    return equation.params.get("name") == _stack.__name__
+
+
+def is_rematerialized(equation: JaxprEqn) -> bool:
+    """Returns whether an equation is computed again for gradients."""
+    return equation.primitive.name in _REMATERIALIZED
+
+
+def gathers_again(equation: JaxprEqn) -> bool:
+    """Returns whether an equation's body gathers what it reads by itself."""
+    return is_rematerialized(equation) or is_loop(equation)
+
+
+def is_call(equation: JaxprEqn) -> bool:
+    """Returns whether an equation calls a function that can take shards."""
+    return equation.primitive.name in (*_REMATERIALIZED, *_CALLS)
+
+
+def casts(equation: JaxprEqn) -> bool:
+    """Returns whether an equation changes a dtype."""
+    return equation.primitive.name == "convert_element_type"
+
+
+def names(equation: JaxprEqn) -> bool:
+    """Returns whether an equation is a `checkpoint_name`, the identity."""
+    return equation.primitive.name == "name"
+
+
+def adds(equation: JaxprEqn) -> bool:
+    """Returns whether an equation adds gradients."""
+    return equation.primitive.name == "add_any"
+
+
+def keeps_shards(equation: JaxprEqn) -> bool:
+    """Returns whether an equation's result can be computed from shards."""
+    return casts(equation) or names(equation) or stacks(equation)
+
+
+def sums_shards(equation: JaxprEqn) -> bool:
+    """Returns whether a result's sum can be computed from operands' sums."""
+    return adds(equation) or names(equation) or unstacks(equation)
+
+
+def find_scattered(
+    equations: Sequence[Any],
+    scattered: dict[Var, Sharded],
+    uses: Counter[Var],
+) -> dict[Var, Sharded]:
+    """Finds the variables whose sums are scattered where they are computed.
+
+    These are results of called functions, and sums or names of such results. An
+    example is the gradient of a weight that several rematerialized functions
+    read.
+    """
+    makers = {v: e for e in equations for v in e.outvars}
+    places: dict[Var, Sharded] = {}
+    # A name's operand is scattered if the name is.
+    read = dict(scattered)
+    for equation in reversed(equations):
+        if names(equation) and equation.outvars[0] in read:
+            spec = read[equation.outvars[0]]
+            read |= dict.fromkeys(variables(equation.invars), spec)
+
+    def sink(variable: Var | Literal, spec: Sharded) -> bool:
+        if isinstance(variable, Literal) or uses[variable] != 1:
+            return False
+        maker = makers.get(variable)
+        if maker is None:
+            return False
+        is_inner = is_call(maker)
+        if is_loop(maker):
+            position = maker.outvars.index(variable)
+            is_inner = returns_slices(maker, position, spec)
+        if unstacks(maker):
+            is_inner = _sinks_all(maker, read, uses) and sink(
+                maker.invars[0], stacked_spec(spec)
+            )
+        if adds(maker) or names(maker):
+            # A list, not a generator, because `any` must not skip the second
+            # operand.
+            is_inner = any([sink(v, spec) for v in maker.invars])
+        if is_inner:
+            places[variable] = spec
+        return is_inner
+
+    for variable, spec in scattered.items():
+        sink(variable, spec)
+    return places
+
+
+def _sinks_all(
+    equation: JaxprEqn, scattered: dict[Var, Sharded], uses: Counter[Var]
+) -> bool:
+    """Returns whether all results are scattered equally, and read only so."""
+    specs = {scattered.get(v) for v in equation.outvars}
+    is_only = all(uses[v] == 1 for v in equation.outvars)
+    return len(specs) == 1 and None not in specs and is_only

@@ -1,0 +1,395 @@
+"""Interprets a traced step on one replica, with sharded values.
+
+For a sharded value, a replica stores only its shard. The value is gathered just
+before an equation reads it. If the value is cast before it is read, the shard
+is cast first and the result is gathered. If it is read in a rematerialized
+function, it is gathered inside that function, so that the backward pass gathers
+it again instead of storing the gathered value. A loop (`jax.lax.scan`) over the
+first dimension of a value gathers one slice at a time, in its body. The sum of
+a gradient is reduce-scattered where the gradient is computed.
+
+References:
+  - Rajbhandari et al., ZeRO: Memory Optimizations Toward Training Trillion
+    Parameter Models (2020): https://arxiv.org/abs/1910.02054
+"""
+
+from collections import Counter
+from collections.abc import Iterable, Sequence
+from typing import Any, Protocol
+
+import jax
+import jax.numpy as jnp
+from jax.ad_checkpoint import checkpoint_name
+from jax.extend.core import Jaxpr, JaxprEqn, Literal, Var
+
+from keras_strategies._types import Array, Equation
+from keras_strategies.passes.gather_order import Gathered, find_gathers
+from keras_strategies.passes.sharded_calls import (
+    compute_loop,
+    find_scattered,
+    gathers_again,
+    is_call,
+    is_loop,
+    is_rematerialized,
+    keeps_shards,
+    names,
+    reads_slices,
+    slice_spec,
+    stack_values,
+    stacked_spec,
+    stacks,
+    sums_shards,
+    unstack_values,
+    unstacks,
+)
+from keras_strategies.passes.specs import Sharded
+from keras_strategies.passes.stages import (
+    compute_equations,
+    is_reference,
+    variables,
+    with_consts_as_inputs,
+)
+
+
+class Exchange(Protocol):
+    """The collectives that gather and scatter sharded values."""
+
+    def gather(self, shard: Array, spec: Sharded) -> Array:
+        """Gathers a value from the replicas' shards.
+
+        Returns:
+          An array of the value's shape.
+        """
+        ...
+
+    def scatter(self, value: Array, spec: Sharded) -> Array:
+        """Returns this replica's shard of the sum of the replicas' values.
+
+        Returns:
+          An array whose size in dimension `spec.dim` is that of one shard.
+        """
+        ...
+
+    def cut(self, value: Array, spec: Sharded) -> Array:
+        """Returns this replica's shard of a replicated value.
+
+        Returns:
+          An array whose size in dimension `spec.dim` is that of one shard.
+        """
+        ...
+
+    def note_loop(self) -> None:
+        """Notes a loop whose body gathers or scatters."""
+        ...
+
+
+class ShardedInterpreter:
+    """An interpreter that computes a traced function's equations on a replica.
+
+    It stores the full value, or this replica's shard, of each variable.
+
+    Args:
+      jaxpr: The function.
+      exchange: The collectives.
+    """
+
+    def __init__(self, jaxpr: Jaxpr, exchange: Exchange) -> None:
+        self._jaxpr = jaxpr
+        self._exchange = exchange
+        self._full: dict[Var, Any] = {}
+        self._shards: dict[Var, tuple[Any, Sharded]] = {}
+        self._sums: dict[Var, Any] = {}
+
+    def set_replicated(self, variable: Var, value: Array) -> None:
+        """Sets the full value of a replicated variable."""
+        self._full[variable] = value
+
+    def set_shard(self, variable: Var, shard: Array, spec: Sharded) -> None:
+        """Sets this replica's shard of the value of a sharded variable."""
+        self._shards[variable] = shard, spec
+
+    def is_sharded(self, variable: Var | Literal) -> bool:
+        """Returns whether only this replica's shard of a value is available."""
+        return (
+            not isinstance(variable, Literal)
+            and variable in self._shards
+            and variable not in self._full
+        )
+
+    def full(self, variable: Var | Literal) -> Array:
+        """Returns the full value of a variable; gathers it if it is sharded.
+
+        Returns:
+          An array of the variable's shape.
+        """
+        if isinstance(variable, Literal):
+            return variable.val
+        if self.is_sharded(variable):
+            shard, spec = self._shards[variable]
+            self._full[variable] = self._exchange.gather(shard, spec)
+        return self._full[variable]
+
+    def shard(self, variable: Var | Literal, spec: Sharded) -> Array:
+        """Returns this replica's shard of a value.
+
+        Returns:
+          An array whose size in dimension `spec.dim` is that of one shard.
+        """
+        if not isinstance(variable, Literal) and variable in self._shards:
+            shard, shard_spec = self._shards[variable]
+            if shard_spec.dim == spec.dim:
+                return shard
+        return self._exchange.cut(jnp.asarray(self.full(variable)), spec)
+
+    def sum(self, variable: Var | Literal, spec: Sharded) -> Array:
+        """Returns this replica's shard of the sum of the replicas' values.
+
+        Returns:
+          An array whose size in dimension `spec.dim` is that of one shard.
+        """
+        if not isinstance(variable, Literal) and variable in self._sums:
+            return self._sums[variable]
+        return self._exchange.scatter(jnp.asarray(self.full(variable)), spec)
+
+    def compute(
+        self,
+        equations: Sequence[Any],
+        outputs: Iterable[Any],
+        scattered: dict[Var, Sharded],
+    ) -> None:
+        """Computes equations in their order and stores their results.
+
+        Args:
+          equations: The equations. The values that they read must be set, or be
+            results of earlier equations.
+          outputs: Variables that are read after this call. A variable that is
+            read twice appears twice.
+          scattered: The specs of those outputs that are read only with `sum`.
+        """
+        read = [v for e in equations for v in e.invars]
+        uses = Counter(variables([*read, *outputs]))
+        places = find_scattered(equations, scattered, uses)
+        gathers = find_gathers(
+            equations,
+            {v for v in self._shards if v not in self._full},
+            casts=keeps_shards,
+            gathers_again=gathers_again,
+        )
+        following = iter(gathers.values())
+        # Values that will be gathered next, but whose gathers do not depend on
+        # an equation yet.
+        free = [*next(following, ())]
+        pending: list[Any] = []
+        for place, equation in enumerate(equations):
+            if place in gathers:
+                # While this equation is computed, the values that the next
+                # equation reads are gathered. They are not gathered before a
+                # loop, because they would stay gathered in all its turns.
+                self._flush(pending, uses)
+                free += next(following, ())
+                if not is_loop(equation):
+                    free = [] if self._tie(equation, free) else free
+            if self._pass_on(equation):
+                continue
+            is_sum = sums_shards(equation) and equation.outvars[0] in places
+            is_entered = not is_sum and self._is_entered(equation, places)
+            reads_shards = any(map(self.is_sharded, equation.invars))
+            if is_entered or is_sum or reads_shards:
+                self._flush(pending, uses)
+            if is_entered:
+                self._enter(equation, places)
+            elif is_sum:
+                self._sum(equation, places)
+            else:
+                pending.append(equation)
+        self._flush(pending, uses)
+
+    def _flush(self, equations: list[Any], uses: Counter[Var]) -> None:
+        """Computes pending equations on full values and empties the list."""
+        if not equations:
+            return
+        outputs = [v for e in equations for v in e.outvars if uses[v]]
+        results = compute_equations(self._jaxpr, equations, outputs, self.full)
+        self._full.update(zip(outputs, results, strict=True))
+        equations.clear()
+
+    def _tie(self, equation: JaxprEqn, gathered: list[Gathered]) -> bool:
+        """Makes gathers of values depend on the operands of an equation.
+
+        This keeps the compiler from gathering the values before the equation's
+        other operands are computed.
+
+        Args:
+          equation: The equation.
+          gathered: The values to gather. Their shards are tied to the
+            equation's other operands.
+
+        Returns:
+          True if the values were tied, or if `gathered` is empty. False if the
+          equation has no other operands to which they can be tied.
+        """
+        read = variables(equation.invars)
+        others = [
+            v
+            for v in dict.fromkeys(read)
+            if v in self._full and v not in self._shards and _is_plain(v)
+        ]
+        shards = [
+            next(v for v in origins if v in self._shards)
+            for origins in gathered
+        ]
+        shards = list(dict.fromkeys(shards))
+        if not others or not shards:
+            return not shards
+        tied, parts = jax.lax.optimization_barrier(
+            (
+                [self._full[v] for v in others],
+                [self._shards[v][0] for v in shards],
+            )
+        )
+        self._full.update(zip(others, tied, strict=True))
+        for variable, part in zip(shards, parts, strict=True):
+            self.set_shard(variable, part, self._shards[variable][1])
+        return True
+
+    def _pass_on(self, equation: Equation) -> bool:
+        """Computes a cast, name or stack of shards; returns whether it did."""
+        if not keeps_shards(equation):
+            return False
+        if not all(map(self.is_sharded, equation.invars)):
+            return False
+        shards, specs = zip(
+            *(self._shards[v] for v in equation.invars), strict=True
+        )
+        if len(set(specs)) > 1:
+            return False
+        (result,) = equation.outvars
+        if stacks(equation):
+            self.set_shard(result, stack_values(shards), stacked_spec(specs[0]))
+        elif names(equation):
+            named = checkpoint_name(shards[0], equation.params["name"])
+            self.set_shard(result, named, specs[0])
+        else:
+            dtype = equation.params["new_dtype"]
+            cast = jax.lax.convert_element_type(shards[0], dtype)
+            self.set_shard(result, cast, specs[0])
+        return True
+
+    def _sum(self, equation: Equation, places: dict[Var, Sharded]) -> None:
+        """Computes or names a sum, or its slices, from scattered shards."""
+        spec = places[equation.outvars[0]]
+        if unstacks(equation):
+            (stacked,) = equation.invars
+            parts = unstack_values(self.sum(stacked, stacked_spec(spec)))
+            self._sums.update(zip(equation.outvars, parts, strict=True))
+            return
+        first, *others = (self.sum(v, spec) for v in equation.invars)
+        self._sums[equation.outvars[0]] = sum(others, first)
+
+    def _is_entered(
+        self, equation: JaxprEqn, places: dict[Var, Sharded]
+    ) -> bool:
+        """Returns whether the function that an equation calls uses shards.
+
+        This is the case if an operand is passed to the function as a shard, or
+        if the sum of one of its results is scattered inside the function.
+        """
+        if not is_call(equation) and not is_loop(equation):
+            return False
+        return any(
+            self._enters_sharded(equation, i)
+            for i in range(len(equation.invars))
+        ) or any(v in places for v in equation.outvars)
+
+    def _enters_sharded(self, equation: JaxprEqn, position: int) -> bool:
+        """Returns whether a called function receives an operand as a shard.
+
+        A rematerialized function or a loop gathers the operand itself, even if
+        the gathered value is already available, so that the backward pass can
+        gather it again.
+        """
+        variable = equation.invars[position]
+        if isinstance(variable, Literal) or variable not in self._shards:
+            return False
+        if is_loop(equation):
+            _, spec = self._shards[variable]
+            return reads_slices(equation, position, spec)
+        return is_rematerialized(equation) or self.is_sharded(variable)
+
+    def _enter(self, equation: Equation, places: dict[Var, Sharded]) -> None:
+        """Computes a called function, some of whose operands are shards."""
+        entering: list[tuple[Any, Sharded | None]] = []
+        for position, variable in enumerate(equation.invars):
+            if self._enters_sharded(equation, position):
+                entering.append(self._shards[variable])
+            else:
+                entering.append((self.full(variable), None))
+        out_specs = [places.get(v) for v in equation.outvars]
+        inner_specs = [[spec for _, spec in entering], out_specs]
+        if is_loop(equation):
+            inner_specs = [
+                [None if spec is None else slice_spec(spec) for spec in specs]
+                for specs in inner_specs
+            ]
+
+        def inner(*operands: Array) -> list[Any]:
+            return self._call(equation, operands, *inner_specs)
+
+        operands = [value for value, _ in entering]
+        if is_loop(equation):
+            self._exchange.note_loop()
+            results = compute_loop(equation, operands, inner)
+        elif not is_rematerialized(equation):
+            results = inner(*operands)
+        else:
+            traced = jax.make_jaxpr(inner)(*operands)
+            jaxpr = with_consts_as_inputs(traced)
+            params = equation.params | {"jaxpr": jaxpr}
+            results = equation.primitive.bind(
+                *traced.consts, *operands, **params
+            )
+        for variable, spec, result in zip(
+            equation.outvars, out_specs, results, strict=True
+        ):
+            if spec is None:
+                self._full[variable] = result
+            else:
+                self._sums[variable] = result
+
+    def _call(
+        self,
+        equation: JaxprEqn,
+        operands: Sequence[Any],
+        specs: Sequence[Sharded | None],
+        out_specs: Sequence[Sharded | None],
+    ) -> list[Any]:
+        jaxpr = equation.params.get("jaxpr") or equation.params["call_jaxpr"]
+        consts = getattr(jaxpr, "consts", ())
+        jaxpr = getattr(jaxpr, "jaxpr", jaxpr)
+        values = ShardedInterpreter(jaxpr, self._exchange)
+        for variable, value in zip(jaxpr.constvars, consts, strict=True):
+            values.set_replicated(variable, value)
+        for variable, value, spec in zip(
+            jaxpr.invars, operands, specs, strict=True
+        ):
+            if spec is None:
+                values.set_replicated(variable, value)
+            else:
+                values.set_shard(variable, value, spec)
+        scattered = {
+            v: spec
+            for v, spec in zip(jaxpr.outvars, out_specs, strict=True)
+            if spec is not None and not isinstance(v, Literal)
+        }
+        values.compute(jaxpr.eqns, jaxpr.outvars, scattered)
+        return [
+            values.full(v) if spec is None else values.sum(v, spec)
+            for v, spec in zip(jaxpr.outvars, out_specs, strict=True)
+        ]
+
+
+def _is_plain(variable: Var) -> bool:
+    """Returns whether a value is neither a random key nor a reference."""
+    array: Any = variable.aval
+    is_key = jnp.issubdtype(array.dtype, jax.dtypes.extended)
+    return not is_key and not is_reference(variable)

@@ -1,0 +1,312 @@
+"""Detects traces, and tells what they compute and which code it comes from."""
+
+import collections
+import contextlib
+import functools
+import gc
+import importlib.util
+import inspect
+import os
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import jax.numpy as jnp
+import numpy as np
+from jax.core import Tracer
+from jax.extend.core import ClosedJaxpr, JaxprEqn, Literal
+
+from keras_strategies._types import Equation
+from keras_strategies.passes import stages
+
+
+def is_tracing() -> bool:
+    """Returns whether JAX is tracing the current function to compile it.
+
+    During a trace, values from Python are read once, not again in each later
+    call. Computing a gradient eagerly does not count as tracing.
+    """
+    from jax._src import core
+
+    # The second test computes an operation, so it comes last.
+    return not core.trace_state_clean() and isinstance(
+        jnp.add(jnp.int32(0), 0), Tracer
+    )
+
+
+def check_untransformed(name: str) -> None:
+    """Raises RuntimeError if the caller is traced, by JAX or by `tf.function`.
+
+    Args:
+      name: The method that was called.
+    """
+    from jax._src import core
+
+    is_inside = getattr(sys.modules.get("tensorflow"), "inside_function", None)
+    if not core.trace_state_clean():
+        tracer = "JAX transforms (jax.jit, jax.grad, jax.lax.scan, ...)"
+    elif is_inside is not None and is_inside():
+        tracer = "`tf.function` traces"
+    else:
+        return
+    raise RuntimeError(
+        f"`{name}` must not be called in a function that {tracer}, because it "
+        "compiles what it needs by itself. Received: a call during a trace. "
+        "Call it outside of such functions; in place of `jax.jit` or "
+        "`tf.function` around a loop, use `ks.function` or nothing "
+        "(docs/migration.md)."
+    )
+
+
+def find_current_trace() -> Any:
+    """Returns the JAX trace that records an operation on constants.
+
+    It is a trace of a program, a branch or the body of a loop. Transformations
+    such as `jax.grad` have no such trace. None outside of all traces.
+    """
+    return getattr(jnp.add(jnp.int32(0), 0), "_trace", None)
+
+
+@contextlib.contextmanager
+def without_collector() -> Iterator[None]:
+    """Turns off Python's garbage collector while the block, a trace, runs.
+
+    The collector searches a trace's many objects again and again, which takes a
+    tenth of a trace's time, and almost none of them is garbage.
+    """
+    is_on = gc.isenabled() and is_tracing()
+    if is_on:
+        gc.disable()
+    try:
+        yield
+    finally:
+        if is_on:
+            gc.enable()
+
+
+def find_place(equation: JaxprEqn) -> str:
+    """Returns the file and line of user code that an equation comes from.
+
+    Returns an empty string if the origin is unknown, or if no stack frame is in
+    user code.
+    """
+    info = getattr(equation, "source_info", None)
+    traceback = getattr(info, "traceback", None)
+    for frame in getattr(traceback, "frames", ()):
+        if not frame.file_name.startswith(("<", *_library_folders())):
+            name = os.path.basename(frame.file_name)
+            return f"{name}:{frame.line_num}"
+    return ""
+
+
+def has_user_code(jaxpr: ClosedJaxpr, *marks: str) -> bool:
+    """Returns whether user code computes or reads a marked value.
+
+    User code is code outside of Keras, JAX and similar libraries. An equation
+    belongs to the code that called JAX, directly or through a Keras operation.
+    For example, the equations of a Keras layer belong to Keras, even if a
+    user-defined model called the layer.
+
+    Args:
+      jaxpr: A closed jaxpr.
+      *marks: The names that were passed to `checkpoint_name` to mark values.
+    """
+    behind = _equations_behind(jaxpr, *marks)
+    marked = {v for e in behind if _is_mark(e, marks) for v in e.outvars}
+    for equation in jaxpr.jaxpr.eqns:
+        values = stages.variables(equation.invars)
+        if not marked.isdisjoint(values) and is_user_code(equation):
+            return True
+    return any(map(is_user_code, behind)) or any(
+        is_user_code(inner) for e in behind for inner in stages.equations_in(e)
+    )
+
+
+def computations_in(jaxpr: ClosedJaxpr, mark: str) -> dict[Any, int]:
+    """Counts the primitives that compute the marked values.
+
+    Operations that only move or sum values are not counted. A jitted function
+    is counted as one primitive with its name, because some functions of JAX
+    skip operations if there is only one row.
+
+    Args:
+      jaxpr: A closed jaxpr.
+      mark: The name that was passed to `checkpoint_name` to mark values.
+    """
+    return collections.Counter(
+        (equation.primitive.name, equation.params.get("name"))
+        for equation in _equations_behind(jaxpr, mark)
+        if equation.primitive.name not in _MOVES
+    )
+
+
+def numbers_in(jaxpr: ClosedJaxpr, mark: str) -> list[float]:
+    """Lists the real-valued literals that marked values are computed from.
+
+    Args:
+      jaxpr: A closed jaxpr.
+      mark: The name that was passed to `checkpoint_name` to mark values.
+    """
+    numbers = []
+    for equation in _equations_behind(jaxpr, mark):
+        for operand in equation.invars:
+            if isinstance(operand, Literal) and np.isrealobj(operand.val):
+                numbers.append(float(operand.val))
+    return numbers
+
+
+_MOVES = frozenset(
+    stages.names_in(
+        "broadcast_in_dim convert_element_type copy expand_dims reduce_sum",
+        "reshape squeeze transpose",
+    )
+)
+
+
+def _equations_behind(jaxpr: ClosedJaxpr, *marks: str) -> list[Any]:
+    """Returns the equations that marked values depend on.
+
+    If there are no marked values, returns all equations.
+    """
+    is_kept = functools.partial(_is_mark, marks=marks)
+    equations = stages.needed_equations(jaxpr.jaxpr.eqns, (), is_kept)
+    return equations or list(jaxpr.jaxpr.eqns)
+
+
+def _is_mark(equation: JaxprEqn, marks: Sequence[str]) -> bool:
+    is_name = equation.primitive.name == "name"
+    return is_name and equation.params["name"] in marks
+
+
+def is_user_code(equation: JaxprEqn) -> bool:
+    """Returns whether an equation comes from user code."""
+    return bool(is_made_by_user(equation))
+
+
+def is_made_by_user(equation: JaxprEqn) -> bool | None:
+    """Returns whether an equation comes from user code; None if unknown.
+
+    It is unknown for the equations inside of a function that JAX has jitted.
+    """
+    if equation.primitive.name == "name":
+        return False
+    for code in _frames_of(equation):
+        maker = _maker_of(code.co_filename)
+        if maker is False and code.co_filename.endswith("functional.py"):
+            # An operation in the graph of a functional model, which the model's
+            # author wrote.
+            name = equation.params.get("name", equation.primitive.name)
+            return name not in _OF_ENTRIES
+        if maker is not None:
+            return maker
+    return None
+
+
+def is_user_function(fn: Callable[..., Any]) -> bool:
+    """Returns whether a function, or a method, is user code."""
+    code = getattr(inspect.unwrap(fn), "__code__", None)
+    return code is None or bool(_maker_of(code.co_filename))
+
+
+def is_of_package(equation: JaxprEqn) -> bool:
+    """Returns whether this package computes an equation, for a merge."""
+    for code in _frames_of(equation):
+        if is_package_file(code.co_filename):
+            return True
+        if _maker_of(code.co_filename) is not None:
+            return False
+    return False
+
+
+def is_package_file(file_name: str) -> bool:
+    """Returns whether a file of source code belongs to this package."""
+    return file_name.startswith(_folders("keras_strategies"))
+
+
+def is_update(equation: JaxprEqn) -> bool:
+    """Returns whether an equation is a part of an optimizer's update."""
+    codes = _frames_of(equation)
+    folder = os.path.join(*_folders("keras"), "src", "optimizers", "")
+    is_optimizer = any(c.co_filename.startswith(folder) for c in codes)
+    # `apply_gradients` is Keras's, and calls the hook that reduces gradients.
+    return is_optimizer and all(c.co_name != "_reduce_gradients" for c in codes)
+
+
+def _frames_of(equation: JaxprEqn) -> Sequence[Any]:
+    traceback = getattr(equation.source_info, "traceback", None)
+    return () if traceback is None else traceback.raw_frames()[0]
+
+
+_OF_ENTRIES = frozenset(
+    stages.names_in(
+        "add broadcast_in_dim concatenate convert_element_type div dot_general",
+        "einsum expand_dims gelu logistic matmul max min mul neg relu reshape",
+        "silu slice softmax squeeze sub tanh transpose",
+    )
+)
+"""Operations that contain no constants except those that the caller passed."""
+
+
+@functools.lru_cache(maxsize=1024)
+def _maker_of(file_name: str) -> bool | None:
+    """Returns whether a file is user code; None if its caller decides that."""
+    if not file_name.startswith(_library_folders()):
+        return True
+    for folder in _folders("keras", "keras_hub"):
+        if file_name.startswith(folder):
+            *parts, name = file_name.removeprefix(folder).split(os.sep)
+            is_for_callers = not _FOR_CALLERS.isdisjoint(parts)
+            return None if is_for_callers and name != "trainer.py" else False
+    return None
+
+
+_FOR_CALLERS = frozenset(("ops", "backend", "random", "utils", "tree"))
+"""Keras folders whose functions compute on behalf of their callers."""
+
+
+@functools.cache
+def _library_folders() -> tuple[str, ...]:
+    names = ("jax", "keras", "keras_hub", "keras_strategies", "numpy")
+    # These two modules are listed as files, because other packages may be
+    # installed in subfolders of their folder.
+    files = (functools.__file__, contextlib.__file__)
+    return ("<frozen ", *files, *_folders(*names))
+
+
+@functools.cache
+def _folders(*names: str) -> tuple[str, ...]:
+    specs = map(importlib.util.find_spec, names)
+    origins = [spec.origin for spec in specs if spec and spec.origin]
+    folders = map(os.path.dirname, origins)
+    return tuple(dict.fromkeys(f"{folder}{os.sep}" for folder in folders))
+
+
+def has_convolutions(jaxpr: ClosedJaxpr) -> bool:
+    """Returns whether a traced program computes convolutions."""
+    return any(
+        equation.primitive.name == "conv_general_dilated"
+        for equation in stages.all_equations(jaxpr)
+    )
+
+
+def has_unsafe_scatters(jaxpr: ClosedJaxpr) -> bool:
+    """Returns whether a program has scatters that XLA shards incorrectly.
+
+    If rows are sharded unevenly, XLA's partitioner (jaxlib 0.10.2) pads them,
+    and wrongly includes the padding in the gradients of scatters that set or
+    multiply rows. It aborts the process if the indices within rows are
+    unsigned, as in gradients of sorts, medians and quantiles. Scatters that
+    add, such as those in gradients of embeddings, are correct.
+    """
+
+    def is_one(equation: Equation) -> bool:
+        name = equation.primitive.name
+        if not name.startswith("scatter"):
+            return False
+        numbers = equation.params["dimension_numbers"]
+        indices = equation.invars[1].aval.dtype
+        is_unsigned = jnp.issubdtype(indices, jnp.unsignedinteger)
+        is_within_rows = bool(numbers.operand_batching_dims)
+        return name != "scatter-add" or (is_unsigned and is_within_rows)
+
+    return any(map(is_one, stages.all_equations(jaxpr)))

@@ -1,0 +1,142 @@
+"""Value numbering, which finds common computations in several traces."""
+
+from collections.abc import Callable, Hashable, Mapping
+from typing import Any
+
+import numpy as np
+from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn, Literal, Var
+
+from keras_strategies.passes.stages import (
+    equations_in,
+    has_effects,
+    names_in,
+    references,
+)
+
+# A rule inside of `shard_map` may use the mapped axes.
+_HAVE_RULES = names_in("custom_jvp_call custom_vjp_call shard_map")
+# Parameters of the first two.
+_RULES = names_in("bwd fwd_jaxpr_thunk jvp_jaxpr_fun out_trees")
+
+
+class ValueNumbers:
+    """A numbering of values, in which equal numbers mean equal values.
+
+    This is value numbering (Alpern, Wegman and Zadeck, 1988) over several
+    traced functions of the same inputs: values get the same number if the same
+    operations compute them from the same inputs. In doubtful cases (side
+    effects, or Python functions among an equation's parameters) the numbers
+    differ.
+
+    Args:
+      trace_rule: A function that traces one equation of a jaxpr together with
+        its derivatives. Custom rules for derivatives, which are Python
+        functions, are then compared by these traces.
+    """
+
+    def __init__(
+        self, trace_rule: Callable[[Jaxpr, Any], ClosedJaxpr] | None = None
+    ) -> None:
+        self._trace_rule = trace_rule
+        self._is_in_rule = False
+        # The numbers of traced rules, by the number of their equation.
+        self._rules: dict[int, list[int]] = {}
+        self._numbers: dict[Any, int] = {}
+        # Objects whose ids are used in keys. They are kept alive so that their
+        # ids are not reused.
+        self._held: list[Any] = []
+
+    def number_outputs(self, traced: ClosedJaxpr) -> list[int]:
+        """Returns the number assigned to each output of a traced function."""
+        consts = [self.number_object(const) for const in traced.consts]
+        return self._number_jaxpr(traced.jaxpr, consts)
+
+    def _number_jaxpr(self, jaxpr: Jaxpr, consts: list[int]) -> list[int]:
+        known: dict[Any, int] = dict(zip(jaxpr.constvars, consts, strict=True))
+        for i, variable in enumerate(jaxpr.invars):
+            known[variable] = self.number(("input", i))
+        for equation in jaxpr.eqns:
+            operands = tuple(self._operand(v, known) for v in equation.invars)
+            key: Any = (
+                equation.primitive.name,
+                operands,
+                *self._describe(jaxpr, equation),
+            )
+            if has_effects(equation) or references(equation):
+                key = self.number_object(equation)
+            for i, variable in enumerate(equation.outvars):
+                known[variable] = self.number((key, i))
+        return [self._operand(v, known) for v in jaxpr.outvars]
+
+    def _describe(self, jaxpr: Jaxpr, equation: JaxprEqn) -> list[Hashable]:
+        """Returns keys for an equation's parameters and its custom rules."""
+        params = equation.params
+        is_custom = equation.primitive.name in _HAVE_RULES
+        if self._trace_rule is None or not is_custom or self._is_in_rule:
+            others = params
+            if self._is_in_rule:
+                others = {k: v for k, v in params.items() if k not in _RULES}
+            return [self.describe(others)]
+        inner = (equation, *equations_in(equation))
+        if any(e.params.get("symbolic_zeros") for e in inner):
+            # Such a rule may depend on which operands are differentiated.
+            return [self.number_object(equation)]
+        place = self.number_object(equation)
+        self._is_in_rule = True
+        try:
+            if place not in self._rules:
+                traced = self._trace_rule(jaxpr, equation)
+                self._rules[place] = self.number_outputs(traced)
+            (described,) = self._describe(jaxpr, equation)
+        finally:
+            self._is_in_rule = False
+        return [described, *self._rules[place]]
+
+    def _operand(
+        self, variable: Var | Literal, known: Mapping[Any, int]
+    ) -> int:
+        if not isinstance(variable, Literal):
+            return known[variable]
+        return self.number_literal(variable)
+
+    def number_literal(self, literal: Literal) -> int:
+        """Returns the number of a literal."""
+        try:
+            content = np.asarray(literal.val).tobytes()
+        except TypeError:
+            return self.number_object(literal.val)
+        return self.number(("literal", str(literal.aval), content))
+
+    def describe(self, value: Any) -> Hashable:
+        """Returns a hashable key for an equation's parameters, or for one."""
+        if isinstance(value, ClosedJaxpr):
+            return ("program", *self.number_outputs(value))
+        if isinstance(value, Jaxpr):
+            consts = [
+                self.number(("const", i)) for i in range(len(value.constvars))
+            ]
+            return ("program", *self._number_jaxpr(value, consts))
+        if isinstance(value, Mapping):
+            items = [(k, self.describe(v)) for k, v in value.items()]
+            return ("mapping", *sorted(items, key=lambda item: str(item[0])))
+        if type(value) in (tuple, list):
+            return ("sequence", *map(self.describe, value))
+        if isinstance(value, float | complex):
+            # The key contains the `repr`, because 0.0 and -0.0 compare equal
+            # but are different values.
+            return (type(value), repr(value))
+        try:
+            hash(value)
+        except TypeError:
+            return self.number_object(value)
+        self._held.append(value)
+        return (type(value), value)
+
+    def number_object(self, value: object) -> int:
+        """Returns the number of an object, which equals only itself."""
+        self._held.append(value)
+        return self.number(("object", id(value)))
+
+    def number(self, key: Hashable) -> int:
+        """Returns the number of a key."""
+        return self._numbers.setdefault(key, len(self._numbers))

@@ -1,0 +1,258 @@
+"""`run` in debug mode: the function runs eagerly, replica by replica.
+
+Each replica has a thread that runs the function on the replica's arrays. Only
+one thread runs at a time (`passes/lockstep.py`). A scope collects the
+replica's writes to variables. The writes of all replicas are then combined by
+the same code as in a compiled program.
+"""
+
+import contextlib
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+import jax
+import keras
+import numpy as np
+from keras.src.backend.common import global_state
+
+from keras_strategies._types import Array, Tree
+from keras_strategies.hooks import on_read, seeds
+from keras_strategies.hooks.variables_used import CollectingScope
+from keras_strategies.keras_bridge.step_context import ReplicaScope, StepContext
+from keras_strategies.passes.lockstep import Lockstep, Turn
+from keras_strategies.passes.replay import current_side
+from keras_strategies.run import replica_trace, run_results
+from keras_strategies.spmd.identity import IdentityMap, IdentitySet
+from keras_strategies.spmd.mesh import ReplicaMesh
+from keras_strategies.spmd.values import STACKED, PerReplica, stack_replicas
+from keras_strategies.step import (
+    replica_merge,
+    uneven_rows,
+    variants,
+)
+from keras_strategies.variables import shardings
+from keras_strategies.variables.deferred_creation import (
+    defer_creation,
+)
+
+
+def debug_run(
+    fn: Callable[[int], Any],
+    *,
+    mesh: ReplicaMesh,
+    scope: Callable[[], contextlib.AbstractContextManager[Any]],
+    replica_scope: ReplicaScope,
+    rows: Sequence[variants.Variant] = (),
+    is_update: bool = False,
+) -> Tree:
+    """Calls `fn(replica)` eagerly for each replica, in place of a `RunProgram`.
+
+    Args:
+      fn: Calls the user's function with the components of the given replica.
+      mesh: The mesh of the replicas.
+      scope: A function that opens the strategy's scope, which is needed because
+        the function may create variables.
+      replica_scope: Makes the context manager of a step's replica context.
+      rows: For each replica, the row counts of those arguments whose row count
+        is not the same on all replicas.
+      is_update: Whether the function writes the same value to every copy of
+        a variable.
+
+    Returns:
+      The replicas' results as one nest, in the same form as from a compiled
+      `run`.
+    """
+    keras_state = dict(vars(global_state.GLOBAL_STATE_TRACKER))
+    shares = variants.compute_shares(rows)
+    lockstep = Lockstep(mesh.num_replicas, mesh.all_replicas)
+
+    def replica(index: int) -> "_Ended":
+        # Keras stores its open scopes in lists in a thread-local state. This
+        # thread gets copies of the lists, so that a scope that one replica
+        # opens is not open for the others.
+        vars(global_state.GLOBAL_STATE_TRACKER).update(
+            {
+                name: list(value) if isinstance(value, list) else value
+                for name, value in keras_state.items()
+            }
+        )
+        step = replica_trace.make_step(mesh, is_update=is_update)
+        if rows:
+            rows_of_all = variants.group_rows_of_all(rows[index], rows)
+            step = step.with_facts(rows_of_all=rows_of_all)
+        seen = _SeenScope(step, mesh, index)
+        with scope(), defer_creation(), seen:
+            with replica_trace.replica_tracing(step, replica_scope):
+                results = fn(index)
+            share = None if shares is None else shares[index]
+            merging = replica_trace.make_step(mesh).with_facts(
+                is_uneven=True, share=share
+            )
+            return _merge_writes(step, seen, results, merging)
+
+    ended: list[_Ended] = lockstep.run(replica)
+    _set_variables(ended, mesh)
+    return _regroup_results([e.called for e in ended], mesh)
+
+
+class _Ended(NamedTuple):
+    """The outcome of the user's function on one replica.
+
+    Attributes:
+      written: Pairs of a variable that any replica wrote, and its value
+        combined from all replicas.
+      copies: A dict from the ids of variables with a separate copy on each
+        replica to this replica's copies.
+      called: The results and new values of the call.
+    """
+
+    written: list[tuple[keras.Variable, Any]]
+    copies: dict[int, Any]
+    called: uneven_rows.BranchResult
+
+
+def _set_variables(ended: list[_Ended], mesh: ReplicaMesh) -> None:
+    """Sets the variables to the values combined from all replicas."""
+    for variable, value in ended[0].written:
+        if on_read.is_on_read(variable):
+            on_read.create_copies(variable, mesh)
+            copies = stack_replicas(
+                [e.copies[id(variable)] for e in ended], mesh
+            )
+            on_read.set_copies(variable, copies, _replicate(value, mesh))
+        else:
+            sharding = shardings.sharding_of(variable, mesh)
+            variable._value = jax.device_put(value, sharding)
+
+
+def _merge_writes(
+    step: StepContext, seen: "_SeenScope", results: Tree, merging: StepContext
+) -> _Ended:
+    """Combines the replicas' writes to variables.
+
+    Every replica's thread calls this after the user's function.
+
+    Args:
+      step: The context of the user's function on this replica.
+      seen: The scope that collected this replica's writes.
+      results: The function's results on this replica.
+      merging: The context in which the writes are combined.
+    """
+    turn = current_side()
+    assert isinstance(turn, Turn)
+    # Replicas may use different variables, but all replicas must reduce the
+    # same variables in the same order. So each replica reduces the union of
+    # all replicas' variables.
+    of_all = turn.meet(list(seen.old))
+    variables = list(IdentitySet(v for each in of_all for v in each))
+    folded = [seen.get_current_value_before(v) for v in variables]
+    called = replica_trace.collect_call(step, seen, results, variables, folded)
+    notes: list[replica_merge.BranchFacts] = turn.meet(called.note)
+    unchecked = replica_trace.find_unaggregated(notes)
+    for k in unchecked:
+        if not bool(replica_trace.is_same(called.new[k], step.axis)):
+            replica_trace.refuse_difference(variables[k])
+    old = [seen.old[v] for v in variables]
+    values, copies, _ = replica_merge.merge_state(
+        merging, variables, old, folded, called, notes, []
+    )
+    copied = [id(v) for v in variables if on_read.is_on_read(v)]
+    written = [
+        (v, values[k])
+        for k, v in enumerate(variables)
+        if on_read.is_on_read(v) or any(n.is_changed[k] for n in notes)
+    ]
+    return _Ended(written, dict(zip(copied, copies, strict=True)), called)
+
+
+class _SeenScope(CollectingScope):
+    """A scope that collects a call's writes, and the variables' old values.
+
+    Args:
+      step: The context of the user's function on this replica.
+      mesh: The mesh of the replicas.
+      replica: The id of this replica.
+    """
+
+    def __init__(
+        self, step: StepContext, mesh: ReplicaMesh, replica: int
+    ) -> None:
+        super().__init__()
+        self._step = step
+        self._mesh = mesh
+        self._replica = replica
+        self.old: IdentityMap[Any] = IdentityMap()
+        self._folded: IdentityMap[Any] = IdentityMap()
+
+    def get_current_value(self, variable: keras.Variable) -> Array:
+        """Returns the last written value, or else the value before the call."""
+        written = super().get_current_value(variable)
+        if written is not None:
+            return written
+        return self.get_current_value_before(variable)
+
+    def get_current_value_before(self, variable: keras.Variable) -> Array:
+        """Returns a variable's value on this replica before the call.
+
+        If the variable is a seed, the replica's id is folded into the value.
+        """
+        if variable not in self.old:
+            # JAX may be tracing a branch or a loop at this point. The value
+            # must be computed outside of that trace.
+            with jax.ensure_compile_time_eval():
+                self.old[variable] = old = self._read_start(variable)
+                (folded,) = seeds.fold_seeds([variable], [old], self._step)
+            self._step.notes.before[variable] = folded
+            self._folded[variable] = folded
+        return self._folded[variable]
+
+    def _read_start(self, variable: keras.Variable) -> Array:
+        if on_read.is_on_read(variable) and variable._value is not None:
+            copies = on_read.get_copies(variable, self._mesh)
+            return _replicate(np.asarray(copies)[self._replica], self._mesh)
+        if variable._value is not None:
+            return _replicate(variable._value, self._mesh)
+        # The variable was created in this call. It gets this value when the
+        # scope exits.
+        return variable._initializer(variable.shape, dtype=variable.dtype)
+
+    def add_update(self, update: tuple[keras.Variable, Any]) -> None:
+        """Collects a write.
+
+        Raises:
+          RuntimeError: if the variable is on another strategy's devices.
+        """
+        replica_trace.refuse_foreign(update[0], self._mesh)
+        self.get_current_value_before(update[0])
+        super().add_update(update)
+
+
+def _regroup_results(
+    ended: list[uneven_rows.BranchResult], mesh: ReplicaMesh
+) -> Tree:
+    """Combines the replicas' results into one nest, like a compiled `run`."""
+    notes = [called.note.structure for called in ended]
+    columns = zip(*[called.outputs for called in ended], strict=True)
+    return run_results.rebuild_nest(
+        notes[0][0],
+        run_results.merge_constants(notes),
+        (_wrap_parts(list(column), mesh) for column in columns),
+        lambda values: _wrap_parts(list(map(jax.numpy.asarray, values)), mesh),
+    )
+
+
+def _wrap_parts(parts: list[Any], mesh: ReplicaMesh) -> Array:
+    if mesh.num_replicas == 1:
+        return parts[0]
+    if len({(part.shape, str(part.dtype)) for part in parts}) > 1:
+        return PerReplica(
+            [
+                jax.device_put(part, device)
+                for part, device in zip(parts, mesh.first_devices, strict=True)
+            ]
+        )
+    return PerReplica.of(stack_replicas(parts, mesh), STACKED)
+
+
+def _replicate(value: Array, mesh: ReplicaMesh) -> jax.Array:
+    return jax.device_put(value, mesh.whole)

@@ -1,0 +1,202 @@
+"""The trace of a replica's call in `run`, and checks of the replicas' values.
+
+The functions of this module are called while the program is traced. In debug
+mode they are called once for each replica, with the replica's arrays.
+"""
+
+import contextlib
+import dataclasses
+from collections.abc import Iterator
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import keras
+
+from keras_strategies._types import Array, Tree
+from keras_strategies.hooks import variables_used
+from keras_strategies.hooks.trace_hooks import trace_hooks
+from keras_strategies.keras_bridge.step_context import (
+    ReplicaScope,
+    StepContext,
+    StepFacts,
+    StepFlags,
+    step_scope,
+)
+from keras_strategies.kernels.kernels import kernels_for
+from keras_strategies.kernels.scanned_blocks import (
+    scanning_blocks,
+)
+from keras_strategies.passes.specs import Axis
+from keras_strategies.run import run_results
+from keras_strategies.run.mappings import open_nest
+from keras_strategies.spmd.mesh import ReplicaMesh, format_devices
+from keras_strategies.spmd.replica_map import all_max, all_min, as_number
+from keras_strategies.step import replica_merge
+from keras_strategies.step.uneven_rows import BranchResult
+from keras_strategies.variables.shardings import placement_of
+
+_SUMMED = 64
+"""The largest size of a result that is also summed in the program."""
+
+
+def make_step(mesh: ReplicaMesh, *, is_update: bool = False) -> StepContext:
+    """Makes the step context for a function given to `run`."""
+    return StepContext(
+        facts=StepFacts(mesh=mesh, rows=1, is_local=True),
+        flags=StepFlags(sees_global_batch=True, in_update=is_update),
+    )
+
+
+@contextlib.contextmanager
+def replica_tracing(
+    step: StepContext, replica_scope: ReplicaScope
+) -> Iterator[None]:
+    """Installs the hooks and contexts in which a replica's call is traced."""
+    with (
+        trace_hooks(),
+        kernels_for(step.facts.mesh),
+        scanning_blocks(),
+        variables_used.chain_scopes(),
+        step_scope(step),
+        replica_scope(step),
+    ):
+        yield
+
+
+def collect_call(
+    step: StepContext,
+    scope: keras.StatelessScope,
+    results: Tree,
+    variables: list[keras.Variable],
+    folded: list[Any],
+) -> BranchResult:
+    """Collects the results and new values of a call of the user's function.
+
+    Args:
+      step: The context of the call.
+      scope: The scope in which the function was called.
+      results: The function's results.
+      variables: The variables whose values are collected.
+      folded: The variables' values before the call, in which seeds are those of
+        this replica.
+    """
+    new = [scope.get_current_value(v) for v in variables]
+
+    def is_none(value: object) -> bool:
+        return value is None
+
+    nest = open_nest(results, is_none)
+    leaves, structure = jax.tree.flatten(nest, is_leaf=is_none)
+    constants = [run_results.read_constant(leaf) for leaf in leaves]
+    outputs = [
+        jnp.asarray(leaf)
+        for leaf, constant in zip(leaves, constants, strict=True)
+        if constant is None
+    ]
+    return replica_merge.make_branch_result(
+        step, variables, (folded, new), outputs, (structure, constants)
+    )
+
+
+def make_report(
+    mesh: ReplicaMesh,
+    outputs: list[Any],
+    notes: list[replica_merge.BranchFacts],
+    shapes: list[list[tuple[int, ...]]] | None,
+    num_written: int,
+) -> run_results.TraceReport:
+    """Makes the `TraceReport` of a `RunProgram`.
+
+    Args:
+      mesh: The mesh of the replicas.
+      outputs: The results that are arrays.
+      notes: The `BranchFacts` of each variant of the call.
+      shapes: For each replica, the shapes of its outputs; or None if all
+        replicas have the shapes of `outputs`.
+      num_written: The number of written variables. They come first in the lists
+        of `notes`.
+
+    Raises:
+      ValueError: if the variants return nests of different structures.
+    """
+    structures = [note.structure for note in notes]
+    report = run_results.TraceReport(
+        structure=structures[0][0],
+        constants=run_results.merge_constants(structures),
+        summed=[],
+        unchecked=[k for k in find_unaggregated(notes) if k < num_written],
+        shapes=shapes,
+    )
+    if mesh.num_replicas == 1:
+        return report
+    small = [k for k, output in enumerate(outputs) if output.size <= _SUMMED]
+    summed = [k for k in small if report.shapes_of(k) is None]
+    return dataclasses.replace(report, summed=summed)
+
+
+def is_same(value: Array, axis: Axis) -> jax.Array:
+    """Computes whether all replicas have the same value.
+
+    Two NaNs count as equal.
+
+    Returns:
+      A scalar boolean.
+    """
+    # The replicas' values are equal if their maximum and minimum are equal.
+    # NaN would make both NaN, so it is replaced by 0, and the positions of
+    # NaN are compared separately.
+    is_nan = value != value
+    number = jnp.where(is_nan, jnp.zeros_like(value), value)
+    number = as_number(number)
+    highest, lowest = all_max(number, axis), all_min(number, axis)
+    nans = is_nan.astype("int32")
+    same_nans = all_max(nans, axis) == all_min(nans, axis)
+    return jnp.all((highest == lowest) & same_nans)
+
+
+def find_unaggregated(notes: list[replica_merge.BranchFacts]) -> list[int]:
+    """Returns the indices of variables that all replicas must write equally.
+
+    These are variables that a replica wrote and that have no aggregation.
+    """
+    return [
+        k
+        for k in range(len(notes[0].is_unaggregated))
+        if any(note.is_unaggregated[k] for note in notes)
+    ]
+
+
+def refuse_difference(variable: keras.Variable) -> None:
+    """Raises ValueError: replicas wrote different values to a variable."""
+    raise ValueError(
+        "The replicas wrote different values to a variable that has "
+        f"no aggregation. Received: {variable.path!r} with "
+        "aggregation='none' (its value is now the mean over the replicas or, "
+        "for integers, the value of replica 0). Create the variable with "
+        'aggregation="sum", "mean" or "only_first_replica".'
+    )
+
+
+def refuse_foreign(variable: keras.Variable, mesh: ReplicaMesh) -> None:
+    """Raises RuntimeError if a variable is on another strategy's devices.
+
+    Writing the variable would move it to the devices of `mesh`, away from the
+    other variables of its own strategy.
+    """
+    devices = getattr(variable._layout, "device_set", None)
+    placement = placement_of(variable)
+    is_sharded = placement is not None and placement.mesh is not mesh
+    if devices is None or (devices == set(mesh.devices) and not is_sharded):
+        return
+    theirs = sorted(devices, key=lambda device: device.id)
+    shown = format_devices(theirs)
+    if is_sharded:
+        shown += ", which shards it"
+    raise RuntimeError(
+        "Mixing strategies: in `run` a variable can only be written by the "
+        f"strategy that created it. Received: {variable.path!r} of a strategy "
+        f"on {shown}, written in `run` of a strategy on "
+        f"{format_devices(mesh.devices)}. Call `run` of the variable's own "
+        "strategy, or return the value from `run` and `assign` it afterwards."
+    )

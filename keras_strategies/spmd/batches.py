@@ -1,0 +1,388 @@
+"""Batches on the host, and the `Execution` objects that move them to devices.
+
+A batch is a nest of arrays whose first dimension is the rows. If the number of
+rows is divisible by the number of replicas, the batch is split over the
+replicas unchanged. Otherwise it is padded to the next multiple of the number of
+replicas by repeating its last row, and its true number of rows is stored with
+it. Programs cut the padding off before they compute anything. With several
+processes, each process has only its own part of the rows and moves it to its
+own devices.
+"""
+
+import dataclasses
+from collections.abc import Sequence
+from typing import Any, NoReturn
+
+import jax
+import numpy as np
+from jax.tree_util import PyTreeDef
+
+from keras_strategies._types import Array, Batch, Tree
+from keras_strategies.spmd import host_arrays
+from keras_strategies.spmd import rows as rows_lib
+from keras_strategies.spmd.mesh import ReplicaMesh, has_sharding
+
+_Key = tuple[Any, ...]
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class HostBatch:
+    """A global batch, of which this process stores only the rows that it reads.
+
+    Attributes:
+      data: The nest of host arrays with this process's rows.
+      parts: The number of rows of each process. Processes that read the same
+        rows (a group in `ReplicaMesh.readers`) share one entry.
+      batch_size: The number of rows that a full global batch has in this step.
+      counts: The number of rows of each replica. None if the rows are divided
+        as described at the top of this module.
+    """
+
+    data: Tree
+    parts: tuple[int, ...]
+    batch_size: int
+    counts: tuple[int, ...] | None = None
+
+    @property
+    def rows(self) -> int:
+        """The total number of rows, summed over all processes."""
+        return sum(self.parts)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class RowShape:
+    """The arrangement of the rows in batches of equal shape.
+
+    Attributes:
+      rows: Number of rows of each batch, without the padding.
+      steps: Number of batches.
+      parts: The number of rows of each process, if each process pads its own
+        rows. None if all padding is at the end of the global batch.
+    """
+
+    rows: int
+    steps: int
+    parts: tuple[int, ...] | None = None
+
+    def without_padding(self, leaf: Array, axis: int) -> Array:
+        """Removes an array's padding rows; the other rows keep their order.
+
+        Args:
+          leaf: A NumPy or traced array.
+          axis: The dimension of the rows.
+
+        Returns:
+          An array of shape (..., rows, ...), with `rows` entries along `axis`.
+        """
+        before = (slice(None),) * axis
+        if self.parts is None:
+            return leaf[(*before, slice(self.rows))]
+        block = leaf.shape[axis] // len(self.parts)
+        pieces = [
+            leaf[(*before, slice(p * block, p * block + count))]
+            for p, count in enumerate(self.parts)
+            if count
+        ]
+        library = np if isinstance(leaf, np.ndarray) else jax.numpy
+        return library.concatenate(pieces, axis=axis)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Segment(RowShape):
+    """Consecutive batches of equal shape, placed on the devices.
+
+    Attributes:
+      data: The nest of arrays, of shape (padded rows, ...) for one step and
+        (steps, padded rows, ...) for several, with the rows split over the
+        replicas.
+    """
+
+    data: Tree
+
+    @property
+    def padded(self) -> int:
+        """The number of rows of each batch, including the padding."""
+        return jax.tree.leaves(self.data)[0].shape[self.steps > 1]
+
+    @property
+    def is_padded(self) -> bool:
+        """Whether the batches contain padding rows."""
+        return self.padded != self.rows
+
+    @property
+    def shape(self) -> RowShape:
+        """The arrangement of the rows; a compile-time constant in programs."""
+        return RowShape(rows=self.rows, steps=self.steps, parts=self.parts)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Execution:
+    """The batches of one call of a step function, as one or more segments.
+
+    Attributes:
+      segments: The batches. An execution without segments stands for steps that
+        were already completed before a training loop was resumed.
+      place: The epoch of the data, and the number of steps of that epoch that
+        are finished after this execution. Only a `Feed` (fit/inputs)
+        sets it.
+      logs: For an execution without segments: the result to report, which is
+        that of the last completed step.
+    """
+
+    segments: tuple[Segment, ...]
+    place: tuple[int, int] | None = None
+    logs: Any = None
+
+    @property
+    def num_bytes(self) -> int:
+        """The total number of bytes of the arrays, summed over all devices."""
+        return sum(leaf.nbytes for leaf in jax.tree.leaves(self.segments))
+
+
+jax.tree_util.register_dataclass(
+    Segment, data_fields=["data"], meta_fields=["rows", "steps", "parts"]
+)
+# This pytree node has no leaves, so that Keras cannot find its arrays. Keras
+# would move them to one device, although they are already on the right devices.
+jax.tree_util.register_dataclass(
+    Execution, data_fields=[], meta_fields=["segments", "place", "logs"]
+)
+
+
+def num_rows(batch: Tree) -> int:
+    """Returns the number of rows of a batch.
+
+    Raises:
+      ValueError: if a leaf has rank 0, if the arrays differ in length, or if
+        there are no arrays or no rows.
+      TypeError: if a leaf does not contain numbers.
+    """
+    arrays = jax.tree.leaves(batch)
+    first_dims = {np.shape(array)[:1] for array in arrays}
+    if len(first_dims) == 1 and all(map(host_arrays.holds_numbers, arrays)):
+        (first_dim,) = first_dims
+        if first_dim and first_dim[0]:
+            return first_dim[0]
+    return _raise_invalid(batch)
+
+
+def _raise_invalid(batch: Tree) -> NoReturn:
+    """Raises the error that describes what is wrong with a batch."""
+    leaves = jax.tree_util.tree_leaves_with_path(batch)
+    if not leaves:
+        raise ValueError(
+            "A batch must contain at least one array. Received: "
+            f"{batch!r}. Check what the dataset yields."
+        )
+    lengths = {}
+    for path, leaf in leaves:
+        name = jax.tree_util.keystr(path) or "the batch"
+        shape = np.shape(leaf)
+        if not shape:
+            raise ValueError(
+                "Every array of a batch must have a first dimension that "
+                f"indexes the rows. Received: {name} of rank 0, with the value "
+                f"{leaf!r}. Repeat the value for each row, or store it as an "
+                "attribute of the model."
+            )
+        host_arrays.check_numbers(leaf, name)
+        lengths[name] = shape[0]
+    if len(set(lengths.values())) > 1:
+        raise ValueError(
+            "All arrays of a batch must have the same number of rows. "
+            f"Received: {lengths}. Check x, y and sample_weight, and that the "
+            "dataset yields batches (`.batch(global_batch_size)`)."
+        )
+    raise ValueError(
+        "A batch must have at least one row. Received: arrays with the shapes "
+        f"{[np.shape(leaf) for _, leaf in leaves]}. Check that the data "
+        "are not empty."
+    )
+
+
+def global_batch(batch: Tree, mesh: ReplicaMesh) -> HostBatch:
+    """Converts a batch with the rows of all processes to a `HostBatch`.
+
+    With several processes, each process keeps only its own rows.
+
+    Raises:
+      ValueError, TypeError: if the batch is not valid; see `num_rows`.
+    """
+    rows = num_rows(batch)
+    if mesh.num_readers == 1:
+        return HostBatch(data=batch, parts=(rows,), batch_size=rows)
+    counts = rows_lib.balanced_rows(rows, mesh.num_replicas)
+    parts = rows_lib.rows_of_processes(counts, mesh.num_readers)
+    start = sum(parts[: mesh.reader_index])
+    stop = start + parts[mesh.reader_index]
+    data = jax.tree.map(lambda leaf: leaf[start:stop], batch)
+    return HostBatch(data=data, parts=parts, batch_size=rows)
+
+
+def place(batches: Sequence[HostBatch], mesh: ReplicaMesh) -> Execution:
+    """Moves batches to the devices.
+
+    Consecutive batches of equal structure, shapes and dtypes are moved together
+    in one transfer.
+
+    Args:
+      batches: The batches, with this process's rows.
+      mesh: The replicas to split the rows over.
+    """
+    runs: list[tuple[_Key, list[list[Any]]]] = []
+    for batch in batches:
+        leaves, structure = jax.tree.flatten(batch.data)
+        kinds = [(np.shape(leaf), leaf.dtype) for leaf in leaves]
+        key = (structure, batch.parts, kinds)
+        if not runs or runs[-1][0] != key:
+            runs.append((key, []))
+        runs[-1][1].append(leaves)
+    return Execution(
+        segments=tuple(
+            _place_run(structure, parts, run, mesh)
+            for (structure, parts, *_), run in runs
+        )
+    )
+
+
+def _place_run(
+    structure: PyTreeDef,
+    parts: tuple[int, ...],
+    run: list[list[Any]],
+    mesh: ReplicaMesh,
+) -> Segment:
+    rows = sum(parts)
+    block = _block_of(parts, mesh)
+    put = _put if len(run) == 1 else _put_stacked
+    leaves = [put(column, block, mesh) for column in zip(*run, strict=True)]
+    is_in_order = parts == rows_lib.fill_in_order([block] * len(parts), rows)
+    return Segment(
+        data=jax.tree.unflatten(structure, leaves),
+        rows=rows,
+        steps=len(run),
+        parts=None if is_in_order else parts,
+    )
+
+
+def _block_of(parts: tuple[int, ...], mesh: ReplicaMesh) -> int:
+    """Returns the padded number of rows, which is equal for all processes."""
+    block = rows_lib.padded_rows(max(parts), mesh.replicas_per_process)
+    rows = sum(parts)
+    even = rows_lib.padded_rows(rows, mesh.num_replicas) // len(parts)
+    # `even` is the smallest possible number of rows per process. It can be used
+    # only if the processes are filled one after another, because then only the
+    # last ones need padding.
+    return (
+        even
+        if parts == rows_lib.fill_in_order([even] * len(parts), rows)
+        else block
+    )
+
+
+# For a sharded array, `device_put` takes three times as long on the host as
+# `make_array_from_callback` (jax 0.10.2).
+
+
+def _put(column: Sequence[Any], block: int, mesh: ReplicaMesh) -> jax.Array:
+    (leaf,) = column
+    if _is_placed(leaf, mesh):
+        return leaf
+    leaf = _pad(leaf, block)
+    first = mesh.reader_index * block
+
+    def rows_of(index: Any) -> Array:
+        start, stop, _ = index[0].indices(shape[0])
+        rows = leaf[start - first : stop - first]
+        return host_arrays.align(rows) if mesh.platform == "cpu" else rows
+
+    shape = (block * mesh.num_readers, *leaf.shape[1:])
+    return jax.make_array_from_callback(shape, mesh.split, rows_of)
+
+
+def _is_placed(leaf: object, mesh: ReplicaMesh) -> bool:
+    return (
+        isinstance(leaf, jax.Array)
+        and leaf.shape[0] % mesh.num_replicas == 0
+        and has_sharding(leaf, mesh.split)
+    )
+
+
+def cut_padding(data: Batch, shape: RowShape) -> Batch:
+    """Cuts off the padding rows of a batch. Jit-compatible.
+
+    Returns:
+      The batch with `shape.rows` rows. The rows are in the second dimension if
+      there are several steps, else in the first.
+    """
+    axis = int(shape.steps > 1)
+
+    def cut(leaf: jax.Array) -> jax.Array:
+        is_unpadded = leaf.shape[axis] == shape.rows
+        return leaf if is_unpadded else shape.without_padding(leaf, axis)
+
+    return jax.tree.map(cut, data)
+
+
+def constrain_rows(
+    data: Batch, shape: RowShape, mesh: ReplicaMesh, *, is_sharded: bool
+) -> Batch:
+    """Adds a sharding constraint to a batch without padding. Jit-compatible.
+
+    Args:
+      data: The batch that `cut_padding` returned.
+      shape: The arrangement of its rows.
+      mesh: The replicas.
+      is_sharded: Whether XLA may shard the rows unevenly over the replicas. If
+        False, or if a replica has several cores, rows that cannot be divided
+        evenly are replicated instead. With several cores, XLA would wrongly
+        include the padding in scattered sums and in some gradients of
+        convolutions (tests/contract/test_jax_contract.py).
+
+    Returns:
+      The same batch with the sharding constraint.
+    """
+    sharding = mesh.stacked if shape.steps > 1 else mesh.split
+    is_even = shape.rows % mesh.num_replicas == 0
+    if not is_even and (mesh.cores_per_replica > 1 or not is_sharded):
+        sharding = mesh.whole
+    return jax.lax.with_sharding_constraint(data, sharding)
+
+
+def unstack_steps(data: Tree, steps: int) -> list[Tree]:
+    """Splits a segment of several steps into its batches. Jit-compatible."""
+    return [jax.tree.map(lambda a, k=k: a[k], data) for k in range(steps)]
+
+
+def _put_stacked(
+    column: Sequence[Any], block: int, mesh: ReplicaMesh
+) -> jax.Array:
+    """Stacks the batches of several steps into one array on the devices.
+
+    For each replica, only the rows that this replica reads are stacked, so each
+    row is copied once.
+    """
+    column = [_pad(np.asarray(leaf), block) for leaf in column]
+    rows = block * mesh.num_readers
+    shape = (len(column), rows, *np.shape(column[0])[1:])
+    first = mesh.reader_index * block
+
+    def rows_of(index: Any) -> Array:
+        start, stop, _ = index[1].indices(rows)
+        part = slice(start - first, stop - first)
+        return host_arrays.stack_arrays([leaf[part] for leaf in column])
+
+    return jax.make_array_from_callback(shape, mesh.stacked, rows_of)
+
+
+def _pad(leaf: Array, rows: int) -> Array:
+    """Pads an array to `rows` rows by repeating its last row.
+
+    An array without rows is padded with zeros.
+    """
+    missing = rows - leaf.shape[0]
+    if not missing:
+        return leaf
+    leaf = np.asarray(leaf)
+    if not len(leaf):
+        return np.zeros((rows, *leaf.shape[1:]), leaf.dtype)
+    return np.concatenate([leaf, np.repeat(leaf[-1:], missing, axis=0)])

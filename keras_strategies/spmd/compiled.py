@@ -1,0 +1,278 @@
+"""Inspects a compiled program: its collectives and its memory."""
+
+import contextlib
+import dataclasses
+import functools
+import time
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any
+
+import jax
+
+from keras_strategies.gpu.topology_devices import complete_options
+from keras_strategies.passes.hlo_text import (
+    COLLECTIVES,
+    count_collective_bytes,
+    count_collectives,
+)
+from keras_strategies.spmd.dispatch import choosing_cached
+from keras_strategies.spmd.mesh import ReplicaMesh
+
+BYTES_PER_MB = 1e6
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Figures:
+    """The resources that a compiled program needs on each device.
+
+    Attributes:
+      argument_bytes: Bytes of the state and the batch.
+      output_bytes: Bytes of the results that do not overwrite the state in
+        place.
+      temporary_bytes: Bytes of intermediate values.
+      counts: Number of collectives of each kind, such as "all-reduce".
+      sent: Bytes of the arrays that the collectives of each kind send.
+      compile_seconds: Compile time in seconds.
+    """
+
+    argument_bytes: float
+    output_bytes: float
+    temporary_bytes: float
+    counts: Mapping[str, float]
+    sent: Mapping[str, float]
+    compile_seconds: float
+
+    @property
+    def bytes_in_all(self) -> float:
+        """The bytes of memory that the program needs on each device."""
+        return self.argument_bytes + self.output_bytes + self.temporary_bytes
+
+    @classmethod
+    def measure(cls, executable: Any, seconds: float) -> "Figures":
+        """Reads the resource figures of a compiled program from XLA.
+
+        Args:
+          executable: A `jax.stages.Compiled`.
+          seconds: The time that it took to compile the program.
+        """
+        memory, text = executable.memory_analysis(), executable.as_text()
+        counts, sent = count_collectives(text), count_collective_bytes(text)
+        outputs = memory.output_size_in_bytes - memory.alias_size_in_bytes
+        return cls(
+            argument_bytes=memory.argument_size_in_bytes,
+            output_bytes=outputs,
+            temporary_bytes=_measure_temporaries(executable, memory),
+            counts={kind: n for kind, n in counts.items() if n},
+            sent={kind: sent[kind] for kind, n in counts.items() if n},
+            compile_seconds=seconds,
+        )
+
+
+def lower(program: jax.stages.Wrapped, *args: Any) -> jax.stages.Lowered:
+    """Lowers a jitted function, as its method `lower`, and checks its inputs.
+
+    JAX lowers a function that uses intermediate values of another trace, and
+    passes these values as further arguments. Such a program cannot be run.
+
+    Raises:
+      RuntimeError: if the function uses intermediate values of another trace.
+    """
+    traced = program.trace(*args)
+    number = len(jax.tree.leaves(traced.args_info))
+    foreign = len(traced.jaxpr.in_avals) - number
+    if foreign > 0:
+        raise RuntimeError(
+            "A function that is compiled must not use intermediate values of "
+            f"another trace. Received: a function that uses {foreign} of them. "
+            "A layer leaves them behind if `keras.RematScope` rematerializes "
+            "it and it updates state or adds losses (`Dropout`, "
+            "`BatchNormalization`, `add_loss`), which Keras does not support, "
+            "or if it stores intermediate values in its attributes. Create "
+            "such a layer outside of the `keras.RematScope`, or return the "
+            "values from `call`."
+        )
+    return traced.lower()
+
+
+def _measure_temporaries(executable: Any, memory: Any) -> int:
+    """Returns the bytes of a program's intermediate values.
+
+    For TPUs, JAX's `temp_size_in_bytes` counts more than is allocated, mostly
+    if the program has loops. What XLA compares with the device's memory is the
+    peak, which contains the arguments.
+    """
+    shardings = jax.tree.leaves(getattr(executable, "input_shardings", ()))
+    platforms = {next(iter(s.device_set)).platform for s in shardings[:1]}
+    if platforms != {"tpu"}:
+        return memory.temp_size_in_bytes
+    # In small programs, the peak is larger than the sum.
+    peak = memory.peak_memory_in_bytes - memory.argument_size_in_bytes
+    return min(memory.temp_size_in_bytes, peak)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
+class CompiledProgram:
+    """A step or function, compiled for a strategy's devices.
+
+    `Strategy.compile_step` and `Strategy.compile_run` return objects of this
+    class. The program has only been compiled, not run.
+
+    Attributes:
+      name: A description of the program, such as "train step".
+      num_replicas: Number of replicas.
+      cores_per_replica: Number of devices of each replica.
+      trace_seconds: Time in seconds to trace and lower the program.
+      compile_seconds: Time in seconds to compile it.
+      executable: JAX's compiled object (`jax.stages.Compiled`).
+
+    Example:
+      ```python
+      program = strategy.compile_step(model, (x, y))
+      print(program.collectives["all-reduce"], program.bytes_per_chip)
+      ```
+    """
+
+    name: str
+    num_replicas: int
+    cores_per_replica: int
+    trace_seconds: float
+    compile_seconds: float
+    executable: Any
+
+    def as_text(self) -> str:
+        """Returns the optimized HLO of the program, as each device runs it."""
+        return self.executable.as_text()
+
+    @property
+    def collectives(self) -> dict[str, int]:
+        """The number of collectives of each kind in the program's text.
+
+        A collective in a loop is counted once, not once per iteration.
+        """
+        counts = self._figures.counts
+        return {kind: int(counts.get(kind, 0)) for kind in COLLECTIVES}
+
+    @property
+    def collective_bytes(self) -> dict[str, int]:
+        """The bytes of the arrays that the collectives of each kind send.
+
+        The size of the full array is counted, not the size of a shard. The full
+        array is the result of an all-gather, the reduced array of an
+        all-reduce, or the sum of a reduce-scatter before it is scattered. A
+        collective in a loop is counted once.
+        """
+        sent = self._figures.sent
+        return {kind: int(sent.get(kind, 0)) for kind in COLLECTIVES}
+
+    @property
+    def argument_bytes(self) -> int:
+        """The bytes of the state and the batch on each device."""
+        return int(self._figures.argument_bytes)
+
+    @property
+    def output_bytes(self) -> int:
+        """The bytes per device of results that do not overwrite the state."""
+        return int(self._figures.output_bytes)
+
+    @property
+    def temporary_bytes(self) -> int:
+        """The bytes of the program's intermediate values on each device."""
+        return int(self._figures.temporary_bytes)
+
+    @property
+    def bytes_per_chip(self) -> int:
+        """The total bytes of memory on each device, without the program's code.
+
+        If JAX shows the two cores of a chip as two devices, these are the bytes
+        of one core.
+        """
+        return int(self._figures.bytes_in_all)
+
+    @functools.cached_property
+    def _figures(self) -> Figures:
+        return Figures.measure(self.executable, self.compile_seconds)
+
+    def __str__(self) -> str:
+        cores = self.cores_per_replica
+        sent = self.collective_bytes
+        collectives = [
+            f"{n} {kind} ({sent[kind] / BYTES_PER_MB:.3f} MB)"
+            for kind, n in self.collectives.items()
+            if n
+        ]
+        sizes = (
+            ("arguments", self.argument_bytes),
+            ("outputs", self.output_bytes),
+            ("temporary", self.temporary_bytes),
+        )
+        parts = ", ".join(f"{n / BYTES_PER_MB:.3f} {name}" for name, n in sizes)
+        return (
+            f"{self.name}: {self.num_replicas} replicas"
+            f"{f' of {cores} cores' if cores > 1 else ''}\n"
+            f"collectives: {', '.join(collectives) or 'none'}\n"
+            f"MB per chip: {self.bytes_per_chip / BYTES_PER_MB:.3f} ({parts})\n"
+            f"seconds: {self.trace_seconds:.2f} to trace, "
+            f"{self.compile_seconds:.2f} to compile"
+        )
+
+
+def compile_program(
+    lower: Callable[[], Any],
+    mesh: ReplicaMesh,
+    name: str,
+    options: Mapping[str, Any] | None = None,
+) -> CompiledProgram:
+    """Lowers and compiles a program, and measures how long both take.
+
+    Args:
+      lower: A function that returns the lowered program.
+      mesh: The replicas of the program.
+      name: A description of the program.
+      options: XLA compiler options by name. None for the options that a normal
+        run uses.
+
+    Raises:
+      TypeError: if `options` is not a mapping.
+    """
+    if options is not None and not isinstance(options, Mapping):
+        raise TypeError(
+            "`compiler_options` must be a mapping from XLA option names to "
+            f"values. Received: {options!r} of type {type(options).__name__}. "
+            'Pass for example {"exec_time_optimization_effort": -1.0}.'
+        )
+    is_absent = mesh.is_abstract
+    with choosing_cached():
+        start = time.perf_counter()
+        lowered = lower()
+        middle = time.perf_counter()
+        with without_jax_cache() if is_absent else contextlib.nullcontext():
+            executable = lowered.compile(
+                compiler_options=complete_options(options, mesh.devices)
+            )
+    return CompiledProgram(
+        name=name,
+        num_replicas=mesh.num_replicas,
+        cores_per_replica=mesh.cores_per_replica,
+        trace_seconds=middle - start,
+        compile_seconds=time.perf_counter() - middle,
+        executable=executable,
+    )
+
+
+@contextlib.contextmanager
+def without_jax_cache() -> Iterator[None]:
+    """Disables JAX's compilation cache on disk while a `with` block runs.
+
+    jax 0.10 writes programs for devices that are not present into the cache,
+    but cannot read them back: it warns and compiles again. Concurrent
+    compilations must run inside one common block. If each had its own block,
+    the first one to finish would enable the cache again while the others still
+    compile.
+    """
+    name = "jax_persistent_cache_min_compile_time_secs"
+    before = getattr(jax.config, name)
+    jax.config.update(name, 1e9)
+    try:
+        yield
+    finally:
+        jax.config.update(name, before)

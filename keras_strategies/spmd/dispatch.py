@@ -1,0 +1,143 @@
+"""Dispatch of compiled programs: one at a time on CPU, in one order on GPUs.
+
+XLA's CPU collectives wait for each other in a thread pool. With more virtual
+devices than cores, a second program that starts before the first has ended can
+take the threads that the first one waits for, and the process is aborted after
+40 s. Therefore, on CPU at most one mapped program runs at a time in a process,
+even if several strategies or threads start programs. While it runs, the host
+can still read the next batch.
+
+GPUs and TPUs queue programs themselves. But XLA starts a program on each GPU of
+a process separately. If two threads start programs at the same time, two GPUs
+can queue them in different orders, and the collectives of each program then
+wait for the other program. Therefore, on GPUs only one thread at a time starts
+a program, which does not wait for the program's end.
+
+Programs that span several processes are started by the job's watchdog.
+
+Some CPU programs (jaxlib 0.10) hang if they are read from JAX's cache on disk:
+two devices start with different collectives, and each waits for the other
+(docs/upstream.md). Programs of the kind in which this was seen are not cached.
+"""
+
+import contextlib
+import threading
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import jax
+
+from keras_strategies.names.phases import DEVICE, PROGRAM, Phase
+from keras_strategies.spmd.mesh import ReplicaMesh
+
+_MIN_SECONDS = "jax_persistent_cache_min_compile_time_secs"
+_NEVER = 1e8
+"""A time to compile, in seconds, that no program takes."""
+
+_turn = threading.Lock()
+_in_flight: jax.Array | None = None
+Starter = Callable[[int, Callable[..., Any], tuple[Any, ...]], Any]
+"""A function of (number of processes, program, arguments).
+
+It starts the program and returns its outputs.
+"""
+_starter: Starter | None = None
+
+
+def set_starter(starter: Starter) -> None:
+    """Sets the function that starts all programs that span several processes.
+
+    Args:
+      starter: The watchdog's function that runs a program.
+    """
+    global _starter
+    _starter = starter
+
+
+class _Thread(threading.local):
+    may_keep_out = False
+
+
+_thread = _Thread()
+_seconds = 0.0
+"""The setting before `keep_out_of_cache` changed it."""
+
+
+@contextlib.contextmanager
+def choosing_cached() -> Iterator[None]:
+    """Lets the trace of a program call `keep_out_of_cache`, for a block.
+
+    The block compiles the program.
+    """
+    outer, _thread.may_keep_out = _thread.may_keep_out, True
+    try:
+        yield
+    finally:
+        _thread.may_keep_out = outer
+        if not outer and getattr(jax.config, _MIN_SECONDS) == _NEVER:
+            jax.config.update(_MIN_SECONDS, _seconds)
+
+
+def keep_out_of_cache(mesh: ReplicaMesh) -> None:
+    """Keeps the program that is traced out of JAX's cache, on CPU devices."""
+    global _seconds
+    if mesh.platform != "cpu" or not _thread.may_keep_out:
+        return
+    seconds = getattr(jax.config, _MIN_SECONDS)
+    if seconds != _NEVER:
+        _seconds = seconds
+        jax.config.update(_MIN_SECONDS, _NEVER)
+
+
+def dispatch(mesh: ReplicaMesh, fn: Callable[..., Any], *args: Any) -> Any:
+    """Calls a compiled program.
+
+    On a mesh of several CPU devices, it first waits for the previous program.
+    On several GPUs, it only waits until other threads have started theirs.
+
+    Args:
+      mesh: The replicas that run the program.
+      fn: The program. It returns a tuple; the arrays in its first entry (logs
+        or outputs) are never donated to another program, so `dispatch` can
+        wait for them.
+      *args: Arguments of the program.
+
+    Returns:
+      The program's result.
+
+    Raises:
+      RuntimeError: if another process is about to run a different program.
+    """
+    with Phase(PROGRAM) as phase, choosing_cached():
+        phase.result = _start_in_turn(mesh, fn, args)
+    return phase.result
+
+
+def _start_in_turn(
+    mesh: ReplicaMesh, fn: Callable[..., Any], args: tuple[Any, ...]
+) -> Any:
+    global _in_flight
+    if mesh.platform == "tpu" or len(mesh.devices) == 1:
+        return _start(mesh, fn, args)
+    with _turn:
+        if mesh.platform != "cpu":
+            return _start(mesh, fn, args)
+        # Cleared before the wait, so that an error of the previous program is
+        # raised only once.
+        waited_for, _in_flight = _in_flight, None
+        if waited_for is not None and not waited_for.is_deleted():
+            with Phase(DEVICE):
+                waited_for.block_until_ready()
+        result = _start(mesh, fn, args)
+        # One output is enough, because all of them become ready together.
+        leaves = jax.tree.leaves(result[0]) or jax.tree.leaves(result)
+        _in_flight = leaves[0] if leaves else None
+        return result
+
+
+def _start(
+    mesh: ReplicaMesh, fn: Callable[..., Any], args: tuple[Any, ...]
+) -> Any:
+    if _starter is None or mesh.num_processes == 1:
+        return fn(*args)
+    return _starter(mesh.num_processes, fn, args)

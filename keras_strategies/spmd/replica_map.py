@@ -1,0 +1,391 @@
+"""Maps functions over the replicas of a mesh; implements collectives.
+
+Only this module uses `jax.shard_map`. `check_vma` is off: Keras layers do not
+trace under it, and it would sum gradients of replicated weights implicitly
+(docs/decisions/01-mapped-programs.md). Without this check, JAX does not notice
+if the replicas' copies of a replicated array differ, so the tests compare all
+copies of every replicated array.
+"""
+
+import functools
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.extend.core import ClosedJaxpr
+from jax.sharding import PartitionSpec
+
+from keras_strategies._types import Array, Equation, Tree
+from keras_strategies.passes import replay, stages
+from keras_strategies.passes.convolutions import constrain_function
+from keras_strategies.passes.lockstep import Turn
+from keras_strategies.passes.specs import Axis, Sharded
+from keras_strategies.spmd.buffers import Buffering, pack, unpack
+from keras_strategies.spmd.dispatch import keep_out_of_cache
+from keras_strategies.spmd.mesh import ReplicaMesh
+
+# Sizes of the blocks that `_is_of_blocks` accepts. The number of rows of a
+# shard must be a multiple of the rows of a TPU tile, and its number of columns
+# a multiple of the columns of eight tiles.
+_TILE_ROWS = 8
+_TILE_COLUMNS = 1024
+
+
+def replica_map(
+    fn: Callable[..., Tree],
+    mesh: ReplicaMesh,
+    *,
+    in_specs: Tree,
+    out_specs: Tree,
+    is_rearranged: bool = False,
+) -> Callable[..., Tree]:
+    """Maps `fn` over the replicas with `jax.shard_map`; traces it only once.
+
+    Args:
+      fn: The function that each replica computes.
+      mesh: The replicas.
+      in_specs: The specs of the arguments.
+      out_specs: The specs of the results.
+      is_rearranged: Whether the mapped function is only traced, and its parts
+        are mapped later.
+    """
+    if mesh.cores_per_replica > 1 and not is_rearranged:
+        fn = constrain_function(fn, (mesh.model_axis,))
+    return jax.shard_map(
+        fn,
+        mesh=mesh.mesh,
+        axis_names=set(mesh.replica_axes),
+        in_specs=in_specs,
+        out_specs=out_specs,
+        check_vma=False,
+    )
+
+
+def core_map(
+    fn: Callable[..., Tree],
+    mesh: ReplicaMesh,
+    *,
+    in_specs: Tree,
+    out_specs: Tree,
+    is_global: bool,
+) -> Callable[..., Tree]:
+    """Maps `fn` over the cores of a replica, because XLA cannot partition it.
+
+    Args:
+      fn: A function of one core's parts.
+      mesh: The replicas.
+      in_specs: The specs of its operands, over the model axis.
+      out_specs: The specs of its results.
+      is_global: Whether `fn` is mapped over the replicas, too, because the
+        trace is not a replica's.
+    """
+    axes = set(mesh.replica_axes) if is_global else set()
+    if mesh.cores_per_replica > 1:
+        axes.add(mesh.model_axis)
+    is_mapped = bool(jax.sharding.get_abstract_mesh().axis_names)
+    return jax.shard_map(
+        fn,
+        mesh=None if is_mapped else mesh.mesh,
+        axis_names=axes,
+        in_specs=in_specs,
+        out_specs=out_specs,
+        check_vma=False,
+    )
+
+
+class ShardExchange:
+    """The collectives that gather and scatter sharded values.
+
+    See `sharded_values`. If replicas have several cores, each core sends only
+    its own part of the array. Without this, XLA would first gather the array
+    over the cores and then send replicated arrays.
+
+    Args:
+      mesh: The replicas.
+    """
+
+    def __init__(self, mesh: ReplicaMesh) -> None:
+        self._mesh = mesh
+
+    def gather(self, shard: jax.Array, spec: Sharded) -> jax.Array:
+        """Gathers a value from the replicas' shards."""
+        axis = self._mesh.axis
+
+        def gather(part: jax.Array) -> jax.Array:
+            return jax.lax.all_gather(part, axis, axis=spec.dim, tiled=True)
+
+        return self._by_core(gather, spec)(shard)
+
+    def scatter(self, value: jax.Array, spec: Sharded) -> jax.Array:
+        """Returns this replica's shard of the sum of the replicas' values."""
+        groups = self._mesh.replica_axes[:-1]
+
+        def scatter(part: jax.Array) -> jax.Array:
+            sent = part.astype(spec.sum_dtype or part.dtype)
+            shard = self._scatter_in_group(sent, spec)
+            if groups:
+                shard = jax.lax.psum(shard, groups)
+            return shard.astype(part.dtype)
+
+        return self._by_core(scatter, spec)(value)
+
+    def _scatter_in_group(self, value: jax.Array, spec: Sharded) -> jax.Array:
+        mesh, dim = self._mesh, spec.dim
+        if mesh.platform == "cpu" and mesh.num_processes > 1:
+            # Between processes, reduce-scatters on CPUs may return wrong sums,
+            # and give up after 30 seconds (docs/upstream.md).
+            return self.cut(jax.lax.psum(value, mesh.axis), spec)
+        count = jax.lax.axis_size(mesh.axis)
+        is_tiled = mesh.platform != "tpu" or not _is_of_blocks(
+            value.shape, dim, count
+        )
+        if not is_tiled:
+            value = value.reshape(count, -1, value.shape[1])
+        return jax.lax.psum_scatter(
+            value, mesh.axis, scatter_dimension=dim, tiled=is_tiled
+        )
+
+    def cut(self, value: jax.Array, spec: Sharded) -> jax.Array:
+        """Returns this replica's shard of a replicated value."""
+        size = value.shape[spec.dim] // jax.lax.axis_size(self._mesh.axis)
+        start = jax.lax.axis_index(self._mesh.axis) * size
+        return jax.lax.dynamic_slice_in_dim(value, start, size, spec.dim)
+
+    def note_loop(self) -> None:
+        """Keeps a program out of JAX's cache on disk, on CPU devices."""
+        keep_out_of_cache(self._mesh)
+
+    def _by_core(
+        self, fn: Callable[[jax.Array], jax.Array], spec: Sharded
+    ) -> Callable[[jax.Array], jax.Array]:
+        """Maps a function over a replica's cores and their parts of an array.
+
+        Args:
+          fn: A function that works entry by entry along the dimension that is
+            sharded over the cores.
+          spec: The spec of the array.
+        """
+        if self._mesh.cores_per_replica == 1:
+            return fn
+        model = self._mesh.model_axis
+        axes = [a if a == model else None for a in spec.sharding.spec]
+        cores = PartitionSpec(*axes)
+        return jax.shard_map(
+            fn,
+            axis_names={model},
+            in_specs=cores,
+            out_specs=cores,
+            check_vma=False,
+        )
+
+
+def _is_of_blocks(shape: tuple[int, ...], dim: int, count: int) -> bool:
+    """Returns whether to reshape a matrix into blocks before a reduce-scatter.
+
+    Each replica then receives the sum of one block.
+
+    For some matrices, XLA for TPUs (libtpu 0.0.42) implements a reduce-scatter
+    along the rows as an all-reduce of the full matrix, unless the matrix is
+    reshaped into blocks of full tiles. For other matrices it uses an all-reduce
+    only if they are reshaped (docs/sharding.md).
+    """
+    if len(shape) != 2 or dim != 0:
+        return False
+    rows, columns = shape[0] // count, shape[1]
+    is_of_tiles = rows % _TILE_ROWS == 0 and columns % _TILE_COLUMNS == 0
+    return is_of_tiles and columns > 0
+
+
+def replicated_spec() -> PartitionSpec:
+    """Returns the partition spec of a replicated value."""
+    return PartitionSpec()
+
+
+def split_spec(mesh: ReplicaMesh, *, dim: int = 0) -> PartitionSpec:
+    """Returns the spec that splits dimension `dim` over the replicas."""
+    return PartitionSpec(*[None] * dim, mesh.all_replicas)
+
+
+def replica_id(axis: Axis) -> jax.Array | int:
+    """Returns the id of the calling replica.
+
+    It is a traced int32 in a mapped program. It is an int if replicas run in
+    lockstep, or in a replay with `Alone`.
+    """
+    side = replay.current_side()
+    if isinstance(side, Turn | replay.Alone):
+        return side.replica
+    return jax.lax.axis_index(axis)
+
+
+def all_sum(
+    leaves: Sequence[jax.Array],
+    axis: Axis,
+    buffering: Buffering | None = None,
+    sum_dtype: str | None = None,
+) -> list[jax.Array]:
+    """Sums each array over the replicas.
+
+    Args:
+      leaves: This replica's arrays, of any shapes and dtypes.
+      axis: The replica axis.
+      buffering: The rule that decides which arrays share a buffer. None for no
+        buffers.
+      sum_dtype: The dtype in which arrays are sent and summed. None for the
+        dtype of each array.
+
+    Returns:
+      The sums, in the order and with the shapes of `leaves`.
+
+    References:
+      XLA computes the sum as a reduce-scatter followed by an all-gather, as in
+      Rabenseifner, Optimization of Collective Reduction Operations (ICCS 2004).
+    """
+    if not leaves:
+        return []
+    arrays = [jnp.asarray(leaf) for leaf in leaves]
+    if isinstance(replay.current_side(), Turn):
+        # In lockstep, sums are computed eagerly, op by op, so a buffer would
+        # only add work.
+        buffering = None
+    reduce = functools.partial(_sum, axis=axis, buffering=buffering)
+    if sum_dtype is None:
+        return replay.collective(reduce, arrays)
+    sums = replay.collective(reduce, [a.astype(sum_dtype) for a in arrays])
+    return [s.astype(a.dtype) for s, a in zip(sums, arrays, strict=True)]
+
+
+def _sum(
+    leaves: list[jax.Array], *, axis: Axis, buffering: Buffering | None
+) -> list[jax.Array]:
+    sums: list[Any] = [None] * len(leaves)
+    for members in buffering.groups(leaves) if buffering else ():
+        group = [leaves[i] for i in members]
+        total = _psum(pack(group), axis)
+        for i, piece in zip(members, unpack(total, group), strict=True):
+            sums[i] = piece
+    return [
+        _psum(leaf, axis) if total is None else total
+        for leaf, total in zip(leaves, sums, strict=True)
+    ]
+
+
+def _psum(leaf: jax.Array, axis: Axis) -> jax.Array:
+    # XLA's partitioner (jax 0.10) rejects a sum over the replicas if there is
+    # only one replica, with several cores.
+    is_alone = jax.lax.axis_size(axis) == 1
+    return leaf if is_alone else jax.lax.psum(leaf, axis)
+
+
+def sum_if(
+    condition: Array,
+    compute: Callable[..., list[jax.Array]],
+    operands: Sequence[Tree],
+    axis: Axis,
+    buffering: Buffering | None = None,
+    sum_dtype: str | None = None,
+) -> list[jax.Array]:
+    """Computes arrays, and sums them over the replicas if a condition holds.
+
+    Args:
+      condition: A boolean scalar, which must be equal on all replicas: those
+        that take the other branch send nothing.
+      compute: A function from `operands` to a list of arrays.
+      operands: The arguments of `compute`: nests of arrays.
+      axis: The replica axis.
+      buffering: See `all_sum`.
+      sum_dtype: See `all_sum`.
+
+    Returns:
+      The sums of the arrays, or this replica's arrays.
+    """
+
+    def compute_sums(*operands: Tree) -> list[jax.Array]:
+        return all_sum(compute(*operands), axis, buffering, sum_dtype)
+
+    def branch(condition: Array, *operands: Tree) -> list[jax.Array]:
+        return jax.lax.cond(condition, compute_sums, compute, *operands)
+
+    # The name tells `has_unsure_collectives` that the branch is safe.
+    branch.__name__ = SUM_IF
+    return jax.jit(branch)(condition, *operands)
+
+
+def all_max(leaf: jax.Array, axis: Axis) -> jax.Array:
+    """Computes the elementwise maximum over the replicas."""
+    return _one(lambda a: jax.lax.pmax(a, axis), leaf)
+
+
+def all_min(leaf: jax.Array, axis: Axis) -> jax.Array:
+    """Computes the elementwise minimum over the replicas."""
+    return _one(lambda a: jax.lax.pmin(a, axis), leaf)
+
+
+def all_mean(leaf: jax.Array, axis: Axis) -> jax.Array:
+    """Computes the mean over the replicas; differentiable."""
+    return _one(lambda a: jax.lax.pmean(a, axis), leaf)
+
+
+def all_rows(leaf: jax.Array, axis: Axis) -> jax.Array:
+    """Concatenates the rows of all replicas, in their order; differentiable."""
+    return all_concatenate(leaf, axis, 0)
+
+
+def all_concatenate(leaf: jax.Array, axis: Axis, dim: int) -> jax.Array:
+    """Concatenates the replicas' arrays along `dim`; differentiable.
+
+    The arrays must have the same shape, with one exception: while replicas with
+    different numbers of rows are replayed or run in lockstep (see `replay` and
+    `lockstep`), the sizes in dimension `dim` may differ.
+    """
+    return replay.collective(replay.Concatenation(axis, dim), [leaf])[0]
+
+
+def as_number(array: Array) -> Array:
+    """Converts booleans to int32, so that they can be summed and compared.
+
+    Returns:
+      An array of the same shape, of dtype int32 for booleans.
+    """
+    return array.astype("int32") if array.dtype == bool else array
+
+
+def keep_first(array: Array, axis: Axis) -> jax.Array:
+    """Returns the array on replica 0, and zeros on all other replicas.
+
+    The sum over the replicas is then replica 0's array.
+    """
+    is_first = replica_id(axis) == 0
+    return jnp.where(is_first, array, jnp.zeros_like(array))
+
+
+def _one(reduce: Callable[[Any], Any], leaf: Array) -> Array:
+    return replay.collective(lambda leaves: [reduce(leaves[0])], [leaf])[0]
+
+
+SUM_IF = "ks_sum_if"
+"""The name of the function in the traces of `sum_if`."""
+
+_COLLECTIVES = ("psum", "pmax", "pmin", "all_gather", "reduce_scatter")
+_UNSURE = ("cond", "while")
+
+
+def has_unsure_collectives(jaxpr: ClosedJaxpr) -> bool:
+    """Returns whether a program has collectives in branches or `while` loops.
+
+    Such collectives may run on only some of the replicas, or a different number
+    of times on each. Those of `sum_if` run on all of them, unless it is itself
+    in a branch.
+    """
+    return any(
+        inner.primitive.name.startswith(_COLLECTIVES)
+        for equation in stages.all_equations(jaxpr, skips=is_sum_if)
+        if equation.primitive.name in _UNSURE
+        for inner in stages.equations_in(equation)
+    )
+
+
+def is_sum_if(equation: Equation) -> bool:
+    """Returns whether an equation of a trace is a call of `sum_if`."""
+    return equation.params.get("name") == SUM_IF

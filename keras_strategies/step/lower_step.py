@@ -1,0 +1,105 @@
+"""Lowers a model's step from shapes, without a batch or a device."""
+
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import keras
+import numpy as np
+
+from keras_strategies._types import Batch
+from keras_strategies.keras_bridge.step_context import ReplicaScope
+from keras_strategies.spmd.batches import Segment, num_rows
+from keras_strategies.spmd.mesh import ReplicaMesh
+from keras_strategies.spmd.rows import padded_rows
+from keras_strategies.step import step_functions, trace_checks
+from keras_strategies.step.array_groups import PLAIN, find_forms
+from keras_strategies.variables import shardings
+
+KINDS = ("train", "test", "predict")
+
+
+def lower_step(
+    model: keras.Model,
+    mesh: ReplicaMesh,
+    kind: str,
+    batch: Batch,
+    build: Callable[[Any], None],
+    steps: int = 1,
+    replica_scope: ReplicaScope | None = None,
+) -> jax.stages.Lowered:
+    """Lowers a train, test or predict step of a bound model.
+
+    Args:
+      model: The model.
+      mesh: The mesh of the replicas.
+      kind: "train", "test" or "predict".
+      batch: A global batch, as a dataset yields it: `x`, `(x, y)` or
+        `(x, y, sample_weight)`, as nests of arrays, or of objects with a shape
+        and a dtype.
+      build: A function that builds the model from the batch's shapes.
+      steps: The number of steps in one program, as in `steps_per_execution`. If
+        the train step cannot run in a loop, a single step is lowered.
+      replica_scope: Makes the context manager of a step's replica context.
+
+    Raises:
+      ValueError: if the kind is unknown, the batch has no rows, or its arrays
+        have different numbers of rows.
+      TypeError: if an entry of the batch has no shape and dtype.
+    """
+    _check_kind(kind)
+    data = tuple(batch) if isinstance(batch, list) else batch
+    parts = keras.utils.unpack_x_y_sample_weight(data)
+    if kind == "predict":
+        data = parts = parts[:1]
+    # A user-defined step gets data with the same structure as in `fit`, such as
+    # `(x, y)`.
+    data, parts = jax.tree.map(shape_of, (data, parts))
+    rows = num_rows(data)
+    build(parts)
+    padded = padded_rows(rows, mesh.num_replicas)
+    variables = step_functions.step_variables(model, kind)
+    is_training = kind == "train"
+    forms = find_forms(model, variables, mesh) if is_training else PLAIN
+
+    def lower(steps: int) -> jax.stages.Lowered:
+        leading = (padded,) if steps == 1 else (steps, padded)
+        sharding = mesh.split if steps == 1 else mesh.stacked
+        placed = trace_checks.with_leading(leading, data, sharding)
+        program = step_functions.make_program(
+            model, mesh, kind, variables, replica_scope, forms
+        )
+        state = tuple(shardings.shapes_of(group, mesh) for group in variables)
+        segment = Segment(data=placed, rows=rows, steps=steps)
+        return program.lower(state, segment)
+
+    try:
+        return lower(steps)
+    except trace_checks.StepsNotFused:
+        return lower(1)
+
+
+def _check_kind(kind: str) -> None:
+    if kind not in KINDS:
+        raise ValueError(
+            f"`kind` must be one of {', '.join(map(repr, KINDS))}. Received: "
+            f"kind={kind!r}. Pass 'train' for the step of `fit`, 'test' for "
+            "`evaluate`, or 'predict' for `predict`."
+        )
+
+
+def shape_of(leaf: object) -> jax.ShapeDtypeStruct:
+    """Returns the shape and dtype of an array or of an abstract array.
+
+    Raises:
+      TypeError: if `leaf` has no shape and dtype.
+    """
+    shape, dtype = getattr(leaf, "shape", None), getattr(leaf, "dtype", None)
+    if shape is None or dtype is None or None in tuple(shape):
+        raise TypeError(
+            "A program can be compiled only for arrays, or for their shapes "
+            f"and dtypes. Received: {leaf!r} of type {type(leaf).__name__}. "
+            "Pass, for example, `jax.ShapeDtypeStruct((rows, ...), 'float32')`."
+        )
+    dtype = jax.dtypes.canonicalize_dtype(np.dtype(dtype))
+    return jax.ShapeDtypeStruct(tuple(shape), dtype)

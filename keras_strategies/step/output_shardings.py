@@ -1,0 +1,112 @@
+"""Sets the output shardings of programs to those that the next call needs.
+
+With several cores per replica, XLA would choose how to shard results over the
+cores, and the next call would be compiled again for these shardings. With one
+core per replica there is no choice, so programs stay unchanged.
+"""
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import keras
+from jax.sharding import NamedSharding
+
+from keras_strategies._types import Tree
+from keras_strategies.keras_bridge.step_context import Group
+from keras_strategies.spmd.mesh import ReplicaMesh
+from keras_strategies.variables.shardings import (
+    any_sharded,
+    sharding_of,
+)
+
+Program = Callable[..., Any]
+Variables = Sequence[keras.Variable]
+Shardings = Sequence[NamedSharding | None]
+
+
+def constrain_step(
+    body: Program,
+    written: Sequence[Shardings],
+    read: Sequence[Shardings],
+    results: NamedSharding,
+) -> Program:
+    """Constrains the shardings of a step's outputs.
+
+    Args:
+      body: The step: `(...) -> (results, new values, changed values by index)`.
+      written: The shardings of the groups of new values; None for a place
+        without a value.
+      read: The shardings of the groups that the changed values belong to.
+      results: The sharding of the step's logs or outputs.
+    """
+
+    def with_shardings(*args: Tree) -> tuple[Any, ...]:
+        outputs, new, changed = body(*args)
+        new = [
+            _constrain_values(*group)
+            for group in zip(new, written, strict=True)
+        ]
+        changed = [
+            dict(
+                zip(
+                    values,
+                    _constrain_values(
+                        list(values.values()), [group[int(k)] for k in values]
+                    ),
+                    strict=True,
+                )
+            )
+            for values, group in zip(changed, read, strict=True)
+        ]
+        return _constrain(outputs, results), new, changed
+
+    return with_shardings
+
+
+def constrain_run(
+    program: Program, variables: Variables, mesh: ReplicaMesh
+) -> Program:
+    """Constrains the shardings of the outputs of a `RunProgram`'s program.
+
+    Args:
+      program: A function that returns six things: the results and the
+        variables' separate copies, both split over the replicas; the sums of
+        results; the outcomes of comparisons; the new values of variables; and a
+        report without arrays.
+      variables: The variables that the new values belong to.
+      mesh: The mesh of the replicas.
+    """
+    if mesh.cores_per_replica == 1 and not any_sharded(variables, mesh):
+        return program
+
+    def with_shardings(*args: Tree) -> tuple[Any, ...]:
+        results, copies, sums, same, values, report = program(*args)
+        split, replicated = mesh.split, mesh.whole
+        return (
+            _constrain(results, split),
+            _constrain(copies, split),
+            _constrain(sums, replicated),
+            _constrain(same, replicated),
+            _constrain_values(
+                values, [sharding_of(v, mesh) for v in variables]
+            ),
+            report,
+        )
+
+    return with_shardings
+
+
+def _constrain(values: Tree, sharding: NamedSharding) -> Tree:
+    return jax.tree.map(
+        lambda a: jax.lax.with_sharding_constraint(a, sharding), values
+    )
+
+
+def _constrain_values(values: Group, shardings: Shardings) -> list[Any]:
+    return [
+        None
+        if sharding is None
+        else jax.lax.with_sharding_constraint(value, sharding)
+        for value, sharding in zip(values, shardings, strict=True)
+    ]

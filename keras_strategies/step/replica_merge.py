@@ -1,0 +1,127 @@
+"""Combines the variables' values that the replicas wrote in a call."""
+
+import dataclasses
+from typing import Any
+
+import keras
+from jax.tree_util import PyTreeDef
+
+from keras_strategies.hooks import merge as merge_lib
+from keras_strategies.hooks import on_read
+from keras_strategies.keras_bridge.step_context import StepContext
+from keras_strategies.step.uneven_rows import BranchResult
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class BranchFacts:
+    """Findings from the trace of a call, about its results and variables.
+
+    Attributes:
+      structure: The structure of the results, and what else is needed to
+        rebuild them, such as results that are not arrays.
+      is_changed: For each variable, whether the call wrote it.
+      is_equal: For each variable, whether its new value is equal on all
+        replicas.
+      rules: For each variable, the merge rule if it belongs to a metric;
+        otherwise None.
+      is_unaggregated: For each variable, whether the replicas must write the
+        same value, because the variable has no aggregation.
+    """
+
+    structure: Any
+    is_changed: list[bool]
+    is_equal: list[bool]
+    rules: list[str | None]
+    is_unaggregated: list[bool]
+
+
+def make_branch_result(
+    step: StepContext,
+    variables: list[keras.Variable],
+    values: tuple[list[Any], list[Any]],
+    outputs: list[Any],
+    structure: tuple[PyTreeDef, Any],
+) -> BranchResult:
+    """Makes the `BranchResult` of a traced call, with its `BranchFacts`.
+
+    Args:
+      step: The context of the step in which the call ran.
+      variables: The variables that the call may write.
+      values: Two lists: the variables' values before the call, in which seeds
+        are those of this replica, and their values after it.
+      outputs: The results that are arrays.
+      structure: The structure of the results, and what else is needed to
+        rebuild them, such as results that are not arrays.
+    """
+    folded, new = values
+    start = [step.notes.before[v] for v in variables]
+    note = BranchFacts(
+        structure=structure,
+        is_changed=[
+            n is not f or s is not f
+            for n, f, s in zip(new, folded, start, strict=True)
+        ],
+        is_equal=[n in step.notes.equal for n in new],
+        rules=[step.notes.metric_rules.get(v) for v in variables],
+        is_unaggregated=[v in step.notes.unaggregated for v in variables],
+    )
+    return BranchResult(outputs=outputs, new=new, start=start, note=note)
+
+
+def merge_state(
+    step: StepContext,
+    variables: list[keras.Variable],
+    old: list[Any],
+    folded: list[Any],
+    called: BranchResult,
+    notes: list[BranchFacts],
+    summands: list[Any],
+) -> tuple[list[Any], list[Any], list[Any]]:
+    """Combines the replicas' values of variables after a call.
+
+    Args:
+      step: The context of the step in which values are combined.
+      variables: The variables.
+      old: The values of the variables before the call.
+      folded: Like `old`, but with the seeds that this replica used.
+      called: The result of the call on this replica.
+      notes: The `BranchFacts` of each variant of the call.
+      summands: Other arrays to sum over the replicas.
+
+    Returns:
+      Three lists: the combined values of all variables; this replica's copies
+      of the variables that have a separate copy on each replica; and the sums
+      of `summands`. The combined value of a variable with separate copies is
+      the aggregate of its copies.
+    """
+    new, start = list(called.new), list(called.start)
+    for k, variable in enumerate(variables):
+        if not any(note.is_changed[k] for note in notes):
+            new[k], start[k] = folded[k], old[k]
+        elif notes[0].rules[k] is None:
+            start[k] = old[k]
+        if all(note.is_equal[k] for note in notes):
+            step.notes.equal.add(new[k])
+        rule = notes[0].rules[k]
+        if rule is not None:
+            step.notes.metric_rules[variable] = rule
+    plan = merge_lib.Merge(step=step)
+    finishers, copies = [], []
+    values = zip(variables, start, folded, new, strict=True)
+    for k, (v, s, f, n) in enumerate(values):
+        if on_read.is_on_read(v):
+            copy = merge_lib.cast_like(n, f)
+            copies.append(copy)
+            finishers.append(on_read.plan_aggregate(plan, v, copy))
+            continue
+        if called.is_alike and called.is_alike[k] and n in step.notes.equal:
+            finishers.append(lambda sums, n=n, s=s: merge_lib.cast_like(n, s))
+            continue
+        finish = merge_lib.plan_merge(
+            plan, [v], [s], [f], [n], are_metrics=v in step.notes.metric_rules
+        )
+        finishers.append(lambda sums, finish=finish: finish(sums)[0])
+    places = [plan.add(summand) for summand in summands]
+    sums = plan.compute_sums()
+    values = [finish(sums) for finish in finishers]
+    return values, copies, [sums[place] for place in places]

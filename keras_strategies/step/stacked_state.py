@@ -1,0 +1,326 @@
+"""The weights of equal blocks, which the steps of `fit` keep stacked.
+
+A step that computes equal blocks in a loop reads the blocks' weights from one
+array. Between the steps of `fit`, such weights and their optimizer slots are
+the slices of stacks: no step stacks them, and an optimizer update of all blocks
+is one operation. The variables get their own arrays when they are read.
+"""
+
+import functools
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import keras
+from jax.sharding import NamedSharding, PartitionSpec
+
+from keras_strategies._types import Groups
+from keras_strategies.hooks.summands import unwrap
+from keras_strategies.keras_bridge.step_context import Group
+from keras_strategies.kernels.scanned_blocks import find_columns
+from keras_strategies.passes.slices.batching import batch_slices
+from keras_strategies.passes.slices.comparison import Slice
+from keras_strategies.passes.specs import Sharded
+from keras_strategies.passes.stages import shape_of
+from keras_strategies.spmd.buffers import choose_buffering
+from keras_strategies.spmd.dispatch import dispatch
+from keras_strategies.spmd.mesh import ReplicaMesh
+from keras_strategies.spmd.replica_map import replica_map
+from keras_strategies.variables.shardings import (
+    sharding_of,
+    spec_of,
+)
+
+_WEIGHTS, _OPTIMIZER = 0, 2
+"""The indices of these groups in the state of a train step."""
+
+
+class StacksNotKept(Exception):
+    """Raised by a trace whose step would have to stack all weights.
+
+    The blocks are then not computed in a loop, for example because they differ.
+    """
+
+
+class StackedState:
+    """The places in a train step's state whose arrays may be stacked.
+
+    The arrays of some places of a group form a column. If they are stacked, the
+    array at the first place is the stack, and None is at the other places.
+
+    Args:
+      columns: For each group, the places of each column.
+      variables: The groups of the step's variables.
+      mesh: The mesh of the replicas.
+    """
+
+    def __init__(
+        self,
+        columns: dict[int, list[list[int]]],
+        variables: Sequence[Sequence[keras.Variable]],
+        mesh: ReplicaMesh,
+    ) -> None:
+        self._columns = columns
+        self._places = {
+            number: {place for column in found for place in column}
+            for number, found in columns.items()
+        }
+        self._variables = variables
+        self._mesh = mesh
+
+    def convert(self, state: Groups, *, is_stacked: bool) -> None:
+        """Stacks the arrays of the columns, or divides the stacks; in place.
+
+        Args:
+          state: The groups of a state: lists of arrays or of shapes, with
+            stacks or without. The arrays that are replaced are deleted.
+          is_stacked: Whether the result has stacks.
+        """
+        change = self._stack if is_stacked else self.unstack
+        for number in self._columns:
+            change(number, state[number])
+
+    def _stack(self, number: int, group: Group) -> None:
+        for column in self._columns[number]:
+            arrays = [group[i] for i in column]
+            if arrays[1] is None:
+                continue
+            sharding = self._sharding(number, column)
+            if isinstance(arrays[0], jax.ShapeDtypeStruct):
+                shape = (len(column), *arrays[0].shape)
+                dtype = arrays[0].dtype
+                stack = jax.ShapeDtypeStruct(shape, dtype, sharding=sharding)
+            else:
+                stack = self._run(_make_stacker(sharding), *arrays)
+            group[column[0]] = stack
+            for i in column[1:]:
+                group[i] = None
+
+    def has_stack(self, number: int, place: int) -> bool:
+        """Returns whether a place of a group belongs to a column."""
+        return place in self._places.get(number, ())
+
+    def unstack(self, number: int, group: Group) -> None:
+        """Divides the stacks of a group, and deletes them.
+
+        Args:
+          number: The index of the group.
+          group: The group, with stacks or without; changed in place.
+        """
+        for column in self._columns.get(number, ()):
+            stack = group[column[0]]
+            if group[column[1]] is not None:
+                continue
+            variable = self._variables[number][column[0]]
+            sharding = sharding_of(variable, self._mesh)
+            if isinstance(stack, jax.ShapeDtypeStruct):
+                shape = stack.update(shape=stack.shape[1:], sharding=sharding)
+                arrays = [shape] * len(column)
+            else:
+                arrays = self._run(_make_unstacker(sharding), stack)
+            for i, array in zip(column, arrays, strict=True):
+                group[i] = array
+
+    def _run(self, program: Any, *arrays: Any) -> Any:
+        """Runs a program, and deletes its arguments."""
+        _, results = dispatch(self._mesh, program, *arrays)
+        for array in arrays:
+            array.delete()
+        return results
+
+    def find_shardings(self) -> list[list[NamedSharding | None]]:
+        """Returns the shardings of a state with stacks."""
+        found: list[list[Any]] = [
+            [sharding_of(v, self._mesh) for v in group]
+            for group in self._variables
+        ]
+        for number, columns in self._columns.items():
+            for column in columns:
+                found[number][column[0]] = self._sharding(number, column)
+                for i in column[1:]:
+                    found[number][i] = None
+        return found
+
+    def on_stacks(
+        self, body: Callable[..., Any], written: Sequence[int]
+    ) -> Callable[..., Any]:
+        """Makes a step take and return a state with stacks.
+
+        Args:
+          body: The step: `(written, *others) -> (results, written, *others)`.
+          written: The indices of the written groups.
+
+        Returns:
+          The step. It raises `StacksNotKept` if it would have to stack all
+          weights.
+        """
+
+        def call(state: Sequence[Group], *args: Any) -> tuple[Any, ...]:
+            slices = [
+                self._slice_group(i, group)
+                for i, group in zip(written, state, strict=True)
+            ]
+            inputs, structure = jax.tree.flatten((slices, *args))
+            structures: list[Any] = []
+
+            def flat(*leaves: Any) -> list[Any]:
+                results = body(*jax.tree.unflatten(structure, leaves))
+                structures.append(jax.tree.structure(results))
+                return jax.tree.leaves(results)
+
+            traced = jax.make_jaxpr(flat)(*map(_shape_of, inputs))
+            mapper = functools.partial(replica_map, mesh=self._mesh)
+            outputs = batch_slices(traced, inputs, mapper)
+            (result_structure,) = structures
+            results, new, *others = jax.tree.unflatten(
+                result_structure, outputs
+            )
+            self._check_kept(new[written.index(_WEIGHTS)])
+            stacks = [
+                self._stack_slices(i, group)
+                for i, group in zip(written, new, strict=True)
+            ]
+            return jax.tree.map(_value_of, (results, stacks, *others))
+
+        return call
+
+    def _check_kept(self, weights: Group) -> None:
+        columns = self._columns[_WEIGHTS]
+        if not any(_find_stack([weights[i] for i in c]) for c in columns):
+            raise StacksNotKept
+
+    def _slice_group(self, number: int, group: Group) -> Group:
+        group = list(group)
+        for column in self._columns.get(number, ()):
+            stack = group[column[0]]
+            for k, i in enumerate(column):
+                group[i] = Slice(stack, k, len(column))
+        return group
+
+    def _stack_slices(self, number: int, group: Group) -> Group:
+        group = list(group)
+        for column in self._columns.get(number, ()):
+            values = [group[i] for i in column]
+            found = _find_stack(values)
+            stack = found[0] if found else jnp.stack([*map(_value_of, values)])
+            for i in column:
+                group[i] = None
+            group[column[0]] = stack
+        return group
+
+    def _sharding(self, number: int, column: Sequence[int]) -> NamedSharding:
+        sharding = sharding_of(self._variables[number][column[0]], self._mesh)
+        spec = sharding.spec
+        stacked = PartitionSpec(None, *spec) if any(spec) else PartitionSpec()
+        return NamedSharding(sharding.mesh, stacked)
+
+
+def _shape_of(value: Any) -> jax.ShapeDtypeStruct:
+    if not isinstance(value, Slice):
+        return shape_of(value)
+    return jax.ShapeDtypeStruct(value.stack.shape[1:], value.stack.dtype)
+
+
+def _value_of(value: Any) -> Any:
+    return value.stack[value.index] if isinstance(value, Slice) else value
+
+
+def _find_stack(values: Sequence[Any]) -> list[Any]:
+    """Returns a list of the stack whose slices values are; empty if none."""
+    first = values[0]
+    if isinstance(first, Slice) and all(
+        isinstance(x, Slice) and x.stack is first.stack and x.index == i
+        for i, x in enumerate(values)
+    ):
+        return [first.stack]
+    return []
+
+
+@functools.cache
+def _make_stacker(sharding: NamedSharding) -> Any:
+    def stack_weights(*arrays: Any) -> tuple[Any, Any]:
+        return jnp.zeros(()), jnp.stack(arrays)
+
+    return jax.jit(stack_weights, out_shardings=(None, sharding))
+
+
+@functools.cache
+def _make_unstacker(sharding: NamedSharding) -> Any:
+    def unstack_weights(stack: Any) -> tuple[Any, list[Any]]:
+        return jnp.zeros(()), list(stack)
+
+    return jax.jit(unstack_weights, out_shardings=(None, sharding))
+
+
+def find_stacked_state(
+    model: keras.Model,
+    variables: Sequence[Sequence[keras.Variable]],
+    mesh: ReplicaMesh,
+) -> StackedState | None:
+    """Finds the arrays that the train steps of a model keep stacked.
+
+    Args:
+      model: The model.
+      variables: The groups of the train step's variables.
+      mesh: The mesh of the replicas.
+
+    Returns:
+      The places of these arrays, or None if there are none. An optimizer that
+      applies gradients within a branch is computed on separate arrays.
+    """
+    optimizer = model.optimizer
+    is_branch = unwrap(optimizer) is not optimizer or getattr(
+        optimizer, "gradient_accumulation_steps", None
+    )
+    if model.run_eagerly or not model.built or is_branch:
+        return None
+    weights = {id(v): i for i, v in enumerate(variables[_WEIGHTS])}
+    slots = {id(v): i for i, v in enumerate(variables[_OPTIMIZER])}
+    columns: dict[int, list[list[int]]] = {_WEIGHTS: [], _OPTIMIZER: []}
+
+    def add(
+        group: int, places: dict[int, int], column: Sequence[keras.Variable]
+    ) -> bool:
+        """Adds a column whose variables are all in a group, and new."""
+        found = [places.pop(id(v), -1) for v in column]
+        is_added = -1 not in found and _fit(column, mesh)
+        if is_added:
+            columns[group].append(found)
+        return is_added
+
+    for column in find_columns(model):
+        if _are_alone(column, mesh) and add(_WEIGHTS, weights, column):
+            for of_slots in _find_slots(optimizer, column):
+                add(_OPTIMIZER, slots, of_slots)
+    if not columns[_WEIGHTS]:
+        return None
+    return StackedState(columns, variables, mesh)
+
+
+def _fit(column: Sequence[keras.Variable], mesh: ReplicaMesh) -> bool:
+    """Returns whether the arrays of some variables can be stacked."""
+    kinds = {(tuple(v.shape), str(v.dtype), spec_of(v, mesh)) for v in column}
+    return len(kinds) == 1
+
+
+def _are_alone(column: Sequence[keras.Variable], mesh: ReplicaMesh) -> bool:
+    """Returns whether no buffer combines weights' gradients to sum them."""
+    is_sharded = isinstance(spec_of(column[0], mesh), Sharded)
+    return is_sharded or choose_buffering(mesh) is None
+
+
+def _find_slots(
+    optimizer: Any, column: Sequence[keras.Variable]
+) -> Iterator[list[keras.Variable]]:
+    """Yields the optimizer slots of some weights, one list for each slot."""
+    weights = getattr(optimizer, "_trainable_variables", [])
+    places = {id(v): i for i, v in enumerate(weights)}
+    if not all(id(v) in places for v in column):
+        return
+    for slots in vars(optimizer).values():
+        is_of_weights = isinstance(slots, list) and len(slots) == len(weights)
+        if is_of_weights and slots is not weights:
+            found = [slots[places[id(v)]] for v in column]
+            if all(isinstance(slot, keras.Variable) for slot in found):
+                yield found

@@ -1,0 +1,262 @@
+"""A model's step when the replicas have different numbers of rows.
+
+If the replicas cannot share a batch evenly, the step usually runs once over all
+rows. If it uses the context of a single replica, each replica instead runs the
+step on its own rows, in one program (`uneven_rows`). A replica's loss is
+weighted by its number of rows, so a replica without rows does not count.
+"""
+
+import dataclasses
+import itertools
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import keras
+import numpy as np
+from jax.tree_util import PyTreeDef
+
+from keras_strategies._types import Batch, Tree
+from keras_strategies.hooks import merge as merge_lib
+from keras_strategies.hooks import metric_rules, seeds
+from keras_strategies.keras_bridge.step_context import (
+    StepContext,
+    StepFacts,
+)
+from keras_strategies.spmd.batches import RowShape
+from keras_strategies.spmd.identity import IdentityMap
+from keras_strategies.spmd.mesh import ReplicaMesh
+from keras_strategies.spmd.rows import rows_of_replicas
+from keras_strategies.step import replica_merge, step_logs
+from keras_strategies.step.uneven_rows import (
+    BranchResult,
+    call_unevenly,
+)
+from keras_strategies.step.variants import (
+    Variant,
+    compute_local_share,
+    group_rows_of_all,
+)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class UnevenRows:
+    """The assignment of an indivisible batch's rows to the replicas.
+
+    Attributes:
+      counts: Each replica's number of rows.
+      taken: For each replica, the indices of its rows in the padded batch.
+        Shorter lists are padded to the length of the longest.
+      returned: For each row of the padded batch, its index in `taken`.
+    """
+
+    counts: tuple[int, ...]
+    taken: np.ndarray
+    returned: np.ndarray
+
+    @classmethod
+    def of(
+        cls, shape: RowShape, padded: int, num_replicas: int
+    ) -> "UnevenRows":
+        """Distributes a batch's rows as evenly as possible.
+
+        Args:
+          shape: The row counts of the batch and of the processes. Rows that a
+            process has read stay on the replicas of that process.
+          padded: The number of rows including the padding.
+          num_replicas: The number of replicas.
+        """
+        parts = shape.parts or (shape.rows,)
+        block, share = padded // len(parts), num_replicas // len(parts)
+        counts = [c for p in parts for c in rows_of_replicas(p, p, share)]
+        most = max(counts)
+        places = [
+            p * block + k for p, part in enumerate(parts) for k in range(part)
+        ]
+        taken, returned, start = [], np.zeros(padded, int), 0
+        for replica, count in enumerate(counts):
+            of_replica = places[start : start + count]
+            returned[of_replica] = replica * most + np.arange(count)
+            # The padding repeats the replica's last row.
+            last = of_replica[-1] if of_replica else 0
+            taken += of_replica + [last] * (most - count)
+            start += count
+        return cls(
+            counts=tuple(counts), taken=np.asarray(taken), returned=returned
+        )
+
+    def take(self, data: Batch, axis: int, mesh: ReplicaMesh) -> Batch:
+        """Moves the rows to their replicas, within a compiled program.
+
+        Returns:
+          A batch in which all replicas have the same number of rows, with
+          padding.
+        """
+        return _move(data, self.taken, axis, mesh)
+
+    def put_back(self, outputs: Tree, axis: int, mesh: ReplicaMesh) -> Tree:
+        """Moves the replicas' outputs back to the order of the batch's rows.
+
+        Returns:
+          The outputs, of shape (rows, ...) or (steps, rows, ...).
+        """
+        return _move(outputs, self.returned, axis, mesh)
+
+
+def _move(rows: Tree, places: np.ndarray, axis: int, mesh: ReplicaMesh) -> Tree:
+    sharding = mesh.stacked if axis else mesh.split
+    moved = jax.tree.map(lambda a: jnp.take(a, places, axis), rows)
+    return jax.lax.with_sharding_constraint(moved, sharding)
+
+
+Step = Callable[[StepContext, list[list[Any]], Batch], tuple[Any, Any]]
+"""A model's step, as traced: (step, state, data) -> (outputs, new state)."""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class UnevenCall:
+    """The result of a step on uneven rows, after merging the replicas' states.
+
+    Attributes:
+      outputs: The step's output arrays, padded to one shape.
+      structure: The structure of the outputs.
+      results: For each output, the metric result that it represents, or None.
+      state: The new values of the groups of variables.
+      means: For each output, its mean over the replicas that have rows; empty
+        if the outputs have an entry for each row.
+    """
+
+    outputs: list[Any]
+    structure: Any
+    results: list[Any]
+    state: list[list[Any]]
+    means: list[Any]
+
+
+def call_step(
+    step_fn: Step,
+    variables: tuple[list[keras.Variable], ...],
+    old: list[list[Any]],
+    data: Batch,
+    *,
+    mesh: ReplicaMesh,
+    counts: tuple[int, ...],
+    metrics: list[keras.Variable] | None,
+) -> UnevenCall:
+    """Calls a model's step on each replica's rows, and merges the states.
+
+    This function is called inside a mapped function.
+
+    Args:
+      step_fn: The step.
+      variables: The groups of variables.
+      old: The values of the variables.
+      data: A replica's rows, padded to the largest number of rows of any
+        replica.
+      mesh: The mesh of the replicas.
+      counts: Each replica's number of rows.
+      metrics: The variables of metrics if the outputs are numbers to average;
+        None if the outputs have an entry for each row.
+    """
+    leaves, structure = jax.tree.flatten(data)
+    rows = [(count,) * len(leaves) for count in counts]
+    step = _merging_step(counts, rows, mesh)
+    flat = [v for group in variables for v in group]
+    before = [value for group in old for value in group]
+    folded = seeds.fold_seeds(flat, before, step)
+    one = _OneReplica(step_fn, step.facts, rows, variables, metrics, structure)
+    called, notes, _ = call_unevenly(
+        one.call,
+        rows,
+        [True] * len(leaves),
+        step.axis,
+        folded,
+        [leaf[None] for leaf in leaves],
+        [seeds.is_seed(v) for v in flat] + [True] * len(leaves),
+    )
+    averaged = [] if metrics is None else called.outputs
+    means = [merge_lib.compute_mean_share(output, step) for output in averaged]
+    values, _, means = replica_merge.merge_state(
+        step, flat, before, folded, called, notes, means
+    )
+    structure, results = notes[0].structure
+    return UnevenCall(
+        outputs=called.outputs,
+        structure=structure,
+        results=results,
+        state=_group(values, variables),
+        means=means,
+    )
+
+
+def _merging_step(
+    counts: tuple[int, ...], rows: Sequence[Variant], mesh: ReplicaMesh
+) -> StepContext:
+    """Returns the context of the step that merges the replicas' states."""
+    facts = StepFacts(
+        mesh=mesh,
+        rows=max(counts),
+        is_uneven=True,
+        rows_of_replicas=counts,
+        share=compute_local_share(rows, mesh.all_replicas),
+    )
+    return StepContext(facts=facts)
+
+
+@dataclasses.dataclass(frozen=True)
+class _OneReplica:
+    """A model's step on one replica's rows.
+
+    Attributes:
+      step_fn: The step.
+      facts: The `facts` of the context that `_merging_step` returned.
+      rows: For each replica, the number of rows of each array of the batch.
+      variables: The groups of variables.
+      metrics: The variables of metrics if the outputs are numbers to average;
+        else None.
+      structure: The structure of the batch.
+    """
+
+    step_fn: Step
+    facts: StepFacts
+    rows: Sequence[Variant]
+    variables: Sequence[list[keras.Variable]]
+    metrics: list[keras.Variable] | None
+    structure: PyTreeDef
+
+    def call(self, state: list[Any], leaves: list[Any]) -> BranchResult:
+        """Calls the step on a state and on arrays of shape (1, rows, ...)."""
+        count = leaves[0].shape[1]
+        of_all = group_rows_of_all((count,) * len(leaves), self.rows)
+        step = StepContext(facts=self.facts).with_facts(
+            rows=count, rows_of_all=of_all, share=None
+        )
+        variables = [v for group in self.variables for v in group]
+        step.notes.replica_seeds.update(filter(seeds.is_seed, variables))
+        step.notes.before = IdentityMap(zip(variables, state, strict=True))
+        batch = jax.tree.unflatten(self.structure, [a[0] for a in leaves])
+        groups = _group(state, self.variables)
+        outputs, groups = self.step_fn(step, groups, batch)
+        new = [value for group in groups for value in group]
+        new = [s if n is None else n for n, s in zip(new, state, strict=True)]
+        for variable in self.metrics or ():
+            # By default, what the replicas added to a metric is summed up.
+            if variable not in step.notes.metric_rules:
+                step.notes.metric_rules[variable] = metric_rules.SUM
+        after = IdentityMap(zip(variables, new, strict=True))
+        flat, structure = jax.tree.flatten(outputs)
+        results = [step_logs.find_result(step, out, after) for out in flat]
+        return replica_merge.make_branch_result(
+            step,
+            variables,
+            (state, new),
+            list(map(jnp.asarray, flat)),
+            (structure, results),
+        )
+
+
+def _group(values: list[Any], like: Sequence[Sequence[Any]]) -> list[list[Any]]:
+    """Splits a flat list into groups of the same lengths as those of `like`."""
+    rest = iter(values)
+    return [list(itertools.islice(rest, len(group))) for group in like]

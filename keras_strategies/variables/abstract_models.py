@@ -1,0 +1,196 @@
+"""Models that are created without values and may be initialized later."""
+
+import contextlib
+import functools
+import math
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import keras
+
+from keras_strategies.keras_bridge.keras_names import TRAINER
+from keras_strategies.keras_bridge.patches import Patches
+from keras_strategies.spmd.mesh import ReplicaMesh
+from keras_strategies.variables import initial_values
+from keras_strategies.variables.abstract_variables import (
+    MAX_REAL_SIZE,
+    creating,
+    has_lost_value,
+    is_abstract,
+    is_creating_abstract,
+    make_abstract,
+    make_real,
+    shapes_only,
+    slots_of,
+)
+from keras_strategies.variables.variable_creator import (
+    ReplicaDistribution,
+    distribution_scope,
+    slots_follow_weights,
+)
+
+_MARK = "_ks_abstract"
+_BY_SHAPES = ("int8", "int4", "float8")
+"""Quantization modes whose shapes and dtypes do not depend on values."""
+
+
+@contextlib.contextmanager
+def abstract() -> Iterator[None]:
+    """Creates models and optimizers in the block without variable values.
+
+    The variables of these models take no memory, and `strategy.compile_step`
+    and `compile_run` accept the models. So a model that is too large for this
+    machine can be built in seconds, and its memory on a TPU slice can be
+    measured. Shapes, dtypes, paths, layouts and the program equal those of an
+    ordinary model. A variable of up to 64 entries (a seed, a counter, a
+    learning rate) does get its value. So does a variable of up to 1 MB to which
+    a layer assigns a value in its `build` without reading other variables, such
+    as positions. Optimizer slots, and variables that such a model creates after
+    the block, have no values. Affects only this thread.
+
+    Code that needs values, such as `get_weights`, `set_weights`,
+    `load_weights`, `save`, `fit`, `numpy.asarray(variable)`, or code that loads
+    a pretrained model, raises a RuntimeError that contains a variable's path. A
+    step also raises it if it reads such a variable that is not in its state.
+    `strategy.materialize(model)` initializes the variables. TensorFlow has no
+    equivalent.
+
+    Example:
+      ```python
+      strategy = ks.MirroredStrategy()
+      with strategy.scope(), ks.abstract():
+          model = keras.Sequential(
+              [keras.Input((1024,)), keras.layers.Dense(1024)]
+          )
+          model.compile("adam", "mse")
+      rows = jax.ShapeDtypeStruct((64, 1024), "float32")
+      print(strategy.compile_step(model, (rows, rows)))
+      ```
+    """
+    with _patches.hold(), slots_follow_weights(), creating(abstract=True):
+        yield
+
+
+def creating_like(
+    model: keras.Model,
+) -> contextlib.AbstractContextManager[None]:
+    """Creates variables in the block with values only if a model's have values.
+
+    A model's variables have no values if it was created in an `abstract` scope.
+    """
+    return creating(abstract=hasattr(model, _MARK))
+
+
+def materialize(
+    model: keras.Model,
+    variables: Sequence[keras.Variable],
+    mesh: ReplicaMesh,
+    distribution: ReplicaDistribution,
+) -> None:
+    """Initializes the variables of an abstract model.
+
+    Args:
+      model: The model.
+      variables: The model's variables, including those of its optimizer.
+      mesh: The mesh of the replicas.
+      distribution: The distribution that places the variables.
+
+    Raises:
+      ValueError: if a variable was assigned a value that was not stored.
+    """
+    # Includes the slots of a custom loop's optimizer, which are not variables
+    # of the model.
+    slots = [slot for variable in variables for slot in slots_of(variable)]
+    by_id = {id(variable): variable for variable in (*variables, *slots)}
+    waiting = list(filter(is_abstract, by_id.values()))
+    lost = [v.path for v in waiting if has_lost_value(v)]
+    if lost:
+        raise ValueError(
+            "`materialize` can only initialize variables with their "
+            f"initializers. Received: the model {model.name!r}, whose "
+            f"variables {lost[:8]} were assigned values that were not stored, "
+            "because they are larger than 1 MB or were computed from missing "
+            "values (as in `quantize`). Create the model without "
+            "`ks.abstract()`."
+        )
+    # Variables that the model and its nested models create from now on get
+    # values.
+    for layer in model._flatten_layers():
+        layer.__dict__.pop(_MARK, None)
+    with distribution_scope(distribution), creating(abstract=False):
+        for variable in waiting:
+            initializer = initial_values.make_chief_initializer(
+                make_real(variable), mesh
+            )
+            variable._layout = None
+            variable._initialize_with_initializer(initializer)
+
+
+def _wrap_build(
+    model: keras.Model, build: Callable[..., None]
+) -> Callable[..., None]:
+    """Wraps `build` (or `_maybe_build`) so that it creates no values."""
+
+    @functools.wraps(build)
+    def build_like_model(*args: Any, **kwargs: Any) -> None:
+        with creating_like(model):
+            build(*args, **kwargs)
+        if not hasattr(model, _MARK):
+            return
+        for variable in model.variables:
+            # Otherwise, in a trace, Keras would initialize the variable when
+            # the trace ends.
+            is_waiting = variable._value is None and not is_abstract(variable)
+            if is_waiting and math.prod(variable.shape) > MAX_REAL_SIZE:
+                make_abstract(variable, variable._initializer)
+
+    return build_like_model
+
+
+def _wrap_quantize(
+    model: keras.Model, quantize: Callable[..., Any]
+) -> Callable[..., Any]:
+    """Wraps a model's `quantize` to use only shapes and dtypes."""
+
+    @functools.wraps(quantize)
+    def quantize_like_model(
+        mode: Any = None, config: Any = None, *args: Any, **kwargs: Any
+    ) -> Any:
+        if not hasattr(model, _MARK):
+            return quantize(mode, config, *args, **kwargs)
+        name = mode if isinstance(mode, str) else getattr(config, "mode", mode)
+        if name not in _BY_SHAPES:
+            raise ValueError(
+                "A model that was created in `ks.abstract()` has no values "
+                "with which a quantization could be calibrated. Received: "
+                f"quantize({name!r}) of the model {model.name!r}. Use one of "
+                f"the modes {', '.join(_BY_SHAPES)}, or create the model "
+                "without `ks.abstract()`."
+            )
+        with shapes_only():
+            return quantize(mode, config, *args, **kwargs)
+
+    return quantize_like_model
+
+
+def _wrap_init(original: Callable[..., None]) -> Callable[..., None]:
+    """Wraps `__init__` to mark the models of the block as abstract."""
+
+    @functools.wraps(original)
+    def init(model: keras.Model, *args: Any, **kwargs: Any) -> None:
+        original(model, *args, **kwargs)
+        if not is_creating_abstract():
+            return
+        of_model = {
+            _MARK: True,
+            "build": _wrap_build(model, model.build),
+            "_maybe_build": _wrap_build(model, model._maybe_build),
+            "quantize": _wrap_quantize(model, model.quantize),
+        }
+        for name, value in of_model.items():
+            object.__setattr__(model, name, value)
+
+    return init
+
+
+_patches = Patches(lambda: [(TRAINER, "__init__", _wrap_init)])

@@ -1,0 +1,393 @@
+"""Variables without values, for models that are only compiled.
+
+Such a variable stores its initializer but stays uninitialized, like Keras's
+variables in a StatelessScope. While Keras infers shapes, the variable reads as
+zeros, which take no memory, because shapes are inferred in traces. In a step,
+the variable reads as its value in the step's state. Any other read raises an
+error, because otherwise a trace would contain the zeros as a constant. But in
+`storing_values`, such a read returns the variable's initial or assigned value.
+"""
+
+import contextlib
+import functools
+import math
+import threading
+import weakref
+from collections.abc import Callable, Iterable, Iterator
+from typing import TYPE_CHECKING, Any
+
+import jax
+import keras
+import numpy as np
+from keras.src.backend.common import global_state
+from keras.src.backend.common.stateless_scope import get_stateless_scope
+from keras.src.backend.common.symbolic_scope import in_symbolic_scope
+
+from keras_strategies._types import Array, Shape
+from keras_strategies.keras_bridge.patches import Patches
+from keras_strategies.spmd.attributes import temporary_attribute
+from keras_strategies.variables.sharded_variable import (
+    make_plain,
+    make_sharded,
+)
+from keras_strategies.variables.shardings import placement_of
+
+if TYPE_CHECKING:
+    from numpy.typing import DTypeLike
+
+MAX_REAL_SIZE = 64
+"""The largest number of entries of a variable that still gets a value."""
+
+MAX_GIVEN_BYTES = 2**20
+"""The largest number of bytes of an assigned value that is still stored."""
+
+# Keras sets its own `_initializer` to None after a deferred initialization.
+_INITIALIZER = "_ks_initializer"
+_LAYER = "_ks_layer"
+_LOST = "_ks_lost_value"
+_SLOTS = "_ks_abstract_slots"
+_VALUE = "_ks_stored_value"
+
+
+class ValueStore:
+    """Initial and assigned values of abstract variables.
+
+    The variables stay abstract: the values are only for code that reads them
+    outside of a step. They are stored with the variables, up to a number of
+    bytes in total.
+
+    Args:
+      max_bytes: The number of bytes that the values of all variables may take.
+      refuse: A function of a variable that returns the error to raise if the
+        variable is read, but its value was not or cannot be stored.
+    """
+
+    def __init__(
+        self, max_bytes: int, refuse: Callable[[keras.Variable], Exception]
+    ) -> None:
+        self._max_bytes, self._refuse = max_bytes, refuse
+        self._lock = threading.Lock()
+        self._bytes = 0
+
+    def read(self, variable: keras.Variable) -> Array:
+        """Returns a variable's value, which is first initialized if needed."""
+        if _VALUE not in variable.__dict__:
+            initializer = variable.__dict__[_INITIALIZER]
+            # Without an initializer, the assigned value was not stored.
+            if initializer is None or not self._reserve(variable):
+                raise self._refuse(variable)
+            # Traces read values, too, as constants.
+            with jax.ensure_compile_time_eval():
+                value = initializer(variable.shape, dtype=variable._dtype)
+            variable.__dict__[_VALUE] = np.asarray(value)
+        value = variable.__dict__[_VALUE]
+        return variable._convert_to_tensor(value, dtype=variable._dtype)
+
+    def write(self, variable: keras.Variable, value: Array) -> bool:
+        """Stores a value, if there is room for it; returns whether it does."""
+        is_stored = _VALUE in variable.__dict__ or self._reserve(variable)
+        if is_stored:
+            # NumPy arrays do not depend on the mesh of a trace, and programs
+            # that donate their arguments do not delete them.
+            variable.__dict__[_VALUE] = np.asarray(value)
+        return is_stored
+
+    def _reserve(self, variable: keras.Variable) -> bool:
+        size = jax.dtypes.canonicalize_dtype(variable._dtype).itemsize
+        for number in variable.shape:
+            size *= number
+        with self._lock:
+            if self._bytes + size > self._max_bytes:
+                return False
+            self._bytes += size
+        return True
+
+
+class _Thread(threading.local):
+    is_abstract = False
+    # Whether small variables get no values either.
+    is_shapes_only = False
+    is_inferring = False
+
+
+_thread = _Thread()
+
+
+class _Process:
+    store: ValueStore | None = None
+
+
+_process = _Process()
+
+
+class AbstractVariable(keras.Variable):
+    """A variable with a shape and without a value; see `make_abstract`."""
+
+    @property
+    def value(self) -> Array:
+        """The value in a step's state; zeros while shapes are inferred.
+
+        Returns:
+          An array of the variable's shape.
+        """
+        scope = get_stateless_scope()
+        if scope is not None:
+            value = scope.get_current_value(self)
+            if value is not None:
+                return self._maybe_autocast(value)
+        if in_symbolic_scope() or _thread.is_inferring:
+            zeros = keras.ops.zeros(self.shape, self._dtype)
+            return self._maybe_autocast(zeros)
+        if _process.store is not None:
+            return self._maybe_autocast(_process.store.read(self))
+        raise RuntimeError(_message(self, in_step=scope is not None))
+
+    def __array__(self, dtype: "DTypeLike | None" = None) -> np.ndarray:
+        """Returns the value or, in `shapes_only`, zeros that take no memory."""
+        if not _thread.is_shapes_only:
+            return super().__array__(dtype)
+        zero = np.zeros((), dtype or jax.numpy.dtype(self._dtype))
+        return np.broadcast_to(zero, self.shape)
+
+    def assign(self, value: Array) -> Array:
+        """Assigns a value.
+
+        In a step, the value is written to the step's state. While a model is
+        created, the variable becomes a plain variable with this value; but a
+        value of more than `MAX_GIVEN_BYTES` is dropped. In `storing_values`,
+        the value is stored if there is room for it.
+
+        Returns:
+          The value, in the variable's dtype.
+        """
+        is_stored = _process.store is not None and not _thread.is_shapes_only
+        if get_stateless_scope() is not None or is_stored:
+            return super().assign(value)
+        if not _thread.is_abstract:
+            raise RuntimeError(_message(self, in_step=False))
+        value = self._convert_to_tensor(value, dtype=self._dtype)
+        if _thread.is_shapes_only or value.nbytes > MAX_GIVEN_BYTES:
+            setattr(self, _LOST, True)
+            return value
+        if tuple(value.shape) == tuple(self.shape):
+            make_real(self)
+        return keras.Variable.assign(self, value)
+
+    def _direct_assign(self, value: Array) -> None:
+        """Stores a value; Keras calls it in `assign` outside of traces."""
+        store = _process.store
+        if store is None or not store.write(self, value):
+            # Its initial value would not be its value any more.
+            setattr(self, _INITIALIZER, None)
+            setattr(self, _LOST, True)
+
+    def _validate_shape(self, shape: Shape) -> Shape:
+        """Checks a shape; a variable that was created with a value drops it."""
+        self._value = None
+        return super()._validate_shape(shape)
+
+    def _deferred_initialize(self) -> None:
+        """Sets only the layout; Keras's method would create the value."""
+        self._initialize_layout()
+
+
+def is_abstract(variable: object) -> bool:
+    """Returns whether a variable has no value."""
+    return isinstance(variable, AbstractVariable)
+
+
+def has_lost_value(variable: object) -> bool:
+    """Returns whether a value assigned to an abstract variable was dropped."""
+    return getattr(variable, _LOST, False)
+
+
+def creating_layer() -> Any:
+    """Finds the object whose `__init__` or `build` is creating a variable.
+
+    Returns:
+      A layer, optimizer or metric, or None.
+    """
+    stack = global_state.get_global_attribute("name_scope_stack")
+    return getattr(stack[-1], "caller", None) if stack else None
+
+
+def is_creating_abstract() -> bool:
+    """Returns whether variables are currently created without values."""
+    return _thread.is_abstract
+
+
+def make_abstract(
+    variable: keras.Variable, initializer: Callable[..., Any] | None
+) -> None:
+    """Makes a variable abstract.
+
+    Args:
+      variable: A new variable.
+      initializer: The initializer that computes the variable's value if the
+        variable is made real.
+    """
+    make_plain(variable)
+    variable._value = None
+    variable.__dict__[_INITIALIZER] = initializer
+    variable.__class__ = AbstractVariable
+
+
+def make_real(variable: keras.Variable) -> Callable[..., Any] | None:
+    """Makes an abstract variable a plain one, which must then get a value.
+
+    Returns:
+      The initializer that the variable was created with.
+    """
+    initializer = variable.__dict__.pop(_INITIALIZER)
+    variable._initializer = None
+    variable.__class__ = keras.Variable
+    for name in (_LAYER, _LOST, _SLOTS, _VALUE):
+        variable.__dict__.pop(name, None)
+    placement = placement_of(variable)
+    if placement is not None:
+        make_sharded(variable, placement.mesh)
+    return initializer
+
+
+def note_slot(weight: keras.Variable, slot: keras.Variable) -> None:
+    """Records an abstract optimizer slot of an abstract weight."""
+    slots = weight.__dict__.setdefault(_SLOTS, [])
+    slots.append(weakref.ref(slot))
+
+
+def slots_of(weight: keras.Variable) -> list[keras.Variable]:
+    """Returns the recorded slots of a weight that still exist."""
+    slots = [slot() for slot in weight.__dict__.get(_SLOTS, ())]
+    return [slot for slot in slots if slot is not None]
+
+
+def refuse_abstract(variables: Iterable[keras.Variable]) -> None:
+    """Raises RuntimeError if any of the variables has no value."""
+    for variable in variables:
+        if is_abstract(variable):
+            raise RuntimeError(_message(variable, in_step=False))
+
+
+@contextlib.contextmanager
+def creating(*, abstract: bool) -> Iterator[None]:
+    """Creates this thread's variables in the block with or without values.
+
+    Args:
+      abstract: Whether to create variables without values.
+    """
+    patched = _patches.hold() if abstract else contextlib.nullcontext()
+    with patched, temporary_attribute(_thread, "is_abstract", abstract):
+        yield
+
+
+@contextlib.contextmanager
+def inferring_shapes() -> Iterator[None]:
+    """Lets abstract variables read as zeros in a block that infers shapes."""
+    with temporary_attribute(_thread, "is_inferring", True):
+        yield
+
+
+@contextlib.contextmanager
+def storing_values(store: ValueStore) -> Iterator[None]:
+    """Lets code of all threads read and write abstract variables in the block.
+
+    Args:
+      store: The store of the values.
+    """
+    with temporary_attribute(_process, "store", store):
+        yield
+
+
+@contextlib.contextmanager
+def shapes_only() -> Iterator[None]:
+    """Restricts the block to computing shapes.
+
+    Abstract variables read as zeros, and values that are assigned to variables
+    are not stored.
+    """
+    with (
+        creating(abstract=True),
+        inferring_shapes(),
+        temporary_attribute(_thread, "is_shapes_only", True),
+    ):
+        yield
+
+
+def describe(variable: keras.Variable) -> str:
+    """Returns a variable's path, shape and layer, for messages."""
+    layer = getattr(variable, _LAYER, None)
+    shown = f"{variable.path!r} of shape {tuple(variable.shape)}"
+    return shown if layer is None else f"{shown}, of layer {layer}"
+
+
+def _message(variable: keras.Variable, *, in_step: bool) -> str:
+    received = describe(variable)
+    if in_step:
+        return (
+            "A step can read a variable that was created in `ks.abstract()` "
+            "only if the variable is in the step's state. Received: a step "
+            f"that reads {received}. The variable is not in its state, so its "
+            "value would be zeros. Make the variable's layer an attribute of "
+            "the model or of one of its layers, or create the variable outside "
+            "of `ks.abstract()`."
+        )
+    return (
+        "A variable that was created in `ks.abstract()` has a shape and no "
+        f"value. Received: a read or write of {received}. To compile a step, "
+        "call `strategy.compile_step(model, batch)`, which needs no values. To "
+        "initialize the variables, call `strategy.materialize(model)`."
+    )
+
+
+def _wrap_initialize(original: Callable[..., None]) -> Callable[..., None]:
+    @functools.wraps(original)
+    def initialize(
+        variable: keras.Variable, initializer: Callable[..., Any]
+    ) -> None:
+        is_small = math.prod(variable.shape) <= MAX_REAL_SIZE
+        is_real = is_small and not _thread.is_shapes_only
+        if not _thread.is_abstract or is_real:
+            original(variable, initializer)
+        else:
+            _leave_out(variable, initializer)
+
+    return initialize
+
+
+def _wrap_initialize_with_value(
+    original: Callable[..., None],
+) -> Callable[..., None]:
+    @functools.wraps(original)
+    def initialize(variable: keras.Variable, value: Array) -> None:
+        size = math.prod(value.shape) * np.dtype(value.dtype).itemsize
+        is_kept = size <= MAX_GIVEN_BYTES and not _thread.is_shapes_only
+        if not _thread.is_abstract or is_kept:
+            original(variable, value)
+            return
+        variable._shape = tuple(value.shape)
+        _leave_out(variable, None)
+        variable._direct_assign(value)
+        # Keras's constructor reads its shape, by `_validate_shape`.
+        variable._value = jax.ShapeDtypeStruct(variable._shape, value.dtype)
+
+    return initialize
+
+
+def _leave_out(
+    variable: keras.Variable, initializer: Callable[..., Any] | None
+) -> None:
+    """Makes a new variable abstract, and records its layer for messages."""
+    variable._initialize_layout()
+    make_abstract(variable, initializer)
+    layer = creating_layer()
+    if layer is not None:
+        name = f"{layer.name!r} ({type(layer).__name__})"
+        setattr(variable, _LAYER, name)
+
+
+_patches = Patches(
+    lambda: [
+        (keras.Variable, "_initialize_with_initializer", _wrap_initialize),
+        (keras.Variable, "_initialize", _wrap_initialize_with_value),
+    ]
+)

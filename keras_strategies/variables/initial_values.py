@@ -1,0 +1,225 @@
+"""Initial values of variables: all processes use the chief's values.
+
+Each process draws initial values itself, from a process-local random state. So
+before variables are placed, the chief's values are sent to all processes.
+"""
+
+import copy
+import dataclasses
+import inspect
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import jax
+import keras
+import numpy as np
+from keras.src.backend.common.name_scope import current_path
+
+from keras_strategies._types import Array, Shape
+from keras_strategies.cluster.exchange import same_variables
+from keras_strategies.cluster.user_code import locate_frame
+from keras_strategies.passes.traces import is_tracing
+from keras_strategies.spmd.chief import broadcast
+from keras_strategies.spmd.mesh import ReplicaMesh
+
+# Up to this number of bytes, a value is sent in a message of the chief, which
+# takes less time than a program.
+_MAX_IN_MESSAGE = 1 << 14
+_MAX_SHOWN = 4
+_CONSTANTS = (keras.initializers.Zeros, keras.initializers.Ones)
+
+
+VariableCreator = Callable[..., keras.Variable]
+"""A function of `next_creator` (if any) and the keywords of
+`keras.Variable`."""
+
+
+def create(
+    mesh: ReplicaMesh, next_creator: VariableCreator, **kwargs: Any
+) -> keras.Variable:
+    """Creates a variable with the same initial value in all processes.
+
+    Raises:
+      ValueError: if processes have created different variables. If a value must
+        be sent, they compare them now, otherwise at the end of the scope.
+    """
+    given = kwargs.get("initializer")
+    note_new(mesh, **kwargs)
+    if callable(given) or isinstance(given, str):
+        given = make_chief_initializer(given, mesh)
+    elif getattr(given, "is_fully_addressable", True) and not is_tracing():
+        value = keras.ops.convert_to_tensor(given, dtype=kwargs.get("dtype"))
+        given = _place_here(value, mesh)
+    return next_creator(**kwargs | {"initializer": given})
+
+
+def make_chief_initializer(initializer: Any, mesh: ReplicaMesh) -> Any:
+    """Makes an initializer that returns the chief's value in all processes.
+
+    Args:
+      initializer: A function, or the name of a Keras initializer.
+      mesh: The mesh of the replicas.
+
+    Returns:
+      A function of shape and dtype.
+    """
+    initializer = keras.initializers.get(initializer)
+    is_wrapped = isinstance(initializer, _FromChief | _Here)
+    if mesh.num_processes == 1 or is_wrapped:
+        return initializer
+    make = _Here if _is_constant(initializer) else _FromChief
+    return make(initializer, mesh)
+
+
+def note_new(mesh: ReplicaMesh, **kwargs: Any) -> None:
+    """Notes a variable that is about to be created, for the comparison.
+
+    Args:
+      mesh: The mesh of the replicas.
+      **kwargs: The keywords of `keras.Variable`.
+    """
+    given: Any = kwargs.get("initializer")
+    shape = kwargs.get("shape")
+    dtype = kwargs.get("dtype") or getattr(given, "dtype", None)
+    if shape is None and not callable(given):
+        shape = np.shape(given)
+    path = (current_path(), kwargs.get("name") or "variable")
+    noted = same_variables.Note(
+        path="/".join(filter(None, path)),
+        shape=str(tuple(shape or ())),
+        dtype=keras.backend.standardize_dtype(dtype),
+        trainable=_name_trainable(kwargs.get("trainable", True)),
+        initializer=_name_initializer(given),
+        where=locate_frame(inspect.currentframe()),
+    )
+    same_variables.note(mesh.processes, noted)
+
+
+def compare_existing(
+    mesh: ReplicaMesh, variables: Iterable[keras.Variable]
+) -> None:
+    """Compares new and existing variables between processes. Collective.
+
+    Args:
+      mesh: The mesh of the replicas, of several processes.
+      variables: This process's existing variables.
+
+    Raises:
+      ValueError: if they differ in number, path, shape, dtype or `trainable`.
+        All processes raise it.
+    """
+    for variable in variables:
+        noted = same_variables.Note(
+            path=variable.path,
+            shape=str(tuple(variable.shape)),
+            dtype=variable.dtype,
+            trainable=_name_trainable(variable.trainable),
+            initializer="its current value",
+        )
+        same_variables.note(mesh.processes, noted)
+    same_variables.compare(mesh.processes, always=True)
+
+
+def _name_trainable(is_trainable: bool) -> str:
+    return "trainable" if is_trainable else "not trainable"
+
+
+def _name_initializer(initializer: Any) -> str:
+    if isinstance(initializer, _FromChief | _Here):
+        return _name_initializer(initializer.initializer)
+    if isinstance(initializer, str):
+        return _name_initializer(keras.initializers.get(initializer))
+    if not getattr(initializer, "is_fully_addressable", True):
+        return "an array"
+    if not callable(initializer):
+        value = np.asarray(initializer)
+        digest = same_variables.compute_digest(value)[:16]
+        first = ", ".join(map(str, value.ravel()[:_MAX_SHOWN].tolist()))
+        return f"{value}" if not value.ndim else f"[{first}, ...] ({digest})"
+    if not isinstance(initializer, keras.initializers.Initializer):
+        return "a function"
+    name = type(initializer).__name__
+    value = getattr(initializer, "value", None)
+    return f"{name}({value})" if _is_constant(initializer) else name
+
+
+def _is_constant(initializer: Any) -> bool:
+    """Returns whether an initializer's name contains all of its values."""
+    if type(initializer) is keras.initializers.Constant:
+        return isinstance(initializer.value, int | float)
+    # A subclass may compute other values, in each process its own.
+    return type(initializer) in _CONSTANTS
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class _Here:
+    """An initializer with equal values in all processes, which send nothing.
+
+    Attributes:
+      initializer: The initializer, whose kind all processes compare.
+      mesh: The mesh of the replicas.
+    """
+
+    initializer: Callable[..., Any]
+    mesh: ReplicaMesh
+
+    def __call__(
+        self, shape: Shape, dtype: str | None = None, **kwargs: Any
+    ) -> Array:
+        value = self.initializer(shape, dtype=dtype, **kwargs)
+        return value if is_tracing() else _place_here(value, self.mesh)
+
+
+def _place_here(value: Array, mesh: ReplicaMesh) -> jax.Array:
+    """Puts a value, which must be equal in all processes, on all devices."""
+    # JAX's `device_put` would compare the values of the processes.
+    devices = mesh.whole.addressable_devices
+    return jax.make_array_from_single_device_arrays(
+        value.shape, mesh.whole, [jax.device_put(value, d) for d in devices]
+    )
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class _FromChief:
+    """An initializer that returns the chief's value in all processes.
+
+    Attributes:
+      initializer: The initializer that computes this process's value.
+      mesh: The mesh of the replicas.
+    """
+
+    initializer: Callable[..., Any]
+    mesh: ReplicaMesh
+
+    def __call__(
+        self, shape: Shape, dtype: str | None = None, **kwargs: Any
+    ) -> Array:
+        if not is_tracing():
+            value = self.initializer(shape, dtype=dtype, **kwargs)
+            return self._send(np.asarray(value))
+        # Keras compiles the initializer of a large variable. All processes must
+        # trace the same program, and no process should have to store the full
+        # value. So the chief sends only the seed, if the initializer has one.
+        seed = getattr(self.initializer, "seed", None)
+        if isinstance(seed, int):
+            seeded = copy.copy(self.initializer)
+            seeded.seed = int(self._read_chief_value(np.int64(seed)))
+            return seeded(shape, dtype=dtype, **kwargs)
+        with jax.ensure_compile_time_eval():
+            value = self.initializer(shape, dtype=dtype, **kwargs)
+        return jax.numpy.asarray(self._read_chief_value(value))
+
+    def _read_chief_value(self, value: Array) -> np.ndarray:
+        with jax.ensure_compile_time_eval():
+            array = self._send(np.asarray(value))
+            return np.asarray(array.addressable_data(0))
+
+    def _send(self, value: np.ndarray) -> jax.Array:
+        """Compares new variables, and sends the chief's value to all."""
+        processes = self.mesh.processes
+        if value.nbytes > _MAX_IN_MESSAGE:
+            same_variables.compare(processes)
+            return broadcast([value], self.mesh)[0]
+        data = same_variables.share(processes, value.tobytes())
+        array = np.frombuffer(data, value.dtype).reshape(value.shape)
+        return _place_here(array, self.mesh)

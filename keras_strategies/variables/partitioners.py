@@ -1,0 +1,387 @@
+"""Partitioners, which choose the variables and dimensions to shard.
+
+References:
+  - Rajbhandari et al., ZeRO: Memory Optimizations Toward Training Trillion
+    Parameter Models (2020): https://arxiv.org/abs/1910.02054
+  - Zhao et al., PyTorch FSDP (2023), on groups that each store all shards:
+    https://arxiv.org/abs/2304.11277
+"""
+
+import dataclasses
+import inspect
+import math
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from keras_strategies.cluster.checks import check_number
+from keras_strategies.spmd.mesh import (
+    ReplicaMesh,
+    standardize_reduce_dtype,
+)
+
+MIN_SIZE = 2**14
+"""The default `min_size`: variables with fewer entries are not sharded."""
+
+Dimension = int | None
+
+
+@dataclasses.dataclass(frozen=True)
+class FullySharded:
+    """A partitioner that shards weights, their gradients and slots.
+
+    Pass it as the `variable_partitioner` of a strategy. This is ZeRO-3, or
+    fully sharded data parallelism. A step gathers a weight where a layer reads
+    it. Results equal those with replicated variables. A variable is sharded
+    along the first dimension whose size is a multiple of `shards` and that no
+    `layout_map` shards over a replica's cores.
+
+    Args:
+      shards: The number of replicas in a group. Consecutive replicas form a
+        group. Each group stores all variables, and each of its replicas stores
+        one shard of each. With None, the replicas of a process form a group,
+        because they are close to each other. If each process has only one
+        replica, all replicas form a group. On TPUs, the replicas of a slice
+        form a group or, in a large slice, the replicas of a box of at most 64
+        chips. A 3-D slice of 64 devices or more is split in any case.
+      min_size: The smallest number of entries of a sharded variable; smaller
+        variables are replicated.
+      reduce_dtype: The float dtype in which gradients of sharded variables are
+        sent and summed. "bfloat16" halves the bytes, but sums are rounded to
+        its 8 significant bits. None for the dtype of the gradients.
+
+    Raises:
+      TypeError, ValueError: if `shards` or `min_size` is not an integer of at
+        least 1, or `reduce_dtype` is not a float dtype.
+
+    Example:
+      ```python
+      strategy = ks.MirroredStrategy(
+          variable_partitioner=ks.experimental.FullySharded()
+      )
+      ```
+
+    References:
+      https://arxiv.org/abs/1910.02054 (ZeRO)
+    """
+
+    shards: int | None = None
+    min_size: int = MIN_SIZE
+    reduce_dtype: str | None = None
+
+    def __post_init__(self) -> None:
+        cure = "Leave it out to shard over all replicas of a process."
+        check_number("shards", self.shards, cure, least=1)
+        cure = "Pass 1 to shard every variable that can be sharded."
+        check_number(
+            "min_size", self.min_size, cure, least=1, is_optional=False
+        )
+        dtype = standardize_reduce_dtype(self.reduce_dtype)
+        object.__setattr__(self, "reduce_dtype", dtype)
+
+
+@dataclasses.dataclass(frozen=True)
+class SlotsOnly(FullySharded):
+    """A partitioner that shards gradients and slots; weights are replicated.
+
+    Pass it as the `variable_partitioner` of a strategy. This is ZeRO-2. A step
+    gathers each weight once, after the weight's update.
+
+    Args:
+      shards: See `FullySharded`.
+      min_size: See `FullySharded`.
+      reduce_dtype: See `FullySharded`.
+
+    Example:
+      ```python
+      strategy = ks.MirroredStrategy(
+          variable_partitioner=ks.experimental.SlotsOnly()
+      )
+      ```
+
+    References:
+      https://arxiv.org/abs/1910.02054 (ZeRO)
+    """
+
+
+@dataclasses.dataclass(frozen=True)
+class Replicated:
+    """A partitioner that shards nothing, and sums gradients in a given dtype.
+
+    Pass it as the `variable_partitioner` of a strategy.
+
+    Args:
+      reduce_dtype: The float dtype in which gradients are sent and summed; see
+        `FullySharded`. Accumulated gradients are rounded when they are sent.
+
+    Raises:
+      ValueError: if `reduce_dtype` is not a float dtype.
+
+    Example:
+      ```python
+      strategy = ks.MirroredStrategy(
+          variable_partitioner=ks.experimental.Replicated("bfloat16")
+      )
+      ```
+    """
+
+    reduce_dtype: str | None = None
+
+    def __post_init__(self) -> None:
+        dtype = standardize_reduce_dtype(self.reduce_dtype)
+        object.__setattr__(self, "reduce_dtype", dtype)
+
+    def __call__(
+        self, path: str, shape: tuple[int, ...], dtype: str
+    ) -> Dimension:
+        """Returns None: no variable is sharded."""
+        return None
+
+
+PartitionerLike = FullySharded | Callable[..., Any]
+"""The types that strategies accept as `variable_partitioner`."""
+
+
+class Partitioner:
+    """A strategy's `variable_partitioner`, bound to its replicas.
+
+    Args:
+      partitioner: A `FullySharded` or `SlotsOnly`; or a function of a path,
+        a shape and a dtype, or of only `shape` and `dtype` as in TensorFlow.
+      mesh: The mesh of the strategy's replicas.
+
+    Attributes:
+      shards: The number of replicas over which a variable is sharded.
+      has_replicated_weights: Whether only gradients and slots are sharded.
+      sum_dtype: The dtype in which gradients are summed; None for the dtype of
+        the gradients.
+
+    Raises:
+      TypeError: if `partitioner` is not a partitioner.
+      ValueError: if its `shards` do not divide the number of replicas.
+    """
+
+    def __init__(self, partitioner: PartitionerLike, mesh: ReplicaMesh) -> None:
+        _check_partitioner(partitioner)
+        self._partitioner = partitioner
+        self.has_replicated_weights = isinstance(partitioner, SlotsOnly)
+        shards = getattr(partitioner, "shards", None)
+        self.sum_dtype: str | None = None
+        if isinstance(partitioner, FullySharded):
+            self.sum_dtype = partitioner.reduce_dtype
+        num_replicas, of_process = mesh.num_replicas, mesh.replicas_per_process
+        default = of_process if of_process > 1 else num_replicas
+        self.shards = shards or mesh.shards or default
+        if num_replicas % self.shards:
+            raise ValueError(
+                "`shards` must divide the number of replicas. "
+                f"Received: shards={self.shards} with {num_replicas} replicas. "
+                "Pass a divisor of the number of replicas."
+            )
+        self._is_named = not isinstance(partitioner, FullySharded) and (
+            _has_tf_signature(partitioner)
+        )
+
+    def choose_dimension(
+        self,
+        path: str,
+        shape: tuple[int, ...],
+        dtype: str,
+        over_cores: Sequence[str | None] = (),
+    ) -> Dimension:
+        """Returns the dimension along which to shard a variable, or None.
+
+        Args:
+          path: The variable's path.
+          shape: Its shape, of any rank.
+          dtype: Its dtype.
+          over_cores: For each dimension, the mesh axis of cores over which it
+            is sharded, or None. Trailing dimensions whose axis is None may be
+            omitted.
+
+        Raises:
+          TypeError: if the partitioner returned something other than a
+            dimension or None.
+          ValueError: if the dimension does not exist, is not a multiple of
+            the number of shards, or is sharded over a replica's cores.
+          Exception: if a user-defined function raises it.
+        """
+        if self.shards == 1 or not shape:
+            return None
+        partitioner = self._partitioner
+        if isinstance(partitioner, FullySharded):
+            if math.prod(shape) < partitioner.min_size:
+                return None
+            return self._find_first(shape, over_cores)
+        try:
+            if self._is_named:
+                answer = partitioner(shape=shape, dtype=dtype)
+            else:
+                answer = partitioner(path, shape, dtype)
+        except Exception as error:
+            error.add_note(
+                f"`variable_partitioner` was called for variable {path!r} of "
+                f"shape {shape}."
+            )
+            raise
+        dim = self._check_answer(answer, path, shape)
+        if dim is not None and any(over_cores[dim : dim + 1]):
+            raise ValueError(
+                "A dimension cannot be sharded over both the replicas and a "
+                "replica's cores. Received: `variable_partitioner` returned "
+                f"{answer!r} for variable {path!r} of shape {shape}, but "
+                f"`layout_map` shards dimension {dim} over "
+                f"{over_cores[dim]!r}. Return another dimension, or None."
+            )
+        return dim
+
+    @property
+    def is_function(self) -> bool:
+        """Whether the partitioner is a user-defined function."""
+        return not isinstance(self._partitioner, FullySharded)
+
+    @property
+    def name(self) -> str:
+        """The partitioner's name, with its options but without `shards`."""
+        partitioner = self._partitioner
+        if isinstance(partitioner, FullySharded):
+            dtype = self.sum_dtype
+            rest = f", reduce_dtype={dtype!r}" if dtype else ""
+            size = f"min_size={partitioner.min_size:,}"
+            return f"{type(partitioner).__name__}({size}{rest})"
+        return getattr(partitioner, "__name__", type(partitioner).__name__)
+
+    def explain_replicated(
+        self, shape: tuple[int, ...], over_cores: Sequence[Any] = ()
+    ) -> tuple[str, str] | None:
+        """Explains why a variable is not sharded.
+
+        Args:
+          shape: The variable's shape, of any rank.
+          over_cores: See `choose_dimension`.
+
+        Returns:
+          The reason twice: as a few words and as a sentence. None for a
+          scalar, and for a variable that is sharded.
+        """
+        partitioner = self._partitioner
+        if not shape:
+            return None
+        if self.shards == 1:
+            return "1 shard", "Each group has only one replica."
+        if not isinstance(partitioner, FullySharded):
+            return "chosen", f"{self.name} returned None for it."
+        if math.prod(shape) < partitioner.min_size:
+            least = f"{partitioner.min_size:,}"
+            return "small", f"It has fewer entries than min_size={least}."
+        if self._find_first(shape) is None:
+            return (
+                "indivisible",
+                f"No dimension is a multiple of the {self.shards} shards.",
+            )
+        if self._find_first(shape, over_cores) is None:
+            return (
+                "over cores",
+                "Every dimension that is a multiple of the "
+                f"{self.shards} shards is already sharded over cores.",
+            )
+        if self.has_replicated_weights:
+            return "weight", "Only its slots are sharded."
+        return None
+
+    def _find_first(
+        self, shape: tuple[int, ...], over_cores: Sequence[Any] = ()
+    ) -> Dimension:
+        free = (
+            dim
+            for dim, size in enumerate(shape)
+            if self._fits(size) and not any(over_cores[dim : dim + 1])
+        )
+        return next(free, None)
+
+    def _fits(self, size: int) -> bool:
+        return size > 0 and size % self.shards == 0
+
+    def _check_answer(
+        self, answer: Any, path: str, shape: tuple[int, ...]
+    ) -> Dimension:
+        if answer is None:
+            return None
+        dim = answer
+        if isinstance(answer, list | tuple):
+            # tf's partitioners return a list with the number of shards along
+            # each dimension.
+            counts = list(answer)
+            dims = [d for d, count in enumerate(counts) if count != 1]
+            if not dims and len(counts) == len(shape):
+                return None
+            is_one = len(dims) == 1 and len(counts) == len(shape)
+            dim = dims[0] if is_one and counts[dims[0]] == self.shards else -1
+        elif isinstance(answer, bool) or not hasattr(answer, "__index__"):
+            raise TypeError(
+                "`variable_partitioner` must return the dimension along which "
+                f"to shard a variable, or None. Received: {answer!r} of type "
+                f"{type(answer).__name__} for variable {path!r}. Return an "
+                "integer or None."
+            )
+        if not 0 <= dim < len(shape) or not self._fits(shape[dim]):
+            raise ValueError(
+                "A variable must be sharded along one of its dimensions, whose "
+                "size is a multiple of the number of shards. Received: "
+                f"`variable_partitioner` returned {answer!r} for variable "
+                f"{path!r} of shape {shape}, with {self.shards} shards. Return "
+                "such a dimension, or None to replicate the variable."
+            )
+        return int(dim)
+
+
+def _check_partitioner(partitioner: object) -> None:
+    if not callable(partitioner) and not isinstance(partitioner, FullySharded):
+        raise TypeError(
+            "`variable_partitioner` must be a partitioner or a function. "
+            f"Received: {partitioner!r} of type {type(partitioner).__name__}. "
+            "Pass `ks.experimental.FullySharded()`, `SlotsOnly()`, "
+            "`Replicated('bfloat16')`, or a function of a variable's path, "
+            "shape and dtype that returns a dimension or None."
+        )
+    cls = partitioner if isinstance(partitioner, type) else type(partitioner)
+    if cls.__module__.startswith("tensorflow"):
+        raise TypeError(
+            "`variable_partitioner` must be a `ks.experimental` partitioner. "
+            f"Received: TensorFlow's {cls.__name__}, which chooses a number of "
+            "shards for parameter servers. Pass "
+            "`ks.experimental.FullySharded()`. Its `min_size` is a number of "
+            "entries, not of bytes."
+        )
+    if cls is partitioner:
+        raise TypeError(
+            "`variable_partitioner` must be an object or a function. "
+            f"Received: the class {cls.__name__}. Add parentheses to create an "
+            f"object: `{cls.__name__}()`."
+        )
+
+
+def _has_tf_signature(partitioner: Callable[..., Any]) -> bool:
+    """Returns whether a function takes only `shape` and `dtype`, as in tf.
+
+    Raises:
+      TypeError: if the function accepts neither (shape, dtype) nor (path,
+        shape, dtype).
+    """
+    try:
+        signature = inspect.signature(partitioner)
+    except ValueError:
+        return False
+    try:
+        signature.bind("path", (1,), "float32")
+        return False
+    except TypeError:
+        pass
+    try:
+        signature.bind(shape=(1,), dtype="float32")
+    except TypeError as error:
+        raise TypeError(
+            "`variable_partitioner` must accept a variable's path, shape and "
+            f"dtype. Received: {partitioner!r} with the arguments {signature}. "
+            "Define the function as `def partitioner(path, shape, dtype)`."
+        ) from error
+    return True

@@ -1,0 +1,399 @@
+"""Shardings of variables: replicated, or sharded over cores and replicas.
+
+A layout map shards variables over the cores of a replica. It selects variables
+by path, like a `keras.distribution.LayoutMap`, and XLA splits the computations
+that use them. A partitioner shards variables over the replicas, along another
+dimension.
+"""
+
+import dataclasses
+import re
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+import jax
+import keras
+from jax.sharding import NamedSharding, PartitionSpec
+
+from keras_strategies.passes.specs import OverCores, Sharded, Spec
+from keras_strategies.spmd.mesh import ReplicaMesh
+from keras_strategies.spmd.replica_map import replicated_spec
+from keras_strategies.variables.agreed_dimensions import (
+    agree_on_dimensions,
+    choose_dimensions,
+)
+from keras_strategies.variables.layout_keys import LayoutKeys
+from keras_strategies.variables.partitioners import Partitioner
+from keras_strategies.variables.sharded_variable import (
+    make_plain,
+    make_sharded,
+)
+
+Axes = tuple[str | None, ...]
+"""For each dimension of a variable: the mesh axis that shards it, or None."""
+
+_PLACEMENT = "_ks_placement"
+_UPDATED_REPLICATED = "_ks_updated_replicated"
+# The mesh whose partitioner has already chosen the variable's dimension.
+_ASKED = "_ks_asked_by"
+# The state of a `keras.random.SeedGenerator`.
+_SEED = "seed_generator_state"
+
+
+@dataclasses.dataclass(frozen=True, eq=False, kw_only=True)
+class Placement:
+    """The shardings of a variable that is not replicated on all devices.
+
+    Attributes:
+      mesh: The mesh of the strategy's replicas.
+      sharding: The variable's sharding.
+      of_slots: The sharding of the variable's optimizer slots and of its summed
+        gradient.
+      sum_dtype: The dtype in which the gradients are summed; None for the dtype
+        of the gradients.
+    """
+
+    mesh: ReplicaMesh
+    sharding: NamedSharding
+    of_slots: NamedSharding
+    sum_dtype: str | None = None
+
+
+def placement_of(variable: keras.Variable) -> Placement | None:
+    """Returns a variable's placement, or None if it is replicated."""
+    return getattr(variable, _PLACEMENT, None)
+
+
+def forget_placement(variable: keras.Variable) -> None:
+    """Makes `sharding_of` treat a variable as replicated again."""
+    variable.__dict__.pop(_ASKED, None)
+    if hasattr(variable, _PLACEMENT):
+        delattr(variable, _PLACEMENT)
+        variable.__dict__.pop(_UPDATED_REPLICATED, None)
+        make_plain(variable)
+
+
+def sharding_of(variable: keras.Variable, mesh: ReplicaMesh) -> NamedSharding:
+    """Returns a variable's sharding in a strategy's mesh."""
+    placement = placement_of(variable)
+    if placement is None or placement.mesh is not mesh:
+        return mesh.whole
+    return placement.sharding
+
+
+def spec_of(variable: keras.Variable, mesh: ReplicaMesh) -> Spec:
+    """Returns a variable's sharding in a function mapped over the replicas."""
+    return _spec(sharding_of(variable, mesh), mesh)
+
+
+def gradient_spec_of(variable: keras.Variable, mesh: ReplicaMesh) -> Spec:
+    """Returns the sharding of a weight's summed gradient and of its slots."""
+    placement = placement_of(variable)
+    if placement is None or placement.mesh is not mesh:
+        return replicated_spec()
+    spec = _spec(placement.of_slots, mesh)
+    if isinstance(spec, Sharded) and placement.sum_dtype is not None:
+        return dataclasses.replace(spec, sum_dtype=placement.sum_dtype)
+    return spec
+
+
+def any_sharded(variables: Iterable[keras.Variable], mesh: ReplicaMesh) -> bool:
+    """Returns whether any of the variables is sharded over the replicas."""
+    placed = [v for v in variables if placement_of(v) is not None]
+    return any(isinstance(spec_of(v, mesh), Sharded) for v in placed)
+
+
+def _spec(sharding: NamedSharding, mesh: ReplicaMesh) -> Spec:
+    for dim, axis in enumerate(sharding.spec):
+        if axis == mesh.axis:
+            return Sharded(sharding, dim)
+    return OverCores(sharding) if any(sharding.spec) else replicated_spec()
+
+
+def note_replicated_update(variables: Iterable[keras.Variable]) -> None:
+    """Records that each replica updates the full value of sharded variables."""
+    for variable in variables:
+        if placement_of(variable) is not None:
+            setattr(variable, _UPDATED_REPLICATED, True)
+
+
+def is_updated_replicated(variable: keras.Variable) -> bool:
+    """Returns whether each replica updates a sharded variable's full value."""
+    return getattr(variable, _UPDATED_REPLICATED, False)
+
+
+def shapes_of(
+    variables: Iterable[keras.Variable], mesh: ReplicaMesh
+) -> list[jax.ShapeDtypeStruct]:
+    """Returns shapes, dtypes and shardings of variables, to lower a program."""
+    return [
+        jax.ShapeDtypeStruct(
+            tuple(v.shape), v.dtype, sharding=sharding_of(v, mesh)
+        )
+        for v in variables
+    ]
+
+
+class Placements:
+    """The placements of a strategy's variables: replicated, or sharded.
+
+    Args:
+      mesh: The mesh of the replicas.
+      layout_map: A mapping from variable paths, or regular expressions that
+        match a full path, to the mesh axis for each dimension: the mesh's model
+        axis or None. Either a `keras.distribution.LayoutMap`, of which only the
+        axes are used, or a dict. The dict's values are tuples, or functions
+        from a shape to a tuple.
+      partitioner: The partitioner that shards variables over the replicas,
+        along dimensions that are not sharded over cores; or None.
+
+    Raises:
+      TypeError: if `layout_map` is not a mapping.
+      ValueError: if a layout contains another axis, or the model axis twice.
+    """
+
+    def __init__(
+        self,
+        mesh: ReplicaMesh,
+        layout_map: Mapping[str, Any] | None = None,
+        partitioner: Partitioner | None = None,
+    ) -> None:
+        self._mesh = mesh
+        self.partitioner = partitioner
+        self._is_compared = False
+        self._map: dict[str, Any] = {}
+        if layout_map is None:
+            layout_map = {}
+        if not isinstance(layout_map, Mapping):
+            raise TypeError(
+                "`layout_map` must map paths of variables to axes. Received: "
+                f"an object of type {type(layout_map).__name__}. Pass a dict "
+                f"such as {{'.*/kernel': (None, {mesh.model_axis!r})}}."
+            )
+        self._keys = LayoutKeys(layout_map)
+        for path in layout_map:
+            layout = layout_map[path]
+            is_function = callable(layout) and not hasattr(layout, "axes")
+            self._map[path] = (
+                layout if is_function else self._read_axes(path, layout)
+            )
+        self._has_map = bool(self._map) and mesh.cores_per_replica > 1
+        self._shardings: dict[Axes, NamedSharding] = {}
+
+    def check_keys(self, variables: Iterable[keras.Variable]) -> None:
+        """Warns about keys of the layout map that match no variable.
+
+        Raises:
+          ValueError: if none of the keys matches a variable.
+        """
+        if self._has_map:
+            self._keys.check(variables)
+
+    def assign(self, variables: Iterable[keras.Variable]) -> None:
+        """Chooses the placements of variables, which `sharding_of` reads.
+
+        Optimizer slots that already exist are found by their names, and are
+        sharded in the same way as slots that are created in the scope
+        (`shard_like`). Collective if a partitioner shards variables over
+        several processes.
+
+        Raises:
+          ValueError: if a layout does not fit its variable, a variable matches
+            two layouts, or processes shard a variable differently.
+          RuntimeError: if another process could not shard a variable.
+        """
+        if not self._has_map and self.partitioner is None:
+            return
+        variables = list(variables)
+        if self.partitioner is not None:
+            self._partition(variables, self.partitioner)
+        else:
+            for variable in variables:
+                self._assign_one(variable)
+        shard_slots_by_names(variables, self._mesh)
+
+    def _assign_one(self, variable: keras.Variable) -> None:
+        shape = variable.shape
+        if variable.synchronization == "on_read" or shape is None:
+            return
+        axes = self._find_axes(variable)
+        if any(axes):
+            self._place(variable, self._sharding(axes))
+
+    def _find_axes(self, variable: keras.Variable) -> Axes:
+        """Returns the mesh axes that the layout map assigns to a variable."""
+        shape, cores = variable.shape, self._mesh.cores_per_replica
+        path = self._find_key(variable.path) if self._has_map else None
+        if path is None:
+            return (None,) * len(shape)
+        axes = self._map[path]
+        if callable(axes):
+            axes = self._read_axes(path, axes(tuple(shape)))
+        is_possible = len(axes) == len(shape) and all(
+            axis is None or size % cores == 0
+            for axis, size in zip(axes, shape, strict=True)
+        )
+        if not is_possible:
+            raise ValueError(
+                "A layout must contain an axis or None for each dimension, and "
+                "a dimension with an axis must be a multiple of the number of "
+                f"cores per replica. Received: layout {axes} for variable "
+                f"{variable.path!r} of shape {tuple(shape)}, with {cores} "
+                "cores per replica. Change the layout in `layout_map`."
+            )
+        return axes
+
+    def _find_key(self, path: str) -> str | None:
+        """Returns the map's key for a variable's path, or None."""
+        if path in self._map:
+            return path
+        keys = [key for key in self._map if re.fullmatch(key, path)]
+        if len(keys) > 1:
+            raise ValueError(
+                "A variable must match only one entry of `layout_map`. "
+                f"Received: variable {path!r}, which the keys {keys} match. "
+                "Change one of these keys."
+            )
+        return keys[0] if keys else None
+
+    def _place(
+        self,
+        variable: keras.Variable,
+        sharding: NamedSharding,
+        of_slots: NamedSharding | None = None,
+        sum_dtype: str | None = None,
+    ) -> None:
+        placement = Placement(
+            mesh=self._mesh,
+            sharding=sharding,
+            of_slots=of_slots or sharding,
+            sum_dtype=sum_dtype,
+        )
+        setattr(variable, _PLACEMENT, placement)
+        make_sharded(variable, self._mesh)
+
+    def _sharding(self, axes: Axes) -> NamedSharding:
+        if not any(axes):
+            return self._mesh.whole
+        if axes not in self._shardings:
+            self._shardings[axes] = NamedSharding(
+                self._mesh.mesh, PartitionSpec(*axes)
+            )
+        return self._shardings[axes]
+
+    def _partition(
+        self, variables: list[keras.Variable], partitioner: Partitioner
+    ) -> None:
+        """Places variables by the partitioner's choices.
+
+        The partitioner is asked once for each variable, so that a placement
+        never changes.
+        """
+        new = [v for v in variables if self._needs_choice(v)]
+        over_cores = list(map(self._find_axes, new))
+        dims = self._choose_dimensions(partitioner, new, over_cores)
+        is_replicated = partitioner.has_replicated_weights
+        for variable, axes, dim in zip(new, over_cores, dims, strict=True):
+            setattr(variable, _ASKED, self._mesh)
+            if dim is None and not any(axes):
+                continue
+            of_slots = axes
+            if dim is not None:
+                of_slots = _strip_trailing(
+                    (*axes[:dim], self._mesh.axis, *axes[dim + 1 :])
+                )
+            self._place(
+                variable,
+                self._sharding(axes if is_replicated else of_slots),
+                self._sharding(of_slots),
+                partitioner.sum_dtype,
+            )
+
+    def _choose_dimensions(
+        self,
+        partitioner: Partitioner,
+        variables: list[keras.Variable],
+        over_cores: list[Axes],
+    ) -> list[int | None]:
+        """Returns the dimensions that the partitioner chooses in all processes.
+
+        The choices of a `FullySharded` are compared between processes only
+        once. The choices of a function are compared each time, because the
+        function may return anything.
+        """
+        mesh = self._mesh
+        is_single = mesh.num_processes == 1 or mesh.is_abstract
+        is_known = self._is_compared and not partitioner.is_function
+        # Scalars are never sharded.
+        if is_single or is_known or not any(tuple(v.shape) for v in variables):
+            return choose_dimensions(partitioner, variables, over_cores)
+        dims = agree_on_dimensions(partitioner, mesh, variables, over_cores)
+        self._is_compared = True
+        return dims
+
+    def _needs_choice(self, variable: keras.Variable) -> bool:
+        if variable.synchronization == "on_read" or variable.shape is None:
+            return False
+        placement = placement_of(variable)
+        is_placed = placement is not None and placement.mesh is self._mesh
+        is_decided = getattr(variable, _ASKED, None) is self._mesh
+        return not (is_placed or is_decided or variable.name == _SEED)
+
+    def _read_axes(self, path: str, layout: Any) -> Axes:
+        model, value = self._mesh.model_axis, getattr(layout, "axes", layout)
+        is_nest = isinstance(value, Iterable) and not isinstance(value, str)
+        axes: tuple[Any, ...] = tuple(value) if is_nest else ()
+        named = [axis for axis in axes if axis is not None]
+        if not is_nest or set(named) - {model} or len(named) > 1:
+            raise ValueError(
+                "A layout must shard at most one dimension of a variable over "
+                f"cores. Received: layout_map[{path!r}] = {value!r}. Use a "
+                f"tuple of None for each dimension, with at most one {model!r}."
+            )
+        return axes
+
+
+def _strip_trailing(axes: Axes) -> Axes:
+    """Removes trailing None entries from axes, as JAX does."""
+    last = max(i for i, axis in enumerate(axes) if axis is not None)
+    return axes[: last + 1]
+
+
+def shard_like(slot: keras.Variable, weight: keras.Variable) -> None:
+    """Shards an optimizer slot with the sharding for its weight's slots."""
+    placement = placement_of(weight)
+    if placement is not None and tuple(slot.shape) == tuple(weight.shape):
+        of_slot = dataclasses.replace(placement, sharding=placement.of_slots)
+        setattr(slot, _PLACEMENT, of_slot)
+        make_sharded(slot, placement.mesh)
+
+
+def shard_slots_by_names(
+    variables: Iterable[keras.Variable], mesh: ReplicaMesh
+) -> None:
+    """Shards slots that were created outside of the scope, by their names.
+
+    Args:
+      variables: Weights, and slots that still have the names that the optimizer
+        gave them.
+      mesh: The mesh of the replicas.
+    """
+    variables = list(variables)
+    axes_of_slots: dict[str, tuple[keras.Variable, set[Any]]] = {}
+    for weight in variables:
+        placement = placement_of(weight)
+        if placement is not None and placement.mesh is mesh:
+            prefix = weight.path.replace("/", "_") + "_"
+            axes_of_slots[prefix] = weight, set(placement.of_slots.spec)
+    if not axes_of_slots:
+        return
+    for slot in variables:
+        # A slot is named after its weight's path ("dense_kernel_momentum"),
+        # which may contain "_" itself. So every prefix that ends with "_" is
+        # tried.
+        ends = (i + 1 for i, letter in enumerate(slot.name) if letter == "_")
+        for end in ends:
+            weight, axes = axes_of_slots.get(slot.name[:end], (slot, set()))
+            # A slot that is already sharded over these axes stays as it is.
+            if axes - set(sharding_of(slot, mesh).spec) - {None}:
+                shard_like(slot, weight)

@@ -1,0 +1,370 @@
+"""Where compiled programs are cached, and when they are not."""
+
+import concurrent.futures
+import grp
+import os
+import pathlib
+import pwd
+import shutil
+import signal
+import subprocess
+import sys
+import threading
+import types
+
+import filelock
+import pytest
+
+from keras_strategies.job import compilation_cache, trusted_folder
+
+FOLDER = "JAX_COMPILATION_CACHE_DIR"
+
+
+def make(folder, **more):
+    return compilation_cache.make_settings(
+        {"XDG_CACHE_HOME": str(folder), **more}
+    )
+
+
+def test_the_folder_is_the_users_own(tmp_path):
+    settings = make(tmp_path / "new")
+    folder = pathlib.Path(settings[FOLDER])
+    assert folder.parent == tmp_path / "new" / "keras_strategies"
+    for path in (folder, folder.parent):
+        assert path.stat().st_mode & 0o777 == 0o700
+    assert int(settings["JAX_COMPILATION_CACHE_MAX_SIZE"]) == 4 * 2**30
+    assert make(tmp_path / "new") == settings
+    kept = make(tmp_path, JAX_COMPILATION_CACHE_MAX_SIZE="5")
+    assert "JAX_COMPILATION_CACHE_MAX_SIZE" not in kept
+
+
+def test_another_cpu_has_another_folder(tmp_path, monkeypatch):
+    before = make(tmp_path)
+    (tmp_path / "cpuinfo").write_text("flags : fpu avx\nprocessor : 3\n")
+    monkeypatch.setattr(compilation_cache, "_CPU_INFO", tmp_path / "cpuinfo")
+    other = make(tmp_path)
+    assert other != before
+    # Another core of the same CPU is no difference.
+    (tmp_path / "cpuinfo").write_text("flags : fpu avx\nprocessor : 4\n")
+    assert make(tmp_path) == other
+    monkeypatch.setattr(compilation_cache, "_CPU_INFO", tmp_path / "none")
+    assert FOLDER in make(tmp_path)
+
+
+@pytest.mark.parametrize(
+    "environ",
+    [
+        {FOLDER: "mine"},
+        {FOLDER: ""},
+        {"JAX_ENABLE_COMPILATION_CACHE": "false"},
+        {"JAX_ENABLE_COMPILATION_CACHE": "0"},
+    ],
+)
+def test_what_the_user_has_set_stays(tmp_path, environ):
+    assert make(tmp_path, **environ) == {}
+    assert not list(tmp_path.iterdir())
+
+
+ME = os.geteuid()
+OWNERS = {"me": ME, "root": 0, "stranger": ME + 1}
+# Groups with the members that /etc/group and /etc/passwd list.
+GROUPS = {"root": 0, "mine": 7001, "many": 7002, "first": 7003, "unnamed": 7004}
+# Each line: a path below the test's folder with its mode, owner and group, or
+# a link with its target and owner. XDG_CACHE_HOME is "home/cache"; "K" and "F"
+# are the package's folders in it.
+TREES = {
+    "new": ("", True),
+    "others read": ("home 755|K 755|F 755", True),
+    "home of all": ("home 777", False),
+    "home like /tmp": ("home 1777", True),
+    "home of many": ("home 775 me:many", False),
+    "home of a first group": ("home 775 me:first", False),
+    "home of my group": ("home 775 me:mine", True),
+    "home of an unnamed group": ("home 775 me:unnamed", True),
+    "home of root's group": ("home 775 me:root", True),
+    "home of root and its group": ("home 775 root:root", True),
+    "home of root": ("home 755 root:root", True),
+    "home of root and many": ("home 775 root:many", False),
+    "home of a stranger": ("home 755 stranger:mine", False),
+    "home of a stranger like /tmp": ("home 1777 stranger:mine", False),
+    "a stranger was faster": ("home/cache 1777|K 755 stranger:mine", False),
+    "package's of all": ("K 777", False),
+    "package's like /tmp": ("K 1777|F 700", True),
+    "package's is a file": ("home/cache 755|K file 644", False),
+    "folder of all": ("F 777", False),
+    "folder like /tmp": ("F 1777", False),
+    "folder of many": ("F 775 me:many", False),
+    "folder of my group": ("F 775 me:mine", True),
+    "folder of a stranger": ("F 755 stranger:mine", False),
+    "folder is a file": ("K 755|F file 644", False),
+    "link": ("other 755|home 755|home/cache -> ../other me", True),
+    "link of root": ("other 755|home 755|home/cache -> ../other root", True),
+    "link of a stranger": (
+        "other 755|home 1777|home/cache -> ../other stranger",
+        False,
+    ),
+    "link to a folder of all": (
+        "other 777|home 755|home/cache -> ../other me",
+        False,
+    ),
+    "link below a folder of all": (
+        "open 777|open/other 755|home 755|home/cache -> ../open/other me",
+        False,
+    ),
+    "link to a link": (
+        "other 755|one -> other me|home 755|home/cache -> ../one me",
+        True,
+    ),
+    "link to a stranger's link": (
+        "other 755|one -> other stranger|home 755|home/cache -> ../one me",
+        False,
+    ),
+    "link to itself": ("home 755|home/cache -> cache me", False),
+    "link to nothing": ("home 755|home/cache -> none me", False),
+    "folder is a link": ("other 755|K 755|F -> ../../../other me", True),
+    "entries": ("F 755|F/a-cache file 644|F/a-atime file 644", True),
+    "entry of all": ("F 755|F/a-cache file 646", False),
+    "entry of all in my folder": ("F 700|F/a-cache file 666", False),
+    "entry of many": ("F 755|F/a-cache file 664 me:many", False),
+    "entry of many in my folder": ("F 700|F/a-cache file 664 me:many", True),
+    "entry of a stranger": ("F 755|F/a-cache file 644 stranger:mine", False),
+    "entry is a link": (
+        "other 755|other/a file 644|F 755|F/a-cache -> ../../../../other/a me",
+        True,
+    ),
+    "entry is a link to a file of all": (
+        "other 755|other/a file 666|F 755|F/a-cache -> ../../../../other/a me",
+        False,
+    ),
+    "entry is a link to nothing": ("F 755|F/a-cache -> none me", True),
+}
+
+
+@pytest.fixture
+def tree(tmp_path, monkeypatch):
+    """Makes a tree of `TREES`; owners are only said, which needs no root."""
+    owners = {}
+    package = "home/cache/keras_strategies"
+    folder = f"{package}/{pathlib.Path(make(tmp_path / 'x')[FOLDER]).name}"
+    shutil.rmtree(tmp_path / "x")
+
+    def path_of(name):
+        first, *rest = name.split("/")
+        first = {"K": package, "F": folder}.get(first, first)
+        return tmp_path.joinpath(first, *rest)
+
+    def create(text):
+        for line in filter(None, text.split("|")):
+            name, *words = line.split()
+            path = path_of(name)
+            path.parent.mkdir(0o755, parents=True, exist_ok=True)
+            if words[0] == "->":
+                path.symlink_to(words[1])
+                owners[path] = OWNERS[words[2]], GROUPS["many"]
+                continue
+            if words[0] == "file":
+                path.write_bytes(b"")
+            else:
+                path.mkdir(exist_ok=True)
+            path.chmod(int(words[words[0] == "file"], 8))
+            if ":" in words[-1]:
+                owner, group = words[-1].split(":")
+                owners[path] = OWNERS[owner], GROUPS[group]
+
+    def lstat(path):
+        found = list(os.lstat(path))
+        found[4:6] = owners.get(pathlib.Path(path), (found[4], GROUPS["many"]))
+        return os.stat_result(found)
+
+    def user(name, number, group):
+        return pwd.struct_passwd((name, "x", number, group, "", "/", "/bin/sh"))
+
+    def find_group(number):
+        for name, known in GROUPS.items():
+            if known == number and name != "unnamed":
+                members = {"many": ["me", "they"], "mine": ["me"]}.get(name, [])
+                return grp.struct_group((name, "x", number, members))
+        raise KeyError(number)
+
+    users = [
+        user("me", ME, GROUPS["mine"]),
+        user("they", ME + 1, GROUPS["first"]),
+        user("operator", 11, 0),
+    ]
+    monkeypatch.setattr(pwd, "getpwall", lambda: users)
+    monkeypatch.setattr(grp, "getgrgid", find_group)
+    monkeypatch.setattr(trusted_folder, "_lstat", lstat)
+    return create
+
+
+@pytest.mark.parametrize("name", TREES)
+def test_folders_that_others_can_change_are_not_used(
+    name, tree, tmp_path, caplog
+):
+    text, expected = TREES[name]
+    tree(text)
+    base = tmp_path / "home" / "cache"
+    before = compilation_cache.find_fault({"XDG_CACHE_HOME": str(base)})
+    for _ in range(2):
+        assert (FOLDER in make(base)) == expected
+    after = compilation_cache.find_fault({"XDG_CACHE_HOME": str(base)})
+    if expected:
+        assert [before, after, caplog.messages] == ["", "", []]
+        return
+    assert after
+    (line,) = caplog.messages  # It is said once.
+    assert "chmod go-w" in line
+    assert FOLDER in line
+
+
+def test_groups_of_a_service_that_lists_no_users(tree, tmp_path, monkeypatch):
+    tree("home 775 me:first")
+    names = {ME: "me"}
+    monkeypatch.setattr(pwd, "getpwall", lambda: [])
+    monkeypatch.setattr(
+        pwd, "getpwuid", lambda number: types.SimpleNamespace(pw_name=names[ME])
+    )
+    assert make(tmp_path / "home") == {}
+    names[ME] = "first"  # A group of the user's name is the user's.
+    assert FOLDER in make(tmp_path / "home")
+    # A container's user without a name, whose groups have no members.
+    del names[ME]
+    assert FOLDER in make(tmp_path / "home")
+
+
+def test_a_umask_that_lets_others_write_makes_a_private_folder(tmp_path):
+    before = os.umask(0)
+    try:
+        assert FOLDER in make(tmp_path / "a" / "b")
+        assert FOLDER in make(tmp_path / "a" / "b")
+    finally:
+        os.umask(before)
+
+
+def test_programs_that_were_not_finished_are_deleted(tmp_path):
+    folder = pathlib.Path(make(tmp_path)[FOLDER])
+    for name in ("a-cache", "a-atime", "b-cache", "c-atime", "d"):
+        (folder / name).write_bytes(b"1")
+    with filelock.FileLock(folder / ".lockfile"):
+        threading.Timer(0.3, (folder / "b-atime").write_bytes, [b"1"]).start()
+        with concurrent.futures.ThreadPoolExecutor() as pool:
+            waiting = pool.submit(make, tmp_path)
+            while not (folder / "b-atime").exists():
+                assert not waiting.done()
+    assert (folder / "b-cache").exists(), "another process was writing it"
+    (folder / "b-atime").unlink()
+    assert FOLDER in make(tmp_path)
+    names = {path.name for path in folder.iterdir()} - {".lockfile"}
+    assert names == {"a-cache", "a-atime", "d"}
+
+
+KILLED = """
+import os, resource, signal, sys
+import jax
+from keras_strategies.job import compilation_cache
+
+compilation_cache.enable(warns=True)
+step, factor = sys.argv[1:]
+
+
+def kill(event, arguments):
+    path = str(arguments[0]) if event == "open" else ""
+    if path.endswith("-atime") and not os.path.exists(path):
+        os.kill(os.getpid(), signal.SIGKILL)
+
+
+if step == "program":
+    signal.signal(signal.SIGXFSZ, signal.SIG_DFL)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (100, 100))
+elif step == "time":
+    sys.addaudithook(kill)
+jax.jit(lambda x: x * float(factor))(1.0).block_until_ready()
+"""
+
+
+@pytest.mark.multi_process
+def test_a_run_after_a_killed_write_caches(tmp_path):
+    environ = {k: v for k, v in os.environ.items() if not k.startswith("JAX_")}
+    environ |= {"JAX_PLATFORMS": "cpu", "XDG_CACHE_HOME": str(tmp_path)}
+    found = []
+    for step, code in (
+        ("program", -signal.SIGXFSZ),
+        ("time", -signal.SIGKILL),
+        ("end", 0),
+    ):
+        ended = subprocess.run(
+            [sys.executable, "-c", KILLED, step, str(len(found) + 2)],
+            env=environ,
+            capture_output=True,
+            text=True,
+            timeout=120,
+        )
+        assert ended.returncode == code, ended.stderr
+        assert "ache" not in ended.stderr
+        names = {path.name for path in tmp_path.glob("*/jax-*/*")}
+        programs = {n[:-6] for n in names if n.endswith("-cache")}
+        times = {n[:-6] for n in names if n.endswith("-atime")}
+        found.append((len(programs - times), len(times)))
+    # The numbers of programs that are not finished, and of those that are.
+    assert found[:2] == [(1, 0), (1, 0)]
+    assert found[2][0] == 0
+    assert found[2][1] > 0
+
+
+def test_a_folder_that_cannot_be_made_is_one_line(tmp_path, caplog):
+    (tmp_path / "file").write_text("")
+    assert make(tmp_path / "file") == {}
+    (line,) = caplog.messages
+    assert "Not a directory" in line
+    caplog.clear()
+    compilation_cache.make_settings(
+        {"XDG_CACHE_HOME": str(tmp_path / "file")}, warns=False
+    )
+    assert not [r for r in caplog.records if r.levelname == "WARNING"]
+
+
+SCRIPT = """
+import sys, numpy as np
+import keras_strategies as ks
+import jax, keras
+hits = []
+jax.monitoring.register_event_listener(
+    lambda name, **_: hits.append(name.endswith("cache_hits"))
+)
+keras.utils.set_random_seed(0)
+with ks.MirroredStrategy().scope():
+    model = keras.Sequential([keras.layers.Dense(4), keras.layers.Dense(1)])
+    model.compile("adam", "mse")
+saved = ks.callbacks.Checkpoint(sys.argv[1])
+x = np.random.default_rng(0).normal(size=(64, 8)).astype("float32")
+model.fit(x, x[:, :1], epochs=2, verbose=0, callbacks=[saved])
+weights = b"".join(w.tobytes() for w in model.get_weights())
+print(jax.config.jax_compilation_cache_dir, sum(hits), weights.hex())
+"""
+
+
+@pytest.mark.multi_process
+def test_a_job_that_is_started_again_compiles_nothing_again(tmp_path):
+    environ = {k: v for k, v in os.environ.items() if not k.startswith("JAX_")}
+    environ |= {
+        "JAX_PLATFORMS": "cpu",
+        "XDG_CACHE_HOME": str(tmp_path / "cache"),
+        "XLA_FLAGS": "--xla_force_host_platform_device_count=2",
+    }
+    found = []
+    for run in range(2):
+        ended = subprocess.run(
+            [sys.executable, "-c", SCRIPT, str(tmp_path / f"run{run}")],
+            env=environ,
+            capture_output=True,
+            text=True,
+            timeout=300,
+        )
+        assert ended.returncode == 0, ended.stderr
+        assert "ache" not in ended.stderr
+        found.append(ended.stdout.split())
+    (folder, cold, weights), (_, hits, again) = found
+    assert folder.startswith(str(tmp_path / "cache" / "keras_strategies"))
+    assert cold == "0"
+    assert int(hits) >= 2
+    assert again == weights

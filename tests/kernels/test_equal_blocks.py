@@ -1,0 +1,508 @@
+"""Equal blocks of models, and models of fewer of them."""
+
+import jax
+import keras
+import numpy as np
+import pytest
+from keras import layers
+
+from keras_strategies.kernels.equal_blocks import find_blocks
+from keras_strategies.planning.compile.shorter_models import shorten
+
+ROWS = np.random.default_rng(0).normal(size=(3, 5, 8)).astype("float32")
+COUNT, KEPT = 6, 2
+
+
+@pytest.fixture(autouse=True)
+def _seeded():
+    keras.utils.set_random_seed(7)
+
+
+def residual(x, width=8, **kwargs):
+    y = layers.LayerNormalization()(x)
+    y = layers.Dense(16, activation="gelu", **kwargs)(y)
+    return x + layers.Dense(width)(y)
+
+
+class Block(layers.Layer):
+    """A block as keras-hub's models have it."""
+
+    def build(self, shape):
+        self.inner = layers.Dense(shape[-1], activation="tanh")
+        self.inner.build(shape)
+
+    def call(self, x):
+        return x + self.inner(x)
+
+
+class Gated(layers.Layer):
+    """Takes what all blocks take, too."""
+
+    def __init__(self, **kwargs):
+        super().__init__(**kwargs)
+        self.inner = layers.Dense(8)
+
+    def build(self, x_shape, gate_shape=None):
+        self.inner.build(x_shape)
+
+    def call(self, x, gate=None):
+        return self.inner(x * gate)
+
+
+def in_words(count):
+    x = inputs = keras.Input((5, 8))
+    x = layers.Dense(8)(x)
+    for _ in range(count):
+        x = residual(x)
+    return keras.Model(inputs, layers.Dense(2)(x))
+
+
+def of_layers(count):
+    x = inputs = keras.Input((5, 8))
+    for _ in range(count):
+        x = Block()(x)
+    return keras.Model(inputs, layers.Dense(2)(x))
+
+
+def sequential(count):
+    blocks = [Block() for _ in range(count)]
+    return keras.Sequential([keras.Input((5, 8)), *blocks, layers.Dense(2)])
+
+
+def sequential_of_many(count):
+    parts = []
+    for _ in range(count):
+        parts += [layers.Dense(16), layers.ReLU(), layers.Dense(8)]
+    return keras.Sequential([keras.Input((5, 8)), *parts, layers.Dense(2)])
+
+
+def nested(count):
+    inputs = keras.Input((5, 8), name="tokens")
+    backbone = of_layers(count)
+    return keras.Model({"tokens": inputs}, layers.Dense(3)(backbone(inputs)))
+
+
+def nested_twice(count):
+    inner = nested(count)
+    inputs = keras.Input((5, 8), name="tokens")
+    outputs = inner({"tokens": inputs})
+    return keras.Model({"tokens": inputs}, layers.ReLU()(outputs))
+
+
+def in_sequential(count):
+    parts = [of_layers(count), layers.Dense(3)]
+    return keras.Sequential([keras.Input((5, 8)), *parts])
+
+
+def sequential_in_functional(count):
+    inputs = keras.Input((5, 8))
+    return keras.Model(inputs, layers.Dense(3)(sequential(count)(inputs)))
+
+
+def with_gates(count):
+    x = inputs = keras.Input((5, 8))
+    gate = keras.ops.cast(
+        keras.ops.sum(inputs, -1, keepdims=True) > 0, "float32"
+    )
+    for _ in range(count):
+        y = layers.LayerNormalization()(x)
+        y = Gated()(y, gate=gate)
+        x = layers.Add()([x, y])
+    return keras.Model(inputs, layers.Dense(2)(x))
+
+
+def with_side_output(count):
+    x = inputs = keras.Input((5, 8))
+    x = first = layers.Dense(8)(x)
+    for _ in range(count):
+        x = residual(x)
+    side = layers.Dense(4)(first)
+    return keras.Model(inputs, {"main": layers.Dense(2)(x), "side": side})
+
+
+def of_models(count):
+    x = inputs = keras.Input((5, 8))
+    for _ in range(count):
+        y = keras.Input((5, 8))
+        x = keras.Model(y, residual(y))(x)
+    return keras.Model(inputs, layers.Dense(2)(x))
+
+
+def ending_with_blocks(count):
+    x = inputs = keras.Input((5, 8))
+    for _ in range(count):
+        x = Block()(x)
+    return keras.Model(inputs, x)
+
+
+def with_two_widths(count):
+    x = inputs = keras.Input((5, 8))
+    x = layers.Dense(16)(x)
+    for _ in range(count):
+        x = Block()(x)
+    x = layers.Dense(4)(x)
+    for _ in range(5):
+        x = Block()(x)
+    return keras.Model(inputs, x)
+
+
+MODELS = [
+    *(in_words, of_layers, sequential, sequential_of_many, nested),
+    *(nested_twice, in_sequential, sequential_in_functional, with_gates),
+    *(with_side_output, of_models, ending_with_blocks, with_two_widths),
+]
+
+
+def given(model):
+    is_dict = model.inputs[0].name == "tokens"
+    return {"tokens": ROWS} if is_dict else ROWS
+
+
+def variables_of(segment):
+    found = {
+        id(v): v
+        for operation in segment
+        for v in getattr(operation, "variables", ())
+    }
+    return found.values()
+
+
+def weights_of(model, number):
+    """The values of a model's variables without those of later blocks."""
+    blocks = find_blocks(model)
+    assert blocks is not None
+    dropped = {
+        id(v)
+        for segment in blocks.segments[number:]
+        for v in variables_of(segment)
+    }
+    return [v for v in model.weights if id(v) not in dropped]
+
+
+@pytest.mark.parametrize("make", MODELS)
+def test_blocks_are_all_repetitions(make):
+    blocks = find_blocks(make(COUNT))
+    assert blocks is not None
+    assert len(blocks) == COUNT
+    assert len({len(segment) for segment in blocks.segments}) == 1
+    sizes = {
+        sum(int(np.prod(v.shape)) for v in variables_of(segment))
+        for segment in blocks.segments
+    }
+    assert sizes == {blocks.num_entries}
+
+
+@pytest.mark.parametrize(
+    ("make", "number"),
+    [*((make, KEPT) for make in MODELS), (in_words, 1), (nested, 1)],
+)
+def test_fewer_blocks_are_the_model_that_is_made_with_fewer(make, number):
+    model = make(COUNT)
+    blocks = find_blocks(model)
+    shorter = shorten(model, blocks, number)
+    kept = weights_of(model, number)
+    assert {id(v) for v in shorter.weights} == {id(v) for v in kept}
+    expected = make(number)
+    assert [tuple(v.shape) for v in expected.weights] == [
+        tuple(v.shape) for v in shorter.weights
+    ]
+    expected.set_weights(shorter.get_weights())
+    jax.tree.map(
+        np.testing.assert_array_equal,
+        shorter(given(model)),
+        expected(given(model)),
+    )
+    assert not shorter.compiled
+
+
+@pytest.mark.parametrize("make", [in_words, nested_twice, in_sequential])
+def test_all_blocks_are_the_model_itself(make):
+    model = make(COUNT)
+    whole = shorten(model, find_blocks(model), COUNT)
+    assert {id(v) for v in whole.weights} == {id(v) for v in model.weights}
+    jax.tree.map(
+        np.testing.assert_array_equal, whole(given(model)), model(given(model))
+    )
+
+
+def of_shared_layers():
+    x = inputs = keras.Input((5, 8))
+    block = Block()
+    for _ in range(COUNT):
+        x = block(x)
+    return keras.Model(inputs, x)
+
+
+def with_a_shared_part():
+    x = inputs = keras.Input((5, 8))
+    dense = layers.Dense(8)
+    for _ in range(COUNT):
+        x = dense(layers.LayerNormalization()(x))
+    return keras.Model(inputs, x)
+
+
+def with_every_output():
+    x = inputs = keras.Input((5, 8))
+    outputs = []
+    for _ in range(COUNT):
+        x = Block()(x)
+        outputs.append(x)
+    return keras.Model(inputs, outputs)
+
+
+def with_dense_connections():
+    x = inputs = keras.Input((5, 8))
+    found = [x]
+    for _ in range(COUNT):
+        x = layers.Dense(8)(layers.Add()([*found, x]))
+        found.append(x)
+    return keras.Model(inputs, x)
+
+
+def of_growing_layers():
+    x = inputs = keras.Input((5, 8))
+    for width in range(8, 8 + COUNT):
+        x = layers.Dense(width)(x)
+    return keras.Model(inputs, x)
+
+
+def of_different_layers():
+    x = inputs = keras.Input((5, 8))
+    for name in ("relu", "gelu", "tanh", "silu", "relu", "elu"):
+        x = layers.Dense(8, activation=name)(x)
+    return keras.Model(inputs, x)
+
+
+def without_variables():
+    x = inputs = keras.Input((5, 8))
+    for _ in range(COUNT):
+        x = layers.ReLU()(x)
+    return keras.Model(inputs, layers.Dense(1)(x))
+
+
+class Subclassed(keras.Model):
+    def __init__(self):
+        super().__init__()
+        self.blocks = [Block() for _ in range(COUNT)]
+
+    def call(self, x):
+        for block in self.blocks:
+            x = block(x)
+        return x
+
+
+def subclassed():
+    model = Subclassed()
+    model(ROWS)
+    return model
+
+
+class Repeated(layers.Layer):
+    """A layer whose config does not say what it does."""
+
+    def __init__(self, times, function=None, activation=None):
+        super().__init__()
+        self.times, self.function = times, function
+        self.inner = layers.Dense(8, activation=activation)
+
+    def build(self, shape):
+        self.inner.build(shape)
+
+    def call(self, x):
+        for _ in range(self.times):
+            x = self.inner(x)
+        return x
+
+    def get_config(self):
+        return super(layers.Layer, self).get_config()
+
+
+class OwnCall(keras.Model):
+    def call(self, x, training=False):
+        return super().call(x) + keras.ops.sum(x)
+
+
+class Around(layers.Layer):
+    def __init__(self, model):
+        super().__init__()
+        self.model = model
+
+    def call(self, x):
+        return self.model(x)
+
+
+def chained(make, kind=keras.Model):
+    x = inputs = keras.Input((5, 8))
+    for number in range(COUNT):
+        x = make(number)(x)
+    return kind(inputs, x)
+
+
+def of_layers_that_differ_in_an_attribute():
+    return chained(lambda number: Repeated(1 + number))
+
+
+def of_layers_that_differ_inside():
+    names = ("relu", "gelu", "tanh", "silu", "relu", "elu")
+    return chained(lambda number: Repeated(1, activation=names[number]))
+
+
+def of_layers_that_differ_in_a_function():
+    return chained(lambda number: Repeated(1, lambda x: x + number))
+
+
+def of_calls_that_differ():
+    x = inputs = keras.Input((5, 8))
+    for number in range(COUNT):
+        attention = layers.MultiHeadAttention(2, 4)
+        x = attention(x, x, use_causal_mask=number > 2)
+    return keras.Model(inputs, x)
+
+
+def with_a_call_of_its_own():
+    return chained(lambda number: Block(), OwnCall)
+
+
+def in_a_layer():
+    return keras.Sequential([keras.Input((5, 8)), Around(of_layers(8))])
+
+
+def in_python():
+    class Model(keras.Model):
+        def __init__(self):
+            super().__init__()
+            self.inner = of_layers(8)
+
+        def call(self, x):
+            return self.inner(x)
+
+    model = Model()
+    model(ROWS)
+    return model
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        *(of_calls_that_differ, of_layers_that_differ_in_a_function),
+        *(of_layers_that_differ_inside, of_layers_that_differ_in_an_attribute),
+        *(with_a_call_of_its_own, in_a_layer, in_python),
+        *(of_shared_layers, with_a_shared_part, with_every_output),
+        *(with_dense_connections, of_growing_layers, of_different_layers),
+        *(without_variables, subclassed, lambda: of_layers(3)),
+        *(lambda: in_words(3), lambda: keras.Sequential([Block()])),
+    ],
+)
+def test_without_repetitions_there_are_no_blocks(make):
+    assert find_blocks(make()) is None
+
+
+def test_layers_without_a_config_are_blocks_if_they_hold_the_same():
+    model = chained(lambda number: Repeated(2, lambda x: x, "relu"))
+    assert len(find_blocks(model)) == COUNT
+
+
+def test_numbers_that_operations_compute_with_tell_no_blocks_apart():
+    x = inputs = keras.Input((5, 8))
+    for number in range(COUNT):
+        x = layers.Dense(8)(x) * (0.5 + number)
+    assert len(find_blocks(keras.Model(inputs, x))) == COUNT
+
+
+def test_a_layer_may_have_the_name_of_an_argument():
+    names = ["activation", *map(str, range(COUNT))]
+
+    def make(number):
+        block = Repeated(2)
+        block.inner = layers.Dense(8, name=names[number])
+        return block
+
+    assert len(find_blocks(chained(make))) == COUNT
+
+
+def test_four_repetitions_are_blocks():
+    assert len(find_blocks(of_layers(4))) == 4
+
+
+def test_blocks_that_are_layers_are_known():
+    model = of_layers(COUNT)
+    found = find_blocks(model).layers
+    assert found == [x for x in model.layers if isinstance(x, Block)]
+    assert find_blocks(in_words(COUNT)).layers is None
+
+
+def test_of_two_kinds_of_blocks_those_with_most_entries_are_taken():
+    x = inputs = keras.Input((5, 8))
+    for _ in range(9):
+        x = Block()(x)
+    x = layers.Dense(32)(x)
+    for _ in range(4):
+        x = Block()(x)
+    blocks = find_blocks(keras.Model(inputs, x))
+    assert len(blocks) == 4
+    assert blocks.num_entries == 32 * 32 + 32
+
+
+def remat_of(model):
+    """How many parts of a model's program are computed again."""
+
+    def fn(x):
+        return model.stateless_call(
+            [v.value for v in model.trainable_variables],
+            [v.value for v in model.non_trainable_variables],
+            x,
+        )[0]
+
+    text = str(jax.make_jaxpr(fn)(given(model)))
+    return text.count("checkpoint[") + text.count("remat2[")
+
+
+@pytest.mark.parametrize("make", [of_layers, sequential, nested])
+def test_blocks_that_are_computed_again_still_are(make):
+    with keras.RematScope(mode="full"):
+        model = make(COUNT)
+    blocks = find_blocks(model)
+    assert len(blocks) == COUNT
+    counts = [remat_of(shorten(model, blocks, n)) for n in (1, 2, 3)]
+    assert counts[1] - counts[0] == counts[2] - counts[1] > 0
+    # A model that is made in the scope is as a whole, too.
+    assert remat_of(model) == counts[0] + 5 * (counts[1] - counts[0])
+
+
+@pytest.mark.parametrize(
+    "mode",
+    [
+        {"mode": "full"},
+        {"mode": "activations"},
+        {"mode": "larger_than", "output_size_threshold": 7},
+        {"mode": "list_of_layers", "layer_names": ["inner_1", "inner_3"]},
+    ],
+)
+def test_blocks_that_are_computed_again_each_in_its_way_are_none(mode):
+    x = inputs = keras.Input((5, 8))
+    for i in range(COUNT):
+        with keras.RematScope(**(mode if i % 2 else {"mode": None})):
+            block = layers.Dense(8, name=f"inner_{i}")
+            x = block(x)
+    # Pairs of them would be, were there more.
+    assert find_blocks(keras.Model(inputs, x)) is None
+
+
+@pytest.mark.parametrize("make", [in_words, nested, sequential])
+def test_a_compiled_model_is_shortened_whatever_its_loss(make):
+    model = make(COUNT)
+    # Keras makes none from its config.
+    model.compile("adam", lambda y, found: (y - found) ** 2)
+    shorter = shorten(model, find_blocks(model), KEPT)
+    assert len(shorter.weights) == len(make(KEPT).weights)
+    assert not shorter.compiled
+
+
+def test_the_model_is_as_before():
+    model = in_words(COUNT)
+    before = np.asarray(model(ROWS))
+    names = [x.name for x in model.layers]
+    shorten(model, find_blocks(model), 1)
+    assert [x.name for x in model.layers] == names
+    np.testing.assert_array_equal(model(ROWS), before)
+    assert len(find_blocks(model)) == COUNT

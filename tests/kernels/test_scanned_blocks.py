@@ -1,0 +1,162 @@
+"""Loops over equal blocks; tests/parity/test_scanned_blocks.py has numbers."""
+
+import gc
+
+import jax
+import keras
+import numpy as np
+import pytest
+from keras import layers
+
+import keras_strategies as ks
+from keras_strategies.fit.binding import find_binding
+from keras_strategies.kernels import scanned_blocks
+from tests.support.strategies import make_strategy
+
+BLOCKS, WIDTH = 5, 8
+X = np.random.default_rng(0).normal(size=(8, WIDTH)).astype("float32")
+
+
+class Block(layers.Layer):
+    """Notes its calls, and whether the garbage collector runs meanwhile."""
+
+    calls: list[tuple[str, bool]] = []
+
+    def __init__(self, **options):
+        super().__init__(**options)
+        self.dense = layers.Dense(WIDTH, "tanh")
+
+    def call(self, x):
+        self.calls.append((self.name, gc.isenabled()))
+        return x + self.dense(x)
+
+
+class Lazy(Block):
+    """The layer in it has no variables until it is called."""
+
+    def build(self, input_shape):
+        self.scale = self.add_weight(shape=(WIDTH,))
+
+    def compute_output_spec(self, x):
+        return keras.KerasTensor(x.shape, x.dtype)
+
+
+def compiled(block, strategy=None, *, is_scanned=True):
+    keras.utils.set_random_seed(1)
+    strategy = strategy or make_strategy("mirrored2")
+    with strategy.scope():
+        x = inputs = keras.Input((WIDTH,))
+        for _ in range(BLOCKS):
+            x = block()(x)
+        model = keras.Model(inputs, layers.Dense(1)(x))
+        if is_scanned:
+            ks.experimental.scan_blocks(model)
+        model.compile("adam", "mse", metrics=["mae"])
+    Block.calls.clear()
+    return model
+
+
+def fit(model):
+    return model.fit(X, X[:, :1], batch_size=8, verbose=0).history
+
+
+@pytest.mark.parametrize("is_scanned", [False, True])
+def test_one_of_equal_blocks_is_computed_to_build_metrics(is_scanned):
+    model = compiled(Block, is_scanned=is_scanned)
+    find_binding(model).build_for_shapes((X, X[:, :1]))
+    assert len(set(Block.calls)) == (1 if is_scanned else BLOCKS)
+    assert model._compile_metrics.built
+    assert set(fit(model)) == {"loss", "mae"}
+
+
+def test_no_other_trace_has_the_result_of_one_block():
+    """A function that a model's `call` jits is not traced again after it."""
+    strategy = make_strategy("mirrored2")
+
+    class Outer(keras.Model):
+        def __init__(self):
+            super().__init__()
+            blocks = [layers.Dense(WIDTH, "tanh") for _ in range(BLOCKS)]
+            self.trunk = keras.Sequential([keras.Input((WIDTH,)), *blocks])
+            ks.experimental.scan_blocks(self.trunk)
+            self.jitted = jax.jit(
+                lambda weights, x: self.trunk.stateless_call(weights, [], x)[0]
+            )
+
+        def call(self, x):
+            weights = self.trunk.trainable_variables
+            return self.jitted(
+                list(map(keras.ops.convert_to_tensor, weights)), x
+            )
+
+    with strategy.scope():
+        model = Outer()
+        model.compile("sgd", "mse")
+    shape = jax.ShapeDtypeStruct((16, WIDTH), "float32")
+    strategy.compile_step(model, (shape, shape))
+    x = np.concatenate([X, X])
+    np.testing.assert_allclose(model(x), model.trunk(x), rtol=1e-5, atol=1e-6)
+
+
+def test_data_that_another_model_computes_are_its_own():
+    """The first batch is read while the student's metrics are built."""
+    strategy = make_strategy("mirrored2")
+    teacher = compiled(Block, strategy)
+    expected = compiled(Block, is_scanned=False).predict(X, verbose=0)
+    student = compiled(Block, strategy)
+
+    class Taught(keras.utils.PyDataset):
+        def __len__(self):
+            return 1
+
+        def __getitem__(self, index):
+            return X, teacher.predict_on_batch(X)
+
+    student.fit(Taught(), verbose=0)
+    found = teacher.predict_on_batch(X)
+    np.testing.assert_allclose(found, expected, rtol=1e-5, atol=1e-6)
+
+
+def test_blocks_without_variables_are_all_built():
+    model = compiled(Lazy)
+    assert not model.layers[2].dense.built
+    found = fit(model)
+    assert all(layer.dense.built for layer in model.layers[1 : BLOCKS + 1])
+    expected = fit(compiled(Block))
+    assert found.keys() == expected.keys()
+
+
+def test_blocks_are_searched_once_until_one_is_frozen(monkeypatch):
+    searched = []
+    search = scanned_blocks.find_blocks_of
+
+    def note(graph):
+        searched.append(graph)
+        return search(graph)
+
+    monkeypatch.setattr(scanned_blocks, "find_blocks_of", note)
+    model = compiled(Block)
+    fit(model)
+    assert len(searched) == 1
+    frozen = model.layers[3]
+    frozen.trainable = False
+    model.compile("adam", "mse")
+    before = frozen.get_weights()
+    with pytest.warns(UserWarning, match="not equal any more"):
+        fit(model)
+    assert len(searched) == 2
+    np.testing.assert_array_equal(before[0], frozen.get_weights()[0])
+    frozen.trainable = True
+    ks.experimental.scan_blocks(model)
+    model.compile("adam", "mse")
+    fit(model)
+    assert len(searched) == 3
+
+
+def test_the_garbage_collector_waits_while_a_step_is_traced():
+    fit(compiled(Block))
+    # The model is built first.
+    is_on = [on for _, on in Block.calls]
+    assert is_on[0] is True
+    assert is_on[-1] is False
+    assert gc.isenabled()

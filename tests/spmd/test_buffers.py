@@ -1,0 +1,98 @@
+"""The choice of buffers, and what XLA compiles to fill one."""
+
+import re
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from keras_strategies.spmd import buffers
+from keras_strategies.spmd.buffers import BETWEEN_PROCESSES, IN_PROCESS
+from tests.support.combinations import combine
+
+pytestmark = pytest.mark.quick
+
+
+def of_sizes(*sizes, dtype="float32"):
+    return [jax.ShapeDtypeStruct((size,), dtype) for size in sizes]
+
+
+@pytest.mark.parametrize("rule", [IN_PROCESS, BETWEEN_PROCESSES])
+def test_larger_arrays_share_no_buffer(rule):
+    most = rule.max_entries
+    arrays = of_sizes(most, most + 1, 1, most)
+    assert rule.groups(arrays) == [[0, 2, 3]]
+
+
+def test_a_buffer_of_one_array_is_not_made():
+    arrays = of_sizes(4, 4) + of_sizes(4, dtype="int32")
+    assert IN_PROCESS.groups(arrays) == [[0, 1]]
+
+
+def test_a_limited_number_of_small_arrays_share_buffers():
+    large = of_sizes(*[IN_PROCESS.max_entries + 1] * 3)
+    most = of_sizes(*[8] * IN_PROCESS.max_arrays)
+    assert [len(g) for g in IN_PROCESS.groups(most + large)] == [len(most)]
+    assert IN_PROCESS.groups([*most, *of_sizes(8), *large]) == []
+    more = most + of_sizes(8)
+    assert [len(g) for g in BETWEEN_PROCESSES.groups(more)] == [len(more)]
+
+
+def test_all_sums_of_sixty_dense_layers_share_a_buffer():
+    kernels = [32 * 16] + [16 * 16] * 59 + [16 * 10]
+    biases = [16] * 60 + [10]
+    arrays = of_sizes(*kernels, *biases, *[1] * 4)
+    assert IN_PROCESS.groups(arrays) == [list(range(126))]
+
+
+def test_booleans_share_no_buffer():
+    arrays = of_sizes(4, 4) + of_sizes(4, 4, dtype="bool")
+    assert IN_PROCESS.groups(arrays) == [[0, 1]]
+
+
+@pytest.mark.parametrize(
+    "dtype",
+    combine(
+        [
+            *("float32", "bfloat16", "float16", "int8", "uint32"),
+            *("complex64", "float8_e4m3fn"),
+        ],
+        every=3,
+    ),
+)
+def test_arrays_are_unpacked_as_they_were_packed(dtype):
+    arrays = [
+        jnp.full(shape, value, dtype)
+        for value, shape in enumerate([(2, 3), (), (0, 4), (5,), (1, 1)])
+    ]
+    buffer = buffers.pack(arrays)
+    assert (buffer.shape, buffer.dtype) == ((13,), jnp.dtype(dtype))
+    unpacked = buffers.unpack(buffer, arrays)
+    for found, array in zip(unpacked, arrays, strict=True):
+        assert (found.shape, found.dtype) == (array.shape, array.dtype)
+        np.testing.assert_array_equal(np.asarray(found), np.asarray(array))
+
+
+@pytest.mark.parametrize("order", [(0, 1, 2), (1, 2, 0), (2, 0, 1)])
+def test_sums_are_evaluated_for_their_entries_only(order):
+    def fill(rows):
+        arrays = [jnp.tanh(rows).sum(0), rows[:6], jnp.cos(rows).sum()]
+        return buffers.pack([arrays[k] for k in order])
+
+    compiled = jax.jit(fill).lower(jnp.ones((32, 64))).compile()
+    roots = roots_of_fused_sums(compiled.as_text())
+    assert "dynamic-update-slice" in roots
+    # XLA would evaluate a sum for every entry of the buffer.
+    assert not roots & {"pad", "concatenate"}
+
+
+def roots_of_fused_sums(text):
+    """Returns the root operations of fusions with a `reduce`."""
+    computations = [c for c in text.split("\n\n") if "ENTRY" not in c]
+    roots = [
+        re.search(r"ROOT \S+ = \S+ ([\w-]+)\(", computation)
+        for computation in computations
+        if " reduce(" in computation
+    ]
+    return {root.group(1) for root in roots if root}

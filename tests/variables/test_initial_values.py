@@ -1,0 +1,32 @@
+"""Which initial values the chief sends to the other processes."""
+
+import types
+
+import keras
+import numpy as np
+import pytest
+
+from keras_strategies.variables import initial_values
+
+
+class RandomZeros(keras.initializers.Zeros):
+    """Computes other values in each process."""
+
+    def __call__(self, shape, dtype=None, **kwargs):
+        return np.random.default_rng().normal(size=shape)
+
+
+@pytest.mark.parametrize(
+    ("initializer", "is_sent"),
+    [
+        ("zeros", False),
+        (keras.initializers.Ones(), False),
+        (keras.initializers.Constant(2.0), False),
+        ("glorot_uniform", True),
+        (RandomZeros(), True),
+    ],
+)
+def test_the_chief_sends_values_that_may_differ(initializer, is_sent):
+    mesh = types.SimpleNamespace(num_processes=2)
+    made = initial_values.make_chief_initializer(initializer, mesh)
+    assert isinstance(made, initial_values._FromChief) == is_sent
