@@ -99,7 +99,8 @@ class _Rewriting:
         return make(entries)
 
     def _change_program(self, program: Any) -> Any:
-        if isinstance(program, ClosedJaxpr):
+        # Since JAX 0.11 both classes are one, and a program is its own `jaxpr`.
+        if isinstance(program, ClosedJaxpr) and program.jaxpr is not program:
             inner = self.change(program.jaxpr)
             is_same = inner is program.jaxpr
             return program if is_same else program.replace(jaxpr=inner)
