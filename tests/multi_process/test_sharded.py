@@ -215,7 +215,8 @@ def test_processes_on_cpus_do_not_scatter_sums(found):
 @pytest.mark.slow
 @pytest.mark.parametrize("size", [2048, 4096], ids=["8-mib", "32-mib"])
 def test_large_shards_equal_one_device_after_many_steps(size):
-    for distance in values_of(f"{ROOM}:train_long", 2, size, 200, devices=1):
+    call = (f"{ROOM}:train_long", 2, size, 200)
+    for distance in values_of(*call, devices=1, timeout_s=1500):
         assert distance < 1e-5
 
 
