@@ -21,7 +21,7 @@ from keras import ops
 
 from keras_strategies._types import Array
 from keras_strategies.keras_bridge.step_context import StepContext, current_step
-from keras_strategies.passes.row_kinds import losses
+from keras_strategies.passes.row_kinds import marks
 from keras_strategies.spmd.replica_map import all_mean
 
 
@@ -83,7 +83,31 @@ def compute_moments(
         mean_of = _make_row_mean(step, axes, is_uneven=is_uneven)
     mean = mean_of(inputs)
     variance = mean_of(ops.square(inputs - mean))
-    return ops.squeeze(mean, axes), ops.squeeze(variance, axes)
+    moments = ops.squeeze(mean, axes), ops.squeeze(variance, axes)
+    return moments if step is None else _mark_moments(step, moments)
+
+
+def find_moments(
+    step: StepContext,
+    original: Callable[..., Any],
+    layer: keras.layers.BatchNormalization,
+    *args: Any,
+    **kwargs: Any,
+) -> tuple[Any, Any]:
+    """Computes the mean and variance of a replica's rows."""
+    return _mark_moments(step, original(layer, *args, **kwargs))
+
+
+def _mark_moments(
+    step: StepContext, moments: tuple[Array, Array]
+) -> tuple[Any, Any]:
+    if step.facts.is_local:
+        return moments
+    mean, variance = moments
+    return (
+        marks.mark_both_ways(mean, marks.STATISTIC),
+        marks.mark_both_ways(variance, marks.STATISTIC),
+    )
 
 
 def _make_row_mean(
@@ -145,6 +169,6 @@ def call_layer(
     """
     if step.facts.is_local:
         return original(layer, inputs, *args, **kwargs)
-    inputs = losses.mark(inputs, losses.OWN)
+    inputs = marks.mark(inputs, marks.OWN)
     normalized = original(layer, inputs, *args, **kwargs)
-    return losses.mark(normalized, losses.NORMALIZED)
+    return marks.mark(normalized, marks.NORMALIZED)

@@ -10,7 +10,7 @@ from keras.src.backend.common.masking import get_keras_mask, set_keras_mask
 
 from keras_strategies._types import Array, Leaf, Tree
 from keras_strategies.keras_bridge.step_context import StepContext
-from keras_strategies.passes.row_kinds import losses
+from keras_strategies.passes.row_kinds import marks
 from keras_strategies.spmd.replica_map import all_rows
 
 
@@ -79,5 +79,5 @@ def call_with_all_rows(
     with step.flag("sees_global_batch"):
         loss = fn(*args, **kwargs)
     if isinstance(loss, jax.Array):
-        loss = losses.mark(loss, losses.GLOBAL)
+        loss = marks.mark(loss, marks.GLOBAL)
     return loss

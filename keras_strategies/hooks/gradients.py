@@ -18,8 +18,7 @@ from keras_strategies.keras_bridge.step_context import (
     StepContext,
     current_step,
 )
-from keras_strategies.passes.row_kinds import losses as row_losses
-from keras_strategies.passes.row_kinds import scales
+from keras_strategies.passes.row_kinds import marks
 from keras_strategies.spmd.identity import IdentityMap, IdentitySet
 
 
@@ -222,8 +221,7 @@ def mark(step: StepContext, gradients: Sequence[Array | None]) -> list[Any]:
     if step.facts.is_local:
         return list(gradients)
     return [
-        g if g is None else row_losses.mark(g, scales.GRADIENT)
-        for g in gradients
+        g if g is None else marks.mark(g, marks.GRADIENT) for g in gradients
     ]
 
 

@@ -20,7 +20,7 @@ from keras_strategies.hooks.gather_rows import (
     note_rows,
 )
 from keras_strategies.keras_bridge.step_context import StepContext
-from keras_strategies.passes.row_kinds import losses
+from keras_strategies.passes.row_kinds import marks
 from keras_strategies.spmd.replica_map import all_mean
 
 if TYPE_CHECKING:
@@ -55,18 +55,23 @@ def reduce_values(
         or tuple(values.shape) in ((), (0,))
     ):
         return original(values, sample_weight, reduction)
-    values = losses.mark(values, losses.VALUES)
-    if reduction == "sum":
+    values = marks.mark(values, marks.VALUES)
+    is_sum = reduction == "sum"
+    is_by_weight = reduction == "mean_with_sample_weight"
+    if is_sum or (is_by_weight and sample_weight is not None):
+        values = marks.mark_both_ways(values, marks.VALUES)
+    if is_sum:
         reduced = _unweight(step, jnp.sum(values) * step.num_sharing)
-    elif reduction == "mean_with_sample_weight" and sample_weight is not None:
+    elif is_by_weight and sample_weight is not None:
         total = jnp.sum(values)
         weight = jnp.sum(sample_weight).astype(total.dtype)
         reduced = ops.divide_no_nan(total, _average(step, weight))
         reduced = _unweight(step, reduced)
     else:
         reduced = original(values, sample_weight, reduction)
-        return losses.mark(reduced, losses.AVERAGED)
-    return losses.mark(reduced, losses.REDUCED)
+        return marks.mark(reduced, marks.AVERAGED)
+    reduced = marks.mark_both_ways(reduced, marks.REDUCED)
+    return marks.mark(reduced, marks.REDUCED)
 
 
 def apply_mask(
@@ -92,14 +97,14 @@ def apply_mask(
     is_mean = reduction in ("mean", "sum_over_batch_size")
     if mask is None or not step.sees_replica_rows or not is_mean:
         return weighted
-    mask = losses.mark(jnp.asarray(mask), losses.OWN)
+    mask = marks.mark(jnp.asarray(mask), marks.OWN)
     # Keras has multiplied each selected entry by total / kept, both counted
     # over this replica's rows. Multiplying by `kept` and dividing by the mean
     # of `kept` over the replicas gives the ratio of the global batch.
     kept = jnp.sum(jnp.asarray(mask, dtype=weighted.dtype))
     weighted = weighted * ops.divide_no_nan(kept, _average(step, kept))
     weighted = _unweight(step, weighted)
-    return losses.mark(weighted, losses.NORMALIZED)
+    return marks.mark(weighted, marks.NORMALIZED)
 
 
 def call_loss(
@@ -196,4 +201,4 @@ def mark_loss(step: StepContext, value: Leaf) -> Leaf:
     is_scalar = isinstance(value, jax.Array) and not value.ndim
     if not is_per_replica or not is_scalar:
         return value
-    return losses.mark(value, losses.LOSS)
+    return marks.mark(value, marks.LOSS)

@@ -12,7 +12,7 @@ from keras_strategies._types import Array
 from keras_strategies.hooks import metric_rules
 from keras_strategies.hooks.seeds import is_seed
 from keras_strategies.keras_bridge.step_context import Group, StepContext
-from keras_strategies.passes.row_kinds import losses, scales
+from keras_strategies.passes.row_kinds import marks
 from keras_strategies.spmd.replica_map import (
     all_max,
     all_min,
@@ -28,9 +28,11 @@ def merge(variable: keras.Variable, rule: str) -> keras.Variable:
     """Sets how the replicas' values of a variable are combined after a step.
 
     By default floating-point state (moving statistics) is averaged, integer
-    and boolean state is taken from replica 0, and metrics are summed. Call
-    `merge` for variables that need another rule, such as a row counter or a
-    maximum.
+    and boolean state is taken from replica 0, and metrics are summed. If user
+    code computes a state that is not shown to be a mean over rows, or not to
+    depend on them, the step runs over the global batch. Call `merge` for
+    variables that need another rule, such as a row counter or a maximum; the
+    step then runs replica by replica.
 
     Args:
       variable: The variable, typically created by `layer.add_weight`.
@@ -162,9 +164,10 @@ def _plan_variable(
         drawn = all_max(new[1], step.axis) if step.facts.is_uneven else new[1]
         return lambda sums: jnp.stack([old[0], drawn])
     rule = _find_rule(variable, step, is_metric)
-    if rule != "sum" and not is_metric:
-        mark = scales.WEIGHT if variable.trainable else scales.STATE
-        new = losses.mark(new, mark)
+    is_chosen = getattr(variable, "_ks_merge", "mean") != "mean"
+    if rule != "sum" and not (is_metric or is_chosen):
+        mark = marks.WEIGHT if variable.trainable else marks.STATE
+        new = marks.mark(new, mark)
     return _plan_by_rule(plan, rule, old, new, is_metric)
 
 
@@ -183,7 +186,7 @@ def _plan_by_rule(
         return lambda sums: smallest
     if rule == "sum":
         change = new - _replace_infinite(old)
-        place = plan.add(losses.mark(change, scales.CHANGE))
+        place = plan.add(marks.mark(change, marks.CHANGE))
         return lambda sums: old + sums[place]
     if rule == metric_rules.MEAN and is_metric:
         change = new - _replace_infinite(old)

@@ -65,6 +65,7 @@ def _find_patches() -> Iterator[Patch]:
         yield from _find_class_patches(cls, _OF_MODELS)
     normalization = keras.layers.BatchNormalization
     yield normalization, "call", _make_hook(batch_norm.call_layer)
+    yield normalization, "_moments", _make_hook(batch_norm.find_moments)
     for cls in _find_classes(BaseOptimizer):
         yield from _find_class_patches(cls, _OF_OPTIMIZERS)
     for cls in _find_classes(keras.metrics.Metric):

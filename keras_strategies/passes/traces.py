@@ -2,6 +2,7 @@
 
 import collections
 import contextlib
+import dis
 import functools
 import gc
 import importlib.util
@@ -221,6 +222,37 @@ def is_of_package(equation: JaxprEqn) -> bool:
 def is_package_file(file_name: str) -> bool:
     """Returns whether a file of source code belongs to this package."""
     return file_name.startswith(_folders("keras_strategies"))
+
+
+def is_fault_of_package(error: Exception) -> bool:
+    """Returns whether an error in a trace is a fault of this package.
+
+    Such an error comes from an operation, or from a built-in function, in a
+    line of this package that is not a `raise` statement.
+    """
+    if not isinstance(error, _FAULTS):
+        return False
+    entry: Any = error.__traceback__
+    # Keras's handler of errors removes the frames of Keras below its own.
+    is_filtered = False
+    while entry.tb_next is not None:
+        entry = entry.tb_next
+        is_filtered |= entry.tb_frame.f_code.co_name == "error_handler"
+    code = entry.tb_frame.f_code
+    operation = dis.opname[code.co_code[entry.tb_lasti]]
+    is_explicit = "RAISE" in operation or ("CALL" in operation and is_filtered)
+    return is_package_file(code.co_filename) and not is_explicit
+
+
+_FAULTS = (
+    ArithmeticError,
+    AssertionError,
+    AttributeError,
+    LookupError,
+    NameError,
+    TypeError,
+    ValueError,
+)
 
 
 def is_update(equation: JaxprEqn) -> bool:

@@ -20,6 +20,7 @@ from keras_strategies.kernels.kernels import kernels_for
 from keras_strategies.kernels.scanned_blocks import (
     scanning_blocks,
 )
+from keras_strategies.passes import traces
 from keras_strategies.passes.replay import separate_trace
 from keras_strategies.passes.traces import is_tracing, without_collector
 from keras_strategies.spmd.batches import Segment
@@ -61,8 +62,8 @@ def mapped_trace(
         yield
     except Exception as error:
         trace_checks.forget_losses(model_step)
-        is_fault = trace_checks.is_fault_of_package(error)
-        if is_fault or isinstance(error, NotMapped):
+        is_fault = traces.is_fault_of_package(error)
+        if is_fault or isinstance(error, NotMapped | trace_checks.LogWarning):
             raise
         reason = step.notes.global_batch_reason or trace_checks.describe_error(
             error

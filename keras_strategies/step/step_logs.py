@@ -4,28 +4,36 @@ from collections.abc import Sequence
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import keras
 
 from keras_strategies._types import Array, Leaf, Logs
 from keras_strategies.hooks import merge as merge_lib
 from keras_strategies.hooks.metric_hooks import Result
 from keras_strategies.keras_bridge.step_context import StepContext
-from keras_strategies.passes.row_kinds import losses, scales
+from keras_strategies.passes.row_kinds import marks
 from keras_strategies.spmd.identity import IdentityMap, IdentitySet
 
 
 def find_averaged_logs(step: StepContext, logs: Logs) -> IdentitySet:
     """Returns the logs to average: those that are not results of metrics."""
+    known = (step.notes.results, step.notes.equal)
     return IdentitySet(
         leaf
         for leaf in jax.tree.leaves(logs)
-        if isinstance(leaf, jax.Array) and leaf not in step.notes.results
+        if isinstance(leaf, jax.Array)
+        and not any(leaf in values for values in known)
     )
 
 
 def compute_share(step: StepContext, log: Array) -> Array:
-    """Returns what this replica adds to the mean of a log."""
-    return losses.mark(log, scales.STATE) / step.num_replicas
+    """Returns what this replica adds to a log: integers are summed up."""
+    if jnp.issubdtype(log.dtype, jnp.integer):
+        count = marks.mark(log, marks.COUNT)
+        # A replica without rows does not count.
+        share = step.facts.share
+        return count if share is None else jnp.where(share > 0, count, 0)
+    return merge_lib.compute_mean_share(marks.mark(log, marks.LOG), step)
 
 
 def merge_logs(

@@ -1,7 +1,6 @@
 """The checks that a step's trace must pass before it is used."""
 
 import dataclasses
-import dis
 import functools
 import warnings
 from collections.abc import Callable, Sequence
@@ -19,7 +18,7 @@ from keras_strategies.keras_bridge.step_context import (
 )
 from keras_strategies.passes import traces
 from keras_strategies.passes.marked_updates import collect_updates
-from keras_strategies.passes.row_kinds import losses, scales
+from keras_strategies.passes.row_kinds import losses, marks
 from keras_strategies.passes.row_kinds.losses import Finding, Verdict
 from keras_strategies.spmd.replica_map import has_unsure_collectives
 from keras_strategies.step.traced import Traced
@@ -90,7 +89,7 @@ def _check_sizes(
         probed = functools.partial(body, probe)
         eval_with_rows(probe.facts.rows, probed, state, data)
     except Exception as error:
-        if is_fault_of_package(error):
+        if traces.is_fault_of_package(error):
             raise
         step.demand_global_batch(
             "a user-defined step passes arrays to metrics or to losses that "
@@ -134,6 +133,17 @@ def _check_losses(
         )
         place = f" (at {place})" if place else ""
         step.demand_global_batch(_COUNT_REASON.format(place=place))
+    if finding.unshown is not None:
+        mark, equation = finding.unshown
+        value, cure = _UNSHOWN[mark]
+        place = _describe_place(equation)
+        step.demand_global_batch(
+            f"{value} is not shown to be a mean over the batch's rows, or "
+            f"independent of them{place}, so the mean of the replicas' values "
+            f"may be another number. To run the step replica by replica, {cure}"
+        )
+    for equation in finding.logs[:1]:
+        _warn_of_log(equation)
 
 
 def _compare_rows(
@@ -149,24 +159,26 @@ def _compare_rows(
     of_rows = range(inputs - len(jax.tree.leaves(data)), inputs)
     rows = step.facts.rows
     finding = Finding(verdict=Verdict.UNSURE)
-    if not traces.has_user_code(jaxpr, losses.LOSS):
+    if not traces.has_user_code(jaxpr, marks.LOSS):
         finding = losses.losses_in(jaxpr, of_rows, rows)
     is_mean = finding.verdict is Verdict.MEAN
     is_mixed = rows > 1 and finding.verdict is Verdict.MIXED
-    is_user_code = is_user_step or traces.has_user_code(jaxpr, *scales.USED)
+    is_user_code = is_user_step or traces.has_user_code(jaxpr, *marks.USED)
     if is_mixed or (is_mean and not is_user_code):
         return finding
     try:
-        compared = _compare_traces(step, body, state, data, jaxpr, of_rows)
+        compared = _compare_traces(
+            step, body, state, data, jaxpr, of_rows, is_user_step
+        )
     except Exception as error:
-        if is_fault_of_package(error):
+        if traces.is_fault_of_package(error):
             raise
         # The step works only with this batch's shapes.
-        if not is_mean:
+        if not is_mean or (is_user_step and not finding.has_losses):
             step.demand_global_batch(describe_error(error))
         return finding
     if not is_user_code:
-        compared = dataclasses.replace(compared, counting=None)
+        compared = Finding(verdict=compared.verdict, why=compared.why)
     if is_mean:
         return dataclasses.replace(compared, verdict=Verdict.MEAN)
     return compared
@@ -179,6 +191,7 @@ def _compare_traces(
     data: Batch,
     jaxpr: ClosedJaxpr,
     of_rows: range,
+    is_user_step: bool,
 ) -> Finding:
     """Returns how a step depends on its rows, from a trace with more rows."""
     rows, of_one = step.facts.rows, None
@@ -188,8 +201,10 @@ def _compare_traces(
         rows, of_one = 2, jaxpr
         jaxpr = _trace_with_rows(step, body, state, data, rows)
     twin = _trace_with_rows(step, body, state, data, step.num_replicas * rows)
-    finding = losses.losses_in(jaxpr, of_rows, rows, twin)
-    is_user_loss = traces.has_user_code(jaxpr, losses.LOSS)
+    finding = losses.losses_in(
+        jaxpr, of_rows, rows, twin, is_user_step=is_user_step
+    )
+    is_user_loss = traces.has_user_code(jaxpr, marks.LOSS)
     if of_one and is_user_loss and not _agrees(of_one, jaxpr, twin):
         return Finding(verdict=Verdict.MIXED)
     return finding
@@ -201,11 +216,11 @@ def _agrees(one: Any, two: Any, more: Any) -> bool:
     A number that equals c * rows**p in the traces `two` and `more` must equal c
     in the trace `one`.
     """
-    computed = [traces.computations_in(j, losses.LOSS) for j in (one, two)]
+    computed = [traces.computations_in(j, marks.LOSS) for j in (one, two)]
     if computed[0] != computed[1]:
         return False
     known, small, large = (
-        traces.numbers_in(j, losses.LOSS) for j in (one, two, more)
+        traces.numbers_in(j, marks.LOSS) for j in (one, two, more)
     )
     rows = [j.jaxpr.invars[-1].aval.shape[0] for j in (two, more)]
     for low, high in zip(small, large, strict=True):
@@ -215,6 +230,47 @@ def _agrees(one: Any, two: Any, more: Any) -> bool:
         if not np.isclose(known, low / rows[0] ** power, rtol=1e-4).any():
             return False
     return True
+
+
+_UNSHOWN = {
+    marks.GRADIENT: (
+        "a gradient that an optimizer receives",
+        "differentiate means over the rows (`ops.mean`, not a sum that is "
+        "divided by a constant), and let the optimizer change gradients",
+    ),
+    marks.WEIGHT: (
+        "a new value of a weight",
+        "assign means over the rows (`ops.mean`)",
+    ),
+    marks.STATE: (
+        "a new value of a variable",
+        "assign means over the rows (`ops.mean`), or choose how the replicas' "
+        "values are merged (`ks.merge`)",
+    ),
+    marks.COUNT: (
+        "an integer in the logs",
+        "return sums of integers over the rows, or use metrics",
+    ),
+}
+
+
+class LogWarning(UserWarning):
+    """A log is a mean of the replicas' values that may be no log of one device.
+
+    If a filter of warnings turns it into an error, the step does not run.
+    """
+
+
+def _warn_of_log(equation: JaxprEqn) -> None:
+    place = traces.find_place(equation)
+    warning = LogWarning(
+        "A value that a step returns for the logs is not shown to be a mean "
+        f"over the batch's rows{f' (at {place})' if place else ''}. The log is "
+        "the mean of the replicas' values, which may be another number. To log "
+        "the number of the global batch, update a metric of `keras.metrics`, "
+        "and return its result."
+    )
+    warnings.warn(warning, stacklevel=2)
 
 
 _COUNT_REASON = (
@@ -315,37 +371,6 @@ def warn_of_global_batch(reason: str) -> None:
         UserWarning,
         stacklevel=2,
     )
-
-
-def is_fault_of_package(error: Exception) -> bool:
-    """Returns whether an error in a trace is a fault of this package.
-
-    Such an error comes from an operation, or from a built-in function, in a
-    line of this package that is not a `raise` statement.
-    """
-    if not isinstance(error, _FAULTS):
-        return False
-    entry: Any = error.__traceback__
-    # Keras's handler of errors removes the frames of Keras below its own.
-    is_filtered = False
-    while entry.tb_next is not None:
-        entry = entry.tb_next
-        is_filtered |= entry.tb_frame.f_code.co_name == "error_handler"
-    code = entry.tb_frame.f_code
-    operation = dis.opname[code.co_code[entry.tb_lasti]]
-    is_explicit = "RAISE" in operation or ("CALL" in operation and is_filtered)
-    return traces.is_package_file(code.co_filename) and not is_explicit
-
-
-_FAULTS = (
-    ArithmeticError,
-    AssertionError,
-    AttributeError,
-    LookupError,
-    NameError,
-    TypeError,
-    ValueError,
-)
 
 
 def describe_error(error: Exception) -> str:

@@ -13,8 +13,8 @@ from jax.experimental import pallas, rnn
 from jaxlib import gpu_rnn
 from jaxlib.gpu_common_utils import GpuLibNotLinkedError
 
-from keras_strategies.passes.row_kinds import losses
-from keras_strategies.passes.row_kinds.losses import LOSS, Verdict
+from keras_strategies.passes.row_kinds import losses, marks
+from keras_strategies.passes.row_kinds.losses import Verdict
 from keras_strategies.passes.stages import all_equations
 
 ROWS = 4
@@ -24,7 +24,7 @@ def verdict(fn, *shapes, others=()):
     """Of a mean of what `fn` makes of rows, in traces of 4 and of 8 rows."""
 
     def loss(*values):
-        return losses.mark(jnp.mean(fn(*values)), LOSS)
+        return marks.mark(jnp.mean(fn(*values)), marks.LOSS)
 
     one, two = (
         jax.make_jaxpr(loss)(

@@ -18,7 +18,7 @@ from keras_strategies.kernels.attention_reasons import (
     find_reason_against_kernel,
 )
 from keras_strategies.kernels.kernels import kernels_for
-from keras_strategies.passes.row_kinds import losses
+from keras_strategies.passes.row_kinds import losses, marks
 from keras_strategies.passes.row_kinds.losses import Verdict
 from keras_strategies.run import replica_trace
 from keras_strategies.step import mapped_program, model_program
@@ -586,7 +586,7 @@ def test_losses_of_attention_with_trained_weights(rows):
             return attention(query, scale=weight, is_causal=True), None
 
         query = body(jax.lax.scan(body, query, length=2)[0], None)[0]
-        return losses.mark(jax.numpy.mean(query), losses.LOSS)
+        return marks.mark(jax.numpy.mean(query), marks.LOSS)
 
     def trace(rows):
         query = np.zeros((rows, LENGTH, 1, 2), "float32")

@@ -604,7 +604,7 @@ class Wrong(OwnStep):
     [
         ("losses._verdict", "not callable"),
         ("losses._without_placing", "not callable"),
-        ("scales.MARKS", "not iterable"),
+        ("marks.USED", "iterable"),
     ],
 )
 def test_a_fault_of_the_package_is_raised(name, error, monkeypatch):

@@ -131,7 +131,7 @@ def test_each_rule_gives_what_one_device_counts(replicas, rows, steps):
 
 
 class Firsts(keras.layers.Layer):
-    """What replica 0 saw last, by the rule and by default."""
+    """What replica 0 saw last."""
 
     def build(self, shape):
         def weight(dtype):
@@ -140,8 +140,8 @@ class Firsts(keras.layers.Layer):
             )
 
         self.told = ks.merge(weight("float32"), "first")
-        self.whole_number = weight("int32")
-        self.boolean = weight("bool")
+        self.whole_number = ks.merge(weight("int32"), "first")
+        self.boolean = ks.merge(weight("bool"), "first")
 
     def call(self, inputs):
         self.told.assign(ops.mean(inputs))

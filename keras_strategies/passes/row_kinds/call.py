@@ -113,6 +113,13 @@ def scale_power(
     return power - change if inverse else power + change
 
 
+def power_in(kind: Kind, call: Call) -> float:
+    """Returns the exponent of a constant in an equation with two traces."""
+    of_values = kind.values is not None
+    power = power_of(kind.values, call.ratio) if of_values else kind.power
+    return math.nan if power is None else power
+
+
 def add_powers(kinds: Sequence[Kind]) -> float | None:
     """Adds the exponents of two factors; None if one of them is unknown."""
     powers = [kind.power for kind in kinds]

@@ -17,6 +17,7 @@ from keras_strategies.passes.row_kinds.call import (
     Call,
     add_powers,
     join_all,
+    power_in,
     scale_power,
 )
 from keras_strategies.passes.row_kinds.kinds import (
@@ -39,9 +40,26 @@ def elementwise(call: Call) -> Kind:
     forms = {kind.form for kind in call.kinds}
     if forms == {CONST}:
         return _constant(call)
+    simplified = _with_zero(call)
+    if simplified is not None:
+        return simplified
     if SUM in forms:
         return call.make_mixed() if ROWS in forms else _of_sums(call)
     return _of_rows(call)
+
+
+def _with_zero(call: Call) -> Kind | None:
+    """Returns the `Kind` of a sum or a product with zero, or None."""
+    if len(call.kinds) != 2 or not any(kind.is_zero for kind in call.kinds):
+        return None
+    of = 0 if call.kinds[1].is_zero else 1
+    is_sum = call.name in ("add", "add_any", "sub")
+    if is_sum and call.shape(of) == call.out_shape():
+        return call.kinds[of]
+    if call.name == "mul" or (call.name == "div" and of == 1):
+        zeros = (0,) * len(call.equations)
+        return make_uniform(zeros, call.out_shape())
+    return None
 
 
 def _constant(call: Call) -> Kind:
@@ -87,11 +105,18 @@ def _power_of_constants(call: Call) -> float:
     """
     if call.twin is None:
         return 0.0
+    kinds = call.kinds
+    is_sum = call.name in ("add", "sub", "add_any", "select_n")
+    if call.name == "select_n":
+        if not is_constant(kinds[0]):
+            return math.nan
+        kinds = kinds[1:]
     powers = [
         kind.power or 0.0
         if kind.values is None
         else power_of(kind.values, call.ratio) or 0.0
-        for kind in call.kinds
+        for kind in kinds
+        if not (is_sum and kind.is_zero)
     ]
     if not any(powers):
         return 0.0
@@ -99,7 +124,7 @@ def _power_of_constants(call: Call) -> float:
         one, two = powers
         return one + two if call.name == "mul" else one - two
     are_equal = len(set(powers)) == 1
-    is_kept = call.name in ("add", "sub", "neg", "add_any", "copy")
+    is_kept = is_sum or call.name in ("neg", "copy", "reduce_precision")
     return powers[0] if are_equal and is_kept else math.nan
 
 
@@ -136,6 +161,7 @@ def _divide(one: Array, two: Array) -> Array:
 _SAME_NAMES = names_in("abs add ceil exp floor log sign sqrt square")
 _NUMPY: dict[str, Callable[..., Any]] = {
     **{name: getattr(np, name) for name in _SAME_NAMES},
+    "add_any": np.add,
     "and": np.bitwise_and,
     "convert_element_type": np.asarray,
     "copy": np.asarray,
@@ -235,7 +261,7 @@ def _power_of_rows(
     if name in ("neg", "copy", "copy_p", "convert_element_type"):
         return True, first.power
     if name == "select_n":
-        return _power_of_cases(kinds)
+        return _power_of_cases(call)
     if name in ("mul", "div") and len(kinds) == 2:
         if len(of_rows) == 1:
             (by,) = constants
@@ -262,19 +288,23 @@ def _power_of_rows(
     return is_plain and are_fixed, 0.0 if is_known else None
 
 
-def _power_of_cases(kinds: list[Kind]) -> tuple[bool, float | None]:
+def _power_of_cases(call: Call) -> tuple[bool, float | None]:
     """Returns the same as `_power_of_rows`, for the primitive `select_n`."""
-    which, *cases = kinds
-    of_rows = [kind for kind in cases if kind.is_rows]
-    constants = [kind for kind in cases if kind.is_const]
-    power = of_rows[0].power if of_rows else 0.0
-    is_same = all(same_power(power, kind.power)[0] for kind in of_rows)
-    is_plain = power in (0.0, None) and all(map(is_constant, constants))
+    which, *cases = call.kinds
     is_fixed = which.is_rows or is_constant(which)
-    is_zero = all(kind.is_zero for kind in constants)
-    doubts = [kind.power for kind in of_rows if kind.power is None]
-    power = None if doubts else power
-    return is_same and is_fixed and (is_plain or is_zero), power
+    cases = [kind for kind in cases if not kind.is_zero]
+    if any(kind.power is None for kind in cases if kind.is_rows):
+        plain = [k.power in (0.0, None) for k in cases if k.is_rows]
+        are_fixed = all(is_constant(kind) for kind in cases if kind.is_const)
+        return is_fixed and all(plain) and are_fixed, None
+    powers = {
+        kind.power
+        if kind.is_rows or call.twin is None
+        else power_in(kind, call)
+        for kind in cases
+    }
+    power = powers.pop() if powers else 0.0
+    return is_fixed and not powers and power == power, power
 
 
 def select(call: Call) -> Kind:

@@ -7,9 +7,6 @@ holds for gradients. The traced step is interpreted with kinds of values (see
 are assumed to mix rows, so a loss that passes the check is certainly a mean. A
 value that depends on the number of rows is recognized only by comparison with a
 second trace that has another number of rows.
-
-Values in a step are marked with names by calling `mark`, which adds no cost to
-the compiled program.
 """
 
 import contextlib
@@ -19,13 +16,12 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import jax.numpy as jnp
-from jax.ad_checkpoint import checkpoint_name
 from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn, Literal
 
-from keras_strategies._types import Array, Equation
+from keras_strategies._types import Equation
 from keras_strategies.passes import traces
 from keras_strategies.passes.collective_cut import find_called_jaxpr
-from keras_strategies.passes.row_kinds import scales
+from keras_strategies.passes.row_kinds import marks, scales
 from keras_strategies.passes.row_kinds.call import Call
 from keras_strategies.passes.row_kinds.kernels import is_by_rows
 from keras_strategies.passes.row_kinds.kinds import (
@@ -38,27 +34,14 @@ from keras_strategies.passes.row_kinds.kinds import (
     make_mixed,
     make_rows,
     make_sum,
+    make_uniform,
+    power_of,
     slice_of,
     stack,
 )
 from keras_strategies.passes.row_kinds.rules import kinds_of_results
 from keras_strategies.passes.row_kinds.updates import kinds_of_update
 from keras_strategies.passes.stages import scan_operands
-
-LOSS = "ks.loss"
-"""Marks a scalar loss, which is averaged over the replicas."""
-VALUES = "ks.values"
-"""Marks per-row values just before this package reduces them."""
-GLOBAL = "ks.global"
-"""Marks values computed from the rows of all replicas, as on one device."""
-REDUCED = "ks.reduced"
-"""Marks a reduction's result, whose mean over replicas is the global value."""
-AVERAGED = "ks.averaged"
-"""Marks a mean of per-row values that Keras's own reduction computed."""
-OWN = "ks.own"
-"""Marks values that are about to be normalized with a replica's statistics."""
-NORMALIZED = "ks.normalized"
-"""Marks the normalized values."""
 
 
 class Verdict(enum.Enum):
@@ -78,24 +61,20 @@ class Finding:
         trace with another number of rows is needed.
       why: The equation that mixes rows, if the verdict is `MIXED` and there is
         such an equation.
-      counting: If the step computes a gradient, an update, a state or a log
-        with the number of rows: an equation that does so, or True.
+      counting: If the step computes a gradient, an update or a log with the
+        number of rows: an equation that does so, or True.
+      unshown: A mark of a value that is not shown to be that of one device
+        after its merge, and the equation that is the cause; or None.
+      logs: The equations of logs that are not shown to be means.
+      has_losses: Whether any loss is marked.
     """
 
     verdict: Verdict
     why: Any = None
     counting: Any = None
-
-
-def mark(value: Array, name: str) -> Array:
-    """Marks an array in the current trace with a name.
-
-    The names are constants of this module, such as `LOSS`.
-
-    Returns:
-      The same array.
-    """
-    return checkpoint_name(value, name)
+    unshown: tuple[str, Equation] | None = None
+    logs: Sequence[Equation] = ()
+    has_losses: bool = False
 
 
 def losses_in(
@@ -103,6 +82,8 @@ def losses_in(
     data: Sequence[int],
     num_rows: int,
     twin: ClosedJaxpr | None = None,
+    *,
+    is_user_step: bool = False,
 ) -> Finding:
     """Decides whether the losses marked in a trace are means over the rows.
 
@@ -113,6 +94,8 @@ def losses_in(
       twin: A trace of the same step with more rows. Without it, the verdict is
         `UNSURE` if there is a constant that may depend on the number of rows,
         and uses of this number elsewhere are not found.
+      is_user_step: Whether the user wrote the step. Then each gradient must be
+        shown to be a mean, whatever the losses are.
     """
     jaxprs = [traced] if twin is None else [traced, twin]
     inner = traced.jaxpr
@@ -122,14 +105,16 @@ def losses_in(
     ratio = 1.0
     if twin is not None and data:
         ratio = twin.jaxpr.invars[data[0]].aval.shape[0] / num_rows
-    interpreter = _Interpreter(num_rows, ratio)
+    interpreter = _Interpreter(num_rows, ratio, is_user_step)
     try:
         outputs = interpreter.interpret(jaxprs, inputs)
     except _Different:
         return Finding(verdict=Verdict.MIXED, counting=True)
     finding = interpreter.finding()
     if twin is None:
-        return dataclasses.replace(finding, counting=None)
+        return dataclasses.replace(
+            finding, counting=None, unshown=None, logs=()
+        )
     # A metric that receives gathered rows adds their number to its state.
     numbers = [kind for kind in outputs if kind.values is not None]
     if any(map(scales.depends_on_count, numbers)):
@@ -147,11 +132,17 @@ class _Interpreter:
     Args:
       num_rows: The number of rows of the batch in the first trace.
       ratio: The number of rows of the second trace, divided by `num_rows`.
+      is_user_step: See `losses_in`.
     """
 
-    def __init__(self, num_rows: int, ratio: float) -> None:
+    def __init__(self, num_rows: int, ratio: float, is_user_step: bool) -> None:
         self._num_rows = num_rows
         self._ratio = ratio
+        self._is_user_step = is_user_step
+        self._unshown: list[tuple[str, Equation]] = []
+        self._logs: list[Equation] = []
+        # The last number in user code that is differentiated and no mean.
+        self._differentiated: Equation | None = None
         self._losses: list[Kind] = []
         self._counting: list[Equation] = []
         self._calls: list[Equation] = []
@@ -160,15 +151,21 @@ class _Interpreter:
 
     def finding(self) -> Finding:
         """Returns the verdict on the marked losses."""
-        counting = next(iter(self._counting), None)
-        worst = Finding(verdict=Verdict.MEAN, counting=counting)
-        for kind in self._losses:
-            verdict = _verdict(kind)
-            if verdict is Verdict.MIXED:
-                return Finding(verdict=verdict, why=kind.why, counting=counting)
-            if verdict is Verdict.UNSURE:
-                worst = Finding(verdict=verdict)
-        return worst
+        verdicts = [(_verdict(kind), kind.why) for kind in self._losses]
+        order = (Verdict.MIXED, Verdict.UNSURE, Verdict.MEAN)
+        verdict, why = min(
+            verdicts,
+            key=lambda pair: order.index(pair[0]),
+            default=(Verdict.MEAN, None),
+        )
+        return Finding(
+            verdict=verdict,
+            why=why,
+            counting=next(iter(self._counting), None),
+            unshown=next(iter(self._unshown), None),
+            logs=self._logs,
+            has_losses=bool(self._losses),
+        )
 
     def interpret(self, jaxprs: list[Any], inputs: list[Kind]) -> list[Kind]:
         """Returns the `Kind` of each result of a function, given its traces."""
@@ -209,6 +206,8 @@ class _Interpreter:
     def _results(self, equations: list[Any], kinds: list[Kind]) -> list[Kind]:
         self._calls.append(equations[0])
         results = self._kinds_of(equations, kinds)
+        if self._is_user_step and self._is_noting:
+            self._note_differentiated(equations[0], results)
         if len(equations) > 1:
             results = self._with_scales(kinds, results)
         self._calls.pop()
@@ -225,6 +224,17 @@ class _Interpreter:
             self._losses += [kind for v, kind in outputs if _is_number(v)]
         return results
 
+    def _note_differentiated(
+        self, equation: Equation, results: list[Kind]
+    ) -> None:
+        is_number = _is_number(equation.outvars[0]) if results else False
+        if not is_number or scales.is_shown(results[0], marks.LOG):
+            return
+        names = str(equation.source_info.name_stack)
+        is_forward = "jvp(" in names and "transpose(" not in names
+        if is_forward and traces.is_user_code(equation):
+            self._differentiated = results[0].why or equation
+
     def _with_scales(
         self, kinds: list[Kind], results: list[Kind]
     ) -> list[Kind]:
@@ -237,6 +247,8 @@ class _Interpreter:
         name = equation.primitive.name
         if name == "name":
             return [self._marked_value(equation, kinds[0])]
+        if name == marks.mark_p.name:
+            return [self._marked_both_ways(equations, kinds[0])]
         if name == "scan":
             return self._scan(equations, kinds)
         if name == "while":
@@ -259,29 +271,69 @@ class _Interpreter:
     def _marked_value(self, equation: Equation, kind: Kind) -> Kind:
         name = equation.params["name"]
         is_scalar = not equation.outvars[0].aval.shape
-        if name == LOSS and self._is_noting and is_scalar:
+        if name == marks.LOSS and self._is_noting and is_scalar:
             self._losses.append(kind)
             return kind.but(of_loss=True)
-        if name in scales.MARKS and scales.is_wrong(kind, name):
-            self._counting.append(kind.why or equation)
-        if name == GLOBAL and kind.is_global:
+        if name in (*marks.USED, marks.CHANGE):
+            self._check_merge(equation, name, kind)
+        if name == marks.CHANGE and not scales.is_wrong(kind, name):
+            # The replicas sum it up, as one device does.
+            return PLAIN.but(is_global=True)
+        if name == marks.GLOBAL and kind.is_global:
             # Later computations with this value run on each replica, so a
             # number of rows in them is that of the replica.
             return kind.but(is_global=False)
-        if name in (VALUES, OWN):
+        if name in (marks.VALUES, marks.OWN):
             self._marked[name] = kind
-        elif name in (REDUCED, AVERAGED):
-            values = self._marked.get(VALUES, kind)
+        elif name in (marks.REDUCED, marks.AVERAGED):
+            values = self._marked.get(marks.VALUES, kind)
             if values.is_rows:
                 power = values.power
                 return make_sum(None if power is None else power + MEAN_POWER)
-            return kind if name == AVERAGED else make_mixed(equation)
-        elif name == NORMALIZED and not is_scalar:
-            of = self._marked.get(OWN, kind)
+            return kind if name == marks.AVERAGED else make_mixed(equation)
+        elif name == marks.NORMALIZED and not is_scalar:
+            of = self._marked.get(marks.OWN, kind)
             if of.is_rows:
                 return make_rows(of.axis, of.outer)
             return of if of.is_mixed else make_rows(0)
         return kind
+
+    def _marked_both_ways(self, equations: list[Any], kind: Kind) -> Kind:
+        equation, params = equations[0], equations[0].params
+        name, shape = params["name"], equation.outvars[0].aval.shape
+        zero = make_uniform((0,) * len(equations), shape)
+        if name == marks.STATISTIC:
+            return zero if params["is_cotangent"] else PLAIN
+        if not params["is_cotangent"]:
+            if name == marks.VALUES:
+                self._marked[str(shape)] = kind
+            return kind
+        if name == marks.REDUCED:
+            self._marked["cotangent"] = kind
+            return kind
+        # The derivatives of values that are reduced over all replicas.
+        of, by = self._marked[str(shape)], self._marked["cotangent"]
+        if by.is_zero:
+            return zero
+        if not of.is_rows or not by.is_const:
+            return make_mixed(equation)
+        by_power = power_of(by.values, self._ratio) if by.values else by.power
+        power = None if by_power is None else by_power + MEAN_POWER
+        return make_rows(of.axis, of.outer, power)
+
+    def _check_merge(self, equation: Equation, name: str, kind: Kind) -> None:
+        """Notes what is wrong with a value that the replicas merge."""
+        why = kind.why or equation
+        is_legacy = name == marks.GRADIENT and not self._is_user_step
+        if is_legacy or name in (marks.LOG, marks.CHANGE):
+            if scales.is_wrong(kind, name):
+                self._counting.append(why)
+            elif name == marks.LOG and not scales.is_shown(kind, name):
+                self._logs.append(why)
+        elif not scales.is_shown(kind, name):
+            if name == marks.GRADIENT and self._differentiated is not None:
+                why = self._differentiated
+            self._unshown.append((name, why))
 
     @contextlib.contextmanager
     def _not_noting(self) -> Iterator[None]:

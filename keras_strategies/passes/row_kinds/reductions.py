@@ -16,6 +16,7 @@ from keras_strategies.passes.row_kinds.call import (
     join_plain,
     kind_of_entries,
     other_dims,
+    power_in,
     scale_power,
 )
 from keras_strategies.passes.row_kinds.kinds import (
@@ -96,17 +97,41 @@ def reduce_window(call: Call) -> Kind:
     kind = call.kinds[0]
     if kind.is_const:
         return join_plain(call.kinds)
-    if kind.is_sum:
+    if kind.is_sum or not _is_within_entries(call, kind.axis):
         return call.make_mixed()
-    params, axis = call.params, kind.axis
+    return at_axis(kind, kind.axis)
+
+
+def _is_within_entries(call: Call, axis: int) -> bool:
+    """Returns whether windows contain one entry along a dimension."""
+    params = call.params
     neutral = [params["window_dimensions"][axis] == 1]
     neutral += [
         params[name][axis] == 1
         for name in ("window_strides", "base_dilation", "window_dilation")
         if params.get(name) is not None
     ]
-    neutral.append(tuple(params["padding"][axis]) == (0, 0))
-    return at_axis(kind, axis) if all(neutral) else call.make_mixed()
+    return all(neutral) and tuple(params["padding"][axis]) == (0, 0)
+
+
+def scatter_to_selected(call: Call) -> Kind:
+    """Returns the `Kind` of the gradient of a maximum over windows."""
+    source, operand = call.kinds
+    if source.is_const and operand.is_const:
+        return join_plain(call.kinds)
+    rows = operand if operand.is_rows else source
+    is_paired = all(
+        kind.is_flat(rows.axis, call.shape(k)[rows.axis])
+        if kind.is_const
+        else (kind.form, kind.axis, kind.outer)
+        == (rows.form, rows.axis, rows.outer)
+        for k, kind in enumerate(call.kinds)
+    )
+    if not rows.is_rows or not is_paired:
+        return call.make_mixed()
+    if not _is_within_entries(call, rows.axis):
+        return call.make_mixed()
+    return make_rows(rows.axis, rows.outer, source.power)
 
 
 def reverse(call: Call) -> Kind:
@@ -150,15 +175,23 @@ def dot_general(call: Call) -> Kind:
     # A sum over the rows, weighted by a constant.
     dim = contracted[1 - k][contracted[k].index(kind.axis)]
     size = call.shape(k)[kind.axis] // kind.outer
-    if other.is_random or not other.is_flat(dim, size):
-        return call.make_mixed()
-    return make_sum(power)
+    is_drawn_for_rows = other.is_random and dim in call.grown_dims(1 - k)
+    is_fixed = not other.is_random and other.is_flat(dim, size)
+    return (
+        make_sum(power) if is_drawn_for_rows or is_fixed else call.make_mixed()
+    )
 
 
 def _constant_product(call: Call) -> Kind:
     if any(kind.is_zero for kind in call.kinds):
         zeros = (0,) * len(call.equations)
         return make_uniform(zeros, call.out_shape())
+    contracted, _ = call.params["dimension_numbers"]
+    are_random = any(kind.is_random for kind in call.kinds)
+    if are_random and set(contracted[0]) & set(call.grown_dims()):
+        # A sum over the rows of random numbers.
+        powers = [power_in(kind, call) for kind in call.kinds]
+        return make_sum(sum(powers))
     blocks: dict[int, int] = {}
     for k, kind in enumerate(call.kinds):
         for dim, size in enumerate(call.shape(k)):
@@ -166,7 +199,11 @@ def _constant_product(call: Call) -> Kind:
             if place is not None:
                 known = size if kind.values else kind.blocks.get(dim, 1)
                 blocks[place] = math.gcd(blocks.get(place, known), known)
-    return join_plain(call.kinds).but(blocks=blocks)
+    product = join_plain(call.kinds).but(blocks=blocks)
+    if call.twin is None:
+        return product
+    powers = [power_in(kind, call) for kind in call.kinds]
+    return product.but(power=sum(powers))
 
 
 def _place_of_dim(call: Call, k: int, dim: int) -> int | None:
@@ -216,6 +253,21 @@ def convolution(call: Call) -> Kind:
         size = image.blocks.get(numbers.lhs_spec[0], 1)
         blocks = {numbers.out_spec[0]: size}
         return join_plain(call.kinds).but(blocks=blocks)
+    if call.params["feature_group_count"] == 1:
+        features = (numbers.lhs_spec[1], numbers.rhs_spec[1])
+        is_summed = all(
+            kind.is_flat(axis, call.shape(k)[axis]) and not kind.is_random
+            if kind.is_const
+            else kind.is_rows and kind.axis == axis
+            for k, (kind, axis) in enumerate(
+                zip(call.kinds, features, strict=True)
+            )
+        )
+        outers = {kind.outer for kind in call.kinds if kind.is_rows}
+        if is_summed and len(outers) == 1:
+            # The gradient of a kernel: the rows take the place of features,
+            # which are summed.
+            return make_sum(_multiply_powers(call))
     is_plain = image.is_rows and kernel.is_const
     is_plain &= call.params["batch_group_count"] == 1
     if not is_plain or image.axis != numbers.lhs_spec[0]:
@@ -223,6 +275,15 @@ def convolution(call: Call) -> Kind:
     power = scale_power(image.power, kernel, call)
     scaled = image.but(count=0, power=power)
     return at_axis(scaled, numbers.out_spec[0])
+
+
+def _multiply_powers(call: Call) -> float | None:
+    image, kernel = call.kinds
+    if image.is_const:
+        return scale_power(kernel.power, image, call)
+    if kernel.is_const:
+        return scale_power(image.power, kernel, call)
+    return add_powers(call.kinds)
 
 
 def make_matrix_rule(dims: int) -> Callable[[Call], Kind]:

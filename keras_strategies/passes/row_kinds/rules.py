@@ -21,10 +21,13 @@ from keras_strategies.passes.row_kinds import (
 from keras_strategies.passes.row_kinds.call import Call, join_plain
 from keras_strategies.passes.row_kinds.kinds import (
     CONST,
+    MEAN_POWER,
     PLAIN,
     Kind,
     find_mixed,
     is_constant,
+    make_rows,
+    make_uniform,
 )
 from keras_strategies.passes.stages import names_in
 
@@ -34,16 +37,22 @@ def kinds_of_results(call: Call) -> list[Kind]:
     num = len(call.equation.outvars)
     if call.name in _RANDOM:
         return [_random(call, k) for k in range(num)]
+    if call.name in ("reduce_scatter", "psum_scatter") and call.twin:
+        return [_scatter_rows(call)]
     if call.name in _GLOBAL:
         wrong = find_mixed(call.kinds)
         exact = PLAIN.but(is_global=True)
-        return [wrong or exact] * num
+        zero = next((kind for kind in call.kinds if kind.is_zero), None)
+        return [wrong or (zero if num == 1 else None) or exact] * num
     if call.name == "optimization_barrier":
         return list(call.kinds)
     rule = _RULES.get(call.name)
     if rule is None and all(kind.is_const for kind in call.kinds):
         result = join_plain(call.kinds)
         return [_check_with_twin(call, result, k) for k in range(num)]
+    if call.name == "mul" and any(kind.is_zero for kind in call.kinds):
+        # Also of a value that mixes rows.
+        return [elementwise.elementwise(call)]
     wrong = find_mixed(call.kinds)
     if wrong is not None:
         return [wrong] * num
@@ -52,6 +61,16 @@ def kinds_of_results(call: Call) -> list[Kind]:
     results = rule(call)
     results = results if isinstance(results, list) else [results] * num
     return [_check_with_twin(call, kind, k) for k, kind in enumerate(results)]
+
+
+def _scatter_rows(call: Call) -> Kind:
+    """Returns the `Kind` of the gradients of rows that were gathered."""
+    kind, dim = call.kinds[0], call.params["scatter_dimension"]
+    if kind.is_zero:
+        return make_uniform(kind.values, call.out_shape())
+    is_of_rows = call.out_grown_dims() == [dim] and kind.is_global
+    # Each replica sums the derivatives of as many losses as there are replicas.
+    return make_rows(dim, power=MEAN_POWER) if is_of_rows else call.make_mixed()
 
 
 def _random(call: Call, out: int) -> Kind:
@@ -114,6 +133,8 @@ def _check_with_twin(call: Call, kind: Kind, out: int) -> Kind:
                 # The result combines random values of different rows. (Sums are
                 # handled by `reduce_sum`.)
                 return call.make_mixed()
+            if call.name in _TRACKS_POWERS:
+                return kind
             others = [k for k in call.kinds if not k.is_random or k.power]
             power = 0.0 if all(map(is_constant, others)) else math.nan
             return kind.but(power=power)
@@ -186,7 +207,7 @@ _TRACKS_POWERS = names_in(
     *_ELEMENTWISE,
     *_SAME,
     "select_n broadcast_in_dim reshape reduce_sum dot_general",
-    "conv_general_dilated",
+    "conv_general_dilated select_and_scatter_add",
 )
 """Primitives whose rules keep track of exponents (`Kind.power`)."""
 
@@ -237,6 +258,7 @@ _RULES: dict[str, Callable[[Call], Any]] = {
         "reduce_window reduce_window_sum reduce_window_max",
         "reduce_window_min",
     ),
+    "select_and_scatter_add": reductions.scatter_to_selected,
     "dot_general": reductions.dot_general,
     "conv_general_dilated": reductions.convolution,
     **_assign(

@@ -19,18 +19,11 @@ from keras_strategies.passes.row_kinds.kinds import (
     is_constant,
     power_of,
 )
-
-GRADIENT = "ks.gradient"
-"""Marks gradients that an optimizer receives."""
-WEIGHT = "ks.weight"
-"""Marks weights that a step computes without an optimizer."""
-STATE = "ks.state"
-"""Marks a replica's value of a variable or of a log."""
-CHANGE = "ks.change"
-"""Marks a replica's change of a variable, to which the others are added."""
-USED = (GRADIENT, WEIGHT, STATE)
-"""Marks of values that training uses."""
-MARKS = (*USED, CHANGE)
+from keras_strategies.passes.row_kinds.marks import (
+    CHANGE,
+    COUNT,
+    GRADIENT,
+)
 
 
 def is_wrong(kind: Kind, mark: str) -> bool:
@@ -38,22 +31,40 @@ def is_wrong(kind: Kind, mark: str) -> bool:
 
     Args:
       kind: The value's kind.
-      mark: The value's mark, one of `MARKS`.
+      mark: The value's mark: `GRADIENT`, `LOG` or `CHANGE`.
     """
-    is_sum = kind.is_summed and kind.power not in (MEAN_POWER, None)
-    if mark in (GRADIENT, WEIGHT) and (kind.scale or is_sum):
-        return True
-    if kind.is_const:
-        # The gradient of a mean that is linear in the weights is a constant.
-        return mark in (WEIGHT, STATE) and depends_on_count(kind)
-    if mark in (GRADIENT, WEIGHT):
-        return False
     if mark == CHANGE:
-        return kind.power not in (0.0, None) and not kind.is_rows
+        is_plain = kind.is_const or kind.is_rows
+        return not is_plain and kind.power not in (0.0, None)
+    if mark == GRADIENT:
+        is_sum = kind.is_summed and kind.power not in (MEAN_POWER, None)
+        # The gradient of a mean that is linear in the weights is a constant.
+        return bool(kind.scale or is_sum)
+    if kind.is_const:
+        return depends_on_count(kind)
     if kind.is_sum:
         return kind.power not in (0.0, MEAN_POWER, None)
     # A variance, for example, divides by the number of rows twice.
     return kind.is_mixed and (kind.scale > 0 or kind.scale % 1 != 0)
+
+
+def is_shown(kind: Kind, mark: str) -> bool:
+    """Returns whether a marked value's merge is shown to be one device's.
+
+    Gradients, weights, states and logs are averaged over the replicas, and
+    counts are summed.
+
+    Args:
+      kind: The value's kind.
+      mark: The value's mark, one of `USED`.
+    """
+    if kind.is_zero:
+        return True
+    if mark == COUNT:
+        return kind.is_sum and kind.power == 0.0
+    if kind.is_const:
+        return not (kind.scale or depends_on_count(kind))
+    return _is_mean(kind)
 
 
 def depends_on_count(kind: Kind) -> bool:

@@ -1,0 +1,88 @@
+"""Marks of values in a trace, by which the analysis of rows knows them.
+
+A mark is an equation that returns its operand. It adds nothing to the compiled
+program.
+"""
+
+from typing import Any
+
+import jax
+from jax.ad_checkpoint import checkpoint_name
+from jax.extend.core import Primitive
+from jax.interpreters import ad, batching, mlir
+
+from keras_strategies._types import Array
+
+LOSS = "ks.loss"
+"""Marks a scalar loss, which is averaged over the replicas."""
+VALUES = "ks.values"
+"""Marks per-row values just before this package reduces them."""
+GLOBAL = "ks.global"
+"""Marks values computed from the rows of all replicas, as on one device."""
+REDUCED = "ks.reduced"
+"""Marks a reduction's result, whose mean over replicas is the global value."""
+AVERAGED = "ks.averaged"
+"""Marks a mean of per-row values that Keras's own reduction computed."""
+OWN = "ks.own"
+"""Marks values that are about to be normalized with a replica's statistics."""
+NORMALIZED = "ks.normalized"
+"""Marks the normalized values."""
+STATISTIC = "ks.statistic"
+"""Marks statistics that are those of a replica's rows by definition."""
+
+GRADIENT = "ks.gradient"
+"""Marks gradients that an optimizer receives."""
+WEIGHT = "ks.weight"
+"""Marks weights that a step computes without an optimizer."""
+STATE = "ks.state"
+"""Marks a replica's value of a variable."""
+LOG = "ks.log"
+"""Marks a replica's value of a log that is averaged over the replicas."""
+COUNT = "ks.count"
+"""Marks a replica's value of a log that is summed over the replicas."""
+CHANGE = "ks.change"
+"""Marks a replica's change of a variable, to which the others are added."""
+USED = (GRADIENT, WEIGHT, STATE, LOG, COUNT)
+"""Marks of values that training uses."""
+
+
+def mark(value: Array, name: str) -> Array:
+    """Marks an array in the current trace with a name.
+
+    The names are constants of this module, such as `LOSS`.
+
+    Returns:
+      The same array.
+    """
+    return checkpoint_name(value, name)
+
+
+def mark_both_ways(value: Array, name: str) -> jax.Array:
+    """Marks an array, and the derivatives that flow back through it.
+
+    Args:
+      value: The array.
+      name: `STATISTIC`, `VALUES` or `REDUCED`.
+
+    Returns:
+      The same array.
+    """
+    marked: Any = mark_p.bind(value, name=name, is_cotangent=False)
+    return marked
+
+
+def _transpose(
+    cotangent: Any, value: Any, *, name: str, is_cotangent: bool
+) -> list[Any]:
+    del is_cotangent
+    if isinstance(cotangent, ad.Zero):
+        return [ad.Zero(value.aval)]
+    return [mark_p.bind(cotangent, name=name, is_cotangent=True)]
+
+
+mark_p = Primitive("ks_mark")
+mark_p.def_impl(lambda value, **_: value)
+mark_p.def_abstract_eval(lambda value, **_: value)
+mlir.register_lowering(mark_p, lambda context, value, **_: [value])
+ad.deflinear2(mark_p, _transpose)
+batching.defvectorized(mark_p)
