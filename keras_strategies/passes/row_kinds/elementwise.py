@@ -280,12 +280,30 @@ def _power_of_rows(
             return True, add_powers(of_rows)
         one, two = (kind.power or 0.0 for kind in kinds)
         return True, one - two
+    if name in _DEGREES and is_known:
+        degree = call.params["y"] if name == "integer_pow" else _DEGREES[name]
+        return True, degree * (first.power or 0.0)
     are_fixed = all(map(is_constant, constants))
-    if name in ("add", "sub", "add_any") and len(of_rows) > 1:
+    if name in ("add", "sub", "add_any"):
         is_same, power = same_power(of_rows[0].power, of_rows[-1].power)
+        if is_known and call.twin is not None:
+            are_fixed = all(power_in(kind, call) == power for kind in constants)
+        elif constants:
+            is_same = power in (0.0, None)
         return is_same and are_fixed, power
     is_plain = all(kind.power in (0.0, None) for kind in of_rows)
     return is_plain and are_fixed, 0.0 if is_known else None
+
+
+_DEGREES = {
+    "abs": 1.0,
+    "integer_pow": math.nan,
+    "rsqrt": -0.5,
+    "sign": 0.0,
+    "sqrt": 0.5,
+    "square": 2.0,
+}
+"""The exponents d of primitives for which f(c * x) = c**d * f(x), if c > 0."""
 
 
 def _power_of_cases(call: Call) -> tuple[bool, float | None]:
