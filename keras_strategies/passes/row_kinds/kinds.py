@@ -66,6 +66,8 @@ class Kind:
       is_global: Whether the value is computed from the values of all replicas,
         with the same result as on one device, so that it may depend on the
         number of rows (`CONST`).
+      is_gathered: Whether such a value is computed from the gathered rows of
+        all replicas, so that a number of rows in it is theirs (`CONST`).
       of_loss: Whether the value is computed from a value that is marked as a
         loss.
       scale: The exponent of num_rows in the constants with which user code
@@ -86,6 +88,7 @@ class Kind:
     index_of: int | None = None
     is_random: bool = False
     is_global: bool = False
+    is_gathered: bool = False
     of_loss: bool = False
     scale: float = 0.0
     is_summed: bool = False

@@ -282,7 +282,7 @@ class _Interpreter:
         if name == marks.GLOBAL and kind.is_global:
             # Later computations with this value run on each replica, so a
             # number of rows in them is that of the replica.
-            return kind.but(is_global=False)
+            return kind.but(is_global=False, is_gathered=False)
         if name in (marks.VALUES, marks.OWN):
             self._marked[name] = kind
         elif name in (marks.REDUCED, marks.AVERAGED):

@@ -46,6 +46,11 @@ def reduce_sum(call: Call) -> Kind:
     if kind.is_const and kind.is_random and set(axes) & set(call.grown_dims()):
         return make_sum(kind.power)
     reduced = reduce(call)
+    lost = set(axes) & set(call.grown_dims())
+    if kind.is_const and lost:
+        is_flat = all(kind.is_flat(axis, before[axis]) for axis in lost)
+        power = power_in(kind, call) + len(lost) if is_flat else math.nan
+        return reduced.but(power=power)
     count = math.prod(before[axis] for axis in axes) * max(kind.count, 1)
     return reduced.but(count=count)
 

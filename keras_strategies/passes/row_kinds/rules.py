@@ -29,6 +29,7 @@ from keras_strategies.passes.row_kinds.kinds import (
     make_rows,
     make_uniform,
 )
+from keras_strategies.passes.row_kinds.scales import depends_on_count
 from keras_strategies.passes.stages import names_in
 
 
@@ -41,7 +42,7 @@ def kinds_of_results(call: Call) -> list[Kind]:
         return [_scatter_rows(call)]
     if call.name in _GLOBAL:
         wrong = find_mixed(call.kinds)
-        exact = PLAIN.but(is_global=True)
+        exact = PLAIN.but(is_global=True, is_gathered=_has_grown(call))
         zero = next((kind for kind in call.kinds if kind.is_zero), None)
         return [wrong or (zero if num == 1 else None) or exact] * num
     if call.name == "optimization_barrier":
@@ -120,14 +121,15 @@ def _check_with_twin(call: Call, kind: Kind, out: int) -> Kind:
     the rows. If the result lacks such a dimension of an operand, its entries
     were combined, so the result may depend on the number of rows.
     """
-    is_global = any(operand.is_global for operand in call.kinds)
-    if kind.is_const and is_global:
-        return kind.but(is_global=True, power=0.0)
+    if kind.is_const and any(operand.is_global for operand in call.kinds):
+        is_gathered = any(operand.is_gathered for operand in call.kinds)
+        if is_gathered or not _counts_rows(call, out):
+            return kind.but(is_global=True, is_gathered=is_gathered, power=0.0)
+        kind = kind.but(is_global=False)
     if call.twin is None or kind.is_mixed:
         return kind
     if kind.is_const:
-        grown = [len(call.grown_dims(k)) for k in range(len(call.kinds))]
-        is_lost = max(grown, default=0) > len(call.out_grown_dims(out))
+        is_lost = _loses_rows(call, out)
         if kind.is_random:
             if is_lost:
                 # The result combines random values of different rows. (Sums are
@@ -140,6 +142,7 @@ def _check_with_twin(call: Call, kind: Kind, out: int) -> Kind:
             return kind.but(power=power)
         if kind.values is not None:
             return kind
+        is_lost &= call.name != "reduce_sum"
         is_other = is_lost or _scalars(call.equation) != _scalars(call.twin)
         return kind.but(power=math.nan) if is_other else kind
     row_dims = [kind.axis] if kind.is_rows else []
@@ -152,6 +155,22 @@ def _check_with_twin(call: Call, kind: Kind, out: int) -> Kind:
         return call.make_mixed()
     is_same = _scalars(call.equation) == _scalars(call.twin)
     return kind if is_same else call.make_mixed()
+
+
+def _has_grown(call: Call) -> bool:
+    """Returns whether a result has a dimension of rows."""
+    return any(call.out_grown_dims(k) for k in range(len(call.kinds)))
+
+
+def _loses_rows(call: Call, out: int) -> bool:
+    """Returns whether a result lacks a dimension of rows of an operand."""
+    grown = [len(call.grown_dims(k)) for k in range(len(call.kinds))]
+    return max(grown, default=0) > len(call.out_grown_dims(out))
+
+
+def _counts_rows(call: Call, out: int) -> bool:
+    """Returns whether a replica's number of rows is a factor of a result."""
+    return any(map(depends_on_count, call.kinds)) or _loses_rows(call, out)
 
 
 def _scalars(equation: JaxprEqn) -> list[Any]:

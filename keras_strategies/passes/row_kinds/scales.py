@@ -103,9 +103,10 @@ def scale_results(
     if not scale:
         return results
     why = scaled.why or calls[-1]
+    is_global = any(kind.is_global for kind in kinds)
     return [
         k.but(scale=scale, why=k.why or why)
-        if (k.is_global or not k.is_const) and not _is_mean(k)
+        if (is_global or not k.is_const) and not _is_mean(k)
         else k
         for k in results
     ]
