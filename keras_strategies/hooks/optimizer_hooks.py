@@ -298,10 +298,10 @@ def _find_divisor(
 ) -> int:
     """Returns the number by which the sum of the gradients is divided.
 
-    It is 1 for a scaled loss, because `scale_loss` has already divided the loss
-    by the number of replicas. This is done before the gradients are computed,
-    so that a replica's gradients overflow in the same cases as the gradients on
-    a single device.
+    It is 1 for a scaled loss, because `scale_loss` has already divided the
+    loss's gradient by the number of replicas. This is done before the other
+    gradients are computed, so that a replica's gradients overflow in the same
+    cases as the gradients on a single device.
     """
     is_sum = step.facts.is_local or optimizer in step.notes.scaled_losses
     return 1 if is_sum else step.num_sharing
@@ -370,11 +370,11 @@ def scale_loss(
     """Scales a loss by the optimizer's `scale_loss`.
 
     If the optimizer scales losses, or has variables whose "gradient" is their
-    new value, the loss is also divided by the number of replicas, and the
-    gradients are later summed instead of averaged.
+    new value, the loss's gradient is also divided by the number of replicas,
+    and the gradients are later summed instead of averaged.
 
     Returns:
-      The scaled loss, a scalar.
+      The scaled loss, a scalar, which the step may return for the logs.
     """
     if not step.flags.in_scaling:
         loss = loss_hooks.mark_loss(step, loss)
@@ -387,4 +387,18 @@ def scale_loss(
         return original(optimizer, loss)
     step.notes.scaled_losses.add(optimizer)
     with step.flag("in_scaling"):
-        return original(optimizer, loss) / step.num_sharing
+        return _divide_gradient(original(optimizer, loss), step.num_sharing)
+
+
+@functools.partial(jax.custom_jvp, nondiff_argnums=(1,))
+def _divide_gradient(loss: Array, count: int) -> Array:
+    """Returns the loss, whose gradient is divided by a number."""
+    del count
+    return loss
+
+
+@_divide_gradient.defjvp
+def _divide_tangent(
+    count: int, primals: tuple[Array], tangents: tuple[Array]
+) -> tuple[Array, Array]:
+    return primals[0], tangents[0] / count
