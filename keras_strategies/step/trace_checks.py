@@ -136,11 +136,12 @@ def _check_losses(
     if finding.unshown is not None:
         mark, equation = finding.unshown
         value, cure = _UNSHOWN[mark]
+        rule, merged = _MEAN if mark != marks.COUNT else _SUM
         place = _describe_place(equation)
         step.demand_global_batch(
-            f"{value} is not shown to be a mean over the batch's rows, or "
-            f"independent of them{place}, so the mean of the replicas' values "
-            f"may be another number. To run the step replica by replica, {cure}"
+            f"{value} is not shown to be {rule}{place}, so {merged} of the "
+            "replicas' values may be another number. To run the step replica "
+            f"by replica, {cure}"
         )
     for equation in finding.logs[:1]:
         _warn_of_log(equation)
@@ -249,9 +250,11 @@ _UNSHOWN = {
     ),
     marks.COUNT: (
         "an integer in the logs",
-        "return sums of integers over the rows, or use metrics",
+        "return sums of integers over the rows, or other numbers as floats",
     ),
 }
+_MEAN = "a mean over the batch's rows, or independent of them", "the mean"
+_SUM = "a sum over the batch's rows", "the sum"
 
 
 class LogWarning(UserWarning):
@@ -293,6 +296,8 @@ def _describe_place(why: JaxprEqn | None) -> str:
     if why is None:
         return ""
     place = traces.find_place(why)
+    if why.primitive.name == "name":  # A mark, which combines nothing.
+        return f" (at {place})" if place else ""
     operation = f"`{why.primitive.name}` combines rows"
     return f" ({operation}{f' at {place}' if place else ''})"
 
