@@ -17,7 +17,6 @@ from jax.extend.core import ClosedJaxpr, DropVar, Jaxpr, JaxprEqn, jaxpr_as_fun
 from keras_strategies._types import Array, Equation
 from keras_strategies.passes import stages
 
-_NAMES = ("psum", "pmax", "pmin", "all_gather", "reduce_scatter", "ppermute")
 _CALLS = {
     "jit": "jaxpr",
     "pjit": "jaxpr",
@@ -198,7 +197,7 @@ def _trace_expanded(equation: JaxprEqn) -> tuple[Any, list[Any]]:
 
 def _collectives_in(jaxpr: Jaxpr) -> Iterator[Any]:
     for equation in jaxpr.eqns:
-        if _is_collective(equation):
+        if stages.is_collective(equation):
             yield equation
         elif _has_collectives(equation):
             called = find_called_jaxpr(equation)
@@ -215,12 +214,8 @@ def _collectives_in(jaxpr: Jaxpr) -> Iterator[Any]:
             yield from _collectives_in(called[0])
 
 
-def _is_collective(equation: JaxprEqn) -> bool:
-    return equation.primitive.name.startswith(_NAMES)
-
-
 def _has_collectives(equation: JaxprEqn) -> bool:
-    return any(map(_is_collective, stages.equations_in(equation)))
+    return any(map(stages.is_collective, stages.equations_in(equation)))
 
 
 def _evaluate(
@@ -248,7 +243,7 @@ def _evaluate(
         return [stages.value_of(v, values) for v in operands]
 
     for equation in jaxpr.eqns:
-        is_cut = _is_collective(equation)
+        is_cut = stages.is_collective(equation)
         if not is_cut and not _has_collectives(equation):
             pending.append(equation)
             continue

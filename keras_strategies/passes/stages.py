@@ -269,6 +269,34 @@ def equations_in(equation: JaxprEqn) -> Iterator[Any]:
         yield from all_equations(inner)
 
 
+def reduced_dims(equation: Equation) -> tuple[int, ...]:
+    """Returns the dimensions that a collective reduces within each device.
+
+    A collective over an axis of `jax.vmap(..., axis_name=...)` is traced as one
+    over a dimension of its operands.
+    """
+    axes = equation.params.get("axes", ())
+    return tuple(axis for axis in axes if isinstance(axis, int))
+
+
+def is_collective(equation: Equation) -> bool:
+    """Returns whether devices communicate in an equation."""
+    if not equation.primitive.name.startswith(_COLLECTIVES):
+        return False
+    axes = equation.params.get("axes")
+    return axes is None or len(reduced_dims(equation)) < len(axes)
+
+
+_COLLECTIVES = (
+    "psum",
+    "pmax",
+    "pmin",
+    "all_gather",
+    "reduce_scatter",
+    "ppermute",
+)
+
+
 def scan_operands(
     equation: JaxprEqn, values: Sequence[Any]
 ) -> tuple[list[Any], list[Any], list[Any]]:

@@ -367,7 +367,6 @@ def _one(reduce: Callable[[Any], Any], leaf: Array) -> Array:
 SUM_IF = "ks_sum_if"
 """The name of the function in the traces of `sum_if`."""
 
-_COLLECTIVES = ("psum", "pmax", "pmin", "all_gather", "reduce_scatter")
 _UNSURE = ("cond", "while")
 
 
@@ -379,7 +378,7 @@ def has_unsure_collectives(jaxpr: ClosedJaxpr) -> bool:
     in a branch.
     """
     return any(
-        inner.primitive.name.startswith(_COLLECTIVES)
+        stages.is_collective(inner)
         for equation in stages.all_equations(jaxpr, skips=is_sum_if)
         if equation.primitive.name in _UNSURE
         for inner in stages.equations_in(equation)

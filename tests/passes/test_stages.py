@@ -226,3 +226,22 @@ def test_only_what_is_made_of_equal_values_is_equal():
         *(True, False, True, False, False),
         *(False, True, True, True, True),
     ]
+
+
+@pytest.mark.parametrize("reduce", [jax.lax.psum, jax.lax.pmax, jax.lax.pmin])
+def test_reductions_over_an_axis_of_vmap_are_no_collectives(reduce):
+    """Otherwise programs of uneven rows would exchange their results."""
+
+    def of_rows(x):
+        return jax.vmap(lambda row: reduce(row, "rows"), axis_name="rows")(x)
+
+    equation, *_ = jax.make_jaxpr(of_rows)(np.ones((3, 2))).jaxpr.eqns
+    assert not stages.is_collective(equation)
+    assert stages.reduced_dims(equation) == (0,)
+    both = jax.make_jaxpr(
+        lambda x: jax.vmap(
+            lambda row: reduce(row, ("rows", "all")), axis_name="rows"
+        )(x),
+        axis_env=[("all", 2)],
+    )(np.ones((3, 2)))
+    assert any(map(stages.is_collective, both.jaxpr.eqns))

@@ -41,7 +41,7 @@ from keras_strategies.passes.row_kinds.kinds import (
 )
 from keras_strategies.passes.row_kinds.rules import kinds_of_results
 from keras_strategies.passes.row_kinds.updates import kinds_of_update
-from keras_strategies.passes.stages import scan_operands
+from keras_strategies.passes.stages import is_collective, scan_operands
 
 
 class Verdict(enum.Enum):
@@ -213,7 +213,8 @@ class _Interpreter:
         self._calls.pop()
         if not any(kind.of_loss for kind in kinds):
             return results
-        if equations[0].primitive.name.startswith("psum"):
+        is_sum = equations[0].primitive.name.startswith("psum")
+        if is_sum and is_collective(equations[0]):
             # A sum over the replicas is that of one device. So what the step
             # computes from it, such as a metric's result, is not a loss.
             return [kind.but(of_loss=False) for kind in results]

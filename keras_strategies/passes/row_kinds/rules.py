@@ -4,11 +4,13 @@ See `kinds`. The result of a primitive without a rule is `MIXED`, unless all of
 its operands are constants.
 """
 
+import dataclasses
 import math
 from collections.abc import Callable
 from typing import Any
 
 import jax.numpy as jnp
+from jax import lax
 from jax.extend.core import JaxprEqn
 
 from keras_strategies.passes.row_kinds import (
@@ -30,7 +32,11 @@ from keras_strategies.passes.row_kinds.kinds import (
     make_uniform,
 )
 from keras_strategies.passes.row_kinds.scales import depends_on_count
-from keras_strategies.passes.stages import names_in
+from keras_strategies.passes.stages import (
+    is_collective,
+    names_in,
+    reduced_dims,
+)
 
 
 def kinds_of_results(call: Call) -> list[Kind]:
@@ -40,6 +46,8 @@ def kinds_of_results(call: Call) -> list[Kind]:
         return [_random(call, k) for k in range(num)]
     if call.name in ("reduce_scatter", "psum_scatter") and call.twin:
         return [_scatter_rows(call)]
+    if call.name in _REDUCTIONS and reduced_dims(call.equation):
+        return [_reduce_dims(call, k) for k in range(num)]
     if call.name in _GLOBAL:
         wrong = find_mixed(call.kinds)
         exact = PLAIN.but(is_global=True, is_gathered=_has_grown(call))
@@ -62,6 +70,30 @@ def kinds_of_results(call: Call) -> list[Kind]:
     results = rule(call)
     results = results if isinstance(results, list) else [results] * num
     return [_check_with_twin(call, kind, k) for k, kind in enumerate(results)]
+
+
+def _reduce_dims(call: Call, k: int) -> Kind:
+    """Returns the `Kind` of a sum or a maximum over an axis of `jax.vmap`."""
+
+    def reduce(equation: Any) -> Any:
+        return equation.replace(
+            primitive=_REDUCTIONS[call.name],
+            params={"axes": reduced_dims(equation)},
+            invars=equation.invars[k : k + 1],
+            outvars=equation.outvars[k : k + 1],
+        )
+
+    if is_collective(call.equation):
+        return find_mixed(call.kinds) or call.make_mixed()
+    (kind,) = kinds_of_results(
+        dataclasses.replace(
+            call,
+            equation=reduce(call.equation),
+            twin=call.twin and reduce(call.twin),
+            kinds=call.kinds[k : k + 1],
+        )
+    )
+    return kind
 
 
 def _scatter_rows(call: Call) -> Kind:
@@ -199,6 +231,13 @@ _RANDOM = names_in(
     "rng_bit_generator axis_index",
 )
 """Primitives whose results are expected to differ between replicas."""
+
+_REDUCTIONS = {
+    "psum": lax.reduce_sum_p,
+    "pmax": lax.reduce_max_p,
+    "pmin": lax.reduce_min_p,
+}
+"""The reduction that a collective is over an axis of `jax.vmap`."""
 
 _GLOBAL = names_in(
     "psum psum2 psum_invariant pmax pmin all_gather all_gather_invariant",

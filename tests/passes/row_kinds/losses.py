@@ -106,7 +106,35 @@ def conditional(t, p):
     return ops.cond(mean > 0.1, lambda: mean, lambda: mean * mean)
 
 
+def of_named_axis(reduce):
+    """Makes a loss with a collective over the rows, an axis of `jax.vmap`."""
+
+    def of_row(t, p):
+        others = reduce(ops.sum(t * p), "rows")
+        return ops.mean(error(t, p)) + 0.1 * ops.mean(others)
+
+    def loss(t, p):
+        return ops.mean(jax.vmap(of_row, axis_name="rows")(t, p))
+
+    return loss
+
+
+def named_maximum(value, axis):
+    value = jax.lax.stop_gradient(value)
+    return value * jax.lax.pmax(value, axis) - jax.lax.pmin(value, axis)
+
+
 LOSSES = {
+    "named_mean": of_named_axis(
+        lambda v, axis: ops.square(v - jax.lax.pmean(v, axis))
+    ),
+    "named_sum": of_named_axis(
+        lambda v, axis: ops.log(jax.lax.psum(ops.exp(v), axis))
+    ),
+    "named_maximum": of_named_axis(lambda v, axis: v * named_maximum(v, axis)),
+    "named_gather": of_named_axis(
+        lambda v, axis: ops.square(v - jax.lax.all_gather(v, axis))
+    ),
     "root_of_mean": lambda t, p: ops.sqrt(ops.mean(error(t, p))),
     "log_of_mean": lambda t, p: ops.log(ops.mean(error(t, p))),
     "square_of_mean": lambda t, p: ops.square(ops.mean(t - p)),
