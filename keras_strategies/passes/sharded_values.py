@@ -23,9 +23,10 @@ from jax.ad_checkpoint import checkpoint_name
 from jax.extend.core import Jaxpr, JaxprEqn, Literal, Var
 
 from keras_strategies._types import Array, Equation
-from keras_strategies.passes.gather_order import Gathered, find_gathers
 from keras_strategies.passes.sharded_calls import (
+    Gathered,
     compute_loop,
+    find_gathers,
     find_scattered,
     gathers_again,
     is_call,

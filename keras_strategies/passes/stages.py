@@ -6,6 +6,7 @@ Values also flow between equations through references (`jax.new_ref`): an
 equation that uses a reference depends on all equations that wrote to it.
 """
 
+import operator
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
@@ -295,6 +296,62 @@ _COLLECTIVES = (
     "reduce_scatter",
     "ppermute",
 )
+
+
+def rewrite_programs(
+    traced: ClosedJaxpr, rewrite: Callable[[Jaxpr], Sequence[Any]]
+) -> ClosedJaxpr:
+    """Rewrites a program and the programs that its equations call.
+
+    Programs that are mapped over devices inside of this one stay unchanged.
+
+    Args:
+      traced: The program.
+      rewrite: A function that returns the new equations of a program whose
+        equations call programs that are rewritten already.
+
+    Returns:
+      The new program, or the same program if no equation changes.
+    """
+    # Programs that several equations call are changed once, and stay one.
+    changed: dict[int, Any] = {}
+
+    def change(param: Any) -> Any:
+        if isinstance(param, ClosedJaxpr | Jaxpr):
+            if id(param) not in changed:
+                changed[id(param)] = change_program(param)
+            return changed[id(param)]
+        if not isinstance(param, tuple):
+            return param
+        entries = list(map(change, param))
+        if all(map(operator.is_, entries, param)):
+            return param
+        make: Any = getattr(type(param), "_make", tuple)  # Of a named tuple.
+        return make(entries)
+
+    def change_program(program: Any) -> Any:
+        # Since JAX 0.11 both classes are one, and a program is its own `jaxpr`.
+        if isinstance(program, ClosedJaxpr) and program.jaxpr is not program:
+            inner = change(program.jaxpr)
+            is_same = inner is program.jaxpr
+            return program if is_same else program.replace(jaxpr=inner)
+        equations = list(map(change_equation, program.eqns))
+        if not all(map(operator.is_, equations, program.eqns)):
+            program = program.replace(eqns=equations)
+        equations = list(rewrite(program))
+        is_same = len(equations) == len(program.eqns)
+        is_same &= all(map(operator.is_, equations, program.eqns))
+        return program if is_same else program.replace(eqns=equations)
+
+    def change_equation(equation: Any) -> Any:
+        before = equation.params
+        if equation.primitive.name == "shard_map":
+            return equation
+        params = {key: change(param) for key, param in before.items()}
+        is_same = all(map(operator.is_, params.values(), before.values()))
+        return equation if is_same else equation.replace(params=params)
+
+    return change(traced)
 
 
 def scan_operands(

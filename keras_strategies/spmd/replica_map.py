@@ -18,7 +18,7 @@ from jax.sharding import PartitionSpec
 
 from keras_strategies._types import Array, Equation, Tree
 from keras_strategies.passes import replay, stages
-from keras_strategies.passes.convolutions import constrain_function
+from keras_strategies.passes.constrained_operations import constrain_function
 from keras_strategies.passes.lockstep import Turn
 from keras_strategies.passes.specs import Axis, Sharded
 from keras_strategies.spmd.buffers import Buffering, pack, unpack

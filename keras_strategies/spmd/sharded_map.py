@@ -18,7 +18,7 @@ from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn, Literal, Var
 from jax.sharding import PartitionSpec
 
 from keras_strategies._types import Array, Tree
-from keras_strategies.passes.convolutions import constrain_function
+from keras_strategies.passes.constrained_operations import constrain_function
 from keras_strategies.passes.marked_updates import (
     MAX,
     Update,

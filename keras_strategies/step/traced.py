@@ -10,7 +10,7 @@ from keras_strategies._types import Batch, Tree
 from keras_strategies.keras_bridge.step_context import StepContext
 from keras_strategies.passes import traces
 from keras_strategies.passes.combined_sums import with_combined_sums
-from keras_strategies.passes.convolutions import constrain_convolutions
+from keras_strategies.passes.constrained_operations import constrain_operations
 from keras_strategies.spmd.batches import RowShape, constrain_rows, cut_padding
 from keras_strategies.spmd.mesh import ReplicaMesh
 from keras_strategies.spmd.replica_map import all_sum, is_sum_if
@@ -42,11 +42,11 @@ class Traced:
             lambda arrays: buffering is None or buffering.fits(arrays),
         )
 
-    def constrain_convolutions(self, mesh: ReplicaMesh) -> None:
-        """Constrains how XLA shards convolutions over all devices."""
+    def shard(self, mesh: ReplicaMesh) -> None:
+        """Prepares the trace for XLA, which shards it over all devices."""
         axes = mesh.mesh.axis_names
         self._compute = jaxpr_as_fun(
-            constrain_convolutions(self.jaxpr, axes, mesh.mesh)
+            constrain_operations(self.jaxpr, axes, mesh.mesh)
         )
 
     def __call__(self, *args: Tree) -> Tree:
@@ -90,5 +90,5 @@ def call_on_global_batch(
     traced = Traced(body, *state, data)
     is_sharded = not traces.has_unsafe_scatters(traced.jaxpr)
     data = constrain_rows(data, shape, mesh, is_sharded=is_sharded)
-    traced.constrain_convolutions(mesh)
+    traced.shard(mesh)
     return traced(*state, data)

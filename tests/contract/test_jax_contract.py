@@ -278,6 +278,41 @@ def test_gradients_of_a_kernel_for_each_row_are_wrong_where_rows_are_divided():
     assert not np.allclose(right, divided)
 
 
+def shard_rows(array):
+    mesh = jax.sharding.Mesh(np.array(jax.devices()[:2]), ("rows",))
+    spec = jax.sharding.PartitionSpec("rows")
+    return jax.device_put(array, jax.sharding.NamedSharding(mesh, spec))
+
+
+def test_gradients_of_maxima_are_wrong_where_windows_overlap_over_shards():
+    """Fails when they no longer are: windows may be sharded then
+    (`constrain_operations`)."""
+
+    @jax.jit
+    def gradient(x):
+        def pool(x):
+            return jax.lax.reduce_window(
+                x, -jnp.inf, jax.lax.max, (2,), (1,), "VALID"
+            )
+
+        return jax.grad(lambda x: jnp.sum(pool(x)))(x)
+
+    x = np.arange(8, dtype="float32")
+    np.testing.assert_array_equal(gradient(x), [0] + [1] * 7)
+    assert not np.array_equal(gradient(shard_rows(x)), gradient(x))
+
+
+def test_fourier_transforms_along_shards_fail():
+    """Fails when they work: `constrain_operations` may leave them out then."""
+    x = shard_rows(np.ones((8, 4), "float32"))
+    whole = jax.sharding.NamedSharding(
+        x.sharding.mesh, jax.sharding.PartitionSpec()
+    )
+    transform = jax.jit(lambda x: jnp.fft.fft(x.T), out_shardings=whole)
+    with pytest.raises(jax.errors.JaxRuntimeError, match="fft_thunk"):
+        transform(x).block_until_ready()
+
+
 @pytest.mark.parametrize(
     ("groups", "spec"), [(1, (None, "a")), (4, ("a",))], ids=["spatial", "rows"]
 )

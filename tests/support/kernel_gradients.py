@@ -4,7 +4,7 @@ import jax
 import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from keras_strategies.passes.convolutions import constrain_function
+from keras_strategies.passes.constrained_operations import constrain_function
 
 
 def compile_gradient(devices, *, is_constrained):

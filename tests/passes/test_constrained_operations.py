@@ -1,4 +1,4 @@
-"""Convolutions under any sharding of what surrounds them."""
+"""Operations under any sharding of what surrounds them."""
 
 import dataclasses
 import functools
@@ -11,10 +11,11 @@ import pytest
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from keras_strategies.passes import stages
-from keras_strategies.passes.convolutions import (
-    constrain_convolutions,
+from keras_strategies.passes.constrained_operations import (
     constrain_function,
+    constrain_operations,
 )
+from tests.support.combinations import cover
 
 AXES = ("a", "b", "c")
 COUNT, BY_DEFAULT = 300, 12
@@ -174,7 +175,7 @@ with_own_gradient.defvjp(
 def test_constrains_convolutions_of_inner_programs(fn):
     mesh = make_mesh(2)
     traced = jax.make_jaxpr(fn)(np.ones(8, "float32"))
-    changed = constrain_convolutions(traced, mesh.axis_names, mesh)
+    changed = constrain_operations(traced, mesh.axis_names, mesh)
     names = [e.primitive.name for e in stages.all_equations(changed)]
     convolutions = names.count("conv_general_dilated")
     assert convolutions
@@ -194,7 +195,7 @@ def test_programs_that_are_called_several_times_stay_shared():
     call = jax.jit(convolve)
     traced = jax.make_jaxpr(lambda x: call(call(x)))(np.ones(8, "float32"))
     mesh = make_mesh(2)
-    changed = constrain_convolutions(traced, mesh.axis_names, mesh)
+    changed = constrain_operations(traced, mesh.axis_names, mesh)
     programs = {id(e.params["jaxpr"]) for e in changed.jaxpr.eqns}
     assert len(changed.jaxpr.eqns) == 2
     assert len(programs) == 1
@@ -202,7 +203,7 @@ def test_programs_that_are_called_several_times_stay_shared():
 
 def test_programs_without_convolutions_stay():
     traced = jax.make_jaxpr(jax.jit(jnp.sin))(np.ones(8, "float32"))
-    assert constrain_convolutions(traced, AXES) is traced
+    assert constrain_operations(traced, AXES) is traced
 
 
 def test_mapped_programs_stay():
@@ -214,4 +215,73 @@ def test_mapped_programs_stay():
         out_specs=PartitionSpec("a"),
     )
     traced = jax.make_jaxpr(mapped)(np.ones((2, 8), "float32"))
-    assert constrain_convolutions(traced, AXES) is traced
+    assert constrain_operations(traced, AXES) is traced
+
+
+def pool_rows(window, strides, padding="SAME"):
+    def pool(x):
+        return jax.lax.reduce_window(
+            x, -jnp.inf, jax.lax.max, window, strides, padding
+        )
+
+    return pool
+
+
+OVER_ROWS = {
+    "pool": pool_rows((2, 1), (1, 1)),
+    "pool_unpadded": pool_rows((2, 1), (1, 1), "VALID"),
+    "pool_with_features": pool_rows((3, 2), (2, 1)),
+    "tangent": lambda x: jax.jvp(pool_rows((2, 1), (1, 1)), (x,), (x**2,))[1],
+    "transform": lambda x: jnp.abs(jnp.fft.fft(x.T) + 0.1),
+    "transform_both": lambda x: jnp.abs(jnp.fft.fft2(x[None]) + 0.1),
+    "real_transform": lambda x: jnp.abs(jnp.fft.rfft(x.T) + 0.1),
+    "inverse_transform": lambda x: jnp.fft.irfft(x.T),
+}
+
+
+@pytest.mark.parametrize(
+    ("name", "rows"), cover(OVER_ROWS, [7, 8]), ids=lambda value: str(value)
+)
+def test_operations_over_rows_are_exact_if_the_rows_are_sharded(name, rows):
+    mesh = make_mesh(2)
+    split = NamedSharding(mesh, PartitionSpec("a"))
+    x = np.random.default_rng(0).normal(size=(8, 4)).astype("float32")
+
+    def compute(x, is_sharded):
+        x = x[:rows]
+        if is_sharded:
+            x = jax.lax.with_sharding_constraint(x, split)
+
+        def loss(w):
+            y = OVER_ROWS[name](jnp.tanh(x @ w))
+            weights = jnp.cos(jnp.arange(y.size)).reshape(y.shape)
+            return jnp.sum(y * weights), y
+
+        return jax.grad(loss, has_aux=True)(jnp.eye(4))
+
+    expected = compute(x, False)
+    sharded = constrain_function(
+        functools.partial(compute, is_sharded=True), ("a",), mesh
+    )
+    whole = NamedSharding(mesh, PartitionSpec())
+    found = jax.jit(sharded, in_shardings=split, out_shardings=whole)(x)
+    for one, other in zip(found, expected, strict=True):
+        np.testing.assert_allclose(one, other, rtol=1e-3, atol=1e-4)
+
+
+def test_windows_of_one_row_leave_the_rows_open():
+    def pool(x):
+        return jax.lax.reduce_window(
+            x, -jnp.inf, jax.lax.max, (1, 2, 1), (1, 1, 1), "SAME"
+        )
+
+    x = np.ones((4, 6, 3), "float32")
+    traced = jax.make_jaxpr(jax.grad(lambda x: jnp.sum(pool(x))))(x)
+    constrained = constrain_operations(traced, ("a",), make_mesh(2))
+    specs = [
+        e.params["sharding"].spec
+        for e in stages.all_equations(constrained)
+        if e.primitive.name == "sharding_constraint"
+    ]
+    free = PartitionSpec.UNCONSTRAINED
+    assert specs == [PartitionSpec(free, None, free)] * 3
