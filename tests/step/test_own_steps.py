@@ -603,7 +603,7 @@ class Wrong(OwnStep):
     ("name", "error"),
     [
         ("losses._verdict", "not callable"),
-        ("losses._without_placing", "not callable"),
+        ("interpreter._without_placing", "not callable"),
         ("marks.USED", "iterable"),
     ],
 )

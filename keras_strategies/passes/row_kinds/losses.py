@@ -9,39 +9,26 @@ value that depends on the number of rows is recognized only by comparison with a
 second trace that has another number of rows.
 """
 
-import contextlib
 import dataclasses
 import enum
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Sequence
 from typing import Any
 
-import jax.numpy as jnp
-from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn, Literal
+from jax.extend.core import ClosedJaxpr
 
 from keras_strategies._types import Equation
-from keras_strategies.passes import traces
-from keras_strategies.passes.collective_cut import find_called_jaxpr
-from keras_strategies.passes.row_kinds import marks, scales
-from keras_strategies.passes.row_kinds.call import Call
-from keras_strategies.passes.row_kinds.kernels import is_by_rows
+from keras_strategies.passes.row_kinds import scales
+from keras_strategies.passes.row_kinds.interpreter import (
+    Different,
+    Interpreter,
+)
 from keras_strategies.passes.row_kinds.kinds import (
     MEAN_POWER,
     PLAIN,
     Kind,
     is_constant,
-    join_each,
-    kind_of_arrays,
-    make_mixed,
     make_rows,
-    make_sum,
-    make_uniform,
-    power_of,
-    slice_of,
-    stack,
 )
-from keras_strategies.passes.row_kinds.rules import kinds_of_results
-from keras_strategies.passes.row_kinds.updates import kinds_of_update
-from keras_strategies.passes.stages import is_collective, scan_operands
 
 
 class Verdict(enum.Enum):
@@ -105,12 +92,12 @@ def losses_in(
     ratio = 1.0
     if twin is not None and data:
         ratio = twin.jaxpr.invars[data[0]].aval.shape[0] / num_rows
-    interpreter = _Interpreter(num_rows, ratio, is_user_step)
+    interpreter = Interpreter(num_rows, ratio, is_user_step)
     try:
         outputs = interpreter.interpret(jaxprs, inputs)
-    except _Different:
+    except Different:
         return Finding(verdict=Verdict.MIXED, counting=True)
-    finding = interpreter.finding()
+    finding = _make_finding(interpreter)
     if twin is None:
         return dataclasses.replace(
             finding, counting=None, unshown=None, logs=()
@@ -122,325 +109,23 @@ def losses_in(
     return finding
 
 
-class _Different(Exception):
-    """Raised if the two traces do not have the same equations."""
-
-
-class _Interpreter:
-    """An interpreter that finds the `Kind` of each value in one or two traces.
-
-    Args:
-      num_rows: The number of rows of the batch in the first trace.
-      ratio: The number of rows of the second trace, divided by `num_rows`.
-      is_user_step: See `losses_in`.
-    """
-
-    def __init__(self, num_rows: int, ratio: float, is_user_step: bool) -> None:
-        self._num_rows = num_rows
-        self._ratio = ratio
-        self._is_user_step = is_user_step
-        self._unshown: list[tuple[str, Equation]] = []
-        self._logs: list[Equation] = []
-        # The last number in user code that is differentiated and no mean.
-        self._differentiated: Equation | None = None
-        self._losses: list[Kind] = []
-        self._counting: list[Equation] = []
-        self._calls: list[Equation] = []
-        self._is_noting = True
-        self._marked: dict[str, Kind] = {}
-
-    def finding(self) -> Finding:
-        """Returns the verdict on the marked losses."""
-        verdicts = [(_verdict(kind), kind.why) for kind in self._losses]
-        order = (Verdict.MIXED, Verdict.UNSURE, Verdict.MEAN)
-        verdict, why = min(
-            verdicts,
-            key=lambda pair: order.index(pair[0]),
-            default=(Verdict.MEAN, None),
-        )
-        return Finding(
-            verdict=verdict,
-            why=why,
-            counting=next(iter(self._counting), None),
-            unshown=next(iter(self._unshown), None),
-            logs=self._logs,
-            has_losses=bool(self._losses),
-        )
-
-    def interpret(self, jaxprs: list[Any], inputs: list[Kind]) -> list[Kind]:
-        """Returns the `Kind` of each result of a function, given its traces."""
-        return self._interpret([(j.jaxpr, j.consts) for j in jaxprs], inputs)
-
-    def _interpret(
-        self, pairs: Sequence[Any], inputs: list[Kind]
-    ) -> list[Kind]:
-        """Does the same as `interpret`, for traces as (jaxpr, constants)."""
-        jaxprs = [jaxpr for jaxpr, _ in pairs]
-        consts = map(kind_of_arrays, _pair([consts for _, consts in pairs]))
-        first = jaxprs[0]
-        # Two traces may differ in equations that only change a sharding,
-        # because these equations depend on JAX's caches.
-        parts = [_without_placing(jaxpr) for jaxpr in jaxprs]
-        env: dict[Any, Kind] = dict(zip(first.constvars, consts, strict=True))
-        env |= dict(zip(first.invars, inputs, strict=True))
-
-        def read(*variables: Any) -> Kind:
-            variables = tuple(
-                v if isinstance(v, Literal) else same.get(v, v)
-                for v, (_, same) in zip(variables, parts, strict=True)
-            )
-            if isinstance(variables[0], Literal):
-                if not all(isinstance(v, Literal) for v in variables):
-                    raise _Different
-                return kind_of_arrays([v.val for v in variables])
-            return env[variables[0]]
-
-        for equations in _pair([equations for equations, _ in parts]):
-            if len({e.primitive.name for e in equations}) > 1:
-                raise _Different
-            kinds = [read(*k) for k in _pair([e.invars for e in equations])]
-            results = self._results(list(equations), kinds)
-            env |= dict(zip(equations[0].outvars, results, strict=True))
-        return [read(*k) for k in _pair([j.outvars for j in jaxprs])]
-
-    def _results(self, equations: list[Any], kinds: list[Kind]) -> list[Kind]:
-        self._calls.append(equations[0])
-        results = self._kinds_of(equations, kinds)
-        if self._is_user_step and self._is_noting:
-            self._note_differentiated(equations[0], results)
-        if len(equations) > 1:
-            results = self._with_scales(kinds, results)
-        self._calls.pop()
-        if not any(kind.of_loss for kind in kinds):
-            return results
-        is_sum = equations[0].primitive.name.startswith("psum")
-        if is_sum and is_collective(equations[0]):
-            # A sum over the replicas is that of one device. So what the step
-            # computes from it, such as a metric's result, is not a loss.
-            return [kind.but(of_loss=False) for kind in results]
-        results = [kind.but(of_loss=True) for kind in results]
-        if self._is_noting and traces.is_user_code(equations[0]):
-            # A scalar that a train step computes from a loss is itself a loss.
-            outputs = zip(equations[0].outvars, results, strict=True)
-            self._losses += [kind for v, kind in outputs if _is_number(v)]
-        return results
-
-    def _note_differentiated(
-        self, equation: Equation, results: list[Kind]
-    ) -> None:
-        is_number = _is_number(equation.outvars[0]) if results else False
-        if not is_number or scales.is_shown(results[0], marks.LOG):
-            return
-        names = str(equation.source_info.name_stack)
-        is_forward = "jvp(" in names and "transpose(" not in names
-        if is_forward and traces.is_user_code(equation):
-            self._differentiated = results[0].why or equation
-
-    def _with_scales(
-        self, kinds: list[Kind], results: list[Kind]
-    ) -> list[Kind]:
-        if self._is_noting and scales.updates_by_count(self._calls, kinds):
-            self._counting.append(self._calls[-1])
-        return scales.scale_results(self._calls, kinds, results, self._ratio)
-
-    def _kinds_of(self, equations: list[Any], kinds: list[Kind]) -> list[Kind]:
-        equation = equations[0]
-        name = equation.primitive.name
-        if name == "name":
-            return [self._marked_value(equation, kinds[0])]
-        if name == marks.mark_p.name:
-            return [self._marked_both_ways(equations, kinds[0])]
-        if name == "scan":
-            return self._scan(equations, kinds)
-        if name == "while":
-            return self._while(equations, kinds)
-        if name == "cond":
-            return self._cond(equations, kinds)
-        inner = [find_called_jaxpr(e) for e in equations]
-        if None not in inner and not is_by_rows(equation):
-            updated = kinds_of_update(equations, kinds)
-            return updated or self._interpret(inner, kinds)
-        call = Call(
-            equation=equation,
-            twin=equations[-1] if len(equations) > 1 else None,
-            kinds=kinds,
-            num_rows=self._num_rows,
-            ratio=self._ratio,
-        )
-        return kinds_of_results(call)
-
-    def _marked_value(self, equation: Equation, kind: Kind) -> Kind:
-        name = equation.params["name"]
-        is_scalar = not equation.outvars[0].aval.shape
-        if name == marks.LOSS and self._is_noting and is_scalar:
-            self._losses.append(kind)
-            return kind.but(of_loss=True)
-        if name in (*marks.USED, marks.CHANGE):
-            self._check_merge(equation, name, kind)
-        if name == marks.CHANGE and not scales.is_wrong(kind, name):
-            # The replicas sum it up, as one device does.
-            return PLAIN.but(is_global=True)
-        if name == marks.GLOBAL and kind.is_global:
-            # Later computations with this value run on each replica, so a
-            # number of rows in them is that of the replica.
-            return kind.but(is_global=False, is_gathered=False)
-        if name in (marks.VALUES, marks.OWN):
-            self._marked[name] = kind
-        elif name in (marks.REDUCED, marks.AVERAGED):
-            values = self._marked.get(marks.VALUES, kind)
-            if values.is_rows:
-                power = values.power
-                return make_sum(None if power is None else power + MEAN_POWER)
-            return kind if name == marks.AVERAGED else make_mixed(equation)
-        elif name == marks.NORMALIZED and not is_scalar:
-            of = self._marked.get(marks.OWN, kind)
-            if of.is_rows:
-                return make_rows(of.axis, of.outer)
-            return of if of.is_mixed else make_rows(0)
-        return kind
-
-    def _marked_both_ways(self, equations: list[Any], kind: Kind) -> Kind:
-        equation, params = equations[0], equations[0].params
-        name, shape = params["name"], equation.outvars[0].aval.shape
-        zero = make_uniform((0,) * len(equations), shape)
-        if name == marks.STATISTIC:
-            return zero if params["is_cotangent"] else PLAIN
-        if not params["is_cotangent"]:
-            if name == marks.VALUES:
-                self._marked[str(shape)] = kind
-            return kind
-        if name == marks.REDUCED:
-            self._marked["cotangent"] = kind
-            return kind
-        # The derivatives of values that are reduced over all replicas.
-        of, by = self._marked[str(shape)], self._marked["cotangent"]
-        if by.is_zero:
-            return zero
-        if not of.is_rows or not by.is_const:
-            return make_mixed(equation)
-        by_power = power_of(by.values, self._ratio) if by.values else by.power
-        power = None if by_power is None else by_power + MEAN_POWER
-        return make_rows(of.axis, of.outer, power)
-
-    def _check_merge(self, equation: Equation, name: str, kind: Kind) -> None:
-        """Notes what is wrong with a value that the replicas merge."""
-        why = kind.why or equation
-        is_legacy = name == marks.GRADIENT and not self._is_user_step
-        if is_legacy or name in (marks.LOG, marks.CHANGE):
-            if scales.is_wrong(kind, name):
-                self._counting.append(why)
-            elif name == marks.LOG and not scales.is_shown(kind, name):
-                self._logs.append(why)
-        elif not scales.is_shown(kind, name):
-            if name == marks.GRADIENT and self._differentiated is not None:
-                why = self._differentiated
-            self._unshown.append((name, why))
-
-    @contextlib.contextmanager
-    def _not_noting(self) -> Iterator[None]:
-        before, self._is_noting = self._is_noting, False
-        try:
-            yield
-        finally:
-            self._is_noting = before
-
-    def _find_fixed_point(
-        self,
-        carry: list[Kind],
-        body: Callable[[list[Kind]], list[Kind]],
-        why: JaxprEqn,
-    ) -> list[Kind]:
-        """Returns kinds of a loop's carry that are valid in all iterations."""
-        with self._not_noting():
-            # A kind changes only a few times: from `CONST` to `ROWS` or `SUM`,
-            # and then to `MIXED`.
-            for _ in range(2 + 2 * len(carry)):
-                after = body(carry)
-                new = join_each(carry, after, why)
-                if new == carry:
-                    return carry
-                carry = new
-        return [make_mixed(why)] * len(carry)
-
-    def _scan(self, equations: list[Any], kinds: list[Kind]) -> list[Kind]:
-        equation = equations[0]
-        if len({e.params["length"] for e in equations}) > 1:
-            return [make_mixed(equation)] * len(equation.outvars)
-        jaxprs = [e.params["jaxpr"] for e in equations]
-        consts, carry, scanned = scan_operands(equation, kinds)
-        num_carry = len(carry)
-        slices = [slice_of(kind, equation) for kind in scanned]
-
-        def body(carry: list[Kind]) -> list[Kind]:
-            results = self.interpret(jaxprs, [*consts, *carry, *slices])
-            return results[:num_carry]
-
-        carry = self._find_fixed_point(carry, body, equation)
-        results = self.interpret(jaxprs, [*consts, *carry, *slices])
-        return [*carry, *map(stack, results[num_carry:])]
-
-    def _while(self, equations: list[Any], kinds: list[Kind]) -> list[Kind]:
-        params = equations[0].params
-        split = params["cond_nconsts"]
-        start = split + params["body_nconsts"]
-        of_cond, of_body = kinds[:split], kinds[split:start]
-        carry = kinds[start:]
-        tests = [e.params["cond_jaxpr"] for e in equations]
-        bodies = [e.params["body_jaxpr"] for e in equations]
-        carry = self._find_fixed_point(
-            carry,
-            lambda carry: self.interpret(bodies, [*of_body, *carry]),
-            equations[0],
-        )
-        (test,) = self.interpret(tests, [*of_cond, *carry])
-        if not test.is_const or not is_constant(test):
-            return [make_mixed(equations[0])] * len(carry)
-        # The body is interpreted once more with the final kinds, to record the
-        # losses inside it.
-        self.interpret(bodies, [*of_body, *carry])
-        return carry
-
-    def _cond(self, equations: list[Any], kinds: list[Kind]) -> list[Kind]:
-        which, *operands = kinds
-        pairs = _pair([e.params["branches"] for e in equations])
-        branches = [self.interpret(list(pair), operands) for pair in pairs]
-        if not which.is_const or not is_constant(which):
-            return [make_mixed(equations[0])] * len(branches[0])
-        results = branches[0]
-        for other in branches[1:]:
-            results = join_each(results, other, equations[0])
-        return results
-
-
-def _pair(lists: Sequence[Sequence[Any]]) -> list[tuple[Any, ...]]:
-    """Returns the entries at each place of lists of the two traces."""
-    if len({len(entries) for entries in lists}) > 1:
-        raise _Different
-    return list(zip(*lists, strict=True))
-
-
-def _is_number(variable: Any) -> bool:
-    aval = variable.aval
-    return not aval.shape and jnp.issubdtype(aval.dtype, jnp.floating)
-
-
-def _without_placing(jaxpr: Jaxpr) -> tuple[list[Any], dict[Any, Any]]:
-    """Removes the equations of a jaxpr that only change a sharding.
-
-    Returns:
-      The other equations, and a dict from the result of each removed equation
-      to its operand.
-    """
-    equations, same = [], {}
-    for equation in jaxpr.eqns:
-        if equation.primitive.name in ("reshard", "sharding_constraint"):
-            (operand,) = equation.invars
-            if not isinstance(operand, Literal):
-                operand = same.get(operand, operand)
-            same[equation.outvars[0]] = operand
-        else:
-            equations.append(equation)
-    return equations, same
+def _make_finding(interpreter: Interpreter) -> Finding:
+    """Returns the verdict on the marked losses, and what else is wrong."""
+    verdicts = [(_verdict(kind), kind.why) for kind in interpreter.losses]
+    order = (Verdict.MIXED, Verdict.UNSURE, Verdict.MEAN)
+    verdict, why = min(
+        verdicts,
+        key=lambda pair: order.index(pair[0]),
+        default=(Verdict.MEAN, None),
+    )
+    return Finding(
+        verdict=verdict,
+        why=why,
+        counting=next(iter(interpreter.counting), None),
+        unshown=next(iter(interpreter.unshown), None),
+        logs=interpreter.logs,
+        has_losses=bool(interpreter.losses),
+    )
 
 
 def _verdict(kind: Kind) -> Verdict:
