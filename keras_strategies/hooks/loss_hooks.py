@@ -5,6 +5,7 @@ of the global batch. The mean of the replicas' gradients is then the gradient of
 that loss.
 """
 
+import functools
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
@@ -202,3 +203,17 @@ def mark_loss(step: StepContext, value: Leaf) -> Leaf:
     if not is_per_replica or not is_scalar:
         return value
     return marks.mark(value, marks.LOSS)
+
+
+@functools.partial(jax.custom_jvp, nondiff_argnums=(1,))
+def divide_gradient(loss: Array, count: int) -> Array:
+    """Returns the loss, whose gradient is divided by a number."""
+    del count
+    return loss
+
+
+@divide_gradient.defjvp
+def _divide_tangent(
+    count: int, primals: tuple[Array], tangents: tuple[Array]
+) -> tuple[Array, Array]:
+    return primals[0], tangents[0] / count

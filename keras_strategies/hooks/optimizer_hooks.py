@@ -387,18 +387,6 @@ def scale_loss(
         return original(optimizer, loss)
     step.notes.scaled_losses.add(optimizer)
     with step.flag("in_scaling"):
-        return _divide_gradient(original(optimizer, loss), step.num_sharing)
-
-
-@functools.partial(jax.custom_jvp, nondiff_argnums=(1,))
-def _divide_gradient(loss: Array, count: int) -> Array:
-    """Returns the loss, whose gradient is divided by a number."""
-    del count
-    return loss
-
-
-@_divide_gradient.defjvp
-def _divide_tangent(
-    count: int, primals: tuple[Array], tangents: tuple[Array]
-) -> tuple[Array, Array]:
-    return primals[0], tangents[0] / count
+        return loss_hooks.divide_gradient(
+            original(optimizer, loss), step.num_sharing
+        )
