@@ -330,11 +330,12 @@ def rewrite_programs(
         return make(entries)
 
     def change_program(program: Any) -> Any:
-        # Since JAX 0.11 both classes are one, and a program is its own `jaxpr`.
-        if isinstance(program, ClosedJaxpr) and program.jaxpr is not program:
-            inner = change(program.jaxpr)
-            is_same = inner is program.jaxpr
-            return program if is_same else program.replace(jaxpr=inner)
+        inner: Any = (
+            program.jaxpr if isinstance(program, ClosedJaxpr) else program
+        )
+        if inner is not program:  # JAX 0.11 has one class for both programs.
+            new = change(inner)
+            return program if new is inner else program.replace(jaxpr=new)
         equations = list(map(change_equation, program.eqns))
         if not all(map(operator.is_, equations, program.eqns)):
             program = program.replace(eqns=equations)
