@@ -216,13 +216,20 @@ def grad(
     return gradients
 
 
-def mark(step: StepContext, gradients: Sequence[Array | None]) -> list[Any]:
-    """Marks the gradients that a model's step passes to its optimizer."""
+def mark(
+    step: StepContext, gradients: Sequence[Array | None], *, are_summed: bool
+) -> list[Any]:
+    """Marks the gradients that a model's step passes to its optimizer.
+
+    Args:
+      step: The step.
+      gradients: The gradients.
+      are_summed: Whether the replicas sum them, and do not average them.
+    """
     if step.facts.is_local:
         return list(gradients)
-    return [
-        g if g is None else marks.mark(g, marks.GRADIENT) for g in gradients
-    ]
+    name = marks.SHARE if are_summed else marks.GRADIENT
+    return [g if g is None else marks.mark(g, name) for g in gradients]
 
 
 def clear_empty(

@@ -50,7 +50,8 @@ def apply(
     """Reduces gradients over the replicas, then applies the optimizer."""
     if step.flags.in_optimizer:
         return original(optimizer, grads, *args, **kwargs)
-    grads = gradients.mark(step, grads)
+    are_summed = optimizer in step.notes.scaled_losses
+    grads = gradients.mark(step, grads, are_summed=are_summed)
     variables = args[0] if args else kwargs.get("trainable_variables")
     if variables is None:
         variables = _find_variables(optimizer)
@@ -91,7 +92,8 @@ def stateless_apply(
     apply_to = functools.partial(original, optimizer, optimizer_variables)
     if step.flags.in_optimizer:
         return apply_to(grads, *args, **kwargs)
-    grads = gradients.mark(step, grads)
+    are_summed = optimizer in step.notes.scaled_losses
+    grads = gradients.mark(step, grads, are_summed=are_summed)
     variables = _find_variables(optimizer)
     if _is_cut(step, optimizer, variables):
         weights = args[0] if args else kwargs["trainable_variables"]
@@ -387,6 +389,7 @@ def scale_loss(
         return original(optimizer, loss)
     step.notes.scaled_losses.add(optimizer)
     with step.flag("in_scaling"):
-        return loss_hooks.divide_gradient(
-            original(optimizer, loss), step.num_sharing
-        )
+        scaled = original(optimizer, loss)
+    # A trace with the rows of all replicas has the gradient of all of them.
+    count = 1 if step.facts.is_twin else step.num_sharing
+    return loss_hooks.divide_gradient(scaled, count)

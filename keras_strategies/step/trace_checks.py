@@ -136,7 +136,7 @@ def _check_losses(
     if finding.unshown is not None:
         mark, equation = finding.unshown
         value, cure = _UNSHOWN[mark]
-        rule, merged = _MEAN if mark != marks.COUNT else _SUM
+        rule, merged = _SUM if mark in (marks.COUNT, marks.SHARE) else _MEAN
         place = _describe_place(equation)
         step.demand_global_batch(
             f"{value} is not shown to be {rule}{place}, so {merged} of the "
@@ -239,6 +239,11 @@ _UNSHOWN = {
         "differentiate means over the rows (`ops.mean`, not a sum that is "
         "divided by a constant), and let the optimizer change gradients",
     ),
+    marks.SHARE: (
+        "a gradient of a scaled loss",
+        "scale a mean over the rows (`ops.mean`), and let the optimizer change "
+        "gradients",
+    ),
     marks.WEIGHT: (
         "a new value of a weight",
         "assign means over the rows (`ops.mean`)",
@@ -254,7 +259,7 @@ _UNSHOWN = {
     ),
 }
 _MEAN = "a mean over the batch's rows, or independent of them", "the mean"
-_SUM = "a sum over the batch's rows", "the sum"
+_SUM = "the replica's share of a sum over the batch's rows", "the sum"
 
 
 class LogWarning(UserWarning):

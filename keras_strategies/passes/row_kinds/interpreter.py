@@ -222,14 +222,15 @@ class Interpreter:
     def _check_merge(self, equation: Equation, name: str, kind: Kind) -> None:
         """Notes what is wrong with a value that the replicas merge."""
         why = kind.why or equation
-        is_legacy = name == marks.GRADIENT and not self._is_user_step
+        is_gradient = name in (marks.GRADIENT, marks.SHARE)
+        is_legacy = is_gradient and not self._is_user_step
         if is_legacy or name in (marks.LOG, marks.CHANGE):
             if scales.is_wrong(kind, name):
                 self.counting.append(why)
             elif name == marks.LOG and not scales.is_shown(kind, name):
                 self.logs.append(why)
-        elif not scales.is_shown(kind, name):
-            if name == marks.GRADIENT and self._differentiated is not None:
+        elif not scales.is_shown(kind, name, self._ratio):
+            if is_gradient and self._differentiated is not None:
                 why = self._differentiated
             self.unshown.append((name, why))
 

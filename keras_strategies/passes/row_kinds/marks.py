@@ -32,6 +32,8 @@ STATISTIC = "ks.statistic"
 
 GRADIENT = "ks.gradient"
 """Marks gradients that an optimizer receives."""
+SHARE = "ks.share"
+"""Marks gradients of scaled losses, which are summed over the replicas."""
 WEIGHT = "ks.weight"
 """Marks weights that a step computes without an optimizer."""
 STATE = "ks.state"
@@ -42,7 +44,7 @@ COUNT = "ks.count"
 """Marks a replica's value of a log that is summed over the replicas."""
 CHANGE = "ks.change"
 """Marks a replica's change of a variable, to which the others are added."""
-USED = (GRADIENT, WEIGHT, STATE, LOG, COUNT)
+USED = (GRADIENT, SHARE, WEIGHT, STATE, LOG, COUNT)
 """Marks of values that training uses."""
 
 

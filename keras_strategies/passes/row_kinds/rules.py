@@ -102,7 +102,7 @@ def _scatter_rows(call: Call) -> Kind:
     if kind.is_zero:
         return make_uniform(kind.values, call.out_shape())
     is_of_rows = call.out_grown_dims() == [dim] and kind.is_global
-    # Each replica sums the derivatives of the replicas' losses, which are equal.
+    # A replica sums the derivatives of the replicas' losses, which are equal.
     return make_rows(dim, power=MEAN_POWER) if is_of_rows else call.make_mixed()
 
 

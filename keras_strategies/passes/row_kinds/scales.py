@@ -23,6 +23,7 @@ from keras_strategies.passes.row_kinds.marks import (
     CHANGE,
     COUNT,
     GRADIENT,
+    SHARE,
 )
 
 
@@ -36,7 +37,7 @@ def is_wrong(kind: Kind, mark: str) -> bool:
     if mark == CHANGE:
         is_plain = kind.is_const or kind.is_rows
         return not is_plain and kind.power not in (0.0, None)
-    if mark == GRADIENT:
+    if mark in (GRADIENT, SHARE):
         is_sum = kind.is_summed and kind.power not in (MEAN_POWER, None)
         # The gradient of a mean that is linear in the weights is a constant.
         return bool(kind.scale or is_sum)
@@ -48,19 +49,24 @@ def is_wrong(kind: Kind, mark: str) -> bool:
     return kind.is_mixed and (kind.scale > 0 or kind.scale % 1 != 0)
 
 
-def is_shown(kind: Kind, mark: str) -> bool:
+def is_shown(kind: Kind, mark: str, ratio: float = 1.0) -> bool:
     """Returns whether a marked value's merge is shown to be one device's.
 
-    Gradients, weights, states and logs are averaged over the replicas, and
-    counts are summed.
+    Gradients, weights, states and logs are averaged over the replicas. Counts
+    and gradients of scaled losses are summed.
 
     Args:
       kind: The value's kind.
       mark: The value's mark, one of `USED`.
+      ratio: See `scale_results`.
     """
     if kind.is_zero:
         return True
-    if mark == COUNT:
+    if mark == SHARE and kind.is_const:
+        # The gradient of a loss that is linear in the weights.
+        power = power_of(kind.values, ratio) if kind.values else kind.power
+        return power == 1.0 and not kind.scale
+    if mark in (COUNT, SHARE):
         return kind.is_sum and kind.power == 0.0
     if kind.is_const:
         return not (kind.scale or depends_on_count(kind))
