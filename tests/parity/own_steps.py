@@ -301,6 +301,7 @@ class ScaledLoss(OwnStep):
         loss, grads = self.by_jax(
             lambda: self.optimizer.scale_loss(self.loss_of(x, y))
         )
+        grads = self.change_gradients(grads)
         groups = (self.trainable_variables, self.optimizer.variables)
         weights, slots = ([v.value for v in group] for group in groups)
         new = self.optimizer.stateless_apply(slots, grads, weights)

@@ -1,4 +1,4 @@
-"""Train steps by their metrics, logs, state and layers."""
+"""Train steps by their metrics, logs, state and layers, and scaled losses."""
 
 import jax
 import keras
@@ -13,6 +13,7 @@ from tests.parity.own_steps import (
     SEQUENCES,
     TOKENS,
     OwnStep,
+    ScaledLoss,
     integers,
     means,
     mlp,
@@ -102,6 +103,34 @@ class LowestLoss(OwnStep):
         logs = super().step(x, y)
         self.lowest.assign(ops.minimum(self.lowest, logs["loss"]))
         return logs
+
+
+@others
+class SawLarge(OwnStep):
+    """A flag of any row so far, and the largest values of columns."""
+
+    def make(self):
+        super().make()
+        self.seen = self.state("seen", np.zeros((), bool))
+        self.largest = self.state("largest", np.zeros(4, "float32"))
+
+    def step(self, x, y):
+        logs = super().step(x, y)
+        self.seen.assign(ops.logical_or(self.seen, ops.any(x > 2.5)))
+        self.largest.assign(ops.maximum(self.largest, ops.max(x, axis=0)))
+        return logs
+
+
+@others
+class SkipsLargeLosses(OwnStep):
+    """Takes the step only if the loss is small."""
+
+    def step(self, x, y):
+        loss, grads = self.by_jax(lambda: self.loss_of(x, y))
+        is_small = ops.cast(loss < 1.2, "float32")
+        grads = [is_small * g for g in grads]
+        self.optimizer.apply(grads, self.trainable_variables)
+        return {"loss": loss}
 
 
 @others
@@ -257,3 +286,46 @@ class ClassActivation(Classifies):
         cam = ops.relu(ops.sum(ops.stop_gradient(weights) * features, axis=-1))
         entropy = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
         return entropy(y, self.head(features)) + 0.1 * ops.mean(cam)
+
+
+# Scaled losses.
+
+
+@others
+class ScaledDecay(ScaledLoss):
+    """Adds to gradients that the replicas sum what is no share of a sum."""
+
+    def change_gradients(self, grads):
+        pairs = zip(grads, self.trainable_variables, strict=True)
+        return [g + 0.8 * v for g, v in pairs]
+
+
+@others
+class ScaledByHand(ScaledLoss):
+    """Scales the loss by the optimizer, and updates weights without it."""
+
+    def step(self, x, y):
+        loss, grads = self.by_jax(
+            lambda: self.optimizer.scale_loss(self.loss_of(x, y))
+        )
+        for variable, grad in zip(self.trainable_variables, grads, strict=True):
+            variable.assign_sub(0.1 * grad / 8)
+        return {"loss": loss}
+
+
+@others
+class ScaledByOther(ScaledLoss):
+    """Scales by one optimizer what another one applies."""
+
+    def make(self):
+        super().make()
+        self.second = keras.optimizers.SGD(0.01, momentum=0.5)
+        self.second.build(self.net.trainable_variables)
+        self.slots = self.second.variables
+
+    def step(self, x, y):
+        loss, grads = self.by_jax(
+            lambda: self.optimizer.scale_loss(self.loss_of(x, y))
+        )
+        self.second.apply(grads, self.trainable_variables)
+        return {"loss": loss}

@@ -177,6 +177,53 @@ class StraightThrough(OwnStep):
         return self.head(x)
 
 
+@jax.custom_vjp
+def normalized(x):
+    return x
+
+
+normalized.defvjp(
+    lambda x: (x, ()), lambda _, g: (0.1 * g / (ops.norm(g) + 1e-6),)
+)
+
+
+@others
+class NormalizedBackwards(OwnStep):
+    """A function for the derivative that combines rows."""
+
+    def loss_of(self, x, y):
+        return squared(normalized(self(x)), y)
+
+
+class OwnCotangent(OwnStep):
+    def step(self, x, y):
+        def losses():
+            return ops.mean(ops.square(self(x) - y), axis=1)
+
+        def pull_back(pure):
+            def compute(values):
+                rows, pull = jax.vjp(pure, values)
+                return rows, pull(ops.ones_like(rows) / self.count(x))[0]
+
+            return compute
+
+        rows, grads = self.by_jax(losses, transform=pull_back)
+        self.optimizer.apply(grads, self.trainable_variables)
+        return {"loss": ops.mean(rows)}
+
+
+@means
+class CotangentOfRows(OwnCotangent):
+    def count(self, x):
+        return ops.shape(x)[0]
+
+
+@others
+class CotangentOfConstant(OwnCotangent):
+    def count(self, x):
+        return BATCH
+
+
 @means
 class Reversed(OwnStep):
     """Domain adversarial: the gradient of one head is reversed."""
