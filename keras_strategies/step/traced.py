@@ -11,6 +11,7 @@ from keras_strategies.keras_bridge.step_context import StepContext
 from keras_strategies.passes import traces
 from keras_strategies.passes.combined_sums import with_combined_sums
 from keras_strategies.passes.constrained_operations import constrain_operations
+from keras_strategies.passes.weight_gradients import rewrite_gradients
 from keras_strategies.spmd.batches import RowShape, constrain_rows, cut_padding
 from keras_strategies.spmd.mesh import ReplicaMesh
 from keras_strategies.spmd.replica_map import all_sum, is_sum_if
@@ -45,8 +46,11 @@ class Traced:
     def shard(self, mesh: ReplicaMesh) -> None:
         """Prepares the trace for XLA, which shards it over all devices."""
         axes = mesh.mesh.axis_names
+        jaxpr = self.jaxpr
+        if mesh.num_replicas > 1:
+            jaxpr = rewrite_gradients(jaxpr)
         self._compute = jaxpr_as_fun(
-            constrain_operations(self.jaxpr, axes, mesh.mesh)
+            constrain_operations(jaxpr, axes, mesh.mesh)
         )
 
     def __call__(self, *args: Tree) -> Tree:

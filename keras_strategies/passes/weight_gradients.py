@@ -1,0 +1,221 @@
+"""Changes how weights' gradients are computed in programs that XLA shards.
+
+- JAX computes the gradient of a matrix as `transpose(dot_general(g, x))`. XLA's
+  partitioner puts the sum over the devices between the two, so on CPU the
+  optimizer reads transposed arrays, which is slow (docs/benchmarks.md). The
+  product of the operands in the other order needs no transpose.
+- With mixed precision, a gradient is summed over the rows in half precision and
+  then cast to float32, so the sum over the devices is in half precision, too.
+  The cast is moved before the sums.
+"""
+
+import collections
+import itertools
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.extend.core import ClosedJaxpr, Jaxpr, Var
+
+from keras_strategies._types import Equation
+from keras_strategies.passes.stages import (
+    names_in,
+    rewrite_programs,
+    variables,
+)
+
+_MOVES = names_in("transpose reshape squeeze expand_dims copy neg add_any")
+"""Primitives that compute the same before a cast as after it."""
+_SUMS = names_in("reduce_sum scatter-add scatter_add")
+"""Primitives that sum in the dtype of their operands."""
+
+
+def rewrite_gradients(traced: ClosedJaxpr) -> ClosedJaxpr:
+    """Changes how a program computes gradients, and returns the new program.
+
+    It computes the same values, apart from rounding.
+    """
+    return rewrite_programs(traced, _rewrite_program)
+
+
+def _rewrite_program(program: Jaxpr) -> Sequence[Any]:
+    outputs = variables(program.outvars)
+    widened = _Widening(program.eqns, outputs).widen()
+    return _fold_transposes(widened, outputs)
+
+
+def _count_uses(
+    equations: Sequence[Any], outputs: Sequence[Var]
+) -> collections.Counter[Var]:
+    """Counts how often variables are read."""
+    read = (variables(equation.invars) for equation in equations)
+    return collections.Counter(itertools.chain(outputs, *read))
+
+
+def _find_makers(
+    equations: Sequence[Any], outputs: Sequence[Var]
+) -> dict[Var, Any]:
+    """Returns the equations that compute variables that are read only once."""
+    uses = _count_uses(equations, outputs)
+    return {
+        equation.outvars[0]: equation
+        for equation in equations
+        if len(equation.outvars) == 1 and uses[equation.outvars[0]] == 1
+    }
+
+
+def _fold_transposes(
+    equations: Sequence[Any], outputs: Sequence[Var]
+) -> Sequence[Any]:
+    """Computes transposed products as products in the other order."""
+    makers = _find_makers(equations, outputs)
+    changed: dict[int, list[Any]] = {}
+    for equation in equations:
+        if equation.primitive.name != "transpose":
+            continue
+        product = makers.get(equation.invars[0])
+        if product is None or product.primitive.name != "dot_general":
+            continue
+        if equation.params["permutation"] == _swap_sides(product):
+            left, right = product.invars
+            sides = product.params["dimension_numbers"]
+            numbers = tuple((two, one) for one, two in sides)
+            changed[id(equation)] = []
+            changed[id(product)] = [
+                product.replace(
+                    invars=[right, left],
+                    outvars=equation.outvars,
+                    params=product.params
+                    | {"dimension_numbers": numbers, "out_sharding": None},
+                )
+            ]
+    return _replace_equations(equations, changed)
+
+
+def _swap_sides(product: Equation) -> tuple[int, ...] | None:
+    """Returns the order of a product's dimensions if its operands are swapped.
+
+    Returns None if the operands cannot be swapped.
+    """
+    params = product.params
+    # JAX adds a sharding without axes where a mesh is known.
+    if any(getattr(params.get("out_sharding"), "spec", ())):
+        return None
+    if isinstance(params["precision"], tuple | list):
+        if len(set(params["precision"])) > 1:
+            return None
+    elif not isinstance(params["precision"], lax.Precision | None):
+        return None  # An algorithm may treat the operands differently.
+    (contracted, _), (batch, _) = params["dimension_numbers"]
+    rank = product.outvars[0].aval.ndim
+    start = len(batch)
+    left = product.invars[0].aval.ndim - len(contracted)
+    return (*range(start), *range(left, rank), *range(start, left))
+
+
+def _replace_equations(
+    equations: Sequence[Any], changed: dict[int, list[Any]]
+) -> Sequence[Any]:
+    if not changed:
+        return equations
+    pairs = ((e, changed.get(id(e))) for e in equations)
+    parts = ([e] if new is None else new for e, new in pairs)
+    return list(itertools.chain.from_iterable(parts))
+
+
+class _Widening:
+    """Moves casts of gradients to float32 before the sums over rows.
+
+    Args:
+      equations: The equations of a program.
+      outputs: Its results.
+    """
+
+    def __init__(self, equations: Sequence[Any], outputs: Sequence[Var]):
+        self._equations = equations
+        self._makers = _find_makers(equations, outputs)
+        self._changed: dict[int, list[Any]] = {}
+
+    def widen(self) -> Sequence[Any]:
+        """Returns the new equations."""
+        for equation in self._equations:
+            if _is_cast_of_gradient(equation) and self._is_sum(
+                equation.invars[0]
+            ):
+                self._compute_wide(equation.invars[0], equation.outvars[0])
+                self._changed[id(equation)] = []
+        return _replace_equations(self._equations, self._changed)
+
+    def _is_sum(self, value: Any) -> bool:
+        """Returns whether a value is a sum that is read once."""
+        maker = None if _is_literal(value) else self._makers.get(value)
+        if maker is None:
+            return False
+        name = maker.primitive.name
+        if name in ("dot_general", *_SUMS):
+            return True
+        return name in _MOVES and any(map(self._is_sum, maker.invars))
+
+    def _compute_wide(self, value: Var, wide: Var) -> None:
+        """Computes a sum as the variable `wide`, whose dtype is float32."""
+        maker = self._makers[value]
+        name, params = maker.primitive.name, maker.params
+        before: list[Any] = []
+        operands = list(maker.invars)
+        if name == "dot_general":
+            dtype = jnp.dtype("float32")
+            params = params | {"preferred_element_type": dtype}
+        else:
+            if "update_jaxpr" in params:  # Of a scatter: one sum of two values.
+                scalar = jax.ShapeDtypeStruct((), wide.aval.dtype)
+                sum_of_two = jax.make_jaxpr(lax.add)(scalar, scalar)
+                params = params | {"update_jaxpr": sum_of_two.jaxpr}
+            for k, operand in enumerate(operands):
+                if operand.aval.dtype != value.aval.dtype:
+                    continue  # The indices of a scatter.
+                operands[k] = Var(operand.aval.update(dtype=wide.aval.dtype))
+                # JAX sums over rows first, and over dimensions of size 1 later.
+                is_inner = name in (*_MOVES, "reduce_sum")
+                if is_inner and self._is_sum(operand):
+                    self._compute_wide(operand, operands[k])
+                else:
+                    before.append(_cast(maker, operand, operands[k]))
+        self._changed[id(maker)] = [
+            *before,
+            maker.replace(invars=operands, outvars=[wide], params=params),
+        ]
+
+
+def _is_cast_of_gradient(equation: Equation) -> bool:
+    """Returns whether an equation casts a derivative to float32."""
+    if equation.primitive.name != "convert_element_type":
+        return False
+    before = equation.invars[0].aval.dtype
+    is_wide = equation.params["new_dtype"] == jnp.float32
+    is_half = before in (jnp.bfloat16, jnp.float16)
+    # Equations within a jitted function do not have the names outside of it.
+    names = str(equation.source_info.name_stack)
+    is_backward = "transpose(" in names or "jvp(" not in names
+    return is_wide and is_half and is_backward
+
+
+def _is_literal(value: Any) -> bool:
+    return not isinstance(value, Var)
+
+
+def _cast(like: Equation, operand: Any, wide: Var) -> Equation:
+    """Returns an equation that casts an operand of `like` to float32."""
+    params = {
+        "new_dtype": wide.aval.dtype,
+        "weak_type": False,
+        "sharding": None,
+    }
+    return like.replace(
+        primitive=lax.convert_element_type_p,
+        invars=[operand],
+        outvars=[wide],
+        params=params,
+        effects=frozenset(),
+    )
