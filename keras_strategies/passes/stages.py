@@ -330,10 +330,9 @@ def rewrite_programs(
         return make(entries)
 
     def change_program(program: Any) -> Any:
-        inner: Any = (
-            program.jaxpr if isinstance(program, ClosedJaxpr) else program
-        )
-        if inner is not program:  # JAX 0.11 has one class for both programs.
+        # Since JAX 0.11, one class is that of closed and of open programs.
+        inner: Any = getattr(program, "jaxpr", program)
+        if inner is not program:
             new = change(inner)
             return program if new is inner else program.replace(jaxpr=new)
         equations = list(map(change_equation, program.eqns))

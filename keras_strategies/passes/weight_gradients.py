@@ -158,7 +158,7 @@ class _Widening:
             return True
         return name in _MOVES and any(map(self._is_sum, maker.invars))
 
-    def _compute_wide(self, value: Var, wide: Var) -> None:
+    def _compute_wide(self, value: Any, wide: Any) -> None:
         """Computes a sum as the variable `wide`, whose dtype is float32."""
         maker = self._makers[value]
         name, params = maker.primitive.name, maker.params
@@ -172,6 +172,7 @@ class _Widening:
                 scalar = jax.ShapeDtypeStruct((), wide.aval.dtype)
                 sum_of_two = jax.make_jaxpr(lax.add)(scalar, scalar)
                 params = params | {"update_jaxpr": sum_of_two.jaxpr}
+            operand: Any
             for k, operand in enumerate(operands):
                 if operand.aval.dtype != value.aval.dtype:
                     continue  # The indices of a scatter.
@@ -205,7 +206,7 @@ def _is_literal(value: Any) -> bool:
     return not isinstance(value, Var)
 
 
-def _cast(like: Equation, operand: Any, wide: Var) -> Equation:
+def _cast(like: Equation, operand: Any, wide: Any) -> Equation:
     """Returns an equation that casts an operand of `like` to float32."""
     params = {
         "new_dtype": wide.aval.dtype,
