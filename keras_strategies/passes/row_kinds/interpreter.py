@@ -174,6 +174,10 @@ class Interpreter:
             return kind.but(of_loss=True)
         if name in (*marks.USED, marks.CHANGE):
             self._check_merge(equation, name, kind)
+        is_gradient = name in (marks.GRADIENT, marks.SHARE)
+        if is_gradient and not kind.is_zero and self._is_shown(kind, name):
+            # The replicas merge all of them alike, in common buffers.
+            return make_sum(MEAN_POWER)
         if name == marks.CHANGE and not scales.is_wrong(kind, name):
             # The replicas sum it up, as one device does.
             return PLAIN.but(is_global=True)
@@ -229,10 +233,13 @@ class Interpreter:
                 self.counting.append(why)
             elif name == marks.LOG and not scales.is_shown(kind, name):
                 self.logs.append(why)
-        elif not scales.is_shown(kind, name, self._ratio):
+        elif not self._is_shown(kind, name):
             if is_gradient and self._differentiated is not None:
                 why = self._differentiated
             self.unshown.append((name, why))
+
+    def _is_shown(self, kind: Kind, name: str) -> bool:
+        return scales.is_shown(kind, name, self._ratio)
 
     @contextlib.contextmanager
     def _not_noting(self) -> Iterator[None]:
