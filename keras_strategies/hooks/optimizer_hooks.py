@@ -391,5 +391,5 @@ def scale_loss(
     with step.flag("in_scaling"):
         scaled = original(optimizer, loss)
     # A trace with the rows of all replicas has the gradient of all of them.
-    count = 1 if step.facts.is_twin else step.num_sharing
+    count = 1 if step.facts.has_all_rows else step.num_sharing
     return loss_hooks.divide_gradient(scaled, count)

@@ -64,6 +64,8 @@ class StepFacts:
         to find out which sizes depend on the number of rows.
       is_twin: Whether this is an extra trace with another number of rows, made
         only to find out what the losses depend on.
+      has_all_rows: Whether such a trace has the number of rows of the global
+        batch, whose gradient is not one of several that are summed.
       is_uneven: Whether replicas may run different branches of the program,
         because their numbers of rows differ.
       rows_of_all: Describes the arguments whose number of rows depends on the
@@ -87,6 +89,7 @@ class StepFacts:
     is_local: bool = False
     is_probe: bool = False
     is_twin: bool = False
+    has_all_rows: bool = False
     is_uneven: bool = False
     rows_of_all: Mapping[int, set[tuple[int, ...]]] = dataclasses.field(
         default_factory=dict

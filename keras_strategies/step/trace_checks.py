@@ -201,7 +201,9 @@ def _compare_traces(
         # one.
         rows, of_one = 2, jaxpr
         jaxpr = _trace_with_rows(step, body, state, data, rows)
-    twin = _trace_with_rows(step, body, state, data, step.num_replicas * rows)
+    twin = _trace_with_rows(
+        step, body, state, data, step.num_replicas * rows, has_all_rows=True
+    )
     finding = losses.losses_in(
         jaxpr, of_rows, rows, twin, is_user_step=is_user_step
     )
@@ -313,9 +315,16 @@ def _trace_with_rows(
     state: Sequence[Group],
     data: Batch,
     rows: int,
+    *,
+    has_all_rows: bool = False,
 ) -> ClosedJaxpr:
     """Traces the step with another number of rows."""
-    facts = StepFacts(mesh=step.facts.mesh, rows=rows, is_twin=True)
+    facts = StepFacts(
+        mesh=step.facts.mesh,
+        rows=rows,
+        is_twin=True,
+        has_all_rows=has_all_rows,
+    )
     twin = StepContext(facts=facts)
     with collect_updates(is_twin=True), warnings.catch_warnings():
         # The first trace has warned already.

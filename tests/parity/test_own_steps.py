@@ -87,6 +87,11 @@ def test_a_step_has_one_devices_numbers_and_is_mapped_if_of_means(name):
     assert is_mapped or not STEPS[name].has_only_means
 
 
+def test_a_scaled_gradient_of_a_replica_of_one_row():
+    # The last batch has two rows.
+    check("ScaledByHand", mirrored(2), INDIVISIBLE)
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("batch", [BATCH, INDIVISIBLE])
 @pytest.mark.parametrize("replicas", [2, 3, 4])
