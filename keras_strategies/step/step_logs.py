@@ -27,12 +27,14 @@ def find_averaged_logs(step: StepContext, logs: Logs) -> IdentitySet:
 
 
 def compute_share(step: StepContext, log: Array) -> Array:
-    """Returns what this replica adds to a log: integers are summed up."""
-    if jnp.issubdtype(log.dtype, jnp.integer):
-        count = marks.mark(log, marks.COUNT)
-        # A replica without rows does not count.
-        share = step.facts.share
-        return count if share is None else jnp.where(share > 0, count, 0)
+    """Returns what this replica adds to a log.
+
+    Integers are summed up if the step's trace is checked: that of a step that
+    uses its replica context is not.
+    """
+    is_integer = jnp.issubdtype(log.dtype, jnp.integer)
+    if is_integer and not step.notes.replica_uses:
+        return marks.mark(log, marks.COUNT)
     return merge_lib.compute_mean_share(marks.mark(log, marks.LOG), step)
 
 

@@ -18,6 +18,7 @@ import numpy as np
 from jax.tree_util import PyTreeDef
 
 from keras_strategies._types import Batch, Tree
+from keras_strategies.hooks import merge as merge_lib
 from keras_strategies.hooks import metric_rules, seeds
 from keras_strategies.keras_bridge.step_context import (
     StepContext,
@@ -175,7 +176,7 @@ def call_step(
         [seeds.is_seed(v) for v in flat] + [True] * len(leaves),
     )
     averaged = [] if metrics is None else called.outputs
-    means = [step_logs.compute_share(step, output) for output in averaged]
+    means = [merge_lib.compute_mean_share(output, step) for output in averaged]
     values, _, means = replica_merge.merge_state(
         step, flat, before, folded, called, notes, means
     )

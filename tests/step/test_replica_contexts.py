@@ -301,6 +301,20 @@ def test_a_train_step_of_ones_own_sees_its_replica(replicas, rows):
     assert np.isfinite(found["total"])
 
 
+class Counts(OwnStep):
+    def train_step(self, state, data):
+        logs, state = super().train_step(state, data)
+        return logs | {"epochs": ops.convert_to_tensor(3, "int32")}, state
+
+
+@pytest.mark.parametrize("rows", [12, 7])
+def test_an_integer_in_the_logs_is_not_counted_by_each_replica(rows):
+    x = batch(rows)
+    model = compiled_in(mirrored(2), Counts, keras.optimizers.SGD(0.1))
+    logs = model.train_on_batch(x, np.zeros_like(x), return_dict=True)
+    assert int(logs["epochs"]) == 3
+
+
 def test_batches_of_a_method_see_their_replica():
     x = batch(7)
     use, expected = USES["sum"]
