@@ -156,6 +156,34 @@ def numbers_in(jaxpr: ClosedJaxpr, mark: str) -> list[float]:
     return numbers
 
 
+def agrees_with_one_row(
+    one: ClosedJaxpr, two: ClosedJaxpr, more: ClosedJaxpr, mark: str
+) -> bool:
+    """Returns whether a trace with one row agrees with traces of more rows.
+
+    A number that equals c * rows**p in the traces `two` and `more` must equal c
+    in the trace `one`.
+
+    Args:
+      one: The trace with one row.
+      two: A trace with two rows.
+      more: A trace with more rows.
+      mark: The mark of the values that are compared.
+    """
+    computed = [computations_in(j, mark) for j in (one, two)]
+    if computed[0] != computed[1]:
+        return False
+    known, small, large = (numbers_in(j, mark) for j in (one, two, more))
+    rows = [j.jaxpr.invars[-1].aval.shape[0] for j in (two, more)]
+    for low, high in zip(small, large, strict=True):
+        if low == high or low != low:
+            continue  # The number does not depend on the rows, or is NaN.
+        power = np.log(high / low) / np.log(rows[1] / rows[0])
+        if not np.isclose(known, low / rows[0] ** power, rtol=1e-4).any():
+            return False
+    return True
+
+
 _MOVES = frozenset(
     stages.names_in(
         "broadcast_in_dim convert_element_type copy expand_dims reduce_sum",

@@ -7,7 +7,6 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
-import numpy as np
 from jax.extend.core import ClosedJaxpr, JaxprEqn
 
 from keras_strategies._types import Batch, Tree
@@ -208,31 +207,13 @@ def _compare_traces(
         jaxpr, of_rows, rows, twin, is_user_step=is_user_step
     )
     is_user_loss = traces.has_user_code(jaxpr, marks.LOSS)
-    if of_one and is_user_loss and not _agrees(of_one, jaxpr, twin):
+    if (
+        of_one
+        and is_user_loss
+        and not traces.agrees_with_one_row(of_one, jaxpr, twin, marks.LOSS)
+    ):
         return Finding(verdict=Verdict.MIXED)
     return finding
-
-
-def _agrees(one: Any, two: Any, more: Any) -> bool:
-    """Returns whether a trace with one row agrees with traces of more rows.
-
-    A number that equals c * rows**p in the traces `two` and `more` must equal c
-    in the trace `one`.
-    """
-    computed = [traces.computations_in(j, marks.LOSS) for j in (one, two)]
-    if computed[0] != computed[1]:
-        return False
-    known, small, large = (
-        traces.numbers_in(j, marks.LOSS) for j in (one, two, more)
-    )
-    rows = [j.jaxpr.invars[-1].aval.shape[0] for j in (two, more)]
-    for low, high in zip(small, large, strict=True):
-        if low == high or low != low:
-            continue  # The number does not depend on the rows, or is NaN.
-        power = np.log(high / low) / np.log(rows[1] / rows[0])
-        if not np.isclose(known, low / rows[0] ** power, rtol=1e-4).any():
-            return False
-    return True
 
 
 _UNSHOWN = {
