@@ -78,6 +78,9 @@ def call_with_all_rows(
     args, kwargs = gather_all_rows(step, (args, kwargs))
     with step.flag("sees_global_batch"):
         loss = fn(*args, **kwargs)
-    if isinstance(loss, jax.Array):
-        loss = marks.mark(loss, marks.GLOBAL)
-    return loss
+
+    def mark(value: Leaf) -> Leaf:
+        is_array = isinstance(value, jax.Array)
+        return marks.mark(value, marks.GLOBAL) if is_array else value
+
+    return tree.map_structure(mark, loss)

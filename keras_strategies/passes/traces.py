@@ -123,7 +123,7 @@ def has_user_code(jaxpr: ClosedJaxpr, *marks: str) -> bool:
     )
 
 
-def computations_in(jaxpr: ClosedJaxpr, mark: str) -> dict[Any, int]:
+def computations_in(jaxpr: ClosedJaxpr, *marks: str) -> dict[Any, int]:
     """Counts the primitives that compute the marked values.
 
     Operations that only move or sum values are not counted. A jitted function
@@ -132,24 +132,24 @@ def computations_in(jaxpr: ClosedJaxpr, mark: str) -> dict[Any, int]:
 
     Args:
       jaxpr: A closed jaxpr.
-      mark: The name that was passed to `checkpoint_name` to mark values.
+      *marks: The names that were passed to `checkpoint_name` to mark values.
     """
     return collections.Counter(
         (equation.primitive.name, equation.params.get("name"))
-        for equation in _equations_behind(jaxpr, mark)
+        for equation in _equations_behind(jaxpr, *marks)
         if equation.primitive.name not in _MOVES
     )
 
 
-def numbers_in(jaxpr: ClosedJaxpr, mark: str) -> list[float]:
+def numbers_in(jaxpr: ClosedJaxpr, *marks: str) -> list[float]:
     """Lists the real-valued literals that marked values are computed from.
 
     Args:
       jaxpr: A closed jaxpr.
-      mark: The name that was passed to `checkpoint_name` to mark values.
+      *marks: The names that were passed to `checkpoint_name` to mark values.
     """
     numbers = []
-    for equation in _equations_behind(jaxpr, mark):
+    for equation in _equations_behind(jaxpr, *marks):
         for operand in equation.invars:
             if isinstance(operand, Literal) and np.isrealobj(operand.val):
                 numbers.append(float(operand.val))
@@ -157,7 +157,7 @@ def numbers_in(jaxpr: ClosedJaxpr, mark: str) -> list[float]:
 
 
 def agrees_with_one_row(
-    one: ClosedJaxpr, two: ClosedJaxpr, more: ClosedJaxpr, mark: str
+    one: ClosedJaxpr, two: ClosedJaxpr, more: ClosedJaxpr, *marks: str
 ) -> bool:
     """Returns whether a trace with one row agrees with traces of more rows.
 
@@ -168,16 +168,21 @@ def agrees_with_one_row(
       one: The trace with one row.
       two: A trace with two rows.
       more: A trace with more rows.
-      mark: The mark of the values that are compared.
+      *marks: The marks of the values that are compared.
     """
-    computed = [computations_in(j, mark) for j in (one, two)]
+    computed = [computations_in(j, *marks) for j in (one, two)]
     if computed[0] != computed[1]:
         return False
-    known, small, large = (numbers_in(j, mark) for j in (one, two, more))
+    known, small, large = (numbers_in(j, *marks) for j in (one, two, more))
     rows = [j.jaxpr.invars[-1].aval.shape[0] for j in (two, more)]
     for low, high in zip(small, large, strict=True):
-        if low == high or low != low:
-            continue  # The number does not depend on the rows, or is NaN.
+        if low != low:
+            continue
+        if low == high:
+            # The number does not depend on the rows.
+            if low not in known:
+                return False
+            continue
         power = np.log(high / low) / np.log(rows[1] / rows[0])
         if not np.isclose(known, low / rows[0] ** power, rtol=1e-4).any():
             return False

@@ -206,13 +206,13 @@ def _compare_traces(
     finding = losses.losses_in(
         jaxpr, of_rows, rows, twin, is_user_step=is_user_step
     )
-    is_user_loss = traces.has_user_code(jaxpr, marks.LOSS)
-    if (
-        of_one
-        and is_user_loss
-        and not traces.agrees_with_one_row(of_one, jaxpr, twin, marks.LOSS)
-    ):
+    if of_one is None:
+        return finding
+    agree = functools.partial(traces.agrees_with_one_row, of_one, jaxpr, twin)
+    if traces.has_user_code(jaxpr, marks.LOSS) and not agree(marks.LOSS):
         return Finding(verdict=Verdict.MIXED)
+    if is_user_step and not agree(*marks.USED):
+        return dataclasses.replace(finding, counting=True)
     return finding
 
 

@@ -2,8 +2,10 @@
 
 import jax
 import keras
+import numpy as np
 from keras import layers, ops
 
+import keras_strategies as ks
 from tests.parity.own_steps import (
     BATCH,
     CLASSES,
@@ -354,3 +356,85 @@ class LogsNorm(OwnStep):
         self.optimizer.apply(grads, self.trainable_variables)
         norm = ops.sqrt(sum(ops.sum(ops.square(g)) for g in grads))
         return {"loss": loss, "norm": norm}
+
+
+# Numbers of rows that reach the loss in unusual ways.
+
+
+@ks.global_batch_loss
+def weighted_sum(x, y, weights):
+    return ops.sum(weights * ops.mean(ops.square(x - y), axis=-1))
+
+
+@ks.global_batch_loss
+def root_and_largest(x, y):
+    each = ops.mean(ops.square(x - y), axis=-1)
+    return ops.sqrt(ops.mean(each)), ops.max(each)
+
+
+@others
+class WeightsByCount(OwnStep):
+    """The gathered weights are those of a replica's number of rows."""
+
+    def loss_of(self, x, y):
+        weights = ops.ones((x.shape[0],)) / x.shape[0]
+        return weighted_sum(self(x), y, weights)
+
+
+@others
+class ScaledResult(OwnStep):
+    def loss_of(self, x, y):
+        root, _ = root_and_largest(self(x), y)
+        return root * x.shape[0] / 10
+
+
+@others
+class IntegersByCount(OwnStep):
+    y = LABELS
+
+    def loss_of(self, x, y):
+        weights = ops.cast(y * x.shape[0], "float32") / 10
+        return ops.mean(weights * ops.mean(ops.square(self(x)), axis=-1))
+
+
+@others
+class TiledByCount(OwnStep):
+    def loss_of(self, x, y):
+        scales = np.array([1, 2], "float32") * x.shape[0] / 10
+        weights = np.tile(scales, (x.shape[0], 1))
+        return ops.mean(weights * ops.square(self(x) - y))
+
+
+class KeepsNumber(OwnStep):
+    start = np.int32(0)
+
+    def make(self):
+        super().make()
+        self.number = self.state("number", self.start)
+
+    def step(self, x, y):
+        logs = super().step(x, y)
+        self.number.assign(self.number_of(x))
+        return logs
+
+
+@others
+class RoundedMean(KeepsNumber):
+    def number_of(self, x):
+        return ops.cast(70 * ops.mean(x), "int32")
+
+
+@others
+class QuotientOfIntegers(KeepsNumber):
+    def number_of(self, x):
+        total = ops.sum(ops.cast(9 * x, "int32"))
+        return jax.lax.div(total, np.int32(x.shape[0]))
+
+
+@others
+class NoisyCount(KeepsNumber):
+    start = np.float32(0)
+
+    def number_of(self, x):
+        noise = jax.random.normal(jax.random.key(0))
+        return 1e-9 * noise + x.shape[0]

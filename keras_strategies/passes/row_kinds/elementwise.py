@@ -198,17 +198,25 @@ def _of_sums(call: Call) -> Kind:
     kind, others = kinds[of], [k for i, k in enumerate(kinds) if i != of]
     if name == "convert_element_type":
         is_float = jnp.issubdtype(call.params["new_dtype"], jnp.floating)
-        was_float = jnp.issubdtype(call.equation.invars[0].aval.dtype, float)
-        return kind if is_float or not was_float else call.make_mixed()
+        is_exact = is_float or _has_integers(call)
+        return kind if is_exact else call.make_mixed()
     if name in ("neg", "copy", "copy_p", "reduce_precision", "real", "imag"):
         return kind
-    is_scaled = name == "mul" or (name == "div" and of == 0)
+    # A quotient of integers is truncated.
+    is_quotient = name == "div" and of == 0 and not _has_integers(call)
+    is_scaled = name == "mul" or is_quotient
     if is_scaled and others[0].is_const:
         inverse = name == "div"
         return make_sum(
             scale_power(kind.power, others[0], call, inverse=inverse)
         )
     return call.make_mixed()
+
+
+def _has_integers(call: Call) -> bool:
+    """Returns whether operand 0 consists of integers or booleans."""
+    dtype = call.equation.invars[0].aval.dtype
+    return not jnp.issubdtype(dtype, jnp.inexact)
 
 
 def _of_rows(call: Call) -> Kind:
@@ -262,7 +270,8 @@ def _power_of_rows(
         return True, first.power
     if name == "select_n":
         return _power_of_cases(call)
-    if name in ("mul", "div") and len(kinds) == 2:
+    is_product = name == "mul" or (name == "div" and not _has_integers(call))
+    if is_product and len(kinds) == 2:
         if len(of_rows) == 1:
             (by,) = constants
             is_inverse = name == "div"

@@ -217,7 +217,7 @@ class Interpreter:
         of, by = self._marked[str(shape)], self._marked["cotangent"]
         if by.is_zero:
             return zero
-        if not of.is_rows or not by.is_const:
+        if kind.is_mixed or not of.is_rows or not by.is_const:
             return make_mixed(equation)
         by_power = power_of(by.values, self._ratio) if by.values else by.power
         power = None if by_power is None else by_power + MEAN_POWER

@@ -309,12 +309,32 @@ def kind_of_arrays(arrays: Sequence[Any]) -> Kind:
         for v in values[1:]
     ):
         return PLAIN.but(power=math.nan)
+    if not _are_equal_but_for_rows(values):
+        return PLAIN.but(power=math.nan)
     blocks = {}
     for axis, size in enumerate(shape):
         moved = np.moveaxis(values[0], axis, 0)
         if np.array_equal(moved, np.broadcast_to(moved[:1], moved.shape)):
             blocks[axis] = size
     return PLAIN.but(blocks=blocks)
+
+
+def _are_equal_but_for_rows(values: Sequence[Any]) -> bool:
+    """Returns whether arrays begin with equal entries.
+
+    An array may have more entries than the first along dimensions of rows.
+    """
+    first = values[0]
+    part = tuple(slice(size) for size in first.shape)
+    return all(
+        value.ndim == first.ndim
+        and np.array_equal(value[part], first, equal_nan=_is_inexact(first))
+        for value in values[1:]
+    )
+
+
+def _is_inexact(array: Array) -> bool:
+    return bool(np.issubdtype(array.dtype, np.inexact))
 
 
 def slice_of(kind: Kind, why: JaxprEqn) -> Kind:

@@ -9,7 +9,6 @@ import math
 from collections.abc import Callable
 from typing import Any
 
-import jax.numpy as jnp
 from jax import lax
 from jax.extend.core import JaxprEqn
 
@@ -50,6 +49,8 @@ def kinds_of_results(call: Call) -> list[Kind]:
         return [_reduce_dims(call, k) for k in range(num)]
     if call.name in _GLOBAL:
         wrong = find_mixed(call.kinds)
+        if call.name in _GATHERS and call.twin and _counts_or_scales(call):
+            wrong = wrong or call.make_mixed()
         exact = PLAIN.but(is_global=True, is_gathered=_has_grown(call))
         zero = next((kind for kind in call.kinds if kind.is_zero), None)
         return [wrong or (zero if num == 1 else None) or exact] * num
@@ -178,15 +179,20 @@ def _check_with_twin(call: Call, kind: Kind, out: int) -> Kind:
         is_other = is_lost or _scalars(call.equation) != _scalars(call.twin)
         return kind.but(power=math.nan) if is_other else kind
     row_dims = [kind.axis] if kind.is_rows else []
-    dtype = call.equation.outvars[out].aval.dtype
-    if kind.is_rows and jnp.issubdtype(dtype, jnp.integer):
-        # Integer results, such as indices, do not depend on the scale of the
-        # entries.
+    if kind.is_rows and _is_index(call, out):
+        # Indices do not depend on the scale of the entries.
         kind = kind.but(power=0.0)
     if call.out_grown_dims(out) != row_dims:
         return call.make_mixed()
     is_same = _scalars(call.equation) == _scalars(call.twin)
     return kind if is_same else call.make_mixed()
+
+
+def _is_index(call: Call, out: int) -> bool:
+    """Returns whether a result consists of indices of the sorted entries."""
+    if call.name == "top_k":
+        return out == 1
+    return call.name == "sort" and is_constant(call.kinds[out])
 
 
 def _has_grown(call: Call) -> bool:
@@ -203,6 +209,14 @@ def _loses_rows(call: Call, out: int) -> bool:
 def _counts_rows(call: Call, out: int) -> bool:
     """Returns whether a replica's number of rows is a factor of a result."""
     return any(map(depends_on_count, call.kinds)) or _loses_rows(call, out)
+
+
+def _counts_or_scales(call: Call) -> bool:
+    """Returns whether an operand was computed with the number of rows."""
+    return any(
+        depends_on_count(kind) or (kind.is_rows and kind.power != 0.0)
+        for kind in call.kinds
+    )
 
 
 def _scalars(equation: JaxprEqn) -> list[Any]:
@@ -244,6 +258,8 @@ _GLOBAL = names_in(
     "reduce_scatter psum_scatter all_to_all ppermute pbroadcast",
 )
 """Collectives; their results are those of one device with all rows."""
+
+_GATHERS = names_in("all_gather all_gather_invariant")
 
 _ELEMENTWISE = names_in(
     "abs acos acosh add add_any and asin asinh atan atan2 atanh cbrt ceil",

@@ -69,7 +69,8 @@ def is_shown(kind: Kind, mark: str, ratio: float = 1.0) -> bool:
     if mark in (COUNT, SHARE):
         return kind.is_sum and kind.power == 0.0
     if kind.is_const:
-        return not (kind.scale or depends_on_count(kind))
+        is_exact = kind.is_global or is_constant(kind)
+        return is_exact and not kind.scale
     return _is_mean(kind)
 
 
