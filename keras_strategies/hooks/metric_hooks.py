@@ -62,9 +62,6 @@ def update_state(
         and metric is not step.facts.loss_tracker
     ):
         metric_rules.note_sizes(step, metric, args, kwargs)
-    if step.facts.is_probe:
-        with step.flag("in_metric"):
-            return original(metric, *args, **kwargs)
     rule = _choose_rule(step, metric, args, kwargs)
     for variable in metric.variables:
         step.notes.metric_rules[variable] = rule
@@ -163,7 +160,7 @@ def result(
     """
     variables = metric.variables
     is_known = all(v in step.notes.before for v in variables)
-    if step.flags.in_metric or step.facts.is_probe or not is_known:
+    if step.flags.in_metric or not is_known:
         return original(metric, *args, **kw)
     before = [step.notes.before[v] for v in variables]
     mine = [v.value for v in variables]

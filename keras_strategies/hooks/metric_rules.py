@@ -109,7 +109,7 @@ def note_sizes(
 ) -> None:
     """Records which sizes `choose_update_rule` assumed to be row counts.
 
-    A second trace with another number of rows (`StepFacts.is_probe`) checks
+    A second trace with another number of rows (`StepFacts.is_retrace`) checks
     whether these sizes change with the number of rows.
     """
     leaves, rows = tree.flatten((args, kwargs)), step.facts.rows

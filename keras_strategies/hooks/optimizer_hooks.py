@@ -20,10 +20,7 @@ import keras
 
 from keras_strategies._types import Array
 from keras_strategies.hooks import gradients, loss_hooks, summands
-from keras_strategies.hooks.variables_used import (
-    InnerScope,
-    chain_scopes,
-)
+from keras_strategies.hooks.variables_used import InnerScope, chain_scopes
 from keras_strategies.keras_bridge.step_context import StepContext
 from keras_strategies.passes.marked_updates import (
     MAX,
@@ -58,8 +55,11 @@ def apply(
     if _is_cut(step, optimizer, variables):
         _apply_in_cut(step, original, optimizer, grads, list(variables))
         return None
-    if summands.sums_later(step, optimizer):
-        _apply_accumulated(step, original, optimizer, grads, list(variables))
+    before = IdentityMap((v, v.value) for v in optimizer.variables)
+    if summands.sums_later(step, optimizer, grads, variables, before):
+        _apply_accumulated(
+            step, original, optimizer, grads, list(variables), before
+        )
         return None
     grads = _reduce_gradients(step, optimizer, grads, variables)
     with step.flag("in_optimizer"):
@@ -109,9 +109,13 @@ def stateless_apply(
         new = _mark_update(step, optimizer, grads, targets, values, update)
         step.notes.equal.update(new)
         return new[:count], new[count:]
-    if summands.sums_later(step, optimizer):
+    # Keras's method checks the number of values.
+    before = IdentityMap(
+        zip(optimizer.variables, optimizer_variables, strict=False)
+    )
+    if summands.sums_later(step, optimizer, grads, variables, before):
         return _apply_stateless(
-            step, original, optimizer, optimizer_variables, grads, args, kwargs
+            step, original, optimizer, before, grads, args, kwargs
         )
     grads = _reduce_gradients(step, optimizer, grads, variables)
     with step.flag("in_optimizer"):
@@ -126,10 +130,10 @@ def _apply_accumulated(
     optimizer: keras.optimizers.Optimizer,
     grads: Sequence[Array | None],
     variables: list[keras.Variable],
+    before: IdentityMap[Any],
 ) -> None:
     """Applies gradients that are summed only in the step of an update."""
     slots = optimizer.variables
-    before = IdentityMap((v, v.value) for v in slots)
     divisor = _find_divisor(step, optimizer)
     grads, sums = summands.accumulate(
         step, optimizer, grads, variables, before, divisor
@@ -149,14 +153,13 @@ def _apply_stateless(
     step: StepContext,
     original: _Method,
     optimizer: keras.optimizers.Optimizer,
-    optimizer_variables: Sequence[Array],
+    before: IdentityMap[Any],
     grads: Sequence[Array | None],
     args: tuple[Any, ...],
     kwargs: dict[str, Any],
 ) -> tuple[list[Any], list[Any]]:
     """Does what `_apply_accumulated` does, for `stateless_apply`."""
     slots, variables = optimizer.variables, _find_variables(optimizer)
-    before = IdentityMap(zip(slots, optimizer_variables, strict=True))
     divisor = _find_divisor(step, optimizer)
     grads, sums = summands.accumulate(
         step, optimizer, grads, variables, before, divisor

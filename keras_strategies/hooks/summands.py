@@ -10,8 +10,9 @@ same numbers as if each step reduced its gradients.
 In the trace, the values of accumulators are summands: those from before the
 step, and one that is marked for each call of an optimizer. A summand may only
 be added to by an optimizer, or be the new value of an accumulator. If it is
-used in any other way, as a log for example, the program is traced again with
-accumulators that are sums in every step (`check_uses`).
+used in any other way, as a log for example, this is noted
+(`StepNotes.needs_sums`): the step must be traced again with accumulators that
+are sums in every step.
 """
 
 from collections.abc import Sequence
@@ -24,11 +25,7 @@ from jax.ad_checkpoint import checkpoint_name
 from jax.extend.core import ClosedJaxpr
 
 from keras_strategies._types import Array
-from keras_strategies.keras_bridge.step_context import (
-    Group,
-    StepContext,
-    SumsNeeded,
-)
+from keras_strategies.keras_bridge.step_context import Group, StepContext
 from keras_strategies.passes import stages
 from keras_strategies.spmd.identity import IdentityMap, IdentitySet
 from keras_strategies.spmd.replica_map import (
@@ -63,11 +60,32 @@ def begin(
 
 
 def sums_later(
-    step: StepContext, optimizer: keras.optimizers.Optimizer
+    step: StepContext,
+    optimizer: keras.optimizers.Optimizer,
+    grads: Sequence[Array | None],
+    weights: Sequence[keras.Variable],
+    values: IdentityMap[Any],
 ) -> bool:
-    """Returns whether an optimizer sums gradients only in its updates."""
+    """Returns whether an optimizer sums gradients only in its updates.
+
+    False if its accumulators are summands, but it cannot add to them. This is
+    noted, since they must be sums then.
+
+    Args:
+      step: The step that is being traced.
+      optimizer: The outermost optimizer.
+      grads: This replica's gradients.
+      weights: The weights of the gradients.
+      values: The values of the optimizer's variables in the trace.
+    """
     accumulators = accumulators_of(optimizer)
-    return any(v in step.notes.accumulators for v in accumulators)
+    if not any(v in step.notes.accumulators for v in accumulators):
+        return False
+    are_summands = _are_unchanged(step, optimizer, values) and (
+        _find_targets(optimizer, grads, weights) is not None
+    )
+    step.notes.needs_sums |= not are_summands
+    return are_summands
 
 
 def accumulate(
@@ -79,6 +97,8 @@ def accumulate(
     divisor: int,
 ) -> tuple[list[Any], IdentityMap[Any]]:
     """Adds gradients to the accumulators, and sums them if this is an update.
+
+    To be called only if `sums_later` is true.
 
     Args:
       step: The step that is being traced.
@@ -93,16 +113,11 @@ def accumulate(
       gradients' accumulators that it must read. If a replica's gradients are
       not finite and the loss is scaled, the first gradient is NaN, so that the
       optimizer skips the step.
-
-    Raises:
-      SumsNeeded: if the accumulators are used in another way.
     """
     inner = unwrap(optimizer)
-    _check_unchanged(step, inner, values)
-    pairs = zip(grads, weights, strict=True)
-    present = [(g, weight) for g, weight in pairs if g is not None]
-    targets = _find_targets(inner, present)
-    new = [grad for grad, _ in present]
+    targets = _find_targets(inner, grads, weights)
+    assert targets is not None
+    new = [grad for grad in grads if grad is not None]
     scale, finite = inner.loss_scale_factor, None
     if inner is not optimizer:
         scale = values[optimizer.dynamic_scale]
@@ -167,35 +182,30 @@ def mark(
 def check_new(
     step: StepContext, variables: Sequence[keras.Variable], new: Group
 ) -> None:
-    """Checks that the new values of accumulators are summands.
+    """Notes whether the step wrote anything but summands to accumulators.
 
     Args:
       step: The step that is being traced.
       variables: A group of variables.
       new: The new values of the variables in the trace.
-
-    Raises:
-      SumsNeeded: if the step wrote something else to an accumulator.
     """
     for variable, value in zip(variables, new, strict=True):
         if variable in step.notes.accumulators:
-            if value not in step.notes.summands:
-                raise SumsNeeded
+            step.notes.needs_sums |= value not in step.notes.summands
             # They differ between replicas, but must not be merged.
             step.notes.equal.add(value)
 
 
-def check_uses(jaxpr: ClosedJaxpr, places: Sequence[int], count: int) -> None:
-    """Checks that a traced step uses summands only to add gradients.
+def are_used_as_sums(
+    jaxpr: ClosedJaxpr, places: Sequence[int], count: int
+) -> bool:
+    """Returns whether a step uses summands in another way than to add to them.
 
     Args:
       jaxpr: The traced step. Its first inputs and its last outputs are the
         state.
       places: The positions of the accumulators in the state.
       count: The number of arrays of the state.
-
-    Raises:
-      SumsNeeded: if the step uses a summand elsewhere.
     """
     traced = jaxpr.jaxpr
     found = {traced.invars[place] for place in places}
@@ -205,13 +215,13 @@ def check_uses(jaxpr: ClosedJaxpr, places: Sequence[int], count: int) -> None:
         elif not is_sum_if(equation) and not found.isdisjoint(
             stages.variables(equation.invars)
         ):
-            raise SumsNeeded
+            return True
     start = len(traced.outvars) - count
     allowed = {start + place for place in places}
-    for i, output in enumerate(traced.outvars):
-        is_summand = not found.isdisjoint(stages.variables([output]))
-        if is_summand != (i in allowed):
-            raise SumsNeeded
+    return any(
+        (not found.isdisjoint(stages.variables([output]))) != (i in allowed)
+        for i, output in enumerate(traced.outvars)
+    )
 
 
 def accumulators_of(optimizer: Any) -> list[keras.Variable]:
@@ -230,33 +240,39 @@ def unwrap(optimizer: Any) -> Any:
     return optimizer.inner_optimizer if is_scaling else optimizer
 
 
-def _check_unchanged(
+def _are_unchanged(
     step: StepContext, optimizer: Any, values: IdentityMap[Any]
-) -> None:
+) -> bool:
     known = step.notes.summands
-    if any(values[v] not in known for v in accumulators_of(optimizer)):
-        raise SumsNeeded
     # Replicas that disagree on whether to sum would wait forever.
-    if values[optimizer._iterations] not in step.notes.equal:
-        raise SumsNeeded
+    is_counting = values[unwrap(optimizer)._iterations] in step.notes.equal
+    accumulators = accumulators_of(optimizer)
+    return is_counting and all(values[v] in known for v in accumulators)
 
 
 def _find_targets(
-    optimizer: Any, present: Sequence[tuple[Any, keras.Variable]]
-) -> list[keras.Variable]:
-    """Finds the accumulators of pairs of a gradient and its weight."""
-    accumulators: list[Any] = accumulators_of(optimizer)
+    optimizer: Any,
+    grads: Sequence[Array | None],
+    weights: Sequence[keras.Variable],
+) -> list[keras.Variable] | None:
+    """Finds the accumulators of the weights that have a gradient.
+
+    Returns:
+      The accumulators, or None if the gradients cannot be added to them.
+    """
+    inner = unwrap(optimizer)
+    accumulators: list[Any] = accumulators_of(inner)
+    pairs = zip(grads, weights, strict=True)
+    present = [(g, weight) for g, weight in pairs if g is not None]
     targets = [
-        accumulators[optimizer._get_variable_index(weight)]
-        for _, weight in present
+        accumulators[inner._get_variable_index(weight)] for _, weight in present
     ]
     is_same = all(
         (grad.shape, str(grad.dtype)) == (tuple(target.shape), target.dtype)
         for (grad, _), target in zip(present, targets, strict=True)
     )
-    if not is_same or len(IdentitySet(targets)) < len(targets):
-        raise SumsNeeded
-    return targets
+    is_same &= len(IdentitySet(targets)) == len(targets)
+    return targets if is_same else None
 
 
 def _is_update(

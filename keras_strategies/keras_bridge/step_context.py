@@ -9,7 +9,7 @@ threads, and change nothing there.
 import contextlib
 import dataclasses
 from collections.abc import Callable, Iterator, Mapping
-from typing import Any, NoReturn
+from typing import Any
 
 from keras_strategies.passes import replay
 from keras_strategies.passes.specs import Axis
@@ -25,31 +25,6 @@ variable's shape. In a replica-mapped step these are the values on one
 replica."""
 
 
-class GlobalBatchNeeded(Exception):
-    """Raised to abort the trace of a step that needs the global batch."""
-
-
-class ReplicaNeeded(BaseException):
-    """Raised if a step over the global batch uses its replica context.
-
-    Not an `Exception`, so that user code and Keras's layers do not catch it.
-
-    Attributes:
-      name: The attribute of the replica context that the trace used.
-    """
-
-    def __init__(self, name: str) -> None:
-        super().__init__(name)
-        self.name = name
-
-
-class SumsNeeded(BaseException):
-    """Raised by a trace whose accumulated gradients must be sums at all times.
-
-    Not an `Exception`, so that user code and Keras's layers do not catch it.
-    """
-
-
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class StepFacts:
     """Properties of a step that are fixed before it is traced.
@@ -60,12 +35,12 @@ class StepFacts:
       is_local: Whether the step is a function passed to `run` instead of a
         model's step. In such a function a loss is computed from one replica's
         rows, and the optimizer sums the replicas' gradients.
-      is_probe: Whether this is an extra trace with twice the rows, made only
-        to find out which sizes depend on the number of rows.
-      is_twin: Whether this is an extra trace with another number of rows, made
-        only to find out what the losses depend on.
+      is_retrace: Whether this is a further trace with another number of rows,
+        made only to find out what depends on the number of rows.
       has_all_rows: Whether such a trace has the number of rows of the global
         batch, whose gradient is not one of several that are summed.
+      sums_later: Whether accumulated gradients are summed over the replicas
+        only in the optimizer's updates.
       is_uneven: Whether replicas may run different branches of the program,
         because their numbers of rows differ.
       rows_of_all: Describes the arguments whose number of rows depends on the
@@ -75,8 +50,8 @@ class StepFacts:
         rows on this replica, but not on all others.
       rows_of_replicas: Number of rows of each replica, if the replicas run a
         model's step on different numbers of rows; else None.
-      is_global_batch: Whether the step is traced with the global batch instead
-        of one replica's rows.
+      global_reason: If the step is traced with the global batch instead of one
+        replica's rows: the reason, as text for an error. Otherwise None.
       share: This replica's weight when state, such as moving averages, is
         averaged over the replicas: a number or a traced scalar, which is 0 if
         the replica has no rows. None if all replicas have the same weight.
@@ -87,15 +62,15 @@ class StepFacts:
     mesh: ReplicaMesh
     rows: int
     is_local: bool = False
-    is_probe: bool = False
-    is_twin: bool = False
+    is_retrace: bool = False
     has_all_rows: bool = False
+    sums_later: bool = False
     is_uneven: bool = False
     rows_of_all: Mapping[int, set[tuple[int, ...]]] = dataclasses.field(
         default_factory=dict
     )
     rows_of_replicas: tuple[int, ...] | None = None
-    is_global_batch: bool = False
+    global_reason: str | None = None
     share: Any = None
     loss_tracker: Any = None
 
@@ -159,6 +134,8 @@ class StepNotes:
         replicas only in the optimizer's update.
       summands: The values in the trace that are this replica's summands of an
         accumulator (hooks/summands.py).
+      needs_sums: Whether the step uses accumulators in another way than to add
+        summands, so that they must be sums over the replicas in every step.
       unaggregated: User-defined variables that were written, but have no
         `aggregation` that defines how different values are combined.
       sizes: Sizes that may be the number of rows, in the order of recording.
@@ -181,6 +158,7 @@ class StepNotes:
     results: IdentityMap[Any] = dataclasses.field(default_factory=IdentityMap)
     accumulators: IdentitySet = dataclasses.field(default_factory=IdentitySet)
     summands: IdentitySet = dataclasses.field(default_factory=IdentitySet)
+    needs_sums: bool = False
     unaggregated: IdentitySet = dataclasses.field(default_factory=IdentitySet)
     sizes: list[tuple[float, bool, str]] = dataclasses.field(
         default_factory=list
@@ -258,11 +236,6 @@ class StepContext:
             self, facts=dataclasses.replace(self.facts, **facts)
         )
 
-    def make_probe(self, rows: int) -> "StepContext":
-        """Makes the context of an extra trace with another number of rows."""
-        facts = StepFacts(mesh=self.facts.mesh, rows=rows, is_probe=True)
-        return StepContext(facts=facts)
-
     def note_size(self, size: float, is_rows: bool, of: str) -> None:
         """Records a size that may be the number of rows.
 
@@ -279,15 +252,14 @@ class StepContext:
         if not (is_known or self.facts.is_local):
             self.notes.sizes.append((size, is_rows, of))
 
-    def demand_global_batch(self, reason: str) -> NoReturn:
-        """Aborts the trace; the step is then traced with the global batch.
+    def demand_global_batch(self, reason: str) -> None:
+        """Records that the step must run over the global batch, and why.
 
         Args:
           reason: Text for the warning: what the step does, and how to change
             it so that it can be mapped over the replicas.
 
         Raises:
-          GlobalBatchNeeded: if the step is a model's step.
           ValueError: if the step is a function passed to `run`.
         """
         if self.facts.is_local:
@@ -295,23 +267,39 @@ class StepContext:
                 "The updates that the replicas make in `run` cannot be "
                 f"combined. Received: {reason}."
             )
-        self.notes.global_batch_reason = reason
-        raise GlobalBatchNeeded(reason)
+        if self.notes.global_batch_reason is None:
+            self.notes.global_batch_reason = reason
 
     def note_replica_use(self, name: str) -> None:
         """Records that the step used a member of its replica context.
 
         Raises:
-          ReplicaNeeded: if the step is traced with the global batch.
+          RuntimeError: if the step is traced with the global batch.
         """
         _Uses.count += 1
-        if self.facts.is_global_batch:
-            raise ReplicaNeeded(name)
+        if self.facts.global_reason is not None:
+            raise replica_use_error(name, self.facts.global_reason)
         self.notes.replica_uses.append(name)
 
     def flag(self, name: str) -> contextlib.AbstractContextManager[None]:
         """Sets one of the attributes of `StepFlags` while the block runs."""
         return temporary_attribute(self.flags, name, True)
+
+
+def replica_use_error(name: str, reason: str) -> RuntimeError:
+    """Makes the error of a step over the global batch that uses a replica's.
+
+    Args:
+      name: The member of the replica context that the step uses.
+      reason: The reason why the step runs over the global batch.
+    """
+    return RuntimeError(
+        "A step that runs over the global batch must not use a replica "
+        f"context. Received: a use of `{name}` of a replica context, in a step "
+        f"that must run over the global batch for this reason: {reason}. "
+        "Remove that use, or change the step so that the reason no longer "
+        "applies."
+    )
 
 
 class _Uses:

@@ -217,7 +217,7 @@ def _find_runs(graph: Any) -> list[Blocks]:
 def _is_repeated() -> bool:
     """Returns whether the step is traced again with other numbers of rows."""
     step = current_step()
-    return step is not None and (step.facts.is_probe or step.facts.is_twin)
+    return step is not None and step.facts.is_retrace
 
 
 def _return_operation(operation: Any) -> Any:

@@ -85,21 +85,34 @@ _collected = _Collected()
 
 
 @contextlib.contextmanager
-def collect_updates(*, is_twin: bool = False) -> Iterator[dict[str, Update]]:
-    """Yields a dict that collects the updates marked in a `with` block.
-
-    Args:
-      is_twin: Whether the block traces the current step again. It then reuses
-        the jaxprs of updates that this thread has already collected.
-    """
-    before = _collected.updates, _collected.known
-    known = (before[0] or _NO_UPDATES) if is_twin else _NO_UPDATES
-    updates: dict[str, Update] = {}
-    _collected.updates, _collected.known = updates, known
+def collect_updates() -> Iterator[dict[str, Update]]:
+    """Yields a dict that collects the updates marked in a `with` block."""
+    before, updates = _collected.updates, dict[str, Update]()
+    _collected.updates = updates
     try:
         yield updates
     finally:
-        _collected.updates, _collected.known = before
+        _collected.updates = before
+
+
+def collect(updates: Mapping[str, Update]) -> None:
+    """Adds the updates of a trace that is computed in a collecting block."""
+    if _collected.updates is not None:
+        _collected.updates.update(updates)
+
+
+@contextlib.contextmanager
+def reusing_updates(known: Mapping[str, Update]) -> Iterator[None]:
+    """Lets a block that traces a step again reuse the jaxprs of its updates.
+
+    Args:
+      known: The updates of the first trace, by name.
+    """
+    before, _collected.known = _collected.known, known
+    try:
+        yield
+    finally:
+        _collected.known = before
 
 
 def is_collecting() -> bool:

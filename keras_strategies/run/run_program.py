@@ -43,8 +43,7 @@ from keras_strategies.spmd.values import (
     stack_replicas,
 )
 from keras_strategies.step import output_shardings, replica_merge
-from keras_strategies.step.mapped_program import jit_named
-from keras_strategies.step.traced import combine_sums
+from keras_strategies.step.traced import combine_sums, jit_named
 from keras_strategies.step.uneven_rows import (
     BranchResult,
     call_unevenly,
@@ -185,7 +184,7 @@ class RunProgram:
         )
         new = written + [replicated] * len(self._on_read)
         program = sharded_map(
-            combine_sums(self._body, replica_trace.make_step(mesh)),
+            combine_sums(self._body, mesh),
             mesh,
             in_specs=(written, split, read, self._specs),
             out_specs=(split, split, replicated, replicated, new, replicated),

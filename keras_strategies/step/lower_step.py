@@ -12,8 +12,9 @@ from keras_strategies.keras_bridge.step_context import ReplicaScope
 from keras_strategies.spmd.batches import Segment, num_rows
 from keras_strategies.spmd.mesh import ReplicaMesh
 from keras_strategies.spmd.rows import padded_rows
-from keras_strategies.step import step_functions, trace_checks
+from keras_strategies.step import step_functions
 from keras_strategies.step.array_groups import PLAIN, find_forms
+from keras_strategies.step.record import with_leading
 from keras_strategies.variables import shardings
 
 KINDS = ("train", "test", "predict")
@@ -62,21 +63,21 @@ def lower_step(
     is_training = kind == "train"
     forms = find_forms(model, variables, mesh) if is_training else PLAIN
 
-    def lower(steps: int) -> jax.stages.Lowered:
+    program = step_functions.make_program(
+        model, mesh, kind, variables, replica_scope, forms
+    )
+    state = tuple(shardings.shapes_of(group, mesh) for group in variables)
+
+    def place(steps: int) -> Segment:
         leading = (padded,) if steps == 1 else (steps, padded)
         sharding = mesh.split if steps == 1 else mesh.stacked
-        placed = trace_checks.with_leading(leading, data, sharding)
-        program = step_functions.make_program(
-            model, mesh, kind, variables, replica_scope, forms
-        )
-        state = tuple(shardings.shapes_of(group, mesh) for group in variables)
-        segment = Segment(data=placed, rows=rows, steps=steps)
-        return program.lower(state, segment)
+        placed = with_leading(leading, data, sharding)
+        return Segment(data=placed, rows=rows, steps=steps)
 
-    try:
-        return lower(steps)
-    except trace_checks.StepsNotFused:
-        return lower(1)
+    segment = place(steps)
+    if program.find_route(segment).is_split:
+        segment = place(1)
+    return program.lower(state, segment)
 
 
 def _check_kind(kind: str) -> None:

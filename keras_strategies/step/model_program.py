@@ -1,14 +1,16 @@
 """The base class of the compiled train, test and predict programs.
 
-If the replicas can share a batch evenly, the model's step is mapped over the
-replicas. Otherwise the same step runs once over the global batch, whose rows
-XLA still shards over the devices. This is exact for every loss, metric and
-layer, and no device stores more than its share
+A step is traced (`record`), the traces are analyzed (`analysis`), and a
+function of both decides which program runs a batch (`route`). This class lowers
+the programs and calls them. If the replicas can share a batch evenly, the
+model's step is mapped over the replicas. Otherwise the same step runs once over
+the global batch, whose rows XLA still shards over the devices. This is exact
+for every loss, metric and layer, and no device stores more than its share
 (docs/decisions/05-indivisible-batches.md).
 """
 
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from typing import Any
 
 import jax
@@ -17,18 +19,12 @@ from jax.sharding import NamedSharding
 
 from keras_strategies._types import Batch, Groups, Tree
 from keras_strategies.hooks import merge as merge_lib
-from keras_strategies.hooks.trace_hooks import trace_hooks
 from keras_strategies.keras_bridge.step_context import (
     Group,
     ReplicaScope,
     StepContext,
-    StepFacts,
-    step_scope,
 )
 from keras_strategies.kernels.kernels import kernels_for
-from keras_strategies.kernels.scanned_blocks import (
-    scanning_blocks,
-)
 from keras_strategies.passes.specs import Sharded
 from keras_strategies.spmd import compiled
 from keras_strategies.spmd.batches import RowShape, Segment
@@ -36,17 +32,12 @@ from keras_strategies.spmd.dispatch import dispatch
 from keras_strategies.spmd.mesh import ReplicaMesh
 from keras_strategies.spmd.replica_map import replicated_spec, split_spec
 from keras_strategies.spmd.sharded_map import sharded_map
-from keras_strategies.step import output_shardings
-from keras_strategies.step.mapped_program import (
-    Arguments,
-    Body,
-    MappedProgram,
-    global_batch_trace,
-    in_replica,
-    jit_named,
-    mapped_trace,
-)
-from keras_strategies.step.traced import call_on_global_batch
+from keras_strategies.step import analysis, output_shardings
+from keras_strategies.step.analysis import Analysis
+from keras_strategies.step.model_call import ModelCall
+from keras_strategies.step.record import Record, StepTracer, TraceKind
+from keras_strategies.step.route import Circumstances, Form, Route, decide
+from keras_strategies.step.traced import call_on_global_batch, jit_named
 from keras_strategies.step.uneven_step import (
     UnevenCall,
     UnevenRows,
@@ -56,6 +47,11 @@ from keras_strategies.variables.shardings import (
     sharding_of,
     spec_of,
 )
+
+Body = Callable[[Any, Any, Any], Any]
+"""A step as a pure function of written state, read state, and data."""
+
+_INDIVISIBLE = "the replicas cannot share the rows of its batch evenly"
 
 
 class ModelProgram:
@@ -73,7 +69,8 @@ class ModelProgram:
         groups are donated. Of the other groups, only changed values are
         returned.
       mesh: The mesh of the replicas.
-      is_global: Whether the step must see the global batch.
+      global_reason: The reason why the step must see the global batch, if this
+        is known in advance.
       replica_scope: Makes the context manager of a step's replica context.
     """
 
@@ -89,23 +86,40 @@ class ModelProgram:
         *,
         written: tuple[int, ...] = (),
         mesh: ReplicaMesh,
-        is_global: bool = False,
+        global_reason: str | None = None,
         replica_scope: ReplicaScope | None = None,
     ) -> None:
-        self._step, self._name = step, name
-        self._replica_scope = replica_scope
+        self._name, self._mesh = name, mesh
+        self._model_call = ModelCall(
+            step, mesh, replica_scope, is_predict=self._returns_rows
+        )
         self._variables = variables
         self._written = written
-        self._mesh = mesh
         self._read = tuple(i for i in range(len(variables)) if i not in written)
         self._specs = [[spec_of(v, mesh) for v in g] for g in variables]
         self._is_sharded = any(
             isinstance(spec, Sharded) for group in self._specs for spec in group
         )
-        self._programs = self._make_programs(name, is_global)
+        self._tracer = StepTracer(
+            self._replica_body,
+            self._divide(variables),
+            mesh,
+            self._model_call.forget_losses,
+        )
+        self._kind = TraceKind()
+        self._analyzed: tuple[Record | None, Analysis] = None, Analysis()
+        # The reason why the step must see the global batch, and the routes of
+        # batches by their shapes.
+        self._global_reason = global_reason
+        self._routes: dict[Hashable, Route] = {}
+        self._programs = self._make_programs()
 
-    def _make_programs(self, name: str, is_global: bool) -> MappedProgram:
-        mesh, has_rows = self._mesh, self._returns_rows
+    def _make_programs(self) -> dict[Form, jax.stages.Wrapped]:
+        """Makes the jitted program of each form.
+
+        Those of batches with padding also receive the batches' `RowShape`.
+        """
+        mesh, has_rows, name = self._mesh, self._returns_rows, self._name
         is_sharded, has_cores = self._is_sharded, mesh.cores_per_replica > 1
 
         def constrain(
@@ -119,42 +133,134 @@ class ModelProgram:
             written, read = self._divide(self._find_shardings(is_even))
             return output_shardings.constrain_step(body, written, read, results)
 
-        of_one, of_many = (
+        even_results, stacked_results = (
             (mesh.split, mesh.stacked) if has_rows else (mesh.whole,) * 2
         )
-        one, many = map(self._map_even_step, (False, True))
-        whole, each = self._run_global_batch, self._run_uneven_rows
-        of_whole, of_uneven = (f"{name}_{of}" for of in ("whole", "uneven"))
+        even, stacked = (
+            functools.partial(self._run_even_rows, is_stacked)
+            for is_stacked in (False, True)
+        )
+        ragged = self._run_uneven_rows
         jit_for_shape = functools.partial(
             jit_named, donate_argnums=0, static_argnums=3
         )
-        return MappedProgram(
-            one=jit_named(
-                constrain(one, of_one, is_even=True), name, donate_argnums=0
+        return {
+            Form.EVEN: jit_named(
+                constrain(even, even_results, is_even=True),
+                name,
+                donate_argnums=0,
             ),
-            many=jit_named(
-                constrain(many, of_many, is_even=True),
+            Form.STACKED: jit_named(
+                constrain(stacked, stacked_results, is_even=True),
                 f"{name}s",
                 donate_argnums=0,
             ),
-            whole=jit_for_shape(
-                constrain(whole),
-                of_whole,
+            Form.GLOBAL: jit_for_shape(
+                constrain(self._run_global_batch),
+                f"{name}_whole",
                 out_shardings=None if is_sharded or has_cores else mesh.whole,
             ),
-            uneven=jit_for_shape(
-                each if has_rows else constrain(each), of_uneven
+            Form.RAGGED: jit_for_shape(
+                ragged if has_rows else constrain(ragged), f"{name}_uneven"
             ),
-            is_global=is_global,
-        )
+        }
 
     def _find_shardings(self, is_even: bool) -> Sequence[Sequence[Any]]:
         """Returns the shardings of the state of one of the programs."""
         mesh = self._mesh
         return [[sharding_of(v, mesh) for v in g] for g in self._variables]
 
-    def _map_even_step(self, stacked: bool) -> Body:
-        return self._map_step(self._replica_step, stacked=stacked)
+    # Trace, analyze and decide.
+
+    def find_route(self, segment: Segment) -> Route:
+        """Returns the route of batches; traces the step if it is not known.
+
+        Raises:
+          Exception: if the step's code fails, or cannot run.
+        """
+        if self._global_reason is not None:
+            return Route(form=Form.GLOBAL)
+        leaves, structure = jax.tree.flatten(segment.data)
+        key = (
+            segment.is_padded,
+            structure,
+            *((leaf.shape, leaf.dtype) for leaf in leaves),
+        )
+        if key not in self._routes:
+            self._routes[key] = self._decide(segment)
+        return self._routes[key]
+
+    def _decide(self, segment: Segment) -> Route:
+        mesh, batch = self._mesh, _shapes_of_one(segment.data, segment.steps)
+        is_shared = self._returns_rows or not segment.is_padded
+        circumstances = Circumstances(
+            steps=segment.steps,
+            is_padded=segment.is_padded,
+            may_pad=self._returns_rows,
+            avoids_loops=0 in self._written and mesh.platform == "cpu",
+            num_replicas=mesh.num_replicas,
+        )
+        while True:
+            record = self._tracer.trace(self._kind, batch)
+            found = self._analyze(record, batch) if is_shared else Analysis()
+            route = decide(record, found, circumstances)
+            if isinstance(route, Route):
+                break
+            self._kind = route
+            self._programs = self._make_programs()
+        if route.error is not None:
+            raise route.error
+        for equation in route.logs:
+            analysis.warn_of_log(equation)
+        return route
+
+    def _analyze(self, record: Record, batch: Batch) -> Analysis:
+        """Returns what the traces of the step show about its rows."""
+        if self._analyzed[0] is not record:
+            self._analyzed = record, self._compare_traces(record, batch)
+        return self._analyzed[1]
+
+    def _compare_traces(self, record: Record, batch: Batch) -> Analysis:
+        num_replicas, step = self._mesh.num_replicas, self._model_call.step
+        if record.error is not None or num_replicas == 1:
+            return Analysis()
+
+        def retrace(rows: int, has_all_rows: bool) -> Record:
+            return self._tracer.trace_again(
+                record, batch, rows, has_all_rows=has_all_rows
+            )
+
+        if self._returns_rows:
+            return analysis.analyze_outputs(record, retrace, step)
+        return analysis.analyze(record, retrace, num_replicas, step)
+
+    # Lower.
+
+    def _run_even_rows(
+        self, is_stacked: bool, written: Group, read: Group, data: Batch
+    ) -> tuple[Any, ...]:
+        """Runs the step on each replica's rows of one or of several batches."""
+        batch = _shapes_of_one(data, 1 + is_stacked)
+        record = self._tracer.trace(self._kind, batch)
+        # The programs are traced again if JAX's settings change.
+        if record.error is not None:
+            raise record.error
+        reason = self._analyze(record, batch).reason
+        if reason is not None:
+            raise RuntimeError(
+                "A step must be mapped over the replicas, or not, whatever "
+                "JAX's settings are. Received: a step that was mapped, but "
+                f"with the present settings {reason}. Compile the model again."
+            )
+        step = self._lower_step(record)
+        return self._map_even_step(step, is_stacked)(written, read, data)
+
+    def _lower_step(self, record: Record) -> Body:
+        """Returns the traced step of a replica."""
+        return record.traced
+
+    def _map_even_step(self, step: Body, stacked: bool) -> Body:
+        return self._map_step(step, stacked=stacked)
 
     def _map_step(
         self,
@@ -232,6 +338,8 @@ class ModelProgram:
             results = rows.put_back(results, axis, mesh)
         return results, *state
 
+    # Call.
+
     def _run(self, state: Groups, segment: Segment) -> tuple[Any, Groups]:
         """Runs one program and returns its results and the new state."""
         results, new, changed = self._start(
@@ -243,21 +351,58 @@ class ModelProgram:
         ]
         return results, tuple(self._order_groups(new, read))
 
-    def _start(
-        self, call: Callable[..., Any], state: Groups, segment: Segment
-    ) -> Any:
-        args = self._arguments(state, segment)
-        return self._programs.start(
-            call, args, segment, is_shared=not segment.is_padded
-        )
-
-    def _arguments(self, state: Groups, segment: Segment) -> Arguments:
-        return lambda is_mapped: (*self._divide(state), segment.data)
-
     def lower(self, state: Groups, segment: Segment) -> jax.stages.Lowered:
         """Lowers the program that a call would run; accepts abstract arrays."""
         with kernels_for(self._mesh):
             return self._start(compiled.lower, state, segment)
+
+    def _start(
+        self, call: Callable[..., Any], state: Groups, segment: Segment
+    ) -> Any:
+        """Calls `call(program, *args)` with the program that runs batches.
+
+        Args:
+          call: A function that runs a jitted function, or lowers it.
+          state: The state of the step.
+          segment: The batches.
+
+        Returns:
+          What `call` returns.
+        """
+        route = self.find_route(segment)
+        args = self._arguments(route, state, segment)
+        program = self._programs[route.form]
+        if route.is_mapped:
+            return call(program, *args)
+        if route.reason is not None:
+            self._turn_global(route, program, args)
+        return call(program, *args)
+
+    def _turn_global(self, route: Route, program: Any, args: Any) -> None:
+        """Lets all later batches run over the global batch.
+
+        If the trace over the global batch fails as well, it raises the error of
+        the user's code, with the shapes of the user's batch. The next batch is
+        then tried on the replicas again.
+        """
+        self._routes.clear()
+        self._global_reason = route.reason
+        try:
+            program.trace(*args)
+            # Warns before the program donates the state, because filters may
+            # turn the warning into an error.
+            if not route.is_expected:
+                analysis.warn_of_global_batch(route.reason or "")
+        except BaseException:
+            self._global_reason = None
+            raise
+
+    def _arguments(
+        self, route: Route, state: Groups, segment: Segment
+    ) -> tuple[Any, ...]:
+        """Returns the arguments of a route's program."""
+        shape = () if route.is_mapped else (segment.shape,)
+        return *self._divide(state), segment.data, *shape
 
     def _divide(self, groups: Sequence[Any]) -> tuple[list[Any], list[Any]]:
         written = [groups[i] for i in self._written]
@@ -282,33 +427,15 @@ class ModelProgram:
             merge_lib.find_changes(old[i], new[i]) for i in self._read
         ]
 
-    def _call(self, state: Sequence[Group], data: Batch) -> tuple[Any, Any]:
-        """Calls the model's step."""
-        _forget_loss_ids(self._step)
-        return self._step(tuple(map(list, state)), data)
+    # The step, as the programs and traces compute it.
 
-    def _call_in_replica(
-        self, step: StepContext, state: Sequence[Group], data: Batch
-    ) -> tuple[Any, Any]:
-        """Calls the model's step while it is traced for a replica."""
-        with (
-            trace_hooks(),
-            kernels_for(self._mesh),
-            scanning_blocks(),
-            step_scope(step),
-            in_replica(self._replica_scope, step),
-        ):
-            return self._call(state, data)
-
-    def _replica_step(
-        self, written: Group, read: Group, data: Batch
+    def _replica_body(
+        self, step: StepContext, written: Group, read: Group, data: Batch
     ) -> tuple[Any, ...]:
-        rows = jax.tree.leaves(data)[0].shape[0]
-        step = StepContext(facts=StepFacts(mesh=self._mesh, rows=rows))
+        """Runs the step on a replica, and combines the replicas' states."""
         if step.num_replicas == 1:
             return self._global_body(written, read, data, step)
-        with mapped_trace(step, self._step):
-            return self._mapped_body(step, written, read, data)
+        return self._merge_replicas(step, written, read, data)
 
     def _global_body(
         self,
@@ -318,10 +445,9 @@ class ModelProgram:
         step: StepContext | None = None,
     ) -> tuple[Any, ...]:
         old = self._order_groups(written, read)
-        with global_batch_trace(
-            self._mesh, self._replica_scope, self._step, step
-        ):
-            results, new = self._call(old, data)
+        results, new = self._model_call.on_global_batch(
+            old, data, self._global_reason or _INDIVISIBLE, step
+        )
         return results, *self._select_changes(old, new)
 
     def _uneven_step(
@@ -341,10 +467,10 @@ class ModelProgram:
         results = self._uneven_results(called)
         return results, *self._select_changes(old, called.state)
 
-    def _mapped_body(
+    def _merge_replicas(
         self, step: StepContext, written: Group, read: Group, data: Batch
     ) -> tuple[Any, ...]:
-        """Runs the step on a replica, and combines the replicas' states."""
+        """Runs the step on one of several replicas, and combines the states."""
         raise NotImplementedError
 
     def _on_rows(
@@ -366,18 +492,9 @@ class ModelProgram:
         raise NotImplementedError
 
 
-def _forget_loss_ids(step: Callable[..., Any]) -> None:
-    """Clears the ids of losses that earlier traces left on a model's layers.
-
-    In a trace, Keras (3.15) knows a layer's losses by their `id`, and keeps the
-    ids after the trace. When it calls the layer in a later trace, it drops the
-    losses with these ids, among which may be one of another layer: an object
-    may have the id of one that is gone (docs/upstream.md).
-
-    Args:
-      step: A model's train, test or predict step.
-    """
-    model = getattr(step, "__self__", None)
-    if isinstance(model, keras.Layer):
-        for layer in model._flatten_layers():
-            layer._loss_ids.clear()
+def _shapes_of_one(data: Batch, steps: int) -> Batch:
+    """Returns the shapes of one of several stacked batches."""
+    is_stacked = int(steps > 1)
+    return jax.tree.map(
+        lambda a: jax.ShapeDtypeStruct(a.shape[is_stacked:], a.dtype), data
+    )

@@ -6,8 +6,7 @@ host. If an output does not have exactly one entry for each row, the step runs
 once over the global batch, because only then is the order of the entries known.
 """
 
-import functools
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import jax
@@ -19,9 +18,8 @@ from keras_strategies.hooks import seeds
 from keras_strategies.keras_bridge.step_context import Group, StepContext
 from keras_strategies.spmd.batches import Segment
 from keras_strategies.spmd.dispatch import dispatch
-from keras_strategies.step.mapped_program import Body, NotMapped
-from keras_strategies.step.model_program import ModelProgram
-from keras_strategies.step.trace_checks import eval_with_rows
+from keras_strategies.step.analysis import is_by_rows
+from keras_strategies.step.model_program import Body, ModelProgram
 from keras_strategies.step.uneven_step import UnevenCall
 
 
@@ -47,9 +45,9 @@ class PredictProgram(ModelProgram):
         yield self._cut_rows(outputs, segment), state
 
     def _cut_rows(self, outputs: Tree, segment: Segment) -> Tree:
-        is_by_rows = not self._programs.is_global
-        is_padded = is_by_rows and segment.is_padded
-        if is_by_rows and self._mesh.num_processes > 1:
+        is_mapped = self._global_reason is None
+        is_padded = is_mapped and segment.is_padded
+        if is_mapped and self._mesh.num_processes > 1:
             (outputs,) = dispatch(self._mesh, self._gather, (outputs,))
         if segment.steps == 1 and not is_padded:
             return outputs
@@ -64,41 +62,14 @@ class PredictProgram(ModelProgram):
 
         return jax.tree.map(cut, outputs)
 
-    def _start(
-        self, call: Callable[..., Any], state: Groups, segment: Segment
-    ) -> Any:
-        args = self._arguments(state, segment)
-        programs = self._programs
-        if not (segment.is_padded and programs.is_uneven):
-            result = programs.start(call, args, segment)
-            if not (segment.is_padded and programs.is_uneven):
-                return result
-        # Padding rows must not contribute to the collectives that a step calls.
-        return programs.start_global(call, args, segment)
-
-    def _call(self, state: Sequence[Group], data: Batch) -> tuple[Any, Any]:
-        outputs, others = super()._call(state, data)
-        return outputs, (state[0], others)
-
-    def _mapped_body(
+    def _merge_replicas(
         self, step: StepContext, written: Group, read: Group, data: Batch
     ) -> tuple[Any, ...]:
-        (trainable, old), rows = read, step.facts.rows
+        trainable, old = read
         folded = seeds.fold_seeds(self._variables[1], old, step)
-        state = (trainable, folded)
-        if not self._has_known_outputs():
-            # A dimension of an output may equal the number of rows by chance,
-            # so the check traces with twice the rows.
-            probe = step.make_probe(2 * rows)
-            body = functools.partial(self._call_in_replica, probe)
-            more, _ = eval_with_rows(2 * rows, body, (state,), data)
-            if not _is_by_rows(more, 2 * rows):
-                raise NotMapped(None)
-        outputs, (_, new) = self._call_in_replica(step, state, data)
-        if step.notes.replica_uses:
-            self._programs.is_uneven = True
-        if not _is_by_rows(outputs, rows):
-            raise NotMapped(None)
+        outputs, (_, new) = self._model_call.on_replica(
+            step, (trainable, folded), data
+        )
         plan = merge_lib.Merge(step=step)
         finish = merge_lib.plan_merge(
             plan, self._variables[1], old, folded, new
@@ -109,8 +80,8 @@ class PredictProgram(ModelProgram):
     def _on_rows(
         self, step: StepContext, state: Sequence[Group], data: Batch
     ) -> tuple[Any, Any]:
-        outputs, new = self._call_in_replica(step, state, data)
-        if not _is_by_rows(outputs, step.facts.rows):
+        outputs, new = self._model_call.on_replica(step, state, data)
+        if not is_by_rows(outputs, step.facts.rows):
             raise RuntimeError(
                 "A predict step that uses its replica context must return one "
                 "entry for each row. Received: outputs of shapes "
@@ -122,18 +93,6 @@ class PredictProgram(ModelProgram):
 
     def _uneven_results(self, called: UnevenCall) -> Tree:
         return jax.tree.unflatten(called.structure, called.outputs)
-
-    def _has_known_outputs(self) -> bool:
-        """Returns whether each output surely has an entry for each row."""
-        model = getattr(self._step, "__self__", None)
-        if any(
-            {"predict_step", "call"} & vars(cls).keys()
-            for cls in type(model).__mro__
-            if not cls.__module__.startswith("keras.")
-        ):
-            return False
-        outputs = getattr(model, "outputs", None)
-        return bool(outputs) and all(o.shape[:1] == (None,) for o in outputs)
 
     def _scan_steps(self, body: Body) -> Body:
         """Turns a step into a loop over batches that returns all outputs."""
@@ -156,7 +115,3 @@ class PredictProgram(ModelProgram):
 
 def _same(value: Tree) -> Tree:
     return value
-
-
-def _is_by_rows(outputs: Tree, rows: int) -> bool:
-    return all(np.shape(o)[:1] == (rows,) for o in jax.tree.leaves(outputs))

@@ -36,13 +36,6 @@ _WEIGHTS, _OPTIMIZER = 0, 2
 """The indices of these groups in the state of a train step."""
 
 
-class StacksNotKept(Exception):
-    """Raised by a trace whose step would have to stack all weights.
-
-    The blocks are then not computed in a loop, for example because they differ.
-    """
-
-
 class StackedState:
     """The places in a train step's state whose arrays may be stacked.
 
@@ -53,6 +46,11 @@ class StackedState:
       columns: For each group, the places of each column.
       variables: The groups of the step's variables.
       mesh: The mesh of the replicas.
+
+    Attributes:
+      are_kept: Whether the program that was traced last keeps any stack.
+        Otherwise its steps have to stack all weights, because the blocks are
+        not computed in a loop, for example because they differ.
     """
 
     def __init__(
@@ -68,6 +66,7 @@ class StackedState:
         }
         self._variables = variables
         self._mesh = mesh
+        self.are_kept = False
 
     def convert(self, state: Groups, *, is_stacked: bool) -> None:
         """Stacks the arrays of the columns, or divides the stacks; in place.
@@ -152,8 +151,7 @@ class StackedState:
           written: The indices of the written groups.
 
         Returns:
-          The step. It raises `StacksNotKept` if it would have to stack all
-          weights.
+          The step.
         """
 
         def call(state: Sequence[Group], *args: Any) -> tuple[Any, ...]:
@@ -176,7 +174,7 @@ class StackedState:
             results, new, *others = jax.tree.unflatten(
                 result_structure, outputs
             )
-            self._check_kept(new[written.index(_WEIGHTS)])
+            self.are_kept = self._has_stacks(new[written.index(_WEIGHTS)])
             stacks = [
                 self._stack_slices(i, group)
                 for i, group in zip(written, new, strict=True)
@@ -185,10 +183,9 @@ class StackedState:
 
         return call
 
-    def _check_kept(self, weights: Group) -> None:
+    def _has_stacks(self, weights: Group) -> bool:
         columns = self._columns[_WEIGHTS]
-        if not any(_find_stack([weights[i] for i in c]) for c in columns):
-            raise StacksNotKept
+        return any(_find_stack([weights[i] for i in c]) for c in columns)
 
     def _slice_group(self, number: int, group: Group) -> Group:
         group = list(group)

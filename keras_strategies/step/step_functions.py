@@ -36,10 +36,7 @@ from keras_strategies.step.array_groups import (
     regroup,
     wrap_groups,
 )
-from keras_strategies.step.mapped_program import (
-    global_batch_trace,
-    needing_no_replica,
-)
+from keras_strategies.step.model_call import ModelCall
 from keras_strategies.step.predict_program import PredictProgram
 from keras_strategies.step.train_program import StepProgram
 from keras_strategies.variables import deferred_creation, ownership
@@ -279,8 +276,10 @@ class StepFunctionCache:
         return make_program(model, mesh, kind, variables, scope, forms)
 
     def _make_eager(self, kind: str) -> Program:
-        step = getattr(self.model, f"{kind}_step")
-        mesh = self.mesh
+        step, mesh = getattr(self.model, f"{kind}_step"), self.mesh
+        model_call = ModelCall(
+            step, mesh, self.replica_scope, is_predict=kind == "predict"
+        )
 
         def run(
             state: Sequence[Any], segment: Segment
@@ -288,12 +287,9 @@ class StepFunctionCache:
             data = cut_padding(_replicate(segment.data, mesh), segment.shape)
             steps, done = segment.steps, []
             for batch in [data] if steps == 1 else unstack_steps(data, steps):
-                with (
-                    needing_no_replica("`run_eagerly=True`"),
-                    global_batch_trace(mesh, self.replica_scope, step),
-                ):
-                    outputs, new = step(state, batch)
-                state = (state[0], new) if kind == "predict" else new
+                outputs, state = model_call.on_global_batch(
+                    state, batch, "`run_eagerly=True`"
+                )
                 done.append(outputs)
             outputs = _concatenate(done) if kind == "predict" else done[-1]
             yield outputs, state
@@ -320,7 +316,7 @@ def make_program(
     options: dict[str, Any] = {
         "written": _DONATED[kind],
         "mesh": mesh,
-        "is_global": _has_fixed_batch(model),
+        "global_reason": _find_global_reason(model),
         "replica_scope": replica_scope,
     }
     name = f"{kind}_step"
@@ -329,10 +325,12 @@ def make_program(
     return StepProgram(step, name, variables, forms=forms, **options)
 
 
-def _has_fixed_batch(model: keras.Model) -> bool:
-    """Returns whether a layer, such as an RNN, stores a state for each row."""
-    layers = model._flatten_layers()
-    return any(getattr(layer, "stateful", False) for layer in layers)
+def _find_global_reason(model: keras.Model) -> str | None:
+    """Returns why a model surely needs the global batch, or None."""
+    if any(getattr(v, "stateful", False) for v in model._flatten_layers()):
+        # An RNN, for example.
+        return "a layer of the model stores a state for each row"
+    return None
 
 
 def step_variables(

@@ -1,5 +1,6 @@
 """Traces a function once, and changes the trace before it is computed."""
 
+import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -7,12 +8,13 @@ import jax
 from jax.extend.core import jaxpr_as_fun
 
 from keras_strategies._types import Batch, Tree
-from keras_strategies.keras_bridge.step_context import StepContext
 from keras_strategies.passes import traces
 from keras_strategies.passes.combined_sums import with_combined_sums
 from keras_strategies.passes.constrained_operations import constrain_operations
+from keras_strategies.passes.marked_updates import collect, collect_updates
 from keras_strategies.passes.weight_gradients import rewrite_gradients
 from keras_strategies.spmd.batches import RowShape, constrain_rows, cut_padding
+from keras_strategies.spmd.buffers import choose_buffering
 from keras_strategies.spmd.mesh import ReplicaMesh
 from keras_strategies.spmd.replica_map import all_sum, is_sum_if
 
@@ -23,25 +25,32 @@ class Traced:
     Args:
       fn: The function.
       *args: Arguments to trace it with.
+
+    Attributes:
+      jaxpr: The trace.
+      shapes: The shapes of the function's results.
+      updates: The marked optimizer updates in the trace, by name.
     """
 
     def __init__(self, fn: Callable[..., Any], *args: Tree) -> None:
-        self.jaxpr, shapes = jax.make_jaxpr(fn, return_shape=True)(*args)
-        self._structure = jax.tree.structure(shapes)
+        with collect_updates() as self.updates:
+            tracing = jax.make_jaxpr(fn, return_shape=True)
+            self.jaxpr, self.shapes = tracing(*args)
         self._compute = jaxpr_as_fun(self.jaxpr)
 
-    def combine_sums(self, step: StepContext) -> None:
-        """Merges the trace's sums over the replicas, if they are expensive."""
-        if not are_sums_expensive(step):
-            return
-        buffering = step.buffering
-        self._compute = with_combined_sums(
+    def combining_sums(self, mesh: ReplicaMesh) -> Callable[..., Any]:
+        """Returns the function with fewer sums, if they are expensive."""
+        if not are_sums_expensive(mesh):
+            return self
+        buffering, axis = choose_buffering(mesh), mesh.all_replicas
+        compute = with_combined_sums(
             self.jaxpr,
-            step.axis,
-            lambda leaves: all_sum(leaves, step.axis, buffering),
+            axis,
+            lambda leaves: all_sum(leaves, axis, buffering),
             is_sum_if,
             lambda arrays: buffering is None or buffering.fits(arrays),
         )
+        return functools.partial(self._call, compute)
 
     def shard(self, mesh: ReplicaMesh) -> None:
         """Prepares the trace for XLA, which shards it over all devices."""
@@ -55,31 +64,32 @@ class Traced:
 
     def __call__(self, *args: Tree) -> Tree:
         """Computes the function from its trace."""
-        leaves = self._compute(*jax.tree.leaves(args))
-        return jax.tree.unflatten(self._structure, leaves)
+        return self._call(self._compute, *args)
+
+    def _call(self, compute: Callable[..., Any], *args: Tree) -> Tree:
+        collect(self.updates)
+        leaves = compute(*jax.tree.leaves(args))
+        return jax.tree.unflatten(jax.tree.structure(self.shapes), leaves)
 
 
 def combine_sums(
-    fn: Callable[..., Any], step: StepContext
+    fn: Callable[..., Any], mesh: ReplicaMesh
 ) -> Callable[..., Any]:
     """Wraps a function so that its sums over replicas become fewer sums."""
-    if not are_sums_expensive(step):
+    if not are_sums_expensive(mesh):
         return fn
 
     def call_combined(*args: Tree) -> Tree:
-        traced = Traced(fn, *args)
-        traced.combine_sums(step)
-        return traced(*args)
+        return Traced(fn, *args).combining_sums(mesh)(*args)
 
     return call_combined
 
 
-def are_sums_expensive(step: StepContext) -> bool:
+def are_sums_expensive(mesh: ReplicaMesh) -> bool:
     """Returns whether sums are slow and the compiler does not combine them."""
-    mesh = step.facts.mesh
     if mesh.platform != "cpu" or mesh.num_replicas == 1:
         return False
-    return mesh.num_processes > 1 or step.buffering is not None
+    return mesh.num_processes > 1 or choose_buffering(mesh) is not None
 
 
 def call_on_global_batch(
@@ -96,3 +106,16 @@ def call_on_global_batch(
     data = constrain_rows(data, shape, mesh, is_sharded=is_sharded)
     traced.shard(mesh)
     return traced(*state, data)
+
+
+def jit_named(
+    fn: Callable[..., Any], name: str, **options: Any
+) -> jax.stages.Wrapped:
+    """Compiles a function under a name that profiles and dumps show."""
+
+    def program(*args: Tree) -> Tree:
+        with traces.without_collector():
+            return fn(*args)
+
+    program.__name__ = program.__qualname__ = name
+    return jax.jit(program, **options)

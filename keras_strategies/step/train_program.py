@@ -6,18 +6,12 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import jax
-from jax.extend.core import ClosedJaxpr
 
 from keras_strategies._types import Batch, Groups, Logs
 from keras_strategies.hooks import merge as merge_lib
 from keras_strategies.hooks import seeds, summands
 from keras_strategies.hooks.local_sums import OPTIMIZER
-from keras_strategies.keras_bridge.step_context import (
-    Group,
-    StepContext,
-    SumsNeeded,
-)
-from keras_strategies.passes import traces
+from keras_strategies.keras_bridge.step_context import Group, StepContext
 from keras_strategies.spmd.batches import Segment, unstack_steps
 from keras_strategies.spmd.dispatch import dispatch
 from keras_strategies.spmd.identity import IdentityMap
@@ -27,16 +21,11 @@ from keras_strategies.spmd.replica_map import (
     split_spec,
 )
 from keras_strategies.step import step_logs
+from keras_strategies.step.analysis import Analysis
 from keras_strategies.step.array_groups import PLAIN, Forms
-from keras_strategies.step.mapped_program import Arguments, Body
-from keras_strategies.step.model_program import ModelProgram
-from keras_strategies.step.stacked_state import StacksNotKept
-from keras_strategies.step.trace_checks import (
-    StepsNotFused,
-    forget_losses,
-    trace_and_check,
-)
-from keras_strategies.step.traced import Traced
+from keras_strategies.step.model_program import Body, ModelProgram
+from keras_strategies.step.record import Record, TraceKind
+from keras_strategies.step.route import Route
 from keras_strategies.step.uneven_step import UnevenCall
 
 
@@ -56,12 +45,12 @@ class StepProgram(ModelProgram):
         **options: Any,
     ) -> None:
         self._local_sums, self._stacks = forms.local_sums, forms.stacks
-        self._sums_later = forms.local_sums is not None
         super().__init__(*args, **options)
+        self._kind = TraceKind(sums_later=forms.local_sums is not None)
         self._unstack = jax.jit(
             unstack_steps, static_argnums=1, out_shardings=self._mesh.split
         )
-        self._is_fused = True
+        self._are_stacks_kept = False
 
     def __call__(
         self, state: Groups, segment: Segment
@@ -73,12 +62,9 @@ class StepProgram(ModelProgram):
           state. The program has donated the earlier state, so the caller must
           store the new state immediately.
         """
-        if segment.steps == 1 or self._is_fused:
-            try:
-                yield self._run(state, segment)
-                return
-            except StepsNotFused:
-                self._is_fused = False
+        if not self.find_route(segment).is_split:
+            yield self._run(state, segment)
+            return
         batches = dispatch(
             self._mesh, self._unstack, segment.data, segment.steps
         )
@@ -90,52 +76,47 @@ class StepProgram(ModelProgram):
     def _start(
         self, call: Callable[..., Any], state: Groups, segment: Segment
     ) -> Any:
-        try:
-            return super()._start(call, state, segment)
-        except SumsNeeded:
-            self._sums_later = False
-        except StacksNotKept:
-            if self._stacks is not None:
+        route = self.find_route(segment)
+        if route.is_mapped and self._stacks and not self._are_stacks_kept:
+            args = self._arguments(route, state, segment)
+            self._programs[route.form].trace(*args)
+            self._are_stacks_kept = self._stacks.are_kept
+            if not self._are_stacks_kept:
                 self._stacks.convert(state, is_stacked=False)
-            self._stacks = None
-        forget_losses(self._step)
-        self._programs = self._make_programs(
-            self._name, self._programs.is_global
-        )
+                self._stacks = None
+                self._programs = self._make_programs()
         return super()._start(call, state, segment)
 
-    def _arguments(self, state: Groups, segment: Segment) -> Arguments:
-        local, stacks = self._local_sums, self._stacks
-        if local is None and stacks is None:
-            return super()._arguments(state, segment)
-
-        def arguments(is_mapped: bool) -> tuple[Any, Any, Any]:
-            if stacks is not None:
-                stacks.convert(state, is_stacked=is_mapped)
-            groups = list(state)
-            if local is not None:
-                groups[OPTIMIZER] = local.convert(
-                    state[OPTIMIZER],
-                    is_stacked=is_mapped and self._sums_later,
-                )
-            return (*self._divide(groups), segment.data)
-
-        return arguments
+    def _arguments(
+        self, route: Route, state: Groups, segment: Segment
+    ) -> tuple[Any, ...]:
+        if self._stacks is not None:
+            self._stacks.convert(state, is_stacked=route.is_mapped)
+        groups = list(state)
+        if self._local_sums is not None:
+            groups[OPTIMIZER] = self._local_sums.convert(
+                state[OPTIMIZER],
+                is_stacked=route.is_mapped and self._kind.sums_later,
+            )
+        return super()._arguments(route, tuple(groups), segment)
 
     def _find_shardings(self, is_even: bool) -> Sequence[Sequence[Any]]:
         if is_even and self._stacks is not None:
             return self._stacks.find_shardings()
         return super()._find_shardings(is_even)
 
-    def _map_even_step(self, stacked: bool) -> Body:
-        local, step = self._local_sums, self._replica_step
+    def _lower_step(self, record: Record) -> Body:
+        return record.traced.combining_sums(self._mesh)
+
+    def _map_even_step(self, step: Body, stacked: bool) -> Body:
+        local = self._local_sums
         if self._stacks is not None:
             on_state = functools.partial(
                 self._stacks.on_stacks, written=self._written
             )
             return self._map_step(step, stacked=stacked, on_state=on_state)
-        if local is None or not self._sums_later:
-            return super()._map_even_step(stacked)
+        if local is None or not self._kind.sums_later:
+            return super()._map_even_step(step, stacked)
         replicated, place = replicated_spec(), self._written.index(OPTIMIZER)
         written: list[Any] = [replicated for _ in self._written]
         written[place] = local.specs_of(self._variables[OPTIMIZER])
@@ -152,27 +133,19 @@ class StepProgram(ModelProgram):
             out_specs=(replicated, written, replicated),
         )
 
-    def _mapped_body(
-        self, step: StepContext, written: Group, read: Group, data: Batch
-    ) -> tuple[Any, ...]:
-        return trace_and_check(
-            step,
-            self._replica_body,
-            (written, read),
-            data,
-            functools.partial(self._check_uses, step),
-            is_user_step=traces.is_user_function(self._step),
-        )
-
-    def _check_uses(self, step: StepContext, jaxpr: ClosedJaxpr) -> None:
+    def _compare_traces(self, record: Record, batch: Batch) -> Analysis:
         local = self._local_sums
-        if local is not None and step.notes.summands:
+        if local and record.kind.sums_later and record.error is None:
             sizes = [len(self._variables[i]) for i in self._written]
             start = sum(sizes[: self._written.index(OPTIMIZER)])
             places = [start + i for i in local.places]
-            summands.check_uses(jaxpr, places, sum(sizes))
+            if record.needs_sums or summands.are_used_as_sums(
+                record.jaxpr, places, sum(sizes)
+            ):
+                return Analysis(needs_sums=True)
+        return super()._compare_traces(record, batch)
 
-    def _replica_body(
+    def _merge_replicas(
         self, step: StepContext, written: Group, read: Group, data: Batch
     ) -> tuple[Any, ...]:
         old = self._order_groups(written, read)
@@ -184,9 +157,6 @@ class StepProgram(ModelProgram):
         metrics = self._variables[-1]
         step.notes.before = IdentityMap(zip(metrics, folded[-1], strict=True))
         logs, new = self._on_rows(step, folded, data)
-        if step.facts.is_probe:
-            # The extra trace for checks has no merge rules, and merges nothing.
-            return logs
         if step.notes.summands:
             group = self._variables[OPTIMIZER]
             summands.check_new(step, group, new[OPTIMIZER])
@@ -197,7 +167,7 @@ class StepProgram(ModelProgram):
 
     def _begin_sums(self, step: StepContext, state: Sequence[Group]) -> None:
         local = self._local_sums
-        if local is not None and self._sums_later:
+        if local is not None and step.facts.sums_later:
             summands.begin(
                 step,
                 local.accumulators,
@@ -208,10 +178,8 @@ class StepProgram(ModelProgram):
     def _on_rows(
         self, step: StepContext, state: Sequence[Group], data: Batch
     ) -> tuple[Any, Any]:
-        model = getattr(self._step, "__self__", None)
-        tracker = getattr(model, "_loss_tracker", None)
-        step = step.with_facts(loss_tracker=tracker)
-        return self._call_in_replica(step, state, data)
+        step = step.with_facts(loss_tracker=self._model_call.loss_tracker)
+        return self._model_call.on_replica(step, state, data)
 
     def _uneven_results(self, called: UnevenCall) -> Logs:
         metrics = zip(self._variables[-1], called.state[-1], strict=True)
@@ -259,14 +227,7 @@ class StepProgram(ModelProgram):
                 read = map(merge_lib.apply_changes, carry[1], changed)
                 return (written, list(read)), logs
 
-            carry = (written, read)
-            first = jax.tree.map(lambda a: a[0], data)
-            traced = Traced(one, carry, first)
-            trains = 0 in self._written
-            on_cpu = self._mesh.platform == "cpu"
-            if trains and on_cpu and traces.has_convolutions(traced.jaxpr):
-                raise StepsNotFused
-            (written, read), logs = jax.lax.scan(traced, carry, data)
+            (written, read), logs = jax.lax.scan(one, (written, read), data)
             changed = [
                 {k: group[int(k)] for k in keys}
                 for group, keys in zip(read, changed_keys, strict=True)

@@ -21,7 +21,7 @@ from keras_strategies.kernels.kernels import kernels_for
 from keras_strategies.passes.row_kinds import losses, marks
 from keras_strategies.passes.row_kinds.losses import Verdict
 from keras_strategies.run import replica_trace
-from keras_strategies.step import mapped_program, model_program
+from keras_strategies.step import model_call, model_program
 from tests.contract.test_jax_kernels import verdict
 from tests.support.combinations import combine, few
 from tests.support.splash import interpreted  # noqa: F401
@@ -620,7 +620,7 @@ def strategies_for_tpus(monkeypatch):
         return kernels_for(mesh, **options)
 
     is_on: list[bool] = []
-    for module in (model_program, mapped_program, replica_trace):
+    for module in (model_call, model_program, replica_trace):
         monkeypatch.setattr(module, "kernels_for", on_tpus)
     return is_on
 

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 import keras_strategies as ks
-from keras_strategies.step.trace_checks import LogWarning
+from keras_strategies.step.analysis import LogWarning
 from keras_strategies.variables.model_variables import all_variables
 from tests.parity import (  # noqa: F401
     own_steps_generative,

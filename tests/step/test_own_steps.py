@@ -11,7 +11,7 @@ from keras import ops
 from keras.src.losses.losses import LossFunctionWrapper
 
 import keras_strategies as ks
-from keras_strategies.step import trace_checks
+from keras_strategies.step.record import StepTracer
 from tests.support.combinations import combine, few
 from tests.support.models import chain, compiled_in
 from tests.support.plain_keras import (
@@ -723,7 +723,7 @@ def test_kerass_own_step_is_traced_once(monkeypatch):
     def fail(*args):
         raise AssertionError("a second trace")
 
-    monkeypatch.setattr(trace_checks, "_check_sizes", fail)
+    monkeypatch.setattr(StepTracer, "trace_again", fail)
     model = compiled_in(
         mirrored(2),
         two_outputs,

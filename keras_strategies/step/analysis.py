@@ -1,0 +1,348 @@
+"""Decides from traces of a step what depends on the rows of its batch."""
+
+import dataclasses
+import functools
+import warnings
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import numpy as np
+from jax.extend.core import JaxprEqn
+
+from keras_strategies.passes import traces
+from keras_strategies.passes.row_kinds import losses, marks
+from keras_strategies.passes.row_kinds.losses import Finding, Verdict
+from keras_strategies.spmd.replica_map import has_unsure_collectives
+from keras_strategies.step.record import Record
+
+Retrace = Callable[[int, bool], Record]
+"""A function that traces the step again: (rows, has_all_rows) -> record."""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Analysis:
+    """What a step's traces show.
+
+    Attributes:
+      reason: Why the step must run over the global batch, as text for a
+        warning; None if it can be mapped over the replicas.
+      is_expected: Whether no warning is given about this reason.
+      needs_sums: Whether accumulated gradients are used as sums, although each
+        replica has accumulated its own.
+      logs: The equations of logs that are not shown to be means.
+    """
+
+    reason: str | None = None
+    is_expected: bool = False
+    needs_sums: bool = False
+    logs: Sequence[JaxprEqn] = ()
+
+
+def analyze(
+    record: Record,
+    retrace: Retrace,
+    num_replicas: int,
+    step: Callable[..., Any],
+) -> Analysis:
+    """Decides whether a train or test step can be mapped over the replicas.
+
+    If one trace is not sufficient, the step is traced again with the global
+    number of rows. The comparison of the traces shows what depends on the
+    number of rows: constants, shapes, and user code that treats some numbers of
+    rows differently.
+
+    Args:
+      record: The record of the step.
+      retrace: Traces the step with other numbers of rows.
+      num_replicas: The number of replicas.
+      step: The model's step.
+    """
+    if record.reason is not None:
+        return Analysis(reason=record.reason)
+    # A step that uses its replica context is responsible for its collectives.
+    is_unaware = not record.replica_uses
+    if is_unaware and has_unsure_collectives(record.jaxpr):
+        return Analysis(reason=_BRANCH_REASON)
+    reason = _check_sizes(record, retrace, num_replicas)
+    if reason is not None or not is_unaware:
+        return Analysis(reason=reason)
+    finding = _compare_rows(
+        record, retrace, num_replicas, traces.is_user_function(step)
+    )
+    if isinstance(finding, str):
+        return Analysis(reason=finding)
+    return Analysis(reason=_describe_finding(finding), logs=finding.logs[:1])
+
+
+def analyze_outputs(
+    record: Record,
+    retrace: Retrace,
+    step: Callable[..., Any],
+) -> Analysis:
+    """Decides whether each output of a predict step has an entry for each row.
+
+    A dimension of an output may equal the number of rows by chance, so the step
+    is traced with twice the rows, unless Keras's code computes the outputs.
+
+    Args:
+      record: The record of the step.
+      retrace: Traces the step with other numbers of rows.
+      step: The model's step.
+    """
+    records = [record]
+    if not _has_known_outputs(step):
+        records.append(retrace(2 * record.rows, False))
+    for trace in records:
+        if trace.error is not None:
+            return Analysis(reason=describe_error(trace.error))
+        if not is_by_rows(trace.traced.shapes[0], trace.rows):
+            return Analysis(reason=_OUTPUT_REASON, is_expected=True)
+    return Analysis(reason=record.reason)
+
+
+def is_by_rows(outputs: Any, rows: int) -> bool:
+    """Returns whether each array of a nest has an entry for each row."""
+    return all(np.shape(o)[:1] == (rows,) for o in jax.tree.leaves(outputs))
+
+
+def _has_known_outputs(step: Callable[..., Any]) -> bool:
+    """Returns whether each output surely has an entry for each row."""
+    model = getattr(step, "__self__", None)
+    if any(
+        {"predict_step", "call"} & vars(cls).keys()
+        for cls in type(model).__mro__
+        if not cls.__module__.startswith("keras.")
+    ):
+        return False
+    outputs: Any = getattr(model, "outputs", None)
+    return bool(outputs) and all(o.shape[:1] == (None,) for o in outputs)
+
+
+def _count_more_rows(record: Record, num_replicas: int) -> int:
+    """Returns the number of rows of the retrace with all rows."""
+    # With one row, the row dimension looks like any other dimension of size
+    # one, so a trace of two rows stands for a replica's.
+    return num_replicas * max(record.rows, 2)
+
+
+def _check_sizes(
+    record: Record, retrace: Retrace, num_replicas: int
+) -> str | None:
+    """Checks in a trace with more rows that exactly row counts grow."""
+    if not record.sizes:
+        return None
+    more = retrace(_count_more_rows(record, num_replicas), True)
+    if more.error is not None:
+        return (
+            "a user-defined step passes arrays to metrics or to losses that "
+            "combine rows, and a second trace with more rows, which would "
+            "show whether these arrays have an entry for each row, failed: "
+            f"{describe_error(more.error)}"
+        )
+    ratio = more.rows / record.rows
+    sizes = [size for size, _, _ in more.sizes]
+    for k, (size, is_rows, of) in enumerate(record.sizes):
+        if sizes[k : k + 1] != [ratio * size if is_rows else size]:
+            return (
+                f"{of} receives an array whose size equals the number of rows "
+                "only by chance, or a number that counts the rows. Pass arrays "
+                "with an entry for each row; `keras.metrics.Mean` also accepts "
+                "a mean over the rows"
+            )
+    return None
+
+
+def _describe_finding(finding: Finding) -> str | None:
+    """Returns the reason why a step cannot be mapped, or None if it can."""
+    if finding.verdict is not Verdict.MEAN:
+        return _LOSS_REASON.format(place=_describe_place(finding.why))
+    if finding.counting:
+        place = finding.counting is not True and traces.find_place(
+            finding.counting
+        )
+        return _COUNT_REASON.format(place=f" (at {place})" if place else "")
+    if finding.unshown is None:
+        return None
+    mark, equation = finding.unshown
+    value, cure = _UNSHOWN[mark]
+    rule, merged = _SUM if mark in (marks.COUNT, marks.SHARE) else _MEAN
+    return (
+        f"{value} is not shown to be {rule}{_describe_place(equation)}, so "
+        f"{merged} of the replicas' values may be another number. To run the "
+        f"step replica by replica, {cure}"
+    )
+
+
+def _compare_rows(
+    record: Record, retrace: Retrace, num_replicas: int, is_user_step: bool
+) -> Finding | str:
+    """Returns how a step depends on its rows, or an error as a reason."""
+    jaxpr, finding = record.jaxpr, Finding(verdict=Verdict.UNSURE)
+    if not traces.has_user_code(jaxpr, marks.LOSS):
+        finding = losses.losses_in(jaxpr, _row_inputs(record), record.rows)
+    is_mean = finding.verdict is Verdict.MEAN
+    is_mixed = record.rows > 1 and finding.verdict is Verdict.MIXED
+    is_user_code = is_user_step or traces.has_user_code(jaxpr, *marks.USED)
+    if is_mixed or (is_mean and not is_user_code):
+        return finding
+    first = record if record.rows > 1 else retrace(2, False)
+    more = retrace(_count_more_rows(record, num_replicas), True)
+    problem = _find_problem(first) or _find_problem(more)
+    if problem is not None:
+        # The step works only with this batch's shapes.
+        if not is_mean or (is_user_step and not finding.has_losses):
+            return problem
+        return finding
+    compared = _compare_traces(record, first, more, is_user_step)
+    if not is_user_code:
+        compared = Finding(verdict=compared.verdict, why=compared.why)
+    if is_mean:
+        return dataclasses.replace(compared, verdict=Verdict.MEAN)
+    return compared
+
+
+def _find_problem(record: Record) -> str | None:
+    """Returns the reason why a further trace cannot be compared, or None."""
+    if record.error is not None:
+        return describe_error(record.error)
+    return record.reason
+
+
+def _compare_traces(
+    record: Record, first: Record, more: Record, is_user_step: bool
+) -> Finding:
+    """Returns how a step depends on its rows, from a trace with more rows.
+
+    Args:
+      record: The record of the step.
+      first: The same record or, if it has one row, a trace with two.
+      more: A trace with more rows.
+      is_user_step: Whether the user wrote the model's step.
+    """
+    finding = losses.losses_in(
+        first.jaxpr,
+        _row_inputs(first),
+        first.rows,
+        more.jaxpr,
+        is_user_step=is_user_step,
+    )
+    if first is record:
+        return finding
+    agree = functools.partial(
+        traces.agrees_with_one_row, record.jaxpr, first.jaxpr, more.jaxpr
+    )
+    if traces.has_user_code(first.jaxpr, marks.LOSS) and not agree(marks.LOSS):
+        return Finding(verdict=Verdict.MIXED)
+    if is_user_step and not agree(*marks.USED):
+        return dataclasses.replace(finding, counting=True)
+    return finding
+
+
+def _row_inputs(record: Record) -> range:
+    """Returns the positions of a trace's inputs that have rows."""
+    inputs = len(record.jaxpr.jaxpr.invars)
+    return range(inputs - record.num_row_arrays, inputs)
+
+
+_OUTPUT_REASON = "its outputs do not have the number of rows of the batch"
+
+_BRANCH_REASON = (
+    "gradients or metrics are reduced over the replicas inside a `cond`, "
+    "`switch` or `while_loop`, which some replicas might not enter. Apply "
+    "optimizers and update metrics outside of it"
+)
+
+_UNSHOWN = {
+    marks.GRADIENT: (
+        "a gradient that an optimizer receives",
+        "differentiate means over the rows (`ops.mean`, not a sum that is "
+        "divided by a constant), and let the optimizer change gradients",
+    ),
+    marks.SHARE: (
+        "a gradient of a scaled loss",
+        "scale a mean over the rows (`ops.mean`), and let the optimizer change "
+        "gradients",
+    ),
+    marks.WEIGHT: (
+        "a new value of a weight",
+        "assign means over the rows (`ops.mean`)",
+    ),
+    marks.STATE: (
+        "a new value of a variable",
+        "assign means over the rows (`ops.mean`), or choose how the replicas' "
+        "values are merged (`ks.merge`)",
+    ),
+    marks.COUNT: (
+        "an integer in the logs",
+        "return sums of integers over the rows, or other numbers as floats",
+    ),
+}
+_MEAN = "a mean over the batch's rows, or independent of them", "the mean"
+_SUM = "the replica's share of a sum over the batch's rows", "the sum"
+
+
+class LogWarning(UserWarning):
+    """A log is a mean of the replicas' values that may be no log of one device.
+
+    If a filter of warnings turns it into an error, the step does not run.
+    """
+
+
+def warn_of_log(equation: JaxprEqn) -> None:
+    """Warns that a log may be another number than that of one device."""
+    place = traces.find_place(equation)
+    warning = LogWarning(
+        "A value that a step returns for the logs is not shown to be a mean "
+        f"over the batch's rows{f' (at {place})' if place else ''}. The log is "
+        "the mean of the replicas' values, which may be another number. To log "
+        "the number of the global batch, update a metric of `keras.metrics`, "
+        "and return its result."
+    )
+    warnings.warn(warning, stacklevel=2)
+
+
+_COUNT_REASON = (
+    "a gradient, an optimizer's update, the new value of a variable or a log "
+    "depends on the number of rows, such as `x.shape[0]` or a sum over the "
+    "rows{place}, which is different on each replica. To run the step replica "
+    "by replica, use a constant instead, or a mean over the rows (`ops.mean`)"
+)
+
+_LOSS_REASON = (
+    "its loss is not a mean over the batch's rows{place}, so the mean of the "
+    "replicas' losses would be a different number. To run the step replica by "
+    "replica, compute a loss for each row and return `ops.mean` of these, or "
+    "mark the loss with `ks.global_batch_loss`, which gathers the rows"
+)
+
+
+def _describe_place(why: JaxprEqn | None) -> str:
+    """Describes, for a message, the jaxpr equation that combines rows."""
+    if why is None:
+        return ""
+    place = traces.find_place(why)
+    if why.primitive.name == "name":  # A mark, which combines nothing.
+        return f" (at {place})" if place else ""
+    operation = f"`{why.primitive.name}` combines rows"
+    return f" ({operation}{f' at {place}' if place else ''})"
+
+
+def warn_of_global_batch(reason: str) -> None:
+    """Warns that a step is not mapped over the replicas, and why."""
+    warnings.warn(
+        "This step runs over the global batch instead of replica by replica, "
+        f"which is exact and may be slower: {reason}.",
+        UserWarning,
+        stacklevel=2,
+    )
+
+
+def describe_error(error: Exception) -> str:
+    """Describes a trace's error, as the reason why a step is not mapped."""
+    lines = [line for line in str(error).splitlines() if line.strip()]
+    return (
+        "it cannot be traced with a different number of rows "
+        f"({type(error).__name__}: {lines[0] if lines else ''}). Do not fix "
+        "the batch size in the model's shapes"
+    )

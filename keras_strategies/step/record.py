@@ -1,0 +1,238 @@
+"""Traces a model's step on a replica's rows, before anything is lowered.
+
+A trace is a record of the step: the jaxpr, the structure of its outputs, and
+what the hooks noted. JAX caches records by its own key (shapes, dtypes, weak
+types, and its settings) together with a `TraceKind`, so the programs of one
+batch and of several stacked batches share a record.
+"""
+
+import dataclasses
+import warnings
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import keras
+from jax.extend.core import ClosedJaxpr
+
+from keras_strategies._types import Batch, Tree
+from keras_strategies.keras_bridge.step_context import (
+    Group,
+    StepContext,
+    StepFacts,
+    StepNotes,
+)
+from keras_strategies.passes import traces
+from keras_strategies.passes.marked_updates import reusing_updates
+from keras_strategies.spmd.mesh import ReplicaMesh
+from keras_strategies.spmd.replica_map import (
+    replica_map,
+    replicated_spec,
+    split_spec,
+)
+from keras_strategies.step.traced import Traced
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class TraceKind:
+    """What a trace of a step on a replica's rows depends on, besides JAX's key.
+
+    Attributes:
+      is_retrace: Whether this is a further trace, with another number of rows,
+        made only to find out what depends on the number of rows.
+      has_all_rows: Whether a further trace has the number of rows of the global
+        batch, whose gradient is not one of several that are summed.
+      sums_later: Whether accumulated gradients are summed over the replicas
+        only in the optimizer's updates.
+    """
+
+    is_retrace: bool = False
+    has_all_rows: bool = False
+    sums_later: bool = False
+
+
+@jax.tree_util.register_static
+@dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
+class Record:
+    """A record of one trace of a step.
+
+    Attributes:
+      kind: The kind of the trace.
+      rows: The number of rows that the step received.
+      num_row_arrays: The number of arrays that have these rows, the last inputs
+        of the trace.
+      traced: The traced step; None if its code raised an error.
+      error: The error that the step's code raised, or None.
+      reason: The reason of a hook why the step needs the global batch, or None.
+      replica_uses: Names of the members of the replica context that the step
+        used.
+      sizes: See `StepNotes.sizes`.
+      needs_sums: Whether accumulated gradients must be sums in every step.
+    """
+
+    kind: TraceKind
+    rows: int
+    num_row_arrays: int
+    traced: Any = None
+    error: Exception | None = None
+    reason: str | None = None
+    replica_uses: Sequence[str] = ()
+    sizes: Sequence[tuple[float, bool, str]] = ()
+    needs_sums: bool = False
+
+    @property
+    def jaxpr(self) -> ClosedJaxpr:
+        """The traced step."""
+        return self.traced.jaxpr
+
+
+class StepTracer:
+    """Traces a model's step on a replica's rows.
+
+    Args:
+      body: The step on a replica: `(step, written, read, data) -> results`.
+      variables: The variables of the written and of the read groups.
+      mesh: The mesh of the replicas.
+      forget: A function that clears what a failed trace left on the model.
+    """
+
+    def __init__(
+        self,
+        body: Callable[..., Any],
+        variables: Sequence[Sequence[Sequence[keras.Variable]]],
+        mesh: ReplicaMesh,
+        forget: Callable[[], None],
+    ) -> None:
+        self._body, self._mesh, self._forget = body, mesh, forget
+        self._variables = variables
+        self._notes = StepNotes()
+        self._record = jax.jit(self._make_record, static_argnums=0)
+
+    def trace(self, kind: TraceKind, batch: Batch) -> Record:
+        """Traces the step; not again with the same key.
+
+        Args:
+          kind: The kind of the trace.
+          batch: The shapes of a batch that the replicas share evenly.
+        """
+        self._notes = StepNotes()
+        state = jax.tree.map(
+            lambda v: jax.ShapeDtypeStruct(tuple(v.shape), v.dtype),
+            self._variables,
+        )
+        try:
+            with traces.without_collector():
+                traced = self._record.trace(kind, *state, batch)
+        except Exception as error:
+            self._forget()
+            if traces.is_fault_of_package(error):
+                raise
+            rows = jax.tree.leaves(batch)[0].shape[0]
+            rows //= self._mesh.num_replicas
+            return self._describe(kind, rows, batch, self._notes, error=error)
+        return traced.out_tree.unflatten(())
+
+    def trace_again(
+        self, record: Record, batch: Batch, rows: int, *, has_all_rows: bool
+    ) -> Record:
+        """Traces a step with another number of rows, for comparison.
+
+        Args:
+          record: The record of the step.
+          batch: The shapes of a batch; their rows are ignored.
+          rows: The number of rows of a replica.
+          has_all_rows: See `TraceKind`.
+        """
+        kind = dataclasses.replace(
+            record.kind, is_retrace=True, has_all_rows=has_all_rows
+        )
+        with (
+            reusing_updates(record.traced.updates),
+            warnings.catch_warnings(),
+        ):
+            # The first trace has warned already.
+            warnings.simplefilter("ignore")
+            size = rows * self._mesh.num_replicas
+            return self.trace(kind, with_leading((size,), batch))
+
+    def _make_record(
+        self,
+        kind: TraceKind,
+        written: Sequence[Group],
+        read: Sequence[Group],
+        data: Batch,
+    ) -> Record:
+        replicated = replicated_spec()
+        records: list[Record] = []
+
+        def trace(written: Any, read: Any, data: Batch) -> tuple[()]:
+            rows = jax.tree.leaves(data)[0].shape[0]
+            facts = StepFacts(
+                mesh=self._mesh,
+                rows=rows,
+                is_retrace=kind.is_retrace,
+                has_all_rows=kind.has_all_rows,
+                sums_later=kind.sums_later,
+            )
+            step = StepContext(facts=facts)
+            self._notes = step.notes
+
+            def body(*args: Tree) -> Tree:
+                return self._body(step, *args)
+
+            traced = Traced(body, written, read, data)
+            records.append(
+                self._describe(kind, rows, data, step.notes, traced=traced)
+            )
+            return ()
+
+        replica_map(
+            trace,
+            self._mesh,
+            in_specs=(replicated, replicated, split_spec(self._mesh)),
+            out_specs=replicated,
+            is_rearranged=True,
+        )(written, read, data)
+        return records[0]
+
+    def _describe(
+        self,
+        kind: TraceKind,
+        rows: int,
+        data: Batch,
+        notes: StepNotes,
+        **outcome: Any,
+    ) -> Record:
+        return Record(
+            kind=kind,
+            rows=rows,
+            num_row_arrays=len(jax.tree.leaves(data)),
+            reason=notes.global_batch_reason,
+            replica_uses=tuple(notes.replica_uses),
+            sizes=tuple(notes.sizes),
+            needs_sums=notes.needs_sums,
+            **outcome,
+        )
+
+
+def with_leading(
+    sizes: tuple[int, ...],
+    data: Batch,
+    sharding: jax.sharding.Sharding | None = None,
+) -> Batch:
+    """Returns a batch's shapes with different leading dimensions.
+
+    Args:
+      sizes: The dimensions that replace the row dimension.
+      data: The batch.
+      sharding: The sharding to set on the shapes, or None.
+
+    Returns:
+      A nest of `jax.ShapeDtypeStruct`, of shapes (*sizes, ...).
+    """
+    return jax.tree.map(
+        lambda leaf: jax.ShapeDtypeStruct(
+            (*sizes, *leaf.shape[1:]), leaf.dtype, sharding=sharding
+        ),
+        data,
+    )
