@@ -33,6 +33,7 @@ FLOORS = [
     {"fit/inputs", "variables"},
     {"hooks"},
     {"kernels"},
+    {"step/ragged"},
     {"step"},
     {"fit/callbacks", "run"},
     {"fit"},

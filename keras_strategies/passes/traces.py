@@ -224,13 +224,16 @@ def is_made_by_user(equation: JaxprEqn) -> bool | None:
     """
     if equation.primitive.name == "name":
         return False
+    known = _OF_ENTRIES
     for code in _frames_of(equation):
+        if is_package_file(code.co_filename):
+            known = _OF_ENTRIES | _OF_LOOPS
         maker = _maker_of(code.co_filename)
         if maker is False and code.co_filename.endswith("functional.py"):
             # An operation in the graph of a functional model, which the model's
-            # author wrote.
+            # author wrote; or this package's loop over parts of the graph.
             name = equation.params.get("name", equation.primitive.name)
-            return name not in _OF_ENTRIES
+            return name not in known
         if maker is not None:
             return maker
     return None
@@ -310,6 +313,8 @@ _OF_ENTRIES = frozenset(
     )
 )
 """Operations that contain no constants except those that the caller passed."""
+_OF_LOOPS = frozenset(("ks.stack_values", "scan"))
+"""Operations by which this package computes equal blocks in a loop."""
 
 
 @functools.lru_cache(maxsize=1024)

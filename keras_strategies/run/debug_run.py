@@ -25,9 +25,9 @@ from keras_strategies.run import replica_trace, run_results
 from keras_strategies.spmd.identity import IdentityMap, IdentitySet
 from keras_strategies.spmd.mesh import ReplicaMesh
 from keras_strategies.spmd.values import STACKED, PerReplica, stack_replicas
-from keras_strategies.step import (
+from keras_strategies.step.ragged import (
+    ragged_call,
     replica_merge,
-    uneven_rows,
     variants,
 )
 from keras_strategies.variables import shardings
@@ -108,7 +108,7 @@ class _Ended(NamedTuple):
 
     written: list[tuple[keras.Variable, Any]]
     copies: dict[int, Any]
-    called: uneven_rows.BranchResult
+    called: ragged_call.BranchResult
 
 
 def _set_variables(ended: list[_Ended], mesh: ReplicaMesh) -> None:
@@ -228,7 +228,7 @@ class _SeenScope(CollectingScope):
 
 
 def _regroup_results(
-    ended: list[uneven_rows.BranchResult], mesh: ReplicaMesh
+    ended: list[ragged_call.BranchResult], mesh: ReplicaMesh
 ) -> Tree:
     """Combines the replicas' results into one nest, like a compiled `run`."""
     notes = [called.note.structure for called in ended]

@@ -32,8 +32,8 @@ from keras_strategies.run import run_results
 from keras_strategies.run.mappings import open_nest
 from keras_strategies.spmd.mesh import ReplicaMesh, format_devices
 from keras_strategies.spmd.replica_map import all_max, all_min, as_number
-from keras_strategies.step import replica_merge
-from keras_strategies.step.uneven_rows import BranchResult
+from keras_strategies.step.ragged import replica_merge
+from keras_strategies.step.ragged.ragged_call import BranchResult
 from keras_strategies.variables.shardings import placement_of
 
 _SUMMED = 64

@@ -42,19 +42,20 @@ from keras_strategies.spmd.values import (
     Shapes,
     stack_replicas,
 )
-from keras_strategies.step import output_shardings, replica_merge
-from keras_strategies.step.traced import combine_sums, jit_named
-from keras_strategies.step.uneven_rows import (
+from keras_strategies.step import output_shardings
+from keras_strategies.step.ragged import replica_merge
+from keras_strategies.step.ragged.ragged_call import (
     BranchResult,
     call_unevenly,
 )
-from keras_strategies.step.variants import (
+from keras_strategies.step.ragged.variants import (
     Variant,
     compute_local_share,
     cut_to_rows,
     find_variants,
     group_rows_of_all,
 )
+from keras_strategies.step.traced import combine_sums, jit_named
 from keras_strategies.variables import ownership, shardings
 from keras_strategies.variables.deferred_creation import (
     defer_creation,

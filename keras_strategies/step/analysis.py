@@ -22,7 +22,7 @@ Retrace = Callable[[int, bool], Record]
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Analysis:
-    """What a step's traces show.
+    """The result of the analysis of a step's traces.
 
     Attributes:
       reason: Why the step must run over the global batch, as text for a

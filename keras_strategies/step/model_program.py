@@ -10,7 +10,7 @@ for every loss, metric and layer, and no device stores more than its share
 """
 
 import functools
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
@@ -32,17 +32,17 @@ from keras_strategies.spmd.dispatch import dispatch
 from keras_strategies.spmd.mesh import ReplicaMesh
 from keras_strategies.spmd.replica_map import replicated_spec, split_spec
 from keras_strategies.spmd.sharded_map import sharded_map
-from keras_strategies.step import analysis, output_shardings
-from keras_strategies.step.analysis import Analysis
+from keras_strategies.step import output_shardings
 from keras_strategies.step.model_call import ModelCall
-from keras_strategies.step.record import Record, StepTracer, TraceKind
-from keras_strategies.step.route import Circumstances, Form, Route, decide
-from keras_strategies.step.traced import call_on_global_batch, jit_named
-from keras_strategies.step.uneven_step import (
-    UnevenCall,
-    UnevenRows,
+from keras_strategies.step.ragged_step import (
+    RaggedCall,
+    RaggedRows,
     call_step,
 )
+from keras_strategies.step.record import Record, StepTracer
+from keras_strategies.step.route import Form, Route
+from keras_strategies.step.router import Router
+from keras_strategies.step.traced import call_on_global_batch, jit_named
 from keras_strategies.variables.shardings import (
     sharding_of,
     spec_of,
@@ -50,14 +50,13 @@ from keras_strategies.variables.shardings import (
 
 Body = Callable[[Any, Any, Any], Any]
 """A step as a pure function of written state, read state, and data."""
-
 _INDIVISIBLE = "the replicas cannot share the rows of its batch evenly"
 
 
 class ModelProgram:
     """The programs of a model's train, test or predict step.
 
-    Each program is a pure function: (written, read, data) -> (results, written,
+    Each program is a function (written, read, data) -> (results, written,
     changed), where `changed` maps indices in each read group to new values.
 
     Args:
@@ -100,18 +99,19 @@ class ModelProgram:
         self._is_sharded = any(
             isinstance(spec, Sharded) for group in self._specs for spec in group
         )
-        self._tracer = StepTracer(
-            self._replica_body,
-            self._divide(variables),
+        self._router = Router(
+            StepTracer(
+                self._replica_body,
+                self._divide(variables),
+                mesh,
+                self._model_call.forget_losses,
+            ),
+            self._model_call.step,
             mesh,
-            self._model_call.forget_losses,
+            global_reason=global_reason,
+            returns_rows=self._returns_rows,
+            is_training=0 in written,
         )
-        self._kind = TraceKind()
-        self._analyzed: tuple[Record | None, Analysis] = None, Analysis()
-        # The reason why the step must see the global batch, and the routes of
-        # batches by their shapes.
-        self._global_reason = global_reason
-        self._routes: dict[Hashable, Route] = {}
         self._programs = self._make_programs()
 
     def _make_programs(self) -> dict[Form, jax.stages.Wrapped]:
@@ -130,8 +130,15 @@ class ModelProgram:
         ) -> Callable[..., Any]:
             if not (has_cores or (is_sharded and not has_rows)):
                 return body
-            written, read = self._divide(self._find_shardings(is_even))
-            return output_shardings.constrain_step(body, written, read, results)
+
+            def run_constrained(*args: Any) -> Any:
+                written, read = self._divide(self._find_shardings(is_even))
+                step = output_shardings.constrain_step(
+                    body, written, read, results
+                )
+                return step(*args)
+
+            return run_constrained
 
         even_results, stacked_results = (
             (mesh.split, mesh.stacked) if has_rows else (mesh.whole,) * 2
@@ -140,7 +147,7 @@ class ModelProgram:
             functools.partial(self._run_even_rows, is_stacked)
             for is_stacked in (False, True)
         )
-        ragged = self._run_uneven_rows
+        ragged = self._run_ragged_rows
         jit_for_shape = functools.partial(
             jit_named, donate_argnums=0, static_argnums=3
         )
@@ -165,94 +172,20 @@ class ModelProgram:
             ),
         }
 
+    def find_route(self, segment: Segment) -> Route:
+        """Returns the route of batches; see `Router`."""
+        return self._router.find_route(segment)
+
     def _find_shardings(self, is_even: bool) -> Sequence[Sequence[Any]]:
         """Returns the shardings of the state of one of the programs."""
         mesh = self._mesh
         return [[sharding_of(v, mesh) for v in g] for g in self._variables]
 
-    # Trace, analyze and decide.
-
-    def find_route(self, segment: Segment) -> Route:
-        """Returns the route of batches; traces the step if it is not known.
-
-        Raises:
-          Exception: if the step's code fails, or cannot run.
-        """
-        if self._global_reason is not None:
-            return Route(form=Form.GLOBAL)
-        leaves, structure = jax.tree.flatten(segment.data)
-        key = (
-            segment.is_padded,
-            structure,
-            *((leaf.shape, leaf.dtype) for leaf in leaves),
-        )
-        if key not in self._routes:
-            self._routes[key] = self._decide(segment)
-        return self._routes[key]
-
-    def _decide(self, segment: Segment) -> Route:
-        mesh, batch = self._mesh, _shapes_of_one(segment.data, segment.steps)
-        is_shared = self._returns_rows or not segment.is_padded
-        circumstances = Circumstances(
-            steps=segment.steps,
-            is_padded=segment.is_padded,
-            may_pad=self._returns_rows,
-            avoids_loops=0 in self._written and mesh.platform == "cpu",
-            num_replicas=mesh.num_replicas,
-        )
-        while True:
-            record = self._tracer.trace(self._kind, batch)
-            found = self._analyze(record, batch) if is_shared else Analysis()
-            route = decide(record, found, circumstances)
-            if isinstance(route, Route):
-                break
-            self._kind = route
-            self._programs = self._make_programs()
-        if route.error is not None:
-            raise route.error
-        for equation in route.logs:
-            analysis.warn_of_log(equation)
-        return route
-
-    def _analyze(self, record: Record, batch: Batch) -> Analysis:
-        """Returns what the traces of the step show about its rows."""
-        if self._analyzed[0] is not record:
-            self._analyzed = record, self._compare_traces(record, batch)
-        return self._analyzed[1]
-
-    def _compare_traces(self, record: Record, batch: Batch) -> Analysis:
-        num_replicas, step = self._mesh.num_replicas, self._model_call.step
-        if record.error is not None or num_replicas == 1:
-            return Analysis()
-
-        def retrace(rows: int, has_all_rows: bool) -> Record:
-            return self._tracer.trace_again(
-                record, batch, rows, has_all_rows=has_all_rows
-            )
-
-        if self._returns_rows:
-            return analysis.analyze_outputs(record, retrace, step)
-        return analysis.analyze(record, retrace, num_replicas, step)
-
-    # Lower.
-
     def _run_even_rows(
         self, is_stacked: bool, written: Group, read: Group, data: Batch
     ) -> tuple[Any, ...]:
         """Runs the step on each replica's rows of one or of several batches."""
-        batch = _shapes_of_one(data, 1 + is_stacked)
-        record = self._tracer.trace(self._kind, batch)
-        # The programs are traced again if JAX's settings change.
-        if record.error is not None:
-            raise record.error
-        reason = self._analyze(record, batch).reason
-        if reason is not None:
-            raise RuntimeError(
-                "A step must be mapped over the replicas, or not, whatever "
-                "JAX's settings are. Received: a step that was mapped, but "
-                f"with the present settings {reason}. Compile the model again."
-            )
-        step = self._lower_step(record)
+        step = self._lower_step(self._router.find_record(data, is_stacked))
         return self._map_even_step(step, is_stacked)(written, read, data)
 
     def _lower_step(self, record: Record) -> Body:
@@ -321,7 +254,7 @@ class ModelProgram:
             fn, (written, read), data, shape, self._mesh
         )
 
-    def _run_uneven_rows(
+    def _run_ragged_rows(
         self, written: Group, read: Group, data: Batch, shape: RowShape
     ) -> tuple[Any, ...]:
         """Runs the step on each replica's rows, without padding.
@@ -330,15 +263,13 @@ class ModelProgram:
         """
         mesh, axis = self._mesh, int(shape.steps > 1)
         padded = jax.tree.leaves(data)[0].shape[axis]
-        rows = UnevenRows.of(shape, padded, mesh.num_replicas)
-        step = functools.partial(self._uneven_step, rows.counts)
+        rows = RaggedRows.of(shape, padded, mesh.num_replicas)
+        step = functools.partial(self._ragged_step, rows.counts)
         body = self._map_step(step, stacked=shape.steps > 1)
         results, *state = body(written, read, rows.take(data, axis, mesh))
         if self._returns_rows:
             results = rows.put_back(results, axis, mesh)
         return results, *state
-
-    # Call.
 
     def _run(self, state: Groups, segment: Segment) -> tuple[Any, Groups]:
         """Runs one program and returns its results and the new state."""
@@ -372,30 +303,9 @@ class ModelProgram:
         route = self.find_route(segment)
         args = self._arguments(route, state, segment)
         program = self._programs[route.form]
-        if route.is_mapped:
-            return call(program, *args)
         if route.reason is not None:
-            self._turn_global(route, program, args)
+            self._router.use_global_batch(route, lambda: program.trace(*args))
         return call(program, *args)
-
-    def _turn_global(self, route: Route, program: Any, args: Any) -> None:
-        """Lets all later batches run over the global batch.
-
-        If the trace over the global batch fails as well, it raises the error of
-        the user's code, with the shapes of the user's batch. The next batch is
-        then tried on the replicas again.
-        """
-        self._routes.clear()
-        self._global_reason = route.reason
-        try:
-            program.trace(*args)
-            # Warns before the program donates the state, because filters may
-            # turn the warning into an error.
-            if not route.is_expected:
-                analysis.warn_of_global_batch(route.reason or "")
-        except BaseException:
-            self._global_reason = None
-            raise
 
     def _arguments(
         self, route: Route, state: Groups, segment: Segment
@@ -427,8 +337,6 @@ class ModelProgram:
             merge_lib.find_changes(old[i], new[i]) for i in self._read
         ]
 
-    # The step, as the programs and traces compute it.
-
     def _replica_body(
         self, step: StepContext, written: Group, read: Group, data: Batch
     ) -> tuple[Any, ...]:
@@ -446,11 +354,11 @@ class ModelProgram:
     ) -> tuple[Any, ...]:
         old = self._order_groups(written, read)
         results, new = self._model_call.on_global_batch(
-            old, data, self._global_reason or _INDIVISIBLE, step
+            old, data, self._router.global_reason or _INDIVISIBLE, step
         )
         return results, *self._select_changes(old, new)
 
-    def _uneven_step(
+    def _ragged_step(
         self, counts: tuple[int, ...], written: Group, read: Group, data: Batch
     ) -> tuple[Any, ...]:
         """Runs the step on replicas with different numbers of rows."""
@@ -464,7 +372,7 @@ class ModelProgram:
             counts=counts,
             metrics=None if self._returns_rows else self._variables[-1],
         )
-        results = self._uneven_results(called)
+        results = self._ragged_results(called)
         return results, *self._select_changes(old, called.state)
 
     def _merge_replicas(
@@ -483,18 +391,10 @@ class ModelProgram:
         """
         raise NotImplementedError
 
-    def _uneven_results(self, called: UnevenCall) -> Tree:
+    def _ragged_results(self, called: RaggedCall) -> Tree:
         """Returns the step's results from the outcome of `call_step`."""
         raise NotImplementedError
 
     def _scan_steps(self, body: Body) -> Body:
         """Turns the step of one batch into a loop over stacked batches."""
         raise NotImplementedError
-
-
-def _shapes_of_one(data: Batch, steps: int) -> Batch:
-    """Returns the shapes of one of several stacked batches."""
-    is_stacked = int(steps > 1)
-    return jax.tree.map(
-        lambda a: jax.ShapeDtypeStruct(a.shape[is_stacked:], a.dtype), data
-    )

@@ -20,7 +20,7 @@ from keras_strategies.spmd.batches import Segment
 from keras_strategies.spmd.dispatch import dispatch
 from keras_strategies.step.analysis import is_by_rows
 from keras_strategies.step.model_program import Body, ModelProgram
-from keras_strategies.step.uneven_step import UnevenCall
+from keras_strategies.step.ragged_step import RaggedCall
 
 
 class PredictProgram(ModelProgram):
@@ -45,7 +45,7 @@ class PredictProgram(ModelProgram):
         yield self._cut_rows(outputs, segment), state
 
     def _cut_rows(self, outputs: Tree, segment: Segment) -> Tree:
-        is_mapped = self._global_reason is None
+        is_mapped = self._router.global_reason is None
         is_padded = is_mapped and segment.is_padded
         if is_mapped and self._mesh.num_processes > 1:
             (outputs,) = dispatch(self._mesh, self._gather, (outputs,))
@@ -91,7 +91,7 @@ class PredictProgram(ModelProgram):
             )
         return outputs, new
 
-    def _uneven_results(self, called: UnevenCall) -> Tree:
+    def _ragged_results(self, called: RaggedCall) -> Tree:
         return jax.tree.unflatten(called.structure, called.outputs)
 
     def _scan_steps(self, body: Body) -> Body:

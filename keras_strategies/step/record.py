@@ -35,7 +35,7 @@ from keras_strategies.step.traced import Traced
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class TraceKind:
-    """What a trace of a step on a replica's rows depends on, besides JAX's key.
+    """The key of a trace of a step on a replica's rows, besides JAX's own.
 
     Attributes:
       is_retrace: Whether this is a further trace, with another number of rows,

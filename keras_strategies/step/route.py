@@ -76,7 +76,7 @@ class Route:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Circumstances:
-    """What a route depends on, besides the traces of the step.
+    """Facts on which a route depends, besides the traces of the step.
 
     Attributes:
       steps: The number of batches.

@@ -21,12 +21,11 @@ from keras_strategies.spmd.replica_map import (
     split_spec,
 )
 from keras_strategies.step import step_logs
-from keras_strategies.step.analysis import Analysis
 from keras_strategies.step.array_groups import PLAIN, Forms
 from keras_strategies.step.model_program import Body, ModelProgram
+from keras_strategies.step.ragged_step import RaggedCall
 from keras_strategies.step.record import Record, TraceKind
 from keras_strategies.step.route import Route
-from keras_strategies.step.uneven_step import UnevenCall
 
 
 class StepProgram(ModelProgram):
@@ -46,7 +45,8 @@ class StepProgram(ModelProgram):
     ) -> None:
         self._local_sums, self._stacks = forms.local_sums, forms.stacks
         super().__init__(*args, **options)
-        self._kind = TraceKind(sums_later=forms.local_sums is not None)
+        self._router.kind = TraceKind(sums_later=forms.local_sums is not None)
+        self._router.needs_sums = self._needs_sums
         self._unstack = jax.jit(
             unstack_steps, static_argnums=1, out_shardings=self._mesh.split
         )
@@ -84,7 +84,6 @@ class StepProgram(ModelProgram):
             if not self._are_stacks_kept:
                 self._stacks.convert(state, is_stacked=False)
                 self._stacks = None
-                self._programs = self._make_programs()
         return super()._start(call, state, segment)
 
     def _arguments(
@@ -96,7 +95,7 @@ class StepProgram(ModelProgram):
         if self._local_sums is not None:
             groups[OPTIMIZER] = self._local_sums.convert(
                 state[OPTIMIZER],
-                is_stacked=route.is_mapped and self._kind.sums_later,
+                is_stacked=route.is_mapped and self._router.kind.sums_later,
             )
         return super()._arguments(route, tuple(groups), segment)
 
@@ -115,7 +114,7 @@ class StepProgram(ModelProgram):
                 self._stacks.on_stacks, written=self._written
             )
             return self._map_step(step, stacked=stacked, on_state=on_state)
-        if local is None or not self._kind.sums_later:
+        if local is None or not self._router.kind.sums_later:
             return super()._map_even_step(step, stacked)
         replicated, place = replicated_spec(), self._written.index(OPTIMIZER)
         written: list[Any] = [replicated for _ in self._written]
@@ -133,17 +132,15 @@ class StepProgram(ModelProgram):
             out_specs=(replicated, written, replicated),
         )
 
-    def _compare_traces(self, record: Record, batch: Batch) -> Analysis:
+    def _needs_sums(self, record: Record) -> bool:
+        """Returns whether a step uses accumulators in another way."""
+        sizes = [len(self._variables[i]) for i in self._written]
+        start = sum(sizes[: self._written.index(OPTIMIZER)])
         local = self._local_sums
-        if local and record.kind.sums_later and record.error is None:
-            sizes = [len(self._variables[i]) for i in self._written]
-            start = sum(sizes[: self._written.index(OPTIMIZER)])
-            places = [start + i for i in local.places]
-            if record.needs_sums or summands.are_used_as_sums(
-                record.jaxpr, places, sum(sizes)
-            ):
-                return Analysis(needs_sums=True)
-        return super()._compare_traces(record, batch)
+        places = [start + i for i in local.places] if local else []
+        return record.needs_sums or summands.are_used_as_sums(
+            record.jaxpr, places, sum(sizes)
+        )
 
     def _merge_replicas(
         self, step: StepContext, written: Group, read: Group, data: Batch
@@ -181,7 +178,7 @@ class StepProgram(ModelProgram):
         step = step.with_facts(loss_tracker=self._model_call.loss_tracker)
         return self._model_call.on_replica(step, state, data)
 
-    def _uneven_results(self, called: UnevenCall) -> Logs:
+    def _ragged_results(self, called: RaggedCall) -> Logs:
         metrics = zip(self._variables[-1], called.state[-1], strict=True)
         logs = step_logs.read_logs(
             called.outputs, called.means, called.results, list(metrics)

@@ -32,7 +32,7 @@ from keras_strategies.spmd import values
 from keras_strategies.spmd.attributes import temporary_attribute
 from keras_strategies.spmd.host_arrays import from_tensor
 from keras_strategies.spmd.mesh import ReplicaMesh, has_sharding
-from keras_strategies.step.variants import Variant
+from keras_strategies.step.ragged.variants import Variant
 from keras_strategies.strategy import current
 from keras_strategies.strategy.replica_context import make_replica_scope
 from keras_strategies.variables import deferred_creation

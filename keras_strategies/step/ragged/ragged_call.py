@@ -21,8 +21,8 @@ from keras_strategies.passes.specs import Axis
 from keras_strategies.passes.value_numbers import ValueNumbers
 from keras_strategies.spmd.replica_map import replica_id
 from keras_strategies.spmd.values import pad_to
-from keras_strategies.step import variants as variants_lib
-from keras_strategies.step.variants import Variant
+from keras_strategies.step.ragged import variants as variants_lib
+from keras_strategies.step.ragged.variants import Variant
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

@@ -2,7 +2,7 @@
 
 If the replicas cannot share a batch evenly, the step usually runs once over all
 rows. If it uses the context of a single replica, each replica instead runs the
-step on its own rows, in one program (`uneven_rows`). A replica's loss is
+step on its own rows, in one program (`ragged_call`). A replica's loss is
 weighted by its number of rows, so a replica without rows does not count.
 """
 
@@ -28,12 +28,13 @@ from keras_strategies.spmd.batches import RowShape
 from keras_strategies.spmd.identity import IdentityMap
 from keras_strategies.spmd.mesh import ReplicaMesh
 from keras_strategies.spmd.rows import rows_of_replicas
-from keras_strategies.step import replica_merge, step_logs
-from keras_strategies.step.uneven_rows import (
+from keras_strategies.step import step_logs
+from keras_strategies.step.ragged import replica_merge
+from keras_strategies.step.ragged.ragged_call import (
     BranchResult,
     call_unevenly,
 )
-from keras_strategies.step.variants import (
+from keras_strategies.step.ragged.variants import (
     Variant,
     compute_local_share,
     group_rows_of_all,
@@ -41,7 +42,7 @@ from keras_strategies.step.variants import (
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class UnevenRows:
+class RaggedRows:
     """The assignment of an indivisible batch's rows to the replicas.
 
     Attributes:
@@ -58,7 +59,7 @@ class UnevenRows:
     @classmethod
     def of(
         cls, shape: RowShape, padded: int, num_replicas: int
-    ) -> "UnevenRows":
+    ) -> "RaggedRows":
         """Distributes a batch's rows as evenly as possible.
 
         Args:
@@ -115,7 +116,7 @@ Step = Callable[[StepContext, list[list[Any]], Batch], tuple[Any, Any]]
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class UnevenCall:
+class RaggedCall:
     """The result of a step on uneven rows, after merging the replicas' states.
 
     Attributes:
@@ -143,7 +144,7 @@ def call_step(
     mesh: ReplicaMesh,
     counts: tuple[int, ...],
     metrics: list[keras.Variable] | None,
-) -> UnevenCall:
+) -> RaggedCall:
     """Calls a model's step on each replica's rows, and merges the states.
 
     This function is called inside a mapped function.
@@ -181,7 +182,7 @@ def call_step(
         step, flat, before, folded, called, notes, means
     )
     structure, results = notes[0].structure
-    return UnevenCall(
+    return RaggedCall(
         outputs=called.outputs,
         structure=structure,
         results=results,

@@ -9,7 +9,7 @@ from jax.tree_util import PyTreeDef
 from keras_strategies.hooks import merge as merge_lib
 from keras_strategies.hooks import on_read
 from keras_strategies.keras_bridge.step_context import StepContext
-from keras_strategies.step.uneven_rows import BranchResult
+from keras_strategies.step.ragged.ragged_call import BranchResult
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

@@ -1,0 +1,1 @@
+"""Calls on replicas that have different numbers of rows."""

@@ -1,0 +1,174 @@
+"""Finds the program that runs a batch: traces, analyzes and decides."""
+
+from collections.abc import Callable, Hashable
+from typing import Any
+
+import jax
+
+from keras_strategies._types import Batch
+from keras_strategies.spmd.batches import Segment
+from keras_strategies.spmd.mesh import ReplicaMesh
+from keras_strategies.step import analysis
+from keras_strategies.step.analysis import Analysis
+from keras_strategies.step.record import Record, StepTracer, TraceKind
+from keras_strategies.step.route import Circumstances, Form, Route, decide
+
+
+class Router:
+    """Finds the routes of a step's batches, and remembers them.
+
+    Args:
+      tracer: Traces the step.
+      step: The model's step.
+      mesh: The mesh of the replicas.
+      global_reason: The reason why the step must see the global batch, if this
+        is known in advance.
+      returns_rows: Whether the step's results have an entry for each row.
+      is_training: Whether this is a train step.
+
+    Attributes:
+      global_reason: The reason why the step must see the global batch, or None.
+      kind: The kind of trace from which the step's programs are made.
+      needs_sums: A function that returns whether a traced step uses accumulated
+        gradients as sums, although each replica has accumulated its own.
+    """
+
+    def __init__(
+        self,
+        tracer: StepTracer,
+        step: Callable[..., Any],
+        mesh: ReplicaMesh,
+        *,
+        global_reason: str | None,
+        returns_rows: bool,
+        is_training: bool,
+    ) -> None:
+        self.global_reason, self.kind = global_reason, TraceKind()
+        self.needs_sums: Callable[[Record], bool] = lambda record: False
+        self._tracer, self._step, self._mesh = tracer, step, mesh
+        self._returns_rows = returns_rows
+        self._avoids_loops = is_training and mesh.platform == "cpu"
+        self._analyzed: tuple[Record | None, Analysis] = None, Analysis()
+        self._routes: dict[Hashable, Route] = {}
+
+    def find_route(self, segment: Segment) -> Route:
+        """Returns the route of batches; traces the step if it is not known.
+
+        Raises:
+          Exception: if the step's code fails, or cannot run.
+        """
+        if self.global_reason is not None:
+            return Route(form=Form.GLOBAL)
+        leaves, structure = jax.tree.flatten(segment.data)
+        key = (
+            segment.is_padded,
+            structure,
+            *((leaf.shape, leaf.dtype) for leaf in leaves),
+        )
+        if key not in self._routes:
+            self._routes[key] = self._decide(segment)
+        return self._routes[key]
+
+    def _decide(self, segment: Segment) -> Route:
+        batch = _shapes_of_one(segment.data, segment.steps > 1)
+        circumstances = Circumstances(
+            steps=segment.steps,
+            is_padded=segment.is_padded,
+            may_pad=self._returns_rows,
+            avoids_loops=self._avoids_loops,
+            num_replicas=self._mesh.num_replicas,
+        )
+        while True:
+            record = self._tracer.trace(self.kind, batch)
+            is_shared = self._returns_rows or not segment.is_padded
+            found = self._analyze(record, batch) if is_shared else Analysis()
+            route = decide(record, found, circumstances)
+            if isinstance(route, Route):
+                break
+            self.kind = route
+        if route.error is not None:
+            raise route.error
+        for equation in route.logs:
+            analysis.warn_of_log(equation)
+        return route
+
+    def _analyze(self, record: Record, batch: Batch) -> Analysis:
+        """Returns what the traces of the step show about its rows."""
+        if self._analyzed[0] is not record:
+            self._analyzed = record, self._compare_traces(record, batch)
+        return self._analyzed[1]
+
+    def _compare_traces(self, record: Record, batch: Batch) -> Analysis:
+        num_replicas = self._mesh.num_replicas
+        if record.error is not None or num_replicas == 1:
+            return Analysis()
+        if record.kind.sums_later and self.needs_sums(record):
+            return Analysis(needs_sums=True)
+
+        def retrace(rows: int, has_all_rows: bool) -> Record:
+            return self._tracer.trace_again(
+                record, batch, rows, has_all_rows=has_all_rows
+            )
+
+        if self._returns_rows:
+            return analysis.analyze_outputs(record, retrace, self._step)
+        return analysis.analyze(record, retrace, num_replicas, self._step)
+
+    def use_global_batch(
+        self, route: Route, trace: Callable[[], object]
+    ) -> None:
+        """Lets all later batches run over the global batch.
+
+        If the trace over the global batch fails as well, it raises the error of
+        the user's code, with the shapes of the user's batch. The next batch is
+        then tried on the replicas again.
+
+        Args:
+          route: The route, with its reason.
+          trace: Traces the program over the global batch.
+        """
+        self._routes.clear()
+        self.global_reason = route.reason
+        try:
+            trace()
+            # Warns before the program donates the state, because filters may
+            # turn the warning into an error.
+            if not route.is_expected:
+                analysis.warn_of_global_batch(route.reason or "")
+        except BaseException:
+            self.global_reason = None
+            raise
+
+    def find_record(self, data: Batch, is_stacked: bool) -> Record:
+        """Returns the record from which a mapped program is made.
+
+        JAX traces the programs again if its settings change.
+
+        Args:
+          data: The batch, or several stacked ones.
+          is_stacked: Whether the batches are stacked.
+
+        Raises:
+          RuntimeError: if the step cannot be mapped any more.
+          Exception: if the step's code fails.
+        """
+        batch = _shapes_of_one(data, is_stacked)
+        record = self._tracer.trace(self.kind, batch)
+        if record.error is not None:
+            raise record.error
+        reason = self._analyze(record, batch).reason
+        if reason is not None:
+            raise RuntimeError(
+                "A step must be mapped over the replicas, or not, whatever "
+                "JAX's settings are. Received: a step that was mapped, but "
+                f"with the present settings {reason}. Compile the model again."
+            )
+        return record
+
+
+def _shapes_of_one(data: Batch, is_stacked: bool) -> Batch:
+    """Returns the shapes of a batch, or of one of several stacked batches."""
+    return jax.tree.map(
+        lambda a: jax.ShapeDtypeStruct(a.shape[int(is_stacked) :], a.dtype),
+        data,
+    )
