@@ -1,8 +1,11 @@
 """One of a model's equal blocks, as the body of a loop over the blocks."""
 
+import dataclasses
 from typing import Any
 
+import jax
 import keras
+from jax.extend.core import ClosedJaxpr, jaxpr_as_fun
 from keras.src.backend.common.masking import get_keras_mask, set_keras_mask
 
 from keras_strategies.hooks.on_read import is_on_read
@@ -10,34 +13,26 @@ from keras_strategies.hooks.variable_writes import is_user_defined
 from keras_strategies.hooks.variables_used import InnerScope
 from keras_strategies.keras_bridge.step_context import current_step
 from keras_strategies.kernels.block_calls import BlockCalls
-from keras_strategies.spmd.identity import IdentitySet
 
 
-class NotScanned(Exception):
-    """Raised if a loop cannot compute blocks."""
-
-
-class BlockBody:
-    """One of the blocks, as the body of a loop.
-
-    Args:
-      calls: The recorded calls of the blocks.
-      number: The block's number.
-      variables: The block's variables.
+@dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
+class TracedBlock:
+    """One of the blocks, traced alone.
 
     Attributes:
-      written: The variables that the last call wrote.
+      jaxpr: The trace, a function of the input, its mask if it has one, and
+        the values of the block's variables.
+      structure: The structure of the results.
+      written: The indices of the variables that the block writes.
+      problem: The reason why the block cannot be the body of a loop, or "".
     """
 
-    def __init__(
-        self, calls: BlockCalls, number: int, variables: list[keras.Variable]
-    ) -> None:
-        self._calls = calls
-        self._number = number
-        self._variables = variables
-        self.written = IdentitySet()
+    jaxpr: ClosedJaxpr
+    structure: Any
+    written: list[int]
+    problem: str
 
-    def compute(self, carry: Any, values: list[Any]) -> tuple[Any, list[Any]]:
+    def __call__(self, carry: Any, values: list[Any]) -> Any:
         """Computes the block.
 
         Args:
@@ -45,42 +40,72 @@ class BlockBody:
           values: The values of the block's variables.
 
         Returns:
-          The output and its mask or None, and the values that were written to
+          The output and its mask or None, and the values that are written to
           variables.
-
-        Raises:
-          NotScanned: if the block cannot be the body of a loop.
         """
+        results = jaxpr_as_fun(self.jaxpr)(*jax.tree.leaves((carry, values)))
+        return jax.tree.unflatten(self.structure, results)
+
+
+def trace_block(
+    calls: BlockCalls,
+    number: int,
+    variables: list[keras.Variable],
+    carry: Any,
+    values: list[Any],
+) -> TracedBlock:
+    """Traces one of the blocks.
+
+    Args:
+      calls: The recorded calls of the blocks.
+      number: The block's number.
+      variables: The block's variables.
+      carry: See `TracedBlock.__call__`. Only shapes matter.
+      values: See `TracedBlock.__call__`. Only shapes matter.
+    """
+    problem, written = "", []
+
+    def compute(carry: Any, values: list[Any]) -> tuple[Any, list[Any]]:
+        nonlocal problem, written
         value, mask = carry
         if mask is not None:
             set_keras_mask(value, mask)
-        with InnerScope(zip(self._variables, values, strict=True)) as inner:
+        with InnerScope(zip(variables, values, strict=True)) as inner:
             num_losses = len(inner.losses)
-            output = self._calls.compute(self._number, value)
-        if len(inner.losses) > num_losses:
-            self._forget(inner.losses[num_losses:])
-            raise NotScanned("a block adds a loss")
+            output = calls.compute(number, value)
+        _forget(calls, number, inner.losses[num_losses:])
         new_carry = output, get_keras_mask(output)
-        if describe_carry(new_carry) != describe_carry(carry):
-            raise NotScanned(
+        written = [i for i, v in enumerate(variables) if v in inner.written]
+        own = [variables[i] for i in written]
+        if len(inner.losses) > num_losses:
+            problem = "a block adds a loss"
+        elif describe_carry(new_carry) != describe_carry(carry):
+            problem = (
                 "the output of a block, or its mask, has another shape or "
                 "dtype than the block's input"
             )
-        written = [v for v in self._variables if v in inner.written]
-        if len(written) < len(inner.written):
-            raise NotScanned("blocks write a variable that they share")
-        if not all(map(_is_plain, written)):
-            raise NotScanned("a block writes a variable of its own")
-        self.written = IdentitySet(written)
-        return new_carry, [inner.get_current_value(v) for v in written]
+        elif len(own) < len(inner.written):
+            problem = "blocks write a variable that they share"
+        elif not all(map(_is_plain, own)):
+            problem = "a block writes a variable of its own"
+        return new_carry, [inner.get_current_value(v) for v in own]
 
-    def _forget(self, losses: list[Any]) -> None:
-        """Clears the ids of losses that an aborted trace added."""
-        ids = set(map(id, losses))
-        for operation in self._calls.blocks.segments[self._number]:
-            if isinstance(operation, keras.Layer):
-                for layer in operation._flatten_layers():
-                    layer._loss_ids.difference_update(ids)
+    jaxpr, shapes = jax.make_jaxpr(compute, return_shape=True)(carry, values)
+    return TracedBlock(
+        jaxpr=jaxpr,
+        structure=jax.tree.structure(shapes),
+        written=written,
+        problem=problem,
+    )
+
+
+def _forget(calls: BlockCalls, number: int, losses: list[Any]) -> None:
+    """Clears the ids of losses that a trace of a block added."""
+    ids = set(map(id, losses))
+    for operation in calls.blocks.segments[number] if ids else ():
+        if isinstance(operation, keras.Layer):
+            for layer in operation._flatten_layers():
+                layer._loss_ids.difference_update(ids)
 
 
 def _is_plain(variable: keras.Variable) -> bool:

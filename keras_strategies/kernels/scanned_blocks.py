@@ -8,6 +8,7 @@ are stacked. Otherwise the blocks are computed one by one.
 """
 
 import contextlib
+import dataclasses
 import functools
 import itertools
 import threading
@@ -17,6 +18,7 @@ from typing import Any
 
 import jax
 import keras
+from jax.extend.core import ClosedJaxpr
 from keras.src.backend.common.masking import get_keras_mask, set_keras_mask
 from keras.src.backend.common.stateless_scope import get_stateless_scope
 from keras.src.ops.function import Function
@@ -25,9 +27,9 @@ from keras_strategies._types import Array, Tree
 from keras_strategies.keras_bridge.patches import Patches
 from keras_strategies.keras_bridge.step_context import current_step
 from keras_strategies.kernels.block_body import (
-    BlockBody,
-    NotScanned,
+    TracedBlock,
     describe_carry,
+    trace_block,
 )
 from keras_strategies.kernels.block_calls import (
     BlockCalls,
@@ -147,8 +149,7 @@ def find_columns(model: keras.Model) -> list[list[keras.Variable]]:
         # Most models are not marked, and need no search.
         graph = get_graph(part)
         for blocks in _find_runs(graph) if _MARK in vars(graph) else ():
-            with contextlib.suppress(NotScanned):
-                columns += _find_variables(blocks)
+            columns += _find_variables(blocks)[0]
     return columns
 
 
@@ -233,20 +234,23 @@ def _compute(graph: Any, calls: BlockCalls) -> None:
         if not _pass(calls):
             calls.compute_all()
         return
-    # The blocks were compared in the first trace.
     is_repeated = _is_repeated()
     reasons = vars(graph).setdefault(_REASONS, {})
     key = tuple(id(operation) for operation, _ in calls.blocks.trunks)
-    try:
-        if is_repeated and reasons.get(key):
-            raise NotScanned(reasons[key])
-        _scan(calls, is_checked=not (is_repeated and key in reasons))
-        reasons[key] = ""
-    except NotScanned as error:
-        reasons[key] = str(error)
-        if not is_repeated:
-            _warn(calls.blocks.model, reasons[key])
-        calls.compute_all()
+    # The blocks were compared in the first trace.
+    known = reasons.get(key) if is_repeated else None
+    loop = (
+        _Loop(reason=known)
+        if known
+        else _find_loop(calls, are_equal=known is not None)
+    )
+    reasons[key] = loop.reason
+    if not loop.reason:
+        loop.compute(calls)
+        return
+    if not is_repeated:
+        _warn(calls.blocks.model, loop.reason)
+    calls.compute_all()
 
 
 def _pass(calls: BlockCalls) -> bool:
@@ -264,58 +268,86 @@ def _pass(calls: BlockCalls) -> bool:
     return True
 
 
-def _scan(calls: BlockCalls, *, is_checked: bool) -> None:
-    """Computes all blocks of a run in a loop.
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class _Loop:
+    """A loop that computes all blocks of a run, if there can be one.
+
+    Attributes:
+      reason: The reason why the blocks must be computed one by one, or "".
+      columns: For each variable of a block, that variable in all blocks.
+      values: The values of these variables.
+      carry: The input of the first block, and its mask or None.
+      body: The body of the loop, or None.
+    """
+
+    reason: str
+    columns: Sequence[list[keras.Variable]] = ()
+    values: Sequence[list[Array]] = ()
+    carry: Any = None
+    body: TracedBlock | None = None
+
+    def compute(self, calls: BlockCalls) -> None:
+        """Computes all blocks."""
+        assert self.body is not None
+        stacked = list(map(stack_values, self.values))
+        (result, mask), new = jax.lax.scan(
+            self.body, self.carry, stacked, length=len(calls.blocks)
+        )
+        scope: Any = get_stateless_scope()
+        for i, slices in zip(self.body.written, new, strict=True):
+            for update in zip(self.columns[i], list(slices), strict=True):
+                scope.add_update(update)
+        if mask is not None:
+            set_keras_mask(result, mask)
+        calls.set_result(result)
+
+
+def _find_loop(calls: BlockCalls, *, are_equal: bool) -> _Loop:
+    """Returns the loop that computes all blocks of a run.
 
     Args:
       calls: The recorded calls.
-      is_checked: Whether to check that the blocks compute the same.
-
-    Raises:
-      NotScanned: if a loop cannot compute the blocks.
+      are_equal: Whether it is known that the blocks compute the same.
     """
+    columns, reason = _find_variables(calls.blocks)
+    if reason:
+        return _Loop(reason=reason)
     scope: Any = get_stateless_scope()
-    columns = _find_variables(calls.blocks)
-    values = [[_read(scope, v) for v in column] for column in columns]
-    bodies = [
-        BlockBody(calls, number, [column[number] for column in columns])
-        for number in range(len(calls.blocks))
-    ]
     carry = calls.entering, get_keras_mask(calls.entering)
-    if is_checked:
-        _check_equal(bodies, carry, [column[0] for column in values])
-    stacked = list(map(stack_values, values))
-    (result, mask), new = jax.lax.scan(
-        bodies[0].compute, carry, stacked, length=len(bodies)
+    values = [[_read(scope, v) for v in column] for column in columns]
+    bodies: list[TracedBlock] = []
+
+    def trace_bodies() -> Iterator[ClosedJaxpr]:
+        """Traces blocks until there is a reason against a loop."""
+        like = [column[0] for column in values]
+        for number in range(len(calls.blocks)):
+            variables = [column[number] for column in columns]
+            bodies.append(trace_block(calls, number, variables, carry, like))
+            if bodies[-1].problem:
+                return
+            yield bodies[-1].jaxpr
+
+    if are_equal:
+        next(trace_bodies(), None)
+    else:
+        try:
+            are_equal = compute_same(trace_bodies())
+        except Exception as error:
+            reason = (
+                "a block cannot be computed without the others "
+                f"({type(error).__name__}: {error})"
+            )
+            return _Loop(reason=reason)
+    reason = bodies[-1].problem
+    if not (reason or are_equal):
+        reason = "blocks differ in their operations or constants"
+    return _Loop(
+        reason=reason,
+        columns=columns,
+        values=values,
+        carry=carry,
+        body=bodies[0],
     )
-    written = [c for c in columns if c[0] in bodies[0].written]
-    for column, slices in zip(written, new, strict=True):
-        for update in zip(column, list(slices), strict=True):
-            scope.add_update(update)
-    if mask is not None:
-        set_keras_mask(result, mask)
-    calls.set_result(result)
-
-
-def _check_equal(
-    bodies: Sequence[BlockBody], carry: Any, values: list[Any]
-) -> None:
-    """Checks that all blocks compute the same from inputs and variables.
-
-    Raises:
-      NotScanned: if they differ, or cannot be traced alone.
-    """
-    try:
-        are_equal = compute_same([b.compute for b in bodies], carry, values)
-    except NotScanned:
-        raise
-    except Exception as error:
-        raise NotScanned(
-            "a block cannot be computed without the others "
-            f"({type(error).__name__}: {error})"
-        ) from error
-    if not are_equal:
-        raise NotScanned("blocks differ in their operations or constants")
 
 
 def _warn(model: keras.Model, reason: str) -> None:
@@ -333,22 +365,24 @@ def _read(scope: keras.StatelessScope, variable: keras.Variable) -> Array:
     return variable._value if value is None else value
 
 
-def _find_variables(blocks: Blocks) -> list[list[keras.Variable]]:
-    """Returns, for each variable of a block, that variable in all blocks.
+def _find_variables(
+    blocks: Blocks,
+) -> tuple[list[list[keras.Variable]], str]:
+    """Finds, for each variable of a block, that variable in all blocks.
 
-    Variables that all blocks share are left out.
+    Returns:
+      The variables without those that all blocks share, and "". If blocks share
+      others, an empty list, and the reason against a loop.
     """
     rows = []
     for segment in blocks.segments:
         of_segment = [v for op in segment for v in getattr(op, "variables", ())]
         rows.append(list({id(v): v for v in of_segment}.values()))
     if len(set(map(len, rows))) > 1:
-        raise NotScanned("blocks share some of their variables")
-    columns = []
-    for column in map(list, zip(*rows, strict=True)):
-        different = len(set(map(id, column)))
-        if different == len(column):
-            columns.append(column)
-        elif different > 1:
-            raise NotScanned("some of the blocks share a variable")
-    return columns
+        return [], "blocks share some of their variables"
+    columns = list(map(list, zip(*rows, strict=True)))
+    counts = [len(set(map(id, column))) for column in columns]
+    if any(1 < count < len(rows) for count in counts):
+        return [], "some of the blocks share a variable"
+    different = zip(columns, counts, strict=True)
+    return [column for column, count in different if count > 1], ""

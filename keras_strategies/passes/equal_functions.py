@@ -1,6 +1,6 @@
 """Tests whether functions compute the same."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import jax
@@ -18,21 +18,20 @@ from keras_strategies.passes.stages import (
 from keras_strategies.passes.value_numbers import ValueNumbers
 
 
-def compute_same(functions: Sequence[Callable[..., Any]], *args: Any) -> bool:
-    """Returns whether functions compute the same results and gradients.
+def compute_same(traces: Iterable[ClosedJaxpr]) -> bool:
+    """Returns whether traced functions compute the same results and gradients.
 
-    The functions are traced with the shapes of the same arguments, and their
-    operations and constants are compared. These determine the gradients, except
-    where a function defines a derivative of its own (`jax.custom_vjp`); such
-    derivatives are traced and compared, too. Values of an outer trace that the
-    functions read must be the same objects.
+    Their operations and constants are compared. These determine the gradients,
+    except where a function defines a derivative of its own (`jax.custom_vjp`);
+    such derivatives are traced and compared, too. Values of an outer trace that
+    the functions read must be the same objects.
 
     Args:
-      functions: The functions. They return nests of arrays.
-      *args: Their arguments: nests of arrays.
+      traces: The traces of the functions for the same arguments. Those after
+        the first that differs are not read.
 
     Raises:
-      Exception: if a function, or a derivative of its own, cannot be traced.
+      Exception: if a derivative of a function's own cannot be traced.
     """
     # Constants by their contents: equal ones are represented by one of them.
     known: dict[Any, Any] = {}
@@ -44,10 +43,8 @@ def compute_same(functions: Sequence[Callable[..., Any]], *args: Any) -> bool:
     numbers = ValueNumbers(
         lambda jaxpr, equation: with_known(_trace_rule(jaxpr, equation))
     )
-    shapes = jax.tree.map(shape_of, args)
     first: list[int] = []
-    for fn in functions:
-        traced = jax.make_jaxpr(fn)(*shapes)
+    for traced in traces:
         found = numbers.number_outputs(with_known(traced))
         first = first or found
         if found != first:

@@ -241,7 +241,7 @@ def fit_chain(make_layer, *, is_scanned=True, replicas=2, **frozen):
     return model, [history, [np.asarray(v) for v in model.variables]]
 
 
-def test_one_block_is_traced_for_all():
+def test_each_block_is_traced_once():
     def layer(number):
         return Counted(WIDTH, "tanh")
 
@@ -250,8 +250,8 @@ def test_one_block_is_traced_for_all():
         Counted.rows = ()
         model, _ = fit_chain(layer, is_scanned=is_scanned)
         counts[is_scanned] = Counted.rows.count(4)
-    # Each once to compare them, and the one that is computed in the loop.
-    assert counts == {True: BLOCKS + 1, False: BLOCKS}
+    # Each once to compare them; the first one's trace is the loop's body.
+    assert counts == {True: BLOCKS, False: BLOCKS}
     # Outside of a strategy's steps all blocks are computed.
     Counted.rows = ()
     model(IMAGES[:2, 0])
@@ -286,7 +286,7 @@ def test_blocks_are_compared_in_the_first_trace_alone():
     fit_chain(lambda _: Doubled(WIDTH, "tanh"))
     # A user's operations are traced again, with the rows of all replicas.
     first = Counted.rows.index(4)
-    assert Counted.rows[first:] == (4,) * (BLOCKS + 1) + (8,)
+    assert Counted.rows[first:] == (4,) * BLOCKS + (8,)
 
 
 @pytest.mark.parametrize("is_sharded", combine([False, True], every=2))
@@ -468,7 +468,8 @@ def test_each_run_of_equal_blocks_is_a_loop():
 
     found = []
     for is_scanned in (True, False):
-        with strategy_of(2, is_sharded=True).scope():
+        strategy = strategy_of(2, is_sharded=True)
+        with strategy.scope():
             model = make()
             if is_scanned:
                 runs = ks.experimental.scan_blocks(model)
@@ -477,7 +478,11 @@ def test_each_run_of_equal_blocks_is_a_loop():
         Counted.rows = ()
         x = IMAGES[:16, 0]
         model.fit(x, x[:, :1], batch_size=8, verbose=0)
-        assert Counted.rows.count(4) == (9 + 2 if is_scanned else 9)
+        assert Counted.rows.count(4) == 9
+        program = strategy.compile_step(model, (x[:8], x[:8, :1]))
+        # Two runs, forward and backward.
+        loops = program.as_text().count(" while(")
+        assert loops == (4 if is_scanned else 0)
         found.append([np.asarray(v) for v in model.variables])
     assert_close(*found)
 
