@@ -216,32 +216,29 @@ def grad(
     return gradients
 
 
-def mark(
+def receive(
     step: StepContext, gradients: Sequence[Array | None], *, are_summed: bool
 ) -> list[Any]:
-    """Marks the gradients that a model's step passes to its optimizer.
+    """Returns the gradients that an optimizer reduces over the replicas.
+
+    Those of a model's step are marked. If this replica has no rows, they are
+    zero.
 
     Args:
       step: The step.
-      gradients: The gradients.
+      gradients: The gradients that the optimizer received.
       are_summed: Whether the replicas sum them, and do not average them.
     """
-    if step.facts.is_local:
-        return list(gradients)
-    name = marks.SHARE if are_summed else marks.GRADIENT
-    return [g if g is None else marks.mark(g, name) for g in gradients]
-
-
-def clear_empty(
-    step: StepContext, gradients: Sequence[Array | None]
-) -> list[Any]:
-    """Returns the gradients, set to zero if this replica has no rows."""
-    if not step.is_empty:
-        return list(gradients)
-    # In `run` the loss is user-defined and may have gradients even without
-    # rows (for example from a regularizer), so only NaN becomes zero.
-    empty = _clear_nan if step.facts.is_local else jnp.zeros_like
-    return [g if g is None else empty(g) for g in gradients]
+    received = list(gradients)
+    if not step.facts.is_local:
+        name = marks.SHARE if are_summed else marks.GRADIENT
+        received = [g if g is None else marks.mark(g, name) for g in received]
+    if step.is_empty:
+        # In `run` the loss is user-defined and may have gradients even without
+        # rows (for example from a regularizer), so only NaN becomes zero.
+        empty = _clear_nan if step.facts.is_local else jnp.zeros_like
+        received = [g if g is None else empty(g) for g in received]
+    return received
 
 
 def _clear_nan(array: Array) -> jax.Array:

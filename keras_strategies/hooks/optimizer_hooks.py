@@ -1,16 +1,20 @@
 """Changes to optimizers while a step is traced: gradients are reduced.
 
-If optimizers are nested, the outermost one first reduces the gradients over the
-replicas. So Keras's loss scaling and gradient accumulation receive reduced
-gradients. In `fit`, accumulated gradients are reduced only in the step of the
-update (`accumulation`).
+A call of an optimizer is turned into a pure function of gradients and values,
+by running the method that was called in a scope of its own. The new values are
+those of the variables that the method writes. What is special to a step wraps
+this function: the gradients are reduced over the replicas, the update of
+sharded variables is marked, so that the step is cut there, and accumulated
+gradients are reduced only in the step of the update (summands.py).
+
+If optimizers are nested, only the outermost one has hooks. So Keras's loss
+scaling and gradient accumulation receive reduced gradients.
 
 References:
   - Micikevicius et al., Mixed Precision Training (2018), on loss scaling:
     https://arxiv.org/abs/1710.03740
 """
 
-import functools
 from collections.abc import Callable, Sequence
 from numbers import Number
 from typing import Any
@@ -29,11 +33,12 @@ from keras_strategies.passes.marked_updates import (
     mark_update,
     wait_for_all,
 )
-from keras_strategies.spmd.identity import IdentityMap, IdentitySet
+from keras_strategies.spmd.identity import IdentitySet
 from keras_strategies.spmd.replica_map import all_max, all_sum
 from keras_strategies.variables import shardings
 
 _Method = Callable[..., Any]
+_PureUpdate = Callable[[list[Any], list[Any]], list[Any]]
 
 
 def apply(
@@ -45,34 +50,37 @@ def apply(
     **kwargs: Any,
 ) -> object:
     """Reduces gradients over the replicas, then applies the optimizer."""
-    if step.flags.in_optimizer:
-        return original(optimizer, grads, *args, **kwargs)
-    are_summed = optimizer in step.notes.scaled_losses
-    grads = gradients.mark(step, grads, are_summed=are_summed)
-    variables = args[0] if args else kwargs.get("trainable_variables")
-    if variables is None:
-        variables = _find_variables(optimizer)
-    if _is_cut(step, optimizer, variables):
-        _apply_in_cut(step, original, optimizer, grads, list(variables))
-        return None
-    before = IdentityMap((v, v.value) for v in optimizer.variables)
-    if summands.sums_later(step, optimizer, grads, variables, before):
-        _apply_accumulated(
-            step, original, optimizer, grads, list(variables), before
-        )
-        return None
-    grads = _reduce_gradients(step, optimizer, grads, variables)
+    given = args[0] if args else kwargs.pop("trainable_variables", None)
+    variables = _find_variables(optimizer) if given is None else list(given)
+    passed = args if given is None else (variables, *args[1:])
+    weights = IdentitySet(variables)
+    slots = [v for v in optimizer.variables if v not in weights]
+    targets = [*variables, *slots]
+    # Other variables that the method writes, such as the states of seeds.
+    others: list[keras.Variable] = []
+    structure = jax.tree.structure(None)
+
+    def update(grads: list[Any], values: list[Any]) -> list[Any]:
+        nonlocal structure
+        scope = InnerScope(zip(targets, values, strict=True))
+        with chain_scopes(), scope:
+            if isinstance(optimizer, keras.optimizers.LossScaleOptimizer):
+                result = _apply_purely(optimizer, grads, variables)
+            else:
+                result = original(optimizer, grads, *passed, **kwargs)
+        known = IdentitySet(targets)
+        others[:] = [v for v in scope.written if v not in known]
+        new = [scope.get_current_value(v) for v in (*targets, *others)]
+        results, structure = jax.tree.flatten(result)
+        return [*new, *results]
+
+    values = [v.value for v in targets]
+    new = iter(_update(step, optimizer, update, grads, targets, values))
     with step.flag("in_optimizer"):
-        is_scaling = isinstance(optimizer, keras.optimizers.LossScaleOptimizer)
-        if step.facts.is_local and is_scaling:
-            result = _apply_purely(optimizer, grads, list(variables))
-        else:
-            result = original(optimizer, grads, *args, **kwargs)
-    # These values are equal on all replicas, because the reduced gradients are
-    # equal on all replicas.
-    applied = (*variables, *optimizer.variables)
-    step.notes.equal.update(variable.value for variable in applied)
-    return result
+        for variable, value in zip([*targets, *others], new, strict=False):
+            if value is not variable.value:
+                variable.assign(value)
+    return jax.tree.unflatten(structure, list(new))
 
 
 def stateless_apply(
@@ -81,104 +89,26 @@ def stateless_apply(
     optimizer: keras.optimizers.Optimizer,
     optimizer_variables: Sequence[Array],
     grads: Sequence[Array | None],
-    *args: Any,
-    **kwargs: Any,
+    trainable_variables: Sequence[Array],
 ) -> tuple[Any, ...]:
     """Reduces gradients over the replicas, then calls Keras's method.
 
     Returns:
       The new weights and the new optimizer variables.
     """
-    apply_to = functools.partial(original, optimizer, optimizer_variables)
-    if step.flags.in_optimizer:
-        return apply_to(grads, *args, **kwargs)
-    are_summed = optimizer in step.notes.scaled_losses
-    grads = gradients.mark(step, grads, are_summed=are_summed)
-    variables = _find_variables(optimizer)
-    if _is_cut(step, optimizer, variables):
-        weights = args[0] if args else kwargs["trainable_variables"]
-        count = len(variables)
+    weights, slots = trainable_variables, optimizer_variables
+    count = len(weights)
 
-        def update(grads: list[Any], values: list[Any]) -> list[Any]:
-            apply_to = functools.partial(original, optimizer, values[count:])
-            weights, slots = apply_to(grads, values[:count])
-            return [*weights, *slots]
-
-        targets = [*variables, *optimizer.variables]
-        values = [*weights, *optimizer_variables]
-        new = _mark_update(step, optimizer, grads, targets, values, update)
-        step.notes.equal.update(new)
-        return new[:count], new[count:]
-    # Keras's method checks the number of values.
-    before = IdentityMap(
-        zip(optimizer.variables, optimizer_variables, strict=False)
-    )
-    if summands.sums_later(step, optimizer, grads, variables, before):
-        return _apply_stateless(
-            step, original, optimizer, before, grads, args, kwargs
+    def update(grads: list[Any], values: list[Any]) -> list[Any]:
+        weights, slots = original(
+            optimizer, values[count:], grads, values[:count]
         )
-    grads = _reduce_gradients(step, optimizer, grads, variables)
-    with step.flag("in_optimizer"):
-        result = apply_to(grads, *args, **kwargs)
-    step.notes.equal.update(jax.tree.leaves(result))
-    return result
+        return [*weights, *slots]
 
-
-def _apply_accumulated(
-    step: StepContext,
-    original: _Method,
-    optimizer: keras.optimizers.Optimizer,
-    grads: Sequence[Array | None],
-    variables: list[keras.Variable],
-    before: IdentityMap[Any],
-) -> None:
-    """Applies gradients that are summed only in the step of an update."""
-    slots = optimizer.variables
-    divisor = _find_divisor(step, optimizer)
-    grads, sums = summands.accumulate(
-        step, optimizer, grads, variables, before, divisor
-    )
-    accumulators = summands.accumulators_of(optimizer)
-    with step.flag("in_optimizer"):
-        for variable in accumulators:
-            variable.assign(summands.value_in(sums, variable))
-        original(optimizer, grads, variables)
-        for variable in accumulators:
-            old, new = before[variable], variable.value
-            variable.assign(summands.mark(step, sums, variable, old, new))
-    step.notes.equal.update(v.value for v in (*variables, *slots))
-
-
-def _apply_stateless(
-    step: StepContext,
-    original: _Method,
-    optimizer: keras.optimizers.Optimizer,
-    before: IdentityMap[Any],
-    grads: Sequence[Array | None],
-    args: tuple[Any, ...],
-    kwargs: dict[str, Any],
-) -> tuple[list[Any], list[Any]]:
-    """Does what `_apply_accumulated` does, for `stateless_apply`."""
-    slots, variables = optimizer.variables, _find_variables(optimizer)
-    divisor = _find_divisor(step, optimizer)
-    grads, sums = summands.accumulate(
-        step, optimizer, grads, variables, before, divisor
-    )
-    accumulators = summands.accumulators_of(optimizer)
-    values = IdentityMap((v, before[v]) for v in slots)
-    for variable in accumulators:
-        values[variable] = summands.value_in(sums, variable)
-    read = [values[v] for v in slots]
-    with step.flag("in_optimizer"):
-        weights, new = original(optimizer, read, grads, *args, **kwargs)
-    after = IdentityMap(zip(slots, new, strict=True))
-    for variable in accumulators:
-        after[variable] = summands.mark(
-            step, sums, variable, before[variable], after[variable]
-        )
-    new = [after[v] for v in slots]
-    step.notes.equal.update([*weights, *new])
-    return list(weights), new
+    targets = [*_find_variables(optimizer), *optimizer.variables]
+    values = [*weights, *slots]
+    new = _update(step, optimizer, update, grads, targets, values)
+    return new[:count], new[count:]
 
 
 def _find_variables(
@@ -187,83 +117,75 @@ def _find_variables(
     return getattr(optimizer, "_trainable_variables", [])
 
 
-def _is_cut(
+def _update(
     step: StepContext,
     optimizer: keras.optimizers.Optimizer,
-    variables: Sequence[keras.Variable],
-) -> bool:
-    """Returns whether an update is taken out of the mapped program.
-
-    Where possible, an update of sharded variables is taken out of the program
-    that is mapped over the replicas. XLA then computes the update on global,
-    sharded arrays (see `marked_updates`).
-    """
-    targets = [*variables, *optimizer.variables]
-    if not shardings.any_sharded(targets, step.facts.mesh):
-        return False
-    if not is_collecting():
-        shardings.note_replicated_update(targets)
-        return False
-    return True
-
-
-def _apply_in_cut(
-    step: StepContext,
-    original: _Method,
-    optimizer: keras.optimizers.Optimizer,
+    update: _PureUpdate,
     grads: Sequence[Array | None],
-    variables: list[keras.Variable],
-) -> None:
-    """Applies gradients; the update is taken out of the mapped program."""
-    weights = IdentitySet(variables)
-    slots = [v for v in optimizer.variables if v not in weights]
-    targets = [*variables, *slots]
+    targets: list[keras.Variable],
+    values: list[Any],
+) -> list[Any]:
+    """Computes an optimizer's update for the gradients of all replicas.
 
-    def update(grads: list[Any], values: list[Any]) -> list[Any]:
-        scope = InnerScope(list(zip(targets, values, strict=True)))
-        with chain_scopes(), scope:
-            if isinstance(optimizer, keras.optimizers.LossScaleOptimizer):
-                _apply_purely(optimizer, grads, variables)
-            else:
-                original(optimizer, grads, variables)
-        return [scope.get_current_value(v) for v in targets]
+    Args:
+      step: The step that is being traced.
+      optimizer: The optimizer.
+      update: The update as a pure function: it takes reduced gradients and the
+        values of `targets`, and returns the new values, followed by those of
+        other variables that it writes.
+      grads: This replica's gradients; None for a weight without a gradient.
+      targets: The weights, in the order of the gradients, followed by the
+        slots (the optimizer's own variables).
+      values: The values of `targets`.
 
-    values = [v.value for v in targets]
-    new = _mark_update(step, optimizer, grads, targets, values, update)
+    Returns:
+      What `update` returns.
+    """
+    are_summed = optimizer in step.notes.scaled_losses
+    grads = gradients.receive(step, grads, are_summed=are_summed)
+    # `scale_loss` has already divided a scaled loss's gradient by the number of
+    # replicas. This is done before the other gradients are computed, so that a
+    # replica's gradients overflow in the same cases as those on a single
+    # device.
+    is_sum = step.facts.is_local or are_summed
+    divisor = 1 if is_sum else step.num_sharing
+    args = (step, optimizer, update, grads, targets, values, divisor)
+    new: list[Any] = []
     with step.flag("in_optimizer"):
-        for variable, value in zip(targets, new, strict=True):
-            variable.assign(value)
-    step.notes.equal.update(v.value for v in targets)
+        if shardings.any_sharded(targets, step.facts.mesh):
+            new = _mark_update(*args) if is_collecting() else []
+            if not new:
+                shardings.note_replicated_update(targets)
+        elif summands.sums_later(step, optimizer, grads, targets, values):
+            new = summands.accumulate(*args)
+        new = new or update(_reduce(step, grads, targets, divisor), values)
+    for after, before in zip(new, values, strict=False):
+        if after is not before:
+            # The reduced gradients are equal on all replicas.
+            step.notes.equal.add(after)
+    return new
 
 
 def _mark_update(
     step: StepContext,
     optimizer: keras.optimizers.Optimizer,
-    grads: Sequence[Array | None],
+    update: _PureUpdate,
+    grads: list[Any],
     targets: list[keras.Variable],
     values: list[Any],
-    update: Callable[[list[Any], list[Any]], list[Any]],
+    divisor: int,
 ) -> list[Any]:
     """Computes the update in a single jaxpr equation.
 
     This equation is later taken out of the program that is mapped over the
-    replicas.
-
-    Args:
-      step: The step that is being traced.
-      optimizer: The optimizer.
-      grads: This replica's gradients; None for a weight without a gradient.
-      targets: The weights, in the order of the gradients, followed by the
-        slots (the optimizer's own variables).
-      values: The values of `targets`.
-      update: The optimizer's update: a function that takes reduced gradients
-        and values, and returns the new values.
+    replicas. XLA then computes the update on global, sharded arrays (see
+    `marked_updates`).
 
     Returns:
-      The new values of `targets`.
+      The new values of `targets`. Empty if the update writes other variables,
+      whose values may differ between the replicas.
     """
     mesh = step.facts.mesh
-    grads = gradients.clear_empty(step, grads)
     # The operands of an equation must be arrays. So only gradients that are not
     # None become operands; the function in the equation inserts the Nones.
     present = [i for i, g in enumerate(grads) if g is not None]
@@ -273,8 +195,7 @@ def _mark_update(
         return [by_index.get(i) for i in range(len(grads))]
 
     def reduce(some: list[Any]) -> list[Any]:
-        every = with_missing(some)
-        reduced = _reduce_gradients(step, optimizer, every, targets)
+        reduced = _reduce(step, with_missing(some), targets, divisor)
         return [reduced[i] for i in present]
 
     def reduction(variable: keras.Variable) -> Reduction:
@@ -284,32 +205,17 @@ def _mark_update(
     inner = getattr(optimizer, "inner_optimizer", optimizer)
     attributes = (*vars(optimizer).values(), *vars(inner).values())
     numbers = [v for v in attributes if isinstance(v, Number)]
-    with step.flag("in_optimizer"):
-        return mark_update(
-            lambda some, values: update(with_missing(some), values),
-            reduce,
-            [grads[i] for i in present],
-            values,
-            reductions=[reduction(targets[i]) for i in present],
-            specs=[shardings.spec_of(v, mesh) for v in targets],
-            divisor=_find_divisor(step, optimizer),
-            on_replicated=lambda: shardings.note_replicated_update(targets),
-            key=[*(targets[i] for i in present), *targets, optimizer, *numbers],
-        )
-
-
-def _find_divisor(
-    step: StepContext, optimizer: keras.optimizers.Optimizer
-) -> int:
-    """Returns the number by which the sum of the gradients is divided.
-
-    It is 1 for a scaled loss, because `scale_loss` has already divided the
-    loss's gradient by the number of replicas. This is done before the other
-    gradients are computed, so that a replica's gradients overflow in the same
-    cases as the gradients on a single device.
-    """
-    is_sum = step.facts.is_local or optimizer in step.notes.scaled_losses
-    return 1 if is_sum else step.num_sharing
+    return mark_update(
+        lambda some, values: update(with_missing(some), values),
+        reduce,
+        [grads[i] for i in present],
+        values,
+        reductions=[reduction(targets[i]) for i in present],
+        specs=[shardings.spec_of(v, mesh) for v in targets],
+        divisor=divisor,
+        on_replicated=lambda: shardings.note_replicated_update(targets),
+        key=[*(targets[i] for i in present), *targets, optimizer, *numbers],
+    )
 
 
 def _apply_purely(
@@ -317,7 +223,7 @@ def _apply_purely(
     grads: list[Any],
     variables: list[keras.Variable],
 ) -> None:
-    """Applies gradients through `stateless_apply`.
+    """Applies gradients to variables through `stateless_apply`.
 
     `LossScaleOptimizer.apply` (Keras 3.15) writes variables inside a branch,
     which JAX does not allow in a trace.
@@ -333,27 +239,32 @@ def _apply_purely(
             variable.assign(value)
 
 
-def _reduce_gradients(
+def _reduce(
     step: StepContext,
-    optimizer: keras.optimizers.Optimizer,
-    grads: Sequence[Array | None],
-    variables: Sequence[keras.Variable],
+    grads: list[Any],
+    targets: Sequence[keras.Variable],
+    divisor: int,
 ) -> list[Any]:
-    grads = gradients.clear_empty(step, grads)
-    overwriting = list(map(_is_overwritten, variables))
-    overwriting += [False] * (len(grads) - len(overwriting))
+    """Reduces gradients over the replicas.
+
+    Args:
+      step: The step that is being traced.
+      grads: This replica's gradients.
+      targets: The variables of the gradients, and others after them.
+      divisor: The number by which the sum of the gradients is divided.
+    """
+    largest = {i for i, v in enumerate(targets) if _is_overwritten(v)}
     summed = [
-        i for i, g in enumerate(grads) if g is not None and not overwriting[i]
+        i for i, g in enumerate(grads) if g is not None and i not in largest
     ]
     mesh, sent = step.facts.mesh, [grads[i] for i in summed]
     sums = all_sum(sent, step.axis, step.buffering, mesh.reduce_dtype)
     sums = wait_for_all(sums, mesh.platform)
-    divisor = _find_divisor(step, optimizer)
     reduced = list(grads)
     for i, total in zip(summed, sums, strict=True):
         reduced[i] = total if divisor == 1 else total / divisor
     for i, grad in enumerate(grads):
-        if grad is not None and overwriting[i]:
+        if grad is not None and i in largest:
             reduced[i] = all_max(grad, step.axis)
     return reduced
 

@@ -15,7 +15,7 @@ used in any other way, as a log for example, this is noted
 are sums in every step.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import jax
@@ -63,8 +63,8 @@ def sums_later(
     step: StepContext,
     optimizer: keras.optimizers.Optimizer,
     grads: Sequence[Array | None],
-    weights: Sequence[keras.Variable],
-    values: IdentityMap[Any],
+    targets: Sequence[keras.Variable],
+    values: Group,
 ) -> bool:
     """Returns whether an optimizer sums gradients only in its updates.
 
@@ -75,108 +75,74 @@ def sums_later(
       step: The step that is being traced.
       optimizer: The outermost optimizer.
       grads: This replica's gradients.
-      weights: The weights of the gradients.
-      values: The values of the optimizer's variables in the trace.
+      targets: The weights, in the order of the gradients, followed by the
+        optimizer's variables.
+      values: The values of `targets` in the trace.
     """
     accumulators = accumulators_of(optimizer)
     if not any(v in step.notes.accumulators for v in accumulators):
         return False
-    are_summands = _are_unchanged(step, optimizer, values) and (
-        _find_targets(optimizer, grads, weights) is not None
-    )
-    step.notes.needs_sums |= not are_summands
-    return are_summands
+    known = IdentityMap(zip(targets, values, strict=False))
+    are_summands = all(known[v] in step.notes.summands for v in accumulators)
+    # Replicas that disagree on whether to sum would wait forever.
+    is_counting = known[unwrap(optimizer)._iterations] in step.notes.equal
+    are_found = _find_targets(optimizer, grads, targets) is not None
+    is_usual = are_summands and is_counting and are_found
+    step.notes.needs_sums |= not is_usual
+    return is_usual
 
 
 def accumulate(
     step: StepContext,
     optimizer: keras.optimizers.Optimizer,
+    update: Callable[[list[Any], list[Any]], list[Any]],
     grads: Sequence[Array | None],
-    weights: Sequence[keras.Variable],
-    values: IdentityMap[Any],
+    targets: Sequence[keras.Variable],
+    values: Group,
     divisor: int,
-) -> tuple[list[Any], IdentityMap[Any]]:
+) -> list[Any]:
     """Adds gradients to the accumulators, and sums them if this is an update.
 
-    To be called only if `sums_later` is true.
+    To be called only if `sums_later` is true. The optimizer's update then
+    receives zeros as the gradients. If a replica's gradients are not finite and
+    the loss is scaled, the first of them is NaN, so that the optimizer skips
+    the step.
 
     Args:
       step: The step that is being traced.
       optimizer: The outermost optimizer.
+      update: Its update, a function of gradients and of the values of
+        `targets`, which returns new values.
       grads: This replica's gradients.
-      weights: The weights of the gradients.
-      values: The values of the optimizer's variables in the trace.
+      targets: See `sums_later`.
+      values: See `sums_later`.
       divisor: The number by which the sum of the gradients is divided.
 
     Returns:
-      The gradients for the optimizer, which are zeros, and the values of the
-      gradients' accumulators that it must read. If a replica's gradients are
-      not finite and the loss is scaled, the first gradient is NaN, so that the
-      optimizer skips the step.
+      The new values. Those of accumulators are marked as summands.
     """
-    inner = unwrap(optimizer)
-    targets = _find_targets(inner, grads, weights)
-    assert targets is not None
-    new = [grad for grad in grads if grad is not None]
-    scale, finite = inner.loss_scale_factor, None
-    if inner is not optimizer:
-        scale = values[optimizer.dynamic_scale]
-        finite = _are_finite(step, new)
+    before = IdentityMap(zip(targets, values, strict=True))
+    summed, zeros = _add_gradients(step, optimizer, grads, before, divisor)
+    accumulators = IdentitySet(accumulators_of(optimizer))
 
-    def add(old: list[Any], new: list[Any]) -> list[Any]:
-        parts = [_take_part(n, divisor, scale, finite) for n in new]
-        return [o + part for o, part in zip(old, parts, strict=True)]
+    def read(variable: keras.Variable) -> Array:
+        if variable in summed:
+            return summed[variable]
+        if variable in accumulators:
+            # The optimizer does not use it, for a weight without a gradient.
+            return jnp.zeros(variable.shape, variable.dtype)
+        return before[variable]
 
-    old = [values[v] for v in targets]
-    is_update = _is_update(inner, values, finite)
-    dtype = step.facts.mesh.reduce_dtype
-    if scale is not None and dtype == "float16":
-        # Accumulators are not scaled: float16 would make small ones zero, and
-        # large ones infinite after the optimizer's check.
-        dtype = None
-    sums = sum_if(is_update, add, (old, new), step.axis, step.buffering, dtype)
-    return _make_zeros(grads, finite), IdentityMap(
-        zip(targets, sums, strict=True)
-    )
+    def write(variable: keras.Variable, after: Array) -> Array:
+        if variable in summed:
+            after = checkpoint_name(after, _MARK)
+            step.notes.summands.add(after)
+        elif variable in accumulators:
+            after = before[variable]
+        return after
 
-
-def value_in(sums: IdentityMap[Any], accumulator: keras.Variable) -> Array:
-    """Returns the value of an accumulator that its optimizer must read.
-
-    Args:
-      sums: The values that `accumulate` returned.
-      accumulator: Any accumulator. The optimizer does not use the value of one
-        whose weight has no gradient.
-    """
-    if accumulator in sums:
-        return sums[accumulator]
-    return jnp.zeros(accumulator.shape, accumulator.dtype)
-
-
-def mark(
-    step: StepContext,
-    sums: IdentityMap[Any],
-    accumulator: keras.Variable,
-    old: Array,
-    new: Array,
-) -> Array:
-    """Marks the new summand of an accumulator in the trace.
-
-    Args:
-      step: The step that is being traced.
-      sums: The values that `accumulate` returned.
-      accumulator: The accumulator.
-      old: Its value before the optimizer was called.
-      new: Its value afterwards.
-
-    Returns:
-      The marked value, or the old one if there was no gradient.
-    """
-    if accumulator not in sums:
-        return old
-    marked = checkpoint_name(new, _MARK)
-    step.notes.summands.add(marked)
-    return marked
+    results = update(zeros, list(map(read, targets)))
+    return [*map(write, targets, results), *results[len(targets) :]]
 
 
 def check_new(
@@ -240,29 +206,62 @@ def unwrap(optimizer: Any) -> Any:
     return optimizer.inner_optimizer if is_scaling else optimizer
 
 
-def _are_unchanged(
-    step: StepContext, optimizer: Any, values: IdentityMap[Any]
-) -> bool:
-    known = step.notes.summands
-    # Replicas that disagree on whether to sum would wait forever.
-    is_counting = values[unwrap(optimizer)._iterations] in step.notes.equal
-    accumulators = accumulators_of(optimizer)
-    return is_counting and all(values[v] in known for v in accumulators)
+def _add_gradients(
+    step: StepContext,
+    optimizer: Any,
+    grads: Sequence[Array | None],
+    before: IdentityMap[Any],
+    divisor: int,
+) -> tuple[IdentityMap[Any], list[Any]]:
+    """Adds gradients to accumulators, and sums them if this is an update.
+
+    Returns:
+      The values of the gradients' accumulators that the optimizer must read,
+      and its gradients, which are zeros or a NaN.
+    """
+    inner = unwrap(optimizer)
+    targets = _find_targets(inner, grads, before)
+    assert targets is not None
+    new = [grad for grad in grads if grad is not None]
+    scale, finite = inner.loss_scale_factor, None
+    if inner is not optimizer:
+        scale = before[optimizer.dynamic_scale]
+        finite = _are_finite(step, new)
+
+    def add(old: list[Any], new: list[Any]) -> list[Any]:
+        parts = [_take_part(n, divisor, scale, finite) for n in new]
+        return [o + part for o, part in zip(old, parts, strict=True)]
+
+    old = [before[v] for v in targets]
+    is_update = _is_update(inner, before, finite)
+    dtype = step.facts.mesh.reduce_dtype
+    if scale is not None and dtype == "float16":
+        # Accumulators are not scaled: float16 would make small ones zero, and
+        # large ones infinite after the optimizer's check.
+        dtype = None
+    sums = sum_if(is_update, add, (old, new), step.axis, step.buffering, dtype)
+    summed = IdentityMap(zip(targets, sums, strict=True))
+    return summed, _make_zeros(grads, finite)
 
 
 def _find_targets(
     optimizer: Any,
     grads: Sequence[Array | None],
-    weights: Sequence[keras.Variable],
+    weights: Iterable[keras.Variable],
 ) -> list[keras.Variable] | None:
     """Finds the accumulators of the weights that have a gradient.
+
+    Args:
+      optimizer: The optimizer.
+      grads: The gradients.
+      weights: Their weights, and other variables after them.
 
     Returns:
       The accumulators, or None if the gradients cannot be added to them.
     """
     inner = unwrap(optimizer)
     accumulators: list[Any] = accumulators_of(inner)
-    pairs = zip(grads, weights, strict=True)
+    pairs = zip(grads, weights, strict=False)
     present = [(g, weight) for g, weight in pairs if g is not None]
     targets = [
         accumulators[inner._get_variable_index(weight)] for _, weight in present

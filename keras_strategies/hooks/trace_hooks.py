@@ -67,7 +67,7 @@ def _find_patches() -> Iterator[Patch]:
     yield normalization, "call", _make_hook(batch_norm.call_layer)
     yield normalization, "_moments", _make_hook(batch_norm.find_moments)
     for cls in _find_classes(BaseOptimizer):
-        yield from _find_class_patches(cls, _OF_OPTIMIZERS)
+        yield from _find_class_patches(cls, _OF_OPTIMIZERS, "in_optimizer")
     for cls in _find_classes(keras.metrics.Metric):
         is_list = issubclass(cls, CompileMetrics | MetricsList)
         yield from _find_class_patches(
@@ -75,28 +75,34 @@ def _find_patches() -> Iterator[Patch]:
         )
     yield keras.random.SeedGenerator, "next", _make_hook(seeds.next_seed)
     for name in ("assign", "assign_add", "assign_sub"):
-        yield KerasVariable, name, _make_hook(variable_writes.assign)
+        hook = _make_hook(variable_writes.assign, "in_optimizer")
+        yield KerasVariable, name, hook
 
 
 def _find_class_patches(
-    cls: type, hooks: dict[str, Callable[..., Any]]
+    cls: type, hooks: dict[str, Callable[..., Any]], inside: str = ""
 ) -> Iterator[Patch]:
     for name, hook in hooks.items():
         if name in vars(cls):
-            yield cls, name, _make_hook(hook)
+            yield cls, name, _make_hook(hook, inside)
 
 
-def _make_hook(wrapper: Callable[..., Any]) -> Callable[..., Any]:
+def _make_hook(
+    wrapper: Callable[..., Any], inside: str = ""
+) -> Callable[..., Any]:
     """Makes a patch that calls `wrapper(step, original, ...)`.
 
-    If no step is being traced, the patch calls only the original method.
+    Args:
+      wrapper: The hook.
+      inside: A flag of the step, or "". If no step is being traced, or while
+        the flag is set, the patch calls only the original method.
     """
 
     def wrap(original: Callable[..., Any]) -> Callable[..., Any]:
         @functools.wraps(original)
         def call_hooked(*args: Any, **kwargs: Any) -> Any:
             step = current_step()
-            if step is None:
+            if step is None or (inside and getattr(step.flags, inside)):
                 return original(*args, **kwargs)
             return wrapper(step, original, *args, **kwargs)
 

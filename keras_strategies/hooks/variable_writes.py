@@ -54,12 +54,10 @@ def assign(
     Returns:
       The result of `original`: the variable's new value.
     """
-    is_inner = (
-        step.flags.in_assign or step.flags.in_optimizer or step.flags.in_metric
-    )
     if (
         not step.facts.is_local
-        or is_inner
+        or step.flags.in_assign
+        or step.flags.in_metric
         or is_on_read(variable)
         or not is_user_defined(variable)
     ):

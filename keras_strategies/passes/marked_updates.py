@@ -150,11 +150,17 @@ def mark_update(
       divisor: See `Update.divisor`.
       on_replicated: See `Update.on_replicated`.
       key: See `Update.key`.
+
+    Returns:
+      The new values. Empty, without an equation, if `update` returns further
+      values.
     """
     assert _collected.updates is not None
     name = f"{_PREFIX}{len(_collected.updates)}"
     traced = _find_known(name, key, [*gradients, *values])
     traced = traced or _trace(update, gradients, values)
+    if len(traced.out_avals) > len(values):
+        return []
     captured = traced.consts
     marked = Update(
         traced=ClosedJaxpr(with_consts_as_inputs(traced), []),

@@ -35,6 +35,7 @@ from typing import Any
 import jax
 
 from keras_strategies.passes.combined_sums import PACK, UNPACK
+from keras_strategies.passes.specs import Axis
 from keras_strategies.spmd.mesh import ReplicaMesh
 
 
@@ -107,6 +108,36 @@ def choose_buffering(mesh: ReplicaMesh) -> Buffering | None:
     if mesh.platform != "cpu" or mesh.cores_per_replica > 1:
         return None
     return IN_PROCESS if mesh.num_processes == 1 else BETWEEN_PROCESSES
+
+
+def sum_arrays(
+    arrays: Sequence[jax.Array], *, axis: Axis, buffering: Buffering | None
+) -> list[jax.Array]:
+    """Sums each array over the replicas, those that share a buffer in one sum.
+
+    Args:
+      arrays: This replica's arrays.
+      axis: The replica axis.
+      buffering: The rule that decides which arrays share a buffer. None for no
+        buffers.
+    """
+    sums: list[Any] = [None] * len(arrays)
+    for members in buffering.groups(arrays) if buffering else ():
+        group = [arrays[i] for i in members]
+        total = _sum_over(pack(group), axis)
+        for i, piece in zip(members, unpack(total, group), strict=True):
+            sums[i] = piece
+    return [
+        _sum_over(array, axis) if total is None else total
+        for array, total in zip(arrays, sums, strict=True)
+    ]
+
+
+def _sum_over(array: jax.Array, axis: Axis) -> jax.Array:
+    # XLA's partitioner (jax 0.10) rejects a sum over the replicas if there is
+    # only one replica, with several cores.
+    is_alone = jax.lax.axis_size(axis) == 1
+    return array if is_alone else jax.lax.psum(array, axis)
 
 
 def pack(arrays: Sequence[jax.Array]) -> jax.Array:

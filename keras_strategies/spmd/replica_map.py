@@ -21,7 +21,7 @@ from keras_strategies.passes import replay, stages
 from keras_strategies.passes.constrained_operations import constrain_function
 from keras_strategies.passes.lockstep import Turn
 from keras_strategies.passes.specs import Axis, Sharded
-from keras_strategies.spmd.buffers import Buffering, pack, unpack
+from keras_strategies.spmd.buffers import Buffering, sum_arrays
 from keras_strategies.spmd.dispatch import keep_out_of_cache
 from keras_strategies.spmd.mesh import ReplicaMesh
 
@@ -249,33 +249,11 @@ def all_sum(
         # In lockstep, sums are computed eagerly, op by op, so a buffer would
         # only add work.
         buffering = None
-    reduce = functools.partial(_sum, axis=axis, buffering=buffering)
+    reduce = functools.partial(sum_arrays, axis=axis, buffering=buffering)
     if sum_dtype is None:
         return replay.collective(reduce, arrays)
     sums = replay.collective(reduce, [a.astype(sum_dtype) for a in arrays])
     return [s.astype(a.dtype) for s, a in zip(sums, arrays, strict=True)]
-
-
-def _sum(
-    leaves: list[jax.Array], *, axis: Axis, buffering: Buffering | None
-) -> list[jax.Array]:
-    sums: list[Any] = [None] * len(leaves)
-    for members in buffering.groups(leaves) if buffering else ():
-        group = [leaves[i] for i in members]
-        total = _psum(pack(group), axis)
-        for i, piece in zip(members, unpack(total, group), strict=True):
-            sums[i] = piece
-    return [
-        _psum(leaf, axis) if total is None else total
-        for leaf, total in zip(leaves, sums, strict=True)
-    ]
-
-
-def _psum(leaf: jax.Array, axis: Axis) -> jax.Array:
-    # XLA's partitioner (jax 0.10) rejects a sum over the replicas if there is
-    # only one replica, with several cores.
-    is_alone = jax.lax.axis_size(axis) == 1
-    return leaf if is_alone else jax.lax.psum(leaf, axis)
 
 
 def sum_if(
