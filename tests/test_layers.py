@@ -33,7 +33,7 @@ FLOORS = [
     {"fit/inputs", "variables"},
     {"hooks"},
     {"kernels"},
-    {"step/ragged"},
+    {"step/ragged", "step/state"},
     {"step"},
     {"fit/callbacks", "run"},
     {"fit"},

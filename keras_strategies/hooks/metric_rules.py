@@ -4,23 +4,28 @@ Most metrics are sums over rows, so the replicas' changes are summed. Other
 metrics (a maximum, a last value, the mean of a function whose value for one row
 depends on other rows) are updated on every replica with the rows of all
 replicas. Keras's metrics are sums over rows, except those for which
-`mixes_rows` returns True. A user-defined metric is tested once on toy data.
+`mixes_rows` returns True. The update of a user-defined metric is traced with
+two numbers of rows, and the traces are analyzed.
 """
 
 import warnings
 import weakref
 from collections.abc import Callable, Hashable, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import keras
-import numpy as np
+from jax.extend.core import ClosedJaxpr
 from keras import tree
 
-from keras_strategies._types import Array, Leaf, Tree
+from keras_strategies._types import Tree
 from keras_strategies.hooks.gather_rows import has_rows, note_rows
 from keras_strategies.keras_bridge.step_context import StepContext
+from keras_strategies.passes.row_kinds.additions import (
+    adds_sums,
+    find_additions,
+)
 
 SUM = "sum"
 """The replicas' changes are summed."""
@@ -36,7 +41,8 @@ GLOBAL = "global batch"
 """None of the rules is certain to be correct, so the step must see the global
 batch."""
 
-_PARTS = (3, 5)
+_ROWS = (7, 21)
+"""The numbers of rows with which a metric's updates are traced."""
 # Whether a metric is a sum over rows, for each form of its calls.
 _verdicts: "weakref.WeakKeyDictionary[keras.metrics.Metric, dict[Any, bool]]"
 _verdicts = weakref.WeakKeyDictionary()
@@ -208,16 +214,15 @@ def _is_additive(
     form = _find_form(args, kwargs)
     if form not in verdicts:
         is_first = all(verdicts.values())
-        verdicts[form] = _try_out(metric, args, kwargs)
+        verdicts[form] = _run_in_thread(lambda: _adds_up(metric, args, kwargs))
         is_wrapper = isinstance(metric, keras.metrics.MeanMetricWrapper)
         if is_first and not verdicts[form] and not is_wrapper:
             warnings.warn(
-                f"Metric {metric.name!r} ({type(metric).__name__}) is not a "
-                "sum over rows: updating it with two parts of a batch gives "
-                "another result than updating it with the entire batch. "
-                "Therefore each replica updates it with the rows of all "
-                "replicas. The result is exact, but y and y_pred must be "
-                "gathered from the replicas in each step.",
+                f"Metric {metric.name!r} ({type(metric).__name__}) is not "
+                "shown to add a sum over rows to its states. Therefore each "
+                "replica updates it with the rows of all replicas. The result "
+                "is exact, but y and y_pred must be gathered from the replicas "
+                "in each step.",
                 UserWarning,
                 stacklevel=2,
             )
@@ -225,7 +230,7 @@ def _is_additive(
 
 
 def _find_form(args: Sequence[Any], kwargs: dict[str, Any]) -> Hashable:
-    """Returns what the test of a call on toy data depends on.
+    """Returns the key of calls to which one verdict applies.
 
     A metric may be a sum over rows without sample weights, and not with them.
     """
@@ -236,18 +241,59 @@ def _find_form(args: Sequence[Any], kwargs: dict[str, Any]) -> Hashable:
     )
 
 
-def _try_out(
+def _adds_up(
     metric: keras.metrics.Metric, args: Sequence[Any], kwargs: dict[str, Any]
 ) -> bool:
-    """Tests on random data whether a metric is a sum over rows.
+    """Returns whether an update adds sums over its rows to the states.
 
-    The metric is updated with the parts of a toy batch, and the changes are
-    summed. It is a sum over rows if this gives the same state as an update with
-    the entire batch.
+    Then the sum of the replicas' changes is the change on one device. The
+    update's traces decide this.
     """
-    batch = (tuple(args), dict(kwargs))
-    rows = next(a.shape[0] for a in _find_arrays(batch) if len(a.shape))
-    return _run_in_thread(lambda: _adds_up(metric, batch, rows))
+    arrays = _find_arrays((args, kwargs))
+    sizes = {a.shape[0] for a in arrays if a.shape}
+    if len(sizes) > 1:
+        return False
+    traced = [_trace_update(metric, args, kwargs, rows) for rows in _ROWS]
+    are_rows = [bool(a.shape) for a in arrays]
+    return adds_sums(traced[0], traced[1], are_rows, _ROWS)
+
+
+def _adds_the_same(
+    metric: keras.metrics.Metric, args: Sequence[Any], kwargs: dict[str, Any]
+) -> bool:
+    """Returns whether an update adds the same, whatever the states are."""
+    traced = _trace_update(metric, args, kwargs, 0)
+    return find_additions(traced, len(metric.variables)) is not None
+
+
+def _trace_update(
+    metric: keras.metrics.Metric,
+    args: Sequence[Any],
+    kwargs: dict[str, Any],
+    rows: int,
+) -> ClosedJaxpr:
+    """Traces an update of a metric's states.
+
+    Args:
+      metric: The metric.
+      args: The positional arguments of the update.
+      kwargs: The keyword arguments of the update.
+      rows: The number of rows of the arrays, except for scalars.
+    """
+    leaves, structure = jax.tree.flatten((tuple(args), kwargs))
+
+    def update(states: list[Any], arrays: list[Any]) -> list[Any]:
+        rest = iter(arrays)
+        filled = [next(rest) if _is_array(a) else a for a in leaves]
+        args, kwargs = jax.tree.unflatten(structure, filled)
+        return list(metric.stateless_update_state(states, *args, **kwargs))
+
+    states = [v.value for v in metric.variables]
+    shapes = [
+        jax.ShapeDtypeStruct((rows, *a.shape[1:]) if a.shape else (), a.dtype)
+        for a in filter(_is_array, leaves)
+    ]
+    return jax.make_jaxpr(update)(states, shapes)
 
 
 def _run_in_thread(question: Callable[[], bool]) -> bool:
@@ -258,141 +304,5 @@ def _run_in_thread(question: Callable[[], bool]) -> bool:
     """
     with ThreadPoolExecutor(1) as pool:
         answer = pool.submit(question)
-    # The user's code may fail on toy data that it does not support.
+    # The user's code may support only other numbers of rows.
     return answer.exception() is None and answer.result()
-
-
-def _adds_the_same(
-    metric: keras.metrics.Metric, args: Sequence[Any], kwargs: dict[str, Any]
-) -> bool:
-    """Returns whether a scalar update adds the same, whatever the state is."""
-    random = np.random.default_rng(0)
-    for toy in _TOYS:
-
-        def scalar(like: Leaf, toy: _Toy = toy) -> Leaf:
-            if not _is_array(like):
-                return like
-            value = random.uniform(toy.low, toy.high)
-            return np.asarray(value).astype(like.dtype)
-
-        state = _make_reset_state(metric)
-        for _ in range(12):
-            batch = tree.map_structure(scalar, (tuple(args), dict(kwargs)))
-            first = _make_reset_state(metric)
-            at_once = _compute_update(metric, first, batch)
-            later = _compute_update(metric, state, batch)
-            for a, f, x, s in zip(at_once, first, later, state, strict=True):
-                added = np.subtract(a, f, dtype="float64")
-                then = np.subtract(x, s, dtype="float64")
-                if not np.allclose(added, then, rtol=1e-3, atol=1e-4):
-                    return False
-            state = later
-    return True
-
-
-def _adds_up(metric: keras.metrics.Metric, like: Tree, rows: int) -> bool:
-    """Tests on ranges of random data whether a metric is a sum over rows.
-
-    A range of toy data decides nothing if it does not change the metric, or if
-    the metric raises an error. The result is True if at least one range shows
-    that the metric is a sum, and no range shows that it is not.
-    """
-    answers: list[bool | None] = []
-    error: Exception | None = None
-    for toy in _TOYS:
-        try:
-            answers.append(_adds_up_on(toy, metric, like, rows))
-        except Exception as e:  # The user's code may not support these data.
-            error = e
-    if not answers and error is not None:
-        raise error
-    return any(answers) and False not in answers
-
-
-def _adds_up_on(
-    toy: "_Toy", metric: keras.metrics.Metric, like: Tree, rows: int
-) -> bool | None:
-    """Tests on one range of random data whether a metric is a sum over rows.
-
-    Returns None if the data do not decide this, because they do not change the
-    metric.
-    """
-    state = _make_reset_state(metric)
-    random = np.random.default_rng(0)
-    adds_up = None
-    for _ in range(2):
-        batch = tree.map_structure(
-            lambda a: _make_toy(a, rows, toy, random) if _is_array(a) else a,
-            like,
-        )
-        at_once = _compute_update(metric, state, batch)
-        # The rule SUM does the same: it sums the changes of both parts, where
-        # each part updates the metric from `state`.
-        merged = [np.array(s) for s in state]
-        start = 0
-        for size in _PARTS:
-            part = _take(batch, slice(start, start + size))
-            changed = _compute_update(metric, state, part)
-            merged = [
-                m + (c - s)
-                for m, c, s in zip(merged, changed, state, strict=True)
-            ]
-            start += size
-        for m, w, s in zip(merged, at_once, state, strict=True):
-            # Entries that are not finite, because of an overflow or of the
-            # logarithm of a negative number, are ignored.
-            finite = np.isfinite(np.asarray(m, "float64")) & np.isfinite(w)
-            if not np.allclose(m[finite], w[finite], rtol=1e-4, atol=1e-5):
-                return False
-            if not np.array_equal(w[finite], s[finite]):
-                adds_up = True
-        state = at_once
-    return adds_up
-
-
-def _make_reset_state(metric: keras.metrics.Metric) -> list[np.ndarray]:
-    return [np.asarray(v) for v in metric.stateless_reset_state()]
-
-
-def _compute_update(
-    metric: keras.metrics.Metric,
-    state: list[np.ndarray],
-    batch: Tree,
-) -> list[np.ndarray]:
-    args, kwargs = batch
-    new = metric.stateless_update_state(state, *args, **kwargs)
-    return [np.asarray(v) for v in new]
-
-
-class _Toy(NamedTuple):
-    """A range of random test data; some metrics change in one range only."""
-
-    low: float
-    high: float
-    largest_int: int
-
-
-_TOYS = (_Toy(0.05, 0.95, 1), _Toy(-3.0, 3.0, 9), _Toy(-200.0, 200.0, 99))
-
-
-def _make_toy(
-    like: Array, rows: int, toy: _Toy, random: np.random.Generator
-) -> np.ndarray:
-    if not like.shape:
-        return np.ones((), like.dtype)
-    if like.shape[0] != rows:
-        raise ValueError("An argument without rows cannot be split.")
-    shape = (sum(_PARTS), *like.shape[1:])
-    if np.issubdtype(like.dtype, np.integer):
-        values = random.integers(0, toy.largest_int + 1, shape)
-        return values.astype(like.dtype)
-    values = random.uniform(toy.low, toy.high, shape)
-    if like.dtype == bool:
-        return values > (toy.low + toy.high) / 2
-    return values.astype(like.dtype)
-
-
-def _take(batch: Tree, part: slice) -> Tree:
-    return tree.map_structure(
-        lambda a: a[part] if isinstance(a, np.ndarray) and a.ndim else a, batch
-    )

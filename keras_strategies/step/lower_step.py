@@ -13,8 +13,9 @@ from keras_strategies.spmd.batches import Segment, num_rows
 from keras_strategies.spmd.mesh import ReplicaMesh
 from keras_strategies.spmd.rows import padded_rows
 from keras_strategies.step import step_functions
-from keras_strategies.step.array_groups import PLAIN, find_forms
 from keras_strategies.step.record import with_leading
+from keras_strategies.step.state.array_groups import find_layout
+from keras_strategies.step.state.layout import PLAIN
 from keras_strategies.variables import shardings
 
 KINDS = ("train", "test", "predict")
@@ -61,10 +62,10 @@ def lower_step(
     padded = padded_rows(rows, mesh.num_replicas)
     variables = step_functions.step_variables(model, kind)
     is_training = kind == "train"
-    forms = find_forms(model, variables, mesh) if is_training else PLAIN
+    layout = find_layout(model, variables, mesh) if is_training else PLAIN
 
     program = step_functions.make_program(
-        model, mesh, kind, variables, replica_scope, forms
+        model, mesh, kind, variables, replica_scope, layout
     )
     state = tuple(shardings.shapes_of(group, mesh) for group in variables)
 

@@ -42,6 +42,7 @@ from keras_strategies.step.ragged_step import (
 from keras_strategies.step.record import Record, StepTracer
 from keras_strategies.step.route import Form, Route
 from keras_strategies.step.router import Router
+from keras_strategies.step.state.layout import PLAIN, Layout
 from keras_strategies.step.traced import call_on_global_batch, jit_named
 from keras_strategies.variables.shardings import (
     sharding_of,
@@ -179,59 +180,61 @@ class ModelProgram:
     def _find_shardings(self, is_even: bool) -> Sequence[Sequence[Any]]:
         """Returns the shardings of the state of one of the programs."""
         mesh = self._mesh
-        return [[sharding_of(v, mesh) for v in g] for g in self._variables]
+        plain = [[sharding_of(v, mesh) for v in g] for g in self._variables]
+        return self._mapped_layout.find_shardings(plain) if is_even else plain
 
     def _run_even_rows(
         self, is_stacked: bool, written: Group, read: Group, data: Batch
     ) -> tuple[Any, ...]:
         """Runs the step on each replica's rows of one or of several batches."""
         step = self._lower_step(self._router.find_record(data, is_stacked))
-        return self._map_even_step(step, is_stacked)(written, read, data)
+        body = self._map_step(step, self._mapped_layout, stacked=is_stacked)
+        return body(written, read, data)
 
     def _lower_step(self, record: Record) -> Body:
         """Returns the traced step of a replica."""
         return record.traced
 
-    def _map_even_step(self, step: Body, stacked: bool) -> Body:
-        return self._map_step(step, stacked=stacked)
+    @property
+    def _mapped_layout(self) -> Layout:
+        """The layout of mapped programs."""
+        return PLAIN
 
     def _map_step(
-        self,
-        step: Body,
-        *,
-        stacked: bool,
-        on_state: Callable[[Body], Body] = lambda body: body,
+        self, step: Body, layout: Layout = PLAIN, *, stacked: bool
     ) -> Body:
         """Maps a step over the replicas, for one batch or stacked batches.
 
         Args:
-          step: The step.
+          step: The step, for a state with Keras's layout.
+          layout: The layout of the state.
           stacked: Whether the step receives stacked batches.
-          on_state: Changes the form in which the step takes and returns the
-            state.
         """
-        replicated = replicated_spec()
-        # The loop over stacked batches is inside the mapped function, except
-        # with sharded variables: then the loop is around the mapped step.
-        is_inner = stacked and not self._is_sharded
-        split = split_spec(self._mesh, dim=int(is_inner))
-        specs, results = (replicated, replicated), replicated
+        written, mesh = self._written, self._mesh
         if self._is_sharded:
-            specs, results = self._divide(self._specs), self._result_specs
-        elif self._returns_rows:
-            results = (split, replicated, replicated)
-        if not self._is_sharded:
-            step = on_state(step)
-        body = sharded_map(
-            self._scan_steps(step) if is_inner else step,
-            self._mesh,
-            in_specs=(*specs, split),
-            out_specs=results,
+            # The loop over stacked batches is around the mapped step.
+            body = sharded_map(
+                step,
+                mesh,
+                in_specs=(*self._divide(self._specs), split_spec(mesh)),
+                out_specs=self._result_specs,
+            )
+            body = layout.wrap_step(body, written)
+            return self._scan_steps(body) if stacked else body
+        step = layout.wrap_step(step, written)
+        body = self._scan_steps(step) if stacked else step
+        replicated, new = replicated_spec(), layout.find_specs(written)
+        split = split_spec(mesh, dim=int(stacked))
+        return sharded_map(
+            layout.wrap_loop(body, written),
+            mesh,
+            in_specs=(new, replicated, split),
+            out_specs=(
+                split if self._returns_rows else replicated,
+                new,
+                replicated,
+            ),
         )
-        if not self._is_sharded:
-            return body
-        body = on_state(body)
-        return self._scan_steps(body) if stacked else body
 
     def _result_specs(self, results: tuple[Any, ...]) -> tuple[Any, ...]:
         _, _, changed = results

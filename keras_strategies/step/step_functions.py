@@ -27,17 +27,16 @@ from keras_strategies.spmd.batches import (
     unstack_steps,
 )
 from keras_strategies.spmd.mesh import ReplicaMesh
-from keras_strategies.step.array_groups import (
-    PLAIN,
-    Forms,
-    find_forms,
+from keras_strategies.step.model_call import ModelCall
+from keras_strategies.step.predict_program import PredictProgram
+from keras_strategies.step.state.array_groups import (
     find_holders,
+    find_layout,
     refuse_changed,
     regroup,
     wrap_groups,
 )
-from keras_strategies.step.model_call import ModelCall
-from keras_strategies.step.predict_program import PredictProgram
+from keras_strategies.step.state.layout import PLAIN, Layout
 from keras_strategies.step.train_program import StepProgram
 from keras_strategies.variables import deferred_creation, ownership
 
@@ -159,12 +158,12 @@ class StepFunctionCache:
         if getattr(model, name) is None or not is_known or force:
             self._keys[kind], self._made[kind] = key, {}
         made = self._made[kind]
-        forms = PLAIN
+        layout = PLAIN
         if kind == "train" and self.are_read_together:
-            forms = find_forms(model, variables, self.mesh)
-        is_other = forms != PLAIN
+            layout = find_layout(model, variables, self.mesh)
+        is_other = layout is not PLAIN
         if is_other not in made:
-            made[is_other] = self._make_function(kind, variables, forms)
+            made[is_other] = self._make_function(kind, variables, layout)
         setattr(model, name, made[is_other])
         return made[is_other]
 
@@ -172,11 +171,11 @@ class StepFunctionCache:
         self,
         kind: str,
         variables: tuple[Any, ...],
-        forms: Forms,
+        layout: Layout,
     ) -> StepFunction:
         model, mesh, groups = self.model, self.mesh, _GROUPS[kind]
         check_step_signature(model, kind)
-        program = self._make_program(kind, variables, forms)
+        program = self._make_program(kind, variables, layout)
         donated = () if model.run_eagerly else _DONATED[kind]
         flags = [(v, v.trainable) for v in (*variables[0], *variables[1])]
 
@@ -205,13 +204,13 @@ class StepFunctionCache:
             except BaseException:
                 # Keras has taken the values out of the variables and would
                 # lose them. Its `jax_state_sync` reads them from here.
-                kept = wrap_groups(state, forms)
+                kept = wrap_groups(state, layout)
                 model._jax_state = dict(zip(groups, kept, strict=True))
                 model._jax_state_synced = False
                 raise
             if kind == "train":
                 self.trained.add(execution)
-            state = wrap_groups(state, forms)
+            state = wrap_groups(state, layout)
             self._last[kind] = state
             outputs = done[-1] if done else execution.logs
             if kind == "predict" and len(done) > 1:
@@ -257,7 +256,7 @@ class StepFunctionCache:
         self,
         kind: str,
         variables: tuple[Any, ...],
-        forms: Forms,
+        layout: Layout,
     ) -> Program:
         model, mesh = self.model, self.mesh
         if model.run_eagerly:
@@ -273,7 +272,7 @@ class StepFunctionCache:
                 stacklevel=2,
             )
         scope = self.replica_scope
-        return make_program(model, mesh, kind, variables, scope, forms)
+        return make_program(model, mesh, kind, variables, scope, layout)
 
     def _make_eager(self, kind: str) -> Program:
         step, mesh = getattr(self.model, f"{kind}_step"), self.mesh
@@ -307,7 +306,7 @@ def make_program(
     kind: str = "train",
     variables: tuple[list[keras.Variable], ...] | None = None,
     replica_scope: ReplicaScope | None = None,
-    forms: Forms = PLAIN,
+    layout: Layout = PLAIN,
 ) -> PredictProgram | StepProgram:
     """Makes the program of a built model's train, test or predict step."""
     if variables is None:
@@ -322,7 +321,7 @@ def make_program(
     name = f"{kind}_step"
     if kind == "predict":
         return PredictProgram(step, name, variables, **options)
-    return StepProgram(step, name, variables, forms=forms, **options)
+    return StepProgram(step, name, variables, layout=layout, **options)
 
 
 def _find_global_reason(model: keras.Model) -> str | None:

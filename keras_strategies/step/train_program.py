@@ -1,7 +1,6 @@
 """The compiled programs of train and test steps."""
 
 import dataclasses
-import functools
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
@@ -10,22 +9,16 @@ import jax
 from keras_strategies._types import Batch, Groups, Logs
 from keras_strategies.hooks import merge as merge_lib
 from keras_strategies.hooks import seeds, summands
-from keras_strategies.hooks.local_sums import OPTIMIZER
 from keras_strategies.keras_bridge.step_context import Group, StepContext
 from keras_strategies.spmd.batches import Segment, unstack_steps
 from keras_strategies.spmd.dispatch import dispatch
 from keras_strategies.spmd.identity import IdentityMap
-from keras_strategies.spmd.replica_map import (
-    replica_map,
-    replicated_spec,
-    split_spec,
-)
 from keras_strategies.step import step_logs
-from keras_strategies.step.array_groups import PLAIN, Forms
 from keras_strategies.step.model_program import Body, ModelProgram
 from keras_strategies.step.ragged_step import RaggedCall
 from keras_strategies.step.record import Record, TraceKind
 from keras_strategies.step.route import Route
+from keras_strategies.step.state.layout import OPTIMIZER, PLAIN, Layout
 
 
 class StepProgram(ModelProgram):
@@ -33,24 +26,21 @@ class StepProgram(ModelProgram):
 
     Args:
       *args: See `ModelProgram`.
-      forms: The forms in which steps may store arrays.
+      layout: The layout of the state in mapped programs.
       **options: See `ModelProgram`.
     """
 
     def __init__(
-        self,
-        *args: Any,
-        forms: Forms = PLAIN,
-        **options: Any,
+        self, *args: Any, layout: Layout = PLAIN, **options: Any
     ) -> None:
-        self._local_sums, self._stacks = forms.local_sums, forms.stacks
         super().__init__(*args, **options)
-        self._router.kind = TraceKind(sums_later=forms.local_sums is not None)
+        self._layout, self._is_layout_known = layout, layout is PLAIN
+        self._is_packed = True
+        self._router.kind = TraceKind(sums_later=layout.has_local_sums)
         self._router.needs_sums = self._needs_sums
         self._unstack = jax.jit(
             unstack_steps, static_argnums=1, out_shardings=self._mesh.split
         )
-        self._are_stacks_kept = False
 
     def __call__(
         self, state: Groups, segment: Segment
@@ -77,67 +67,39 @@ class StepProgram(ModelProgram):
         self, call: Callable[..., Any], state: Groups, segment: Segment
     ) -> Any:
         route = self.find_route(segment)
-        if route.is_mapped and self._stacks and not self._are_stacks_kept:
+        if route.is_mapped and not self._is_layout_known:
             args = self._arguments(route, state, segment)
             self._programs[route.form].trace(*args)
-            self._are_stacks_kept = self._stacks.are_kept
-            if not self._are_stacks_kept:
-                self._stacks.convert(state, is_stacked=False)
-                self._stacks = None
+            self._is_packed = self._layout.is_kept
+            self._is_layout_known = True
         return super()._start(call, state, segment)
 
     def _arguments(
         self, route: Route, state: Groups, segment: Segment
     ) -> tuple[Any, ...]:
-        if self._stacks is not None:
-            self._stacks.convert(state, is_stacked=route.is_mapped)
-        groups = list(state)
-        if self._local_sums is not None:
-            groups[OPTIMIZER] = self._local_sums.convert(
-                state[OPTIMIZER],
-                is_stacked=route.is_mapped and self._router.kind.sums_later,
-            )
-        return super()._arguments(route, tuple(groups), segment)
+        is_packed = route.is_mapped and self._mapped_layout is not PLAIN
+        self._layout.convert(state, is_packed=is_packed)
+        return super()._arguments(route, state, segment)
 
-    def _find_shardings(self, is_even: bool) -> Sequence[Sequence[Any]]:
-        if is_even and self._stacks is not None:
-            return self._stacks.find_shardings()
-        return super()._find_shardings(is_even)
+    @property
+    def _mapped_layout(self) -> Layout:
+        """The layout of mapped programs."""
+        has_sums = self._layout.has_local_sums
+        is_used = self._is_packed and has_sums == self._router.kind.sums_later
+        return self._layout if is_used else PLAIN
 
     def _lower_step(self, record: Record) -> Body:
         return record.traced.combining_sums(self._mesh)
-
-    def _map_even_step(self, step: Body, stacked: bool) -> Body:
-        local = self._local_sums
-        if self._stacks is not None:
-            on_state = functools.partial(
-                self._stacks.on_stacks, written=self._written
-            )
-            return self._map_step(step, stacked=stacked, on_state=on_state)
-        if local is None or not self._router.kind.sums_later:
-            return super()._map_even_step(step, stacked)
-        replicated, place = replicated_spec(), self._written.index(OPTIMIZER)
-        written: list[Any] = [replicated for _ in self._written]
-        written[place] = local.specs_of(self._variables[OPTIMIZER])
-        return replica_map(
-            local.on_replicas(
-                self._scan_steps(step) if stacked else step, place
-            ),
-            self._mesh,
-            in_specs=(
-                written,
-                replicated,
-                split_spec(self._mesh, dim=int(stacked)),
-            ),
-            out_specs=(replicated, written, replicated),
-        )
 
     def _needs_sums(self, record: Record) -> bool:
         """Returns whether a step uses accumulators in another way."""
         sizes = [len(self._variables[i]) for i in self._written]
         start = sum(sizes[: self._written.index(OPTIMIZER)])
-        local = self._local_sums
-        places = [start + i for i in local.places] if local else []
+        places = [
+            start + i
+            for i in range(sizes[self._written.index(OPTIMIZER)])
+            if self._layout.differs(OPTIMIZER, i)
+        ]
         return record.needs_sums or summands.are_used_as_sums(
             record.jaxpr, places, sum(sizes)
         )
@@ -163,14 +125,14 @@ class StepProgram(ModelProgram):
         return self._merge(step, old, folded, new, logs)
 
     def _begin_sums(self, step: StepContext, state: Sequence[Group]) -> None:
-        local = self._local_sums
-        if local is not None and step.facts.sums_later:
-            summands.begin(
-                step,
-                local.accumulators,
-                self._variables[OPTIMIZER],
-                state[OPTIMIZER],
-            )
+        if step.facts.sums_later:
+            variables = self._variables[OPTIMIZER]
+            accumulators = [
+                variable
+                for i, variable in enumerate(variables)
+                if self._layout.differs(OPTIMIZER, i)
+            ]
+            summands.begin(step, accumulators, variables, state[OPTIMIZER])
 
     def _on_rows(
         self, step: StepContext, state: Sequence[Group], data: Batch

@@ -403,7 +403,7 @@ METRICS = {
             models.SawLarge(),
         ],
         regressed,
-        warns="is not a sum over rows",
+        warns="not shown to add a sum",
     ),
     "function_that_mixes_rows": by_metrics(
         lambda: [models.spread_metric], regressed

@@ -497,7 +497,7 @@ def test_metrics_that_are_no_sums_beyond_small_numbers(metric):
     def act(model):
         return train(model, x=x, y=np.stack([labels, labels[::-1]], axis=1))
 
-    with pytest.warns(UserWarning, match="not a sum over rows"):
+    with pytest.warns(UserWarning, match="not shown to add"):
         check(
             two_outputs,
             act,

@@ -1,22 +1,15 @@
 """The groups of arrays that Keras's loops pass from step to step."""
 
-import dataclasses
 from collections.abc import Sequence
 from typing import Any, NoReturn
 
 import keras
 
-from keras_strategies.hooks.local_sums import (
-    OPTIMIZER,
-    LocalSums,
-    find_local_sums,
-)
 from keras_strategies.spmd.identity import IdentityMap
 from keras_strategies.spmd.mesh import ReplicaMesh
-from keras_strategies.step.stacked_state import (
-    StackedState,
-    find_stacked_state,
-)
+from keras_strategies.step.state.layout import PLAIN, Layout
+from keras_strategies.step.state.local_sums import find_local_sums
+from keras_strategies.step.state.stacked_blocks import find_stacked_blocks
 
 
 class ArrayGroup(Sequence[Any]):
@@ -28,29 +21,24 @@ class ArrayGroup(Sequence[Any]):
 
     Args:
       arrays: The arrays, as the next step takes them.
-      local_sums: The accumulators that may be stacked in the arrays, or None.
-        The entries of the sequence are their sums, computed when first read.
-      stacks: The weights that may be stacked in the arrays, or None. Stacks
-        are divided when an entry of one is first read.
+      layout: The layout that the arrays may have. When an entry of the sequence
+        is first read that may be in another form, the values are computed.
       number: The index of the group in the state.
 
     Attributes:
       arrays: The arrays, as the next step takes them.
-      sums: The sums at the places of stacked accumulators, and None elsewhere.
-        Empty if the sums were not computed.
+      values: The values at the places where the arrays are in another form, and
+        None elsewhere. Empty if there are no such places, or if the values were
+        not read.
     """
 
     def __init__(
-        self,
-        arrays: Sequence[Any],
-        local_sums: LocalSums | None = None,
-        stacks: StackedState | None = None,
-        number: int = 0,
+        self, arrays: Sequence[Any], layout: Layout = PLAIN, number: int = 0
     ) -> None:
         self.arrays = arrays
-        self.sums: list[Any] = []
-        self._local_sums = local_sums
-        self._stacks, self._number = stacks, number
+        self.values: list[Any] = []
+        self._layout, self._number = layout, number
+        self._is_read = False
 
     def __len__(self) -> int:
         return len(self.arrays)
@@ -59,61 +47,42 @@ class ArrayGroup(Sequence[Any]):
         if isinstance(index, slice):
             return [self[i] for i in range(len(self))[index]]
         place = range(len(self))[index]
-        stacks, number = self._stacks, self._number
-        if stacks is not None and stacks.has_stack(number, place):
-            self.arrays = list(self.arrays)
-            stacks.unstack(number, self.arrays)
-            self._stacks = None
-        if self._local_sums is not None and not self.sums:
-            self.sums = self._local_sums.find_sums(list(self.arrays))
-        total = self.sums[index] if self.sums else None
-        return self.arrays[index] if total is None else total
+        is_other = self._layout.differs(self._number, place)
+        if is_other and not self._is_read:
+            read = self._layout.read(self._number, list(self.arrays))
+            self.arrays, self.values = read
+            self._is_read = True
+        value = self.values[place] if self.values else None
+        return self.arrays[place] if value is None else value
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class Forms:
-    """The forms, other than the variables', in which steps may store arrays.
-
-    Attributes:
-      local_sums: The accumulators that replicas sum only in updates, or None.
-      stacks: The weights of equal blocks that stay stacked, or None.
-    """
-
-    local_sums: LocalSums | None = None
-    stacks: StackedState | None = None
-
-
-PLAIN = Forms()
-
-
-def find_forms(
+def find_layout(
     model: keras.Model, variables: tuple[Any, ...], mesh: ReplicaMesh
-) -> Forms:
-    """Finds the arrays that the train steps of a model store in another form.
+) -> Layout:
+    """Finds the layout of the state of a model's train steps.
 
     Args:
       model: The model.
       variables: The groups of the train step's variables.
       mesh: The mesh of the replicas.
     """
-    local_sums = find_local_sums(model, variables, mesh)
-    if local_sums is not None:
-        return Forms(local_sums=local_sums)
-    return Forms(stacks=find_stacked_state(model, variables, mesh))
+    return (
+        find_local_sums(model, variables, mesh)
+        or find_stacked_blocks(model, variables, mesh)
+        or PLAIN
+    )
 
 
 def wrap_groups(
-    state: Sequence[Sequence[Any]], forms: Forms
+    state: Sequence[Sequence[Any]], layout: Layout
 ) -> tuple[ArrayGroup, ...]:
     """Makes the groups of a step's state, for Keras."""
-
-    def wrap(number: int, group: Sequence[Any]) -> ArrayGroup:
-        if isinstance(group, ArrayGroup):
-            return group
-        sums = forms.local_sums if number == OPTIMIZER else None
-        return ArrayGroup(group, sums, forms.stacks, number)
-
-    return tuple(wrap(i, group) for i, group in enumerate(state))
+    return tuple(
+        group
+        if isinstance(group, ArrayGroup)
+        else ArrayGroup(group, layout, number)
+        for number, group in enumerate(state)
+    )
 
 
 def regroup(
@@ -159,4 +128,4 @@ def find_holders(groups: Sequence[Any]) -> list[list[Any]]:
       groups: The groups of the state: `ArrayGroup`s or lists.
     """
     arrays = [getattr(group, "arrays", group) for group in groups]
-    return [arrays, [getattr(group, "sums", []) for group in groups]]
+    return [arrays, [getattr(group, "values", []) for group in groups]]

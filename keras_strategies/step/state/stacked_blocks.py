@@ -7,7 +7,7 @@ is one operation. The variables get their own arrays when they are read.
 """
 
 import functools
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import jax
@@ -27,16 +27,19 @@ from keras_strategies.spmd.buffers import choose_buffering
 from keras_strategies.spmd.dispatch import dispatch
 from keras_strategies.spmd.mesh import ReplicaMesh
 from keras_strategies.spmd.replica_map import replica_map
+from keras_strategies.step.state.layout import (
+    OPTIMIZER,
+    WEIGHTS,
+    Layout,
+    Step,
+)
 from keras_strategies.variables.shardings import (
     sharding_of,
     spec_of,
 )
 
-_WEIGHTS, _OPTIMIZER = 0, 2
-"""The indices of these groups in the state of a train step."""
 
-
-class StackedState:
+class StackedBlocks(Layout):
     """The places in a train step's state whose arrays may be stacked.
 
     The arrays of some places of a group form a column. If they are stacked, the
@@ -48,7 +51,7 @@ class StackedState:
       mesh: The mesh of the replicas.
 
     Attributes:
-      are_kept: Whether the program that was traced last keeps any stack.
+      is_kept: Whether the program that was traced last keeps any stack.
         Otherwise its steps have to stack all weights, because the blocks are
         not computed in a loop, for example because they differ.
     """
@@ -66,17 +69,14 @@ class StackedState:
         }
         self._variables = variables
         self._mesh = mesh
-        self.are_kept = False
+        self.is_kept = False
 
-    def convert(self, state: Groups, *, is_stacked: bool) -> None:
+    def convert(self, state: Groups, *, is_packed: bool) -> None:
         """Stacks the arrays of the columns, or divides the stacks; in place.
 
-        Args:
-          state: The groups of a state: lists of arrays or of shapes, with
-            stacks or without. The arrays that are replaced are deleted.
-          is_stacked: Whether the result has stacks.
+        The arrays that are replaced are deleted.
         """
-        change = self._stack if is_stacked else self.unstack
+        change = self._stack if is_packed else self._unstack
         for number in self._columns:
             change(number, state[number])
 
@@ -96,17 +96,18 @@ class StackedState:
             for i in column[1:]:
                 group[i] = None
 
-    def has_stack(self, number: int, place: int) -> bool:
+    def differs(self, number: int, place: int) -> bool:
         """Returns whether a place of a group belongs to a column."""
         return place in self._places.get(number, ())
 
-    def unstack(self, number: int, group: Group) -> None:
-        """Divides the stacks of a group, and deletes them.
+    def read(self, number: int, arrays: list[Any]) -> tuple[Group, Group]:
+        """Returns the arrays of a group, whose stacks are divided for good."""
+        arrays = list(arrays)
+        self._unstack(number, arrays)
+        return arrays, []
 
-        Args:
-          number: The index of the group.
-          group: The group, with stacks or without; changed in place.
-        """
+    def _unstack(self, number: int, group: Group) -> None:
+        """Divides the stacks of a group, and deletes them; in place."""
         for column in self._columns.get(number, ()):
             stack = group[column[0]]
             if group[column[1]] is not None:
@@ -128,12 +129,11 @@ class StackedState:
             array.delete()
         return results
 
-    def find_shardings(self) -> list[list[NamedSharding | None]]:
-        """Returns the shardings of a state with stacks."""
-        found: list[list[Any]] = [
-            [sharding_of(v, self._mesh) for v in group]
-            for group in self._variables
-        ]
+    def find_shardings(
+        self, shardings: list[list[Any]]
+    ) -> Sequence[Sequence[Any]]:
+        """Returns the shardings of a state with stacks; None for no array."""
+        found = [list(group) for group in shardings]
         for number, columns in self._columns.items():
             for column in columns:
                 found[number][column[0]] = self._sharding(number, column)
@@ -141,18 +141,8 @@ class StackedState:
                     found[number][i] = None
         return found
 
-    def on_stacks(
-        self, body: Callable[..., Any], written: Sequence[int]
-    ) -> Callable[..., Any]:
-        """Makes a step take and return a state with stacks.
-
-        Args:
-          body: The step: `(written, *others) -> (results, written, *others)`.
-          written: The indices of the written groups.
-
-        Returns:
-          The step.
-        """
+    def wrap_step(self, step: Step, written: Sequence[int]) -> Step:
+        """Makes a step take and return a state with stacks."""
 
         def call(state: Sequence[Group], *args: Any) -> tuple[Any, ...]:
             slices = [
@@ -163,7 +153,7 @@ class StackedState:
             structures: list[Any] = []
 
             def flat(*leaves: Any) -> list[Any]:
-                results = body(*jax.tree.unflatten(structure, leaves))
+                results = step(*jax.tree.unflatten(structure, leaves))
                 structures.append(jax.tree.structure(results))
                 return jax.tree.leaves(results)
 
@@ -174,7 +164,7 @@ class StackedState:
             results, new, *others = jax.tree.unflatten(
                 result_structure, outputs
             )
-            self.are_kept = self._has_stacks(new[written.index(_WEIGHTS)])
+            self.is_kept = self._has_stacks(new[written.index(WEIGHTS)])
             stacks = [
                 self._stack_slices(i, group)
                 for i, group in zip(written, new, strict=True)
@@ -184,7 +174,7 @@ class StackedState:
         return call
 
     def _has_stacks(self, weights: Group) -> bool:
-        columns = self._columns[_WEIGHTS]
+        columns = self._columns[WEIGHTS]
         return any(_find_stack([weights[i] for i in c]) for c in columns)
 
     def _slice_group(self, number: int, group: Group) -> Group:
@@ -250,11 +240,11 @@ def _make_unstacker(sharding: NamedSharding) -> Any:
     return jax.jit(unstack_weights, out_shardings=(None, sharding))
 
 
-def find_stacked_state(
+def find_stacked_blocks(
     model: keras.Model,
     variables: Sequence[Sequence[keras.Variable]],
     mesh: ReplicaMesh,
-) -> StackedState | None:
+) -> StackedBlocks | None:
     """Finds the arrays that the train steps of a model keep stacked.
 
     Args:
@@ -272,9 +262,9 @@ def find_stacked_state(
     )
     if model.run_eagerly or not model.built or is_branch:
         return None
-    weights = {id(v): i for i, v in enumerate(variables[_WEIGHTS])}
-    slots = {id(v): i for i, v in enumerate(variables[_OPTIMIZER])}
-    columns: dict[int, list[list[int]]] = {_WEIGHTS: [], _OPTIMIZER: []}
+    weights = {id(v): i for i, v in enumerate(variables[WEIGHTS])}
+    slots = {id(v): i for i, v in enumerate(variables[OPTIMIZER])}
+    columns: dict[int, list[list[int]]] = {WEIGHTS: [], OPTIMIZER: []}
 
     def add(
         group: int, places: dict[int, int], column: Sequence[keras.Variable]
@@ -287,12 +277,12 @@ def find_stacked_state(
         return is_added
 
     for column in find_columns(model):
-        if _are_alone(column, mesh) and add(_WEIGHTS, weights, column):
+        if _are_alone(column, mesh) and add(WEIGHTS, weights, column):
             for of_slots in _find_slots(optimizer, column):
-                add(_OPTIMIZER, slots, of_slots)
-    if not columns[_WEIGHTS]:
+                add(OPTIMIZER, slots, of_slots)
+    if not columns[WEIGHTS]:
         return None
-    return StackedState(columns, variables, mesh)
+    return StackedBlocks(columns, variables, mesh)
 
 
 def _fit(column: Sequence[keras.Variable], mesh: ReplicaMesh) -> bool:

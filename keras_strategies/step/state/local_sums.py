@@ -15,6 +15,7 @@ import jax
 import jax.numpy as jnp
 import keras
 
+from keras_strategies._types import Groups
 from keras_strategies.hooks.summands import (
     accumulators_of,
     unwrap,
@@ -32,13 +33,11 @@ from keras_strategies.spmd.replica_map import (
     replicated_spec,
     split_spec,
 )
+from keras_strategies.step.state.layout import OPTIMIZER, Layout, Step
 from keras_strategies.variables.shardings import spec_of
 
-OPTIMIZER = 2
-"""The index of the optimizer's group in the state of a train step."""
 
-
-class LocalSums:
+class LocalSums(Layout):
     """The accumulators of a training step that may be stacked.
 
     Args:
@@ -51,13 +50,15 @@ class LocalSums:
       places: Their indices in the group.
     """
 
+    has_local_sums = True
+
     def __init__(
         self,
         accumulators: Sequence[keras.Variable],
         variables: Sequence[keras.Variable],
         mesh: ReplicaMesh,
     ) -> None:
-        self._mesh = mesh
+        self._mesh, self._size = mesh, len(variables)
         targets = IdentitySet(accumulators)
         self.places = [i for i, v in enumerate(variables) if v in targets]
         self.accumulators = [variables[i] for i in self.places]
@@ -90,37 +91,36 @@ class LocalSums:
         sums = all_sum(arrays, mesh.all_replicas, choose_buffering(mesh))
         return jnp.zeros(()), sums
 
-    def convert(self, group: Group, *, is_stacked: bool) -> Group:
-        """Returns a group whose accumulators are stacked, or are sums.
+    def convert(self, state: Groups, *, is_packed: bool) -> None:
+        """Stacks the accumulators of a state, or sums them; in place.
 
         Collective, if the accumulators are stacked and shall be sums.
-
-        Args:
-          group: The values of the optimizer's variables, as arrays or as
-            shapes.
-          is_stacked: Whether the result has stacked accumulators.
         """
+        group = state[OPTIMIZER]
         arrays = [group[i] for i in self.places]
-        if self._are_stacked(arrays) == is_stacked:
-            return group
+        if self._are_stacked(arrays) == is_packed:
+            return
         if isinstance(arrays[0], jax.ShapeDtypeStruct):
-            arrays = self._convert_shapes(arrays, is_stacked)
+            arrays = self._convert_shapes(arrays, is_packed)
         else:
-            program = self._stack if is_stacked else self._sum
+            program = self._stack if is_packed else self._sum
             _, arrays = dispatch(self._mesh, program, arrays)
-        group = list(group)
         for i, array in zip(self.places, arrays, strict=True):
             group[i] = array
-        return group
 
-    def find_sums(self, group: Group) -> list[Any]:
-        """Returns the sums of stacked accumulators, and None elsewhere.
+    def differs(self, number: int, place: int) -> bool:
+        """Returns whether a place of a group may have an accumulator."""
+        return number == OPTIMIZER and place in self.places
+
+    def read(self, number: int, arrays: list[Any]) -> tuple[Group, Group]:
+        """Returns the arrays, and the sums of stacked accumulators.
 
         Collective, if the accumulators are stacked.
         """
-        whole = self.convert(group, is_stacked=False)
-        pairs = zip(group, whole, strict=True)
-        return [None if new is old else new for old, new in pairs]
+        state: Any = [[] for _ in range(number)] + [list(arrays)]
+        self.convert(state, is_packed=False)
+        pairs = zip(arrays, state[number], strict=True)
+        return arrays, [None if new is old else new for old, new in pairs]
 
     def _are_stacked(self, arrays: Sequence[Any]) -> bool:
         return len(arrays[0].shape) > len(self.accumulators[0].shape)
@@ -136,15 +136,9 @@ class LocalSums:
             for s, v in zip(shapes, self.accumulators, strict=True)
         ]
 
-    def on_replicas(
-        self, body: Callable[..., Any], place: int
-    ) -> Callable[..., Any]:
-        """Wraps a mapped step, which then takes and returns stacked arrays.
-
-        Args:
-          body: The step of a replica, with the replica's summands.
-          place: The index of the optimizer's group in the written state.
-        """
+    def wrap_loop(self, body: Step, written: Sequence[int]) -> Step:
+        """Makes mapped steps take and return stacked arrays."""
+        place = written.index(OPTIMIZER)
 
         def call(written: Any, read: Any, data: Any) -> tuple[Any, ...]:
             written = self._change(written, place, lambda a: a[0])
@@ -162,11 +156,14 @@ class LocalSums:
             groups[place][i] = fn(groups[place][i])
         return groups
 
-    def specs_of(self, variables: Sequence[keras.Variable]) -> list[Any]:
-        """Returns the specs of a group with stacked accumulators."""
-        stacked = IdentitySet(self.accumulators)
-        split = split_spec(self._mesh)
-        return [split if v in stacked else replicated_spec() for v in variables]
+    def find_specs(self, written: Sequence[int]) -> Any:
+        """Returns the specs of the written groups of a mapped program."""
+        whole, split = replicated_spec(), split_spec(self._mesh)
+        stacked = set(self.places)
+        of_optimizer = [
+            split if i in stacked else whole for i in range(self._size)
+        ]
+        return [of_optimizer if i == OPTIMIZER else whole for i in written]
 
 
 def find_local_sums(

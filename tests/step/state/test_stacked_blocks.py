@@ -9,7 +9,7 @@ from keras import layers, optimizers
 import keras_strategies as ks
 from keras_strategies.kernels import scanned_blocks
 from keras_strategies.spmd import replica_map
-from keras_strategies.step import stacked_state
+from keras_strategies.step.state import stacked_blocks
 from keras_strategies.testing import assert_replicated
 from tests.support.combinations import combine
 from tests.support.strategies import make_strategy
@@ -22,13 +22,13 @@ X = np.random.default_rng(0).normal(size=(ROWS, WIDTH)).astype("float32")
 def runs(monkeypatch):
     """The names of the programs that stack weights or divide stacks."""
     names = []
-    run = stacked_state.StackedState._run
+    run = stacked_blocks.StackedBlocks._run
 
     def note(self, program, *arrays):
         names.append(program.__name__.split("_")[0])
         return run(self, program, *arrays)
 
-    monkeypatch.setattr(stacked_state.StackedState, "_run", note)
+    monkeypatch.setattr(stacked_blocks.StackedBlocks, "_run", note)
     return names
 
 

@@ -1,0 +1,108 @@
+"""Decides whether a traced update of a metric adds a sum over rows.
+
+If it does, the sum of what the replicas add is what one device adds.
+"""
+
+from collections.abc import Sequence
+from typing import Any
+
+import jax.numpy as jnp
+from jax.extend.core import ClosedJaxpr, Literal
+
+from keras_strategies._types import Equation
+from keras_strategies.passes.row_kinds import marks, scales
+from keras_strategies.passes.row_kinds.interpreter import Different, Interpreter
+from keras_strategies.passes.row_kinds.kinds import PLAIN, Kind, make_rows
+from keras_strategies.passes.stages import needed_equations, variables
+
+
+def find_additions(traced: ClosedJaxpr, num_states: int) -> list[Any] | None:
+    """Finds the values that an update adds to the values of its states.
+
+    Args:
+      traced: A traced function. Its first inputs are the states, and its
+        outputs the new states.
+      num_states: The number of states.
+
+    Returns:
+      The added (or subtracted) values, which do not depend on the states; or
+      None if the function computes a new state in another way.
+    """
+    jaxpr = traced.jaxpr
+    states = jaxpr.invars[:num_states]
+    makers = {v: e for e in jaxpr.eqns for v in e.outvars}
+    added: list[Any] = []
+
+    def adds_to(state: Any, value: Any) -> bool:
+        """Returns whether a value is a state to which values are added."""
+        if value is state:
+            return True
+        equation = None if isinstance(value, Literal) else makers.get(value)
+        if equation is None:
+            return False
+        operands, name = equation.invars, equation.primitive.name
+        if _keeps_entries(equation):
+            return adds_to(state, operands[0])
+        if name not in ("add", "add_any", "sub"):
+            return False
+        for old, new in (operands, operands[::-1])[: 1 + (name != "sub")]:
+            if adds_to(state, old):
+                added.append(new)
+                return True
+        return False
+
+    if not all(map(adds_to, states, jaxpr.outvars)):
+        return None
+    needed = needed_equations(jaxpr.eqns, added, lambda equation: False)
+    read = [*added, *(v for e in needed for v in e.invars)]
+    return added if {*states}.isdisjoint(variables(read)) else None
+
+
+def _keeps_entries(equation: Equation) -> bool:
+    """Returns whether a result has the entries of the equation's operand."""
+    if equation.primitive.name != "convert_element_type":
+        return equation.primitive.name in ("copy", "reshape")
+    # Sums that are cut to integers do not add up.
+    old, new = equation.invars[0].aval.dtype, equation.outvars[0].aval.dtype
+    are_integers = all(jnp.issubdtype(d, jnp.integer) for d in (old, new))
+    return are_integers or jnp.issubdtype(new, jnp.floating)
+
+
+def adds_sums(
+    traced: ClosedJaxpr,
+    more: ClosedJaxpr,
+    are_rows: Sequence[bool],
+    rows: Sequence[int],
+) -> bool:
+    """Returns whether an update adds sums over the rows of its arguments.
+
+    Args:
+      traced: The traced update; see `find_additions`.
+      more: A trace with more rows.
+      are_rows: Whether the dimension 0 of each argument is the rows; arguments
+        are the inputs after the states.
+      rows: The numbers of rows of both traces.
+    """
+    num_states = len(traced.jaxpr.outvars)
+    jaxprs = []
+    for trace in (traced, more):
+        added = find_additions(trace, num_states)
+        if added is None:
+            return False
+        terms = trace.jaxpr.replace(outvars=added)
+        jaxprs.append(ClosedJaxpr(terms, trace.consts))
+    inputs = [PLAIN] * num_states
+    inputs += [make_rows(0) if has_rows else PLAIN for has_rows in are_rows]
+    ratio = rows[1] / rows[0]
+    interpreter = Interpreter(rows[0], ratio, is_user_step=True)
+    try:
+        kinds = interpreter.interpret(jaxprs, inputs)
+    except Different:
+        return False
+    return all(_is_sum(kind, ratio) for kind in kinds)
+
+
+def _is_sum(kind: Kind, ratio: float) -> bool:
+    # A constant that grows as the number of rows is a sum over them.
+    rules = (marks.COUNT, marks.SHARE)
+    return any(scales.is_shown(kind, rule, ratio) for rule in rules)

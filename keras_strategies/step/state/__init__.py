@@ -1,0 +1,1 @@
+"""The forms in which steps store the arrays of their state."""
