@@ -288,12 +288,17 @@ def _trace_update(
         args, kwargs = jax.tree.unflatten(structure, filled)
         return list(metric.stateless_update_state(states, *args, **kwargs))
 
-    states = [v.value for v in metric.variables]
-    shapes = [
-        jax.ShapeDtypeStruct((rows, *a.shape[1:]) if a.shape else (), a.dtype)
+    states = [(tuple(v.shape), v.dtype) for v in metric.variables]
+    arrays = [
+        ((rows, *a.shape[1:]) if a.shape else (), a.dtype)
         for a in filter(_is_array, leaves)
     ]
-    return jax.make_jaxpr(update)(states, shapes)
+    # While Keras trains a model, its variables have no values.
+    shapes = [
+        [jax.ShapeDtypeStruct(*described) for described in group]
+        for group in (states, arrays)
+    ]
+    return jax.make_jaxpr(update)(*shapes)
 
 
 def _run_in_thread(question: Callable[[], bool]) -> bool:
