@@ -119,11 +119,13 @@ def materialize(
         layer.__dict__.pop(_MARK, None)
     with distribution_scope(distribution), creating(abstract=False):
         for variable in waiting:
-            initializer = initial_values.make_chief_initializer(
-                make_real(variable), mesh
-            )
+            initializer = make_real(variable)
+            kind = initial_values.name_initializer(initializer)
+            noted = initial_values.note_existing(mesh, variable, kind)
             variable._layout = None
-            variable._initialize_with_initializer(initializer)
+            variable._initialize_with_initializer(
+                initial_values.make_chief_initializer(initializer, mesh, noted)
+            )
 
 
 def _wrap_build(

@@ -1,7 +1,9 @@
 """Initial values of variables: all processes use the chief's values.
 
 Each process draws initial values itself, from a process-local random state. So
-before variables are placed, the chief's values are sent to all processes.
+before variables are placed, the chief's values are sent to all processes. For
+Keras's random initializers, the chief sends only the seed, from which all
+processes draw the same values.
 """
 
 import copy
@@ -17,6 +19,7 @@ from keras.src.backend.common.name_scope import current_path
 
 from keras_strategies._types import Array, Shape
 from keras_strategies.cluster.exchange import same_variables
+from keras_strategies.cluster.exchange.same_variables import Note
 from keras_strategies.cluster.user_code import locate_frame
 from keras_strategies.passes.traces import is_tracing
 from keras_strategies.spmd.chief import broadcast
@@ -26,7 +29,23 @@ from keras_strategies.spmd.mesh import ReplicaMesh
 # takes less time than a program.
 _MAX_IN_MESSAGE = 1 << 14
 _MAX_SHOWN = 4
+# Of the values that processes draw from the same seed, so many are compared.
+_MAX_COMPARED = 1 << 12
 _CONSTANTS = (keras.initializers.Zeros, keras.initializers.Ones)
+# Initializers that compute each entry from random bits. (`Orthogonal` is not
+# one of them: its decomposition depends on the kind of processor.)
+_SEEDED = (
+    keras.initializers.GlorotNormal,
+    keras.initializers.GlorotUniform,
+    keras.initializers.HeNormal,
+    keras.initializers.HeUniform,
+    keras.initializers.LecunNormal,
+    keras.initializers.LecunUniform,
+    keras.initializers.RandomNormal,
+    keras.initializers.RandomUniform,
+    keras.initializers.TruncatedNormal,
+    keras.initializers.VarianceScaling,
+)
 
 
 VariableCreator = Callable[..., keras.Variable]
@@ -40,25 +59,29 @@ def create(
     """Creates a variable with the same initial value in all processes.
 
     Raises:
-      ValueError: if processes have created different variables. If a value must
-        be sent, they compare them now, otherwise at the end of the scope.
+      ValueError: if processes have created different variables. If a large
+        value must be sent, they compare all of them now, otherwise at the end
+        of the scope.
     """
     given = kwargs.get("initializer")
-    note_new(mesh, **kwargs)
+    noted = _note_new(mesh, **kwargs)
     if callable(given) or isinstance(given, str):
-        given = make_chief_initializer(given, mesh)
+        given = make_chief_initializer(given, mesh, noted)
     elif getattr(given, "is_fully_addressable", True) and not is_tracing():
         value = keras.ops.convert_to_tensor(given, dtype=kwargs.get("dtype"))
         given = _place_here(value, mesh)
     return next_creator(**kwargs | {"initializer": given})
 
 
-def make_chief_initializer(initializer: Any, mesh: ReplicaMesh) -> Any:
+def make_chief_initializer(
+    initializer: Any, mesh: ReplicaMesh, noted: Note
+) -> Any:
     """Makes an initializer that returns the chief's value in all processes.
 
     Args:
       initializer: A function, or the name of a Keras initializer.
       mesh: The mesh of the replicas.
+      noted: The variable's note.
 
     Returns:
       A function of shape and dtype.
@@ -67,32 +90,28 @@ def make_chief_initializer(initializer: Any, mesh: ReplicaMesh) -> Any:
     is_wrapped = isinstance(initializer, _FromChief | _Here)
     if mesh.num_processes == 1 or is_wrapped:
         return initializer
-    make = _Here if _is_constant(initializer) else _FromChief
-    return make(initializer, mesh)
+    if _is_constant(initializer):
+        return _Here(initializer, mesh)
+    return _FromChief(initializer, mesh, noted)
 
 
-def note_new(mesh: ReplicaMesh, **kwargs: Any) -> None:
-    """Notes a variable that is about to be created, for the comparison.
-
-    Args:
-      mesh: The mesh of the replicas.
-      **kwargs: The keywords of `keras.Variable`.
-    """
+def _note_new(mesh: ReplicaMesh, **kwargs: Any) -> Note:
     given: Any = kwargs.get("initializer")
     shape = kwargs.get("shape")
     dtype = kwargs.get("dtype") or getattr(given, "dtype", None)
     if shape is None and not callable(given):
         shape = np.shape(given)
     path = (current_path(), kwargs.get("name") or "variable")
-    noted = same_variables.Note(
+    noted = Note(
         path="/".join(filter(None, path)),
         shape=str(tuple(shape or ())),
         dtype=keras.backend.standardize_dtype(dtype),
         trainable=_name_trainable(kwargs.get("trainable", True)),
-        initializer=_name_initializer(given),
+        initializer=name_initializer(given),
         where=locate_frame(inspect.currentframe()),
     )
     same_variables.note(mesh.processes, noted)
+    return noted
 
 
 def compare_existing(
@@ -109,26 +128,44 @@ def compare_existing(
         All processes raise it.
     """
     for variable in variables:
-        noted = same_variables.Note(
-            path=variable.path,
-            shape=str(tuple(variable.shape)),
-            dtype=variable.dtype,
-            trainable=_name_trainable(variable.trainable),
-            initializer="its current value",
-        )
-        same_variables.note(mesh.processes, noted)
+        note_existing(mesh, variable, "its current value")
     same_variables.compare(mesh.processes, always=True)
+
+
+def note_existing(
+    mesh: ReplicaMesh, variable: keras.Variable, value: str
+) -> Note:
+    """Notes an existing variable, for the comparison.
+
+    Args:
+      mesh: The mesh of the replicas.
+      variable: The variable.
+      value: A description of its value.
+
+    Returns:
+      The note.
+    """
+    noted = Note(
+        path=variable.path,
+        shape=str(tuple(variable.shape)),
+        dtype=variable.dtype,
+        trainable=_name_trainable(variable.trainable),
+        initializer=value,
+    )
+    same_variables.note(mesh.processes, noted)
+    return noted
 
 
 def _name_trainable(is_trainable: bool) -> str:
     return "trainable" if is_trainable else "not trainable"
 
 
-def _name_initializer(initializer: Any) -> str:
+def name_initializer(initializer: Any) -> str:
+    """Returns an initializer's kind, or a value's first entries."""
     if isinstance(initializer, _FromChief | _Here):
-        return _name_initializer(initializer.initializer)
+        return name_initializer(initializer.initializer)
     if isinstance(initializer, str):
-        return _name_initializer(keras.initializers.get(initializer))
+        return name_initializer(keras.initializers.get(initializer))
     if not getattr(initializer, "is_fully_addressable", True):
         return "an array"
     if not callable(initializer):
@@ -139,6 +176,10 @@ def _name_initializer(initializer: Any) -> str:
     if not isinstance(initializer, keras.initializers.Initializer):
         return "a function"
     name = type(initializer).__name__
+    if type(initializer) in _SEEDED:
+        config = initializer.get_config()
+        names = sorted(config.keys() - {"seed"})
+        return f"{name}({', '.join(f'{n}={config[n]}' for n in names)})"
     value = getattr(initializer, "value", None)
     return f"{name}({value})" if _is_constant(initializer) else name
 
@@ -186,40 +227,53 @@ class _FromChief:
     Attributes:
       initializer: The initializer that computes this process's value.
       mesh: The mesh of the replicas.
+      noted: The variable's note.
     """
 
     initializer: Callable[..., Any]
     mesh: ReplicaMesh
+    noted: Note
 
     def __call__(
         self, shape: Shape, dtype: str | None = None, **kwargs: Any
     ) -> Array:
-        if not is_tracing():
-            value = self.initializer(shape, dtype=dtype, **kwargs)
-            return self._send(np.asarray(value))
         # Keras compiles the initializer of a large variable. All processes must
         # trace the same program, and no process should have to store the full
         # value. So the chief sends only the seed, if the initializer has one.
         seed = getattr(self.initializer, "seed", None)
-        if isinstance(seed, int):
-            seeded = copy.copy(self.initializer)
-            seeded.seed = int(self._read_chief_value(np.int64(seed)))
-            return seeded(shape, dtype=dtype, **kwargs)
+        is_seeded = is_tracing() or type(self.initializer) in _SEEDED
+        if is_seeded and isinstance(seed, int):
+            return self._draw(seed, shape, dtype=dtype, **kwargs)
         with jax.ensure_compile_time_eval():
             value = self.initializer(shape, dtype=dtype, **kwargs)
-        return jax.numpy.asarray(self._read_chief_value(value))
-
-    def _read_chief_value(self, value: Array) -> np.ndarray:
-        with jax.ensure_compile_time_eval():
             array = self._send(np.asarray(value))
-            return np.asarray(array.addressable_data(0))
+        if not is_tracing():
+            return array
+        return jax.numpy.asarray(np.asarray(array.addressable_data(0)))
+
+    def _draw(self, seed: int, *args: Any, **kwargs: Any) -> Array:
+        """Draws a value from the chief's seed."""
+        processes, sent = self.mesh.processes, np.int64(seed).tobytes()
+        received = same_variables.share(processes, self.noted, sent)
+        seeded = copy.copy(self.initializer)
+        seeded.seed = int(np.frombuffer(received, np.int64)[0])
+        value = seeded(*args, **kwargs)
+        if is_tracing():
+            return value
+        # Other hardware or another JAX may draw other values.
+        first = np.asarray(value).ravel()[:_MAX_COMPARED]
+        drawn = f"{self.noted.initializer} {name_initializer(first)}"
+        same_variables.note(
+            processes, dataclasses.replace(self.noted, initializer=drawn)
+        )
+        return _place_here(value, self.mesh)
 
     def _send(self, value: np.ndarray) -> jax.Array:
-        """Compares new variables, and sends the chief's value to all."""
+        """Sends the chief's value of a new variable to all processes."""
         processes = self.mesh.processes
         if value.nbytes > _MAX_IN_MESSAGE:
             same_variables.compare(processes)
             return broadcast([value], self.mesh)[0]
-        data = same_variables.share(processes, value.tobytes())
+        data = same_variables.share(processes, self.noted, value.tobytes())
         array = np.frombuffer(data, value.dtype).reshape(value.shape)
         return _place_here(array, self.mesh)

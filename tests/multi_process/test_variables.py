@@ -77,13 +77,20 @@ def test_equal_variables_have_the_chiefs_values(found):
     assert first[2] == [2.5, 2.5]
 
 
-def test_small_values_are_sent_without_waiting():
-    first, second = values_of(
-        "multi_process.variables:count_waits", 2, 300, devices=1
+def test_random_values_are_sent_without_waiting():
+    count = "multi_process.variables:count_waits"
+    draw = "multi_process.variables:draw_differently"
+    *counted, drawn = values_of_each(
+        2, (count, 300, 3), (count, 300, 10_000), (draw,), devices=1
     )
-    assert first == second
-    # After 256 variables, and at the end of the scope.
-    assert first[0] == 2
+    for first, second in counted:
+        assert first == second
+        # After 256 variables, and at the end of the scope.
+        assert first[0] == 2
+    # What processes draw from the same seed is compared, too.
+    assert len(set(drawn)) == 1
+    for part in ("'drawn'", "RandomNormal(mean=0.0", "version of JAX"):
+        assert part in drawn[0]
 
 
 @pytest.mark.parametrize("alone", [0, pytest.param(1, marks=pytest.mark.slow)])

@@ -126,7 +126,7 @@ def has_chiefs_values():
     return [values, slots, np.asarray(extra).tolist()]
 
 
-def count_waits(num_variables):
+def count_waits(num_variables, size):
     """Creates variables of one kind, and counts how often the chief waits."""
     counts = []
 
@@ -139,11 +139,24 @@ def count_waits(num_variables):
     keras.utils.set_random_seed(jax.process_index())
     with temporary_attribute(Agreement, "exchange", exchange), strategy.scope():
         variables = [
-            keras.Variable("normal", shape=(3,), name="one")
+            keras.Variable("normal", shape=(size,), name="one")
             for _ in range(num_variables)
         ]
-    values = [np.asarray(v).tolist() for v in variables]
+    values = [np.asarray(v)[:3].tolist() for v in variables]
     return len(counts), values
+
+
+def draw_differently():
+    """Process 1 draws other values from the same seed."""
+    strategy = ks.MultiWorkerMirroredStrategy()
+    is_partitionable = jax.process_index() != 1
+    jax.config.update("jax_threefry_partitionable", is_partitionable)
+    try:
+        with strategy.scope():
+            keras.Variable("normal", shape=(100, 100), name="drawn")
+    except ValueError as error:
+        return str(error)
+    return "no error"
 
 
 def create_between_steps(alone):

@@ -6,7 +6,16 @@ import keras
 import numpy as np
 import pytest
 
+from keras_strategies.cluster.exchange.same_variables import Note
 from keras_strategies.variables import initial_values
+
+NOTED = Note(
+    path="kernel",
+    shape="(3,)",
+    dtype="float32",
+    trainable="trainable",
+    initializer="Zeros",
+)
 
 
 class RandomZeros(keras.initializers.Zeros):
@@ -28,5 +37,5 @@ class RandomZeros(keras.initializers.Zeros):
 )
 def test_the_chief_sends_values_that_may_differ(initializer, is_sent):
     mesh = types.SimpleNamespace(num_processes=2)
-    made = initial_values.make_chief_initializer(initializer, mesh)
+    made = initial_values.make_chief_initializer(initializer, mesh, NOTED)
     assert isinstance(made, initial_values._FromChief) == is_sent

@@ -5,9 +5,10 @@ created different variables, they would send arrays of different shapes, and
 JAX would abort all of them without the cause. So each process notes the
 variables that it creates, and the processes compare these notes.
 
-The chief sends small values without waiting for the others, which compare only
-the last note with the chief's. All notes are compared before a program sends a
-large value, at the end of a scope, and after many small values.
+The chief sends seeds and small values without waiting for the others, which
+compare only that variable's note with the chief's. All notes are compared
+before a program sends a large value, at the end of a scope, and after many
+variables.
 """
 
 import dataclasses
@@ -49,7 +50,8 @@ _CAUSES = {
     "dtype": "another dtype or dtype policy",
     "trainable": "a layer that only some processes freeze",
     "initializer": (
-        "another initializer or initial value, such as the learning rate"
+        "another initializer or initial value, such as the learning rate, or "
+        "another version of JAX"
     ),
 }
 # The notes since the last comparison, by the processes that compare them.
@@ -99,16 +101,18 @@ def note(processes: tuple[int, ...], variable: Note) -> None:
       processes: JAX's ids of the processes that create it.
       variable: The description of the variable.
     """
-    _notes.setdefault(processes, []).append(variable)
+    if len(processes) > 1:
+        _notes.setdefault(processes, []).append(variable)
 
 
-def share(processes: tuple[int, ...], data: bytes) -> bytes:
+def share(processes: tuple[int, ...], variable: Note, data: bytes) -> bytes:
     """Sends the first process's value of a new variable to all. Collective.
 
     No devices are used, and the first process does not wait.
 
     Args:
       processes: JAX's ids of the processes that create the variable.
+      variable: The description of the variable.
       data: The value as a few bytes. Those of the first process are sent.
 
     Returns:
@@ -120,14 +124,12 @@ def share(processes: tuple[int, ...], data: bytes) -> bytes:
       TimeoutError: see `Agreement.exchange`.
       RuntimeError: if the first process's data are malformed.
     """
-    noted = _notes.get(processes) or []
-    last = noted[-1] if noted else None
     agreement = _sharing.get(processes) or Agreement(processes, CREATING)
     _sharing[processes] = agreement
-    key = compute_digest(repr(last and last.get_key()))
-    mine = f"{len(noted)}:{key}"
+    key = compute_digest(repr(variable.get_key()))
+    mine = f"{len(_notes.get(processes, ()))}:{key}"
     shared = agreement.share(
-        f"{mine} {last}", data, functools.partial(compare, processes)
+        f"{mine} {variable}", data, functools.partial(compare, processes)
     )
     text, received = shared or ("", b"")
     if text.partition(" ")[0] != mine:
