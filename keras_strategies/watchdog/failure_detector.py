@@ -23,6 +23,15 @@ from keras_strategies.cluster.exchange.host_exchange import (
 )
 from keras_strategies.cluster.exchange.message_forms import load_form
 
+COMPARING = (
+    "the comparison of a value by JAX (as in `assign`, or for an optimizer "
+    "that is built outside of a scope)"
+)
+"""The name of a wait in which JAX compares a value between all processes."""
+
+_SAME_VALUES = (
+    "All processes must create variables and assign values in the same order."
+)
 # A process whose script has ended runs no further programs. If another process
 # still waits for it, this is reported only after this time, because the ended
 # process may have failed and be about to send the cause.
@@ -52,6 +61,8 @@ class Heartbeat:
       agreeing: The name of the `Agreement` in which the process waits for
         others; "" if it does not wait.
       agreeing_s: The duration of that wait, in seconds.
+      agrees_in_main: Whether the process's main thread waits in the
+        `Agreement`.
       where: The position of the process's main thread in the code.
       is_done: Whether the process's script has ended.
       steps: The number of steps that `RunReport` has measured in this process;
@@ -68,6 +79,7 @@ class Heartbeat:
     starting_s: float = 0.0
     agreeing: str = ""
     agreeing_s: float = 0.0
+    agrees_in_main: bool = False
     where: str = ""
     is_done: bool = False
     steps: int = 0
@@ -208,7 +220,7 @@ class FailureDetector:
         """Returns the cause that prevents the job from continuing, or None."""
         return (
             self._find_done()
-            or self._find_creation()
+            or self._find_creation(now)
             or self._find_stalled(now)
         )
 
@@ -238,34 +250,40 @@ class FailureDetector:
                 )
         return None
 
-    def _find_creation(self) -> Cause | None:
-        """Returns a cause if one process creates variables, another runs steps.
+    def _find_creation(self, now: float) -> Cause | None:
+        """Returns a cause if one process creates variables, another does not.
 
-        The first waits until the other one creates them. The other one waits
-        until the first starts the same program.
+        The first waits until the other one creates them (or until JAX has
+        compared a value). The other one waits until the first starts the same
+        program, or takes part in an `Agreement`.
         """
         heartbeats = {
             p: received.heartbeat
             for p, received in sorted(self._received.items())
         }
-        if any(heartbeat.starting_s for heartbeat in heartbeats.values()):
+        is_starting = any(h.starting_s for h in heartbeats.values())
+        if is_starting or self.find_silent(now):
             return None
         for (process, one), (other, ahead) in itertools.permutations(
             heartbeats.items(), 2
         ):
+            is_comparing = one.agreeing == COMPARING
             is_creating = one.agreeing.startswith(CREATING)
             is_ahead = ahead.programs > one.programs and not ahead.agreeing
-            seconds = min(one.agreeing_s, ahead.waiting_s)
-            if (
-                is_creating
-                and is_ahead
-                and not one.waiting_s
-                and seconds > _CREATION_S
-            ):
+            if (is_comparing or is_creating) and is_ahead and not one.waiting_s:
+                waits_in, seconds = f"program {ahead.programs}", ahead.waiting_s
+            elif is_comparing and ahead.agrees_in_main:
+                waits_in, seconds = ahead.agreeing, ahead.agreeing_s
+            else:
+                continue
+            if min(one.agreeing_s, seconds) > _CREATION_S:
+                rule, place = SAME_VARIABLES, ""
+                if is_comparing:
+                    rule, place = _SAME_VALUES, f" (at {one.where})"
                 text = (
-                    f"{SAME_VARIABLES} Received: {one.agreeing} in process "
-                    f"{process}, for which process {other} waits in program "
-                    f"{ahead.programs} (at {ahead.where}). "
+                    f"{rule} Received: {one.agreeing} in process {process}"
+                    f"{place}, for which process {other} waits in {waits_in} "
+                    f"(at {ahead.where}). "
                     f"{SAME_VARIABLES_CURE.removesuffix('.')}"
                 )
                 return Cause(text=text, code=ExitCode.STALLED)

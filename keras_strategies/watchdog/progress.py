@@ -25,7 +25,7 @@ from keras_strategies.cluster.exchange.same_program import (
     trace_program,
 )
 from keras_strategies.cluster.user_code import locate_frame
-from keras_strategies.watchdog.failure_detector import Heartbeat
+from keras_strategies.watchdog.failure_detector import COMPARING, Heartbeat
 
 # The file of JAX that executes a program which has just been compiled.
 _EXECUTES = str(PurePath("jax", "_src", "interpreters", "pxla.py"))
@@ -41,7 +41,6 @@ _COMPARES = (
     "broadcast_one_to_all",
     "sync_global_devices",
 )
-_COMPARED = "the comparison of a value by JAX (as in `assign`)"
 
 
 class ProgramRunner:
@@ -148,10 +147,10 @@ class ProgramRunner:
         waiting = [now - f.since for f in flights if f and not f.has_ended()]
         starting_s, executing_s = self._measure_starting(now)
         waiting.append(executing_s)
-        agreeing, agreeing_s = host_exchange.find_longest_wait()
+        agrees_in_main, agreeing_s, agreeing = host_exchange.find_wait()
         comparing_s = self._measure_comparing(now)
-        if comparing_s > agreeing_s:
-            agreeing, agreeing_s = _COMPARED, comparing_s
+        if comparing_s:
+            agreeing, agreeing_s = COMPARING, comparing_s
         return Heartbeat(
             number=number,
             programs=self.num_started + (executing_s > 0),
@@ -159,6 +158,7 @@ class ProgramRunner:
             starting_s=starting_s,
             agreeing=agreeing,
             agreeing_s=agreeing_s,
+            agrees_in_main=agrees_in_main,
             where=locate_thread(self._main),
             is_done=self.is_done,
             **self.measure_steps(),

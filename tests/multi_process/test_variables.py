@@ -93,6 +93,16 @@ def test_random_values_are_sent_without_waiting():
         assert part in drawn[0]
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("alone", [0, 1])
+def test_an_optimizer_built_outside_of_scopes_is_named(alone):
+    call = ("multi_process.variables:build_outside", alone)
+    for result in results_of(2, call, devices=1, must_succeed=False):
+        assert result.returncode == 72, result.output
+        assert "assign values in the same order" in result.output
+        assert f"process {alone} (at variables.py:" in result.output
+
+
 @pytest.mark.parametrize("alone", [0, pytest.param(1, marks=pytest.mark.slow)])
 def test_a_variable_created_between_two_steps_is_named(alone):
     call = ("multi_process.variables:create_between_steps", alone)

@@ -174,3 +174,15 @@ def create_between_steps(alone):
         with strategy.scope():
             keras.Variable("normal", shape=(3,), name="extra")
     np.asarray(strategy.run(step))
+
+
+def build_outside(alone):
+    """One process builds an optimizer outside of every scope."""
+    strategy = ks.MultiWorkerMirroredStrategy()
+    with strategy.scope():
+        model = keras.Sequential([keras.Input((4,)), layers.Dense(4)])
+        model.compile(optimizers.Adam(0.1), "mse")
+    if jax.process_index() == alone:
+        model.optimizer.build(model.trainable_variables)
+    x = np.ones((8, 4), "float32")
+    model.fit(x, x, batch_size=8, verbose=0, shuffle=False)

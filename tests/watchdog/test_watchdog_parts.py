@@ -11,6 +11,7 @@ import pytest
 from keras_strategies.cluster import user_code
 from keras_strategies.cluster.exchange import exit_codes, kv_store
 from keras_strategies.watchdog.failure_detector import (
+    COMPARING,
     FailureDetector,
     Heartbeat,
     make_death_cause,
@@ -46,6 +47,8 @@ CREATION = {
     "agreeing": "the creation of variables: 'a'",
     "agreeing_s": 5.5,
 }
+COMPARISON = {"agreeing": COMPARING, "agreeing_s": 5.5, "where": STALL}
+DATA = {"agreeing": "`fit`'s data", "agreeing_s": 9.0, "where": "a:1"}
 GOOD = {
     "all work": [{"programs": 3}, {"programs": 3}],
     "one waits a little": [{"programs": 4, "waiting_s": 59.0}, {"programs": 3}],
@@ -80,6 +83,12 @@ GOOD = {
     "a variable is created while a program ends": [
         CREATION | {"waiting_s": 3.0},
         {"programs": 4, "waiting_s": 9.0},
+    ],
+    "a value is compared while a thread waits": [COMPARISON, DATA],
+    "a value is compared by all": [COMPARISON, COMPARISON],
+    "a value is compared for a moment": [
+        COMPARISON | {"agreeing_s": 1.0},
+        DATA | {"agrees_in_main": True},
     ],
     "one process": [{"programs": 1}],
     "none": [],
@@ -129,6 +138,17 @@ BAD = {
         "Received: the creation of variables: 'a' in process 1, for which "
         f"process 0 waits in program 4 (at {STALL})",
     ),
+    "one compares a value alone": (
+        [DATA | {"agrees_in_main": True}, COMPARISON],
+        exit_codes.ExitCode.STALLED,
+        f"is built outside of a scope) in process 1 (at {STALL}), for which "
+        "process 0 waits in `fit`'s data (at a:1)",
+    ),
+    "one compares a value alone between steps": (
+        [{"programs": 4, "waiting_s": 5.5, "where": "a:1"}, COMPARISON],
+        exit_codes.ExitCode.STALLED,
+        f"process 1 (at {STALL}), for which process 0 waits in program 4",
+    ),
     "one has left an agreement": (
         [{"agreeing": "`fit`'s data", "agreeing_s": 3.0}, {"is_done": True}],
         exit_codes.ExitCode.PEER_FAILED,
@@ -149,6 +169,16 @@ def test_what_keeps_a_job_from_going_on_is_named(name):
     assert cause is not None
     assert cause.code == code
     assert text in cause.text
+
+
+def test_an_old_message_does_not_say_where_a_process_waits():
+    detector = FailureDetector(timeout_s=TIMEOUT_S)
+    waits = Heartbeat(**DATA, agrees_in_main=True)
+    for number in range(2):
+        told = {0: waits, 1: Heartbeat(number=number, **COMPARISON)}
+        detector.receive(told, 10.0 * number)
+    assert detector.find(10.0) is not None
+    assert detector.find(15.0) is None
 
 
 def test_a_process_that_starts_programs_again_is_not_said_to_stand_still():

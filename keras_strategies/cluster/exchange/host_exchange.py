@@ -213,7 +213,7 @@ class Agreement:
 
     @contextlib.contextmanager
     def _waiting(self) -> Iterator[None]:
-        """Lets `find_longest_wait` find this thread's wait."""
+        """Lets `find_wait` find this thread's wait."""
         thread = threading.get_ident()
         doing = _describe_call(self._name, self._sent)[:_MAX_SHOWN]
         _waits[thread] = (doing, time.monotonic())
@@ -352,17 +352,17 @@ def _describe_call(name: str, text: str) -> str:
     return f"{CREATING}: {variable}" if name == CREATING else name
 
 
-def find_longest_wait() -> tuple[str, float]:
-    """Finds the `Agreement` in which this process has waited the longest.
+def find_wait() -> tuple[bool, float, str]:
+    """Finds the main thread's wait in an `Agreement`, or else the longest wait.
 
     Returns:
-      The agreement's name and variable, if any, and the time waited so far, in
-      seconds; "" and 0.0 if no thread is waiting.
+      Whether the main thread waits, the time waited so far, in seconds, and the
+      agreement's name and variable; False, 0.0, "" if no thread is waiting.
     """
-    now = time.monotonic()
-    waits = [(now - since, name) for name, since in list(_waits.values())]
-    seconds, name = max(waits, default=(0.0, ""))
-    return name, seconds
+    now, main = time.monotonic(), threading.main_thread().ident
+    items = list(_waits.items())
+    waits = [(t == main, now - since, name) for t, (name, since) in items]
+    return max(waits, default=(False, 0.0, ""))
 
 
 def set_compiling(is_compiling: Callable[[], bool] | None) -> None:
