@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 
 from keras_strategies.reporting.document import compute_goodput, load_report
+from tests.support.commands import WITHOUT_PACKAGES
 
 ROOT = pathlib.Path(__file__).parents[2]
 TIME_LIMIT_S = 1800
@@ -24,6 +25,7 @@ def launch(folder, count, *options, epochs, kind="dropout", script="restarted"):
     # The cache of the tests must not get programs of killed processes.
     environ = {k: v for k, v in os.environ.items() if not k.startswith("JAX_")}
     environ["XDG_CACHE_HOME"] = str(folder.parent / CACHE)
+    environ[WITHOUT_PACKAGES] = "sklearn tensorflow"
     words = [sys.executable, "-m", "keras_strategies.cli", "launch"]
     words += ["--processes", str(count), *options]
     words += ["-m", f"tests.multi_process.{script}", str(folder)]

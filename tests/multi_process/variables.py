@@ -119,11 +119,16 @@ def has_chiefs_values():
         )
         model.compile(optimizers.Adam(0.5), "mse")
         extra = keras.Variable(keras.initializers.Constant(2.5), shape=(2,))
+        with ks.abstract():
+            without = keras.Sequential([keras.Input((4,)), layers.Dense(99)])
+    strategy.attach(without)
+    strategy.materialize(without)
     x = np.ones((8, 4), "float32")
     model.fit(x, x, batch_size=8, verbose=0, shuffle=False)
     values = [np.asarray(v).tolist() for v in model.variables]
     slots = [np.asarray(v).tolist() for v in model.optimizer.variables]
-    return [values, slots, np.asarray(extra).tolist()]
+    later = [np.asarray(v).tolist() for v in without.variables]
+    return [values, slots, np.asarray(extra).tolist(), later]
 
 
 def count_waits(num_variables, size):
