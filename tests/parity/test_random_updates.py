@@ -52,12 +52,15 @@ def shares(replicas, is_even):
     return np.split(X, np.cumsum(sizes)[:-1])
 
 
-@pytest.mark.parametrize(
-    "is_even", combine([True, False], every=2), ids=["even", "uneven"]
-)
-@pytest.mark.parametrize("replicas", combine([1, 2, 3, 8], every=2))
-def test_run(replicas, is_even):
-    strategy = mirrored(replicas)
+def fully_sharded(replicas):
+    return ks.MirroredStrategy(
+        [f"cpu:{i}" for i in range(replicas)],
+        variable_partitioner=ks.experimental.FullySharded(min_size=1),
+    )
+
+
+def check_run(strategy, is_even):
+    replicas = strategy.num_replicas_in_sync
     with strategy.scope():
         weight, optimizer, dropout = objects()
 
@@ -82,6 +85,18 @@ def test_run(replicas, is_even):
     # What layers draw is each replica's own.
     drawn = map(np.asarray, strategy.experimental_local_results(noise))
     assert len({values.tobytes() for values in drawn}) == replicas
+
+
+@pytest.mark.parametrize(
+    "is_even", combine([True, False], every=2), ids=["even", "uneven"]
+)
+@pytest.mark.parametrize("replicas", combine([1, 2, 3, 8], every=2))
+def test_run(replicas, is_even):
+    check_run(mirrored(replicas), is_even)
+
+
+def test_run_with_sharded_variables():
+    check_run(fully_sharded(2), is_even=True)
 
 
 @pytest.mark.parametrize("replicas", combine([1, 2, 3], every=2))

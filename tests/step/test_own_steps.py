@@ -277,6 +277,37 @@ class ConstantWeight(OwnStep):
         return {"mean": self.tracker.result()}
 
 
+class Follows(OwnStep):
+    """Writes a weight by hand; the optimizer gets no gradient for it."""
+
+    def __init__(self):
+        super().__init__()
+        self.center = self.add_weight(shape=(3,), initializer="zeros")
+
+    def train_step(self, state, data):
+        weights, others, slots, metrics = state
+        x, y, _ = keras.utils.unpack_x_y_sample_weight(data)
+        places = [v is self.center for v in self.trainable_variables]
+
+        def loss_of(weights):
+            outputs, _ = self.stateless_call(weights, others, x)
+            return ops.mean(ops.square(outputs - y))
+
+        loss, grads = jax.value_and_grad(loss_of)(weights)
+        grads = [None if p else g for g, p in zip(grads, places, strict=True)]
+        weights = [
+            w + ops.mean(x, 0) if p else w
+            for w, p in zip(weights, places, strict=True)
+        ]
+        weights, slots = self.optimizer.stateless_apply(slots, grads, weights)
+        return {"loss": loss}, (weights, others, slots, metrics)
+
+
+@pytest.mark.filterwarnings("ignore:Gradients do not exist")
+def test_an_optimizer_does_not_make_values_equal_that_it_leaves():
+    check(Follows)
+
+
 def test_a_mean_loss_with_a_constant_weight():
     check_own(ConstantWeight)
 
