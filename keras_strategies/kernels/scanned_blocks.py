@@ -8,12 +8,11 @@ are stacked. Otherwise the blocks are computed one by one.
 """
 
 import contextlib
-import dataclasses
 import functools
 import itertools
 import threading
 import warnings
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import jax
@@ -239,17 +238,11 @@ def _compute(graph: Any, calls: BlockCalls) -> None:
     key = tuple(id(operation) for operation, _ in calls.blocks.trunks)
     # The blocks were compared in the first trace.
     known = reasons.get(key) if is_repeated else None
-    loop = (
-        _Loop(reason=known)
-        if known
-        else _find_loop(calls, are_equal=known is not None)
-    )
-    reasons[key] = loop.reason
-    if not loop.reason:
-        loop.compute(calls)
+    reasons[key] = known or _scan(calls, is_checked=known is None)
+    if not reasons[key]:
         return
     if not is_repeated:
-        _warn(calls.blocks.model, loop.reason)
+        _warn(calls.blocks.model, reasons[key])
     calls.compute_all()
 
 
@@ -268,86 +261,74 @@ def _pass(calls: BlockCalls) -> bool:
     return True
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class _Loop:
-    """A loop that computes all blocks of a run, if there can be one.
-
-    Attributes:
-      reason: The reason why the blocks must be computed one by one, or "".
-      columns: For each variable of a block, that variable in all blocks.
-      values: The values of these variables.
-      carry: The input of the first block, and its mask or None.
-      body: The body of the loop, or None.
-    """
-
-    reason: str
-    columns: Sequence[list[keras.Variable]] = ()
-    values: Sequence[list[Array]] = ()
-    carry: Any = None
-    body: TracedBlock | None = None
-
-    def compute(self, calls: BlockCalls) -> None:
-        """Computes all blocks."""
-        assert self.body is not None
-        stacked = list(map(stack_values, self.values))
-        (result, mask), new = jax.lax.scan(
-            self.body, self.carry, stacked, length=len(calls.blocks)
-        )
-        scope: Any = get_stateless_scope()
-        for i, slices in zip(self.body.written, new, strict=True):
-            for update in zip(self.columns[i], list(slices), strict=True):
-                scope.add_update(update)
-        if mask is not None:
-            set_keras_mask(result, mask)
-        calls.set_result(result)
-
-
-def _find_loop(calls: BlockCalls, *, are_equal: bool) -> _Loop:
-    """Returns the loop that computes all blocks of a run.
+def _scan(calls: BlockCalls, *, is_checked: bool) -> str:
+    """Computes all blocks of a run in a loop, if there can be one.
 
     Args:
       calls: The recorded calls.
-      are_equal: Whether it is known that the blocks compute the same.
+      is_checked: Whether to check that the blocks compute the same.
+
+    Returns:
+      The reason why the blocks must be computed one by one; "" if they have
+      been computed.
     """
     columns, reason = _find_variables(calls.blocks)
     if reason:
-        return _Loop(reason=reason)
+        return reason
     scope: Any = get_stateless_scope()
-    carry = calls.entering, get_keras_mask(calls.entering)
     values = [[_read(scope, v) for v in column] for column in columns]
-    bodies: list[TracedBlock] = []
+    carry = calls.entering, get_keras_mask(calls.entering)
 
-    def trace_bodies() -> Iterator[ClosedJaxpr]:
-        """Traces blocks until there is a reason against a loop."""
+    def trace(number: int) -> TracedBlock:
+        variables = [column[number] for column in columns]
         like = [column[0] for column in values]
-        for number in range(len(calls.blocks)):
-            variables = [column[number] for column in columns]
-            bodies.append(trace_block(calls, number, variables, carry, like))
-            if bodies[-1].problem:
-                return
-            yield bodies[-1].jaxpr
+        return trace_block(calls, number, variables, carry, like)
 
-    if are_equal:
-        next(trace_bodies(), None)
-    else:
-        try:
-            are_equal = compute_same(trace_bodies())
-        except Exception as error:
-            reason = (
-                "a block cannot be computed without the others "
-                f"({type(error).__name__}: {error})"
-            )
-            return _Loop(reason=reason)
-    reason = bodies[-1].problem
-    if not (reason or are_equal):
-        reason = "blocks differ in their operations or constants"
-    return _Loop(
-        reason=reason,
-        columns=columns,
-        values=values,
-        carry=carry,
-        body=bodies[0],
+    body, reason = _find_body(trace, len(calls.blocks) if is_checked else 1)
+    if body is None or reason:
+        return reason
+    (result, mask), new = jax.lax.scan(
+        body, carry, list(map(stack_values, values)), length=len(calls.blocks)
     )
+    for i, slices in zip(body.written, new, strict=True):
+        for update in zip(columns[i], list(slices), strict=True):
+            scope.add_update(update)
+    if mask is not None:
+        set_keras_mask(result, mask)
+    calls.set_result(result)
+    return ""
+
+
+def _find_body(
+    trace: Callable[[int], TracedBlock], count: int
+) -> tuple[TracedBlock | None, str]:
+    """Traces the first blocks, and checks that they compute the same.
+
+    Args:
+      trace: A function that traces the block of a number.
+      count: The number of blocks to trace.
+
+    Returns:
+      The first block, and "" or the reason why a loop cannot compute them.
+    """
+    traced: list[TracedBlock] = []
+
+    def trace_until_problem() -> Iterator[ClosedJaxpr]:
+        for number in range(count):
+            traced.append(trace(number))
+            if traced[-1].problem:
+                return
+            yield traced[-1].jaxpr
+
+    try:
+        are_equal = compute_same(trace_until_problem())
+    except Exception as error:
+        return None, (
+            "a block cannot be computed without the others "
+            f"({type(error).__name__}: {error})"
+        )
+    different = "blocks differ in their operations or constants"
+    return traced[0], traced[-1].problem or ("" if are_equal else different)
 
 
 def _warn(model: keras.Model, reason: str) -> None:
