@@ -162,6 +162,7 @@ def move_dims(
     return kind.but(
         blocks={axis: s for axis, s in blocks.items() if axis is not None},
         index_of=index_of,
+        numbering=None,
     )
 
 

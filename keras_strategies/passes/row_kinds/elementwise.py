@@ -79,11 +79,23 @@ def _constant(call: Call) -> Kind:
         is_exact = is_constant(first) or jnp.issubdtype(
             call.params["new_dtype"], jnp.floating
         )
-        return first if is_exact else first.but(power=math.nan)
+        kind = first if is_exact else first.but(power=math.nan)
+        return kind.but(numbering=None)
     spread = [
         _spread(kind, call.shape(k), shape) for k, kind in enumerate(kinds)
     ]
-    return join_constants(spread).but(power=_power_of_constants(call))
+    return join_constants(spread).but(
+        power=_power_of_constants(call), numbering=_add_to_numbering(call)
+    )
+
+
+def _add_to_numbering(call: Call) -> int | None:
+    """Returns the `Kind.numbering` of an array plus a constant, or None."""
+    array, number = call.kinds[0], call.kinds[-1]
+    values = set(number.values or ())
+    is_sum = call.name == "add" and call.shape() == call.out_shape()
+    is_numbered = is_sum and array.numbering is not None and len(values) == 1
+    return array.numbering + values.pop() if is_numbered else None
 
 
 def _spread(kind: Kind, before: Sequence[int], after: Sequence[int]) -> Kind:

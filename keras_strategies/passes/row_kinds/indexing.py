@@ -4,11 +4,14 @@ A rule returns the kind of a result (see `kinds`), given the kinds of the
 operands.
 """
 
+import dataclasses
+
 from keras_strategies.passes.row_kinds.call import (
     Call,
     at_axis,
     join_plain,
     other_dims,
+    scale_power,
 )
 from keras_strategies.passes.row_kinds.kinds import (
     CONST,
@@ -19,6 +22,48 @@ from keras_strategies.passes.row_kinds.kinds import (
     make_sum,
     same_power,
 )
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Numbering:
+    """An array that numbers its entries, to see which of them were scattered.
+
+    The gradient of a scatter that sets entries scatters such numbers. It only
+    compares them with each other and with zero. So what it computes for a row
+    does not depend on the row's place, although the numbers do.
+
+    Attributes:
+      shapes: The array's shape in each of the traces.
+      first: The first number.
+      axis: The dimension of the rows.
+    """
+
+    shapes: tuple[tuple[int, ...], ...]
+    first: int
+    axis: int
+
+
+def compare_numbers(call: Call) -> Kind:
+    """Returns the `Kind` of a comparison of scattered numbers (`Numbering`)."""
+    of_rows = [k for k, kind in enumerate(call.kinds) if kind.is_rows]
+    k, other = of_rows[0], call.kinds[1 - of_rows[0]]
+    kind = call.kinds[k]
+    numbered: Numbering = kind.numbering
+    is_same = (
+        other.is_const
+        and other.numbering == numbered.first
+        and kind.axis == numbered.axis
+        and all(
+            _shapes(call, operand) == numbered.shapes for operand in range(2)
+        )
+    )
+    return (
+        make_rows(kind.axis) if other.is_zero or is_same else call.make_mixed()
+    )
+
+
+def _shapes(call: Call, k: int) -> tuple[tuple[int, ...], ...]:
+    return tuple(equation.invars[k].aval.shape for equation in call.equations)
 
 
 def gather(call: Call) -> Kind:
@@ -49,15 +94,19 @@ def gather(call: Call) -> Kind:
         is_row &= all(
             operand.is_flat(dim, call.shape()[dim]) for dim in call.grown_dims()
         )
-        return (
-            at_axis(index, places[index.axis]) if is_row else call.make_mixed()
-        )
+        if not is_row:
+            return call.make_mixed()
+        power = scale_power(index.power, operand, call)
+        return at_axis(index.but(power=power), places[index.axis])
     return _gathered_rows(call, places)
 
 
 def _gathered_rows(call: Call, places: list[int]) -> Kind:
     operand, index = call.kinds[0].but(count=0), call.kinds[1]
     numbers = call.params["dimension_numbers"]
+    is_filled = "FILL" in str(call.params["mode"])
+    if operand.numbering and (is_filled or index.is_random):
+        return call.make_mixed()
     axis, shape = operand.axis, call.shape()
     batching = tuple(numbers.operand_batching_dims)
     if axis in batching:
@@ -93,8 +142,11 @@ def _gathered_rows(call: Call, places: list[int]) -> Kind:
 
 def scatter(call: Call) -> Kind:
     """Returns the `Kind` of the result of a scatter."""
-    operand, index, _ = call.kinds
+    operand, index, update = call.kinds
     forms = [kind.form for kind in call.kinds]
+    is_numbering = call.name == "scatter" and operand.is_zero
+    if is_numbering and index.is_rows and update.numbering:
+        return _scatter_numbers(call)
     if forms == [CONST] * 3:
         return _scattered_constants(call)
     if SUM in forms:
@@ -211,6 +263,20 @@ def _scattered_into_constant(call: Call) -> Kind:
     is_sum = call.name in ("scatter-add", "scatter_add") and operand.is_zero
     power = update.power if update.is_rows else 0.0
     return make_sum(power) if fits and is_sum else call.make_mixed()
+
+
+def _scatter_numbers(call: Call) -> Kind:
+    """Returns the `Kind` of zeros into which numbers are scattered."""
+    operand, index, update = call.kinds
+    if index.axis == len(call.shape(1)) - 1 or index.outer > 1:
+        return call.make_mixed()
+    place = _place_of_index(call, index.axis)
+    kinds = [operand, index, make_rows(place)]
+    kind = _scattered_into_constant(dataclasses.replace(call, kinds=kinds))
+    numbering = Numbering(
+        shapes=_shapes(call, 2), first=update.numbering, axis=place
+    )
+    return kind.but(numbering=numbering) if kind.is_rows else call.make_mixed()
 
 
 def _window_of_rows(call: Call) -> Kind:

@@ -28,7 +28,8 @@ from keras_strategies.passes.row_kinds.kinds import (
     slice_of,
     stack,
 )
-from keras_strategies.passes.row_kinds.rules import kinds_of_results
+from keras_strategies.passes.row_kinds.row_loops import map_over_rows
+from keras_strategies.passes.row_kinds.rules import has_rule, kinds_of_results
 from keras_strategies.passes.row_kinds.updates import kinds_of_update
 from keras_strategies.passes.stages import is_collective, scan_operands
 
@@ -153,6 +154,8 @@ class Interpreter:
             return self._while(equations, kinds)
         if name == "cond":
             return self._cond(equations, kinds)
+        if name == "custom_linear_solve":
+            return self._solve(equations, kinds)
         inner = [find_called_jaxpr(e) for e in equations]
         if None not in inner and not is_by_rows(equation):
             updated = kinds_of_update(equations, kinds)
@@ -269,6 +272,9 @@ class Interpreter:
 
     def _scan(self, equations: list[Any], kinds: list[Kind]) -> list[Kind]:
         equation = equations[0]
+        mapped = map_over_rows(equations, kinds, has_rule)
+        if mapped is not None:
+            return self.interpret(mapped, kinds)
         if len({e.params["length"] for e in equations}) > 1:
             return [make_mixed(equation)] * len(equation.outvars)
         jaxprs = [e.params["jaxpr"] for e in equations]
@@ -315,6 +321,17 @@ class Interpreter:
         for other in branches[1:]:
             results = join_each(results, other, equations[0])
         return results
+
+    def _solve(self, equations: list[Any], kinds: list[Kind]) -> list[Kind]:
+        """Interprets the solver of a `custom_linear_solve`.
+
+        The other functions are only differentiated.
+        """
+        lengths = equations[0].params["const_lengths"]
+        start = lengths.matvec + lengths.vecmat
+        operands = kinds[start : start + lengths.solve] + kinds[sum(lengths) :]
+        solvers = [equation.params["jaxprs"].solve for equation in equations]
+        return self.interpret(solvers, operands)
 
 
 def _pair(lists: Sequence[Sequence[Any]]) -> list[tuple[Any, ...]]:

@@ -61,6 +61,10 @@ class Kind:
         (`CONST`).
       index_of: The dimension along which each entry is its own index, as in an
         `iota` (`CONST`).
+      numbering: If each entry is its place in the array's row-major order, plus
+        a number: that number (`CONST`). If each entry is zero or an entry of
+        such an array that belongs to the same row: the array's `Numbering`
+        (`ROWS`).
       is_random: Whether the value is random, so that it is expected to differ
         between replicas (`CONST`).
       is_global: Whether the value is computed from the values of all replicas,
@@ -86,6 +90,7 @@ class Kind:
     blocks: Mapping[int, int] = dataclasses.field(default_factory=dict)
     values: tuple[Any, ...] | None = None
     index_of: int | None = None
+    numbering: Any = None
     is_random: bool = False
     is_global: bool = False
     is_gathered: bool = False
@@ -252,6 +257,8 @@ def join(one: Kind, two: Kind, shape: Sequence[int], why: JaxprEqn) -> Kind:
         return wrong
     if one.is_const and two.is_const:
         return join_constants((one, two))
+    if any(kind.is_rows and kind.numbering for kind in (one, two)):
+        return make_mixed(why)
     if one.is_const:
         one, two = two, one
     if two.is_const:
@@ -345,7 +352,7 @@ def slice_of(kind: Kind, why: JaxprEqn) -> Kind:
         return kind.but(axis=kind.axis - 1, columns=frozenset())
     blocks = {axis - 1: s for axis, s in kind.blocks.items() if axis}
     index_of = kind.index_of - 1 if kind.index_of else None
-    return kind.but(blocks=blocks, index_of=index_of)
+    return kind.but(blocks=blocks, index_of=index_of, numbering=None)
 
 
 def stack(kind: Kind) -> Kind:
@@ -354,7 +361,9 @@ def stack(kind: Kind) -> Kind:
         return kind.but(axis=kind.axis + 1, columns=frozenset())
     blocks = {axis + 1: size for axis, size in kind.blocks.items()}
     index_of = None if kind.index_of is None else kind.index_of + 1
-    return kind.but(blocks=blocks, index_of=index_of, values=None)
+    return kind.but(
+        blocks=blocks, index_of=index_of, numbering=None, values=None
+    )
 
 
 def join_each(ones: list[Kind], others: list[Kind], why: Any) -> list[Kind]:

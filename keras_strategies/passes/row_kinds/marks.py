@@ -13,6 +13,8 @@ from jax.interpreters import ad, batching, mlir
 
 from keras_strategies._types import Array
 
+PREFIX = "ks."
+"""The beginning of the names of all marks."""
 LOSS = "ks.loss"
 """Marks a scalar loss, which is averaged over the replicas."""
 VALUES = "ks.values"

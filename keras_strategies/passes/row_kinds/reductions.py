@@ -260,6 +260,8 @@ def convolution(call: Call) -> Kind:
         size = image.blocks.get(numbers.lhs_spec[0], 1)
         blocks = {numbers.out_spec[0]: size}
         return join_plain(call.kinds).but(blocks=blocks)
+    if has_groups_of_rows(call):
+        return make_rows(numbers.out_spec[1], power=_multiply_powers(call))
     if call.params["feature_group_count"] == 1:
         features = (numbers.lhs_spec[1], numbers.rhs_spec[1])
         is_summed = all(
@@ -284,6 +286,41 @@ def convolution(call: Call) -> Kind:
     return at_axis(scaled, numbers.out_spec[0])
 
 
+def has_groups_of_rows(call: Call) -> bool:
+    """Returns whether each row has its own groups of a convolution.
+
+    The image's features (or its batch, in the gradient of a kernel), the
+    kernel's output features and those of the result consist of consecutive
+    parts, one for each group. So the rows must be these dimensions, in their
+    order, and each must have the same number of groups.
+    """
+    if not any(kind.is_rows for kind in call.kinds):
+        return False
+    numbers, params = call.params["dimension_numbers"], call.params
+    image_dim = numbers.lhs_spec[0 if params["batch_group_count"] > 1 else 1]
+    operands = enumerate(
+        zip((image_dim, numbers.rhs_spec[0]), call.kinds, strict=True)
+    )
+    groups = [max(e.params[name] for name in GROUPS) for e in call.equations]
+    sizes = (call.num_rows, round(call.num_rows * call.ratio))
+    parts = {count / rows for count, rows in zip(groups, sizes, strict=False)}
+    return (
+        call.num_rows > 1
+        and len(parts) == 1
+        and parts.pop().is_integer()
+        and all(
+            kind.is_flat(axis, call.shape(k)[axis]) and not kind.is_random
+            if kind.is_const
+            else kind.is_rows and (kind.axis, kind.outer) == (axis, 1)
+            for k, (axis, kind) in operands
+        )
+    )
+
+
+GROUPS = ("feature_group_count", "batch_group_count")
+"""The numbers of groups of a convolution, one of which is always 1."""
+
+
 def _multiply_powers(call: Call) -> float | None:
     image, kernel = call.kinds
     if image.is_const:
@@ -291,40 +328,3 @@ def _multiply_powers(call: Call) -> float | None:
     if kernel.is_const:
         return scale_power(image.power, kernel, call)
     return add_powers(call.kinds)
-
-
-def make_matrix_rule(dims: int) -> Callable[[Call], Kind]:
-    """Makes the rule for primitives that operate on the last dimensions.
-
-    Args:
-      dims: How many of the last dimensions the primitives operate on.
-    """
-
-    def rule(call: Call) -> Kind:
-        for k, kind in enumerate(call.kinds):
-            is_within = kind.axis >= len(call.shape(k)) - dims
-            if kind.is_sum or (kind.is_rows and is_within):
-                return call.make_mixed()
-        of_rows = [kind for kind in call.kinds if kind.is_rows]
-        if not of_rows:
-            return join_plain(call.kinds)
-        first = of_rows[0]
-        is_same = all(
-            (kind.axis, kind.outer) == (first.axis, first.outer)
-            for kind in of_rows
-        )
-        constants = [
-            kind.is_flat(first.axis, call.shape(k)[first.axis])
-            for k, kind in enumerate(call.kinds)
-            if kind.is_const and len(call.shape(k)) > first.axis
-        ]
-        is_known = all(kind.power is not None for kind in of_rows)
-        result = make_rows(first.axis, first.outer, 0.0 if is_known else None)
-        return result if is_same and all(constants) else call.make_mixed()
-
-    return rule
-
-
-def fft(call: Call) -> Kind:
-    """Returns the `Kind` of the result of a Fourier transform."""
-    return make_matrix_rule(len(call.params["fft_lengths"]))(call)

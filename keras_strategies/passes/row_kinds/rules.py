@@ -12,10 +12,13 @@ from typing import Any
 from jax import lax
 from jax.extend.core import JaxprEqn
 
+from keras_strategies._types import Equation
 from keras_strategies.passes.row_kinds import (
     elementwise,
     indexing,
     kernels,
+    marks,
+    matrices,
     reductions,
     shapes,
 )
@@ -54,6 +57,8 @@ def kinds_of_results(call: Call) -> list[Kind]:
         exact = PLAIN.but(is_global=True, is_gathered=_has_grown(call))
         zero = next((kind for kind in call.kinds if kind.is_zero), None)
         return [wrong or (zero if num == 1 else None) or exact] * num
+    if any(kind.is_rows and kind.numbering for kind in call.kinds):
+        return [_compute_with_numbers(call)] * num
     if call.name == "optimization_barrier":
         return list(call.kinds)
     rule = _RULES.get(call.name)
@@ -71,6 +76,29 @@ def kinds_of_results(call: Call) -> list[Kind]:
     results = rule(call)
     results = results if isinstance(results, list) else [results] * num
     return [_check_with_twin(call, kind, k) for k, kind in enumerate(results)]
+
+
+def _compute_with_numbers(call: Call) -> Kind:
+    """Returns the `Kind` of a result computed from a scattered `Numbering`."""
+    if call.name in ("eq", "ne"):
+        return indexing.compare_numbers(call)
+    if call.name == "gather":
+        return _check_with_twin(call, indexing.gather(call), 0)
+    return call.make_mixed()
+
+
+def has_rule(equation: Equation) -> bool:
+    """Returns whether an equation is computed by entries, dimensions or calls.
+
+    `jax.vmap` of such an equation computes the same as a loop does.
+    """
+    name = equation.primitive.name
+    is_kernel = name in ("pallas_call", *kernels.CUDNN)
+    is_mark = str(equation.params.get("name")).startswith(
+        (marks.PREFIX, kernels.BY_ROWS)
+    )
+    is_known = name in _RULES or name in (*_RANDOM, *_CALLS)
+    return is_known and not (is_kernel or is_mark)
 
 
 def _reduce_dims(call: Call, k: int) -> Kind:
@@ -135,10 +163,13 @@ def _is_scale_safe(call: Call) -> bool:
         return True
     # Rows at random indices may differ between replicas, so the scale of the
     # indices does not matter.
-    is_drawn = call.name == "gather"
+    is_drawn, kinds = call.name == "gather", call.kinds
+    if is_drawn and not call.params["fill_value"]:
+        # The rule tracks the exponent of a constant table.
+        kinds = kinds[1:]
     are_fixed = all(
         is_constant(kind) or (is_drawn and kind.is_random)
-        for kind in call.kinds
+        for kind in kinds
         if kind.is_const
     )
     is_plain = all(k.power in (0.0, None) for k in call.kinds if k.is_rows)
@@ -176,7 +207,7 @@ def _check_with_twin(call: Call, kind: Kind, out: int) -> Kind:
         if kind.values is not None:
             return kind
         is_lost &= call.name != "reduce_sum"
-        is_other = is_lost or _scalars(call.equation) != _scalars(call.twin)
+        is_other = is_lost or not _has_same_scalars(call)
         return kind.but(power=math.nan) if is_other else kind
     row_dims = [kind.axis] if kind.is_rows else []
     if kind.is_rows and _is_index(call, out):
@@ -184,8 +215,7 @@ def _check_with_twin(call: Call, kind: Kind, out: int) -> Kind:
         kind = kind.but(power=0.0)
     if call.out_grown_dims(out) != row_dims:
         return call.make_mixed()
-    is_same = _scalars(call.equation) == _scalars(call.twin)
-    return kind if is_same else call.make_mixed()
+    return kind if _has_same_scalars(call) else call.make_mixed()
 
 
 def _is_index(call: Call, out: int) -> bool:
@@ -219,6 +249,15 @@ def _counts_or_scales(call: Call) -> bool:
     )
 
 
+def _has_same_scalars(call: Call) -> bool:
+    """Returns whether both traces compute with equal parameters."""
+    is_convolution = call.name == "conv_general_dilated"
+    if is_convolution and reductions.has_groups_of_rows(call):
+        # The numbers of groups are multiples of the numbers of rows.
+        return True
+    return _scalars(call.equation) == _scalars(call.twin)
+
+
 def _scalars(equation: JaxprEqn) -> list[Any]:
     """Returns an equation's parameters that are numbers, names or flags."""
     plain = (bool, int, float, str)
@@ -245,6 +284,12 @@ _RANDOM = names_in(
     "rng_bit_generator axis_index",
 )
 """Primitives whose results are expected to differ between replicas."""
+
+_CALLS = names_in(
+    "jit pjit closed_call core_call remat2 checkpoint custom_jvp_call",
+    "custom_vjp_call custom_linear_solve scan while cond",
+)
+"""Primitives that call functions."""
 
 _REDUCTIONS = {
     "psum": lax.reduce_sum_p,
@@ -281,7 +326,7 @@ _TRACKS_POWERS = names_in(
     *_ELEMENTWISE,
     *_SAME,
     "select_n broadcast_in_dim reshape reduce_sum dot_general",
-    "conv_general_dilated select_and_scatter_add",
+    "conv_general_dilated select_and_scatter_add triangular_solve fft",
 )
 """Primitives whose rules keep track of exponents (`Kind.power`)."""
 
@@ -336,11 +381,11 @@ _RULES: dict[str, Callable[[Call], Any]] = {
     "dot_general": reductions.dot_general,
     "conv_general_dilated": reductions.convolution,
     **_assign(
-        reductions.make_matrix_rule(2),
+        matrices.make_matrix_rule(2),
         "cholesky lu qr householder_product eigh svd eig schur",
     ),
-    "triangular_solve": reductions.make_matrix_rule(2),
-    "fft": reductions.fft,
+    "triangular_solve": matrices.triangular_solve,
+    "fft": matrices.fft,
     **_assign(kernels.cudnn, *kernels.CUDNN),
     "pallas_call": kernels.pallas,
     "jit": kernels.by_rows,

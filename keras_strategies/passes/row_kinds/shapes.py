@@ -51,17 +51,23 @@ def broadcast(call: Call) -> Kind:
 
 def reshape(call: Call) -> Kind:
     before, after = call.shape(), call.out_shape()
-    kind = call.kinds[0]
+    kind, order = call.kinds[0], call.params["dimensions"]
+    if order is not None:
+        # The operand is transposed first.
+        before = tuple(before[dim] for dim in order)
+        kind = move_dims(call, tuple(order).index)
     if kind.is_const and kind.blocks == dict(enumerate(before)):
         return kind.but(blocks=dict(enumerate(after)))
     if not kind.is_rows:
         starts = {}
         for axis, size in enumerate(after):
             starts.setdefault((math.prod(after[:axis]), size), axis)
-        return move_dims(
+        moved = move_dims(
             call,
             lambda axis: starts.get((math.prod(before[:axis]), before[axis])),
+            kind,
         )
+        return moved if order else moved.but(numbering=kind.numbering)
     # A reshape keeps the row-major order of the entries, so it does not change
     # the number of blocks that each contain all rows, which is `outer`. After
     # the reshape, this number is the product of the sizes of the dimensions
@@ -260,7 +266,7 @@ def tile(call: Call) -> Kind:
         for axis, size in kind.blocks.items()
     }
     blocks |= {a: after[a] for a, size in enumerate(before) if size == 1}
-    return kind.but(blocks=blocks, index_of=None)
+    return kind.but(blocks=blocks, index_of=None, numbering=None)
 
 
 def pad(call: Call) -> Kind:
@@ -282,7 +288,9 @@ def pad(call: Call) -> Kind:
 def iota(call: Call) -> Kind:
     dim, shape = call.params["dimension"], call.out_shape()
     blocks = {a: s for a, s in enumerate(shape) if a != dim}
-    return Kind(form=CONST, blocks=blocks, index_of=dim)
+    has_place = len(shape) == 1 and call.params["dtype"].itemsize >= 4
+    numbering = 0 if has_place else None
+    return Kind(form=CONST, blocks=blocks, index_of=dim, numbering=numbering)
 
 
 def dynamic_slice(call: Call) -> Kind:
