@@ -53,6 +53,7 @@ _MODULES = {
     "TPUStrategy": "strategy.tpu",
     "ValueContext": "strategy.replica_context",
     "abstract": "variables.abstract_models",
+    "by_rows": "kernels.by_rows",
     "compute_average_loss": "strategy.losses",
     "enable_determinism": "gpu.determinism",
     "experimental_set_strategy": "strategy.default",

@@ -31,6 +31,7 @@ from keras_strategies.hooks.gradients import (
     value_and_grad as value_and_grad,
 )
 from keras_strategies.hooks.merge import merge as merge
+from keras_strategies.kernels.by_rows import by_rows as by_rows
 from keras_strategies.planning.report.planned_step import (
     PlannedStep as PlannedStep,
 )

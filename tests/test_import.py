@@ -23,7 +23,7 @@ PUBLIC_NAMES = {
     *("InputOptions", "InputReplicationMode", "MultiWorkerMirroredStrategy"),
     *("Mirrored", "RunOptions", "function", "PerReplica", "ReduceOp"),
     *("ReplicaContext", "ReplicaMesh", "ValueContext", "compute_average_loss"),
-    *("get_replica_context", "global_batch_loss", "grad"),
+    *("by_rows", "get_replica_context", "global_batch_loss", "grad"),
     *("in_cross_replica_context", "scale_regularization_loss"),
     "enable_determinism",
     *("value_and_grad", "has_strategy", "merge", "variable_creator_scope"),

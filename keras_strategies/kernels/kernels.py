@@ -70,6 +70,11 @@ def kernels_for(
         yield
 
 
+def current_trace() -> Trace | None:
+    """Returns the trace of the step that this thread traces, or None."""
+    return _thread.trace
+
+
 class _Jax:
     """JAX's module for code that looks at the platform of `jax.devices()`."""
 

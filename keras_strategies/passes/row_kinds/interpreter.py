@@ -30,6 +30,11 @@ from keras_strategies.passes.row_kinds.kinds import (
 )
 from keras_strategies.passes.row_kinds.row_loops import map_over_rows
 from keras_strategies.passes.row_kinds.rules import has_rule, kinds_of_results
+from keras_strategies.passes.row_kinds.separate_parts import (
+    SeparateParts,
+    has_other_code,
+    part_p,
+)
 from keras_strategies.passes.row_kinds.updates import kinds_of_update
 from keras_strategies.passes.stages import is_collective, scan_operands
 
@@ -64,6 +69,7 @@ class Interpreter:
         self._calls: list[Equation] = []
         self._is_noting = True
         self._marked: dict[str, Kind] = {}
+        self._parts = SeparateParts()
 
     def interpret(self, jaxprs: list[Any], inputs: list[Kind]) -> list[Kind]:
         """Returns the `Kind` of each result of a function, given its traces."""
@@ -148,6 +154,15 @@ class Interpreter:
             return [self._marked_value(equation, kinds[0])]
         if name == marks.mark_p.name:
             return [self._marked_both_ways(equations, kinds[0])]
+        call = Call(
+            equation=equation,
+            twin=equations[-1] if len(equations) > 1 else None,
+            kinds=kinds,
+            num_rows=self._num_rows,
+            ratio=self._ratio,
+        )
+        if name == part_p.name:
+            return [self._parts.find_kind(call)]
         if name == "scan":
             return self._scan(equations, kinds)
         if name == "while":
@@ -157,16 +172,11 @@ class Interpreter:
         if name == "custom_linear_solve":
             return self._solve(equations, kinds)
         inner = [find_called_jaxpr(e) for e in equations]
+        if has_other_code(equations):
+            return [make_mixed(equation)] * len(equation.outvars)
         if None not in inner and not is_by_rows(equation):
             updated = kinds_of_update(equations, kinds)
             return updated or self._interpret(inner, kinds)
-        call = Call(
-            equation=equation,
-            twin=equations[-1] if len(equations) > 1 else None,
-            kinds=kinds,
-            num_rows=self._num_rows,
-            ratio=self._ratio,
-        )
         return kinds_of_results(call)
 
     def _marked_value(self, equation: Equation, kind: Kind) -> Kind:

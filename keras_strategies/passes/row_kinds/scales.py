@@ -25,6 +25,7 @@ from keras_strategies.passes.row_kinds.marks import (
     GRADIENT,
     SHARE,
 )
+from keras_strategies.passes.row_kinds.separate_parts import is_part
 
 
 def is_wrong(kind: Kind, mark: str) -> bool:
@@ -197,6 +198,7 @@ def _find_exponent(
 
 
 def _is_forward_user_code(calls: Sequence[Any]) -> bool:
+    calls = [equation for equation in calls if not is_part(equation)]
     if any(map(traces.is_of_package, calls)):
         return False
     makers = (traces.is_made_by_user(equation) for equation in reversed(calls))

@@ -1,0 +1,303 @@
+"""Parts of models whose author says that they compute each row by itself."""
+
+import dataclasses
+import functools
+import inspect
+import types
+import weakref
+from collections.abc import Callable, Sequence
+from typing import Any, TypeVar
+
+import jax
+import keras
+import numpy as np
+from jax.extend.core import ClosedJaxpr, jaxpr_as_fun
+from jax.sharding import PartitionSpec
+from keras.src.backend.common.stateless_scope import get_stateless_scope
+
+from keras_strategies._types import Array, Tree
+from keras_strategies.kernels.kernels import current_trace
+from keras_strategies.kernels.mapped_kernels import Trace
+from keras_strategies.kernels.row_test import find_difference
+from keras_strategies.passes import stages
+from keras_strategies.passes.row_kinds.separate_parts import mark_part
+from keras_strategies.spmd.replica_map import core_map
+
+Part = TypeVar("Part")
+
+_tested: Any = weakref.WeakKeyDictionary()
+"""The tests of each marked layer or function that passed."""
+
+
+def by_rows(part: Part) -> Part:
+    """Marks a part of a model that computes each row of its results by itself.
+
+    A step runs on each replica only if it is shown to compute the numbers of
+    one device. Nothing is shown of kernels (Pallas), of callbacks into Python,
+    and of some loops. If all that such a part computes for a row depends on the
+    same row of its arguments, and on arrays without rows, such as weights, mark
+    it, and the step stays mapped. Where a step runs over the global batch, each
+    replica computes its own rows of a marked part, so that kernels compile for
+    several TPU cores.
+
+    The rows are the first dimension of the first array among the arguments, of
+    all arguments of the same size, and of all results. Arrays without rows may
+    also be captured. A marked part must not write variables, add losses or draw
+    random numbers.
+
+    What the mark says is tested when a step is traced: the results of two
+    halves of some rows, and their derivatives, must be those of all of these
+    rows. The rows and weights of the test are random numbers. A part that
+    cannot run on this machine, such as a kernel for TPUs that are not attached,
+    is not tested.
+
+    Args:
+      part: A function of arrays; a layer, whose `call` is then marked; or a
+        subclass of `keras.layers.Layer`. Functions and classes can be marked
+        with `by_rows` as a decorator. Copies of a layer that are made from its
+        config are not marked, but those of a marked class are.
+
+    Returns:
+      The same object if `part` is a layer or class; a wrapper if it is a
+      function.
+
+    Raises:
+      TypeError: if `part` is not a function, a layer or a class of layers.
+
+    Example:
+      ```python
+      @ks.by_rows
+      class Sines(keras.layers.Layer):
+          def call(self, x):
+              shape = jax.ShapeDtypeStruct(x.shape, x.dtype)
+              return jax.pure_callback(np.sin, shape, jax.lax.stop_gradient(x))
+      ```
+
+    References:
+      docs/parity.md lists what is shown without a mark.
+    """
+    is_class = inspect.isclass(part)
+    if not callable(part) or (is_class and not issubclass(part, keras.Layer)):
+        raise TypeError(
+            "`part` must be a function, a `keras.Layer` or a subclass of it. "
+            f"Received: {part!r} of type {type(part).__name__}. Pass a layer, "
+            "or a function whose first argument is an array with rows."
+        )
+    marked: Any = part
+    if is_class:
+        marked.call = _mark_function(marked.call)
+    elif isinstance(part, keras.Layer):
+        function = getattr(marked.call, "__func__", marked.call)
+        marked.call = types.MethodType(_mark_function(function), part)
+    else:
+        marked = _mark_function(marked)
+    return marked
+
+
+def _mark_function(function: Callable[..., Any]) -> Any:
+    @functools.wraps(function)
+    def call_by_rows(*args: Tree, **kwargs: Tree) -> Any:
+        trace = current_trace()
+        leaves, structure = jax.tree.flatten((args, kwargs))
+        arrays = [leaf for leaf in leaves if _is_array(leaf)]
+        if trace is None or not arrays:
+            return function(*args, **kwargs)
+        is_method = isinstance(leaves[0], keras.Layer)
+        call = _Call(
+            function=function,
+            leaves=leaves,
+            structure=structure,
+            tested=_tested.setdefault(
+                leaves[0] if is_method else call_by_rows, set()
+            ),
+        )
+        return call.compute(trace, arrays)
+
+    return call_by_rows
+
+
+def _is_array(leaf: object) -> bool:
+    return isinstance(leaf, jax.Array | np.ndarray) and leaf.ndim > 0
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class _Call:
+    """A call of a marked function.
+
+    Attributes:
+      function: The function.
+      leaves: The leaves of its arguments.
+      structure: The structure of its arguments, `(args, kwargs)`.
+      tested: The shapes and platforms with which it was tested.
+    """
+
+    function: Callable[..., Any]
+    leaves: Sequence[Any]
+    structure: Any
+    tested: set[Any]
+
+    @property
+    def name(self) -> str:
+        """The function's name, for messages."""
+        return getattr(
+            self.function, "__qualname__", type(self.function).__name__
+        )
+
+    def compute(self, trace: Trace, arrays: Sequence[Array]) -> Any:
+        """Computes the function as a part that computes each row by itself.
+
+        Args:
+          trace: The trace of the step.
+          arrays: The arrays among the arguments.
+        """
+        count = arrays[0].shape[0]
+        have_rows = [array.shape[0] == count for array in arrays]
+        is_mapped = trace.rows is not None
+        rows = -(-count // trace.mesh.num_replicas) if is_mapped else count
+        traced, shapes = self._trace(with_rows(arrays, have_rows, rows))
+        self._test(trace, arrays, have_rows)
+        of_consts = [False] * len(traced.consts)
+        part = _map_over_replicas(
+            trace, traced, [*of_consts, *have_rows], count
+        )
+        results = mark_part(part, [*traced.consts, *arrays], self.name)
+        return jax.tree.unflatten(jax.tree.structure(shapes), results)
+
+    def _trace(self, arrays: Sequence[Any]) -> tuple[ClosedJaxpr, Any]:
+        """Traces the function, and returns the shapes of its results, too."""
+
+        def compute(*arrays: Array) -> Any:
+            given = iter(arrays)
+            leaves = [
+                next(given) if _is_array(leaf) else leaf for leaf in self.leaves
+            ]
+            args, kwargs = jax.tree.unflatten(self.structure, leaves)
+            try:
+                return self.function(*args, **kwargs)
+            except Exception as error:
+                rows = arrays[0].shape[0]
+                raise ValueError(
+                    "A part marked with `ks.by_rows` must compute any number "
+                    f"of rows. Received: {self.name!r}, which fails for {rows} "
+                    f"rows ({type(error).__name__}: {error}). Remove the mark, "
+                    "or the number of rows from the part."
+                ) from error
+
+        scope: Any = get_stateless_scope()
+        before = _read(scope)
+        # Equations keep the mesh with which they were traced, but kernels are
+        # mapped over other axes of it later.
+        no_mesh = jax.sharding.AbstractMesh((), ())
+        with jax.sharding.use_abstract_mesh(no_mesh):
+            traced, shapes = jax.make_jaxpr(compute, return_shape=True)(*arrays)
+        if _read(scope) != before:
+            raise RuntimeError(
+                "A part marked with `ks.by_rows` must not write variables, add "
+                f"losses or draw random numbers. Received: {self.name!r}, "
+                "which does. Mark only the part that does not, such as the "
+                "function that calls a kernel."
+            )
+        rows = arrays[0].shape[:1]
+        wrong = [s for s in jax.tree.leaves(shapes) if s.shape[:1] != rows]
+        if wrong:
+            raise ValueError(
+                "Each result of a part marked with `ks.by_rows` must have a "
+                f"row for each of the {rows[0]} rows of its first argument. "
+                f"Received: a result of shape {wrong[0].shape} of "
+                f"{self.name!r}. Mark a part whose results have rows."
+            )
+        return traced, shapes
+
+    def _test(
+        self, trace: Trace, arrays: Sequence[Array], have_rows: Sequence[bool]
+    ) -> None:
+        """Raises ValueError if numbers show that rows are not separate."""
+        platform = trace.mesh.platform
+        key = (platform, *((a.shape[1:], str(a.dtype)) for a in arrays))
+        if key in self.tested:
+            return
+        half = max(1, arrays[0].shape[0] // 2)
+        of_all, of_half = (
+            self._trace(with_rows(arrays, have_rows, rows))[0]
+            for rows in (2 * half, half)
+        )
+        found = find_difference(of_all, of_half, have_rows, platform)
+        if found is not None:
+            raise ValueError(
+                "A part marked with `ks.by_rows` must compute each row by "
+                f"itself. Received: {self.name!r}. For random numbers, {found} "
+                f"of two halves of {2 * half} rows are not those of all rows. "
+                "Remove the mark, or compute each row only from the same row "
+                "of the arguments."
+            )
+        self.tested.add(key)
+
+
+def with_rows(
+    arrays: Sequence[Array], have_rows: Sequence[bool], rows: int
+) -> list[jax.ShapeDtypeStruct]:
+    """Returns the shapes of arrays, with another number of rows."""
+    return [
+        jax.ShapeDtypeStruct(
+            (rows, *array.shape[1:]) if has_rows else array.shape, array.dtype
+        )
+        for array, has_rows in zip(arrays, have_rows, strict=True)
+    ]
+
+
+def _read(scope: Any) -> Any:
+    """Returns what a scope has collected: values of variables, and losses."""
+    if scope is None:
+        return None
+    values = {key: id(value) for key, value in scope.state_mapping.items()}
+    return values, len(scope.losses)
+
+
+def _map_over_replicas(
+    trace: Trace, traced: ClosedJaxpr, have_rows: Sequence[bool], count: int
+) -> Callable[..., list[Any]]:
+    """Returns a part as a function of its constants and operands.
+
+    In the trace of a global batch, each replica computes its own rows. XLA
+    cannot partition kernels, so each core of a replica computes them, too.
+
+    Args:
+      trace: The trace of the step.
+      traced: The part.
+      have_rows: Whether each constant and operand has rows.
+      count: The number of rows.
+    """
+    jaxpr = stages.with_consts_as_inputs(traced)
+    compute = jaxpr_as_fun(ClosedJaxpr(jaxpr, []))
+    has_kernels = any(
+        equation.primitive.name == "pallas_call"
+        for equation in stages.all_equations(jaxpr)
+    )
+    if trace.rows is None and not (trace.model and has_kernels):
+        return compute
+    rows = PartitionSpec(trace.rows)
+    mapped = core_map(
+        compute,
+        trace.mesh,
+        in_specs=tuple(rows if has else PartitionSpec() for has in have_rows),
+        out_specs=rows,
+        is_global=trace.is_global,
+    )
+    padding = -count % trace.mesh.num_replicas if trace.is_global else 0
+
+    def compute_rows(*operands: Array) -> list[Any]:
+        results = mapped(
+            *(
+                _pad(operand, padding) if has_rows else operand
+                for operand, has_rows in zip(operands, have_rows, strict=True)
+            )
+        )
+        return [result[:count] for result in results]
+
+    return compute_rows
+
+
+def _pad(array: Array, count: int) -> Array:
+    """Appends copies of the last row, with which any part can compute."""
+    widths = [(0, count)] + [(0, 0)] * (array.ndim - 1)
+    return jax.numpy.pad(array, widths, mode="edge") if count else array

@@ -1,0 +1,197 @@
+"""Parts of a step whose author says that they compute each row by itself.
+
+The operands and results of such a part are marked in the trace (see
+`mark_part`). What the analysis shows of a result is kept. A result of which it
+shows nothing, such as that of a kernel, is believed to have an entry for each
+row, which depends only on this row of the operands, and on operands without
+rows. In the derivatives of the part, a cotangent of an operand with rows has an
+entry for each row, too. That of another operand is a sum over the rows.
+"""
+
+import collections
+import dataclasses
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+from jax.extend.core import Primitive
+from jax.interpreters import ad, batching, mlir
+
+from keras_strategies._types import Array, Equation
+from keras_strategies.passes import stages
+from keras_strategies.passes.row_kinds.call import Call, power_in
+from keras_strategies.passes.row_kinds.kinds import (
+    Kind,
+    is_constant,
+    make_rows,
+    make_sum,
+)
+
+
+def mark_part(
+    part: Callable[..., Sequence[Array]], operands: Sequence[Array], name: str
+) -> list[Any]:
+    """Computes `part(*operands)` as a part that computes each row by itself.
+
+    Args:
+      part: A function that returns a list of arrays. It captures no arrays.
+      operands: Its operands. Those with rows have them in their first
+        dimension, as all results have.
+      name: A name of the part. Parts with the same name and with operands of
+        the same shapes are believed only together.
+
+    Returns:
+      The results.
+    """
+    key = f"{name} {[str(jax.typeof(operand)) for operand in operands]}"
+
+    def mark(value: Array, *, is_operand: bool) -> Any:
+        return part_p.bind(
+            value, key=key, is_operand=is_operand, enters=is_operand, order=0
+        )
+
+    def separate_part(*operands: Array) -> list[Any]:
+        return list(part(*operands))
+
+    separate_part.__name__ = _NAME
+    marked = [mark(v, is_operand=True) for v in operands]
+    results = jax.jit(separate_part)(*marked)
+    return [mark(v, is_operand=False) for v in results]
+
+
+def is_part(equation: Equation) -> bool:
+    """Returns whether an equation computes a marked part, or its derivative."""
+    return equation.params.get("name") == _NAME
+
+
+def has_other_code(equations: Sequence[Any]) -> bool:
+    """Returns whether the traces of a part consist of other equations.
+
+    A part may compute some numbers of rows in another way, such as loops that
+    compute several rows in each turn.
+    """
+    if not is_part(equations[0]):
+        return False
+    names = [
+        [inner.primitive.name for inner in stages.equations_in(equation)]
+        for equation in equations
+    ]
+    return names[0] != names[-1]
+
+
+_NAME = "ks.separate_part"
+
+
+def _jvp(primals: Any, tangents: Any, *, order: int, **params: Any) -> Any:
+    (value,), (tangent,) = primals, tangents
+    marked = part_p.bind(value, order=order, **params)
+    if isinstance(tangent, ad.Zero):
+        return marked, tangent
+    return marked, part_p.bind(tangent, order=order + 1, **params)
+
+
+def _transpose(
+    cotangent: Any, value: Any, *, enters: bool, **params: Any
+) -> list[Any]:
+    if isinstance(cotangent, ad.Zero):
+        return [ad.Zero(value.aval)]
+    return [part_p.bind(cotangent, enters=not enters, **params)]
+
+
+part_p = Primitive("ks_separate_part")
+part_p.def_impl(lambda value, **_: value)
+part_p.def_abstract_eval(lambda value, **_: value)
+mlir.register_lowering(part_p, lambda context, value, **_: [value])
+ad.primitive_jvps[part_p] = _jvp
+ad.primitive_transposes[part_p] = _transpose
+batching.defvectorized(part_p)
+
+
+@dataclasses.dataclass(kw_only=True)
+class _Part:
+    """The values that enter a part, or several parts with the same key.
+
+    Attributes:
+      operands: The equations that mark operands.
+      derivatives: The equations that mark tangents and cotangents.
+      is_believed: Whether results are believed; not if the part is
+        differentiated twice.
+    """
+
+    operands: list[Call] = dataclasses.field(default_factory=list)
+    derivatives: list[Call] = dataclasses.field(default_factory=list)
+    is_believed: bool = True
+
+
+class SeparateParts:
+    """The kinds of what enters and leaves the parts of a step."""
+
+    def __init__(self) -> None:
+        self._parts: dict[str, _Part] = collections.defaultdict(_Part)
+
+    def find_kind(self, call: Call) -> Kind:
+        """Returns the `Kind` of a marked value."""
+        (kind,), params = call.kinds, call.params
+        part = self._parts[params["key"]]
+        if params["order"] > 1:
+            # A derivative may be a product of two that enter, so the exponent
+            # of the number of rows is unknown.
+            part.is_believed = False
+        elif params["enters"]:
+            is_operand = params["order"] == 0
+            (part.operands if is_operand else part.derivatives).append(call)
+        elif kind.is_mixed and part.is_believed and not kind.scale:
+            return _believe(call, part)
+        return kind
+
+
+def _believe(call: Call, part: _Part) -> Kind:
+    """Returns the believed `Kind` of a mixed value that leaves a part."""
+    is_derivative = call.params["order"] == 1
+    derivatives = part.derivatives if is_derivative else []
+    entered = [*part.operands, *derivatives]
+    rows = {
+        (c.kinds[0].outer, _first_sizes(c))
+        for c in entered
+        if c.kinds[0].is_rows
+    }
+    are_separate = all(map(_is_separate, entered))
+    are_plain = all(map(_is_plain, part.operands))
+    powers = {_power_of(c) for c in derivatives if not c.kinds[0].is_zero}
+    if call.twin is None:
+        # Another trace shows which dimensions have the rows.
+        powers = {None}
+    if len(rows) != 1 or len(powers) > 1 or not (are_separate and are_plain):
+        return call.kinds[0]
+    power = powers.pop() if powers else 0.0
+    ((outer, sizes),) = rows
+    if _first_sizes(call) == sizes and len(call.grown_dims()) < 2:
+        return make_rows(0, outer, power)
+    is_sum = call.params["is_operand"] and not call.grown_dims()
+    return make_sum(power) if is_sum else call.kinds[0]
+
+
+def _first_sizes(call: Call) -> tuple[tuple[int, ...], ...]:
+    """Returns the first dimension of a marked value in each trace."""
+    return tuple(e.invars[0].aval.shape[:1] for e in call.equations)
+
+
+def _is_separate(call: Call) -> bool:
+    """Returns whether a value has rows in order, or is equal for all rows."""
+    kind = call.kinds[0]
+    if kind.is_const:
+        sizes = [(dim, call.shape()[dim]) for dim in call.grown_dims()]
+        return all(kind.is_flat(*size) for size in sizes)
+    return kind.is_rows and kind.axis == 0
+
+
+def _is_plain(call: Call) -> bool:
+    """Returns whether a value does not scale with the number of rows."""
+    kind = call.kinds[0]
+    return is_constant(kind) if kind.is_const else kind.power in (0.0, None)
+
+
+def _power_of(call: Call) -> float | None:
+    """Returns the exponent of num_rows in a derivative; None if unknown."""
+    kind = call.kinds[0]
+    return power_in(kind, call) if kind.is_const else kind.power
