@@ -240,7 +240,7 @@ class StepContext:
         """Records a size that may be the number of rows.
 
         A second trace with another number of rows checks whether the size
-        changes with the number of rows (trace_checks.py).
+        changes with the number of rows (step/analysis.py).
 
         Args:
           size: A dimension of an array, or a number.
