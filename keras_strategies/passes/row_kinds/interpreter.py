@@ -12,6 +12,10 @@ from keras_strategies.passes import traces
 from keras_strategies.passes.collective_cut import find_called_jaxpr
 from keras_strategies.passes.row_kinds import marks, scales
 from keras_strategies.passes.row_kinds.call import Call
+from keras_strategies.passes.row_kinds.inner_functions import (
+    kinds_of_update,
+    map_over_rows,
+)
 from keras_strategies.passes.row_kinds.kernels import is_by_rows
 from keras_strategies.passes.row_kinds.kinds import (
     MEAN_POWER,
@@ -28,14 +32,12 @@ from keras_strategies.passes.row_kinds.kinds import (
     slice_of,
     stack,
 )
-from keras_strategies.passes.row_kinds.row_loops import map_over_rows
 from keras_strategies.passes.row_kinds.rules import has_rule, kinds_of_results
 from keras_strategies.passes.row_kinds.separate_parts import (
     SeparateParts,
     has_other_code,
     part_p,
 )
-from keras_strategies.passes.row_kinds.updates import kinds_of_update
 from keras_strategies.passes.stages import is_collective, scan_operands
 
 

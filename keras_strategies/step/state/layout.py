@@ -24,7 +24,7 @@ class Layout:
     Attributes:
       has_local_sums: Whether accumulated gradients are each replica's own.
       is_kept: Whether the mapped program that was traced last returns the state
-        in this layout without computing it anew.
+        in this layout, and does not compute it in Keras's layout first.
     """
 
     has_local_sums = False
