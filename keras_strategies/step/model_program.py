@@ -1,12 +1,9 @@
 """The base class of the compiled train, test and predict programs.
 
-A step is traced (`record`), the traces are analyzed (`analysis`), and a
-function of both decides which program runs a batch (`route`). This class lowers
-the programs and calls them. If the replicas can share a batch evenly, the
-model's step is mapped over the replicas. Otherwise the same step runs once over
-the global batch, whose rows XLA still shards over the devices. This is exact
-for every loss, metric and layer, and no device stores more than its share
-(docs/decisions/05-indivisible-batches.md).
+A `Router` traces the step and decides which program runs a batch; this class
+lowers the programs and calls them. If the replicas can share a batch evenly,
+the model's step is mapped over them. Otherwise it runs once over the global
+batch, whose rows XLA shards over the devices.
 """
 
 import functools
