@@ -80,6 +80,10 @@ def apply(
         for variable, value in zip([*targets, *others], new, strict=False):
             if value is not variable.value:
                 variable.assign(value)
+    # Slots that were created just now are equal on all replicas, too.
+    created = IdentitySet(others)
+    slots = [v for v in optimizer.variables if v in created]
+    step.notes.equal.update(v.value for v in slots)
     return jax.tree.unflatten(structure, list(new))
 
 

@@ -104,3 +104,30 @@ def test_a_loss_after_an_update_is_that_of_one_device(replicas):
     assert len(model.optimizer.traced) == 2
     _, wanted, _ = fit(Twice, replicas=1, is_sharded=False)
     jax.tree.map(lambda *a: np.testing.assert_allclose(*a, 1e-5), found, wanted)
+
+
+class Tells(keras.optimizers.SGD):
+    """Returns the norm of the gradients, which are reduced."""
+
+    def apply(self, grads, trainable_variables=None):
+        super().apply(grads, trainable_variables)
+        return {"norm": keras.ops.norm(grads[0])}
+
+
+@pytest.mark.parametrize("is_sharded", [False, True])
+def test_an_optimizer_returns_what_its_method_returns(is_sharded):
+    partitioner = ks.experimental.FullySharded(min_size=1)
+    strategy = ks.MirroredStrategy(
+        ["cpu:0", "cpu:1"],
+        variable_partitioner=partitioner if is_sharded else None,
+    )
+    with strategy.scope():
+        weight = keras.Variable(np.ones(4, "float32"))
+        optimizer = Tells(0.1)
+        optimizer.build([weight])
+    results = strategy.run(
+        lambda: optimizer.apply([np.ones(4, "float32")], [weight])
+    )
+    norms = strategy.experimental_local_results(results)
+    assert [float(norm["norm"]) for norm in norms] == [4.0, 4.0]
+    np.testing.assert_allclose(weight, np.full(4, 0.8), rtol=1e-6)
