@@ -60,11 +60,8 @@ class Router:
         if self.global_reason is not None:
             return Route(form=Form.GLOBAL)
         leaves, structure = jax.tree.flatten(segment.data)
-        key = (
-            segment.is_padded,
-            structure,
-            *((leaf.shape, leaf.dtype) for leaf in leaves),
-        )
+        arrays = [(leaf.shape, leaf.dtype) for leaf in leaves]
+        key = (segment.rows, segment.steps, structure, *arrays)
         if key not in self._routes:
             self._routes[key] = self._decide(segment)
         return self._routes[key]

@@ -52,7 +52,7 @@ class StepProgram(ModelProgram):
           state. The program has donated the earlier state, so the caller must
           store the new state immediately.
         """
-        if not self.find_route(segment).is_split:
+        if segment.steps == 1 or not self.find_route(segment).is_split:
             yield self._run(state, segment)
             return
         batches = dispatch(
@@ -66,13 +66,18 @@ class StepProgram(ModelProgram):
     def _start(
         self, call: Callable[..., Any], state: Groups, segment: Segment
     ) -> Any:
+        if not self._is_layout_known:
+            self._find_layout(state, segment)
+        return super()._start(call, state, segment)
+
+    def _find_layout(self, state: Groups, segment: Segment) -> None:
+        """Traces a mapped program, to find whether it keeps the layout."""
         route = self.find_route(segment)
-        if route.is_mapped and not self._is_layout_known:
+        if route.is_mapped:
             args = self._arguments(route, state, segment)
             self._programs[route.form].trace(*args)
             self._is_packed = self._layout.is_kept
             self._is_layout_known = True
-        return super()._start(call, state, segment)
 
     def _arguments(
         self, route: Route, state: Groups, segment: Segment
