@@ -5,7 +5,7 @@ import functools
 import inspect
 import types
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, TypeVar
 
 import jax
@@ -16,14 +16,17 @@ from jax.sharding import PartitionSpec
 from keras.src.backend.common.stateless_scope import get_stateless_scope
 
 from keras_strategies._types import Array, Tree
-from keras_strategies.kernels.kernels import current_trace
-from keras_strategies.kernels.mapped_kernels import Trace
+from keras_strategies.keras_bridge.patches import Patch
+from keras_strategies.kernels.mapped_kernels import Trace, current_trace
 from keras_strategies.kernels.row_test import find_difference
 from keras_strategies.passes import stages
 from keras_strategies.passes.row_kinds.separate_parts import mark_part
 from keras_strategies.spmd.replica_map import core_map
 
 Part = TypeVar("Part")
+
+_marked: weakref.WeakSet[keras.Layer] = weakref.WeakSet()
+"""The marked layers."""
 
 _tested: Any = weakref.WeakKeyDictionary()
 """The tests of each marked layer or function that passed."""
@@ -37,8 +40,8 @@ def by_rows(part: Part) -> Part:
     and of some loops. If all that such a part computes for a row depends on the
     same row of its arguments, and on arrays without rows, such as weights, mark
     it, and the step stays mapped. Where a step runs over the global batch, each
-    replica computes its own rows of a marked part, so that kernels compile for
-    several TPU cores.
+    replica computes its own rows of a marked Pallas kernel, so that it compiles
+    for several TPU cores.
 
     The rows are the first dimension of the first array among the arguments, of
     all arguments of the same size, and of all results. Arrays without rows may
@@ -87,11 +90,36 @@ def by_rows(part: Part) -> Part:
     if is_class:
         marked.call = _mark_function(marked.call)
     elif isinstance(part, keras.Layer):
-        function = getattr(marked.call, "__func__", marked.call)
-        marked.call = types.MethodType(_mark_function(function), part)
+        _marked.add(part)
     else:
         marked = _mark_function(marked)
     return marked
+
+
+def find_layer_patches() -> Iterator[Patch]:
+    """Yields the patch by which steps call marked layers, if there are any.
+
+    A method that a layer itself stores would be the same object in each trace,
+    and JAX would rematerialize it with the arrays of the first one.
+    """
+    if _marked:
+        yield keras.Layer, "__call__", _wrap_call
+
+
+def _wrap_call(original: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(original)
+    def call(layer: keras.Layer, *args: Tree, **kwargs: Tree) -> Any:
+        if current_trace() is None or layer not in _marked:
+            return original(layer, *args, **kwargs)
+        function = _mark_function(type(layer).call)
+        attributes: dict[str, Any] = layer.__dict__
+        attributes["call"] = types.MethodType(function, layer)
+        try:
+            return original(layer, *args, **kwargs)
+        finally:
+            del attributes["call"]
+
+    return call
 
 
 def _mark_function(function: Callable[..., Any]) -> Any:
@@ -152,14 +180,16 @@ class _Call:
         """
         count = arrays[0].shape[0]
         have_rows = [array.shape[0] == count for array in arrays]
-        is_mapped = trace.rows is not None
-        rows = -(-count // trace.mesh.num_replicas) if is_mapped else count
-        traced, shapes = self._trace(with_rows(arrays, have_rows, rows))
+        traced, shapes = self._trace(with_rows(arrays, have_rows, count))
         self._test(trace, arrays, have_rows)
-        of_consts = [False] * len(traced.consts)
-        part = _map_over_replicas(
-            trace, traced, [*of_consts, *have_rows], count
-        )
+        part = _as_function(traced)
+        if _has_kernels(traced) and (trace.rows or trace.model):
+            # XLA cannot partition kernels.
+            replicas = trace.mesh.num_replicas if trace.is_global else 1
+            rows = -(-count // replicas)
+            traced, _ = self._trace(with_rows(arrays, have_rows, rows))
+            all_have_rows = [*[False] * len(traced.consts), *have_rows]
+            part = _map_over_cores(trace, traced, all_have_rows, count)
         results = mark_part(part, [*traced.consts, *arrays], self.name)
         return jax.tree.unflatten(jax.tree.structure(shapes), results)
 
@@ -253,31 +283,36 @@ def _read(scope: Any) -> Any:
     return values, len(scope.losses)
 
 
-def _map_over_replicas(
+def _as_function(traced: ClosedJaxpr) -> Callable[..., list[Any]]:
+    """Returns a part as a function of its constants and operands."""
+    jaxpr = stages.with_consts_as_inputs(traced)
+    return jaxpr_as_fun(ClosedJaxpr(jaxpr, []))
+
+
+def _has_kernels(traced: ClosedJaxpr) -> bool:
+    return any(
+        equation.primitive.name == "pallas_call"
+        for equation in stages.all_equations(traced)
+    )
+
+
+def _map_over_cores(
     trace: Trace, traced: ClosedJaxpr, have_rows: Sequence[bool], count: int
 ) -> Callable[..., list[Any]]:
     """Returns a part as a function of its constants and operands.
 
-    In the trace of a global batch, each replica computes its own rows. XLA
-    cannot partition kernels, so each core of a replica computes them, too.
+    In the trace of a global batch, each replica computes its own rows. All
+    cores of a replica compute the same.
 
     Args:
       trace: The trace of the step.
-      traced: The part.
+      traced: The part, with the rows of one replica.
       have_rows: Whether each constant and operand has rows.
       count: The number of rows.
     """
-    jaxpr = stages.with_consts_as_inputs(traced)
-    compute = jaxpr_as_fun(ClosedJaxpr(jaxpr, []))
-    has_kernels = any(
-        equation.primitive.name == "pallas_call"
-        for equation in stages.all_equations(jaxpr)
-    )
-    if trace.rows is None and not (trace.model and has_kernels):
-        return compute
     rows = PartitionSpec(trace.rows)
     mapped = core_map(
-        compute,
+        _as_function(traced),
         trace.mesh,
         in_specs=tuple(rows if has else PartitionSpec() for has in have_rows),
         out_specs=rows,

@@ -11,7 +11,6 @@ import functools
 import importlib
 import re
 import sys
-import threading
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -25,29 +24,18 @@ from keras_strategies.gpu.topology_devices import has_gpus, is_absent_gpu
 from keras_strategies.keras_bridge import keras_names
 from keras_strategies.keras_bridge.patches import Patches
 from keras_strategies.kernels.attention import attention_for
+from keras_strategies.kernels.by_rows import find_layer_patches
 from keras_strategies.kernels.mapped_kernels import (
     Trace,
+    current_trace,
     map_over_cores,
+    tracing,
 )
 from keras_strategies.passes.row_kinds.kernels import BY_ROWS
-from keras_strategies.spmd.attributes import temporary_attribute
 from keras_strategies.spmd.mesh import ReplicaMesh
 
 _PLATFORM_TESTS = {"running_on_tpu": "tpu", "running_on_gpu": "gpu"}
 """Functions by which layers of keras-hub choose their attention."""
-
-
-class _Thread(threading.local):
-    """The state of a thread.
-
-    Attributes:
-      trace: The trace of the step that the thread traces or lowers, or None.
-    """
-
-    trace: Trace | None = None
-
-
-_thread = _Thread()
 
 
 @contextlib.contextmanager
@@ -64,15 +52,10 @@ def kernels_for(
     trace = Trace.of(mesh, is_global=is_global)
     with (
         _patches.hold(),
-        temporary_attribute(_thread, "trace", trace),
+        tracing(trace),
         attention_for(mesh, is_global=is_global),
     ):
         yield
-
-
-def current_trace() -> Trace | None:
-    """Returns the trace of the step that this thread traces, or None."""
-    return _thread.trace
 
 
 class _Jax:
@@ -82,7 +65,7 @@ class _Jax:
         return getattr(jax, name)
 
     def devices(self, *args: Any) -> list[jax.Device]:
-        trace = _thread.trace
+        trace = current_trace()
         return jax.devices(*args) if trace is None else [*trace.mesh.devices]
 
 
@@ -97,7 +80,7 @@ def _wrap_platform_test(
 
     @functools.wraps(original)
     def is_on_platform() -> bool:
-        trace = _thread.trace
+        trace = current_trace()
         return original() if trace is None else trace.mesh.platform == platform
 
     return is_on_platform
@@ -108,7 +91,7 @@ def _wrap_version(original: Callable[[], int]) -> Callable[[], int]:
 
     @functools.wraps(original)
     def check_cudnn_version() -> int:
-        trace = _thread.trace
+        trace = current_trace()
         if trace is not None and trace.mesh.platform != "gpu":
             raise RuntimeError(
                 "cuDNN's attention must be computed on GPUs. Received: a step "
@@ -130,7 +113,7 @@ def _wrap_capability(
 
     @functools.wraps(original)
     def check_compute_capability(capability: str) -> bool:
-        trace = _thread.trace
+        trace = current_trace()
         if trace is None:
             return original(capability)
         device: Any = trace.mesh.devices[0]
@@ -148,7 +131,7 @@ def _parse(capability: str) -> tuple[int, ...]:
 
 
 def _is_for_absent_gpus() -> bool:
-    trace = _thread.trace
+    trace = current_trace()
     return trace is not None and is_absent_gpu(trace.mesh.devices[0])
 
 
@@ -165,7 +148,7 @@ def _wrap_attention(original: Callable[..., Any]) -> Callable[..., Any]:
         **options: Any,
     ) -> Any:
         attend = functools.partial(original, **options)
-        trace = _thread.trace
+        trace = current_trace()
         is_mapped = trace is not None and (trace.model or trace.rows)
         is_usual = jnp.ndim(query) == 4 and set(options) <= _OPTIONS
         if not is_mapped or options.get("implementation") != "cudnn":
@@ -224,7 +207,7 @@ def _wrap_lstm(original: Any) -> Callable[..., Any]:
 
     @functools.wraps(original)
     def lstm(x: Array, *args: Any, **kwargs: Any) -> Any:
-        trace = _thread.trace
+        trace = current_trace()
         if trace is not None:
             dtypes = {str(jnp.result_type(a)) for a in (x, *args[:3])}
             if dtypes != {"float32"} or trace.is_global:
@@ -293,6 +276,7 @@ def _find_patches() -> Iterator[tuple[Any, str, Callable[[Any], Any]]]:
     yield rnn, "lstm", _wrap_lstm
     sizes = "compute_rnn_workspace_reserve_space_sizes"
     yield gpu_rnn, sizes, _wrap_sizes
+    yield from find_layer_patches()
     if "keras_hub" not in sys.modules:
         return
     for name, module in list(sys.modules.items()):

@@ -1,6 +1,8 @@
 """Kernels mapped over the cores of replicas, as XLA cannot partition them."""
 
+import contextlib
 import dataclasses
+import threading
 from collections.abc import Callable, Sequence
 
 import jax
@@ -9,6 +11,7 @@ from jax.sharding import PartitionSpec
 from keras_strategies._types import Array
 from keras_strategies.kernels import splash_attention as splash
 from keras_strategies.passes.specs import Axis
+from keras_strategies.spmd.attributes import temporary_attribute
 from keras_strategies.spmd.mesh import ReplicaMesh
 from keras_strategies.spmd.replica_map import core_map
 
@@ -46,6 +49,29 @@ class Trace:
         """The mesh axis over which heads are sharded; None if they are not."""
         mesh = self.mesh
         return mesh.model_axis if mesh.cores_per_replica > 1 else None
+
+
+class _Thread(threading.local):
+    """The state of a thread.
+
+    Attributes:
+      trace: The trace of the step that the thread traces or lowers, or None.
+    """
+
+    trace: Trace | None = None
+
+
+_thread = _Thread()
+
+
+def current_trace() -> Trace | None:
+    """Returns the trace of the step that this thread makes, or None."""
+    return _thread.trace
+
+
+def tracing(trace: Trace) -> contextlib.AbstractContextManager[None]:
+    """Makes a trace the current one of this thread while a block runs."""
+    return temporary_attribute(_thread, "trace", trace)
 
 
 def map_over_cores(
