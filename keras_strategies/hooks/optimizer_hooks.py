@@ -76,9 +76,10 @@ def apply(
 
     values = [v.value for v in targets]
     new = iter(_update(step, optimizer, update, grads, targets, values))
+    before = iter(values)
     with step.flag("in_optimizer"):
         for variable, value in zip([*targets, *others], new, strict=False):
-            if value is not variable.value:
+            if value is not next(before, None):
                 variable.assign(value)
     # Slots that were created just now are equal on all replicas, too.
     created = IdentitySet(others)
