@@ -162,11 +162,11 @@ class ModelProgram:
             ),
             Form.GLOBAL: jit_for_shape(
                 constrain(self._run_global_batch),
-                f"{name}_whole",
+                f"{name}_global",
                 out_shardings=None if is_sharded or has_cores else mesh.whole,
             ),
             Form.RAGGED: jit_for_shape(
-                ragged if has_rows else constrain(ragged), f"{name}_uneven"
+                ragged if has_rows else constrain(ragged), f"{name}_ragged"
             ),
         }
 

@@ -91,14 +91,14 @@ class Router:
 
     def _analyze(self, record: Record, batch: Batch) -> Analysis:
         """Returns what the traces of the step show about its rows."""
+        if record.error is not None or self._mesh.num_replicas == 1:
+            return Analysis()
         if self._analyzed[0] is not record:
             self._analyzed = record, self._compare_traces(record, batch)
         return self._analyzed[1]
 
     def _compare_traces(self, record: Record, batch: Batch) -> Analysis:
         num_replicas = self._mesh.num_replicas
-        if record.error is not None or num_replicas == 1:
-            return Analysis()
         if record.kind.sums_later and self.needs_sums(record):
             return Analysis(needs_sums=True)
 

@@ -59,7 +59,7 @@ def test_steps_over_the_whole_batch_are_told_apart(compiled):
     strategy = ks.MirroredStrategy(devices=jax.devices()[:2])
     model = make_model(strategy)
     model.fit(X, Y, batch_size=3, verbose=0)
-    assert "train_step_whole" in compiled()
+    assert "train_step_global" in compiled()
 
 
 def test_a_users_function_is_run(compiled):
