@@ -113,10 +113,7 @@ class ModelProgram:
         self._programs = self._make_programs()
 
     def _make_programs(self) -> dict[Form, jax.stages.Wrapped]:
-        """Makes the jitted program of each form.
-
-        Those of batches with padding also receive the batches' `RowShape`.
-        """
+        """Makes the jitted program of each form; two also take a `RowShape`."""
         mesh, has_rows, name = self._mesh, self._returns_rows, self._name
         is_sharded, has_cores = self._is_sharded, mesh.cores_per_replica > 1
 
@@ -146,6 +143,7 @@ class ModelProgram:
             for is_stacked in (False, True)
         )
         ragged = self._run_ragged_rows
+        of_global, of_ragged = (f"{name}_{of}" for of in ("global", "ragged"))
         jit_for_shape = functools.partial(
             jit_named, donate_argnums=0, static_argnums=3
         )
@@ -162,11 +160,11 @@ class ModelProgram:
             ),
             Form.GLOBAL: jit_for_shape(
                 constrain(self._run_global_batch),
-                f"{name}_global",
+                of_global,
                 out_shardings=None if is_sharded or has_cores else mesh.whole,
             ),
             Form.RAGGED: jit_for_shape(
-                ragged if has_rows else constrain(ragged), f"{name}_ragged"
+                ragged if has_rows else constrain(ragged), of_ragged
             ),
         }
 

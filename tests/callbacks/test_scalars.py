@@ -348,7 +348,8 @@ class Vector(keras.metrics.Metric):
         self.total = self.add_variable(shape, "zeros")
 
     def update_state(self, y_true, y_pred, sample_weight=None):
-        self.total.assign_add(self.total * 0 + keras.ops.sum(y_true * 0 + 1))
+        ones = keras.ops.ones(self.total.shape)
+        self.total.assign_add(ones * keras.ops.sum(y_true * 0 + 1))
 
     def result(self):
         return self.total + 0

@@ -57,12 +57,12 @@ def fit(model, epochs=1):
 
 
 def rows_seen(act, model, *args):
-    """Rows that `model` saw in its last trace while `act(model)` ran."""
+    """The fewest rows that `model` saw in a trace while `act(model)` ran."""
     RowsSeen.noted.clear()
     act(model, *args)
     rows = [n for name, n in RowsSeen.noted if name == model.name]
     assert rows, "nothing was traced: the step was compiled before"
-    return rows[-1]
+    return min(n for n in rows if n is not None)
 
 
 def state_of(model):
