@@ -431,3 +431,34 @@ def test_run_eagerly_takes_k_steps_too():
         one_input, act, replicas=3, is_fresh=True, **COMPILED[2]
     )
     assert_same(plain, ours)
+
+
+class AnyRank(keras.Model):
+    """Takes rows of any rank."""
+
+    def __init__(self):
+        super().__init__()
+        self.layer = dense()
+
+    def build(self, input_shape):
+        self.layer.build(input_shape)
+
+    def call(self, x):
+        return self.layer(x)
+
+
+@pytest.mark.parametrize("is_first", [False, True])
+def test_one_batch_that_has_the_shape_of_several(is_first):
+    data = [(X[:32], Y[:32], 8)]
+    one = (X[32:48].reshape(2, 8, 3), Y[32:48].reshape(2, 8, 1), 2)
+    data.insert(0 if is_first else 1, one)
+
+    def act(model):
+        losses = []
+        for x, y, rows in data:
+            options = {"batch_size": rows, "shuffle": False, "verbose": 0}
+            losses.append(model.fit(x, y, **options).history["loss"])
+        return losses, np.asarray(model.optimizer.iterations)
+
+    plain, ours = run_both(AnyRank, act, is_fresh=True, **COMPILED[2])
+    assert_same(plain, ours)
