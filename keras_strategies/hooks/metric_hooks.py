@@ -89,14 +89,16 @@ def _choose_rule(
     rules = [step.notes.metric_rules.get(v) for v in metric.variables]
     known = next((r for r in rules if r is not None), None)
     if step.facts.is_local:
-        rule = known or metric_rules.choose_local_rule(metric, args, kwargs)
+        rule = known or metric_rules.choose_local_rule(
+            metric, args, kwargs, step.num_replicas
+        )
     elif step.flags.sees_global_batch:
         # The rows are already gathered, so every replica makes the same
         # update.
         rule = metric_rules.SAME
     else:
         rule = metric_rules.choose_update_rule(
-            metric, args, kwargs, step.facts.rows
+            metric, args, kwargs, step.facts.rows, step.num_replicas
         )
     if rule == metric_rules.GLOBAL or known not in (None, rule):
         described = metric_rules.describe_metric(metric)

@@ -5,12 +5,12 @@ metrics (a maximum, a last value, the mean of a function whose value for one row
 depends on other rows) are updated on every replica with the rows of all
 replicas. Keras's metrics are sums over rows, except those for which
 `mixes_rows` returns True. The update of a user-defined metric is traced with
-two numbers of rows, and the traces are analyzed.
+the rows of a replica and with those of all, and the traces are analyzed.
 """
 
 import warnings
 import weakref
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
@@ -41,11 +41,8 @@ GLOBAL = "global batch"
 """None of the rules is certain to be correct, so the step must see the global
 batch."""
 
-_ROWS = (7, 21)
-"""The numbers of rows with which a metric's updates are traced."""
-# Whether a metric is a sum over rows, for each form of its calls.
-_verdicts: "weakref.WeakKeyDictionary[keras.metrics.Metric, dict[Any, bool]]"
-_verdicts = weakref.WeakKeyDictionary()
+# Metrics that are not shown to be sums, of which a warning told.
+_warned: "weakref.WeakSet[keras.metrics.Metric]" = weakref.WeakSet()
 
 
 def choose_update_rule(
@@ -53,6 +50,7 @@ def choose_update_rule(
     args: Sequence[Any],
     kwargs: dict[str, Any],
     rows: int,
+    num_replicas: int,
 ) -> str:
     """Chooses the rule for one call of `metric.update_state` in a model's step.
 
@@ -61,6 +59,7 @@ def choose_update_rule(
       args: The positional arguments of the call.
       kwargs: The keyword arguments of the call.
       rows: Number of rows of a replica's batch.
+      num_replicas: The number of replicas.
 
     Returns:
       One of this module's rules: `SUM`, `MEAN`, `SAME` or `GLOBAL`.
@@ -72,7 +71,7 @@ def choose_update_rule(
         return SAME
     with_rows = [has_rows(a, rows) for a in arrays]
     if any(with_rows):
-        if _is_additive(metric, args, kwargs):
+        if _is_additive(metric, args, kwargs, num_replicas):
             return SUM
         return SAME if all(with_rows) else GLOBAL
     weight = kwargs.get("sample_weight", args[1] if len(args) > 1 else None)
@@ -85,19 +84,29 @@ def choose_update_rule(
 
 
 def choose_local_rule(
-    metric: keras.metrics.Metric, args: Sequence[Any], kwargs: dict[str, Any]
+    metric: keras.metrics.Metric,
+    args: Sequence[Any],
+    kwargs: dict[str, Any],
+    num_replicas: int,
 ) -> str:
-    """Returns the rule for an update in a function passed to `run`.
+    """Chooses the rule for an update in a function passed to `run`.
 
     As in tf.distribute, each replica may update a metric with any value, and
     the replicas' changes are summed. If the metric's state is not a sum of its
     updates, the metric is instead updated on every replica with the values of
     all replicas.
+
+    Args:
+      metric: The metric.
+      args: The positional arguments of the call.
+      kwargs: The keyword arguments of the call.
+      num_replicas: The number of replicas.
     """
     if _is_keras_own(metric):
         return SUM
     if find_max_rank((args, kwargs)):
-        return SUM if _is_additive(metric, args, kwargs) else SAME
+        is_sum = _is_additive(metric, args, kwargs, num_replicas)
+        return SUM if is_sum else SAME
     is_sum = _run_in_thread(lambda: _adds_the_same(metric, args, kwargs))
     return SUM if is_sum else IN_TURN
 
@@ -204,58 +213,56 @@ _ROW_MIXING_FUNCTIONS = tuple(made().fn for made in _ROW_MIXING_CLASSES)
 
 
 def _is_additive(
-    metric: keras.metrics.Metric, args: Sequence[Any], kwargs: dict[str, Any]
+    metric: keras.metrics.Metric,
+    args: Sequence[Any],
+    kwargs: dict[str, Any],
+    num_replicas: int,
 ) -> bool:
     if mixes_rows(metric, find_max_rank((args, kwargs))):
         return False
     if _is_keras_own(metric):
         return True
-    verdicts = _verdicts.setdefault(metric, {})
-    form = _find_form(args, kwargs)
-    if form not in verdicts:
-        is_first = all(verdicts.values())
-        verdicts[form] = _run_in_thread(lambda: _adds_up(metric, args, kwargs))
-        is_wrapper = isinstance(metric, keras.metrics.MeanMetricWrapper)
-        if is_first and not verdicts[form] and not is_wrapper:
-            warnings.warn(
-                f"Metric {metric.name!r} ({type(metric).__name__}) is not "
-                "shown to add a sum over rows to its states. Therefore each "
-                "replica updates it with the rows of all replicas. The result "
-                "is exact, but y and y_pred must be gathered from the replicas "
-                "in each step.",
-                UserWarning,
-                stacklevel=2,
-            )
-    return verdicts[form]
-
-
-def _find_form(args: Sequence[Any], kwargs: dict[str, Any]) -> Hashable:
-    """Returns the key of calls to which one verdict applies.
-
-    A metric may be a sum over rows without sample weights, and not with them.
-    """
-    leaves, structure = jax.tree.flatten((tuple(args), kwargs))
-    return structure, tuple(
-        (len(leaf.shape), str(leaf.dtype)) if _is_array(leaf) else type(leaf)
-        for leaf in leaves
+    # The answer is not kept: attributes of the metric, constants among the
+    # arguments, shapes, and numbers of rows may change it.
+    is_sum = _run_in_thread(
+        lambda: _adds_up(metric, args, kwargs, num_replicas)
     )
+    is_wrapper = isinstance(metric, keras.metrics.MeanMetricWrapper)
+    if not is_sum and not is_wrapper and metric not in _warned:
+        _warned.add(metric)
+        warnings.warn(
+            f"Metric {metric.name!r} ({type(metric).__name__}) is not "
+            "shown to add a sum over rows to its states. Therefore each "
+            "replica updates it with the rows of all replicas. The result "
+            "is exact, but y and y_pred must be gathered from the replicas "
+            "in each step.",
+            UserWarning,
+            stacklevel=2,
+        )
+    return is_sum
 
 
 def _adds_up(
-    metric: keras.metrics.Metric, args: Sequence[Any], kwargs: dict[str, Any]
+    metric: keras.metrics.Metric,
+    args: Sequence[Any],
+    kwargs: dict[str, Any],
+    num_replicas: int,
 ) -> bool:
     """Returns whether an update adds sums over its rows to the states.
 
-    Then the sum of the replicas' changes is the change on one device. The
-    update's traces decide this.
+    Then the sum of the replicas' changes is the change on one device. Two
+    traces of the update decide this: with the rows of a replica, and of all.
     """
     arrays = _find_arrays((args, kwargs))
     sizes = {a.shape[0] for a in arrays if a.shape}
     if len(sizes) > 1:
         return False
-    traced = [_trace_update(metric, args, kwargs, rows) for rows in _ROWS]
+    # One row looks like any other dimension of size one.
+    size = max((*sizes, 2))
+    rows = (size, num_replicas * size)
+    traced = [_trace_update(metric, args, kwargs, count) for count in rows]
     are_rows = [bool(a.shape) for a in arrays]
-    return adds_sums(traced[0], traced[1], are_rows, _ROWS)
+    return adds_sums(traced[0], traced[1], are_rows, rows)
 
 
 def _adds_the_same(

@@ -99,14 +99,14 @@ def test_every_metric_of_keras_has_a_sample():
 def test_kerass_own_metrics_are_sums_over_rows(name):
     metric, data = made(name)
     # What is claimed of all of them without analysis, and what is so.
-    rule = metric_rules.choose_update_rule(metric, data, {}, len(data[0]))
+    rule = metric_rules.choose_update_rule(metric, data, {}, ROWS, 2)
     looks_at_all_labels = name in ("Hinge", "SquaredHinge")
     if looks_at_all_labels:
         assert rule == metric_rules.SAME
-        assert not metric_rules._adds_up(metric, data, {})
+        assert not metric_rules._adds_up(metric, data, {}, 2)
         return
     assert rule == metric_rules.SUM
-    assert metric_rules._adds_up(metric, data, {})
+    assert metric_rules._adds_up(metric, data, {}, 2)
 
 
 class Highest(keras.metrics.Metric):
@@ -166,7 +166,7 @@ class Variance(keras.metrics.Mean):
 
 
 def rule_of(metric):
-    return metric_rules.choose_update_rule(metric, VECTORS, {}, len(VECTORS[0]))
+    return metric_rules.choose_update_rule(metric, VECTORS, {}, ROWS, 2)
 
 
 NOT_ADDITIVE = {
@@ -235,12 +235,46 @@ def test_asks_for_each_form_of_a_call():
     metric = SumWithoutWeights()
     weight = {"sample_weight": floats(ROWS)}
     choose = metric_rules.choose_update_rule
-    assert choose(metric, VECTORS, {}, ROWS) == metric_rules.SUM
+    assert choose(metric, VECTORS, {}, ROWS, 2) == metric_rules.SUM
     with pytest.warns(UserWarning, match="not shown to add"):
-        assert choose(metric, VECTORS, weight, ROWS) == metric_rules.SAME
+        assert choose(metric, VECTORS, weight, ROWS, 2) == metric_rules.SAME
     # Warnings are errors here: a second one would show.
-    assert choose(metric, VECTORS, {}, ROWS) == metric_rules.SUM
-    assert choose(metric, VECTORS, weight, ROWS) == metric_rules.SAME
+    assert choose(metric, VECTORS, {}, ROWS, 2) == metric_rules.SUM
+    assert choose(metric, VECTORS, weight, ROWS, 2) == metric_rules.SAME
+
+
+class Varied(Highest):
+    """A sum of errors, or their maximum."""
+
+    most_rows = 99
+
+    def update_state(self, y_true, y_pred, kind="sum"):
+        errors = ops.mean(ops.abs(y_true - y_pred), axis=-1)
+        is_sum = kind == "sum" and y_pred.shape[0] <= self.most_rows
+        self.value.assign_add((ops.sum if is_sum else ops.max)(errors))
+
+
+def change_attribute(metric):
+    metric.most_rows = 7
+    return VECTORS
+
+
+VARIATIONS = {
+    "attribute": change_attribute,
+    "constant": lambda metric: (*VECTORS, "max"),
+    "rows": lambda metric: (floats(80, 3), floats(80, 3)),
+}
+
+
+@pytest.mark.parametrize("name", VARIATIONS)
+def test_asks_again_when_something_changed(name):
+    metric = Varied()
+    choose = metric_rules.choose_update_rule
+    assert choose(metric, VECTORS, {}, ROWS, 2) == metric_rules.SUM
+    data = VARIATIONS[name](metric)
+    with pytest.warns(UserWarning, match="not shown to add"):
+        rule = choose(metric, data, {}, len(data[0]), 2)
+    assert rule == metric_rules.SAME
 
 
 def test_metric_that_fails_with_other_rows_is_no_sum():
@@ -280,7 +314,7 @@ def test_metric_that_fails_with_other_rows_is_no_sum():
 def test_updates_without_rows_follow_a_rule_or_need_the_whole(
     metric, args, kwargs, rule
 ):
-    assert metric_rules.choose_update_rule(metric, args, kwargs, 4) == rule
+    assert metric_rules.choose_update_rule(metric, args, kwargs, 4, 2) == rule
 
 
 @pytest.mark.parametrize(
@@ -409,4 +443,4 @@ class Reversed(Highest):
     ],
 )
 def test_what_an_update_adds_is_analyzed(made_by, is_sum):
-    assert metric_rules._adds_up(made_by(), VECTORS, {}) is is_sum
+    assert metric_rules._adds_up(made_by(), VECTORS, {}, 2) is is_sum
