@@ -431,9 +431,18 @@ class Reversed(Highest):
         self.value.assign(ops.sum(y_pred) - self.value)
 
 
+class Drawn(Highest):
+    """Adds up rows that are drawn, the same ones each time."""
+
+    def update_state(self, y_true, y_pred, sample_weight=None):
+        drawn = keras.random.uniform((y_pred.shape[0], 1), seed=3) < 0.5
+        self.value.assign_add(ops.sum(ops.where(drawn, y_pred, 0.0)))
+
+
 @pytest.mark.parametrize(
     ("made_by", "is_sum"),
     [
+        (Drawn, False),
         (Rounded, False),
         (Decayed, False),
         (Updates, False),

@@ -13,7 +13,12 @@ from keras_strategies._types import Equation
 from keras_strategies.passes.row_kinds import marks, scales
 from keras_strategies.passes.row_kinds.interpreter import Different, Interpreter
 from keras_strategies.passes.row_kinds.kinds import PLAIN, Kind, make_rows
-from keras_strategies.passes.stages import needed_equations, variables
+from keras_strategies.passes.row_kinds.rules import RANDOM
+from keras_strategies.passes.stages import (
+    all_equations,
+    needed_equations,
+    variables,
+)
 
 
 def find_additions(traced: ClosedJaxpr, num_states: int) -> list[Any] | None:
@@ -83,6 +88,9 @@ def adds_sums(
         are the inputs after the states.
       rows: The numbers of rows of both traces.
     """
+    if any(e.primitive.name in RANDOM for e in all_equations(traced)):
+        # One device draws other numbers for a replica's rows.
+        return False
     num_states = len(traced.jaxpr.outvars)
     jaxprs = []
     for trace in (traced, more):

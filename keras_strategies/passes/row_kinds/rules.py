@@ -44,7 +44,7 @@ from keras_strategies.passes.stages import (
 def kinds_of_results(call: Call) -> list[Kind]:
     """Returns the `Kind` of each of an equation's results."""
     num = len(call.equation.outvars)
-    if call.name in _RANDOM:
+    if call.name in RANDOM:
         return [_random(call, k) for k in range(num)]
     if call.name in ("reduce_scatter", "psum_scatter") and call.twin:
         return [_scatter_rows(call)]
@@ -278,7 +278,7 @@ _LINEAR = names_in(
 """Primitives that keep the exponent of rows if the constants do not scale."""
 
 
-_RANDOM = names_in(
+RANDOM = names_in(
     "random_bits random_seed random_wrap random_unwrap random_fold_in",
     "random_split random_gamma random_clone threefry2x32 rng_uniform",
     "rng_bit_generator axis_index",
