@@ -259,7 +259,7 @@ def _adds_up(
         return False
     # One row looks like any other dimension of size one.
     size = max((*sizes, 2))
-    rows = (size, num_replicas * size)
+    rows = (size, max(num_replicas, 2) * size)
     traced = [_trace_update(metric, args, kwargs, count) for count in rows]
     are_rows = [bool(a.shape) for a in arrays]
     return adds_sums(traced[0], traced[1], are_rows, rows)
