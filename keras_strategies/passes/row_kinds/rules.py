@@ -97,7 +97,7 @@ def has_rule(equation: Equation) -> bool:
     is_mark = str(equation.params.get("name")).startswith(
         (marks.PREFIX, kernels.BY_ROWS)
     )
-    is_known = name in _RULES or name in (*_RANDOM, *_CALLS)
+    is_known = name in _RULES or name in (*RANDOM, *_CALLS)
     return is_known and not (is_kernel or is_mark)
 
 
