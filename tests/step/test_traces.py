@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 from keras import ops
 
+import keras_strategies as ks
 from keras_strategies.experimental import scan_blocks
 from tests.support.models import chain, compiled_in
 from tests.support.plain_keras import (
@@ -168,6 +169,30 @@ def test_a_step_that_falls_back_is_called_once_more(strategy):
     model = compiled_in(STRATEGIES[strategy](), SumByHand, "sgd", "mse")
     use_all(model, 16)
     assert model.calls.train == 3
+
+
+@pytest.mark.parametrize("strategy", STRATEGIES)
+def test_calls_of_a_function_in_run(strategy):
+    strategy = STRATEGIES[strategy]()
+    calls = []
+    with strategy.scope():
+        model = chain((4,), dense())
+        optimizer = keras.optimizers.SGD()
+
+    def step(x, y):
+        calls.append(x.shape)
+        loss_and_grads = ks.value_and_grad(
+            lambda: ops.mean(ops.square(model(x) - y)),
+            model.trainable_variables,
+        )
+        loss, grads = loss_and_grads()
+        optimizer.apply(grads, model.trainable_variables)
+        return loss
+
+    dataset = [(X[:16], Y[:16]), (X[16:32], Y[16:32])]
+    for batch in strategy.experimental_distribute_dataset(iter(dataset)):
+        strategy.run(step, batch)
+    assert calls == [(8, 4)] * 2
 
 
 def recompile(model):
