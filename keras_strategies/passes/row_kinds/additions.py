@@ -3,22 +3,18 @@
 If it does, the sum of what the replicas add is what one device adds.
 """
 
+import itertools
 from collections.abc import Sequence
 from typing import Any
 
-import jax.numpy as jnp
-from jax.extend.core import ClosedJaxpr, Literal
+from jax.extend.core import ClosedJaxpr
 
-from keras_strategies._types import Equation
 from keras_strategies.passes.row_kinds import marks, scales
+from keras_strategies.passes.row_kinds.inner_functions import find_terms
 from keras_strategies.passes.row_kinds.interpreter import Different, Interpreter
 from keras_strategies.passes.row_kinds.kinds import PLAIN, Kind, make_rows
 from keras_strategies.passes.row_kinds.rules import RANDOM
-from keras_strategies.passes.stages import (
-    all_equations,
-    needed_equations,
-    variables,
-)
+from keras_strategies.passes.stages import all_equations
 
 
 def find_additions(traced: ClosedJaxpr, num_states: int) -> list[Any] | None:
@@ -34,43 +30,8 @@ def find_additions(traced: ClosedJaxpr, num_states: int) -> list[Any] | None:
       None if the function computes a new state in another way.
     """
     jaxpr = traced.jaxpr
-    states = jaxpr.invars[:num_states]
-    makers = {v: e for e in jaxpr.eqns for v in e.outvars}
-    added: list[Any] = []
-
-    def adds_to(state: Any, value: Any) -> bool:
-        """Returns whether a value is a state to which values are added."""
-        if value is state:
-            return True
-        equation = None if isinstance(value, Literal) else makers.get(value)
-        if equation is None:
-            return False
-        operands, name = equation.invars, equation.primitive.name
-        if _keeps_entries(equation):
-            return adds_to(state, operands[0])
-        if name not in ("add", "add_any", "sub"):
-            return False
-        for old, new in (operands, operands[::-1])[: 1 + (name != "sub")]:
-            if adds_to(state, old):
-                added.append(new)
-                return True
-        return False
-
-    if not all(map(adds_to, states, jaxpr.outvars)):
-        return None
-    needed = needed_equations(jaxpr.eqns, added, lambda equation: False)
-    read = [*added, *(v for e in needed for v in e.invars)]
-    return added if {*states}.isdisjoint(variables(read)) else None
-
-
-def _keeps_entries(equation: Equation) -> bool:
-    """Returns whether a result has the entries of the equation's operand."""
-    if equation.primitive.name != "convert_element_type":
-        return equation.primitive.name in ("copy", "reshape")
-    # Sums that are cut to integers do not add up.
-    old, new = equation.invars[0].aval.dtype, equation.outvars[0].aval.dtype
-    are_integers = all(jnp.issubdtype(d, jnp.integer) for d in (old, new))
-    return are_integers or jnp.issubdtype(new, jnp.floating)
+    terms = find_terms(jaxpr, jaxpr.invars[:num_states], ("sub",))
+    return None if terms is None else list(itertools.chain(*terms))
 
 
 def adds_sums(

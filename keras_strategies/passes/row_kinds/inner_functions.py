@@ -13,7 +13,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jax.extend.core import ClosedJaxpr, Jaxpr, jaxpr_as_fun
+from jax.extend.core import ClosedJaxpr, Jaxpr, Literal, jaxpr_as_fun
 
 from keras_strategies._types import Array, Equation
 from keras_strategies.passes import stages
@@ -67,37 +67,63 @@ def _find_terms(equation: Equation) -> list[list[Any]] | None:
     """Returns what each turn adds to each part of the carry, or None."""
     body: Jaxpr = equation.params["jaxpr"].jaxpr
     _, carry, _ = stages.scan_operands(equation, body.invars)
-    terms = []
-    for before, after in zip(carry, body.outvars, strict=False):
-        added = [] if before is after else _find_sum(body, before, after)
-        if added is None:
-            return None
-        terms.append(added)
-    return terms
+    return find_terms(body, carry)
 
 
-def _find_sum(body: Jaxpr, before: Any, after: Any) -> list[Any] | None:
-    """Returns the terms of the sum `after`, which starts with `before`.
+def find_terms(
+    jaxpr: Jaxpr, states: Sequence[Any], subtractions: Sequence[str] = ()
+) -> list[list[Any]] | None:
+    """Finds the values that a function adds to its states.
 
-    Returns None if anything else reads one of its partial sums.
+    Args:
+      jaxpr: The function. Its first outputs are the new states.
+      states: The inputs that are the states.
+      subtractions: The primitives that count as additions, too.
+
+    Returns:
+      For each state, the terms of which the new state is the sum, besides the
+      state itself. None if a new state is computed in another way, or if a term
+      or another output depends on a state.
     """
-    added, part = [], before
-    while part is not after:
-        readers = [e for e in body.eqns if any(v is part for v in e.invars)]
-        is_read_once = len(readers) == 1 and part not in body.outvars
-        if not is_read_once or readers[0].primitive.name not in _SUMS:
+    makers = {v: e for e in jaxpr.eqns for v in e.outvars}
+
+    def find(state: Any, value: Any) -> list[Any] | None:
+        if value is state:
+            return []
+        equation = None if isinstance(value, Literal) else makers.get(value)
+        if equation is None:
             return None
-        one, two = readers[0].invars
-        if one is two:
+        operands, name = equation.invars, equation.primitive.name
+        if _keeps_entries(equation):
+            return find(state, operands[0])
+        is_sum = name in ("add", "add_any")
+        if not is_sum and name not in subtractions:
             return None
-        added.append(two if one is part else one)
-        part = readers[0].outvars[0]
-    is_read = any(v is after for e in body.eqns for v in e.invars)
-    is_result = [v for v in body.outvars if v is after]
-    return None if is_read or len(is_result) > 1 else added
+        for old, new in (operands, operands[::-1])[: 1 + is_sum]:
+            terms = find(state, old)
+            if terms is not None:
+                return [*terms, new]
+        return None
+
+    count = len(states)
+    found = list(map(find, states, jaxpr.outvars))
+    terms = [terms for terms in found if terms is not None]
+    if len(terms) < count:
+        return None
+    outputs = [*itertools.chain(*terms), *jaxpr.outvars[count:]]
+    needed = stages.needed_equations(jaxpr.eqns, outputs, lambda _: False)
+    read = [*outputs, *(v for e in needed for v in e.invars)]
+    return terms if {*states}.isdisjoint(stages.variables(read)) else None
 
 
-_SUMS = ("add", "add_any")
+def _keeps_entries(equation: Equation) -> bool:
+    """Returns whether a result has the entries of the equation's operand."""
+    if equation.primitive.name != "convert_element_type":
+        return equation.primitive.name == "copy"
+    # Sums that are cut to integers do not add up.
+    old, new = equation.invars[0].aval.dtype, equation.outvars[0].aval.dtype
+    are_integers = all(jnp.issubdtype(d, jnp.integer) for d in (old, new))
+    return are_integers or jnp.issubdtype(new, jnp.floating)
 
 
 def _map(equation: Equation, terms: list[list[Any]]) -> ClosedJaxpr:
