@@ -115,7 +115,6 @@ class StepTracer:
           kind: The kind of the trace.
           batch: The shapes of a batch that the replicas share evenly.
         """
-        self._notes = StepNotes()
         state = jax.tree.map(
             lambda v: jax.ShapeDtypeStruct(tuple(v.shape), v.dtype),
             self._variables,
@@ -130,6 +129,9 @@ class StepTracer:
             rows = jax.tree.leaves(batch)[0].shape[0]
             rows //= self._mesh.num_replicas
             return self._describe(kind, rows, batch, self._notes, error=error)
+        finally:
+            # Notes contain values of the trace, which refer to all of it.
+            self._notes = StepNotes()
         return traced.out_tree.unflatten(())
 
     def trace_again(

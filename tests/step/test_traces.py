@@ -2,6 +2,7 @@
 
 import collections
 import contextlib
+import gc
 import types
 
 import jax
@@ -193,6 +194,33 @@ def test_calls_of_a_function_in_run(strategy):
     for batch in strategy.experimental_distribute_dataset(iter(dataset)):
         strategy.run(step, batch)
     assert calls == [(8, 4)] * 2
+
+
+class NeedsRows(SumByHand):
+    """Cannot be traced with a replica's rows."""
+
+    def train_step(self, state, data):
+        if data[0].shape[0] < 16:
+            raise ValueError("Too few rows.")
+        return super().train_step(state, data)
+
+
+def find_tracers():
+    gc.collect()
+    return {
+        id(thing)
+        for thing in gc.get_objects()
+        if issubclass(type(thing), jax.core.Tracer)
+    }
+
+
+@pytest.mark.filterwarnings("ignore:This step runs:UserWarning")
+@pytest.mark.parametrize("model_class", [Counted, SumByHand, NeedsRows])
+def test_no_value_of_a_trace_is_kept(model_class):
+    before = find_tracers()
+    model = compiled_in(mirrored(2), model_class, "sgd", "mse")
+    model.fit(X, Y, batch_size=16, verbose=0)
+    assert find_tracers() <= before
 
 
 def recompile(model):
