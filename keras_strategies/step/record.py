@@ -124,7 +124,9 @@ class StepTracer:
                 traced = self._record.trace(kind, *state, batch)
         except Exception as error:
             self._forget()
-            if traces.is_fault_of_package(error):
+            # A warning that a filter turns into an error tells its own reason.
+            is_warning = isinstance(error, Warning)
+            if is_warning or traces.is_fault_of_package(error):
                 raise
             rows = jax.tree.leaves(batch)[0].shape[0]
             rows //= self._mesh.num_replicas

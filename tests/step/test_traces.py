@@ -287,3 +287,21 @@ def test_second_fit_in_other_circumstances(name):
     )
     low = "policy" in name or name == "precision"
     assert_same(plain, ours, tolerance=2e-2 if low else 1e-5)
+
+
+class Largest(keras.metrics.Mean):
+    """The mean of each batch's largest prediction."""
+
+    def update_state(self, y_true, y_pred, sample_weight=None):
+        return super().update_state(ops.max(y_pred))
+
+
+def test_a_warning_in_a_trace_that_is_an_error_is_that_of_the_trace():
+    with mirrored(2).scope():
+        model = chain((4,), dense())
+        model.compile("sgd", "mse", metrics=[Largest(name="largest")])
+    before = model.get_weights()
+    with pytest.raises(UserWarning, match="^Metric 'largest'"):
+        model.fit(X, Y, batch_size=16, verbose=0)
+    assert_same(before, model.get_weights())
+    model.fit(X, Y, batch_size=16, verbose=0)
