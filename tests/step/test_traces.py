@@ -239,7 +239,7 @@ def change_policy(model):
 
 
 def assign_number(model):
-    model.optimizer.learning_rate.assign(0.5)
+    model.optimizer.learning_rate.assign(0.02)
 
 
 # What changes between two fits: a context of the second, what is called before
