@@ -93,7 +93,7 @@ def use(way):
     import jax.numpy as jnp
     from jax.lax import dynamic_update_slice
 
-    from keras_strategies.spmd import buffers, replica_map
+    from keras_strategies.spmd import buffers
     from keras_strategies.step import traced
 
     def padded(arrays):
@@ -110,6 +110,7 @@ def use(way):
     if "ours" not in use.__dict__:
         use.ours = buffers.IN_PROCESS
         use.combines = traced.are_sums_expensive
+        use.pack = buffers.pack
     buffers.IN_PROCESS = use.ours
     combines = (lambda step: False) if way in APART else use.combines
     traced.are_sums_expensive = combines
@@ -119,7 +120,7 @@ def use(way):
             max_entries=entries, max_arrays=arrays
         )
     packs = {"padded": padded, "joined": joined}
-    replica_map.pack = packs.get(way, buffers.pack)
+    buffers.pack = packs.get(way, use.pack)
 
 
 def fitted(way, model_name, width, depth, rows, count):

@@ -120,8 +120,7 @@ class StepTracer:
             self._variables,
         )
         try:
-            with traces.without_collector():
-                traced = self._record.trace(kind, *state, batch)
+            traced = self._record.trace(kind, *state, batch)
         except Exception as error:
             self._forget()
             # A warning that a filter turns into an error tells its own reason.
@@ -190,13 +189,15 @@ class StepTracer:
             )
             return ()
 
-        replica_map(
+        mapped = replica_map(
             trace,
             self._mesh,
             in_specs=(replicated, replicated, split_spec(self._mesh)),
             out_specs=replicated,
             is_rearranged=True,
-        )(written, read, data)
+        )
+        with traces.without_collector():
+            mapped(written, read, data)
         return records[0]
 
     def _describe(

@@ -20,7 +20,7 @@ import jax
 import jax.numpy as jnp
 
 import keras_strategies as ks
-from keras_strategies.spmd import buffers, replica_map
+from keras_strategies.spmd import buffers
 from keras_strategies.step import traced
 
 import keras  # isort: skip
@@ -115,7 +115,7 @@ def one_flat_buffer():
     buffers.IN_PROCESS = flat
     # Else the buffer is recognized in the trace and packed anew.
     traced.are_sums_expensive = lambda step: False
-    replica_map.pack = lambda arrays: jnp.concatenate(
+    buffers.pack = lambda arrays: jnp.concatenate(
         [array.ravel() for array in arrays]
     )
 
