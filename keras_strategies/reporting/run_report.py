@@ -221,9 +221,9 @@ class RunReport(ReportCallback):
         # The report is written first: until then, its last start is the
         # earlier one, whose step the file must contain.
         start = self._document["num_starts"]
-        file.write(start, step)
+        file.write(step, start)
         assert self._recorder is not None
-        self._recorder.note_steps = lambda n: file.write(start, step + n)
+        self._recorder.note_steps = lambda n: file.write(step + n, start)
 
     def on_test_begin(self, logs: Logs | None = None) -> None:
         """Starts an evaluation."""

@@ -48,7 +48,7 @@ class StepFile:
         found, step = _STEP.unpack(data)
         return step if found == start and 0 < step < _MOST else None
 
-    def write(self, start: int, step: int) -> None:
+    def write(self, step: int, start: int = 0) -> None:
         """Writes a step, and the number of the start that computed it."""
         if self._handle is not None:
             with contextlib.suppress(OSError):

@@ -154,11 +154,11 @@ def test_a_directory_without_a_report_is_one_line(tmp_path, capsys):
 def test_the_last_step_outlives_its_process(tmp_path):
     file = StepFile(tmp_path)
     assert file.read(1) is None
-    file.write(1, 123)
+    file.write(123, 1)
     again = StepFile(tmp_path)
     assert again.read(1) == 123
     assert again.read(2) is None
-    file.write(1, -1)
+    file.write(-1, 1)
     assert again.read(1) is None
     file.close()
     again.close()
@@ -228,19 +228,19 @@ if fault == "read-only":
 if fault == "another user":
     os.geteuid = lambda: 12345678
 file = StepFile(folder)
-file.write(5, 1)
+file.write(1, 5)
 if fault == "cut":
     os.truncate(path, 0)
     assert file.read(5) is None
-file.write(5, 2)
+file.write(2, 5)
 if fault == "broken disk":
     def fail(*_):
         raise OSError(errno.EIO, "Input/output error")
     os.pwrite = os.pread = fail
-    file.write(5, 3)
+    file.write(3, 5)
 print(file.read(5))
 file.close()
-file.write(5, 4)
+file.write(4, 5)
 assert file.read(5) is None
 """
 
@@ -276,6 +276,6 @@ def test_the_last_step_overwrites_no_file_that_has_another_name(tmp_path, link):
     letter.write_text("a letter of 24 characters")
     link(letter, tmp_path / NAME)
     file = StepFile(tmp_path)
-    file.write(5, 1)
+    file.write(1, 5)
     file.close()
     assert letter.read_text() == "a letter of 24 characters"
