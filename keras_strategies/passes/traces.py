@@ -224,16 +224,18 @@ def is_made_by_user(equation: JaxprEqn) -> bool | None:
     """
     if equation.primitive.name == "name":
         return False
-    known = _OF_ENTRIES
-    for code in _frames_of(equation):
-        if is_package_file(code.co_filename):
-            known = _OF_ENTRIES | _OF_LOOPS
+    codes = _frames_of(equation)
+    for k, code in enumerate(codes):
         maker = _maker_of(code.co_filename)
         if maker is False and code.co_filename.endswith("functional.py"):
             # An operation in the graph of a functional model, which the model's
             # author wrote; or this package's loop over parts of the graph.
             name = equation.params.get("name", equation.primitive.name)
-            return name not in known
+            if name in _OF_LOOPS:
+                return not any(
+                    is_package_file(c.co_filename) for c in codes[:k]
+                )
+            return name not in _OF_ENTRIES
         if maker is not None:
             return maker
     return None
