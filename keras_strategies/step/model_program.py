@@ -39,15 +39,13 @@ from keras_strategies.step.ragged_step import (
 from keras_strategies.step.record import Record, StepTracer
 from keras_strategies.step.route import Form, Route
 from keras_strategies.step.router import Router
-from keras_strategies.step.state.layout import PLAIN, Layout
+from keras_strategies.step.state.layout import PLAIN, Layout, Step
 from keras_strategies.step.traced import call_on_global_batch, jit_named
 from keras_strategies.variables.shardings import (
     sharding_of,
     spec_of,
 )
 
-Body = Callable[[Any, Any, Any], Any]
-"""A step as a pure function of written state, read state, and data."""
 _INDIVISIBLE = "the replicas cannot share the rows of its batch evenly"
 
 
@@ -186,7 +184,7 @@ class ModelProgram:
         body = self._map_step(step, self._mapped_layout, stacked=is_stacked)
         return body(written, read, data)
 
-    def _lower_step(self, record: Record) -> Body:
+    def _lower_step(self, record: Record) -> Step:
         """Returns the traced step of a replica."""
         return record.traced
 
@@ -196,8 +194,8 @@ class ModelProgram:
         return PLAIN
 
     def _map_step(
-        self, step: Body, layout: Layout = PLAIN, *, stacked: bool
-    ) -> Body:
+        self, step: Step, layout: Layout = PLAIN, *, stacked: bool
+    ) -> Step:
         """Maps a step over the replicas, for one batch or stacked batches.
 
         Args:
@@ -393,6 +391,6 @@ class ModelProgram:
         """Returns the step's results from the outcome of `call_step`."""
         raise NotImplementedError
 
-    def _scan_steps(self, body: Body) -> Body:
+    def _scan_steps(self, body: Step) -> Step:
         """Turns the step of one batch into a loop over stacked batches."""
         raise NotImplementedError

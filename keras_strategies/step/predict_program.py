@@ -19,8 +19,9 @@ from keras_strategies.keras_bridge.step_context import Group, StepContext
 from keras_strategies.spmd.batches import Segment
 from keras_strategies.spmd.dispatch import dispatch
 from keras_strategies.step.analysis import is_by_rows
-from keras_strategies.step.model_program import Body, ModelProgram
+from keras_strategies.step.model_program import ModelProgram
 from keras_strategies.step.ragged_step import RaggedCall
+from keras_strategies.step.state.layout import Step
 
 
 class PredictProgram(ModelProgram):
@@ -94,7 +95,7 @@ class PredictProgram(ModelProgram):
     def _ragged_results(self, called: RaggedCall) -> Tree:
         return jax.tree.unflatten(called.structure, called.outputs)
 
-    def _scan_steps(self, body: Body) -> Body:
+    def _scan_steps(self, body: Step) -> Step:
         """Turns a step into a loop over batches that returns all outputs."""
 
         def many(written: Group, read: Group, data: Batch) -> tuple[Any, ...]:

@@ -14,11 +14,11 @@ from keras_strategies.spmd.batches import Segment, unstack_steps
 from keras_strategies.spmd.dispatch import dispatch
 from keras_strategies.spmd.identity import IdentityMap
 from keras_strategies.step import step_logs
-from keras_strategies.step.model_program import Body, ModelProgram
+from keras_strategies.step.model_program import ModelProgram
 from keras_strategies.step.ragged_step import RaggedCall
 from keras_strategies.step.record import Record, TraceKind
 from keras_strategies.step.route import Route
-from keras_strategies.step.state.layout import OPTIMIZER, PLAIN, Layout
+from keras_strategies.step.state.layout import OPTIMIZER, PLAIN, Layout, Step
 
 
 class StepProgram(ModelProgram):
@@ -93,7 +93,7 @@ class StepProgram(ModelProgram):
         is_used = self._is_packed and has_sums == self._router.kind.sums_later
         return self._layout if is_used else PLAIN
 
-    def _lower_step(self, record: Record) -> Body:
+    def _lower_step(self, record: Record) -> Step:
         return record.traced.combining_sums(self._mesh)
 
     def _needs_sums(self, record: Record) -> bool:
@@ -179,7 +179,7 @@ class StepProgram(ModelProgram):
         )
         return logs, *self._select_changes(old, merged)
 
-    def _scan_steps(self, body: Body) -> Body:
+    def _scan_steps(self, body: Step) -> Step:
         """Turns a step into a loop over batches that returns the last logs."""
 
         def many(written: Group, read: Group, data: Batch) -> tuple[Any, ...]:
