@@ -96,7 +96,7 @@ def use(way):
     from keras_strategies.spmd import buffers
     from keras_strategies.step import traced
 
-    def padded(arrays):
+    def padded(arrays, axis):
         total = sum(array.size for array in arrays)
         buffer, start = jnp.zeros((total,), arrays[0].dtype), 0
         for array in arrays:
@@ -104,7 +104,7 @@ def use(way):
             start += array.size
         return buffer
 
-    def joined(arrays):
+    def joined(arrays, axis):
         return jnp.concatenate([array.ravel() for array in arrays])
 
     if "ours" not in use.__dict__:
@@ -115,9 +115,9 @@ def use(way):
     combines = (lambda step: False) if way in APART else use.combines
     traced.are_sums_expensive = combines
     if way in LIMITS:
-        entries, arrays = LIMITS[way]
+        entries, shapes = LIMITS[way]
         buffers.IN_PROCESS = buffers.Buffering(
-            max_entries=entries, max_arrays=arrays
+            max_entries=entries, max_shapes=shapes
         )
     packs = {"padded": padded, "joined": joined}
     buffers.pack = packs.get(way, use.pack)

@@ -4,7 +4,12 @@ An all-reduce of several arrays has a cost per array, because the devices wait
 for each other at every array: 3 to 50 us between the devices of a process, 0.5
 to 1.5 ms over gloo between processes. Up to a certain size, copying an array
 into a buffer and out again is cheaper. Buffers add compile time, because XLA
-compiles the copy of each array separately.
+compiles the copies of each shape of arrays separately.
+
+The places of the arrays in a buffer are numbers that XLA does not know. It
+compiles equal loops once, but with known places the loops that copy an array,
+or that read it in an optimizer's update, would all be different: 20 to 50 ms
+for each array.
 
 The arrays are written into the buffer one by one, by `dynamic_update_slice`,
 and the buffer starts as an `iota`. XLA's CPU compiler then evaluates each array
@@ -33,6 +38,7 @@ from collections.abc import Sequence
 from typing import Any
 
 import jax
+import numpy as np
 
 from keras_strategies.passes.combined_sums import PACK, UNPACK
 from keras_strategies.passes.specs import Axis
@@ -46,12 +52,12 @@ class Buffering:
     Attributes:
       max_entries: The maximum size of an array that is copied into a buffer, in
         entries.
-      max_arrays: If there are more small arrays than this number, no buffer is
-        used at all. None for no limit.
+      max_shapes: If the small arrays have more different shapes than this
+        number, no buffer is used at all. None for no limit.
     """
 
     max_entries: int
-    max_arrays: int | None
+    max_shapes: int | None
 
     def groups(self, arrays: Sequence[Any]) -> list[list[int]]:
         """Returns, for each buffer, the indices of the arrays that share it.
@@ -66,10 +72,9 @@ class Buffering:
         return [members for members in by_dtype.values() if len(members) > 1]
 
     def fits(self, arrays: Sequence[Any]) -> bool:
-        """Returns whether there are few enough small arrays for buffers."""
-        return self.max_arrays is None or (
-            len(self._small(arrays)) <= self.max_arrays
-        )
+        """Returns whether the small arrays have few enough different shapes."""
+        shapes = {arrays[i].shape for i in self._small(arrays)}
+        return self.max_shapes is None or len(shapes) <= self.max_shapes
 
     def _small(self, arrays: Sequence[Any]) -> list[int]:
         """Returns the indices of the arrays that may share a buffer.
@@ -88,14 +93,14 @@ class Buffering:
 # 0.10.2, 2 devices, 20 steps per execution): 0.1x for 30 or 60 dense layers of
 # width 16, 0.2x to 0.3x for width 64, 0.6x for a CNN, 0.7x for a transformer.
 # Relative to buffers of arrays of up to 4096 entries: 0.6x to 0.7x for width
-# 128, 0.8x to 0.9x for width 256, where 2**18 entries gain no more. Each array
-# in a buffer adds 20 to 30 ms to the compilation, which is why their number is
-# limited.
-IN_PROCESS = Buffering(max_entries=2**16, max_arrays=128)
+# 128, 0.8x to 0.9x for width 256, where 2**18 entries gain no more. Each shape
+# of arrays in a buffer adds 20 to 50 ms to the compilation, which is why their
+# number is limited.
+IN_PROCESS = Buffering(max_entries=2**16, max_shapes=64)
 # Between processes (over gloo) the same steps take 0.2x, or 0.15x with 34
 # arrays. Dense layers of width 512 take 0.6x if arrays of 2**18 entries are
 # buffered, and 0.9x if only the small arrays are.
-BETWEEN_PROCESSES = Buffering(max_entries=2**18, max_arrays=None)
+BETWEEN_PROCESSES = Buffering(max_entries=2**18, max_shapes=None)
 
 
 def choose_buffering(mesh: ReplicaMesh) -> Buffering | None:
@@ -124,8 +129,8 @@ def sum_arrays(
     sums: list[Any] = [None] * len(arrays)
     for members in buffering.groups(arrays) if buffering else ():
         group = [arrays[i] for i in members]
-        total = _sum_over(pack(group), axis)
-        for i, piece in zip(members, unpack(total, group), strict=True):
+        total = _sum_over(pack(group, axis), axis)
+        for i, piece in zip(members, unpack(total, group, axis), strict=True):
             sums[i] = piece
     return [
         _sum_over(array, axis) if total is None else total
@@ -140,40 +145,55 @@ def _sum_over(array: jax.Array, axis: Axis) -> jax.Array:
     return array if is_alone else jax.lax.psum(array, axis)
 
 
-def pack(arrays: Sequence[jax.Array]) -> jax.Array:
+def pack(arrays: Sequence[jax.Array], axis: Axis) -> jax.Array:
     """Packs arrays of one dtype into a one-dimensional buffer."""
-    return _pack(*arrays)
+    return _pack(*arrays, axis=axis)
 
 
-def unpack(buffer: jax.Array, like: Sequence[jax.Array]) -> list[jax.Array]:
+def unpack(
+    buffer: jax.Array, like: Sequence[jax.Array], axis: Axis
+) -> list[jax.Array]:
     """Splits a buffer into arrays with the shapes of those in `like`."""
-    return _unpack(buffer, shapes=tuple(array.shape for array in like))
+    shapes = tuple(array.shape for array in like)
+    return _unpack(buffer, shapes=shapes, axis=axis)
 
 
-def _write(*arrays: jax.Array) -> jax.Array:
+def _write(*arrays: jax.Array, axis: Axis) -> jax.Array:
     total = sum(array.size for array in arrays)
     buffer = jax.lax.iota(arrays[0].dtype, total)
-    start = 0
-    for array in arrays:
+    starts = _find_starts([array.size for array in arrays], axis)
+    for array, start in zip(arrays, starts, strict=True):
         buffer = jax.lax.dynamic_update_slice(buffer, array.ravel(), (start,))
-        start += array.size
     return buffer
 
 
 def _read(
-    buffer: jax.Array, *, shapes: tuple[tuple[int, ...], ...]
+    buffer: jax.Array, *, shapes: tuple[tuple[int, ...], ...], axis: Axis
 ) -> list[jax.Array]:
-    pieces, start = [], 0
-    for shape in shapes:
-        size = math.prod(shape)
-        piece = jax.lax.slice(buffer, (start,), (start + size,))
-        pieces.append(piece.reshape(shape))
-        start += size
-    return pieces
+    sizes = [math.prod(shape) for shape in shapes]
+    return [
+        jax.lax.dynamic_slice(buffer, (start,), (size,)).reshape(shape)
+        for shape, size, start in zip(
+            shapes, sizes, _find_starts(sizes, axis), strict=True
+        )
+    ]
+
+
+def _find_starts(sizes: Sequence[int], axis: Axis) -> Sequence[jax.Array]:
+    """Returns where arrays start in a buffer, as numbers that XLA cannot know.
+
+    The condition is always true.
+    """
+    starts = np.cumsum([0, *sizes[:-1]], dtype="int32")
+    return jax.lax.cond(
+        jax.lax.axis_index(axis) >= 0,
+        lambda: [jax.lax.full((), start, "int32") for start in starts],
+        lambda: [jax.lax.full((), 0, "int32") for _ in starts],
+    )
 
 
 # By these names `with_combined_sums` recognizes buffers in traces.
 _write.__name__ = PACK
 _read.__name__ = UNPACK
-_pack = jax.jit(_write)
-_unpack = jax.jit(_read, static_argnames="shapes")
+_pack = jax.jit(_write, static_argnames="axis")
+_unpack = jax.jit(_read, static_argnames=("shapes", "axis"))

@@ -14,6 +14,18 @@ from tests.support.combinations import combine
 pytestmark = pytest.mark.quick
 
 
+def on_one_replica(fn):
+    mesh = jax.sharding.Mesh(jax.devices()[:1], ("replica",))
+    everywhere = jax.sharding.PartitionSpec()
+    return jax.shard_map(
+        fn,
+        mesh=mesh,
+        in_specs=everywhere,
+        out_specs=everywhere,
+        check_vma=False,
+    )
+
+
 def of_sizes(*sizes, dtype="float32"):
     return [jax.ShapeDtypeStruct((size,), dtype) for size in sizes]
 
@@ -30,12 +42,12 @@ def test_a_buffer_of_one_array_is_not_made():
     assert IN_PROCESS.groups(arrays) == [[0, 1]]
 
 
-def test_a_limited_number_of_small_arrays_share_buffers():
+def test_small_arrays_of_few_shapes_share_buffers():
     large = of_sizes(*[IN_PROCESS.max_entries + 1] * 3)
-    most = of_sizes(*[8] * IN_PROCESS.max_arrays)
+    most = of_sizes(*range(1, IN_PROCESS.max_shapes + 1), *[8] * 200)
     assert [len(g) for g in IN_PROCESS.groups(most + large)] == [len(most)]
-    assert IN_PROCESS.groups([*most, *of_sizes(8), *large]) == []
-    more = most + of_sizes(8)
+    more = most + of_sizes(IN_PROCESS.max_shapes + 1)
+    assert IN_PROCESS.groups([*more, *large]) == []
     assert [len(g) for g in BETWEEN_PROCESSES.groups(more)] == [len(more)]
 
 
@@ -66,9 +78,13 @@ def test_arrays_are_unpacked_as_they_were_packed(dtype):
         jnp.full(shape, value, dtype)
         for value, shape in enumerate([(2, 3), (), (0, 4), (5,), (1, 1)])
     ]
-    buffer = buffers.pack(arrays)
+    buffer = on_one_replica(lambda *arrays: buffers.pack(arrays, "replica"))(
+        *arrays
+    )
     assert (buffer.shape, buffer.dtype) == ((13,), jnp.dtype(dtype))
-    unpacked = buffers.unpack(buffer, arrays)
+    unpacked = on_one_replica(
+        lambda buffer: buffers.unpack(buffer, arrays, "replica")
+    )(buffer)
     for found, array in zip(unpacked, arrays, strict=True):
         assert (found.shape, found.dtype) == (array.shape, array.dtype)
         np.testing.assert_array_equal(np.asarray(found), np.asarray(array))
@@ -78,13 +94,44 @@ def test_arrays_are_unpacked_as_they_were_packed(dtype):
 def test_sums_are_evaluated_for_their_entries_only(order):
     def fill(rows):
         arrays = [jnp.tanh(rows).sum(0), rows[:6], jnp.cos(rows).sum()]
-        return buffers.pack([arrays[k] for k in order])
+        return buffers.pack([arrays[k] for k in order], "replica")
 
-    compiled = jax.jit(fill).lower(jnp.ones((32, 64))).compile()
+    compiled = jax.jit(on_one_replica(fill)).lower(jnp.ones((32, 64))).compile()
     roots = roots_of_fused_sums(compiled.as_text())
     assert "dynamic-update-slice" in roots
     # XLA would evaluate a sum for every entry of the buffer.
     assert not roots & {"pad", "concatenate"}
+
+
+def test_arrays_of_one_shape_are_copied_by_one_loop():
+    """Loops that XLA compiles once, not once for each array."""
+    mesh = jax.sharding.Mesh(jax.devices()[:2], ("replica",))
+    rows = jax.sharding.PartitionSpec("replica")
+
+    def sum_all(rows, *arrays):
+        buffer = buffers.pack([a * rows.sum() for a in arrays], "replica")
+        total = jax.lax.psum(buffer, "replica")
+        return [2 * a for a in buffers.unpack(total, arrays, "replica")]
+
+    fn = jax.shard_map(
+        sum_all,
+        mesh=mesh,
+        in_specs=(rows, *[jax.sharding.PartitionSpec()] * 9),
+        out_specs=jax.sharding.PartitionSpec(),
+    )
+    args = jnp.ones(2), *[jnp.full((4, 3), k + 1.0) for k in range(9)]
+    for k, found in enumerate(fn(*args)):
+        np.testing.assert_array_equal(np.asarray(found), 4.0 * (k + 1))
+    text = jax.jit(fn).lower(*args).compile().as_text()
+    copies = [
+        re.findall(r"constant\((\d+)\)", computation)
+        for computation in text.split("\n\n")
+        if "ENTRY" not in computation
+        and re.search(r"dynamic-(update-)?slice\(", computation)
+    ]
+    # Two kinds of loops. If their places were known, each would have its own.
+    assert len(copies) >= 9
+    assert len(set(map(tuple, copies))) <= 2
 
 
 def roots_of_fused_sums(text):

@@ -95,11 +95,11 @@ def test_small_arrays_of_a_type_share_a_collective():
         return jaxpr.count("psum[") + jaxpr.count("psum_invariant[")
 
     assert collectives(None) == 7
-    assert collectives(buffers.Buffering(max_entries=6, max_arrays=7)) == 4
+    assert collectives(buffers.Buffering(max_entries=6, max_shapes=7)) == 4
     # The float32 scalar and the empty array; the int32 ones.
-    assert collectives(buffers.Buffering(max_entries=2, max_arrays=7)) == 5
-    # Four are so small.
-    assert collectives(buffers.Buffering(max_entries=2, max_arrays=3)) == 7
+    assert collectives(buffers.Buffering(max_entries=2, max_shapes=7)) == 5
+    # Their arrays have three shapes.
+    assert collectives(buffers.Buffering(max_entries=2, max_shapes=2)) == 7
 
 
 @pytest.mark.parametrize(
