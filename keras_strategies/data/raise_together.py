@@ -19,8 +19,6 @@ def raise_everywhere(
     what: str,
     received: list[dict[str, Any]],
     error: Exception | None,
-    *,
-    cure: str = "Fix the data that these processes read.",
 ) -> None:
     """Raises an error in every process if any of them reported a failure.
 
@@ -31,8 +29,6 @@ def raise_everywhere(
         process failed.
       error: This process's own error if it failed, else None. A process that
         failed raises this error instead of a RuntimeError.
-      cure: Advice to the user, which ends the error message if another process
-        failed.
 
     Raises:
       RuntimeError: if another process failed.
@@ -51,5 +47,5 @@ def raise_everywhere(
         raise error
     raise RuntimeError(
         f"{what} failed in another process, so all processes stop. Received: "
-        f"{'; '.join(failed)}. {cure}"
+        f"{'; '.join(failed)}. Fix the data that these processes read."
     )

@@ -387,7 +387,7 @@ class Binding:
     def _adopt_built(self) -> None:
         self._adopt()
         variables = [*all_variables(self.model), *self._registry]
-        self._distribution.placements.check_keys(variables)
+        self._distribution.placements.layout_map.check_keys(variables)
 
     def _adopt(self) -> None:
         variable_creator.adopt(

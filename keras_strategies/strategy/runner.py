@@ -237,7 +237,7 @@ class Runner:
                 _add_captured_note(error, call.fn)
                 raise
         if any(v.trainable for v in program.lifted):
-            runtime.distribution.placements.check_keys(
+            runtime.distribution.placements.layout_map.check_keys(
                 [*program.lifted, *runtime.registry]
             )
         return program

@@ -1,13 +1,12 @@
 """Shardings of variables: replicated, or sharded over cores and replicas.
 
-A layout map shards variables over the cores of a replica. It selects variables
-by path, like a `keras.distribution.LayoutMap`, and XLA splits the computations
-that use them. A partitioner shards variables over the replicas, along another
-dimension.
+A layout map shards variables over the cores of a replica, and XLA splits the
+computations that use them. A partitioner shards variables over the replicas,
+along another dimension.
 """
 
+import contextlib
 import dataclasses
-import re
 from collections.abc import Iterable, Mapping
 from typing import Any
 
@@ -15,22 +14,17 @@ import jax
 import keras
 from jax.sharding import NamedSharding, PartitionSpec
 
+from keras_strategies.cluster.exchange import same_variables
 from keras_strategies.passes.specs import OverCores, Sharded, Spec
 from keras_strategies.spmd.mesh import ReplicaMesh
 from keras_strategies.spmd.replica_map import replicated_spec
-from keras_strategies.variables.agreed_dimensions import (
-    agree_on_dimensions,
-    choose_dimensions,
-)
-from keras_strategies.variables.layout_keys import LayoutKeys
-from keras_strategies.variables.partitioners import Partitioner
+from keras_strategies.variables.initial_values import note_existing
+from keras_strategies.variables.layout_map import Axes, LayoutMap
+from keras_strategies.variables.partitioners import Dimension, Partitioner
 from keras_strategies.variables.sharded_variable import (
     make_plain,
     make_sharded,
 )
-
-Axes = tuple[str | None, ...]
-"""For each dimension of a variable: the mesh axis that shards it, or None."""
 
 _PLACEMENT = "_ks_placement"
 _UPDATED_REPLICATED = "_ks_updated_replicated"
@@ -38,6 +32,7 @@ _UPDATED_REPLICATED = "_ks_updated_replicated"
 _ASKED = "_ks_asked_by"
 # The state of a `keras.random.SeedGenerator`.
 _SEED = "seed_generator_state"
+_MAX_ERROR = 200
 
 
 @dataclasses.dataclass(frozen=True, eq=False, kw_only=True)
@@ -139,17 +134,9 @@ class Placements:
 
     Args:
       mesh: The mesh of the replicas.
-      layout_map: A mapping from variable paths, or regular expressions that
-        match a full path, to the mesh axis for each dimension: the mesh's model
-        axis or None. Either a `keras.distribution.LayoutMap`, of which only the
-        axes are used, or a dict. The dict's values are tuples, or functions
-        from a shape to a tuple.
+      layout_map: The layouts of variables over cores; see `LayoutMap`.
       partitioner: The partitioner that shards variables over the replicas,
         along dimensions that are not sharded over cores; or None.
-
-    Raises:
-      TypeError: if `layout_map` is not a mapping.
-      ValueError: if a layout contains another axis, or the model axis twice.
     """
 
     def __init__(
@@ -160,34 +147,11 @@ class Placements:
     ) -> None:
         self._mesh = mesh
         self.partitioner = partitioner
+        self.layout_map = LayoutMap(
+            mesh, {} if layout_map is None else layout_map
+        )
         self._is_compared = False
-        self._map: dict[str, Any] = {}
-        if layout_map is None:
-            layout_map = {}
-        if not isinstance(layout_map, Mapping):
-            raise TypeError(
-                "`layout_map` must map paths of variables to axes. Received: "
-                f"an object of type {type(layout_map).__name__}. Pass a dict "
-                f"such as {{'.*/kernel': (None, {mesh.model_axis!r})}}."
-            )
-        self._keys = LayoutKeys(layout_map)
-        for path in layout_map:
-            layout = layout_map[path]
-            is_function = callable(layout) and not hasattr(layout, "axes")
-            self._map[path] = (
-                layout if is_function else self._read_axes(path, layout)
-            )
-        self._has_map = bool(self._map) and mesh.cores_per_replica > 1
         self._shardings: dict[Axes, NamedSharding] = {}
-
-    def check_keys(self, variables: Iterable[keras.Variable]) -> None:
-        """Warns about keys of the layout map that match no variable.
-
-        Raises:
-          ValueError: if none of the keys matches a variable.
-        """
-        if self._has_map:
-            self._keys.check(variables)
 
     def assign(self, variables: Iterable[keras.Variable]) -> None:
         """Chooses the placements of variables, which `sharding_of` reads.
@@ -202,7 +166,7 @@ class Placements:
             two layouts, or processes shard a variable differently.
           RuntimeError: if another process could not shard a variable.
         """
-        if not self._has_map and self.partitioner is None:
+        if not self.layout_map and self.partitioner is None:
             return
         variables = list(variables)
         if self.partitioner is not None:
@@ -216,45 +180,9 @@ class Placements:
         shape = variable.shape
         if variable.synchronization == "on_read" or shape is None:
             return
-        axes = self._find_axes(variable)
+        axes = self.layout_map.find_axes(variable)
         if any(axes):
             self._place(variable, self._sharding(axes))
-
-    def _find_axes(self, variable: keras.Variable) -> Axes:
-        """Returns the mesh axes that the layout map assigns to a variable."""
-        shape, cores = variable.shape, self._mesh.cores_per_replica
-        path = self._find_key(variable.path) if self._has_map else None
-        if path is None:
-            return (None,) * len(shape)
-        axes = self._map[path]
-        if callable(axes):
-            axes = self._read_axes(path, axes(tuple(shape)))
-        is_possible = len(axes) == len(shape) and all(
-            axis is None or size % cores == 0
-            for axis, size in zip(axes, shape, strict=True)
-        )
-        if not is_possible:
-            raise ValueError(
-                "A layout must contain an axis or None for each dimension, and "
-                "a dimension with an axis must be a multiple of the number of "
-                f"cores per replica. Received: layout {axes} for variable "
-                f"{variable.path!r} of shape {tuple(shape)}, with {cores} "
-                "cores per replica. Change the layout in `layout_map`."
-            )
-        return axes
-
-    def _find_key(self, path: str) -> str | None:
-        """Returns the map's key for a variable's path, or None."""
-        if path in self._map:
-            return path
-        keys = [key for key in self._map if re.fullmatch(key, path)]
-        if len(keys) > 1:
-            raise ValueError(
-                "A variable must match only one entry of `layout_map`. "
-                f"Received: variable {path!r}, which the keys {keys} match. "
-                "Change one of these keys."
-            )
-        return keys[0] if keys else None
 
     def _place(
         self,
@@ -290,7 +218,7 @@ class Placements:
         never changes.
         """
         new = [v for v in variables if self._needs_choice(v)]
-        over_cores = list(map(self._find_axes, new))
+        over_cores = list(map(self.layout_map.find_axes, new))
         dims = self._choose_dimensions(partitioner, new, over_cores)
         is_replicated = partitioner.has_replicated_weights
         for variable, axes, dim in zip(new, over_cores, dims, strict=True):
@@ -314,21 +242,42 @@ class Placements:
         partitioner: Partitioner,
         variables: list[keras.Variable],
         over_cores: list[Axes],
-    ) -> list[int | None]:
+    ) -> list[Dimension]:
         """Returns the dimensions that the partitioner chooses in all processes.
 
-        The choices of a `FullySharded` are compared between processes only
-        once. The choices of a function are compared each time, because the
-        function may return anything.
+        If processes sharded a variable differently, they would wait for each
+        other in different programs. So they compare their choices: those of a
+        `FullySharded` only once, and those of a function each time, because
+        the function may return anything.
         """
         mesh = self._mesh
         is_single = mesh.num_processes == 1 or mesh.is_abstract
         is_known = self._is_compared and not partitioner.is_function
         # Scalars are never sharded.
-        if is_single or is_known or not any(tuple(v.shape) for v in variables):
-            return choose_dimensions(partitioner, variables, over_cores)
-        dims = agree_on_dimensions(partitioner, mesh, variables, over_cores)
-        self._is_compared = True
+        has_choice = any(tuple(v.shape) for v in variables)
+        is_compared = has_choice and not (is_single or is_known)
+        dims: list[Dimension] = []
+        for variable, axes in zip(variables, over_cores, strict=True):
+            try:
+                dim = partitioner.choose_dimension(
+                    variable.path, tuple(variable.shape), variable.dtype, axes
+                )
+            except Exception as error:
+                if is_compared:
+                    text = f"{type(error).__name__}: {error}"
+                    note_existing(mesh, variable, text[:_MAX_ERROR])
+                    # The other processes raise it, and this one its error.
+                    with contextlib.suppress(ValueError):
+                        same_variables.compare(mesh.processes)
+                raise
+            dims.append(dim)
+            if is_compared:
+                by = f"{partitioner.name} over {partitioner.shards}"
+                along = "no dimension" if dim is None else f"dimension {dim}"
+                note_existing(mesh, variable, f"{along} by {by}")
+        if is_compared:
+            same_variables.compare(mesh.processes)
+            self._is_compared = True
         return dims
 
     def _needs_choice(self, variable: keras.Variable) -> bool:
@@ -338,19 +287,6 @@ class Placements:
         is_placed = placement is not None and placement.mesh is self._mesh
         is_decided = getattr(variable, _ASKED, None) is self._mesh
         return not (is_placed or is_decided or variable.name == _SEED)
-
-    def _read_axes(self, path: str, layout: Any) -> Axes:
-        model, value = self._mesh.model_axis, getattr(layout, "axes", layout)
-        is_nest = isinstance(value, Iterable) and not isinstance(value, str)
-        axes: tuple[Any, ...] = tuple(value) if is_nest else ()
-        named = [axis for axis in axes if axis is not None]
-        if not is_nest or set(named) - {model} or len(named) > 1:
-            raise ValueError(
-                "A layout must shard at most one dimension of a variable over "
-                f"cores. Received: layout_map[{path!r}] = {value!r}. Use a "
-                f"tuple of None for each dimension, with at most one {model!r}."
-            )
-        return axes
 
 
 def _strip_trailing(axes: Axes) -> Axes:

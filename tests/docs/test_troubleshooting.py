@@ -332,8 +332,6 @@ OF_SEVERAL = {
     "All processes must run",
     "Process ... did not take part",
     "All processes must call",
-    "All processes must shard",
-    "Calling `variable_partitioner`",
     "An array that is sharded over several",
     "Every process must read",
     "Processes on one host must not",

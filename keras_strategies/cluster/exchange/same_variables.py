@@ -50,8 +50,9 @@ _CAUSES = {
     "dtype": "another dtype or dtype policy",
     "trainable": "a layer that only some processes freeze",
     "initializer": (
-        "another initializer or initial value, such as the learning rate, or "
-        "another version of JAX"
+        "another initializer or initial value, such as the learning rate, a "
+        "`variable_partitioner` that depends on more than a variable's path, "
+        "shape and dtype, or another version of JAX"
     ),
 }
 # The notes since the last comparison, by the processes that compare them.

@@ -1,0 +1,180 @@
+"""A strategy's `layout_map`, which shards variables over a replica's cores."""
+
+import difflib
+import re
+import warnings
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+import keras
+
+from keras_strategies.spmd.mesh import ReplicaMesh
+
+Axes = tuple[str | None, ...]
+"""For each dimension of a variable: the mesh axis that shards it, or None."""
+
+_MAX_NEAR = 3
+
+
+class LayoutMap:
+    """The layouts of variables over the cores of a replica, by their paths.
+
+    It is empty if replicas have one core.
+
+    Args:
+      mesh: The mesh of the replicas.
+      layout_map: A mapping from variable paths, or regular expressions that
+        match a full path, to the mesh axis for each dimension: the mesh's model
+        axis or None. Either a `keras.distribution.LayoutMap`, of which only the
+        axes are used, or a dict. The dict's values are tuples, or functions
+        from a shape to a tuple.
+
+    Raises:
+      TypeError: if `layout_map` is not a mapping.
+      ValueError: if a key is not a valid regular expression, or a layout
+        contains another axis, or the model axis twice.
+    """
+
+    def __init__(self, mesh: ReplicaMesh, layout_map: object) -> None:
+        self._mesh = mesh
+        self._layouts: dict[str, Any] = {}
+        if not isinstance(layout_map, Mapping):
+            raise TypeError(
+                "`layout_map` must map paths of variables to axes. Received: "
+                f"an object of type {type(layout_map).__name__}. Pass a dict "
+                f"such as {{'.*/kernel': (None, {mesh.model_axis!r})}}."
+            )
+        for key in layout_map:
+            _check_key(key)
+            self._layouts[key] = self._read_layout(key, layout_map[key])
+        if mesh.cores_per_replica == 1:
+            self._layouts = {}
+        # The keys that have not matched a variable.
+        self._unmatched = list(self._layouts)
+
+    def __bool__(self) -> bool:
+        return bool(self._layouts)
+
+    def find_axes(self, variable: keras.Variable) -> Axes:
+        """Returns the mesh axes that the map assigns to a variable.
+
+        Raises:
+          ValueError: if the layout does not fit the variable, or the variable
+            matches two layouts.
+        """
+        shape, cores = variable.shape, self._mesh.cores_per_replica
+        key = self._find_key(variable.path)
+        if key is None:
+            return (None,) * len(shape)
+        axes = self._layouts[key]
+        if callable(axes):
+            axes = self._read_layout(key, axes(tuple(shape)))
+        is_possible = len(axes) == len(shape) and all(
+            axis is None or size % cores == 0
+            for axis, size in zip(axes, shape, strict=True)
+        )
+        if not is_possible:
+            raise ValueError(
+                "A layout must contain an axis or None for each dimension, and "
+                "a dimension with an axis must be a multiple of the number of "
+                f"cores per replica. Received: layout {axes} for variable "
+                f"{variable.path!r} of shape {tuple(shape)}, with {cores} "
+                "cores per replica. Change the layout in `layout_map`."
+            )
+        return axes
+
+    def _find_key(self, path: str) -> str | None:
+        """Returns the map's key for a variable's path, or None."""
+        keys = [k for k in self._layouts if k == path or re.fullmatch(k, path)]
+        self._unmatched = [k for k in self._unmatched if k not in keys]
+        if path in keys:
+            return path
+        if len(keys) > 1:
+            raise ValueError(
+                "A variable must match only one entry of `layout_map`. "
+                f"Received: variable {path!r}, which the keys {keys} match. "
+                "Change one of these keys."
+            )
+        return keys[0] if keys else None
+
+    def _read_layout(self, key: str, layout: Any) -> Any:
+        """Returns a layout's axes, or the function that computes them."""
+        model, value = self._mesh.model_axis, getattr(layout, "axes", layout)
+        if callable(value):
+            return value
+        is_nest = isinstance(value, Iterable) and not isinstance(value, str)
+        axes: tuple[Any, ...] = tuple(value) if is_nest else ()
+        named = [axis for axis in axes if axis is not None]
+        if not is_nest or set(named) - {model} or len(named) > 1:
+            raise ValueError(
+                "A layout must shard at most one dimension of a variable over "
+                f"cores. Received: layout_map[{key!r}] = {value!r}. Use a "
+                f"tuple of None for each dimension, with at most one {model!r}."
+            )
+        return axes
+
+    def check_keys(self, variables: Iterable[keras.Variable]) -> None:
+        """Warns once about each key that has matched no variable so far.
+
+        Args:
+          variables: All variables of the strategy. `check_keys` is called
+            before a step, so these variables exist.
+
+        Raises:
+          ValueError: if no key has matched a path or a part of a path.
+        """
+        divisible = [v for v in variables if v.shape]
+        if not self._unmatched or not divisible:
+            return
+        paths = [v.path for v in divisible]
+        unmatched = self._unmatched
+        has_part = any(_find_partial_matches(key, paths) for key in unmatched)
+        # Weights suffice as examples; slots are placed like their weights.
+        weights = [v.path for v in divisible if v.trainable] or paths
+        shown = _describe_keys(unmatched, list(dict.fromkeys(weights)))
+        if len(unmatched) == len(self._layouts) and not has_part:
+            raise ValueError(
+                "Each key of `layout_map` must match the full path of a "
+                "variable. Received: only keys that match no variable, so that "
+                f"no variable would be sharded over cores: {shown}. Change the "
+                "keys, or remove `layout_map`."
+            )
+        self._unmatched = []
+        warnings.warn(
+            "Each key of `layout_map` must match the full path of a "
+            "variable. Received: keys that match no variable and therefore "
+            f"have no effect: {shown}. Change or remove these keys.",
+            UserWarning,
+            stacklevel=2,
+        )
+
+
+def _find_partial_matches(key: str, paths: list[str]) -> list[str]:
+    """Returns the paths that a key matches in part, as in Keras's maps."""
+    return [path for path in paths if re.search(key, path)]
+
+
+def _describe_keys(keys: list[str], paths: list[str]) -> str:
+    """Describes keys, each with the paths that are most similar to it."""
+    shown = []
+    for key in keys:
+        # Removes the characters of regular expressions that do not occur in
+        # paths.
+        words = re.sub(r"[^\w/]+", "", key)
+        near = _find_partial_matches(key, paths) or difflib.get_close_matches(
+            words, paths, _MAX_NEAR, 0.0
+        )
+        names = ", ".join(map(repr, near[:_MAX_NEAR]))
+        shown.append(f"{key!r} (nearest: {names})")
+    return ", ".join(shown)
+
+
+def _check_key(key: str) -> None:
+    try:
+        re.compile(key)
+    except (TypeError, re.error) as error:
+        raise ValueError(
+            "A key of `layout_map` must be a variable's path or a regular "
+            f"expression. Received: {key!r} ({error}). Use a key such as "
+            "'.*/kernel'."
+        ) from error
