@@ -161,7 +161,7 @@ def _update(
             new = _mark_update(*args) if is_collecting() else []
             if not new:
                 shardings.note_replicated_update(targets)
-        elif summands.sums_later(step, optimizer, grads, targets, values):
+        else:
             new = summands.accumulate(*args)
         new = new or update(_reduce(step, grads, targets, divisor), values)
     for after, before in zip(new, values, strict=False):

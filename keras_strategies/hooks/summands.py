@@ -10,9 +10,8 @@ same numbers as if each step reduced its gradients.
 In the trace, the values of accumulators are summands: those from before the
 step, and one that is marked for each call of an optimizer. A summand may only
 be added to by an optimizer, or be the new value of an accumulator. If it is
-used in any other way, as a log for example, this is noted
-(`StepNotes.needs_sums`): the step must be traced again with accumulators that
-are sums in every step.
+used in any other way, as a log for example (`are_used_as_sums`), the step must
+be traced again with accumulators that are sums in every step.
 """
 
 from collections.abc import Callable, Iterable, Sequence
@@ -38,58 +37,16 @@ from keras_strategies.spmd.replica_map import (
 _MARK = "ks_summand"
 
 
-def begin(
-    step: StepContext,
-    accumulators: Sequence[keras.Variable],
-    variables: Sequence[keras.Variable],
-    values: Group,
-) -> None:
+def begin(step: StepContext, places: Sequence[int], values: Group) -> None:
     """Begins a step whose accumulators have this replica's summands.
 
     Args:
       step: The step that is being traced.
-      accumulators: The accumulators.
-      variables: The variables of the optimizer.
-      values: Their values in the trace.
+      places: The indices of the accumulators among the optimizer's variables.
+      values: The values of the optimizer's variables in the trace.
     """
-    notes = step.notes
-    notes.accumulators.update(accumulators)
-    for variable, value in zip(variables, values, strict=True):
-        is_local = variable in notes.accumulators
-        (notes.summands if is_local else notes.equal).add(value)
-
-
-def sums_later(
-    step: StepContext,
-    optimizer: keras.optimizers.Optimizer,
-    grads: Sequence[Array | None],
-    targets: Sequence[keras.Variable],
-    values: Group,
-) -> bool:
-    """Returns whether an optimizer sums gradients only in its updates.
-
-    False if its accumulators are summands, but it cannot add to them. This is
-    noted, since they must be sums then.
-
-    Args:
-      step: The step that is being traced.
-      optimizer: The outermost optimizer.
-      grads: This replica's gradients.
-      targets: The weights, in the order of the gradients, followed by the
-        optimizer's variables.
-      values: The values of `targets` in the trace.
-    """
-    accumulators = accumulators_of(optimizer)
-    if not any(v in step.notes.accumulators for v in accumulators):
-        return False
-    known = IdentityMap(zip(targets, values, strict=False))
-    are_summands = all(known[v] in step.notes.summands for v in accumulators)
-    # Replicas that disagree on whether to sum would wait forever.
-    is_counting = known[unwrap(optimizer)._iterations] in step.notes.equal
-    are_found = _find_targets(optimizer, grads, targets) is not None
-    is_usual = are_summands and is_counting and are_found
-    step.notes.needs_sums |= not is_usual
-    return is_usual
+    for i, value in enumerate(values):
+        (step.notes.summands if i in places else step.notes.equal).add(value)
 
 
 def accumulate(
@@ -103,10 +60,9 @@ def accumulate(
 ) -> list[Any]:
     """Adds gradients to the accumulators, and sums them if this is an update.
 
-    To be called only if `sums_later` is true. The optimizer's update then
-    receives zeros as the gradients. If a replica's gradients are not finite and
-    the loss is scaled, the first of them is NaN, so that the optimizer skips
-    the step.
+    The optimizer's update then receives zeros as the gradients. If a replica's
+    gradients are not finite and the loss is scaled, the first of them is NaN,
+    so that the optimizer skips the step.
 
     Args:
       step: The step that is being traced.
@@ -114,16 +70,30 @@ def accumulate(
       update: Its update, a function of gradients and of the values of
         `targets`, which returns new values.
       grads: This replica's gradients.
-      targets: See `sums_later`.
-      values: See `sums_later`.
+      targets: The weights, in the order of the gradients, followed by the
+        optimizer's variables.
+      values: The values of `targets` in the trace.
       divisor: The number by which the sum of the gradients is divided.
 
     Returns:
-      The new values. Those of accumulators are marked as summands.
+      The new values. Those of accumulators are marked as summands. Empty if
+      the accumulators are sums, or the gradients cannot be added to them. In
+      the latter case the optimizer uses summands as sums.
     """
-    before = IdentityMap(zip(targets, values, strict=True))
-    summed, zeros = _add_gradients(step, optimizer, grads, before, divisor)
     accumulators = IdentitySet(accumulators_of(optimizer))
+    if not (step.facts.sums_later and len(accumulators)):
+        return []
+    before = IdentityMap(zip(targets, values, strict=False))
+    are_summands = all(before[v] in step.notes.summands for v in accumulators)
+    # Replicas that disagree on whether to sum would wait forever.
+    is_counting = before[unwrap(optimizer)._iterations] in step.notes.equal
+    present = _find_accumulators(optimizer, grads, targets)
+    if not (are_summands and is_counting and present is not None):
+        return []
+    sums, zeros = _add_gradients(
+        step, optimizer, grads, before, present, divisor
+    )
+    summed = IdentityMap(zip(present, sums, strict=True))
 
     def read(variable: keras.Variable) -> Array:
         if variable in summed:
@@ -143,23 +113,6 @@ def accumulate(
 
     results = update(zeros, list(map(read, targets)))
     return [*map(write, targets, results), *results[len(targets) :]]
-
-
-def check_new(
-    step: StepContext, variables: Sequence[keras.Variable], new: Group
-) -> None:
-    """Notes whether the step wrote anything but summands to accumulators.
-
-    Args:
-      step: The step that is being traced.
-      variables: A group of variables.
-      new: The new values of the variables in the trace.
-    """
-    for variable, value in zip(variables, new, strict=True):
-        if variable in step.notes.accumulators:
-            step.notes.needs_sums |= value not in step.notes.summands
-            # They differ between replicas, but must not be merged.
-            step.notes.equal.add(value)
 
 
 def are_used_as_sums(
@@ -211,8 +164,9 @@ def _add_gradients(
     optimizer: Any,
     grads: Sequence[Array | None],
     before: IdentityMap[Any],
+    accumulators: Sequence[keras.Variable],
     divisor: int,
-) -> tuple[IdentityMap[Any], list[Any]]:
+) -> tuple[list[Any], list[Any]]:
     """Adds gradients to accumulators, and sums them if this is an update.
 
     Returns:
@@ -220,8 +174,6 @@ def _add_gradients(
       and its gradients, which are zeros or a NaN.
     """
     inner = unwrap(optimizer)
-    targets = _find_targets(inner, grads, before)
-    assert targets is not None
     new = [grad for grad in grads if grad is not None]
     scale, finite = inner.loss_scale_factor, None
     if inner is not optimizer:
@@ -232,7 +184,7 @@ def _add_gradients(
         parts = [_take_part(n, divisor, scale, finite) for n in new]
         return [o + part for o, part in zip(old, parts, strict=True)]
 
-    old = [before[v] for v in targets]
+    old = [before[v] for v in accumulators]
     is_update = _is_update(inner, before, finite)
     dtype = step.facts.mesh.reduce_dtype
     if scale is not None and dtype == "float16":
@@ -240,11 +192,10 @@ def _add_gradients(
         # large ones infinite after the optimizer's check.
         dtype = None
     sums = sum_if(is_update, add, (old, new), step.axis, step.buffering, dtype)
-    summed = IdentityMap(zip(targets, sums, strict=True))
-    return summed, _make_zeros(grads, finite)
+    return sums, _make_zeros(grads, finite)
 
 
-def _find_targets(
+def _find_accumulators(
     optimizer: Any,
     grads: Sequence[Array | None],
     weights: Iterable[keras.Variable],

@@ -130,12 +130,8 @@ class StepNotes:
         the metric was reset in the step, the value after the reset.
       results: For each value that a metric returned for the global batch, its
         `metric_hooks.Result`.
-      accumulators: The accumulators of gradients that are summed over the
-        replicas only in the optimizer's update.
       summands: The values in the trace that are this replica's summands of an
-        accumulator (hooks/summands.py).
-      needs_sums: Whether the step uses accumulators in another way than to add
-        summands, so that they must be sums over the replicas in every step.
+        accumulator of gradients (hooks/summands.py).
       unaggregated: User-defined variables that were written, but have no
         `aggregation` that defines how different values are combined.
       sizes: Sizes that may be the number of rows, in the order of recording.
@@ -156,9 +152,7 @@ class StepNotes:
     )
     before: IdentityMap[Any] = dataclasses.field(default_factory=IdentityMap)
     results: IdentityMap[Any] = dataclasses.field(default_factory=IdentityMap)
-    accumulators: IdentitySet = dataclasses.field(default_factory=IdentitySet)
     summands: IdentitySet = dataclasses.field(default_factory=IdentitySet)
-    needs_sums: bool = False
     unaggregated: IdentitySet = dataclasses.field(default_factory=IdentitySet)
     sizes: list[tuple[float, bool, str]] = dataclasses.field(
         default_factory=list

@@ -67,7 +67,6 @@ class Record:
       replica_uses: Names of the members of the replica context that the step
         used.
       sizes: See `StepNotes.sizes`.
-      needs_sums: Whether accumulated gradients must be sums in every step.
     """
 
     kind: TraceKind
@@ -78,7 +77,6 @@ class Record:
     reason: str | None = None
     replica_uses: Sequence[str] = ()
     sizes: Sequence[tuple[float, bool, str]] = ()
-    needs_sums: bool = False
 
     @property
     def jaxpr(self) -> ClosedJaxpr:
@@ -215,7 +213,6 @@ class StepTracer:
             reason=notes.global_batch_reason,
             replica_uses=tuple(notes.replica_uses),
             sizes=tuple(notes.sizes),
-            needs_sums=notes.needs_sums,
             **outcome,
         )
 

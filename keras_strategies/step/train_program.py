@@ -100,14 +100,13 @@ class StepProgram(ModelProgram):
         """Returns whether a step uses accumulators in another way."""
         sizes = [len(self._variables[i]) for i in self._written]
         start = sum(sizes[: self._written.index(OPTIMIZER)])
-        places = [
-            start + i
-            for i in range(sizes[self._written.index(OPTIMIZER)])
-            if self._layout.differs(OPTIMIZER, i)
-        ]
-        return record.needs_sums or summands.are_used_as_sums(
-            record.jaxpr, places, sum(sizes)
-        )
+        places = [start + i for i in self._find_accumulators()]
+        return summands.are_used_as_sums(record.jaxpr, places, sum(sizes))
+
+    def _find_accumulators(self) -> list[int]:
+        """Returns the indices of the accumulators in the optimizer's group."""
+        count = len(self._variables[OPTIMIZER])
+        return [i for i in range(count) if self._layout.differs(OPTIMIZER, i)]
 
     def _merge_replicas(
         self, step: StepContext, written: Group, read: Group, data: Batch
@@ -117,27 +116,15 @@ class StepProgram(ModelProgram):
             seeds.fold_seeds(variables, values, step)
             for variables, values in zip(self._variables, old, strict=True)
         ]
-        self._begin_sums(step, folded)
+        if step.facts.sums_later:
+            summands.begin(step, self._find_accumulators(), folded[OPTIMIZER])
         metrics = self._variables[-1]
         step.notes.before = IdentityMap(zip(metrics, folded[-1], strict=True))
         logs, new = self._on_rows(step, folded, data)
-        if step.notes.summands:
-            group = self._variables[OPTIMIZER]
-            summands.check_new(step, group, new[OPTIMIZER])
         # If the step resets a metric, the metric's change is measured from its
         # value after the last reset.
         folded[-1] = [step.notes.before[v] for v in metrics]
         return self._merge(step, old, folded, new, logs)
-
-    def _begin_sums(self, step: StepContext, state: Sequence[Group]) -> None:
-        if step.facts.sums_later:
-            variables = self._variables[OPTIMIZER]
-            accumulators = [
-                variable
-                for i, variable in enumerate(variables)
-                if self._layout.differs(OPTIMIZER, i)
-            ]
-            summands.begin(step, accumulators, variables, state[OPTIMIZER])
 
     def _on_rows(
         self, step: StepContext, state: Sequence[Group], data: Batch
