@@ -14,11 +14,7 @@ from keras_strategies.hooks.variables_used import (
     InnerScope,
     chain_scopes,
 )
-from keras_strategies.keras_bridge.step_context import (
-    StepContext,
-    current_step,
-)
-from keras_strategies.passes.row_kinds import marks
+from keras_strategies.keras_bridge.step_context import current_step
 from keras_strategies.spmd.identity import IdentityMap, IdentitySet
 
 
@@ -214,32 +210,3 @@ def grad(
         return (grads, value[1]) if has_aux else grads
 
     return gradients
-
-
-def receive(
-    step: StepContext, gradients: Sequence[Array | None], *, are_summed: bool
-) -> list[Any]:
-    """Returns the gradients that an optimizer reduces over the replicas.
-
-    Those of a model's step are marked. If this replica has no rows, they are
-    zero.
-
-    Args:
-      step: The step.
-      gradients: The gradients that the optimizer received.
-      are_summed: Whether the replicas sum them, and do not average them.
-    """
-    received = list(gradients)
-    if not step.facts.is_local:
-        name = marks.SHARE if are_summed else marks.GRADIENT
-        received = [g if g is None else marks.mark(g, name) for g in received]
-    if step.is_empty:
-        # In `run` the loss is user-defined and may have gradients even without
-        # rows (for example from a regularizer), so only NaN becomes zero.
-        empty = _clear_nan if step.facts.is_local else jnp.zeros_like
-        received = [g if g is None else empty(g) for g in received]
-    return received
-
-
-def _clear_nan(array: Array) -> jax.Array:
-    return jnp.where(jnp.isnan(array), jnp.zeros_like(array), array)

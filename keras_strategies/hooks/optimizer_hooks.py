@@ -20,10 +20,11 @@ from numbers import Number
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import keras
 
 from keras_strategies._types import Array
-from keras_strategies.hooks import gradients, loss_hooks, summands
+from keras_strategies.hooks import loss_hooks, summands
 from keras_strategies.hooks.variables_used import InnerScope, chain_scopes
 from keras_strategies.keras_bridge.step_context import StepContext
 from keras_strategies.passes.marked_updates import (
@@ -33,6 +34,7 @@ from keras_strategies.passes.marked_updates import (
     mark_update,
     wait_for_all,
 )
+from keras_strategies.passes.row_kinds import marks
 from keras_strategies.spmd.identity import IdentitySet
 from keras_strategies.spmd.replica_map import all_max, all_sum
 from keras_strategies.variables import shardings
@@ -147,7 +149,7 @@ def _update(
       What `update` returns.
     """
     are_summed = optimizer in step.notes.scaled_losses
-    grads = gradients.receive(step, grads, are_summed=are_summed)
+    grads = _receive(step, grads, are_summed=are_summed)
     # `scale_loss` has already divided a scaled loss's gradient by the number of
     # replicas. This is done before the other gradients are computed, so that a
     # replica's gradients overflow in the same cases as those on a single
@@ -161,7 +163,7 @@ def _update(
             new = _mark_update(*args) if is_collecting() else []
             if not new:
                 shardings.note_replicated_update(targets)
-        else:
+        elif step.facts.sums_later:
             new = summands.accumulate(*args)
         new = new or update(_reduce(step, grads, targets, divisor), values)
     for after, before in zip(new, values, strict=False):
@@ -169,6 +171,35 @@ def _update(
             # The reduced gradients are equal on all replicas.
             step.notes.equal.add(after)
     return new
+
+
+def _receive(
+    step: StepContext, grads: Sequence[Array | None], *, are_summed: bool
+) -> list[Any]:
+    """Returns the gradients that are reduced over the replicas.
+
+    Those of a model's step are marked. If this replica has no rows, they are
+    zero.
+
+    Args:
+      step: The step that is being traced.
+      grads: The gradients that the optimizer received.
+      are_summed: Whether the replicas sum them, and do not average them.
+    """
+    received = list(grads)
+    if not step.facts.is_local:
+        name = marks.SHARE if are_summed else marks.GRADIENT
+        received = [g if g is None else marks.mark(g, name) for g in received]
+    if step.is_empty:
+        # In `run` the loss is user-defined and may have gradients even without
+        # rows (for example from a regularizer), so only NaN becomes zero.
+        empty = _clear_nan if step.facts.is_local else jnp.zeros_like
+        received = [g if g is None else empty(g) for g in received]
+    return received
+
+
+def _clear_nan(array: Array) -> jax.Array:
+    return jnp.where(jnp.isnan(array), jnp.zeros_like(array), array)
 
 
 def _mark_update(

@@ -60,7 +60,8 @@ def accumulate(
 ) -> list[Any]:
     """Adds gradients to the accumulators, and sums them if this is an update.
 
-    The optimizer's update then receives zeros as the gradients. If a replica's
+    It is for steps that sum accumulated gradients later (`StepFacts`). The
+    optimizer's update then receives zeros as the gradients. If a replica's
     gradients are not finite and the loss is scaled, the first of them is NaN,
     so that the optimizer skips the step.
 
@@ -81,7 +82,7 @@ def accumulate(
       the latter case the optimizer uses summands as sums.
     """
     accumulators = IdentitySet(accumulators_of(optimizer))
-    if not (step.facts.sums_later and len(accumulators)):
+    if not len(accumulators):
         return []
     before = IdentityMap(zip(targets, values, strict=False))
     are_summands = all(before[v] in step.notes.summands for v in accumulators)

@@ -87,11 +87,8 @@ def make_chief_initializer(
       A function of shape and dtype.
     """
     initializer = keras.initializers.get(initializer)
-    is_wrapped = isinstance(initializer, _FromChief | _Here)
-    if mesh.num_processes == 1 or is_wrapped:
+    if mesh.num_processes == 1 or isinstance(initializer, _FromChief):
         return initializer
-    if _is_constant(initializer):
-        return _Here(initializer, mesh)
     return _FromChief(initializer, mesh, noted)
 
 
@@ -162,7 +159,7 @@ def _name_trainable(is_trainable: bool) -> str:
 
 def name_initializer(initializer: Any) -> str:
     """Returns an initializer's kind, or a value's first entries."""
-    if isinstance(initializer, _FromChief | _Here):
+    if isinstance(initializer, _FromChief):
         return name_initializer(initializer.initializer)
     if isinstance(initializer, str):
         return name_initializer(keras.initializers.get(initializer))
@@ -192,25 +189,6 @@ def _is_constant(initializer: Any) -> bool:
     return type(initializer) in _CONSTANTS
 
 
-@dataclasses.dataclass(frozen=True, eq=False)
-class _Here:
-    """An initializer with equal values in all processes, which send nothing.
-
-    Attributes:
-      initializer: The initializer, whose kind all processes compare.
-      mesh: The mesh of the replicas.
-    """
-
-    initializer: Callable[..., Any]
-    mesh: ReplicaMesh
-
-    def __call__(
-        self, shape: Shape, dtype: str | None = None, **kwargs: Any
-    ) -> Array:
-        value = self.initializer(shape, dtype=dtype, **kwargs)
-        return value if is_tracing() else _place_here(value, self.mesh)
-
-
 def _place_here(value: Array, mesh: ReplicaMesh) -> jax.Array:
     """Puts a value, which must be equal in all processes, on all devices."""
     # JAX's `device_put` would compare the values of the processes.
@@ -237,6 +215,10 @@ class _FromChief:
     def __call__(
         self, shape: Shape, dtype: str | None = None, **kwargs: Any
     ) -> Array:
+        if _is_constant(self.initializer):
+            # Equal in all processes, which compare the initializer's kind.
+            value = self.initializer(shape, dtype=dtype, **kwargs)
+            return value if is_tracing() else _place_here(value, self.mesh)
         # Keras compiles the initializer of a large variable. All processes must
         # trace the same program, and no process should have to store the full
         # value. So the chief sends only the seed, if the initializer has one.
