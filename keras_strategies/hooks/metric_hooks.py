@@ -57,16 +57,19 @@ def update_state(
             # weight that `compute_loss` applied is removed.
             value = value / step.weight
         args = (value, *args[1:])
+    update = metric_rules.Update(
+        metric=metric, args=args, kwargs=kwargs, num_replicas=step.num_replicas
+    )
     if (
         not step.flags.sees_global_batch
         and metric is not step.facts.loss_tracker
     ):
-        metric_rules.note_sizes(step, metric, args, kwargs)
-    rule = _choose_rule(step, metric, args, kwargs)
+        update.note_sizes(step)
+    rule = _choose_rule(step, update)
     for variable in metric.variables:
         step.notes.metric_rules[variable] = rule
     if rule == metric_rules.IN_TURN:
-        return _update_in_turn(step, original, metric, args, kwargs)
+        return _update_in_turn(step, original, update)
     # In `run` the flag `sees_global_batch` is always set.
     is_gathered = step.flags.sees_global_batch and not step.facts.is_local
     if rule == metric_rules.SAME and not is_gathered:
@@ -75,33 +78,25 @@ def update_state(
         return original(metric, *args, **kwargs)
 
 
-def _choose_rule(
-    step: StepContext,
-    metric: keras.metrics.Metric,
-    args: tuple[Any, ...],
-    kwargs: dict[str, Any],
-) -> str:
+def _choose_rule(step: StepContext, update: metric_rules.Update) -> str:
     """Returns the rule for an update of a metric.
 
     All updates of a metric in a step must have the same rule. Otherwise the
     step is traced again with the global batch.
     """
-    rules = [step.notes.metric_rules.get(v) for v in metric.variables]
+    variables = update.metric.variables
+    rules = [step.notes.metric_rules.get(v) for v in variables]
     known = next((r for r in rules if r is not None), None)
     if step.facts.is_local:
-        rule = known or metric_rules.choose_local_rule(
-            metric, args, kwargs, step.num_replicas
-        )
+        rule = known or update.choose_local_rule()
     elif step.flags.sees_global_batch:
         # The rows are already gathered, so every replica makes the same
         # update.
         rule = metric_rules.SAME
     else:
-        rule = metric_rules.choose_update_rule(
-            metric, args, kwargs, step.facts.rows, step.num_replicas
-        )
+        rule = update.choose_rule(step.facts.rows)
     if rule == metric_rules.GLOBAL or known not in (None, rule):
-        described = metric_rules.describe_metric(metric)
+        described = metric_rules.describe_metric(update.metric)
         step.demand_global_batch(
             f"{described} is updated either with a value that may be a sum or "
             "a mean over the rows, or with different kinds of values in one "
@@ -113,14 +108,10 @@ def _choose_rule(
 
 
 def _update_in_turn(
-    step: StepContext,
-    original: Method,
-    metric: keras.metrics.Metric,
-    args: tuple[Any, ...],
-    kwargs: dict[str, Any],
+    step: StepContext, original: Method, update: metric_rules.Update
 ) -> object:
     """Updates a metric with every replica's scalars, in order of replica id."""
-    leaves, structure = jax.tree.flatten((args, kwargs))
+    leaves, structure = jax.tree.flatten((update.args, update.kwargs))
     of_all = [
         all_rows(jnp.asarray(leaf)[None], step.axis)
         if isinstance(leaf, jax.Array)
@@ -132,7 +123,7 @@ def _update_in_turn(
         for replica in range(step.num_replicas):
             scalars = [every[replica] for every in of_all]
             args, kwargs = jax.tree.unflatten(structure, scalars)
-            result = original(metric, *args, **kwargs)
+            result = original(update.metric, *args, **kwargs)
     return result
 
 

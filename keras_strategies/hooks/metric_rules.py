@@ -8,6 +8,7 @@ replicas. Keras's metrics are sums over rows, except those for which
 the rows of a replica and with those of all, and the traces are analyzed.
 """
 
+import dataclasses
 import warnings
 import weakref
 from collections.abc import Callable, Sequence
@@ -45,95 +46,164 @@ batch."""
 _warned: "weakref.WeakSet[keras.metrics.Metric]" = weakref.WeakSet()
 
 
-def choose_update_rule(
-    metric: keras.metrics.Metric,
-    args: Sequence[Any],
-    kwargs: dict[str, Any],
-    rows: int,
-    num_replicas: int,
-) -> str:
-    """Chooses the rule for one call of `metric.update_state` in a model's step.
+@dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
+class Update:
+    """A call of a metric's `update_state` on one replica.
 
-    Args:
+    Attributes:
       metric: The metric.
       args: The positional arguments of the call.
       kwargs: The keyword arguments of the call.
-      rows: Number of rows of a replica's batch.
       num_replicas: The number of replicas.
-
-    Returns:
-      One of this module's rules: `SUM`, `MEAN`, `SAME` or `GLOBAL`.
     """
-    arrays = _find_arrays((args, kwargs))
-    if not arrays:
-        # Arguments that are constants of the program are the same on every
-        # replica.
-        return SAME
-    with_rows = [has_rows(a, rows) for a in arrays]
-    if any(with_rows):
-        if _is_additive(metric, args, kwargs, num_replicas):
+
+    metric: keras.metrics.Metric
+    args: Sequence[Any]
+    kwargs: dict[str, Any]
+    num_replicas: int
+
+    @property
+    def leaves(self) -> list[Any]:
+        """The arguments, without their nests."""
+        return tree.flatten((self.args, self.kwargs))
+
+    @property
+    def arrays(self) -> list[Any]:
+        """The arguments that are arrays."""
+        return _find_arrays(self.leaves)
+
+    def choose_rule(self, rows: int) -> str:
+        """Chooses the rule for an update in a model's step.
+
+        Args:
+          rows: Number of rows of a replica's batch.
+
+        Returns:
+          One of this module's rules: `SUM`, `MEAN`, `SAME` or `GLOBAL`.
+        """
+        if not self.arrays:
+            # Arguments that are constants of the program are the same on every
+            # replica.
+            return SAME
+        with_rows = [has_rows(a, rows) for a in self.arrays]
+        if any(with_rows):
+            if self._is_additive():
+                return SUM
+            return SAME if all(with_rows) else GLOBAL
+        weight = next(iter(self.args[1:]), self.kwargs.get("sample_weight"))
+        update_state = type(self.metric).update_state
+        is_mean = update_state is keras.metrics.Mean.update_state
+        if not is_mean or _is_array(weight):
+            return GLOBAL
+        # A mean that is weighted with its number of rows is a sum over rows, so
+        # the replicas' changes can be summed.
+        return SUM if _is_number(weight) and weight == rows else MEAN
+
+    def choose_local_rule(self) -> str:
+        """Chooses the rule for an update in a function passed to `run`.
+
+        As in tf.distribute, each replica may update a metric with any value,
+        and the replicas' changes are summed. If the metric's state is not a sum
+        of its updates, the metric is instead updated on every replica with the
+        values of all replicas.
+        """
+        if _is_keras_own(self.metric):
             return SUM
-        return SAME if all(with_rows) else GLOBAL
-    weight = kwargs.get("sample_weight", args[1] if len(args) > 1 else None)
-    is_mean = type(metric).update_state is keras.metrics.Mean.update_state
-    if not is_mean or _is_array(weight):
-        return GLOBAL
-    # A mean that is weighted with its number of rows is a sum over rows, so the
-    # replicas' changes can be summed.
-    return SUM if _is_number(weight) and weight == rows else MEAN
+        if any(a.shape for a in self.arrays):
+            return SUM if self._is_additive() else SAME
+        return SUM if _run_in_thread(self._adds_the_same) else IN_TURN
 
+    def note_sizes(self, step: StepContext) -> None:
+        """Records which sizes `choose_rule` assumed to be row counts.
 
-def choose_local_rule(
-    metric: keras.metrics.Metric,
-    args: Sequence[Any],
-    kwargs: dict[str, Any],
-    num_replicas: int,
-) -> str:
-    """Chooses the rule for an update in a function passed to `run`.
+        A second trace with another number of rows (`StepFacts.is_retrace`)
+        checks whether these sizes change with the number of rows.
+        """
+        rows, of = step.facts.rows, describe_metric(self.metric)
+        note_rows(step, self.leaves, of)
+        has_scalars = bool(self.arrays) and not any(
+            has_rows(a, rows) for a in self.arrays
+        )
+        for leaf in filter(_is_number, self.leaves):
+            step.note_size(leaf, has_scalars and leaf == rows, of)
 
-    As in tf.distribute, each replica may update a metric with any value, and
-    the replicas' changes are summed. If the metric's state is not a sum of its
-    updates, the metric is instead updated on every replica with the values of
-    all replicas.
+    def _is_additive(self) -> bool:
+        metric = self.metric
+        if mixes_rows(metric, self.arrays):
+            return False
+        if _is_keras_own(metric):
+            return True
+        # The answer is not kept: attributes of the metric, constants among the
+        # arguments, shapes, and numbers of rows may change it.
+        is_sum = _run_in_thread(self._adds_up)
+        is_wrapper = isinstance(metric, keras.metrics.MeanMetricWrapper)
+        if not is_sum and not is_wrapper and metric not in _warned:
+            _warned.add(metric)
+            warnings.warn(
+                f"Metric {metric.name!r} ({type(metric).__name__}) is not "
+                "shown to add a sum over rows to its states. Therefore each "
+                "replica updates it with the rows of all replicas. The result "
+                "is exact, but y and y_pred must be gathered from the replicas "
+                "in each step.",
+                UserWarning,
+                stacklevel=2,
+            )
+        return is_sum
 
-    Args:
-      metric: The metric.
-      args: The positional arguments of the call.
-      kwargs: The keyword arguments of the call.
-      num_replicas: The number of replicas.
-    """
-    if _is_keras_own(metric):
-        return SUM
-    if find_max_rank((args, kwargs)):
-        is_sum = _is_additive(metric, args, kwargs, num_replicas)
-        return SUM if is_sum else SAME
-    is_sum = _run_in_thread(lambda: _adds_the_same(metric, args, kwargs))
-    return SUM if is_sum else IN_TURN
+    def _adds_up(self) -> bool:
+        """Returns whether the update adds sums over its rows to the states.
+
+        Then the sum of the replicas' changes is the change on one device. Two
+        traces of the update decide this: with the rows of a replica, and of
+        all.
+        """
+        sizes = {a.shape[0] for a in self.arrays if a.shape}
+        if len(sizes) > 1:
+            return False
+        # One row looks like any other dimension of size one.
+        size = max((*sizes, 2))
+        rows = (size, max(self.num_replicas, 2) * size)
+        are_rows = [bool(a.shape) for a in self.arrays]
+        traced, more = map(self._trace, rows)
+        return adds_sums(traced, more, are_rows, rows)
+
+    def _adds_the_same(self) -> bool:
+        """Returns whether the update adds the same, whatever the states are."""
+        traced = self._trace(0)
+        return find_additions(traced, len(self.metric.variables)) is not None
+
+    def _trace(self, rows: int) -> ClosedJaxpr:
+        """Traces the update of the metric's states.
+
+        Args:
+          rows: The number of rows of the arrays, except for scalars.
+        """
+        leaves, structure = jax.tree.flatten((tuple(self.args), self.kwargs))
+
+        def update(states: list[Any], arrays: list[Any]) -> list[Any]:
+            rest = iter(arrays)
+            filled = [next(rest) if _is_array(a) else a for a in leaves]
+            args, kwargs = jax.tree.unflatten(structure, filled)
+            new = self.metric.stateless_update_state(states, *args, **kwargs)
+            return list(new)
+
+        # While Keras trains a model, its variables have no values.
+        states = [
+            jax.ShapeDtypeStruct(tuple(v.shape), v.dtype)
+            for v in self.metric.variables
+        ]
+        arrays = [
+            jax.ShapeDtypeStruct(
+                (rows, *a.shape[1:]) if a.shape else (), a.dtype
+            )
+            for a in filter(_is_array, leaves)
+        ]
+        return jax.make_jaxpr(update)(states, arrays)
 
 
 def describe_metric(metric: keras.metrics.Metric) -> str:
     """Returns a metric's name and class, for error messages."""
     return f"metric {metric.name!r} ({type(metric).__name__})"
-
-
-def note_sizes(
-    step: StepContext,
-    metric: keras.metrics.Metric,
-    args: tuple[Any, ...],
-    kwargs: dict[str, Any],
-) -> None:
-    """Records which sizes `choose_update_rule` assumed to be row counts.
-
-    A second trace with another number of rows (`StepFacts.is_retrace`) checks
-    whether these sizes change with the number of rows.
-    """
-    leaves, rows = tree.flatten((args, kwargs)), step.facts.rows
-    of = describe_metric(metric)
-    note_rows(step, leaves, of)
-    arrays = _find_arrays(leaves)
-    may_count = bool(arrays) and not any(has_rows(a, rows) for a in arrays)
-    for leaf in filter(_is_number, leaves):
-        step.note_size(leaf, may_count and leaf == rows, of)
 
 
 def _is_number(value: object) -> bool:
@@ -159,11 +229,6 @@ def _is_keras_own(metric: keras.metrics.Metric) -> bool:
     return True
 
 
-def find_max_rank(arrays: Tree) -> int:
-    """Returns the largest number of dimensions in a nest of arrays."""
-    return max((len(a.shape) for a in _find_arrays(arrays)), default=0)
-
-
 def _is_from_keras(thing: object) -> bool:
     if not hasattr(thing, "__name__"):
         thing = type(thing)
@@ -171,7 +236,7 @@ def _is_from_keras(thing: object) -> bool:
     return module.split(".")[0] == "keras"
 
 
-def mixes_rows(loss: object, ndim: int) -> bool:
+def mixes_rows(loss: object, args: Tree) -> bool:
     """Returns whether a loss's or metric's value for a row uses other rows.
 
     This is true for:
@@ -184,8 +249,9 @@ def mixes_rows(loss: object, ndim: int) -> bool:
 
     Args:
       loss: A loss or metric, either an object or a function.
-      ndim: Number of dimensions of the predictions.
+      args: A nest of its arguments.
     """
+    ndim = max((len(a.shape) for a in _find_arrays(args)), default=0)
     fn = getattr(loss, "fn", getattr(loss, "_fn", None))
     if any(
         getattr(c, "_ks_global_batch", False)
@@ -210,102 +276,6 @@ _ROW_MIXING_CLASSES = (
     keras.losses.SquaredHinge,
 )
 _ROW_MIXING_FUNCTIONS = tuple(made().fn for made in _ROW_MIXING_CLASSES)
-
-
-def _is_additive(
-    metric: keras.metrics.Metric,
-    args: Sequence[Any],
-    kwargs: dict[str, Any],
-    num_replicas: int,
-) -> bool:
-    if mixes_rows(metric, find_max_rank((args, kwargs))):
-        return False
-    if _is_keras_own(metric):
-        return True
-    # The answer is not kept: attributes of the metric, constants among the
-    # arguments, shapes, and numbers of rows may change it.
-    is_sum = _run_in_thread(
-        lambda: _adds_up(metric, args, kwargs, num_replicas)
-    )
-    is_wrapper = isinstance(metric, keras.metrics.MeanMetricWrapper)
-    if not is_sum and not is_wrapper and metric not in _warned:
-        _warned.add(metric)
-        warnings.warn(
-            f"Metric {metric.name!r} ({type(metric).__name__}) is not "
-            "shown to add a sum over rows to its states. Therefore each "
-            "replica updates it with the rows of all replicas. The result "
-            "is exact, but y and y_pred must be gathered from the replicas "
-            "in each step.",
-            UserWarning,
-            stacklevel=2,
-        )
-    return is_sum
-
-
-def _adds_up(
-    metric: keras.metrics.Metric,
-    args: Sequence[Any],
-    kwargs: dict[str, Any],
-    num_replicas: int,
-) -> bool:
-    """Returns whether an update adds sums over its rows to the states.
-
-    Then the sum of the replicas' changes is the change on one device. Two
-    traces of the update decide this: with the rows of a replica, and of all.
-    """
-    arrays = _find_arrays((args, kwargs))
-    sizes = {a.shape[0] for a in arrays if a.shape}
-    if len(sizes) > 1:
-        return False
-    # One row looks like any other dimension of size one.
-    size = max((*sizes, 2))
-    rows = (size, max(num_replicas, 2) * size)
-    traced = [_trace_update(metric, args, kwargs, count) for count in rows]
-    are_rows = [bool(a.shape) for a in arrays]
-    return adds_sums(traced[0], traced[1], are_rows, rows)
-
-
-def _adds_the_same(
-    metric: keras.metrics.Metric, args: Sequence[Any], kwargs: dict[str, Any]
-) -> bool:
-    """Returns whether an update adds the same, whatever the states are."""
-    traced = _trace_update(metric, args, kwargs, 0)
-    return find_additions(traced, len(metric.variables)) is not None
-
-
-def _trace_update(
-    metric: keras.metrics.Metric,
-    args: Sequence[Any],
-    kwargs: dict[str, Any],
-    rows: int,
-) -> ClosedJaxpr:
-    """Traces an update of a metric's states.
-
-    Args:
-      metric: The metric.
-      args: The positional arguments of the update.
-      kwargs: The keyword arguments of the update.
-      rows: The number of rows of the arrays, except for scalars.
-    """
-    leaves, structure = jax.tree.flatten((tuple(args), kwargs))
-
-    def update(states: list[Any], arrays: list[Any]) -> list[Any]:
-        rest = iter(arrays)
-        filled = [next(rest) if _is_array(a) else a for a in leaves]
-        args, kwargs = jax.tree.unflatten(structure, filled)
-        return list(metric.stateless_update_state(states, *args, **kwargs))
-
-    states = [(tuple(v.shape), v.dtype) for v in metric.variables]
-    arrays = [
-        ((rows, *a.shape[1:]) if a.shape else (), a.dtype)
-        for a in filter(_is_array, leaves)
-    ]
-    # While Keras trains a model, its variables have no values.
-    shapes = [
-        [jax.ShapeDtypeStruct(*described) for described in group]
-        for group in (states, arrays)
-    ]
-    return jax.make_jaxpr(update)(*shapes)
 
 
 def _run_in_thread(question: Callable[[], bool]) -> bool:

@@ -82,6 +82,17 @@ ALL = {
 } - {"Metric"}
 
 
+def update_of(metric, args, kwargs=None):
+    """An update of one of two replicas."""
+    return metric_rules.Update(
+        metric=metric, args=args, kwargs=kwargs or {}, num_replicas=2
+    )
+
+
+def choose(metric, args, kwargs, rows):
+    return update_of(metric, args, kwargs).choose_rule(rows)
+
+
 def made(name):
     arguments, data = SAMPLES[name]
     metric = getattr(keras.metrics, name)(**arguments)
@@ -99,14 +110,14 @@ def test_every_metric_of_keras_has_a_sample():
 def test_kerass_own_metrics_are_sums_over_rows(name):
     metric, data = made(name)
     # What is claimed of all of them without analysis, and what is so.
-    rule = metric_rules.choose_update_rule(metric, data, {}, ROWS, 2)
+    rule = choose(metric, data, {}, ROWS)
     looks_at_all_labels = name in ("Hinge", "SquaredHinge")
     if looks_at_all_labels:
         assert rule == metric_rules.SAME
-        assert not metric_rules._adds_up(metric, data, {}, 2)
+        assert not update_of(metric, data)._adds_up()
         return
     assert rule == metric_rules.SUM
-    assert metric_rules._adds_up(metric, data, {}, 2)
+    assert update_of(metric, data)._adds_up()
 
 
 class Highest(keras.metrics.Metric):
@@ -166,7 +177,7 @@ class Variance(keras.metrics.Mean):
 
 
 def rule_of(metric):
-    return metric_rules.choose_update_rule(metric, VECTORS, {}, ROWS, 2)
+    return choose(metric, VECTORS, {}, ROWS)
 
 
 NOT_ADDITIVE = {
@@ -234,13 +245,12 @@ class SumWithoutWeights(Highest):
 def test_asks_for_each_form_of_a_call():
     metric = SumWithoutWeights()
     weight = {"sample_weight": floats(ROWS)}
-    choose = metric_rules.choose_update_rule
-    assert choose(metric, VECTORS, {}, ROWS, 2) == metric_rules.SUM
+    assert choose(metric, VECTORS, {}, ROWS) == metric_rules.SUM
     with pytest.warns(UserWarning, match="not shown to add"):
-        assert choose(metric, VECTORS, weight, ROWS, 2) == metric_rules.SAME
+        assert choose(metric, VECTORS, weight, ROWS) == metric_rules.SAME
     # Warnings are errors here: a second one would show.
-    assert choose(metric, VECTORS, {}, ROWS, 2) == metric_rules.SUM
-    assert choose(metric, VECTORS, weight, ROWS, 2) == metric_rules.SAME
+    assert choose(metric, VECTORS, {}, ROWS) == metric_rules.SUM
+    assert choose(metric, VECTORS, weight, ROWS) == metric_rules.SAME
 
 
 class Varied(Highest):
@@ -269,11 +279,10 @@ VARIATIONS = {
 @pytest.mark.parametrize("name", VARIATIONS)
 def test_asks_again_when_something_changed(name):
     metric = Varied()
-    choose = metric_rules.choose_update_rule
-    assert choose(metric, VECTORS, {}, ROWS, 2) == metric_rules.SUM
+    assert choose(metric, VECTORS, {}, ROWS) == metric_rules.SUM
     data = VARIATIONS[name](metric)
     with pytest.warns(UserWarning, match="not shown to add"):
-        rule = choose(metric, data, {}, len(data[0]), 2)
+        rule = choose(metric, data, {}, len(data[0]))
     assert rule == metric_rules.SAME
 
 
@@ -314,7 +323,7 @@ def test_metric_that_fails_with_other_rows_is_no_sum():
 def test_updates_without_rows_follow_a_rule_or_need_the_whole(
     metric, args, kwargs, rule
 ):
-    assert metric_rules.choose_update_rule(metric, args, kwargs, 4, 2) == rule
+    assert choose(metric, args, kwargs, 4) == rule
 
 
 @pytest.mark.parametrize(
@@ -338,12 +347,12 @@ def test_updates_without_rows_follow_a_rule_or_need_the_whole(
     ],
 )
 def test_losses_that_mix_rows_are_known(loss, expected):
-    assert metric_rules.mixes_rows(loss, 2) is expected
+    assert metric_rules.mixes_rows(loss, VECTORS) is expected
 
 
 def test_arrays_of_rows_alone_have_no_other_axis_to_reduce():
-    assert metric_rules.mixes_rows(keras.losses.MeanSquaredError(), 1)
-    assert not metric_rules.mixes_rows(lambda y, p: p, 1)
+    assert metric_rules.mixes_rows(keras.losses.MeanSquaredError(), CLASSES)
+    assert not metric_rules.mixes_rows(lambda y, p: p, CLASSES)
 
 
 _random = np.random.default_rng(3)
@@ -452,4 +461,4 @@ class Drawn(Highest):
     ],
 )
 def test_what_an_update_adds_is_analyzed(made_by, is_sum):
-    assert metric_rules._adds_up(made_by(), VECTORS, {}, 2) is is_sum
+    assert update_of(made_by(), VECTORS)._adds_up() is is_sum
