@@ -74,45 +74,61 @@ def merge(variable: keras.Variable, rule: str) -> keras.Variable:
     return variable
 
 
-@dataclasses.dataclass(kw_only=True)
-class Merge:
-    """The arrays that one reduction sums over the replicas at a step's end.
+@dataclasses.dataclass(frozen=True)
+class Plan:
+    """A plan that combines the replicas' values of a variable into one.
 
     Attributes:
-      step: The step that is being traced.
-      summands: The arrays to sum over the replicas.
+      old: The variable's value before the step, which has its dtype.
+      finish: Computes the new value from the sum of `summand`.
+      summand: The array to sum over the replicas; None if the value does not
+        need a sum.
     """
 
-    step: StepContext
-    summands: list[Any] = dataclasses.field(default_factory=list)
-
-    def add(self, value: Array) -> int:
-        """Adds an array to sum over the replicas; returns its index."""
-        self.summands.append(value)
-        return len(self.summands) - 1
-
-    def compute_sums(self) -> list[Any]:
-        """Returns the sums over the replicas, in the order of `summands`."""
-        return all_sum(self.summands, self.step.axis, self.step.buffering)
+    old: Array
+    finish: Callable[[Any], Any]
+    summand: Any = None
 
 
-def plan_merge(
-    plan: Merge,
+def combine(
+    step: StepContext,
+    groups: Sequence[Sequence[Plan]],
+    summands: Sequence[Any] = (),
+) -> tuple[list[Group], list[Any]]:
+    """Combines the replicas' values of groups of variables.
+
+    Args:
+      step: The step that is being traced.
+      groups: The plans of each group's variables.
+      summands: Other arrays to sum over the replicas.
+
+    Returns:
+      The combined values of each group, and the sums of `summands`.
+    """
+    arrays = [p.summand for g in groups for p in g if p.summand is not None]
+    sums = iter(all_sum([*arrays, *summands], step.axis, step.buffering))
+
+    def compute(plan: Plan) -> Any:
+        total = None if plan.summand is None else next(sums)
+        return cast_like(plan.finish(total), plan.old)
+
+    merged = [list(map(compute, group)) for group in groups]
+    return merged, list(sums)
+
+
+def plan_group(
+    step: StepContext,
     variables: Sequence[keras.Variable],
     old: Group,
     folded: Group,
     new: Group,
     *,
     are_metrics: bool = False,
-) -> Callable[[list[Any]], Group]:
+) -> list[Plan]:
     """Plans how the replicas' values of a group of variables are combined.
 
-    The arrays that must be summed over the replicas are added to the plan. When
-    the plan has computed the sums for all groups, call the returned function
-    with these sums to get the combined values.
-
     Args:
-      plan: The plan that collects the summands.
+      step: The step that is being traced.
       variables: The variables of the group.
       old: The variables' values before the step.
       folded: The same as `old`, except that each random seed is replaced by
@@ -120,82 +136,75 @@ def plan_merge(
       new: The variables' values after the step on this replica.
       are_metrics: Whether these are metrics' variables, for which the
         replicas' changes are summed by default.
-
-    Returns:
-      A function that takes the plan's sums and returns the combined values.
     """
-    finishers = [
-        _plan_variable(plan, *of_variable, are_metrics)
+    return [
+        plan_variable(step, *of_variable, are_metrics)
         for of_variable in zip(variables, old, folded, new, strict=True)
     ]
 
-    def finish(sums: list[Any]) -> Group:
-        return [
-            cast_like(finisher(sums), o)
-            for finisher, o in zip(finishers, old, strict=True)
-        ]
 
-    return finish
-
-
-def _plan_variable(
-    plan: Merge,
+def plan_variable(
+    step: StepContext,
     variable: keras.Variable,
     old: Array,
     folded: Array,
     new: Array | None,
     is_metric: bool,
-) -> Callable[[list[Any]], Any]:
-    step = plan.step
+) -> Plan:
+    """Plans how the replicas' values of a variable are combined.
+
+    See `plan_group`.
+    """
     if new is folded or new is old or new is None:
-        return lambda sums: old
+        return Plan(old, lambda _: old)
     if new in step.notes.equal:
         is_uneven = step.facts.is_uneven
         if not is_uneven or not keras.backend.is_float_dtype(str(new.dtype)):
-            return lambda sums: new
+            return Plan(old, lambda _: new)
         # The replicas compute the same value, but in different branches of
         # the program, which the compiler may round differently.
-        return _plan_first(plan, new)
+        return Plan(old, _take_sum, keep_first(new, step.axis))
     if is_seed(variable):
         # `new` contains the random stream's seed and the number of draws so
         # far. Replicas with different numbers of rows may have drawn a
         # different number of times, so the stream continues from the largest
         # number. Its seed does not change.
         drawn = all_max(new[1], step.axis) if step.facts.is_uneven else new[1]
-        return lambda sums: jnp.stack([old[0], drawn])
+        return Plan(old, lambda _: jnp.stack([old[0], drawn]))
     rule = _find_rule(variable, step, is_metric)
     is_chosen = getattr(variable, "_ks_merge", "mean") != "mean"
     if rule != "sum" and not (is_metric or is_chosen):
         mark = marks.WEIGHT if variable.trainable else marks.STATE
         new = marks.mark(new, mark)
-    return _plan_by_rule(plan, rule, old, new, is_metric)
+    return _plan_by_rule(step, rule, old, new, is_metric)
 
 
 def _plan_by_rule(
-    plan: Merge, rule: str, old: Array, new: Array, is_metric: bool
-) -> Callable[[list[Any]], Any]:
-    step = plan.step
+    step: StepContext, rule: str, old: Array, new: Array, is_metric: bool
+) -> Plan:
     if rule in (metric_rules.SAME, metric_rules.IN_TURN):
-        return lambda sums: new
+        return Plan(old, lambda _: new)
     number = as_number(new)
     if rule in ("max", "any"):
         largest = all_max(number, step.axis)
-        return lambda sums: largest
+        return Plan(old, lambda _: largest)
     if rule in ("min", "all"):
         smallest = all_min(number, step.axis)
-        return lambda sums: smallest
-    if rule == "sum":
+        return Plan(old, lambda _: smallest)
+    if rule == "sum" or (rule == metric_rules.MEAN and is_metric):
         change = new - _replace_infinite(old)
-        place = plan.add(marks.mark(change, marks.CHANGE))
-        return lambda sums: old + sums[place]
-    if rule == metric_rules.MEAN and is_metric:
-        change = new - _replace_infinite(old)
-        place = plan.add(compute_mean_share(change, step))
-        return lambda sums: old + sums[place]
+        if rule == "sum":
+            share = marks.mark(change, marks.CHANGE)
+        else:
+            share = compute_mean_share(change, step)
+        return Plan(old, lambda total: old + total, share)
     if rule == "mean":
-        place = plan.add(compute_mean_share(new, step))
-        return lambda sums: sums[place]
-    return _plan_first(plan, number)
+        return Plan(old, _take_sum, compute_mean_share(new, step))
+    return Plan(old, _take_sum, keep_first(number, step.axis))
+
+
+def _take_sum(total: Array) -> Array:
+    return total
 
 
 def _replace_infinite(old: Array) -> Array:
@@ -206,12 +215,6 @@ def _replace_infinite(old: Array) -> Array:
     if not jnp.issubdtype(old.dtype, jnp.floating):
         return old
     return jnp.where(jnp.isfinite(old), old, jnp.zeros_like(old))
-
-
-def _plan_first(plan: Merge, value: Array) -> Callable[[list[Any]], Any]:
-    """Plans a merge in which all replicas get the value of replica 0."""
-    place = plan.add(keep_first(value, plan.step.axis))
-    return lambda sums: sums[place]
 
 
 def compute_mean_share(value: Array, step: StepContext) -> Array:

@@ -157,14 +157,13 @@ def result(
         return original(metric, *args, **kw)
     before = [step.notes.before[v] for v in variables]
     mine = [v.value for v in variables]
-    plan = merge_lib.Merge(step=step)
-    finish = merge_lib.plan_merge(
-        plan, variables, before, before, mine, are_metrics=True
+    plans = merge_lib.plan_group(
+        step, variables, before, before, mine, are_metrics=True
     )
     # If the result is only logged, the logged value is computed from the state
     # that the step returns (`step_logs.merge_logs`), and the compiler removes
     # these computations as dead code.
-    merged = finish(plan.compute_sums())
+    (merged,), _ = merge_lib.combine(step, [plans])
     scope = _ResultScope(zip(variables, merged, strict=True))
     with step.flag("in_metric"), scope:
         value = original(metric, *args, **kw)

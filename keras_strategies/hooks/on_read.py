@@ -8,7 +8,7 @@ for each replica.
 """
 
 import dataclasses
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any, NoReturn
 
 import jax
@@ -181,16 +181,14 @@ def set_copies(
 
 
 def plan_aggregate(
-    plan: merge_lib.Merge, variable: keras.Variable, copy: Array
-) -> Callable[[list[Any]], Any]:
-    """Plans the aggregation of the replicas' copies; see `merge.plan_merge`."""
-    step: StepContext = plan.step
+    step: StepContext, variable: keras.Variable, copy: Array
+) -> merge_lib.Plan:
+    """Plans the aggregation of the replicas' copies."""
     number = as_number(copy)
     divisor = step.num_replicas if variable.aggregation == "mean" else 1
     if variable.aggregation in ("only_first_replica", "none"):
         number = keep_first(number, step.axis)
-    place = plan.add(number)
-    return lambda sums: merge_lib.cast_like(sums[place] / divisor, copy)
+    return merge_lib.Plan(copy, lambda total: total / divisor, number)
 
 
 def _split_sum(value: np.ndarray, count: int) -> np.ndarray:

@@ -71,12 +71,9 @@ class PredictProgram(ModelProgram):
         outputs, (_, new) = self._model_call.on_replica(
             step, (trainable, folded), data
         )
-        plan = merge_lib.Merge(step=step)
-        finish = merge_lib.plan_merge(
-            plan, self._variables[1], old, folded, new
-        )
-        merged = (trainable, finish(plan.compute_sums()))
-        return outputs, *self._select_changes(read, merged)
+        plans = merge_lib.plan_group(step, self._variables[1], old, folded, new)
+        (merged,), _ = merge_lib.combine(step, [plans])
+        return outputs, *self._select_changes(read, (trainable, merged))
 
     def _on_rows(
         self, step: StepContext, state: Sequence[Group], data: Batch

@@ -147,20 +147,15 @@ class StepProgram(ModelProgram):
         new: Sequence[Group],
         logs: Logs,
     ) -> tuple[Any, ...]:
-        plan = merge_lib.Merge(step=step)
         metrics, starts = self._variables[-1], [*old[:-1], folded[-1]]
-        groups = zip(self._variables, starts, folded, new, strict=True)
-        finishers = [
-            merge_lib.plan_merge(plan, *group, are_metrics=group[0] is metrics)
-            for group in groups
+        groups = [
+            merge_lib.plan_group(step, *group, are_metrics=group[0] is metrics)
+            for group in zip(self._variables, starts, folded, new, strict=True)
         ]
-        places = [
-            (v, plan.add(step_logs.compute_share(step, v)))
-            for v in step_logs.find_averaged_logs(step, logs)
-        ]
-        sums = plan.compute_sums()
-        merged = [finish(sums) for finish in finishers]
-        means = IdentityMap((v, sums[place]) for v, place in places)
+        averaged = list(step_logs.find_averaged_logs(step, logs))
+        shares = [step_logs.compute_share(step, log) for log in averaged]
+        merged, sums = merge_lib.combine(step, groups, shares)
+        means = IdentityMap(zip(averaged, sums, strict=True))
         logs = step_logs.merge_logs(
             step, logs, metrics, (new[-1], merged[-1]), means
         )

@@ -105,23 +105,17 @@ def merge_state(
         rule = notes[0].rules[k]
         if rule is not None:
             step.notes.metric_rules[variable] = rule
-    plan = merge_lib.Merge(step=step)
-    finishers, copies = [], []
+    plans, copies = [], []
     values = zip(variables, start, folded, new, strict=True)
     for k, (v, s, f, n) in enumerate(values):
         if on_read.is_on_read(v):
-            copy = merge_lib.cast_like(n, f)
-            copies.append(copy)
-            finishers.append(on_read.plan_aggregate(plan, v, copy))
-            continue
-        if called.is_alike and called.is_alike[k] and n in step.notes.equal:
-            finishers.append(lambda sums, n=n, s=s: merge_lib.cast_like(n, s))
-            continue
-        finish = merge_lib.plan_merge(
-            plan, [v], [s], [f], [n], are_metrics=v in step.notes.metric_rules
-        )
-        finishers.append(lambda sums, finish=finish: finish(sums)[0])
-    places = [plan.add(summand) for summand in summands]
-    sums = plan.compute_sums()
-    values = [finish(sums) for finish in finishers]
-    return values, copies, [sums[place] for place in places]
+            copies.append(merge_lib.cast_like(n, f))
+            plans.append(on_read.plan_aggregate(step, v, copies[-1]))
+        elif called.is_alike and called.is_alike[k] and n in step.notes.equal:
+            plans.append(merge_lib.Plan(s, lambda _, n=n: n))
+        else:
+            is_metric = v in step.notes.metric_rules
+            plan = merge_lib.plan_variable(step, v, s, f, n, is_metric)
+            plans.append(plan)
+    (values,), sums = merge_lib.combine(step, [plans], summands)
+    return values, copies, sums
