@@ -35,7 +35,19 @@ class RandomZeros(keras.initializers.Zeros):
         (RandomZeros(), True),
     ],
 )
-def test_the_chief_sends_values_that_may_differ(initializer, is_sent):
-    mesh = types.SimpleNamespace(num_processes=2)
+def test_the_chief_sends_values_that_may_differ(
+    initializer, is_sent, monkeypatch
+):
+    sent = []
+
+    def share(processes, noted, data):
+        sent.append(noted)
+        return data
+
+    monkeypatch.setattr(initial_values.same_variables, "share", share)
+    monkeypatch.setattr(initial_values.same_variables, "note", lambda *_: None)
+    monkeypatch.setattr(initial_values, "_place_here", lambda value, _: value)
+    mesh = types.SimpleNamespace(num_processes=2, processes=(0, 1))
     made = initial_values.make_chief_initializer(initializer, mesh, NOTED)
-    assert isinstance(made, initial_values._FromChief) == is_sent
+    assert made((3, 4), dtype="float32").shape == (3, 4)
+    assert sent == [NOTED] * is_sent
