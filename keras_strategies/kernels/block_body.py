@@ -1,18 +1,88 @@
 """One of a model's equal blocks, as the body of a loop over the blocks."""
 
+import collections
 import dataclasses
+from collections.abc import Callable, Mapping, MutableMapping
 from typing import Any
 
 import jax
 import keras
 from jax.extend.core import ClosedJaxpr, jaxpr_as_fun
+from keras import tree
 from keras.src.backend.common.masking import get_keras_mask, set_keras_mask
 
+from keras_strategies._types import Array
 from keras_strategies.hooks.on_read import is_on_read
 from keras_strategies.hooks.variable_writes import is_user_defined
 from keras_strategies.hooks.variables_used import InnerScope
 from keras_strategies.keras_bridge.step_context import current_step
-from keras_strategies.kernels.block_calls import BlockCalls
+from keras_strategies.kernels.equal_blocks import Blocks
+
+
+def compute_call(
+    node: Any,
+    values: MutableMapping[int, Any],
+    operation_fn: Callable[[Any], Callable[..., Any]],
+) -> None:
+    """Computes a call in a graph, and adds its outputs to `values`.
+
+    Args:
+      node: The call.
+      values: The values of symbolic tensors, by the tensors' ids.
+      operation_fn: The function that prepares an operation for its call.
+    """
+    args, kwargs = node.arguments.fill_in(values)
+    outputs = tree.flatten(operation_fn(node.operation)(*args, **kwargs))
+    values.update(zip(map(id, node.output_tensors), outputs, strict=False))
+
+
+class BlockCalls:
+    """A run of equal blocks, of which each can be computed for any input.
+
+    Args:
+      blocks: The blocks.
+      nodes: The calls in the graph, by the ids of their operations.
+      values: The values of symbolic tensors that are computed before the
+        blocks, by the tensors' ids.
+      operation_fn: The function that prepares an operation for its call.
+
+    Attributes:
+      blocks: The blocks.
+      entering: The value that enters the first block.
+      result: The id of the symbolic tensor that leaves the last block.
+    """
+
+    def __init__(
+        self,
+        blocks: Blocks,
+        nodes: Mapping[int, Any],
+        values: MutableMapping[int, Any],
+        operation_fn: Callable[[Any], Callable[..., Any]],
+    ) -> None:
+        self.blocks = blocks
+        self.entering = values[blocks.entering]
+        self._nodes, self._values = nodes, values
+        self._operation_fn = operation_fn
+        trunks = [
+            id(nodes[id(operation)].output_tensors[index])
+            for operation, index in blocks.trunks
+        ]
+        self._tensors = [blocks.entering, *trunks]
+        self.result = trunks[-1]
+
+    def compute(self, number: int, value: Array) -> Array:
+        """Computes one block for an input, and returns the block's output.
+
+        Args:
+          number: The block's number.
+          value: The input. In the graph, it is the output of the previous
+            block.
+        """
+        new = {self._tensors[number]: value}
+        values = collections.ChainMap(new, self._values)
+        for operation in self.blocks.segments[number]:
+            compute_call(self._nodes[id(operation)], values, self._operation_fn)
+        return values[self._tensors[number + 1]]
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
@@ -57,7 +127,7 @@ def trace_block(
     """Traces one of the blocks.
 
     Args:
-      calls: The recorded calls of the blocks.
+      calls: The blocks.
       number: The block's number.
       variables: The block's variables.
       carry: See `TracedBlock.__call__`. Only shapes matter.

@@ -39,6 +39,7 @@ class Blocks:
       trunks: The output of each block that the next block reads, its only
         output that is used outside of the block. It is described by the
         operation and the index of that operation's output.
+      entering: The id of the symbolic tensor that enters the first block.
       num_entries: The number of parameters of one block: the total number of
         entries of its variables.
     """
@@ -46,6 +47,7 @@ class Blocks:
     model: keras.Model
     segments: Sequence[Sequence[Any]]
     trunks: Sequence[tuple[Any, int]]
+    entering: int
     num_entries: int
 
     @property
@@ -187,20 +189,24 @@ def _find_largest(
     return best
 
 
-def _iter_nodes(model: keras.Model) -> Iterator[_Node]:
-    """Yields a model's calls in topological order."""
-    by_depth = get_graph(model)._nodes_by_depth
+def iter_calls(graph: Any) -> Iterator[Any]:
+    """Yields the calls in a graph, nodes of Keras, in topological order."""
+    by_depth = graph._nodes_by_depth
     for depth in sorted(by_depth, reverse=True):
         for node in by_depth[depth]:
-            if node.is_input:
-                continue
-            operation = node.operation
-            yield _Node(
-                operation,
-                tuple(map(id, node.input_tensors)),
-                tuple(map(id, node.output_tensors)),
-                call_signature(node),
-            )
+            if not node.is_input:
+                yield node
+
+
+def _iter_nodes(model: keras.Model) -> Iterator[_Node]:
+    """Yields a model's calls in topological order."""
+    for node in iter_calls(get_graph(model)):
+        yield _Node(
+            node.operation,
+            tuple(map(id, node.input_tensors)),
+            tuple(map(id, node.output_tensors)),
+            call_signature(node),
+        )
 
 
 def _find_repetitions(kinds: Sequence[Any]) -> Iterator[tuple[int, int, int]]:
@@ -237,7 +243,12 @@ def _make_blocks(
       segments: For each repetition, the positions of its calls in `nodes`.
     """
     trunks = _find_trunks(model, nodes, segments)
-    if trunks is None or not _have_equal_wiring(nodes, segments, trunks):
+    if trunks is None:
+        return None
+    entering = _find_entering(nodes, segments[0], trunks[0])
+    if entering is None or not _have_equal_wiring(
+        nodes, segments, [entering, *(tensor for _, _, tensor in trunks)]
+    ):
         return None
     operations = [[nodes[i].operation for i in segment] for segment in segments]
     calls = collections.Counter(id(node.operation) for node in nodes)
@@ -250,6 +261,7 @@ def _make_blocks(
         model=model,
         segments=operations,
         trunks=[(nodes[i].operation, k) for i, k, _ in trunks],
+        entering=entering,
         num_entries=sum(math.prod(v.shape) for v in variables.values()),
     )
 
@@ -285,14 +297,16 @@ def _find_trunks(
 def _have_equal_wiring(
     nodes: Sequence[_Node],
     segments: Sequence[range],
-    trunks: Sequence[_Trunk],
+    entering: Sequence[int],
 ) -> bool:
-    """Returns whether the calls in all blocks have equivalent inputs."""
-    entering = [
-        _find_entering(nodes, segments[0], trunks[0]),
-        *(tensor for _, _, tensor in trunks[:-1]),
-    ]
-    pairs = zip(segments, entering, strict=True)
+    """Returns whether the calls in all blocks have equivalent inputs.
+
+    Args:
+      nodes: The model's calls, in order.
+      segments: For each block, the positions of its calls.
+      entering: For each block, the tensor that enters it.
+    """
+    pairs = zip(segments, entering, strict=False)
     return len({_describe_wiring(nodes, *pair) for pair in pairs}) == 1
 
 
@@ -314,7 +328,7 @@ def _find_entering(
 
 
 def _describe_wiring(
-    nodes: Sequence[_Node], segment: range, entering: int | None
+    nodes: Sequence[_Node], segment: range, entering: int
 ) -> tuple[Any, ...]:
     """Returns, for each call in a block, where its inputs come from."""
     sources = {

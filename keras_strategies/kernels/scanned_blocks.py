@@ -1,10 +1,9 @@
 """Computes equal blocks of a model in one loop (`jax.lax.scan`).
 
-While a step is traced, the calls of a run of blocks in a marked model's graph
-are recorded instead of computed. Each block is then traced alone. If all
-compute the same values and gradients from their inputs and variables, the first
-block's calls are the body of a loop over all blocks, whose variables' values
-are stacked. Otherwise the blocks are computed one by one.
+While a step is traced, each block of a run in a marked model's graph is traced
+alone. If all compute the same values and gradients from their inputs and
+variables, the first block's calls are the body of a loop over all blocks, whose
+variables' values are stacked. Otherwise the blocks are computed one by one.
 """
 
 import contextlib
@@ -18,6 +17,7 @@ from typing import Any
 import jax
 import keras
 from jax.extend.core import ClosedJaxpr
+from keras import tree
 from keras.src.backend.common.masking import get_keras_mask, set_keras_mask
 from keras.src.backend.common.stateless_scope import get_stateless_scope
 from keras.src.ops.function import Function
@@ -26,20 +26,18 @@ from keras_strategies._types import Array, Tree
 from keras_strategies.keras_bridge.patches import Patches
 from keras_strategies.keras_bridge.step_context import current_step
 from keras_strategies.kernels.block_body import (
+    BlockCalls,
     TracedBlock,
+    compute_call,
     describe_carry,
     trace_block,
-)
-from keras_strategies.kernels.block_calls import (
-    BlockCalls,
-    flatten,
-    resolve,
 )
 from keras_strategies.kernels.equal_blocks import (
     Blocks,
     find_all_blocks,
     find_blocks_of,
     get_graph,
+    iter_calls,
     iter_functional_parts,
 )
 from keras_strategies.passes.equal_functions import compute_same
@@ -165,44 +163,59 @@ class _Thread(threading.local):
 _thread = _Thread()
 
 
+def _return_operation(operation: Any) -> Any:
+    return operation
+
+
 def _wrap_graph(original: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(original)
     def run_graph(graph: Any, inputs: Tree, *args: Any, **kwargs: Any) -> Tree:
         is_wanted = _thread.is_in_step and is_tracing()
         is_scanned = _MARK in vars(graph) and is_wanted
-        is_symbolic = any(
-            isinstance(x, keras.KerasTensor) for x in flatten(inputs)
-        )
+        given = tree.flatten(inputs)
+        is_symbolic = any(isinstance(x, keras.KerasTensor) for x in given)
         if not is_scanned or is_symbolic or get_stateless_scope() is None:
             return original(graph, inputs, *args, **kwargs)
-        runs = _find_runs(graph)
-        if not runs:
-            _warn(graph, "they are not equal any more")
         # Keras 3.15 passes a function, Keras 3.16 none.
-        operation_fn = kwargs.pop("operation_fn", _return_operation)
-        calls_of: dict[int, BlockCalls] = {}
-        for blocks in runs:
-            operations = itertools.chain(*blocks.segments)
-            calls = BlockCalls(blocks, operation_fn)
-            calls_of |= dict.fromkeys(map(id, operations), calls)
-
-        def choose(operation: Any) -> Callable[..., Any]:
-            def call(*args: Any, **kwargs: Any) -> Tree:
-                args, kwargs = resolve((args, kwargs))
-                calls = calls_of.get(id(operation))
-                if calls is None:
-                    return operation_fn(operation)(*args, **kwargs)
-                outputs = calls.record(operation, args, kwargs)
-                if calls.is_complete:
-                    _compute(graph, calls)
-                return outputs
-
-            return call
-
-        kwargs["operation_fn"] = choose
-        return resolve(original(graph, inputs, *args, **kwargs))
+        operation_fn = kwargs.get("operation_fn", _return_operation)
+        return _run_graph(graph, given, operation_fn)
 
     return run_graph
+
+
+def _run_graph(
+    graph: Any, inputs: list[Any], operation_fn: Callable[..., Any]
+) -> Tree:
+    """Computes a marked graph like Keras, but its runs of blocks in loops."""
+    runs = _find_runs(graph)
+    if not runs:
+        _warn(graph, "they are not equal any more")
+    first_of = {id(blocks.segments[0][0]): blocks for blocks in runs}
+    nodes = {id(node.operation): node for node in iter_calls(graph)}
+    values = dict(zip(map(id, graph.inputs), inputs, strict=False))
+    computed: set[int] = set()
+    for node in iter_calls(graph):
+        blocks = first_of.get(id(node.operation))
+        if blocks is not None:
+            calls = BlockCalls(blocks, nodes, values, operation_fn)
+            # Keras's layers may take masks off the tensors that they read.
+            masks = [(x, get_keras_mask(x)) for x in values.values()]
+            result = _compute(graph, calls)
+            if result is not None:
+                values[calls.result] = result
+                computed.update(map(id, itertools.chain(*blocks.segments)))
+            else:
+                _restore_masks(masks)
+        if id(node.operation) not in computed:
+            compute_call(node, values, operation_fn)
+    outputs = [values[id(tensor)] for tensor in graph.outputs]
+    return tree.pack_sequence_as(graph._outputs_struct, outputs)
+
+
+def _restore_masks(masks: list[tuple[Any, Any]]) -> None:
+    for tensor, mask in masks:
+        if get_keras_mask(tensor) is not mask:
+            set_keras_mask(tensor, mask)
 
 
 def _find_runs(graph: Any) -> list[Blocks]:
@@ -220,61 +233,59 @@ def _is_repeated() -> bool:
     return step is not None and step.facts.is_retrace
 
 
-def _return_operation(operation: Any) -> Any:
-    return operation
-
-
 _patches = Patches(lambda: [(Function, "_run_through_graph", _wrap_graph)])
 
 
-def _compute(graph: Any, calls: BlockCalls) -> None:
-    """Computes all blocks of a run in a loop, or else one by one."""
+def _compute(graph: Any, calls: BlockCalls) -> Array | None:
+    """Computes all blocks of a run in a loop.
+
+    Returns:
+      The output of the last block; None if the blocks must be computed one by
+      one.
+    """
     if _thread.is_passing:
-        if not _pass(calls):
-            calls.compute_all()
-        return
+        return _pass(calls)
     is_repeated = _is_repeated()
     reasons = vars(graph).setdefault(_REASONS, {})
     key = tuple(id(operation) for operation, _ in calls.blocks.trunks)
     # The blocks were compared in the first trace.
-    known = reasons.get(key) if is_repeated else None
-    reasons[key] = known or _scan(calls, is_checked=known is None)
-    if not reasons[key]:
-        return
-    if not is_repeated:
-        _warn(calls.blocks.model, reasons[key])
-    calls.compute_all()
+    reason = reasons.get(key) if is_repeated else None
+    result = None
+    if not reason:
+        result, reason = _scan(calls, is_checked=reason is None)
+    reasons[key] = reason
+    if reason and not is_repeated:
+        _warn(calls.blocks.model, reason)
+    return result
 
 
-def _pass(calls: BlockCalls) -> bool:
+def _pass(calls: BlockCalls) -> Array | None:
     """Computes the first block for all, if its shapes allow that."""
     operations = itertools.chain(*calls.blocks.segments)
     layers = [op for op in operations if isinstance(op, keras.Layer)]
     if not all(x.built for layer in layers for x in layer._flatten_layers()):
-        return False
+        return None
     entering = calls.entering
     before = describe_carry((entering, get_keras_mask(entering)))
     result = calls.compute(0, entering)
-    if describe_carry((result, get_keras_mask(result))) != before:
-        return False
-    calls.set_result(result)
-    return True
+    is_like = describe_carry((result, get_keras_mask(result))) == before
+    return result if is_like else None
 
 
-def _scan(calls: BlockCalls, *, is_checked: bool) -> str:
+def _scan(calls: BlockCalls, *, is_checked: bool) -> tuple[Array | None, str]:
     """Computes all blocks of a run in a loop, if there can be one.
 
     Args:
-      calls: The recorded calls.
+      calls: The blocks.
       is_checked: Whether to check that the blocks compute the same.
 
     Returns:
-      The reason why the blocks must be computed one by one; "" if they have
-      been computed.
+      The output of the last block and ""; or None and the reason why the blocks
+      must be computed one by one.
     """
     columns, reason = _find_variables(calls.blocks)
     if reason:
-        return reason
+        return None, reason
     scope: Any = get_stateless_scope()
     values = [[_read(scope, v) for v in column] for column in columns]
     carry = calls.entering, get_keras_mask(calls.entering)
@@ -286,7 +297,7 @@ def _scan(calls: BlockCalls, *, is_checked: bool) -> str:
 
     body, reason = _find_body(trace, len(calls.blocks) if is_checked else 1)
     if body is None or reason:
-        return reason
+        return None, reason
     (result, mask), new = jax.lax.scan(
         body, carry, list(map(stack_values, values)), length=len(calls.blocks)
     )
@@ -295,8 +306,7 @@ def _scan(calls: BlockCalls, *, is_checked: bool) -> str:
             scope.add_update(update)
     if mask is not None:
         set_keras_mask(result, mask)
-    calls.set_result(result)
-    return ""
+    return result, ""
 
 
 def _find_body(

@@ -84,7 +84,7 @@ RELIED_ON = {
     *("_flatten_layers", "_functional", "_jax_state", "_jax_state_synced"),
     *("_loss_tracker", "_loss_ids", "_losses", "_losses_override"),
     *("_maybe_build", "_maybe_symbolic_build", "_nodes_by_depth"),
-    "_run_through_graph",
+    *("_outputs_struct", "_run_through_graph"),
     *("_remat_mode", "_symbolic_build", "_use_cached_eval_dataset"),
     # Callbacks: tests/contract/test_callbacks_contract.py.
     *("_batches_seen_since_last_saving", "_ema_weights_in_model"),
@@ -1256,7 +1256,8 @@ def test_a_functional_model_has_its_calls_by_their_depths():
     inputs = keras.Input((2,))
     dense = keras.layers.Dense(3)
     outputs = keras.ops.add(dense(inputs), 1.0)
-    nodes = keras.Model(inputs, outputs)._nodes_by_depth
+    model = keras.Model(inputs, {"a": outputs})
+    nodes = model._nodes_by_depth
     assert sorted(nodes) == [0, 1, 2]
     (last,), (middle,), (first,) = nodes[0], nodes[1], nodes[2]
     assert first.is_input
@@ -1265,6 +1266,9 @@ def test_a_functional_model_has_its_calls_by_their_depths():
     assert middle.input_tensors[0] is inputs
     assert middle.output_tensors[0] is last.input_tensors[0]
     assert last.output_tensors[0] is outputs
+    assert middle.arguments.fill_in({id(inputs): X}) == ((X,), {})
+    assert model._outputs_struct == {"a": outputs}
+    assert model.outputs[0] is outputs
 
 
 def test_a_functional_model_computes_each_operation_that_it_is_given():
