@@ -19,50 +19,50 @@ import jax
 import jax.numpy as jnp
 import keras
 from jax.sharding import PartitionSpec
+from keras.src.backend.common.tensor_attributes import (
+    get_tensor_attr,
+    set_tensor_attr,
+)
 
 from keras_strategies._types import Array
 from keras_strategies.keras_bridge import keras_names
 from keras_strategies.keras_bridge.patches import Patches
 from keras_strategies.kernels import splash_attention as splash
-from keras_strategies.kernels.attention_masks import (
-    LAYERS,
-    describe_mask,
-)
 from keras_strategies.kernels.attention_reasons import (
     find_reason_against_kernel,
 )
-from keras_strategies.kernels.capped_attention import (
-    capped_attention,
-)
 from keras_strategies.kernels.mapped_kernels import (
     Trace,
+    current_trace,
     map_over_cores,
+    spec_of_scores,
+    tracing,
 )
 from keras_strategies.kernels.splash_attention import AttentionMask
 from keras_strategies.passes.row_kinds.kernels import BY_ROWS
 from keras_strategies.spmd.attributes import temporary_attribute
 from keras_strategies.spmd.mesh import ReplicaMesh
 
+LAYERS = (keras.layers.MultiHeadAttention, keras.layers.GroupQueryAttention)
+
+_MASK = "_ks_attention_mask"
+"""The attribute of a mask's array that stores it as an `AttentionMask`."""
+
 
 class _Thread(threading.local):
     """The state of the thread that traces a step.
 
     Attributes:
-      trace: The trace of a step for TPUs, or None.
-      made_mask: The last mask that a layer computed, as an array and as an
-        `AttentionMask`.
-      layer_mask: The `made_mask` that was passed to the layer that is computing
-        attention.
+      layer_mask: The mask that was passed to the layer that is computing
+        attention, if the layer made it.
       reasons: The reasons that are being collected, or None. See
         `collect_reasons`.
       has_called: Whether the layer that is computing attention has called
         `dot_product_attention`.
     """
 
-    trace: Trace | None = None
     reasons: dict[str, None] | None = None
     has_called: bool = False
-    made_mask: tuple[Array, AttentionMask] | None = None
     layer_mask: AttentionMask | None = None
 
 
@@ -74,23 +74,26 @@ _ARRAYS = ("query", "key", "value")
 def attention_for(
     mesh: ReplicaMesh, *, is_global: bool = False
 ) -> Iterator[None]:
-    """Makes this thread trace attention correctly, if the devices are TPUs.
+    """Makes this thread trace for a mesh: attention, if the devices are TPUs.
 
     Args:
       mesh: The replicas.
       is_global: Whether the block traces with the rows of all replicas instead
         of one replica's.
     """
-    if mesh.platform != "tpu":
-        yield
-        return
-    trace = Trace.of(mesh, is_global=is_global)
+    is_tpu = mesh.platform == "tpu"
     with (
-        _patches.hold(),
-        temporary_attribute(_thread, "trace", trace),
-        temporary_attribute(_thread, "made_mask", None),
+        tracing(Trace.of(mesh, is_global=is_global)),
+        _patches.hold() if is_tpu else contextlib.nullcontext(),
     ):
         yield
+
+
+def _find_trace() -> Trace | None:
+    """Returns the trace for TPUs that this thread makes, or None."""
+    trace = current_trace()
+    is_tpu = trace is not None and trace.mesh.platform == "tpu"
+    return trace if is_tpu else None
 
 
 @contextlib.contextmanager
@@ -115,7 +118,7 @@ def _wrap_attention(original: Callable[..., Any]) -> Callable[..., Any]:
 
     @functools.wraps(original)
     def attention(*args: Any, **kwargs: Any) -> Array:
-        trace = _thread.trace
+        trace = _find_trace()
         if trace is None:
             return original(*args, **kwargs)
         _thread.has_called = True
@@ -151,9 +154,9 @@ def _wrap_layer_mask(original: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(original)
     def compute_mask(layer: Any, *args: Any, **kwargs: Any) -> Array | None:
         array = original(layer, *args, **kwargs)
-        if _thread.trace is not None and array is not None:
+        if _find_trace() is not None and array is not None:
             mask = describe_mask(layer, *args, **kwargs)
-            _thread.made_mask = mask and (array, mask)
+            set_tensor_attr(array, _MASK, mask)
         return array
 
     return compute_mask
@@ -165,12 +168,10 @@ def _wrap_layer_attention(original: Callable[..., Any]) -> Callable[..., Any]:
 
     @functools.wraps(original)
     def compute_attention(layer: Any, *args: Any, **kwargs: Any) -> Any:
-        if _thread.trace is None:
+        if _find_trace() is None:
             return original(layer, *args, **kwargs)
-        made, _thread.made_mask = _thread.made_mask, None
         arguments = signature.bind(layer, *args, **kwargs).arguments
-        is_made = made and arguments.get("attention_mask") is made[0]
-        mask = made[1] if made and is_made else None
+        mask = get_tensor_attr(arguments.get("attention_mask"), _MASK)
         _thread.has_called = False
         with temporary_attribute(_thread, "layer_mask", mask):
             result = original(layer, *args, **kwargs)
@@ -227,41 +228,139 @@ def _make_call(
     Equal layers share one function, so it is traced once (but see `_attend`).
     """
     limits = AttentionMask(left=left, right=right)
-    attend = functools.partial(splash.splash_attention, soft_cap=soft_cap)
+    rows, model = trace.rows, trace.model
+    heads, of_rows = PartitionSpec(rows, None, model), PartitionSpec(rows)
 
-    def call(query: Array, key: Array, value: Array, *masks: Array) -> Array:
+    def attend(
+        query: Array, key: Array, value: Array, *masks: Array
+    ) -> jax.Array:
         mask = limits.with_arrays(masks)
-        return _map_over_cores(trace, attend, query, key, value, mask)
+        return splash.splash_attention(
+            query, key, value, mask, soft_cap=soft_cap
+        )
+
+    def call(query: Array, *arrays: Array) -> jax.Array:
+        specs = [*[heads] * 3, of_rows, of_rows]
+        specs.append(spec_of_scores(arrays[-1], rows, model))
+        arrays = (query, *arrays)
+        return map_over_cores(
+            *(trace, attend, arrays, specs), out_spec=heads, count=len(query)
+        )
 
     call.__name__ = f"{BY_ROWS}_{left}_{right}_{soft_cap}"
     return jax.jit(call)
 
 
-def _map_over_cores(
-    trace: Trace,
-    attend: Callable[..., jax.Array],
+def describe_mask(
+    layer: Any,
+    query: Array,
+    value: Array,
+    query_mask: Array | None = None,
+    value_mask: Array | None = None,
+    key_mask: Array | None = None,
+    attention_mask: Array | None = None,
+    use_causal_mask: bool = False,
+) -> AttentionMask | None:
+    """Returns the mask that a layer computes from these arguments.
+
+    The arguments are those of the layer's `_compute_attention_mask`.
+
+    Returns:
+      The mask. None if it includes an array of scores, or if the layer's class
+      computes the causal mask or the window in its own way.
+    """
+    padding = [m for m in (query_mask, value_mask, key_mask) if m is not None]
+    if attention_mask is not None or any(m.ndim != 2 for m in padding):
+        return None
+    if _has_own_masks(layer):
+        return None
+    window = getattr(layer, "sliding_window", None)
+    window = getattr(layer, "_sliding_window", window)
+    reach = None if window is None else window - 1
+    keys = [_spread(m, query) for m in (value_mask, key_mask) if m is not None]
+    return AttentionMask(
+        left=reach,
+        right=0 if use_causal_mask else reach,
+        queries=None if query_mask is None else _spread(query_mask, query),
+        keys=functools.reduce(jnp.logical_and, keys) if keys else None,
+    )
+
+
+def _has_own_masks(layer: Any) -> bool:
+    """Returns whether a layer overrides Keras's causal masks or windows."""
+    base = next(base for base in LAYERS if isinstance(layer, base))
+    names = ("_compute_causal_mask", "_compute_sliding_window_mask")
+    return any(
+        getattr(getattr(layer, name), "__func__", None)
+        is not getattr(base, name)
+        for name in names
+    )
+
+
+def _spread(mask: Array, query: Array) -> Array:
+    """Returns a padding mask with an entry for each row of the query."""
+    shape = (query.shape[0], mask.shape[1])
+    return jnp.broadcast_to(jnp.asarray(mask, bool), shape)
+
+
+def capped_attention(
     query: Array,
     key: Array,
     value: Array,
-    mask: AttentionMask,
+    bias: Array | None = None,
+    mask: Array = None,
+    scale: float | None = None,
+    is_causal: bool = False,
+    *,
+    attn_logits_soft_cap: float,
 ) -> jax.Array:
-    """Calls `attend` on each core, with its heads and its replica's rows."""
+    """Computes attention with each score s capped to `cap * tanh(s / cap)`.
 
-    def call(
-        query: Array, key: Array, value: Array, *masks: Array
-    ) -> jax.Array:
-        return attend(query, key, value, mask.with_arrays(masks))
+    Args:
+      query: An array of shape (batch, T, heads, depth).
+      key: An array of shape (batch, S, heads or a divisor of it, depth).
+      value: An array of the key's shape.
+      bias: An array to add to the scores, broadcast to (batch, heads, T, S).
+      mask: True for the scores to use, broadcast like the bias. A shape of
+        (batch, T, S) is also accepted, unless the batch size equals the number
+        of heads.
+      scale: The factor by which scores are multiplied; None for 1 /
+        sqrt(depth).
+      is_causal: Whether each position attends only to itself and earlier
+        positions.
+      attn_logits_soft_cap: The cap.
 
-    rows, model = trace.rows, trace.model
-    heads, of_rows = PartitionSpec(rows, None, model), PartitionSpec(rows)
-    # A mask may have one row or one head for all.
-    sizes = [1, 1] if mask.scores is None else mask.scores.shape[:2]
-    axes = [
-        axis if size > 1 else None
-        for axis, size in zip((rows, model), sizes, strict=True)
-    ]
-    specs = [*[heads] * 3, *[of_rows] * 2, PartitionSpec(*axes)]
-    return map_over_cores(trace, call, [query, key, value, *mask.arrays], specs)
+    Returns:
+      An array of the query's shape, in the common dtype of query, key and
+      value.
+
+    References:
+      - Gemma Team, Gemma 2 (2024), section 2: https://arxiv.org/abs/2408.00118
+    """
+    dtype = jnp.result_type(query, key, value)
+    query, key, value = (jnp.asarray(x, dtype) for x in (query, key, value))
+    heads, depth = query.shape[-2:]
+    key, value = (
+        jnp.repeat(x, heads // x.shape[2], axis=2) for x in (key, value)
+    )
+    scores = jnp.einsum(
+        "bthd,bshd->bhts", query, key, preferred_element_type=jnp.float32
+    )
+    scores *= depth**-0.5 if scale is None else scale
+    scores = attn_logits_soft_cap * jnp.tanh(scores / attn_logits_soft_cap)
+    if bias is not None:
+        scores += bias
+    counts = jnp.ones(scores.shape[-2:], bool)
+    if is_causal:
+        counts = jnp.tril(counts)
+    if mask is not None:
+        mask = jnp.asarray(mask, bool)
+        if mask.ndim == 3 and mask.shape[0] not in (1, heads):
+            mask = mask[:, None]
+        counts = counts & mask
+    scores = jnp.where(counts, scores, 0.7 * jnp.finfo(scores.dtype).min)
+    shares = jax.nn.softmax(scores, axis=-1).astype(value.dtype)
+    return jnp.einsum("bhts,bshd->bthd", shares, value)
 
 
 def _wrap_public(original: Callable[..., Any]) -> Callable[..., Any]:
@@ -270,7 +369,7 @@ def _wrap_public(original: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(original)
     def attention(*args: Any, **kwargs: Any) -> Any:
         is_capped = kwargs.get("attn_logits_soft_cap") is not None
-        if _thread.trace is None or not is_capped:
+        if _find_trace() is None or not is_capped:
             return original(*args, **kwargs)
         return keras_names.NN.dot_product_attention(*args, **kwargs)
 

@@ -17,11 +17,14 @@ from keras.src.backend.common.stateless_scope import get_stateless_scope
 
 from keras_strategies._types import Array, Tree
 from keras_strategies.keras_bridge.patches import Patch
-from keras_strategies.kernels.mapped_kernels import Trace, current_trace
+from keras_strategies.kernels.mapped_kernels import (
+    Trace,
+    current_trace,
+    map_over_cores,
+)
 from keras_strategies.kernels.row_test import find_difference
 from keras_strategies.passes import stages
 from keras_strategies.passes.row_kinds.separate_parts import mark_part
-from keras_strategies.spmd.replica_map import core_map
 
 Part = TypeVar("Part")
 
@@ -186,10 +189,9 @@ class _Call:
         if _has_kernels(traced) and (trace.rows or trace.model):
             # XLA cannot partition kernels.
             replicas = trace.mesh.num_replicas if trace.is_global else 1
-            rows = -(-count // replicas)
-            traced, _ = self._trace(with_rows(arrays, have_rows, rows))
-            all_have_rows = [*[False] * len(traced.consts), *have_rows]
-            part = _map_over_cores(trace, traced, all_have_rows, count)
+            shapes_of_one = with_rows(arrays, have_rows, -(-count // replicas))
+            traced, _ = self._trace(shapes_of_one)
+            part = _map_over_cores(trace, traced, have_rows, count)
         results = mark_part(part, [*traced.consts, *arrays], self.name)
         return jax.tree.unflatten(jax.tree.structure(shapes), results)
 
@@ -307,32 +309,23 @@ def _map_over_cores(
     Args:
       trace: The trace of the step.
       traced: The part, with the rows of one replica.
-      have_rows: Whether each constant and operand has rows.
+      have_rows: Whether each operand has rows.
       count: The number of rows.
     """
-    rows = PartitionSpec(trace.rows)
-    mapped = core_map(
-        _as_function(traced),
-        trace.mesh,
-        in_specs=tuple(rows if has else PartitionSpec() for has in have_rows),
-        out_specs=rows,
-        is_global=trace.is_global,
-    )
-    padding = -count % trace.mesh.num_replicas if trace.is_global else 0
+    rows, none = PartitionSpec(trace.rows), PartitionSpec()
+    specs = [none] * len(traced.consts)
+    specs += [rows if has_rows else none for has_rows in have_rows]
 
     def compute_rows(*operands: Array) -> list[Any]:
-        results = mapped(
-            *(
-                _pad(operand, padding) if has_rows else operand
-                for operand, has_rows in zip(operands, have_rows, strict=True)
-            )
+        return map_over_cores(
+            trace,
+            _as_function(traced),
+            operands,
+            specs,
+            out_spec=rows,
+            count=count,
+            # Any part can compute with copies of a row.
+            padding="edge",
         )
-        return [result[:count] for result in results]
 
     return compute_rows
-
-
-def _pad(array: Array, count: int) -> Array:
-    """Appends copies of the last row, with which any part can compute."""
-    widths = [(0, count)] + [(0, 0)] * (array.ndim - 1)
-    return jax.numpy.pad(array, widths, mode="edge") if count else array

@@ -29,7 +29,7 @@ from keras_strategies.kernels.mapped_kernels import (
     Trace,
     current_trace,
     map_over_cores,
-    tracing,
+    spec_of_scores,
 )
 from keras_strategies.passes.row_kinds.kernels import BY_ROWS
 from keras_strategies.spmd.mesh import ReplicaMesh
@@ -49,12 +49,7 @@ def kernels_for(
       is_global: Whether the block traces with the rows of all replicas instead
         of one replica's.
     """
-    trace = Trace.of(mesh, is_global=is_global)
-    with (
-        _patches.hold(),
-        tracing(trace),
-        attention_for(mesh, is_global=is_global),
-    ):
+    with _patches.hold(), attention_for(mesh, is_global=is_global):
         yield
 
 
@@ -178,23 +173,23 @@ def _map_attention(
     cores, rows, model = trace.mesh.cores_per_replica, trace.rows, trace.model
     if query.shape[2] % cores or key.shape[2] % cores:
         model = None
-    specs = [PartitionSpec(rows, None, model)] * 3
-    arrays = [query, key, value]
-    for array in of_scores:
-        if array is not None:
-            array = jnp.reshape(array, (1,) * (4 - array.ndim) + array.shape)
-        # An array may have one row or one head for all.
-        sizes = (1, 1) if array is None else array.shape[:2]
-        axes = zip((rows, model), sizes, strict=True)
-        specs.append(PartitionSpec(*(a if n > 1 else None for a, n in axes)))
-        arrays.append(array)
+    heads = PartitionSpec(rows, None, model)
+    others = [
+        None
+        if array is None
+        else jnp.reshape(array, (1,) * (4 - array.ndim) + array.shape)
+        for array in of_scores
+    ]
+    specs = [heads] * 3 + [spec_of_scores(x, rows, model) for x in others]
 
     def call(*arrays: Array | None) -> jax.Array:
-        return map_over_cores(trace, attend, arrays, specs)
+        return map_over_cores(
+            *(trace, attend, arrays, specs), out_spec=heads, count=len(query)
+        )
 
     numbers = sorted(attend.keywords.items())
     call.__name__ = f"{BY_ROWS}_{numbers}"
-    return jax.jit(call)(*arrays)
+    return jax.jit(call)(query, key, value, *others)
 
 
 def _wrap_lstm(original: Any) -> Callable[..., Any]:

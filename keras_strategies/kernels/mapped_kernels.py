@@ -4,6 +4,7 @@ import contextlib
 import dataclasses
 import threading
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import jax
 from jax.sharding import PartitionSpec
@@ -74,40 +75,65 @@ def tracing(trace: Trace) -> contextlib.AbstractContextManager[None]:
     return temporary_attribute(_thread, "trace", trace)
 
 
+def spec_of_scores(
+    array: Array | None, rows: Axis | None, model: str | None
+) -> PartitionSpec:
+    """Returns the spec of an array of shape (batch, heads, T, S), or None.
+
+    An array may have one row or one head for all.
+
+    Args:
+      array: The array.
+      rows: The mesh axes over which rows are sharded.
+      model: The mesh axis over which heads are sharded.
+    """
+    sizes = (1, 1) if array is None else array.shape[:2]
+    axes = zip((rows, model), sizes, strict=True)
+    return PartitionSpec(*(axis if size > 1 else None for axis, size in axes))
+
+
 def map_over_cores(
     trace: Trace,
-    kernel: Callable[..., jax.Array],
+    kernel: Callable[..., Any],
     arrays: Sequence[Array | None],
     specs: Sequence[PartitionSpec],
-) -> jax.Array:
+    *,
+    out_spec: PartitionSpec,
+    count: int,
+    padding: str = "constant",
+) -> Any:
     """Calls a kernel on each core.
 
     In the trace of a global batch, a core computes its replica's rows.
 
     Args:
       trace: The trace of the step.
-      kernel: A function of arrays that computes each row of its result from the
-        same row of the arrays.
-      arrays: The arguments. Their first dimension is that of the rows.
-      specs: A spec for each array, over `trace.rows` and `trace.model`. The
-        first is also that of the result.
+      kernel: A function of arrays that computes each row of its results from
+        the same row of the arrays.
+      arrays: The arguments. The first dimension of those that have rows is that
+        of the rows.
+      specs: A spec for each array, over `trace.rows` and `trace.model`.
+      out_spec: The spec of the results.
+      count: The number of rows.
+      padding: The mode of `jnp.pad` for the rows that make the number divisible
+        by the number of replicas.
     """
     if trace.model is None and trace.rows is None:
         return kernel(*arrays)
-    first = arrays[0]
-    assert first is not None
-    count = len(first)
-    padding = -count % trace.mesh.num_replicas if trace.is_global else 0
+    missing = -count % trace.mesh.num_replicas if trace.is_global else 0
     mapped = core_map(
         kernel,
         trace.mesh,
         in_specs=tuple(specs),
-        out_specs=specs[0],
+        out_specs=out_spec,
         is_global=trace.is_global,
     )
-    return mapped(
+    results = mapped(
         *(
-            x if x is None or spec[0] is None else splash.pad_rows(x, padding)
+            splash.pad_rows(x, missing, padding)
+            if missing and x is not None and any(tuple(spec)[:1])
+            else x
             for x, spec in zip(arrays, specs, strict=True)
         )
-    )[:count]
+    )
+    return jax.tree.map(lambda result: result[:count], results)

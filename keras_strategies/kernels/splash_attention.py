@@ -244,9 +244,9 @@ def _attend_by_scores(
     return _join_dims(results)[:rows]
 
 
-def pad_rows(array: jax.Array, count: int) -> jax.Array:
-    """Appends rows of zeros."""
-    return jnp.pad(array, [(0, count)] + [(0, 0)] * (array.ndim - 1))
+def pad_rows(array: Array, count: int, mode: str = "constant") -> jax.Array:
+    """Appends rows; of zeros, if the mode of `jnp.pad` is not another one."""
+    return jnp.pad(array, [(0, count)] + [(0, 0)] * (array.ndim - 1), mode)
 
 
 def _attend_at_once(

@@ -13,12 +13,13 @@ import keras
 import numpy as np
 import pytest
 from jax.experimental.pallas import tpu as pltpu
+from keras.src.backend.common.tensor_attributes import (
+    get_tensor_attr,
+    set_tensor_attr,
+)
 
 from keras_strategies.keras_bridge.keras_names import NN as keras_nn
-from keras_strategies.kernels.attention_masks import (
-    LAYERS,
-    describe_mask,
-)
+from keras_strategies.kernels.attention import LAYERS, describe_mask
 
 LENGTH, DEPTH = 128, 128
 
@@ -48,6 +49,17 @@ def on_tpu(monkeypatch, arrays, **given):
 
 def own(arrays, **given):
     return np.asarray(keras_nn.dot_product_attention(*arrays, **given))
+
+
+def test_traced_arrays_keep_attributes_by_identity():
+    def call(x):
+        set_tensor_attr(x, "_ks_mark", 1)
+        assert get_tensor_attr(x, "_ks_mark") == 1
+        assert get_tensor_attr(x + 0, "_ks_mark") is None
+        assert get_tensor_attr(None, "_ks_mark") is None
+        return x
+
+    jax.jit(call)(1.0)
 
 
 def test_the_arguments_are_those_that_are_replaced():

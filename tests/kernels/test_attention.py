@@ -455,19 +455,6 @@ def test_masks_of_layers(layer, options):
     compare(lambda x: layer(x, x, **options), x)
 
 
-def test_masks_are_forgotten_after_a_trace():
-    layer = keras.layers.MultiHeadAttention(2, 8)
-    x = drawn(BATCH, LENGTH, 16)
-
-    def call(x):
-        return layer._compute_attention_mask(x, x, use_causal_mask=True)
-
-    with attention_for(TPUS):
-        jax.jit(call)(x)
-        assert attention_module._thread.made_mask is not None
-    assert attention_module._thread.made_mask is None
-
-
 def test_equal_layers_are_traced_once(monkeypatch):
     calls = []
     attend = attention_module.splash.splash_attention
