@@ -14,7 +14,7 @@ A `ReportCallback` adds its values to logs that are fetched for others.
 """
 
 import logging
-from collections.abc import Collection, Sequence
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 import keras
@@ -27,9 +27,6 @@ if TYPE_CHECKING:
     from keras.src.trainers.data_adapters.data_adapter import DataAdapter
 
 _logger = logging.getLogger(__name__)
-
-_LOOPS = {"fit": "train", "evaluate": "test", "predict": "predict"}
-"""For each method, the kind of its batches, which hooks have in their names."""
 
 _HOOKS = {
     "train": ("on_batch_end", "on_train_batch_end"),
@@ -72,20 +69,27 @@ class QuietCallbackList(keras.callbacks.CallbackList):
 
     Args:
       callbacks: The callbacks, as passed to `fit`, `evaluate` or `predict`.
-      quiet: The kinds of batches for which no callback implements the
-        batch-end hook, not counting callbacks with `wants_batch`; see
-        `find_quiet_kinds`.
-      **options: Options of `keras.callbacks.CallbackList`.
+      verbose: The argument `verbose` of that method. If it is not 0, there is a
+        progress bar, which is updated at the end of every batch.
+      **options: Other options of `keras.callbacks.CallbackList`.
     """
 
     def __init__(
-        self, callbacks: Callbacks, *, quiet: Collection[str], **options: Any
+        self, callbacks: Callbacks, *, verbose: Any, **options: Any
     ) -> None:
-        self._quiet = quiet
         flat = _flatten(callbacks)
+        # The kinds of batches for which no callback implements the batch-end
+        # hook.
+        self._quiet = [
+            kind
+            for kind in _HOOKS
+            if verbose == 0 and not any(_is_listening(c, kind) for c in flat)
+        ]
         self._selective = [c for c in flat if _is_selective(c)]
         self._reports = [c for c in flat if isinstance(c, ReportCallback)]
-        super().__init__(callbacks, **options)
+        super().__init__(
+            callbacks, add_progbar=verbose != 0, verbose=verbose, **options
+        )
 
     def on_train_batch_end(self, batch: int, logs: Logs | None = None) -> None:
         """Fetches the logs and calls the callbacks that need them, if any."""
@@ -143,62 +147,33 @@ def make_quiet_list(
     model: keras.Model,
     feed: "DataAdapter",
 ) -> Callbacks:
-    """Puts callbacks into a `QuietCallbackList`, if any hooks can be skipped.
+    """Puts callbacks into a `QuietCallbackList`.
 
     Args:
       loop: `"fit"`, `"evaluate"` or `"predict"`.
-      arguments: The arguments of that method, by name. If `verbose` is not 0,
-        Keras shows a progress bar, which is updated at the end of every batch.
+      arguments: The arguments of that method, by name.
       model: The model.
       feed: The feed of the data.
 
     Returns:
-      A `QuietCallbackList`, or the callbacks as given if no hooks can be
-      skipped.
+      A `QuietCallbackList`; or the callbacks as given if they are in a list of
+      Keras's, or if Keras caps the epochs or steps, and then makes the list.
     """
     callbacks = arguments.get("callbacks")
-    flat = _flatten(callbacks)
-    verbose = arguments.get("verbose")
     is_capped = keras.config.max_epochs() or keras.config.max_steps_per_epoch()
+    flat = _flatten(callbacks)
     is_list = any(isinstance(c, keras.callbacks.CallbackList) for c in flat)
-    quiet = find_quiet_kinds(flat, verbose)
-    is_selective = loop == "fit" and any(
-        _is_selective(c) or isinstance(c, ReportCallback) for c in flat
-    )
-    if is_capped or is_list or not (_LOOPS[loop] in quiet or is_selective):
+    if is_capped or is_list:
         return callbacks
-    steps = "steps_per_epoch" if loop == "fit" else "steps"
+    is_fit = loop == "fit"
+    steps = arguments["steps_per_epoch" if is_fit else "steps"]
     return QuietCallbackList(
         callbacks,
-        quiet=quiet,
-        add_history=loop == "fit",
-        add_progbar=verbose != 0,
+        verbose=arguments.get("verbose"),
+        add_history=is_fit,
         model=model,
-        verbose=verbose,
-        epochs=arguments["epochs"] if loop == "fit" else 1,
-        steps=arguments[steps] or feed.num_batches,
-    )
-
-
-def find_quiet_kinds(
-    callbacks: Sequence[Any], verbose: object
-) -> frozenset[str]:
-    """Finds the kinds of batches for which no callback has a batch-end hook.
-
-    Args:
-      callbacks: The callbacks. Training hooks of callbacks with `wants_batch`
-        are not counted.
-      verbose: The argument `verbose` of `fit`, `evaluate` or `predict`.
-
-    Returns:
-      A subset of `"train"`, `"test"` and `"predict"`.
-    """
-    if verbose != 0:
-        return frozenset()
-    return frozenset(
-        kind
-        for kind in _HOOKS
-        if not any(_is_listening(callback, kind) for callback in callbacks)
+        epochs=arguments["epochs"] if is_fit else 1,
+        steps=steps or feed.num_batches,
     )
 
 

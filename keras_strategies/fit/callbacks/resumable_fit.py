@@ -13,10 +13,7 @@ import keras
 
 from keras_strategies._types import Callbacks, Logs
 from keras_strategies.fit.callbacks import callback_states
-from keras_strategies.fit.callbacks.callback_list import (
-    QuietCallbackList,
-    find_quiet_kinds,
-)
+from keras_strategies.fit.callbacks.callback_list import QuietCallbackList
 from keras_strategies.fit.callbacks.fit_state import (
     FitState,
     fetch_logs,
@@ -90,16 +87,11 @@ class CheckpointingCallbackList(QuietCallbackList):
         self._checkpointer = checkpointer
         self._is_first = True
         self._values = [(v, v.value) for v in loop.variables]
-        others = [
-            c for c in keras.tree.flatten(callbacks) if c is not checkpointer
-        ]
         super().__init__(
             callbacks,
-            quiet=find_quiet_kinds(others, verbose),
-            add_history=True,
-            add_progbar=verbose != 0,
-            model=loop.model,
             verbose=verbose,
+            add_history=True,
+            model=loop.model,
             **params,
         )
         loop.callbacks = [c for c in self.callbacks if c is not checkpointer]

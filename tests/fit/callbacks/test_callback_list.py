@@ -103,8 +103,6 @@ def test_who_listens_to_batches_is_called(name):
         assert [batch for batch, _ in listener.seen] == [0, 1, 2] * 2
         return [loss for _, loss in listener.seen]
 
-    callbacks = [LISTENING[name]()]
-    assert list_of(callbacks) is callbacks
     check_same(one_input, act, optimizer="sgd", loss="mse")
 
 
@@ -129,11 +127,6 @@ def test_one_callback_without_a_list():
     quiet = list_of(callback)
     assert isinstance(quiet, QuietCallbackList)
     assert quiet.callbacks == [callback]
-
-
-@pytest.mark.parametrize("verbose", ["auto", 1, 2])
-def test_a_progress_bar_listens(verbose):
-    assert list_of(None, verbose) is None
 
 
 def test_a_list_of_keras_is_left_as_it_is():
