@@ -253,8 +253,7 @@ def _place_run(
 ) -> Segment:
     rows = sum(parts)
     block = _block_of(parts, mesh)
-    put = _put if len(run) == 1 else _put_stacked
-    leaves = [put(column, block, mesh) for column in zip(*run, strict=True)]
+    leaves = [_put(column, block, mesh) for column in zip(*run, strict=True)]
     is_in_order = parts == rows_lib.fill_in_order([block] * len(parts), rows)
     return Segment(
         data=jax.tree.unflatten(structure, leaves),
@@ -284,19 +283,33 @@ def _block_of(parts: tuple[int, ...], mesh: ReplicaMesh) -> int:
 
 
 def _put(column: Sequence[Any], block: int, mesh: ReplicaMesh) -> jax.Array:
-    (leaf,) = column
-    if _is_placed(leaf, mesh):
-        return leaf
-    leaf = _pad(leaf, block)
-    first = mesh.reader_index * block
+    """Moves the array of one batch, or of several, stacked, to the devices.
+
+    Of several batches, only the rows that a replica reads are stacked for it,
+    so each row is copied once.
+    """
+    if len(column) == 1 and _is_placed(column[0], mesh):
+        return column[0]
+    is_stacked = len(column) > 1
+    arrays = [
+        _pad(np.asarray(leaf) if is_stacked else leaf, block) for leaf in column
+    ]
+    rows, first = block * mesh.num_readers, mesh.reader_index * block
 
     def rows_of(index: Any) -> Array:
-        start, stop, _ = index[0].indices(shape[0])
-        rows = leaf[start - first : stop - first]
-        return host_arrays.align(rows) if mesh.platform == "cpu" else rows
+        start, stop, _ = index[is_stacked].indices(rows)
+        parts = [array[start - first : stop - first] for array in arrays]
+        if is_stacked:
+            return host_arrays.stack_arrays(parts)
+        (part,) = parts
+        return host_arrays.align(part) if mesh.platform == "cpu" else part
 
-    shape = (block * mesh.num_readers, *leaf.shape[1:])
-    return jax.make_array_from_callback(shape, mesh.split, rows_of)
+    row_shape = arrays[0].shape[1:]
+    shape = (rows, *row_shape)
+    if is_stacked:
+        shape = (len(arrays), *shape)
+    sharding = mesh.stacked if is_stacked else mesh.split
+    return jax.make_array_from_callback(shape, sharding, rows_of)
 
 
 def _is_placed(leaf: object, mesh: ReplicaMesh) -> bool:
@@ -351,27 +364,6 @@ def constrain_rows(
 def unstack_steps(data: Tree, steps: int) -> list[Tree]:
     """Splits a segment of several steps into its batches. Jit-compatible."""
     return [jax.tree.map(lambda a, k=k: a[k], data) for k in range(steps)]
-
-
-def _put_stacked(
-    column: Sequence[Any], block: int, mesh: ReplicaMesh
-) -> jax.Array:
-    """Stacks the batches of several steps into one array on the devices.
-
-    For each replica, only the rows that this replica reads are stacked, so each
-    row is copied once.
-    """
-    column = [_pad(np.asarray(leaf), block) for leaf in column]
-    rows = block * mesh.num_readers
-    shape = (len(column), rows, *np.shape(column[0])[1:])
-    first = mesh.reader_index * block
-
-    def rows_of(index: Any) -> Array:
-        start, stop, _ = index[1].indices(rows)
-        part = slice(start - first, stop - first)
-        return host_arrays.stack_arrays([leaf[part] for leaf in column])
-
-    return jax.make_array_from_callback(shape, mesh.stacked, rows_of)
 
 
 def _pad(leaf: Array, rows: int) -> Array:

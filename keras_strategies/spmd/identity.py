@@ -43,7 +43,7 @@ class IdentityMap(Generic[V]):
         return self._items.get(id(key), (key, default))[1]
 
 
-class IdentitySet:
+class IdentitySet(IdentityMap[None]):
     """A set whose members are compared by `is`.
 
     Args:
@@ -51,21 +51,11 @@ class IdentitySet:
     """
 
     def __init__(self, members: Iterable[Any] = ()) -> None:
-        self._members: dict[int, Any] = {}
-        self.update(members)
-
-    def __contains__(self, member: object) -> bool:
-        return id(member) in self._members
-
-    def __iter__(self) -> Iterator[Any]:
-        return iter(self._members.values())
-
-    def __len__(self) -> int:
-        return len(self._members)
+        super().__init__((member, None) for member in members)
 
     def add(self, member: object) -> None:
         """Adds an object."""
-        self._members[id(member)] = member
+        self[member] = None
 
     def update(self, members: Iterable[Any]) -> None:
         """Adds several objects."""
