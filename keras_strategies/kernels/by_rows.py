@@ -11,7 +11,7 @@ from typing import Any, TypeVar
 import jax
 import keras
 import numpy as np
-from jax.extend.core import ClosedJaxpr, jaxpr_as_fun
+from jax.extend.core import ClosedJaxpr
 from jax.sharding import PartitionSpec
 from keras.src.backend.common.stateless_scope import get_stateless_scope
 
@@ -22,7 +22,7 @@ from keras_strategies.kernels.mapped_kernels import (
     current_trace,
     map_over_cores,
 )
-from keras_strategies.kernels.row_test import find_difference
+from keras_strategies.kernels.row_test import as_function, find_difference
 from keras_strategies.passes import stages
 from keras_strategies.passes.row_kinds.separate_parts import mark_part
 
@@ -185,7 +185,7 @@ class _Call:
         have_rows = [array.shape[0] == count for array in arrays]
         traced, shapes = self._trace(with_rows(arrays, have_rows, count))
         self._test(trace, arrays, have_rows)
-        part = _as_function(traced)
+        part = as_function(traced)
         if _has_kernels(traced) and (trace.rows or trace.model):
             # XLA cannot partition kernels.
             replicas = trace.mesh.num_replicas if trace.is_global else 1
@@ -285,12 +285,6 @@ def _read(scope: Any) -> Any:
     return values, len(scope.losses)
 
 
-def _as_function(traced: ClosedJaxpr) -> Callable[..., list[Any]]:
-    """Returns a part as a function of its constants and operands."""
-    jaxpr = stages.with_consts_as_inputs(traced)
-    return jaxpr_as_fun(ClosedJaxpr(jaxpr, []))
-
-
 def _has_kernels(traced: ClosedJaxpr) -> bool:
     return any(
         equation.primitive.name == "pallas_call"
@@ -319,7 +313,7 @@ def _map_over_cores(
     def compute_rows(*operands: Array) -> list[Any]:
         return map_over_cores(
             trace,
-            _as_function(traced),
+            as_function(traced),
             operands,
             specs,
             out_spec=rows,

@@ -42,91 +42,83 @@ def find_difference(
     if not all(jnp.issubdtype(v.dtype, np.generic) for v in values):
         return None
     numbers = list(map(_draw, values))
-    operands, factors = numbers[: len(have_rows)], numbers[len(have_rows) :]
+    are_rows = [*have_rows, *[True] * len(of_all.out_avals)]
     halves = [
         [
-            np.split(array, 2)[k] if has_rows else array
-            for array, has_rows in zip(operands, have_rows, strict=True)
+            np.split(array, 2)[k] if is_rows else array
+            for array, is_rows in zip(numbers, are_rows, strict=True)
         ]
         for k in range(2)
     ]
-    of_halves = [[np.split(array, 2)[k] for array in factors] for k in range(2)]
-    of_floats = [
-        has_rows
-        for array, has_rows in zip(operands, have_rows, strict=True)
-        if _is_inexact(array)
-    ]
+    calls = [(of_all, numbers), (of_half, halves[0]), (of_half, halves[1])]
     tolerance = max(map(_find_tolerance, numbers))
-    calls = [(of_all, operands, factors)]
-    calls += [(of_half, *pair) for pair in zip(halves, of_halves, strict=True)]
-    for name, compute, are_rows in (
-        ("the results", _compute, [True] * len(factors)),
-        ("the derivatives", _differentiate, of_floats),
+    for name, compute in (
+        ("the results", _compute),
+        ("the derivatives", _differentiate),
     ):
         computed = [
-            _run_in_thread(_run, compute, *call, platform) for call in calls
+            _run(compute, traced, given, platform) for traced, given in calls
         ]
-        runs = all(results is not None for results in computed)
-        for k, is_rows in enumerate(are_rows if runs else ()):
-            whole, one, two = (results[k] for results in computed if results)
-            joined = np.concatenate([one, two]) if is_rows else one + two
+        if any(arrays is None for arrays in computed):
+            continue
+        for whole, *parts in zip(*computed, strict=True):
+            has_rows = parts[0].shape != whole.shape
+            joined = np.concatenate(parts) if has_rows else sum(parts)
             if not _are_close(whole, joined, tolerance):
                 return name
     return None
 
 
-def _compute(traced: ClosedJaxpr, operands: Arrays, factors: Arrays) -> Arrays:
-    """Computes a function's results."""
-    del factors
+def as_function(traced: ClosedJaxpr) -> Callable[..., list[Any]]:
+    """Returns a trace as a function of its constants and operands."""
     jaxpr = stages.with_consts_as_inputs(traced)
-    return jaxpr_as_fun(ClosedJaxpr(jaxpr, []))(*operands)
+    return jaxpr_as_fun(ClosedJaxpr(jaxpr, []))
 
 
-def _differentiate(
-    traced: ClosedJaxpr, operands: Arrays, factors: Arrays
-) -> Arrays:
+def _compute(traced: ClosedJaxpr, numbers: Arrays) -> Arrays:
+    """Computes a function's results."""
+    count = len(traced.consts) + len(traced.in_avals)
+    return as_function(traced)(*numbers[:count])
+
+
+def _differentiate(traced: ClosedJaxpr, numbers: Arrays) -> Arrays:
     """Computes the gradients of the sum of a function's weighted results."""
-    floats = [array for array in operands if _is_inexact(array)]
+    count = len(traced.consts) + len(traced.in_avals)
 
-    def compute(floats: Arrays) -> Any:
-        given = iter(floats)
-        full = [next(given) if _is_inexact(a) else a for a in operands]
-        results = _compute(traced, full, factors)
+    def compute(operands: Arrays) -> Any:
+        results = as_function(traced)(*operands)
         return sum(
             jnp.sum(result * factor).real
-            for result, factor in zip(results, factors, strict=True)
+            for result, factor in zip(results, numbers[count:], strict=True)
             if _is_inexact(factor)
         )
 
-    return jax.grad(compute)(floats)
-
-
-def _run_in_thread(fn: Callable[..., Any], *args: Any) -> Any:
-    """Calls a function outside of the trace that the calling thread makes."""
-    with concurrent.futures.ThreadPoolExecutor(1) as thread:
-        return thread.submit(fn, *args).result()
+    gradients = jax.grad(compute, allow_int=True)(numbers[:count])
+    pairs = zip(gradients, numbers, strict=False)
+    return [gradient for gradient, array in pairs if _is_inexact(array)]
 
 
 def _run(
-    compute: Any,
-    traced: ClosedJaxpr,
-    operands: Arrays,
-    factors: Arrays,
-    platform: str,
-) -> Arrays | None:
+    compute: Any, traced: ClosedJaxpr, numbers: Arrays, platform: str
+) -> Any:
     """Computes a function of arrays; returns None if it cannot run here."""
     local = jax.local_devices()
     devices = [device for device in local if device.platform == platform]
     device = (devices or jax.local_devices(backend="cpu"))[0]
-    program = jax.jit(functools.partial(compute, traced))
-    # Only the compiler knows for which kernels it has code, and only a callback
-    # which numbers it takes.
-    try:
+
+    def run() -> Arrays:
+        program = jax.jit(functools.partial(compute, traced))
         with jax.default_device(device):
-            compiled = program.lower(operands, factors).compile()
-            return list(map(np.asarray, compiled(operands, factors)))
-    except Exception:
-        return None
+            return list(map(np.asarray, program(numbers)))
+
+    # Another thread is outside of the trace that this one makes.
+    with concurrent.futures.ThreadPoolExecutor(1) as thread:
+        # Only the compiler knows for which kernels it has code, and only a
+        # callback which numbers it takes.
+        try:
+            return thread.submit(run).result()
+        except Exception:
+            return None
 
 
 def _draw(value: Any) -> Any:
