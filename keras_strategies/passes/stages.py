@@ -24,6 +24,10 @@ from jax.extend.core import (
 
 from keras_strategies._types import Array, Equation
 
+EQUAL = "ks_equal"
+"""The name, in traces, of a function whose results are the same on all replicas
+although it reads their ids."""
+
 # Effects that are not visible outside of the program: uses of a mapped axis,
 # and reads and writes of references.
 _SILENT = {
@@ -236,10 +240,21 @@ def _may_differ(equation: JaxprEqn) -> bool:
 
     Replica ids and results of Python callbacks may differ.
     """
+    if _is_equal(equation):
+        return False
+    inner = [
+        each
+        for jaxpr in jaxprs_in_params(equation.params)
+        for each in all_equations(jaxpr, _is_equal)
+    ]
     return any(
         each.primitive.name == "axis_index" or has_effects(each)
-        for each in (equation, *equations_in(equation))
+        for each in (equation, *inner)
     )
+
+
+def _is_equal(equation: JaxprEqn) -> bool:
+    return equation.params.get("name") == EQUAL
 
 
 def all_equations(

@@ -42,6 +42,7 @@ import numpy as np
 
 from keras_strategies.passes.combined_sums import PACK, UNPACK
 from keras_strategies.passes.specs import Axis
+from keras_strategies.passes.stages import EQUAL
 from keras_strategies.spmd.mesh import ReplicaMesh
 
 
@@ -161,7 +162,7 @@ def unpack(
 def _write(*arrays: jax.Array, axis: Axis) -> jax.Array:
     total = sum(array.size for array in arrays)
     buffer = jax.lax.iota(arrays[0].dtype, total)
-    starts = _find_starts([array.size for array in arrays], axis)
+    starts = _starts(tuple(array.size for array in arrays), axis)
     for array, start in zip(arrays, starts, strict=True):
         buffer = jax.lax.dynamic_update_slice(buffer, array.ravel(), (start,))
     return buffer
@@ -170,16 +171,16 @@ def _write(*arrays: jax.Array, axis: Axis) -> jax.Array:
 def _read(
     buffer: jax.Array, *, shapes: tuple[tuple[int, ...], ...], axis: Axis
 ) -> list[jax.Array]:
-    sizes = [math.prod(shape) for shape in shapes]
+    sizes = tuple(math.prod(shape) for shape in shapes)
     return [
         jax.lax.dynamic_slice(buffer, (start,), (size,)).reshape(shape)
         for shape, size, start in zip(
-            shapes, sizes, _find_starts(sizes, axis), strict=True
+            shapes, sizes, _starts(sizes, axis), strict=True
         )
     ]
 
 
-def _find_starts(sizes: Sequence[int], axis: Axis) -> Sequence[jax.Array]:
+def _find_starts(sizes: tuple[int, ...], axis: Axis) -> Sequence[jax.Array]:
     """Returns where arrays start in a buffer, as numbers that XLA cannot know.
 
     The condition is always true.
@@ -192,6 +193,8 @@ def _find_starts(sizes: Sequence[int], axis: Axis) -> Sequence[jax.Array]:
     )
 
 
+_find_starts.__name__ = EQUAL
+_starts = jax.jit(_find_starts, static_argnums=(0, 1))
 # By these names `with_combined_sums` recognizes buffers in traces.
 _write.__name__ = PACK
 _read.__name__ = UNPACK

@@ -111,11 +111,11 @@ def shape_of(text):
 
 def one_flat_buffer():
     """Lets arrays travel as they once did: all of a dtype concatenated."""
-    flat = buffers.Buffering(max_entries=2**62, max_arrays=None)
+    flat = buffers.Buffering(max_entries=2**62, max_shapes=None)
     buffers.IN_PROCESS = flat
     # Else the buffer is recognized in the trace and packed anew.
     traced.are_sums_expensive = lambda step: False
-    buffers.pack = lambda arrays: jnp.concatenate(
+    buffers.pack = lambda arrays, axis: jnp.concatenate(
         [array.ravel() for array in arrays]
     )
 
