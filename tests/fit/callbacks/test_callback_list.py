@@ -103,6 +103,8 @@ def test_who_listens_to_batches_is_called(name):
         assert [batch for batch, _ in listener.seen] == [0, 1, 2] * 2
         return [loss for _, loss in listener.seen]
 
+    heard = list_of([LISTENING[name]()])
+    assert heard._quiet == ["test", "predict"]
     check_same(one_input, act, optimizer="sgd", loss="mse")
 
 
@@ -127,6 +129,14 @@ def test_one_callback_without_a_list():
     quiet = list_of(callback)
     assert isinstance(quiet, QuietCallbackList)
     assert quiet.callbacks == [callback]
+
+
+@pytest.mark.parametrize("verbose", ["auto", 1, 2])
+def test_a_progress_bar_listens(verbose):
+    heard = list_of(None, verbose)
+    kinds = set(map(type, heard.callbacks))
+    assert keras.callbacks.ProgbarLogger in kinds
+    assert heard._quiet == []
 
 
 def test_a_list_of_keras_is_left_as_it_is():
