@@ -71,6 +71,19 @@ def logic_lines(source):
     return lines
 
 
+def count_logic_lines(package):
+    """The logic lines of each room of a package, with its subrooms, by name.
+
+    "" is the room of the modules that are in no folder.
+    """
+    counts = {}
+    for path in sorted(package.rglob("*.py")):
+        room, *_ = [*path.relative_to(package).parts[:-1], ""]
+        count = len(logic_lines(path.read_text("utf-8")))
+        counts[room] = counts.get(room, 0) + count
+    return counts
+
+
 def lines_of(node):
     return set(range(node.lineno, node.end_lineno + 1))
 
@@ -140,7 +153,10 @@ def figures(root):
             rooms[path.parent] = rooms.get(path.parent, 0) + 1
     yield "modules of the largest room", max(rooms.values())
     yield "lines", sum(len(source.splitlines()) for source in sources.values())
-    yield "logic lines", sum(map(len, map(logic_lines, sources.values())))
+    counts = count_logic_lines(package)
+    yield "logic lines", sum(counts.values())
+    for room, count in counts.items():
+        yield f"logic lines of {room or 'no room'}", count
     yield from function_figures(trees.values())
     yield "docstrings", len(lengths)
     yield "words of a docstring, median", statistics.median(lengths)
@@ -154,11 +170,27 @@ def figures(root):
         )
 
 
+def layer_figures():
+    """What tests/test_layers.py keeps at zero, of what is here now."""
+    # Imported here, because that test counts lines by this module.
+    from tests import test_layers
+
+    sources = test_layers.read_sources()
+    imports = test_layers.imports_of_all(sources)
+    yield "circles of imports", len(test_layers.find_circles(imports))
+    faults = [
+        fault
+        for path, source in sources.items()
+        for fault in test_layers.find_faults(path, source)
+    ]
+    yield "imports of a room above", sum("a room above" in f for f in faults)
+
+
 def main():
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--commit", help="beside what is here now")
     args = parser.parse_args()
-    now = dict(figures(ROOT))
+    now = dict(figures(ROOT)) | dict(layer_figures())
     before = {}
     if args.commit:
         with tempfile.TemporaryDirectory() as folder:
@@ -171,7 +203,7 @@ def main():
                 tar.extractall(folder, filter="data")
             before = dict(figures(pathlib.Path(folder)))
     for name, value in now.items():
-        was = f"{before[name]:>10} ->" if before else ""
+        was = f"{before.get(name, 0):>10} ->" if before else ""
         print(f"{name:<32}{was}{value:>10}")
 
 

@@ -1,13 +1,16 @@
-"""Which module may import what: the rooms of docs/architecture.md.
+"""Which module may import what, and how large each room may be.
 
-The files are parsed, never imported. `find_faults` is tried on bad sources
-too, so that no rule can pass by looking at nothing.
+The rooms are those of docs/architecture.md. The files are parsed, never
+imported. `find_faults` is tried on bad sources too, so that no rule can pass by
+looking at nothing.
 """
 
 import ast
 import pathlib
 
 import pytest
+
+from benchmarks.structure import count_logic_lines, logic_lines
 
 pytestmark = pytest.mark.quick
 
@@ -69,6 +72,39 @@ BRIDGE = {"fit", "hooks", "keras_bridge", "kernels", "run", "step", "variables"}
 WITHOUT_KERAS = {"cluster", "job", "names", "passes", "spmd", "watchdog"}
 LAZY = {"tensorflow", "orbax", "grain", "torch", "tensorboardX"}
 MAX_LINES = 400
+
+# The logic lines of each room with its subrooms (`./run bench structure`). A
+# number may only fall. A change that raises one says in its message what users
+# get for it and what it deleted.
+LOGIC_LINES = {
+    "": 118,
+    "callbacks": 610,
+    "checkpoint": 2327,
+    "cli": 2749,
+    "cluster": 2644,
+    "data": 3507,
+    "estimator": 3119,
+    "fit": 2199,
+    "gpu": 301,
+    "hooks": 1479,
+    "job": 906,
+    "keras_bridge": 375,
+    "kernels": 1568,
+    "names": 286,
+    "passes": 4747,
+    "planning": 4696,
+    "reporting": 1121,
+    "run": 734,
+    "spmd": 1523,
+    "step": 2390,
+    "strategy": 2027,
+    "testing": 156,
+    "tpu": 1053,
+    "variables": 1796,
+    "watchdog": 1037,
+}
+# How far a room may be below its number. Then the number falls, too.
+SLACK = 40
 
 
 def find_faults(path, source):
@@ -237,6 +273,36 @@ def test_no_room_is_overcrowded():
         assert len(modules) <= MAX_MODULES + 1, room
 
 
+def find_grown(counts):
+    """The rooms that are larger than their numbers, or much smaller.
+
+    Args:
+      counts: The logic lines of each room, by name.
+
+    Returns:
+      A sentence for each of these rooms.
+    """
+    return [
+        f"{room or 'no room'}: {counts.get(room, 0)} logic lines, not {most}"
+        for room, most in LOGIC_LINES.items()
+        if not most - SLACK <= counts.get(room, 0) <= most
+    ] + [f"{room}: no number" for room in counts.keys() - LOGIC_LINES.keys()]
+
+
+def test_no_room_grows():
+    assert find_grown(count_logic_lines(FOLDER)) == []
+
+
+def test_a_room_that_grows_is_seen():
+    counts = count_logic_lines(FOLDER)
+    function = "def f():\n" + "    g()\n" * 59
+    grown = counts["spmd"] + len(logic_lines(function))
+    (fault,) = find_grown(counts | {"spmd": grown})
+    assert fault.startswith("spmd: ")
+    assert find_grown(counts | {"new": 1}) == ["new: no number"]
+    assert find_grown(counts | {"spmd": counts["spmd"] - 60})
+
+
 def find_circles(imports):
     """Groups of modules that import each other, directly or not.
 
@@ -263,7 +329,7 @@ def find_circles(imports):
     return sorted(map(list, circles))
 
 
-def _imports_of_all(sources):
+def imports_of_all(sources):
     """For each module, which of the others it imports anywhere."""
     names = {}
     for path in sources:
@@ -281,7 +347,7 @@ def _imports_of_all(sources):
     return imports
 
 
-def _all_sources():
+def read_sources():
     return {
         path.relative_to(FOLDER).as_posix(): path.read_text("utf-8")
         for path in FOLDER.rglob("*.py")
@@ -291,7 +357,7 @@ def _all_sources():
 def test_every_module_that_is_imported_exists():
     """Also one that only a function or a type checker imports."""
     count = 0
-    for path, source in _all_sources().items():
+    for path, source in read_sources().items():
         for node in ast.walk(ast.parse(source)):
             if isinstance(node, ast.ImportFrom) and not node.level:
                 parts = node.module.split(".")
@@ -306,8 +372,8 @@ def test_every_module_that_is_imported_exists():
 
 
 def test_no_modules_import_each_other():
-    sources = _all_sources()
-    imports = _imports_of_all(sources)
+    sources = read_sources()
+    imports = imports_of_all(sources)
     assert sum(map(len, imports.values())) > 500
     assert find_circles(imports) == []
 
@@ -329,7 +395,7 @@ def test_no_modules_import_each_other():
     ],
 )
 def test_circles_are_found(sources, circles):
-    found = find_circles(_imports_of_all(sources))
+    found = find_circles(imports_of_all(sources))
     assert len(found) == circles
     assert all("keras_strategies.e" not in circle for circle in found)
 
