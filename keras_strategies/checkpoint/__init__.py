@@ -13,7 +13,7 @@ from keras_strategies.names.lazy_names import lazy_names as _lazy_names
 _MODULES = {
     "Checkpoint": "objects",
     "CheckpointManager": "manager",
-    "DamagedCheckpoint": "directory.corruption",
+    "DamagedCheckpoint": "directory.files",
     "Keep": "directory.retention",
     "latest_checkpoint": "weights",
     "load_weights": "weights",

@@ -1,6 +1,6 @@
 """The names, for type checkers; `_MODULES` has where they are."""
 
-from keras_strategies.checkpoint.directory.corruption import (
+from keras_strategies.checkpoint.directory.files import (
     DamagedCheckpoint as DamagedCheckpoint,
 )
 from keras_strategies.checkpoint.directory.retention import Keep as Keep

@@ -7,7 +7,7 @@ from typing import Any
 
 import keras
 
-from keras_strategies.checkpoint import contents, job_states, nests, unbuilt
+from keras_strategies.checkpoint import contents, nests, weights
 from keras_strategies.checkpoint.directory.names import find_steps
 from keras_strategies.checkpoint.directory.retention import Keep
 from keras_strategies.checkpoint.storage import Storage
@@ -186,7 +186,7 @@ class Checkpoint:
         if save_path is None:
             return CheckpointStatus(self, "", [])
         current.check_outside("Checkpoint.restore")
-        unbuilt.check_models(self._objects)
+        weights.check_models(self._objects)
         processes = contents.find_processes(self.groups())
         with open_checkpoint(save_path, None, processes) as (storage, step):
             others = read_into(self, storage, step, is_part=True)
@@ -264,7 +264,7 @@ def write_from(
     """Starts saving the objects of a `Checkpoint`. Collective."""
     groups = checkpoint.groups()
     processes = contents.find_processes(groups)
-    state = job_states.gather_states(checkpoint.states(), processes)
+    state = nests.gather_states(checkpoint.states(), processes)
     arrays, document = contents.pack_checkpoint(groups, state)
     facts = {"logs": dict(metrics), "num_processes": len(processes)}
     storage.save(step, arrays, document, facts)
@@ -293,8 +293,8 @@ def read_into(
     document = storage.load_document(step)
     where = str(storage.path(step))
     saved = document["variables"]
-    unbuilt.check_models(checkpoint.objects)
-    unbuilt.build_optimizers(checkpoint.objects, saved)
+    weights.check_models(checkpoint.objects)
+    weights.build_optimizers(checkpoint.objects, saved)
     groups = checkpoint.groups()
     others: list[str] = []
     if is_part:
@@ -308,21 +308,19 @@ def read_into(
             }
         }
     matches = contents.match_variables(groups, document, where)
-    others += unbuilt.list_unrestored(checkpoint.objects, saved, matches)
+    others += weights.list_unrestored(checkpoint.objects, saved, matches)
     targets = contents.make_targets(matches, document, None)
     arrays = storage.restore(step, targets, is_part=is_part)
     contents.assign(matches, arrays)
     state = nests.join(document["state"], arrays.get(contents.STATE, {}))
     processes = contents.find_processes(groups)
-    checkpoint.set_states(
-        job_states.select_local_states(state, processes, where)
-    )
+    checkpoint.set_states(nests.select_local_states(state, processes, where))
     return others
 
 
 def _iter_variables(value: object, name: str) -> Iterator[keras.Variable]:
     """Yields the variables of one object in a checkpoint."""
-    for part in unbuilt.iter_leaves(value):
+    for part in weights.iter_leaves(value):
         if isinstance(part, keras.Model):
             yield from all_variables(part)
         elif isinstance(part, keras.Variable):

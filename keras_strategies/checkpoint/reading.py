@@ -6,6 +6,7 @@ This module neither locks the directory nor changes any files in it.
 import logging
 import os
 import pathlib
+from collections.abc import Mapping
 from typing import Any
 
 import jax
@@ -13,20 +14,76 @@ import keras
 import numpy as np
 
 from keras_strategies.checkpoint import contents
-from keras_strategies.checkpoint.averages import substitute_averages
-from keras_strategies.checkpoint.directory import names, orbax_files, verify
-from keras_strategies.checkpoint.directory.corruption import (
+from keras_strategies.checkpoint.contents import Document
+from keras_strategies.checkpoint.directory import names, verify
+from keras_strategies.checkpoint.directory.files import (
     DamagedCheckpoint,
     make_damage_error,
 )
 from keras_strategies.checkpoint.orbax_io import make_restore_args
 from keras_strategies.cluster.exchange.message_forms import fault_of, is_count
+from keras_strategies.fit.callbacks.callback_states import (
+    has_swapped_averages,
+)
 from keras_strategies.fit.callbacks.fit_state import group_variables
 from keras_strategies.variables.model_variables import (
     all_variables,
 )
 
-_WEIGHTS, _SEEDS = "weights", "seeds"
+_WEIGHTS, _OPTIMIZER, _SEEDS = "weights", "optimizer", "seeds"
+_SUFFIX = "_average"
+
+NamedVariables = Mapping[str, Mapping[str, keras.Variable]]
+"""Variables, by the group and name of their arrays in a checkpoint."""
+
+
+def substitute_averages(
+    variables: NamedVariables, document: Document, where: str
+) -> NamedVariables:
+    """Maps a checkpoint's moving averages, or else its weights, to variables.
+
+    Args:
+      variables: The variable to restore from each array, by the group and name
+        of the array.
+      document: The JSON document of a checkpoint of `fit`.
+      where: The path of the checkpoint, for messages.
+
+    Returns:
+      Each variable, by the group and name of the array to restore it from: its
+      moving average if the checkpoint has one, else its array in `variables`.
+
+    Raises:
+      ValueError: if several optimizers have averages of the same weight.
+    """
+    state = document["state"]
+    if isinstance(state, dict) and has_swapped_averages(state.get("callbacks")):
+        return variables
+    saved = document["variables"]
+    slots: dict[str, list[str]] = {}
+    for name in saved.get(_OPTIMIZER, {}):
+        # "adam.dense_kernel_average" is the average of "dense.kernel".
+        _, _, slot = name.partition(".")
+        slots.setdefault(slot.replace(".", "_"), []).append(name)
+    weights, averages = {}, {}
+    for name, variable in variables.get(_WEIGHTS, {}).items():
+        path, mark, number = name.partition("~")
+        slot = f"{path.replace('.', '_')}{_SUFFIX}{mark}{number}"
+        matches = slots.get(slot, ())
+        if len(matches) > 1:
+            raise ValueError(
+                "A weight must be averaged by at most one optimizer. "
+                f"Received: {where}, where {name!r} has several averages: "
+                f"{matches}. Pass `averages=False` to load the trained weights "
+                "instead of averages."
+            )
+        kind = saved[_WEIGHTS][name]
+        if matches and saved[_OPTIMIZER][matches[0]] == kind:
+            averages[matches[0]] = variable
+        else:
+            weights[name] = variable
+    return {**variables, _WEIGHTS: weights, _OPTIMIZER: averages}
+
+
 _PLACE = {"epoch": is_count, "step": is_count}
 _logger = logging.getLogger(__name__)
 
@@ -202,7 +259,7 @@ def read_arrays(
         )
     handler = ocp.PyTreeCheckpointHandler(multiprocessing_options=options)
     checkpointer = ocp.Checkpointer(handler, multiprocessing_options=options)
-    with orbax_files.guard_restore(path, item), checkpointer:
+    with verify.guard_restore(path, item), checkpointer:
         return checkpointer.restore(
             pathlib.Path(path).absolute() / "state",
             args=ocp.args.PyTreeRestore(

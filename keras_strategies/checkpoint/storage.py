@@ -19,14 +19,12 @@ from typing import Any
 import jax
 
 from keras_strategies.checkpoint import contents
-from keras_strategies.checkpoint.at_exit import wait_at_exit
-from keras_strategies.checkpoint.directory import disk_space, names, verify
-from keras_strategies.checkpoint.directory.corruption import DamagedCheckpoint
+from keras_strategies.checkpoint.directory import names, retention, verify
+from keras_strategies.checkpoint.directory.files import DamagedCheckpoint
 from keras_strategies.checkpoint.directory.manifest import (
     Manifest,
     complete_save,
 )
-from keras_strategies.checkpoint.directory.orbax_files import guard_restore
 from keras_strategies.checkpoint.directory.retention import (
     Keep,
     delete,
@@ -34,10 +32,12 @@ from keras_strategies.checkpoint.directory.retention import (
     find_deletable,
     quarantine,
 )
+from keras_strategies.checkpoint.directory.verify import guard_restore
 from keras_strategies.checkpoint.orbax_io import (
     copy_to_host,
     make_checkpointer,
     make_restore_args,
+    wait_at_exit,
 )
 from keras_strategies.cluster.exchange.greetings import clean_text
 from keras_strategies.cluster.exchange.host_exchange import Agreement
@@ -114,8 +114,8 @@ class Storage:
     def _acquire(self) -> None:
         from keras_strategies.checkpoint.directory.lock import DirectoryLock
 
-        disk_space.check_name(self.directory)
-        disk_space.check_writable(self.directory)
+        retention.check_name(self.directory)
+        retention.check_writable(self.directory)
         names.make_directory(self.directory)
         lock = DirectoryLock(self.directory)
         lock.acquire()
@@ -280,7 +280,7 @@ class Storage:
         if self.is_chief:
             leaves = jax.tree.leaves(arrays)
             num_bytes = sum(leaf.nbytes for leaf in leaves)
-            disk_space.check_free_space(self.directory, num_bytes)
+            retention.check_free_space(self.directory, num_bytes)
         arrays = copy_to_host(arrays, is_alone=self._is_alone)
         write = functools.partial(
             self._get_checkpointer().save,
@@ -325,7 +325,7 @@ class Storage:
                 delete(self.directory, old)
                 del self._good[old]
         except Exception as error:
-            self._error = disk_space.make_save_error(
+            self._error = retention.make_save_error(
                 self.directory, step, max(self._good, default=None), error
             )
         except BaseException as error:

@@ -24,7 +24,7 @@ def test_a_path_with_a_pattern_is_saved_without_arrays(tmp_path, name, is_lost):
 
 
 def test_the_tree_names_the_arrays_and_what_it_lacks_is_left_out(tmp_path):
-    """What checkpoint/directory/orbax_files.py reads, and why."""
+    """What checkpoint/directory/verify.py reads, and why."""
     path = tmp_path / "1"
     handler = ocp.PyTreeCheckpointHandler()
     saved = {"a": {"x/y": np.ones(3)}, "b": {"z": np.ones(2)}}

@@ -177,10 +177,10 @@ def test_the_walk_of_a_checkpoint(tmp_path):
     main = threading.current_thread()
     listed = walk("A checkpoint")
     in_thread = [recorder.threads[file] is not main for file in listed]
-    assert "The last three files run in a background thread" in " ".join(
+    assert "The last two files run in a background thread" in " ".join(
         section("A checkpoint").split()
     )
-    assert in_thread == [False] * (len(listed) - 3) + [True] * 3
+    assert in_thread == [False] * (len(listed) - 2) + [True] * 2
 
 
 def test_the_walk_of_a_plan(tmp_path, capsys):

@@ -16,12 +16,12 @@ from rich.cells import cell_len
 from rich.console import Console
 
 from keras_strategies import cluster_resolver
-from keras_strategies.checkpoint import job_states, nests
+from keras_strategies.checkpoint import nests
+from keras_strategies.checkpoint.contents import read_document
 from keras_strategies.checkpoint.directory import lock
-from keras_strategies.checkpoint.directory.corruption import DamagedCheckpoint
-from keras_strategies.checkpoint.directory.documents import read_document
+from keras_strategies.checkpoint.directory.files import DamagedCheckpoint
 from keras_strategies.checkpoint.directory.manifest import read_manifest
-from keras_strategies.checkpoint.directory.orbax_files import guard_restore
+from keras_strategies.checkpoint.directory.verify import guard_restore
 from keras_strategies.checkpoint.storage import Storage
 from keras_strategies.cli.checkpoints.checkpoint_list import look_at
 from keras_strategies.cli.checkpoints.checkpoints import print_listing
@@ -383,7 +383,7 @@ def _fit_state(text: str) -> object:
 
 def _object_states(text: str) -> object:
     state = nests.join(load_json(text, max_characters=1 << 26), {})
-    return job_states.select_local_states(state, (0, 1), "a checkpoint")
+    return nests.select_local_states(state, (0, 1), "a checkpoint")
 
 
 def _seed(order: Any) -> Parse:

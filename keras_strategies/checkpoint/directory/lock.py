@@ -13,8 +13,7 @@ import stat
 import time
 import weakref
 
-from keras_strategies.checkpoint.directory.corruption import quote_name
-from keras_strategies.checkpoint.directory.files import NO_LINKS
+from keras_strategies.checkpoint.directory.files import NO_LINKS, quote_name
 from keras_strategies.checkpoint.directory.names import (
     describe_kind,
     make_directory,

@@ -21,16 +21,14 @@ from collections.abc import Mapping
 from typing import Any
 
 from keras_strategies._types import Tree
-from keras_strategies.checkpoint.directory.corruption import (
-    make_damage_error,
-    quote_name,
-)
 from keras_strategies.checkpoint.directory.files import (
     check_folder,
     compute_digest,
     find_files,
     flush,
+    make_damage_error,
     open_file,
+    quote_name,
 )
 from keras_strategies.checkpoint.directory.names import (
     MANIFEST,

@@ -13,15 +13,15 @@ import pathlib
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from keras_strategies.checkpoint.directory.corruption import (
-    DamagedCheckpoint,
-    quote_name,
-)
-from keras_strategies.checkpoint.directory.documents import (
+from keras_strategies.checkpoint.contents import (
     VERSION,
     read_document,
 )
-from keras_strategies.checkpoint.directory.files import measure_size
+from keras_strategies.checkpoint.directory.files import (
+    DamagedCheckpoint,
+    measure_size,
+    quote_name,
+)
 from keras_strategies.checkpoint.directory.lock import Writer, find_writer
 from keras_strategies.checkpoint.directory.names import (
     DELETING,

@@ -9,7 +9,7 @@ from rich.filesize import decimal
 from rich.table import Table
 from rich.text import Text
 
-from keras_strategies.checkpoint.directory.corruption import quote_name
+from keras_strategies.checkpoint.directory.files import quote_name
 from keras_strategies.checkpoint.directory.names import MANIFEST, parse_step
 from keras_strategies.cli.checkpoints.checkpoint_list import (
     Entry,

@@ -14,8 +14,8 @@ import tempfile
 import numpy as np
 import pytest
 
-from keras_strategies.checkpoint.directory import disk_space, files, names
-from keras_strategies.checkpoint.directory.corruption import DamagedCheckpoint
+from keras_strategies.checkpoint.directory import files, names, retention
+from keras_strategies.checkpoint.directory.files import DamagedCheckpoint
 from keras_strategies.checkpoint.directory.manifest import (
     Manifest,
     read_manifest,
@@ -139,8 +139,8 @@ def test_partial_saves_are_what_killed_processes_leave(tmp_path):
 @pytest.mark.parametrize("name", ["lr=[0.1]", "a*", "what?"])
 def test_a_path_that_orbax_takes_for_a_pattern_is_refused(tmp_path, name):
     with pytest.raises(ValueError, match="must not contain"):
-        disk_space.check_name(tmp_path / name)
-    disk_space.check_name(tmp_path / "lr=0.1 (b)]")
+        retention.check_name(tmp_path / name)
+    retention.check_name(tmp_path / "lr=0.1 (b)]")
 
 
 def test_a_checkpoint_is_no_directory_of_checkpoints(tmp_path):
@@ -149,10 +149,10 @@ def test_a_checkpoint_is_no_directory_of_checkpoints(tmp_path):
     with pytest.raises(
         ValueError, match="is itself a checkpoint. Pass its parent"
     ):
-        disk_space.check_name(tmp_path / "25")
-    disk_space.check_name(tmp_path)
+        retention.check_name(tmp_path / "25")
+    retention.check_name(tmp_path)
     (tmp_path / "26").mkdir()
-    disk_space.check_name(tmp_path / "26")
+    retention.check_name(tmp_path / "26")
 
 
 def test_new_directory_is_for_its_owner_alone(tmp_path):
@@ -395,10 +395,10 @@ def test_save_of_a_step_that_is_there_is_refused_by_orbax(directory):
 
 
 def test_disk_that_is_too_small_is_told_before_the_save(tmp_path):
-    disk_space.check_free_space(tmp_path, 1)
-    disk_space.check_free_space(tmp_path / "a" / "b", 1)
+    retention.check_free_space(tmp_path, 1)
+    retention.check_free_space(tmp_path / "a" / "b", 1)
     with pytest.raises(OSError, match=r"needs 1000000000\.000 GB") as caught:
-        disk_space.check_free_space(tmp_path / "a" / "b", 10**18)
+        retention.check_free_space(tmp_path / "a" / "b", 10**18)
     assert caught.value.errno == errno.ENOSPC
     assert "free. Delete files" in str(caught.value)
     assert "GB are free" in str(caught.value)
@@ -408,14 +408,14 @@ def test_path_that_is_no_directory_is_told(tmp_path):
     (tmp_path / "file").write_bytes(b"")
     for path in (tmp_path / "file", tmp_path / "file" / "a" / "b"):
         with pytest.raises(NotADirectoryError, match="must be in a directory"):
-            disk_space.check_writable(path)
+            retention.check_writable(path)
         with pytest.raises(NotADirectoryError, match="must be in a directory"):
-            disk_space.check_free_space(path, 1)
+            retention.check_free_space(path, 1)
 
 
 def test_directory_that_can_be_written_to_is_left_as_it_is(tmp_path):
-    disk_space.check_writable(tmp_path)
-    disk_space.check_writable(tmp_path / "a" / "b")
+    retention.check_writable(tmp_path)
+    retention.check_writable(tmp_path / "a" / "b")
     assert not list(tmp_path.iterdir())
 
 
@@ -437,10 +437,10 @@ def test_directory_without_the_right_to_write_is_told(tmp_path, name):
 def _check_denied(path, user):
     code = (
         "import os, sys; sys.path.insert(0, sys.argv[2])\n"
-        "from keras_strategies.checkpoint.directory import disk_space\n"
+        "from keras_strategies.checkpoint.directory import retention\n"
         # Only now: somebody else may not be able to read Python.
         "if sys.argv[3]: os.setuid(int(sys.argv[3]))\n"
-        "try: disk_space.check_writable(sys.argv[1])\n"
+        "try: retention.check_writable(sys.argv[1])\n"
         "except PermissionError as error: print(error)\n"
     )
     done = python("-c", code, path, ROOT, user, timeout=30)

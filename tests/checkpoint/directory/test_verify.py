@@ -13,7 +13,7 @@ import pytest
 
 import keras_strategies as ks
 from keras_strategies.checkpoint.directory import verify
-from keras_strategies.checkpoint.directory.corruption import DamagedCheckpoint
+from keras_strategies.checkpoint.directory.files import DamagedCheckpoint
 from keras_strategies.checkpoint.directory.manifest import write_manifest
 from keras_strategies.checkpoint.directory.retention import Keep
 from keras_strategies.checkpoint.reading import read_arrays
