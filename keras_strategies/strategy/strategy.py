@@ -304,7 +304,7 @@ class Strategy(CustomLoops, PlanMixin):
         return model
 
     def describe(self, model: keras.Model | None = None) -> None:
-        """Prints the mesh and a table of variables.
+        """Prints the processes of the mesh and a table of variables.
 
         Args:
           model: The model whose variables are listed. None for all variables

@@ -253,14 +253,15 @@ def shorten(renderable):
     return out.getvalue()
 
 
-def test_a_box_has_a_replicas_cores():
+def test_the_devices_of_replicas_of_two_cores():
     devices = make_slice((4, 2, 1), host=(2, 2, 1))
     mesh = ReplicaMesh(devices=devices, cores_per_replica=2)
-    text = shorten(describe.draw_mesh(mesh))
+    text = shorten(describe.list_processes(mesh))
     assert "4 replicas on axis 'replica', each of 2 cores on axis" in text
     assert text.count("process") == 3  # The heading's, and two.
-    lines = text.splitlines()
-    assert [line.count("╭") for line in lines if "╭" in line] == [2, 2]
+    lines = text.splitlines()[1:]
+    assert ["replicas 0 to 1" in line for line in lines] == [True, False]
+    assert [line.count("tpu:") for line in lines] == [4, 4]
 
 
 def test_describe_and_explain_input_know_the_cores(capsys):

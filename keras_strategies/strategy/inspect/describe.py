@@ -1,18 +1,16 @@
-"""`Strategy.describe`: a drawing of the mesh, and a table of variables."""
+"""`Strategy.describe`: the processes of a mesh, and a table of variables."""
 
 import dataclasses
 import itertools
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import jax
 import keras
 import rich.box
 from jax.sharding import NamedSharding, Sharding
-from rich.columns import Columns
 from rich.console import Group, RenderableType
-from rich.panel import Panel
 from rich.table import Table
 from rich.text import Text
 
@@ -31,19 +29,17 @@ from keras_strategies.variables.shardings import (
 MAX_DEVICES = 16
 MAX_DEVICES_OF_PROCESS = 4
 MAX_PROCESSES = 4
-MAX_CORES = 8
-MAX_VARIABLES = 40
-MAX_WIDTH = 20
+MAX_ROWS = 40
+MAX_PATH = 28
 
 BYTES_PER_MB = 1e6
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class VariableRow:
-    """One row of the table of variables.
+    """One row of the table: a variable, or several equal ones.
 
     Attributes:
-      path: The variable's path, with the names of its layers.
       shape: The global shape, of any rank, or None if it is not known yet.
       dtype: The dtype.
       sharding: The sharding, as text for the table.
@@ -53,12 +49,24 @@ class VariableRow:
         a sentence for the legend. None if no remark is needed.
     """
 
-    path: str
     shape: tuple[int | None, ...] | None
     dtype: str
     sharding: str
     num_bytes: int
     remark: tuple[str, str] | None = None
+
+    @property
+    def array(self) -> str:
+        """The dtype and the shape, as JAX writes them."""
+        shape = "?" if self.shape is None else ",".join(map(str, self.shape))
+        return f"{self.dtype}[{shape}]"
+
+    @property
+    def num_entries(self) -> int:
+        """The number of entries; 0 if the shape is not known yet."""
+        sizes = (None,) if self.shape is None else self.shape
+        known = [size for size in sizes if size is not None]
+        return math.prod(known) if len(known) == len(sizes) else 0
 
 
 def describe_table(
@@ -66,7 +74,7 @@ def describe_table(
     variables: Sequence[keras.Variable],
     partitioner: Partitioner | None = None,
 ) -> Group:
-    """Draws a mesh and lists variables.
+    """Lists the processes of a mesh, and variables.
 
     Args:
       mesh: The mesh of the replicas.
@@ -77,16 +85,14 @@ def describe_table(
       A renderable for a `rich.console.Console`. Its length is bounded, however
       many devices and variables there are.
     """
-    drawing = draw_mesh(mesh)
-    table = tabulate_variables(variables, mesh, partitioner)
-    if partitioner is None:
-        return Group(drawing, table)
-    return Group(
-        drawing,
-        Text(describe_partitioner(partitioner, mesh.num_replicas)),
-        table,
-        *_make_legend(variables, partitioner),
-    )
+    groups = group_variables(variables, mesh, partitioner)
+    parts: list[RenderableType] = [list_processes(mesh)]
+    if partitioner is not None:
+        text = describe_partitioner(partitioner, mesh.num_replicas)
+        parts.append(Text(text))
+    parts += [Text(summarize(groups)), tabulate(groups)]
+    remarks = dict.fromkeys(row.remark for row in groups if row.remark)
+    return Group(*parts, *(Text(f"  {word}: {why}") for word, why in remarks))
 
 
 def describe_partitioner(partitioner: Partitioner, num_replicas: int) -> str:
@@ -97,16 +103,6 @@ def describe_partitioner(partitioner: Partitioner, num_replicas: int) -> str:
     if groups > 1:
         text += f", in each of {groups} groups"
     return text
-
-
-def _make_legend(
-    variables: Sequence[keras.Variable], partitioner: Partitioner
-) -> list[Text]:
-    remarks = (_find_remark(v, partitioner) for v in variables)
-    return [
-        Text(f"  {word}: {line}")
-        for word, line in dict.fromkeys(r for r in remarks if r is not None)
-    ]
 
 
 def _find_remark(
@@ -127,44 +123,47 @@ def _find_remark(
     return partitioner.explain_replicated(tuple(variable.shape), axes)
 
 
-def draw_mesh(mesh: ReplicaMesh) -> Group:
-    """Draws a box for each replica, with a heading for each process.
+def list_processes(mesh: ReplicaMesh) -> Group:
+    """Lists the replicas and the devices of each process, below a heading.
 
     Args:
       mesh: The mesh of the replicas.
 
     Returns:
-      A heading and the boxes. With more than 16 replicas, only the first few
-      boxes and processes, "..." and the last are drawn.
+      The heading and a table. With more than 16 replicas, it has only the first
+      processes and devices, and the last ones.
     """
     groups = _group_by_process(mesh)
-    num_shown, num_processes = mesh.num_replicas, mesh.num_processes
-    is_many = num_shown > MAX_DEVICES
-    if is_many:
-        # If all replicas are in one group, it is drawn with more boxes.
-        num_shown = MAX_DEVICES_OF_PROCESS * (2 if len(groups) == 1 else 1)
-    parts: list[RenderableType] = [_make_heading(mesh)]
+    is_many = mesh.num_replicas > MAX_DEVICES
+    num_devices = MAX_DEVICES_OF_PROCESS if is_many else len(mesh.devices)
+    table = Table.grid(padding=(0, 2))
     for group in abbreviate(groups, MAX_PROCESSES if is_many else len(groups)):
         if group is None:
-            parts.append(Text("..."))
+            table.add_row("...")
             continue
-        process_ids, items = group
-        if num_processes > 1:
-            count = format_count(len(items), "replica")
-            name = "process" if len(process_ids) == 1 else "processes"
-            ids = ", ".join(map(str, process_ids))
-            parts.append(Text(f"{name} {ids}: {count}"))
-        boxes = [_draw_box(item) for item in abbreviate(items, num_shown)]
-        parts.append(Columns(boxes, padding=(0, 0)))
-    return Group(*parts)
+        processes, replicas, devices = group
+        name = "process" if len(processes) == 1 else "processes"
+        names = map(format_device, devices)
+        table.add_row(
+            *[f"{name} {_join(processes)}"] * (mesh.num_processes > 1),
+            f"replica {replicas[0]}"
+            if len(replicas) == 1
+            else f"replicas {replicas[0]} to {replicas[-1]}",
+            _join(abbreviate(list(names), num_devices)),
+        )
+    return Group(_make_heading(mesh), table)
 
 
-def tabulate_variables(
+def _join(items: Iterable[object]) -> str:
+    return ", ".join("..." if item is None else str(item) for item in items)
+
+
+def group_variables(
     variables: Sequence[keras.Variable],
     mesh: ReplicaMesh,
     partitioner: Partitioner | None = None,
-) -> Table:
-    """Lists variables with their shardings and their memory in a table.
+) -> dict[VariableRow, list[str]]:
+    """Groups variables that have equal rows in the table.
 
     Args:
       variables: The variables; duplicates are listed once.
@@ -172,62 +171,73 @@ def tabulate_variables(
       partitioner: The partitioner that shards variables, if any.
 
     Returns:
-      A table with totals in its footer. If there are more than 40 variables,
-      only the 40 that take the most memory on a device are listed.
+      For each row, the paths of its variables.
     """
-    distinct = {id(variable): variable for variable in variables}.values()
-    rows = [describe_variable(v, mesh, partitioner) for v in distinct]
-    shown = rows
-    if len(rows) > MAX_VARIABLES:
-        shown = sorted(rows, key=lambda row: -row.num_bytes)[:MAX_VARIABLES]
-    elements = sum(_count_elements(row) for row in rows)
-    footers = (
-        format_count(len(rows), "variable"),
-        f"{elements:,}",
-        "",
-        "",
-        _format_megabytes(sum(row.num_bytes for row in rows)),
-    )
-    headers = ("variable", "shape", "dtype", "sharding", "MB per device")
-    cells = [
-        (
-            row.path,
-            "?" if row.shape is None else str(row.shape),
-            row.dtype,
-            row.sharding + (f" ({row.remark[0]})" if row.remark else ""),
-            _format_megabytes(row.num_bytes),
-        )
-        for row in shown
+    groups: dict[VariableRow, list[str]] = {}
+    for variable in {id(v): v for v in variables}.values():
+        row = describe_variable(variable, mesh, partitioner)
+        groups.setdefault(row, []).append(variable.path)
+    return groups
+
+
+def summarize(groups: Mapping[VariableRow, Sequence[str]]) -> str:
+    """Returns a line of text on all variables."""
+    counts = [(row, len(paths)) for row, paths in groups.items()]
+    num_bytes = sum(row.num_bytes * count for row, count in counts)
+    parts = [
+        format_count(sum(count for _, count in counts), "variable"),
+        format_count(
+            sum(row.num_entries * count for row, count in counts), "parameter"
+        ),
+        f"{num_bytes / BYTES_PER_MB:,.3f} MB on each device",
     ]
-    table = _make_table(cells, headers, footers)
-    if len(rows) > len(shown):
-        table.add_row(f"... and {len(rows) - len(shown)} more")
-    return table
+    if {row.sharding for row in groups} == {"replicated"}:
+        parts.append("all replicated")
+    return ", ".join(parts)
 
 
-def _make_table(
-    cells: list[tuple[str, ...]],
-    headers: tuple[str, ...],
-    footers: tuple[str, ...],
-) -> Table:
-    table = Table(box=rich.box.SIMPLE_HEAD, show_footer=True)
-    for i, (header, footer) in enumerate(zip(headers, footers, strict=True)):
-        widest = max(map(len, (header, footer, *(c[i] for c in cells))))
-        table.add_column(
-            header,
-            footer,
-            justify="right" if header == "MB per device" else "left",
-            # In a narrow terminal only the paths are cut, because they are the
-            # longest texts.
-            no_wrap=i > 0,
-            overflow="ellipsis",
-            min_width=min(widest, MAX_WIDTH) if i else None,
+def tabulate(groups: Mapping[VariableRow, Sequence[str]]) -> Table:
+    """Lists groups of variables with their shardings and memory in a table.
+
+    Args:
+      groups: The result of `group_variables`.
+
+    Returns:
+      A table of at most 40 rows: those that take the most memory on a device.
+    """
+    table = Table(box=rich.box.SIMPLE_HEAD)
+
+    def count_bytes(row: VariableRow) -> int:
+        return row.num_bytes * len(groups[row])
+
+    rows = sorted(groups, key=count_bytes, reverse=True)
+    cells = [("variable", "", "array", "sharding", "MB a device")]
+    for row in rows[:MAX_ROWS]:
+        first, *others = groups[row]
+        cells.append(
+            (
+                _cut(first),
+                f"+ {len(others)}" if others else "",
+                row.array,
+                row.sharding + (f" ({row.remark[0]})" if row.remark else ""),
+                f"{count_bytes(row) / BYTES_PER_MB:,.3f}",
+            )
         )
-    for row in cells:
+    for header in cells[0]:
+        is_number = header in ("", "MB a device")
+        table.add_column(header, justify="right" if is_number else "left")
+    for texts in cells[1:]:
         # `Text`, because a path may contain rich's markup.
-        path = Text(row[0], no_wrap=True, overflow="ellipsis")
-        table.add_row(path, *map(Text, row[1:]))
+        table.add_row(*map(Text, texts))
+    if len(rows) > MAX_ROWS:
+        table.add_row(f"... and {len(rows) - MAX_ROWS} more rows")
     return table
+
+
+def _cut(path: str) -> str:
+    """Cuts a long path in its middle, because its end tells the most."""
+    is_long = len(path) > MAX_PATH
+    return f"{path[:5]}...{path[8 - MAX_PATH :]}" if is_long else path
 
 
 def describe_variable(
@@ -261,7 +271,6 @@ def describe_variable(
         size = jax.dtypes.canonicalize_dtype(dtype).itemsize
         num_bytes = math.prod(placed.shard_shape(shape)) * size
     return VariableRow(
-        path=variable.path,
         shape=shape,
         dtype=dtype,
         sharding=sharding,
@@ -327,11 +336,11 @@ def _make_heading(mesh: ReplicaMesh) -> Text:
 
 def _group_by_process(
     mesh: ReplicaMesh,
-) -> list[tuple[tuple[int, ...], list[tuple[int, Sequence[jax.Device]]]]]:
+) -> list[tuple[tuple[int, ...], list[int], list[jax.Device]]]:
     """Groups adjacent replicas that belong to the same processes.
 
     Returns:
-      A list of (processes, [(replica id, cores)]).
+      A list of (processes, replica ids, devices).
     """
     cores = mesh.cores_per_replica
     starts = range(0, len(mesh.devices), cores)
@@ -339,25 +348,7 @@ def _group_by_process(
         enumerate(mesh.devices[start : start + cores] for start in starts),
         key=lambda item: tuple(sorted({d.process_index for d in item[1]})),
     )
-    return [(process_ids, list(items)) for process_ids, items in grouped]
-
-
-def _draw_box(item: tuple[int, Sequence[jax.Device]] | None) -> RenderableType:
-    if item is None:
-        return Text("\n ... ")
-    replica_id, cores = item
-    names = [format_device(device) for device in cores[:MAX_CORES]]
-    names += ["..."] * (len(cores) > MAX_CORES)
-    label = Text("\n".join([str(replica_id), *names]), justify="center")
-    return Panel(label, expand=False)
-
-
-def _count_elements(row: VariableRow) -> int:
-    sizes = row.shape
-    if sizes is None or any(size is None for size in sizes):
-        return 0
-    return math.prod(size for size in sizes if size is not None)
-
-
-def _format_megabytes(num_bytes: int) -> str:
-    return f"{num_bytes / BYTES_PER_MB:,.3f}"
+    return [
+        (processes, [i for i, _ in items], [d for _, ds in items for d in ds])
+        for processes, items in ((key, list(each)) for key, each in grouped)
+    ]

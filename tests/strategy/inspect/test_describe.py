@@ -2,7 +2,6 @@
 
 import dataclasses
 import io
-import re
 
 import jax
 import keras
@@ -51,44 +50,40 @@ def row_of(variable):
     return describe.describe_variable(variable, mesh_of())
 
 
-def test_eight_devices_are_drawn_in_a_grid():
-    lines = show(describe.draw_mesh(mesh_of()))
-    assert lines[0] == "Mesh: 8 replicas on axis 'replica', cpu"
-    # One row of boxes, of four lines.
-    assert len(lines) == 5
-    assert [f"cpu:{i}" in lines[3] for i in range(8)] == [True] * 8
-
-
-def test_narrow_terminal_gets_more_rows_of_boxes():
-    lines = show(describe.draw_mesh(mesh_of()), width=40)
-    assert len(lines) == 1 + 2 * 4
+def test_devices_of_one_process_are_in_a_line():
+    lines = show(describe.list_processes(mesh_of()))
+    assert lines[0].rstrip() == "Mesh: 8 replicas on axis 'replica', cpu"
+    assert len(lines) == 2
+    assert "replicas 0 to 7" in lines[1]
+    assert all(f"cpu:{i}" in lines[1] for i in range(8))
 
 
 def test_many_devices_of_one_process_are_abbreviated():
     devices = fake_devices(256, per_process=256)
-    text = "\n".join(show(describe.draw_mesh(mesh_of(devices))))
+    text = "\n".join(show(describe.list_processes(mesh_of(devices))))
     assert text.startswith("Mesh: 256 replicas")
+    assert "replicas 0 to 255" in text
     assert "..." in text
     assert "tpu:255" in text
     assert "tpu:100" not in text
 
 
-def test_256_devices_of_64_processes_take_twenty_lines():
+def test_256_devices_of_64_processes_take_five_lines():
     devices = fake_devices(256, per_process=4)
-    lines = show(describe.draw_mesh(mesh_of(devices)))
-    assert lines[0].endswith("64 processes")
-    # A heading; three processes of a heading and four lines; one "...".
-    assert len(lines) == 1 + 3 * 5 + 1
-    assert [line for line in lines if line.startswith("process")] == [
-        "process 0: 4 replicas",
-        "process 1: 4 replicas",
-        "process 63: 4 replicas",
+    lines = show(describe.list_processes(mesh_of(devices)))
+    assert lines[0].rstrip().endswith("64 processes")
+    assert [line.split()[:6] for line in lines[1:]] == [
+        ["process", "0", "replicas", "0", "to", "3"],
+        ["process", "1", "replicas", "4", "to", "7"],
+        ["..."],
+        ["process", "63", "replicas", "252", "to", "255"],
     ]
 
 
-def test_few_devices_of_two_processes_are_all_drawn():
-    lines = show(describe.draw_mesh(mesh_of(fake_devices(8, per_process=4))))
-    assert len(lines) == 1 + 2 * 5
+def test_few_devices_of_two_processes_are_all_listed():
+    devices = fake_devices(8, per_process=4)
+    lines = show(describe.list_processes(mesh_of(devices)))
+    assert len(lines) == 1 + 2
     assert all(f"tpu:{i}" in "\n".join(lines) for i in range(8))
 
 
@@ -129,35 +124,58 @@ def test_deferred_variable_is_not_built():
     assert row.num_bytes == 0
 
 
-def test_totals_are_in_the_footer():
+def group(variables):
+    return describe.group_variables(variables, mesh_of())
+
+
+def test_equal_variables_are_one_row_and_all_are_summed_up():
     whole = NamedSharding(Mesh(jax.devices(), ("replica",)), PartitionSpec())
     twice = placed(np.zeros((500, 500), "float32"), whole)
+    equal = placed(np.ones((500, 500), "float32"), whole)
     other = placed(np.zeros((250, 1000), "float32"), whole)
-    table = describe.tabulate_variables([twice, other, twice], mesh_of())
-    footer = [line for line in show(table) if line.strip()][-1]
-    assert footer.split() == ["2", "variables", "500,000", "2.000"]
+    groups = group([twice, other, equal, twice])
+    assert list(groups.values()) == [
+        [twice.path, equal.path],
+        [other.path],
+    ]
+    assert describe.summarize(groups) == (
+        "3 variables, 750,000 parameters, 3.000 MB on each device, "
+        "all replicated"
+    )
+    lines = show(describe.tabulate(groups))
+    (row,) = [line for line in lines if "[500,500]" in line]
+    assert row.split()[1:3] == ["+", "1"]
+    assert row.split()[-1] == "2.000"
 
 
-def test_largest_forty_of_many_variables_are_listed():
+def test_the_largest_forty_rows_are_listed():
     variables = [keras.Variable(np.zeros(i + 1, "float32")) for i in range(100)]
-    lines = show(describe.tabulate_variables(variables, mesh_of()))
+    lines = show(describe.tabulate(group(variables)))
     text = "\n".join(lines)
-    assert "... and 60 more" in text
-    assert "(100,)" in text
-    assert "(60,)" not in text
-    # Blank, header, rule, 40 rows, "more", rule, footer, blank.
-    assert len(lines) == 47
+    assert "... and 60 more rows" in text
+    assert "[100]" in text
+    assert "[60]" not in text
+    # Blank, header, rule, 40 rows, "more", blank.
+    assert len(lines) == 45
 
 
 def test_path_with_markup_is_shown_as_it_is():
     variable = keras.Variable(1.0, name="[red]x")
-    table = describe.tabulate_variables([variable], mesh_of())
+    table = describe.tabulate(group([variable]))
     assert "[red]x" in "\n".join(show(table))
 
 
+def test_a_long_path_is_cut_in_its_middle():
+    layer = keras.layers.Dense(1, name="feed_forward_of_the_first_block")
+    layer.build((1, 1))
+    table = describe.tabulate(group([layer.kernel]))
+    text = "\n".join(show(table, width=100))
+    assert " feed_...e_first_block/kernel " in text
+
+
 def test_no_variables_is_an_empty_table():
-    lines = show(describe.tabulate_variables([], mesh_of()))
-    assert "0 variables" in "\n".join(lines)
+    assert describe.summarize({}).startswith("0 variables, 0 parameters")
+    assert len(show(describe.tabulate({}))) < 5
 
 
 def test_strategy_describes_a_model(capsys):
@@ -184,16 +202,21 @@ def divided_model(partitioner, kernels=((6, 24), (24, 13), (13, 31))):
 
 
 def shardings_shown(strategy, model, capsys):
-    """The cells of the sharding column by path, and the lines around."""
+    """The shardings by path, with remarks, and the text of `describe`."""
+    mesh = strategy._runtime.mesh
+    partitioner = strategy._runtime.distribution.placements.partitioner
+    variables = [*model.variables, *model.optimizer.variables]
+    groups = describe.group_variables(variables, mesh, partitioner)
+    cells = {
+        path: row.sharding + (f" ({row.remark[0]})" if row.remark else "")
+        for row, paths in groups.items()
+        for path in paths
+    }
     capsys.readouterr()
     strategy.describe(model)
-    lines = capsys.readouterr().out.splitlines()
-    named = {
-        v.path: next(line for line in lines if f" {v.path} " in line)
-        for v in (*model.variables, *model.optimizer.variables)
-    }
-    cells = {path: re.split(r"\s{2,}", line)[4] for path, line in named.items()}
-    return cells, "\n".join(lines)
+    text = capsys.readouterr().out
+    assert all(f" {cell} " in text for cell in cells.values())
+    return cells, text
 
 
 def test_groups_and_reasons_of_whole_variables(capsys, monkeypatch):
