@@ -327,8 +327,9 @@ class Checkpoint(CheckpointCallback):
     def _save(self, loop: FitState, logs: dict[str, Any] | None = None) -> None:
         """Saves a checkpoint unless this step has already been saved."""
         if self._saved != loop.num_steps:
-            with Phase(SAVE):
+            with Phase(SAVE) as phase:
                 self._save_now(loop, logs)
+                phase.result = loop.num_steps
 
     def _save_now(self, loop: FitState, logs: dict[str, Any] | None) -> None:
         self.before_save(loop)

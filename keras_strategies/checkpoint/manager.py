@@ -156,8 +156,9 @@ class CheckpointManager:
         path = self._storage.path(step)
         step = int(path.name)
         self._check_is_next(step)
-        with Phase(SAVE):
+        with Phase(SAVE) as phase:
             write_from(self._checkpoint, self._storage, step, metrics or {})
+            phase.result = step
         return str(path)
 
     def restore_or_initialize(self) -> int | None:

@@ -1,5 +1,6 @@
 """A call of `fit`, `evaluate` or `predict` whose arguments can be replaced."""
 
+import contextlib
 import inspect
 from typing import Any
 
@@ -9,6 +10,7 @@ import keras
 from keras_strategies.fit import scope_hooks
 from keras_strategies.gpu.memory_note import add_memory_note
 from keras_strategies.keras_bridge.ported_code import warn_of_tensorflow_scope
+from keras_strategies.names.phases import EVALUATE, Phase
 from keras_strategies.passes.traces import check_untransformed
 
 # All processes must run the same epochs.
@@ -73,7 +75,11 @@ class Call:
         Returns:
           The method's result: a `History`, logs or outputs.
         """
-        with scope_hooks.route_loops(self._model, None):
+        is_training = self.name in ("fit", "train_on_batch")
+        with (
+            contextlib.nullcontext() if is_training else Phase(EVALUATE),
+            scope_hooks.route_loops(self._model, None),
+        ):
             try:
                 return self._loop(self._model, **self.keywords)
             except jax.errors.JaxRuntimeError as error:

@@ -25,7 +25,8 @@ DEVICE = "device"
 """A training loop waits until programs that it started have ended."""
 
 SAVE = "save"
-"""A training loop waits for a checkpoint."""
+"""A training loop waits for a checkpoint. The result is its step; None if an
+earlier one is awaited."""
 
 CALLBACKS = "callbacks"
 """Callbacks run in the thread of the training loop."""

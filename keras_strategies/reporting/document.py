@@ -8,72 +8,52 @@ import contextlib
 import json
 import os
 import pathlib
-import tempfile
 import warnings
 from typing import Any
 
-from keras_strategies.cluster.exchange.message_forms import (
-    fault_of,
-    is_count,
+from keras_strategies.cluster.untrusted import (
+    escape_controls,
+    load_json,
+    open_regular,
 )
-from keras_strategies.cluster.untrusted import load_json, open_regular
 
 NAME = "run_report.json"
 """The name of the file."""
 
+STEP_NAME = ".run_report_step"
+"""The name of the file with the last step, see `StepFile`."""
+
 MOST_STARTS = 100
 """The number of starts whose entries are kept."""
 
-_PARTIAL = f".{NAME}-"
-_MOST_BYTES = 4 << 20
-_CAUSE = {"cause": str, "count": is_count, "seconds": float}
-FIGURES = {
-    "steps": is_count,
-    "startup_seconds": float,
-    "seconds": float,
-    "saves": is_count,
-    "compilations": {
-        "count": is_count,
-        "seconds": float,
-        "step_seconds": float,
-        "causes": [_CAUSE],
-    },
-    "shares": dict,
-    "input_ms?": float,
-    "idle?": float,
-    "step_ms?": {"median": float, "p95": float, "mean": float},
-    "rows_per_sec?": float,
-    "tokens_per_sec?": float,
-    "flops_per_sec?": float,
-    "mfu?": float,
-    "processes?": {
-        "count": is_count,
-        "slowest": is_count,
-        "extra_ms": float,
-        "extra_share": float,
-        "input_ms": float,
-        "input_share": float,
-    },
-    "advice?": str,
-}
-"""The form of the figures of a run; see `message_forms.Form`."""
-_START = {
-    "started": float,
-    "first_step": is_count,
-    "last_step": is_count,
-    "is_done": bool,
-    "figures": FIGURES,
-}
-_DOCUMENT = {
-    "version": is_count,
-    "first_step": is_count,
-    "num_starts": is_count,
-    "num_steps": is_count,
-    "num_repeated": is_count,
-    "starts": [_START],
-}
+_MAX_BYTES = 4 << 20
 
 Document = dict[str, Any]
+
+EMPTY: dict[str, Any] = {
+    "steps": 0,
+    "startup_seconds": 0.0,
+    "seconds": 0.0,
+    "saves": 0,
+    "compilations": {
+        "count": 0,
+        "seconds": 0.0,
+        "step_seconds": 0.0,
+        "causes": [],
+    },
+    "shares": {},
+}
+"""The figures of a run that has trained no step."""
+
+_SHARES = {
+    "input": "waiting for input",
+    "program": "the step's programs",
+    "python": "Python between them",
+    "callbacks": "callbacks",
+    "save": "checkpoints",
+    "compile": "compilations",
+    "evaluate": "evaluations",
+}
 
 
 class ReportError(Exception):
@@ -84,12 +64,12 @@ def load_report(directory: str | os.PathLike[str]) -> Document:
     """Reads the report in a directory.
 
     Raises:
-      ReportError: if there is no report, or it has not the form of one.
+      ReportError: if there is no report, or it cannot be shown and continued.
     """
     path = pathlib.Path(directory) / NAME
     try:
         with open_regular(path) as file:
-            text = file.read(_MOST_BYTES + 1)
+            text = file.read(_MAX_BYTES + 1)
     except OSError as error:
         raise ReportError(
             f"A report must be in {str(path)!r}. Received: a directory "
@@ -97,54 +77,99 @@ def load_report(directory: str | os.PathLike[str]) -> Document:
             "with `ks.callbacks.RunReport`."
         ) from None
     try:
-        document = load_json(text, max_characters=_MOST_BYTES)
-        fault = fault_of(document, _DOCUMENT) or _find_fault(document)
-    except ValueError as error:
+        document = load_json(text, max_characters=_MAX_BYTES)
+        describe_report(document)
+        add_start(document, 0.0, 0, None)
+    except (ArithmeticError, AttributeError, KeyError, ValueError) as error:
         fault = str(error)
-    if fault is not None:
-        raise ReportError(
-            f"{str(path)!r} must be a report that `ks.callbacks.RunReport` "
-            f"wrote. Received: another file ({fault}). Pass another directory, "
-            "or move the file away to start a new report."
-        )
-    return document
+    except (IndexError, TypeError):
+        fault = "it has another structure"
+    else:
+        return document
+    raise ReportError(
+        f"{str(path)!r} must be a report that `ks.callbacks.RunReport` wrote. "
+        f"Received: another file ({fault}). Pass another directory, or move "
+        "the file away to start a new report."
+    )
 
 
-def _find_fault(document: Document) -> str | None:
-    for start in document["starts"]:
-        values = start["figures"]["shares"].values()
-        if not all(type(value) in (int, float) for value in values):
-            return "its shares are not numbers"
-    return None if document["starts"] else "it has no starts"
+def describe_report(document: Document) -> dict[str, str]:
+    """Returns the lines of a report's table by their labels.
+
+    The line of a value that is not known is empty.
+    """
+    figures = document["starts"][-1]["figures"]
+    made, shares = figures["compilations"], figures["shares"]
+    goodput = compute_goodput(document)
+    is_restarted = document["num_starts"] > 1
+
+    def show(form: str, name: str, scale: float = 1.0) -> str:
+        value = figures.get(name)
+        if value is None or isinstance(value, dict):
+            return form.format_map(value) if value else ""
+        return form.format(value * scale)
+
+    lines = {
+        "steps": f"{document['num_steps']:d}",
+        "time of a step": show("{median:.3g} ms (p95 {p95:.3g} ms)", "step_ms"),
+        "rows per second": show("{:,.0f}", "rows_per_sec"),
+        "tokens per second": show("{:,.0f}", "tokens_per_sec"),
+        "model TFLOP/s": show("{:.3g}", "flops_per_sec", 1e-12),
+        "MFU": show("{:.1f} %", "mfu", 100.0),
+        "start-up": show("{:.1f} s", "startup_seconds"),
+        "time after it": show("{:.1f} s", "seconds"),
+    }
+    for name, label in _SHARES.items():
+        share = shares.get(name)
+        lines[f"  {label}"] = f"{100 * share:.1f} %" if share else ""
+    lines["compiled programs"] = (
+        f"{made['count']} ({made['seconds']:.1f} s)" if made["count"] else ""
+    )
+    lines |= {
+        "  for": "\n".join(
+            f"{one['cause']}: {one['seconds']:.1f} s"
+            for one in made["causes"][:3]
+        ),
+        "slowest process": show(
+            "{slowest}, by {extra_ms:.3g} ms a step", "processes"
+        ),
+        "restarts": f"{document['num_starts'] - 1}" if is_restarted else "",
+        "steps computed twice": (
+            f"{document['num_repeated']} (goodput {100 * goodput:.1f} %)"
+            if is_restarted and goodput is not None
+            else ""
+        ),
+        "advice": figures.get("advice", ""),
+    }
+    return {
+        label: escape_controls(line, keeps="\n")
+        for label, line in lines.items()
+    }
 
 
-def save_report(directory: str | os.PathLike[str], document: Document) -> None:
-    """Writes a report in one piece: readers see the old file or the new one."""
-    folder = pathlib.Path(directory)
-    handle, name = tempfile.mkstemp(prefix=_PARTIAL, dir=folder)
+def save_report(
+    directory: str | os.PathLike[str],
+    document: Document,
+    *,
+    warns: bool = False,
+) -> None:
+    """Writes a report in one piece: readers see the old file or the new one.
+
+    Args:
+      directory: The folder of the report.
+      document: The report.
+      warns: Whether to warn, and not raise, if the report cannot be written.
+    """
+    partial = pathlib.Path(directory, f".{NAME}-partial")
     try:
-        with os.fdopen(handle, "w", encoding="utf-8") as file:
+        # Left by a process that was killed.
+        partial.unlink(missing_ok=True)
+        with partial.open("x", encoding="utf-8") as file:
             json.dump(document, file)
-        os.replace(name, folder / NAME)
-    except BaseException:
-        os.unlink(name)
-        raise
-
-
-def delete_partial(directory: str | os.PathLike[str]) -> None:
-    """Deletes the files of `save_report` that killed processes have left."""
-    for path in pathlib.Path(directory).glob(f"{_PARTIAL}*"):
-        with contextlib.suppress(OSError):
-            path.unlink()
-
-
-def try_to_save(directory: str | os.PathLike[str], document: Document) -> None:
-    """Calls `save_report`, but warns if the report cannot be written."""
-    try:
-        save_report(directory, document)
+        os.replace(partial, partial.with_name(NAME))
     except OSError as error:
-        # Without the temporary file's name, so that Python does not repeat the
-        # warning.
+        if not warns:
+            raise
         warnings.warn(
             "`RunReport` could not write its report, so training continues "
             f"without it. Received: {os.fspath(directory)!r}: "
@@ -168,26 +193,18 @@ def add_start(
         better than from the report.
     """
     old = document or {"num_starts": 0, "num_repeated": 0, "starts": []}
-    starts = list(old["starts"])
+    starts, reached = list(old["starts"]), step
     if starts:
         reached = max(starts[-1]["last_step"], last_step or 0)
         starts[-1] = starts[-1] | {"last_step": reached}
-        step_before = reached
-    else:
-        step_before = step
-    entry = {
-        "started": started,
-        "first_step": step,
-        "last_step": step,
-        "is_done": False,
-        "figures": EMPTY,
-    }
+    entry = {"started": started, "first_step": step, "last_step": step}
+    entry |= {"is_done": False, "figures": EMPTY}
     return {
         "version": 1,
         "first_step": old.get("first_step", step),
         "num_starts": old["num_starts"] + 1,
         "num_steps": step,
-        "num_repeated": old["num_repeated"] + max(step_before - step, 0),
+        "num_repeated": old["num_repeated"] + max(reached - step, 0),
         "starts": [*starts, entry][-MOST_STARTS:],
     }
 
@@ -196,11 +213,8 @@ def update_start(
     document: Document, last_step: int, figures: Any, *, is_done: bool
 ) -> Document:
     """Returns a report in which the last start's entry is up to date."""
-    entry = document["starts"][-1] | {
-        "last_step": last_step,
-        "is_done": is_done,
-        "figures": figures,
-    }
+    entry = document["starts"][-1] | {"last_step": last_step}
+    entry |= {"is_done": is_done, "figures": figures}
     starts = [*document["starts"][:-1], entry]
     return document | {"num_steps": last_step, "starts": starts}
 
@@ -215,17 +229,52 @@ def compute_goodput(document: Document) -> float | None:
     return useful / (useful + repeated) if useful + repeated else None
 
 
-EMPTY: dict[str, Any] = {
-    "steps": 0,
-    "startup_seconds": 0.0,
-    "seconds": 0.0,
-    "saves": 0,
-    "compilations": {
-        "count": 0,
-        "seconds": 0.0,
-        "step_seconds": 0.0,
-        "causes": [],
-    },
-    "shares": {},
-}
-"""The figures of a run that has trained no step."""
+class StepFile:
+    """A file with a start's last step, which outlives a killed process.
+
+    Each start replaces the file by a new one. A write takes about a
+    microsecond, because the operating system writes the bytes to the disk
+    later, also if the process is killed. The file only makes a report more
+    exact: steps that cannot be written are lost without an error.
+
+    Args:
+      directory: The folder of the file.
+      start: The number of the start.
+      step: The step from which it continues.
+    """
+
+    def __init__(
+        self, directory: str | os.PathLike[str], start: int, step: int
+    ) -> None:
+        self._start, self._file = start, None
+        path = pathlib.Path(directory, STEP_NAME)
+        with contextlib.suppress(OSError):
+            path.unlink(missing_ok=True)
+            self._file = path.open("xb", buffering=0)
+        self.write(step)
+
+    def write(self, step: int) -> None:
+        """Writes a step."""
+        if self._file is not None:
+            with contextlib.suppress(OSError):
+                self._file.seek(0)
+                self._file.write(b"%d %019d\n" % (self._start, step))
+
+    def close(self) -> None:
+        """Closes the file."""
+        if self._file is not None:
+            with contextlib.suppress(OSError):
+                self._file.close()
+
+
+def read_step(directory: str | os.PathLike[str], start: int) -> int | None:
+    """Returns the last step that a start has written, or None.
+
+    A process may be killed before it writes a step. The file then contains the
+    step of an earlier start.
+    """
+    path = pathlib.Path(directory) / STEP_NAME
+    with contextlib.suppress(OSError, ValueError), open_regular(path) as file:
+        found, step = map(int, file.read(64).split())
+        return step if found == start else None
+    return None

@@ -1,7 +1,11 @@
 """Computes the figures of a report from what was recorded."""
 
+import math
+import statistics
 from collections.abc import Mapping
 from typing import Any
+
+import numpy as np
 
 from keras_strategies.names.phases import (
     CALLBACKS,
@@ -11,13 +15,15 @@ from keras_strategies.names.phases import (
     PROGRAM,
     SAVE,
 )
-from keras_strategies.reporting.recorder import AGAIN, SHAPE, StepRecorder
+from keras_strategies.reporting.advice import AGAIN, EXECUTION, SHAPE
+from keras_strategies.reporting.recorder import COMPILE, REPORT, StepRecorder
+from keras_strategies.watchdog.failure_detector import Heartbeat
 
 _MOST_CAUSES = 8
 _MS = 1e3
 
 Figures = dict[str, Any]
-"""The figures of a run, as JSON values; `document.FIGURES` is their form."""
+"""The figures of a run, as JSON values."""
 
 
 def compute_figures(recorder: StepRecorder, now: float) -> Figures:
@@ -27,26 +33,32 @@ def compute_figures(recorder: StepRecorder, now: float) -> Figures:
       recorder: What was recorded.
       now: The time, by the recorder's clock.
     """
-    begun = recorder.started_at
+    begun, of = recorder.started_at, recorder.seconds
     started = now if begun is None else begun
     figures: Figures = {
         "steps": recorder.launched,
         "startup_seconds": started - recorder.began_at,
-        "seconds": now - started,
+        "seconds": 0.0 if begun is None else now - begun - of[REPORT],
         "saves": recorder.saves,
         "compilations": _list_compilations(recorder),
         "shares": compute_shares(recorder, now),
     }
     if recorder.executions:
-        median = recorder.inputs.find_quantile(0.5) or 0.0
-        figures["input_ms"] = _MS * median
+        figures["input_ms"] = _MS * of[INPUT] / recorder.executions
         figures["idle"] = 1.0 - recorder.ahead / recorder.executions
+        figures["steps_per_program"] = (
+            recorder.launched - recorder.first_steps
+        ) / recorder.executions
     speed = compute_speed(recorder)
     if speed:
-        speed["step_ms"] |= {
-            "median": _MS * (recorder.times.find_quantile(0.5) or 0.0),
-            "p95": _MS * (recorder.times.find_quantile(0.95) or 0.0),
-        }
+        median, p95 = np.quantile(
+            list(recorder.times),
+            (0.5, 0.95),
+            weights=list(recorder.times.values()),
+            method="inverted_cdf",
+        )
+        speed["step_ms"] |= {"median": float(_MS * median)}
+        speed["step_ms"]["p95"] = float(_MS * p95)
     return figures | speed
 
 
@@ -60,12 +72,9 @@ def compute_speed(recorder: StepRecorder) -> dict[str, Any]:
         return {}
     shapes = recorder.shapes.values()
     share = steps / recorder.launched
-    rows = share * (recorder.rows + sum(s.rows * s.steps for s in shapes))
-    tokens = recorder.tokens + sum(s.tokens * s.steps for s in shapes)
-    tokens *= share
-    speed: dict[str, Any] = {
-        "step_ms": {"mean": _MS * seconds / steps},
-    }
+    rows = share * sum(s.rows * s.steps for s in shapes)
+    tokens = share * sum(s.tokens * s.steps for s in shapes)
+    speed: dict[str, Any] = {"step_ms": {"mean": _MS * seconds / steps}}
     if rows:
         speed["rows_per_sec"] = rows / seconds
     if tokens:
@@ -89,34 +98,33 @@ def compute_shares(recorder: StepRecorder, now: float) -> dict[str, float]:
         "callbacks": of[CALLBACKS],
         "program": of[PROGRAM] + of[DEVICE],
         "save": of[SAVE],
-        "compile": recorder.compilations.seconds - recorder.compiled_before,
+        "compile": of[COMPILE],
         "evaluate": of[EVALUATE],
     }
-    total = now - recorder.started_at
-    rest = max(total - sum(seconds.values()), 0.0)
-    total = sum(seconds.values()) + rest
-    return {
-        name: max(spent, 0.0) / total
-        for name, spent in {**seconds, "python": rest}.items()
-    }
+    rest = now - recorder.started_at - of[REPORT] - sum(seconds.values())
+    seconds["python"] = rest
+    seconds = {name: max(spent, 0.0) for name, spent in seconds.items()}
+    total = sum(seconds.values())
+    return {name: spent / total for name, spent in seconds.items()}
 
 
 def _list_compilations(recorder: StepRecorder) -> dict[str, Any]:
-    causes = recorder.compilations.causes
-    longest = sorted(causes, key=lambda name: -causes[name].seconds)
+    made = recorder.compilations
+    longest = sorted(made.seconds, key=lambda name: -made.seconds[name])
+    repeated = (SHAPE, EXECUTION, AGAIN)
     return {
-        "count": sum(cause.count for cause in causes.values()),
-        "seconds": recorder.compilations.seconds,
+        "count": made.counts.total(),
+        "seconds": sum(made.seconds.values()),
         "step_seconds": sum(
-            cause.seconds
-            for name, cause in causes.items()
-            if name.startswith((SHAPE, AGAIN))
+            spent
+            for name, spent in made.seconds.items()
+            if name.startswith(repeated)
         ),
         "causes": [
             {
                 "cause": name,
-                "count": causes[name].count,
-                "seconds": causes[name].seconds,
+                "count": made.counts[name],
+                "seconds": made.seconds[name],
             }
             for name in longest[:_MOST_CAUSES]
         ],
@@ -134,3 +142,39 @@ def pick_logs(figures: Mapping[str, Any]) -> dict[str, float]:
     if figures.get("shares"):
         logs["input_share"] = figures["shares"]["input"]
     return logs
+
+
+def compare_processes(heartbeats: Mapping[int, Heartbeat]) -> dict[str, Any]:
+    """Returns the figure "processes": which is slowest, and by how much.
+
+    Args:
+      heartbeats: The latest heartbeat of each process.
+
+    Returns:
+      A dict with the entry, or without it if fewer than two processes have
+      reported steps.
+    """
+    measured = {p: h for p, h in sorted(heartbeats.items()) if _is_measured(h)}
+    if len(measured) < 2:
+        return {}
+    local = {p: h.local_s / h.steps for p, h in measured.items()}
+    slowest = max(local, key=lambda p: local[p])
+    others = [seconds for p, seconds in local.items() if p != slowest]
+    extra = local[slowest] - statistics.median(others)
+    one = measured[slowest]
+    return {
+        "processes": {
+            "count": len(measured),
+            "slowest": slowest,
+            "extra_ms": _MS * extra,
+            "extra_share": min(extra * one.steps / one.steps_s, 1.0),
+            "input_ms": _MS * one.input_s / one.steps,
+            "input_share": min(one.input_s / one.steps_s, 1.0),
+        }
+    }
+
+
+def _is_measured(heartbeat: Heartbeat) -> bool:
+    times = heartbeat.steps_s, heartbeat.local_s, heartbeat.input_s
+    is_time = all(math.isfinite(x) and x >= 0 for x in times)
+    return is_time and heartbeat.steps > 0 and heartbeat.steps_s > 0

@@ -1,9 +1,11 @@
 """Records the time that a training loop spends in each phase of its steps."""
 
+import collections
 import contextlib
+import dataclasses
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from threading import get_ident
 from typing import Any
 
@@ -18,8 +20,8 @@ from keras_strategies.names.phases import (
     READ,
     SAVE,
 )
+from keras_strategies.reporting.advice import AGAIN, EXECUTION, FIRST, SHAPE
 from keras_strategies.reporting.compilations import Compilations
-from keras_strategies.reporting.histogram import Histogram
 from keras_strategies.reporting.shapes import (
     ShapeCount,
     Signature,
@@ -29,14 +31,29 @@ from keras_strategies.reporting.shapes import (
 )
 from keras_strategies.spmd.batches import Execution, Segment
 
-_MOST_SHAPES = 1000
-_PHASES = (INPUT, PROGRAM, DEVICE, CALLBACKS, SAVE, EVALUATE)
-_OUTER = (SAVE, EVALUATE)
+_MAX_SHAPES = 1000
+
+COMPILE = "compile"
+"""Tracing, lowering and compiling, in any phase."""
+
+REPORT = "report"
+"""The report itself works; this is no part of the loop's time."""
+
+_PHASES = (INPUT, PROGRAM, DEVICE, CALLBACKS, SAVE, EVALUATE, COMPILE, REPORT)
+_OUTER = (SAVE, EVALUATE, REPORT)
 """Phases in which no others are counted."""
 
-FIRST = "the first step"
-SHAPE = "a new shape: "
-AGAIN = "a step, for the same shapes"
+_LEFT_OUT = (COMPILE, *_OUTER)
+"""Phases that are no part of a step's time."""
+
+
+@dataclasses.dataclass(kw_only=True)
+class _Moment:
+    """The steps and the seconds of phases that were recorded until a moment."""
+
+    at: float
+    steps: int
+    seconds: dict[str, float]
 
 
 class StepRecorder:
@@ -60,15 +77,11 @@ class StepRecorder:
       seconds: The seconds of each phase, without those of phases within it.
         Input and callbacks count if the devices had nothing to compute at
         their end; otherwise, the time is that of the step's program.
-      left_out: The seconds of compilations, checkpoints and evaluations,
-        including those of the start-up.
       saves: Number of checkpoints.
-      shapes: The shapes of the batches of `fit`.
-      rows: Number of rows, of other loops.
-      tokens: Number of tokens, of other loops.
+      shapes: The shapes of the batches.
       launched: Number of steps that were started.
-      times: The times of steps.
-      inputs: The times that idle devices waited for a batch.
+      first_steps: Number of steps of the start-up.
+      times: The numbers of steps by their time, with three digits.
       steps: Number of steps of all windows.
       window_seconds: The seconds of all windows.
       started_at: When the start-up had ended, or None.
@@ -94,35 +107,37 @@ class StepRecorder:
         self.began_at = clock()
         self.started_at: float | None = None
         self.shapes: dict[Signature, ShapeCount] = {}
-        self.launched = self._pending = self.rows = self.tokens = 0
-        self.left_out = 0.0
+        self.launched = self._pending = 0
         self.note_steps: Callable[[int], None] = lambda count: None
         # The phases that have begun: their names, when they began, and the
         # seconds of compilations and of phases within them.
         self._open: list[list[Any]] = []
-        self._num_outer = 0
         # An output of the program that was started last.
         self._last: Any = None
-        # While a step is started: its execution, or the new shapes of a batch
-        # of another loop than `fit`.
-        self._is_loop = False
-        self._subject: Execution | Signature | None = None
+        # The batches of the step that is started, with their numbers of steps.
+        self._subject: list[tuple[ShapeCount, int]] = []
+        # Of another loop than `fit`: the shapes of the batch, and whether it is
+        # in a step.
         self._batch: Signature = ()
-        self._batches: set[Signature] = set()
+        self._is_loop = False
         self._reset(self.began_at)
 
     def _reset(self, now: float) -> None:
-        self.seconds: dict[str, float] = dict.fromkeys(_PHASES, 0.0)
-        self.read_seconds = 0.0
+        self.seconds = dict.fromkeys(_PHASES, 0.0)
+        self.read_seconds = self.window_seconds = 0.0
         self.saves = self.ahead = self.executions = self.steps = 0
-        self.times, self.inputs = Histogram(), Histogram()
-        self.window_seconds = 0.0
-        self.left_out_before = self.left_out
-        self.compiled_before = self.compilations.seconds
-        self._since, self._since_steps = now, self.launched
-        self._since_left_out = self.left_out
-        self._start, self._start_at = self.seconds.copy(), now
-        self._start_left_out = self.left_out
+        self.first_steps = self.launched
+        self.times = collections.Counter[float]()
+        # The beginning of a window, and of the last execution.
+        self._window = self._start = self._take_moment(now)
+
+    def _take_moment(self, now: float) -> _Moment:
+        return _Moment(at=now, steps=self.launched, seconds=self.seconds.copy())
+
+    def _measure_since(self, moment: _Moment, now: float) -> float:
+        """Returns the seconds since a moment that steps are made of."""
+        of, before = self.seconds, moment.seconds
+        return now - moment.at - sum(of[n] - before[n] for n in _LEFT_OUT)
 
     # Called by phases. These methods run several times in each step.
 
@@ -134,10 +149,8 @@ class StepRecorder:
             return
         if get_ident() != self._thread:
             return
-        if name in _OUTER:
-            if not self._num_outer:
-                now = self._wait(now)
-            self._num_outer += 1
+        if name in _OUTER and not self._is_in_outer():
+            now = self._wait(now)
         self._open.append([name, now, 0.0])
 
     def end(self, name: str, result: Any) -> None:
@@ -150,9 +163,7 @@ class StepRecorder:
             return
         open_phases = self._open
         _, since, inner = open_phases.pop()
-        if name in _OUTER:
-            self._num_outer -= 1
-        if self._num_outer:
+        if self._is_in_outer():
             # It is a part of the outer phase.
             open_phases[-1][2] += inner
             return
@@ -168,31 +179,35 @@ class StepRecorder:
             self._end_input(result, now)
         elif name == DEVICE:
             self._close_window(now)
-        elif name in _OUTER:
-            self.left_out += spent - inner
-            self.saves += name == SAVE
+        elif name == SAVE:
+            self.saves += result is not None
+
+    def _is_in_outer(self) -> bool:
+        return any(phase[0] in _OUTER for phase in self._open)
 
     def _end_input(self, result: Any, now: float) -> None:
         if isinstance(result, Execution):
+            self._subject = []
             if self._pending:
                 # It ran no program, as in eager mode.
                 self._launch(now)
-            self._begin_execution(result, now)
+            for segment in result.segments:
+                self._add(sign(segment), segment.steps, segment)
+            self._begin(sum(s.steps for s in result.segments), now)
         else:
             leaves = jax.tree.leaves(result)
             self._batch = tuple(leaf.shape for leaf in leaves)
 
-    # Steps.
+    @contextlib.contextmanager
+    def pausing(self) -> Iterator[None]:
+        """Leaves out the time of the block, in which the report works."""
+        self.begin(REPORT)
+        try:
+            yield
+        finally:
+            self.end(REPORT, None)
 
-    def _begin_execution(self, execution: Execution, now: float) -> None:
-        steps = 0
-        for segment in execution.segments:
-            key = sign(segment)
-            known = self.shapes.get(key) or self._add_shape(key, segment)
-            known.steps += segment.steps
-            steps += segment.steps
-        self._subject = execution
-        self._begin(steps, now)
+    # Steps.
 
     def begin_step(self, rows: int, tokens: int) -> None:
         """Begins a step of a loop that is not `fit`.
@@ -201,50 +216,52 @@ class StepRecorder:
           rows: The number of rows of the step's batch, over all processes.
           tokens: The number of tokens of the batch; 0 if it contains none.
         """
-        is_new = self._batch not in self._batches
-        if len(self._batches) < _MOST_SHAPES:
-            self._batches.add(self._batch)
-        self._subject = self._batch if is_new else ()
         self._is_loop = True
-        self.rows += rows
-        self.tokens += tokens
+        text = {f"x[{i}]": shape for i, shape in enumerate(self._batch)}
+        batch = ShapeCount(text=text, rows=rows, tokens=tokens)
+        self._add((*self._batch, (rows, tokens)), 1, batch)
         self._begin(1, self._clock())
 
     def end_step(self) -> None:
         """Ends a step of a loop that is not `fit`."""
         self._launch(self._clock())
-        self._subject, self._is_loop = None, False
+        self._subject, self._is_loop = [], False
 
     def _begin(self, steps: int, now: float) -> None:
         self._pending = steps
         self.executions += 1
-        of = self.seconds
         if self._has_caught_up():
             self._close_window(now)
-            if self.started_at is not None:
-                self.inputs.add(of[INPUT] - self._start[INPUT], 1)
         else:
             self.ahead += 1
             if self.started_at is not None:
                 self._hide(now)
-        self._start, self._start_at = of.copy(), now
-        self._start_left_out = self.left_out
+        self._start = self._take_moment(now)
 
     def _hide(self, now: float) -> None:
         """Counts the time since the last program as that of the devices.
 
         They were busy for all of it, so the loop lost no time.
         """
-        of, start = self.seconds, self._start
-        of[INPUT], of[CALLBACKS] = start[INPUT], start[CALLBACKS]
-        busy = now - self._start_at - (self.left_out - self._start_left_out)
-        of[PROGRAM] = start[PROGRAM] + busy - (of[DEVICE] - start[DEVICE])
+        of, before = self.seconds, self._start.seconds
+        of[INPUT], of[CALLBACKS] = before[INPUT], before[CALLBACKS]
+        busy = self._measure_since(self._start, now)
+        of[PROGRAM] = before[PROGRAM] + busy - (of[DEVICE] - before[DEVICE])
 
-    def _add_shape(self, key: Signature, segment: Segment) -> ShapeCount:
-        shape = describe(segment, has_tokens=self._has_tokens)
-        if len(self.shapes) < _MOST_SHAPES:
-            self.shapes[key] = shape
-        return shape
+    def _add(
+        self, key: Signature, steps: int, batch: Segment | ShapeCount
+    ) -> None:
+        shape = self.shapes.get(key)
+        if shape is None:
+            shape = (
+                describe(batch, has_tokens=self._has_tokens)
+                if isinstance(batch, Segment)
+                else batch
+            )
+            if len(self.shapes) < _MAX_SHAPES:
+                self.shapes[key] = shape
+        shape.steps += steps
+        self._subject.append((shape, steps))
 
     def _launch(self, now: float) -> None:
         """Counts the steps whose programs have been started."""
@@ -257,7 +274,7 @@ class StepRecorder:
             self._reset(now)
             if not self._has_caught_up():
                 # Nearly all of the first step's time is in the first window.
-                self._since_steps = before
+                self._window.steps = before
 
     def _has_caught_up(self) -> bool:
         last = self._last
@@ -279,83 +296,65 @@ class StepRecorder:
         self._close_window(now)
         return now
 
-    def close_window(self) -> float:
-        """Ends a window: all programs that were started have ended.
-
-        Returns:
-          The time.
-        """
+    def close_window(self) -> None:
+        """Ends a window: all programs that were started have ended."""
         now = self._clock()
         if self._pending and not self._is_loop:
             self._launch(now)
-        self._subject = None
+        self._subject = []
         self._close_window(now)
-        return now
 
     def _close_window(self, now: float) -> None:
-        new = self.launched - self._since_steps
+        new = self.launched - self._window.steps
         if new and self.started_at is not None:
-            left_out = self.left_out - self._since_left_out
-            seconds = now - self._since - left_out
-            self.times.add(seconds / new, new)
+            seconds = self._measure_since(self._window, now)
+            self.times[float(f"{seconds / new:.3g}")] += new
             self.window_seconds += seconds
             self.steps += new
         elif self.steps:
             return
-        self._since, self._since_steps = now, self.launched
-        self._since_left_out = self.left_out
-
-    def leave_out(self, seconds: float) -> None:
-        """Leaves out the last seconds, in which the report itself worked."""
-        if self.started_at is not None:
-            self.started_at += seconds
-        self._since += seconds
-        self._start_at += seconds
-        if self._open:
-            self._open[-1][2] += seconds
+        self._window = self._take_moment(now)
 
     def measure_local(self) -> dict[str, Any]:
         """Returns this process's steps and times, for `Heartbeat`."""
-        started = self.started_at
+        started, of = self.started_at, self.seconds
         if started is None or not self.steps:
             return {}
-        of = self.seconds
-        left_out = self.left_out - self.left_out_before
-        seconds = self._clock() - started - left_out
+        seconds = self._clock() - started - sum(of[n] for n in _LEFT_OUT)
         # The rest of the input is a wait for other processes' rows.
         own = min(of[INPUT], self.read_seconds)
+        local = seconds - of[PROGRAM] - of[DEVICE] - of[INPUT] + own
         return {
             "steps": self.steps,
             "steps_s": seconds,
-            "local_s": max(
-                seconds - of[PROGRAM] - of[DEVICE] - of[INPUT] + own, 0.0
-            ),
+            "local_s": max(local, 0.0),
             "input_s": own,
         }
 
     # Compilations.
 
     def _note_compiling(self, seconds: float) -> None:
-        self.left_out += seconds
+        self.seconds[COMPILE] += seconds
         if self._open:
             self._open[-1][2] += seconds
 
-    def _find_cause(self, program: str) -> str:
-        subject = self._subject
-        is_step = self._is_loop or any(p[0] == PROGRAM for p in self._open)
-        if subject is None or self._num_outer or not is_step:
-            where = "evaluation" if self._num_outer else "outside of steps"
-            return f"{where}: {program}"
+    def _find_cause(self, program: str) -> str | None:
+        names = {phase[0] for phase in self._open}
+        if REPORT in names:
+            return None
+        if names.intersection(_OUTER):
+            return f"evaluation: {program}"
+        if not self._subject or not (self._is_loop or PROGRAM in names):
+            return f"outside of steps: {program}"
         if not self.launched:
             return FIRST
-        if isinstance(subject, Execution):
-            for segment in subject.segments:
-                shape = self.shapes.get(sign(segment))
-                if shape is not None and shape.steps == segment.steps:
-                    others = [s for s in self.shapes.values() if s is not shape]
-                    return SHAPE + describe_change(shape, others)
-        elif subject:
-            return SHAPE + ", ".join(map(str, subject))
+        for shape, steps in self._subject:
+            if shape.steps == steps:
+                others = [s for s in self.shapes.values() if s is not shape]
+                change = describe_change(shape, others)
+                if change:
+                    return f"{SHAPE}{change}"
+                return f"{EXECUTION}{steps} step{'s' * (steps > 1)}"
         return f"{AGAIN}: {program}"
 
 

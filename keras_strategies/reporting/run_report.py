@@ -22,22 +22,20 @@ from keras_strategies.fit.callbacks.resumable_fit import (
 )
 from keras_strategies.fit.profiled_steps import parse_steps
 from keras_strategies.fit.step_profiler import profile_steps
-from keras_strategies.names.phases import EVALUATE, recording
+from keras_strategies.names.phases import recording
 from keras_strategies.planning.compile.clones import embeds_tokens
 from keras_strategies.reporting import document as files
-from keras_strategies.reporting import step_file
 from keras_strategies.reporting.advice import write_advice
 from keras_strategies.reporting.figures import (
+    compare_processes,
     compute_figures,
     compute_shares,
     compute_speed,
     pick_logs,
 )
 from keras_strategies.reporting.flops import FlopsCounter
-from keras_strategies.reporting.process_times import compare_processes
 from keras_strategies.reporting.recorder import StepRecorder
 from keras_strategies.reporting.table import print_reports
-from keras_strategies.spmd.attributes import temporary_attribute
 from keras_strategies.watchdog import watchdog
 
 _WRITE_S = 10.0
@@ -130,15 +128,17 @@ class RunReport(ReportCallback):
         self._profile = parse_steps(profile, "`profile`")
         self._stack = contextlib.ExitStack()
         self._recorder: StepRecorder | None = None
+        # Reading `self.model` during a step makes Keras write the step's
+        # arrays to all variables.
+        self._fitted: keras.Model | None = None
         self._step = GlobalStep()
         self._folder: str | None = None
+        # The report before this start, and with it.
+        self._earlier: files.Document | None = None
         self._document: files.Document | None = None
         self._flops: FlopsCounter | None = None
-        self._is_chief = True
+        self._is_chief, self.is_done = True, False
         self.figures: dict[str, Any] = dict(files.EMPTY)
-        self.is_done = False
-        self._has_begun = False
-        self._first_step = self._last_step = 0
         self._write_at = 0.0
 
     # Called by Keras in fit.
@@ -146,13 +146,12 @@ class RunReport(ReportCallback):
     def set_model(self, model: keras.Model) -> None:
         """Sets the model; called by Keras."""
         super().set_model(model)
-        # Reading `self.model` during a step makes Keras write the step's
-        # arrays to all variables.
         self._fitted = model
 
     def on_train_begin(self, logs: Logs | None = None) -> None:
         """Starts to record; reads an earlier report."""
         model = self._fitted
+        assert model is not None
         binding = find_binding(model)
         if binding is None:
             raise RuntimeError(
@@ -162,78 +161,61 @@ class RunReport(ReportCallback):
                 "`with ks.MirroredStrategy().scope():`, which also works with "
                 "one device."
             )
-        self._start(is_chief=binding.is_chief, has_tokens=embeds_tokens(model))
+        self._start(is_chief=binding.is_chief, model=model)
         self._step.follow(model)
         self._flops = FlopsCounter(model, binding.owner.mesh)
 
-    def _start(self, *, is_chief: bool, has_tokens: bool = False) -> None:
+    def _start(
+        self, *, is_chief: bool, model: keras.Model | None = None
+    ) -> None:
         """Starts to record; reads an earlier report."""
         self.close()
-        self._is_chief, self._folder = is_chief, None
-        self._document = self._flops = None
-        folder = self._find_folder()
-        if is_chief:
-            self._folder = folder
+        self._fitted, self._is_chief = model, is_chief
+        self._earlier = self._document = self._flops = None
+        loop = None if model is None else find_fit_state(model)
+        folder = None if loop is None else loop.directory
+        if self._directory is not None:
+            folder = os.fspath(self._directory)
+        self._folder = folder if is_chief else None
         if self._folder is not None:
             os.makedirs(self._folder, exist_ok=True)
             if os.path.exists(os.path.join(self._folder, files.NAME)):
-                self._document = files.load_report(self._folder)
+                self._earlier = files.load_report(self._folder)
+        has_tokens = model is not None and embeds_tokens(model)
         self._recorder = recorder = StepRecorder(has_tokens=has_tokens)
-        self._write_at = 0.0
-        self._has_begun = self.is_done = False
+        self._write_at, self.is_done = 0.0, False
         self.figures = dict(files.EMPTY)
         self._stack.enter_context(recorder.compilations.listening())
         self._stack.enter_context(recording(recorder))
         runner = watchdog.get_runner()
         if runner is not None:
             runner.measure_steps = recorder.measure_local
-        model = vars(self).get("_fitted")
         per = 1 if model is None else model.steps_per_execution
         traces = folder and os.path.join(folder, "profile")
         self._stack.enter_context(profile_steps(self._profile, traces, per))
 
-    def _find_folder(self) -> str | None:
-        if self._directory is not None:
-            return os.fspath(self._directory)
-        model = vars(self).get("_fitted")
-        loop = None if model is None else find_fit_state(model)
-        return None if loop is None else loop.directory
-
     def on_epoch_begin(self, epoch: int, logs: Logs | None = None) -> None:
         """Determines, in the first epoch, the step that the fit starts at."""
-        if not self._has_begun:
+        if self._document is None:
             # All callbacks have restored their state by now.
             self._step.settle(self._fitted)
             self._add_start(self._step.value)
 
     def _add_start(self, step: int) -> None:
-        self._has_begun, self._first_step = True, step
-        if self._folder is None:
-            return
-        file = step_file.StepFile(self._folder)
-        self._stack.callback(file.close)
-        old = self._document
-        # Without the file, it is the step of the report's last writing.
-        last_step = None if old is None else file.read(old["num_starts"])
+        folder, old = self._folder, self._earlier
+        last_step = None
+        if folder is not None and old is not None:
+            # Without the file, it is the step of the report's last writing.
+            last_step = files.read_step(folder, old["num_starts"])
         self._document = files.add_start(old, time.time(), step, last_step)
-        files.delete_partial(self._folder)
-        self._write(is_done=False, is_first=True)
+        if folder is None or self._recorder is None:
+            return
         # The report is written first: until then, its last start is the
         # earlier one, whose step the file must contain.
-        start = self._document["num_starts"]
-        file.write(step, start)
-        assert self._recorder is not None
-        self._recorder.note_steps = lambda n: file.write(step + n, start)
-
-    def on_test_begin(self, logs: Logs | None = None) -> None:
-        """Starts an evaluation."""
-        if self._recorder is not None:
-            self._recorder.begin(EVALUATE)
-
-    def on_test_end(self, logs: Logs | None = None) -> None:
-        """Ends an evaluation."""
-        if self._recorder is not None:
-            self._recorder.end(EVALUATE, None)
+        self._write(is_first=True)
+        file = files.StepFile(folder, self._document["num_starts"], step)
+        self._stack.callback(file.close)
+        self._recorder.note_steps = lambda count: file.write(step + count)
 
     def on_epoch_end(self, epoch: int, logs: Logs | None = None) -> None:
         """Adds the figures to the epoch's logs."""
@@ -244,11 +226,11 @@ class RunReport(ReportCallback):
         recorder.close_window()
         if self._flops is not None and self._flops.peak is not None:
             # The logs contain the MFU only for known chips.
-            self._count_flops(recorder, self._flops)
+            self._count_flops()
         if isinstance(logs, dict):
             self.add_logs(logs)
         if time.monotonic() >= self._write_at:
-            self._write(is_done=False)
+            self._write()
 
     def add_logs(self, logs: dict[str, Any]) -> None:
         """Adds the time of a step, speeds and the share of input to logs."""
@@ -262,8 +244,8 @@ class RunReport(ReportCallback):
             )
 
     def on_train_end(self, logs: Logs | None = None) -> None:
-        """Writes and prints the report."""
-        self._finish()
+        """Notes that the training has ended; `close` writes the report."""
+        self.is_done = True
 
     # Loops other than fit.
 
@@ -277,7 +259,6 @@ class RunReport(ReportCallback):
           step: The number of steps that were trained before, such as the step
             of a restored checkpoint.
         """
-        self.__dict__.pop("_fitted", None)
         check_number("`step`", step, "Pass a number of steps.", least=0)
         self._start(is_chief=jax.process_index() == 0)
         self._add_start(step)
@@ -318,7 +299,8 @@ class RunReport(ReportCallback):
         """
         if self._recorder is not None:
             self._recorder.wait()
-            self._finish()
+            self.is_done = True
+            self.close()
         return self.figures
 
     def __enter__(self) -> "RunReport":
@@ -331,63 +313,57 @@ class RunReport(ReportCallback):
         self.close()
 
     def close(self) -> None:
-        """Stops recording; called when `fit` ends, also after an error."""
-        if self._recorder is None:
+        """Stops recording, and writes and prints the report.
+
+        Called when `fit` ends, also after an error, which `is_done` tells.
+        """
+        recorder = self._recorder
+        if recorder is None:
             return
-        self._stack.close()
-        if not self.is_done:
-            self._write(is_done=False)
+        try:
+            if self.is_done:
+                self._count_flops()
+            self._write()
+        finally:
+            self._stack.close()
+            self._recorder = None
         runner = watchdog.get_runner()
         if runner is not None:
             # Later heartbeats repeat the last times, for a chief that ends
             # later.
-            last = self._recorder.measure_local()
+            last = recorder.measure_local()
             runner.measure_steps = lambda: last
-        self._recorder = None
+        has_report = self.is_done and self._document is not None
+        if has_report and self._is_chief and self._verbose:
+            print_reports(Console(highlight=False), {"run": self._document})
 
     # Implementation.
 
-    def _count_flops(
-        self, recorder: StepRecorder, counter: FlopsCounter
-    ) -> None:
-        since = time.perf_counter()
-        with temporary_attribute(recorder.compilations, "is_paused", True):
-            counter.count(recorder)
-        recorder.leave_out(time.perf_counter() - since)
+    def _count_flops(self) -> None:
+        if self._flops is not None and self._recorder is not None:
+            with self._recorder.pausing():
+                self._flops.count(self._recorder)
 
     def _compute_flops(self, recorder: StepRecorder) -> dict[str, float]:
         return {} if self._flops is None else self._flops.compute(recorder)
 
-    def _finish(self) -> None:
-        if self._recorder is not None and self._flops is not None:
-            self._count_flops(self._recorder, self._flops)
-        self._write(is_done=True)
-        self.close()
-        if self._is_chief and self._verbose and self._has_begun:
-            report = self._document or files.update_start(
-                files.add_start(None, time.time(), 0, None),
-                self._last_step,
-                self.figures,
-                is_done=True,
-            )
-            print_reports(Console(highlight=False), {"run": report})
-
-    def _write(self, *, is_done: bool, is_first: bool = False) -> None:
-        recorder = self._recorder
-        if recorder is None or not self._has_begun:
+    def _write(self, *, is_first: bool = False) -> None:
+        recorder, document = self._recorder, self._document
+        if recorder is None or document is None:
             return
         figures = compute_figures(recorder, time.perf_counter())
         figures |= self._compute_flops(recorder)
+        model = self._fitted
+        figures["is_eager"] = model is not None and model.run_eagerly
         heartbeats = watchdog.get_heartbeats()
         if self._is_chief and heartbeats:
             figures |= compare_processes(heartbeats)
         figures["advice"] = write_advice(figures)
-        self.figures, self.is_done = figures, is_done
-        self._last_step = self._first_step + recorder.launched
+        self.figures = figures
         self._write_at = time.monotonic() + _WRITE_S
-        if self._folder is not None and self._document is not None:
-            self._document = files.update_start(
-                self._document, self._last_step, figures, is_done=is_done
-            )
-            save = files.save_report if is_first else files.try_to_save
-            save(self._folder, self._document)
+        last_step = document["starts"][-1]["first_step"] + recorder.launched
+        self._document = files.update_start(
+            document, last_step, figures, is_done=self.is_done
+        )
+        if self._folder is not None:
+            files.save_report(self._folder, self._document, warns=not is_first)

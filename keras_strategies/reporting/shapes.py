@@ -28,7 +28,7 @@ class ShapeCount:
     text: dict[str, tuple[int, ...]]
     rows: int
     tokens: int
-    x: Any
+    x: Any = None
     steps: int = 0
 
 
@@ -49,37 +49,41 @@ def describe(segment: Segment, *, has_tokens: bool) -> ShapeCount:
       segment: The segment.
       has_tokens: Whether the model's integer inputs are sequences of tokens.
     """
-    data, axis = segment.data, int(segment.steps > 1)
-    named = jax.tree_util.tree_flatten_with_path(data)[0]
-    shapes = {
-        _name(path, isinstance(data, tuple)): _without_padding(leaf, segment)
-        for path, leaf in named
-    }
-    x = data[0] if isinstance(data, tuple) else data
-    inputs = jax.tree.map(
+    data = segment.data if isinstance(segment.data, tuple) else (segment.data,)
+    first = 2 if segment.steps > 1 else 1
+    named = jax.tree.map(
         lambda leaf: jax.ShapeDtypeStruct(
-            _without_padding(leaf, segment), leaf.dtype
+            (segment.rows, *leaf.shape[first:]), leaf.dtype
         ),
-        x,
+        dict(zip(_ENTRIES, data, strict=False)),
     )
     lengths = [
-        leaf.shape[axis + 1]
-        for leaf in jax.tree.leaves(x)
-        if len(leaf.shape) == axis + 2
+        leaf.shape[1]
+        for leaf in jax.tree.leaves(named["x"])
+        if has_tokens
+        and len(leaf.shape) == 2
         and jax.numpy.issubdtype(leaf.dtype, jax.numpy.integer)
     ]
-    longest = max(lengths, default=0) if has_tokens else 0
+    longest = max(lengths, default=0)
     return ShapeCount(
-        text=shapes,
+        text={
+            path[0].key + jax.tree_util.keystr(path[1:]): leaf.shape
+            for path, leaf in jax.tree_util.tree_leaves_with_path(named)
+        },
         rows=segment.rows,
         tokens=segment.rows * longest if longest > 1 else 0,
-        x=inputs,
+        x=named["x"],
     )
 
 
 def describe_change(new: ShapeCount, known: list[ShapeCount]) -> str:
-    """Describes how a batch's shapes differ from those of earlier batches."""
+    """Describes how a batch's shapes differ from those of earlier batches.
+
+    Returns "" if they do not differ, but the number of steps of a program does.
+    """
     earlier = [one.text for one in known]
+    if new.text in earlier:
+        return ""
     changed = {
         name: shape
         for name, shape in new.text.items()
@@ -87,21 +91,9 @@ def describe_change(new: ShapeCount, known: list[ShapeCount]) -> str:
     }
     if not changed:
         return "another combination of shapes"
-    is_shorter = all(
+    if all(
         any(one.get(name, ())[1:] == shape[1:] for one in earlier)
         for name, shape in changed.items()
-    )
-    if is_shorter:
+    ):
         return f"a batch of {new.rows} rows"
     return ", ".join(f"{name} {shape}" for name, shape in changed.items())
-
-
-def _without_padding(leaf: Any, segment: Segment) -> tuple[int, ...]:
-    return (segment.rows, *leaf.shape[int(segment.steps > 1) + 1 :])
-
-
-def _name(path: tuple[Any, ...], has_entries: bool) -> str:
-    keystr = jax.tree_util.keystr
-    if not has_entries:
-        return f"x{keystr(path)}"
-    return f"{_ENTRIES[path[0].idx]}{keystr(path[1:])}"

@@ -2,7 +2,7 @@
 
 import pytest
 
-from keras_strategies.reporting.process_times import compare_processes
+from keras_strategies.reporting.figures import compare_processes
 from keras_strategies.watchdog.failure_detector import Heartbeat
 
 

@@ -3,7 +3,6 @@
 import dataclasses
 import errno
 import json
-import tempfile
 import time
 import warnings
 
@@ -15,7 +14,7 @@ import pytest
 import keras_strategies as ks
 from keras_strategies.names import phases
 from keras_strategies.planning.program.chips import GPUS
-from keras_strategies.reporting import flops, run_report
+from keras_strategies.reporting import document, flops, run_report
 from tests.callbacks.test_scalars import read
 from tests.support.plain_keras import mirrored
 
@@ -266,11 +265,10 @@ class FillDisk(keras.callbacks.Callback):
             self.fill()
 
     def fill(self):
-        def fail(*_, prefix, dir):
-            name = str(dir / f"{prefix}{_random.integers(1 << 30)}")
-            raise OSError(errno.ENOSPC, "No space left on device", name)
+        def fail(value, file):
+            raise OSError(errno.ENOSPC, "No space left on device", file.name)
 
-        self.monkeypatch.setattr(tempfile, "mkstemp", fail)
+        self.monkeypatch.setattr(document.json, "dump", fail)
 
 
 def test_a_disk_that_fills_ends_the_report_and_not_the_training(

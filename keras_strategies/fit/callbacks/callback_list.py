@@ -91,6 +91,18 @@ class QuietCallbackList(keras.callbacks.CallbackList):
             callbacks, add_progbar=verbose != 0, verbose=verbose, **options
         )
 
+    def on_epoch_begin(self, epoch: int, logs: Logs | None = None) -> None:
+        """Calls the callbacks."""
+        with Phase(CALLBACKS):
+            super().on_epoch_begin(epoch, logs)
+
+    def on_train_batch_begin(
+        self, batch: int, logs: Logs | None = None
+    ) -> None:
+        """Calls the callbacks."""
+        with Phase(CALLBACKS):
+            super().on_train_batch_begin(batch, logs)
+
     def on_train_batch_end(self, batch: int, logs: Logs | None = None) -> None:
         """Fetches the logs and calls the callbacks that need them, if any."""
         if "train" not in self._quiet:
@@ -139,6 +151,11 @@ class QuietCallbackList(keras.callbacks.CallbackList):
             values = pythonify_logs(logs)
         with Phase(CALLBACKS):
             super().on_epoch_end(epoch, values)
+
+    def on_train_end(self, logs: Logs | None = None) -> None:
+        """Calls the callbacks."""
+        with Phase(CALLBACKS):
+            super().on_train_end(logs)
 
 
 def make_quiet_list(

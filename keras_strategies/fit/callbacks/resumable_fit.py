@@ -18,6 +18,7 @@ from keras_strategies.fit.callbacks.fit_state import (
     FitState,
     fetch_logs,
 )
+from keras_strategies.names.phases import SAVE, Phase
 from keras_strategies.step.step_functions import StepFunctionCache
 
 _LOOP = "_ks_loop"
@@ -207,7 +208,8 @@ def run_resumable_fit(
         return history
     finally:
         model.__dict__.pop(_LOOP, None)
-        checkpointer.close(is_done=is_done)
+        with Phase(SAVE):
+            checkpointer.close(is_done=is_done)
 
 
 def find_fit_state(model: keras.Model) -> FitState | None:
