@@ -73,8 +73,7 @@ def join(
     secret = read_secret(os.environ)
     address = task.coordinator_address or _fail_without_address(task)
     bind_address = _find_bind_address(address)
-    problem, arguments = _prepare(task, resolver, address)
-    has_tls = "mtls_cert_file" in arguments
+    problem, arguments, has_tls = _prepare(task, resolver)
     if task.process_id == 0 and not has_tls:
         _warn_of_strangers(bind_address)
     facts = {"mutual TLS": "on" if has_tls else "off", "strategy": strategy}
@@ -102,37 +101,26 @@ def join(
 
 
 def _prepare(
-    task: TaskInfo, resolver: object, address: str
-) -> tuple[str, dict[str, Any]]:
+    task: TaskInfo, resolver: object
+) -> tuple[str, dict[str, Any], bool]:
     """Prepares the start of JAX in this process.
 
     Returns:
-      A tuple of the text of an error, or "", and further arguments of
-      `jax.distributed.initialize`.
+      A tuple of the text of an error, or "", further arguments of
+      `jax.distributed.initialize`, and whether the job has mutual TLS.
     """
     arguments: dict[str, Any] = {}
-    problem = _find_problem()
+    problem, has_tls, options = _find_problem(), False, jax.config.values
     try:
         arguments |= _make_gpu_arguments(_choose_gpus(task, resolver))
-        arguments |= _make_tls_arguments(task, address)
+        has_tls = mutual_tls.has_mutual_tls(
+            os.environ,
+            options,
+            is_supported=mutual_tls.CERT.lower() in options,
+        )
     except (RuntimeError, TypeError, ValueError) as error:
         problem = problem or str(error)
-    return problem, arguments
-
-
-def _make_tls_arguments(task: TaskInfo, address: str) -> dict[str, Any]:
-    """Returns arguments for mutual TLS, whose files are checked."""
-    options = jax.config.values
-    credentials = mutual_tls.read_credentials(
-        os.environ,
-        options,
-        is_supported=mutual_tls.CERT.lower() in options,
-    )
-    if credentials is None:
-        return {}
-    host, _ = split_address(address)
-    mutual_tls.check_files(credentials, host, is_host=task.process_id == 0)
-    return credentials.as_arguments()
+    return problem, arguments, has_tls
 
 
 def check_main_guard() -> None:

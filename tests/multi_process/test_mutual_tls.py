@@ -3,7 +3,7 @@
 import jax
 import pytest
 
-from keras_strategies.job.mutual_tls import CERT, LEAST_JAX, PREFIX
+from keras_strategies.job.mutual_tls import CERT, LEAST_JAX
 from keras_strategies.names.versions import parse_version
 from tests.multi_process.startup import train
 from tests.multi_process.test_startup import free_addresses, in_turn
@@ -47,7 +47,7 @@ def test_a_job_trains_with_certificates_that_have_only_uris(tmp_path):
     environ = sign(
         tmp_path / "uris", extensions=["subjectAltName=URI:train://job/a"]
     )
-    environ |= {PREFIX: "train://job/"}
+    environ |= {"JAX_MTLS_PEER_URI_PREFIX": "train://job/"}
     words = (free_addresses(2), environ)
     first, second = in_turn("train_over", 2, *words, of="mutual_tls")
     assert first["replicas"] == 4

@@ -5,9 +5,11 @@ import errno
 import ipaddress
 import socket
 from collections.abc import Callable, Iterator, Mapping
+from typing import Any
 
 from keras_strategies.cli.doctor.findings import (
     Finding,
+    Level,
     Part,
     Row,
     fault,
@@ -71,73 +73,53 @@ class Cluster:
         return self.info.coordinator_address
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class _Kind:
-    name: str
-    marks: tuple[str, ...]  # If all are set, it is this kind.
-    shown: tuple[str, ...]
-    use: str
-    resolver: Callable[..., ClusterResolver] | None = None
-
-
-# If the variables of several launchers are set, the first one is used, as in
-# MultiWorkerMirroredStrategy().
-_KINDS = (
-    _Kind(
-        name="TF_CONFIG",
-        marks=("TF_CONFIG",),
-        shown=("TF_CONFIG",),
-        use="MultiWorkerMirroredStrategy(), or TFConfigClusterResolver()",
-        resolver=TFConfigClusterResolver,
+# For each launcher: the variables that are shown, of which some mark it if all
+# are set; the resolver; and how a script uses the cluster. If several launchers
+# have set theirs, the first one is used, as in MultiWorkerMirroredStrategy().
+_TF_CONFIG, _KUBERNETES = "TF_CONFIG", "Kubernetes"
+_Kind = tuple[str, int, str, Callable[..., ClusterResolver] | None]
+_KINDS: dict[str, _Kind] = {
+    _TF_CONFIG: (
+        "TF_CONFIG",
+        1,
+        "MultiWorkerMirroredStrategy(), or TFConfigClusterResolver()",
+        TFConfigClusterResolver,
     ),
-    _Kind(
-        name="SLURM",
-        marks=("SLURM_PROCID", "SLURM_STEP_NODELIST"),
-        shown=(
-            "SLURM_PROCID",
-            "SLURM_STEP_NUM_TASKS",
-            "SLURM_STEP_NODELIST",
-            "SLURM_STEP_TASKS_PER_NODE",
-        ),
-        use="SlurmClusterResolver()",
-        resolver=SlurmClusterResolver,
+    "SLURM": (
+        "SLURM_PROCID SLURM_STEP_NODELIST SLURM_STEP_NUM_TASKS "
+        "SLURM_STEP_TASKS_PER_NODE",
+        2,
+        "SlurmClusterResolver()",
+        SlurmClusterResolver,
     ),
-    _Kind(
-        name="Kubernetes",
-        marks=(),  # `has_job_variables` detects this kind.
-        shown=(
-            "JOB_COMPLETION_INDEX",
-            "JAX_PROCESS_COUNT",
-            "JAX_COORDINATOR_ADDRESS",
-            "JAX_COORDINATOR_PORT",
-            "JOBSET_NAME",
-            "PROCESS_ID",
-            "NUM_PROCESSES",
-            "COORDINATOR_ADDRESS",
-        ),
-        use="KubernetesClusterResolver()",
-        resolver=KubernetesClusterResolver,
+    # `has_job_variables` detects this kind.
+    _KUBERNETES: (
+        "JOB_COMPLETION_INDEX JAX_PROCESS_COUNT JAX_COORDINATOR_ADDRESS "
+        "JAX_COORDINATOR_PORT JOBSET_NAME PROCESS_ID NUM_PROCESSES "
+        "COORDINATOR_ADDRESS",
+        0,
+        "KubernetesClusterResolver()",
+        KubernetesClusterResolver,
     ),
-    _Kind(
-        name="torchrun",
-        marks=("RANK", "WORLD_SIZE"),
-        shown=("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"),
-        use="TorchrunClusterResolver()",
-        resolver=TorchrunClusterResolver,
+    "torchrun": (
+        "RANK WORLD_SIZE MASTER_ADDR MASTER_PORT",
+        2,
+        "TorchrunClusterResolver()",
+        TorchrunClusterResolver,
     ),
-    _Kind(
-        name="Open MPI",
-        marks=("OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE"),
-        shown=("OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE"),
-        use="jax.distributed.initialize() before the strategy",
+    "Open MPI": (
+        "OMPI_COMM_WORLD_RANK OMPI_COMM_WORLD_SIZE",
+        2,
+        "jax.distributed.initialize() before the strategy",
+        None,
     ),
-    _Kind(
-        name="Cloud TPU",
-        marks=("TPU_WORKER_ID",),
-        shown=("TPU_WORKER_ID", "TPU_WORKER_HOSTNAMES", "TPU_TOPOLOGY"),
-        use="TPUStrategy(), after jax.distributed.initialize()",
+    "Cloud TPU": (
+        "TPU_WORKER_ID TPU_WORKER_HOSTNAMES TPU_TOPOLOGY",
+        1,
+        "TPUStrategy(), after jax.distributed.initialize()",
+        None,
     ),
-)
+}
 
 
 def find_clusters(environ: Mapping[str, str]) -> list[Cluster]:
@@ -145,11 +127,29 @@ def find_clusters(environ: Mapping[str, str]) -> list[Cluster]:
 
     The first one is used.
     """
-    return [
-        _read_cluster(kind, environ)
-        for kind in _KINDS
-        if _is_set(kind, environ)
-    ]
+    clusters = []
+    for name, (shown, num_marks, use, resolver) in _KINDS.items():
+        variables = shown.split()
+        is_set = all(environ.get(mark) for mark in variables[:num_marks])
+        if name == _KUBERNETES:
+            is_set = has_job_variables(environ)
+        if not is_set:
+            continue
+        info, error = None, ""
+        if resolver is not None:
+            try:
+                info = task_info(resolver(environ=environ))
+            except (ValueError, TypeError, RuntimeError) as raised:
+                error = str(raised)
+        cluster = Cluster(
+            name=name,
+            variables=tuple(n for n in variables if environ.get(n)),
+            use=use,
+            info=info,
+            error=error,
+        )
+        clusters.append(cluster)
+    return clusters
 
 
 def check_clusters(environ: Mapping[str, str]) -> tuple[Part, Cluster | None]:
@@ -176,19 +176,17 @@ def check_clusters(environ: Mapping[str, str]) -> tuple[Part, Cluster | None]:
 
 
 def check_address(
-    info: TaskInfo, environ: Mapping[str, str], *, connects: bool
+    info: TaskInfo, environ: Mapping[str, str]
 ) -> Iterator[Finding]:
     """Checks whether processes can connect to the coordinator's address.
 
     Process 0 tries to listen at the address, and closes the socket again. Other
-    processes resolve the host name and, if `connects` is true, connect.
+    processes resolve the host name and connect to process 0.
 
     Args:
       info: This process's task.
       environ: The environment variables. If JAX_COORDINATOR_BIND_ADDRESS is
         set, process 0 listens at that address instead.
-      connects: Whether the other processes connect, which requires that
-        process 0 is running.
     """
     address = info.coordinator_address
     if address is None or info.num_processes == 1 or info.process_id is None:
@@ -205,55 +203,53 @@ def check_address(
             "Use a name that all machines can resolve, or an IP address.",
         )
         return
-    if info.process_id == 0:
-        yield from _try_to_listen(address, places[0], info)
-    elif connects:
-        yield _try_to_connect(address, places[0])
-
-
-Place = tuple[int, int, int, str, tuple[object, ...]]
-
-
-def _try_to_listen(
-    address: str, place: Place, info: TaskInfo
-) -> Iterator[Finding]:
-    try:
-        with socket.socket(place[0], place[1]) as server:
-            server.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-            server.bind(place[4])
-            server.listen()
-    except OSError as error:
-        if error.errno == errno.EADDRINUSE:
-            yield fault(
-                f"Another process listens at the coordinator's address, "
-                f"{address}.",
-                "End that process if it is not needed, or use another port for "
-                "process 0.",
-            )
-        else:
-            yield fault(
-                f"Process 0 cannot listen at {address}: "
-                f"{error.strerror or error}.",
-                "The coordinator's address must belong to the machine that "
-                "runs process 0, and its port must be at least 1024. Correct "
-                "the cluster.",
-            )
-        return
-    yield good(f"Process 0 can listen at {address}.")
+    family, kind, _, _, place = places[0]
+    with socket.socket(family, kind) as connection:
+        if info.process_id:
+            yield _try_to_connect(connection, address, place)
+            return
+        found = _try_to_listen(connection, address, place)
+    yield found
     others = {a.rpartition(":")[0] for a in info.addresses if a}
-    if len(others) > 1 and _is_loopback(place):
+    ip = str(place[0])
+    if found.level is Level.GOOD and len(others) > 1 and _is_loopback(ip):
         yield fault(
-            f"{address} is a loopback address ({place[4][0]}), so processes on "
-            "other machines cannot reach it.",
+            f"{address} is a loopback address ({ip}), so processes on other "
+            "machines cannot reach it.",
             "Correct this machine's /etc/hosts, or use its IP address.",
         )
 
 
-def _try_to_connect(address: str, place: Place) -> Finding:
+def _try_to_listen(
+    server: socket.socket, address: str, place: tuple[Any, ...]
+) -> Finding:
     try:
-        with socket.socket(place[0], place[1]) as connection:
-            connection.settimeout(_CONNECT_S)
-            connection.connect(place[4])
+        server.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        server.bind(place)
+        server.listen()
+    except OSError as error:
+        if error.errno == errno.EADDRINUSE:
+            return fault(
+                "Another process listens at the coordinator's address, "
+                f"{address}.",
+                "End that process if it is not needed, or use another port for "
+                "process 0.",
+            )
+        return fault(
+            f"Process 0 cannot listen at {address}: {error.strerror or error}.",
+            "The coordinator's address must belong to the machine that runs "
+            "process 0, and its port must be at least 1024. Correct the "
+            "cluster.",
+        )
+    return good(f"Process 0 can listen at {address}.")
+
+
+def _try_to_connect(
+    connection: socket.socket, address: str, place: tuple[Any, ...]
+) -> Finding:
+    try:
+        connection.settimeout(_CONNECT_S)
+        connection.connect(place)
     except ConnectionRefusedError:
         return warning(
             f"The machine of the coordinator answers, but no process listens "
@@ -262,44 +258,21 @@ def _try_to_connect(address: str, place: Place) -> Finding:
             "strategy.",
         )
     except OSError as error:
-        what = error.strerror or "no answer"
         return fault(
             f"The coordinator at {address} cannot be reached within "
-            f"{_CONNECT_S:.0f} s: {what}.",
+            f"{_CONNECT_S:.0f} s: {error.strerror or 'no answer'}.",
             "Check that the address is correct, and look for a firewall or "
             "network policy between the machines.",
         )
     return good(f"The coordinator at {address} can be reached.")
 
 
-def _is_loopback(place: Place) -> bool:
-    return ipaddress.ip_address(str(place[4][0]).split("%")[0]).is_loopback
-
-
-def _is_set(kind: _Kind, environ: Mapping[str, str]) -> bool:
-    if not kind.marks:
-        return has_job_variables(environ)
-    return all(environ.get(name) for name in kind.marks)
-
-
-def _read_cluster(kind: _Kind, environ: Mapping[str, str]) -> Cluster:
-    info, error = None, ""
-    if kind.resolver is not None:
-        try:
-            info = task_info(kind.resolver(environ=environ))
-        except (ValueError, TypeError, RuntimeError) as raised:
-            error = str(raised)
-    return Cluster(
-        name=kind.name,
-        variables=tuple(name for name in kind.shown if environ.get(name)),
-        use=kind.use,
-        info=info,
-        error=error,
-    )
+def _is_loopback(ip: str) -> bool:
+    return ipaddress.ip_address(ip.split("%")[0]).is_loopback
 
 
 def _find_setter(cluster: Cluster, environ: Mapping[str, str]) -> str:
-    if cluster.name == "TF_CONFIG" and environ.get(LAUNCHER_FD):
+    if cluster.name == _TF_CONFIG and environ.get(LAUNCHER_FD):
         return "keras-strategies launch"
     return _SETTERS.get(cluster.name, cluster.name)
 

@@ -21,18 +21,23 @@ from keras_strategies.cli.doctor.clusters import (
     check_address,
     check_clusters,
 )
-from keras_strategies.cli.doctor.findings import Finding, Level, Part, Report
+from keras_strategies.cli.doctor.findings import (
+    PROBLEMS,
+    Finding,
+    Level,
+    Part,
+    Report,
+)
 from keras_strategies.cli.doctor.gpus import check_gpus
 from keras_strategies.cli.doctor.installed import (
     check_packages,
+    check_tls,
     check_variables,
 )
 from keras_strategies.cli.doctor.run_probe import (
     check_devices,
     check_job,
-    has_met,
 )
-from keras_strategies.cli.doctor.tls import check_tls
 from keras_strategies.cli.doctor.tpus import check_tpus
 
 _MARKS = {
@@ -79,18 +84,12 @@ def examine(
     """
     cluster_part, cluster = check_clusters(environ)
     info = None if cluster is None else cluster.info
-    findings = []
-    if info is not None:
-        # A connection is only tried with `quick`. Otherwise a job is started
-        # below, which connects to process 0 anyway.
-        findings += check_address(info, environ, connects=quick)
-    tls_rows, tls_findings = check_tls(environ, info)
+    tls_rows, findings = check_tls(environ, info)
+    if quick and info is not None:
+        # Otherwise a job is started below, which finds such faults.
+        findings += check_address(info, environ)
     chip_parts = [check_gpus(environ, info), check_tpus(environ)]
     jax_parts = [] if quick else _check_jax(environ, cluster, timeout_s)
-    if any(has_met(part) for part in jax_parts):
-        # All processes have connected, so the address works. It may even be a
-        # loopback address, if all tasks or virtual nodes are on one machine.
-        findings = [f for f in findings if f.level is not Level.FAULT]
     number = None if info is None else info.process_id
     process = ""
     if info is not None and info.num_processes > 1 and number is not None:
@@ -106,7 +105,7 @@ def examine(
             dataclasses.replace(
                 cluster_part,
                 rows=(*cluster_part.rows, *tls_rows),
-                findings=(*cluster_part.findings, *findings, *tls_findings),
+                findings=(*cluster_part.findings, *findings),
             ),
             *filter(None, chip_parts),
             *jax_parts,
@@ -128,8 +127,9 @@ def print_report(report: Report, console: Console | None = None) -> None:
     if report.is_chief:
         for part in report.parts:
             # The problems in all parts are printed at the end.
-            if part.rows or part.harmless:
-                console.print(_format_part(part))
+            harmless = [f for f in part.findings if f.level not in PROBLEMS]
+            if part.rows or harmless:
+                console.print(_format_part(part, harmless))
     console.print(_format_result(report))
 
 
@@ -154,7 +154,7 @@ def _num_cores() -> int:
         return os.cpu_count() or 1
 
 
-def _format_part(part: Part) -> Group:
+def _format_part(part: Part, harmless: list[Finding]) -> Group:
     title = Text(part.title, style="bold")
     table = Table(box=None, show_header=False, pad_edge=False)
     table.add_column(no_wrap=True, style="dim", min_width=22)
@@ -162,7 +162,7 @@ def _format_part(part: Part) -> Group:
     for name, value in part.rows:
         # Rich would interpret plain strings as markup.
         table.add_row(Text(name), Text(value))
-    parts = [table, *map(_format_finding, part.harmless)]
+    parts = [table, *map(_format_finding, harmless)]
     return Group(title, *(Padding(p, (0, 0, 0, 2)) for p in parts), Text())
 
 

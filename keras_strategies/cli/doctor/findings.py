@@ -3,6 +3,7 @@
 import collections
 import dataclasses
 import enum
+import functools
 
 from keras_strategies.cluster.untrusted import escape_controls
 
@@ -16,12 +17,17 @@ class Level(enum.StrEnum):
     GOOD = "good"
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
+PROBLEMS = (Level.FAULT, Level.WARNING)
+Row = tuple[str, str]
+
+
+@dataclasses.dataclass(frozen=True)
 class Finding:
     """The result of one check.
 
     Attributes:
-      level: The severity. A fault prevents programs from running.
+      level: The severity. A fault prevents programs from running, and a warning
+        is about something that is probably not intended.
       text: A sentence that states the finding.
       fix: Advice on what to change; empty if nothing needs to change.
     """
@@ -32,11 +38,20 @@ class Finding:
 
     def __post_init__(self) -> None:
         for name in ("text", "fix"):
-            object.__setattr__(self, name, _safe(getattr(self, name)))
+            object.__setattr__(self, name, _escape(getattr(self, name)))
 
 
-PROBLEMS = (Level.FAULT, Level.WARNING)
-Row = tuple[str, str]
+fault = functools.partial(Finding, Level.FAULT)
+warning = functools.partial(Finding, Level.WARNING)
+note = functools.partial(Finding, Level.NOTE)
+good = functools.partial(Finding, Level.GOOD)
+
+
+def make_fault(error: Exception) -> Finding:
+    """Creates a finding from an error: advice follows what was received."""
+    rule, received, rest = str(error).partition(". Received: ")
+    value, _, cure = rest.partition(". ")
+    return fault(f"{rule}{received}{value}.", cure)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -54,13 +69,9 @@ class Part:
     findings: tuple[Finding, ...] = ()
 
     def __post_init__(self) -> None:
-        rows = tuple((_safe(name), _safe(value)) for name, value in self.rows)
+        rows = tuple((_escape(name), _escape(text)) for name, text in self.rows)
         object.__setattr__(self, "rows", rows)
-
-    @property
-    def harmless(self) -> list[Finding]:
-        """The findings that need no change; `problems` lists the others."""
-        return [f for f in self.findings if f.level not in PROBLEMS]
+        object.__setattr__(self, "findings", tuple(self.findings))
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -84,9 +95,8 @@ class Report:
     @property
     def findings(self) -> list[Finding]:
         """The findings of all parts, most severe first."""
-        order = list(Level)
         findings = [f for part in self.parts for f in part.findings]
-        return sorted(findings, key=lambda finding: order.index(finding.level))
+        return sorted(findings, key=lambda found: [*Level].index(found.level))
 
     @property
     def problems(self) -> list[Finding]:
@@ -97,11 +107,13 @@ class Report:
     def summary(self) -> str:
         """The number of problems, such as "1 fault, 2 warnings"."""
         levels = collections.Counter(finding.level for finding in self.problems)
-        counts = [
-            f"{count} {level}{'s' * (count > 1)}"
-            for level, count in levels.items()
-        ]
-        return ", ".join(counts) or "nothing to change"
+        return (
+            ", ".join(
+                f"{count} {level}{'s' * (count > 1)}"
+                for level, count in levels.items()
+            )
+            or "nothing to change"
+        )
 
     @property
     def has_faults(self) -> bool:
@@ -110,36 +122,12 @@ class Report:
 
     def as_dict(self) -> dict[str, object]:
         """Returns the report as a dict that can be written as JSON."""
-        return {
-            "host": self.host,
-            "when": self.when,
-            "process": self.process,
-            "summary": self.summary,
-            "parts": [dataclasses.asdict(part) for part in self.parts],
-        }
+        found = dataclasses.asdict(self) | {"summary": self.summary}
+        del found["is_chief"]
+        return found
 
 
-def fault(text: str, fix: str) -> Finding:
-    """Creates a finding about something that prevents programs from running."""
-    return Finding(level=Level.FAULT, text=text, fix=fix)
-
-
-def warning(text: str, fix: str) -> Finding:
-    """Creates a finding about something that is probably not intended."""
-    return Finding(level=Level.WARNING, text=text, fix=fix)
-
-
-def note(text: str, fix: str = "") -> Finding:
-    """Creates a finding that is only for information."""
-    return Finding(level=Level.NOTE, text=text, fix=fix)
-
-
-def good(text: str) -> Finding:
-    """Creates a finding that confirms that something is correct."""
-    return Finding(level=Level.GOOD, text=text)
-
-
-def _safe(text: str) -> str:
+def _escape(text: str) -> str:
     # Text may contain values from the environment, which must not send control
     # codes to a terminal.
     return escape_controls(text, keeps="\n")

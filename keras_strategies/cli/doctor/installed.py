@@ -17,14 +17,16 @@ from keras_strategies.cli.doctor.findings import (
     Part,
     Row,
     fault,
+    make_fault,
     note,
     warning,
 )
 from keras_strategies.cluster.checks import read_timeout
 from keras_strategies.cluster.exchange.job_secret import VARIABLE, read_secret
+from keras_strategies.cluster.spec import TaskInfo
 from keras_strategies.fit.profiled_steps import read_steps
 from keras_strategies.gpu.xla_flags import read_flags
-from keras_strategies.job import compilation_cache
+from keras_strategies.job import compilation_cache, mutual_tls
 from keras_strategies.keras_bridge.backend import is_switched_on
 from keras_strategies.names import versions
 
@@ -132,6 +134,36 @@ def check_variables(environ: Mapping[str, str], num_cores: int) -> Part:
     return Part(title="Environment", rows=tuple(rows), findings=findings)
 
 
+def check_tls(
+    environ: Mapping[str, str],
+    info: TaskInfo | None,
+    *,
+    version_of: Version = versions.installed_version,
+) -> tuple[list[Row], list[Finding]]:
+    """Checks mutual TLS as a job does before it starts JAX.
+
+    Args:
+      environ: The environment variables.
+      info: This process's task, if it is in a cluster.
+      version_of: A function that returns the version of a package, or None if
+        it is not installed.
+
+    Returns:
+      The rows and the findings. There is no row if the process is the only
+      one of its job and no variable for mutual TLS is set.
+    """
+    jax = versions.parse_version(version_of("jax") or "")
+    try:
+        is_on = mutual_tls.has_mutual_tls(
+            environ, is_supported=jax >= mutual_tls.LEAST_JAX
+        )
+    except ValueError as error:
+        return [("mutual TLS", "faulty")], [make_fault(error)]
+    is_alone = info is None or info.num_processes == 1
+    shown = [] if is_alone and not is_on else ["on" if is_on else "off"]
+    return [("mutual TLS", text) for text in shown], []
+
+
 def split_flags(text: str) -> list[str]:
     """Splits the value of XLA_FLAGS into separate flags."""
     try:
@@ -147,8 +179,7 @@ def _check_values(environ: Mapping[str, str]) -> Iterator[Finding]:
         try:
             read(environ)
         except ValueError as error:
-            text, cure = str(error).rsplit(". ", 1)
-            yield fault(f"{text}.", cure)
+            yield make_fault(error)
 
 
 def _check_cache(environ: Mapping[str, str]) -> Iterator[Finding]:

@@ -2,8 +2,8 @@
 
 XLA may abort the process, for example because of an unknown flag, and drivers
 may hang, but `doctor` must survive and report this. The checks run in stages.
-Each stage writes a line of JSON to a file when it is complete, so that the
-first missing line shows where the process ended.
+Each stage prints a line of JSON when it is complete, so that the first missing
+line shows where the process ended.
 """
 
 import collections
@@ -11,58 +11,54 @@ import json
 import socket
 import statistics
 import time
-from collections.abc import Callable
 from typing import Any
 
 _REPEATS = 5
-_SMALL = 1
-_LARGE = 1 << 20  # As float32 numbers: 4 MiB on each device.
-_LONGEST_ERROR = 2000
+# As float32 numbers: 4 MiB on each device for "large".
+_WIDTHS = {"small": 1, "large": 1 << 20}
+_MAX_ERROR = 2000
 
 
-def main(path: str, question: str) -> int:
-    """Runs the requested stages of checks; writes their results to a file.
+def main(question: str) -> int:
+    """Runs the requested stages of checks, and prints their results.
 
     Args:
-      path: The file to write to.
       question: A JSON object with "stages", the names of the stages; "join",
         the attributes of a `TaskInfo` or None; and "timeout_s".
 
     Returns:
-      The exit status: 0, or 1 if a stage raised an error. The error is written
-      to the file.
+      The exit status: 0, or 1 if a stage raised an error, which is printed.
     """
     request = json.loads(question)
-    stages: dict[str, Callable[[], dict[str, Any]]] = {
+    stages = {
         "jax": _import_jax,
-        "join": lambda: _join(request["join"], request["timeout_s"]),
+        "join": _join,
         "devices": _describe_devices,
         "all_reduce": _time_all_reduce,
         "keras": _import_keras,
     }
-    with open(path, "w", encoding="utf-8", buffering=1) as file:
-        for name in request["stages"]:
-            file.write(json.dumps({"stage": name, "begins": True}) + "\n")
-            start = time.perf_counter()
-            try:
-                answer = stages[name]()
-            except Exception as error:
-                kind, text = type(error).__name__, str(error)[:_LONGEST_ERROR]
-                answer = {"kind": kind, "error": text}
-                file.write(json.dumps({"stage": name, **answer}) + "\n")
-                return 1
+    for name in request["stages"]:
+        start = time.perf_counter()
+        try:
+            answer = stages[name](request)
+        except Exception as error:
+            text = str(error)[:_MAX_ERROR]
+            answer = {"kind": type(error).__name__, "error": text}
+        else:
             answer["seconds"] = time.perf_counter() - start
-            file.write(json.dumps({"stage": name, **answer}) + "\n")
+        print("\n" + json.dumps({"stage": name, **answer}), flush=True)
+        if "error" in answer:
+            return 1
     return 0
 
 
-def _import_jax() -> dict[str, Any]:
+def _import_jax(request: Any) -> dict[str, Any]:
     import jax
 
     return {"version": jax.__version__}
 
 
-def _import_keras() -> dict[str, Any]:
+def _import_keras(request: Any) -> dict[str, Any]:
     import keras_strategies
 
     for name in dir(keras_strategies):
@@ -70,13 +66,14 @@ def _import_keras() -> dict[str, Any]:
     return {}
 
 
-def _join(join: dict[str, Any] | None, timeout_s: float) -> dict[str, Any]:
-    """Joins the job; if `join` is None, JAX itself detects the cluster."""
+def _join(request: Any) -> dict[str, Any]:
+    """Joins the job; if "join" is None, JAX itself detects the cluster."""
     import jax
 
     from keras_strategies.cluster.spec import TaskInfo
     from keras_strategies.job import bootstrap
 
+    join, timeout_s = request["join"], request["timeout_s"]
     if join is None:
         limit = max(int(timeout_s), 1)
         jax.distributed.initialize(initialization_timeout=limit)
@@ -85,38 +82,29 @@ def _join(join: dict[str, Any] | None, timeout_s: float) -> dict[str, Any]:
         bootstrap.join(
             TaskInfo(**join), strategy="none (doctor)", timeout_s=timeout_s
         )
-    return {"process": jax.process_index()}
+    return {}
 
 
-def _describe_devices() -> dict[str, Any]:
-    import jax
-
-    devices = jax.devices()
-    kinds = collections.Counter((d.platform, d.device_kind) for d in devices)
-    counts = collections.Counter(d.process_index for d in devices)
-    return {
-        "kinds": [[*kind, count] for kind, count in sorted(kinds.items())],
-        "by_process": [counts[index] for index in sorted(counts)],
-        "process": jax.process_index(),
-        "hosts": _gather_hosts(),
-    }
-
-
-def _gather_hosts() -> list[str]:
-    """Returns the host name of each process. Collective."""
+def _describe_devices(request: Any) -> dict[str, Any]:
+    """Describes the devices of all processes. Collective."""
     import jax
     import numpy as np
     from jax.experimental import multihost_utils
 
-    name = socket.gethostname()
-    if jax.process_count() == 1:
-        return [name]
-    row = np.frombuffer(name.encode()[:64].ljust(64, b"\0"), np.uint8)
-    rows = np.asarray(multihost_utils.process_allgather(row))
-    return [bytes(row).rstrip(b"\0").decode(errors="replace") for row in rows]
+    devices = jax.devices()
+    kinds = collections.Counter((d.platform, d.device_kind) for d in devices)
+    counts = collections.Counter(d.process_index for d in devices)
+    host = socket.gethostname().encode()[:64].ljust(64, b"\0")
+    row = np.frombuffer(host, np.uint8)
+    hosts = np.atleast_2d(multihost_utils.process_allgather(row))
+    return {
+        "kinds": [[*kind, count] for kind, count in sorted(kinds.items())],
+        "by_process": [counts[index] for index in sorted(counts)],
+        "num_hosts": len(np.unique(hosts, axis=0)),
+    }
 
 
-def _time_all_reduce() -> dict[str, Any]:
+def _time_all_reduce(request: Any) -> dict[str, Any]:
     """Times and checks a sum over all devices of the job. Collective."""
     import jax
     import numpy as np
@@ -127,10 +115,15 @@ def _time_all_reduce() -> dict[str, Any]:
     replicated = NamedSharding(mesh, PartitionSpec())
     add = jax.jit(lambda rows: rows.sum(0), out_shardings=replicated)
     count = mesh.size
-    answer: dict[str, Any] = {"devices": count, "repeats": _REPEATS}
-    for name, width in (("small", _SMALL), ("large", _LARGE)):
+    answer: dict[str, Any] = {"devices": count}
+    for name, width in _WIDTHS.items():
+        # Each device has its number, from 1.
         rows = jax.make_array_from_callback(
-            (count, width), sharded, lambda index, w=width: _make_row(index, w)
+            (count, width),
+            sharded,
+            lambda index, width=width: np.full(
+                (1, width), (index[0].start or 0) + 1, np.float32
+            ),
         )
         # The first call includes compilation, so it is not timed.
         total = jax.block_until_ready(add(rows))
@@ -146,11 +139,3 @@ def _time_all_reduce() -> dict[str, Any]:
             "is_right": last == count * (count + 1) / 2,
         }
     return answer
-
-
-def _make_row(index: Any, width: int) -> Any:
-    """Creates the row of one device, filled with its number (from 1)."""
-    import numpy as np
-
-    first = index[0].start or 0
-    return np.full((1, width), first + 1, np.float32)

@@ -2,9 +2,7 @@
 
 import dataclasses
 import json
-import pathlib
 import subprocess
-import tempfile
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
@@ -20,9 +18,7 @@ from keras_strategies.cli.doctor.findings import (
 from keras_strategies.cli.doctor.installed import DEVICE_COUNT
 from keras_strategies.cli.launch.local_job import describe_exit
 from keras_strategies.cluster.child_program import make_command_line
-from keras_strategies.cluster.exchange.message_forms import fault_of
 from keras_strategies.cluster.exchange.rendezvous import RendezvousError
-from keras_strategies.cluster.untrusted import load_json
 from keras_strategies.gpu.xla_flags import is_deterministic
 from keras_strategies.watchdog.launcher_pipe import LAUNCHER_FD
 
@@ -30,12 +26,7 @@ _PROBE = "keras_strategies.cli.doctor.probe"
 # The time limit for JAX to start its devices, which takes long on large slices.
 _DEVICES_S = 90.0
 _LAST_LINES = 3
-_CURE_OF_FLAGS = (
-    "XLA aborts the process if XLA_FLAGS contains an unknown flag. Remove or "
-    "correct this flag. Flags for TPUs belong in LIBTPU_INIT_ARGS."
-)
-_LONGEST = 600
-_MAX_LINE = 1 << 20
+_MAX_CHARACTERS = 600
 _NAMES = {
     "jax": "JAX was imported",
     "join": "the processes were connected",
@@ -49,7 +40,7 @@ _TIMED = {
     "keras": "import keras_strategies",
 }
 Answers = dict[str, dict[str, Any]]
-"""The answers that `probe` has written, by the name of the stage."""
+"""The answers that `probe` has printed, by the name of the stage."""
 
 
 def check_devices(
@@ -64,31 +55,18 @@ def check_devices(
     Returns:
       A tuple of this part of the report and whether JAX found devices.
     """
-    answers, end = _probe(
-        ["jax", "devices", "all_reduce", "keras"], None, _DEVICES_S, environ
-    )
-    devices = answers.get("devices", {})
-    rows, findings = [], []
-    if "kinds" in devices:
-        rows.append(("devices", _format_kinds(devices["kinds"])))
-        rows += _make_all_reduce_rows(answers.get("all_reduce", {}))
-        rows += make_determinism_rows(devices["kinds"], environ)
-        findings += [_check_kinds(devices["kinds"])] if is_alone else []
+    stages = ["jax", "devices", "all_reduce", "keras"]
+    answers, end = _probe(stages, None, _DEVICES_S, environ)
+    rows = list(_make_rows(answers, environ))
     for stage, name in _TIMED.items():
         if "seconds" in answers.get(stage, {}):
             rows.append((name, f"{answers[stage]['seconds']:.1f} s"))
+    kinds = answers.get("devices", {}).get("kinds")
+    findings = [_check_kinds(kinds)] if kinds and is_alone else []
     findings += _check_all_reduce(answers, "this machine's devices")
     findings += _check_end(answers, end, environ)
     part = Part(title="Devices", rows=tuple(rows), findings=tuple(findings))
-    return part, "kinds" in devices
-
-
-_MET = good("All processes have connected, and JAX has started the job.")
-
-
-def has_met(part: Part) -> bool:
-    """Returns whether `check_job` reported that all processes connected."""
-    return _MET in part.findings
+    return part, bool(kinds)
 
 
 def check_job(
@@ -106,37 +84,19 @@ def check_job(
     answers, end = _probe(stages, join, timeout_s, environ)
     rows, findings = [], []
     if "seconds" in answers.get("join", {}):
-        findings.append(_MET)
-    devices = answers.get("devices", {})
-    if "kinds" in devices:
-        hosts = devices["hosts"]
-        rows.append(("processes", str(len(hosts))))
-        rows.append(("machines", str(len(set(hosts)))))
-        rows.append(("devices", _format_kinds(devices["kinds"])))
-        rows += make_determinism_rows(devices["kinds"], environ)
-        findings += _check_counts(devices["by_process"])
-    rows += _make_all_reduce_rows(answers.get("all_reduce", {}))
+        findings.append(
+            good("All processes have connected, and JAX has started the job.")
+        )
+    counts = answers.get("devices", {}).get("by_process")
+    if counts:
+        rows.append(("processes", str(len(counts))))
+        rows.append(("machines", str(answers["devices"]["num_hosts"])))
+        findings += _check_counts(counts)
+    rows += _make_rows(answers, environ)
     findings += _check_all_reduce(answers, "all processes")
     findings += _check_meeting(answers, cluster, environ)
     findings += _check_end(answers, end, environ)
     return Part(title="Job", rows=tuple(rows), findings=tuple(findings))
-
-
-def make_determinism_rows(
-    kinds: Sequence[Sequence[Any]], environ: Mapping[str, str]
-) -> list[Row]:
-    """Makes a row that says whether GPUs compute the same bits in every run.
-
-    Args:
-      kinds: The platform, kind and number of devices of each kind.
-      environ: The environment variables.
-    """
-    if all(platform != "gpu" for platform, *_ in kinds):
-        return []
-    if is_deterministic(environ):
-        return [("determinism", "on: runs are equal bit for bit")]
-    text = "off: runs differ by rounding (`ks.enable_determinism()`)"
-    return [("determinism", text)]
 
 
 def _probe(
@@ -148,85 +108,80 @@ def _probe(
     """Runs stages of `probe` in a child process.
 
     Returns:
-      A tuple of the answers of the stages and the result of `_run_child`.
+      A tuple of the answers of the stages, of which the last is empty if it did
+      not end; and a tuple of the exit status (None after the time limit) and
+      the last lines of the child's stderr.
     """
     question = {"stages": stages, "join": join, "timeout_s": timeout_s}
-    with tempfile.TemporaryDirectory() as folder:
-        path = pathlib.Path(folder) / "answers"
-        words = make_command_line(_PROBE, str(path), json.dumps(question))
-        code, text = _run_child(words, timeout_s + _DEVICES_S, environ)
-        answers = _parse_answers(path.read_bytes() if path.exists() else b"")
-    return answers, (code, text)
-
-
-def _parse_answers(text: bytes) -> Answers:
-    """Parses the JSON lines of `probe`'s answers; skips incomplete lines."""
-    answers: Answers = {}
-    for line in text.splitlines():
-        try:
-            answer = load_json(line, max_characters=_MAX_LINE)
-        except ValueError:
-            continue
-        if fault_of(answer, {"stage": str}) is None:
-            answers.setdefault(answer.pop("stage"), {}).update(answer)
-    return answers
-
-
-def _run_child(
-    words: Sequence[str], timeout_s: float, environ: Mapping[str, str]
-) -> tuple[int | None, str]:
-    """Runs a command and waits for it to end.
-
-    Returns:
-      A tuple of the exit status (None if the command timed out) and the last
-      lines that it wrote to stderr.
-    """
     added = {"KERAS_BACKEND": "jax", "TF_CPP_MIN_LOG_LEVEL": "1"}
     dropped = (LAUNCHER_FD, "KERAS_NNX_ENABLED")
     inherited = {k: v for k, v in environ.items() if k not in dropped}
     try:
         ended = subprocess.run(
-            words,
+            make_command_line(_PROBE, json.dumps(question)),
             env=inherited | added,
             stdin=subprocess.DEVNULL,
-            stdout=subprocess.DEVNULL,
-            stderr=subprocess.PIPE,
-            timeout=timeout_s,
+            capture_output=True,
+            timeout=timeout_s + _DEVICES_S,
         )
-        code, output = ended.returncode, ended.stderr
+        code, printed, text = ended.returncode, ended.stdout, ended.stderr
     except subprocess.TimeoutExpired as late:
-        code, output = None, late.stderr or b""
-    text = output.decode(errors="replace")
-    last = [line for line in text.splitlines() if line.strip()][-_LAST_LINES:]
-    return code, "\n".join(last)[:_LONGEST]
+        code, printed, text = None, late.stdout or b"", late.stderr or b""
+    answers: Answers = {}
+    for line in printed.splitlines():
+        if line.startswith(b'{"stage": '):
+            answer = json.loads(line)
+            answers[answer.pop("stage")] = answer
+    if len(answers) < len(stages) and not any(
+        "error" in answer for answer in answers.values()
+    ):
+        answers[stages[len(answers)]] = {}
+    lines = text.decode(errors="replace").splitlines()
+    last = [line for line in lines if line.strip()][-_LAST_LINES:]
+    return answers, (code, "\n".join(last)[:_MAX_CHARACTERS])
 
 
-def _format_kinds(kinds: Sequence[Sequence[Any]]) -> str:
-    return "\n".join(
-        f"{count} x {name}" + (f" ({kind})" if kind != name else "")
-        for name, kind, count in kinds
-    )
+def _make_rows(answers: Answers, environ: Mapping[str, str]) -> Iterator[Row]:
+    kinds = answers.get("devices", {}).get("kinds", ())
+    if kinds:
+        yield (
+            "devices",
+            "\n".join(
+                f"{count} x {name}" + f" ({kind})" * (kind != name)
+                for name, kind, count in kinds
+            ),
+        )
+    if any(platform == "gpu" for platform, *_ in kinds):
+        yield (
+            "determinism",
+            "on: runs are equal bit for bit"
+            if is_deterministic(environ)
+            else "off: runs differ by rounding (`ks.enable_determinism()`)",
+        )
+    for name, timed in _list_all_reduces(answers):
+        took = f"{timed['ms']:.2f} ms over {timed['devices']} devices"
+        yield f"all-reduce, {name}", took
 
 
-def _make_all_reduce_rows(answers: dict[str, Any]) -> Iterator[Row]:
-    if "large" not in answers or answers["devices"] < 2:
-        return
-    for name in ("small", "large"):
-        size, ms = answers[name]["bytes"], answers[name]["ms"]
-        shown = f"{size >> 20} MiB" if size >> 20 else f"{size} bytes"
-        took = f"{ms:.2f} ms over {answers['devices']} devices"
-        yield f"all-reduce, {shown}", took
+def _list_all_reduces(
+    answers: Answers,
+) -> Iterator[tuple[str, dict[str, Any]]]:
+    answer = answers.get("all_reduce", {})
+    if answer.get("devices", 0) > 1:
+        for name in ("small", "large"):
+            size = answer[name]["bytes"]
+            shown = f"{size >> 20} MiB" if size >> 20 else f"{size} bytes"
+            yield shown, answer[name] | {"devices": answer["devices"]}
 
 
 def _check_kinds(kinds: Sequence[Sequence[Any]]) -> Finding:
-    (name, _, count), *_ = kinds
-    if count > 1 or len(kinds) > 1:
-        return good(f"JAX has {sum(kind[2] for kind in kinds)} devices.")
-    if name != "cpu":
-        return note("JAX has one device, so a strategy has one replica.")
+    count, platform = sum(kind[2] for kind in kinds), kinds[0][0]
+    if count > 1:
+        return good(f"JAX has {count} devices.")
+    is_cpu = platform == "cpu"
     return note(
-        "JAX has one CPU device, so a strategy has one replica.",
-        f"To try several replicas, set XLA_FLAGS={DEVICE_COUNT}4.",
+        f"JAX has one {'CPU ' * is_cpu}device, so a strategy has one replica.",
+        f"To try several replicas, set XLA_FLAGS={DEVICE_COUNT}4." * is_cpu,
     )
 
 
@@ -241,12 +196,10 @@ def _check_counts(counts: list[int]) -> Iterator[Finding]:
 
 
 def _check_all_reduce(answers: Answers, over: str) -> Iterator[Finding]:
-    answer = answers.get("all_reduce", {})
-    if "large" not in answer or answer["devices"] < 2:
-        return
-    if answer["small"]["is_right"] and answer["large"]["is_right"]:
+    results = [one["is_right"] for _, one in _list_all_reduces(answers)]
+    if results and all(results):
         yield good(f"An all-reduce over {over} is correct.")
-    else:
+    elif results:
         yield fault(
             f"An all-reduce over {over} returns a wrong sum.",
             "Do not train on these devices. Check whether a device or a link "
@@ -272,8 +225,8 @@ def _check_meeting(
         "doctor` or in all pods. To check only this process, run `doctor "
         "--quick`.",
     )
-    for finding in check_address(cluster.info, environ, connects=True):
-        if finding.fix and cluster.info.process_id:
+    for finding in check_address(cluster.info, environ):
+        if finding.fix:
             yield finding
 
 
@@ -285,25 +238,29 @@ def _check_end(
     if code == 0 or _failed_to_meet(answers):
         return
     stage = list(answers)[-1] if answers else "jax"
-    error = answers.get(stage, {}).get("error")
-    flags = environ.get("XLA_FLAGS")
-    if code is None:
-        what = f"The time limit ended before {_NAMES[stage]}."
-    elif error is None:
-        what = f"The process {describe_exit(code)} before {_NAMES[stage]}."
-        if code < 0:
-            # XLA aborts its own process. "Killed" would suggest that another
-            # process did it.
-            what = what.replace("was killed by", "was ended by")
-    else:
-        kind = answers[stage].get("kind", "an error")
-        what = f"{kind} was raised before {_NAMES[stage]}: {error}"
-    if error is None and text:
-        what += f" Its last output: {text}"
-    if code and error is None and stage == "devices" and flags:
-        yield fault(what, _CURE_OF_FLAGS)
-    else:
-        yield fault(what, _choose_cure(stage, environ.get("JAX_PLATFORMS")))
+    answer, before = answers.get(stage, {}), f"before {_NAMES[stage]}"
+    if "error" in answer:
+        kind = answer.get("kind", "an error")
+        yield fault(
+            f"{kind} was raised {before}: {answer['error']}",
+            _choose_cure(stage, environ.get("JAX_PLATFORMS")),
+        )
+        return
+    what = f"The time limit ended {before}."
+    if code is not None:
+        # XLA aborts its own process. "Killed" would suggest that another
+        # process did it.
+        how = describe_exit(code).replace("was killed by", "was ended by")
+        what = f"The process {how} {before}."
+    what += f" Its last output: {text}" * bool(text)
+    cure = _choose_cure(stage, environ.get("JAX_PLATFORMS"))
+    if code and stage == "devices" and environ.get("XLA_FLAGS"):
+        cure = (
+            "XLA aborts the process if XLA_FLAGS contains an unknown flag. "
+            "Remove or correct this flag. Flags for TPUs belong in "
+            "LIBTPU_INIT_ARGS."
+        )
+    yield fault(what, cure)
 
 
 def _choose_cure(stage: str, platforms: str | None) -> str:

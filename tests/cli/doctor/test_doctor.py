@@ -440,9 +440,7 @@ def found_at(process_id, address, environ=None):
     part = findings.Part(
         title="",
         findings=tuple(
-            clusters.check_address(
-                place(process_id, address), environ or {}, connects=True
-            )
+            clusters.check_address(place(process_id, address), environ or {})
         ),
     )
     return [finding.level for finding in part.findings], " ".join(wrong(part))
@@ -506,16 +504,21 @@ def test_coordinator_that_does_not_answer(monkeypatch):
 # Several processes.
 
 
-@pytest.mark.parametrize("has_met", [True, False])
-def test_an_address_at_which_all_have_met_is_no_fault(monkeypatch, has_met):
+def test_an_address_at_which_all_have_met_is_no_fault(monkeypatch):
     address = f"127.0.0.1:{find_free_ports(1)[0]}"
     environ = {"TF_CONFIG": tf_config([address, "127.0.0.2:1"], 0)}
-    findings = (run_probe._MET,) if has_met else ()
-    job = Part(title="Job", findings=findings)
-    monkeypatch.setattr(doctor, "_check_jax", lambda *_: [job])
+    expected = "processes on other machines cannot reach"
+    monkeypatch.setattr(doctor, "_check_jax", lambda *_: [Part(title="Job")])
     report = doctor.examine(environ, quick=False, timeout_s=1.0)
-    text = " ".join(finding.text for finding in report.findings)
-    assert ("processes on other machines cannot reach" in text) != has_met
+    assert expected not in " ".join(f.text for f in report.findings)
+    report = doctor.examine(environ, quick=True, timeout_s=1.0)
+    assert expected in " ".join(f.text for f in report.findings)
+    # If they cannot meet, the address is looked at.
+    answers = {"join": {"kind": "RendezvousError", "error": "None came."}}
+    monkeypatch.setattr(run_probe, "_probe", lambda *_: (answers, (1, "")))
+    (cluster,) = clusters.find_clusters(environ)
+    part = run_probe.check_job(cluster, environ, timeout_s=1.0)
+    assert expected in " ".join(wrong(part))
 
 
 def test_a_secret_is_looked_at_and_not_shown():
@@ -558,7 +561,7 @@ def test_processes_meet_join_and_time_an_all_reduce():
 def test_determinism_is_shown_for_gpus(monkeypatch, platform, flags, expected):
     devices = {
         "kinds": [[platform, "a kind", 8]],
-        "hosts": ["a"],
+        "num_hosts": 1,
         "by_process": [8],
     }
     answers = {"devices": devices}
@@ -609,7 +612,7 @@ def test_process_that_does_not_come_is_named(process_id):
     ("told", "end", "environ", "expected"),
     [
         (
-            {"jax": {"begins": True}},
+            {"jax": {}},
             (None, ""),
             {},
             "time limit ended before JAX",

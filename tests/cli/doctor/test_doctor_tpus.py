@@ -44,12 +44,6 @@ class Host:
         (folder / "comm").write_text(comm + "\n")
         (folder / "maps").write_text(maps)
 
-    def lock_by(self, *lines):
-        self.lock.touch()
-        inode = self.lock.stat().st_ino
-        text = "".join(line.format(inode=inode) + "\n" for line in lines)
-        (self.proc / "locks").write_text(text)
-
     def check(self, environ=None, installed=LIBTPU):
         return check_tpus(
             environ or {},
@@ -74,7 +68,7 @@ def test_machines_without_tpus_have_no_part(host):
 def test_a_free_tpu_has_no_findings(host):
     host.add_chips("accel0", "accel1", "accelerometer", "vfio/vfio")
     host.add_process(7, "bash", "/dev/null")
-    host.lock_by("1: POSIX  ADVISORY  WRITE 7 08:01:1{inode} 0 EOF")
+    host.lock.touch()
     part = host.check()
     assert part.findings == ()
     rows = dict(part.rows)
@@ -102,13 +96,9 @@ def test_tensorflow_that_holds_the_tpu_is_named(host, chip):
 
 
 def test_the_holder_of_the_lock_is_named(host):
-    host.add_process(5, "train")
-    host.lock_by(
-        "1: FLOCK  ADVISORY  WRITE 9 08:01:1 0 EOF",
-        "2: POSIX  ADVISORY  WRITE 5 08:01:{inode} 0 EOF",
-        "2: -> POSIX  ADVISORY  WRITE 6 08:01:{inode} 0 EOF",
-        "3: POSIX  ADVISORY  WRITE 0 08:01:{inode} 0 EOF",
-    )
+    host.lock.touch()
+    host.add_process(5, "train", host.lock)
+    host.add_process(os.getpid(), "doctor", host.lock)
     part = host.check()
     assert dict(part.rows)["held by"] == "Process 5 (train)"
     (finding,) = part.findings
@@ -129,7 +119,7 @@ def test_processes_may_share_a_host(host):
 
 
 def test_a_file_of_another_user_is_named(host, monkeypatch):
-    host.lock_by()
+    host.lock.touch()
     monkeypatch.setattr(os, "access", lambda *_: False)
     (finding,) = host.check().findings
     assert f"sudo rm {host.lock}" in finding.fix
@@ -139,7 +129,6 @@ def test_files_that_are_no_text_and_too_many(host):
     host.add_chips("accel0")
     for pid in range(1, 20):
         host.add_process(pid, "\x1b[31m" * 50, host.dev / "accel0")
-    (host.proc / "locks").write_bytes(b"\xff\x00" * 1000)
     (host.proc / "self").mkdir()
     host.lock.touch()
     part = host.check()
