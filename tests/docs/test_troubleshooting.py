@@ -336,7 +336,7 @@ OF_SEVERAL = {
     "Every process must read",
     "Processes on one host must not",
     "Mutual TLS needs",
-    "... must be a certificate",
+    "... must be the path of a file",
     "TensorFlow must not take",
     "process 0 ends with",
 }
