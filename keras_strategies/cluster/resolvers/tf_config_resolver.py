@@ -184,21 +184,23 @@ def parse_tf_config(text: str) -> TFConfig:
       TypeError: if a value in the JSON object has a wrong type.
     """
     config = load_tf_config(text)
-    task = config.get("task", {})
-    if not isinstance(task, dict):
-        raise TypeError(
-            f'"task" in {VARIABLE} must be an object with "type" and "index". '
-            f"Received: {_describe_json(task)}. {_EXAMPLE}"
-        )
-    cluster = _parse_cluster(config.pop("cluster", {}))
+    task = _check(config.get("task", {}), dict, f'"task" in {VARIABLE}')
+    jobs = config.pop("cluster", {})
+    cluster = ClusterSpec(_check(jobs, dict, f'"cluster" in {VARIABLE}'))
+    check_roles(cluster)
+    check_addresses(cluster)
     if not cluster:
         _check_keys(config)
-    index = None
+    index = task_type = None
     if "index" in task:
         index = parse_index(task["index"], f'"index" of the task in {VARIABLE}')
+    if "type" in task:
+        name = f'"type" of the task in {VARIABLE}'
+        task_type = _check(task["type"], str, name)
+        check_roles(ClusterSpec({task_type: []}))
     return TFConfig(
         cluster=cluster,
-        task_type=_parse_type(task),
+        task_type=task_type,
         task_id=index,
         rpc_layer=read_string(config, "rpc_layer"),
         session_master=read_string(config, "session_master"),
@@ -215,15 +217,16 @@ def load_tf_config(text: str) -> dict[str, Any]:
       ValueError: if the text is not JSON, is too long or has a duplicate key.
       TypeError: if the text is JSON, but not a JSON object.
     """
-    if not text.strip():
-        return {}
-    config = _load(text)
-    if not isinstance(config, dict):
-        raise TypeError(
-            f"{VARIABLE} must be a JSON object. Received: "
-            f"{_describe_json(config)}. {_EXAMPLE}"
-        )
-    return config
+    try:
+        config = load_json(text.strip() or "{}", max_characters=MAX_CHARACTERS)
+    except ValueError as error:
+        fault = str(error)
+    else:
+        return _check(config, dict, VARIABLE)
+    raise ValueError(
+        f"{VARIABLE} must be valid JSON with at most {MAX_CHARACTERS} "
+        f"characters, but {fault}. Received: {len(text)} characters. {_EXAMPLE}"
+    )
 
 
 def read_string(config: dict[str, Any], name: str) -> str | None:
@@ -233,12 +236,9 @@ def read_string(config: dict[str, Any], name: str) -> str | None:
       TypeError: if the entry is not a string.
     """
     text = config.get(name)
-    if text is not None and not isinstance(text, str):
-        raise TypeError(
-            f'"{name}" in {VARIABLE} must be a string. Received: '
-            f"{_describe_json(text)}. Omit it, or set it to a string."
-        )
-    return text
+    return (
+        None if text is None else _check(text, str, f'"{name}" in {VARIABLE}')
+    )
 
 
 def has_one_task(spec: ClusterSpec) -> bool:
@@ -246,35 +246,6 @@ def has_one_task(spec: ClusterSpec) -> bool:
     # As in TensorFlow, {"worker": {"1": ...}} counts as two tasks, because the
     # missing task 0 is counted, too.
     return len(spec.jobs) == 1 and len(spec.job_tasks(spec.jobs[0])) == 1
-
-
-def _load(text: str) -> Any:
-    if len(text) > MAX_CHARACTERS:
-        raise ValueError(
-            f"{VARIABLE} must have at most {MAX_CHARACTERS} characters. "
-            f"Received: {len(text)} characters. Remove everything except the "
-            "cluster and the task."
-        )
-    try:
-        return load_json(text, max_characters=MAX_CHARACTERS)
-    except ValueError as error:
-        fault = str(error)
-    raise ValueError(
-        f"{VARIABLE} must be valid JSON, but {fault}. Received: {len(text)} "
-        f"characters. {_EXAMPLE}"
-    )
-
-
-def _parse_cluster(cluster: object) -> ClusterSpec:
-    if not isinstance(cluster, dict):
-        raise TypeError(
-            f'"cluster" in {VARIABLE} must map jobs to addresses. Received: '
-            f"{_describe_json(cluster)}. {_EXAMPLE}"
-        )
-    spec = ClusterSpec(cluster)
-    check_roles(spec)
-    check_addresses(spec)
-    return spec
 
 
 def _check_keys(config: dict[str, Any]) -> None:
@@ -290,27 +261,12 @@ def _check_keys(config: dict[str, Any]) -> None:
     )
 
 
-def _parse_type(task: dict[str, Any]) -> str | None:
-    if "type" not in task:
-        return None
-    name = task["type"]
-    if not isinstance(name, str):
-        raise TypeError(
-            f'"type" of the task in {VARIABLE} must be a string. Received: '
-            f"{_describe_json(name)}. {_EXAMPLE}"
-        )
-    check_roles(ClusterSpec({name: []}))
-    return name
-
-
-def _describe_json(value: object) -> str:
-    """Describes a JSON value for an error message.
-
-    Returns:
-      The type, for an object or array; otherwise the value, truncated.
-    """
-    if isinstance(value, dict):
-        return "an object"
-    if isinstance(value, list):
-        return "an array"
-    return "null" if value is None else shorten(value)
+def _check(value: Any, kind: type, name: str) -> Any:
+    """Returns a JSON value if it is of a type; otherwise raises TypeError."""
+    if isinstance(value, kind):
+        return value
+    shown = {dict: "an object", list: "an array", type(None): "null"}
+    raise TypeError(
+        f"{name} must be {'a string' if kind is str else 'a JSON object'}. "
+        f"Received: {shown.get(type(value)) or shorten(value)}. {_EXAMPLE}"
+    )
