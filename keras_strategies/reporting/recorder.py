@@ -2,7 +2,6 @@
 
 import collections
 import contextlib
-import dataclasses
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -43,18 +42,6 @@ _PHASES = (INPUT, PROGRAM, DEVICE, CALLBACKS, SAVE, EVALUATE, COMPILE, REPORT)
 _OUTER = (SAVE, EVALUATE, REPORT)
 """Phases in which no others are counted."""
 
-_LEFT_OUT = (COMPILE, *_OUTER)
-"""Phases that are no part of a step's time."""
-
-
-@dataclasses.dataclass(kw_only=True)
-class _Moment:
-    """The steps and the seconds of phases that were recorded until a moment."""
-
-    at: float
-    steps: int
-    seconds: dict[str, float]
-
 
 class StepRecorder:
     """A recorder of the phases of one thread's training loop.
@@ -74,6 +61,7 @@ class StepRecorder:
 
     Attributes:
       compilations: The compilations, including those of the start-up.
+      left_out: The seconds of phases that are no part of a step's time.
       seconds: The seconds of each phase, without those of phases within it.
         Input and callbacks count if the devices had nothing to compute at
         their end; otherwise, the time is that of the step's program.
@@ -112,6 +100,7 @@ class StepRecorder:
         # The phases that have begun: their names, when they began, and the
         # seconds of compilations and of phases within them.
         self._open: list[list[Any]] = []
+        self._num_outer = 0
         # An output of the program that was started last.
         self._last: Any = None
         # The batches of the step that is started, with their numbers of steps.
@@ -128,16 +117,13 @@ class StepRecorder:
         self.saves = self.ahead = self.executions = self.steps = 0
         self.first_steps = self.launched
         self.times = collections.Counter[float]()
-        # The beginning of a window, and of the last execution.
-        self._window = self._start = self._take_moment(now)
-
-    def _take_moment(self, now: float) -> _Moment:
-        return _Moment(at=now, steps=self.launched, seconds=self.seconds.copy())
-
-    def _measure_since(self, moment: _Moment, now: float) -> float:
-        """Returns the seconds since a moment that steps are made of."""
-        of, before = self.seconds, moment.seconds
-        return now - moment.at - sum(of[n] - before[n] for n in _LEFT_OUT)
+        # The number of steps and the time of the loop at the beginning of a
+        # window; this time and the phases' seconds when a program was started.
+        self.left_out = 0.0
+        self._window, self._start = (
+            (self.launched, now),
+            (now, self.seconds.copy()),
+        )
 
     # Called by phases. These methods run several times in each step.
 
@@ -149,8 +135,10 @@ class StepRecorder:
             return
         if get_ident() != self._thread:
             return
-        if name in _OUTER and not self._is_in_outer():
-            now = self._wait(now)
+        if name in _OUTER:
+            if not self._num_outer:
+                now = self._wait(now)
+            self._num_outer += 1
         self._open.append([name, now, 0.0])
 
     def end(self, name: str, result: Any) -> None:
@@ -163,7 +151,8 @@ class StepRecorder:
             return
         open_phases = self._open
         _, since, inner = open_phases.pop()
-        if self._is_in_outer():
+        self._num_outer -= name in _OUTER
+        if self._num_outer:
             # It is a part of the outer phase.
             open_phases[-1][2] += inner
             return
@@ -179,11 +168,9 @@ class StepRecorder:
             self._end_input(result, now)
         elif name == DEVICE:
             self._close_window(now)
-        elif name == SAVE:
-            self.saves += result is not None
-
-    def _is_in_outer(self) -> bool:
-        return any(phase[0] in _OUTER for phase in self._open)
+        elif name in _OUTER:
+            self.left_out += spent - inner
+            self.saves += name == SAVE and result is not None
 
     def _end_input(self, result: Any, now: float) -> None:
         if isinstance(result, Execution):
@@ -236,16 +223,16 @@ class StepRecorder:
             self.ahead += 1
             if self.started_at is not None:
                 self._hide(now)
-        self._start = self._take_moment(now)
+        self._start = now - self.left_out, self.seconds.copy()
 
     def _hide(self, now: float) -> None:
         """Counts the time since the last program as that of the devices.
 
         They were busy for all of it, so the loop lost no time.
         """
-        of, before = self.seconds, self._start.seconds
+        of, (since, before) = self.seconds, self._start
         of[INPUT], of[CALLBACKS] = before[INPUT], before[CALLBACKS]
-        busy = self._measure_since(self._start, now)
+        busy = now - self.left_out - since
         of[PROGRAM] = before[PROGRAM] + busy - (of[DEVICE] - before[DEVICE])
 
     def _add(
@@ -274,7 +261,7 @@ class StepRecorder:
             self._reset(now)
             if not self._has_caught_up():
                 # Nearly all of the first step's time is in the first window.
-                self._window.steps = before
+                self._window = before, now
 
     def _has_caught_up(self) -> bool:
         last = self._last
@@ -305,22 +292,23 @@ class StepRecorder:
         self._close_window(now)
 
     def _close_window(self, now: float) -> None:
-        new = self.launched - self._window.steps
+        steps, since = self._window
+        new = self.launched - steps
         if new and self.started_at is not None:
-            seconds = self._measure_since(self._window, now)
+            seconds = now - self.left_out - since
             self.times[float(f"{seconds / new:.3g}")] += new
             self.window_seconds += seconds
             self.steps += new
         elif self.steps:
             return
-        self._window = self._take_moment(now)
+        self._window = self.launched, now - self.left_out
 
     def measure_local(self) -> dict[str, Any]:
         """Returns this process's steps and times, for `Heartbeat`."""
         started, of = self.started_at, self.seconds
         if started is None or not self.steps:
             return {}
-        seconds = self._clock() - started - sum(of[n] for n in _LEFT_OUT)
+        seconds = self._clock() - started - self.left_out
         # The rest of the input is a wait for other processes' rows.
         own = min(of[INPUT], self.read_seconds)
         local = seconds - of[PROGRAM] - of[DEVICE] - of[INPUT] + own
@@ -335,6 +323,7 @@ class StepRecorder:
 
     def _note_compiling(self, seconds: float) -> None:
         self.seconds[COMPILE] += seconds
+        self.left_out += seconds
         if self._open:
             self._open[-1][2] += seconds
 
@@ -342,7 +331,7 @@ class StepRecorder:
         names = {phase[0] for phase in self._open}
         if REPORT in names:
             return None
-        if names.intersection(_OUTER):
+        if self._num_outer:
             return f"evaluation: {program}"
         if not self._subject or not (self._is_loop or PROGRAM in names):
             return f"outside of steps: {program}"

@@ -1,5 +1,6 @@
 """Runs `probe` in child processes and derives findings from its answers."""
 
+import contextlib
 import dataclasses
 import json
 import subprocess
@@ -19,6 +20,7 @@ from keras_strategies.cli.doctor.installed import DEVICE_COUNT
 from keras_strategies.cli.launch.local_job import describe_exit
 from keras_strategies.cluster.child_program import make_command_line
 from keras_strategies.cluster.exchange.rendezvous import RendezvousError
+from keras_strategies.cluster.untrusted import load_json
 from keras_strategies.gpu.xla_flags import is_deterministic
 from keras_strategies.watchdog.launcher_pipe import LAUNCHER_FD
 
@@ -26,6 +28,7 @@ _PROBE = "keras_strategies.cli.doctor.probe"
 # The time limit for JAX to start its devices, which takes long on large slices.
 _DEVICES_S = 90.0
 _LAST_LINES = 3
+_MAX_LINE = 1 << 20
 _MAX_CHARACTERS = 600
 _NAMES = {
     "jax": "JAX was imported",
@@ -127,11 +130,7 @@ def _probe(
         code, printed, text = ended.returncode, ended.stdout, ended.stderr
     except subprocess.TimeoutExpired as late:
         code, printed, text = None, late.stdout or b"", late.stderr or b""
-    answers: Answers = {}
-    for line in printed.splitlines():
-        if line.startswith(b'{"stage": '):
-            answer = json.loads(line)
-            answers[answer.pop("stage")] = answer
+    answers = _parse_answers(printed)
     if len(answers) < len(stages) and not any(
         "error" in answer for answer in answers.values()
     ):
@@ -139,6 +138,18 @@ def _probe(
     lines = text.decode(errors="replace").splitlines()
     last = [line for line in lines if line.strip()][-_LAST_LINES:]
     return answers, (code, "\n".join(last)[:_MAX_CHARACTERS])
+
+
+def _parse_answers(text: bytes) -> Answers:
+    """Parses the lines of JSON among a child's output."""
+    answers: Answers = {}
+    for line in text.splitlines():
+        # A line is cut off after the time limit.
+        with contextlib.suppress(ValueError):
+            if line.startswith(b'{"stage": '):
+                answer = load_json(line, max_characters=_MAX_LINE)
+                answers[str(answer.pop("stage"))] = answer
+    return answers
 
 
 def _make_rows(answers: Answers, environ: Mapping[str, str]) -> Iterator[Row]:
