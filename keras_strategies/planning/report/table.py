@@ -67,7 +67,7 @@ class Plan:
 
     def to_html(self) -> str:
         """Returns an HTML page that shows each candidate's memory as a bar."""
-        return make_page(self.steps, self.notes)
+        return make_page(self, self.steps)
 
     def _repr_html_(self) -> str:
         # The page is in a frame, so that the notebook's style does not affect
