@@ -39,8 +39,8 @@ from rich.console import Console
 from rich.table import Table
 
 import keras_strategies as ks
-from keras_strategies.planning.program import hlo
-from keras_strategies.planning.program.loops import count_turns
+from keras_strategies.passes import hlo
+from keras_strategies.planning.program.loops import count_iterations
 from keras_strategies.spmd.compiled import Figures
 
 PEERS = ("ours", "scanned", "raw", "raw-scanned")
@@ -254,7 +254,7 @@ def count_cycles(text):
             if found and int(found[1]) < _TOO_MANY:
                 count += int(found[1])
             if each.opcode == "while":
-                turns = count_turns(program, computation, each)
+                turns = count_iterations(program, computation, each)
                 if turns is None:
                     raise ValueError(f"unknown turns: {each.name}")
                 body = program.computations[each.get_called("body")]

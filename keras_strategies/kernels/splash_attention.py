@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from keras_strategies._types import Array
-from keras_strategies.passes.hlo_text import KERNELS
+from keras_strategies.passes.hlo import KERNELS
 
 LANES = 128
 """Sequence lengths must be multiples of this number of a TPU's lanes."""
@@ -139,19 +139,17 @@ def splash_attention(
     queries, keys, heads = query.shape[1], key.shape[1], query.shape[2]
     depth = value.shape[-1]
     q, k, v = (jnp.swapaxes(_pad_depth(x), 1, 2) for x in (query, key, value))
-    products = q.size // queries * _count_pairs(mask, queries, keys)
-    scope = jax.named_scope(f"{KERNELS}{products}")
+    pairs = _count_pairs(mask, queries, keys)
     if mask.scores is None:
         with jax.ensure_compile_time_eval():
             kernel = _make_kernel(
                 heads, queries, keys, mask.left, mask.right, soft_cap
             )
         segments = _make_segments(query, key, mask)
-        with scope:
+        with jax.named_scope(f"{KERNELS}{q.size // queries * pairs}"):
             result = jax.vmap(kernel)(q, k, v, segments)
     else:
-        with scope:
-            result = _attend_by_scores(q, k, v, mask.scores, soft_cap)
+        result = _attend_by_scores(q, k, v, mask.scores, pairs, soft_cap)
     result = jnp.swapaxes(result, 1, 2)[..., :depth]
     has_keys = _find_queries_with_keys(mask, queries, keys)
     if has_keys is None:
@@ -215,6 +213,7 @@ def _attend_by_scores(
     key: jax.Array,
     value: jax.Array,
     scores: Array,
+    pairs: int,
     soft_cap: float | None,
 ) -> jax.Array:
     """Computes attention with a mask that is only known to the running program.
@@ -227,11 +226,12 @@ def _attend_by_scores(
       key: An array of shape (batch, heads or a divisor of it, S, depth).
       value: An array of the key's shape, except for the depth.
       scores: See `AttentionMask`.
+      pairs: The number of pairs of a query and a key in one row and head.
       soft_cap: See `splash_attention`.
     """
     rows, heads, length, _ = query.shape
     masks = jnp.broadcast_to(scores, (rows, *scores.shape[1:]))
-    attend = functools.partial(_attend_at_once, soft_cap=soft_cap)
+    attend = functools.partial(_attend_at_once, pairs=pairs, soft_cap=soft_cap)
     groups = -(-rows // count_rows_at_once(heads, length, key.shape[2]))
     if groups == 1:
         return attend(query, key, value, masks)
@@ -254,6 +254,7 @@ def _attend_at_once(
     key: jax.Array,
     value: jax.Array,
     masks: jax.Array,
+    pairs: int,
     soft_cap: float | None,
 ) -> jax.Array:
     """Computes attention with one call of the kernel.
@@ -280,7 +281,8 @@ def _attend_at_once(
 
     for name in ("fwd_mask_info", "dq_mask_info", "dkv_mask_info"):
         setattr(kernel, name, repeat(getattr(kernel, name)))
-    result = kernel(*map(_join_dims, (query, key, value)))
+    with jax.named_scope(f"{KERNELS}{query.size // length * pairs}"):
+        result = kernel(*map(_join_dims, (query, key, value)))
     return result.reshape(rows, heads, length, -1)
 
 

@@ -1,5 +1,6 @@
 """Inspects a compiled program: its collectives and its memory."""
 
+import collections
 import contextlib
 import dataclasses
 import functools
@@ -10,11 +11,7 @@ from typing import Any
 import jax
 
 from keras_strategies.gpu.topology_devices import complete_options
-from keras_strategies.passes.hlo_text import (
-    COLLECTIVES,
-    count_collective_bytes,
-    count_collectives,
-)
+from keras_strategies.passes.hlo import COLLECTIVES, list_collectives, parse
 from keras_strategies.spmd.dispatch import choosing_cached
 from keras_strategies.spmd.mesh import ReplicaMesh
 
@@ -38,8 +35,8 @@ class Figures:
     argument_bytes: float
     output_bytes: float
     temporary_bytes: float
-    counts: Mapping[str, float]
-    sent: Mapping[str, float]
+    counts: Mapping[str, float] = dataclasses.field(default_factory=dict)
+    sent: Mapping[str, float] = dataclasses.field(default_factory=dict)
     compile_seconds: float
 
     @property
@@ -55,17 +52,32 @@ class Figures:
           executable: A `jax.stages.Compiled`.
           seconds: The time that it took to compile the program.
         """
-        memory, text = executable.memory_analysis(), executable.as_text()
-        counts, sent = count_collectives(text), count_collective_bytes(text)
-        outputs = memory.output_size_in_bytes - memory.alias_size_in_bytes
         return cls(
-            argument_bytes=memory.argument_size_in_bytes,
-            output_bytes=outputs,
-            temporary_bytes=_measure_temporaries(executable, memory),
-            counts={kind: n for kind, n in counts.items() if n},
-            sent={kind: sent[kind] for kind, n in counts.items() if n},
             compile_seconds=seconds,
+            **cls.measure_memory(executable),
+            **cls.measure_collectives(executable.as_text()),
         )
+
+    @staticmethod
+    def measure_memory(executable: Any) -> dict[str, float]:
+        """Returns the fields of the bytes that a program needs."""
+        memory = executable.memory_analysis()
+        return {
+            "argument_bytes": memory.argument_size_in_bytes,
+            "output_bytes": memory.output_size_in_bytes
+            - memory.alias_size_in_bytes,
+            "temporary_bytes": _measure_temporaries(executable, memory),
+        }
+
+    @staticmethod
+    def measure_collectives(text: str) -> dict[str, dict[str, float]]:
+        """Returns the fields of the collectives in a program's text."""
+        counts = collections.Counter[str]()
+        sent = collections.Counter[str]()
+        for collective in list_collectives(parse(text)):
+            counts[collective.kind] += 1
+            sent[collective.kind] += int(collective.size)
+        return {"counts": dict(counts), "sent": dict(sent)}
 
 
 def lower(program: jax.stages.Wrapped, *args: Any) -> jax.stages.Lowered:

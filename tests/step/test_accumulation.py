@@ -9,7 +9,6 @@ import pytest
 from keras import ops, optimizers
 
 import keras_strategies as ks
-from keras_strategies.passes.hlo_text import count_collective_bytes
 from keras_strategies.variables import ownership
 from tests.parity.models import TwoOptimizers
 from tests.support.combinations import combine, few
@@ -20,6 +19,7 @@ from tests.support.plain_keras import (
     dense,
     mirrored,
 )
+from tests.support.sums import count_reduced_bytes
 
 ROWS, FEATURES = 50, 6
 _random = np.random.default_rng(0)
@@ -52,12 +52,7 @@ def gradient_bytes(model, strategy):
     The few bytes of losses and metrics are not counted.
     """
     program = strategy.compile_step(model, (X[:24], Y[:24]))
-    text = program.as_text()
-    start = text.index("ENTRY ")
-    entry = text[start : text.index("\n}", start)]
-    of_all, of_entry = (
-        count_collective_bytes(t)["all-reduce"] for t in (text, entry)
-    )
+    of_all, of_entry = count_reduced_bytes(program.as_text())
     size = sum(4 * v.value.size for v in model.trainable_variables)
     return of_entry // size, (of_all - of_entry) // size
 

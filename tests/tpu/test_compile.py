@@ -19,8 +19,8 @@ from benchmarks.tpu_collectives import (
     compile_steps,
     loop_step,
 )
-from keras_strategies.passes.hlo_text import count_collective_bytes
 from tests.support.combinations import few
+from tests.support.sums import count_reduced_bytes
 
 pytestmark = pytest.mark.tpu
 
@@ -242,12 +242,7 @@ def test_accumulated_gradients_are_summed_in_the_branch_of_an_update(is_scaled):
     shapes = [jax.ShapeDtypeStruct((64, n), "float32") for n in (256, 16)]
     program = strategy.compile_step(model, tuple(shapes))
     weights = model.trainable_variables
-    text = program.as_text()
-    start = text.index("ENTRY ")
-    entry = text[start : text.index("\n}", start)]
-    every, of_all_steps = (
-        count_collective_bytes(part)["all-reduce"] for part in (text, entry)
-    )
+    every, of_all_steps = count_reduced_bytes(program.as_text())
     # A loss, its denominator, and whether gradients are finite.
     assert of_all_steps <= 16
     assert every - of_all_steps == sum(4 * math.prod(w.shape) for w in weights)

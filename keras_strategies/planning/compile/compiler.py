@@ -31,7 +31,7 @@ from keras_strategies.gpu.topology_devices import (
     describe_target,
 )
 from keras_strategies.gpu.xla_flags import read_flags
-from keras_strategies.passes.hlo_text import COLLECTIVES
+from keras_strategies.passes.hlo import COLLECTIVES
 from keras_strategies.planning.program.chips import find_chip
 from keras_strategies.planning.program.costs import BY_KIND, BY_SOURCE, Costs
 from keras_strategies.spmd.compiled import without_jax_cache
@@ -40,7 +40,7 @@ _FOLDER = "keras_strategies"
 _MOST_JOBS = 8
 _BYTES_OF_JOB = 3e9
 """Bytes of host memory needed to compile a large program."""
-_VERSION = 6
+_VERSION = 7
 _MOST_BYTES = 10_000
 _PACKAGES = (
     *("jax", "jaxlib", "libtpu"),

@@ -116,6 +116,6 @@ def describe_unknown(costs: Costs) -> str:
         return ""
     names = ", ".join(costs.endless)
     return (
-        f"The number of turns of a loop is unknown ({names}), so the time of "
-        "one turn is counted."
+        f"The number of iterations of a loop is unknown ({names}), so the "
+        "time of one iteration is counted."
     )

@@ -48,6 +48,12 @@ class Chip:
         that of NVIDIA's machines.
       workspace_bytes: For a GPU, bytes of memory that cuBLAS uses in addition
         to those of the program.
+      product_share: The share of the peak rate that matrix products reach.
+      memory_share: The share of the memory's bandwidth that instructions reach.
+        For a TPU, the one that XLA's estimates assume.
+      least_seconds: The time of an instruction with little work. In TPU
+        programs compiled at full effort, XLA estimates 1,500 to 2,400 cycles of
+        0.67 ns for most of them.
     """
 
     name: str
@@ -61,6 +67,9 @@ class Chip:
     other_flops: Mapping[str, float] = dataclasses.field(default_factory=dict)
     network_bandwidth: float = 0.0
     workspace_bytes: int = 0
+    product_share: float = 1.0
+    memory_share: float = 0.9
+    least_seconds: float = 1.2e-6
 
     def find_flops(self, dtype: str) -> float:
         """Returns the peak rate for products of a dtype; see `Product`."""
@@ -124,6 +133,10 @@ def _make_gpu(
         other_flops={"f32": tf32, "f32 exact": exact, "f64": exact},
         network_bandwidth=network * 1e9,
         workspace_bytes=workspace * 2**20,
+        # In four models on an H100 (benchmarks/gpu_run.py).
+        product_share=0.65,
+        memory_share=0.75,
+        least_seconds=2.5e-6,
     )
 
 

@@ -4,27 +4,16 @@ import dataclasses
 from collections.abc import Mapping, Sequence
 from typing import Any, Self
 
+from keras_strategies.passes.hlo import parse
 from keras_strategies.planning.program.chips import Chip
-from keras_strategies.planning.program.gpu_clock import GpuClock
-from keras_strategies.planning.program.hlo import parse
-from keras_strategies.planning.program.tpu_clock import TpuClock
-from keras_strategies.planning.program.walk import (
-    Clock,
-    Totals,
-    Walk,
-    Works,
-)
+from keras_strategies.planning.program.walk import Walk
 from keras_strategies.spmd.compiled import Figures
 
-_MOST_DEAREST = 4
+_MAX_SOURCES = 4
 _UNREADABLE = (ArithmeticError, LookupError, RecursionError, ValueError)
 """Errors of parsing a text that a later compiler writes in another form."""
-_LONGEST_ERROR = 200
+_MAX_ERROR = 200
 
-_NUMBERS = (
-    *("flops", "kernel_flops", "compute_seconds", "moved_bytes"),
-    *("busy_seconds", "latency_seconds"),
-)
 BY_KIND = ("counts", "sent", "link_seconds", "waiting_seconds")
 BY_SOURCE = ("dearest", "endless")
 """Fields of `Costs` that are mappings."""
@@ -53,24 +42,26 @@ class Costs(Figures):
         links.
       waiting_seconds: The part of it in which no other instruction runs.
       dearest: The time of the operations that take longest, by a description.
-      endless: For each loop whose number of turns is unknown, the time of the
-        one turn that is counted.
+      endless: For each loop whose number of iterations is unknown, the time of
+        the one iteration that is counted.
       unread: If the program's text has an unknown form: the error that parsing
         it raised. The numbers are then as if the chip were unknown. "" if the
         text was parsed.
     """
 
-    code_bytes: float
-    flops: float
-    kernel_flops: float
-    compute_seconds: float
-    moved_bytes: float
-    busy_seconds: float
-    latency_seconds: float
-    link_seconds: Mapping[str, float]
-    waiting_seconds: Mapping[str, float]
-    dearest: Mapping[str, float]
-    endless: Mapping[str, float]
+    code_bytes: float = 0.0
+    flops: float = 0.0
+    kernel_flops: float = 0.0
+    compute_seconds: float = 0.0
+    moved_bytes: float = 0.0
+    busy_seconds: float = 0.0
+    latency_seconds: float = 0.0
+    link_seconds: Mapping[str, float] = dataclasses.field(default_factory=dict)
+    waiting_seconds: Mapping[str, float] = dataclasses.field(
+        default_factory=dict
+    )
+    dearest: Mapping[str, float] = dataclasses.field(default_factory=dict)
+    endless: Mapping[str, float] = dataclasses.field(default_factory=dict)
     unread: str = ""
 
     @property
@@ -95,46 +86,31 @@ class Costs(Figures):
             unknown.
           devices: The devices in the order of the program's mesh.
         """
-        figures = Figures.measure(executable, seconds)
         code = executable.memory_analysis().generated_code_size_in_bytes
-        facts: dict[str, Any] = {
-            field.name: getattr(figures, field.name)
-            for field in dataclasses.fields(figures)
-        }
-        facts = _make_facts({}) | facts
-        if chip is not None:
-            try:
-                facts |= estimate_work(executable.as_text(), chip, devices)
-            except _UNREADABLE as error:
-                text = f"{type(error).__name__}: {error}"
-                facts["unread"] = text[:_LONGEST_ERROR]
-        return cls(**facts | {"code_bytes": code})
+        facts: dict[str, Any] = {"code_bytes": code, "compile_seconds": seconds}
+        facts |= cls.measure_memory(executable)
+        text = executable.as_text()
+        try:
+            if chip is None:
+                facts |= cls.measure_collectives(text)
+            else:
+                facts |= estimate_work(text, chip, devices)
+        except _UNREADABLE as error:
+            facts["unread"] = f"{type(error).__name__}: {error}"[:_MAX_ERROR]
+        return cls(**facts)
 
 
 def estimate_work(
     text: str, chip: Chip, devices: Sequence[Any]
 ) -> dict[str, Any]:
     """Returns the fields of `Costs` that are computed from a program's text."""
-    is_gpu = bool(devices) and devices[0].platform == "gpu"
-    program = parse(text, is_tiled=not is_gpu)
-    works = Works(program)
-    if is_gpu:
-        clock: Clock = GpuClock(chip, devices)
-    else:
-        clock = TpuClock(chip, devices, works)
-    return _make_facts(Walk(program, works, clock).visit(program.entry, ()))
-
-
-def _make_facts(totals: Totals) -> dict[str, Any]:
-    facts: dict[str, Any] = {
-        name: totals.get((name, ""), 0.0) for name in _NUMBERS
-    }
-    for name in (*BY_KIND, *BY_SOURCE):
-        found = {
-            key: n for (field, key), n in totals.items() if field == name and n
-        }
-        facts[name] = found
-    longest = sorted(facts["dearest"].items(), key=lambda x: x[1])[::-1]
-    facts["dearest"] = dict(longest[:_MOST_DEAREST])
-    facts["endless"] = dict(list(facts["endless"].items())[:_MOST_DEAREST])
+    program = parse(text)
+    totals = Walk(program, chip, devices).visit(program.entry)
+    facts: dict[str, Any] = {name: {} for name in (*BY_KIND, *BY_SOURCE)}
+    # The sources that take longest come first.
+    for (name, key), n in sorted(totals.items(), key=lambda x: -x[1]):
+        if name not in facts or not key:
+            facts[name] = n
+        elif n and (name in BY_KIND or len(facts[name]) < _MAX_SOURCES):
+            facts[name][key] = n
     return facts

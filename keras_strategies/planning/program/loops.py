@@ -1,22 +1,18 @@
-"""Finds how many turns the loops of a compiled program take."""
+"""Finds how many iterations the loops of a compiled program have."""
 
 import re
 
-from keras_strategies.planning.program.hlo import (
-    Computation,
-    Instruction,
-    Program,
-)
+from keras_strategies.passes.hlo import Computation, Instruction, Program
 
 _KNOWN = re.compile(r'known_trip_count":\{"n":"(\d+)"')
 _DIRECTION = re.compile(r"direction=(\w+)")
 _INDEX = re.compile(r"index=(\d+)")
 
 
-def count_turns(
+def count_iterations(
     program: Program, computation: Computation, loop: Instruction
 ) -> int | None:
-    """Returns the number of turns of a `while` instruction.
+    """Returns the number of iterations of a `while` instruction.
 
     XLA's text contains the number only for some programs. Otherwise it is
     computed for a loop that counts up from a constant to a constant.
@@ -27,92 +23,58 @@ def count_turns(
       loop: The `while` instruction.
 
     Returns:
-      The number of turns, or None if it depends on values.
+      The number of iterations, or None if it depends on values.
     """
     known = _KNOWN.search(loop.attributes)
     if known is not None:
         return int(known[1])
     condition = program.computations[loop.get_called("condition") or ""]
     body = program.computations[loop.get_called("body") or ""]
+    state = computation.by_name[loop.operands[0]]
     compared = condition.root
     direction = _DIRECTION.search(compared.attributes)
-    if compared.opcode != "compare" or direction is None:
+    is_less = {"LT": 0, "LE": 1}.get(direction[1] if direction else "")
+    if compared.opcode != "compare" or is_less is None:
         return None
-    is_less = {"LT": 0, "LE": 1}.get(direction[1])
-    left, right = (condition.by_name[name] for name in compared.operands)
-    place = _find_place(condition, left)
-    if is_less is None or place is None:
+    if not state.opcode == body.root.opcode == "tuple":
         return None
-    first = _find_initial(computation, loop, place)
-    last = _find_constant(condition, right)
-    fixed = _find_place(condition, right)
-    if fixed is not None and _is_kept(body, fixed):
-        last = _find_initial(computation, loop, fixed)
-    each = _find_increment(body, place)
-    if first is None or last is None or not each or each < 0:
+    counter, last = (_resolve(condition, x) for x in compared.operands)
+    if counter is None or counter[0] is None or last is None:
         return None
-    return max(-(-(last + is_less - first) // each), 0)
-
-
-def _find_initial(
-    computation: Computation, loop: Instruction, place: int
-) -> int | None:
-    """Returns the constant with which an element of the state begins."""
-    state = computation.by_name.get(loop.operands[0])
-    if state is None or state.opcode != "tuple":
+    first = _resolve(computation, state.operands[counter[0]])
+    step = _resolve(body, body.root.operands[counter[0]])
+    if last[0] is not None:
+        # The limit must be an element of the state that the body keeps.
+        if _resolve(body, body.root.operands[last[0]]) != (last[0], 0):
+            return None
+        last = _resolve(computation, state.operands[last[0]])
+    if first is None or last is None or step is None or step[0] != counter[0]:
         return None
-    start = computation.by_name.get(state.operands[place])
-    return None if start is None else _find_constant(computation, start)
-
-
-def _find_constant(
-    computation: Computation, instruction: Instruction
-) -> int | None:
-    """Returns the value of a constant, or of a copy of one; otherwise None."""
-    while instruction.opcode in ("copy", "bitcast", "convert"):
-        instruction = computation.by_name[instruction.operands[0]]
-    text = instruction.literal
-    is_number = text.lstrip("-").isdecimal()
-    if instruction.opcode == "constant" and is_number:
-        return int(text)
-    return None
-
-
-def _find_place(
-    computation: Computation, instruction: Instruction
-) -> int | None:
-    """Returns which element of the state an instruction reads, or None."""
-    while instruction.opcode in ("copy", "bitcast"):
-        instruction = computation.by_name[instruction.operands[0]]
-    if instruction.opcode != "get-tuple-element":
+    if first[0] is not None or last[0] is not None or step[1] <= 0:
         return None
-    of = computation.by_name[instruction.operands[0]]
-    match = _INDEX.search(instruction.attributes)
-    if of.opcode != "parameter" or match is None:
+    return max(-(-(last[1] + is_less - first[1]) // step[1]), 0)
+
+
+def _resolve(
+    computation: Computation, name: str
+) -> tuple[int | None, int] | None:
+    """Returns an element of the state and the constant that is added to it.
+
+    The element is None for a constant. Returns None for all other values.
+    """
+    x = computation.by_name[name]
+    if x.opcode == "constant" and x.literal.lstrip("-").isdecimal():
+        return None, int(x.literal)
+    if x.opcode in ("copy", "bitcast", "convert"):
+        return _resolve(computation, x.operands[0])
+    if x.opcode == "get-tuple-element":
+        is_state = computation.by_name[x.operands[0]].opcode == "parameter"
+        index = _INDEX.search(x.attributes)
+        return (int(index[1]), 0) if is_state and index else None
+    if x.opcode != "add":
         return None
-    return int(match[1])
-
-
-def _is_kept(body: Computation, place: int) -> bool:
-    """Returns whether a loop's body does not change an element of the state."""
-    if body.root.opcode != "tuple":
-        return False
-    result = body.by_name[body.root.operands[place]]
-    return _find_place(body, result) == place
-
-
-def _find_increment(body: Computation, place: int) -> int | None:
-    """Returns the constant that the body adds to an element of the state."""
-    if body.root.opcode != "tuple":
+    terms = [_resolve(computation, operand) for operand in x.operands]
+    places = {place for place, _ in filter(None, terms)} - {None}
+    if None in terms or len(places) > 1:
         return None
-    result = body.by_name[body.root.operands[place]]
-    while result.opcode in ("copy", "bitcast"):
-        result = body.by_name[result.operands[0]]
-    if result.opcode != "add":
-        return None
-    left, right = (body.by_name[name] for name in result.operands)
-    if _find_place(body, left) == place:
-        return _find_constant(body, right)
-    if _find_place(body, right) == place:
-        return _find_constant(body, left)
-    return None
+    return next(iter(places), None), sum(n for _, n in filter(None, terms))

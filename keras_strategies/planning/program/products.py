@@ -11,8 +11,8 @@ import re
 from collections.abc import Iterator, Sequence
 
 from keras_strategies.passes.flops import count_positions
-from keras_strategies.passes.hlo_text import KERNELS
-from keras_strategies.planning.program.hlo import (
+from keras_strategies.passes.hlo import (
+    KERNELS,
     Computation,
     Instruction,
     Program,
@@ -63,7 +63,7 @@ def list_products(
         flops = _of_library(computation, instruction)
     if flops:
         yield Product(flops, _find_dtype(computation, instruction))
-    inner = program.computations.get(instruction.get_called() or "")
+    inner = program.find_called(instruction)
     if opcode == "fusion" and inner is not None:
         for x in inner.instructions:
             yield from list_products(program, inner, x)
@@ -72,8 +72,7 @@ def list_products(
 def count_kernel(computation: Computation, call: Instruction) -> float:
     """Returns the operations of attention's kernels, which XLA does not know.
 
-    On TPUs, a kernel's scope names the products of all turns of the loops
-    inside it.
+    On TPUs, a kernel's scope contains the number of its products.
     """
     match = _KERNEL.search(call.source)
     if match is not None:

@@ -14,7 +14,7 @@ _SECONDS = 1e-3
 _SHARE = 0.1
 """The share of communication in a step from which advice on it is given."""
 _LOW = 0.05
-"""The utilization below which the dearest operations are listed."""
+"""The utilization below which the most expensive operations are listed."""
 
 
 def write_advice(
@@ -118,8 +118,8 @@ def _explain_time(step: PlannedStep) -> str:
     if not named:
         return ""
     return (
-        f"The dearest operations of the {times.seconds * 1e3:.3g} ms are "
-        f"{' and '.join(named)}."
+        f"The most expensive operations of the {times.seconds * 1e3:.3g} ms "
+        f"are {' and '.join(named)}."
     )
 
 

@@ -383,8 +383,8 @@ def test_loops_of_unknown_length_are_named():
     step.text = ENDLESS
     (row,), _ = plan(step)
     assert row.advice.startswith(
-        "The number of turns of a loop is unknown (while in search), so the "
-        "time of one turn is counted."
+        "The number of iterations of a loop is unknown (while in search), so "
+        "the time of one iteration is counted."
     )
     (row,), _ = plan(Step(of_row=1))
     assert "turns" not in row.advice

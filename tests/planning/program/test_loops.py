@@ -1,11 +1,11 @@
-"""Turns of loops, in programs that XLA compiles for CPUs and in texts."""
+"""Iterations of loops, in programs that XLA compiles for CPUs and in texts."""
 
 import jax
 import jax.numpy as jnp
 import pytest
 
-from keras_strategies.planning.program.hlo import parse
-from keras_strategies.planning.program.loops import count_turns
+from keras_strategies.passes.hlo import parse
+from keras_strategies.planning.program.loops import count_iterations
 
 pytestmark = pytest.mark.quick
 
@@ -50,10 +50,10 @@ DEFAULTS = {
 CARRIED = "get-tuple-element(%p), index=1"
 
 
-def turns(**changes):
+def iterations(**changes):
     program = parse(LOOP.format(**DEFAULTS | changes))
     loop = program.entry.by_name["loop"]
-    return count_turns(program, program.entry, loop)
+    return count_iterations(program, program.entry, loop)
 
 
 @pytest.mark.parametrize(
@@ -66,22 +66,22 @@ def turns(**changes):
         ({"each": "3"}, 4),
         ({"last": CARRIED}, 10),
         ({"known": ', backend_config={"known_trip_count":{"n":"7"}}'}, 7),
-        # The limit changes from turn to turn.
+        # The limit changes in each iteration.
         ({"last": CARRIED, "kept": "next"}, None),
         # It counts down, or to another end.
         ({"each": "-1"}, None),
         ({"direction": "NE"}, None),
     ],
 )
-def test_turns_of_a_loop_that_counts(changes, number):
-    assert turns(**changes) == number
+def test_iterations_of_a_loop_that_counts(changes, number):
+    assert iterations(**changes) == number
 
 
 def loops_of(function, *shapes):
     given = [jax.ShapeDtypeStruct(shape, "float32") for shape in shapes]
     program = parse(jax.jit(function).lower(*given).compile().as_text())
     return [
-        count_turns(program, computation, loop)
+        count_iterations(program, computation, loop)
         for computation in program.computations.values()
         for loop in computation.instructions
         if loop.opcode == "while"

@@ -2,9 +2,9 @@
 
 import pytest
 
+from keras_strategies.passes.hlo import Collective
 from keras_strategies.planning.program.chips import find_chip
-from keras_strategies.planning.program.links import Collective
-from keras_strategies.planning.program.networks import Network
+from keras_strategies.planning.program.links import make_timer
 from tests.support.gpus import make_hosts
 
 pytestmark = pytest.mark.quick
@@ -22,8 +22,8 @@ ALL = (tuple(range(32)),)
 
 
 def least(kind, groups, size=SIZE):
-    collective = Collective(kind=kind, size=size, groups=groups, key=None)
-    return Network(CHIP, GPUS).measure(collective)[0]
+    collective = Collective(kind=kind, size=size, groups=groups)
+    return make_timer(CHIP, GPUS)(collective)[0]
 
 
 @pytest.mark.parametrize(
@@ -63,15 +63,13 @@ def test_a_collective_uses_the_slower_of_two_networks(kind, groups, seconds):
     ],
 )
 def test_times_are_near_those_of_xla(kind, size, microseconds):
-    collective = Collective(kind=kind, size=size, groups=HOST[:1], key=None)
-    least, seconds = Network(CHIP, GPUS[:8]).measure(collective)
+    collective = Collective(kind=kind, size=size, groups=HOST[:1])
+    least, seconds = make_timer(CHIP, GPUS[:8])(collective)
     assert least < seconds
     assert microseconds / 1.6 < seconds * 1e6 < microseconds * 1.6
 
 
 def test_groups_of_one_gpu_send_nothing():
     groups = tuple((k,) for k in range(32))
-    collective = Collective(
-        kind="all-reduce", size=SIZE, groups=groups, key=None
-    )
-    assert Network(CHIP, GPUS).measure(collective) == (0.0, 0.0)
+    collective = Collective(kind="all-reduce", size=SIZE, groups=groups)
+    assert make_timer(CHIP, GPUS)(collective) == (0.0, 0.0)

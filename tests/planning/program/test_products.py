@@ -2,7 +2,7 @@
 
 import pytest
 
-from keras_strategies.planning.program.hlo import parse
+from keras_strategies.passes.hlo import parse
 from keras_strategies.planning.program.products import (
     Product,
     count_kernel,

@@ -2,11 +2,8 @@
 
 import pytest
 
-from keras_strategies.planning.program.hlo import Instruction
-from keras_strategies.planning.program.sources import (
-    count_inner_loops,
-    describe_source,
-)
+from keras_strategies.passes.hlo import Instruction
+from keras_strategies.planning.program.walk import describe_source
 
 pytestmark = pytest.mark.quick
 
@@ -40,11 +37,3 @@ def instruction(source):
 )
 def test_what_an_instruction_was_compiled_from(source, text):
     assert describe_source(instruction(source)) == text
-
-
-def test_loops_inside_the_scope_of_a_kernel():
-    scope = "splash_attention_10"
-    assert count_inner_loops(instruction(f"while/body/{scope}/x")) == 0
-    inner = f"while/body/{scope}/while/body/x"
-    assert count_inner_loops(instruction(inner)) == 1
-    assert count_inner_loops(instruction("while/body/x")) == 0

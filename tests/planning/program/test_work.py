@@ -2,8 +2,8 @@
 
 import pytest
 
-from keras_strategies.planning.program.hlo import parse
-from keras_strategies.planning.program.work import count_work
+from keras_strategies.passes.hlo import parse
+from keras_strategies.planning.program.work import count_work, locate
 
 pytestmark = pytest.mark.quick
 
@@ -179,3 +179,24 @@ def test_instructions_that_move_nothing():
         '%y = f32[8]{0} custom-call(), custom_call_target="AllocateBuffer"'
     )
     assert found.read == found.written == {}
+
+
+TUPLES = """HloModule f
+
+ENTRY %main (a: f32[8]) -> f32[8] {
+  %a = f32[8] parameter(0)
+  %early = f32[8] negate(%a)
+  %pair = (f32[8], f32[8]) fusion(%a), kind=kLoop, calls=%none
+  %second = f32[8] get-tuple-element(%pair), index=1
+  %same = f32[8] bitcast(%second)
+  ROOT %first = f32[8] get-tuple-element(%pair), index=0
+}
+"""
+
+
+def test_elements_of_tuples_have_names():
+    entry = parse(TUPLES).entry
+    assert locate(entry, "same") == locate(entry, "second") == "pair:1"
+    assert locate(entry, "first") == "pair:0"
+    assert locate(entry, "early") == "early"
+    assert locate(entry, "unknown") == "unknown"

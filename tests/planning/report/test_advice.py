@@ -109,8 +109,8 @@ def test_the_dearest_operations_of_a_step_with_little_use_are_named():
     slow = times(0.5, utilization=0.04)
     advice = write_advice(step(estimate=slow, dearest=dearest))
     assert advice == (
-        "The dearest operations of the 500 ms are gather in b (250 ms) and "
-        "gather in a (200 ms)."
+        "The most expensive operations of the 500 ms are gather in b (250 "
+        "ms) and gather in a (200 ms)."
     )
     # Others than these take the time.
     small = {name: seconds / 20 for name, seconds in dearest.items()}

@@ -1,4 +1,8 @@
-"""Parses the text of a compiled program (HLO).
+"""Parses the text of a compiled program (HLO), and finds its collectives.
+
+An asynchronous collective of a TPU appears several times: in the computation
+that starts it, and in the computations that overlap with it, which have the
+same chain id. It is listed once.
 
 References:
   - Syntax: https://openxla.org/xla/hlo_dumps
@@ -11,6 +15,21 @@ import math
 import re
 from collections.abc import Iterator, Mapping, Sequence
 
+import numpy as np
+
+COLLECTIVES = (
+    "all-reduce",
+    "all-gather",
+    "reduce-scatter",
+    "collective-permute",
+    "all-to-all",
+)
+"""XLA's names of the collectives that are counted."""
+
+KERNELS = "splash_attention_"
+"""The name scope of attention's kernels, before the number of products of two
+entries that one matrix product of a kernel computes."""
+
 _HEAD = re.compile(r"^(ENTRY )?%?([\w.\-]+) \(")
 _NAME = re.compile(r"^\s*(ROOT )?%?([\w.\-]+) = ")
 _OPCODE = re.compile(r"\s*([a-z][\w\-]*)\(")
@@ -21,6 +40,23 @@ _ARRAY = re.compile(
 )
 _TILE = re.compile(r"T\(([\d,]+)\)")
 _ON_CHIP = re.compile(r"S\(1\)")
+
+CHAIN = re.compile(r'chain_id="?(\d+)')
+_STARTED = 'custom_call_target="AsyncCollectiveStart"'
+_LISTED = re.compile(
+    r"(?:replica_groups|source_target_pairs)=\{(\{[\d,{}]*\})\}"
+)
+_TILED = re.compile(
+    r"replica_groups=\[(\d+),(\d+)\]<=\[([\d,]+)\](?:T\(([\d,]+)\))?"
+)
+_OF_MESH = re.compile(
+    r"replica_groups=mesh\[([^\]]*)\]"
+    r"(?:, device_ids=\((?:\[([\d,]+)\](?:T\(([\d,]+)\))?|([\d,]+))\))?"
+    r" \{([^}]*)\}"
+)
+_AXIS = re.compile(r"'([^']*)'(?:=(\d+)|:\((\d+)\)(\d+))?")
+
+Groups = tuple[tuple[int, ...], ...]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -151,21 +187,39 @@ class Program:
     Attributes:
       computations: Its computations by their names.
       entry: The computation that runs first.
-      is_tiled: Whether arrays are stored in tiles of 8 by 128 numbers, as on
-        TPUs.
     """
 
     computations: Mapping[str, Computation]
     entry: Computation
-    is_tiled: bool
+
+    def find_called(self, instruction: Instruction) -> Computation | None:
+        """Returns the computation of a fusion, or None."""
+        if instruction.opcode not in ("fusion", "async-start"):
+            return None
+        return self.computations.get(instruction.get_called() or "")
 
 
-def parse(text: str, *, is_tiled: bool = True) -> Program:
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Collective:
+    """A collective of a program.
+
+    Attributes:
+      kind: Its kind, such as "all-reduce".
+      size: Bytes of the full array: the result of an all-gather, the reduced
+        array of an all-reduce, or the sum before it is scattered.
+      groups: The groups of devices, by their places in the program's mesh. For
+        a collective-permute: pairs of a source and a target.
+      key: If it is asynchronous: what its end is recognized by. None otherwise.
+    """
+
+    kind: str
+    size: float
+    groups: Groups
+    key: str | None = None
+
+
+def parse(text: str) -> Program:
     """Parses the text of a compiled program.
-
-    Args:
-      text: The text.
-      is_tiled: See `Program`.
 
     Raises:
       ValueError: if the text contains no entry computation.
@@ -184,7 +238,110 @@ def parse(text: str, *, is_tiled: bool = True) -> Program:
             "A program's text must contain an entry computation. Received: "
             f"{text[:100]!r}. Pass the text of a compiled program."
         )
-    return Program(computations, entry, is_tiled)
+    return Program(computations, entry)
+
+
+def list_collectives(program: Program) -> list[Collective]:
+    """Returns a program's collectives. One in a loop is listed once."""
+    return [
+        collective
+        for computation in program.computations.values()
+        for instruction in computation.instructions
+        for collective in find_collective(computation, instruction)
+    ]
+
+
+def find_collective(
+    computation: Computation, instruction: Instruction
+) -> Iterator[Collective]:
+    """Yields the collective that an instruction performs or starts, if any."""
+    kind = instruction.opcode.removesuffix("-start")
+    if kind not in COLLECTIVES:
+        return
+    chain = CHAIN.search(instruction.attributes)
+    key = None if kind == instruction.opcode else instruction.name
+    if chain is not None:
+        users = computation.users.get(instruction.name, ())
+        if not any(_STARTED in user.attributes for user in users):
+            return
+        key = chain[1]
+    groups = parse_groups(instruction.attributes)
+    operands = map(computation.by_name.__getitem__, instruction.operands)
+    size = sum(array.size for x in operands for array in x.arrays)
+    if kind == "all-gather" and groups:
+        size *= len(groups[0])
+    yield Collective(kind=kind, size=float(size), groups=groups, key=key)
+
+
+def parse_groups(attributes: str) -> Groups:
+    """Parses the groups of devices in a collective's attributes.
+
+    XLA has three notations: lists of numbers; the rows of a transposed array of
+    all numbers; and axes of a mesh. For a collective-permute, the groups are
+    the pairs of a source and a target.
+
+    Args:
+      attributes: The text after the collective's operands.
+
+    Returns:
+      The groups, or () if the text contains none.
+    """
+    tiled = _TILED.search(attributes)
+    if tiled is not None:
+        count, members, dims, order = tiled.groups()
+        numbers = _make_numbers(dims, order).reshape(int(count), int(members))
+        return _list_rows(numbers)
+    of_mesh = _OF_MESH.search(attributes)
+    if of_mesh is not None:
+        return _parse_mesh(*of_mesh.groups())
+    listed = _LISTED.search(attributes)
+    if listed is None:
+        return ()
+    texts = re.findall(r"\{([\d,]+)\}", listed[1])
+    return tuple(map(_parse_numbers, texts))
+
+
+@functools.lru_cache(maxsize=256)
+def _parse_mesh(
+    mesh: str, dims: str | None, order: str | None, ids: str | None, axes: str
+) -> Groups:
+    """Parses groups that are the devices along axes of a mesh.
+
+    Args:
+      mesh: The axes of the mesh, such as "'x'=4,'y'=2".
+      dims: If the devices are those of a transposed array: its sizes.
+      order: The order of its dimensions.
+      ids: The devices, if they are listed.
+      axes: The axes of the groups, such as "'x'". An axis of 8 of which only a
+        part of size 2 that follows one of size 4 is meant: "'x':(4)2".
+    """
+    sizes = {name: int(n) for name, n, _, _ in _AXIS.findall(mesh)}
+    shape, names = tuple(sizes.values()), tuple(sizes)
+    numbers = _make_numbers(dims or str(math.prod(shape)), order)
+    if ids:
+        numbers = np.array(_parse_numbers(ids))
+    # The place in the mesh of the first device of each device's group.
+    firsts, members = np.indices(shape), 1
+    for name, _, before, part in _AXIS.findall(axes):
+        size = int(part or sizes[name])
+        inner = sizes[name] // size // int(before or 1)
+        place = firsts[names.index(name)]
+        place -= place // inner % size * inner
+        members *= size
+    keys = np.ravel_multi_index(tuple(firsts), shape).ravel()
+    grouped = numbers.ravel()[np.argsort(keys, kind="stable")]
+    return _list_rows(grouped.reshape(-1, members))
+
+
+def _make_numbers(dims: str, order: str | None) -> np.ndarray:
+    """Returns the numbers from 0 in an array of some sizes, transposed."""
+    sizes = _parse_numbers(dims)
+    numbers = np.arange(math.prod(sizes)).reshape(sizes)
+    return numbers.transpose(_parse_numbers(order)) if order else numbers
+
+
+def _list_rows(numbers: np.ndarray) -> Groups:
+    return tuple(map(tuple, numbers.tolist()))
 
 
 def _split(text: str) -> Iterator[tuple[str, bool, list[str]]]:
