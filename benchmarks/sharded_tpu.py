@@ -149,8 +149,7 @@ def dense_stack(remat=True):
 def _decoder_step(strategy, shapes, rows, remat, is_scanned):
     with strategy.scope(), ks.abstract():
         model = decoder(shapes, remat)
-        if is_scanned:
-            ks.experimental.scan_blocks(model)
+        ks.experimental.scan_blocks(model, is_scanned)
         model.compile(
             keras.optimizers.AdamW(1e-4),
             keras.losses.SparseCategoricalCrossentropy(from_logits=True),

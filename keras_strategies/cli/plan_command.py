@@ -75,11 +75,6 @@ _OPTIONS: tuple[Option, ...] = (
         FLAG,
     ),
     (
-        "--whole",
-        "compile all blocks of deep models, instead of only a few",
-        FLAG,
-    ),
-    (
         "--model",
         "a function that creates and compiles the model, instead of a script",
         {"metavar": "MODULE:FUNCTION"},
@@ -281,7 +276,6 @@ def _make_common_fields(options: argparse.Namespace) -> dict[str, Any]:
         "scale": options.scale,
         "effort": options.effort,
         "verify": options.verify,
-        "whole": options.whole,
         "cache": not options.no_cache,
     }
 

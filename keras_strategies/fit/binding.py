@@ -363,7 +363,7 @@ class Binding:
         """
         if len(data) > 1:
             self.model._assert_compile_called("compile_step")
-            with passing_blocks(self.model):
+            with passing_blocks(self.model, self._mesh):
                 self._build(data_batch=data)
             return
         if not scope_hooks.is_built(self.model):

@@ -1,9 +1,10 @@
 """Computes equal blocks of a model in one loop (`jax.lax.scan`).
 
-While a step is traced, each block of a run in a marked model's graph is traced
-alone. If all compute the same values and gradients from their inputs and
-variables, the first block's calls are the body of a loop over all blocks, whose
-variables' values are stacked. Otherwise the blocks are computed one by one.
+On TPUs and GPUs, this is the default for 8 or more blocks. While a step is
+traced, each block of a run in a model's graph is traced alone. If all compute
+the same values and gradients from their inputs and variables, the first block's
+calls are the body of a loop over all blocks, whose variables' values are
+stacked. Otherwise the blocks are computed one by one.
 """
 
 import contextlib
@@ -45,14 +46,21 @@ from keras_strategies.passes.replay import separate_trace
 from keras_strategies.passes.sharded_calls import stack_values
 from keras_strategies.passes.traces import is_tracing
 from keras_strategies.spmd.attributes import temporary_attribute
+from keras_strategies.spmd.mesh import ReplicaMesh
 
 _MARK = "_ks_scans_blocks"
 _REASONS = "_ks_reasons_against_scans"
 _RUNS = "_ks_runs_of_blocks"
+_PLATFORMS = ("tpu", "gpu")
+_MIN_BLOCKS = 8
+"""The smallest number of blocks that are computed in a loop by default."""
 
 
-def scan_blocks(model: keras.Model) -> list[list[str]]:
+def scan_blocks(model: keras.Model, is_scanned: bool = True) -> list[list[str]]:
     """Makes a strategy's steps compute a model's equal blocks in one loop.
+
+    On TPUs and GPUs, steps do so by default for runs of at least 8 equal blocks
+    that can be computed in a loop.
 
     A program then contains one block instead of all, so it is smaller and
     compiles faster. Results are those of the unrolled model, up to rounding.
@@ -65,12 +73,15 @@ def scan_blocks(model: keras.Model) -> list[list[str]]:
     Args:
       model: A built functional or sequential model. Models that are called
         outside of a strategy's steps are computed as before.
+      is_scanned: False to compute the model's blocks one by one, on all
+        devices.
 
     Returns:
       For each run, the names of the layers at the end of the blocks.
 
     Raises:
-      ValueError: if the model has no equal blocks.
+      ValueError: if the model has no equal blocks, unless `is_scanned` is
+        False.
 
     Example:
       ```python
@@ -85,8 +96,11 @@ def scan_blocks(model: keras.Model) -> list[list[str]]:
     References:
       https://docs.jax.dev/en/latest/_autosummary/jax.lax.scan.html
     """
+    if not is_scanned:
+        for part in iter_functional_parts(model):
+            vars(get_graph(part))[_MARK] = False
     runs = list(find_all_blocks(model))
-    if not runs:
+    if not runs and is_scanned:
         raise ValueError(
             "`scan_blocks` must be called with a functional or sequential "
             "model that has at least 4 equal blocks, one after another. "
@@ -96,25 +110,25 @@ def scan_blocks(model: keras.Model) -> list[list[str]]:
         )
     for blocks in runs:
         graph = get_graph(blocks.model)
-        vars(graph)[_MARK] = True
+        vars(graph)[_MARK] = is_scanned
         vars(graph).pop(_RUNS, None)
     return [[op.name for op, _ in blocks.trunks] for blocks in runs]
 
 
 @contextlib.contextmanager
-def scanning_blocks() -> Iterator[None]:
-    """Computes marked blocks in loops while the block, which traces, runs."""
+def scanning_blocks(mesh: ReplicaMesh) -> Iterator[None]:
+    """Computes equal blocks in loops while the block, which traces, runs."""
     with (
         _patches.hold(),
-        temporary_attribute(_thread, "is_in_step", True),
+        temporary_attribute(_thread, "mesh", mesh),
         temporary_attribute(_thread, "is_passing", False),
     ):
         yield
 
 
 @contextlib.contextmanager
-def passing_blocks(model: keras.Model) -> Iterator[None]:
-    """Computes one of a model's marked blocks only, while a trace runs.
+def passing_blocks(model: keras.Model, mesh: ReplicaMesh) -> Iterator[None]:
+    """Computes one of a model's equal blocks only, while a trace runs.
 
     It stands for the others, so all shapes in the trace are right, but values
     are not: the block must not read data, because user code may compute it. JAX
@@ -122,41 +136,35 @@ def passing_blocks(model: keras.Model) -> Iterator[None]:
     yet are all computed, and so are all blocks in jobs of several processes, in
     which JAX cannot create arrays in a separate trace.
     """
-    parts = iter_functional_parts(model)
-    is_marked = any(_MARK in vars(get_graph(part)) for part in parts)
-    if not is_marked or jax.process_count() > 1:
+    parts = map(get_graph, iter_functional_parts(model))
+    if jax.process_count() > 1 or not any(_find_runs(g, mesh) for g in parts):
         yield
         return
     with (
-        scanning_blocks(),
+        scanning_blocks(mesh),
         separate_trace("ks.passing"),
         temporary_attribute(_thread, "is_passing", True),
     ):
         yield
 
 
-def find_columns(model: keras.Model) -> list[list[keras.Variable]]:
+def find_columns(
+    model: keras.Model, mesh: ReplicaMesh
+) -> list[list[keras.Variable]]:
     """Finds the variables that loops over a model's blocks stack.
 
     Returns:
-      For each variable of a marked block, that variable in all blocks.
+      For each variable of a block in a loop, that variable in all blocks.
     """
     columns: list[list[keras.Variable]] = []
     for part in iter_functional_parts(model):
-        # Most models are not marked, and need no search.
-        graph = get_graph(part)
-        for blocks in _find_runs(graph) if _MARK in vars(graph) else ():
+        for blocks in _find_runs(get_graph(part), mesh):
             columns += _find_variables(blocks)[0]
     return columns
 
 
-def are_scanned(blocks: Blocks) -> bool:
-    """Returns whether `scan_blocks` marked the graph of some blocks."""
-    return _MARK in vars(get_graph(blocks.model))
-
-
 class _Thread(threading.local):
-    is_in_step = False
+    mesh: ReplicaMesh | None = None
     is_passing = False
 
 
@@ -170,26 +178,30 @@ def _return_operation(operation: Any) -> Any:
 def _wrap_graph(original: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(original)
     def run_graph(graph: Any, inputs: Tree, *args: Any, **kwargs: Any) -> Tree:
-        is_wanted = _thread.is_in_step and is_tracing()
-        is_scanned = _MARK in vars(graph) and is_wanted
-        given = tree.flatten(inputs)
+        mesh, given = _thread.mesh, tree.flatten(inputs)
         is_symbolic = any(isinstance(x, keras.KerasTensor) for x in given)
-        if not is_scanned or is_symbolic or get_stateless_scope() is None:
+        is_step = is_tracing() and get_stateless_scope() is not None
+        runs = []
+        if mesh is not None and is_step and not is_symbolic:
+            runs = _find_runs(graph, mesh)
+            if not runs and vars(graph).get(_MARK):
+                _warn(graph, "they are not equal any more")
+        if not runs:
             return original(graph, inputs, *args, **kwargs)
         # Keras 3.15 passes a function, Keras 3.16 none.
         operation_fn = kwargs.get("operation_fn", _return_operation)
-        return _run_graph(graph, given, operation_fn)
+        return _run_graph(graph, runs, given, operation_fn)
 
     return run_graph
 
 
 def _run_graph(
-    graph: Any, inputs: list[Any], operation_fn: Callable[..., Any]
+    graph: Any,
+    runs: list[Blocks],
+    inputs: list[Any],
+    operation_fn: Callable[..., Any],
 ) -> Tree:
-    """Computes a marked graph like Keras, but its runs of blocks in loops."""
-    runs = _find_runs(graph)
-    if not runs:
-        _warn(graph, "they are not equal any more")
+    """Computes a graph like Keras, but its runs of blocks in loops."""
     first_of = {id(blocks.segments[0][0]): blocks for blocks in runs}
     nodes = {id(node.operation): node for node in iter_calls(graph)}
     values = dict(zip(map(id, graph.inputs), inputs, strict=False))
@@ -218,13 +230,20 @@ def _restore_masks(masks: list[tuple[Any, Any]]) -> None:
             set_keras_mask(tensor, mask)
 
 
-def _find_runs(graph: Any) -> list[Blocks]:
-    """Finds a graph's blocks, again if a layer was frozen or unfrozen since."""
+def _find_runs(graph: Any, mesh: ReplicaMesh) -> list[Blocks]:
+    """Finds the blocks of a graph that are computed in loops.
+
+    They are searched again if a layer was frozen or unfrozen since.
+    """
+    is_marked = vars(graph).get(_MARK)
+    if not (mesh.platform in _PLATFORMS if is_marked is None else is_marked):
+        return []
     trainable = [v.trainable for v in graph.variables]
     found = vars(graph).get(_RUNS)
     if found is None or found[0] != trainable:
         found = vars(graph)[_RUNS] = trainable, find_blocks_of(graph)
-    return found[1]
+    least = 0 if is_marked else _MIN_BLOCKS
+    return [blocks for blocks in found[1] if len(blocks) >= least]
 
 
 def _is_repeated() -> bool:
@@ -254,7 +273,7 @@ def _compute(graph: Any, calls: BlockCalls) -> Array | None:
     if not reason:
         result, reason = _scan(calls, is_checked=reason is None)
     reasons[key] = reason
-    if reason and not is_repeated:
+    if reason and vars(graph).get(_MARK) and not is_repeated:
         _warn(calls.blocks.model, reason)
     return result
 

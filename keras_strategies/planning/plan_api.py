@@ -39,7 +39,6 @@ def make_plan(
     scale: str,
     effort: str,
     verify: bool,
-    whole: bool,
     cache: bool,
     progress: bool,
 ) -> Plan:
@@ -57,7 +56,6 @@ def make_plan(
         is_full=EFFORTS[effort],
         is_alone=len(candidates) == 1,
         is_verified=verify,
-        is_whole=whole,
     )
     try:
         with (

@@ -24,9 +24,7 @@ from keras_strategies.keras_bridge.step_context import (
     step_scope,
 )
 from keras_strategies.kernels.kernels import kernels_for
-from keras_strategies.kernels.scanned_blocks import (
-    scanning_blocks,
-)
+from keras_strategies.kernels.scanned_blocks import scanning_blocks
 from keras_strategies.passes.specs import Axis
 from keras_strategies.run import run_results
 from keras_strategies.run.mappings import open_nest
@@ -56,7 +54,7 @@ def replica_tracing(
     with (
         trace_hooks(),
         kernels_for(step.facts.mesh),
-        scanning_blocks(),
+        scanning_blocks(step.facts.mesh),
         variables_used.chain_scopes(),
         step_scope(step),
         replica_scope(step),

@@ -63,7 +63,7 @@ class ModelCall:
         with (
             trace_hooks(),
             kernels_for(self._mesh),
-            scanning_blocks(),
+            scanning_blocks(self._mesh),
             step_scope(step),
             self._in_replica(step, is_global=False),
         ):
@@ -95,7 +95,7 @@ class ModelCall:
         try:
             with (
                 kernels_for(mesh, is_global=True),
-                scanning_blocks(),
+                scanning_blocks(mesh),
                 self._in_replica(step, is_global=is_global),
             ):
                 return self._call(state, data)

@@ -29,7 +29,6 @@ class PlanMixin:
         scale: str = "replica",
         effort: str = "auto",
         verify: bool = False,
-        whole: bool = False,
         cache: bool = True,
         progress: bool = True,
     ) -> "Plan":
@@ -71,8 +70,6 @@ class PlanMixin:
           verify: Whether to find the largest number of rows that fits by
             compiling at full effort, until one more row on each replica does
             not fit.
-          whole: Whether to compile all blocks of deep models, without
-            extrapolating.
           cache: Whether to store results for later plans, in the user's cache
             folder (`XDG_CACHE_HOME`).
           progress: Whether to show the table while it is being filled, if
@@ -111,7 +108,6 @@ class PlanMixin:
             scale=scale,
             effort=effort,
             verify=verify,
-            whole=whole,
             cache=cache,
             progress=progress,
         )

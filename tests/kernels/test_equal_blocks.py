@@ -1,16 +1,14 @@
-"""Equal blocks of models, and models of fewer of them."""
+"""Equal blocks of models."""
 
-import jax
 import keras
 import numpy as np
 import pytest
 from keras import layers
 
 from keras_strategies.kernels.equal_blocks import find_blocks
-from keras_strategies.planning.compile.shorter_models import shorten
 
 ROWS = np.random.default_rng(0).normal(size=(3, 5, 8)).astype("float32")
-COUNT, KEPT = 6, 2
+COUNT = 6
 
 
 @pytest.fixture(autouse=True)
@@ -153,11 +151,6 @@ MODELS = [
 ]
 
 
-def given(model):
-    is_dict = model.inputs[0].name == "tokens"
-    return {"tokens": ROWS} if is_dict else ROWS
-
-
 def variables_of(segment):
     found = {
         id(v): v
@@ -165,18 +158,6 @@ def variables_of(segment):
         for v in getattr(operation, "variables", ())
     }
     return found.values()
-
-
-def weights_of(model, number):
-    """The values of a model's variables without those of later blocks."""
-    blocks = find_blocks(model)
-    assert blocks is not None
-    dropped = {
-        id(v)
-        for segment in blocks.segments[number:]
-        for v in variables_of(segment)
-    }
-    return [v for v in model.weights if id(v) not in dropped]
 
 
 @pytest.mark.parametrize("make", MODELS)
@@ -190,39 +171,6 @@ def test_blocks_are_all_repetitions(make):
         for segment in blocks.segments
     }
     assert sizes == {blocks.num_entries}
-
-
-@pytest.mark.parametrize(
-    ("make", "number"),
-    [*((make, KEPT) for make in MODELS), (in_words, 1), (nested, 1)],
-)
-def test_fewer_blocks_are_the_model_that_is_made_with_fewer(make, number):
-    model = make(COUNT)
-    blocks = find_blocks(model)
-    shorter = shorten(model, blocks, number)
-    kept = weights_of(model, number)
-    assert {id(v) for v in shorter.weights} == {id(v) for v in kept}
-    expected = make(number)
-    assert [tuple(v.shape) for v in expected.weights] == [
-        tuple(v.shape) for v in shorter.weights
-    ]
-    expected.set_weights(shorter.get_weights())
-    jax.tree.map(
-        np.testing.assert_array_equal,
-        shorter(given(model)),
-        expected(given(model)),
-    )
-    assert not shorter.compiled
-
-
-@pytest.mark.parametrize("make", [in_words, nested_twice, in_sequential])
-def test_all_blocks_are_the_model_itself(make):
-    model = make(COUNT)
-    whole = shorten(model, find_blocks(model), COUNT)
-    assert {id(v) for v in whole.weights} == {id(v) for v in model.weights}
-    jax.tree.map(
-        np.testing.assert_array_equal, whole(given(model)), model(given(model))
-    )
 
 
 def of_shared_layers():
@@ -443,30 +391,11 @@ def test_of_two_kinds_of_blocks_those_with_most_entries_are_taken():
     assert blocks.num_entries == 32 * 32 + 32
 
 
-def remat_of(model):
-    """How many parts of a model's program are computed again."""
-
-    def fn(x):
-        return model.stateless_call(
-            [v.value for v in model.trainable_variables],
-            [v.value for v in model.non_trainable_variables],
-            x,
-        )[0]
-
-    text = str(jax.make_jaxpr(fn)(given(model)))
-    return text.count("checkpoint[") + text.count("remat2[")
-
-
 @pytest.mark.parametrize("make", [of_layers, sequential, nested])
-def test_blocks_that_are_computed_again_still_are(make):
+def test_blocks_that_are_rematerialized_are_found(make):
     with keras.RematScope(mode="full"):
         model = make(COUNT)
-    blocks = find_blocks(model)
-    assert len(blocks) == COUNT
-    counts = [remat_of(shorten(model, blocks, n)) for n in (1, 2, 3)]
-    assert counts[1] - counts[0] == counts[2] - counts[1] > 0
-    # A model that is made in the scope is as a whole, too.
-    assert remat_of(model) == counts[0] + 5 * (counts[1] - counts[0])
+    assert len(find_blocks(model)) == COUNT
 
 
 @pytest.mark.parametrize(
@@ -486,23 +415,3 @@ def test_blocks_that_are_computed_again_each_in_its_way_are_none(mode):
             x = block(x)
     # Pairs of them would be, were there more.
     assert find_blocks(keras.Model(inputs, x)) is None
-
-
-@pytest.mark.parametrize("make", [in_words, nested, sequential])
-def test_a_compiled_model_is_shortened_whatever_its_loss(make):
-    model = make(COUNT)
-    # Keras makes none from its config.
-    model.compile("adam", lambda y, found: (y - found) ** 2)
-    shorter = shorten(model, find_blocks(model), KEPT)
-    assert len(shorter.weights) == len(make(KEPT).weights)
-    assert not shorter.compiled
-
-
-def test_the_model_is_as_before():
-    model = in_words(COUNT)
-    before = np.asarray(model(ROWS))
-    names = [x.name for x in model.layers]
-    shorten(model, find_blocks(model), 1)
-    assert [x.name for x in model.layers] == names
-    np.testing.assert_array_equal(model(ROWS), before)
-    assert len(find_blocks(model)) == COUNT

@@ -160,3 +160,71 @@ def test_the_garbage_collector_waits_while_a_step_is_traced():
     assert is_on[0] is True
     assert is_on[-1] is False
     assert gc.isenabled()
+
+
+class WithLosses(Block):
+    """Its blocks cannot be computed in a loop."""
+
+    def call(self, x):
+        self.add_loss(keras.ops.mean(x))
+        return super().call(x)
+
+
+def deep(block=Block, count=8, mark=None):
+    keras.utils.set_random_seed(1)
+    strategy = make_strategy("mirrored2")
+    with strategy.scope():
+        blocks = [block() for _ in range(count)]
+        model = keras.Sequential([keras.Input((WIDTH,)), *blocks])
+        if mark is not None:
+            ks.experimental.scan_blocks(model, mark)
+        model.compile("adam", "mse")
+    return model, strategy
+
+
+def has_loop(*args):
+    model, strategy = deep(*args)
+    shape = jax.ShapeDtypeStruct(X.shape, "float32")
+    return "while(" in strategy.compile_step(model, (shape, shape)).as_text()
+
+
+@pytest.fixture
+def default_on_cpus(monkeypatch):
+    """Computes blocks in loops by default, as on TPUs and GPUs."""
+    monkeypatch.setattr(scanned_blocks, "_PLATFORMS", ("cpu",))
+
+
+@pytest.mark.parametrize(
+    ("args", "is_expected"),
+    [
+        ((Block, 8), True),
+        ((Block, 7), False),
+        ((Block, 7, True), True),
+        ((Block, 8, False), False),
+        # Without a warning.
+        ((WithLosses, 8), False),
+    ],
+)
+def test_eight_equal_blocks_are_in_a_loop_by_default(
+    default_on_cpus, args, is_expected
+):
+    assert has_loop(*args) is is_expected
+
+
+def test_steps_on_cpus_are_unrolled_by_default():
+    assert not has_loop()
+
+
+def test_a_loop_by_default_has_the_numbers_of_unrolled_blocks(monkeypatch):
+    unrolled, _ = deep(mark=False)
+    unrolled.fit(X, X, epochs=2, verbose=0)
+    monkeypatch.setattr(scanned_blocks, "_PLATFORMS", ("cpu",))
+    scanned, _ = deep()
+    scanned.fit(X, X, epochs=2, verbose=0)
+    for a, b in zip(scanned.get_weights(), unrolled.get_weights(), strict=True):
+        np.testing.assert_allclose(a, b, rtol=1e-4, atol=3e-5)
+
+
+def test_models_without_equal_blocks_may_be_unrolled():
+    model, _ = deep(count=2)
+    assert ks.experimental.scan_blocks(model, False) == []

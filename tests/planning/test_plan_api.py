@@ -73,32 +73,20 @@ def test_the_planned_model_is_left_as_it_is():
     model.fit(np.zeros((16, 40)), np.zeros((16, 40)), verbose=0)
 
 
-def test_deep_models_are_extrapolated_from_a_few_blocks():
-    plans = [
-        mirrored(2).plan(
-            lambda: make_model(depth=16),
-            BATCH,
-            strategies="replicated",
-            whole=whole,
-            **QUIET,
-        )
-        for whole in (False, True)
-    ]
-    (few,), (whole,) = (plan.steps for plan in plans)
-    assert few.blocks == (4, 8, 16)
-    assert whole.blocks is None
-    assert few.memory["weights"] == whole.memory["weights"]
-    assert few.memory["slots"] == whole.memory["slots"]
-    assert few.bytes_in_all == pytest.approx(whole.bytes_in_all, rel=0.05)
-
-
-def test_models_whose_gradients_are_accumulated_are_compiled_whole():
+@pytest.mark.parametrize("is_scanned", [False, True])
+def test_of_a_deep_model_the_step_that_runs_is_compiled(is_scanned):
     def make():
-        adam = keras.optimizers.Adam(gradient_accumulation_steps=4)
-        return make_model(depth=16, optimizer=adam)
+        model = make_model(depth=16)
+        ks.experimental.scan_blocks(model, is_scanned)
+        return model
 
-    (step,) = mirrored(2).plan(make, BATCH, strategies="slots", **QUIET).steps
-    assert step.blocks is None
+    strategy = mirrored(2)
+    (step,) = strategy.plan(make, BATCH, strategies="replicated", **QUIET).steps
+    with strategy.scope():
+        model = make()
+    program = strategy.compile_step(model, BATCH)
+    assert step.bytes_in_all == program.bytes_per_chip
+    assert ("while(" in program.as_text()) == is_scanned
 
 
 @pytest.mark.parametrize(

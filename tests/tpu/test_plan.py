@@ -83,23 +83,27 @@ def test_candidates_of_a_slice():
     json.dumps(found.to_json(), allow_nan=False)
 
 
-def test_deep_models_by_a_few_blocks_are_near_the_whole():
+def test_a_deep_model_is_planned_as_the_loop_that_runs():
+    def unrolled():
+        model = decoder(16)
+        ks.experimental.scan_blocks(model, False)
+        return model
+
     kwargs = {"topologies": "v5e:2x4", "strategies": "sharded", "rows": 4}
-    # One candidate alone would be compiled at full effort, the whole one.
+    # One candidate alone would be compiled at full effort.
     kwargs["effort"] = "low"
-    (few,) = plan(lambda: decoder(16), **kwargs).steps
-    (whole,) = plan(lambda: decoder(16), whole=True, **kwargs).steps
-    assert few.blocks == (4, 8, 16)
-    assert whole.blocks is None
-    assert few.memory["weights"] == whole.memory["weights"]
-    assert few.counts == whole.counts
-    assert few.sent == pytest.approx(whole.sent, rel=1e-3)
-    assert few.bytes_in_all == pytest.approx(whole.bytes_in_all, rel=0.1)
-    assert few.estimate.seconds == pytest.approx(
-        whole.estimate.seconds, rel=0.1
+    (step,) = plan(lambda: decoder(16), **kwargs).steps
+    (other,) = plan(unrolled, **kwargs).steps
+    assert step.memory["weights"] == other.memory["weights"]
+    assert step.memory["code"] < other.memory["code"] / 2
+    for kind in ("all-gather", "reduce-scatter"):
+        assert step.counts[kind] == other.counts[kind]
+        assert step.sent[kind] == pytest.approx(other.sent[kind], rel=0.05)
+    assert step.estimate.compute_seconds == pytest.approx(
+        other.estimate.compute_seconds, rel=0.05
     )
-    assert few.estimate.compute_seconds == pytest.approx(
-        whole.estimate.compute_seconds, rel=0.01
+    assert step.estimate.seconds == pytest.approx(
+        other.estimate.seconds, rel=0.5
     )
 
 

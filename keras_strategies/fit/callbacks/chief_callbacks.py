@@ -92,7 +92,7 @@ def read_variables_together(
     """
     optimizer = unwrap(model.optimizer)
     accumulates = getattr(optimizer, "gradient_accumulation_steps", None)
-    if not accumulates and not find_columns(model):
+    if not accumulates and not find_columns(model, mesh):
         return False
     if mesh.num_processes == 1:
         return True

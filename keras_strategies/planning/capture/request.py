@@ -42,7 +42,6 @@ class Request:
         they are global batches.
       effort: How thoroughly to compile: "auto", "low" or "full".
       verify: See `Strategy.plan`.
-      whole: See `Strategy.plan`.
       cache: See `Strategy.plan`.
     """
 
@@ -58,7 +57,6 @@ class Request:
     scale: str = "global"
     effort: str = "auto"
     verify: bool = False
-    whole: bool = False
     cache: bool = True
 
     @property

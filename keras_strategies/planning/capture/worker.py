@@ -261,7 +261,6 @@ class Worker:
             is_full=EFFORTS[request.effort],
             is_alone=request.is_alone,
             is_verified=request.verify,
-            is_whole=request.whole,
         )
         folder = find_cache_folder() if request.cache else None
         with Compiler(folder=folder) as compiler:

@@ -6,15 +6,8 @@ from typing import Any
 
 import keras
 
-from keras_strategies.kernels.call_signatures import (
-    is_of_keras,
-    is_rematerialized,
-)
-from keras_strategies.kernels.equal_blocks import Blocks
-from keras_strategies.planning.compile.shorter_models import shorten
+from keras_strategies.kernels.call_signatures import is_rematerialized
 from keras_strategies.spmd.attributes import temporary_attribute
-
-_OF_A_STEP = ("train_step", "compute_loss", "compute_metrics", "compile")
 
 
 def clone_from_config(model: keras.Model) -> keras.Model:
@@ -61,39 +54,6 @@ def compile_like(clone: keras.Model, model: keras.Model) -> None:
         arguments["optimizer"] = type(optimizer).from_config(config)
     arguments["auto_scale_loss"] = False
     clone.compile(**arguments)
-
-
-def has_own_step(model: keras.Model) -> bool:
-    """Returns whether a model's class overrides a part of the training step.
-
-    That is, one of `train_step`, `compute_loss`, `compute_metrics` and
-    `compile`.
-    """
-    return any(_has_own(type(model), name) for name in _OF_A_STEP)
-
-
-def accumulates_gradients(model: keras.Model) -> bool:
-    """Returns whether a model's optimizer accumulates gradients.
-
-    Such an optimizer updates weights conditionally. The memory for that does
-    not grow linearly with the number of the model's blocks.
-    """
-    optimizer = getattr(model.optimizer, "inner_optimizer", model.optimizer)
-    return bool(getattr(optimizer, "gradient_accumulation_steps", None))
-
-
-def make_shorter_clone(
-    model: keras.Model, blocks: Blocks, number: int
-) -> keras.Model:
-    """Returns a compiled model with the same layers but fewer equal blocks."""
-    shorter = shorten(model, blocks, number)
-    compile_like(shorter, model)
-    return shorter
-
-
-def _has_own(kind: type, name: str) -> bool:
-    method = getattr(kind, name, None)
-    return method is not None and not is_of_keras(method)
 
 
 def _copy_modes(model: keras.Model, clone: keras.Model) -> None:

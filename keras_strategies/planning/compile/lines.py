@@ -1,41 +1,16 @@
-"""Computes a step's costs for any number of rows from a few compilations.
+"""Computes a step's bytes for any number of rows from two compilations.
 
-The costs are the bytes, operations and collectives of a compiled program. Bytes
-and operations are linear in the number of rows, and in the number of the
-model's equal blocks. So the costs of two compilations determine a line, from
-which the costs for other numbers of rows or blocks are computed.
+The bytes of a compiled program are linear in the number of rows. So the costs
+of two compilations determine a line, from which the bytes for other numbers of
+rows are computed.
 """
 
-import concurrent.futures
 import dataclasses
 import math
-from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from collections.abc import Callable, Mapping
 
-from keras_strategies._types import Tree
-from keras_strategies.planning.compile.compiler import (
-    Compiler,
-    DoesNotFit,
-    Outcome,
-)
-from keras_strategies.planning.compile.step import Step
-from keras_strategies.planning.program.costs import BY_SOURCE, Costs
-
-FEW_BLOCKS = {False: 4, True: 2}
-"""Number of blocks of the shorter of the two models that are compiled in place
-of a deep model, at low and at full effort. The longer model has twice this
-number."""
-MANY_BLOCKS = {False: 16, True: 8}
-"""The smallest number of blocks for which two shorter models are compiled
-instead of the full model."""
-GPU_BLOCKS = 8, 32
-"""For GPUs: the number of blocks of the shorter model, and the smallest number
-of blocks for which two shorter models are compiled."""
-BLOCK_OVERHEAD = 2.5e6
-"""Bytes that a block may add in addition to its stored arrays and gradients,
-because XLA adds padding around small arrays. Measured on TPUs: 1.1 MB per block
-of width 128 on 8 chips, 2.3 MB on 16 chips, less for wider blocks."""
-
+from keras_strategies.planning.compile.compiler import DoesNotFit, Outcome
+from keras_strategies.planning.program.costs import Costs
 
 _MOST_ROWS = 2**24
 _NARROW = 8
@@ -56,15 +31,11 @@ class Line:
         step cannot be traced with more rows.
       figures: The result of compiling the step for each number of rows.
       is_full: Whether the programs were compiled at full effort.
-      blocks: The block counts of the two shorter models that were compiled in
-        place of the full model, followed by that of the full model. None if the
-        full model was compiled.
     """
 
     rows: tuple[int, int]
     figures: tuple[Outcome, Outcome]
     is_full: bool
-    blocks: tuple[int, int, int] | None
 
     def find_rows_at(self, limit: float) -> float | None:
         """Returns the number of rows at which the memory reaches a limit.
@@ -116,184 +87,6 @@ def add_growth(outcome: Outcome, before: Outcome, after: Outcome) -> Outcome:
     if base is None or first is None or second is None:
         return outcome
     return DoesNotFit("The program does not fit.", base + second - first)
-
-
-class Measuring:
-    """Compiles a training step several times, to compute its costs.
-
-    Args:
-      step: The step.
-      devices: The step's devices, in the order of its mesh.
-      compiler: The compiler.
-      rows: The sizes of the global batch to compile for.
-      is_full: Whether to compile at full effort.
-      is_whole: Whether to always compile the full model, with all of its
-        blocks.
-      limit: The bytes that a program may use on a device. None if unknown.
-
-    Attributes:
-      blocks: The block counts of the two shorter models that are compiled in
-        place of the full model, followed by that of the full model. None if the
-        full model is compiled.
-    """
-
-    def __init__(
-        self,
-        step: Step,
-        devices: Sequence[Any],
-        compiler: Compiler,
-        rows: Sequence[int],
-        *,
-        is_full: bool = False,
-        is_whole: bool = False,
-        limit: float | None = None,
-    ) -> None:
-        self._step, self._rows, self._limit = step, rows, limit
-        count = 0 if step.blocks is None else len(step.blocks)
-        self.blocks: tuple[int, int, int] | None = None
-        self._is_gpu = any(d.platform == "gpu" for d in devices)
-        few, many = FEW_BLOCKS[is_full], MANY_BLOCKS[is_full]
-        if self._is_gpu:
-            few, many = GPU_BLOCKS
-        if count >= many and not is_whole:
-            self.blocks = (few, 2 * few, count)
-
-        def begin(
-            number: int, blocks: int | None
-        ) -> concurrent.futures.Future[Outcome]:
-            lowered = step.lower(number, blocks)
-            return compiler.submit(lowered, devices, is_full=is_full)
-
-        self._begin = begin
-        try:
-            self._running = self._begin_all()
-        except Exception:
-            if self.blocks is None:
-                raise
-            # No shorter model can be created, for example because the optimizer
-            # has no config or a loss refers to a block by name. So the full
-            # model is compiled.
-            self.blocks = None
-            self._running = self._begin_all()
-
-    def _begin_all(self) -> list[list[concurrent.futures.Future[Outcome]]]:
-        variants = self.blocks[:2] if self.blocks else (None,)
-        return [[self._begin(r, b) for b in variants] for r in self._rows]
-
-    def wait(self) -> list[Outcome]:
-        """Waits for the compilations; returns a result for each number of rows.
-
-        For a deep model, an upper and a lower estimate of its bytes are
-        computed. If the upper estimate fits, it is returned. If even the lower
-        estimate does not fit, the lower one is returned. Otherwise the full
-        model is compiled.
-        """
-        results = [[f.result() for f in row] for row in self._running]
-        if self.blocks is None:
-            return [outcome for (outcome,) in results]
-        pairs = list(zip(self._rows, results, strict=True))
-        most = [self._extrapolate(rows, outcomes) for rows, outcomes in pairs]
-        needed = get_bytes(most[0])
-        if self._limit is None or needed is None or needed <= self._limit:
-            return most
-        # In a short model XLA may keep more values in memory than it must, so
-        # the upper estimate may be too high.
-        least = [
-            self._extrapolate(rows, outcomes, is_least=True)
-            for rows, outcomes in pairs
-        ]
-        if (get_bytes(least[0]) or 0.0) > self._limit:
-            return least
-        # The estimates do not tell whether the model fits, so the full model is
-        # compiled.
-        self.blocks = None
-        first = self._begin(self._rows[0], None).result()
-        return [first, *(add_growth(first, least[0], x) for x in least[1:])]
-
-    def _extrapolate(
-        self, rows: int, outcomes: Sequence[Outcome], *, is_least: bool = False
-    ) -> Outcome:
-        assert self.blocks is not None
-        few, many = outcomes
-        least, most = self._step.block_bytes(rows)
-        if not self._step.keeps_nothing_else:
-            most = math.inf
-        elif is_least:
-            most = least
-        elif self._is_gpu:
-            # XLA may begin to compute the next block again while it waits for a
-            # collective.
-            most = math.inf
-        else:
-            most += BLOCK_OVERHEAD
-        if isinstance(few, Costs) and isinstance(many, Costs):
-            return extrapolate(few, many, self.blocks, (least, most))
-        needed = None
-        first, second = get_bytes(few), get_bytes(many)
-        if first is not None and second is not None:
-            num_few, num_many, count = self.blocks
-            slope = max((second - first) / (num_many - num_few), least)
-            needed = second + slope * (count - num_many)
-        return DoesNotFit(
-            "Even a model with fewer blocks does not fit.", needed
-        )
-
-
-def extrapolate(
-    few: Costs,
-    many: Costs,
-    blocks: tuple[int, int, int],
-    block_bytes: tuple[float, float],
-) -> Costs:
-    """Extrapolates the costs of a deep model from those of two shorter models.
-
-    Args:
-      few: The costs of the model with the fewest blocks.
-      many: The costs of the model with more blocks.
-      blocks: The block counts of these two models and of the deep model.
-      block_bytes: Lower and upper bounds of the temporary bytes that each block
-        adds. The upper bound is infinite if unknown. Bounds are needed for two
-        reasons. In short models, the temporaries of other layers may be larger
-        than those of blocks and hide their growth. And extrapolation magnifies
-        a difference of a few arrays between the two models.
-    """
-    num_few, num_many, count = blocks
-    share = (count - num_few) / (num_many - num_few)
-    line = combine(few, 1 - share, many, share)
-    least, most = block_bytes
-    base, before = many.temporary_bytes, few.temporary_bytes
-    slope = max((base - before) / (num_many - num_few), least)
-    if most < math.inf:
-        base, slope = max(base, before), min(slope, most)
-    temporary = base + (count - num_many) * slope
-    return dataclasses.replace(line, temporary_bytes=temporary)
-
-
-def combine(a: Costs, of_a: float, b: Costs, of_b: float) -> Costs:
-    """Returns `of_a * a + of_b * b`, field by field, for two programs' costs.
-
-    Negative results are replaced by 0. Compile times are added.
-    """
-
-    def add(x: Tree, y: Tree) -> Tree:
-        if isinstance(x, Mapping):
-            kinds = dict.fromkeys((*x, *y))
-            return {k: add(x.get(k, 0), y.get(k, 0)) for k in kinds}
-        return max(of_a * x + of_b * y, 0)
-
-    kept = {*BY_SOURCE, "unread"}
-    names = {field.name for field in dataclasses.fields(a)} - kept
-    sums = {n: add(getattr(a, n), getattr(b, n)) for n in names}
-    for name in BY_SOURCE:
-        # Layers of blocks have other names in each block. Only the sources that
-        # both models have, such as an optimizer, are combined.
-        first = getattr(a, name)
-        sums[name] = {
-            source: add(first.get(source, seconds), seconds)
-            for source, seconds in getattr(b, name).items()
-        }
-    sums["compile_seconds"] = a.compile_seconds + b.compile_seconds
-    return dataclasses.replace(b, **sums, unread=a.unread or b.unread)
 
 
 def memory_breakdown(

@@ -1,5 +1,6 @@
 """Plans training steps: traces them one by one, compiles them in parallel."""
 
+import concurrent.futures
 import contextlib
 import dataclasses
 import math
@@ -21,7 +22,6 @@ from keras_strategies.planning.compile.estimates import (
 )
 from keras_strategies.planning.compile.lines import (
     Line,
-    Measuring,
     add_growth,
     find_max_rows,
     get_bytes,
@@ -79,18 +79,14 @@ class Effort:
       is_full: Whether to compile at full effort in addition to low effort. None
         to do so only if the bytes are near the limit.
       is_alone: Whether there is only one candidate. Then the model is also
-        compiled at full effort if compiling is quick and needs no
-        extrapolation.
+        compiled at full effort if compiling is quick.
       is_verified: Whether the largest number of rows that fits is found by
         compiling at full effort, for that number and for one more row.
-      is_whole: Whether to compile deep models with all of their blocks, instead
-        of extrapolating from two shorter models.
     """
 
     is_full: bool | None = None
     is_alone: bool = False
     is_verified: bool = False
-    is_whole: bool = False
 
 
 EFFORTS = {"auto": None, "low": False, "full": True}
@@ -157,34 +153,30 @@ class _Planning:
         except (ValueError, TypeError, RuntimeError) as error:
             self._error = self.candidate.describe(error)
 
-    def _begin(self, rows: int, more: int) -> Measuring:
+    def _begin(
+        self, rows: int, more: int
+    ) -> "list[concurrent.futures.Future[Outcome]]":
         self._rows = (rows, more)
+        first = self._compile(self._step, rows)
         try:
-            return self._measure(self._rows)
+            return [first, self._compile(self._step, more)]
         except Exception as error:
             # Tracing may fail only for the larger number of rows, for example
             # if a loss requires a certain batch size. In this case, the planned
             # step does not tell how many rows fit.
             self._rows = (rows, rows)
-            begun = self._measure(self._rows)
             self._notes.append(
                 "It is unknown how many rows fit, because more rows raise an "
                 f"error: {summarize_error(error)}"
             )
-            return begun
+            return [first, first]
 
-    def _measure(
-        self, rows: Sequence[int], *, step: Step | None = None, **kwargs: Any
-    ) -> Measuring:
-        return Measuring(
-            step or self._step,
-            self.candidate.devices,
-            self.compiler,
-            rows,
-            is_whole=self.effort.is_whole,
-            limit=self._limit,
-            **kwargs,
-        )
+    def _compile(
+        self, step: Step, rows: int, *, is_full: bool = False
+    ) -> "concurrent.futures.Future[Outcome]":
+        lowered = step.lower(rows)
+        devices = self.candidate.devices
+        return self.compiler.submit(lowered, devices, is_full=is_full)
 
     def finish(self) -> PlannedStep:
         """Waits for the compilations and returns the planned step."""
@@ -199,26 +191,24 @@ class _Planning:
 
     def _finish(self) -> PlannedStep:
         self.on_stage(self.candidate, "compiling")
-        first, second = self._low.wait()
+        first, second = (future.result() for future in self._low)
         low = Line(
             rows=self._rows,
             figures=(first, second),
             # Only the TPU compiler has several efforts.
             is_full=not self._is_tpu,
-            blocks=self._low.blocks,
         )
         line = low
         row = self._describe_step(low, low)
         self.on_row(row)
         if self._is_in_doubt(low):
             self.on_stage(self.candidate, "compiling at full effort")
-            full = self._measure(self._rows[:1], is_full=True)
-            (outcome,) = full.wait()
+            full = self._compile(self._step, self._rows[0], is_full=True)
+            outcome = full.result()
             line = Line(
                 rows=self._rows,
                 figures=(outcome, add_growth(outcome, first, second)),
                 is_full=True,
-                blocks=full.blocks,
             )
             row = self._describe_step(low, line)
         if self.effort.is_verified and self._is_absent and self._limit:
@@ -238,16 +228,12 @@ class _Planning:
         if isinstance(figures, DoesNotFit):
             needed = figures.needed
             return needed is not None and needed < self._limit * _NEAR[1]
-        # If the full model was compiled, it is compiled again at full effort,
-        # even if its bytes are far above the limit. An extrapolation that is
-        # far above the limit is not verified.
-        least, most = _NEAR if line.blocks else (_NEAR[0], math.inf)
-        return least < figures.bytes_in_all / self._limit < most
+        return figures.bytes_in_all > _NEAR[0] * self._limit
 
     def _is_quick(self, line: Line) -> bool:
         """Returns whether the model should compile quickly at full effort."""
         took = [f.compile_seconds for f in line.figures if isinstance(f, Costs)]
-        return line.blocks is None and max(took, default=0.0) < _QUICK_SECONDS
+        return max(took, default=0.0) < _QUICK_SECONDS
 
     def _describe_step(self, low: Line, line: Line) -> PlannedStep:
         """Returns a planned step with the results of the compilations.
@@ -266,7 +252,6 @@ class _Planning:
         most = self._find_most_rows(line)
         facts: dict[str, Any] = {
             "is_full_effort": line.is_full,
-            "blocks": line.blocks,
             "tokens": self._step.tokens,
             "compile_seconds": took,
             "memory": memory_breakdown(self._step.state_bytes(), line),
@@ -276,7 +261,7 @@ class _Planning:
         if isinstance(figures, DoesNotFit):
             error = str(figures) if figures.needed is None else None
             return self._make_row(error=error, **facts)
-        if self._is_tpu and line.is_full and line.blocks is None:
+        if self._is_tpu and line.is_full:
             facts["is_accepted"] = True
             accepted = self._rows[0] // self.candidate.num_replicas
             if most is not None:
@@ -290,7 +275,7 @@ class _Planning:
             facts["estimate"] = estimate(
                 fast,
                 self._chip,
-                self._count_flops(low),
+                self._step.model_flops(self._rows[0]),
                 steps=steps,
                 scheduled=figures if line.is_full else None,
             )
@@ -305,16 +290,13 @@ class _Planning:
         """
         again = self._step.with_remat()
         before, after = get_bytes(low), None
-        has_remat = self._step.keeps_nothing_else or (
-            again is None and self._step.blocks is not None
-        )
+        has_remat = self._step.has_remat
         is_much = row.memory.get("activations", 0) > (row.bytes_in_all or 0) / 2
         if again is not None and (row.fits is False or is_much):
             self.on_stage(self.candidate, "with keras.RematScope")
             # Keras cannot rematerialize some layers, such as `Dropout`.
             with contextlib.suppress(Exception):
-                (outcome,) = self._measure(self._rows[:1], step=again).wait()
-                after = get_bytes(outcome)
+                after = get_bytes(self._compile(again, self._rows[0]).result())
             has_remat |= after is None
         advice = write_advice(
             row,
@@ -325,17 +307,6 @@ class _Planning:
         unknown = describe_unknown(low) if isinstance(low, Costs) else ""
         notes = self._step.note, unknown, *self._notes, advice
         return dataclasses.replace(row, advice=" ".join(filter(None, notes)))
-
-    def _count_flops(self, line: Line) -> float | None:
-        rows = self._rows[0]
-        if line.blocks is None:
-            return self._step.model_flops(rows, None)
-        few, many, count = line.blocks
-        first = self._step.model_flops(rows, few)
-        second = self._step.model_flops(rows, many)
-        if first is None or second is None:
-            return None
-        return first + (count - few) / (many - few) * (second - first)
 
     def _find_most_rows(self, line: Line) -> int | None:
         """Returns how many rows per replica fit, by linear extrapolation.
@@ -376,11 +347,7 @@ class _Planning:
         """
         self.on_stage(self.candidate, f"trying {rows} rows per replica")
         number = rows * self.candidate.num_replicas
-        outcome = self.compiler.submit(
-            self._step.lower(number, None),
-            self.candidate.devices,
-            is_full=True,
-        ).result()
+        outcome = self._compile(self._step, number, is_full=True).result()
         needed = get_bytes(outcome)
         if not self._is_tpu and needed is not None:
             # XLA compiles programs for GPUs of any size.

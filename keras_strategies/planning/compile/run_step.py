@@ -57,8 +57,8 @@ class RunStep(Step):
         else:
             self.rows = replicas
 
-    def lower(self, rows: int, blocks: int | None) -> jax.stages.Lowered:
-        """Implements `Step.lower`. Ignores `blocks`: functions have none."""
+    def lower(self, rows: int) -> jax.stages.Lowered:
+        """Implements `Step.lower`."""
         if rows != self.rows and self._own_rows:
             try:
                 return self._lower(rows)

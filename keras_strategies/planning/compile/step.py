@@ -8,7 +8,6 @@ import jax
 import keras
 
 from keras_strategies._types import Array, Batch
-from keras_strategies.kernels.equal_blocks import Blocks
 from keras_strategies.spmd.mesh import ReplicaMesh
 from keras_strategies.step.lower_step import shape_of
 from keras_strategies.variables import shardings
@@ -22,11 +21,8 @@ class Step:
       rows: The number of rows of the global batch.
       tokens: The number of tokens per row. None if rows are not sequences of
         tokens.
-      blocks: The equal blocks of the model, or None if it has none. The step
-        can be lowered for a shorter model, with fewer of them.
-      keeps_nothing_else: Whether each block is rematerialized in the backward
-        pass, so that it adds no more bytes than the upper bound that
-        `block_bytes` returns.
+      has_remat: Whether the model has equal blocks of which some are already
+        rematerialized, or which `with_remat` cannot rematerialize.
       narrow_sums: The partitioner that sums gradients in bfloat16, as code. ""
         if the model does not compute in bfloat16, or no partitioner can narrow
         the sums.
@@ -39,19 +35,13 @@ class Step:
     mesh: ReplicaMesh
     rows: int
     tokens: int | None = None
-    blocks: Blocks | None = None
-    keeps_nothing_else: bool = False
+    has_remat: bool = False
     narrow_sums: str = ""
     steps: int = 1
     note: str = ""
 
-    def lower(self, rows: int, blocks: int | None) -> jax.stages.Lowered:
-        """Lowers the step for a given number of rows and of the model's blocks.
-
-        Args:
-          rows: The number of rows of the global batch.
-          blocks: The number of blocks to keep, or None for all.
-        """
+    def lower(self, rows: int) -> jax.stages.Lowered:
+        """Lowers the step for a number of rows of the global batch."""
         raise NotImplementedError
 
     def with_remat(self) -> "Step | None":
@@ -65,7 +55,7 @@ class Step:
         """
         return None
 
-    def model_flops(self, rows: int, blocks: int | None) -> float | None:
+    def model_flops(self, rows: int) -> float | None:
         """Returns the model's FLOPs per step on a device, or None if unknown.
 
         The operations of rematerialization are not counted.
@@ -78,14 +68,6 @@ class Step:
         The categories are "weights", "slots", "other" and "gradients".
         """
         raise NotImplementedError
-
-    def block_bytes(self, rows: int) -> tuple[float, float]:
-        """Returns lower and upper bounds of the temporary memory per block.
-
-        The bounds are in bytes on one device. The upper bound includes all
-        gradients of the block.
-        """
-        return 0.0, 0.0
 
 
 def with_rows(batch: Batch, rows: int) -> Batch:

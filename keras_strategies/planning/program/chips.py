@@ -48,6 +48,9 @@ class Chip:
         that of NVIDIA's machines.
       workspace_bytes: For a GPU, bytes of memory that cuBLAS uses in addition
         to those of the program.
+      integer_ops: Integer operations per second. For a TPU: 4 operations of
+        each of 8 x 128 lanes in a cycle, as in XLA's estimates. Unlimited for a
+        GPU.
       product_share: The share of the peak rate that matrix products reach.
       memory_share: The share of the memory's bandwidth that instructions reach.
         For a TPU, the one that XLA's estimates assume.
@@ -67,6 +70,7 @@ class Chip:
     other_flops: Mapping[str, float] = dataclasses.field(default_factory=dict)
     network_bandwidth: float = 0.0
     workspace_bytes: int = 0
+    integer_ops: float = math.inf
     product_share: float = 1.0
     memory_share: float = 0.9
     least_seconds: float = 1.2e-6
@@ -86,7 +90,10 @@ def _make_chip(
     memory: float,
     links: tuple[float, int],
     mib: int,
+    lanes: int = 32,
 ) -> Chip:
+    # In a cycle, matrix units compute `lanes` times as many operations as
+    # vector units.
     bandwidth, num_links = links
     return Chip(
         name=name,
@@ -97,6 +104,7 @@ def _make_chip(
         num_links=num_links,
         on_chip_bytes=mib * 2**20,
         source=_DOCS + name,
+        integer_ops=tflops * 1e12 / lanes,
     )
 
 
@@ -164,9 +172,9 @@ _BY_KIND = {
     "TPU v4": _make_chip("v4", 30.75, 275, 1228, (300, 6), 32),
     "TPU v5 lite": _make_chip("v5e", 15.75, 197, 819, (200, 4), 128),
     "TPU v5": _make_chip("v5p", 95.74, 459, 2765, (600, 6), 128),
-    "TPU v6 lite": _make_chip("v6e", 31.25, 918, 1640, (400, 4), 128),
+    "TPU v6 lite": _make_chip("v6e", 31.25, 918, 1640, (400, 4), 128, 128),
     # JAX shows such a chip as two devices. The values are those of one device.
-    "TPU7x": _make_chip("tpu7x", 94.75, 1153.5, 3690, (600, 6), 64),
+    "TPU7x": _make_chip("tpu7x", 94.75, 1153.5, 3690, (600, 6), 64, 128),
     **{TARGETS[name].device_kind: gpu for name, gpu in GPUS.items()},
 }
 TPU_NAMES = ("v2", "v3", "v4", "v5e", "v5p", "v6e", "tpu7x")

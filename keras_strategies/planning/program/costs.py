@@ -32,8 +32,8 @@ class Costs(Figures):
       flops: Number of multiplications and additions in matrix products,
         convolutions and attention's kernels.
       kernel_flops: Those of attention's kernels.
-      compute_seconds: The time of all these operations at the chip's peak rate
-        for their dtypes.
+      compute_seconds: The time of all these operations, and of the integer
+        operations of random bits, at the chip's peak rates for their dtypes.
       moved_bytes: Bytes that are read from and written to the main memory.
       busy_seconds: The time of all instructions, without waiting for links.
       latency_seconds: The time of the instructions with so little work that

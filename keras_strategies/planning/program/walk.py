@@ -224,12 +224,13 @@ def measure(
     products = sum(
         n / chip.find_flops(dtype) for dtype, n in work.products.items()
     )
+    integers = work.integers / chip.integer_ops
     memory = (slow + fast / _ON_CHIP_SPEED) / chip.memory_bandwidth
     if work.is_convolution:
         busy = max(products, memory) / _CONVOLUTION_SHARE
     else:
         busy = max(
-            products / chip.product_share + kernels / _KERNEL_SHARE,
+            products / chip.product_share + kernels / _KERNEL_SHARE + integers,
             memory / chip.memory_share,
         )
     seconds = max(busy, chip.least_seconds) if slow or fast else 0.0
@@ -237,7 +238,7 @@ def measure(
     costs = {
         "flops": work.flops + work.kernel_flops,
         "kernel_flops": work.kernel_flops,
-        "compute_seconds": products + kernels,
+        "compute_seconds": products + kernels + integers,
         "moved_bytes": slow,
         "busy_seconds": seconds,
         "latency_seconds": seconds if is_latency else 0.0,

@@ -1,7 +1,7 @@
 """Counts the operations and the bytes of an instruction of a program.
 
 Only operations of matrix products, convolutions and attention's kernels are
-counted.
+counted, and the integer operations that compute random bits.
 """
 
 import collections
@@ -37,6 +37,8 @@ _FREE_CALLS = re.compile(
 )
 _SAME = ("bitcast", "convert", "copy", "transpose", "reshape")
 """Instructions that compute each element of their result from one element."""
+_BITS = ("add", "xor", "or", "shift-left", "shift-right-logical")
+"""Operations of 32-bit integers that compute random bits (Threefry)."""
 _SLICE = re.compile(r"slice_sizes=\{([\d,]*)\}")
 _UPDATED = re.compile(r"update_window_dims=\{([\d,]*)\}")
 _INDEX = re.compile(r"index=(\d+)")
@@ -50,6 +52,8 @@ class Work:
       products: Number of multiplications and additions, by the dtype that is
         multiplied. See `Product`.
       kernel_flops: Those of attention's kernels; not a part of `products`.
+      integers: Number of integer operations of random bits on a TPU. On a GPU,
+        a kernel computes them.
       is_convolution: Whether it is a convolution of cuDNN.
       read: The bytes of each array that is read as a whole, by its name. See
         `locate`.
@@ -60,6 +64,7 @@ class Work:
 
     products: Mapping[str, float] = dataclasses.field(default_factory=dict)
     kernel_flops: float = 0.0
+    integers: float = 0.0
     is_convolution: bool = False
     read: Mapping[str, float] = dataclasses.field(default_factory=dict)
     written: Mapping[str, float] = dataclasses.field(default_factory=dict)
@@ -145,6 +150,7 @@ def count_work(
     return Work(
         products=products,
         kernel_flops=count_kernel(computation, instruction) if is_call else 0.0,
+        integers=_count_integers(program, instruction),
         is_convolution=is_call and is_convolution(instruction),
         read=read,
         written=written,
@@ -246,6 +252,16 @@ class _Reader:
             return number * others * rows * sectors * _SECTOR_BYTES
         tiles = others * -(-rows // _TILE[0]) * -(-columns // _TILE[1])
         return number * tiles * _TILE_BYTES
+
+
+def _count_integers(program: Program, fusion: Instruction) -> float:
+    inner = program.find_called(fusion)
+    return sum(
+        float(math.prod(x.arrays[0].dims))
+        if x.opcode in _BITS and x.result.startswith("u32[")
+        else _count_integers(program, x)
+        for x in (() if inner is None else inner.instructions)
+    )
 
 
 def _count_bytes(instruction: Instruction) -> float:

@@ -103,9 +103,6 @@ class PlannedStep:
       is_accepted: Whether the TPU's compiler accepted the program of the
         whole model for this number of rows. Then the step fits, even if the sum
         of the bytes exceeds the limit because some arrays share memory.
-      blocks: If the bytes were extrapolated from two shorter models: the
-        numbers of repeated blocks of these two models, followed by that of the
-        full model. None if the full model was compiled.
       compile_seconds: The total compile time in seconds.
       advice: A sentence of advice, or "".
       error: If the step could not be planned: the reason. Otherwise None.
@@ -139,7 +136,6 @@ class PlannedStep:
     is_most_verified: bool = False
     is_full_effort: bool = False
     is_accepted: bool = False
-    blocks: tuple[int, int, int] | None = None
     compile_seconds: float = 0.0
     advice: str = ""
     error: str | None = None
@@ -176,8 +172,6 @@ class PlannedStep:
         facts = {n: value for n, value in found.items() if n in names}
         if facts.get("estimate") is not None:
             facts["estimate"] = Estimate(**facts["estimate"])
-        if facts.get("blocks") is not None:
-            facts["blocks"] = tuple(facts["blocks"])
         return cls(**facts)
 
     def to_json(self) -> dict[str, Any]:

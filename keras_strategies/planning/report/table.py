@@ -231,12 +231,6 @@ def _iter_marks(plan: Plan) -> Iterator[str]:
             "memory and time. Use a number of rows that all replicas can share "
             "evenly."
         )
-    counts = {s.blocks for s in known if s.blocks is not None}
-    for few, many, count in sorted(counts):
-        yield (
-            f"The results for the model's {count} equal blocks are "
-            f"extrapolated from models with {few} and {many} blocks."
-        )
     if any(s.is_most_verified for s in known):
         yield "* verified by compiling: one more row does not fit."
 
@@ -268,8 +262,6 @@ def _format_cells(step: PlannedStep, is_of_tokens: bool) -> tuple[str, ...]:
             mfu = f"{100 * step.estimate.utilization:.0f} %"
     rate = step.tokens_per_second if is_of_tokens else step.rows_per_second
     effort = "full" if step.is_full_effort else "low"
-    if step.blocks is not None:
-        effort += ", blocks"
     return (
         *(step.topology, step.layout, each, fits, memory, most),
         *(

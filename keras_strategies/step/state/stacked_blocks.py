@@ -276,7 +276,7 @@ def find_stacked_blocks(
             columns[group].append(found)
         return is_added
 
-    for column in find_columns(model):
+    for column in find_columns(model, mesh):
         if _are_alone(column, mesh) and add(WEIGHTS, weights, column):
             for of_slots in _find_slots(optimizer, column):
                 add(OPTIMIZER, slots, of_slots)

@@ -5,12 +5,9 @@ import numpy as np
 import pytest
 from keras import layers
 
-from keras_strategies.kernels.equal_blocks import find_blocks
 from keras_strategies.planning.compile.clones import (
     clone_from_config,
     compile_like,
-    has_own_step,
-    make_shorter_clone,
 )
 from tests.support.combinations import combine
 
@@ -158,60 +155,8 @@ def test_a_model_without_a_config_is_refused_with_what_to_do():
         assert words in str(caught.value)
 
 
-def test_a_model_of_fewer_blocks_is_compiled_likewise():
-    model = functional()
-    model.compile(keras.optimizers.SGD(0.25), lambda y, x: squares(y, x))
-    shorter = make_shorter_clone(model, find_blocks(model), 2)
-    assert shorter.compiled
-    assert len(shorter.weights) == 2 * 2 + 2
-    assert shorter.optimizer is not model.optimizer
-    assert float(shorter.optimizer.learning_rate) == 0.25
-    # It trains.
-    shorter.fit(ROWS, ROWS[:, :1], verbose=0)
-    assert not model.optimizer.built or model.optimizer.iterations == 0
-
-
 def test_without_an_optimizer_it_is_compiled_without_one():
     model, twin = functional(), functional()
     model.compile(optimizer=None, loss="mse")
     compile_like(twin, model)
     assert (twin.optimizer is None) == (model.optimizer is None)
-
-
-class Steps(keras.Model):
-    def train_step(self, *args):
-        return super().train_step(*args)
-
-
-class Losses(Own):
-    def compute_loss(self, *args, **kwargs):
-        return super().compute_loss(*args, **kwargs)
-
-
-class Metrics(Own):
-    def compute_metrics(self, *args, **kwargs):
-        return super().compute_metrics(*args, **kwargs)
-
-
-class Compiles(Own):
-    def compile(self, *args, **kwargs):
-        super().compile(*args, **kwargs)
-
-
-class OfSteps(Steps):
-    pass
-
-
-@pytest.mark.parametrize("kind", [Steps, Losses, Metrics, Compiles, OfSteps])
-def test_methods_of_a_step_are_the_class_s_own(kind):
-    assert has_own_step(kind())
-
-
-@pytest.mark.parametrize("make", [functional, sequential, own, keras.Model])
-def test_methods_of_a_step_are_keras_s(make):
-    assert not has_own_step(make())
-
-
-def test_a_functional_model_may_have_a_step_of_its_own():
-    inputs = keras.Input((3,))
-    assert has_own_step(Steps(inputs, layers.Dense(1)(inputs)))

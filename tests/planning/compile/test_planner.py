@@ -58,7 +58,6 @@ class Program:
 
     needed: float
     state: float
-    blocks: int | None
     error: str | None
     efforts: list
     shared: float = 0.0
@@ -98,33 +97,30 @@ class Step:
     def __init__(self, of_row, rows=4, error=None):
         self.of_row, self.rows, self._error = of_row, rows, error
         self.mesh = None
-        self.tokens, self.blocks = 128, None
+        self.tokens = 128
         self.efforts, self.remat = [], None
-        self.keeps_nothing_else = False
+        self.has_remat = False
         self.narrow_sums = ""
         self.note, self.steps = "", 1
         self.shared, self.most_rows = 0.0, math.inf
         self.text = PRODUCT
 
-    def lower(self, rows, blocks):
+    def lower(self, rows):
         if rows > self.most_rows:
             raise AssertionError("It is of so many rows.")
         needed = 3 * GIB + rows / len(DEVICES) * self.of_row * GIB
         return Program(
-            *(needed, 3 * GIB, blocks, self._error, self.efforts),
+            *(needed, 3 * GIB, self._error, self.efforts),
             shared=self.shared,
             text=self.text,
         )
 
-    def model_flops(self, rows, blocks):
+    def model_flops(self, rows):
         return 5e12 * rows
 
     def state_bytes(self):
         sizes = {"weights": 1, "slots": 1.5, "other": 0.25, "gradients": 1}
         return {name: size * GIB for name, size in sizes.items()}
-
-    def block_bytes(self, rows):
-        return 0.0, 0.0
 
     def with_remat(self):
         return self.remat
@@ -325,10 +321,10 @@ def test_a_step_that_cannot_have_more_rows_keeps_its_figures(
 
 def test_a_note_about_an_error_ends_with_a_period():
     class Fixed(Step):
-        def lower(self, rows, blocks):
+        def lower(self, rows):
             if rows > 8:
                 raise ValueError("It wants 8 rows")
-            return super().lower(rows, blocks)
+            return super().lower(rows)
 
     (row,), _ = plan(Fixed(of_row=1))
     assert "more rows raise an error: It wants 8 rows. " in f"{row.advice} "
@@ -336,13 +332,13 @@ def test_a_note_about_an_error_ends_with_a_period():
 
 def test_a_note_about_an_error_of_keras_has_its_cause():
     class Fixed(Step):
-        def lower(self, rows, blocks):
+        def lower(self, rows):
             if rows > 8:
                 raise ValueError(
                     "Exception encountered when calling LSTM.call().\n\n"
                     "\x1b[1mIt has a state for 8 rows.\x1b[0m\n\nArguments:"
                 )
-            return super().lower(rows, blocks)
+            return super().lower(rows)
 
     (row,), _ = plan(Fixed(of_row=1))
     cause = "when calling LSTM.call(). It has a state for 8 rows. "
@@ -351,9 +347,9 @@ def test_a_note_about_an_error_of_keras_has_its_cause():
 
 def test_a_note_is_kept_when_the_step_is_lowered_again():
     class Noted(Step):
-        def lower(self, rows, blocks):
+        def lower(self, rows):
             self.note = "It trains nothing."
-            return super().lower(rows, blocks)
+            return super().lower(rows)
 
     step = Noted(of_row=1)
     step.most_rows = 4
@@ -370,7 +366,7 @@ def test_rows_that_need_no_bytes_are_not_compiled():
 
 def test_a_step_of_an_execution_is_a_part_of_its_program():
     step = Step(of_row=1)
-    step.steps, step.model_flops = 64, lambda rows, blocks: None
+    step.steps, step.model_flops = 64, lambda rows: None
     (row,), _ = plan(step)
     assert row.estimate.seconds == pytest.approx(SECONDS / 64)
     moved = 2 * 2 * 32768**2 / 64

@@ -303,3 +303,26 @@ def test_computations_that_are_called_often_are_visited_once():
     start = time.monotonic()
     costs(inner + entry(f"ROOT %x = {call(39)}"))
     assert time.monotonic() - start < 5
+
+
+def test_random_bits_take_the_time_of_their_integer_operations():
+    bits = "u32[3200,3200]{1,0:T(8,128)}"
+    rounds = "".join(
+        f"  %x{k + 1} = {bits} xor(%x{k}, %x{k})\n"
+        f"  %s{k} = {bits} shift-left(%x{k}, %x{k})\n"
+        for k in range(100)
+    )
+    fused = (
+        f"%fused (p: u32[]) -> u32[] {{\n  %x0 = {bits} parameter(0)\n{rounds}"
+        f"  ROOT %r = {BIG} convert(%x100)\n}}\n\n"
+    )
+    found = costs(
+        fused
+        + entry(
+            f"%b = {bits} parameter(0)",
+            f"ROOT %y = {BIG} fusion(%b), kind=kLoop, calls=%fused",
+        )
+    )
+    seconds = 200 * 3200**2 / CHIP.integer_ops
+    assert found["compute_seconds"] == pytest.approx(seconds)
+    assert found["busy_seconds"] >= seconds

@@ -71,7 +71,6 @@ def test_a_page_says_all_of_every_candidate():
         "MFU at the largest bound's speed: 50 %",
         "12 all-gather, 3.0 GB in total",
         "compiled in 12.5 s",
-        "extrapolated from models with 2 and 4 blocks",
         "At full effort, as for training, a step may need up to 20 % less or "
         "50 % more memory.",
         "Use a larger group (`shards`), or a larger slice.",
