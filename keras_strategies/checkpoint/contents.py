@@ -31,6 +31,7 @@ from keras_strategies.cluster.array_kinds import (
     parse_dtype,
 )
 from keras_strategies.cluster.exchange.message_forms import fault_of
+from keras_strategies.names import dry_run
 from keras_strategies.spmd.mesh import ReplicaMesh
 from keras_strategies.spmd.values import set_apart
 from keras_strategies.variables.shardings import sharding_of
@@ -104,6 +105,8 @@ def collect_arrays(groups: Groups) -> Arrays:
 
 def find_processes(groups: Groups) -> tuple[int, ...]:
     """Returns the sorted JAX ids of the processes that have the variables."""
+    if dry_run.get() is not None:
+        return (jax.process_index(),)
     indices = {
         device.process_index
         for variables in groups.values()

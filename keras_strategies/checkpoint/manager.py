@@ -13,6 +13,7 @@ from keras_strategies.checkpoint.objects import (
     write_from,
 )
 from keras_strategies.checkpoint.storage import Storage
+from keras_strategies.names import dry_run
 from keras_strategies.names.phases import SAVE, Phase
 from keras_strategies.strategy import current
 
@@ -204,6 +205,8 @@ class CheckpointManager:
           manager.restore(100)
           ```
         """
+        if dry_run.get() is not None:
+            return
         self._storage.check(step)
         read_into(self._checkpoint, self._storage, step, is_part=False)
 

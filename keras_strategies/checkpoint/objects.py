@@ -13,6 +13,7 @@ from keras_strategies.checkpoint.directory.retention import Keep
 from keras_strategies.checkpoint.storage import Storage
 from keras_strategies.checkpoint.weights import open_checkpoint
 from keras_strategies.cluster.addresses import shorten
+from keras_strategies.names import dry_run
 from keras_strategies.strategy import current
 from keras_strategies.variables.model_variables import (
     all_variables,
@@ -186,6 +187,8 @@ class Checkpoint:
         if save_path is None:
             return CheckpointStatus(self, "", [])
         current.check_outside("Checkpoint.restore")
+        if dry_run.get() is not None:
+            return CheckpointStatus(self, os.fspath(save_path), [])
         weights.check_models(self._objects)
         processes = contents.find_processes(self.groups())
         with open_checkpoint(save_path, None, processes) as (storage, step):
@@ -262,6 +265,8 @@ def write_from(
     metrics: Mapping[str, float],
 ) -> None:
     """Starts saving the objects of a `Checkpoint`. Collective."""
+    if dry_run.get() is not None:
+        return
     groups = checkpoint.groups()
     processes = contents.find_processes(groups)
     state = nests.gather_states(checkpoint.states(), processes)

@@ -47,6 +47,7 @@ from keras_strategies.cluster.exchange.message_forms import (
     read_messages,
 )
 from keras_strategies.job import compilation_cache, progress_pipe
+from keras_strategies.names import dry_run
 
 _logger = logging.getLogger(__name__)
 
@@ -86,8 +87,6 @@ class Storage:
         self._good: dict[int, Manifest] = {}
         self._started = time.time()
 
-    # Opening and closing.
-
     def open(self) -> None:
         """Locks the directory, so that no other job writes to it.
 
@@ -97,6 +96,8 @@ class Storage:
           ValueError: if not all processes see the directory, if its path
             contains "*", "?" or "[", or if `processes` does not contain 0.
         """
+        if dry_run.get() is not None:
+            return
         if self._processes[0] != 0:
             raise ValueError(
                 "Process 0 must have variables, since it writes a job's "
@@ -153,8 +154,6 @@ class Storage:
             if self._lock is not None:
                 self._lock.release()
                 self._lock = None
-
-    # Restoring.
 
     def find_newest(self) -> int | None:
         """Finds the newest good checkpoint and renames newer, damaged ones.

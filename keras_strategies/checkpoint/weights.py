@@ -22,6 +22,7 @@ from keras_strategies.checkpoint.reading import (
 from keras_strategies.checkpoint.storage import Storage
 from keras_strategies.cluster.addresses import shorten
 from keras_strategies.fit.callbacks.fit_state import group_variables
+from keras_strategies.names import dry_run
 
 Objects = Mapping[str, Any]
 """The objects of a checkpoint, by name."""
@@ -269,6 +270,8 @@ def load_weights(
             f"{shorten(model)} of type {type(model).__name__}. Call "
             "`load_weights(model, path)`."
         )
+    if dry_run.get() is not None:
+        return step or 0
     groups = _make_groups(model)
     processes = contents.find_processes(groups)
     with open_checkpoint(path, step, processes) as (storage, chosen):

@@ -24,6 +24,7 @@ from keras_strategies.estimator.estimator_spec import MODES
 from keras_strategies.estimator.exporters import check_serving, list_exports
 from keras_strategies.estimator.model_fns import ModelBundle
 from keras_strategies.fit.scope_hooks import is_built
+from keras_strategies.names import dry_run
 
 MODEL_FILE = "model.keras"
 """The name of the Keras file in an export."""
@@ -103,7 +104,7 @@ def write_features(model_dir: str, features: Tree) -> None:
       features: Symbolic features.
     """
     rows = [f for f in keras.tree.flatten(features) if f is not None]
-    if any(None in row.shape[1:] for row in rows):
+    if dry_run.get() is not None or any(None in row.shape[1:] for row in rows):
         return
     example = keras.tree.map_structure(
         functools.partial(_make_zeros, 0), features

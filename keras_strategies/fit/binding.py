@@ -46,19 +46,14 @@ from keras_strategies.keras_bridge import keras_names
 from keras_strategies.keras_bridge.ported_code import explaining_errors
 from keras_strategies.keras_bridge.step_context import ReplicaScope, building
 from keras_strategies.kernels.scanned_blocks import passing_blocks
+from keras_strategies.names import dry_run
 from keras_strategies.spmd.attributes import temporary_attribute
 from keras_strategies.spmd.mesh import ReplicaMesh
 from keras_strategies.step.step_functions import StepFunctionCache
 from keras_strategies.variables import variable_creator
-from keras_strategies.variables.abstract_models import (
-    creating_like,
-)
-from keras_strategies.variables.abstract_variables import (
-    inferring_shapes,
-)
-from keras_strategies.variables.model_variables import (
-    all_variables,
-)
+from keras_strategies.variables.abstract_models import creating_like
+from keras_strategies.variables.abstract_variables import inferring_shapes
+from keras_strategies.variables.model_variables import all_variables
 
 if TYPE_CHECKING:
     from keras.src.trainers.data_adapters.data_adapter import DataAdapter
@@ -88,19 +83,22 @@ class Binding:
         replica_scope: ReplicaScope,
     ) -> None:
         self.replica_scope = replica_scope
-        mesh = runtime.mesh
-        self.model = model
-        self.owner = owner
-        self._mesh: ReplicaMesh = mesh
+        self.model, self.owner = model, owner
+        self._mesh: ReplicaMesh = runtime.mesh
         self._distribution = runtime.distribution
         self._registry = runtime.registry
         self.check_context = check_context
-        self.is_chief = mesh.is_chief
-        keeps = mesh.is_chief or not runtime.outputs_on_chief
+        self.is_chief = self._mesh.is_chief
         self._functions = StepFunctionCache(
-            model, mesh, keeps_outputs=keeps, replica_scope=replica_scope
+            model,
+            self._mesh,
+            keeps_outputs=self.is_chief or not runtime.outputs_on_chief,
+            replica_scope=replica_scope,
         )
         self.trained = self._functions.trained
+        # In a dry run, another object has the methods that `_route` calls.
+        dry = dry_run.get()
+        self._calls: Any = self if dry is None else dry.bind(self)
         self._is_in_session = False
         # The validation data of a running fit, for an overridden `evaluate`.
         self._validation: dict[str, Any] = {}
@@ -158,7 +156,7 @@ class Binding:
         self, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> Any:
         with explaining_errors(name):
-            return getattr(self, f"_{name}")(*args, **kwargs)
+            return getattr(self._calls, f"_{name}")(*args, **kwargs)
 
     def _fit(self, *args: Any, **kwargs: Any) -> Any:
         call = self._make_call("fit", args, kwargs)

@@ -19,6 +19,7 @@ from keras_strategies.cluster.resolvers import (
     tf_config_resolver,
 )
 from keras_strategies.job import bootstrap
+from keras_strategies.names import dry_run
 from keras_strategies.watchdog import launcher_pipe, watchdog
 
 _MAX_DIGITS = 9
@@ -93,6 +94,8 @@ def join(
     names = "coordinator_address", "num_processes", "process_id"
     by_name: dict[str, Any] = dict(zip(names, numbers, strict=True))
     _check_one_way(resolver, by_name)
+    if dry_run.get() is not None:
+        return resolver or _make_job_resolver()
     resolver, task = _resolve(resolver, by_name)
     if task is not None:
         bootstrap.join(
@@ -217,7 +220,8 @@ def warn_of_unused_cluster(name: str) -> None:
     Args:
       name: The name of the strategy's class.
     """
-    if not os.environ.get("TF_CONFIG") or jax.distributed.is_initialized():
+    is_joined = jax.distributed.is_initialized() or dry_run.get() is not None
+    if not os.environ.get("TF_CONFIG") or is_joined:
         return
     try:
         info = tasks.task_info(tf_config_resolver.TFConfigClusterResolver())

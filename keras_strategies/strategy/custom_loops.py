@@ -4,8 +4,6 @@ import contextlib
 from collections.abc import Callable, Iterable, Sequence
 from typing import TYPE_CHECKING, Any
 
-import jax
-
 from keras_strategies._types import Dataset, Tree
 from keras_strategies.data.distributed import DistributedDataset
 from keras_strategies.data.options import (
@@ -24,15 +22,13 @@ from keras_strategies.fit.inputs.choose_source import (
     densify,
     make_dataset_source,
 )
-from keras_strategies.spmd.host_arrays import from_tensor
-from keras_strategies.spmd.values import (
-    STACKED,
-    PerReplica,
-    ReduceOp,
-    stack_replicas,
-)
+from keras_strategies.names import dry_run
+from keras_strategies.spmd.values import ReduceOp
 from keras_strategies.strategy import current, reducing
-from keras_strategies.strategy.replica_context import ValueContext
+from keras_strategies.strategy.replica_context import (
+    ValueContext,
+    distribute_values,
+)
 from keras_strategies.strategy.runner import Runner
 from keras_strategies.strategy.runtime import Runtime
 from keras_strategies.strategy.tf_compat.options import (
@@ -179,7 +175,8 @@ class CustomLoops:
           A tuple with a nest of components for each local replica. If no value
           is distributed, the tuple contains only `value`.
         """
-        self._runtime.mesh.check_can_run()
+        if dry_run.get() is None:
+            self._runtime.mesh.check_can_run()
         return reducing.list_local_results(value, self._runtime.mesh)
 
     def experimental_distribute_values_from_function(
@@ -199,31 +196,10 @@ class CustomLoops:
           ValueError: if the replicas' nests differ in structure or, with
             several processes, in shapes or dtypes. All processes raise it.
         """
+        if (dry := dry_run.get()) is not None:
+            return dry.make_values(self, value_fn)
         self._check_call(_VALUES_FROM)
-        count, mesh = self.num_replicas_in_sync, self._runtime.mesh
-
-        def make() -> list[Any]:
-            ids = mesh.local_replicas
-            nests = [value_fn(ValueContext(i, count)) for i in ids]
-            return jax.tree.map(from_tensor, nests)
-
-        name = f"`{_VALUES_FROM}`"
-        nests = agree_source.build_equal_replicas(mesh, name, make)
-        if count == 1:
-            return nests[0]
-        structures = [jax.tree.structure(nest) for nest in nests]
-        if any(one != structures[0] for one in structures):
-            raise ValueError(
-                f"The function given to {name} must return nests of the same "
-                f"structure for all replicas. Received: {structures}. Return "
-                "equal structures."
-            )
-        if mesh.num_processes == 1:
-            return jax.tree.map(lambda *parts: PerReplica(parts), *nests)
-        return jax.tree.map(
-            lambda *parts: PerReplica.of(stack_replicas(parts, mesh), STACKED),
-            *nests,
-        )
+        return distribute_values(_VALUES_FROM, value_fn, self._runtime.mesh)
 
     def experimental_distribute_dataset(
         self, dataset: Iterable[Any], options: InputOptions | None = None
@@ -252,6 +228,8 @@ class CustomLoops:
           TypeError: if `dataset` does not yield batches.
           NotImplementedError: if `options` select `PER_REPLICA`, as in tf.
         """
+        if (dry := dry_run.get()) is not None:
+            return dry.distribute(self, dataset)
         self._check_call("experimental_distribute_dataset")
         mesh, policy = self._runtime.mesh, None
         if options is not None:
@@ -303,6 +281,8 @@ class CustomLoops:
         Raises:
           TypeError: if the function's result does not yield batches.
         """
+        if (dry := dry_run.get()) is not None:
+            return dry.distribute(self, dataset_fn, is_function=True)
         self._check_call("distribute_datasets_from_function")
         check_input_options(options)
         is_per_replica = (

@@ -5,6 +5,7 @@ from collections.abc import Sequence
 
 import jax
 
+from keras_strategies.names import dry_run
 from keras_strategies.names.device_names import (
     find_device,
     find_devices,
@@ -54,14 +55,8 @@ class MirroredStrategy(CompileOnlyStrategy):
                 "`cross_device_ops` must be None: XLA chooses how the devices "
                 f"communicate. Received: {cross_device_ops!r}. Leave it out."
             )
-        if devices is None:
-            chosen = tuple(jax.local_devices())
-        else:
-            chosen = find_devices(devices, local_devices())
-        super().__init__(
-            ReplicaMesh(devices=chosen),
-            variable_partitioner=variable_partitioner,
-        )
+        mesh = dry_run.find_mesh(lambda: _make_mesh(devices))
+        super().__init__(mesh, variable_partitioner=variable_partitioner)
         if os.environ.get("TF_CONFIG"):
             # Imported here because it takes a tenth of the import time.
             from keras_strategies.job import place
@@ -92,5 +87,13 @@ class OneDeviceStrategy(Strategy):
     """
 
     def __init__(self, device: str | jax.Device) -> None:
-        chosen = find_device(device, local_devices())
-        super().__init__(ReplicaMesh(devices=(chosen,)))
+        mesh = dry_run.find_mesh(
+            lambda: ReplicaMesh(devices=(find_device(device, local_devices()),))
+        )
+        super().__init__(mesh)
+
+
+def _make_mesh(devices: Sequence[str | jax.Device] | None) -> ReplicaMesh:
+    if devices is None:
+        return ReplicaMesh(devices=jax.local_devices())
+    return ReplicaMesh(devices=find_devices(devices, local_devices()))

@@ -2,6 +2,7 @@
 
 from typing import Any
 
+from keras_strategies.names import dry_run
 from keras_strategies.spmd.mesh import ReplicaMesh
 from keras_strategies.strategy.extended import StrategyExtended
 from keras_strategies.strategy.runtime import is_chief_alone
@@ -89,8 +90,11 @@ class MultiWorkerMirroredStrategy(Strategy):
         self._cluster_resolver = place.join(
             cluster_resolver, numbers, type(self).__name__, startup_timeout_s
         )
-        mesh = ReplicaMesh(devices=place.list_devices())
-        options.check_platform(mesh.platform)
+        mesh = dry_run.find_mesh(
+            lambda: ReplicaMesh(devices=place.list_devices())
+        )
+        if not mesh.is_abstract:
+            options.check_platform(mesh.platform)
         super().__init__(
             mesh,
             variable_partitioner=variable_partitioner,

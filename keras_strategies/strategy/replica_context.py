@@ -9,9 +9,12 @@ import jax
 import jax.numpy as jnp
 
 from keras_strategies._types import Array, Leaf, Tree
+from keras_strategies.fit.inputs import agree_source
 from keras_strategies.keras_bridge.step_context import ReplicaScope, StepContext
 from keras_strategies.passes.lockstep import Turn
 from keras_strategies.passes.replay import current_side
+from keras_strategies.spmd.host_arrays import from_tensor
+from keras_strategies.spmd.mesh import ReplicaMesh
 from keras_strategies.spmd.replica_map import (
     all_concatenate,
     all_sum,
@@ -19,10 +22,12 @@ from keras_strategies.spmd.replica_map import (
 )
 from keras_strategies.spmd.values import (
     LOCAL,
+    STACKED,
     PerReplica,
     ReduceOp,
     as_reduce_op,
     select_components,
+    stack_replicas,
 )
 from keras_strategies.strategy import current
 from keras_strategies.strategy.reducing import to_summable
@@ -50,6 +55,41 @@ class ValueContext:
 
     replica_id_in_sync_group: int = 0
     num_replicas_in_sync: int = 1
+
+
+def distribute_values(
+    name: str, value_fn: Callable[[ValueContext], Any], mesh: ReplicaMesh
+) -> Tree:
+    """Implements `Strategy.experimental_distribute_values_from_function`.
+
+    Args:
+      name: The name of that method.
+      value_fn: Its argument.
+      mesh: The mesh of the strategy's replicas.
+    """
+    count, name = mesh.num_replicas, f"`{name}`"
+
+    def make() -> list[Any]:
+        ids = mesh.local_replicas
+        nests = [value_fn(ValueContext(i, count)) for i in ids]
+        return jax.tree.map(from_tensor, nests)
+
+    nests = agree_source.build_equal_replicas(mesh, name, make)
+    if count == 1:
+        return nests[0]
+    structures = [jax.tree.structure(nest) for nest in nests]
+    if any(one != structures[0] for one in structures):
+        raise ValueError(
+            f"The function given to {name} must return nests of the same "
+            f"structure for all replicas. Received: {structures}. Return "
+            "equal structures."
+        )
+    if mesh.num_processes == 1:
+        return jax.tree.map(lambda *parts: PerReplica(parts), *nests)
+    return jax.tree.map(
+        lambda *parts: PerReplica.of(stack_replicas(parts, mesh), STACKED),
+        *nests,
+    )
 
 
 class ReplicaContext:

@@ -16,6 +16,7 @@ from keras_strategies._types import Array, Leaf, Tree
 from keras_strategies.job.progress_pipe import report_training
 from keras_strategies.keras_bridge.ported_code import explaining_errors
 from keras_strategies.keras_bridge.step_context import ReplicaScope
+from keras_strategies.names import dry_run
 from keras_strategies.run.argument_shapes import (
     REPLICATED,
     STATIC,
@@ -263,6 +264,12 @@ class Runner:
                 UserWarning,
                 stacklevel=4,
             )
+
+
+def make_runner(strategy: current.AnyStrategy, mesh: ReplicaMesh) -> Runner:
+    """Returns a strategy's runner; in a dry run, one that runs nothing."""
+    dry = dry_run.get()
+    return (Runner if dry is None else dry.make_runner)(strategy, mesh)
 
 
 class _Call(NamedTuple):

@@ -5,6 +5,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from keras_strategies.data import tf_devices
+from keras_strategies.names import dry_run
 from keras_strategies.spmd.mesh import ReplicaMesh
 from keras_strategies.variables.partitioners import (
     Partitioner,
@@ -44,6 +45,10 @@ class Runtime:
         outputs_on_chief: bool = False,
     ) -> "Runtime":
         """Makes the runtime of a strategy for a mesh."""
+        if (dry := dry_run.get()) is not None:
+            mesh, layout_map, variable_partitioner = dry.lay_out(
+                mesh, layout_map, variable_partitioner
+            )
         if not mesh.is_abstract:
             tf_devices.note_platform(mesh.platform)
         registry = Registry()

@@ -10,6 +10,7 @@ from keras_strategies.fit import binding as binding_lib
 from keras_strategies.fit import scope_hooks
 from keras_strategies.hooks import on_read
 from keras_strategies.keras_bridge.ported_code import warn_of_tensorflow_scope
+from keras_strategies.names import dry_run
 from keras_strategies.strategy import current
 from keras_strategies.variables import ownership, variable_creator
 
@@ -37,6 +38,8 @@ class Scope:
             ownership.note_devices(runtime.mesh)
             enter(variable_creator.variable_creator_scope(create))
             enter(scope_hooks.keras_hooks(*hooks))
+            if (dry := dry_run.get()) is not None:
+                enter(dry.scope())
             if current.stack.num_default_scopes:
                 enter(variable_creator.variable_creator_scope(self._refuse))
             innermost = variable_creator.innermost_creator()

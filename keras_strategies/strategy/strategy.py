@@ -17,14 +17,12 @@ from keras_strategies.strategy.custom_loops import CustomLoops
 from keras_strategies.strategy.extended import StrategyExtended
 from keras_strategies.strategy.plans import PlanMixin
 from keras_strategies.strategy.replica_context import make_replica_scope
-from keras_strategies.strategy.runner import Runner
+from keras_strategies.strategy.runner import make_runner
 from keras_strategies.strategy.runtime import Runtime
 from keras_strategies.strategy.scope import Scope
 from keras_strategies.strategy.tf_compat import old_names
 from keras_strategies.variables.abstract_models import materialize
-from keras_strategies.variables.model_variables import (
-    all_variables,
-)
+from keras_strategies.variables.model_variables import all_variables
 from keras_strategies.variables.partitioners import PartitionerLike
 from keras_strategies.variables.variable_creator import check_home
 
@@ -80,7 +78,7 @@ class Strategy(CustomLoops, PlanMixin):
             variable_partitioner=variable_partitioner,
             outputs_on_chief=outputs_on_chief,
         )
-        self._runner = Runner(self, self._runtime.mesh)
+        self._runner = make_runner(self, self._runtime.mesh)
         self._extended = StrategyExtended(self._runtime, self._runner)
 
     @staticmethod

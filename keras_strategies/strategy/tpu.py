@@ -3,6 +3,7 @@
 from collections.abc import Mapping
 from typing import Any
 
+from keras_strategies.names import dry_run
 from keras_strategies.strategy.compile_only import CompileOnlyStrategy
 from keras_strategies.tpu.cluster_resolver import TPUClusterResolver
 from keras_strategies.tpu.replica_meshes import (
@@ -87,7 +88,11 @@ class TPUStrategy(CompileOnlyStrategy):
             device_assignment, experimental_device_assignment
         )
         self._resolver = check_resolver(tpu_cluster_resolver)
-        mesh = make_mesh(self._resolver, assignment, variable_partitioner)
+        mesh = dry_run.find_mesh(
+            lambda: make_mesh(self._resolver, assignment, variable_partitioner),
+            assignment,
+            variable_partitioner,
+        )
         super().__init__(
             mesh,
             layout_map=layout_map,

@@ -5,6 +5,7 @@ from collections.abc import Iterable
 import jax
 
 from keras_strategies.cluster.tasks import AnyResolver
+from keras_strategies.names import dry_run
 from keras_strategies.tpu.cluster_resolver import TPUClusterResolver
 from keras_strategies.tpu.topology import Topology
 
@@ -39,6 +40,8 @@ def initialize_tpu_system(
       ```
     """
     _check_resolver(cluster_resolver)
+    if (dry := dry_run.get()) is not None:
+        return Topology.from_devices(dry.devices)
     if devices is not None:
         return Topology.from_devices(devices)
     is_tpu = isinstance(cluster_resolver, TPUClusterResolver)

@@ -6,6 +6,8 @@ import re
 import stat
 from typing import Any
 
+from keras_strategies.names import dry_run
+
 MANIFEST = "manifest.json"
 """The file in a checkpoint's folder that lists the other files."""
 
@@ -101,9 +103,11 @@ def find_entries(
 
     Returns:
       Pairs (step, whether the entry is a folder), sorted by step. A link to a
-      folder does not count as a folder.
+      folder does not count as a folder. In a dry run, nothing is found.
     """
     steps: list[tuple[int, bool]] = []
+    if dry_run.get() is not None:
+        return steps
     for entry in _scan(directory):
         step = parse_step(entry.name)
         if step is not None:

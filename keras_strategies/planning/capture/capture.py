@@ -6,7 +6,6 @@ variables have shapes but no values. The first `fit` or `run` ends the script.
 
 import contextlib
 import functools
-import inspect
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, NoReturn
@@ -14,11 +13,7 @@ from typing import Any, NoReturn
 import jax
 import keras
 
-from keras_strategies._types import Array, Dataset, Tree
-from keras_strategies.cluster.resolvers.simple_resolver import (
-    SimpleClusterResolver,
-)
-from keras_strategies.cluster.spec import ClusterSpec
+from keras_strategies._types import Array, Tree
 from keras_strategies.data.sources.from_function import InputContext
 from keras_strategies.fit.binding import Binding
 from keras_strategies.fit.inputs import feed as feed_lib
@@ -27,7 +22,7 @@ from keras_strategies.fit.inputs.choose_source import (
 )
 from keras_strategies.fit.inputs.loop_data import split_validation
 from keras_strategies.fit.loop_call import Call
-from keras_strategies.planning.capture import io_stubs
+from keras_strategies.names import dry_run
 from keras_strategies.planning.capture.captured_data import (
     CapturedData,
     times_rows,
@@ -48,28 +43,17 @@ from keras_strategies.spmd import values
 from keras_strategies.spmd.attributes import temporary_attribute
 from keras_strategies.spmd.mesh import ReplicaMesh
 from keras_strategies.step.lower_step import shape_of
-from keras_strategies.strategy import reducing
-from keras_strategies.strategy.mirrored import (
-    MirroredStrategy,
-    OneDeviceStrategy,
+from keras_strategies.strategy.default import (
+    get_default_context,
+    get_default_strategy,
 )
-from keras_strategies.strategy.multi_worker import MultiWorkerMirroredStrategy
 from keras_strategies.strategy.replica_context import ValueContext
 from keras_strategies.strategy.runner import Runner
 from keras_strategies.strategy.strategy import Strategy
-from keras_strategies.strategy.tpu import TPUStrategy
-from keras_strategies.tpu import experimental
 from keras_strategies.tpu.replica_meshes import make_assigned_mesh
-from keras_strategies.tpu.topology import Topology
 from keras_strategies.variables.abstract_models import abstract
 
-_CLASSES = (
-    *(MirroredStrategy, MultiWorkerMirroredStrategy, TPUStrategy),
-    OneDeviceStrategy,
-)
-_EX, _FROM = "experimental_", "distribute_datasets_from"
 _DATA = ("x", "y", "sample_weight", "class_weight", "batch_size", "shuffle")
-_Function = Callable[..., Any]
 
 
 class Capture:
@@ -109,7 +93,10 @@ class Capture:
         self._plan = plan
         self.model: keras.Model | None = None
         self.layout, self.pretrained = "replicated", Pretrained()
-        self._devices, self._layout = devices, layout
+        self.devices, self._layout = devices, layout
+        # The meshes of strategies without and with a device assignment.
+        self._slice = make_mesh(devices, Layout())
+        self._assigned: ReplicaMesh | None = None
         self._layout_map = layout_map
         self._is_per_replica = is_per_replica
         self._host = ReplicaMesh(devices=jax.devices("cpu")[:1])
@@ -123,116 +110,101 @@ class Capture:
     @contextlib.contextmanager
     def install(self) -> Iterator[None]:
         """Makes strategies use the slice, and captures the first step."""
-        patches: list[tuple[Any, str, Any]] = [
-            (
-                cls,
-                "__init__",
-                functools.partial(self._init_strategy, cls.__init__),
-            )
-            for cls in _CLASSES
-        ]
-        patches += [
-            (Strategy, "scope", functools.partial(_open_scope, Strategy.scope)),
-            (Strategy, "experimental_distribute_dataset", self._distribute),
-            (
-                Strategy,
-                "distribute_datasets_from_function",
-                self._distribute_from_function,
-            ),
-            (
-                Strategy,
-                "experimental_distribute_values_from_function",
-                _make_value_shapes,
-            ),
-            (Strategy, "experimental_local_results", _list_local_results),
-            (Binding, "_fit", self._fit),
-            (Binding, "_train_on_batch", self._train_on_batch),
-            *(
-                (Binding, f"_{name}", functools.partial(self._run_early, name))
-                for name in EARLY_CALLS
-            ),
-            (Runner, "__call__", self._run),
-            (keras.Model, "make_train_function", _refuse_plain),
-            (jax.distributed, "initialize", lambda *args, **kwargs: None),
-            (experimental, "initialize_tpu_system", self._make_topology),
-        ]
-        patches += io_stubs.patches()
         with contextlib.ExitStack() as stack:
             stack.enter_context(values_on_read())
             stack.enter_context(self.pretrained.install())
-            for owner, name, value in patches:
-                if isinstance(owner, type) and callable(value):
-                    value = _as_method(value)
+            for owner, name, value in (
+                (keras.Model, "make_train_function", _refuse_plain),
+                (jax.distributed, "initialize", lambda *args, **kwargs: None),
+            ):
                 stack.enter_context(temporary_attribute(owner, name, value))
+            stack.enter_context(dry_run.running(self))
+            # The default strategy of a dry run does not run functions.
+            for function in (get_default_strategy, get_default_context):
+                function.cache_clear()
+                stack.callback(function.cache_clear)
             yield
 
     # Strategies.
 
-    def _init_strategy(
-        self, original: _Function, strategy: Strategy, *args: Any, **kwargs: Any
-    ) -> None:
-        signature = inspect.signature(original)
-        named = signature.bind(strategy, *args, **kwargs).arguments
-        layout, layout_map = self._layout, self._layout_map
-        assignment = named.get("device_assignment") or named.get(
-            "experimental_device_assignment"
+    def make_mesh(self, assignment: Any, partitioner: Any) -> ReplicaMesh:
+        """Implements `DryRun.make_mesh`."""
+        if assignment is None:
+            return self._slice
+        if self._layout is not None:
+            partitioner = self._layout.variable_partitioner
+        self._assigned = make_assigned_mesh(
+            assignment, partitioner, is_abstract=True
         )
+        return self._assigned
+
+    def lay_out(
+        self,
+        mesh: ReplicaMesh,
+        layout_map: Mapping[str, Any] | None,
+        partitioner: Any,
+    ) -> tuple[ReplicaMesh, Mapping[str, Any] | None, Any]:
+        """Implements `DryRun.lay_out`."""
+        is_assigned = mesh is self._assigned
+        if mesh is not self._slice and not is_assigned:
+            return mesh, layout_map, partitioner
+        layout = self._layout
         if layout is None:
-            partitioner = named.get("variable_partitioner")
-            layout_map = named.get("layout_map")
-            layout = Layout()
-            if partitioner is not None:
-                layout = parse_layout(partitioner)
-        elif layout.cores == 1 and (assignment or named.get("layout_map")):
+            layout = parse_layout(partitioner or "replicated")
+        elif layout.cores == 1 and (is_assigned or layout_map):
             raise PlanError(
                 "The layout must have a model axis if the script passes a "
                 "`device_assignment` or a `layout_map`. Received: the layout "
                 f"'{layout}'. Omit --layout, or pass one with 'model:N'."
             )
-        partitioner = layout.variable_partitioner
-        if assignment is not None and layout.cores == 1:
-            mesh = make_assigned_mesh(assignment, partitioner, is_abstract=True)
         else:
-            mesh = make_mesh(self._devices, layout)
+            layout_map = self._layout_map
         self.layout = str(layout)
-        self._set_resolver(strategy, named)
-        Strategy.__init__(
-            strategy,
-            mesh,
-            layout_map=layout_map,
-            variable_partitioner=partitioner,
-        )
+        if not is_assigned or layout.cores > 1:
+            mesh = make_mesh(self.devices, layout)
+        return mesh, layout_map, layout.variable_partitioner
 
-    def _set_resolver(self, strategy: Strategy, named: dict[str, Any]) -> None:
-        """Sets a strategy's cluster resolver to the one that was passed."""
-        if isinstance(strategy, MultiWorkerMirroredStrategy):
-            alone = SimpleClusterResolver(ClusterSpec({}))
-            given = named.get("cluster_resolver")
-            strategy._cluster_resolver = given or alone
-        strategy.__dict__["_resolver"] = named.get("tpu_cluster_resolver")
+    def make_runner(self, strategy: Strategy, mesh: ReplicaMesh) -> Runner:
+        """Implements `DryRun.make_runner`."""
+        return _Runner(strategy, mesh, self._catch_run)
 
-    def _make_topology(self, *args: object, **kwargs: object) -> Topology:
-        return Topology.from_devices(self._devices)
+    def scope(self) -> contextlib.AbstractContextManager[None]:
+        """Implements `DryRun.scope`: variables get no values."""
+        return abstract()
 
     # Data.
 
     def _find_factor(self, strategy: Strategy) -> int:
         return strategy.num_replicas_in_sync if self._is_per_replica else 1
 
-    def _distribute(
-        self, strategy: Strategy, dataset: Dataset, options: object = None
+    def distribute(
+        self, strategy: Strategy, data: Any, *, is_function: bool = False
     ) -> CapturedData:
-        source = make_dataset_source(dataset, self._host)
+        """Implements `DryRun.distribute`."""
         factor = self._find_factor(strategy)
+        if is_function:
+            factor = strategy.num_replicas_in_sync
+            data = data(InputContext(num_replicas_in_sync=factor))
+        source = make_dataset_source(data, self._host)
         return CapturedData(source, self._host, strategy.mesh, factor)
 
-    def _distribute_from_function(
-        self, strategy: Strategy, dataset_fn: _Function, options: object = None
-    ) -> CapturedData:
-        replicas = strategy.num_replicas_in_sync
-        context = InputContext(num_replicas_in_sync=replicas)
-        source = make_dataset_source(dataset_fn(context), self._host)
-        return CapturedData(source, self._host, strategy.mesh, replicas)
+    def make_values(
+        self, strategy: Strategy, value_fn: Callable[..., Any]
+    ) -> Tree:
+        """Implements `DryRun.make_values`.
+
+        Calls `value_fn` for one replica, and returns the shapes for all.
+        """
+        count, mesh = strategy.num_replicas_in_sync, strategy.mesh
+
+        def stand_in(leaf: Array) -> values.PerReplica:
+            shape = shape_of(jax.numpy.asarray(leaf))
+            stacked = jax.ShapeDtypeStruct(
+                (count, *shape.shape), shape.dtype, sharding=mesh.split
+            )
+            return values.PerReplica.of(stacked, values.STACKED)
+
+        return jax.tree.map(stand_in, value_fn(ValueContext(0, count)))
 
     def _read_shapes(
         self, binding: Binding, call: Call
@@ -257,27 +229,27 @@ class Capture:
 
     # Steps.
 
-    def _run_early(
-        self, name: str, binding: Binding, *args: object, **kwargs: object
+    def bind(self, binding: Binding) -> "_Calls":
+        """Implements `DryRun.bind`."""
+        return _Calls(self, binding)
+
+    def call(
+        self,
+        binding: Binding,
+        name: str,
+        *args: object,
+        **kwargs: object,
     ) -> Any:
-        if self.step is not None:
-            raise StepCaptured
-        call = Call(binding.model, name, args, kwargs)
-        return run_early_call(binding, call, self._host)
-
-    def _fit(self, binding: Binding, *args: object, **kwargs: object) -> None:
-        self._catch_fit(binding, Call(binding.model, "fit", args, kwargs))
-
-    def _train_on_batch(
-        self, binding: Binding, *args: object, **kwargs: object
-    ) -> None:
-        call = Call(binding.model, "train_on_batch", args, kwargs)
-        self._catch_fit(binding, call)
-
-    def _catch_fit(self, binding: Binding, call: Call) -> None:
+        """Catches a call of `fit`, or runs one of `EARLY_CALLS`."""
         if self.step is not None:
             # The script continued after the capture, in `except` or `finally`.
             raise StepCaptured
+        call = Call(binding.model, name, args, kwargs)
+        if name not in EARLY_CALLS:
+            self._catch_fit(binding, call)
+        return run_early_call(binding, call, self._host)
+
+    def _catch_fit(self, binding: Binding, call: Call) -> NoReturn:
         strategy, model = binding.owner, binding.model
         self._check_devices(strategy.mesh)
         steps = model.steps_per_execution
@@ -311,72 +283,58 @@ class Capture:
             self._done.set()
         raise StepCaptured
 
-    def _run(
+    def _catch_run(
         self,
         runner: Runner,
-        fn: _Function,
+        fn: Callable[..., Any],
         args: Sequence[Any],
         kwargs: Mapping[str, Any],
-        *,
-        is_update: bool = False,
-    ) -> None:
+    ) -> NoReturn:
         if self.step is not None:
             raise StepCaptured
         self._check_devices(runner._mesh)
         self._catch(RunStep(runner, fn, args, kwargs))
 
     def _check_devices(self, mesh: ReplicaMesh) -> None:
-        if not set(mesh.devices) <= set(self._devices):
+        if not set(mesh.devices) <= set(self.devices):
             raise PlanError(
                 "A planned step must use one of the strategies "
-                f"{', '.join(cls.__name__ for cls in _CLASSES)}. Received: a "
-                "step of another strategy (such as the default strategy or "
-                f"`TPUStrategy.for_topology`), on {len(mesh.devices)} x "
-                f"{mesh.devices[0].device_kind!r}. Train in the scope of one "
-                "of the listed strategies."
+                "MirroredStrategy, MultiWorkerMirroredStrategy, TPUStrategy, "
+                "OneDeviceStrategy. Received: a step of another strategy (such "
+                "as the default strategy or `TPUStrategy.for_topology`), on "
+                f"{len(mesh.devices)} x {mesh.devices[0].device_kind!r}. Train "
+                "in the scope of one of the listed strategies."
             )
 
 
-class _AbstractScope:
-    """A strategy's scope in which variables are created without values."""
+class _Calls:
+    """Passes the calls of a model's methods, such as `fit`, to a capture."""
 
-    def __init__(self, scope: Any) -> None:
-        self._scope = scope
-        self._open: list[contextlib.ExitStack] = []
+    def __init__(self, capture: Capture, binding: Binding) -> None:
+        self._call = functools.partial(capture.call, binding)
 
-    def __enter__(self) -> Strategy:
-        with contextlib.ExitStack() as stack:
-            strategy = stack.enter_context(self._scope)
-            stack.enter_context(abstract())
-            self._open.append(stack.pop_all())
-        return strategy
-
-    def __exit__(self, *error: object) -> None:
-        self._open.pop().close()
+    def __getattr__(self, name: str) -> Callable[..., Any]:
+        return functools.partial(self._call, name.removeprefix("_"))
 
 
-def _open_scope(original: _Function, strategy: Strategy) -> _AbstractScope:
-    return _AbstractScope(original(strategy))
+class _Runner(Runner):
+    """Passes the calls of a strategy's `run` to a function."""
 
+    def __init__(
+        self, strategy: Strategy, mesh: ReplicaMesh, call: Callable[..., Any]
+    ) -> None:
+        super().__init__(strategy, mesh)
+        self._call = call
 
-def _make_value_shapes(strategy: Strategy, value_fn: _Function) -> Tree:
-    """Calls `value_fn` for one replica; returns the shapes for all replicas."""
-    count, mesh = strategy.num_replicas_in_sync, strategy.mesh
-    first = value_fn(ValueContext(0, count))
-
-    def stand_in(leaf: Array) -> values.PerReplica:
-        shape = shape_of(jax.numpy.asarray(leaf))
-        stacked = jax.ShapeDtypeStruct(
-            (count, *shape.shape), shape.dtype, sharding=mesh.split
-        )
-        return values.PerReplica.of(stacked, values.STACKED)
-
-    return jax.tree.map(stand_in, first)
-
-
-def _list_local_results(strategy: Strategy, value: Tree) -> Tree:
-    """Returns each replica's values; for a batch, each replica's shapes."""
-    return reducing.list_local_results(value, strategy.mesh)
+    def __call__(
+        self,
+        fn: Callable[..., Any],
+        args: Sequence[Any],
+        kwargs: dict[str, Any],
+        *,
+        is_update: bool = False,
+    ) -> Tree:
+        return self._call(self, fn, args, kwargs)
 
 
 def _refuse_plain(model: keras.Model, *args: object, **kwargs: object) -> None:
@@ -385,13 +343,3 @@ def _refuse_plain(model: keras.Model, *args: object, **kwargs: object) -> None:
         f"script that first trains {model.name!r}, which was not created or "
         "compiled in a strategy's scope. Create and compile it in the scope."
     )
-
-
-def _as_method(function: Callable[..., Any]) -> Callable[..., Any]:
-    """Wraps a callable in a function that can be set as a class's method."""
-
-    @functools.wraps(function, assigned=("__name__", "__doc__"))
-    def method(self: object, *args: object, **kwargs: object) -> object:
-        return function(self, *args, **kwargs)
-
-    return method
