@@ -61,7 +61,7 @@ def test_a_local_preset_needs_its_config_alone(
         tmp_path, SCRIPT.format(CLASSIFIER.format(str(preset), argument))
     )
     assert capture.step.rows == 16
-    assert ("were not loaded" in capture.pretrained.note) == is_noted
+    assert ("were not loaded" in capture.patches.note) == is_noted
 
 
 @pytest.mark.parametrize("version", ["/2", ""])

@@ -33,14 +33,13 @@ from keras_strategies.planning.capture.early_calls import (
     values_on_read,
 )
 from keras_strategies.planning.capture.errors import PlanError, StepCaptured
-from keras_strategies.planning.capture.pretrained import Pretrained
+from keras_strategies.planning.capture.library_patches import LibraryPatches
 from keras_strategies.planning.compile.candidates import make_mesh
 from keras_strategies.planning.compile.fit_step import FitStep
 from keras_strategies.planning.compile.layouts import Layout, parse_layout
 from keras_strategies.planning.compile.run_step import RunStep
 from keras_strategies.planning.compile.step import Step
 from keras_strategies.spmd import values
-from keras_strategies.spmd.attributes import temporary_attribute
 from keras_strategies.spmd.mesh import ReplicaMesh
 from keras_strategies.step.lower_step import shape_of
 from keras_strategies.strategy.default import (
@@ -75,7 +74,8 @@ class Capture:
       error: The error that `plan` raised, or None.
       model: The step's model, or None for the step of a custom loop.
       layout: The name of the layout that the strategies use.
-      pretrained: Notes which weights the script did not load.
+      patches: The patches of libraries, which note weights that the script did
+        not load.
     """
 
     def __init__(
@@ -92,7 +92,7 @@ class Capture:
         self.error: BaseException | None = None
         self._plan = plan
         self.model: keras.Model | None = None
-        self.layout, self.pretrained = "replicated", Pretrained()
+        self.layout, self.patches = "replicated", LibraryPatches()
         self.devices, self._layout = devices, layout
         # The meshes of strategies without and with a device assignment.
         self._slice = make_mesh(devices, Layout())
@@ -112,12 +112,7 @@ class Capture:
         """Makes strategies use the slice, and captures the first step."""
         with contextlib.ExitStack() as stack:
             stack.enter_context(values_on_read())
-            stack.enter_context(self.pretrained.install())
-            for owner, name, value in (
-                (keras.Model, "make_train_function", _refuse_plain),
-                (jax.distributed, "initialize", lambda *args, **kwargs: None),
-            ):
-                stack.enter_context(temporary_attribute(owner, name, value))
+            stack.enter_context(self.patches.install())
             stack.enter_context(dry_run.running(self))
             # The default strategy of a dry run does not run functions.
             for function in (get_default_strategy, get_default_context):
@@ -335,11 +330,3 @@ class _Runner(Runner):
         is_update: bool = False,
     ) -> Tree:
         return self._call(self, fn, args, kwargs)
-
-
-def _refuse_plain(model: keras.Model, *args: object, **kwargs: object) -> None:
-    raise PlanError(
-        "A planned script must first train a strategy's model. Received: a "
-        f"script that first trains {model.name!r}, which was not created or "
-        "compiled in a strategy's scope. Create and compile it in the scope."
-    )

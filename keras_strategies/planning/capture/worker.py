@@ -27,7 +27,7 @@ from keras_strategies.planning.capture.errors import (
     PlanError,
     ScriptEnded,
 )
-from keras_strategies.planning.capture.pretrained import Pretrained
+from keras_strategies.planning.capture.library_patches import LibraryPatches
 from keras_strategies.planning.capture.request import (
     Request,
     parse_shape_and_dtype,
@@ -117,7 +117,7 @@ class Worker:
     def __init__(self, request: Request, file: TextIO) -> None:
         self._request, self._file = request, file
         self._process = os.getpid()
-        self._pretrained = Pretrained()
+        self._patches = LibraryPatches()
         self._end: threading.Timer | None = None
 
     def send(self, **answer: object) -> None:
@@ -215,7 +215,7 @@ class Worker:
             plan=plan_in_thread,
             **kwargs,
         )
-        self._pretrained = capture.pretrained
+        self._patches = capture.patches
         return run_script(capture, self._request)
 
     def _plan_step_once(self, step: Step, layout: str) -> dict[str, Any]:
@@ -251,7 +251,7 @@ class Worker:
         )
         with warnings.catch_warnings(record=True) as caught:
             planned = self._plan_candidate(candidate)
-        notes = (self._pretrained.note, *_list_warnings(caught))
+        notes = (self._patches.note, *_list_warnings(caught))
         words = filter(None, (*notes, planned["advice"]))
         return planned | {"advice": " ".join(words)}
 

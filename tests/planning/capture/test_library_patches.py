@@ -5,8 +5,7 @@ import keras
 import numpy as np
 import pytest
 
-from keras_strategies.planning.capture.errors import PlanError
-from keras_strategies.planning.capture.pretrained import Pretrained
+from keras_strategies.planning.capture.library_patches import LibraryPatches
 from tests.planning.capture.scripts import HEAD, MIRRORED
 from tests.planning.capture.test_early_calls import run
 from tests.support.combinations import few
@@ -51,7 +50,7 @@ def _no_downloads(monkeypatch):
 def test_the_weights_of_an_application_are_not_downloaded(tmp_path, name, file):
     capture = run(tmp_path, APPLICATION.format(name))
     assert capture.step.rows == 8
-    note = capture.pretrained.note
+    note = capture.patches.note
     assert note.endswith("were not loaded, because a plan needs no values.")
     assert file in note
 
@@ -72,7 +71,7 @@ def test_the_weights_of_an_application_are_not_downloaded(tmp_path, name, file):
 )
 def test_weights_are_not_read(tmp_path, code, name):
     capture = run(tmp_path, f"{MIRRORED}{code}\nmodel.fit(x, y)")
-    assert capture.pretrained.note.startswith(f"The weights of '{name}' were")
+    assert capture.patches.note.startswith(f"The weights of '{name}' were")
 
 
 def test_other_files_are_downloaded_as_before(tmp_path):
@@ -82,17 +81,17 @@ def test_other_files_are_downloaded_as_before(tmp_path):
 
 
 def test_nothing_is_said_of_scripts_that_load_nothing(tmp_path):
-    assert run(tmp_path, f"{MIRRORED}model.fit(x, y)").pretrained.note == ""
+    assert run(tmp_path, f"{MIRRORED}model.fit(x, y)").patches.note == ""
 
 
 def test_long_and_many_names_are_cut():
-    pretrained = Pretrained()
-    with pretrained.install():
+    patches = LibraryPatches()
+    with patches.install():
         model = keras.Sequential()
         for number in range(5):
             model.load_weights(f"{number}{'x' * 999}.weights.h5")
-    assert " and 2 more were not loaded" in pretrained.note
-    assert len(pretrained.note) < 400
+    assert " and 2 more were not loaded" in patches.note
+    assert len(patches.note) < 400
 
 
 def test_a_model_is_loaded_from_its_file(tmp_path):
@@ -111,7 +110,7 @@ model.fit(x, y)
 @pytest.mark.parametrize("module", ["models", "saving"])
 def test_a_missing_model_has_no_config(tmp_path, module):
     code = f"keras.{module}.load_model('nowhere/a.keras')"
-    with pytest.raises(PlanError, match=r"'nowhere/a\.keras', which does not"):
+    with pytest.raises(ValueError, match=r"not found: .*nowhere/a\.keras"):
         run(tmp_path, MIRRORED + code)
 
 
