@@ -158,11 +158,10 @@ def run(options: argparse.Namespace) -> int:
     from rich.console import Console
 
     from keras_strategies.planning.capture.processes import plan_in_processes
-    from keras_strategies.planning.capture.progress import Interruption
+    from keras_strategies.planning.capture.progress import first_signal
 
-    interruption = Interruption()
-    with interruption.watch():
-        plan = plan_in_processes(requests, options.processes, interruption)
+    with first_signal() as received:
+        plan = plan_in_processes(requests, options.processes, received)
     if options.json:
         print(json.dumps(plan.to_json(), indent=1))
     else:
@@ -170,8 +169,8 @@ def run(options: argparse.Namespace) -> int:
         Console().print(dataclasses.replace(plan, is_brief=is_brief))
     if options.html is not None:
         pathlib.Path(options.html).write_text(plan.to_html(), "utf-8")
-    if interruption.signal is not None:
-        return 128 + interruption.signal
+    if received:
+        return 128 + received[0]
     return 0 if any(step.error is None for step in plan.steps) else 1
 
 

@@ -64,14 +64,12 @@ class Capture:
       layout_map: The sharding of variables within replicas of several cores.
       is_per_replica: Whether each of the script's batches is for one replica.
         Otherwise they are global batches.
-      plan: A function of the step and the layout's name, or None. It is called
-        in place of the script's `fit` or `run`, inside contexts such as
+      plan: A function of the step and the layout's name. It is called in place
+        of the script's `fit` or `run`, inside contexts such as
         `jax.default_matmul_precision` that the script has entered.
 
     Attributes:
       step: The step that was captured, or None.
-      planned: The result of `plan`. None if it was not called or has failed.
-      error: The error that `plan` raised, or None.
       model: The step's model, or None for the step of a custom loop.
       layout: The name of the layout that the strategies use.
       patches: The patches of libraries, which note weights that the script did
@@ -85,11 +83,9 @@ class Capture:
         *,
         layout_map: Mapping[str, Any] | None = None,
         is_per_replica: bool = False,
-        plan: Callable[[Step, str], Any] | None = None,
+        plan: Callable[[Step, str], object] = lambda step, layout: None,
     ) -> None:
         self.step: Step | None = None
-        self.planned: Any = None
-        self.error: BaseException | None = None
         self._plan = plan
         self.model: keras.Model | None = None
         self.layout, self.patches = "replicated", LibraryPatches()
@@ -269,11 +265,7 @@ class Capture:
                 raise StepCaptured
             self.step, self.model = step, model
         try:
-            if self._plan is not None:
-                self.planned = self._plan(step, self.layout)
-        except BaseException as error:
-            # The script could catch the error, so it is stored, not raised.
-            self.error = error
+            self._plan(step, self.layout)
         finally:
             self._done.set()
         raise StepCaptured

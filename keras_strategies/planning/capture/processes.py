@@ -13,15 +13,11 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from keras_strategies.cluster.child_program import make_command_line
-from keras_strategies.planning.capture.progress import (
-    Interruption,
-    Progress,
-)
+from keras_strategies.planning.capture.progress import Progress
 from keras_strategies.planning.capture.request import (
     ENVIRONMENT,
-    MAX_ANSWER_BYTES,
     Request,
-    parse_answer,
+    parse_answers,
 )
 from keras_strategies.planning.compile.compiler import count_jobs
 from keras_strategies.planning.compile.estimates import write_notes
@@ -30,6 +26,8 @@ from keras_strategies.planning.report.table import Plan, live_table
 
 _WORKER = "keras_strategies.planning.capture.worker"
 _POLL_SECONDS = 0.2
+_MAX_END_SECONDS = 10.0
+"""How long a script may run after its step was planned, to end by itself."""
 _TAIL_BYTES = 16_000
 _MAX_TAIL = 2000
 _MAX_LINE = 300
@@ -58,7 +56,7 @@ _NOT_ENTERED = ("TF_CONFIG", "KERAS_STRATEGIES_", "JAX_COORDINATOR_ADDRESS")
 def plan_in_processes(
     requests: Sequence[Request],
     num_processes: int | None = None,
-    interruption: Interruption | None = None,
+    received: Sequence[int] = (),
 ) -> Plan:
     """Plans candidates and shows a table, to which each adds a row when done.
 
@@ -69,36 +67,60 @@ def plan_in_processes(
       requests: The candidates.
       num_processes: The number of candidates to plan at the same time. None to
         choose it based on the machine's cores and memory.
-      interruption: A signal that ends the plan early.
+      received: The signals that were received; the first one ends the plan
+        early. See `first_signal`.
 
     Returns:
       A plan with one row per candidate, in the order of the requests. Default
       layouts that cannot be planned are left out, except for "replicated". If
       the plan was interrupted, it has the rows that are known so far.
     """
-    pool = _Pool(requests, num_processes or count_jobs(len(requests)))
-    interruption = interruption or Interruption()
-    progress = Progress(len(requests), sys.stderr)
+    at_once = num_processes or count_jobs(len(requests))
+    # Each process compiles in several threads. On a machine with few cores, no
+    # other candidate starts until the first one has sent its preliminary
+    # result, so that the table has a row early.
+    is_busy = len(os.sched_getaffinity(0)) < 2 * at_once
+    waiting = collections.deque(enumerate(requests))
+    running: dict[int, _Process] = {}
     rows: dict[int, PlannedStep] = {}
-    with live_table() as show, contextlib.closing(pool):
-        while pool.is_busy and interruption.signal is None:
-            rows = pool.start()
-            running = [p.request.name for p in pool.running]
-            progress.update(running, pool.num_done)
-            count = f"{pool.num_done} of {len(requests)}"
-            show(
-                _sort_steps(rows | pool.steps), f"{count}: {', '.join(running)}"
-            )
-            pool.collect()
-        progress.update([p.request.name for p in pool.running], pool.num_done)
+    progress = Progress(sys.stderr)
+
+    def count_done() -> str:
+        number = len(requests) - len(waiting) - len(running)
+        return f"{number} of {len(requests)}"
+
+    with live_table() as show, contextlib.ExitStack() as stack:
+        stack.callback(lambda: [p.end() for p in running.values()])
+        while (waiting or running) and not received:
+            while waiting and len(running) < (
+                1 if is_busy and not rows else at_once
+            ):
+                index, request = waiting.popleft()
+                running[index] = _Process(index, request)
+                progress.write(f"planning {request.name} ({count_done()} done)")
+            time.sleep(_POLL_SECONDS)
+            for index, process in list(running.items()):
+                row = process.read_row()
+                if process.is_done():
+                    rows.pop(index, None)
+                    row = running.pop(index).end()
+                    progress.write(
+                        f"{process.request.name} took {process.age:.0f} s "
+                        f"({count_done()} done)"
+                    )
+                if row is not None:
+                    rows[index] = row
+            names = ", ".join(p.request.name for p in running.values())
+            progress.remind(f"still planning {names} ({count_done()} done)")
+            show(_sort_steps(rows), f"{count_done()}: {names}")
     notes = write_notes(request.topology for request in requests)
-    if not pool.is_busy:
-        return Plan(steps=_sort_steps(pool.steps), notes=notes)
-    note = (
-        f"The plan was interrupted after {pool.num_done} of {len(requests)} "
-        "candidates. A row that is marked with ~ may be preliminary."
-    )
-    return Plan(steps=_sort_steps(rows | pool.steps), notes=(*notes, note))
+    if waiting or running:
+        note = (
+            f"The plan was interrupted after {count_done()} candidates. A row "
+            "that is marked with ~ may be preliminary."
+        )
+        notes = (*notes, note)
+    return Plan(steps=_sort_steps(rows), notes=notes)
 
 
 def _sort_steps(steps: Mapping[int, PlannedStep]) -> tuple[PlannedStep, ...]:
@@ -113,74 +135,12 @@ def _sort_steps(steps: Mapping[int, PlannedStep]) -> tuple[PlannedStep, ...]:
     return tuple(found.values())
 
 
-class _Pool:
-    """Starts the candidates' processes and collects their results.
-
-    Args:
-      requests: The candidates.
-      at_once: The maximum number of processes that run at the same time.
-
-    Attributes:
-      running: The processes that have not ended.
-      steps: The final results, by the indices of their candidates.
-    """
-
-    def __init__(self, requests: Sequence[Request], at_once: int) -> None:
-        self.running: list[_Process] = []
-        self.steps: dict[int, PlannedStep] = {}
-        self._num_requests = len(requests)
-        self._waiting = collections.deque(enumerate(requests))
-        self._at_once = at_once
-        # Each process compiles in several threads. On a machine with few cores,
-        # no other candidate starts until the first one has sent its preliminary
-        # result, so that the table has a row early.
-        self._is_first = len(os.sched_getaffinity(0)) < 2 * at_once
-
-    @property
-    def num_done(self) -> int:
-        """The number of candidates that are neither waiting nor running."""
-        return self._num_requests - len(self._waiting) - len(self.running)
-
-    @property
-    def is_busy(self) -> bool:
-        """Whether any candidate is still waiting or running."""
-        return bool(self._waiting or self.running)
-
-    def start(self) -> dict[int, PlannedStep]:
-        """Starts processes, and returns preliminary results of running ones.
-
-        Returns:
-          A dict from the indices of candidates to their preliminary results.
-        """
-        while self._waiting and len(self.running) < (
-            1 if self._is_first else self._at_once
-        ):
-            self.running.append(_Process(*self._waiting.popleft()))
-        rows = {p.index: p.row() for p in self.running}
-        known = {index: row for index, row in rows.items() if row is not None}
-        self._is_first &= not self.steps and not known
-        return known
-
-    def collect(self) -> None:
-        """Waits briefly, and stores the results of finished candidates."""
-        time.sleep(_POLL_SECONDS)
-        for process in [p for p in self.running if p.has_answered()]:
-            self.running.remove(process)
-            step = _make_step(process.request, process.end())
-            if step is not None:
-                self.steps[process.index] = step
-
-    def close(self) -> None:
-        """Ends the processes that are still running."""
-        for process in self.running:
-            process.end()
-
-
 class _Process:
     """A child process that plans one candidate."""
 
     def __init__(self, index: int, request: Request) -> None:
-        self.index, self.request = index, request
+        self.request = request
+        self._start, self._answered = time.monotonic(), 0.0
         self._log = tempfile.TemporaryFile()  # noqa: SIM115
         # The answers are not sent through a pipe, because children that the
         # script forks would keep it open.
@@ -209,47 +169,87 @@ class _Process:
         niceness = os.nice(0) + min(index, _MAX_NICENESS)
         os.setpriority(os.PRIO_PROCESS, self._process.pid, niceness)
 
-    def _read_answers(self) -> bytes:
+    @property
+    def age(self) -> float:
+        """The number of seconds since the process was started."""
+        return time.monotonic() - self._start
+
+    def _read_answers(self) -> dict[str, Any]:
         """Returns the answers that the process has written so far."""
-        return os.pread(self._answers.fileno(), MAX_ANSWER_BYTES, 0)
+        size = os.fstat(self._answers.fileno()).st_size
+        return parse_answers(os.pread(self._answers.fileno(), size, 0))
 
-    def has_answered(self) -> bool:
-        """Returns whether the process has sent its last answer or ended."""
-        has_ended = self._process.poll() is not None
-        return has_ended or parse_answer(self._read_answers()) is not None
+    def is_done(self) -> bool:
+        """Returns whether the process has ended, or has answered for long.
 
-    def row(self) -> PlannedStep | None:
+        After the answer a script has some time to clean up and to end. It may
+        catch all errors and train again, forever.
+        """
+        if self._process.poll() is not None:
+            return True
+        if not self._answered and self._read_answers().keys() - {"row"}:
+            self._answered = self.age
+        return 0 < self._answered < self.age - _MAX_END_SECONDS
+
+    def read_row(self) -> PlannedStep | None:
         """Returns the preliminary result that the process has sent, or None."""
-        whole, _, _ = self._read_answers().rpartition(b"\n")
-        answer = parse_answer(whole, names=("row",))
-        return None if answer is None else PlannedStep.from_json(answer["row"])
+        row = self._read_answers().get("row")
+        return None if row is None else PlannedStep.from_json(row)
 
-    def end(self) -> dict[str, Any]:
-        """Ends the process and returns its last answer."""
+    def end(self) -> PlannedStep | None:
+        """Ends the process, and all processes that the script has started.
+
+        Returns:
+          The candidate's result; None if it gets no row in the table.
+        """
         with contextlib.suppress(ProcessLookupError):
             os.killpg(self._process.pid, signal.SIGKILL)
         code = self._process.wait()
-        with self._log as log:
-            size = log.seek(0, os.SEEK_END)
-            log.seek(max(size - _TAIL_BYTES, 0))
+        with self._answers, self._log as log:
+            answers, request = self._read_answers(), self.request
+            log.seek(max(log.seek(0, os.SEEK_END) - _TAIL_BYTES, 0))
             lines = log.read().decode(errors="replace").splitlines()
-        with self._answers:
-            answer = parse_answer(self._read_answers())
-        if answer is None:
-            return {"error": _explain_end(code, lines)}
-        if "ended" in answer:
-            # The last line of the script's output usually explains why it
-            # ended.
-            wrote = "".join(
-                f" Its last output: {line[-_MAX_LINE:]!r}."
-                for line in find_last_line(lines)
-            )
-            return {"error": f"{answer['ended']}{wrote}"}
-        return answer
+        error = answers.get("error")
+        if "step" in answers:
+            step = PlannedStep.from_json(answers["step"])
+            if step.error is None or not request.is_default:
+                return step
+            error = step.error
+        elif error is None:
+            error = _explain_end(code, lines, answers.get("ended"))
+        if request.is_default and request.layout != "replicated":
+            # The user did not request this default layout, so it gets no row.
+            # An error that occurs with all layouts is shown once, in the row of
+            # "replicated".
+            return None
+        return PlannedStep(
+            topology=request.topology,
+            layout=request.layout,
+            num_devices=0,
+            num_replicas=0,
+            rows=0,
+            limit_bytes=None,
+            error=str(error),
+        )
 
 
-def _explain_end(code: int, lines: Sequence[str]) -> str:
-    """Returns why a process has ended without an answer."""
+def _explain_end(
+    code: int, lines: Sequence[str], ended: str | None = None
+) -> str:
+    """Returns why a process has ended without a result.
+
+    Args:
+      code: The process's exit status.
+      lines: The lines that it has written last.
+      ended: The message of a script that has ended before it trained.
+    """
+    if ended is not None:
+        # The last line of the script's output usually explains why it ended.
+        wrote = "".join(
+            f" Its last output: {line[-_MAX_LINE:]!r}."
+            for line in find_last_line(lines)
+        )
+        return f"{ended}{wrote}"
     fatal = [match[1] for match in map(_FATAL.match, lines) if match]
     if fatal:
         return (
@@ -271,28 +271,3 @@ def find_last_line(lines: Sequence[str]) -> list[str]:
     """
     words = [line for line in lines if line.strip()]
     return [line for line in words if not _OF_A_LOG.match(line)][-1:]
-
-
-def _make_step(
-    request: Request, answer: Mapping[str, Any]
-) -> PlannedStep | None:
-    error = answer.get("error")
-    if "step" in answer:
-        step = PlannedStep.from_json(answer["step"])
-        if step.error is None or not request.is_default:
-            return step
-        error = step.error
-    if request.is_default and request.layout != "replicated":
-        # The user did not request this default layout, so it gets no row. An
-        # error that occurs with all layouts is shown once, in the row of
-        # "replicated".
-        return None
-    return PlannedStep(
-        topology=request.topology,
-        layout=request.layout,
-        num_devices=0,
-        num_replicas=0,
-        rows=0,
-        limit_bytes=None,
-        error=str(error),
-    )

@@ -4,54 +4,27 @@ import contextlib
 import signal
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator
 from typing import Any, TextIO
-
-_FIRST_WAIT_SECONDS = 60.0
 
 
 class Progress:
-    """Writes a line when a candidate starts, ends, or takes long.
+    """Writes lines to a file, unless it is a terminal, which shows a table.
 
     Args:
-      num_candidates: The number of candidates.
-      file: The file to write to, such as `sys.stderr`. Nothing is written to a
-        terminal, where the plan shows a table.
+      file: The file, such as `sys.stderr`.
       clock: A function that returns the time in seconds.
     """
 
     def __init__(
-        self,
-        num_candidates: int,
-        file: TextIO,
-        clock: Callable[[], float] = time.monotonic,
+        self, file: TextIO, clock: Callable[[], float] = time.monotonic
     ) -> None:
-        self._num_candidates = num_candidates
         self._file = None if file.isatty() else file
         self._clock = clock
-        self._starts: dict[str, float] = {}
-        self._last, self._wait = clock(), _FIRST_WAIT_SECONDS
+        self._last, self._wait = clock(), 60.0
 
-    def update(self, running: Sequence[str], num_done: int) -> None:
-        """Writes what has changed since the last call.
-
-        Args:
-          running: The names of the candidates that are being planned.
-          num_done: The number of candidates that are done.
-        """
-        now = self._clock()
-        count = f"{num_done} of {self._num_candidates} done"
-        for name in [n for n in self._starts if n not in running]:
-            seconds = now - self._starts.pop(name)
-            self._write(f"{name} took {seconds:.0f} s ({count})")
-        for name in [n for n in running if n not in self._starts]:
-            self._starts[name] = now
-            self._write(f"planning {name} ({count})")
-        if running and now - self._last >= self._wait:
-            self._wait *= 2
-            self._write(f"still planning {', '.join(running)} ({count})")
-
-    def _write(self, text: str) -> None:
+    def write(self, text: str) -> None:
+        """Writes a line."""
         self._last = self._clock()
         if self._file is not None:
             # The reader of a pipe may have ended.
@@ -59,46 +32,45 @@ class Progress:
                 print(f"keras-strategies plan: {text}", file=self._file)
                 self._file.flush()
 
+    def remind(self, text: str) -> None:
+        """Writes a line if none was written for long; each time for longer."""
+        if self._clock() - self._last >= self._wait:
+            self._wait *= 2
+            self.write(text)
 
-class Interruption:
-    """The first SIGINT or SIGTERM that the process has received.
 
-    Attributes:
-      signal: The signal's number, or None.
+@contextlib.contextmanager
+def first_signal() -> Iterator[list[int]]:
+    """Stores the first SIGINT or SIGTERM; a second one ends the process.
+
+    Stores nothing outside of the main thread, which cannot handle signals. A
+    SIGINT that is ignored, as in a background job of a shell script, stays
+    ignored.
+
+    Yields:
+      A list to which the signal's number is added when it is received.
     """
-
-    def __init__(self) -> None:
-        self.signal: int | None = None
-
-    @contextlib.contextmanager
-    def watch(self) -> Iterator[None]:
-        """Stores the first signal while the block runs; a second one ends it.
-
-        Does nothing outside of the main thread, which cannot handle signals. A
-        SIGINT that is ignored, as in a background job of a shell script, stays
-        ignored.
-        """
-        if threading.current_thread() is not threading.main_thread():
-            yield
-            return
-        before: Mapping[int, Any] = {
+    received: list[int] = []
+    before: dict[int, Any] = {}
+    if threading.current_thread() is threading.main_thread():
+        before = {
             number: signal.getsignal(number)
             for number in (signal.SIGINT, signal.SIGTERM)
-            if number == signal.SIGTERM
-            or signal.getsignal(number) != signal.SIG_IGN
         }
+    if before.get(signal.SIGINT) == signal.SIG_IGN:
+        del before[signal.SIGINT]
 
-        def restore() -> None:
-            for number, handler in before.items():
-                signal.signal(number, handler)
+    def restore() -> None:
+        for number, handler in before.items():
+            signal.signal(number, handler)
 
-        def store(number: int, frame: object) -> None:
-            self.signal = number
-            restore()
+    def store(number: int, frame: object) -> None:
+        received.append(number)
+        restore()
 
-        for number in before:
-            signal.signal(number, store)
-        try:
-            yield
-        finally:
-            restore()
+    for number in before:
+        signal.signal(number, store)
+    try:
+        yield received
+    finally:
+        restore()

@@ -15,7 +15,6 @@ ENVIRONMENT = {
     "TF_CPP_MIN_LOG_LEVEL": "2",
 }
 """Environment variables of the processes that compile for absent devices."""
-MAX_ANSWER_BYTES = 1_000_000
 _DTYPES = "bool|bfloat16|float(16|32|64)|u?int(8|16|32|64)"
 _BATCH = re.compile(
     rf"(?P<sizes>\d{{1,9}}(x\d{{1,9}}){{0,7}}):(?P<dtype>{_DTYPES})", re.ASCII
@@ -93,23 +92,11 @@ def parse_shape_and_dtype(text: str) -> tuple[tuple[int, ...], str]:
     return sizes, match["dtype"]
 
 
-def parse_answer(
-    raw: bytes, names: tuple[str, ...] = ("step", "error", "ended")
-) -> dict[str, Any] | None:
-    """Parses the last answer in a child process's output.
+def parse_answers(raw: bytes) -> dict[str, Any]:
+    """Returns the entries of all answers that a child process has written.
 
     Args:
-      raw: Lines of JSON. The last line is the answer: a dict with one entry.
-      names: The keys that the answer may have.
-
-    Returns:
-      The answer, or None if it is not valid.
+      raw: Lines of JSON, each with a dict. The last line may be incomplete.
     """
-    lines = raw.splitlines()
-    try:
-        found = json.loads(lines[-1]) if lines else None
-    except ValueError:
-        return None
-    if not isinstance(found, dict) or len(found) != 1:
-        return None
-    return found if set(found) <= set(names) else None
+    lines = raw.split(b"\n")[:-1]
+    return {k: v for line in lines for k, v in json.loads(line).items()}

@@ -8,7 +8,7 @@ import sys
 import threading
 import time
 import traceback
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import NoReturn
 
 from keras_strategies.planning.capture.capture import Capture
@@ -39,37 +39,35 @@ def run_script(capture: Capture, request: Request) -> Capture:
       Exception: an error that the script, or one of its threads, raised before
         its first step.
     """
-    process, threads = os.getpid(), _ScriptThreads()
-    with capture.install(), _as_main(request), threads.watch():
+    process, error, thread_errors = os.getpid(), None, []
+    with capture.install(), _as_main(request), _watch_threads(thread_errors):
         try:
             _run_main(request)
         except StepCaptured:
             pass
-        except SystemExit as error:
-            code = error.code
-            if os.getpid() != process:
-                # This is a child process that the script has forked.
-                is_number = isinstance(code, int)
-                end_process(code if is_number else int(code is not None))
-            if capture.step is None and code not in (None, 0):
+        except (Exception, SystemExit) as raised:
+            error = raised
+        if os.getpid() != process:
+            # This is a child process that the script has forked.
+            _end_child(error)
+        # Errors after the step was captured are ignored, such as errors in a
+        # `finally`.
+        if capture.step is None and error is not None:
+            code = getattr(error, "code", None)
+            if not isinstance(error, SystemExit):
+                raise error
+            if code not in (None, 0):
                 raise ScriptEnded(
                     f"The script exited with {code!r} before it trained a "
                     "model."
                 ) from error
-        except Exception:
-            if os.getpid() != process:
-                traceback.print_exc()
-                end_process(1)
-            # Errors after the step was captured are ignored, such as errors in
-            # a `finally`.
-            if capture.step is None:
-                raise
-        if os.getpid() != process:
-            end_process()
-        threads.finish(lambda: capture.step is not None)
+        # Python also waits for these threads when a script exits.
+        end = time.monotonic() + _MAX_WAIT_SECONDS
+        while _are_running() and not capture.step and time.monotonic() < end:
+            time.sleep(_POLL_SECONDS)
         capture.wait()
     if capture.step is None:
-        raise threads.error or PlanError(
+        raise next(iter(thread_errors), None) or PlanError(
             "A planned script must call `fit` of a strategy's model, or "
             f"`strategy.run`. Received: {request.script!r}, which ended "
             "without either call. If the script trains only if a flag is "
@@ -92,6 +90,15 @@ def end_process(status: int = 0) -> NoReturn:
     os._exit(status)
 
 
+def _end_child(error: BaseException | None) -> NoReturn:
+    """Ends a child process that the script has forked, as Python would."""
+    code = getattr(error, "code", None)
+    if isinstance(error, Exception):
+        traceback.print_exception(error)
+        code = 1
+    end_process(code if isinstance(code, int) else int(code is not None))
+
+
 @contextlib.contextmanager
 def _as_main(request: Request) -> Iterator[None]:
     """Sets `sys.argv` and `sys.path` for a script while the block runs."""
@@ -105,42 +112,20 @@ def _as_main(request: Request) -> Iterator[None]:
         sys.argv, sys.path[:] = argv, path
 
 
-class _ScriptThreads:
-    """The threads that a script has started, with their first error.
+@contextlib.contextmanager
+def _watch_threads(errors: list[Exception]) -> Iterator[None]:
+    """Collects the errors that threads raise while the block runs."""
+    report = threading.excepthook
 
-    Attributes:
-      error: The first error that one of the threads raised, or None.
-    """
+    def keep(args: threading.ExceptHookArgs) -> None:
+        # An `Exception` is an error of the script. Anything else is
+        # `StepCaptured`, which is not an error.
+        if isinstance(args.exc_value, Exception):
+            errors.append(args.exc_value)
+            report(args)
 
-    def __init__(self) -> None:
-        self.error: BaseException | None = None
-
-    @contextlib.contextmanager
-    def watch(self) -> Iterator[None]:
-        """Stores the first error that a thread raises while the block runs."""
-        report = threading.excepthook
-
-        def keep(args: threading.ExceptHookArgs) -> None:
-            # An `Exception` is an error of the script. Anything else is
-            # `StepCaptured`, which is not an error.
-            if isinstance(args.exc_value, Exception):
-                self.error = self.error or args.exc_value
-                report(args)
-
-        with temporary_attribute(threading, "excepthook", keep):
-            yield
-
-    def finish(self, is_done: Callable[[], bool]) -> None:
-        """Waits up to a minute for the threads to end.
-
-        Python also waits for these threads when a script exits.
-
-        Args:
-          is_done: A function that returns whether the wait can end early.
-        """
-        end = time.monotonic() + _MAX_WAIT_SECONDS
-        while _are_running() and not is_done() and time.monotonic() < end:
-            time.sleep(_POLL_SECONDS)
+    with temporary_attribute(threading, "excepthook", keep):
+        yield
 
 
 def _are_running() -> bool:

@@ -4,7 +4,6 @@ The current folder is on the process's `sys.path` only if it plans a module or a
 function.
 """
 
-import concurrent.futures
 import contextlib
 import dataclasses
 import importlib
@@ -59,8 +58,6 @@ _MAX_LETTERS = 2000
 _STDOUT = 1
 _PACKAGE = str(pathlib.Path(__file__).parents[2]) + os.sep
 _POLL_SECONDS = 1.0
-_MAX_END_SECONDS = 10.0
-"""How long a script may run after its step was planned, to end by itself."""
 
 
 def main(descriptor: str, words: str, parent: str) -> NoReturn:
@@ -118,7 +115,6 @@ class Worker:
         self._request, self._file = request, file
         self._process = os.getpid()
         self._patches = LibraryPatches()
-        self._end: threading.Timer | None = None
 
     def send(self, **answer: object) -> None:
         """Writes an answer, except in a child that the script has forked."""
@@ -126,10 +122,11 @@ class Worker:
             self._file.write(json.dumps(answer) + "\n")
             self._file.flush()
 
-    def answer(self, plan: Callable[[], dict[str, Any]]) -> None:
-        """Calls `plan` and sends its result, or the error that it raised."""
+    def answer(self, plan: Callable[[], dict[str, Any] | None]) -> None:
+        """Calls `plan` and sends its result, if any, or its error."""
         try:
-            self.send(step=plan())
+            if (step := plan()) is not None:
+                self.send(step=step)
         except BaseException as error:
             sys.stdout.flush()
             name = "ended" if isinstance(error, ScriptEnded) else "error"
@@ -141,25 +138,27 @@ class Worker:
             text = f"{text[:_MAX_LETTERS]} ..."
         return text
 
-    def plan(self) -> dict[str, Any]:
-        """Plans the candidate and returns the result as a dict for JSON."""
+    def plan(self) -> dict[str, Any] | None:
+        """Plans the candidate.
+
+        Returns:
+          The result as a dict for JSON; None for a script, whose result is sent
+          while it runs.
+        """
         if self._request.function:
             return self._plan_candidate(_make_function_candidate(self._request))
         devices = make_devices(self._request.topology, has_endless_memory=True)
         _clear_output()
         return self.plan_script(devices)
 
-    def plan_script(self, devices: Sequence[jax.Device]) -> dict[str, Any]:
-        """Runs the script and plans its first step.
+    def plan_script(self, devices: Sequence[jax.Device]) -> None:
+        """Runs the script, and plans and sends its first step.
 
         The step is planned inside the contexts (`with`) that surround it in the
         script.
 
         Args:
           devices: The devices of the slice.
-
-        Returns:
-          The planned step as a dict for JSON.
         """
         request, layout = self._request, parse_layout(self._request.layout)
         layout_map = None
@@ -177,67 +176,34 @@ class Worker:
                 )
             layout_map = transformer_layout(model, layout.cores)
         is_scripts = request.is_default and layout == Layout()
-        try:
-            capture = self._run(
-                devices,
-                None if is_scripts else layout,
-                self._plan_step_once,
-                layout_map=layout_map,
-            )
-        finally:
-            if self._end is not None:
-                self._end.cancel()
-        if capture.error is not None:
-            raise capture.error
-        return capture.planned
+        chosen = None if is_scripts else layout
+        self._run(devices, chosen, self._plan_step, layout_map=layout_map)
 
     def _run(
         self,
         devices: Sequence[jax.Device],
         layout: Layout | None,
-        plan: Callable[..., Any],
+        plan: Callable[[Step, str], dict[str, Any] | None],
         **kwargs: Any,
     ) -> Capture:
-        """Runs the script and calls `plan` with its first step."""
+        """Runs the script, calls `plan` with its first step, and answers."""
 
-        def plan_in_thread(*args: object) -> object:
+        def plan_and_answer(step: Step, name: str) -> None:
+            self.answer(lambda: plan(step, name))
             if threading.current_thread() is not threading.main_thread():
                 # The main thread may wait forever for the result of this
                 # thread's step, so the process ends here.
-                self.answer(lambda: plan(*args))
                 end_process()
-            return plan(*args)
 
         capture = Capture(
             devices,
             layout,
             is_per_replica=self._request.scale == "replica",
-            plan=plan_in_thread,
+            plan=plan_and_answer,
             **kwargs,
         )
         self._patches = capture.patches
         return run_script(capture, self._request)
-
-    def _plan_step_once(self, step: Step, layout: str) -> dict[str, Any]:
-        """Plans a step, and ends the process if the script does not end.
-
-        A script may catch all errors and train again, forever.
-        """
-        result: concurrent.futures.Future[dict[str, Any]]
-        result = concurrent.futures.Future()
-        try:
-            result.set_result(self._plan_step(step, layout))
-        except BaseException as error:
-            result.set_exception(error)
-
-        def end() -> None:
-            self.answer(result.result)
-            end_process()
-
-        self._end = threading.Timer(_MAX_END_SECONDS, end)
-        self._end.daemon = True
-        self._end.start()
-        return result.result()
 
     def _plan_step(self, step: Step, layout: str) -> dict[str, Any]:
         """Plans a step that was captured from the script."""

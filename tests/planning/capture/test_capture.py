@@ -1,6 +1,7 @@
 """`keras-strategies plan`: scripts are caught at their first training step."""
 
 import contextlib
+import io
 import json
 import runpy
 import sys
@@ -22,6 +23,7 @@ from keras_strategies.planning.capture.errors import (
     StepCaptured,
 )
 from keras_strategies.planning.capture.request import Request
+from keras_strategies.planning.capture.worker import Worker
 from keras_strategies.planning.compile import run_step
 from keras_strategies.planning.compile.layouts import Layout
 from tests.docs import test_notebooks
@@ -156,15 +158,13 @@ def test_a_thread_of_a_script_may_train(tmp_path, monkeypatch):
         meeting.planning.set()
         # The script has ended then, or does so soon.
         assert meeting.ended.wait(60)
-        return step.rows
 
     script = tmp_path / "script.py"
     script.write_text(text)
     request = Request(topology="", layout="replicated", script=str(script))
     capture = Capture(jax.devices()[:8], None, plan=plan)
     script_lib.run_script(capture, request)
-    assert capture.planned == 24
-    assert len(seen) == 1
+    assert [step.rows for step in seen] == [24]
 
 
 def test_rows_of_each_replica(tmp_path):
@@ -317,26 +317,34 @@ def test_reasons_about_attention_stay_beside_it(tmp_path, monkeypatch):
 
 def test_a_step_is_planned_in_the_contexts_of_its_script(tmp_path):
     def text_of(call):
-        capture = caught(
+        texts = []
+        caught(
             tmp_path,
             HEAD + "import jax\n" + MIRRORED + call,
-            plan=lambda step, layout: step.lower(step.rows, None).as_text(),
+            plan=lambda step, layout: texts.append(
+                step.lower(step.rows, None).as_text()
+            ),
         )
-        assert capture.error is None
-        return capture.planned
+        return texts[0]
 
     highest = "with jax.default_matmul_precision('highest'):\n"
     assert "HIGHEST" in text_of(f"{highest}    model.fit(x, y)")
     assert "HIGHEST" not in text_of("model.fit(x, y)")
 
 
-def test_an_error_while_planning_is_not_the_scripts(tmp_path):
-    def fail(step, layout):
+def test_an_error_while_planning_is_not_the_scripts(tmp_path, monkeypatch):
+    def fail(worker, step, layout):
         raise ValueError("of the plan")
 
+    monkeypatch.setattr(Worker, "_plan_step", fail)
+    script = tmp_path / "script.py"
     text = "try:\n    model.fit(x, y)\nexcept Exception:\n    print(1 / 0)"
-    capture = caught(tmp_path, MIRRORED + text, plan=fail)
-    assert "of the plan" in str(capture.error)
+    script.write_text(MIRRORED + text)
+    request = Request(topology="", layout="replicated", script=str(script))
+    answers = io.StringIO()
+    Worker(request, answers).plan_script(jax.devices()[:8])
+    (answer,) = answers.getvalue().splitlines()
+    assert "ValueError: of the plan" in json.loads(answer)["error"]
 
 
 def test_short_twins_of_a_scripts_model_have_no_values(tmp_path):
@@ -349,11 +357,14 @@ with strategy.scope():
 model.fit(x, x)
 """
 
+    twins = []
+
     def plan(step, layout):
         step.lower(step.rows, 2)
-        return step._models[2]
+        twins.append(step._models[2])
 
-    twin = caught(tmp_path, MIRRORED + deep, plan=plan).planned
+    caught(tmp_path, MIRRORED + deep, plan=plan)
+    (twin,) = twins
     assert len(twin.layers) == 2
     with pytest.raises(RuntimeError, match="has a shape and no value"):
         twin.get_weights()

@@ -34,8 +34,6 @@ def run(tmp_path, text, devices=None, **kwargs):
     capture = Capture(devices or jax.devices()[:8], None, **kwargs)
     with capture.install(), contextlib.suppress(StepCaptured):
         runpy.run_path(str(script), run_name="__main__")
-    if capture.error is not None:
-        raise capture.error
     return capture
 
 
@@ -183,11 +181,14 @@ model.compile("adam", lambda y, p: (keras.ops.mean(target(x)) - p) ** 2)
 model.fit(x, y, batch_size=24)
 """
 
-    def lower(step, layout):
-        return step.lower(24, None).as_text()
+    texts = []
 
+    def lower(step, layout):
+        texts.append(step.lower(24, None).as_text())
+
+    run(tmp_path, TWO + text, plan=lower)
     # Its weights are constants of the program, as in training.
-    assert "dense<" in run(tmp_path, TWO + text, plan=lower).planned
+    assert "dense<" in texts[0]
 
 
 READS = [

@@ -46,13 +46,6 @@ def test_shapes_in_words(text, expected):
     assert request_lib.parse_shape_and_dtype(text) == expected
 
 
-@pytest.mark.parametrize(
-    "raw", [b"", b"[]", b"{}", b'{"a": 1}', b'{"step": {}, "error": ""}', b"x"]
-)
-def test_answers_that_are_none(raw):
-    assert request_lib.parse_answer(raw) is None
-
-
 @pytest.mark.multi_process
 @pytest.mark.parametrize("first", combine(["", "os.fork()"], every=2))
 def test_a_process_ends_with_the_command(tmp_path, first):
@@ -170,10 +163,9 @@ def test_an_interrupted_plan_has_the_rows_that_are_known(tmp_path):
         "    Request(topology=t, layout='replicated', function=f't:make')\n"
         "    for t in ('fails', 'sleeps', 'waits')\n"
         "]\n"
-        "stop = progress.Interruption()\n"
-        "with stop.watch():\n"
-        "    plan = processes.plan_in_processes(requests, 1, stop)\n"
-        "print(json.dumps([stop.signal, plan.to_json()]))\n"
+        "with progress.first_signal() as received:\n"
+        "    plan = processes.plan_in_processes(requests, 1, received)\n"
+        "print(json.dumps([*received, plan.to_json()]))\n"
     ).replace("f't:make'", "f'{t}:make'")
     with subprocess.Popen(
         [sys.executable, "-c", command],
@@ -183,9 +175,11 @@ def test_an_interrupted_plan_has_the_rows_that_are_known(tmp_path):
         text=True,
     ) as process:
         lines = iter(process.stderr.readline, "")
-        seen = next(x for x in lines if "planning sleeps repl" in x)
+        words = ("planning fails replicated", "planning sleeps replicated")
+        first, seen = (next(x for x in lines if word in x) for word in words)
         process.send_signal(signal.SIGTERM)
         out, _ = process.communicate(timeout=60)
+    assert "(0 of 3 done)" in first
     assert "(1 of 3 done)" in seen
     number, plan = json.loads(out)
     assert number == signal.SIGTERM
@@ -391,13 +385,21 @@ def test_a_model_axis_is_for_scripts_without_threads(tmp_path):
     assert b"scripts that train in their main thread" in ended.stdout
 
 
-def test_of_a_process_the_last_line_counts():
-    raw = b'{"row": {"a": 1}}\n{"step": {"a": 2}}\n'
-    assert request_lib.parse_answer(raw) == {"step": {"a": 2}}
-    # One that was killed before its answer has none.
-    cut = b'{"row": {"a": 1}}\n'
-    assert request_lib.parse_answer(cut) is None
-    assert request_lib.parse_answer(cut, names=("row",)) == {"row": {"a": 1}}
+@pytest.mark.parametrize(
+    ("raw", "expected"),
+    [
+        (b"", {}),
+        (b'{"row"', {}),
+        # A process that is killed while it writes.
+        (b'{"row": {"a": 1}}\n{"st', {"row": {"a": 1}}),
+        (
+            b'{"row": {"a": 1}}\n{"step": {"a": 2}}\n',
+            {"row": {"a": 1}, "step": {"a": 2}},
+        ),
+    ],
+)
+def test_complete_answers_of_a_process_are_read(raw, expected):
+    assert request_lib.parse_answers(raw) == expected
 
 
 def test_a_long_error_is_cut(tmp_path):
