@@ -1,22 +1,20 @@
 """`Strategy.plan`: the memory and time of training a model elsewhere."""
 
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any, cast
+from typing import Any
 
 import keras
 
 from keras_strategies._types import Batch
+from keras_strategies.names import doors
 from keras_strategies.strategy import current
-
-if TYPE_CHECKING:
-    from keras_strategies.planning.report.table import Plan
 
 
 class PlanMixin:
     """The method of `Strategy` that plans training on absent hardware.
 
-    Nothing else in `strategy` imports `planning`, and this method imports it
-    only when it is called.
+    `planning` is above this room. `keras_strategies/__init__.py` enters its
+    function in `names/doors.py`.
     """
 
     def plan(
@@ -31,7 +29,7 @@ class PlanMixin:
         verify: bool = False,
         cache: bool = True,
         progress: bool = True,
-    ) -> "Plan":
+    ) -> Any:
         """Estimates the memory and time of train steps on TPUs and GPUs.
 
         A candidate is a TPU slice, or several GPUs, together with a layout of
@@ -76,7 +74,8 @@ class PlanMixin:
             stderr is a terminal.
 
         Returns:
-          The plan, which prints as a table and has `to_json` and `to_html`.
+          The plan, a `ks.Plan`. It prints as a table, and has `to_json` and
+          `to_html`.
 
         Raises:
           ValueError: if a topology or a layout is unknown, or the batch has no
@@ -96,11 +95,10 @@ class PlanMixin:
           https://github.com/AI-Hypercomputer/maxtext (train_compile, which
           compiles ahead of time for a slice by its name)
         """
-        from keras_strategies.planning.plan_api import make_plan
-
         current.check_outside("plan")
-        return make_plan(
-            cast("Any", self),
+        return doors.call(
+            "plan",
+            self,
             model,
             batch,
             topologies,

@@ -1,6 +1,8 @@
 """`Strategy.plan` on devices that are there: what its figures are."""
 
 import json
+import subprocess
+import sys
 
 import jax
 import keras
@@ -60,6 +62,24 @@ def test_what_is_planned_is_what_is_compiled():
     assert step.bytes_in_all == program.bytes_per_chip
     assert step.counts == {k: n for k, n in program.collectives.items() if n}
     assert step.layout == "FullySharded(min_size=1)"
+
+
+def test_plans_need_no_import_but_the_packages():
+    code = (
+        "import sys\n"
+        "import keras_strategies as ks\n"
+        "import keras\n"
+        "strategy = ks.MirroredStrategy()\n"
+        "name = 'keras_strategies.planning'\n"
+        "assert not [m for m in sys.modules if m.startswith(name)]\n"
+        "model = keras.Sequential([keras.Input((4,)), keras.layers.Dense(2)])\n"
+        "model.compile('sgd', 'mse')\n"
+        "batch = keras.ops.ones((8, 4)), keras.ops.ones((8, 2))\n"
+        "plan = strategy.plan(model, batch, cache=False, progress=False)\n"
+        "assert isinstance(plan, ks.Plan)\n"
+        "assert plan.steps[0].error is None\n"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True)
 
 
 def test_the_planned_model_is_left_as_it_is():

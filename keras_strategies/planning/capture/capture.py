@@ -116,10 +116,10 @@ class Capture:
                 stack.callback(function.cache_clear)
             yield
 
-    # Strategies.
+    # The questions of strategies, bindings and runners.
 
     def make_mesh(self, assignment: Any, partitioner: Any) -> ReplicaMesh:
-        """Implements `DryRun.make_mesh`."""
+        """Returns the mesh for a strategy, with its device assignment or None."""
         if assignment is None:
             return self._slice
         if self._layout is not None:
@@ -135,7 +135,10 @@ class Capture:
         layout_map: Mapping[str, Any] | None,
         partitioner: Any,
     ) -> tuple[ReplicaMesh, Mapping[str, Any] | None, Any]:
-        """Implements `DryRun.lay_out`."""
+        """Returns the mesh, layout map and partitioner that a strategy uses.
+
+        Strategies over other devices are not changed.
+        """
         is_assigned = mesh is self._assigned
         if mesh is not self._slice and not is_assigned:
             return mesh, layout_map, partitioner
@@ -156,11 +159,11 @@ class Capture:
         return mesh, layout_map, layout.variable_partitioner
 
     def make_runner(self, strategy: Strategy, mesh: ReplicaMesh) -> Runner:
-        """Implements `DryRun.make_runner`."""
+        """Returns the object that implements a strategy's `run`."""
         return _Runner(strategy, mesh, self._catch_run)
 
     def scope(self) -> contextlib.AbstractContextManager[None]:
-        """Implements `DryRun.scope`: variables get no values."""
+        """Returns a context for strategies' scopes: variables get no values."""
         return abstract()
 
     # Data.
@@ -171,7 +174,7 @@ class Capture:
     def distribute(
         self, strategy: Strategy, data: Any, *, is_function: bool = False
     ) -> CapturedData:
-        """Implements `DryRun.distribute`."""
+        """Distributes a dataset, or the one that a function returns."""
         factor = self._find_factor(strategy)
         if is_function:
             factor = strategy.num_replicas_in_sync
@@ -182,7 +185,7 @@ class Capture:
     def make_values(
         self, strategy: Strategy, value_fn: Callable[..., Any]
     ) -> Tree:
-        """Implements `DryRun.make_values`.
+        """Implements `experimental_distribute_values_from_function`.
 
         Calls `value_fn` for one replica, and returns the shapes for all.
         """
@@ -221,7 +224,7 @@ class Capture:
     # Steps.
 
     def bind(self, binding: Binding) -> "_Calls":
-        """Implements `DryRun.bind`."""
+        """Returns an object that has `_fit` etc. in place of a binding."""
         return _Calls(self, binding)
 
     def call(
