@@ -16,7 +16,6 @@ import keras
 from keras_strategies._types import Array, Tree
 from keras_strategies.data.sources.from_function import InputContext
 from keras_strategies.fit.binding import Binding
-from keras_strategies.fit.inputs import feed as feed_lib
 from keras_strategies.fit.inputs.choose_source import (
     make_dataset_source,
 )
@@ -25,6 +24,7 @@ from keras_strategies.fit.loop_call import Call
 from keras_strategies.names import dry_run
 from keras_strategies.planning.capture.captured_data import (
     CapturedData,
+    read_first_batch,
     times_rows,
 )
 from keras_strategies.planning.capture.early_calls import (
@@ -52,8 +52,6 @@ from keras_strategies.strategy.strategy import Strategy
 from keras_strategies.tpu.replica_meshes import make_assigned_mesh
 from keras_strategies.variables.abstract_models import abstract
 
-_DATA = ("x", "y", "sample_weight", "class_weight", "batch_size", "shuffle")
-
 
 class Capture:
     """Runs a script's strategies on a slice, and captures a training step.
@@ -72,6 +70,7 @@ class Capture:
       step: The step that was captured, or None.
       model: The step's model, or None for the step of a custom loop.
       layout: The name of the layout that the strategies use.
+      done: Is set when the captured step was planned.
       patches: The patches of libraries, which note weights that the script did
         not load.
     """
@@ -96,12 +95,7 @@ class Capture:
         self._layout_map = layout_map
         self._is_per_replica = is_per_replica
         self._host = ReplicaMesh(devices=jax.devices("cpu")[:1])
-        self._lock, self._done = threading.Lock(), threading.Event()
-
-    def wait(self) -> None:
-        """Waits until a step that another thread has captured is planned."""
-        if self.step is not None:
-            self._done.wait()
+        self._lock, self.done = threading.Lock(), threading.Event()
 
     @contextlib.contextmanager
     def install(self) -> Iterator[None]:
@@ -119,7 +113,7 @@ class Capture:
     # The questions of strategies, bindings and runners.
 
     def make_mesh(self, assignment: Any, partitioner: Any) -> ReplicaMesh:
-        """Returns the mesh for a strategy, with its device assignment or None."""
+        """Returns a strategy's mesh, for its device assignment or None."""
         if assignment is None:
             return self._slice
         if self._layout is not None:
@@ -160,7 +154,9 @@ class Capture:
 
     def make_runner(self, strategy: Strategy, mesh: ReplicaMesh) -> Runner:
         """Returns the object that implements a strategy's `run`."""
-        return _Runner(strategy, mesh, self._catch_run)
+        runner = _Runner(strategy, mesh)
+        runner.catch = self._catch_run
+        return runner
 
     def scope(self) -> contextlib.AbstractContextManager[None]:
         """Returns a context for strategies' scopes: variables get no values."""
@@ -200,27 +196,6 @@ class Capture:
 
         return jax.tree.map(stand_in, value_fn(ValueContext(0, count)))
 
-    def _read_shapes(
-        self, binding: Binding, call: Call
-    ) -> tuple[Any, int | None]:
-        """Returns a batch's shapes, and steps per epoch (None if unknown)."""
-        strategy = binding.owner
-        split_validation(call)
-        if isinstance(call["x"], CapturedData):
-            data = call["x"]
-            number = call["steps_per_epoch"] or data.source.num_batches
-            return data.first_shapes(), number
-        feed = feed_lib.make_feed(
-            self._host,
-            **{name: call[name] for name in _DATA},
-            steps_per_epoch=call["steps_per_epoch"],
-            steps_per_execution=1,
-            name="fit",
-        )
-        batch = next(iter(feed.get_numpy_iterator()))
-        number = call["steps_per_epoch"] or feed.num_batches
-        return times_rows(batch, self._find_factor(strategy)), number
-
     # Steps.
 
     def bind(self, binding: Binding) -> "_Calls":
@@ -248,13 +223,15 @@ class Capture:
         self._check_devices(strategy.mesh)
         steps = model.steps_per_execution
         if call.name == "fit":
-            batch, number = self._read_shapes(binding, call)
+            split_validation(call)
+            batch, number = read_first_batch(call, self._host)
+            if not isinstance(call["x"], CapturedData):
+                batch = times_rows(batch, self._find_factor(strategy))
             # An epoch with fewer steps runs in one shorter execution.
             steps = min(steps, number or steps)
         else:
             given = (call["x"], call["y"], call["sample_weight"])
             batch, steps = times_rows(given, self._find_factor(strategy)), 1
-
         if not jax.tree.leaves(batch):
             raise PlanError("`fit` needs data. Received: no data. Pass `x`.")
         step = FitStep(model, strategy, batch, steps)
@@ -270,7 +247,7 @@ class Capture:
         try:
             self._plan(step, self.layout)
         finally:
-            self._done.set()
+            self.done.set()
         raise StepCaptured
 
     def _catch_run(
@@ -310,18 +287,7 @@ class _Calls:
 class _Runner(Runner):
     """Passes the calls of a strategy's `run` to a function."""
 
-    def __init__(
-        self, strategy: Strategy, mesh: ReplicaMesh, call: Callable[..., Any]
-    ) -> None:
-        super().__init__(strategy, mesh)
-        self._call = call
+    catch: Callable[..., Any]
 
-    def __call__(
-        self,
-        fn: Callable[..., Any],
-        args: Sequence[Any],
-        kwargs: dict[str, Any],
-        *,
-        is_update: bool = False,
-    ) -> Tree:
-        return self._call(self, fn, args, kwargs)
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        return self.catch(self, *args)

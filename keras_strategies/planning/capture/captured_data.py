@@ -11,10 +11,14 @@ from keras_strategies.data.distributed import (
     DistributedIterator,
 )
 from keras_strategies.data.source import Source
+from keras_strategies.fit.inputs.feed import make_feed
+from keras_strategies.fit.loop_call import Call
 from keras_strategies.planning.compile.step import with_rows
 from keras_strategies.spmd import values
 from keras_strategies.spmd.mesh import ReplicaMesh
 from keras_strategies.step.lower_step import shape_of
+
+_DATA = ("x", "y", "sample_weight", "class_weight", "batch_size", "shuffle")
 
 
 class CapturedData(DistributedDataset):
@@ -69,6 +73,25 @@ class _ShapeIterator(DistributedIterator):
 
     def __next__(self) -> Batch:
         return jax.tree.map(self._stand_in, super().__next__())
+
+
+def read_first_batch(call: Call, host: ReplicaMesh) -> tuple[Any, int | None]:
+    """Reads the first batch of a call of `fit`, `evaluate` or `predict`.
+
+    Args:
+      call: The call.
+      host: A mesh of one CPU device.
+
+    Returns:
+      The batch (for `CapturedData` its shapes), and the number of batches of
+      the call or of an epoch; None if it is unknown.
+    """
+    steps = call["steps_per_epoch" if call.name == "fit" else "steps"]
+    if isinstance(call["x"], CapturedData):
+        return call["x"].first_shapes(), steps or call["x"].source.num_batches
+    data = {name: call[name] for name in _DATA}
+    feed = make_feed(host, **data, steps_per_epoch=steps, name=call.name)
+    return next(iter(feed.get_numpy_iterator())), steps or feed.num_batches
 
 
 def times_rows(batch: Batch, factor: int) -> Batch:

@@ -15,9 +15,11 @@ import numpy as np
 from keras_strategies._types import Tree
 from keras_strategies.fit.binding import Binding
 from keras_strategies.fit.host_calls import run_on_host
-from keras_strategies.fit.inputs import feed as feed_lib
 from keras_strategies.fit.loop_call import Call
-from keras_strategies.planning.capture.captured_data import CapturedData
+from keras_strategies.planning.capture.captured_data import (
+    CapturedData,
+    read_first_batch,
+)
 from keras_strategies.planning.capture.errors import PlanError
 from keras_strategies.spmd.batches import num_rows
 from keras_strategies.spmd.mesh import ReplicaMesh
@@ -31,7 +33,6 @@ EARLY_CALLS = ("evaluate", "predict", "test_on_batch", "predict_on_batch")
 """The methods of a model that a script may call before it trains."""
 
 _MAX_BYTES = 2**31
-_DATA = ("x", "y", "sample_weight", "class_weight", "batch_size", "shuffle")
 
 
 def values_on_read() -> contextlib.AbstractContextManager[None]:
@@ -67,20 +68,10 @@ def run_early_call(binding: Binding, call: Call, host: ReplicaMesh) -> Any:
 
 def _read_batch(call: Call, host: ReplicaMesh) -> tuple[Tree, int]:
     """Returns the first batch of a call's data, and the number of its rows."""
+    batch, number = read_first_batch(call, host)
+    rows = num_rows(batch) * (number or 1)
     if isinstance(call["x"], CapturedData):
-        source = call["x"].source
-        shapes = call["x"].first_shapes()
-        batch = jax.tree.map(lambda s: np.zeros(s.shape, s.dtype), shapes)
-        batches = call["steps"] or source.num_batches
-        return batch, num_rows(batch) * (batches or 1)
-    feed = feed_lib.make_feed(
-        host,
-        **{key: call[key] for key in _DATA},
-        steps_per_epoch=call["steps"],
-        name=call.name,
-    )
-    batch = next(iter(feed.get_numpy_iterator()))
-    rows = num_rows(batch) * (call["steps"] or feed.num_batches or 1)
+        return jax.tree.map(lambda s: np.zeros(s.shape, s.dtype), batch), rows
     lengths = [
         len(x) for x in keras.tree.flatten(call["x"]) if hasattr(x, "ndim")
     ]

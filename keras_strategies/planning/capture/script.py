@@ -65,7 +65,8 @@ def run_script(capture: Capture, request: Request) -> Capture:
         end = time.monotonic() + _MAX_WAIT_SECONDS
         while _are_running() and not capture.step and time.monotonic() < end:
             time.sleep(_POLL_SECONDS)
-        capture.wait()
+        if capture.step is not None:
+            capture.done.wait()
     if capture.step is None:
         raise next(iter(thread_errors), None) or PlanError(
             "A planned script must call `fit` of a strategy's model, or "
