@@ -20,6 +20,7 @@ from keras_strategies.cli.options import (
     Commands,
     Option,
     add_command,
+    add_options,
 )
 
 _WRONG_ARGUMENTS = 2
@@ -46,7 +47,7 @@ _OPTIONS: tuple[Option, ...] = (
         "a TPU slice, such as v5e:16x16, or the number of GPUs of a host, such "
         "as h100:8, or of hosts and their GPUs, such as h100:8x8; may be "
         "repeated",
-        MANY | {"metavar": "NAME"},
+        MANY | {"metavar": "NAME", "required": True},
     ),
     (
         "--layout",
@@ -75,11 +76,6 @@ _OPTIONS: tuple[Option, ...] = (
         FLAG,
     ),
     (
-        "--model",
-        "a function that creates and compiles the model, instead of a script",
-        {"metavar": "MODULE:FUNCTION"},
-    ),
-    (
         "--batch",
         "with --model: the shape and dtype of x, such as 8x2048:int32; repeat "
         "the option for y (default: the same as x)",
@@ -90,25 +86,36 @@ _OPTIONS: tuple[Option, ...] = (
         "the number of candidates to plan at the same time",
         {"type": int, "metavar": "N"},
     ),
-    ("--no-cache", "neither read nor write cached results", FLAG),
+    (
+        "--no-cache",
+        "neither read nor write cached results",
+        {"action": "store_false", "dest": "cache"},
+    ),
     JSON,
     ("--html", "also write the plan as an HTML page", {"metavar": "FILE"}),
+)
+_SUBJECTS: tuple[Option, ...] = (
+    (
+        "script",
+        "the script; its arguments come after --",
+        {"nargs": "?", "metavar": "SCRIPT"},
+    ),
     (
         "-m",
         "the module to run, instead of a script",
         {"dest": "module", "metavar": "MODULE"},
     ),
     (
-        "script",
-        "the script; its arguments come after --",
-        {"nargs": "?", "metavar": "SCRIPT"},
+        "--model",
+        "a function that creates and compiles the model, instead of a script",
+        {"metavar": "MODULE:FUNCTION", "dest": "function"},
     ),
 )
 
 
 def add_parser(commands: Commands) -> None:
     """Adds the command `plan` to the tool's commands."""
-    add_command(
+    parser = add_command(
         commands,
         "plan",
         "predict whether and how fast a script's model trains on TPUs and GPUs",
@@ -120,6 +127,7 @@ def add_parser(commands: Commands) -> None:
         "SHAPE:DTYPE ... --topology NAME [OPTIONS]",
         epilog=_EXAMPLES,
     )
+    add_options(parser.add_mutually_exclusive_group(required=True), _SUBJECTS)
 
 
 def parse_options(
@@ -263,19 +271,18 @@ def _silence_stderr() -> Iterator[None]:
 
 def _make_common_fields(options: argparse.Namespace) -> dict[str, Any]:
     """Creates the fields that are the same in all candidates' requests."""
-    _check(options)
+    _check_function(options)
+    if options.script:
+        _check_script(options.script)
     _check_numbers_and_files(options)
     batch = list(options.batch or [])
-    return {
+    same = ("scale", "effort", "verify", "cache")
+    return {name: getattr(options, name) for name in same} | {
         "script": options.script or options.module or "",
         "is_module": options.module is not None,
-        "function": options.model or "",
+        "function": options.function or "",
         "batch": tuple(batch * 2 if len(batch) == 1 else batch),
         "arguments": tuple(options.arguments),
-        "scale": options.scale,
-        "effort": options.effort,
-        "verify": options.verify,
-        "cache": not options.no_cache,
     }
 
 
@@ -297,38 +304,20 @@ def _check_numbers_and_files(options: argparse.Namespace) -> None:
         )
 
 
-def _check(options: argparse.Namespace) -> None:
-    subjects = [
-        name for name in ("script", "module", "model") if getattr(options, name)
-    ]
-    if len(subjects) != 1:
-        raise ValueError(
-            "A plan must be for one script, one module (-m) or one function "
-            f"(--model). Received: {', '.join(subjects) or 'none of them'}. "
-            "Pass exactly one of them."
-        )
-    if bool(options.model) != bool(options.batch):
+def _check_function(options: argparse.Namespace) -> None:
+    if bool(options.function) != bool(options.batch):
         raise ValueError(
             "--model and --batch must be used together. The function creates "
             "the model, and the batch specifies the shapes and dtypes of its "
             "data. Received: only one of the options. Pass both."
         )
-    if options.model:
-        module, _, function = options.model.partition(":")
-        if not module or not function.isidentifier():
-            raise ValueError(
-                "--model must be a module and a function, separated by a "
-                f"colon. Received: {options.model!r}. Pass, for example, "
-                "--model models:make_7b."
-            )
-    if not options.topology:
+    module, _, function = (options.function or "").partition(":")
+    if options.function and not (module and function.isidentifier()):
         raise ValueError(
-            "A plan must be for a TPU slice or for GPUs. Received: no "
-            "--topology. Pass, for example, --topology v5e:4x4 or --topology "
-            "h100:8."
+            "--model must be a module and a function, separated by a colon. "
+            f"Received: {options.function!r}. Pass, for example, --model "
+            "models:make_7b."
         )
-    if "script" in subjects:
-        _check_script(options.script)
 
 
 def _check_script(script: str) -> None:

@@ -22,8 +22,6 @@ ANY = ("--topology", "v5e:4x4", "-m", "train")
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        (["train.py"], "no --topology"),
-        (["--topology", "v5e:4x4"], "none of them"),
         (
             ["--topology", "v5e:4x4", "nowhere.py"],
             "script must be an existing file",
@@ -48,6 +46,20 @@ ANY = ("--topology", "v5e:4x4", "-m", "train")
 )
 def test_wrong_arguments_are_told_at_once(words, message, capsys):
     assert main(["plan", *words]) == 2
+    assert message in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["train.py"], "are required: --topology"),
+        (["--topology", "v5e:4x4"], "one of the arguments SCRIPT -m --model"),
+        ([*ANY, "train.py"], "not allowed with argument"),
+    ],
+)
+def test_a_subject_and_a_topology_are_required(words, message, capsys):
+    with pytest.raises(SystemExit, match="2"):
+        main(["plan", *words])
     assert message in capsys.readouterr().err
 
 
@@ -151,11 +163,16 @@ def test_the_script_may_come_first(words, monkeypatch):
 
 
 @pytest.mark.parametrize(
-    "words", [["--epochs", "3"], ["3"], ["-m", "a", "--epochs", "3"]]
+    "words",
+    [
+        ["train.py", "--epochs", "3"],
+        ["train.py", "3"],
+        ["-m", "a", "--epochs", "3"],
+    ],
 )
 def test_arguments_of_the_script_come_after_dashes(words, capsys):
     with pytest.raises(SystemExit):
-        main(["plan", "train.py", "--topology", "v5e:4x4", *words])
+        main(["plan", "--topology", "v5e:4x4", *words])
     error = capsys.readouterr().err
     assert "unrecognized arguments" in error
     assert "come after --" in error

@@ -197,9 +197,9 @@ def test_the_walk_of_a_plan(tmp_path, capsys):
     request = Request(
         topology="", layout="replicated", script=str(script), cache=False
     )
-    with Recorder() as command:
-        assert main(["plan", str(script)]) == 2
-    assert "no --topology" in capsys.readouterr().err
+    with Recorder() as command, pytest.raises(SystemExit, match="2"):
+        main(["plan", str(script)])
+    assert "required: --topology" in capsys.readouterr().err
     failing = dataclasses.replace(request, script="", function="nowhere:make")
     with Recorder() as parent:
         (failed,) = processes.plan_in_processes([failing]).steps
