@@ -153,6 +153,16 @@ class Placements:
         self._is_compared = False
         self._shardings: dict[Axes, NamedSharding] = {}
 
+    def replace_layout_map(
+        self,
+        layout_map: Mapping[str, Any],
+        variables: Iterable[keras.Variable],
+    ) -> None:
+        """Replaces the layout map; `assign` places the variables again."""
+        self.layout_map = LayoutMap(self._mesh, layout_map)
+        for variable in variables:
+            forget_placement(variable)
+
     def assign(self, variables: Iterable[keras.Variable]) -> None:
         """Chooses the placements of variables, which `sharding_of` reads.
 

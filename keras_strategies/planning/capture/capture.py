@@ -11,7 +11,6 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, NoReturn
 
 import jax
-import keras
 
 from keras_strategies._types import Array, Tree
 from keras_strategies.data.sources.from_function import InputContext
@@ -51,6 +50,8 @@ from keras_strategies.strategy.runner import Runner
 from keras_strategies.strategy.strategy import Strategy
 from keras_strategies.tpu.replica_meshes import make_assigned_mesh
 from keras_strategies.variables.abstract_models import abstract
+from keras_strategies.variables.model_variables import all_variables
+from keras_strategies.variables.transformer_layout import transformer_layout
 
 
 class Capture:
@@ -59,7 +60,6 @@ class Capture:
     Args:
       devices: The devices of the slice.
       layout: How models are sharded. None for what the script's code requests.
-      layout_map: The sharding of variables within replicas of several cores.
       is_per_replica: Whether each of the script's batches is for one replica.
         Otherwise they are global batches.
       plan: A function of the step and the layout's name. It is called in place
@@ -68,7 +68,6 @@ class Capture:
 
     Attributes:
       step: The step that was captured, or None.
-      model: The step's model, or None for the step of a custom loop.
       layout: The name of the layout that the strategies use.
       done: Is set when the captured step was planned.
       patches: The patches of libraries, which note weights that the script did
@@ -80,19 +79,16 @@ class Capture:
         devices: Sequence[jax.Device],
         layout: Layout | None,
         *,
-        layout_map: Mapping[str, Any] | None = None,
         is_per_replica: bool = False,
         plan: Callable[[Step, str], object] = lambda step, layout: None,
     ) -> None:
         self.step: Step | None = None
         self._plan = plan
-        self.model: keras.Model | None = None
         self.layout, self.patches = "replicated", LibraryPatches()
         self.devices, self._layout = devices, layout
         # The meshes of strategies without and with a device assignment.
         self._slice = make_mesh(devices, Layout())
         self._assigned: ReplicaMesh | None = None
-        self._layout_map = layout_map
         self._is_per_replica = is_per_replica
         self._host = ReplicaMesh(devices=jax.devices("cpu")[:1])
         self._lock, self.done = threading.Lock(), threading.Event()
@@ -146,7 +142,8 @@ class Capture:
                 f"'{layout}'. Omit --layout, or pass one with 'model:N'."
             )
         else:
-            layout_map = self._layout_map
+            # See `_catch_fit`.
+            layout_map = None
         self.layout = str(layout)
         if not is_assigned or layout.cores > 1:
             mesh = make_mesh(self.devices, layout)
@@ -235,15 +232,21 @@ class Capture:
         if not jax.tree.leaves(batch):
             raise PlanError("`fit` needs data. Received: no data. Pass `x`.")
         step = FitStep(model, strategy, batch, steps)
-        self._catch(step, model)
+        if self._layout is not None and self._layout.cores > 1:
+            # The map is computed from the built model, which is placed again.
+            layout_map = transformer_layout(model, self._layout.cores)
+            placements = strategy._runtime.distribution.placements
+            placements.replace_layout_map(layout_map, all_variables(model))
+            step = FitStep(model, strategy, batch, steps)
+        self._catch(step)
 
-    def _catch(self, step: Step, model: keras.Model | None = None) -> NoReturn:
+    def _catch(self, step: Step) -> NoReturn:
         """Plans a step and ends the script."""
         with self._lock:
             if self.step is not None:
                 # Another thread of the script has already captured its step.
                 raise StepCaptured
-            self.step, self.model = step, model
+            self.step = step
         try:
             self._plan(step, self.layout)
         finally:
@@ -260,6 +263,12 @@ class Capture:
         if self.step is not None:
             raise StepCaptured
         self._check_devices(runner._mesh)
+        if self._layout is not None and self._layout.cores > 1:
+            raise PlanError(
+                "A layout with 'model' can only be planned for models that "
+                "`fit` trains. Received: a script with a custom training "
+                "loop. Use a layout without 'model'."
+            )
         self._catch(RunStep(runner, fn, args, kwargs))
 
     def _check_devices(self, mesh: ReplicaMesh) -> None:

@@ -5,7 +5,6 @@ function.
 """
 
 import contextlib
-import dataclasses
 import importlib
 import json
 import os
@@ -48,9 +47,6 @@ from keras_strategies.planning.compile.planner import (
 from keras_strategies.planning.compile.step import Step
 from keras_strategies.strategy.compile_only import make_devices
 from keras_strategies.strategy.mirrored import MirroredStrategy
-from keras_strategies.variables.transformer_layout import (
-    transformer_layout,
-)
 
 _MAX_LINES = 12
 _MAX_CAUSES = 20
@@ -161,35 +157,10 @@ class Worker:
           devices: The devices of the slice.
         """
         request, layout = self._request, parse_layout(self._request.layout)
-        layout_map = None
-        if layout.cores > 1:
-            # The layout map is computed from the model. So the script is run
-            # twice: the first run, with one core per replica, only finds the
-            # model.
-            plain = dataclasses.replace(layout, cores=1, shards=None)
-            model = self._run(devices, plain, _check_thread).model
-            if model is None:
-                raise PlanError(
-                    "A layout with 'model' can only be planned for models that "
-                    "`fit` trains. Received: a script with a custom training "
-                    "loop. Use a layout without 'model'."
-                )
-            layout_map = transformer_layout(model, layout.cores)
         is_scripts = request.is_default and layout == Layout()
-        chosen = None if is_scripts else layout
-        self._run(devices, chosen, self._plan_step, layout_map=layout_map)
 
-    def _run(
-        self,
-        devices: Sequence[jax.Device],
-        layout: Layout | None,
-        plan: Callable[[Step, str], dict[str, Any] | None],
-        **kwargs: Any,
-    ) -> Capture:
-        """Runs the script, calls `plan` with its first step, and answers."""
-
-        def plan_and_answer(step: Step, name: str) -> None:
-            self.answer(lambda: plan(step, name))
+        def plan(step: Step, name: str) -> None:
+            self.answer(lambda: self._plan_step(step, name))
             if threading.current_thread() is not threading.main_thread():
                 # The main thread may wait forever for the result of this
                 # thread's step, so the process ends here.
@@ -197,13 +168,12 @@ class Worker:
 
         capture = Capture(
             devices,
-            layout,
-            is_per_replica=self._request.scale == "replica",
-            plan=plan_and_answer,
-            **kwargs,
+            None if is_scripts else layout,
+            is_per_replica=request.scale == "replica",
+            plan=plan,
         )
         self._patches = capture.patches
-        return run_script(capture, self._request)
+        run_script(capture, request)
 
     def _plan_step(self, step: Step, layout: str) -> dict[str, Any]:
         """Plans a step that was captured from the script."""
@@ -243,15 +213,6 @@ def _list_warnings(caught: Sequence[warnings.WarningMessage]) -> list[str]:
     """Returns the texts of this package's warnings, each once."""
     texts = [str(w.message) for w in caught if w.filename.startswith(_PACKAGE)]
     return list(dict.fromkeys(texts))
-
-
-def _check_thread(*args: object) -> None:
-    if threading.current_thread() is not threading.main_thread():
-        raise PlanError(
-            "A layout with 'model' can only be planned for scripts that train "
-            "in their main thread. Received: a script that trains in another "
-            "thread. Use a layout without 'model'."
-        )
 
 
 def _make_function_candidate(request: Request) -> Candidate:

@@ -90,7 +90,7 @@ def test_a_fit_is_caught_with_its_first_batch(tmp_path, call, rows):
     # A batch that the replicas cannot share evenly is divided by XLA.
     is_even = rows % 8 == 0
     assert ("all_reduce" in step.lower(rows, None).as_text()) == is_even
-    assert capture.model.built
+    assert capture.step._models[None].built
 
 
 @pytest.mark.parametrize(
@@ -175,7 +175,7 @@ def test_rows_of_each_replica(tmp_path):
 def test_weights_of_a_caught_model_have_no_values(tmp_path):
     capture = caught(tmp_path, MIRRORED + "model.fit(x, y)")
     with pytest.raises(RuntimeError, match="has a shape and no value"):
-        capture.model.get_weights()
+        capture.step._models[None].get_weights()
 
 
 @pytest.mark.parametrize(

@@ -2,7 +2,6 @@
 
 import io
 import json
-import os
 import pathlib
 import re
 import signal
@@ -96,7 +95,7 @@ worker.main("1", request.to_text(), str(os.getppid()))
     assert json.loads(ended.stdout) == {"step": {"of": "the process"}}
 
 
-def answers_of(tmp_path, text, **given):
+def answers_of(tmp_path, text, layout="replicated", **given):
     """What the process of a script answers, which ends in time."""
     (tmp_path / "script.py").write_text(text)
     command = (
@@ -107,7 +106,7 @@ def answers_of(tmp_path, text, **given):
         "plan = processes.plan_in_processes([request])\n"
         "print(json.dumps(plan.to_json()))\n"
     )
-    request = Request(topology="v5e:2x2", layout="replicated", **given)
+    request = Request(topology="v5e:2x2", layout=layout, **given)
     words = [sys.executable, "-c", command, request.to_text()]
     ended = subprocess.run(
         words, cwd=tmp_path, capture_output=True, text=True, timeout=120
@@ -370,19 +369,24 @@ def test_a_cycle_of_errors_is_described():
 
 
 @pytest.mark.tpu
-def test_a_model_axis_is_for_scripts_without_threads(tmp_path):
-    text = THREADS.format(first="", last="results.get()")
-    (tmp_path / "script.py").write_text(text)
-    request = Request(topology="v5e:2x2", layout="model:2", script="script.py")
-    words = ["1", request.to_text(), str(os.getpid())]
-    ended = subprocess.run(
-        make_command_line(worker.__name__, *words),
-        cwd=tmp_path,
-        capture_output=True,
-        timeout=120,
-        env=os.environ | {"JAX_PLATFORMS": "cpu", "TPU_SKIP_MDS_QUERY": "1"},
+def test_a_model_axis_needs_one_run_even_of_a_script_with_threads(tmp_path):
+    model = (
+        "model = keras.Sequential([keras.Input((4,)), keras.layers.Dense(3)])"
     )
-    assert b"scripts that train in their main thread" in ended.stdout
+    transformer = """x = inputs = keras.Input((8, 16))
+        x = keras.layers.MultiHeadAttention(4, 4, name="attention")(x, x)
+        x = keras.layers.Dense(64, "gelu", name="up")(x)
+        model = keras.Model(inputs, keras.layers.Dense(16, name="down")(x))"""
+    text = THREADS.format(first="open('runs', 'a').write('.')", last="")
+    text = text.replace(model, transformer)
+    text = text.replace("(8, 4)", "(8, 8, 16)").replace("(8, 3)", "(8, 8, 16)")
+    given = {"script": "script.py", "cache": False}
+    step = answers_of(tmp_path, text, layout="model:2", **given)
+    assert step["error"] is None
+    assert step["num_replicas"] == 2
+    weights = 4 * (4 * 16 * 16 + 4 * 16 + 2 * 16 * 64 + 64 + 16)
+    assert step["memory"]["weights"] < 0.6 * weights
+    assert (tmp_path / "runs").read_text() == "."
 
 
 @pytest.mark.parametrize(
