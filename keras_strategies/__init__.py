@@ -32,6 +32,7 @@ _MODULES = {
     "experimental": "",
     "tpu": "",
     "CompiledProgram": "spmd.compiled",
+    "GradientTape": "tape.gradient_tape",
     "Plan": "planning.report.table",
     "PlannedStep": "planning.report.planned_step",
     "DistributedDataset": "data.distributed",

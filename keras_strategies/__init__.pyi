@@ -97,3 +97,4 @@ from keras_strategies.variables.variable_creator import (
 )
 
 __version__: str
+from keras_strategies.tape.gradient_tape import GradientTape as GradientTape

@@ -16,6 +16,7 @@ from tests.support.commands import python
 
 ROOT = str(pathlib.Path(__file__).parents[1])
 PUBLIC_NAMES = {
+    "GradientTape",
     *("abstract", "CompiledProgram", "Plan", "PlannedStep", "MirroredStrategy"),
     *("OneDeviceStrategy", "Strategy", "StrategyExtended", "TPUStrategy"),
     *("experimental_set_strategy", "get_strategy", "DistributedValues"),

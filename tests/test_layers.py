@@ -33,7 +33,7 @@ FLOORS = [
     {"data", "tpu"},
     {"data/grain", "data/sources", "data/tfdata"},
     {"keras_bridge", "variables/layouts"},
-    {"fit/inputs", "variables"},
+    {"fit/inputs", "variables", "tape"},
     {"hooks"},
     {"kernels"},
     {"step/ragged", "step/state"},

@@ -67,7 +67,7 @@ def apply(
         scope = InnerScope(zip(targets, values, strict=True))
         with chain_scopes(), scope:
             if isinstance(optimizer, keras.optimizers.LossScaleOptimizer):
-                result = _apply_purely(optimizer, grads, variables)
+                result = apply_purely(optimizer, grads, variables)
             else:
                 result = original(optimizer, grads, *passed, **kwargs)
         known = IdentitySet(targets)
@@ -254,7 +254,7 @@ def _mark_update(
     )
 
 
-def _apply_purely(
+def apply_purely(
     optimizer: keras.optimizers.Optimizer,
     grads: list[Any],
     variables: list[keras.Variable],

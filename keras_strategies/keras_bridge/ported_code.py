@@ -98,20 +98,24 @@ def _find_tensorflow_call(error: Exception) -> tuple[str, bool]:
 
 
 def check_step_signature(model: keras.Model, kind: str) -> None:
-    """Raises TypeError if a step takes other arguments than Keras's for JAX."""
+    """Raises TypeError if a step takes neither `(state, data)` nor `(data)`."""
     step = getattr(model, f"{kind}_step")
     try:
-        inspect.signature(step).bind("state", "data")
+        signature = inspect.signature(step)
     except ValueError:
         return
-    except TypeError:
-        raise TypeError(
-            f"`{kind}_step` must accept `(state, data)`, as in Keras for JAX. "
-            f"Received: {type(model).__name__}.{kind}_step"
-            f"{inspect.signature(step)}, perhaps written for TensorFlow. "
-            "Write the step as a custom loop with `strategy.run`, or with a "
-            "state; docs/migration.md shows both."
-        ) from None
+    for arguments in (("state", "data"), ("data",)):
+        try:
+            signature.bind(*arguments)
+        except TypeError:
+            continue
+        return
+    raise TypeError(
+        f"`{kind}_step` must accept `(state, data)`, as in Keras for JAX, or "
+        f"`(data)`, as in Keras for TensorFlow. Received: "
+        f"{type(model).__name__}.{kind}_step{signature}. docs/migration.md "
+        "shows both forms."
+    )
 
 
 def warn_of_tensorflow_scope() -> None:

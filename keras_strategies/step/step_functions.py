@@ -27,6 +27,7 @@ from keras_strategies.spmd.batches import (
     unstack_steps,
 )
 from keras_strategies.spmd.mesh import ReplicaMesh
+from keras_strategies.step.in_place_step import make_stateless
 from keras_strategies.step.model_call import ModelCall
 from keras_strategies.step.predict_program import PredictProgram
 from keras_strategies.step.state.array_groups import (
@@ -260,7 +261,7 @@ class StepFunctionCache:
     ) -> Program:
         model, mesh = self.model, self.mesh
         if model.run_eagerly:
-            return self._make_eager(kind)
+            return self._make_eager(kind, variables)
         # With the default, `jit_compile="auto"`, Keras sets False because of
         # layers such as RandomZoom. The user cannot change these.
         if not model.jit_compile and _supports_jit(model):
@@ -274,10 +275,15 @@ class StepFunctionCache:
         scope = self.replica_scope
         return make_program(model, mesh, kind, variables, scope, layout)
 
-    def _make_eager(self, kind: str) -> Program:
-        step, mesh = getattr(self.model, f"{kind}_step"), self.mesh
+    def _make_eager(self, kind: str, variables: tuple[Any, ...]) -> Program:
+        mesh, is_predict = self.mesh, kind == "predict"
+        step = make_stateless(
+            getattr(self.model, f"{kind}_step"),
+            variables,
+            is_predict=is_predict,
+        )
         model_call = ModelCall(
-            step, mesh, self.replica_scope, is_predict=kind == "predict"
+            step, mesh, self.replica_scope, is_predict=is_predict
         )
 
         def run(
@@ -311,7 +317,9 @@ def make_program(
     """Makes the program of a built model's train, test or predict step."""
     if variables is None:
         variables = step_variables(model, kind)
-    step = getattr(model, f"{kind}_step")
+    step = make_stateless(
+        getattr(model, f"{kind}_step"), variables, is_predict=kind == "predict"
+    )
     options: dict[str, Any] = {
         "written": _DONATED[kind],
         "mesh": mesh,

@@ -17,6 +17,8 @@ from keras_strategies.spmd.batches import RowShape, constrain_rows, cut_padding
 from keras_strategies.spmd.buffers import choose_buffering
 from keras_strategies.spmd.mesh import ReplicaMesh
 from keras_strategies.spmd.replica_map import all_sum, is_sum_if
+from keras_strategies.tape.expansion import expand_tapes
+from keras_strategies.tape.primitives import are_tapes_used
 
 
 class Traced:
@@ -35,7 +37,8 @@ class Traced:
     def __init__(self, fn: Callable[..., Any], *args: Tree) -> None:
         with collect_updates() as self.updates:
             tracing = jax.make_jaxpr(fn, return_shape=True)
-            self.jaxpr, self.shapes = tracing(*args)
+            jaxpr, self.shapes = tracing(*args)
+        self.jaxpr = expand_tapes(jaxpr)
         self._compute = jaxpr_as_fun(self.jaxpr)
 
     def combining_sums(self, mesh: ReplicaMesh) -> Callable[..., Any]:
@@ -75,11 +78,14 @@ class Traced:
 def combine_sums(
     fn: Callable[..., Any], mesh: ReplicaMesh
 ) -> Callable[..., Any]:
-    """Wraps a function so that its sums over replicas become fewer sums."""
-    if not are_sums_expensive(mesh):
-        return fn
+    """Wraps a function so that its sums over replicas become fewer sums.
+
+    The gradients of tapes are computed, too.
+    """
 
     def call_combined(*args: Tree) -> Tree:
+        if not (are_sums_expensive(mesh) or are_tapes_used()):
+            return fn(*args)
         return Traced(fn, *args).combining_sums(mesh)(*args)
 
     return call_combined

@@ -577,3 +577,41 @@ os._exit(0)
     # JAX 0.12 waits; whether its sums of large shards are right is not known.
     is_mended = versions.parse_version(jax.__version__) >= (0, 12)
     assert ("It waited." if is_mended else "Gloo ReduceScatter failed") in said
+
+
+def test_a_trace_has_its_equations_so_far():
+    """`GradientTape` reads them, and adds equations to an outer trace."""
+    from jax._src import core
+
+    found = {}
+
+    def compute(x):
+        outer = core.trace_ctx.trace
+        with jax.named_scope("outside"):
+            y = jnp.sin(x)
+        found["equations"] = outer.frame.get_eqns()
+        found["variables"] = [x.val, y.val]
+
+        def inner(z):
+            assert core.trace_ctx.trace is not outer
+            assert z._trace is core.trace_ctx.trace
+            with core.set_current_trace(outer):
+                found["outer"] = jnp.cos(x)
+            return z + found["outer"]
+
+        return jax.jit(inner)(y)
+
+    traced = jax.make_jaxpr(compute)(1.0)
+    (equation,) = found["equations"]
+    assert equation.primitive.name == "sin"
+    assert "outside" in str(equation.source_info.name_stack)
+    assert [*equation.invars, *equation.outvars] == found["variables"]
+    names = [equation.primitive.name for equation in traced.jaxpr.eqns]
+    assert names[:2] == ["sin", "cos"]
+    assert len(names) == 3
+
+
+def test_outside_of_a_trace_there_are_no_equations():
+    from jax._src import core
+
+    assert not hasattr(core.trace_ctx.trace, "frame")

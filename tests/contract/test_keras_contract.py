@@ -1349,3 +1349,23 @@ def test_applications_get_their_weights_from_addresses_of_this_form():
         "fname",
         "origin",
     ]
+
+
+def test_variables_are_read_from_scopes_by_one_method():
+    """`GradientTape` wraps it; Keras also calls it to regularize weights."""
+    read = []
+
+    class Scope(keras.StatelessScope):
+        def get_current_value(self, variable):
+            read.append(variable)
+            return super().get_current_value(variable)
+
+    layer = keras.layers.Dense(2, kernel_regularizer="l2")
+    layer.build((None, 3))
+    value = jax.numpy.ones((3, 2))
+    with Scope([(layer.kernel, value)]):
+        layer.kernel.value  # noqa: B018
+        assert [variable is layer.kernel for variable in read] == [True]
+        read.clear()
+        assert len(layer.losses) == 1
+    assert any(variable is layer.kernel for variable in read)

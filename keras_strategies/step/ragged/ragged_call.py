@@ -23,6 +23,7 @@ from keras_strategies.spmd.replica_map import replica_id
 from keras_strategies.spmd.values import pad_to
 from keras_strategies.step.ragged import variants as variants_lib
 from keras_strategies.step.ragged.variants import Variant
+from keras_strategies.tape.expansion import expand_tapes
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -177,7 +178,8 @@ class _Trace:
             return [], called.outputs, called.new, called.start
 
         tracing = jax.make_jaxpr(trace, return_shape=True)
-        self.jaxpr, self.shapes = tracing(*inputs)
+        jaxpr, self.shapes = tracing(*inputs)
+        self.jaxpr = expand_tapes(jaxpr)
 
     def cut_at_collectives(self) -> list[Any]:
         """Turns collectives' results into inputs; returns the collectives."""

@@ -1,0 +1,1 @@
+"""Gradients by tapes, as in TensorFlow, in code that JAX traces."""

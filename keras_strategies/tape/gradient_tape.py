@@ -1,0 +1,401 @@
+"""`GradientTape`: TensorFlow's tape for code that JAX traces.
+
+A tape records nothing by itself: the trace has all equations. While it records,
+they are computed in a named scope, so that `gradient` knows which of them are
+the tape's. Each read of a trainable variable is an equation of its own, so
+that a variable is known by what its reads returned, whatever array it holds.
+"""
+
+import contextlib
+import itertools
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import keras
+from jax.extend.core import Var
+
+from keras_strategies._types import Array, Tree
+from keras_strategies.keras_bridge.patches import Patch, Patches
+from keras_strategies.spmd.identity import IdentityMap, IdentitySet
+from keras_strategies.tape import primitives
+from keras_strategies.tape.expansion import find_path
+
+_numbers = itertools.count()
+
+
+class _Recording(threading.local):
+    """The tapes that record in this thread, outermost first."""
+
+    def __init__(self) -> None:
+        self.tapes: list[GradientTape] = []
+        self.is_reading = False
+
+
+class GradientTape:
+    """Records operations for automatic differentiation, as in TensorFlow.
+
+    It works in code that JAX traces: in the steps of `fit`, `evaluate` and
+    `predict`, and in functions given to `run`. Elsewhere, use
+    `ks.value_and_grad`.
+
+    Source: `tf.GradientTape`. Differs from tf: `jacobian` and `batch_jacobian`
+    are not supported; an array that is watched counts as watched since the tape
+    records.
+
+    Args:
+      persistent: Whether `gradient` may be called more than once.
+      watch_accessed_variables: Whether trainable variables that are read while
+        the tape records are watched.
+
+    Example:
+      ```python
+      def train_step(self, data):
+          x, y = data
+          with ks.GradientTape() as tape:
+              loss = self.compute_loss(x, y, self(x, training=True))
+          weights = self.trainable_variables
+          self.optimizer.apply(tape.gradient(loss, weights), weights)
+          return {"loss": loss}
+      ```
+    """
+
+    def __init__(
+        self, persistent: bool = False, watch_accessed_variables: bool = True
+    ) -> None:
+        self._persistent = persistent
+        self._watches_reads = watch_accessed_variables
+        self._is_used = False
+        self._scopes: contextlib.ExitStack | None = None
+        self.trace: Any = None
+        self._begin()
+
+    def _begin(self) -> None:
+        """Forgets what was recorded."""
+        self._mark = f"ks.tape.{next(_numbers)}."
+        self._reads: IdentityMap[list[Any]] = IdentityMap()
+        self._watched: list[Any] = []
+        self._chosen = IdentitySet()
+
+    def __enter__(self) -> "GradientTape":
+        if self._scopes is not None:
+            raise ValueError(
+                "Tape is still recording: an active tape must not be entered "
+                "again. Received: a second `with` of the same tape. Create "
+                "another `GradientTape`."
+            )
+        self.trace = _find_trace()
+        self._scopes = contextlib.ExitStack()
+        self._scopes.enter_context(_patches.hold())
+        self._scopes.enter_context(jax.named_scope(self._mark + primitives.ON))
+        _recording.tapes.append(self)
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        _recording.tapes.remove(self)
+        scopes, self._scopes = self._scopes, None
+        if scopes is not None:
+            scopes.close()
+
+    @contextlib.contextmanager
+    def stop_recording(self) -> Iterator[None]:
+        """Stops recording while the block runs.
+
+        Raises:
+          ValueError: if the tape does not record.
+        """
+        self._check_records("stop_recording")
+        place = _recording.tapes.index(self)
+        del _recording.tapes[place]
+        try:
+            with jax.named_scope(self._mark + primitives.OFF):
+                yield
+        finally:
+            _recording.tapes.insert(place, self)
+
+    def reset(self) -> None:
+        """Forgets all that was recorded, and goes on to record.
+
+        Raises:
+          ValueError: if the tape does not record.
+        """
+        self._check_records("reset")
+        self._begin()
+        assert self._scopes is not None
+        self._scopes.enter_context(jax.named_scope(self._mark + primitives.ON))
+
+    def watch(self, tensor: Tree) -> None:
+        """Watches arrays and variables, so that they may be sources.
+
+        Args:
+          tensor: A nest of arrays that were computed in the current trace, and
+            of variables. Those that are not of a float dtype are ignored.
+
+        Raises:
+          ValueError: if the tape does not record.
+        """
+        self._check_records("watch")
+        for leaf in _flatten(tensor):
+            if isinstance(leaf, keras.Variable):
+                self._chosen.add(leaf)
+                continue
+            primitives.check_traced(self.trace is not None)
+            if not isinstance(leaf, jax.core.Tracer):
+                raise ValueError(
+                    "A tape can only watch variables, and arrays that are "
+                    "computed in the code that JAX traces. Received: an object "
+                    f"of type {type(leaf).__name__}. Convert it within the "
+                    "code: `keras.ops.convert_to_tensor`."
+                )
+            if _is_inexact(leaf):
+                self._watched.append(leaf)
+
+    def watched_variables(self) -> tuple[keras.Variable, ...]:
+        """Returns the variables that were read while they were watched."""
+        return tuple(self._reads)
+
+    def gradient(
+        self,
+        target: Tree,
+        sources: Tree,
+        output_gradients: Tree = None,
+        unconnected_gradients: Any = "none",
+    ) -> Any:
+        """Returns the gradient of the sum of targets with respect to sources.
+
+        Args:
+          target: A nest of arrays or variables, of any shapes.
+          sources: A nest of arrays and variables that the tape watched, or of
+            arrays that were computed from these.
+          output_gradients: A nest like `target` of the gradients with respect
+            to the targets, of their shapes. None for ones.
+          unconnected_gradients: The gradient of a source on which no target
+            depends: `"none"` for None, or `"zero"`.
+
+        Returns:
+          A nest like `sources`. A gradient has the shape and dtype of its
+          source.
+
+        Raises:
+          RuntimeError: if a tape that is not persistent has computed gradients
+            before, or if this code is not traced as part of a step.
+          ValueError: if `unconnected_gradients` is another value.
+        """
+        if self._is_used and not self._persistent:
+            raise RuntimeError(
+                "A non-persistent GradientTape can only be used to compute one "
+                "set of gradients. Received: another call of `gradient`. "
+                "Create `GradientTape(persistent=True)`."
+            )
+        kind = getattr(unconnected_gradients, "value", unconnected_gradients)
+        if kind not in ("none", "zero"):
+            raise ValueError(
+                "`unconnected_gradients` must be 'none' or 'zero'. Received: "
+                f"{unconnected_gradients!r}. Pass one of these."
+            )
+        self._is_used = True
+        if self._scopes is not None and not self._persistent:
+            self.__exit__()
+        leaves, structure = jax.tree.flatten(sources, is_leaf=_is_variable)
+        targets = [_read_now(leaf) for leaf in _flatten(target)]
+        seeds = _match_seeds(output_gradients, targets)
+        found = self._differentiate(leaves, targets, seeds)
+        if kind == "zero":
+            found = [
+                jnp.zeros(leaf.shape, leaf.dtype)
+                if gradient is None
+                else gradient
+                for gradient, leaf in zip(found, leaves, strict=True)
+            ]
+        return jax.tree.unflatten(structure, found)
+
+    def jacobian(self, *_: Any, **__: Any) -> Any:
+        """Raises NotImplementedError: use `jax.jacobian`."""
+        raise NotImplementedError(
+            "Jacobians by tapes are not supported. Received: a call of "
+            "`jacobian` or `batch_jacobian`. Use `jax.jacobian` of a function "
+            "of the arrays."
+        )
+
+    batch_jacobian = jacobian
+
+    def _check_records(self, name: str) -> None:
+        if self._scopes is None:
+            raise ValueError(
+                f"`{name}` must be called while the tape records. Received: a "
+                "call outside of its `with` block. Call it within."
+            )
+
+    def _differentiate(
+        self,
+        sources: Sequence[Any],
+        targets: Sequence[Any],
+        seeds: Sequence[Any],
+    ) -> list[Any]:
+        """Returns the gradient for each source, or None."""
+        pairs = [
+            pair
+            for pair in zip(targets, seeds, strict=True)
+            if _is_inexact(pair[0])
+        ]
+        trace = _find_trace()
+        primitives.check_traced(trace is not None and trace is self.trace)
+        arrays = [
+            list(self._reads.get(leaf, ())) if _is_variable(leaf) else [leaf]
+            for leaf in sources
+        ]
+        roots = [*self._watched, *itertools.chain(*_values(self._reads))]
+        _, found = find_path(
+            trace.frame.get_eqns(),
+            _find_variables(roots),
+            _find_variables([target for target, _ in pairs]),
+            self._mark,
+        )
+        connected = [
+            [a for a in each if not found.isdisjoint(_find_variables([a]))]
+            for each in arrays
+        ]
+        flat = list(itertools.chain(*connected))
+        if not flat:
+            return [None] * len(sources)
+        gradients = iter(
+            primitives.differentiate(
+                [target for target, _ in pairs],
+                [seed for _, seed in pairs],
+                flat,
+                self._mark,
+            )
+        )
+        return [
+            _add([next(gradients) for _ in each]) if each else None
+            for each in connected
+        ]
+
+    def watches(self, variable: keras.Variable) -> bool:
+        """Returns whether a read of a variable is a source."""
+        return variable in self._chosen or (
+            self._watches_reads and variable.trainable
+        )
+
+    def note_read(self, variable: keras.Variable, value: Any) -> None:
+        """Notes what the read of a variable returned."""
+        if variable not in self._reads:
+            self._reads[variable] = []
+        self._reads[variable].append(value)
+
+
+_recording = _Recording()
+
+
+def _find_variables(arrays: Sequence[Any]) -> list[Any]:
+    """Returns the variables of tracers in the jaxpr of their trace."""
+    found = (getattr(array, "val", None) for array in arrays)
+    return [v for v in found if isinstance(v, Var)]
+
+
+def _find_trace() -> Any:
+    """Returns the trace that records equations now, or None."""
+    from jax._src import core
+
+    trace = core.trace_ctx.trace
+    return trace if hasattr(trace, "frame") else None
+
+
+def _in_trace(trace: Any) -> contextlib.AbstractContextManager[Any]:
+    from jax._src import core
+
+    return core.set_current_trace(trace)
+
+
+def _note_read(original: Callable[..., Any]) -> Callable[..., Any]:
+    def get_current_value(
+        scope: keras.StatelessScope, variable: keras.Variable
+    ) -> Any:
+        if _recording.is_reading or not _recording.tapes:
+            return original(scope, variable)
+        # A scope may read the value from an outer one.
+        _recording.is_reading = True
+        try:
+            value = original(scope, variable)
+        finally:
+            _recording.is_reading = False
+        return _read(variable, value) if _is_inexact(value) else value
+
+    return get_current_value
+
+
+def _read(variable: keras.Variable, value: Any) -> Any:
+    """Returns the value of a variable as a source of the tapes that watch it.
+
+    Tapes of the same trace share the equation.
+    """
+    tapes = [tape for tape in _recording.tapes if tape.watches(variable)]
+    current = _find_trace()
+    # A value of an inner trace is none of the tape's trace.
+    is_inner = getattr(value, "_trace", None) is current
+    for trace, of_trace in itertools.groupby(tapes, lambda tape: tape.trace):
+        if trace is not None and (trace is current or not is_inner):
+            with _in_trace(trace):
+                value = primitives.read(value)
+            for tape in of_trace:
+                tape.note_read(variable, value)
+    return value
+
+
+def _find_patches() -> Iterator[Patch]:
+    """Yields the methods by which scopes return the values of variables."""
+    classes: list[type] = [keras.StatelessScope]
+    for cls in classes:
+        classes += cls.__subclasses__()
+        if "get_current_value" in vars(cls):
+            yield cls, "get_current_value", _note_read
+
+
+_patches = Patches(_find_patches)
+
+
+def _values(mapping: IdentityMap[list[Any]]) -> Iterator[list[Any]]:
+    return (mapping[key] for key in mapping)
+
+
+def _is_variable(value: object) -> bool:
+    return isinstance(value, keras.Variable)
+
+
+def _flatten(nest: Tree) -> list[Any]:
+    return jax.tree.leaves(nest, is_leaf=_is_variable)
+
+
+def _read_now(leaf: Any) -> Any:
+    return leaf.value if _is_variable(leaf) else leaf
+
+
+def _match_seeds(seeds: Tree, targets: Sequence[Any]) -> list[Any]:
+    """Returns the gradient with respect to each target, or None."""
+    if seeds is None:
+        return [None] * len(targets)
+    leaves = jax.tree.leaves(seeds, is_leaf=lambda x: x is None)
+    if len(leaves) != len(targets):
+        raise ValueError(
+            "`output_gradients` must be a nest like `target`. Received: "
+            f"{len(leaves)} entries for {len(targets)} targets. Pass one for "
+            "each target."
+        )
+    return [
+        None
+        if leaf is None
+        else jnp.broadcast_to(leaf, target.shape).astype(target.dtype)
+        for leaf, target in zip(leaves, targets, strict=True)
+    ]
+
+
+def _is_inexact(value: Any) -> bool:
+    dtype = getattr(value, "dtype", None)
+    return dtype is not None and jnp.issubdtype(dtype, jnp.inexact)
+
+
+def _add(gradients: Sequence[Array]) -> Array:
+    first, *others = gradients
+    return sum(others, first)

@@ -1,0 +1,142 @@
+"""The equations that tapes add to a trace. `expansion.py` removes them."""
+
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+from jax.extend.core import Primitive
+from jax.interpreters import ad, batching, mlir
+
+from keras_strategies._types import Array, Equation
+
+ON, OFF = "on", "off"
+"""The ends of the names of the scopes in which a tape records, or does not."""
+
+_NESTED = (
+    "`GradientTape.gradient` must not be called in a function that JAX "
+    "differentiates or maps (`jax.grad`, `jax.vmap`, `jax.linearize`). "
+    "Received: a call in such a function. Use a nested tape, or "
+    "`ks.value_and_grad`."
+)
+_UNTRACED = (
+    "`GradientTape` must be used in a step of `fit`, `evaluate` or `predict` "
+    "or in a function given to `run`, in the same trace as all that leads to "
+    "its target. Received: a call of `gradient` elsewhere. Use "
+    "`ks.value_and_grad` there."
+)
+
+read_p = Primitive("ks_tape_read")
+"""The identity; its result is what one read of a variable returned."""
+
+gradient_p = Primitive("ks_tape_gradient")
+"""Gradients of targets. The operands are the targets, then the gradients with
+respect to those targets that have some, then the sources."""
+gradient_p.multiple_results = True
+
+_used = [False]
+
+
+def are_tapes_used() -> bool:
+    """Returns whether any tape has added an equation in this process."""
+    return _used[0]
+
+
+def read(value: Array) -> Any:
+    """Returns a value as the result of an equation of its own."""
+    _used[0] = True
+    return read_p.bind(value)
+
+
+def differentiate(
+    targets: Sequence[Array],
+    seeds: Sequence[Array | None],
+    sources: Sequence[Array],
+    mark: str,
+) -> list[Any]:
+    """Returns the gradients of the sum of targets, one for each source.
+
+    Args:
+      targets: The targets.
+      seeds: For each target, the gradient with respect to it, or None for ones.
+      sources: The sources.
+      mark: The mark of the tape; see `is_recorded`.
+    """
+    _used[0] = True
+    given = [seed for seed in seeds if seed is not None]
+    return gradient_p.bind(
+        *targets,
+        *given,
+        *sources,
+        seeded=tuple(seed is not None for seed in seeds),
+        mark=mark,
+    )
+
+
+def split_operands(
+    equation: Equation,
+) -> tuple[list[Any], list[Any | None], list[Any]]:
+    """Returns the targets, their gradients or None, and the sources."""
+    seeded = equation.params["seeded"]
+    operands = iter(equation.invars)
+    targets = [next(operands) for _ in seeded]
+    seeds = [next(operands) if has_seed else None for has_seed in seeded]
+    return targets, seeds, list(operands)
+
+
+def is_recorded(equation: Equation, mark: str) -> bool:
+    """Returns whether a tape recorded an equation.
+
+    Args:
+      equation: The equation.
+      mark: The tape's mark. The equations that it records are computed in a
+        named scope whose name is the mark and `ON`, and not in one within it
+        whose name is the mark and `OFF`.
+    """
+    names = str(equation.source_info.name_stack)
+    return names.rfind(mark + ON) > names.rfind(mark + OFF)
+
+
+def _infer_gradients(*operands: Any, seeded: Any, mark: str) -> list[Any]:
+    del mark
+    start = len(seeded) + sum(seeded)
+    return [x.update(weak_type=False) for x in operands[start:]]
+
+
+def _refuse_nested(*_: Any, **__: Any) -> Any:
+    raise RuntimeError(_NESTED)
+
+
+def _refuse_untraced(*_: Any, **__: Any) -> Any:
+    raise RuntimeError(_UNTRACED)
+
+
+def check_traced(is_traced: bool) -> None:
+    """Raises RuntimeError if gradients are computed outside of a trace."""
+    if not is_traced:
+        _refuse_untraced()
+
+
+read_p.def_impl(lambda value: value)
+read_p.def_abstract_eval(lambda value: value)
+ad.deflinear2(read_p, lambda cotangent, value: [cotangent])
+batching.defvectorized(read_p)
+mlir.register_lowering(read_p, lambda context, value: [value])
+
+gradient_p.def_impl(_refuse_untraced)
+gradient_p.def_abstract_eval(_infer_gradients)
+ad.primitive_jvps[gradient_p] = _refuse_nested
+batching.primitive_batchers[gradient_p] = _refuse_nested
+mlir.register_lowering(gradient_p, _refuse_untraced)
+
+
+@jax.custom_jvp
+def add_tangent(value: Array, offset: Array) -> Array:
+    """Returns a value, whose tangent is the sum of both tangents."""
+    del offset
+    return value
+
+
+@add_tangent.defjvp
+def _add_tangents(primals: Any, tangents: Any) -> tuple[Any, Any]:
+    # The result has the tangents of outer derivatives, too.
+    return add_tangent(*primals), tangents[0] + tangents[1]

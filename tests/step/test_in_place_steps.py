@@ -1,0 +1,196 @@
+"""Steps in TensorFlow's form: `train_step(self, data)`, with a tape."""
+
+import contextlib
+import warnings
+
+import jax
+import keras
+import numpy as np
+import pytest
+from keras import ops
+
+import keras_strategies as ks
+from tests.support.combinations import combine
+
+RNG = np.random.default_rng(3)
+X = RNG.normal(size=(24, 5)).astype("float32")
+Y = RNG.normal(size=(24, 1)).astype("float32")
+
+
+class InPlace(keras.Model):
+    """A model whose steps have TensorFlow's form."""
+
+    tracked = "loss"
+
+    def __init__(self, kind):
+        super().__init__()
+        self.kind = kind
+        self.first = keras.layers.Dense(
+            8, "tanh", activity_regularizer=keras.regularizers.L2(1e-3)
+        )
+        self.norm = keras.layers.BatchNormalization(synchronized=True)
+        self.last = keras.layers.Dense(1, kernel_regularizer="l2")
+        self.tracker = keras.metrics.Mean(name=self.tracked)
+
+    @property
+    def metrics(self):
+        return [self.tracker]
+
+    def call(self, x, training=None):
+        return self.last(self.norm(self.first(x), training=training))
+
+    def find_loss(self, x, y, output):
+        if self.kind == "sum":
+            return ops.sum((output - y) ** 2) / 8
+        if self.kind == "mean":
+            return ops.mean((output - y) ** 2)
+        return self.compute_loss(x, y, output)
+
+    def train_step(self, data):
+        x, y = data
+        with ks.GradientTape() as tape:
+            loss = self.find_loss(x, y, self(x, training=True))
+            scaled = self.optimizer.scale_loss(loss)
+        weights = self.trainable_variables
+        gradients = tape.gradient(scaled, weights)
+        self.optimizer.apply_gradients(zip(gradients, weights, strict=True))
+        self.tracker.update_state(loss)
+        return {metric.name: metric.result() for metric in self.metrics}
+
+    def test_step(self, data):
+        x, y = data
+        output = self(x, training=False)
+        self.tracker.update_state(ops.mean((output - y) ** 2))
+        return {"loss": self.tracker.result()}
+
+    def predict_step(self, data):
+        x, _, _ = keras.utils.unpack_x_y_sample_weight(data)
+        return self(x, training=False)
+
+
+class Stateless(InPlace):
+    """The same model with the steps of Keras for JAX."""
+
+    tracked = "other"
+    metrics = keras.Model.metrics
+    train_step = keras.Model.train_step
+    test_step = keras.Model.test_step
+    predict_step = keras.Model.predict_step
+
+
+def train(
+    replicas, kind="mean", rows=24, cls=InPlace, partitioner=None, **options
+):
+    keras.utils.set_random_seed(1)
+    strategy = ks.MirroredStrategy(
+        devices=jax.devices()[:replicas], variable_partitioner=partitioner
+    )
+    with strategy.scope():
+        model = cls(kind)
+        model.compile(keras.optimizers.Adam(0.01), "mse", **options)
+    data = X[:rows], Y[:rows]
+    fits = [
+        model.fit(*data, batch_size=8, epochs=2, verbose=0, shuffle=False)
+        for _ in range(2)
+    ]
+    return (
+        [fit.history["loss"] for fit in fits],
+        model.get_weights(),
+        model.evaluate(*data, batch_size=8, verbose=0, return_dict=True)[
+            "loss"
+        ],
+        model.predict(data[0], batch_size=8, verbose=0),
+    )
+
+
+def compare(found, expected):
+    jax.tree.map(
+        lambda one, two: np.testing.assert_allclose(
+            one, two, rtol=3e-5, atol=2e-6
+        ),
+        found,
+        expected,
+    )
+
+
+@contextlib.contextmanager
+def quiet():
+    """Without the warning that a step runs over the global batch."""
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message="This step runs over")
+        yield
+
+
+@pytest.mark.parametrize(
+    ("kind", "rows", "replicas"),
+    combine(["mean", "sum", "compute"], [24, 22], [2, 3, 8], every=3),
+)
+def test_equals_one_device(kind, rows, replicas):
+    with quiet():
+        compare(train(replicas, kind, rows), train(1, kind, rows))
+
+
+def test_one_device_has_the_numbers_of_keras_own_steps():
+    losses, weights, _, outputs = train(1, "compute")
+    expected = train(1, "compute", cls=Stateless)
+    compare((losses, weights, outputs), (*expected[:2], expected[3]))
+
+
+@pytest.mark.parametrize("kind", ["mean", "compute"])
+def test_equals_one_device_with_sharded_variables(kind):
+    sharded = ks.experimental.FullySharded(min_size=1)
+    compare(train(2, kind, partitioner=sharded), train(1, kind))
+
+
+def test_equals_one_device_with_several_steps_in_an_execution():
+    compare(train(2, steps_per_execution=3), train(1))
+
+
+def test_a_mean_is_mapped_and_a_sum_is_not():
+    with warnings.catch_warnings():
+        warnings.filterwarnings("error", message="This step runs over")
+        train(2, "mean")
+    with pytest.warns(UserWarning, match="runs over the global batch"):
+        train(2, "sum")
+
+
+@pytest.mark.parametrize("replicas", [1, 2])
+def test_losses_are_scaled_in_half_precision(replicas):
+    keras.config.set_dtype_policy("mixed_float16")
+    try:
+        with quiet():
+            found = train(replicas, "compute")
+        expected = train(replicas, "compute", cls=Stateless)
+    finally:
+        keras.config.set_dtype_policy("float32")
+    np.testing.assert_allclose(found[0], expected[0], rtol=2e-3)
+
+
+def test_a_tape_in_an_eager_step_is_refused():
+    with pytest.raises(RuntimeError, match="value_and_grad"):
+        train(2, run_eagerly=True)
+
+
+class WithOtherVariable(InPlace):
+    def __init__(self, kind):
+        super().__init__(kind)
+        self.hidden = (lambda variable: lambda: variable)(keras.Variable(0.0))
+
+    def train_step(self, data):
+        self.hidden().assign_add(1.0)
+        return super().train_step(data)
+
+
+def test_a_write_of_a_variable_that_is_not_the_models_is_refused():
+    with pytest.raises(ValueError, match="must only write variables of its"):
+        train(2, cls=WithOtherVariable)
+
+
+class OfNeitherForm(InPlace):
+    def train_step(self):
+        return {}
+
+
+def test_a_step_of_neither_form_is_refused():
+    with pytest.raises(TypeError, match="must accept"):
+        train(2, cls=OfNeitherForm)
