@@ -48,7 +48,7 @@ def _explain(error: Exception, caller: str) -> Exception | None:
         line, of_tape = _find_tensorflow_call(error)
         if line:
             name = "`tf.GradientTape`" if of_tape else "TensorFlow's operations"
-            cure = "`ks.value_and_grad`" if of_tape else "`keras.ops`"
+            cure = "`ks.GradientTape`" if of_tape else "`keras.ops`"
             return TypeError(
                 f"{name} must not be used in code that `{caller}` runs, "
                 f"because JAX traces this code. Received: {line}. Use {cure} "
@@ -67,8 +67,8 @@ def _explain(error: Exception, caller: str) -> Exception | None:
     if is_minimize and isinstance(owner, keras.optimizers.Optimizer):
         return AttributeError(
             "Optimizers of Keras 3 have no `minimize`. Received: `minimize` of "
-            f"{type(owner).__name__}. Compute gradients with "
-            "`ks.value_and_grad(loss, variables)()` and pass them to "
+            f"{type(owner).__name__}. Compute gradients with a "
+            "`ks.GradientTape` and pass them to "
             f"`optimizer.apply(gradients, variables)`; {_SEE}."
         )
     return None

@@ -19,21 +19,21 @@ from keras_strategies.spmd.identity import IdentitySet
 
 
 def make_stateless(
-    step: Callable[..., Any],
+    model: keras.Model,
+    kind: str,
     variables: Sequence[Sequence[keras.Variable]],
-    *,
-    is_predict: bool,
 ) -> Callable[..., Any]:
     """Returns a model's step in Keras's form for JAX.
 
     Args:
-      step: The step: `step(state, data)`, or `step(data)`.
+      model: The model, whose step is `step(state, data)`, or `step(data)`.
+      kind: `"train"`, `"test"` or `"predict"`.
       variables: The variables of the state, by group.
-      is_predict: Whether this is a predict step.
     """
+    step = getattr(model, f"{kind}_step")
     if not _is_in_place(step):
         return step
-    return _InPlaceStep(step, variables, is_predict=is_predict)
+    return _InPlaceStep(step, variables, is_predict=kind == "predict")
 
 
 def _is_in_place(step: Callable[..., Any]) -> bool:
@@ -55,7 +55,7 @@ class _InPlaceStep:
     Args:
       step: The step, a method of a model.
       variables: See `make_stateless`.
-      is_predict: See `make_stateless`.
+      is_predict: Whether this is a predict step.
     """
 
     def __init__(

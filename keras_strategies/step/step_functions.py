@@ -276,14 +276,9 @@ class StepFunctionCache:
         return make_program(model, mesh, kind, variables, scope, layout)
 
     def _make_eager(self, kind: str, variables: tuple[Any, ...]) -> Program:
-        mesh, is_predict = self.mesh, kind == "predict"
-        step = make_stateless(
-            getattr(self.model, f"{kind}_step"),
-            variables,
-            is_predict=is_predict,
-        )
+        step, mesh = make_stateless(self.model, kind, variables), self.mesh
         model_call = ModelCall(
-            step, mesh, self.replica_scope, is_predict=is_predict
+            step, mesh, self.replica_scope, is_predict=kind == "predict"
         )
 
         def run(
@@ -317,9 +312,7 @@ def make_program(
     """Makes the program of a built model's train, test or predict step."""
     if variables is None:
         variables = step_variables(model, kind)
-    step = make_stateless(
-        getattr(model, f"{kind}_step"), variables, is_predict=kind == "predict"
-    )
+    step = make_stateless(model, kind, variables)
     options: dict[str, Any] = {
         "written": _DONATED[kind],
         "mesh": mesh,

@@ -17,8 +17,7 @@ from keras_strategies.spmd.batches import RowShape, constrain_rows, cut_padding
 from keras_strategies.spmd.buffers import choose_buffering
 from keras_strategies.spmd.mesh import ReplicaMesh
 from keras_strategies.spmd.replica_map import all_sum, is_sum_if
-from keras_strategies.tape.expansion import expand_tapes
-from keras_strategies.tape.primitives import are_tapes_used
+from keras_strategies.tape.expansion import expand_tapes, may_have_tapes
 
 
 class Traced:
@@ -84,7 +83,7 @@ def combine_sums(
     """
 
     def call_combined(*args: Tree) -> Tree:
-        if not (are_sums_expensive(mesh) or are_tapes_used()):
+        if not (are_sums_expensive(mesh) or may_have_tapes()):
             return fn(*args)
         return Traced(fn, *args).combining_sums(mesh)(*args)
 

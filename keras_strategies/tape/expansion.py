@@ -7,6 +7,7 @@ rest of the program reads what they return. In the path of an outer tape there
 may be a gradient of an inner one: it is a function of the sources, too.
 """
 
+import sys
 from collections.abc import Iterator, Sequence
 from typing import Any
 
@@ -19,7 +20,6 @@ from keras_strategies.passes import stages
 from keras_strategies.passes.collective_cut import find_called_jaxpr
 from keras_strategies.tape.primitives import (
     add_tangent,
-    are_tapes_used,
     gradient_p,
     is_recorded,
     read_p,
@@ -41,7 +41,7 @@ def expand_tapes(traced: ClosedJaxpr) -> ClosedJaxpr:
     Args:
       traced: The program. It is returned as it is if it has no tapes.
     """
-    if not are_tapes_used() or not any(
+    if not may_have_tapes() or not any(
         map(_is_of_tape, stages.all_equations(traced))
     ):
         return traced
@@ -51,6 +51,11 @@ def expand_tapes(traced: ClosedJaxpr) -> ClosedJaxpr:
         return expansion.compute(traced.consts, inputs)
 
     return jax.make_jaxpr(compute)(*map(stages.shape_of, traced.in_avals))
+
+
+def may_have_tapes() -> bool:
+    """Returns whether this process uses tapes at all."""
+    return "keras_strategies.tape.gradient_tape" in sys.modules
 
 
 def find_path(
@@ -80,10 +85,9 @@ def find_path(
             found.append(equation)
     needed, path = set(stages.variables(targets)), []
     for equation in reversed(found):
-        operands = _find_operands(equation, needed)
-        if operands:
+        if not needed.isdisjoint(equation.outvars):
             path.append(equation)
-            needed.update(operands)
+            needed.update(stages.variables(equation.invars))
     return path[::-1], needed & reached
 
 
@@ -103,26 +107,6 @@ def _find_results(equation: Equation, reached: set[Any]) -> list[Any]:
         pairs = zip(results, inner.outvars, strict=True)
         results = [v for v, result in pairs if _is_in(result, within)]
     return [v for v in results if _is_inexact(v) and not _is_dropped(v)]
-
-
-def _find_operands(equation: Equation, needed: set[Any]) -> list[Any]:
-    """Returns the operands on which some variables depend."""
-    if needed.isdisjoint(equation.outvars) or (
-        equation.primitive.name in _CONSTANT
-    ):
-        return []
-    operands, called = equation.invars, find_called_jaxpr(equation)
-    if called is not None:
-        inner, _ = called
-        pairs = zip(inner.outvars, equation.outvars, strict=True)
-        within = {
-            v for v, outer in pairs if outer in needed and not _is_literal(v)
-        }
-        for each in reversed(inner.eqns):
-            within.update(_find_operands(each, within))
-        pairs = zip(operands, inner.invars, strict=True)
-        operands = [v for v, operand in pairs if operand in within]
-    return [v for v in stages.variables(operands) if _is_inexact(v)]
 
 
 class _Values:
@@ -243,7 +227,7 @@ class _Expansion:
         computed = [v for e in path for v in e.outvars if not _is_dropped(v)]
         of_path, done = set(computed), {id(gradient), *map(id, path)}
         read = [v for e in self._with_inner_paths(path) for v in e.invars]
-        read += [*targets, *filter(None, seeds), *sources]
+        read += [*targets, *seeds, *sources]
         missing = {
             v
             for v in stages.variables(read)
@@ -269,7 +253,7 @@ class _Expansion:
             results = [inner[v] for v in targets]
             return results, [inner.known[v] for v in computed]
 
-        results, pull_back, arrays = jax.vjp(
+        _, pull_back, arrays = jax.vjp(
             forward,
             [values[v] for v in free],
             [jnp.zeros(v.aval.shape, v.aval.dtype) for v in others],
@@ -277,11 +261,7 @@ class _Expansion:
         )
         # They have the tangents of outer gradients already.
         values.known.update(zip(computed, arrays, strict=True))
-        cotangents = [
-            jnp.ones_like(result) if seed is None else values[seed]
-            for result, seed in zip(results, seeds, strict=True)
-        ]
-        by_free, by_others = pull_back(cotangents)
+        by_free, by_others = pull_back([values[v] for v in seeds])
         found = dict(zip([*free, *others], [*by_free, *by_others], strict=True))
         values.put(gradient.outvars, [found[v] for v in sources])
         return done
@@ -299,8 +279,6 @@ def _index(equations: Sequence[Any], equation: Equation) -> int:
 
 def _expand_inner(equation: Equation) -> Equation:
     """Expands the tapes of the functions that an equation calls."""
-    if not any(map(_is_of_tape, stages.equations_in(equation))):
-        return equation
 
     def expand(param: Any) -> Any:
         if isinstance(param, tuple):
@@ -310,14 +288,11 @@ def _expand_inner(equation: Equation) -> Equation:
         if hasattr(param, "consts"):
             return expand_tapes(param)
         traced = expand_tapes(ClosedJaxpr(param, []))
-        if traced.consts:
-            raise RuntimeError(
-                "A tape in a rematerialized function must not compute with "
-                "constant arrays. Received: such a function. Pass the arrays "
-                "as arguments."
-            )
+        assert not traced.consts
         return traced.jaxpr
 
+    if not any(map(_is_of_tape, stages.equations_in(equation))):
+        return equation
     params = {name: expand(param) for name, param in equation.params.items()}
     return equation.replace(params=params)
 

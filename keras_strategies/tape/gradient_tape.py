@@ -8,30 +8,19 @@ that a variable is known by what its reads returned, whatever array it holds.
 
 import contextlib
 import itertools
-import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import keras
-from jax.extend.core import Var
 
 from keras_strategies._types import Array, Tree
-from keras_strategies.keras_bridge.patches import Patch, Patches
 from keras_strategies.spmd.identity import IdentityMap, IdentitySet
-from keras_strategies.tape import primitives
+from keras_strategies.tape import primitives, reads
 from keras_strategies.tape.expansion import find_path
 
 _numbers = itertools.count()
-
-
-class _Recording(threading.local):
-    """The tapes that record in this thread, outermost first."""
-
-    def __init__(self) -> None:
-        self.tapes: list[GradientTape] = []
-        self.is_reading = False
 
 
 class GradientTape:
@@ -86,15 +75,15 @@ class GradientTape:
                 "again. Received: a second `with` of the same tape. Create "
                 "another `GradientTape`."
             )
-        self.trace = _find_trace()
+        self.trace = reads.find_trace()
         self._scopes = contextlib.ExitStack()
-        self._scopes.enter_context(_patches.hold())
+        self._scopes.enter_context(reads.patches.hold())
         self._scopes.enter_context(jax.named_scope(self._mark + primitives.ON))
-        _recording.tapes.append(self)
+        reads.recording.tapes.append(self)
         return self
 
     def __exit__(self, *_: object) -> None:
-        _recording.tapes.remove(self)
+        reads.recording.tapes.remove(self)
         scopes, self._scopes = self._scopes, None
         if scopes is not None:
             scopes.close()
@@ -107,13 +96,13 @@ class GradientTape:
           ValueError: if the tape does not record.
         """
         self._check_records("stop_recording")
-        place = _recording.tapes.index(self)
-        del _recording.tapes[place]
+        place = reads.recording.tapes.index(self)
+        del reads.recording.tapes[place]
         try:
             with jax.named_scope(self._mark + primitives.OFF):
                 yield
         finally:
-            _recording.tapes.insert(place, self)
+            reads.recording.tapes.insert(place, self)
 
     def reset(self) -> None:
         """Forgets all that was recorded, and goes on to record.
@@ -149,7 +138,7 @@ class GradientTape:
                     f"of type {type(leaf).__name__}. Convert it within the "
                     "code: `keras.ops.convert_to_tensor`."
                 )
-            if _is_inexact(leaf):
+            if reads.is_inexact(leaf):
                 self._watched.append(leaf)
 
     def watched_variables(self) -> tuple[keras.Variable, ...]:
@@ -238,23 +227,24 @@ class GradientTape:
         pairs = [
             pair
             for pair in zip(targets, seeds, strict=True)
-            if _is_inexact(pair[0])
+            if reads.is_inexact(pair[0])
         ]
-        trace = _find_trace()
+        trace = reads.find_trace()
         primitives.check_traced(trace is not None and trace is self.trace)
         arrays = [
             list(self._reads.get(leaf, ())) if _is_variable(leaf) else [leaf]
             for leaf in sources
         ]
-        roots = [*self._watched, *itertools.chain(*_values(self._reads))]
+        roots = [*self._watched]
+        roots += [read for v in self._reads for read in self._reads[v]]
         _, found = find_path(
             trace.frame.get_eqns(),
-            _find_variables(roots),
-            _find_variables([target for target, _ in pairs]),
+            reads.find_variables(roots),
+            reads.find_variables([target for target, _ in pairs]),
             self._mark,
         )
         connected = [
-            [a for a in each if not found.isdisjoint(_find_variables([a]))]
+            [a for a in each if not found.isdisjoint(reads.find_variables([a]))]
             for each in arrays
         ]
         flat = list(itertools.chain(*connected))
@@ -286,80 +276,6 @@ class GradientTape:
         self._reads[variable].append(value)
 
 
-_recording = _Recording()
-
-
-def _find_variables(arrays: Sequence[Any]) -> list[Any]:
-    """Returns the variables of tracers in the jaxpr of their trace."""
-    found = (getattr(array, "val", None) for array in arrays)
-    return [v for v in found if isinstance(v, Var)]
-
-
-def _find_trace() -> Any:
-    """Returns the trace that records equations now, or None."""
-    from jax._src import core
-
-    trace = core.trace_ctx.trace
-    return trace if hasattr(trace, "frame") else None
-
-
-def _in_trace(trace: Any) -> contextlib.AbstractContextManager[Any]:
-    from jax._src import core
-
-    return core.set_current_trace(trace)
-
-
-def _note_read(original: Callable[..., Any]) -> Callable[..., Any]:
-    def get_current_value(
-        scope: keras.StatelessScope, variable: keras.Variable
-    ) -> Any:
-        if _recording.is_reading or not _recording.tapes:
-            return original(scope, variable)
-        # A scope may read the value from an outer one.
-        _recording.is_reading = True
-        try:
-            value = original(scope, variable)
-        finally:
-            _recording.is_reading = False
-        return _read(variable, value) if _is_inexact(value) else value
-
-    return get_current_value
-
-
-def _read(variable: keras.Variable, value: Any) -> Any:
-    """Returns the value of a variable as a source of the tapes that watch it.
-
-    Tapes of the same trace share the equation.
-    """
-    tapes = [tape for tape in _recording.tapes if tape.watches(variable)]
-    current = _find_trace()
-    # A value of an inner trace is none of the tape's trace.
-    is_inner = getattr(value, "_trace", None) is current
-    for trace, of_trace in itertools.groupby(tapes, lambda tape: tape.trace):
-        if trace is not None and (trace is current or not is_inner):
-            with _in_trace(trace):
-                value = primitives.read(value)
-            for tape in of_trace:
-                tape.note_read(variable, value)
-    return value
-
-
-def _find_patches() -> Iterator[Patch]:
-    """Yields the methods by which scopes return the values of variables."""
-    classes: list[type] = [keras.StatelessScope]
-    for cls in classes:
-        classes += cls.__subclasses__()
-        if "get_current_value" in vars(cls):
-            yield cls, "get_current_value", _note_read
-
-
-_patches = Patches(_find_patches)
-
-
-def _values(mapping: IdentityMap[list[Any]]) -> Iterator[list[Any]]:
-    return (mapping[key] for key in mapping)
-
-
 def _is_variable(value: object) -> bool:
     return isinstance(value, keras.Variable)
 
@@ -373,10 +289,10 @@ def _read_now(leaf: Any) -> Any:
 
 
 def _match_seeds(seeds: Tree, targets: Sequence[Any]) -> list[Any]:
-    """Returns the gradient with respect to each target, or None."""
-    if seeds is None:
-        return [None] * len(targets)
-    leaves = jax.tree.leaves(seeds, is_leaf=lambda x: x is None)
+    """Returns the gradient with respect to each target."""
+    leaves = [None] * len(targets)
+    if seeds is not None:
+        leaves = jax.tree.leaves(seeds, is_leaf=lambda x: x is None)
     if len(leaves) != len(targets):
         raise ValueError(
             "`output_gradients` must be a nest like `target`. Received: "
@@ -384,16 +300,9 @@ def _match_seeds(seeds: Tree, targets: Sequence[Any]) -> list[Any]:
             "each target."
         )
     return [
-        None
-        if leaf is None
-        else jnp.broadcast_to(leaf, target.shape).astype(target.dtype)
-        for leaf, target in zip(leaves, targets, strict=True)
+        jnp.full(x.shape, 1 if seed is None else seed, x.dtype)
+        for seed, x in zip(leaves, targets, strict=True)
     ]
-
-
-def _is_inexact(value: Any) -> bool:
-    dtype = getattr(value, "dtype", None)
-    return dtype is not None and jnp.issubdtype(dtype, jnp.inexact)
 
 
 def _add(gradients: Sequence[Array]) -> Array:

@@ -29,27 +29,19 @@ read_p = Primitive("ks_tape_read")
 """The identity; its result is what one read of a variable returned."""
 
 gradient_p = Primitive("ks_tape_gradient")
-"""Gradients of targets. The operands are the targets, then the gradients with
-respect to those targets that have some, then the sources."""
+"""Gradients of targets. The operands are the targets, the gradients with
+respect to the targets, and the sources."""
 gradient_p.multiple_results = True
-
-_used = [False]
-
-
-def are_tapes_used() -> bool:
-    """Returns whether any tape has added an equation in this process."""
-    return _used[0]
 
 
 def read(value: Array) -> Any:
     """Returns a value as the result of an equation of its own."""
-    _used[0] = True
     return read_p.bind(value)
 
 
 def differentiate(
     targets: Sequence[Array],
-    seeds: Sequence[Array | None],
+    seeds: Sequence[Array],
     sources: Sequence[Array],
     mark: str,
 ) -> list[Any]:
@@ -57,30 +49,21 @@ def differentiate(
 
     Args:
       targets: The targets.
-      seeds: For each target, the gradient with respect to it, or None for ones.
+      seeds: The gradients with respect to the targets.
       sources: The sources.
       mark: The mark of the tape; see `is_recorded`.
     """
-    _used[0] = True
-    given = [seed for seed in seeds if seed is not None]
     return gradient_p.bind(
-        *targets,
-        *given,
-        *sources,
-        seeded=tuple(seed is not None for seed in seeds),
-        mark=mark,
+        *targets, *seeds, *sources, num_targets=len(targets), mark=mark
     )
 
 
 def split_operands(
     equation: Equation,
-) -> tuple[list[Any], list[Any | None], list[Any]]:
-    """Returns the targets, their gradients or None, and the sources."""
-    seeded = equation.params["seeded"]
-    operands = iter(equation.invars)
-    targets = [next(operands) for _ in seeded]
-    seeds = [next(operands) if has_seed else None for has_seed in seeded]
-    return targets, seeds, list(operands)
+) -> tuple[list[Any], list[Any], list[Any]]:
+    """Returns the targets, the gradients with respect to them, the sources."""
+    count, operands = equation.params["num_targets"], list(equation.invars)
+    return operands[:count], operands[count : 2 * count], operands[2 * count :]
 
 
 def is_recorded(equation: Equation, mark: str) -> bool:
@@ -96,10 +79,9 @@ def is_recorded(equation: Equation, mark: str) -> bool:
     return names.rfind(mark + ON) > names.rfind(mark + OFF)
 
 
-def _infer_gradients(*operands: Any, seeded: Any, mark: str) -> list[Any]:
-    del mark
-    start = len(seeded) + sum(seeded)
-    return [x.update(weak_type=False) for x in operands[start:]]
+def _infer_gradients(*operands: Any, num_targets: int, mark: str) -> list[Any]:
+    sources = operands[2 * num_targets :]
+    return [source.update(weak_type=False) for source in sources]
 
 
 def _refuse_nested(*_: Any, **__: Any) -> Any:

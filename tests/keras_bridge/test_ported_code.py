@@ -41,7 +41,7 @@ STEPS = {
     "tape": (
         tape,
         TypeError,
-        ("`tf.GradientTape`", "tape.gradient(loss", "`ks.value_and_grad`"),
+        ("`tf.GradientTape`", "tape.gradient(loss", "`ks.GradientTape`"),
     ),
     "operation": (operation, TypeError, ("tf.reduce_mean", "`keras.ops`")),
     "minimize": (minimize, AttributeError, ("SGD", "`optimizer.apply(")),
@@ -101,8 +101,8 @@ def test_compiled_functions_of_tensorflow_are_refused(arguments):
     assert_usable(model)
 
 
-class TensorFlowModel(keras.Model):
-    """A model whose steps are written for Keras on TensorFlow."""
+class OtherModel(keras.Model):
+    """A model whose steps are written for no Keras."""
 
     def __init__(self):
         super().__init__()
@@ -111,19 +111,20 @@ class TensorFlowModel(keras.Model):
     def call(self, inputs):
         return self.layer(inputs)
 
-    def train_step(self, data):
+    def train_step(self, data, more, rest):
         raise NotImplementedError
 
     test_step = predict_step = train_step
 
 
 @pytest.mark.parametrize("loop", ["fit", "evaluate", "predict"])
-def test_steps_without_a_state_are_refused(loop):
-    model = compiled(mirrored(2), TensorFlowModel)
+def test_steps_of_other_forms_are_refused(loop):
+    model = compiled(mirrored(2), OtherModel)
     data = (X,) if loop == "predict" else (X, Y)
     with pytest.raises(TypeError, match="_step` must accept") as caught:
         getattr(model, loop)(*data, verbose=0)
-    assert_text(caught, "TensorFlowModel.", "(data)", "docs/migration.md")
+    assert_text(caught, "OtherModel.", "(data, more, rest)")
+    assert_text(caught, "docs/migration.md")
 
 
 def test_a_scope_of_tensorflow_is_warned_of():

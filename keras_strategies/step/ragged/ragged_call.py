@@ -59,10 +59,9 @@ def call_unevenly(
 
     Collectives must be outside of branches, so the function is computed in
     stages: stage n uses the results of the first n collectives. Each output is
-    computed in the earliest possible stage; a value that a later stage also
-    needs is computed again. Code that is the same in all variants (an
-    optimizer's update from reduced gradients) is outside of the branches, so
-    that the compiler cannot round it differently in each.
+    computed in the earliest stage; what a later stage needs, too, is computed
+    again. Code that is the same in all variants (an optimizer's update) is
+    outside of the branches, so that the compiler cannot round it differently.
 
     Args:
       call: The function, called with the state and the arguments.
@@ -177,9 +176,8 @@ class _Trace:
             self.called = called
             return [], called.outputs, called.new, called.start
 
-        tracing = jax.make_jaxpr(trace, return_shape=True)
-        jaxpr, self.shapes = tracing(*inputs)
-        self.jaxpr = expand_tapes(jaxpr)
+        traced = jax.make_jaxpr(trace, return_shape=True)(*inputs)
+        self.jaxpr, self.shapes = expand_tapes(traced[0]), traced[1]
 
     def cut_at_collectives(self) -> list[Any]:
         """Turns collectives' results into inputs; returns the collectives."""
