@@ -92,8 +92,8 @@ def _make_chip(
     mib: int,
     lanes: int = 32,
 ) -> Chip:
-    # In a cycle, matrix units compute `lanes` times as many operations as
-    # vector units.
+    # In a cycle, matrix units compute `lanes` operations for each operation of
+    # the vector units.
     bandwidth, num_links = links
     return Chip(
         name=name,

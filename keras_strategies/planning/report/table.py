@@ -14,7 +14,6 @@ from rich.measure import Measurement
 from rich.table import Table
 from rich.text import Text
 
-from keras_strategies.planning.report.page import make_page
 from keras_strategies.planning.report.planned_step import (
     PlannedStep,
     find_fastest,
@@ -67,6 +66,9 @@ class Plan:
 
     def to_html(self) -> str:
         """Returns an HTML page that shows each candidate's memory as a bar."""
+        # Imports modules of rich that Keras does not.
+        from keras_strategies.planning.report.page import make_page
+
         return make_page(self, self.steps)
 
     def _repr_html_(self) -> str:
