@@ -91,14 +91,17 @@ def launch(
         settings: dict[str, str] = {}
         if max_restarts:  # The process that saves checkpoints warns.
             settings = compilation_cache.make_settings(environ, warns=False)
-        environments = _make_environments(
-            environ | settings,
-            count,
-            devices_per_process or 1,
-            platform,
-            has_evaluator,
-        )
         names = make_task_names(count, has_evaluator=has_evaluator)
+        environments = make_environments(
+            environ | settings,
+            names,
+            [f"{_HOST}:{port}" for port in find_free_ports(count)],
+            num_devices=devices_per_process or 1,
+            platform=platform,
+        )
+        environments = assign_gpus(
+            environments, platform, has_evaluator=has_evaluator
+        )
         return run_job(words, environments, names, progress)
 
     return run_with_restarts(
@@ -107,29 +110,6 @@ def launch(
         max_restarts=max_restarts,
         min_processes=min_processes or num_processes,
     )
-
-
-def _make_environments(
-    environ: Mapping[str, str],
-    num_processes: int,
-    num_devices: int,
-    platform: str,
-    has_evaluator: bool,
-) -> list[dict[str, str]]:
-    """Creates the environment variables of all processes, with free ports."""
-    addresses = [f"{_HOST}:{port}" for port in find_free_ports(num_processes)]
-    environments = [
-        make_environment(
-            environ,
-            addresses=addresses,
-            index=index,
-            num_devices=num_devices,
-            platform=platform,
-            has_evaluator=has_evaluator,
-        )
-        for index in range(num_processes + has_evaluator)
-    ]
-    return assign_gpus(environments, platform, has_evaluator=has_evaluator)
 
 
 def find_fault(
@@ -248,49 +228,30 @@ def _find_limit_fault(num_processes: int) -> str:
 
 
 def make_task_names(num_processes: int, *, has_evaluator: bool) -> list[str]:
-    """Returns the prefix for the output lines of each process."""
-    tasks = _list_tasks(num_processes, has_evaluator)
-    return [f"{kind} {i}" if kind == "worker" else kind for kind, i in tasks]
+    """Returns the tasks, as in TensorFlow: the prefixes for output lines."""
+    workers = [f"worker {i}" for i in range(num_processes - has_evaluator)]
+    return ["chief", *workers, "evaluator"] if has_evaluator else workers
 
 
-def _list_tasks(
-    num_processes: int, has_evaluator: bool
-) -> list[tuple[str, int]]:
-    """Returns the task type and index of each process, as in TensorFlow."""
-    if not has_evaluator:
-        return [("worker", index) for index in range(num_processes)]
-    workers = [("worker", index) for index in range(num_processes - 1)]
-    return [("chief", 0), *workers, ("evaluator", 0)]
-
-
-def make_environment(
+def make_environments(
     environ: Mapping[str, str],
-    *,
+    names: Sequence[str],
     addresses: Sequence[str],
-    index: int,
+    *,
     num_devices: int,
     platform: str,
-    has_evaluator: bool = False,
-) -> dict[str, str]:
-    """Creates the environment variables of one process.
+) -> list[dict[str, str]]:
+    """Creates the environment variables of all processes.
 
     Args:
       environ: The environment variables of the launcher.
-      addresses: The `host:port` of each process, in the order of their numbers.
-      index: The number of the process.
+      names: The tasks, in the order of the processes' numbers.
+      addresses: The `host:port` of each process of the cluster. An evaluator,
+        which is last, has none.
       num_devices: The number of virtual devices; used only on the CPU.
       platform: The value of JAX_PLATFORMS.
-      has_evaluator: Whether there is an evaluator, which is the last process.
     """
-    tasks = _list_tasks(len(addresses), has_evaluator)
-    cluster: dict[str, list[str]] = {}
-    # The evaluator, which is last, has no address.
-    for (kind, _), address in zip(tasks, addresses, strict=False):
-        cluster.setdefault(kind, []).append(address)
-    kind, place = tasks[index]
-    task = {"type": kind, "index": place}
     changed = {
-        "TF_CONFIG": json.dumps({"cluster": cluster, "task": task}),
         "JAX_PLATFORMS": platform,
         "KERAS_BACKEND": "jax",
         "PYTHONUNBUFFERED": "1",
@@ -298,7 +259,15 @@ def make_environment(
     if platform == "cpu":
         flags = read_flags(environ).split()
         flags = [f for f in flags if not f.startswith(f"{_DEVICE_COUNT}=")]
-        changed[XLA_FLAGS] = " ".join(
-            [*flags, f"{_DEVICE_COUNT}={num_devices}"]
-        )
-    return dict(environ) | changed
+        count = f"{_DEVICE_COUNT}={num_devices}"
+        changed[XLA_FLAGS] = " ".join([*flags, count])
+    cluster: dict[str, list[str]] = {}
+    for name, address in zip(names, addresses, strict=False):
+        cluster.setdefault(name.split()[0], []).append(address)
+    environments = []
+    for name in names:
+        kind, _, index = name.partition(" ")
+        task = {"type": kind, "index": int(index or 0)}
+        text = json.dumps({"cluster": cluster, "task": task})
+        environments.append({**environ, **changed, "TF_CONFIG": text})
+    return environments

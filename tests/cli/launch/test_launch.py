@@ -15,7 +15,10 @@ import time
 import pytest
 
 from keras_strategies.cli import main
-from keras_strategies.cli.launch.launch import make_environment
+from keras_strategies.cli.launch.launch import (
+    make_environments,
+    make_task_names,
+)
 from keras_strategies.cli.launch.local_job import Ending, find_first_cause
 from keras_strategies.cluster.resolvers.tf_config_resolver import (
     TFConfigClusterResolver,
@@ -156,9 +159,9 @@ sys.stdout.write("no newline")
 def environ_of(addresses, index, before=(), **given):
     """The environment of one process."""
     given = {"num_devices": 1, "platform": "cpu"} | given
-    return make_environment(
-        dict(before), addresses=addresses, index=index, **given
-    )
+    has_evaluator = given.pop("has_evaluator", False)
+    names = make_task_names(len(addresses), has_evaluator=has_evaluator)
+    return make_environments(dict(before), names, addresses, **given)[index]
 
 
 def test_processes_are_tasks_of_one_cluster():

@@ -3,24 +3,23 @@
 import pytest
 
 from keras_strategies.cli.launch.gpus import assign_gpus, find_gpu_fault
-from keras_strategies.cli.launch.launch import make_environment
+from keras_strategies.cli.launch.launch import (
+    make_environments,
+    make_task_names,
+)
 from tests.cli.launch.test_launch import run, script_in
 
 ADDRESSES = ["127.0.0.1:1", "127.0.0.1:2"]
 
 
 def assign(environ, dev, *, has_evaluator=False, platform="cuda", count=2):
-    environments = [
-        make_environment(
-            environ,
-            addresses=ADDRESSES[:count],
-            index=index,
-            num_devices=1,
-            platform=platform,
-            has_evaluator=has_evaluator,
-        )
-        for index in range(count + has_evaluator)
-    ]
+    environments = make_environments(
+        environ,
+        make_task_names(count, has_evaluator=has_evaluator),
+        ADDRESSES[:count],
+        num_devices=1,
+        platform=platform,
+    )
     names = ("JAX_LOCAL_DEVICE_IDS", "CUDA_VISIBLE_DEVICES")
     return [
         tuple(environment.get(name) for name in names)
