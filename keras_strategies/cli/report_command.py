@@ -11,8 +11,8 @@ from keras_strategies.reporting.document import (
     ReportError,
     compute_goodput,
     load_report,
+    print_reports,
 )
-from keras_strategies.reporting.table import print_reports
 
 _WRONG_ARGUMENTS = 2
 

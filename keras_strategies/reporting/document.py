@@ -1,7 +1,7 @@
-"""The file in which a run's report is kept, `run_report.json`.
+"""A run's report as a file, `run_report.json`, and as a table.
 
-It contains an entry for each start of the run. Nothing here imports jax or
-keras, so the command line can read reports quickly.
+The file contains an entry for each start of the run. Nothing here imports jax
+or keras, so the command line can read reports quickly.
 """
 
 import contextlib
@@ -9,7 +9,12 @@ import json
 import os
 import pathlib
 import warnings
+from collections.abc import Mapping
 from typing import Any
+
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
 
 from keras_strategies.cluster.untrusted import (
     escape_controls,
@@ -145,6 +150,30 @@ def describe_report(document: Document) -> dict[str, str]:
         label: escape_controls(line, keeps="\n")
         for label, line in lines.items()
     }
+
+
+def print_reports(console: Console, reports: Mapping[str, Document]) -> None:
+    """Prints a table with a column for each run, and the runs' advice.
+
+    Args:
+      console: The console to print to.
+      reports: The runs' reports, by the titles of the columns.
+    """
+    table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0))
+    table.add_column("")
+    columns = [describe_report(report) for report in reports.values()]
+    advice = [column.pop("advice") for column in columns]
+    for title in reports:
+        name = Text(escape_controls(title), overflow="fold")
+        table.add_column(name, justify="right", overflow="fold")
+    for label in columns[0]:
+        cells = [column[label] for column in columns]
+        if any(cells):
+            table.add_row(label, *map(Text, cells))
+    console.print(table)
+    for title, text in zip(reports, advice, strict=True):
+        lead = f"{escape_controls(title)}: " if len(reports) > 1 else ""
+        console.print(Text(lead + text, overflow="fold"))
 
 
 def save_report(

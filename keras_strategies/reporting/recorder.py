@@ -20,8 +20,8 @@ from keras_strategies.names.phases import (
     SAVE,
 )
 from keras_strategies.reporting.advice import AGAIN, EXECUTION, FIRST, SHAPE
-from keras_strategies.reporting.compilations import Compilations
-from keras_strategies.reporting.shapes import (
+from keras_strategies.reporting.compilations import (
+    Compilations,
     ShapeCount,
     Signature,
     describe,

@@ -35,7 +35,6 @@ from keras_strategies.reporting.figures import (
 )
 from keras_strategies.reporting.flops import FlopsCounter
 from keras_strategies.reporting.recorder import StepRecorder
-from keras_strategies.reporting.table import print_reports
 from keras_strategies.watchdog import watchdog
 
 _WRITE_S = 10.0
@@ -335,7 +334,9 @@ class RunReport(ReportCallback):
             runner.measure_steps = lambda: last
         has_report = self.is_done and self._document is not None
         if has_report and self._is_chief and self._verbose:
-            print_reports(Console(highlight=False), {"run": self._document})
+            files.print_reports(
+                Console(highlight=False), {"run": self._document}
+            )
 
     # Implementation.
 
