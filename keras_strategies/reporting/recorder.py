@@ -277,19 +277,16 @@ class StepRecorder:
             with contextlib.suppress(RuntimeError):
                 self._last.block_until_ready()
         now = self._clock()
+        if self._pending and not self._is_loop:
+            # It ran no program, as in eager mode.
+            self._launch(now)
+            since = now
+        self._subject = []
         self.seconds[DEVICE] += now - since
         if self._open:
             self._open[-1][2] += now - since
         self._close_window(now)
         return now
-
-    def close_window(self) -> None:
-        """Ends a window: all programs that were started have ended."""
-        now = self._clock()
-        if self._pending and not self._is_loop:
-            self._launch(now)
-        self._subject = []
-        self._close_window(now)
 
     def _close_window(self, now: float) -> None:
         steps, since = self._window

@@ -222,7 +222,7 @@ class RunReport(ReportCallback):
         if recorder is None:
             return
         # Keras has fetched the epoch's logs, so all steps have ended.
-        recorder.close_window()
+        recorder.wait()
         if self._flops is not None and self._flops.peak is not None:
             # The logs contain the MFU only for known chips.
             self._count_flops()

@@ -73,7 +73,7 @@ class Loop:
         self.recorder.begin(DEVICE)
         self.clock.seconds = max(self.clock.seconds, self._free_at)
         self.recorder.end(DEVICE, None)
-        self.recorder.close_window()
+        self.recorder.wait()
         figures = compute_figures(self.recorder, self.clock.seconds)
         return figures, figures["shares"]
 
