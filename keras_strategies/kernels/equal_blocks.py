@@ -1,8 +1,6 @@
 """Finds equal blocks of a functional model: repeated parts of its graph.
 
-Deep models repeat the same few layers. Each block adds the same amount to the
-cost of a step, so the costs of two models with few blocks determine the cost of
-the deep model.
+Deep models repeat the same few layers, so a loop can compute them.
 """
 
 import collections
@@ -114,8 +112,7 @@ def find_all_blocks(model: keras.Model) -> Iterator[Blocks]:
 def iter_functional_parts(model: keras.Model) -> Iterator[keras.Model]:
     """Yields a model and its nested models, as far as they are functional.
 
-    Models that override `call` are left out. Models inside other layers are
-    left out, too, because they cannot be replaced by shorter models.
+    Models that override `call`, and models inside other layers, are left out.
     """
     if not model.built or not _has_graph(model) or _has_own_call(model):
         return

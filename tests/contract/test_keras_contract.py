@@ -1227,7 +1227,7 @@ def test_an_optimizer_s_rate_is_a_variable_or_computes_it():
         assert optimizer._iterations is optimizer.variables[0]
 
 
-# Models of fewer blocks: equal_blocks.py, clones.py.
+# Equal blocks of models: equal_blocks.py, clones.py.
 
 
 def test_what_a_model_was_compiled_with_is_kept_as_it_was_given():
