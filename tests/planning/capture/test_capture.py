@@ -89,8 +89,8 @@ def test_a_fit_is_caught_with_its_first_batch(tmp_path, call, rows):
     assert step.mesh.num_replicas == 8
     # A batch that the replicas cannot share evenly is divided by XLA.
     is_even = rows % 8 == 0
-    assert ("all_reduce" in step.lower(rows, None).as_text()) == is_even
-    assert capture.step._models[None].built
+    assert ("all_reduce" in step.lower(rows).as_text()) == is_even
+    assert capture.step._model.built
 
 
 @pytest.mark.parametrize(
@@ -131,7 +131,7 @@ MANY = MIRRORED.replace('"mse")', '"mse", steps_per_execution=64)')
 def test_steps_of_the_first_program(tmp_path, call, steps):
     step = caught(tmp_path, MANY + call).step
     assert step.steps == steps
-    text = step.lower(8, None).as_text()
+    text = step.lower(8).as_text()
     shape = f"{steps}x8x40" if steps > 1 else "8x40"
     assert f"tensor<{shape}xf32>" in text
 
@@ -204,7 +204,7 @@ def test_a_loop_is_caught_at_its_first_run(tmp_path, data, rows):
     loop = f"\nfor batch in {data}:\n    strategy.run(step, args=(batch,))\n"
     step = caught(tmp_path, LOOP + loop).step
     assert step.rows == rows
-    small, large = (step.lower(n, None).as_text() for n in (rows, 2 * rows))
+    small, large = (step.lower(n).as_text() for n in (rows, 2 * rows))
     assert f"tensor<{rows}x40xf32>" in small
     assert f"tensor<{2 * rows}x40xf32>" in large
     assert "all_reduce" in small
@@ -235,8 +235,8 @@ strategy.run(lambda values: step(values[:2]), args=(values,))
 """
     step = caught(tmp_path, LOOP + loop).step
     assert step.rows == 8 * 5
-    assert "tensor<8x5x40xf32>" in step.lower(40, None).as_text()
-    assert "tensor<8x15x40xf32>" in step.lower(120, None).as_text()
+    assert "tensor<8x5x40xf32>" in step.lower(40).as_text()
+    assert "tensor<8x15x40xf32>" in step.lower(120).as_text()
 
 
 def test_values_of_a_function_that_are_no_batch_stay_what_they_are(tmp_path):
@@ -252,9 +252,9 @@ values = strategy.experimental_distribute_values_from_function(
 strategy.run(scaled, args=(values,))
 """
     step = caught(tmp_path, LOOP + loop).step
-    text = step.lower(step.rows, None).as_text()
+    text = step.lower(step.rows).as_text()
     # Its rows are its shape's, whatever is asked for.
-    more = step.lower(4 * step.rows, None).as_text()
+    more = step.lower(4 * step.rows).as_text()
     assert "tensor<8x30xf32>" in text
     assert "tensor<8x40x30xf32>" in text
     assert more == text
@@ -270,7 +270,7 @@ strategy.run(lambda table, x, y: step((x, y)), args=values)
 """
     step = caught(tmp_path, LOOP + loop).step
     assert step.rows == 8 * 5
-    text = step.lower(8 * 15, None).as_text()
+    text = step.lower(8 * 15).as_text()
     assert "tensor<8x15x40xf32>" in text
     assert "x270x" not in text
 
@@ -286,7 +286,7 @@ strategy.run(lambda one, two: (step(one), step(two)), args=(one, two))
 """
     step = caught(tmp_path, LOOP + loop).step
     assert step.rows == 48
-    text = step.lower(56, None).as_text()
+    text = step.lower(56).as_text()
     # All replicas share each evenly.
     assert "tensor<56x40xf32>" in text
     assert "tensor<24x40xf32>" in text
@@ -295,11 +295,11 @@ strategy.run(lambda one, two: (step(one), step(two)), args=(one, two))
 def test_a_run_that_trains_nothing_is_told(tmp_path):
     call = "\nstrategy.run(lambda: keras.ops.sum(model.weights[0]))"
     capture = caught(tmp_path, LOOP + call)
-    capture.step.lower(8, None)
+    capture.step.lower(8)
     assert "'<lambda>', which does not write" in capture.step.note
     trained = "\nstrategy.run(step, args=((x[:4], y[:4]),))"
     capture = caught(tmp_path, LOOP + trained)
-    capture.step.lower(8, None)
+    capture.step.lower(8)
     assert not capture.step.note
 
 
@@ -310,7 +310,7 @@ def test_reasons_about_attention_stay_beside_it(tmp_path, monkeypatch):
     )
     call = "\nstrategy.run(lambda: keras.ops.sum(model.weights[0]))"
     capture = caught(tmp_path, LOOP + call)
-    capture.step.lower(8, None)
+    capture.step.lower(8)
     assert "where it has a reason." in capture.step.note
     assert "'<lambda>', which does not write" in capture.step.note
 
@@ -322,7 +322,7 @@ def test_a_step_is_planned_in_the_contexts_of_its_script(tmp_path):
             tmp_path,
             HEAD + "import jax\n" + MIRRORED + call,
             plan=lambda step, layout: texts.append(
-                step.lower(step.rows, None).as_text()
+                step.lower(step.rows).as_text()
             ),
         )
         return texts[0]
@@ -347,32 +347,9 @@ def test_an_error_while_planning_is_not_the_scripts(tmp_path, monkeypatch):
     assert "ValueError: of the plan" in json.loads(answer)["error"]
 
 
-def test_short_twins_of_a_scripts_model_have_no_values(tmp_path):
-    deep = """
-with strategy.scope():
-    model = keras.Sequential(
-        [keras.Input((40,)), *[keras.layers.Dense(40) for _ in range(9)]]
-    )
-    model.compile("sgd", "mse")
-model.fit(x, x)
-"""
-
-    twins = []
-
-    def plan(step, layout):
-        step.lower(step.rows, 2)
-        twins.append(step._models[2])
-
-    caught(tmp_path, MIRRORED + deep, plan=plan)
-    (twin,) = twins
-    assert len(twin.layers) == 2
-    with pytest.raises(RuntimeError, match="has a shape and no value"):
-        twin.get_weights()
-
-
 def test_arrays_are_passed_whole(tmp_path):
     call = "\nstrategy.run(step, args=((x[:4], y[:4]),))"
-    text = caught(tmp_path, LOOP + call).step.lower(8, None).as_text()
+    text = caught(tmp_path, LOOP + call).step.lower(8).as_text()
     assert "tensor<4x40xf32>" in text
 
 
@@ -440,7 +417,7 @@ def test_ports_of_tfs_notebooks_are_caught(notebook, tmp_path, monkeypatch):
         notebook(str(tmp_path))
     step = capture.step
     is_even = step.rows % 8 == 0
-    text = step.lower(step.rows, None).as_text()
+    text = step.lower(step.rows).as_text()
     assert ("all_reduce" in text) == is_even
     assert not list(tmp_path.rglob("*"))
 

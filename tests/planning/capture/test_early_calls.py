@@ -79,7 +79,7 @@ def test_values_are_initial_or_assigned(tmp_path, early):
     for code in ("", early):
         fit = f"{folder}{code}\nmodel.fit(x, y, batch_size=24)"
         capture = run(tmp_path, TWO + fit)
-        texts.append(capture.step.lower(24, None).as_text())
+        texts.append(capture.step.lower(24).as_text())
     # A program of values that were read is the one of values that were not.
     assert texts[0] == texts[1]
 
@@ -169,7 +169,7 @@ model.predict(x)
 model.fit(x, y, batch_size=24)
 """
     step = run(tmp_path, HEAD + text).step
-    text = step.lower(24, None).as_text()
+    text = step.lower(24).as_text()
     assert "all_gather" in text
     size = 4 * (40 * 80 + 80)
     assert step.state_bytes()["weights"] == pytest.approx(size / 8, rel=0.01)
@@ -184,7 +184,7 @@ model.fit(x, y, batch_size=24)
     texts = []
 
     def lower(step, layout):
-        texts.append(step.lower(24, None).as_text())
+        texts.append(step.lower(24).as_text())
 
     run(tmp_path, TWO + text, plan=lower)
     # Its weights are constants of the program, as in training.
