@@ -110,30 +110,32 @@ class Binding:
           ValueError: if the variables are on another strategy's devices.
         """
         self._adopt()
-        attributes: dict[str, Any] = {**self._functions.makers()}
+        attributes = self._make_step_attributes() if self._calls is self else {}
         for name in LOOPS:
             method = getattr(type(self.model), name)
             # A subclass may use the name for something that is not a method.
             if callable(method):
                 loop = functools.partial(self._loop, name)
                 attributes[name] = functools.update_wrapper(loop, method)
-        # Keras's `fit` builds the model from the first batch. A bound model is
-        # built already when Keras's `fit` is called, so it must not be built
-        # again.
-        attributes[_BUILDER] = self._build_for_others
-        if keras_names.BUILDS_FIRST:
-            attributes[keras_names.MAYBE_BUILD] = self._maybe_build_for_others
         attributes |= {BINDING: self, STRATEGY: self.owner}
         for name, value in attributes.items():
             object.__setattr__(self.model, name, value)
         make_saves_safe(self.model, self._mesh, self._adopt)
         self._functions.reset()
 
+    def _make_step_attributes(self) -> dict[str, Any]:
+        # Keras's `fit` builds the model from the first batch. A bound model is
+        # built already when Keras's `fit` is called.
+        attributes: dict[str, Any] = {**self._functions.makers()}
+        attributes[_BUILDER] = self._build_for_others
+        if keras_names.BUILDS_FIRST:
+            attributes[keras_names.MAYBE_BUILD] = self._maybe_build_for_others
+        return attributes
+
     def remove(self) -> None:
         """Turns the model back into a plain Keras model on one device."""
-        of_model = (_BUILDER, keras_names.MAYBE_BUILD, BINDING, STRATEGY)
-        makers = self._functions.makers()
-        for name in (*LOOPS, *makers, *of_model, *ON_USE, *SAVERS):
+        names = (*LOOPS, *self._make_step_attributes(), BINDING, STRATEGY)
+        for name in (*names, *ON_USE, *SAVERS):
             self.model.__dict__.pop(name, None)
         self._functions.reset()
         variable_creator.release(all_variables(self.model))

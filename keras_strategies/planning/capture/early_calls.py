@@ -14,13 +14,13 @@ import numpy as np
 
 from keras_strategies._types import Tree
 from keras_strategies.fit.binding import Binding
-from keras_strategies.fit.host_calls import run_on_host
 from keras_strategies.fit.loop_call import Call
 from keras_strategies.planning.capture.captured_data import (
     CapturedData,
     read_first_batch,
 )
 from keras_strategies.planning.capture.errors import PlanError
+from keras_strategies.spmd.attributes import temporary_attribute
 from keras_strategies.spmd.batches import num_rows
 from keras_strategies.spmd.mesh import ReplicaMesh
 from keras_strategies.variables.abstract_variables import (
@@ -28,6 +28,7 @@ from keras_strategies.variables.abstract_variables import (
     describe,
     storing_values,
 )
+from keras_strategies.variables.variable_creator import distribution_scope
 
 EARLY_CALLS = ("evaluate", "predict", "test_on_batch", "predict_on_batch")
 """The methods of a model that a script may call before it trains."""
@@ -55,15 +56,27 @@ def run_early_call(binding: Binding, call: Call, host: ReplicaMesh) -> Any:
       What Keras's method returns.
     """
     if call.name.endswith("_on_batch"):
-        return run_on_host(binding, call)
+        return _run_by_keras(binding, call)
     batch, rows = _read_batch(call, host)
     x, y, weight = keras.utils.unpack_x_y_sample_weight(batch)
     call.set(x=x, y=y, sample_weight=weight, batch_size=num_rows(x))
     call.set(steps=None, callbacks=None)
-    result = run_on_host(binding, call)
+    result = _run_by_keras(binding, call)
     if call.name == "evaluate":
         return result
     return jax.tree.map(lambda leaf: _repeat(leaf, rows), result)
+
+
+def _run_by_keras(binding: Binding, call: Call) -> Any:
+    is_prediction = call.name.startswith("predict")
+    names = ("x",) if is_prediction else ("x", "y", "sample_weight")
+    binding.build_for_shapes(tuple(call[name] for name in names))
+    with (
+        distribution_scope(None),
+        # It would raise in the strategy's scope: the devices are absent.
+        temporary_attribute(binding, "check_context", lambda: None),
+    ):
+        return call.run()
 
 
 def _read_batch(call: Call, host: ReplicaMesh) -> tuple[Tree, int]:
