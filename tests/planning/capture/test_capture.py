@@ -175,7 +175,7 @@ def test_rows_of_each_replica(tmp_path):
 def test_weights_of_a_caught_model_have_no_values(tmp_path):
     capture = caught(tmp_path, MIRRORED + "model.fit(x, y)")
     with pytest.raises(RuntimeError, match="has a shape and no value"):
-        capture.step._models[None].get_weights()
+        capture.step._model.get_weights()
 
 
 @pytest.mark.parametrize(
