@@ -20,7 +20,6 @@ from keras_strategies.cli.options import (
     Commands,
     Option,
     add_command,
-    add_options,
 )
 
 _WRONG_ARGUMENTS = 2
@@ -93,8 +92,6 @@ _OPTIONS: tuple[Option, ...] = (
     ),
     JSON,
     ("--html", "also write the plan as an HTML page", {"metavar": "FILE"}),
-)
-_SUBJECTS: tuple[Option, ...] = (
     (
         "script",
         "the script; its arguments come after --",
@@ -115,7 +112,7 @@ _SUBJECTS: tuple[Option, ...] = (
 
 def add_parser(commands: Commands) -> None:
     """Adds the command `plan` to the tool's commands."""
-    parser = add_command(
+    add_command(
         commands,
         "plan",
         "predict whether and how fast a script's model trains on TPUs and GPUs",
@@ -127,7 +124,6 @@ def add_parser(commands: Commands) -> None:
         "SHAPE:DTYPE ... --topology NAME [OPTIONS]",
         epilog=_EXAMPLES,
     )
-    add_options(parser.add_mutually_exclusive_group(required=True), _SUBJECTS)
 
 
 def parse_options(
@@ -271,6 +267,13 @@ def _silence_stderr() -> Iterator[None]:
 
 def _make_common_fields(options: argparse.Namespace) -> dict[str, Any]:
     """Creates the fields that are the same in all candidates' requests."""
+    subjects = [options.script, options.module, options.function]
+    given = ", ".join(filter(None, subjects)) or "none"
+    if sum(map(bool, subjects)) != 1:
+        raise ValueError(
+            "A plan must be for one script, one module (-m) or one function "
+            f"(--model). Received: {given}. Pass exactly one of them."
+        )
     _check_function(options)
     if options.script:
         _check_script(options.script)

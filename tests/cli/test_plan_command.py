@@ -22,6 +22,8 @@ ANY = ("--topology", "v5e:4x4", "-m", "train")
 @pytest.mark.parametrize(
     ("words", "message"),
     [
+        (["--topology", "v5e:4x4"], "Received: none. Pass exactly one"),
+        ([*ANY, "train.py"], "Received: train.py, train. Pass exactly one"),
         (
             ["--topology", "v5e:4x4", "nowhere.py"],
             "script must be an existing file",
@@ -49,18 +51,10 @@ def test_wrong_arguments_are_told_at_once(words, message, capsys):
     assert message in capsys.readouterr().err
 
 
-@pytest.mark.parametrize(
-    ("words", "message"),
-    [
-        (["train.py"], "are required: --topology"),
-        (["--topology", "v5e:4x4"], "one of the arguments SCRIPT -m --model"),
-        ([*ANY, "train.py"], "not allowed with argument"),
-    ],
-)
-def test_a_subject_and_a_topology_are_required(words, message, capsys):
+def test_a_topology_is_required(capsys):
     with pytest.raises(SystemExit, match="2"):
-        main(["plan", *words])
-    assert message in capsys.readouterr().err
+        main(["plan", "train.py"])
+    assert "are required: --topology" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(
