@@ -80,7 +80,7 @@ LOGIC_LINES = {
     "": 120,
     "callbacks": 611,
     "checkpoint": 2339,
-    "cli": 2600,
+    "cli": 2604,
     "cluster": 2610,
     "data": 3507,
     "estimator": 3119,

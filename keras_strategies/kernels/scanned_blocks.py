@@ -1,6 +1,6 @@
 """Computes equal blocks of a model in one loop (`jax.lax.scan`).
 
-On TPUs and GPUs, this is the default for 8 or more blocks. While a step is
+On TPUs, this is the default for 8 or more blocks. While a step is
 traced, each block of a run in a model's graph is traced alone. If all compute
 the same values and gradients from their inputs and variables, the first block's
 calls are the body of a loop over all blocks, whose variables' values are
@@ -51,7 +51,7 @@ from keras_strategies.spmd.mesh import ReplicaMesh
 _MARK = "_ks_scans_blocks"
 _REASONS = "_ks_reasons_against_scans"
 _RUNS = "_ks_runs_of_blocks"
-_PLATFORMS = ("tpu", "gpu")
+_PLATFORMS = ("tpu",)
 _MIN_BLOCKS = 8
 """The smallest number of blocks that are computed in a loop by default."""
 
@@ -59,7 +59,7 @@ _MIN_BLOCKS = 8
 def scan_blocks(model: keras.Model, is_scanned: bool = True) -> list[list[str]]:
     """Makes a strategy's steps compute a model's equal blocks in one loop.
 
-    On TPUs and GPUs, steps do so by default for runs of at least 8 equal blocks
+    On TPUs, steps do so by default for runs of at least 8 equal blocks
     that can be computed in a loop.
 
     A program then contains one block instead of all, so it is smaller and
