@@ -7,7 +7,6 @@ to the document (such as a callback's best weights) form a separate group.
 """
 
 import os
-import pathlib
 import re
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -19,66 +18,16 @@ import numpy as np
 from keras_strategies._types import Tree
 from keras_strategies.checkpoint import nests
 from keras_strategies.checkpoint.directory import verify
-from keras_strategies.checkpoint.directory.files import (
-    load_object,
-    make_damage_error,
+from keras_strategies.checkpoint.directory.documents import (
+    VERSION,
+    read_document,
 )
-from keras_strategies.checkpoint.directory.names import RUN
 from keras_strategies.cluster.addresses import shorten
-from keras_strategies.cluster.array_kinds import (
-    is_dtype_name,
-    is_shape,
-    parse_dtype,
-)
-from keras_strategies.cluster.exchange.message_forms import fault_of
+from keras_strategies.cluster.array_kinds import parse_dtype
 from keras_strategies.names import dry_run
 from keras_strategies.spmd.mesh import ReplicaMesh
 from keras_strategies.spmd.values import set_apart
 from keras_strategies.variables.shardings import sharding_of
-
-VERSION = 1
-"""The version of documents that this code reads and writes."""
-
-MAX_BYTES = 64 << 20
-"""The maximum length of a document, in bytes."""
-
-
-def read_document(path: str | os.PathLike[str]) -> dict[str, Any]:
-    """Reads a checkpoint's document: everything except its arrays.
-
-    Args:
-      path: The checkpoint's folder.
-
-    Returns:
-      The document. It always has the key "version". If this is `VERSION`, the
-      document also has the keys "variables", with the shape and dtype of each
-      array by group and name, and "state". A document of another version may
-      have any other keys.
-
-    Raises:
-      DamagedCheckpoint: if the document is missing or not valid.
-    """
-    path = pathlib.Path(path)
-    document = load_object(path, RUN, MAX_BYTES, "document")
-    if "version" not in document:
-        raise make_damage_error(path, RUN, "it has no version")
-    if document["version"] == VERSION and not _is_complete(document):
-        raise make_damage_error(
-            path, RUN, "its entries are not those of a checkpoint's document"
-        )
-    return document
-
-
-def _is_complete(document: dict[str, Any]) -> bool:
-    if fault_of(document, {"state": object, "variables": dict}) is not None:
-        return False
-    groups = document["variables"].values()
-    return all(isinstance(group, dict) for group in groups) and all(
-        fault_of(entry, (is_shape, is_dtype_name)) is None
-        for group in groups
-        for entry in group.values()
-    )
-
 
 Groups = Mapping[str, Sequence[keras.Variable]]
 Arrays = dict[str, dict[str, Any]]

@@ -112,7 +112,7 @@ class StepRecorder:
         self._reset(self.began_at)
 
     def _reset(self, now: float) -> None:
-        self.seconds = dict.fromkeys(_PHASES, 0.0)
+        self.seconds: dict[str, float] = dict.fromkeys(_PHASES, 0.0)
         self.read_seconds = self.window_seconds = 0.0
         self.saves = self.ahead = self.executions = self.steps = 0
         self.first_steps = self.launched

@@ -332,11 +332,9 @@ class RunReport(ReportCallback):
             # later.
             last = recorder.measure_local()
             runner.measure_steps = lambda: last
-        has_report = self.is_done and self._document is not None
-        if has_report and self._is_chief and self._verbose:
-            files.print_reports(
-                Console(highlight=False), {"run": self._document}
-            )
+        document = self._document if self.is_done else None
+        if document is not None and self._is_chief and self._verbose:
+            files.print_reports(Console(highlight=False), {"run": document})
 
     # Implementation.
 

@@ -59,7 +59,7 @@ class Figures:
         )
 
     @staticmethod
-    def measure_memory(executable: Any) -> dict[str, float]:
+    def measure_memory(executable: Any) -> dict[str, Any]:
         """Returns the fields of the bytes that a program needs."""
         memory = executable.memory_analysis()
         return {
@@ -70,7 +70,7 @@ class Figures:
         }
 
     @staticmethod
-    def measure_collectives(text: str) -> dict[str, dict[str, float]]:
+    def measure_collectives(text: str) -> dict[str, Any]:
         """Returns the fields of the collectives in a program's text."""
         counts = collections.Counter[str]()
         sent = collections.Counter[str]()

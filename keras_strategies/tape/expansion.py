@@ -253,10 +253,11 @@ class _Expansion:
             results = [inner[v] for v in targets]
             return results, [inner.known[v] for v in computed]
 
+        shapes = [stages.shape_of(v.aval) for v in others]
         _, pull_back, arrays = jax.vjp(
             forward,
             [values[v] for v in free],
-            [jnp.zeros(v.aval.shape, v.aval.dtype) for v in others],
+            [jnp.zeros(s.shape, s.dtype) for s in shapes],
             has_aux=True,
         )
         # They have the tangents of outer gradients already.
@@ -282,12 +283,14 @@ def _expand_inner(equation: Equation) -> Equation:
 
     def expand(param: Any) -> Any:
         if isinstance(param, tuple):
-            return tuple(map(expand, param))
+            entries = tuple(map(expand, param))
+            return entries if entries != param else param
         if not isinstance(param, ClosedJaxpr | Jaxpr):
             return param
-        if hasattr(param, "consts"):
-            return expand_tapes(param)
-        traced = expand_tapes(ClosedJaxpr(param, []))
+        program: Any = param  # Since JAX 0.11, one class is that of both.
+        if hasattr(program, "consts"):
+            return expand_tapes(program)
+        traced = expand_tapes(ClosedJaxpr(program, []))
         assert not traced.consts
         return traced.jaxpr
 

@@ -14,6 +14,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import keras
+from jax.core import Tracer
 
 from keras_strategies._types import Array, Tree
 from keras_strategies.spmd.identity import IdentityMap, IdentitySet
@@ -131,7 +132,7 @@ class GradientTape:
                 self._chosen.add(leaf)
                 continue
             primitives.check_traced(self.trace is not None)
-            if not isinstance(leaf, jax.core.Tracer):
+            if not isinstance(leaf, Tracer):
                 raise ValueError(
                     "A tape can only watch variables, and arrays that are "
                     "computed in the code that JAX traces. Received: an object "
@@ -232,13 +233,13 @@ class GradientTape:
         trace = reads.find_trace()
         primitives.check_traced(trace is not None and trace is self.trace)
         arrays = [
-            list(self._reads.get(leaf, ())) if _is_variable(leaf) else [leaf]
+            (self._reads.get(leaf) or []) if _is_variable(leaf) else [leaf]
             for leaf in sources
         ]
         roots = [*self._watched]
         roots += [read for v in self._reads for read in self._reads[v]]
         _, found = find_path(
-            trace.frame.get_eqns(),
+            self.trace.frame.get_eqns(),
             reads.find_variables(roots),
             reads.find_variables([target for target, _ in pairs]),
             self._mark,

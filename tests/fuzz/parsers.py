@@ -17,8 +17,8 @@ from rich.console import Console
 
 from keras_strategies import cluster_resolver
 from keras_strategies.checkpoint import nests
-from keras_strategies.checkpoint.contents import read_document
 from keras_strategies.checkpoint.directory import lock
+from keras_strategies.checkpoint.directory.documents import read_document
 from keras_strategies.checkpoint.directory.files import DamagedCheckpoint
 from keras_strategies.checkpoint.directory.manifest import read_manifest
 from keras_strategies.checkpoint.directory.verify import guard_restore

@@ -13,7 +13,7 @@ import pathlib
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from keras_strategies.checkpoint.contents import (
+from keras_strategies.checkpoint.directory.documents import (
     VERSION,
     read_document,
 )

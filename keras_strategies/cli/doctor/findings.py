@@ -4,6 +4,7 @@ import collections
 import dataclasses
 import enum
 import functools
+from typing import Any
 
 from keras_strategies.cluster.untrusted import escape_controls
 
@@ -120,7 +121,7 @@ class Report:
         """Whether a finding prevents programs from running."""
         return any(f.level is Level.FAULT for f in self.findings)
 
-    def as_dict(self) -> dict[str, object]:
+    def as_dict(self) -> dict[str, Any]:
         """Returns the report as a dict that can be written as JSON."""
         found = dataclasses.asdict(self) | {"summary": self.summary}
         del found["is_chief"]

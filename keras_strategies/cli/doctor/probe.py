@@ -118,13 +118,10 @@ def _time_all_reduce(request: Any) -> dict[str, Any]:
     answer: dict[str, Any] = {"devices": count}
     for name, width in _WIDTHS.items():
         # Each device has its number, from 1.
-        rows = jax.make_array_from_callback(
-            (count, width),
-            sharded,
-            lambda index, width=width: np.full(
-                (1, width), (index[0].start or 0) + 1, np.float32
-            ),
-        )
+        def make_row(index: Any, width: int = width) -> np.ndarray:
+            return np.full((1, width), (index[0].start or 0) + 1, np.float32)
+
+        rows = jax.make_array_from_callback((count, width), sharded, make_row)
         # The first call includes compilation, so it is not timed.
         total = jax.block_until_ready(add(rows))
         last = float(np.asarray(total.addressable_data(0))[-1])

@@ -159,7 +159,7 @@ def _find_kaggle_file(handle: str, path: str) -> str:
 
 def _find_hf_file(repo_id: str, filename: str) -> str:
     """Returns the path of a file in Hugging Face's cache; see above."""
-    import huggingface_hub as hub
+    import huggingface_hub as hub  # pyright: ignore[reportMissingImports]
 
     if not isinstance(hub.try_to_load_from_cache(repo_id, "config.json"), str):
         _refuse_preset(f"hf://{repo_id}", filename)

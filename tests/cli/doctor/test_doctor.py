@@ -736,7 +736,10 @@ def test_unknown_command_is_refused(capsys):
     [
         (["launch", "--workers", "2", "train.py"], ("--processes N", "SCRIPT")),
         (["doctor", "--fast"], ("doctor [-h] [--quick]", "--fast")),
-        (["plan", "--fast"], ("plan (SCRIPT | -m MODULE)", "--fast")),
+        (
+            ["plan", "a.py", "--topology", "v5e:2x2", "--fast"],
+            ("plan (SCRIPT | -m MODULE)", "--fast"),
+        ),
     ],
 )
 def test_an_unknown_option_shows_the_usage_of_its_command(words, parts, capsys):

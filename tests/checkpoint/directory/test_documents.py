@@ -5,7 +5,7 @@ import random
 
 import pytest
 
-from keras_strategies.checkpoint import contents
+from keras_strategies.checkpoint.directory import documents
 from keras_strategies.checkpoint.directory.files import DamagedCheckpoint
 from keras_strategies.checkpoint.directory.names import RUN
 
@@ -24,12 +24,12 @@ def write(folder, text):
 
 def test_a_document_is_read(tmp_path):
     write(tmp_path, json.dumps(GOOD).encode())
-    assert contents.read_document(tmp_path) == GOOD
+    assert documents.read_document(tmp_path) == GOOD
 
 
 def test_of_another_version_only_that_is_known(tmp_path):
     write(tmp_path, b'{"version": 7}')
-    assert contents.read_document(tmp_path) == {"version": 7}
+    assert documents.read_document(tmp_path) == {"version": 7}
 
 
 def changed(**entries):
@@ -58,26 +58,26 @@ def changed(**entries):
 def test_what_is_no_document_is_damage(tmp_path, text, fault):
     write(tmp_path, text)
     with pytest.raises(DamagedCheckpoint, match=fault):
-        contents.read_document(tmp_path)
+        documents.read_document(tmp_path)
 
 
 def test_a_document_has_a_largest_size(tmp_path, monkeypatch):
-    monkeypatch.setattr(contents, "MAX_BYTES", 100)
+    monkeypatch.setattr(documents, "MAX_BYTES", 100)
     write(tmp_path, json.dumps(GOOD).encode() + b" " * 100)
     with pytest.raises(DamagedCheckpoint, match="maximum of 100"):
-        contents.read_document(tmp_path)
+        documents.read_document(tmp_path)
 
 
 def test_a_link_and_nothing_are_no_documents(tmp_path):
     with pytest.raises(DamagedCheckpoint, match="run/metadata"):
-        contents.read_document(tmp_path)
+        documents.read_document(tmp_path)
     elsewhere = tmp_path / "elsewhere"
     elsewhere.write_text(json.dumps(GOOD))
     write(tmp_path, b"")
     (tmp_path / RUN).unlink()
     (tmp_path / RUN).symlink_to(elsewhere)
     with pytest.raises(DamagedCheckpoint):
-        contents.read_document(tmp_path)
+        documents.read_document(tmp_path)
 
 
 @pytest.mark.slow
@@ -95,7 +95,7 @@ def test_ten_thousand_damaged_documents_are_damage_or_documents(
             text = text[:start] + draw.choice(pieces) + text[stop:]
         write(tmp_path, text.encode())
         try:
-            document = contents.read_document(tmp_path)
+            document = documents.read_document(tmp_path)
         except DamagedCheckpoint:
             continue
         assert document["version"] != 1 or "state" in document
