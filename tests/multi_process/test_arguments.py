@@ -18,6 +18,8 @@ def check_files(told):
 
 
 # By default test_fits.py has one of them.
+# Keras 3.15.1 also warns if a generator of unknown length ends.
+@pytest.mark.filterwarnings("ignore:Your input ran out of data")
 @pytest.mark.slow
 def test_arguments_of_fit_mean_what_they_do_on_one_process():
     options = {"uses": ["tensorflow"], "timeout_s": 500}
