@@ -81,13 +81,14 @@ class GradientTape:
         self._scopes.enter_context(reads.patches.hold())
         self._scopes.enter_context(jax.named_scope(self._mark + primitives.ON))
         reads.recording.tapes.append(self)
+        self._scopes.callback(reads.recording.tapes.remove, self)
         return self
 
     def __exit__(self, *_: object) -> None:
-        reads.recording.tapes.remove(self)
         scopes, self._scopes = self._scopes, None
-        if scopes is not None:
-            scopes.close()
+        assert scopes is not None
+        with scopes:
+            self._check_is_innermost()
 
     @contextlib.contextmanager
     def stop_recording(self) -> Iterator[None]:
@@ -109,9 +110,11 @@ class GradientTape:
         """Forgets all that was recorded, and goes on to record.
 
         Raises:
-          ValueError: if the tape does not record.
+          ValueError: if the tape does not record, or a tape that was entered
+            after it does.
         """
         self._check_records("reset")
+        self._check_is_innermost()
         self._begin()
         assert self._scopes is not None
         self._scopes.enter_context(jax.named_scope(self._mark + primitives.ON))
@@ -186,8 +189,6 @@ class GradientTape:
                 f"{unconnected_gradients!r}. Pass one of these."
             )
         self._is_used = True
-        if self._scopes is not None and not self._persistent:
-            self.__exit__()
         leaves, structure = jax.tree.flatten(sources, is_leaf=_is_variable)
         targets = [_read_now(leaf) for leaf in _flatten(target)]
         seeds = _match_seeds(output_gradients, targets)
@@ -216,6 +217,14 @@ class GradientTape:
             raise ValueError(
                 f"`{name}` must be called while the tape records. Received: a "
                 "call outside of its `with` block. Call it within."
+            )
+
+    def _check_is_innermost(self) -> None:
+        if reads.recording.tapes[-1:] != [self]:
+            raise ValueError(
+                "Tapes must be left in the reverse of the order in which they "
+                "were entered, and only the innermost can be reset. Received: "
+                "another tape. Use nested `with` blocks."
             )
 
     def _differentiate(
@@ -259,8 +268,9 @@ class GradientTape:
                 self._mark,
             )
         )
+        # Those of complex sources are conjugates of JAX's.
         return [
-            _add([next(gradients) for _ in each]) if each else None
+            jnp.conj(_add([next(gradients) for _ in each])) if each else None
             for each in connected
         ]
 
@@ -300,9 +310,10 @@ def _match_seeds(seeds: Tree, targets: Sequence[Any]) -> list[Any]:
             f"{len(leaves)} entries for {len(targets)} targets. Pass one for "
             "each target."
         )
+    values = [1 if seed is None else seed for seed in leaves]
     return [
-        jnp.full(x.shape, 1 if seed is None else seed, x.dtype)
-        for seed, x in zip(leaves, targets, strict=True)
+        jnp.conj(jnp.full(jnp.shape(x), value, jnp.result_type(x)))
+        for value, x in zip(values, targets, strict=True)
     ]
 
 

@@ -644,3 +644,47 @@ def clipped(lib, x, y, w):
     gradient = tape.gradient(loss, v)
     norm = lib.np.sqrt(lib.np.sum(gradient**2))
     return gradient * 0.1 / lib.np.maximum(norm, 0.1)
+
+
+@case
+def gradients_within_their_tapes(lib, x, y, w):
+    v = lib.variable(w)
+    with lib.tape() as one, lib.tape() as two:
+        h = lib.np.matmul(x, v)
+        first = one.gradient(lib.np.sum(h**2), v)
+        second = two.gradient(lib.np.sum(lib.np.sin(h)), v)
+    return first, second
+
+
+@case
+def a_penalty_on_a_gradient_within_its_tape(lib, x, y, w):
+    v = lib.variable(w)
+    with lib.tape() as outer:
+        with lib.tape() as inner:
+            slope = inner.gradient(loss_of(lib, x, y, v), v)
+            penalty = lib.np.sum(slope**2)
+        loss = lib.np.sum(v**3) + penalty
+    return outer.gradient(loss, v)
+
+
+@case
+def complex_sources(lib, x, y, w):
+    z = lib.cast(w, "complex64") * (1.0 + 2.0j)
+    with lib.tape(persistent=True) as tape:
+        tape.watch(z)
+        cube = z**3
+        loss = lib.np.sum(lib.np.real(cube))
+    return tape.gradient(loss, z), tape.gradient(cube, z, output_gradients=z)
+
+
+@case
+def second_order_of_complex_sources(lib, x, y, w):
+    z = lib.cast(w, "complex64") * (1.0 + 2.0j)
+    with lib.tape() as outer:
+        outer.watch(z)
+        with lib.tape() as inner:
+            inner.watch(z)
+            loss = lib.np.sum(lib.np.real(z**3))
+        slope = inner.gradient(loss, z)
+        penalty = lib.np.sum(lib.np.abs(slope) ** 2)
+    return outer.gradient(penalty, z)

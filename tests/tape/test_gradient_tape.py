@@ -1,5 +1,6 @@
 """`ks.GradientTape` beside TensorFlow's, and its errors."""
 
+import contextlib
 import functools
 
 import jax
@@ -224,6 +225,20 @@ def test_a_tape_within_a_transformation_is_refused(transform):
         strategy_of(2).run(transform, args=(jnp.ones(3),))
 
 
+def test_numbers_among_the_targets_are_constants():
+    def differentiate(x):
+        with ks.GradientTape() as tape:
+            tape.watch(x)
+            value = x**2
+        return tape.gradient([value, 3, 2.0], x)
+
+    strategy = strategy_of(2)
+    for found in strategy.experimental_local_results(
+        strategy.run(differentiate, args=(jnp.ones(3),))
+    ):
+        np.testing.assert_array_equal(found, 2 * np.ones(3))
+
+
 def test_a_tape_in_debug_mode_is_refused():
     strategy = strategy_of(2)
     with strategy.debug(), pytest.raises(RuntimeError, match="value_and_grad"):
@@ -255,6 +270,19 @@ def fail_watch_numpy(x):
 
 def fail_reset_outside(x):
     ks.GradientTape().reset()
+
+
+def fail_reset_of_outer(x):
+    with ks.GradientTape() as tape, ks.GradientTape():
+        tape.reset()
+
+
+def fail_left_in_the_wrong_order(x):
+    one, two = ks.GradientTape(), ks.GradientTape()
+    with contextlib.ExitStack() as stack:
+        one.__enter__()
+        stack.enter_context(two)
+        one.__exit__()
 
 
 def fail_stop_outside(x):
@@ -291,6 +319,8 @@ def fail_jacobian(x):
         (fail_watch_outside, ValueError, "while the tape records"),
         (fail_watch_numpy, ValueError, "ndarray"),
         (fail_reset_outside, ValueError, "while the tape records"),
+        (fail_reset_of_outer, ValueError, "only the innermost"),
+        (fail_left_in_the_wrong_order, ValueError, "reverse of the order"),
         (fail_stop_outside, ValueError, "while the tape records"),
         (fail_unconnected, ValueError, "'none' or 'zero'"),
         (fail_output_gradients, ValueError, "2 entries for 1"),
