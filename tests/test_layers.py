@@ -96,7 +96,7 @@ LOGIC_LINES = {
     "reporting": 972,
     "run": 734,
     "spmd": 1534,
-    "step": 2458,
+    "step": 2461,
     "strategy": 2035,
     "tape": 502,
     "testing": 156,

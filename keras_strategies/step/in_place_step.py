@@ -8,6 +8,7 @@ import inspect
 from collections.abc import Callable, Sequence
 from typing import Any
 
+import jax
 import keras
 
 from keras_strategies._types import Batch
@@ -80,7 +81,11 @@ class _InPlaceStep:
         ]
         scope = InnerScope(pairs)
         with chain_scopes(), _patches.hold(), scope:
-            results = self.__wrapped__(data)
+            # Logs may have variables, such as the learning rate.
+            results = jax.tree.map(
+                lambda x: x.value if isinstance(x, keras.Variable) else x,
+                self.__wrapped__(data),
+            )
         _check_written(scope, IdentitySet(variable for variable, _ in pairs))
         new = tuple(
             [scope.get_current_value(v) for v in group]

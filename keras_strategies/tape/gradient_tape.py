@@ -48,7 +48,8 @@ class GradientTape:
               loss = self.compute_loss(x, y, self(x, training=True))
           weights = self.trainable_variables
           self.optimizer.apply(tape.gradient(loss, weights), weights)
-          return {"loss": loss}
+          self.metrics[0].update_state(loss)
+          return self.get_metrics_result()
       ```
     """
 

@@ -184,6 +184,20 @@ def test_a_write_of_a_variable_that_is_not_the_models_is_refused():
         train(2, cls=WithOtherVariable)
 
 
+class WithVariableInLogs(InPlace):
+    def train_step(self, data):
+        logs = super().train_step(data)
+        return logs | {"rate": self.optimizer.learning_rate}
+
+
+def test_logs_may_have_variables():
+    with ks.MirroredStrategy(devices=jax.devices()[:2]).scope():
+        model = WithVariableInLogs("mean")
+        model.compile(keras.optimizers.Adam(0.01), "mse")
+    fit = model.fit(X, Y, batch_size=8, verbose=0)
+    np.testing.assert_allclose(fit.history["rate"], [0.01], rtol=1e-6)
+
+
 class OfNeitherForm(InPlace):
     def train_step(self):
         return {}
