@@ -96,7 +96,7 @@ LOGIC_LINES = {
     "reporting": 970,
     "run": 734,
     "spmd": 1534,
-    "step": 2461,
+    "step": 2485,
     "strategy": 2035,
     "tape": 505,
     "testing": 156,

@@ -5,6 +5,7 @@ logs or outputs. It is called in a scope that has the values of the state.
 """
 
 import inspect
+import itertools
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -30,10 +31,22 @@ def make_stateless(
       model: The model, whose step is `step(state, data)`, or `step(data)`.
       kind: `"train"`, `"test"` or `"predict"`.
       variables: The variables of the state, by group.
+
+    Raises:
+      TypeError: if a step that takes only the data calls Keras's own step.
     """
-    step = getattr(model, f"{kind}_step")
+    step: Any = getattr(model, f"{kind}_step")
     if not _is_in_place(step):
         return step
+    if _calls_keras(model, step):
+        raise TypeError(
+            f"A step of the form `{kind}_step(self, data)` must not call that "
+            f"of `keras.Model`, which also takes the state. Received: "
+            f"{type(model).__name__}, whose step calls "
+            f"`super().{kind}_step`. Compute the loss with "
+            "`self.compute_loss` within a `ks.GradientTape`, or take "
+            "`(state, data)`."
+        )
     return _InPlaceStep(step, variables, is_predict=kind == "predict")
 
 
@@ -48,6 +61,24 @@ def _is_in_place(step: Callable[..., Any]) -> bool:
         return True
 
     return accepts("data") and not accepts("state", "data")
+
+
+def _calls_keras(model: keras.Model, step: Any) -> bool:
+    """Returns whether a model's step calls the one that Keras defines."""
+    function = getattr(step, "__func__", step)
+    names = getattr(getattr(function, "__code__", None), "co_names", ())
+    methods = [
+        (cls, vars(cls)[function.__name__])
+        for cls in type(model).__mro__
+        if function.__name__ in vars(cls)
+    ]
+    after = [
+        cls
+        for (_, method), (cls, _) in itertools.pairwise(methods)
+        if method is function
+    ]
+    is_super = {"super", function.__name__} <= set(names)
+    return is_super and any(c.__module__.startswith("keras.") for c in after)
 
 
 class _InPlaceStep:

@@ -206,3 +206,28 @@ class OfNeitherForm(InPlace):
 def test_a_step_of_neither_form_is_refused():
     with pytest.raises(TypeError, match="must accept"):
         train(2, cls=OfNeitherForm)
+
+
+class CallsKeras(keras.Model):
+    def __init__(self, kind):
+        super().__init__()
+        self.layer = keras.layers.Dense(1)
+
+    def call(self, x):
+        return self.layer(x)
+
+    def train_step(self, data):
+        return super().train_step(data)
+
+
+def test_a_call_of_keras_own_step_is_refused_with_the_cure():
+    with pytest.raises(TypeError, match=r"super\(\).train_step.*compute_loss"):
+        train(2, cls=CallsKeras)
+
+
+def test_a_call_of_a_step_of_the_same_form_is_none_of_keras():
+    class Child(InPlace):
+        def train_step(self, data):
+            return super().train_step(data)
+
+    compare(train(2, cls=Child), train(2))
