@@ -97,7 +97,7 @@ LOGIC_LINES = {
     "run": 734,
     "spmd": 1534,
     "step": 2485,
-    "strategy": 2035,
+    "strategy": 2040,
     "tape": 505,
     "testing": 156,
     "tpu": 1055,

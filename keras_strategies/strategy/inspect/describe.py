@@ -31,6 +31,7 @@ MAX_DEVICES_OF_PROCESS = 4
 MAX_PROCESSES = 4
 MAX_ROWS = 40
 MAX_PATH = 28
+MAX_WIDTH = 20
 
 BYTES_PER_MB = 1e6
 
@@ -223,9 +224,14 @@ def tabulate(groups: Mapping[VariableRow, Sequence[str]]) -> Table:
                 f"{count_bytes(row) / BYTES_PER_MB:,.3f}",
             )
         )
-    for header in cells[0]:
-        is_number = header in ("", "MB a device")
-        table.add_column(header, justify="right" if is_number else "left")
+    for i, column in enumerate(zip(*cells, strict=True)):
+        is_number = column[0] in ("", "MB a device")
+        table.add_column(
+            column[0],
+            justify="right" if is_number else "left",
+            # In a narrow terminal only the paths are cut.
+            min_width=min(max(map(len, column)), MAX_WIDTH) if i else None,
+        )
     for texts in cells[1:]:
         # `Text`, because a path may contain rich's markup.
         table.add_row(*map(Text, texts))
