@@ -1,4 +1,4 @@
-"""The public names, for type checkers; `_MODULES` maps them to modules."""
+"""The public names, for type checkers; `./run names` writes them."""
 
 from keras_strategies import callbacks as callbacks
 from keras_strategies import checkpoint as checkpoint
@@ -27,22 +27,16 @@ from keras_strategies.hooks.global_batch_loss import (
     global_batch_loss as global_batch_loss,
 )
 from keras_strategies.hooks.gradients import grad as grad
-from keras_strategies.hooks.gradients import (
-    value_and_grad as value_and_grad,
-)
+from keras_strategies.hooks.gradients import value_and_grad as value_and_grad
 from keras_strategies.hooks.merge import merge as merge
 from keras_strategies.kernels.by_rows import by_rows as by_rows
 from keras_strategies.planning.report.planned_step import (
     PlannedStep as PlannedStep,
 )
 from keras_strategies.planning.report.table import Plan as Plan
-from keras_strategies.spmd.compiled import (
-    CompiledProgram as CompiledProgram,
-)
+from keras_strategies.spmd.compiled import CompiledProgram as CompiledProgram
 from keras_strategies.spmd.mesh import ReplicaMesh as ReplicaMesh
-from keras_strategies.spmd.values import (
-    DistributedValues as DistributedValues,
-)
+from keras_strategies.spmd.values import DistributedValues as DistributedValues
 from keras_strategies.spmd.values import Mirrored as Mirrored
 from keras_strategies.spmd.values import PerReplica as PerReplica
 from keras_strategies.spmd.values import ReduceOp as ReduceOp
@@ -82,19 +76,11 @@ from keras_strategies.strategy.replica_context import (
     ValueContext as ValueContext,
 )
 from keras_strategies.strategy.strategy import Strategy as Strategy
-from keras_strategies.strategy.tf_compat.function import (
-    function as function,
-)
-from keras_strategies.strategy.tf_compat.options import (
-    RunOptions as RunOptions,
-)
+from keras_strategies.strategy.tf_compat.function import function as function
+from keras_strategies.strategy.tf_compat.options import RunOptions as RunOptions
 from keras_strategies.strategy.tpu import TPUStrategy as TPUStrategy
-from keras_strategies.variables.abstract_models import (
-    abstract as abstract,
-)
+from keras_strategies.tape.gradient_tape import GradientTape as GradientTape
+from keras_strategies.variables.abstract_models import abstract as abstract
 from keras_strategies.variables.variable_creator import (
     variable_creator_scope as variable_creator_scope,
 )
-
-__version__: str
-from keras_strategies.tape.gradient_tape import GradientTape as GradientTape

@@ -1,4 +1,4 @@
-"""The public names, for type checkers; `_MODULES` maps them to modules."""
+"""The public names, for type checkers; `./run names` writes them."""
 
 from keras_strategies.callbacks.checkpoint import Checkpoint as Checkpoint
 from keras_strategies.callbacks.scalars import Scalars as Scalars

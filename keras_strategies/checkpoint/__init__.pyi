@@ -1,4 +1,4 @@
-"""The names, for type checkers; `_MODULES` has where they are."""
+"""The public names, for type checkers; `./run names` writes them."""
 
 from keras_strategies.checkpoint.directory.files import (
     DamagedCheckpoint as DamagedCheckpoint,

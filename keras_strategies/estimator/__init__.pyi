@@ -1,9 +1,7 @@
-"""The public names, for type checkers; `_MODULES` maps them to modules."""
+"""The public names, for type checkers; `./run names` writes them."""
 
 from keras_strategies.estimator import experimental as experimental
-from keras_strategies.estimator.config.run_config import (
-    RunConfig as RunConfig,
-)
+from keras_strategies.estimator.config.run_config import RunConfig as RunConfig
 from keras_strategies.estimator.contrib.from_keras import (
     model_to_estimator as model_to_estimator,
 )
@@ -12,13 +10,9 @@ from keras_strategies.estimator.estimator_spec import (
     EstimatorSpec as EstimatorSpec,
 )
 from keras_strategies.estimator.estimator_spec import ModeKeys as ModeKeys
-from keras_strategies.estimator.exporters import (
-    BestExporter as BestExporter,
-)
+from keras_strategies.estimator.exporters import BestExporter as BestExporter
 from keras_strategies.estimator.exporters import Exporter as Exporter
-from keras_strategies.estimator.exporters import (
-    FinalExporter as FinalExporter,
-)
+from keras_strategies.estimator.exporters import FinalExporter as FinalExporter
 from keras_strategies.estimator.exporters import (
     LatestExporter as LatestExporter,
 )

@@ -1,4 +1,4 @@
-"""The public names, for type checkers; `_MODULES` maps them to modules."""
+"""The public names, for type checkers; `./run names` writes them."""
 
 from keras_strategies.estimator.contrib.early_stopping import (
     make_early_stopping_hook as make_early_stopping_hook,
