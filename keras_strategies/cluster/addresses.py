@@ -1,6 +1,8 @@
-"""Parsers of addresses and numbers in a cluster's environment variables."""
+"""Addresses and numbers in environment variables, and free ports."""
 
+import random
 import re
+import socket
 from collections.abc import Callable, Mapping, Sequence
 from ipaddress import IPv4Address, IPv6Address, ip_address
 
@@ -214,3 +216,26 @@ def _parse_digits(text: str) -> int:
     """Parses a number written in ASCII digits; returns -1 for other text."""
     is_number = text.isascii() and text.isdigit() and len(text) <= 18
     return int(text) if is_number else -1
+
+
+# These ports are below the range of ephemeral ports. An outgoing connection
+# can therefore not occupy a port between its choice here and its use.
+_FREE_PORTS = range(20000, 32000)
+
+
+def find_free_ports(count: int) -> list[int]:
+    """Returns the given number of ports of 127.0.0.1 that are free now."""
+    ports: list[int] = []
+    for port in random.SystemRandom().sample(_FREE_PORTS, len(_FREE_PORTS)):
+        if len(ports) == count:
+            break
+        with socket.socket() as probe:
+            # JAX's service sets the same option. With it, a port in the state
+            # TIME_WAIT can be used again.
+            probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            try:
+                probe.bind(("127.0.0.1", port))
+            except OSError:
+                continue
+            ports.append(port)
+    return ports

@@ -1,6 +1,8 @@
-"""The lines of user code that stacks of Python frames come from."""
+"""User code apart from this package: on stacks, and in child processes."""
 
 import functools
+import pathlib
+import sys
 import sysconfig
 import types
 from pathlib import PurePath
@@ -40,3 +42,29 @@ def is_user_code(file: str) -> bool:
     if file.startswith((_OURS, "<frozen")):
         return False
     return not any(name in file for name in _LIBRARIES)
+
+
+_FOLDER = str(pathlib.Path(__file__).parents[2])
+# The folder that contains this package is added to the end of Python's import
+# path, because the folder's other packages must not shadow those found earlier.
+_PROGRAM = """
+import sys
+sys.path.append({folder!r})
+from {module} import main
+sys.exit(main(*sys.argv[1:]))
+"""
+
+
+def make_command_line(module: str, *words: str) -> list[str]:
+    """Returns the command line of a process that calls a module's `main`.
+
+    The option `-P` keeps the current folder off Python's import path. With
+    `-c` alone, the current folder would come first in the path, and a file in
+    it could shadow a module of the same name.
+
+    Args:
+      module: The module's full name.
+      words: The arguments of `main`.
+    """
+    code = _PROGRAM.format(folder=_FOLDER, module=module)
+    return [sys.executable, "-P", "-c", code, *words]

@@ -2,9 +2,10 @@
 
 import abc
 import dataclasses
+import enum
 import functools
 import zlib
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any, ClassVar
 
 import jax
@@ -13,9 +14,55 @@ import numpy as np
 from keras_strategies._types import Tree
 from keras_strategies.data.options import AutoShardPolicy
 from keras_strategies.data.shuffled_orders import Order
-from keras_strategies.data.source_summary import Summary
 from keras_strategies.spmd import host_arrays
 from keras_strategies.spmd.batches import num_rows
+
+
+class Reading(enum.Enum):
+    """The way in which each process reads data that is not process-local.
+
+    Attributes:
+      ROWS: The process reads only its own rows.
+      PIPELINE: The process reads all rows and discards the rows of the other
+        processes.
+      REPLICAS: The process reads an entire batch for each of its replicas.
+    """
+
+    ROWS = "each process reads only its own rows of each batch"
+    PIPELINE = "each process runs the entire pipeline and uses only its rows"
+    REPLICAS = "each replica gets entire batches from its process's dataset"
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Summary:
+    """A source's description of how it is read, made without reading data.
+
+    Attributes:
+      applied: The policy by which the data is divided among processes.
+      reason: The reason for `applied`, as the end of a sentence: "because ...".
+      asked: The policy that the dataset or the user requested, if the source
+        knows it. If it is set, `applied` and `reason` are also valid for a job
+        with a single process.
+      reading: How each process reads the data.
+      num_rows: Number of rows in an epoch of `num_batches` batches, if known.
+      first_rows: Number of rows in the first batch, if known; other batches may
+        have more or fewer rows.
+      files: The files that each process reads, as far as this process knows
+        them.
+      notes: Further remarks, as full sentences.
+    """
+
+    applied: AutoShardPolicy
+    reason: str
+    asked: AutoShardPolicy | None = None
+    reading: Reading = Reading.PIPELINE
+    num_rows: int | None = None
+    first_rows: int | None = None
+    files: Mapping[int, tuple[str, ...]] = dataclasses.field(
+        default_factory=dict
+    )
+    notes: tuple[str, ...] = ()
+
 
 _NUM_MARKED = 16
 Cut = Callable[[int], tuple[int, int]]

@@ -16,9 +16,7 @@ from keras_strategies.cluster.exchange.host_exchange import (
 from keras_strategies.cluster.exchange.message_forms import Either, is_count
 from keras_strategies.cluster.exchange.rounds import Rounds
 from keras_strategies.data import batch_spec, step_checks
-from keras_strategies.data.prefetch import Prefetched
-from keras_strategies.data.raise_together import raise_everywhere
-from keras_strategies.data.regrouping import Rebatcher, peek
+from keras_strategies.data.prefetch import Prefetched, Rebatcher, peek
 from keras_strategies.data.source import (
     Part,
     Source,
@@ -26,6 +24,7 @@ from keras_strategies.data.source import (
     check_part,
     data_checksum,
 )
+from keras_strategies.data.step_checks import raise_everywhere
 from keras_strategies.names.phases import READ, Phase
 from keras_strategies.spmd.batches import HostBatch
 from keras_strategies.spmd.mesh import ReplicaMesh

@@ -4,7 +4,7 @@ import dataclasses
 from collections.abc import Mapping
 from typing import Any
 
-from keras_strategies.data import tf_devices
+from keras_strategies.gpu import topology_devices
 from keras_strategies.names import dry_run
 from keras_strategies.spmd.mesh import ReplicaMesh
 from keras_strategies.variables.partitioners import (
@@ -50,7 +50,7 @@ class Runtime:
                 mesh, layout_map, variable_partitioner
             )
         if not mesh.is_abstract:
-            tf_devices.note_platform(mesh.platform)
+            topology_devices.note_platform(mesh.platform)
         registry = Registry()
         partitioner, mesh = _bind(variable_partitioner, mesh)
         placements = Placements(mesh, layout_map, partitioner)

@@ -17,8 +17,8 @@ import traceback
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from keras_strategies.cluster.addresses import find_free_ports
 from keras_strategies.gpu.xla_flags import XLA_FLAGS, read_flags
-from keras_strategies.job.free_ports import find_free_ports
 
 _POLL_S = 0.05
 _GRACE_S = 20.0

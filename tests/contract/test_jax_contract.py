@@ -13,9 +13,9 @@ import pytest
 from jax._src import api, distributed
 from jax.sharding import SingleDeviceSharding
 
+from keras_strategies.cluster.addresses import find_free_ports
 from keras_strategies.cluster.exchange import kv_store
 from keras_strategies.job import mutual_tls
-from keras_strategies.job.free_ports import find_free_ports
 from keras_strategies.names import versions
 from keras_strategies.passes.replay import separate_trace
 from keras_strategies.passes.stages import scan_operands

@@ -321,7 +321,7 @@ CASES = {
     "AutoShardPolicy.AUTO": by_files,
 }
 # They need a second process, another Python or a GPU; tests/multi_process,
-# tests/cluster, tests/data/test_tf_devices.py and tests/test_import.py provoke
+# tests/cluster, tests/gpu/test_tf_devices.py and tests/test_import.py provoke
 # them.
 OF_SEVERAL = {
     "keras_strategies needs Keras",

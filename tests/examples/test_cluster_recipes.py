@@ -12,7 +12,7 @@ import pytest
 import yaml
 
 import keras_strategies as ks
-from keras_strategies.job.free_ports import find_free_ports
+from keras_strategies.cluster.addresses import find_free_ports
 from keras_strategies.names import versions
 from keras_strategies.reporting.document import load_report
 from tests.support import compiling

@@ -47,9 +47,9 @@ from keras_strategies.cluster.resolvers.tf_config_resolver import (
 from keras_strategies.cluster.tasks import task_info
 from keras_strategies.cluster.untrusted import load_json
 from keras_strategies.data import batch_spec
-from keras_strategies.data.raise_together import raise_everywhere
 from keras_strategies.data.shuffled_orders import BatchOrder, RowOrder
 from keras_strategies.data.source import Part
+from keras_strategies.data.step_checks import raise_everywhere
 from keras_strategies.data.steps import Steps
 from keras_strategies.estimator import exporting, records, train_callback
 from keras_strategies.estimator.config.run_cluster import parse_cluster

@@ -6,10 +6,10 @@ import os
 
 import pytest
 
+from keras_strategies.cluster.addresses import find_free_ports
 from keras_strategies.cluster.exchange.rendezvous import RendezvousError
 from keras_strategies.cluster.spec import TaskInfo
 from keras_strategies.job import bootstrap
-from keras_strategies.job.free_ports import find_free_ports
 from tests.support.commands import python
 
 pytestmark = pytest.mark.quick

@@ -11,7 +11,7 @@ import subprocess
 import sys
 import time
 
-from keras_strategies.job.free_ports import find_free_ports
+from keras_strategies.cluster.addresses import find_free_ports
 from keras_strategies.testing import processes
 
 _POLL_S = 0.02

@@ -26,7 +26,7 @@ os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "3")
 import numpy as np
 import tensorflow as tf
 
-from keras_strategies.job.free_ports import find_free_ports
+from keras_strategies.cluster.addresses import find_free_ports
 from tests.multi_process import own_rows
 
 TABLE = pathlib.Path(__file__).with_name("own_rows.json")

@@ -8,7 +8,7 @@ import sys
 
 import pytest
 
-from keras_strategies.job.free_ports import find_free_ports
+from keras_strategies.cluster.addresses import find_free_ports
 from tests.job.test_local_gpus import STEP, tf_config, torchrun
 from tests.support.combinations import combine, few
 

@@ -5,7 +5,7 @@ import socket
 
 import pytest
 
-from keras_strategies.job.free_ports import find_free_ports
+from keras_strategies.cluster.addresses import find_free_ports
 from tests.multi_process.startup import ALONE_S, TOGETHER_S, train
 from tests.support.jobs import values_of
 

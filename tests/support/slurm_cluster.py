@@ -16,7 +16,7 @@ import socket
 import subprocess
 import time
 
-from keras_strategies.job.free_ports import find_free_ports
+from keras_strategies.cluster.addresses import find_free_ports
 from tests.support.commands import call
 
 NODES = ("127.0.0.2", "127.0.0.3")

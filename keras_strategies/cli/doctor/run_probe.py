@@ -18,9 +18,9 @@ from keras_strategies.cli.doctor.findings import (
 )
 from keras_strategies.cli.doctor.installed import DEVICE_COUNT
 from keras_strategies.cli.launch.local_job import describe_exit
-from keras_strategies.cluster.child_program import make_command_line
 from keras_strategies.cluster.exchange.rendezvous import RendezvousError
 from keras_strategies.cluster.untrusted import load_json
+from keras_strategies.cluster.user_code import make_command_line
 from keras_strategies.gpu.xla_flags import is_deterministic
 from keras_strategies.watchdog.launcher_pipe import LAUNCHER_FD
 

@@ -14,10 +14,10 @@ from keras_strategies.cli.launch.gpus import (
 )
 from keras_strategies.cli.launch.local_job import JobEnd, run_job
 from keras_strategies.cli.launch.restarts import run_with_restarts
+from keras_strategies.cluster.addresses import find_free_ports
 from keras_strategies.cluster.exchange import job_secret
 from keras_strategies.gpu.xla_flags import XLA_FLAGS, read_flags
 from keras_strategies.job import compilation_cache
-from keras_strategies.job.free_ports import find_free_ports
 from keras_strategies.job.progress_pipe import Progress
 
 _DEVICE_COUNT = "--xla_force_host_platform_device_count"

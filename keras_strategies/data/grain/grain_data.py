@@ -20,9 +20,14 @@ from keras_strategies.data.grain.grain_rows import (
     find_stacked_rows,
     iterate_pipeline,
 )
-from keras_strategies.data.loaded import LoadedSource, check_by_rows, is_local
 from keras_strategies.data.options import AutoShardPolicy
-from keras_strategies.data.own_rows import ProcessRows, stack_rows
+from keras_strategies.data.own_rows import (
+    LoadedSource,
+    ProcessRows,
+    check_by_rows,
+    is_local,
+    stack_rows,
+)
 from keras_strategies.data.source import Cut, Part, take
 from keras_strategies.spmd.batches import num_rows
 

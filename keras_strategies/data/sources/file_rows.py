@@ -15,9 +15,8 @@ from numpy.lib import format as npy
 
 from keras_strategies._types import Tree
 from keras_strategies.data.own_rows import stack_rows
-from keras_strategies.data.sources.files import Files
-from keras_strategies.data.sources.mapped_arrays import let_go
-from keras_strategies.data.tf_devices import hide_gpus
+from keras_strategies.data.sources.files import Files, let_go
+from keras_strategies.gpu.topology_devices import hide_gpus
 
 _MAX_OPEN = 64
 # Bytes around a record in a TFRecord file: its length and two checksums.

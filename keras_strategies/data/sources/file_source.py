@@ -12,8 +12,14 @@ import numpy as np
 from keras_strategies._types import Tree
 from keras_strategies.data.options import AutoShardPolicy
 from keras_strategies.data.own_rows import ProcessRows
-from keras_strategies.data.source import Cut, Part, Source, all_rows
-from keras_strategies.data.source_summary import Reading, Summary
+from keras_strategies.data.source import (
+    Cut,
+    Part,
+    Reading,
+    Source,
+    Summary,
+    all_rows,
+)
 from keras_strategies.data.sources.file_rows import (
     ArrayRows,
     RecordRows,

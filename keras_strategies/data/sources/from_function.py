@@ -10,8 +10,7 @@ import numpy as np
 
 from keras_strategies._types import Tree
 from keras_strategies.data.batch_spec import find_row_kind
-from keras_strategies.data.source import Cut, Part, Source
-from keras_strategies.data.source_summary import Reading, Summary
+from keras_strategies.data.source import Cut, Part, Reading, Source, Summary
 from keras_strategies.data.sources.iterables import check_batches, host_batches
 from keras_strategies.spmd import host_arrays
 from keras_strategies.spmd.batches import num_rows

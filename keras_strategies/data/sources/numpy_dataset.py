@@ -13,12 +13,13 @@ from keras_strategies._types import Tree
 from keras_strategies.data.source import (
     Cut,
     Part,
+    Reading,
     Source,
+    Summary,
     rows_checksum,
     rows_to_checksum,
 )
-from keras_strategies.data.source_summary import Reading, Summary
-from keras_strategies.data.sources.mapped_arrays import let_go
+from keras_strategies.data.sources.files import let_go
 from keras_strategies.spmd.batches import num_rows
 
 

@@ -15,8 +15,8 @@ import ml_dtypes
 import numpy as np
 
 from keras_strategies._types import Array, Batch, Dataset, Tree
-from keras_strategies.data.loaded import LoadedSource, check_by_rows, is_local
 from keras_strategies.data.options import AutoShardPolicy
+from keras_strategies.data.own_rows import LoadedSource, check_by_rows, is_local
 from keras_strategies.data.source import Cut, Part, take
 
 _Key = tuple[int, ...]

@@ -16,8 +16,7 @@ from keras_strategies._types import Dataset, Tree
 from keras_strategies.cluster.exchange.message_forms import Either, fault_of
 from keras_strategies.cluster.untrusted import load_json
 from keras_strategies.data.options import AutoShardPolicy
-from keras_strategies.data.source import Cut, Part, Source, take
-from keras_strategies.data.source_summary import Summary
+from keras_strategies.data.source import Cut, Part, Source, Summary, take
 from keras_strategies.data.tfdata.tf_files import (
     find_damage,
     find_files,

@@ -4,7 +4,7 @@ import warnings
 
 from keras_strategies._types import Dataset
 from keras_strategies.data.options import AutoShardPolicy
-from keras_strategies.data.source_summary import Summary
+from keras_strategies.data.source import Summary
 from keras_strategies.data.tfdata.tf_files import (
     FileSplit,
     reads_files,

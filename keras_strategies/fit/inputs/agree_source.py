@@ -10,9 +10,12 @@ import numpy as np
 from keras_strategies._types import Batch, Tree
 from keras_strategies.cluster.exchange import message_forms
 from keras_strategies.cluster.exchange.rounds import Rounds
-from keras_strategies.data.raise_together import list_values, raise_everywhere
 from keras_strategies.data.source import Source, data_checksum
-from keras_strategies.data.step_checks import find_unequal_readers
+from keras_strategies.data.step_checks import (
+    find_unequal_readers,
+    list_values,
+    raise_everywhere,
+)
 from keras_strategies.spmd.mesh import ReplicaMesh
 
 _T = TypeVar("_T")

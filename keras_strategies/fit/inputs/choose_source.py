@@ -37,7 +37,6 @@ from keras_strategies.data.sources.file_source import FilesSource
 from keras_strategies.data.sources.files import Files
 from keras_strategies.data.sources.numpy_dataset import NumpyDataset, RowsSource
 from keras_strategies.data.sources.torch_data import TorchSource
-from keras_strategies.data.tf_devices import hide_gpus
 from keras_strategies.data.tfdata.tf_data import TfDataSource
 from keras_strategies.fit.inputs.agree_source import (
     build_on_all_processes,
@@ -48,6 +47,7 @@ from keras_strategies.fit.inputs.keras_sources import (
     PyDatasetSource,
 )
 from keras_strategies.fit.inputs.loop_data import LoopData
+from keras_strategies.gpu.topology_devices import hide_gpus
 from keras_strategies.spmd.host_arrays import check_numbers
 from keras_strategies.spmd.mesh import ReplicaMesh
 

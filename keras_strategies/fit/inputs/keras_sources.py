@@ -30,7 +30,7 @@ from keras_strategies.data.source import (
     rows_to_checksum,
     take,
 )
-from keras_strategies.data.sources.mapped_arrays import is_mapped, let_go
+from keras_strategies.data.sources.files import is_mapped, let_go
 from keras_strategies.data.sources.numpy_dataset import IndexedSource
 from keras_strategies.keras_bridge.keras_names import BATCH_ORDER, ROW_ORDER
 from keras_strategies.spmd import host_arrays

@@ -12,7 +12,7 @@ import time
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from keras_strategies.cluster.child_program import make_command_line
+from keras_strategies.cluster.user_code import make_command_line
 from keras_strategies.planning.capture.progress import Progress
 from keras_strategies.planning.capture.request import (
     ENVIRONMENT,

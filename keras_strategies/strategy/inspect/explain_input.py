@@ -22,8 +22,7 @@ from keras_strategies.data.options import (
     InputOptions,
     check_input_options,
 )
-from keras_strategies.data.source import Source
-from keras_strategies.data.source_summary import Reading, Summary
+from keras_strategies.data.source import Reading, Source, Summary
 from keras_strategies.data.sources.files import Files
 from keras_strategies.data.sources.torch_data import is_torch
 from keras_strategies.data.tfdata.tf_data import TfDataSource

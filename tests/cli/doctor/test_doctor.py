@@ -23,8 +23,8 @@ from keras_strategies.cli.doctor import (
     run_probe,
 )
 from keras_strategies.cli.doctor.findings import Level, Part
+from keras_strategies.cluster.addresses import find_free_ports
 from keras_strategies.cluster.spec import TaskInfo
-from keras_strategies.job.free_ports import find_free_ports
 from keras_strategies.names import versions
 from tests.support import strangers
 from tests.support.combinations import combine

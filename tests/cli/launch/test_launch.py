@@ -20,11 +20,11 @@ from keras_strategies.cli.launch.launch import (
     make_task_names,
 )
 from keras_strategies.cli.launch.local_job import Ending, find_first_cause
+from keras_strategies.cluster.addresses import find_free_ports
 from keras_strategies.cluster.resolvers.tf_config_resolver import (
     TFConfigClusterResolver,
 )
 from keras_strategies.cluster.tasks import task_info
-from keras_strategies.job.free_ports import find_free_ports
 from tests.support.combinations import few
 from tests.support.waiting import wait_until
 

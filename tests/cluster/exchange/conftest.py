@@ -2,8 +2,8 @@
 
 import pytest
 
+from keras_strategies.cluster.addresses import find_free_ports
 from keras_strategies.cluster.exchange import joining, rendezvous
-from keras_strategies.job.free_ports import find_free_ports
 
 
 @pytest.fixture(autouse=True)

@@ -10,13 +10,13 @@ import time
 import pytest
 
 from keras_strategies.cluster import exchange
+from keras_strategies.cluster.addresses import find_free_ports
 from keras_strategies.cluster.exchange.job_secret import (
     VARIABLE,
     Secret,
     read_secret,
 )
 from keras_strategies.cluster.exchange.rendezvous import RendezvousError, meet
-from keras_strategies.job.free_ports import find_free_ports
 from tests.support.combinations import combine, few
 from tests.support.waiting import connected
 

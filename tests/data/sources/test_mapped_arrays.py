@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 import keras_strategies as ks
-from keras_strategies.data.sources import mapped_arrays
+from keras_strategies.data.sources import files
 from tests.support.jobs import values_of_each
 
 MB = 2**20
@@ -146,11 +146,11 @@ def test_nothing_that_was_written_is_lost(tmp_path, mode):
     x = np.load(tmp_path / "x.npy", mmap_mode=mode)
     if mode != "r":
         x[:] = 1
-    assert mapped_arrays.is_mapped(x[3:]) == (mode != "c")
-    mapped_arrays.let_go(np.asarray(x))
+    assert files.is_mapped(x[3:]) == (mode != "c")
+    files.let_go(np.asarray(x))
     np.testing.assert_array_equal(x, np.full(5000, float(mode != "r")))
 
 
 def test_arrays_in_memory_are_left_alone():
-    assert not mapped_arrays.is_mapped(np.zeros(3))
-    mapped_arrays.let_go(np.zeros(3))
+    assert not files.is_mapped(np.zeros(3))
+    files.let_go(np.zeros(3))

@@ -11,7 +11,7 @@ import sys
 import jax
 import pytest
 
-from keras_strategies.cluster.child_program import make_command_line
+from keras_strategies.cluster.user_code import make_command_line
 from keras_strategies.planning.capture import processes, worker
 from keras_strategies.planning.capture import request as request_lib
 from keras_strategies.planning.capture.capture import Capture

@@ -21,7 +21,7 @@ import numpy as np
 import tensorflow as tf
 from tensorflow.python.eager import context
 import keras_strategies as ks
-from keras_strategies.data import tf_devices
+from keras_strategies.gpu import topology_devices
 
 def pretend():
     state = context.context()
@@ -55,7 +55,7 @@ def test_gpus_are_hidden_when_a_strategy_uses_gpus():
     pretend()
     ks.MirroredStrategy()  # Of CPU devices.
     print(visible())
-    tf_devices.note_platform("gpu")
+    topology_devices.note_platform("gpu")
     print(visible())
     tf.constant(1)  # Initializes TensorFlow's devices.
     print(visible())
@@ -69,7 +69,7 @@ def test_gpus_are_hidden_before_tfrecords_are_read(tmp_path):
     from keras_strategies.data.sources.file_rows import _read_tfrecords
     pretend()
     sys.modules["other"] = sys.modules.pop("tensorflow")  # Not imported yet.
-    tf_devices.note_platform("gpu")
+    topology_devices.note_platform("gpu")
     sys.modules["tensorflow"] = sys.modules.pop("other")
     print(visible())
     open({str(path)!r}, "wb").close()
@@ -85,7 +85,7 @@ def test_gpus_in_use_are_reported_with_the_cure():
     strategy = ks.MirroredStrategy()
     strategy.experimental_distribute_dataset(dataset)
     print("silent")
-    tf_devices._uses_gpus = True
+    topology_devices._uses_gpus = True
     try:
         strategy.experimental_distribute_dataset(dataset)
     except UserWarning as warning:
@@ -111,6 +111,6 @@ def test_gpus_that_take_no_memory_are_left_alone(code):
     assert run(f"""
     g = pretend()
     {code}
-    tf_devices.note_platform("gpu")
+    topology_devices.note_platform("gpu")
     print(visible())
     """) == ["1"]
