@@ -16,7 +16,7 @@ patch anything. Each public name is imported only when it is first used.
 from typing import Any
 
 from keras_strategies.keras_bridge import backend as _backend
-from keras_strategies.names import doors as _doors
+from keras_strategies.names import lazy_names as _lazy
 from keras_strategies.names import tf_names as _tf_names
 from keras_strategies.names import versions as _versions
 from keras_strategies.names.lazy_names import lazy_names as _lazy_names
@@ -57,7 +57,7 @@ _MODULES = {
     "abstract": "variables.abstract_models",
     "by_rows": "kernels.by_rows",
     "compute_average_loss": "strategy.losses",
-    "enable_determinism": "gpu.determinism",
+    "enable_determinism": "gpu.xla_flags",
     "experimental_set_strategy": "strategy.default",
     "function": "strategy.tf_compat.function",
     "get_replica_context": "strategy.default",
@@ -77,7 +77,7 @@ if not _backend.is_command():
     _versions.check_versions()
     _backend.choose_backend()
 
-_doors.enter("plan", "keras_strategies.planning.plan_api", "make_plan")
+_lazy.enter("plan", "keras_strategies.planning.plan_api", "make_plan")
 
 _get, __dir__ = _lazy_names(__name__, __name__, _MODULES, _tf_names.DISTRIBUTE)
 

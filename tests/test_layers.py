@@ -62,7 +62,8 @@ FLOORS = [
     {"cli"},
 ]
 FLOOR = {room: floor for floor, rooms in enumerate(FLOORS) for room in rooms}
-# The only packages that import `planning`: others call it by a name (doors.py).
+# The only packages that import `planning`: others call it by a name
+# (lazy_names.py).
 PLANNERS = {"cli", "planning", "reporting"}
 # What users see of a package: they import all its rooms.
 FACADES = {"__init__.py", "experimental.py"}
@@ -84,14 +85,14 @@ LOGIC_LINES = {
     "cluster": 2624,
     "data": 3507,
     "estimator": 3119,
-    "fit": 2196,
+    "fit": 2206,
     "gpu": 327,
     "hooks": 1479,
     "job": 760,
     "keras_bridge": 379,
     "kernels": 1581,
     "names": 310,
-    "passes": 4881,
+    "passes": 4906,
     "planning": 3457,
     "reporting": 970,
     "run": 734,
@@ -101,7 +102,7 @@ LOGIC_LINES = {
     "tape": 505,
     "testing": 156,
     "tpu": 1055,
-    "variables": 1804,
+    "variables": 1836,
     "watchdog": 1037,
 }
 # How far a room may be below its number. Then the number falls, too.

@@ -7,7 +7,7 @@ import keras
 
 from keras_strategies.fit.binding import find_binding
 from keras_strategies.step.step_functions import Trained
-from keras_strategies.variables.optimizer_values import (
+from keras_strategies.variables.model_variables import (
     count_optimizer_steps,
 )
 

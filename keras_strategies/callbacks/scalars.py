@@ -22,7 +22,7 @@ from keras_strategies.callbacks.global_step import (
 )
 from keras_strategies.cluster.checks import check_number
 from keras_strategies.fit.binding import find_binding
-from keras_strategies.variables.optimizer_values import (
+from keras_strategies.variables.model_variables import (
     read_learning_rates,
 )
 

@@ -32,7 +32,7 @@ from keras_strategies.estimator.config.run_checks import check_trains
 from keras_strategies.estimator.config.run_config import RunConfig
 from keras_strategies.estimator.estimator_spec import ModeKeys
 from keras_strategies.estimator.warm_start import WarmStartSettings
-from keras_strategies.keras_bridge.fresh_names import fresh_names
+from keras_strategies.keras_bridge.keras_names import fresh_names
 from keras_strategies.strategy.mirrored import OneDeviceStrategy
 from keras_strategies.strategy.strategy import Strategy
 

@@ -31,7 +31,6 @@ from keras_strategies.fit.callbacks.resumable_fit import (
 )
 from keras_strategies.fit.inputs import feed as adapter
 from keras_strategies.fit.inputs import loop_data
-from keras_strategies.fit.loop_call import Call
 from keras_strategies.fit.save_together import (
     SAVERS,
     make_saves_safe,
@@ -41,6 +40,7 @@ from keras_strategies.fit.scope_hooks import (
     LOOPS,
     ON_USE,
     STRATEGY,
+    Call,
 )
 from keras_strategies.keras_bridge import keras_names
 from keras_strategies.keras_bridge.ported_code import explaining_errors

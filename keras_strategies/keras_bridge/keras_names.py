@@ -1,10 +1,12 @@
-"""Private Keras names that differ between 3.15 and 3.16.
+"""Private Keras names that differ between versions, and names of objects.
 
 Each name is chosen by looking at the attributes of the installed Keras, never
 at its version. tests/contract/test_keras_names.py checks the names for both
 versions.
 """
 
+import collections
+import contextlib
 from collections.abc import Iterator
 from itertools import chain, islice
 from typing import Any
@@ -13,6 +15,7 @@ import jax
 import keras
 import numpy as np
 from keras.src.backend import jax as jax_backend
+from keras.src.backend.common import global_state
 from keras.src.trainers import trainer as trainer_lib
 from keras.src.trainers.data_adapters import data_adapter_utils
 from keras.src.trainers.data_adapters.array_data_adapter import ArrayDataAdapter
@@ -82,3 +85,30 @@ def take_execution(
     stacked = jax.tree.map(np.asarray, first)
     count = len(jax.tree.leaves(stacked)[0])
     return [jax.tree.map(lambda a, k=k: a[k], stacked) for k in range(count)]
+
+
+_COUNTS = "object_name_uids"
+
+
+@contextlib.contextmanager
+def fresh_names() -> Iterator[None]:
+    """Restarts Keras's numbering of unnamed objects while the block runs.
+
+    Otherwise a function that creates a model would give its layers different
+    names each time it is called.
+    """
+    with restore_names():
+        global_state.set_global_attribute(_COUNTS, collections.defaultdict(int))
+        yield
+
+
+@contextlib.contextmanager
+def restore_names() -> Iterator[None]:
+    """Restores Keras's counts of automatic names when the block ends."""
+    before = global_state.get_global_attribute(_COUNTS)
+    if before is not None:
+        before = before.copy()
+    try:
+        yield
+    finally:
+        global_state.set_global_attribute(_COUNTS, before)

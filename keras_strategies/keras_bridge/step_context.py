@@ -13,7 +13,7 @@ from typing import Any
 
 from keras_strategies.passes import replay
 from keras_strategies.passes.specs import Axis
-from keras_strategies.spmd import current_step as _current
+from keras_strategies.spmd import attributes as _current
 from keras_strategies.spmd.attributes import temporary_attribute
 from keras_strategies.spmd.buffers import Buffering, choose_buffering
 from keras_strategies.spmd.identity import IdentityMap, IdentitySet

@@ -1,4 +1,4 @@
-"""Public names that are imported on first use."""
+"""Names whose modules are imported on first use."""
 
 import importlib
 import sys
@@ -53,3 +53,17 @@ def lazy_names(
         return sorted({*dunder, *modules})
 
     return get, names
+
+
+_places: dict[str, tuple[str, str]] = {}
+
+
+def enter(name: str, module: str, function: str) -> None:
+    """Enters a function, whose module is imported when it is first called."""
+    _places[name] = module, function
+
+
+def call(name: str, *args: Any, **kwargs: Any) -> Any:
+    """Calls the function that was entered under a name."""
+    module, function = _places[name]
+    return getattr(importlib.import_module(module), function)(*args, **kwargs)

@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
 from keras_strategies._types import Batch
-from keras_strategies.keras_bridge.fresh_names import restore_names
+from keras_strategies.keras_bridge.keras_names import restore_names
 from keras_strategies.planning.compile import candidates as lib
 from keras_strategies.planning.compile.compiler import (
     Compiler,

@@ -20,8 +20,7 @@ from keras_strategies.fit.callbacks.callback_list import (
 from keras_strategies.fit.callbacks.resumable_fit import (
     find_fit_state,
 )
-from keras_strategies.fit.profiled_steps import parse_steps
-from keras_strategies.fit.step_profiler import profile_steps
+from keras_strategies.fit.step_profiler import parse_steps, profile_steps
 from keras_strategies.names.phases import recording
 from keras_strategies.planning.compile.clones import embeds_tokens
 from keras_strategies.reporting import document as files

@@ -31,7 +31,7 @@ from keras_strategies.step.ragged import (
     variants,
 )
 from keras_strategies.variables import shardings
-from keras_strategies.variables.deferred_creation import (
+from keras_strategies.variables.model_variables import (
     defer_creation,
 )
 

@@ -57,7 +57,7 @@ from keras_strategies.step.ragged.variants import (
 )
 from keras_strategies.step.traced import combine_sums, jit_named
 from keras_strategies.variables import ownership, shardings
-from keras_strategies.variables.deferred_creation import (
+from keras_strategies.variables.model_variables import (
     defer_creation,
 )
 

@@ -11,8 +11,10 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
+from keras_strategies.passes.constrained_operations import (
+    leave_out_open_constraints,
+)
 from keras_strategies.passes.specs import Axis
-from keras_strategies.spmd.open_shardings import leave_out_open_constraints
 
 GROUPS = "group"
 """Name of the mesh axis of the groups over which variables are sharded."""

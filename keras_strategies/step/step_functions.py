@@ -39,7 +39,7 @@ from keras_strategies.step.state.array_groups import (
 )
 from keras_strategies.step.state.layout import PLAIN, Layout
 from keras_strategies.step.train_program import StepProgram
-from keras_strategies.variables import deferred_creation, ownership
+from keras_strategies.variables import model_variables, ownership
 
 StepFunction = Callable[[Any, Iterator[Any]], tuple[Any, Any]]
 Program = Callable[[Any, Segment], Iterator[tuple[Any, Any]]]
@@ -117,7 +117,7 @@ class StepFunctionCache:
         self._arrays: ownership.Owned = {}
         self.places: dict[str, tuple[int, int] | None] = {}
         ownership.note_devices(mesh)
-        deferred_creation.models_in_loops.add(model)
+        model_variables.models_in_loops.add(model)
 
     def makers(self) -> dict[str, Callable[..., StepFunction]]:
         """Returns replacements for methods such as `make_train_function`."""

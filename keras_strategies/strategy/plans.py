@@ -6,7 +6,7 @@ from typing import Any
 import keras
 
 from keras_strategies._types import Batch
-from keras_strategies.names import doors
+from keras_strategies.names import lazy_names
 from keras_strategies.strategy import current
 
 
@@ -14,7 +14,7 @@ class PlanMixin:
     """The method of `Strategy` that plans training on absent hardware.
 
     `planning` is above this room. `keras_strategies/__init__.py` enters its
-    function in `names/doors.py`.
+    function in `names/lazy_names.py`.
     """
 
     def plan(
@@ -96,7 +96,7 @@ class PlanMixin:
           compiles ahead of time for a slice by its name)
         """
         current.check_outside("plan")
-        return doors.call(
+        return lazy_names.call(
             "plan",
             self,
             model,

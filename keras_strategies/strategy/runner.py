@@ -36,7 +36,7 @@ from keras_strategies.spmd.mesh import ReplicaMesh, has_sharding
 from keras_strategies.step.ragged.variants import Variant
 from keras_strategies.strategy import current
 from keras_strategies.strategy.replica_context import make_replica_scope
-from keras_strategies.variables import deferred_creation
+from keras_strategies.variables import model_variables
 
 _Argument = tuple[tuple[Any, ...], Any]
 """An argument's (layout, shape, dtype, key), and its array or None."""
@@ -114,7 +114,7 @@ class Runner:
             while len(self._programs) > _MAX_PROGRAMS:
                 self._programs.popitem(last=False)
         self._programs.move_to_end(key)
-        deferred_creation.sync_fits(program.lifted)
+        model_variables.sync_fits(program.lifted)
         return program(_list_arrays(arguments), self._last)
 
     def lower(
@@ -147,7 +147,7 @@ class Runner:
                 f"a strategy with {mesh.num_processes} processes. Debug with a "
                 "`MirroredStrategy` in a single process, with the same data."
             )
-        deferred_creation.sync_all_fits()
+        model_variables.sync_all_fits()
         split = [leaf for leaf in leaves if isinstance(leaf, values.PerReplica)]
         rows = [self._combine_components(value)[2] for value in split]
         return debug_run(

@@ -1,9 +1,28 @@
-"""The variables of a model, its optimizers, metrics and losses."""
+"""The variables of a model, and their values while a fit runs.
 
-from collections.abc import Iterable
+While Keras's `fit` runs, the values of a model's variables are in the state
+that it passes from step to step, and the variables themselves may have no
+values. Writing all values back to read one number would take longer than a
+small step.
+"""
+
+import contextlib
+import weakref
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
+import jax
+import jax.numpy as jnp
 import keras
+import numpy as np
+
+from keras_strategies._types import Array
+from keras_strategies.variables.abstract_variables import (
+    refuse_abstract,
+)
+from keras_strategies.variables.variable_creator import (
+    variable_creator_scope,
+)
 
 
 def all_variables(model: keras.Model) -> list[keras.Variable]:
@@ -30,3 +49,130 @@ def _find_optimizers(values: Iterable[Any]) -> list[keras.optimizers.Optimizer]:
         elif isinstance(value, dict):
             found += _find_optimizers(value.values())
     return found
+
+
+def read_learning_rates(model: keras.Model) -> dict[str, float]:
+    """Returns the learning rates of the next step.
+
+    Nothing is computed on the strategy's devices, so a single process may call
+    this function.
+
+    Args:
+      model: A compiled model. A fit of the model may be running.
+
+    Returns:
+      A dict {"learning_rate": rate}, or for a MultiOptimizer
+      {"learning_rate/0": ..., "learning_rate/1": ...}. Empty if the model has
+      no Keras optimizer. Rates that are not scalars are omitted.
+    """
+    optimizer = _unwrap_optimizer(model)
+    if optimizer is None:
+        return {}
+    if isinstance(optimizer, keras.optimizers.MultiOptimizer):
+        parts = enumerate(optimizer.optimizers)
+        optimizers = {f"learning_rate/{k}": part for k, part in parts}
+    else:
+        optimizers = {"learning_rate": optimizer}
+    rates = {
+        name: _compute_rate(model, one) for name, one in optimizers.items()
+    }
+    return {n: float(rate) for n, rate in rates.items() if np.ndim(rate) == 0}
+
+
+def count_optimizer_steps(model: keras.Model) -> int:
+    """Returns the number of train steps of the model's optimizer.
+
+    Steps that accumulate gradients are counted; steps that loss scaling skips
+    are not. The result is 0 if the model has no Keras optimizer.
+    """
+    optimizer = _unwrap_optimizer(model)
+    if optimizer is None:
+        return 0
+    return int(_read_values(model, [optimizer._iterations])[0])
+
+
+def _unwrap_optimizer(model: keras.Model) -> keras.optimizers.Optimizer | None:
+    optimizer = model.optimizer
+    if isinstance(optimizer, keras.optimizers.LossScaleOptimizer):
+        optimizer = optimizer.inner_optimizer
+    is_known = isinstance(optimizer, keras.optimizers.Optimizer)
+    return optimizer if is_known else None
+
+
+def _compute_rate(
+    model: keras.Model, optimizer: keras.optimizers.Optimizer
+) -> Array:
+    rate = optimizer._learning_rate
+    if isinstance(rate, keras.Variable):
+        return _read_values(model, [rate])[0]
+    # A schedule computes the rate from the optimizer's step. A function may
+    # also read other scalars of the optimizer.
+    scalars = [v for v in model.optimizer.variables if v.shape == ()]
+    values = _read_values(model, scalars)
+    with keras.StatelessScope(list(zip(scalars, values, strict=True))):
+        return keras.ops.convert_to_numpy(optimizer.learning_rate)
+
+
+def _read_values(
+    model: keras.Model, variables: Sequence[keras.Variable]
+) -> list[Any]:
+    """Returns current values of optimizer variables, on the host."""
+    values: Any = [v._value for v in variables]
+    state = getattr(model, "_jax_state", None) or {}
+    if "optimizer_variables" in state and not model._jax_state_synced:
+        places = {id(v): k for k, v in enumerate(model.optimizer.variables)}
+        current = state["optimizer_variables"]
+        values = [current[places[id(v)]] for v in variables]
+    return jax.device_get(values)
+
+
+models_in_loops: "weakref.WeakSet[keras.Model]" = weakref.WeakSet()
+"""Models whose values may be in the state that a running `fit` passes on."""
+
+
+@contextlib.contextmanager
+def defer_creation() -> Iterator[None]:
+    """Allows a trace to create variables, which get their values afterwards.
+
+    Keras can initialize a variable later only if it has an initializer, so a
+    plain value is wrapped in an initializer.
+    """
+
+    def create(
+        next_creator: Callable[..., keras.Variable], **kwargs: Any
+    ) -> keras.Variable:
+        initializer = kwargs["initializer"]
+        if not callable(initializer) and not isinstance(initializer, str):
+            value = np.asarray(initializer, kwargs.get("dtype"))
+            if value.dtype == np.float64:
+                value = value.astype(keras.config.floatx())
+            kwargs |= {
+                "initializer": lambda shape, dtype: jnp.asarray(value, dtype),
+                "shape": value.shape,
+                "dtype": kwargs.get("dtype") or str(value.dtype),
+            }
+        return next_creator(**kwargs)
+
+    with variable_creator_scope(create):
+        yield
+
+
+def sync_fits(variables: Sequence[keras.Variable]) -> None:
+    """Writes values from the state of a running fit back to the variables.
+
+    Does nothing if all the variables have values.
+
+    Raises:
+      RuntimeError: if a variable was created in `ks.abstract()` and has no
+        value.
+    """
+    if any(v._value is None for v in variables):
+        sync_all_fits()
+        refuse_abstract(variables)
+
+
+def sync_all_fits() -> None:
+    """Writes the values from the states of running fits back to variables."""
+    for model in list(models_in_loops):
+        if any(v._value is None for v in model.variables):
+            model.jax_state_sync()

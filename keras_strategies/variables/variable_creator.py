@@ -22,7 +22,6 @@ from keras.src.optimizers.base_optimizer import BaseOptimizer
 from keras_strategies.cluster.exchange import same_variables
 from keras_strategies.keras_bridge.patches import Patches
 from keras_strategies.spmd.attributes import temporary_attribute
-from keras_strategies.spmd.chief import place_from_chief
 from keras_strategies.spmd.mesh import (
     ReplicaMesh,
     copy_with_sharding,
@@ -35,6 +34,7 @@ from keras_strategies.variables.abstract_variables import (
     make_abstract,
     note_slot,
 )
+from keras_strategies.variables.initial_values import place_from_chief
 from keras_strategies.variables.shardings import (
     Placements,
     forget_placement,

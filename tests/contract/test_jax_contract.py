@@ -181,7 +181,7 @@ def test_jax_leaves_a_job_past_the_public_name():
 
 
 def test_open_constraints_are_still_emitted():
-    """Fails when JAX leaves them out: then spmd/open_shardings.py can go."""
+    """Fails when JAX leaves them out (passes/constrained_operations.py)."""
     code = """
 import jax, numpy as np
 from jax.sharding import Mesh, PartitionSpec as P

@@ -62,11 +62,11 @@ from keras.src.utils.python_utils import pythonify_logs
 
 from keras_strategies.fit import scope_hooks
 from keras_strategies.fit.inputs.loop_data import LoopData
-from keras_strategies.keras_bridge.fresh_names import fresh_names
 from keras_strategies.keras_bridge.keras_names import (
     BUILDS_FIRST,
     MAYBE_BUILD,
     TRAINER,
+    fresh_names,
 )
 from keras_strategies.spmd.attributes import temporary_attribute
 from tests.test_layers import BRIDGE
@@ -1215,7 +1215,7 @@ def test_losses_of_a_call_are_kept_on_the_model_until_they_are_read():
     assert len(model.losses) == 1
 
 
-# Learning rates that are read during a fit: optimizer_values.py.
+# Learning rates that are read during a fit: model_variables.py.
 
 
 def test_an_optimizer_s_rate_is_a_variable_or_computes_it():
@@ -1325,7 +1325,7 @@ def test_averages_of_weights_are_named_by_the_weights():
     assert paths[2:] == ["sgd/layer_kernel_average", "sgd/layer_bias_average"]
 
 
-# Weights of pretrained models: weight_files.py.
+# Weights of pretrained models: patches.py.
 
 
 def test_applications_get_their_weights_from_addresses_of_this_form():

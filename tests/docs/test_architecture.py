@@ -41,7 +41,7 @@ def walk(title):
 
 
 # What a strategy with several cores a replica patches, for the whole process.
-PATCH = "spmd/open_shardings.py"
+PATCH = "passes/constrained_operations.py"
 
 
 class Recorder:

@@ -8,13 +8,13 @@ import numpy as np
 import pytest
 from jax.sharding import PartitionSpec as P
 
-from keras_strategies.passes import equal_functions
+from keras_strategies.passes import value_numbers
 
 X = np.ones((3, 3), "float32")
 
 
 def compute_same(functions, *args):
-    return equal_functions.compute_same(
+    return value_numbers.compute_same(
         jax.make_jaxpr(fn)(*args) for fn in functions
     )
 

@@ -10,11 +10,11 @@ import numpy as np
 import pytest
 
 import keras_strategies as ks
-from keras_strategies.fit.profiled_steps import (
+from keras_strategies.fit.step_profiler import (
+    DIRECTORY,
     STEPS,
     parse_steps,
 )
-from keras_strategies.fit.step_profiler import DIRECTORY
 
 
 def make_model(strategy, **options):

@@ -19,7 +19,7 @@ from keras_strategies.fit.inputs.choose_source import (
     make_dataset_source,
 )
 from keras_strategies.fit.inputs.loop_data import split_validation
-from keras_strategies.fit.loop_call import Call
+from keras_strategies.fit.scope_hooks import Call
 from keras_strategies.names import dry_run
 from keras_strategies.planning.capture.captured_data import (
     CapturedData,

@@ -12,7 +12,7 @@ from keras_strategies.data.distributed import (
 )
 from keras_strategies.data.source import Source
 from keras_strategies.fit.inputs.feed import make_feed
-from keras_strategies.fit.loop_call import Call
+from keras_strategies.fit.scope_hooks import Call
 from keras_strategies.planning.compile.step import with_rows
 from keras_strategies.spmd import values
 from keras_strategies.spmd.mesh import ReplicaMesh

@@ -14,7 +14,7 @@ import numpy as np
 
 from keras_strategies._types import Tree
 from keras_strategies.fit.binding import Binding
-from keras_strategies.fit.loop_call import Call
+from keras_strategies.fit.scope_hooks import Call
 from keras_strategies.planning.capture.captured_data import (
     CapturedData,
     read_first_batch,

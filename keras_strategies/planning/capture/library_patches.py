@@ -20,7 +20,7 @@ from typing import Any, NoReturn
 import jax
 import keras
 
-from keras_strategies.keras_bridge.weight_files import skip_weights
+from keras_strategies.keras_bridge.patches import skip_weights
 from keras_strategies.planning.capture.errors import PlanError
 
 _HUB = "keras_hub"
