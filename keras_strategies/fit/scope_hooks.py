@@ -16,7 +16,6 @@ from typing import Any
 import jax
 import keras
 
-from keras_strategies.fit import scope_hooks
 from keras_strategies.hooks import batch_norm
 from keras_strategies.keras_bridge.keras_names import TRAINER
 from keras_strategies.keras_bridge.patches import Patch, Patches
@@ -276,7 +275,7 @@ class Call:
         warn_of_tensorflow_scope()
         self.name = name
         self._model = model
-        self._loop = scope_hooks.get_keras_loop(name)
+        self._loop = get_keras_loop(name)
         signature = inspect.signature(self._loop)
         bound = signature.bind(model, *args, **kwargs)
         bound.apply_defaults()
@@ -320,7 +319,7 @@ class Call:
         is_training = self.name in ("fit", "train_on_batch")
         with (
             contextlib.nullcontext() if is_training else Phase(EVALUATE),
-            scope_hooks.route_loops(self._model, None),
+            route_loops(self._model, None),
         ):
             try:
                 return self._loop(self._model, **self.keywords)

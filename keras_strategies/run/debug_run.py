@@ -21,7 +21,7 @@ from keras_strategies.hooks.variables_used import CollectingScope
 from keras_strategies.keras_bridge.step_context import ReplicaScope, StepContext
 from keras_strategies.passes.lockstep import Lockstep, Turn
 from keras_strategies.passes.replay import current_side
-from keras_strategies.run import replica_trace, run_results
+from keras_strategies.run import replica_trace
 from keras_strategies.spmd.identity import IdentityMap, IdentitySet
 from keras_strategies.spmd.mesh import ReplicaMesh
 from keras_strategies.spmd.values import STACKED, PerReplica, stack_replicas
@@ -233,9 +233,9 @@ def _regroup_results(
     """Combines the replicas' results into one nest, like a compiled `run`."""
     notes = [called.note.structure for called in ended]
     columns = zip(*[called.outputs for called in ended], strict=True)
-    return run_results.rebuild_nest(
+    return replica_trace.rebuild_nest(
         notes[0][0],
-        run_results.merge_constants(notes),
+        replica_trace.merge_constants(notes),
         (_wrap_parts(list(column), mesh) for column in columns),
         lambda values: _wrap_parts(list(map(jax.numpy.asarray, values)), mesh),
     )

@@ -23,7 +23,7 @@ from keras_strategies.hooks.variables_used import (
     LiftingScope,
 )
 from keras_strategies.keras_bridge.step_context import ReplicaScope
-from keras_strategies.run import replica_trace, run_results
+from keras_strategies.run import replica_trace
 from keras_strategies.spmd import compiled
 from keras_strategies.spmd.dispatch import dispatch
 from keras_strategies.spmd.identity import IdentityMap
@@ -280,7 +280,7 @@ class RunProgram:
 
     def _make_results(
         self,
-        report: run_results.TraceReport,
+        report: replica_trace.TraceReport,
         arrays: list[Any],
         sums: list[Any],
     ) -> Tree:
@@ -289,7 +289,7 @@ class RunProgram:
             self._wrap_array(array, totals.get(k), report.shapes_of(k))
             for k, array in enumerate(arrays)
         )
-        return run_results.rebuild_nest(
+        return replica_trace.rebuild_nest(
             report.structure, report.constants, wrapped, self._wrap_differing
         )
 

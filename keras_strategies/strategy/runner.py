@@ -17,13 +17,11 @@ from keras_strategies.job.progress_pipe import report_training
 from keras_strategies.keras_bridge.ported_code import explaining_errors
 from keras_strategies.keras_bridge.step_context import ReplicaScope
 from keras_strategies.names import dry_run
-from keras_strategies.run.argument_shapes import (
+from keras_strategies.run.debug_run import debug_run
+from keras_strategies.run.function_keys import (
     REPLICATED,
     STATIC,
     describe_argument,
-)
-from keras_strategies.run.debug_run import debug_run
-from keras_strategies.run.function_keys import (
     make_function_key,
     make_value_key,
 )

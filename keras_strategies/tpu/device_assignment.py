@@ -3,9 +3,9 @@
 import numpy as np
 import numpy.typing as npt
 
-from keras_strategies.tpu.coordinates import Cell, IntArray, read_integers
 from keras_strategies.tpu.placement import DeviceOrderMode, place_replicas
 from keras_strategies.tpu.topology import Topology
+from keras_strategies.tpu.topology_devices import Cell, IntArray, read_integers
 
 SINGLE_CORE_ASSIGNMENT = [[[0, 0, 0, 0]]]
 """The coordinates of an assignment with one replica on the first core."""

@@ -15,7 +15,7 @@ from typing import Any
 import jax
 import numpy as np
 
-from keras_strategies.tpu.coordinates import (
+from keras_strategies.tpu.topology_devices import (
     Cell,
     compute_box,
     get_chip,

@@ -6,8 +6,8 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from keras_strategies.tpu.coordinates import Cell, IntArray, read_integers
 from keras_strategies.tpu.topology import Topology
+from keras_strategies.tpu.topology_devices import Cell, IntArray, read_integers
 
 
 class DeviceOrderMode(enum.IntEnum):

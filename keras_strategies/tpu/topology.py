@@ -12,7 +12,7 @@ import numpy.typing as npt
 
 from keras_strategies.cluster.checks import check_type
 from keras_strategies.cluster.exchange.message_forms import load_form
-from keras_strategies.tpu.coordinates import (
+from keras_strategies.tpu.topology_devices import (
     Cell,
     IntArray,
     compute_box,
@@ -20,9 +20,9 @@ from keras_strategies.tpu.coordinates import (
     get_core,
     get_slice,
     has_coordinates,
+    make_tpu_devices,
     read_integers,
 )
-from keras_strategies.tpu.topology_devices import make_tpu_devices
 
 _RANK = 4
 # More cores than any slice has, to limit the size of a topology's arrays.

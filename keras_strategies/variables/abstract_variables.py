@@ -26,11 +26,11 @@ from keras.src.backend.common.symbolic_scope import in_symbolic_scope
 from keras_strategies._types import Array, Shape
 from keras_strategies.keras_bridge.patches import Patches
 from keras_strategies.spmd.attributes import temporary_attribute
-from keras_strategies.variables.sharded_variable import (
+from keras_strategies.variables.shardings import (
     make_plain,
     make_sharded,
+    placement_of,
 )
-from keras_strategies.variables.shardings import placement_of
 
 if TYPE_CHECKING:
     from numpy.typing import DTypeLike

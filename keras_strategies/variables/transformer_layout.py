@@ -20,12 +20,12 @@ import jax.numpy as jnp
 import keras
 
 from keras_strategies.cluster.checks import check_number
-from keras_strategies.variables.layouts.projections import (
+from keras_strategies.variables.transformer_structures import (
     MODEL,
     Axes,
+    choose_axes,
     strip_number,
 )
-from keras_strategies.variables.layouts.structures import choose_axes
 
 Layout = Any
 """A value of a layout map: axes, or a function from a shape to axes."""

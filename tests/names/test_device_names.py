@@ -3,7 +3,7 @@
 import jax
 import pytest
 
-from keras_strategies.names import device_names
+from keras_strategies.strategy import mirrored
 
 pytestmark = pytest.mark.quick
 
@@ -26,7 +26,7 @@ CPUS = jax.devices("cpu")
     ],
 )
 def test_a_name_means_platform_and_index(name, index):
-    assert device_names.find_device(name, CPUS) is CPUS[index]
+    assert mirrored.find_device(name, CPUS) is CPUS[index]
 
 
 @pytest.mark.parametrize(
@@ -35,7 +35,7 @@ def test_a_name_means_platform_and_index(name, index):
 )
 def test_an_unknown_name_lists_what_exists(name):
     with pytest.raises(ValueError, match="Unknown device") as caught:
-        device_names.find_device(name, CPUS)
+        mirrored.find_device(name, CPUS)
     text = str(caught.value)
     assert repr(name) in text
     for index in range(8):
@@ -43,38 +43,38 @@ def test_an_unknown_name_lists_what_exists(name):
 
 
 def test_a_jax_device_means_itself():
-    assert device_names.find_device(CPUS[3], CPUS) is CPUS[3]
+    assert mirrored.find_device(CPUS[3], CPUS) is CPUS[3]
 
 
 def test_a_jax_device_that_is_not_available_is_refused():
     with pytest.raises(ValueError, match="Available devices: cpu:0, cpu:1"):
-        device_names.find_device(CPUS[3], CPUS[:2])
+        mirrored.find_device(CPUS[3], CPUS[:2])
 
 
 @pytest.mark.parametrize("thing", [0, None, 1.5, object(), b"cpu:0"])
 def test_another_type_is_refused_with_an_example(thing):
     with pytest.raises(TypeError, match="cpu:0"):
-        device_names.find_device(thing, CPUS)
+        mirrored.find_device(thing, CPUS)
 
 
 def test_the_index_counts_the_platforms_own_devices():
     # What a machine with other devices first shows.
-    assert device_names.find_device("cpu:0", CPUS[4:]) is CPUS[4]
+    assert mirrored.find_device("cpu:0", CPUS[4:]) is CPUS[4]
 
 
 def test_one_name_is_one_device():
-    assert device_names.find_devices("cpu:1", CPUS) == (CPUS[1],)
-    assert device_names.find_devices(CPUS[1], CPUS) == (CPUS[1],)
+    assert mirrored.find_devices("cpu:1", CPUS) == (CPUS[1],)
+    assert mirrored.find_devices(CPUS[1], CPUS) == (CPUS[1],)
 
 
 def test_the_order_of_the_names_is_kept():
     names = ["cpu:2", CPUS[0], "/cpu:1"]
-    assert device_names.find_devices(names, CPUS) == (CPUS[2], CPUS[0], CPUS[1])
+    assert mirrored.find_devices(names, CPUS) == (CPUS[2], CPUS[0], CPUS[1])
 
 
 def test_no_names_are_no_devices():
-    assert device_names.find_devices([], CPUS) == ()
+    assert mirrored.find_devices([], CPUS) == ()
 
 
 def test_local_devices_are_named_once():
-    assert device_names.local_devices() == CPUS
+    assert mirrored.local_devices() == CPUS

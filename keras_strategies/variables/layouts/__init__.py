@@ -1,1 +1,0 @@
-"""Structures of transformers, and the axes that shard them over cores."""
