@@ -57,7 +57,7 @@ _MODULES = {
     "abstract": "variables.abstract_models",
     "by_rows": "kernels.by_rows",
     "compute_average_loss": "strategy.losses",
-    "enable_determinism": "gpu.xla_flags",
+    "enable_determinism": "gpu.determinism",
     "experimental_set_strategy": "strategy.default",
     "function": "strategy.tf_compat.function",
     "get_replica_context": "strategy.default",

@@ -85,7 +85,7 @@ LOGIC_LINES = {
     "cluster": 2624,
     "data": 3507,
     "estimator": 3119,
-    "fit": 2206,
+    "fit": 2196,
     "gpu": 327,
     "hooks": 1479,
     "job": 760,
