@@ -112,7 +112,7 @@ def py_dataset(batches):
     return Dataset()
 
 
-def dataset_of(source, x, y, folder):
+def make_dataset(source, x, y, folder):
     """The rows in batches, as a user would give them to fit."""
     if source == "PyDataset":
         return py_dataset(Batches(x, y))
@@ -142,7 +142,7 @@ def dataset_of(source, x, y, folder):
     )
 
 
-def arguments_of(source, x, y, folder):
+def input_arguments(source, x, y, folder):
     """A function that returns the arguments of `fit`.
 
     They are the same ones each time, but for a generator, which runs once.
@@ -153,7 +153,7 @@ def arguments_of(source, x, y, folder):
     if source == "numpy":
         arguments = {"x": x, "y": y, "batch_size": BATCH_SIZE}
     else:
-        arguments = {"x": dataset_of(source, x, y, folder)}
+        arguments = {"x": make_dataset(source, x, y, folder)}
     return lambda: arguments
 
 
@@ -172,7 +172,7 @@ def fitted(source, folder):
         batch = jax.device_put(Batches(x, y)[0], strategy._runtime.mesh.split)
         again = py_dataset([batch] * FIT_STEPS)
         return lambda: model.fit(again, shuffle=False, verbose=0)
-    arguments = arguments_of(source, x, y, folder)
+    arguments = input_arguments(source, x, y, folder)
     return lambda: model.fit(**arguments(), shuffle=False, verbose=0)
 
 
@@ -190,7 +190,7 @@ def fed(options):
     import keras_strategies as ks
 
     strategy = ks.MirroredStrategy()
-    arguments = arguments_of(source, x, y, options.folder)
+    arguments = input_arguments(source, x, y, options.folder)
     readers = {"loop": by_loop, "fit": by_fit, "keras": by_keras, "put": by_put}
     batches = readers[peer](strategy, source, arguments)
 
@@ -320,7 +320,7 @@ def distributed_by_tf(source, x, y, devices):
             Batches(x, y).generator, output_signature=signature
         )
     else:
-        dataset = dataset_of("tf.data", x, y, None)
+        dataset = make_dataset("tf.data", x, y, None)
     return strategy.experimental_distribute_dataset(dataset), strategy
 
 
@@ -394,7 +394,7 @@ def report(options):
         write_files(f"{options.folder}/{options.rows}", steps, shape)
         samples["feed"] = {}
         for source in options.sources:
-            peers = [(peer, source) for peer in peers_of(source)]
+            peers = [(peer, source) for peer in list_peers(source)]
             measured = session(peers, options, options.rows)
             samples["feed"][source] = {
                 peer: ms for (peer, _), ms in measured.items()
@@ -405,7 +405,7 @@ def report(options):
             json.dump({"devices": options.devices, **samples}, file)
 
 
-def peers_of(source):
+def list_peers(source):
     """Who can read it: Keras knows no files, TensorFlow only some."""
     return [
         peer

@@ -159,7 +159,7 @@ def compare(name, devices, is_glibc=False):
     }
 
 
-def cells_of(name, row, case):
+def format_cells(name, row, case):
     """A row's cells, as text."""
     return (
         *(name, case.optimizer, case.policy, str(case.devices), case.layout),
@@ -188,7 +188,7 @@ def show(found, cases):
     for name, row in found.items():
         is_off = abs(row["ratio"] - 1) > WITHIN
         style = "yellow" if is_off else None
-        table.add_row(*cells_of(name, row, cases[name]), style=style)
+        table.add_row(*format_cells(name, row, cases[name]), style=style)
     Console(width=None if sys.stdout.isatty() else 100).print(table)
 
 
@@ -197,7 +197,7 @@ def show_docs(found, cases):
     print(f"| {' | '.join(HEADERS)} |")
     print(f"|{'---|' * 5}{'---:|' * 3}")
     for name, row in found.items():
-        print(f"| {' | '.join(cells_of(name, row, cases[name]))} |")
+        print(f"| {' | '.join(format_cells(name, row, cases[name]))} |")
 
 
 def main():

@@ -31,7 +31,7 @@ HERE = pathlib.Path(__file__).parent
 SECONDS = 1200
 
 
-def programs_of(model, devices):
+def list_programs(model, devices):
     """What a model's process compiles and prints.
 
     Returns:
@@ -99,7 +99,7 @@ def main():
     args = parser.parse_args()
     with concurrent.futures.ThreadPoolExecutor(2) as pool:
         found = pool.map(
-            lambda model: programs_of(model, args.devices), args.models
+            lambda model: list_programs(model, args.devices), args.models
         )
         texts = {k: v for each in found for k, v in each.items()}
     if args.save:

@@ -67,7 +67,7 @@ def build(name):
     return model
 
 
-def dim_of(shape, count):
+def find_dim(shape, count):
     """The dimension that `FullySharded` divides, or None."""
     size = 1
     for side in shape:
@@ -92,7 +92,7 @@ def fitted(options):
         )
         layout = keras.distribution.LayoutMap(mesh)
         for variable in build(options.model).trainable_variables:
-            dim = dim_of(variable.shape, count)
+            dim = find_dim(variable.shape, count)
             axes = [None] * len(variable.shape)
             if dim is not None:
                 axes[dim] = "batch"
@@ -129,7 +129,7 @@ def raw_loop(x, y, options):
     model, rows = build(options.model), SIZES[options.model][0]
     mesh = Mesh(np.array(jax.devices()), ("replica",))
     count = mesh.size
-    dims = [dim_of(v.shape, count) for v in model.trainable_variables]
+    dims = [find_dim(v.shape, count) for v in model.trainable_variables]
     specs = [
         PartitionSpec()
         if dim is None

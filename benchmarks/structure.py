@@ -44,7 +44,7 @@ WORDS = {
 }
 
 
-def docstrings_of(tree):
+def list_docstrings(tree):
     """The nodes of docstrings, of the module, its classes and functions."""
     for node in ast.walk(tree):
         body = getattr(node, "body", None)
@@ -66,8 +66,8 @@ def logic_lines(source):
         for node in ast.walk(tree)
         if isinstance(node, ast.Import | ast.ImportFrom)
     )
-    for node in (*docstrings_of(tree), *imports):
-        lines -= lines_of(node)
+    for node in (*list_docstrings(tree), *imports):
+        lines -= count_lines(node)
     return lines
 
 
@@ -84,11 +84,11 @@ def count_logic_lines(package):
     return counts
 
 
-def lines_of(node):
+def count_lines(node):
     return set(range(node.lineno, node.end_lineno + 1))
 
 
-def functions_of(tree):
+def list_functions(tree):
     """Yields the functions, and whether each is public: (node, bool)."""
     for parent in ast.walk(tree):
         hidden = isinstance(parent, FUNCTIONS) or (
@@ -100,9 +100,11 @@ def functions_of(tree):
 
 
 def length(function):
-    docstring = next(iter(docstrings_of(function)), None)
+    docstring = next(iter(list_docstrings(function)), None)
     own = docstring is not None and docstring is function.body[0]
-    return len(lines_of(function) - (lines_of(docstring) if own else set()))
+    return len(
+        count_lines(function) - (count_lines(docstring) if own else set())
+    )
 
 
 def is_any(annotation):
@@ -118,7 +120,7 @@ def has_bare_any(function):
 
 def function_figures(trees):
     """What is counted of functions, by name."""
-    found = [pair for tree in trees for pair in functions_of(tree)]
+    found = [pair for tree in trees for pair in list_functions(tree)]
     yield "functions", len(found)
     yield "functions over 40 lines", sum(length(f) > 40 for f, _ in found)
     yield "functions with a bare Any", sum(has_bare_any(f) for f, _ in found)

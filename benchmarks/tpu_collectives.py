@@ -181,7 +181,7 @@ def check_dtype(model, policy):
         )
 
 
-def batch_of(strategy, name, rows_per_replica):
+def make_batch(strategy, name, rows_per_replica):
     rows = rows_per_replica * strategy.num_replicas_in_sync
     x = MODELS[name][1]
     return Spec((rows, *x.shape), x.dtype), Spec((rows,), "int32")
@@ -218,7 +218,7 @@ def compile_steps(
     )
     keras.backend.clear_session()
     model = build(strategy, name, policy)
-    batch = batch_of(strategy, name, rows)
+    batch = make_batch(strategy, name, rows)
     programs = {}
     for kind in steps:
         if kind == "run":
@@ -233,7 +233,7 @@ def compile_plain(topology, name, rows, policy="float32"):
     """The same train step on plainly sharded inputs."""
     strategy = ks.TPUStrategy.for_topology(topology)
     model = build(strategy, name, policy)
-    batch = batch_of(strategy, name, rows)
+    batch = make_batch(strategy, name, rows)
     # Builds the metrics and the optimizer, too.
     strategy.compile_step(model, batch, kind="test")
     model.optimizer.build(model.trainable_variables)
@@ -313,7 +313,7 @@ def scale(topology, name="mlp"):
     strategy = ks.TPUStrategy.for_topology(topology)
     made = time.perf_counter() - start
     model = build(strategy, name)
-    program = strategy.compile_step(model, batch_of(strategy, name, 32))
+    program = strategy.compile_step(model, make_batch(strategy, name, 32))
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024
     return {
         "chips": program.num_replicas,

@@ -104,7 +104,7 @@ def recurrent(devices, rows, width, count):
         works[name] = caller(
             jax.jit(fn, donate_argnums=0, out_shardings=out), weights, x
         )
-    return times_of(works, count)
+    return measure_times(works, count)
 
 
 def rounded(width, rows, dtype):
@@ -151,7 +151,7 @@ def rounded(width, rows, dtype):
         works[name] = caller(
             jax.jit(fn, donate_argnums=0), state, jnp.ones((rows, width))
         )
-    return times_of(works, 1)
+    return measure_times(works, 1)
 
 
 def caller(fn, state, x):
@@ -168,7 +168,7 @@ def caller(fn, state, x):
     return turn
 
 
-def times_of(works, steps):
+def measure_times(works, steps):
     """Milliseconds a step; the ways take turns."""
     taken = {name: [] for name in works}
     for _ in range(TURNS):

@@ -122,8 +122,8 @@ def train_together(paths):
     result["steps"] = []
     places = pipeline(paths, ("row",))
     for batch in strategy.experimental_distribute_dataset(places):
-        of_replicas = strategy.experimental_local_results(batch)
-        own = np.concatenate([row for (row,) in of_replicas])
+        replica_rows = strategy.experimental_local_results(batch)
+        own = np.concatenate([row for (row,) in replica_rows])
         result["steps"].append(own.tolist())
     return result
 
@@ -146,7 +146,7 @@ def train_alone(steps):
     return trained(ks.MirroredStrategy(), Batches())
 
 
-def file_of(row):
+def read_record(row):
     """The number of the file that a row is in."""
     import numpy as np
 
@@ -159,7 +159,7 @@ def check_files(results):
     seen = [[row for step in r["steps"] for row in step] for r in results]
     together = sorted(row for own in seen for row in own)
     assert together == list(range(sum(ROWS_OF_FILES))), "not every row once"
-    files = [{file_of(row) for row in own} for own in seen]
+    files = [{read_record(row) for row in own} for own in seen]
     assert not set.intersection(*files), f"files read twice: {files}"
     assert set.union(*files) == set(range(len(ROWS_OF_FILES)))
     return files

@@ -136,12 +136,12 @@ def install(place, row):
     shutil.rmtree(folder, ignore_errors=True)
     words = ["git", "clone", "--quiet", str(ROOT), str(folder)]
     subprocess.run(words, check=True)
-    (folder / "constraints.txt").write_text(constraints_of(row))
+    (folder / "constraints.txt").write_text(list_constraints(row))
     check = {"check": True}
     place.run(row, f"python{row.python}", "-m", "venv", ".venv", **check)
     pip = (".venv/bin/python", "-m", "pip", "--disable-pip-version-check")
     words = ("install", "--quiet", "-c", "constraints.txt", "-e", ".")
-    place.run(row, *pip, *words, *packages_of(row), **check)
+    place.run(row, *pip, *words, *list_packages(row), **check)
     if row.others:
         # TensorFlow 2.21 asks for an older h5py, and works with a newer one.
         words = ("install", "--quiet", "--no-deps", *pins(row.others))
@@ -162,7 +162,7 @@ def install(place, row):
     return found
 
 
-def constraints_of(row):
+def list_constraints(row):
     """The text of the row's constraints file."""
     lines = CONSTRAINTS.read_text().splitlines()
     lines = [line for line in lines if line.split("==")[0] not in row.others]
@@ -173,7 +173,7 @@ def pins(versions):
     return [f"{name}=={version}" for name, version in versions.items()]
 
 
-def packages_of(row):
+def list_packages(row):
     """What the row's tests need beside the project."""
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
     packages = project["optional-dependencies"]["test"]

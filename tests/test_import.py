@@ -57,13 +57,13 @@ def run_python(code, **environ):
     )
 
 
-def output_of(code, **environ):
+def run_and_get_output(code, **environ):
     done = run_python(code, **environ)
     assert done.returncode == 0, done.stderr
     return done.stdout.split()
 
 
-def error_of(code, **environ):
+def run_and_get_error(code, **environ):
     done = run_python(code, **environ)
     assert done.returncode != 0, done.stdout
     return done.stderr.strip().splitlines()[-1]
@@ -170,7 +170,7 @@ import keras
 print(os.environ["KERAS_BACKEND"], keras.config.backend())
 """
     expected = ["[]", "[]", "jax", "jax"]
-    assert output_of(code, KERAS_HOME=str(tmp_path)) == expected
+    assert run_and_get_output(code, KERAS_HOME=str(tmp_path)) == expected
 
 
 def test_import_after_keras_is_quick_and_changes_nothing(tmp_path):
@@ -209,7 +209,9 @@ print(of_keras, seconds)
 """
     ratios = []
     for _ in range(3):  # A busy machine's caches cost either import CPU time.
-        *found, of_keras, seconds = output_of(code, KERAS_BACKEND="jax")
+        *found, of_keras, seconds = run_and_get_output(
+            code, KERAS_BACKEND="jax"
+        )
         assert found == ["False", "[]", "1", "True", "None", "False"]
         ratios.append(float(seconds) / float(of_keras))
         if ratios[-1] < 1 / 13:  # 0.05 of it; 0.1 s on a quiet machine.
@@ -221,7 +223,7 @@ def test_backend_that_was_chosen_is_not_changed():
     if importlib.util.find_spec("tensorflow") is None:
         pytest.skip("tensorflow is not installed")
     code = "import keras_strategies"
-    error = error_of(code, KERAS_BACKEND="tensorflow")
+    error = run_and_get_error(code, KERAS_BACKEND="tensorflow")
     assert error.startswith("ImportError: keras_strategies needs Keras on")
     assert "backend 'tensorflow'" in error
     assert "KERAS_BACKEND=jax" in error
@@ -239,7 +241,7 @@ import keras_strategies
         (of_keras, {}),
         ("import keras_strategies", {"KERAS_NNX_ENABLED": "true"}),
     ):
-        error = error_of(code, KERAS_BACKEND="jax", **environ)
+        error = run_and_get_error(code, KERAS_BACKEND="jax", **environ)
         assert "keras_strategies does not support NNX variables" in error
         assert "KERAS_NNX_ENABLED" in error
 
@@ -250,7 +252,7 @@ import os, keras_strategies
 os.environ["KERAS_BACKEND"] = "numpy"
 keras_strategies.MirroredStrategy
 """
-    assert "backend 'numpy'" in error_of(code)
+    assert "backend 'numpy'" in run_and_get_error(code)
 
 
 @pytest.mark.parametrize("words", [["--version"], ["--help"]])

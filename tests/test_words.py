@@ -86,7 +86,7 @@ def word_faults(text):
             yield f"{match[0]!r}: {better}"
 
 
-def kinds_of(tree):
+def list_documented(tree):
     """Yields the documented nodes of a module: (node, kind)."""
     yield tree, "module"
     for node in ast.walk(tree):
@@ -98,7 +98,7 @@ def kinds_of(tree):
             yield node, "property" if is_property else "function"
 
 
-def texts_of(source, tree):
+def list_texts(source, tree):
     """Yields the comments and strings of a module: (line, text)."""
     for token in tokenize.generate_tokens(io.StringIO(source).readline):
         if token.type == tokenize.COMMENT:
@@ -108,7 +108,7 @@ def texts_of(source, tree):
             yield node.lineno, node.value
 
 
-def message_of(node):
+def join_message(node):
     """Returns the text of a raised error, without what is filled in."""
     parts = [
         part.value
@@ -121,7 +121,7 @@ def message_of(node):
 def faults_in(source):
     """Yields the faults of a module: (line, fault)."""
     tree = ast.parse(source)
-    for node, kind in kinds_of(tree):
+    for node, kind in list_documented(tree):
         line = getattr(node, "lineno", 1)
         doc = ast.get_docstring(node)
         if doc and (fault := summary_fault(doc, kind)):
@@ -130,10 +130,10 @@ def faults_in(source):
             yield line, f"{node.name} {fault}"
     for node in ast.walk(tree):
         if isinstance(node, ast.Raise) and isinstance(node.exc, ast.Call):
-            text = message_of(node.exc)
+            text = join_message(node.exc)
             if fault := message_fault(text):
                 yield node.lineno, f"{text[:60]!r} {fault}"
-    for line, text in texts_of(source, tree):
+    for line, text in list_texts(source, tree):
         for fault in word_faults(text):
             yield line, fault
 

@@ -28,7 +28,7 @@ from benchmarks.backbones.survey import SHOWN_SHARE, Survey, survey
 MAX_SHOWN = 3
 
 
-def row_of(found: Survey) -> str:
+def format_row(found: Survey) -> str:
     whole = "; ".join(
         f"`{w.name}` {w.share:.1%} ({w.why})"
         for w in found.whole[:MAX_SHOWN]
@@ -52,7 +52,7 @@ def main() -> None:
     for name in arguments.names or [*TEXT, *OTHERS]:
         keras.backend.clear_session()
         try:
-            print(row_of(survey(name, arguments.cores)), flush=True)
+            print(format_row(survey(name, arguments.cores)), flush=True)
         except ValueError as error:
             print(f"| {name} | | refused | {error} |", flush=True)
 

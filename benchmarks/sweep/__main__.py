@@ -110,7 +110,7 @@ def chosen(options):
     return sorted(points, key=lambda p: (p["processes"], p["devices"] != 2))
 
 
-def peers_of(point, options):
+def list_peers(point, options):
     """Who takes part; the report says who judges."""
     peers = ["ours"]
     if point["extra"]:
@@ -161,7 +161,7 @@ def measure_all(points, file, options):
                 record = sweep_crew.measured(
                     crew,
                     point | {"is_brief": True} if options.quick else point,
-                    peers_of(point, options),
+                    list_peers(point, options),
                     turns,
                     POINT_SECONDS,
                     # Fewer turns rather than a late end.
@@ -190,7 +190,7 @@ def add_to_misses(file, options):
                 record = sweep_crew.measured(
                     crew,
                     point,
-                    [p for p in peers_of(point, options) if p in JUDGES],
+                    [p for p in list_peers(point, options) if p in JUDGES],
                     options.turns or 15,
                     POINT_SECONDS,
                 )

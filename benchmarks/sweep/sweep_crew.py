@@ -178,7 +178,7 @@ class Session:
           count: Turns of each peer.
         """
         for peer in peers:
-            point = self.point_of(peer)
+            point = self.find_point(peer)
             self.asked(peer, "prepare", point)
             if "ours" in self.left_out:
                 return
@@ -197,7 +197,7 @@ class Session:
     def present(self):
         return [peer for peer in self.told if peer not in self.left_out]
 
-    def point_of(self, peer):
+    def find_point(self, peer):
         if peer == "ours_even":
             return self.point | {"extra": 0}
         return self.point
@@ -231,7 +231,7 @@ class Session:
             try:
                 worker = self.crew.worker(peer, self.point)
                 if is_started and command != "prepare":
-                    self.tell(worker, "prepare", self.point_of(peer))
+                    self.tell(worker, "prepare", self.find_point(peer))
                     if command != "size":
                         self.tell(worker, "size", self.steps)
                 told = self.tell(worker, command, *arguments)

@@ -21,7 +21,7 @@ def tails(options):
     try:
         for devices in TAILS:
             for base in sweep_points.BASES:
-                found += tails_of(crew, base, devices, options.turns or 3)
+                found += measure_tails(crew, base, devices, options.turns or 3)
     finally:
         crew.dismiss()
     show(
@@ -32,7 +32,7 @@ def tails(options):
     )
 
 
-def tails_of(crew, base, devices, count):
+def measure_tails(crew, base, devices, count):
     """A record for each number of rows; they take turns."""
     point = sweep_points.point(
         f"{base}-tail", base, "tail", devices=devices, rows=BATCH // devices

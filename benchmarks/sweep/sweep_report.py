@@ -95,7 +95,7 @@ def records(file):
 
 def misses(file):
     """Ids of the points that miss a limit."""
-    return {r.point["id"] for r in results_of(file) if r.verdict == "MISS"}
+    return {r.point["id"] for r in read_results(file) if r.verdict == "MISS"}
 
 
 def limits(point):
@@ -315,7 +315,7 @@ def cell(ratio):
     return f"{ratio.middle:.2f}x ({ratio.low:.2f}-{ratio.high:.2f})"
 
 
-def results_of(file):
+def read_results(file):
     points = {point["id"]: point for point in sweep_points.load()}
     return [result(points[r["id"]], r) for r in records(file)]
 
@@ -325,7 +325,7 @@ def report(file, options):
     from rich.console import Console
     from rich.table import Table
 
-    results = results_of(file)
+    results = read_results(file)
     table = Table(title="A step of ours beside its peers, the worst first")
     for column in COLUMNS:
         table.add_column(column)

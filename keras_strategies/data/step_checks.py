@@ -120,9 +120,9 @@ def find_unequal_readers(
       mesh: The mesh of the replicas.
       values: The value of each process, in the order of `mesh.processes`.
     """
-    of_process = dict(zip(mesh.processes, values, strict=True))
+    process_values = dict(zip(mesh.processes, values, strict=True))
     for group in mesh.readers:
-        if any(of_process[p] != of_process[group[0]] for p in group):
+        if any(process_values[p] != process_values[group[0]] for p in group):
             return list(group)
     return None
 

@@ -81,7 +81,7 @@ class _Routes(threading.local):
     """This thread's replacements for `fit`, `evaluate` etc., by model id."""
 
     def __init__(self) -> None:
-        self.of_models: dict[int, Route | None] = {}
+        self.model_routes: dict[int, Route | None] = {}
 
 
 _routes = _Routes()
@@ -125,7 +125,7 @@ def route_loops(model: keras.Model, route: Route | None) -> Iterator[None]:
       route: Called in place of each of Keras's methods in `LOOPS`. If None,
         Keras's methods run.
     """
-    routes, key = _routes.of_models, id(model)
+    routes, key = _routes.model_routes, id(model)
     outer = routes.get(key)
     with _loop_patches.hold() if route else contextlib.nullcontext():
         routes[key] = route
@@ -219,7 +219,7 @@ def is_bound_on_use(model: keras.Model) -> bool:
 def _wrap_loop(name: str, method: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(method)
     def call(model: keras.Model, *args: Any, **kwargs: Any) -> Any:
-        route = _routes.of_models.get(id(model))
+        route = _routes.model_routes.get(id(model))
         if route is not None:
             return route(name, args, kwargs)
         with contextlib.ExitStack() as stack:

@@ -141,8 +141,8 @@ def count_visible_gpus(
         if not environ.get(_ON_NODE):
             return on_host
         # SLURM with `--gpu-bind=none` only limits what may be used.
-        of_step = read_number(environ, _ON_NODE, SETTER)
-        return of_step if on_host is None else min(of_step, on_host)
+        step_gpus = read_number(environ, _ON_NODE, SETTER)
+        return step_gpus if on_host is None else min(step_gpus, on_host)
     count = 0
     for entry in environ[VISIBLE][:_MAX_CHARACTERS].split(","):
         name = entry.strip()

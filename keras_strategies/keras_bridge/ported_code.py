@@ -45,10 +45,10 @@ def explaining_errors(caller: str) -> Iterator[None]:
 def _explain(error: Exception, caller: str) -> Exception | None:
     is_value = isinstance(error, _NEEDS_VALUE)
     if is_value or "Tracer" in str(error):
-        line, of_tape = _find_tensorflow_call(error)
+        line, is_tape = _find_tensorflow_call(error)
         if line:
-            name = "`tf.GradientTape`" if of_tape else "TensorFlow's operations"
-            cure = "`ks.GradientTape`" if of_tape else "`keras.ops`"
+            name = "`tf.GradientTape`" if is_tape else "TensorFlow's operations"
+            cure = "`ks.GradientTape`" if is_tape else "`keras.ops`"
             return TypeError(
                 f"{name} must not be used in code that `{caller}` runs, "
                 f"because JAX traces this code. Received: {line}. Use {cure} "
@@ -93,8 +93,8 @@ def _find_tensorflow_call(error: Exception) -> tuple[str, bool]:
     caller = frames[are_inner.index(True, 1) - 1]
     place = f"{os.path.basename(caller.filename)}:{caller.lineno}"
     inner = frames[are_inner.index(True, 1) :]
-    of_tape = any(frame.filename.endswith(_TAPE) for frame in inner)
-    return f"`{caller.line or caller.name}` ({place})", of_tape
+    is_tape = any(frame.filename.endswith(_TAPE) for frame in inner)
+    return f"`{caller.line or caller.name}` ({place})", is_tape
 
 
 def check_step_signature(model: keras.Model, kind: str) -> None:

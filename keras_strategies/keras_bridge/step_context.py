@@ -188,8 +188,8 @@ class StepContext:
     @property
     def num_sharing(self) -> int:
         """Number of replicas that have rows; only their losses are averaged."""
-        of_replicas = self.facts.rows_of_replicas or ()
-        return sum(rows > 0 for rows in of_replicas) or self.num_replicas
+        replica_rows = self.facts.rows_of_replicas or ()
+        return sum(rows > 0 for rows in replica_rows) or self.num_replicas
 
     @property
     def weight(self) -> float:
@@ -197,10 +197,10 @@ class StepContext:
 
         It is 1 if all replicas have the same number of rows.
         """
-        of_replicas = self.facts.rows_of_replicas
-        if of_replicas is None:
+        replica_rows = self.facts.rows_of_replicas
+        if replica_rows is None:
             return 1.0
-        return self.facts.rows * self.num_sharing / sum(of_replicas)
+        return self.facts.rows * self.num_sharing / sum(replica_rows)
 
     @property
     def is_empty(self) -> bool:

@@ -318,8 +318,8 @@ def _find_entering(
     shift = segment.stop - segment.start
     for i in segment:
         pairs = zip(nodes[i].inputs, nodes[i + shift].inputs, strict=False)
-        for tensor, of_next in pairs:
-            if of_next == trunk[2]:
+        for tensor, next_tensor in pairs:
+            if next_tensor == trunk[2]:
                 return tensor
     return None
 

@@ -164,7 +164,7 @@ def _map_attention(
     query: Array,
     key: Array,
     value: Array,
-    *of_scores: Array | None,
+    *score_args: Array | None,
 ) -> jax.Array:
     """Computes attention on each core for its heads.
 
@@ -178,7 +178,7 @@ def _map_attention(
         None
         if array is None
         else jnp.reshape(array, (1,) * (4 - array.ndim) + array.shape)
-        for array in of_scores
+        for array in score_args
     ]
     specs = [heads] * 3 + [spec_of_scores(x, rows, model) for x in others]
 

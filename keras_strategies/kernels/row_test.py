@@ -19,7 +19,7 @@ Arrays = list[Any]
 
 def find_difference(
     of_all: ClosedJaxpr,
-    of_half: ClosedJaxpr,
+    half_rows: ClosedJaxpr,
     have_rows: Sequence[bool],
     platform: str,
 ) -> str | None:
@@ -29,7 +29,7 @@ def find_difference(
 
     Args:
       of_all: The function, traced with an even number of rows.
-      of_half: The function, traced with half of the rows.
+      half_rows: The function, traced with half of the rows.
       have_rows: Whether each of its operands has rows.
       platform: The platform for which the function is written.
 
@@ -50,7 +50,7 @@ def find_difference(
         ]
         for k in range(2)
     ]
-    calls = [(of_all, numbers), (of_half, halves[0]), (of_half, halves[1])]
+    calls = [(of_all, numbers), (half_rows, halves[0]), (half_rows, halves[1])]
     tolerance = max(map(_find_tolerance, numbers))
     for name, compute in (
         ("the results", _compute),

@@ -202,12 +202,12 @@ def _run_graph(
     operation_fn: Callable[..., Any],
 ) -> Tree:
     """Computes a graph like Keras, but its runs of blocks in loops."""
-    first_of = {id(blocks.segments[0][0]): blocks for blocks in runs}
+    blocks_by_first = {id(blocks.segments[0][0]): blocks for blocks in runs}
     nodes = {id(node.operation): node for node in iter_calls(graph)}
     values = dict(zip(map(id, graph.inputs), inputs, strict=False))
     computed: set[int] = set()
     for node in iter_calls(graph):
-        blocks = first_of.get(id(node.operation))
+        blocks = blocks_by_first.get(id(node.operation))
         if blocks is not None:
             calls = BlockCalls(blocks, nodes, values, operation_fn)
             # Keras's layers may take masks off the tensors that they read.
@@ -386,8 +386,10 @@ def _find_variables(
     """
     rows = []
     for segment in blocks.segments:
-        of_segment = [v for op in segment for v in getattr(op, "variables", ())]
-        rows.append(list({id(v): v for v in of_segment}.values()))
+        segment_variables = [
+            v for op in segment for v in getattr(op, "variables", ())
+        ]
+        rows.append(list({id(v): v for v in segment_variables}.values()))
     if len(set(map(len, rows))) > 1:
         return [], "blocks share some of their variables"
     columns = list(map(list, zip(*rows, strict=True)))

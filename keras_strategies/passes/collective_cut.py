@@ -105,7 +105,7 @@ def add_collectives(cut: Cut, other: Cut) -> Cut | None:
       The extended program, or None if it is ambiguous which collectives of
       `other` correspond to those of `cut`.
     """
-    keys, all_keys = map(_keys_of, (cut.collectives, other.collectives))
+    keys, all_keys = map(_collective_keys, (cut.collectives, other.collectives))
     places = _places(keys, all_keys)
     last = _places(keys[::-1], all_keys[::-1])
     # The match is unambiguous if a search from the front and one from the back
@@ -136,7 +136,7 @@ def add_collectives(cut: Cut, other: Cut) -> Cut | None:
     return Cut(jaxpr=jaxpr, collectives=other.collectives)
 
 
-def _keys_of(collectives: Sequence[Any]) -> list[Any]:
+def _collective_keys(collectives: Sequence[Any]) -> list[Any]:
     """Returns a key per collective: its primitive, shapes and name scope."""
     return [
         (
@@ -240,7 +240,7 @@ def _evaluate(
         pending.clear()
 
     def read(operands: Sequence[Any]) -> list[Any]:
-        return [stages.value_of(v, values) for v in operands]
+        return [stages.read_value(v, values) for v in operands]
 
     for equation in jaxpr.eqns:
         is_cut = stages.is_collective(equation)

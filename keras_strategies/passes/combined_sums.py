@@ -85,7 +85,7 @@ def with_combined_sums(
             totals = _compute_sums(sums, values, all_sum)
             results = [v for equation in sums for v in equation.outvars]
             values.update(zip(results, totals, strict=True))
-        return [stages.value_of(v, values) for v in jaxpr.outvars]
+        return [stages.read_value(v, values) for v in jaxpr.outvars]
 
     return compute
 
@@ -97,21 +97,21 @@ def _compute_sums(
     has_condition = bool(sums) and not _is_psum(sums[0])
     plain = sums[1:] if has_condition else sums
     operands = [v for equation in plain for v in equation.invars]
-    summands = [stages.value_of(v, values) for v in operands]
+    summands = [stages.read_value(v, values) for v in operands]
     if not has_condition:
         return all_sum(summands)
     call = sums[0]
     traced = call.params["jaxpr"]
     *before, branch = traced.jaxpr.eqns
     inner = dict(zip(traced.jaxpr.constvars, traced.consts, strict=True))
-    inputs = [stages.value_of(v, values) for v in call.invars]
+    inputs = [stages.read_value(v, values) for v in call.invars]
     inner |= zip(traced.jaxpr.invars, inputs, strict=True)
     results = [v for equation in before for v in equation.outvars]
     arrays = stages.compute_equations(
         traced.jaxpr, before, results, inner.__getitem__
     )
     inner |= zip(results, arrays, strict=True)
-    index, *read = [stages.value_of(v, inner) for v in branch.invars]
+    index, *read = [stages.read_value(v, inner) for v in branch.invars]
     compute, compute_sums = map(jaxpr_as_fun, branch.params["branches"])
     is_rounded = _sums_in_other_dtype(branch.params["branches"][1])
 
@@ -147,12 +147,12 @@ def _rounds(
     for equation in equations:
         operands = stages.variables(equation.invars)
         latest = max((waits.get(v, 0) for v in operands), default=0)
-        of_round = sums.setdefault(latest, [])
+        round_sums = sums.setdefault(latest, [])
         is_sum = _is_sum(equation, axis)
         if is_sum:
-            of_round.append(equation)
-        elif is_conditional(equation) and all(map(_is_psum, of_round[:1])):
-            of_round.insert(0, equation)
+            round_sums.append(equation)
+        elif is_conditional(equation) and all(map(_is_psum, round_sums[:1])):
+            round_sums.insert(0, equation)
             is_sum = True
         else:
             computed[latest].append(equation)

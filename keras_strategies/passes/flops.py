@@ -113,9 +113,12 @@ def _of_convolution(equation: Equation) -> float:
         params["rhs_dilation"],
         strict=True,
     )
-    for of_lhs, of_rhs, of_out, stride, (before, _), spread, holes in sizes:
+    for lhs_dim, rhs_dim, out_dim, stride, (
+        before,
+        _,
+    ), spread, holes in sizes:
         total *= count_positions(
-            *(lhs[of_lhs], kernel[of_rhs], out[of_out]),
+            *(lhs[lhs_dim], kernel[rhs_dim], out[out_dim]),
             *(stride, before, spread, holes),
         )
     return total

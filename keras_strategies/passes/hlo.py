@@ -291,9 +291,9 @@ def parse_groups(attributes: str) -> Groups:
         count, members, dims, order = tiled.groups()
         numbers = _make_numbers(dims, order).reshape(int(count), int(members))
         return _list_rows(numbers)
-    of_mesh = _OF_MESH.search(attributes)
-    if of_mesh is not None:
-        return _parse_mesh(*of_mesh.groups())
+    mesh_match = _OF_MESH.search(attributes)
+    if mesh_match is not None:
+        return _parse_mesh(*mesh_match.groups())
     listed = _LISTED.search(attributes)
     if listed is None:
         return ()

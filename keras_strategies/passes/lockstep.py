@@ -220,7 +220,7 @@ class Turn:
         mapped = jax.vmap(reduce, axis_name=self._lockstep.axis)
         floats = [k for k, a in enumerate(stacked) if _is_float(a)]
 
-        def of_floats(values: list[Any]) -> list[Any]:
+        def select_floats(values: list[Any]) -> list[Any]:
             operands = list(stacked)
             for k, value in zip(floats, values, strict=True):
                 operands[k] = value
@@ -228,7 +228,7 @@ class Turn:
             return [results[k] for k in floats]
 
         def combine(values: list[list[Any]]) -> list[Any]:
-            _, pull = jax.vjp(of_floats, [stacked[k] for k in floats])
+            _, pull = jax.vjp(select_floats, [stacked[k] for k in floats])
             return self._parts(pull(_stack(values))[0])
 
         gradients = self._lockstep.exchange(

@@ -106,7 +106,7 @@ def compute_equations(
     jaxpr: Jaxpr,
     equations: Sequence[Any],
     outputs: Sequence[Var],
-    value_of: Callable[[Var], Any],
+    read_value: Callable[[Var], Any],
 ) -> list[Any]:
     """Computes some equations of a program, in their order.
 
@@ -114,7 +114,7 @@ def compute_equations(
       jaxpr: The program.
       equations: The equations.
       outputs: Those results of the equations whose values are returned.
-      value_of: A function that returns the value of a variable that the
+      read_value: A function that returns the value of a variable that the
         equations read.
     """
     results = {v for equation in equations for v in equation.outvars}
@@ -126,7 +126,7 @@ def compute_equations(
         outvars=list(outputs),
         eqns=list(equations),
     )
-    return jaxpr_as_fun(ClosedJaxpr(program, []))(*map(value_of, read))
+    return jaxpr_as_fun(ClosedJaxpr(program, []))(*map(read_value, read))
 
 
 def with_consts_as_inputs(traced: ClosedJaxpr) -> Jaxpr:
@@ -140,7 +140,7 @@ def variables(operands: Iterable[Any]) -> list[Var]:
     return [v for v in operands if not isinstance(v, Literal)]
 
 
-def value_of(operand: Var | Literal, values: Mapping[Var, Any]) -> Array:
+def read_value(operand: Var | Literal, values: Mapping[Var, Any]) -> Array:
     """Returns the value of a variable or a literal."""
     return operand.val if isinstance(operand, Literal) else values[operand]
 
@@ -189,7 +189,7 @@ def has_references(jaxpr: Jaxpr) -> bool:
 def _flow(
     jaxpr: Jaxpr,
     inputs: Sequence[int],
-    of_equation: Callable[[Any], int] = lambda equation: 0,
+    equation_minimum: Callable[[Any], int] = lambda equation: 0,
 ) -> dict[Var, int]:
     """Propagates numbers, such as stages, from inputs to all results.
 
@@ -199,14 +199,14 @@ def _flow(
     Args:
       jaxpr: The program.
       inputs: The number of each input.
-      of_equation: A function that returns a minimum for the numbers of an
+      equation_minimum: A function that returns a minimum for the numbers of an
         equation's results.
     """
     flow: dict[Var, int] = dict(zip(jaxpr.invars, inputs, strict=True))
     flow.update((variable, 0) for variable in jaxpr.constvars)
     for equation in jaxpr.eqns:
         number = max(_values(equation.invars, flow), default=0)
-        number = max(number, of_equation(equation))
+        number = max(number, equation_minimum(equation))
         # Every equation that uses a reference is assumed to write to it.
         written = [*equation.outvars, *references(equation)]
         flow.update((variable, number) for variable in written)

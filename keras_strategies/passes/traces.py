@@ -224,9 +224,9 @@ def is_made_by_user(equation: JaxprEqn) -> bool | None:
     """
     if equation.primitive.name == "name":
         return False
-    codes = _frames_of(equation)
+    codes = _list_frames(equation)
     for k, code in enumerate(codes):
-        maker = _maker_of(code.co_filename)
+        maker = _find_maker(code.co_filename)
         if maker is False and code.co_filename.endswith("functional.py"):
             # An operation in the graph of a functional model, which the model's
             # author wrote; or this package's loop over parts of the graph.
@@ -244,15 +244,15 @@ def is_made_by_user(equation: JaxprEqn) -> bool | None:
 def is_user_function(fn: Callable[..., Any]) -> bool:
     """Returns whether a function, or a method, is user code."""
     code = getattr(inspect.unwrap(fn), "__code__", None)
-    return code is None or bool(_maker_of(code.co_filename))
+    return code is None or bool(_find_maker(code.co_filename))
 
 
 def is_of_package(equation: JaxprEqn) -> bool:
     """Returns whether this package computes an equation, for a merge."""
-    for code in _frames_of(equation):
+    for code in _list_frames(equation):
         if is_package_file(code.co_filename):
             return True
-        if _maker_of(code.co_filename) is not None:
+        if _find_maker(code.co_filename) is not None:
             return False
     return False
 
@@ -295,14 +295,14 @@ _FAULTS = (
 
 def is_update(equation: JaxprEqn) -> bool:
     """Returns whether an equation is a part of an optimizer's update."""
-    codes = _frames_of(equation)
+    codes = _list_frames(equation)
     folder = os.path.join(*_folders("keras"), "src", "optimizers", "")
     is_optimizer = any(c.co_filename.startswith(folder) for c in codes)
     # `apply_gradients` is Keras's, and calls the hook that reduces gradients.
     return is_optimizer and all(c.co_name != "_reduce_gradients" for c in codes)
 
 
-def _frames_of(equation: JaxprEqn) -> Sequence[Any]:
+def _list_frames(equation: JaxprEqn) -> Sequence[Any]:
     traceback = getattr(equation.source_info, "traceback", None)
     return () if traceback is None else traceback.raw_frames()[0]
 
@@ -320,7 +320,7 @@ _OF_LOOPS = frozenset(("ks.stack_values", "scan"))
 
 
 @functools.lru_cache(maxsize=1024)
-def _maker_of(file_name: str) -> bool | None:
+def _find_maker(file_name: str) -> bool | None:
     """Returns whether a file is user code; None if its caller decides that."""
     if not file_name.startswith(_library_folders()):
         return True

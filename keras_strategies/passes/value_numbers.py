@@ -168,7 +168,7 @@ def compute_same(traces: Iterable[ClosedJaxpr]) -> bool:
     known: dict[Any, Any] = {}
 
     def with_known(traced: ClosedJaxpr) -> ClosedJaxpr:
-        consts = [known.setdefault(_key_of(c), c) for c in traced.consts]
+        consts = [known.setdefault(_const_key(c), c) for c in traced.consts]
         return traced.replace(consts=consts)
 
     numbers = ValueNumbers(
@@ -217,11 +217,11 @@ def _join(
     like: Sequence[Any], floats: list[Any], others: list[Any]
 ) -> list[Any]:
     """Inverts `_split`, for arrays with the dtypes of `like`."""
-    of_floats, of_others = iter(floats), iter(others)
-    return [next(of_floats if _is_float(a) else of_others) for a in like]
+    float_values, other_values = iter(floats), iter(others)
+    return [next(float_values if _is_float(a) else other_values) for a in like]
 
 
-def _key_of(const: Any) -> Any:
+def _const_key(const: Any) -> Any:
     """Returns a key that is equal for constants that are equal bit for bit."""
     if isinstance(const, Tracer):
         return id(const)

@@ -70,12 +70,12 @@ def make_function_key(
     inside = inside | {id(fn)}
     key = functools.partial(make_value_key, inside=inside)
 
-    def keys_of(keywords: dict[str, Any] | None) -> tuple[Any, ...]:
+    def make_keys(keywords: dict[str, Any] | None) -> tuple[Any, ...]:
         pairs = sorted((keywords or {}).items())
         return tuple((name, key(value)) for name, value in pairs)
 
     if isinstance(fn, functools.partial):
-        arguments = (tuple(map(key, fn.args)), keys_of(fn.keywords))
+        arguments = (tuple(map(key, fn.args)), make_keys(fn.keywords))
         return ("partial", make_function_key(fn.func, inside), *arguments)
     if inspect.ismethod(fn):
         return (
@@ -96,7 +96,7 @@ def make_function_key(
                 _make_cell_key(cell, inside) for cell in fn.__closure__ or ()
             ),
             tuple(map(key, fn.__defaults__ or ())),
-            keys_of(fn.__kwdefaults__),
+            make_keys(fn.__kwdefaults__),
         )
     return Same(fn)
 

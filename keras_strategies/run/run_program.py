@@ -103,7 +103,7 @@ class RunProgram:
         self._is_uneven = [counts is not None for counts in rows]
         # For each replica, the row counts or shapes of all uneven arguments.
         uneven = [counts for counts in rows if counts is not None]
-        self._variant_of = list(zip(*uneven, strict=True))
+        self._variant_rows = list(zip(*uneven, strict=True))
         self.lifted: list[keras.Variable] = []
         self._trainable: list[tuple[Any, bool]] = []
         # Lifted variables: written, with separate copies, and all others.
@@ -157,9 +157,9 @@ class RunProgram:
         def abstract(*components: Array) -> Any:
             scope.enter_trace()
             leaves = list(components)
-            if self._variant_of:
+            if self._variant_rows:
                 leaves = cut_to_rows(
-                    self._variant_of[0], self._is_uneven, leaves
+                    self._variant_rows[0], self._is_uneven, leaves
                 )
             with replica_trace.replica_tracing(step, self._replica_scope):
                 self._fn(leaves)
@@ -295,8 +295,8 @@ class RunProgram:
 
     def _wrap_differing(self, values: list[Any]) -> PerReplica:
         """Wraps a number that depends on the replica's number of rows."""
-        variants = find_variants(self._variant_of)
-        mesh, of = self._mesh, self._variant_of
+        variants = find_variants(self._variant_rows)
+        mesh, of = self._mesh, self._variant_rows
         local = [values[variants.index(of[r])] for r in mesh.local_replicas]
         return PerReplica.of(stack_replicas(local, mesh), STACKED)
 
@@ -323,8 +323,8 @@ class RunProgram:
         old = [*written, *[c[0] for c in copies], *read]
         folded = seeds.fold_seeds(variables, old, step)
         step = step.with_facts(
-            is_uneven=bool(self._variant_of),
-            share=compute_local_share(self._variant_of, step.axis),
+            is_uneven=bool(self._variant_rows),
+            share=compute_local_share(self._variant_rows, step.axis),
         )
         called, notes, shapes = self._call_variants(variables, folded, leaves)
         report = replica_trace.make_report(
@@ -366,7 +366,7 @@ class RunProgram:
             if uneven
         ]
         step = step.with_facts(
-            rows_of_all=group_rows_of_all(tuple(sizes), self._variant_of)
+            rows_of_all=group_rows_of_all(tuple(sizes), self._variant_rows)
         )
         step.notes.replica_seeds.update(filter(seeds.is_seed, variables))
         step.notes.before = IdentityMap(zip(variables, folded, strict=True))
@@ -385,12 +385,12 @@ class RunProgram:
         leaves: list[Any],
     ) -> tuple[BranchResult, list[Any], list[list[tuple[int, ...]]] | None]:
         """Calls all variants; returns the result, the notes and the shapes."""
-        if not self._variant_of:
+        if not self._variant_rows:
             called = self._call(variables, folded, leaves)
             return called, [called.note], None
         return call_unevenly(
             lambda state, leaves: self._call(variables, state, leaves),
-            self._variant_of,
+            self._variant_rows,
             self._is_uneven,
             self._mesh.all_replicas,
             folded,

@@ -252,7 +252,7 @@ def _place_run(
     mesh: ReplicaMesh,
 ) -> Segment:
     rows = sum(parts)
-    block = _block_of(parts, mesh)
+    block = _block_index(parts, mesh)
     leaves = [_put(column, block, mesh) for column in zip(*run, strict=True)]
     is_in_order = parts == rows_lib.fill_in_order([block] * len(parts), rows)
     return Segment(
@@ -263,7 +263,7 @@ def _place_run(
     )
 
 
-def _block_of(parts: tuple[int, ...], mesh: ReplicaMesh) -> int:
+def _block_index(parts: tuple[int, ...], mesh: ReplicaMesh) -> int:
     """Returns the padded number of rows, which is equal for all processes."""
     block = rows_lib.padded_rows(max(parts), mesh.replicas_per_process)
     rows = sum(parts)

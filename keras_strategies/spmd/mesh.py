@@ -340,10 +340,10 @@ def _check_owners(owners: list[int], cores: int) -> None:
       owners: The id of the process that each device belongs to.
       cores: Number of devices of each replica.
     """
-    of_replicas = [
+    replica_groups = [
         frozenset(owners[k : k + cores]) for k in range(0, len(owners), cores)
     ]
-    groups = dict.fromkeys(of_replicas)
+    groups = dict.fromkeys(replica_groups)
     shown = [sorted(group) for group in groups]
     if sum(map(len, groups)) > len(set(owners)):
         raise ValueError(
@@ -353,9 +353,9 @@ def _check_owners(owners: list[int], cores: int) -> None:
             "`computation_shape` within the chips of one host, such as "
             "[2, 2, 1, 1], or one that covers all chips of its hosts."
         )
-    runs = [(k, len(list(run))) for k, run in itertools.groupby(of_replicas)]
+    runs = [(k, len(list(run))) for k, run in itertools.groupby(replica_groups)]
     if len(runs) != len(groups) or len({count for _, count in runs}) > 1:
-        of_each = [sorted(group) for group in of_replicas]
+        of_each = [sorted(group) for group in replica_groups]
         processes = [g[0] if len(g) == 1 else g for g in of_each]
         raise ValueError(
             "All processes must have the same number of replicas, and the "

@@ -177,7 +177,7 @@ class _SectionedStep:
             else:
                 self._global[inner] = outer[operand]
                 self._specs[inner] = known[operand]
-        self._section_of: dict[Var, int] = {}
+        self._section_by_var: dict[Var, int] = {}
         self._sections: list[list[Any]] = [[]]
         self._updates_after: list[list[tuple[Any, Update]]] = [[]]
         self._divide()
@@ -209,12 +209,12 @@ class _SectionedStep:
                 # The results of an update are available from the next section
                 # on.
                 place += 1
-            self._section_of |= dict.fromkeys(equation.outvars, place)
+            self._section_by_var |= dict.fromkeys(equation.outvars, place)
 
     def _place(self, variable: Var | Literal) -> int:
         if isinstance(variable, Literal):
             return 0
-        return self._section_of.get(variable, 0)
+        return self._section_by_var.get(variable, 0)
 
     def compute(self, specs: Sequence[Spec]) -> list[Any]:
         """Computes the step and returns its results as a flat list.
@@ -255,7 +255,7 @@ class _SectionedStep:
             for equation, update in self._updates_after[k]:
                 for operand in _operands(equation, update):
                     want(*operand)
-            for variable in self._inputs_of(k, plans[k]):
+            for variable in self._find_inputs(k, plans[k]):
                 if variable not in self._specs:
                     want(variable, self._per_replica)
         return plans
@@ -281,7 +281,7 @@ class _SectionedStep:
         outputs = [v for v, _ in plan.values()]
         return needed_equations(self._sections[k], outputs, has_effects)
 
-    def _inputs_of(self, k: int, plan: dict[Any, Any]) -> list[Var]:
+    def _find_inputs(self, k: int, plan: dict[Any, Any]) -> list[Var]:
         """Returns the variables that a section reads but does not compute.
 
         These are inputs of the step, and results of earlier sections or
@@ -294,7 +294,7 @@ class _SectionedStep:
         return [v for v in dict.fromkeys(variables(read)) if v not in computed]
 
     def _compute_section(self, k: int, plan: dict[Any, Any]) -> None:
-        equations, inputs = self._equations(k, plan), self._inputs_of(k, plan)
+        equations, inputs = self._equations(k, plan), self._find_inputs(k, plan)
         specs = [self._specs.get(v, self._per_replica.spec) for v in inputs]
         wants = list(plan.values())
 

@@ -252,9 +252,9 @@ def _copies(array: jax.Array, mesh: ReplicaMesh) -> tuple[Any, ...]:
         local = [parts[device] for device in devices if device in parts]
         if any(spec):
             # A replica's copy is one array, sharded over the cores.
-            of_cores = Mesh(np.array(devices, dtype=object), (mesh.model_axis,))
+            submesh = Mesh(np.array(devices, dtype=object), (mesh.model_axis,))
             copy = jax.make_array_from_single_device_arrays(
-                array.shape, NamedSharding(of_cores, spec), local
+                array.shape, NamedSharding(submesh, spec), local
             )
         else:
             copy = local[0]

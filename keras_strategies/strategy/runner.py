@@ -209,9 +209,9 @@ class Runner:
         self, call: "_Call", arguments: list[_Argument]
     ) -> RunProgram:
         kinds = [kind for kind, _ in arguments]
-        of_arrays = [kind for kind in kinds if kind[0] != STATIC]
+        array_kinds = [kind for kind in kinds if kind[0] != STATIC]
 
-        def of_components(components: list[Any]) -> Tree:
+        def join_components(components: list[Any]) -> Tree:
             rest = iter(components)
             return call(
                 kind[4]
@@ -221,9 +221,9 @@ class Runner:
             )
 
         program = RunProgram(
-            of_components,
-            [kind[0] in (values.STACKED, values.ROWS) for kind in of_arrays],
-            [kind[3] for kind in of_arrays],
+            join_components,
+            [kind[0] in (values.STACKED, values.ROWS) for kind in array_kinds],
+            [kind[3] for kind in array_kinds],
             mesh=self._mesh,
             replica_scope=self._make_replica_scope(call),
             is_update=call.is_update,
@@ -336,10 +336,10 @@ def _find_sizes(shapes: Sequence[Any], dtypes: Sequence[str] = ()) -> Variant:
       ValueError: if components have different ranks or dtypes.
     """
     if len(set(map(len, shapes))) > 1 or len(set(dtypes)) > 1:
-        of_dtypes = f", dtypes {dtypes}" if dtypes else ""
+        dtypes_text = f", dtypes {dtypes}" if dtypes else ""
         raise ValueError(
             "The components of a PerReplica given to `run` must have the same "
-            f"rank and dtype. Received: shapes {list(shapes)}{of_dtypes}. "
+            f"rank and dtype. Received: shapes {list(shapes)}{dtypes_text}. "
             "Reshape or cast the components."
         )
     if len({shape[1:] for shape in shapes}) > 1:

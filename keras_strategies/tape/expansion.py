@@ -122,7 +122,7 @@ class _Values:
         self.known, self._offsets = known, offsets
 
     def __getitem__(self, variable: Any) -> Any:
-        return stages.value_of(variable, self.known)
+        return stages.read_value(variable, self.known)
 
     def put(self, variables: Sequence[Any], values: Sequence[Any]) -> None:
         """Sets the values of variables."""
@@ -225,13 +225,13 @@ class _Expansion:
         targets, seeds, sources = split_operands(gradient)
         path = self._paths[id(gradient)]
         computed = [v for e in path for v in e.outvars if not _is_dropped(v)]
-        of_path, done = set(computed), {id(gradient), *map(id, path)}
+        on_path, done = set(computed), {id(gradient), *map(id, path)}
         read = [v for e in self._with_inner_paths(path) for v in e.invars]
         read += [*targets, *seeds, *sources]
         missing = {
             v
             for v in stages.variables(read)
-            if v not in of_path and v not in values.known
+            if v not in on_path and v not in values.known
         }
         before = stages.needed_equations(
             equations[: _index(equations, gradient)], missing, lambda _: False
@@ -239,15 +239,15 @@ class _Expansion:
         if missing:
             self._run(before, values)
             done |= set(map(id, before))
-        of_sources = dict.fromkeys(stages.variables(sources))
-        free = [v for v in of_sources if v not in of_path]
-        others = [v for v in of_sources if v in of_path]
+        source_variables = dict.fromkeys(stages.variables(sources))
+        free = [v for v in source_variables if v not in on_path]
+        others = [v for v in source_variables if v in on_path]
 
         def forward(arrays: list[Any], offsets: list[Any]) -> Any:
             inner = values.within(
                 dict(zip(free, arrays, strict=True)),
                 dict(zip(others, offsets, strict=True)),
-                of_path,
+                on_path,
             )
             self._run(path, inner)
             results = [inner[v] for v in targets]

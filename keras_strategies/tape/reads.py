@@ -72,11 +72,11 @@ def _read(variable: keras.Variable, value: Any) -> Any:
     current = find_trace()
     # A value of an inner trace is none of the tape's trace.
     is_inner = getattr(value, "_trace", None) is current
-    for trace, of_trace in itertools.groupby(tapes, lambda tape: tape.trace):
+    for trace, trace_tapes in itertools.groupby(tapes, lambda tape: tape.trace):
         if trace is not None and (trace is current or not is_inner):
             with core.set_current_trace(trace):
                 value = primitives.read(value)
-            for tape in of_trace:
+            for tape in trace_tapes:
                 tape.note_read(variable, value)
     return value
 

@@ -96,8 +96,8 @@ def group_devices(
     for device in ordered:
         slices.setdefault(get_slice(device), []).append(device)
     grouped: list[jax.Device] = []
-    for of_slice in slices.values():
-        replicas = np.array(of_slice, dtype=object)[:, None]
+    for slice_devices in slices.values():
+        replicas = np.array(slice_devices, dtype=object)[:, None]
         groups, shards = _group_slice(replicas, shards)
         for group in groups:
             grouped += group.flat

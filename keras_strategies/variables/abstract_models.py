@@ -18,10 +18,10 @@ from keras_strategies.variables.abstract_variables import (
     has_lost_value,
     is_abstract,
     is_creating_abstract,
+    list_slots,
     make_abstract,
     make_real,
     shapes_only,
-    slots_of,
 )
 from keras_strategies.variables.variable_creator import (
     ReplicaDistribution,
@@ -100,7 +100,7 @@ def materialize(
     """
     # Includes the slots of a custom loop's optimizer, which are not variables
     # of the model.
-    slots = [slot for variable in variables for slot in slots_of(variable)]
+    slots = [slot for variable in variables for slot in list_slots(variable)]
     by_id = {id(variable): variable for variable in (*variables, *slots)}
     waiting = list(filter(is_abstract, by_id.values()))
     lost = [v.path for v in waiting if has_lost_value(v)]
@@ -183,13 +183,13 @@ def _wrap_init(original: Callable[..., None]) -> Callable[..., None]:
         original(model, *args, **kwargs)
         if not is_creating_abstract():
             return
-        of_model = {
+        model_values = {
             _MARK: True,
             "build": _wrap_build(model, model.build),
             "_maybe_build": _wrap_build(model, model._maybe_build),
             "quantize": _wrap_quantize(model, model.quantize),
         }
-        for name, value in of_model.items():
+        for name, value in model_values.items():
             object.__setattr__(model, name, value)
 
     return init

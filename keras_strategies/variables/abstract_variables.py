@@ -255,7 +255,7 @@ def note_slot(weight: keras.Variable, slot: keras.Variable) -> None:
     slots.append(weakref.ref(slot))
 
 
-def slots_of(weight: keras.Variable) -> list[keras.Variable]:
+def list_slots(weight: keras.Variable) -> list[keras.Variable]:
     """Returns the recorded slots of a weight that still exist."""
     slots = [slot() for slot in weight.__dict__.get(_SLOTS, ())]
     return [slot for slot in slots if slot is not None]

@@ -168,8 +168,11 @@ class Partitioner:
         self.sum_dtype: str | None = None
         if isinstance(partitioner, FullySharded):
             self.sum_dtype = partitioner.reduce_dtype
-        num_replicas, of_process = mesh.num_replicas, mesh.replicas_per_process
-        default = of_process if of_process > 1 else num_replicas
+        num_replicas, process_replicas = (
+            mesh.num_replicas,
+            mesh.replicas_per_process,
+        )
+        default = process_replicas if process_replicas > 1 else num_replicas
         self.shards = shards or mesh.shards or default
         if num_replicas % self.shards:
             raise ValueError(

@@ -309,8 +309,10 @@ def shard_like(slot: keras.Variable, weight: keras.Variable) -> None:
     """Shards an optimizer slot with the sharding for its weight's slots."""
     placement = placement_of(weight)
     if placement is not None and tuple(slot.shape) == tuple(weight.shape):
-        of_slot = dataclasses.replace(placement, sharding=placement.of_slots)
-        setattr(slot, _PLACEMENT, of_slot)
+        slot_placement = dataclasses.replace(
+            placement, sharding=placement.of_slots
+        )
+        setattr(slot, _PLACEMENT, slot_placement)
         make_sharded(slot, placement.mesh)
 
 

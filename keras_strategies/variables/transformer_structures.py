@@ -48,11 +48,11 @@ class Projection:
         """Returns axes that shard the variables along columns or rows."""
         dim = (self.columns if over_columns else self.rows)[0]
         rank = len(self.kernel.shape)
-        of_kernel = tuple(MODEL if d == dim else None for d in range(rank))
+        kernel_axes = tuple(MODEL if d == dim else None for d in range(rank))
         by_name: dict[str, Axes] = {
-            "kernel": of_kernel,
-            "lora_kernel_a": (*of_kernel[:-1], None),
-            "lora_kernel_b": (None, of_kernel[-1]),
+            "kernel": kernel_axes,
+            "lora_kernel_a": (*kernel_axes[:-1], None),
+            "lora_kernel_b": (None, kernel_axes[-1]),
         }
         bias = getattr(self.layer, "bias", None)
         if bias is not None and over_columns:
@@ -62,7 +62,7 @@ class Projection:
             if num_others >= 0:
                 by_name["bias"] = (
                     *[None] * num_others,
-                    *(of_kernel[column] for column in self.columns),
+                    *(kernel_axes[column] for column in self.columns),
                 )
         return select_by_name(self.layer, by_name)
 
@@ -167,10 +167,10 @@ def choose_axes(
         if not children:
             by_id |= _find_experts(parent, cores)
         projections = list(find_projections(parent, children))
-        of_attention = find_attention(parent, projections, cores)
-        has_attention |= bool(of_attention)
-        by_id |= of_attention
-        rest = [p for p in projections if id(p.kernel) not in of_attention]
+        attention_layout = find_attention(parent, projections, cores)
+        has_attention |= bool(attention_layout)
+        by_id |= attention_layout
+        rest = [p for p in projections if id(p.kernel) not in attention_layout]
         by_id |= _find_pairs(rest)
         others += rest
     if not has_attention:
@@ -358,14 +358,14 @@ def _has_heads(parent: keras.Layer, kind: str, cores: int) -> bool:
         for name, value in vars(parent).items()
         if _HEADS.fullmatch(name) and type(value) is int
     }
-    of_keys = [n for name, n in counts.items() if _OF_KEYS.fullmatch(name)]
+    key_counts = [n for name, n in counts.items() if _OF_KEYS.fullmatch(name)]
     others = [n for name, n in counts.items() if not _OF_KEYS.fullmatch(name)]
     if kind == "all":
-        chosen = [*of_keys, *others]
+        chosen = [*key_counts, *others]
     elif kind in ("k", "v"):
-        chosen = of_keys or others
+        chosen = key_counts or others
     else:
-        chosen = others or of_keys
+        chosen = others or key_counts
     return all(count % cores == 0 for count in chosen)
 
 

@@ -542,16 +542,16 @@ def test_another_model_is_refused_and_the_faults_listed(whole, tmp_path):
     assert find_steps(whole[0] / "kept") == [5, 10, 12]
 
 
-def of_units(units):
+def monitor_units(units):
     return lambda: chain(
         (4,), keras.layers.Dense(units), keras.layers.Dense(1, name="flat")
     )
 
 
 def test_other_shapes_are_told(tmp_path):
-    first = compiled(of_units(3))
+    first = compiled(monitor_units(3))
     first.fit(X, Y, verbose=0, callbacks=[Checkpoint(tmp_path)])
-    second = compiled(of_units(5))
+    second = compiled(monitor_units(5))
     with pytest.raises(ValueError, match=re.escape("float32[4, 3] in the")):
         second.fit(X, Y, verbose=0, callbacks=[Checkpoint(tmp_path)])
 
@@ -566,9 +566,9 @@ def test_other_shapes_are_told(tmp_path):
     ids=str,
 )
 def test_what_else_is_another_is_told(tmp_path, options, what):
-    first = compiled(of_units(3))
+    first = compiled(monitor_units(3))
     first.fit(X, Y, verbose=0, callbacks=[Checkpoint(tmp_path)])
-    second = compiled(of_units(3), **options)
+    second = compiled(monitor_units(3), **options)
     with pytest.raises(
         ValueError, match=f"which was saved with another {what}"
     ):
@@ -576,9 +576,9 @@ def test_what_else_is_another_is_told(tmp_path, options, what):
 
 
 def test_weights_that_differ_are_told_first(tmp_path):
-    first = compiled(of_units(3), optimizer="adam")
+    first = compiled(monitor_units(3), optimizer="adam")
     first.fit(X, Y, verbose=0, callbacks=[Checkpoint(tmp_path)])
-    second = compiled(of_units(5), optimizer="adam")
+    second = compiled(monitor_units(5), optimizer="adam")
     with pytest.raises(
         ValueError, match="another model: weights seq.*kernel: float32"
     ):

@@ -59,11 +59,11 @@ def read(folder, *parts):
     return points
 
 
-def steps_of(folder, *parts, tag="loss"):
+def list_steps(folder, *parts, tag="loss"):
     return list(read(folder, *parts).get(tag, {}))
 
 
-def files_of(folder):
+def list_files(folder):
     return sorted(p.name for p in folder.iterdir() if p.is_file())
 
 
@@ -121,7 +121,7 @@ def test_steps_that_are_written(tmp_path, name, replicas):
     model = _kept_model(replicas, steps_per_execution)
     model.optimizer.iterations.assign(0)
     fit(model, Scalars(tmp_path, every_n_steps=every), epochs=epochs)
-    assert steps_of(tmp_path) == expected
+    assert list_steps(tmp_path) == expected
 
 
 _kept = {}
@@ -144,7 +144,7 @@ def test_steps_of_a_generator_without_a_length(tmp_path):
     model = _kept_model(2, 3)
     scalars = Scalars(tmp_path, every_n_steps=2, initial_step=0)
     model.fit(batches(), shuffle=False, verbose=0, callbacks=[scalars])
-    assert steps_of(tmp_path) == [3, 4]
+    assert list_steps(tmp_path) == [3, 4]
 
 
 def test_two_fits_are_one_curve(tmp_path):
@@ -152,12 +152,12 @@ def test_two_fits_are_one_curve(tmp_path):
     scalars = Scalars(tmp_path, every_n_steps=3, initial_step=0)
     fit(model, scalars)
     fit(model, scalars)
-    assert steps_of(tmp_path) == [3, 4, 6, 8]
+    assert list_steps(tmp_path) == [3, 4, 6, 8]
     # Another callback asks the optimizer.
     model.optimizer.iterations.assign(8)
     fit(model, Scalars(tmp_path, every_n_steps=3))
-    assert steps_of(tmp_path) == [3, 4, 6, 8, 9, 12]
-    assert len(files_of(tmp_path)) == 3
+    assert list_steps(tmp_path) == [3, 4, 6, 8, 9, 12]
+    assert len(list_files(tmp_path)) == 3
 
 
 def test_a_fit_without_the_callback_counts(tmp_path):
@@ -166,7 +166,7 @@ def test_a_fit_without_the_callback_counts(tmp_path):
     fit(model, scalars)
     fit(model)
     fit(model, scalars)
-    assert steps_of(tmp_path) == [4, 12]
+    assert list_steps(tmp_path) == [4, 12]
 
 
 def test_another_model_begins_with_its_own_steps(tmp_path):
@@ -176,7 +176,7 @@ def test_another_model_begins_with_its_own_steps(tmp_path):
     second.optimizer.iterations.assign(100)
     fit(first, scalars)
     fit(second, scalars)
-    assert steps_of(tmp_path) == [44, 104]
+    assert list_steps(tmp_path) == [44, 104]
 
 
 def test_compiling_anew_goes_on_counting(tmp_path):
@@ -188,7 +188,7 @@ def test_compiling_anew_goes_on_counting(tmp_path):
     with strategy.scope():
         model.compile("sgd", "mse")
     fit(model, scalars)
-    assert steps_of(tmp_path) == [4, 8]
+    assert list_steps(tmp_path) == [4, 8]
 
 
 def test_examples_are_rows_without_padding(tmp_path, monkeypatch):
@@ -308,7 +308,7 @@ def test_steps_that_accumulate_gradients_count(tmp_path):
     model = model_of(2, sgd)
     fit(model, Scalars(tmp_path))
     fit(model, Scalars(tmp_path))
-    assert steps_of(tmp_path) == [4, 8]
+    assert list_steps(tmp_path) == [4, 8]
 
 
 def test_a_models_own_step_with_its_own_logs(tmp_path):
@@ -441,10 +441,10 @@ def test_evaluations_have_folders_of_their_own(tmp_path):
             tag: {k: pytest.approx(v) for k, v in values.items()}
             for tag, values in points.items()
         }
-    assert files_of(tmp_path) == []
+    assert list_files(tmp_path) == []
     fit(model, named)
     model.evaluate(X, Y, callbacks=[named], **given)
-    assert steps_of(tmp_path, "eval_test") == [7, 11]
+    assert list_steps(tmp_path, "eval_test") == [7, 11]
 
 
 def test_a_metric_named_as_validation_is_kept(tmp_path):
@@ -501,8 +501,8 @@ def test_no_point_is_there_twice_after_a_crash(tmp_path, save):
     stops = Stops(first, save=save, stop=15)
     with pytest.raises(InterruptedError):
         fit(model, stops, first, **validation)
-    assert steps_of(tmp_path) == [2, 4, 6, 8, 10, 12, 14]
-    assert steps_of(tmp_path, "eval") == [4, 8, 12]
+    assert list_steps(tmp_path) == [2, 4, 6, 8, 10, 12, 14]
+    assert list_steps(tmp_path, "eval") == [4, 8, 12]
     # Before the end of its epoch; the epoch's evaluation is yet to come.
     evaluated = save > 4
     assert stops.state == {"step": save, "eval_step": 4 if evaluated else 0}
@@ -512,8 +512,8 @@ def test_no_point_is_there_twice_after_a_crash(tmp_path, save):
         fit(model, second, resumes, Stops(second, save=0, stop=7), **validation)
     kept = [step for step in (2, 4, 6) if step <= save]
     new = [step for step in range(save, save + 8) if step % 4 == 0]
-    assert steps_of(tmp_path) == sorted({*kept, *new} - {save + 7})
-    assert steps_of(tmp_path, "eval") == [4] * evaluated + [save + 4]
+    assert list_steps(tmp_path) == sorted({*kept, *new} - {save + 7})
+    assert list_steps(tmp_path, "eval") == [4] * evaluated + [save + 4]
 
 
 def test_state_that_is_given_before_a_fit(tmp_path):
@@ -523,7 +523,7 @@ def test_state_that_is_given_before_a_fit(tmp_path):
     model = _kept_model(2, 1)
     model.optimizer.iterations.assign(2)
     fit(model, scalars)
-    assert steps_of(tmp_path) == [34]
+    assert list_steps(tmp_path) == [34]
 
 
 def test_a_new_run_in_a_used_folder_replaces_the_old_one(tmp_path):
@@ -531,7 +531,7 @@ def test_a_new_run_in_a_used_folder_replaces_the_old_one(tmp_path):
     for every in (1, 3):
         model.optimizer.iterations.assign(0)
         fit(model, Scalars(tmp_path, every_n_steps=every))
-    assert steps_of(tmp_path) == [3, 4]
+    assert list_steps(tmp_path) == [3, 4]
 
 
 @pytest.mark.parametrize("cut", [1, 9, 20])
@@ -541,13 +541,13 @@ def test_a_file_whose_last_record_is_cut_is_read_up_to_it(tmp_path, cut):
     scalars = Scalars(tmp_path, every_n_steps=1)
     with pytest.raises(InterruptedError):
         fit(model, scalars, Stops(scalars, save=0, stop=3))
-    (name,) = files_of(tmp_path)
+    (name,) = list_files(tmp_path)
     path = tmp_path / name
     with open(path, "r+b") as file:
         file.truncate(path.stat().st_size - cut)
-    assert steps_of(tmp_path) == [1]
+    assert list_steps(tmp_path) == [1]
     fit(model, Scalars(tmp_path, initial_step=2))
-    assert steps_of(tmp_path) == [1, 6]
+    assert list_steps(tmp_path) == [1, 6]
 
 
 def test_points_can_be_read_while_fit_goes_on(tmp_path):
@@ -555,7 +555,7 @@ def test_points_can_be_read_while_fit_goes_on(tmp_path):
 
     class Looks(keras.callbacks.Callback):
         def on_train_batch_end(self, batch, logs=None):
-            seen.append(steps_of(tmp_path))
+            seen.append(list_steps(tmp_path))
 
     model = _kept_model(2, 1)
     model.optimizer.iterations.assign(0)
@@ -581,7 +581,7 @@ def test_nothing_is_fetched_between_the_steps_that_are_written(tmp_path):
     scalars = Notes(tmp_path, every_n_steps=3, initial_step=0)
     fit(model, scalars, epochs=2)
     assert fetched == [2, 1]
-    assert steps_of(tmp_path) == [3, 6, 8]
+    assert list_steps(tmp_path) == [3, 6, 8]
 
 
 def test_lines_of_the_log(tmp_path, caplog, monkeypatch):
@@ -604,7 +604,7 @@ def test_lines_of_the_log(tmp_path, caplog, monkeypatch):
     assert last.startswith(f"step 301: {values} (")
     assert first.endswith("examples/s)")
     assert " steps/s, " in first
-    assert files_of(tmp_path) == []
+    assert list_files(tmp_path) == []
 
 
 def test_large_numbers_in_a_line_have_spaces():
@@ -697,7 +697,7 @@ def test_a_disk_that_is_full_ends_the_points_and_not_the_training(
         history = fit(model, scalars)
     assert len(history["loss"]) == 1
     assert written == [1, 2, 3]
-    assert steps_of(tmp_path) == [1, 2]
+    assert list_steps(tmp_path) == [1, 2]
 
 
 def test_a_package_that_is_missing(monkeypatch):
@@ -729,7 +729,7 @@ def test_records_are_framed_as_tensorflow_frames_them(tmp_path):
     points = event_files.Points(str(tmp_path))
     points.add(3, {"loss": 1.5, "over": 1e300, "none": float("nan")})
     points.close()
-    (name,) = files_of(tmp_path)
+    (name,) = list_files(tmp_path)
     assert name.startswith("events.out.tfevents.")
     content = io.BytesIO((tmp_path / name).read_bytes())
     lengths = []
@@ -750,7 +750,7 @@ def test_files_of_a_folder_are_read_in_the_order_they_were_made(tmp_path):
         points.add(step, {"loss": step})
         points.close()
     assert read(tmp_path)["loss"] == {k: k for k in range(5)}
-    assert len(files_of(tmp_path)) == 5
+    assert len(list_files(tmp_path)) == 5
 
 
 def test_a_bucket_is_sent_whole_when_it_ends(monkeypatch):
@@ -823,13 +823,13 @@ def test_the_chief_alone_writes(tmp_path):
     target = "multi_process.with_callbacks:scalars"
     first, second = values_of(target, 2, tmp_path)
     assert first["state"] == second["state"] == {"step": 8, "eval_step": 8}
-    (pid,) = {name.split(".")[-1] for name in files_of(tmp_path)}
+    (pid,) = {name.split(".")[-1] for name in list_files(tmp_path)}
     assert int(pid) == first["pid"] != second["pid"]
-    assert len(files_of(tmp_path)) == len(files_of(tmp_path / "eval")) == 1
+    assert len(list_files(tmp_path)) == len(list_files(tmp_path / "eval")) == 1
     points = read(tmp_path)
     assert list(points["loss"]) == [3, 6, 8]
     assert points["loss"][8] == pytest.approx(first["loss"][-1], rel=1e-6)
-    assert steps_of(tmp_path, "eval") == [4, 8]
+    assert list_steps(tmp_path, "eval") == [4, 8]
     assert first["lines"] == 3
     assert second["lines"] == 0
     assert list(points["learning_rate"].values()) == [0.25, 0.25, 0.125]

@@ -75,7 +75,7 @@ def save(directory, found, step=5, **kwargs):
     return checkpoint
 
 
-def manager_of(directory, found, **kwargs):
+def make_manager(directory, found, **kwargs):
     checkpoint = ks.checkpoint.Checkpoint(**found)
     return ks.checkpoint.CheckpointManager(checkpoint, directory, **kwargs)
 
@@ -87,7 +87,7 @@ def test_all_is_restored_on_any_number_of_replicas(tmp_path, replicas):
     next(first["data"])
     save(tmp_path, first)
     second = parts(replicas)
-    with manager_of(tmp_path, second) as manager:
+    with make_manager(tmp_path, second) as manager:
         assert manager.restore_or_initialize() == 5
     for actual, expected in zip(values(second), values(first), strict=True):
         np.testing.assert_array_equal(actual, expected)
@@ -99,7 +99,7 @@ def test_all_is_restored_on_any_number_of_replicas(tmp_path, replicas):
 def test_an_empty_directory_restores_nothing(tmp_path):
     found = parts(2)
     before = values(found)
-    with manager_of(tmp_path / "new", found) as manager:
+    with make_manager(tmp_path / "new", found) as manager:
         assert manager.restore_or_initialize() is None
         assert manager.latest_checkpoint is None
         assert manager.checkpoints == []
@@ -110,7 +110,7 @@ def test_an_empty_directory_restores_nothing(tmp_path):
 def test_the_newest_are_kept_and_the_best(tmp_path):
     found = parts(1)
     keep = ks.checkpoint.Keep(last=2, best="loss")
-    with manager_of(tmp_path, found, keep=keep) as manager:
+    with make_manager(tmp_path, found, keep=keep) as manager:
         for step, loss in enumerate([3.0, 1.0, 2.0, float("nan"), 4.0]):
             manager.save(step, metrics={"loss": loss})
         manager.wait()
@@ -125,7 +125,7 @@ def test_the_newest_are_kept_and_the_best(tmp_path):
 def test_steps_are_saved_in_their_order(tmp_path):
     """Of a lower one a restart would know nothing."""
     found = parts(1)
-    with manager_of(tmp_path, found, keep=2) as manager:
+    with make_manager(tmp_path, found, keep=2) as manager:
         manager.save(jnp.int32(5))
         with pytest.raises(ValueError, match="saved once. Received: step=5"):
             manager.save(5)
@@ -138,10 +138,10 @@ def test_steps_are_saved_in_their_order(tmp_path):
 
 
 def test_states_alone_are_kept(tmp_path):
-    with manager_of(tmp_path, {"noted": Noted({"a": 1})}) as manager:
+    with make_manager(tmp_path, {"noted": Noted({"a": 1})}) as manager:
         manager.save(1)
     noted = Noted()
-    with manager_of(tmp_path, {"noted": noted}) as manager:
+    with make_manager(tmp_path, {"noted": noted}) as manager:
         assert manager.restore_or_initialize() == 1
     assert noted.state == {"a": 1}
 
@@ -149,7 +149,7 @@ def test_states_alone_are_kept(tmp_path):
 def test_values_are_those_of_the_call_of_save(tmp_path):
     """Writing goes on while the variables get other values."""
     found = parts(2)
-    with manager_of(tmp_path, found) as manager:
+    with make_manager(tmp_path, found) as manager:
         expected = values(found)
         manager.save(1)
         scramble(found)
@@ -173,7 +173,7 @@ def test_states_keep_their_types(tmp_path):
     save(tmp_path, {"noted": Noted(state), "variable": keras.Variable(1.0)})
     noted = Noted()
     variable = keras.Variable(0.0)
-    with manager_of(tmp_path, {"noted": noted, "variable": variable}) as m:
+    with make_manager(tmp_path, {"noted": noted, "variable": variable}) as m:
         m.restore_or_initialize()
     restored = noted.state
     for name in ("array", "empty"):
@@ -198,7 +198,7 @@ def test_what_is_kept_in_lists_and_dicts(tmp_path):
     for found in (first, second):
         found["layer"].build((None, 2))
     save(tmp_path, first)
-    with manager_of(tmp_path, second) as manager:
+    with make_manager(tmp_path, second) as manager:
         manager.restore_or_initialize()
     assert [float(v) for v in second["nets"]["a"]] == [3.0, 6.0]
     assert float(second["metric"].result()) == 7.0
@@ -212,7 +212,7 @@ def test_another_model_is_refused_and_its_differences_are_listed(tmp_path):
     save(tmp_path, parts(2))
     wider = parts(2, units=5)
     before = values(wider)
-    with manager_of(tmp_path, wider) as manager:
+    with make_manager(tmp_path, wider) as manager:
         match = r"float32\[4, 3\] in the checkpoint, float32\[4, 5\] here"
         with pytest.raises(ValueError, match=match):
             manager.restore_or_initialize()
@@ -220,13 +220,13 @@ def test_another_model_is_refused_and_its_differences_are_listed(tmp_path):
         np.testing.assert_array_equal(actual, expected)
     fewer = {"model": parts(2)["model"]}
     with (
-        manager_of(tmp_path, fewer) as manager,
+        make_manager(tmp_path, fewer) as manager,
         pytest.raises(ValueError, match="optimizer adam.*not in the model"),
     ):
         manager.restore_or_initialize()
     more = parts(2) | {"noted": Noted({})}
     with (
-        manager_of(tmp_path, more) as manager,
+        make_manager(tmp_path, more) as manager,
         pytest.raises(ValueError, match="without a state of 'noted'"),
     ):
         manager.restore_or_initialize()
@@ -236,7 +236,7 @@ def test_a_damaged_checkpoint_is_put_aside_and_its_step_saved_again(
     tmp_path, caplog
 ):
     found = parts(2)
-    with manager_of(tmp_path, found) as manager:
+    with make_manager(tmp_path, found) as manager:
         manager.save(1)
         scramble(found)
         manager.save(2)
@@ -244,7 +244,7 @@ def test_a_damaged_checkpoint_is_put_aside_and_its_step_saved_again(
     damages.DAMAGES[0](tmp_path / "2")
     with (
         caplog.at_level(logging.WARNING),
-        manager_of(tmp_path, found) as manager,
+        make_manager(tmp_path, found) as manager,
     ):
         assert manager.restore_or_initialize() == 1
         with pytest.raises(ks.checkpoint.DamagedCheckpoint, match="of step 2 "):
@@ -253,7 +253,7 @@ def test_a_damaged_checkpoint_is_put_aside_and_its_step_saved_again(
         manager.save(2)
     assert "It was renamed to 2.damaged-1." in caplog.text
     again = parts(2)
-    with manager_of(tmp_path, again) as manager:
+    with make_manager(tmp_path, again) as manager:
         assert manager.restore_or_initialize() == 2
     for actual, value in zip(values(again), expected, strict=True):
         np.testing.assert_array_equal(actual, value)
@@ -277,14 +277,14 @@ def test_a_save_killed_around_its_manifest_leaves_nothing(
 
     with (
         monkeypatch.context() as patch,
-        manager_of(tmp_path / "run", found) as manager,
+        make_manager(tmp_path / "run", found) as manager,
     ):
         patch.setattr(manifest, "write_manifest", copy)
         for step in (1, 2):
             manager.save(step)
         manager.wait()
     assert find_steps(tmp_path / "run") == [1, 2]
-    with manager_of(tmp_path / "killed", found) as manager:
+    with make_manager(tmp_path / "killed", found) as manager:
         assert manager.restore_or_initialize() == 1
         manager.save(2)
     assert set(os.listdir(tmp_path / "killed")) == {LOCK, "1", "2"}
@@ -294,15 +294,15 @@ def test_a_save_killed_around_its_manifest_leaves_nothing(
 @pytest.mark.multi_process
 def test_one_manager_at_a_time(tmp_path):
     found = parts(1)
-    with manager_of(tmp_path, found):
+    with make_manager(tmp_path, found):
         checkpoint = ks.checkpoint.Checkpoint(**found)
         with pytest.raises(RuntimeError, match="Only one run at a time"):
             ks.checkpoint.CheckpointManager(checkpoint, tmp_path)
-    manager_of(tmp_path, found).close()
+    make_manager(tmp_path, found).close()
 
 
 def test_a_save_writes_a_deleted_lock_again(tmp_path):
-    with manager_of(tmp_path, parts(1)) as manager:
+    with make_manager(tmp_path, parts(1)) as manager:
         (tmp_path / LOCK).unlink()
         manager.save(1)
         assert (tmp_path / LOCK).exists()
@@ -310,7 +310,7 @@ def test_a_save_writes_a_deleted_lock_again(tmp_path):
 
 def test_an_error_in_the_background_is_raised_at_the_next_call(tmp_path):
     found = parts(1)
-    with manager_of(tmp_path, found) as manager:
+    with make_manager(tmp_path, found) as manager:
         manager.save(1)
         manager.wait()
         manager.save(2)
@@ -344,7 +344,7 @@ def test_wrong_arguments(made, error, match):
 def test_what_no_checkpoint_can_hold_is_refused(tmp_path):
     found = {"noted": Noted({"a": {1, 2}}), "v": keras.Variable(1.0)}
     with (
-        manager_of(tmp_path, found) as manager,
+        make_manager(tmp_path, found) as manager,
         pytest.raises(TypeError, match=r"type set at \['noted'\]\['a'\]"),
     ):
         manager.save(1)
@@ -439,7 +439,7 @@ def test_nobody_holds_the_arrays_after_a_save(tmp_path, replicas):
     kernel = found["model"].layers[0].kernel
     kernel.assign(kernel.value + 1)
     before = sys.getrefcount(kernel.value)
-    with manager_of(tmp_path, found) as manager:
+    with make_manager(tmp_path, found) as manager:
         manager.save(1)
         during = sys.getrefcount(kernel.value)
     assert during == before
@@ -457,7 +457,7 @@ def test_saved_is_what_was_there_before_the_next_step(
     rows = np.zeros((10, units), "float32")
     model.fit(ROWS, rows, batch_size=2, verbose=0)
     kernel = model.layers[0].kernel
-    with manager_of(tmp_path, {"model": model}) as manager:
+    with make_manager(tmp_path, {"model": model}) as manager:
         kept = np.array(kernel.value)
         manager.save(1)
         # Its steps take the buffers.
@@ -479,7 +479,7 @@ def test_each_dtype_is_restored(tmp_path, dtype):
         )
     expected = np.array(variable.value)
     assert expected.any()
-    with manager_of(tmp_path, {"only": variable}) as manager:
+    with make_manager(tmp_path, {"only": variable}) as manager:
         manager.save(1)
         variable.assign(np.zeros((2, 3)))
         manager.restore(1)
@@ -529,7 +529,7 @@ def test_a_script_that_ends_right_after_a_save(tmp_path, case):
     # Whatever is there is good.
     variable = keras.Variable(np.zeros((100, 1000)))
     found = {"variable": variable, "best": Noted()}
-    with manager_of(tmp_path, found) as manager:
+    with make_manager(tmp_path, found) as manager:
         step = manager.restore_or_initialize()
     assert step == (1 if case == "is kept" else None)
     assert np.asarray(variable.value).all() == (case == "is kept")

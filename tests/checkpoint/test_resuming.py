@@ -14,7 +14,7 @@ from tests.parity.test_model_axis import MODELS, data, make_mlp
 from tests.support.checkpoint import runs
 from tests.support.checkpoint.cases import CASES
 from tests.support.plain_keras import mirrored
-from tests.support.strategies import of_cores
+from tests.support.strategies import cores_strategy
 
 # What differs most between them; of the others some steps are enough.
 QUICK = (
@@ -77,15 +77,15 @@ def test_a_run_goes_on_after_every_step(case, tmp_path):
 # From one strategy to another.
 
 
-def of_two_cores():
-    return of_cores(2, 2, MODELS["mlp"][1])
+def two_core_replicas():
+    return cores_strategy(2, 2, MODELS["mlp"][1])
 
 
 STRATEGIES = {
     "4 replicas": lambda: mirrored(4),
     "3 replicas": lambda: mirrored(3),
     "1 device": lambda: ks.OneDeviceStrategy("cpu:0"),
-    "2 replicas of 2 cores": of_two_cores,
+    "2 replicas of 2 cores": two_core_replicas,
 }
 
 

@@ -43,7 +43,7 @@ PAIRS = [
 ]
 
 
-def manager_of(model, folder):
+def make_manager(model, folder):
     checkpoint = ks.checkpoint.Checkpoint(model=model)
     return ks.checkpoint.CheckpointManager(checkpoint, folder)
 
@@ -61,10 +61,10 @@ def placed(model):
 @pytest.mark.parametrize(("first", "then"), few(PAIRS, every=2))
 def test_any_layout_restores_what_another_saved(first, then, tmp_path):
     saved, found = built(first, 0.5), built(then)
-    with manager_of(saved, tmp_path) as manager:
+    with make_manager(saved, tmp_path) as manager:
         manager.save(3)
     before = placed(found)
-    with manager_of(found, tmp_path) as manager:
+    with make_manager(found, tmp_path) as manager:
         assert manager.restore_or_initialize() == 3
     assert_equal(sharded.values_of(found), sharded.values_of(saved))
     assert [v for _, v in placed(found)] == [v for _, v in before]
@@ -114,7 +114,7 @@ def test_killed_in_the_middle_of_a_save(tmp_path, count, devices):
     assert find_steps(tmp_path) == [1, 2]
     model = built("sharded4")
     wanted = sharded.fill(built("one"), 2)
-    with manager_of(model, tmp_path) as manager:
+    with make_manager(model, tmp_path) as manager:
         assert manager.restore_or_initialize() == 2
     assert_equal(sharded.values_of(model), sharded.values_of(wanted))
 
@@ -124,7 +124,7 @@ def pristine(tmp_path_factory):
     """Checkpoints of steps 1 and 2, of values 1 and 2."""
     folder = tmp_path_factory.mktemp("pristine")
     model = built("sharded8")
-    with manager_of(model, folder) as manager:
+    with make_manager(model, folder) as manager:
         for step in (1, 2):
             sharded.fill(model, step)
             manager.save(step)
@@ -132,23 +132,25 @@ def pristine(tmp_path_factory):
 
 
 @pytest.fixture(scope="module")
-def of_four():
+def four_replicas():
     return built("sharded4")
 
 
 # tests/checkpoint/directory/test_format.py has all of them by default.
 @pytest.mark.parametrize("damage", combine(DAMAGES, every=4), ids=str)
-def test_a_damaged_checkpoint_is_refused(damage, pristine, of_four, tmp_path):
+def test_a_damaged_checkpoint_is_refused(
+    damage, pristine, four_replicas, tmp_path
+):
     folder = tmp_path / "checkpoints"
     shutil.copytree(pristine, folder)
     damage(folder / "2")
-    with manager_of(of_four, folder) as manager:
+    with make_manager(four_replicas, folder) as manager:
         assert manager.restore_or_initialize() == 1
-        assert all((v == 1).all() for v in sharded.values_of(of_four))
+        assert all((v == 1).all() for v in sharded.values_of(four_replicas))
         error = (ks.checkpoint.DamagedCheckpoint, FileNotFoundError)
         with pytest.raises(error, match="step 2"):
             manager.restore(2)
-    assert all((v == 1).all() for v in sharded.values_of(of_four))
+    assert all((v == 1).all() for v in sharded.values_of(four_replicas))
 
 
 @pytest.mark.slow

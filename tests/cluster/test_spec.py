@@ -225,7 +225,7 @@ TASKS = [
 
 @pytest.mark.parametrize(("cluster", "job", "index"), TASKS, ids=str)
 def test_task_is_numbered_as_tf_does(cluster, job, index):
-    info = info_of(cluster, job, index)
+    info = make_info(cluster, job, index)
     assert (info.type, info.index) == (job, index)
     assert info.is_chief == multi_worker_util.is_chief(cluster, job, index)
     training = "worker" if "worker" in cluster else "chief"
@@ -246,7 +246,7 @@ def test_task_is_numbered_as_tf_does(cluster, job, index):
         assert info.addresses[info.process_id] == cluster[job][index]
 
 
-def info_of(cluster, task_type=None, task_id=None):
+def make_info(cluster, task_type=None, task_id=None):
     spec = ClusterSpec(cluster)
     return task_info(
         SimpleClusterResolver(spec, task_type=task_type, task_id=task_id)
@@ -255,13 +255,13 @@ def info_of(cluster, task_type=None, task_id=None):
 
 def test_chief_goes_first_then_workers_by_index():
     cluster = {"worker": {1: "c:1", 0: "b:1"}, "chief": ["a:1"]}
-    info = info_of(cluster, "worker", 1)
+    info = make_info(cluster, "worker", 1)
     assert info.addresses == ("a:1", "b:1", "c:1")
     assert (info.process_id, info.is_chief) == (2, False)
 
 
 def test_evaluator_needs_no_entry_in_the_cluster():
-    info = info_of({"worker": ["a:1", "b:1"]}, "evaluator", 0)
+    info = make_info({"worker": ["a:1", "b:1"]}, "evaluator", 0)
     assert (info.process_id, info.is_chief) == (None, True)
     assert (info.num_processes, info.coordinator_address) == (2, "a:1")
 
@@ -276,7 +276,7 @@ def test_evaluator_needs_no_entry_in_the_cluster():
     ],
 )
 def test_process_without_a_cluster_is_alone(task, process_id):
-    info = info_of({}, *task)
+    info = make_info({}, *task)
     assert (info.num_processes, info.process_id) == (1, process_id)
     assert info.is_chief
     assert info.coordinator_address is None
@@ -349,7 +349,7 @@ PAIR = {"worker": ["a:1", "b:1"]}
 )
 def test_bad_cluster_is_refused(cluster, task, words):
     with pytest.raises(ValueError, match="Received") as caught:
-        info_of(cluster, *task)
+        make_info(cluster, *task)
     assert all(word in str(caught.value) for word in words), caught.value
 
 
@@ -365,17 +365,17 @@ def test_bad_cluster_is_refused(cluster, task, words):
     ],
 )
 def test_local_address_that_all_can_reach_is_let_through(cluster):
-    assert info_of(cluster, "worker", 0).process_id == 0
+    assert make_info(cluster, "worker", 0).process_id == 0
 
 
 @pytest.mark.parametrize("index", [True, 1.0, [1]])
 def test_index_that_is_no_integer_is_refused(index):
     with pytest.raises(TypeError, match="integer"):
-        info_of(PAIR, "worker", index)
+        make_info(PAIR, "worker", index)
 
 
 def test_task_info_is_checked_and_frozen():
-    info = info_of(PAIR, "worker", 0)
+    info = make_info(PAIR, "worker", 0)
     with pytest.raises(dataclasses.FrozenInstanceError):
         info.index = 1
     with pytest.raises(ValueError, match="num_processes=3 and 2 addresses"):
@@ -395,5 +395,5 @@ def test_task_info_is_checked_and_frozen():
 
 def test_task_info_of_a_large_cluster_is_quick():
     hosts = [f"host{index}.example.com:2222" for index in range(4096)]
-    info = info_of({"worker": hosts}, "worker", 4095)
+    info = make_info({"worker": hosts}, "worker", 4095)
     assert (info.process_id, info.num_processes) == (4095, 4096)

@@ -118,7 +118,7 @@ def test_datasets_of_tf_tell_sizes_and_arrays():
     assert loose._deterministic == "false"
     assert not tf_nodes.is_plain(loose)
     graph = tf_graph.write_graph(batched)
-    kinds = {tf_graph.kind_of(node) for node in graph.node}
+    kinds = {tf_graph.get_kind(node) for node in graph.node}
     assert {"BatchDataset", "RangeDataset"} <= kinds
 
 

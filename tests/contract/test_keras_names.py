@@ -140,7 +140,7 @@ def read_by_keras(x, steps_per_epoch, **options):
     return epochs
 
 
-def passes_of(epochs, num_batches, steps_per_epoch):
+def list_passes(epochs, num_batches, steps_per_epoch):
     """The rows of each pass over the data, of complete ones."""
     division = Division(
         num_batches=num_batches,
@@ -156,7 +156,7 @@ def passes_of(epochs, num_batches, steps_per_epoch):
     ]
 
 
-def orders_of(order, each, count):
+def list_orders(order, each, count):
     order.set_epochs_per_pass(each)
     return [order.compute(k).tolist() for k in range(count)]
 
@@ -183,12 +183,12 @@ def test_orders_of_rows_are_those_of_keras(shuffle, steps_per_epoch):
     found = read_by_keras(
         np.arange(ROWS), steps_per_epoch, batch_size=4, shuffle=shuffle
     )
-    each, passes = passes_of(found, 4, steps_per_epoch)
+    each, passes = list_passes(found, 4, steps_per_epoch)
     assert len(passes) > 0
     seeded()
     window = 4 if shuffle == "batch" else None
     order = keras_names.ROW_ORDER(ROWS, window)
-    assert passes == orders_of(order, each, len(passes))
+    assert passes == list_orders(order, each, len(passes))
 
 
 class Batches(keras.utils.PyDataset):
@@ -204,10 +204,10 @@ def test_orders_of_batches_are_those_of_keras(workers):
     seeded()
     given = Batches(workers=workers) if workers else Batches()
     found = read_by_keras(given, None, shuffle=True)
-    each, passes = passes_of(found, 6, None)
+    each, passes = list_passes(found, 6, None)
     assert len(passes) == EPOCHS
     seeded()
-    assert passes == orders_of(keras_names.BATCH_ORDER(6), each, EPOCHS)
+    assert passes == list_orders(keras_names.BATCH_ORDER(6), each, EPOCHS)
 
 
 def test_an_order_by_number_is_kept_in_the_adapter():

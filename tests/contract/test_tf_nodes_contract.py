@@ -62,7 +62,7 @@ def test_inputs_have_these_places(operation, name, place):
 
 @pytest.mark.parametrize("kind", sorted(tf_nodes.BATCHES))
 def test_whether_a_remainder_is_dropped_is_the_last_input(kind):
-    newest = max(op for op in OPERATIONS if tf_nodes.kind_of(Op(op)) == kind)
+    newest = max(op for op in OPERATIONS if tf_nodes.get_kind(Op(op)) == kind)
     names = OPERATIONS[newest]
     place = names.index("drop_remainder")
     attributes = {"output_types", "output_shapes", "f"}

@@ -40,18 +40,18 @@ def all_threads():
     }
 
 
-_of_others = set()
+_other_rows = set()
 
 
 @pytest.fixture(autouse=True)
 def _threads_of_this_test():
     """Leaves out those of feeds that earlier tests left unfinished."""
-    _of_others.clear()
-    _of_others.update(all_threads())
+    _other_rows.clear()
+    _other_rows.update(all_threads())
 
 
 def threads():
-    return all_threads() - _of_others
+    return all_threads() - _other_rows
 
 
 def wait_for_threads():

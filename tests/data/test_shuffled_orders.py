@@ -229,9 +229,13 @@ def test_orders_of_one_kind_refuse_seeds_of_the_other(name):
             order.restart(seed)
         assert order.seed == before
     kind = numbered.seed.removesuffix(":1")
-    of_others = "rows" if kind.startswith("batches") else "batches"
+    other_kind = "rows" if kind.startswith("batches") else "batches"
     ends = ("", ":0", ":-1", ":1:1", ":12345678901")
-    for text in (*(kind + end for end in ends), f"{of_others} by number:1", ""):
+    for text in (
+        *(kind + end for end in ends),
+        f"{other_kind} by number:1",
+        "",
+    ):
         with pytest.raises(ValueError, match="version of Keras"):
             numbered.restart(text)
 

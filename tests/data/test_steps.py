@@ -89,7 +89,7 @@ def iterable(rows, size, count, index, own):
 
 def files(folder):
     from keras_strategies.data.sources.file_source import FilesSource
-    from keras_strategies.data.sources.files import files as files_of
+    from keras_strategies.data.sources.files import files as list_files
 
     def make(rows, size, count, index, own, policy=AutoShardPolicy.DATA):
         cuts = [0, rows // 7, rows // 7, rows // 2, rows, rows]
@@ -105,7 +105,7 @@ def files(folder):
         options = place(count, index, own)
         if not own:
             options["policy"] = policy
-        return FilesSource(files_of(paths, "npy", batch_size=size), **options)
+        return FilesSource(list_files(paths, "npy", batch_size=size), **options)
 
     return make
 

@@ -9,7 +9,7 @@ FENCED = re.compile(r"^ *```(\w*)\n(.*?)^ *```$", re.M | re.S)
 SECTION = re.compile(r"[A-Z][A-Za-z ]*:")
 
 
-def examples_of(docstring):
+def list_examples(docstring):
     """The sources of a docstring's examples, in their order.
 
     They are fenced blocks of python, sessions that begin with `>>>`, and

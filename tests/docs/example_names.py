@@ -6,7 +6,7 @@ import numpy as np
 import tensorflow as tf
 
 import keras_strategies as ks
-from tests.docs.public_names import names_of, public_modules
+from tests.docs.public_names import list_names, public_modules
 
 ROWS = 256
 
@@ -18,7 +18,7 @@ def names_for(path, folder):
     while place not in modules:
         place = place.rpartition(".")[0]
     module = modules[place]
-    names = {name: getattr(module, name) for name in names_of(module)}
+    names = {name: getattr(module, name) for name in list_names(module)}
     names |= common_names()
     if place.startswith("keras_strategies.estimator"):
         names |= estimator_names(names["strategy"])

@@ -11,7 +11,7 @@ import keras_strategies as ks
 APART = ("keras_strategies.testing",)
 
 
-def names_of(module):
+def list_names(module):
     """The names that a public module offers, in order."""
     if hasattr(module, "_MODULES"):
         return sorted(module._MODULES)
@@ -32,7 +32,7 @@ def public_modules():
     while waiting:
         module = waiting.pop(0)
         found[module.__name__] = module
-        values = (getattr(module, name) for name in names_of(module))
+        values = (getattr(module, name) for name in list_names(module))
         waiting += [v for v in values if isinstance(v, types.ModuleType)]
     return found
 
@@ -42,7 +42,7 @@ def public_names():
     return {
         f"{path}.{name}": getattr(module, name)
         for path, module in public_modules().items()
-        for name in names_of(module)
+        for name in list_names(module)
         if not isinstance(getattr(module, name), types.ModuleType)
     }
 

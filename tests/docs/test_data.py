@@ -12,7 +12,7 @@ import tensorflow as tf
 
 import keras_strategies as ks
 from tests.support import plain_keras
-from tests.support.mistakes import iter_of
+from tests.support.mistakes import make_iter
 
 TEXT = (pathlib.Path(__file__).parents[2] / "docs/data.md").read_text()
 BLOCKS = re.findall(r"^```python\n(.*?)^```", TEXT, re.M | re.S)
@@ -32,7 +32,7 @@ class Batches(keras.utils.PyDataset):
         return PIECES[index]
 
 
-def files_of(folder):
+def list_files(folder):
     np.savez(folder / "rows.npz", x=X, y=Y)
     return ks.data.files(
         str(folder / "*.npz"), "npz", keys=("x", "y"), batch_size=SIZE
@@ -52,8 +52,8 @@ GIVEN = {
     "`grain.IterDataset`": lambda _: {
         "x": grain.MapDataset.source(ROWS).to_iter_dataset().batch(SIZE)
     },
-    "`ks.data.files": lambda folder: {"x": files_of(folder)},
-    "generators": lambda _: {"x": iter_of(*PIECES)},
+    "`ks.data.files": lambda folder: {"x": list_files(folder)},
+    "generators": lambda _: {"x": make_iter(*PIECES)},
 }
 # tests/data/tfdata/test_tf_data.py reads files; tests of torch need it.
 # test_extending.py has sources.
@@ -125,7 +125,7 @@ def test_a_policy_is_given_as_shown():
         model = keras.Sequential([keras.Input((3,)), plain_keras.dense(1)])
         model.compile("sgd", "mse")
     names = {"ks": ks, "strategy": strategy, "model": model}
-    exec(script, names | {"batches": iter_of(*PIECES)})
+    exec(script, names | {"batches": make_iter(*PIECES)})
     assert int(model.optimizer.iterations) == len(PIECES)
 
 

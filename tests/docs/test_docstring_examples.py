@@ -4,14 +4,14 @@ import re
 
 import pytest
 
-from tests.docs.docstring_code import examples_of, run_example
+from tests.docs.docstring_code import list_examples, run_example
 from tests.docs.example_names import names_for
 from tests.docs.public_names import public_code, public_docstrings
 
 EXAMPLES = {
     path: examples
     for path, docstring in public_docstrings().items()
-    if (examples := examples_of(docstring))
+    if (examples := list_examples(docstring))
 }
 ELSEWHERE = {
     "keras_strategies.MultiWorkerMirroredStrategy": (
@@ -81,7 +81,7 @@ def without_example(code):
     return {
         path
         for path, value in code.items()
-        if not examples_of(value.__doc__ or "")
+        if not list_examples(value.__doc__ or "")
     }
 
 
@@ -145,7 +145,7 @@ DOCSTRING = """Adds.
 
 
 def test_examples_are_found():
-    assert [source.strip() for source in examples_of(DOCSTRING)] == [
+    assert [source.strip() for source in list_examples(DOCSTRING)] == [
         "first = 1\n\nsecond = first + 1",
         "if second:\n    third = 3",
         ">>> third\n3",
@@ -169,6 +169,6 @@ def test_an_example_that_fails_is_seen(source, error):
 
 def test_names_go_from_one_example_to_the_next():
     names = {}
-    for source in examples_of(DOCSTRING):
+    for source in list_examples(DOCSTRING):
         run_example(source, names)
     assert names["third"] == 3

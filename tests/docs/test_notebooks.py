@@ -61,7 +61,7 @@ def compiled_cnn(strategy):
     return model
 
 
-def train_step_of(model, optimizer, loss_of_rows, accuracy=None):
+def make_train_step(model, optimizer, loss_of_rows, accuracy=None):
     """A tape's step, as docs/migration.md writes it."""
 
     def train_step(inputs):
@@ -106,7 +106,7 @@ def custom_training(replicas, folder):
         )
         model, optimizer = cnn(), keras.optimizers.SGD(0.05, momentum=0.9)
         checkpoint = ks.checkpoint.Checkpoint(optimizer=optimizer, model=model)
-    train_step = train_step_of(model, optimizer, loss_of_rows, accuracy)
+    train_step = make_train_step(model, optimizer, loss_of_rows, accuracy)
 
     def test_step(inputs):
         x, y = inputs
@@ -192,7 +192,7 @@ def distributed_training(replicas):
     loss_of_rows = keras.losses.BinaryCrossentropy(
         from_logits=True, reduction="none"
     )
-    step = train_step_of(model, optimizer, loss_of_rows)
+    step = make_train_step(model, optimizer, loss_of_rows)
     data = strategy.experimental_distribute_dataset(
         rows.repeat(500).batch(size)
     )
@@ -218,7 +218,7 @@ def test_distributed_training():
         ks.function(input_signature=[])
 
 
-def outputs_of(strategy, value):
+def list_outputs(strategy, value):
     """The rows of all replicas, in order."""
     parts = strategy.experimental_local_results(value)
     return np.concatenate([np.asarray(part) for part in parts]).tolist()
@@ -248,7 +248,7 @@ def test_input_of_datasets():
     found = [strategy.run(step, args=(inputs,)) for inputs in data]
     assert len(found) == 7
     for ours, theirs in zip(found, plain, strict=True):
-        np.testing.assert_allclose(outputs_of(strategy, ours), theirs)
+        np.testing.assert_allclose(list_outputs(strategy, ours), theirs)
     iterator = iter(data)
     for _ in range(5):
         doubled = strategy.run(
@@ -263,8 +263,8 @@ def test_input_of_datasets():
             lambda index, inputs: (index, 2 * inputs), args=(index, inputs)
         )
         rows = zip(
-            outputs_of(strategy, keys),
-            outputs_of(strategy, values),
+            list_outputs(strategy, keys),
+            list_outputs(strategy, values),
             strict=True,
         )
         result.update(rows)
@@ -284,7 +284,7 @@ def test_input_that_ends_or_never_does():
         if not batch.has_value():
             break
         same = strategy.run(lambda x: x, args=(batch.get_value(),))
-        found.append(outputs_of(strategy, same))
+        found.append(list_outputs(strategy, same))
     assert found == [[0, 1, 2, 3], [4, 5, 6, 7], [8]]
 
     drawn = np.random.default_rng(1).random((4, 4), "float32")
@@ -296,7 +296,7 @@ def test_input_that_ends_or_never_does():
     iterator = iter(strategy.experimental_distribute_dataset(endless))
     for row in drawn:
         same = strategy.run(lambda x: x, args=(next(iterator),))
-        np.testing.assert_array_equal(outputs_of(strategy, same), row)
+        np.testing.assert_array_equal(list_outputs(strategy, same), row)
 
 
 def test_input_of_functions():
@@ -313,14 +313,14 @@ def test_input_of_functions():
         return data.map(layer).prefetch(2)
 
     iterator = iter(strategy.distribute_datasets_from_function(dataset_fn))
-    found = [outputs_of(strategy, next(iterator)) for _ in range(3)]
+    found = [list_outputs(strategy, next(iterator)) for _ in range(3)]
     assert found == [[1, 3, 0, 1], [3, 0, 1, 3], [0, 1, 3, 0]]
 
     values = strategy.experimental_distribute_values_from_function(
         lambda context: tf.constant([context.replica_id_in_sync_group])
     )
     same = strategy.run(lambda x: x, args=(values,))
-    assert outputs_of(strategy, same) == [0, 1]
+    assert list_outputs(strategy, same) == [0, 1]
 
 
 def save_and_load(replicas, folder):
@@ -355,7 +355,7 @@ def save_and_load(replicas, folder):
         loaded = keras.models.load_model(path)
     data = batches().map(lambda x, y: x).take(1)
     for x in another.experimental_distribute_dataset(data):
-        found = outputs_of(another, another.run(loaded, args=(x,)))
+        found = list_outputs(another, another.run(loaded, args=(x,)))
     np.testing.assert_allclose(found, answer, rtol=1e-5, atol=1e-5)
     with another.scope():
         inputs = keras.Input((8, 8, 1))

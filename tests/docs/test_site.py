@@ -30,7 +30,7 @@ def text_of(path):
     return (ROOT / path).read_text("utf-8")
 
 
-def anchors_of(text):
+def find_anchors(text):
     """The anchors of a page's headings, as mkdocs and GitHub make them."""
     headings = re.findall(r"^#+ (.+)$", CODE.sub(_without_fence, text), re.M)
     plain = (re.sub(r"[^\w\s-]", "", h.lower()).strip() for h in headings)
@@ -54,7 +54,7 @@ def broken_links(path, text):
             broken.append(link)
         elif anchor:
             page = text_of(target) if place else text
-            if anchor not in anchors_of(page):
+            if anchor not in find_anchors(page):
                 broken.append(link)
     return broken
 

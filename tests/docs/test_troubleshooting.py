@@ -16,7 +16,7 @@ import keras_strategies as ks
 from keras_strategies.names import versions
 from tests.support.checkpoint.damages import flip
 from tests.support.combinations import some
-from tests.support.mistakes import X, Y, compiled, iter_of, one_input
+from tests.support.mistakes import X, Y, compiled, make_iter, one_input
 from tests.support.plain_keras import mirrored
 
 ROOT = pathlib.Path(__file__).parents[2]
@@ -192,7 +192,7 @@ def run_whole(folder):
     model.fit(X[:8], Y[:8], batch_size=8, verbose=0)
 
 
-def of_another_strategy(folder):
+def restore_into_another_strategy(folder):
     with mirrored(3).scope():
         model = one_input()
     with mirrored(2).scope():
@@ -272,7 +272,7 @@ def two_lengths(folder):
 
 
 def scalar_of_a_batch(folder):
-    fit(iter_of((X[:4], np.float32(1))), None)
+    fit(make_iter((X[:4], np.float32(1))), None)
 
 
 def nothing(folder):
@@ -311,7 +311,7 @@ CASES = {
     "Checkpoints must be saved in": path_of_one,
     "Mixing different": mixed,
     "This step runs over": run_whole,
-    "The model's variables": of_another_strategy,
+    "The model's variables": restore_into_another_strategy,
     "A model that is used": made_outside,
     "A variable must be sharded along": not_divisible,
     "The function has captured": captured_in_run,

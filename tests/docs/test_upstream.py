@@ -15,7 +15,7 @@ from tests.support.commands import python
 DOCUMENT = pathlib.Path(__file__).parents[2] / "docs" / "upstream.md"
 
 
-def blocks_of(heading, language):
+def find_blocks(heading, language):
     """The blocks of code of a section."""
     text = DOCUMENT.read_text("utf-8")
     section = text.split(f"## {heading}\n")[1].split("\n## ")[0]
@@ -23,7 +23,7 @@ def blocks_of(heading, language):
 
 
 def run_script(heading):
-    (script,) = blocks_of(heading, "python")
+    (script,) = find_blocks(heading, "python")
     done = python("-c", script, env=dict(os.environ))
     assert done.returncode == 0, done.stderr
     return done.stdout
@@ -32,7 +32,7 @@ def run_script(heading):
 @pytest.mark.slow
 def test_an_lstm_in_half_precision_cannot_be_lowered():
     heading = "Keras: LSTM in half precision on GPUs"
-    assert [run_script(heading)] == blocks_of(heading, "text")
+    assert [run_script(heading)] == find_blocks(heading, "text")
 
 
 @pytest.mark.slow
@@ -45,16 +45,16 @@ def test_attention_on_tpus_is_what_the_page_says():
     # All is causal attention without a scale, but for masks of rows.
     for case in ("no mask", "scale", "one mask", "masks of rows"):
         assert min(errors[case, "expected"]) > 1
-        of_causal = errors[case, "causal"]
+        causal_error = errors[case, "causal"]
         is_causal = case != "masks of rows"
-        assert (max(of_causal) < 1e-5) == is_causal
+        assert (max(causal_error) < 1e-5) == is_causal
 
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("name", ["a100:8", "h100:8", "b200:2x4"])
 def test_updates_delay_the_backward_pass_on_gpus(name):
     heading = "XLA: updates delay the backward pass on GPUs"
-    (script,) = blocks_of(heading, "python")
+    (script,) = find_blocks(heading, "python")
     defined = {"__name__": "script"}
     exec(script, defined)
     devices = make_gpu_devices(name)

@@ -89,7 +89,7 @@ def manifests(name):
     return list(yaml.safe_load_all((RECIPES / name).read_text()))
 
 
-def pod_of(job_set):
+def get_pod(job_set):
     """The Job and the pod of a JobSet's only job."""
     (job,) = job_set["spec"]["replicatedJobs"]
     spec = job["template"]["spec"]
@@ -131,7 +131,7 @@ def test_header_of_the_slurm_job():
 def test_manifest_is_a_job_set(name):
     job_set = manifests(name)[0]
     assert job_set["kind"] == "JobSet"
-    _, job, pod = pod_of(job_set)
+    _, job, pod = get_pod(job_set)
     assert job["completionMode"] == "Indexed"
     assert job["completions"] == job["parallelism"]
     assert pod["restartPolicy"] == "Never"
@@ -141,7 +141,7 @@ def test_manifest_is_a_job_set(name):
 
 def test_pods_of_the_job_set_find_each_other():
     job_set, policy = manifests("jobset.yaml")
-    name, job, pod = pod_of(job_set)
+    name, job, pod = get_pod(job_set)
     (container,) = pod["containers"]
     environ = {
         item["name"]: item.get("value", job_set["metadata"]["name"])
@@ -166,7 +166,7 @@ def test_pods_of_the_job_set_find_each_other():
 
 
 def test_chips_of_the_tpu_slice_are_those_of_its_hosts():
-    _, job, pod = pod_of(manifests("gke_tpu.yaml")[0])
+    _, job, pod = get_pod(manifests("gke_tpu.yaml")[0])
     (container,) = pod["containers"]
     topology = pod["nodeSelector"]["cloud.google.com/gke-tpu-topology"]
     sides = [int(side) for side in topology.split("x")]
@@ -228,7 +228,7 @@ def test_script_trains_in_a_slurm_job(tmp_path):
 
 @pytest.mark.slow
 def test_script_trains_in_pods():
-    (container,) = pod_of(manifests("jobset.yaml")[0])[2]["containers"]
+    (container,) = get_pod(manifests("jobset.yaml")[0])[2]["containers"]
     words = [sys.executable, "train.py", *container["command"][2:]]
     address = f"127.0.0.1:{find_free_ports(1)[0]}"
     shown = run_all(

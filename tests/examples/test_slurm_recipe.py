@@ -98,7 +98,7 @@ def submit(slurm, folder, *options):
     return int(slurm.call(*words, cwd=folder))
 
 
-def log_of(folder):
+def read_log(folder):
     return "\n".join(path.read_text() for path in folder.glob("train-*.log"))
 
 
@@ -109,7 +109,7 @@ def ended(slurm, number, state):
 def test_job_trains_on_both_nodes(slurm, folder):
     number = submit(slurm, folder, "--export=ALL,DOCTOR=1")
     done = slurm.wait(ended(slurm, number, "COMPLETED"), LIMIT_S)
-    shown = log_of(folder)
+    shown = read_log(folder)
     assert done, (slurm.job(number), shown)
     assert len(re.findall(DONE, shown)) == 1, shown
     assert not re.search(r"\bfault", shown, re.IGNORECASE), shown
@@ -120,7 +120,7 @@ def check_that_it_is_started_again(slurm, folder, number):
     restarted = slurm.wait(
         lambda: slurm.job(number)["Restarts"] == "1", LIMIT_S
     )
-    assert restarted, (slurm.job(number), log_of(folder))
+    assert restarted, (slurm.job(number), read_log(folder))
 
     seen = time.monotonic()
 
@@ -134,7 +134,7 @@ def check_that_it_is_started_again(slurm, folder, number):
         return state == "COMPLETED"
 
     done = slurm.wait(is_done, LIMIT_S)
-    shown = log_of(folder)
+    shown = read_log(folder)
     assert done, (slurm.job(number), shown)
     # One log holds both starts.
     starts = re.findall(r"^start (\d)", shown, re.MULTILINE)
@@ -154,7 +154,7 @@ def long(folder):
 
 def test_job_that_is_told_to_stop_is_started_again(slurm, long):
     number = submit(slurm, long)
-    assert slurm.wait(lambda: log_of(long).count("in fit") == 2, LIMIT_S)
+    assert slurm.wait(lambda: read_log(long).count("in fit") == 2, LIMIT_S)
     slurm.call("scancel", "--signal=TERM", number)
     check_that_it_is_started_again(slurm, long, number)
 

@@ -18,7 +18,7 @@ def notebook():
     return nbformat.read(NOTEBOOK, as_version=4)
 
 
-def outputs_of(notebook):
+def list_outputs(notebook):
     """What the cells show: {kind: texts}."""
     found = {}
     for cell in notebook.cells:
@@ -32,7 +32,7 @@ def outputs_of(notebook):
 
 def test_it_is_kept_without_outputs(notebook):
     nbformat.validate(notebook)
-    assert outputs_of(notebook) == {}
+    assert list_outputs(notebook) == {}
     assert all(not cell.get("execution_count") for cell in notebook.cells)
 
 
@@ -45,7 +45,7 @@ def test_it_trains_on_eight_devices_and_shows_what_it_promises(notebook):
     del environ["XLA_FLAGS"]  # The first cell sets it.
     client = nbclient.NotebookClient(notebook, timeout=300)
     client.execute(env=environ)
-    shown = outputs_of(notebook)
+    shown = list_outputs(notebook)
     texts = "\n".join(shown["text/plain"])
     assert shown["text/plain"][0] == "8"
     (picture,) = shown["image/svg+xml"]

@@ -20,7 +20,7 @@ from tests.support.mistakes import (
     assert_text,
     assert_usable,
     compiled,
-    iter_of,
+    make_iter,
     not_built,
     one_input,
 )
@@ -163,7 +163,7 @@ NO_ROWS = {
     "a PyDataset": lambda: (Empty(), None),
     "tf.data": lambda: (empty_tf_data(), None),
     "filtered tf.data": lambda: (empty_tf_data_of_unknown_length(), None),
-    "an empty batch": lambda: (iter_of((X[:0], Y[:0])), None),
+    "an empty batch": lambda: (make_iter((X[:0], Y[:0])), None),
 }
 
 
@@ -239,8 +239,8 @@ def test_arrays_of_different_length_are_refused(model, loop):
 @plain_keras.no_shuffle
 def test_a_batch_of_different_lengths_is_refused(model):
     for act in (
-        lambda: model.fit(iter_of((X[:4], Y[:3])), verbose=0),
-        lambda: model.evaluate(iter_of((X[:4], Y[:3])), verbose=0),
+        lambda: model.fit(make_iter((X[:4], Y[:3])), verbose=0),
+        lambda: model.evaluate(make_iter((X[:4], Y[:3])), verbose=0),
         lambda: model.train_on_batch(X[:4], Y[:3]),
         lambda: model.test_on_batch(X[:4], Y[:3]),
     ):
@@ -265,14 +265,14 @@ def test_a_leaf_without_rows_is_refused():
     bad = {"a": X, "b": np.float32(3)}
 
     def fit():
-        model.fit(iter_of((bad, Y)), verbose=0)
+        model.fit(make_iter((bad, Y)), verbose=0)
 
     assert_refused(model, fit, ValueError, "rank 0", "'b'", "Repeat", x=good)
     for act in (
         lambda: model.train_on_batch(bad, Y),
         lambda: model.test_on_batch(bad, Y),
         lambda: model.predict_on_batch(bad),
-        lambda: model.predict(iter_of((bad,)), verbose=0),
+        lambda: model.predict(make_iter((bad,)), verbose=0),
     ):
         with pytest.raises(ValueError, match="rank 0"):
             act()
@@ -297,7 +297,7 @@ def test_strings_are_refused(model, strings):
     for act in (
         lambda: model.predict(strings, verbose=0),
         lambda: model.train_on_batch(strings, Y),
-        lambda: model.fit(iter_of((strings, Y)), verbose=0),
+        lambda: model.fit(make_iter((strings, Y)), verbose=0),
     ):
         with pytest.raises(TypeError, match="numbers"):
             act()

@@ -13,7 +13,7 @@ from tests.support.mistakes import (
     assert_text,
     assert_usable,
     compiled,
-    iter_of,
+    make_iter,
 )
 from tests.support.plain_keras import assert_same, dense, mirrored, no_shuffle
 
@@ -28,7 +28,7 @@ def then(other, *, epoch):
     good = (X[:4], Y[:4])
     batches = [good] * 6
     batches[3 * epoch + 1] = other
-    return iter_of(*batches)
+    return make_iter(*batches)
 
 
 CHANGED = {

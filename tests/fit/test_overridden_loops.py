@@ -23,7 +23,7 @@ LABELS = ROWS.sum(1, keepdims=True)
 KERASS = {name: get_keras_loop(name) for name in LOOPS}
 
 
-def of_words(texts):
+def count_words(texts):
     """How often two letters are in each, and how long it is."""
     letters = [tf.strings.regex_replace(texts, f"[^{c}]", "") for c in "ab"]
     counts = [tf.strings.length(t) for t in (*letters, texts)]
@@ -34,7 +34,7 @@ class Pipeline(keras.Sequential):
     """Maps a preprocessor over what it is given."""
 
     def prepare(self, x, *others):
-        x = of_words(x) if x.dtype == tf.string else x * 2 - 1
+        x = count_words(x) if x.dtype == tf.string else x * 2 - 1
         return keras.utils.pack_x_y_sample_weight(x, *others)
 
     def dataset(self, data, size):
@@ -128,7 +128,7 @@ GIVEN = {"arrays": lambda: ROWS, "strings": lambda: WORDS, "tf.data": batches}
 
 
 @functools.cache
-def expected_of(kind):
+def compute_expected(kind):
     """What plain Keras finds on one device."""
     return trained(GIVEN[kind]())
 
@@ -147,7 +147,7 @@ def expected_of(kind):
 def test_a_pipeline_model_is_as_on_one_device(kind, replicas):
     with mirrored(replicas).scope():
         found = trained(GIVEN[kind]())
-    check(found, expected_of(kind))
+    check(found, compute_expected(kind))
 
 
 def test_a_pipeline_model_that_is_attached():
@@ -156,7 +156,7 @@ def test_a_pipeline_model_that_is_attached():
             super().compile(*args, **kwargs)
             mirrored(3).attach(self)
 
-    check(trained(WORDS, kind=Attached), expected_of("strings"))
+    check(trained(WORDS, kind=Attached), compute_expected("strings"))
 
 
 def check(found, expected):
@@ -262,7 +262,7 @@ def test_a_plain_model_in_an_override_is_left_alone():
 
 
 def test_overrides_in_several_threads():
-    expected = expected_of("strings")
+    expected = compute_expected("strings")
     results, errors = {}, []
 
     def run(replicas):

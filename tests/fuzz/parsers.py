@@ -189,7 +189,7 @@ def _task(text: str) -> object:
     return task_info(cluster_resolver.TFConfigClusterResolver(environ=environ))
 
 
-def _answer_of(text: str) -> object:
+def _compute_answer(text: str) -> object:
     """Of process 0, as the others hear it; with a secret and without."""
     for secret in (None, job_secret.Secret("s" * 32)):
         guest = joining._Guest(_Line(text), secret)  # pyright: ignore[reportArgumentType]
@@ -451,7 +451,7 @@ PARSERS: dict[str, Parser] = {
                 {"job": greetings.HELLO, "nonce": NONCE, "proof": NONCE}
             ),
         ],
-        of(_answer_of),
+        of(_compute_answer),
     ),
     "rendezvous: text": Parser(
         ["A text.\n"],

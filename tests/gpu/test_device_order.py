@@ -55,12 +55,12 @@ def check_order(devices):
     for shards in (None, 4, 8):
         assert group_devices(devices, shards) == (tuple(devices), shards)
     topology = Topology.from_devices(devices)
-    of_process = {
+    process_devices = {
         task: [d for d in devices if d.process_index == task]
         for task in range(topology.num_tasks)
     }
     assert topology.mesh_shape.tolist() == [len(devices), 1, 1, 1]
-    for task, owned in of_process.items():
+    for task, owned in process_devices.items():
         for ordinal, device in enumerate(owned):
             place = topology.device_coordinates[task, ordinal]
             assert place.tolist() == [devices.index(device), 0, 0, 0]

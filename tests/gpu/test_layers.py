@@ -85,7 +85,7 @@ def of_rows(make, entries):
     )
 
 
-def of_images(*made, entries, **kwargs):
+def build_on_images(*made, entries, **kwargs):
     return Case(
         model=stack(IMAGES[0], *made),
         x=IMAGES,
@@ -128,7 +128,7 @@ BLOCK = Case(
     policy="mixed_bfloat16",
     sent=one_sum(BLOCK_WEIGHTS + BLOCK_STATISTICS + LOGS),
 )
-IMAGE_CASE = of_images(
+IMAGE_CASE = build_on_images(
     *CONVOLUTIONS, entries=KERNELS + BIASES + NORMS + STATISTICS
 )
 EMBEDDING, OUTPUTS = 5000 * 64, 16 * 64 * 8 + 8
@@ -177,7 +177,7 @@ CASES = {
         ),
     ),
     "synchronized normalization": dataclasses.replace(
-        of_images(*SYNCHRONIZED, entries=0),
+        build_on_images(*SYNCHRONIZED, entries=0),
         # The rows' mean and variance, forward and backward, and statistics.
         sent={
             "all-reduce": (
@@ -193,7 +193,7 @@ CASES = {
         partitioner=SlotsOnly(min_size=1),
         sent=shards(4 * BLOCK_WEIGHTS, BLOCK_WEIGHTS, BLOCK_STATISTICS + LOGS),
     ),
-    "augmentation and dropout": of_images(
+    "augmentation and dropout": build_on_images(
         layers.RandomFlip,
         lambda: layers.GaussianNoise(0.1),
         lambda: layers.Conv2D(8, 3),

@@ -172,19 +172,22 @@ def test_a_sharded_decoder(bfloat16):
     tokens = array(rows, length, dtype="int32")
     step = plan(decoder, (tokens, tokens), f"h100:{gpus}", "sharded")
     number = rows * length
-    of_block, of_head = 12 * width**2, words * width
+    block_parameters, head_parameters = 12 * width**2, words * width
     scores = rows * width // 128 * length**2
-    products = number * (of_block + of_head) + 2 * scores * 128
+    products = number * (block_parameters + head_parameters) + 2 * scores * 128
     flops = 2 * 3 * products
     assert is_near(step.estimate.compute_seconds, flops / HALF)
     # Scores, in float32 and in bfloat16, and logits are written and read.
     moved = scores * (4 + 2) * 2 * 2 + number * words * (4 + 2) * 2 * 2
     # Activations of the block, and the update.
-    moved += number * width * 2 * 40 + 7 * 4 * (of_block + 2 * of_head) / gpus
+    moved += (
+        number * width * 2 * 40
+        + 7 * 4 * (block_parameters + 2 * head_parameters) / gpus
+    )
     assert is_near(
         step.estimate.seconds, flops / HALF / PRODUCTS + moved / MEMORY / BYTES
     )
-    weights = of_block + 2 * of_head
+    weights = block_parameters + 2 * head_parameters
     # Gathered in bfloat16, summed in float32.
     sent = (2 + 4) * weights * (1 - 1 / gpus)
     assert is_near(step.estimate.link_seconds, sent / NVLINK)

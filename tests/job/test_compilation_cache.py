@@ -148,7 +148,7 @@ def tree(tmp_path, monkeypatch):
     folder = f"{package}/{pathlib.Path(make(tmp_path / 'x')[FOLDER]).name}"
     shutil.rmtree(tmp_path / "x")
 
-    def path_of(name):
+    def get_path(name):
         first, *rest = name.split("/")
         first = {"K": package, "F": folder}.get(first, first)
         return tmp_path.joinpath(first, *rest)
@@ -156,7 +156,7 @@ def tree(tmp_path, monkeypatch):
     def create(text):
         for line in filter(None, text.split("|")):
             name, *words = line.split()
-            path = path_of(name)
+            path = get_path(name)
             path.parent.mkdir(0o755, parents=True, exist_ok=True)
             if words[0] == "->":
                 path.symlink_to(words[1])

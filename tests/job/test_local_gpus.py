@@ -289,12 +289,12 @@ BINDINGS = {
 
 
 @pytest.mark.parametrize(
-    ("of_step", "on_host", "count"), [("4", 8, 4), ("4", 0, 4), ("4", 2, 2)]
+    ("step_gpus", "on_host", "count"), [("4", 8, 4), ("4", 0, 4), ("4", 2, 2)]
 )
 def test_step_without_a_binding_uses_its_gpus_only(
-    host, of_step, on_host, count
+    host, step_gpus, on_host, count
 ):
-    environ = {"SLURM_GPUS_ON_NODE": of_step}
+    environ = {"SLURM_GPUS_ON_NODE": step_gpus}
     assert count_visible_gpus(environ, host(on_host)) == count
 
 

@@ -109,7 +109,7 @@ def test_the_recipe_keeps_no_key_of_a_ca_if_openssl_fails(tmp_path, name):
 def test_doctor_has_a_row(good, version, changed, row, said):
     for info in (TASK, None):
         rows, findings = check_tls(
-            good | changed, info, version_of={"jax": version}.get
+            good | changed, info, get_version={"jax": version}.get
         )
         assert dict(rows)["mutual TLS"] == row
         assert [f.level for f in findings] == [Level.FAULT] * bool(said)

@@ -77,7 +77,7 @@ def build(name):
     return model
 
 
-def batch_of(name):
+def make_batch(name):
     """The shapes of what a model is given and gives."""
     model = build(name)
     # A decoder's tokens and, of Whisper, the sound that it hears.
@@ -94,11 +94,11 @@ def batch_of(name):
 @pytest.mark.parametrize("name", CASES)
 def test_divided_backbones_are_those_with_values(name):
     is_compiled = name in COMPILED
-    batch = batch_of(name)
+    batch = make_batch(name)
     assert_same(lambda: build(name), batch, "divided", is_compiled=is_compiled)
 
 
 @pytest.mark.parametrize("name", CASES)
 def test_replicated_backbones_are_those_with_values(name):
-    batch = batch_of(name)
+    batch = make_batch(name)
     assert_same(lambda: build(name), batch, "replicated", kinds=["train"])

@@ -14,7 +14,7 @@ import keras_strategies as ks
 from keras_strategies.testing import assert_replicated
 from keras_strategies.variables import model_variables
 from tests.support.numbers import assert_all_close
-from tests.support.strategies import of_cores
+from tests.support.strategies import cores_strategy
 
 pytestmark = [
     pytest.mark.keras_hub,
@@ -211,11 +211,11 @@ def assert_same(found, expected):
     assert_all_close(*weights, rtol=2e-5, atol=2e-5)
 
 
-def axes_of(variable):
+def sharded_axes(variable):
     return {axis for axis in variable.value.sharding.spec if axis}
 
 
-def of_attention_and_mlp(model, cores, key_heads):
+def shard_attention_and_mlp(model, cores, key_heads):
     """The kernels of all blocks that the cores can divide."""
     names = ("query", "attention_output", "feedforward", "ffw")
     if key_heads % cores == 0:
@@ -231,7 +231,7 @@ def of_attention_and_mlp(model, cores, key_heads):
 
 def laid_out(backbone, cores=2):
     """What the layout map of a backbone says of each of its variables."""
-    strategy = of_cores(
+    strategy = cores_strategy(
         1, cores, ks.experimental.transformer_layout(backbone, cores)
     )
     strategy.attach(backbone)
@@ -298,25 +298,25 @@ def test_heads_and_dense_layers_are_divided_over_cores(name, optimizer):
     make, data, key_heads = MODELS[name]
     layout_map = ks.experimental.transformer_layout(make().backbone, 4)
     expected = on_one_device(name, optimizer)
-    found = trained(of_cores(2, 4, layout_map), make, data, optimizer)
+    found = trained(cores_strategy(2, 4, layout_map), make, data, optimizer)
     assert_same(found, expected)
-    kernels = of_attention_and_mlp(found[0], 4, key_heads)
+    kernels = shard_attention_and_mlp(found[0], 4, key_heads)
     for kernel in kernels:
-        assert axes_of(kernel) == {"model"}, kernel.path
+        assert sharded_axes(kernel) == {"model"}, kernel.path
     tables = [v for v in found[0].variables if "embeddings" in v.name]
-    assert axes_of(tables[0]) == {"model"}
+    assert sharded_axes(tables[0]) == {"model"}
 
 
 @pytest.mark.parametrize("name", ["gemma", "bert"])
 def test_cores_and_replicas_divide_them(name):
     make, data, key_heads = MODELS[name]
     layout_map = ks.experimental.transformer_layout(make().backbone, 2)
-    strategy = of_cores(4, 2, layout_map, FullySharded(2, min_size=1))
+    strategy = cores_strategy(4, 2, layout_map, FullySharded(2, min_size=1))
     found = trained(strategy, make, data, adam)
     expected = on_one_device(name, adam)
     assert_same(found, expected)
-    for kernel in of_attention_and_mlp(found[0], 2, key_heads):
-        assert axes_of(kernel) == {"model", "replica"}, kernel.path
+    for kernel in shard_attention_and_mlp(found[0], 2, key_heads):
+        assert sharded_axes(kernel) == {"model", "replica"}, kernel.path
         shard = kernel.value.addressable_shards[0].data
         assert shard.size * 4 == kernel.value.size
 
@@ -337,8 +337,8 @@ def dividing(name):
         ).items()
     }
     if name == "cores":
-        return of_cores(2, 2, layout_map), {"model"}
-    both = of_cores(2, 2, layout_map, FullySharded(min_size=1))
+        return cores_strategy(2, 2, layout_map), {"model"}
+    both = cores_strategy(2, 2, layout_map, FullySharded(min_size=1))
     return both, {"model", "replica"}
 
 
@@ -360,15 +360,15 @@ def test_lora_leaves_divided_frozen_weights_as_they_were(over, name):
     assert after.keys() == before.keys()
     for path, value in after.items():
         np.testing.assert_array_equal(value, before[path], err_msg=path)
-    frozen = of_attention_and_mlp(model, 2, key_heads)
+    frozen = shard_attention_and_mlp(model, 2, key_heads)
     assert not any(v.trainable for v in frozen)
     for kernel in frozen:
-        assert axes_of(kernel) == axes, kernel.path
+        assert sharded_axes(kernel) == axes, kernel.path
     # What is trained has moved, and its momenta are divided with it.
     assert abs(found[1][0] - found[1][1]) > 1e-3
     lora = [v for v in model_variables.all_variables(model) if "lora" in v.path]
     assert len(lora) == 2 * len(model.trainable_variables)
-    assert any(axes_of(v) for v in lora)
+    assert any(sharded_axes(v) for v in lora)
 
 
 SHORT = SIZES | {"num_heads": 4, "max_sequence_length": LENGTH, "dropout": 0.0}
@@ -420,12 +420,12 @@ FAMILIES = {
 OUTPUTS = "sequence_output", "decoder_sequence_output"
 
 
-def backbone_of(family):
+def make_backbone(family):
     return getattr(hub().models, f"{family}Backbone")(**FAMILIES[family])
 
 
 def classifier(family):
-    backbone = backbone_of(family)
+    backbone = make_backbone(family)
     output = backbone.output
     if isinstance(output, dict):
         output = next(output[key] for key in OUTPUTS if key in output)
@@ -465,15 +465,15 @@ def test_families_train_on_2_cores_as_on_one_device(family):
         ).history
         return model, history["loss"]
 
-    layout_map = ks.experimental.transformer_layout(backbone_of(family), 2)
+    layout_map = ks.experimental.transformer_layout(make_backbone(family), 2)
     expected = train(ks.OneDeviceStrategy("cpu:0"))
-    found = train(of_cores(2, 2, layout_map))
+    found = train(cores_strategy(2, 2, layout_map))
     assert_replicated(found[0])
     assert abs(found[1][0] - found[1][1]) > 1e-4
     assert_same(found, expected)
     divided, total = (
         sum(v.value.size for v in found[0].variables if is_counted(v))
-        for is_counted in (axes_of, lambda v: True)
+        for is_counted in (sharded_axes, lambda v: True)
     )
     assert divided > 0.75 * total
 

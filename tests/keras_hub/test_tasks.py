@@ -136,7 +136,7 @@ def resnet():
     for layer in backbone._flatten_layers():
         if isinstance(layer, keras.layers.BatchNormalization):
             layer.trainable = False
-    return _of_images(backbone, "ResNet")
+    return _build_on_images(backbone, "ResNet")
 
 
 def vit():
@@ -151,10 +151,10 @@ def vit():
         dropout_rate=0.0,
         attention_dropout=0.0,
     )
-    return _of_images(backbone, "ViT")
+    return _build_on_images(backbone, "ViT")
 
 
-def _of_images(backbone, name):
+def _build_on_images(backbone, name):
     models = hub().models
     converter = getattr(hub().layers, f"{name}ImageConverter")(
         image_size=(32, 32), scale=1 / 255.0

@@ -28,7 +28,7 @@ from keras_strategies.step import model_call, model_program
 from tests.contract.test_jax_kernels import verdict
 from tests.support.combinations import combine, few
 from tests.support.splash import interpreted  # noqa: F401
-from tests.support.strategies import of_cores
+from tests.support.strategies import cores_strategy
 
 pytestmark = pytest.mark.usefixtures("interpreted")
 
@@ -659,10 +659,14 @@ def on_replicas():
         # The kernel's gradients are slow to compile.
         (on_replicas, 4, {"trains": False}),
         pytest.param(on_replicas, 4, {}, marks=pytest.mark.slow),
-        pytest.param(lambda: of_cores(1, 2), 3, {}, marks=pytest.mark.slow),
-        pytest.param(lambda: of_cores(2, 2), 5, {}, marks=pytest.mark.slow),
         pytest.param(
-            lambda: of_cores(2, 2),
+            lambda: cores_strategy(1, 2), 3, {}, marks=pytest.mark.slow
+        ),
+        pytest.param(
+            lambda: cores_strategy(2, 2), 5, {}, marks=pytest.mark.slow
+        ),
+        pytest.param(
+            lambda: cores_strategy(2, 2),
             5,
             {"eagerly": False},
             marks=pytest.mark.slow,

@@ -48,10 +48,12 @@ def make_multiply(scale=lambda x: 1.0, slope=lambda x: 1.0):
 
     def backward(kept, cotangent):
         x, weights = kept
-        of_x = compute(
+        x_gradient = compute(
             lambda c, w: c * w * np.float32(slope(c)), cotangent, weights
         )
-        return of_x, jnp.sum(compute(lambda c, x: c * x, cotangent, x), axis=0)
+        return x_gradient, jnp.sum(
+            compute(lambda c, x: c * x, cotangent, x), axis=0
+        )
 
     multiply.defvjp(forward, backward)
     return multiply
@@ -131,7 +133,7 @@ def marked_layer(fn=multiply):
     return ks.by_rows(Scale(fn))
 
 
-def of_marked_function(fn=multiply):
+def build_marked_function(fn=multiply):
     return Scale(ks.by_rows(fn))
 
 
@@ -142,7 +144,7 @@ class Marked(Scale):
 
 PLACES = {
     "layer": marked_layer,
-    "function": of_marked_function,
+    "function": build_marked_function,
     "class": Marked,
     "subclass": type("Subclass", (Marked,), {}),
 }
@@ -196,35 +198,35 @@ def test_several_steps_in_one_execution():
     assert not check(marked_layer, mirrored(2), steps_per_execution=2)
 
 
-def of_mean(x, weights):
+def divide_by_mean(x, weights):
     return ks.by_rows(lambda x, w: multiply(x, w))(x, weights + x.mean(axis=0))
 
 
-def of_next_row(x, weights):
+def multiply_next_row(x, weights):
     return x * MARKED(jnp.roll(x, 1, axis=0), weights)
 
 
-def of_captured_mean(x, weights):
+def divide_by_captured_mean(x, weights):
     mean = x.mean(axis=0)
     return ks.by_rows(lambda x: multiply(x, weights + mean))(x)
 
 
-def of_captured_count(x, weights):
+def divide_by_captured_count(x, weights):
     count = 1.0 * len(x)
     return ks.by_rows(lambda x: multiply(x, weights) / count)(x)
 
 
-def of_count(x, weights):
+def divide_by_count(x, weights):
     return MARKED(x, weights / len(x))
 
 
 MARKED = ks.by_rows(multiply)
 BESIDE = {
-    "mean": of_mean,
-    "next_row": of_next_row,
-    "captured_mean": of_captured_mean,
-    "captured_count": of_captured_count,
-    "count": of_count,
+    "mean": divide_by_mean,
+    "next_row": multiply_next_row,
+    "captured_mean": divide_by_captured_mean,
+    "captured_count": divide_by_captured_count,
+    "count": divide_by_count,
 }
 
 
@@ -253,7 +255,7 @@ def test_a_part_of_a_fixed_number_of_rows_raises():
         return multiply(x, weights) * jnp.ones((12, 1))
 
     with pytest.raises(ValueError, match=r"fails for 6 rows \(TypeError: mul"):
-        train(lambda: of_marked_function(fn), mirrored(2))
+        train(lambda: build_marked_function(fn), mirrored(2))
 
 
 def test_a_result_without_rows_raises():

@@ -55,7 +55,7 @@ def in_words(count):
     return keras.Model(inputs, layers.Dense(2)(x))
 
 
-def of_layers(count):
+def build_layers(count):
     x = inputs = keras.Input((5, 8))
     for _ in range(count):
         x = Block()(x)
@@ -76,7 +76,7 @@ def sequential_of_many(count):
 
 def nested(count):
     inputs = keras.Input((5, 8), name="tokens")
-    backbone = of_layers(count)
+    backbone = build_layers(count)
     return keras.Model({"tokens": inputs}, layers.Dense(3)(backbone(inputs)))
 
 
@@ -88,7 +88,7 @@ def nested_twice(count):
 
 
 def in_sequential(count):
-    parts = [of_layers(count), layers.Dense(3)]
+    parts = [build_layers(count), layers.Dense(3)]
     return keras.Sequential([keras.Input((5, 8)), *parts])
 
 
@@ -118,7 +118,7 @@ def with_side_output(count):
     return keras.Model(inputs, {"main": layers.Dense(2)(x), "side": side})
 
 
-def of_models(count):
+def build_models(count):
     x = inputs = keras.Input((5, 8))
     for _ in range(count):
         y = keras.Input((5, 8))
@@ -145,13 +145,13 @@ def with_two_widths(count):
 
 
 MODELS = [
-    *(in_words, of_layers, sequential, sequential_of_many, nested),
+    *(in_words, build_layers, sequential, sequential_of_many, nested),
     *(nested_twice, in_sequential, sequential_in_functional, with_gates),
-    *(with_side_output, of_models, ending_with_blocks, with_two_widths),
+    *(with_side_output, build_models, ending_with_blocks, with_two_widths),
 ]
 
 
-def variables_of(segment):
+def list_variables(segment):
     found = {
         id(v): v
         for operation in segment
@@ -167,13 +167,13 @@ def test_blocks_are_all_repetitions(make):
     assert len(blocks) == COUNT
     assert len({len(segment) for segment in blocks.segments}) == 1
     sizes = {
-        sum(int(np.prod(v.shape)) for v in variables_of(segment))
+        sum(int(np.prod(v.shape)) for v in list_variables(segment))
         for segment in blocks.segments
     }
     assert sizes == {blocks.num_entries}
 
 
-def of_shared_layers():
+def build_shared_layers():
     x = inputs = keras.Input((5, 8))
     block = Block()
     for _ in range(COUNT):
@@ -207,14 +207,14 @@ def with_dense_connections():
     return keras.Model(inputs, x)
 
 
-def of_growing_layers():
+def build_growing_layers():
     x = inputs = keras.Input((5, 8))
     for width in range(8, 8 + COUNT):
         x = layers.Dense(width)(x)
     return keras.Model(inputs, x)
 
 
-def of_different_layers():
+def build_different_layers():
     x = inputs = keras.Input((5, 8))
     for name in ("relu", "gelu", "tanh", "silu", "relu", "elu"):
         x = layers.Dense(8, activation=name)(x)
@@ -286,20 +286,20 @@ def chained(make, kind=keras.Model):
     return kind(inputs, x)
 
 
-def of_layers_that_differ_in_an_attribute():
+def build_layers_with_other_attributes():
     return chained(lambda number: Repeated(1 + number))
 
 
-def of_layers_that_differ_inside():
+def build_layers_with_other_inner_layers():
     names = ("relu", "gelu", "tanh", "silu", "relu", "elu")
     return chained(lambda number: Repeated(1, activation=names[number]))
 
 
-def of_layers_that_differ_in_a_function():
+def build_layers_with_other_functions():
     return chained(lambda number: Repeated(1, lambda x: x + number))
 
 
-def of_calls_that_differ():
+def build_differing_calls():
     x = inputs = keras.Input((5, 8))
     for number in range(COUNT):
         attention = layers.MultiHeadAttention(2, 4)
@@ -312,14 +312,14 @@ def with_a_call_of_its_own():
 
 
 def in_a_layer():
-    return keras.Sequential([keras.Input((5, 8)), Around(of_layers(8))])
+    return keras.Sequential([keras.Input((5, 8)), Around(build_layers(8))])
 
 
 def in_python():
     class Model(keras.Model):
         def __init__(self):
             super().__init__()
-            self.inner = of_layers(8)
+            self.inner = build_layers(8)
 
         def call(self, x):
             return self.inner(x)
@@ -332,12 +332,15 @@ def in_python():
 @pytest.mark.parametrize(
     "make",
     [
-        *(of_calls_that_differ, of_layers_that_differ_in_a_function),
-        *(of_layers_that_differ_inside, of_layers_that_differ_in_an_attribute),
+        *(build_differing_calls, build_layers_with_other_functions),
+        *(
+            build_layers_with_other_inner_layers,
+            build_layers_with_other_attributes,
+        ),
         *(with_a_call_of_its_own, in_a_layer, in_python),
-        *(of_shared_layers, with_a_shared_part, with_every_output),
-        *(with_dense_connections, of_growing_layers, of_different_layers),
-        *(without_variables, subclassed, lambda: of_layers(3)),
+        *(build_shared_layers, with_a_shared_part, with_every_output),
+        *(with_dense_connections, build_growing_layers, build_different_layers),
+        *(without_variables, subclassed, lambda: build_layers(3)),
         *(lambda: in_words(3), lambda: keras.Sequential([Block()])),
     ],
 )
@@ -369,11 +372,11 @@ def test_a_layer_may_have_the_name_of_an_argument():
 
 
 def test_four_repetitions_are_blocks():
-    assert len(find_blocks(of_layers(4))) == 4
+    assert len(find_blocks(build_layers(4))) == 4
 
 
 def test_blocks_that_are_layers_are_known():
-    model = of_layers(COUNT)
+    model = build_layers(COUNT)
     found = find_blocks(model).layers
     assert found == [x for x in model.layers if isinstance(x, Block)]
     assert find_blocks(in_words(COUNT)).layers is None
@@ -391,7 +394,7 @@ def test_of_two_kinds_of_blocks_those_with_most_entries_are_taken():
     assert blocks.num_entries == 32 * 32 + 32
 
 
-@pytest.mark.parametrize("make", [of_layers, sequential, nested])
+@pytest.mark.parametrize("make", [build_layers, sequential, nested])
 def test_blocks_that_are_rematerialized_are_found(make):
     with keras.RematScope(mode="full"):
         model = make(COUNT)

@@ -21,13 +21,13 @@ from keras_strategies.kernels import kernels
 from keras_strategies.kernels.kernels import kernels_for
 from keras_strategies.kernels.mapped_kernels import Trace
 from tests.support.combinations import combine, few
-from tests.support.strategies import of_cores
+from tests.support.strategies import cores_strategy
 
 SIZES = "compute_rnn_workspace_reserve_space_sizes"
 RNG = np.random.default_rng(0)
 
 
-def mesh_of(platform, capability=""):
+def make_mesh(platform, capability=""):
     device = types.SimpleNamespace(
         platform=platform, compute_capability=capability
     )
@@ -107,7 +107,7 @@ def test_layers_of_other_steps_keep_their_kernels(monkeypatch):
     layer = keras.layers.LSTM(8)
     x = np.ones((2, 4, 16), "float32")
     layer.build(x.shape)
-    with kernels_for(mesh_of("cpu")):
+    with kernels_for(make_mesh("cpu")):
         wanted = jax.jit(layer)(x)
     with pytest.raises(NotImplementedError, match="rnn_fwd"):
         jax.jit(lambda x: layer(x))(x)
@@ -117,11 +117,11 @@ def test_layers_of_other_steps_keep_their_kernels(monkeypatch):
 def test_questions_are_answered_for_the_mesh():
     original = cudnn.check_compute_capability
     for mesh, capability, is_same in (
-        (mesh_of("gpu", "8.0"), [True, True, False], True),
-        (mesh_of("gpu", "10.3"), [True, True, True], False),
-        (mesh_of("gpu", "gfx942"), [False, False, False], False),
-        (mesh_of("cpu"), [False, False, False], False),
-        (mesh_of("tpu"), [False, False, False], False),
+        (make_mesh("gpu", "8.0"), [True, True, False], True),
+        (make_mesh("gpu", "10.3"), [True, True, True], False),
+        (make_mesh("gpu", "gfx942"), [False, False, False], False),
+        (make_mesh("cpu"), [False, False, False], False),
+        (make_mesh("tpu"), [False, False, False], False),
     ):
         with kernels_for(mesh):
             found = [
@@ -139,7 +139,7 @@ def test_questions_are_answered_for_the_mesh():
 
 
 def test_other_threads_keep_their_answers():
-    with kernels_for(mesh_of("gpu", "9.0")):
+    with kernels_for(make_mesh("gpu", "9.0")):
         assert cudnn.check_compute_capability("9.0")
         with futures.ThreadPoolExecutor(1) as pool:
             ask = pool.submit(cudnn.check_compute_capability, "9.0")
@@ -154,7 +154,7 @@ def test_layers_of_keras_hub_look_at_the_mesh(monkeypatch, platform):
     package = types.ModuleType("keras_hub")
     monkeypatch.setitem(sys.modules, package.__name__, package)
     monkeypatch.setitem(sys.modules, module.__name__, module)
-    with kernels_for(mesh_of(platform)):
+    with kernels_for(make_mesh(platform)):
         assert module.running_on_tpu() == (platform == "tpu")
         assert module.running_on_gpu() == (platform == "gpu")
     assert module.running_on_tpu()
@@ -166,7 +166,7 @@ def test_an_lstm_of_other_dtypes_is_a_loop(dtype):
     from jax.experimental import rnn
 
     x = jax.ShapeDtypeStruct((2, 3, 4), "float32")
-    with kernels_for(mesh_of("gpu", "9.0")):
+    with kernels_for(make_mesh("gpu", "9.0")):
         array = types.SimpleNamespace(dtype=np.dtype(dtype), shape=x.shape)
         with pytest.raises(NotImplementedError, match=f"Received.*{dtype}"):
             rnn.lstm(array, x, x, x)
@@ -176,7 +176,7 @@ def test_sizes_of_an_lstm_are_estimated_only_without_gpus(monkeypatch):
     asked = []
     monkeypatch.setattr(gpu_rnn, SIZES, asked.append, raising=False)
     arguments = (5, 3, 1, 4, 7, 0.0, True, True)
-    absent = mesh_of("gpu", "9.0")
+    absent = make_mesh("gpu", "9.0")
     absent.devices[0].client = types.SimpleNamespace(
         runtime_type="compile_only_runtime"
     )
@@ -219,7 +219,7 @@ def test_attention_mapped_over_cores_is_the_same(cores, heads, groups, shapes):
     ]
     options = {"is_causal": True, "scale": 0.3, "implementation": "xla"}
     plain = functools.partial(jax.nn.dot_product_attention, **options)
-    mesh = of_cores(2, cores).mesh
+    mesh = cores_strategy(2, cores).mesh
 
     def mapped(*arrays):
         trace = Trace.of(mesh, is_global=True)

@@ -155,14 +155,14 @@ def check(case):
         )
 
     found, gradients = jax.vjp(jax.jit(attend), *arrays)
-    wanted, of_formula = jax.vjp(
+    wanted, formula_gradient = jax.vjp(
         lambda *arrays: by_formula(*arrays, mask, 0.3, case["cap"]), *arrays
     )
     assert found.dtype == case["dtype"]
     tolerance = 1e-5 if case["dtype"] == "float32" else 0.02
     pairs = zip(
         (found, *gradients(gradient)),
-        (wanted, *of_formula(gradient.astype("float32"))),
+        (wanted, *formula_gradient(gradient.astype("float32"))),
         strict=True,
     )
     for one, other in pairs:

@@ -170,7 +170,7 @@ def own_generator(strategy, break_at):
     return own(strategy, Dataset())
 
 
-def made_of(strategy):
+def make_mistakes(strategy):
     def dataset_fn(context):
         if context.input_pipeline_id == 1:
             raise OSError("no shard here")
@@ -241,7 +241,7 @@ def cases(strategy, model, folder):
         "too few files": lambda: fit(files_in_one(folder, "FILE")),
         "a cut record": lambda: fit(records(folder, True)),
         "own rows fail": lambda: fit(own_generator(strategy, 2)),
-        "a function fails": lambda: made_of(strategy),
+        "a function fails": lambda: make_mistakes(strategy),
         "another call": lambda: (
             fit(x, y, batch_size=8)
             if first

@@ -95,13 +95,13 @@ def values():
     doubled = strategy.run(lambda a: 2 * a, args=(made,))
     x = np.arange(40, dtype="float32")
 
-    def of_process(context):
+    def count_in_process(context):
         i = context.input_pipeline_id
         assert context.num_replicas_in_sync == count
         stop = 6 + 4 * i
         return Pieces([x[k + i : k + i + 2] for k in range(0, stop, 2)])
 
-    dataset = strategy.distribute_datasets_from_function(of_process)
+    dataset = strategy.distribute_datasets_from_function(count_in_process)
     steps = [
         lists(strategy.gather(strategy.run(lambda a: a, args=(b,)), axis=0))
         for b in dataset

@@ -38,7 +38,7 @@ def model_of():
     )
 
 
-def train_step_of(strategy, model, optimizer, accuracy):
+def make_train_step(strategy, model, optimizer, accuracy):
     loss_of_rows = keras.losses.SparseCategoricalCrossentropy(
         from_logits=True, reduction="none"
     )
@@ -78,7 +78,7 @@ def main():
         data = strategy.distribute_datasets_from_function(dataset_fn)
         optimizer = keras.optimizers.RMSprop(0.01)
         accuracy = keras.metrics.SparseCategoricalAccuracy()
-    train_step = train_step_of(strategy, model, optimizer, accuracy)
+    train_step = make_train_step(strategy, model, optimizer, accuracy)
     epoch, step_in_epoch = (
         keras.Variable(0, dtype="int32", trainable=False) for _ in range(2)
     )

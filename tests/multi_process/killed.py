@@ -79,7 +79,7 @@ def write_files(folder):
         np.save(folder / f"{number}.npy", part)
 
 
-def iterator_of(name, strategy, folder):
+def make_iterator(name, strategy, folder):
     options = ks.InputOptions(
         distribute=ks.data.DistributeOptions(
             auto_shard_policy=ks.data.AutoShardPolicy.DATA
@@ -111,7 +111,7 @@ def go_on(folder, stop, is_killed):
     )
     iterators = {}
     for name in SOURCES:
-        iterator = iterators[name] = iterator_of(name, strategy, folder)
+        iterator = iterators[name] = make_iterator(name, strategy, folder)
         state = folder / f"{name}.state"
         read = folder / f"{name}.rows"
         if state.exists():

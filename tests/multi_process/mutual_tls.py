@@ -11,7 +11,7 @@ PREFACE = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n" + bytes([0, 0, 0, 4, *[0] * 5])
 LIMIT_S = 30.0
 
 
-def configs_of(addresses):
+def make_configs(addresses):
     cluster = {"worker": addresses}
     return [
         {"cluster": cluster, "task": {"type": "worker", "index": index}}
@@ -21,7 +21,7 @@ def configs_of(addresses):
 
 def train_over(me, addresses, environ):
     """Trains over mutual TLS."""
-    return train(me, configs_of(addresses)[me], environ)
+    return train(me, make_configs(addresses)[me], environ)
 
 
 def train_and_knock(me, addresses, environ, stranger):
@@ -67,7 +67,7 @@ def knock(address, files):
 def start(me, addresses, environs):
     """Starts a job of processes with different variables."""
     os.environ.update(environs[me])
-    os.environ["TF_CONFIG"] = json.dumps(configs_of(addresses)[me])
+    os.environ["TF_CONFIG"] = json.dumps(make_configs(addresses)[me])
     import keras_strategies as ks
 
     try:

@@ -71,7 +71,7 @@ def read_and_fit(folder, cases):
     for case in cases:
         # One model for all cases, as compiling one takes a second.
         model.set_weights(weights)
-        found[own_rows.name_of(*case)] = {
+        found[own_rows.name_case(*case)] = {
             "read": own_rows.read(strategy, folder, case),
             "fitted": _fit(model, folder, case),
             "weights": [np.asarray(w).tolist() for w in model.get_weights()],

@@ -26,7 +26,7 @@ STEPS = 6
 CASES = tuple(itertools.product(FILES, PIPELINES, SIZES, POLICIES))
 
 
-def name_of(files, pipeline, size, policy):
+def name_case(files, pipeline, size, policy):
     return f"{files} {pipeline} {size} {policy}"
 
 

@@ -98,7 +98,7 @@ def _work(folder, index):
     told = {
         "versions": {"tensorflow": tf.__version__},
         "dataset": {
-            own_rows.name_of(*case): own_rows.read(strategy, folder, case)
+            own_rows.name_case(*case): own_rows.read(strategy, folder, case)
             for case in own_rows.CASES
         },
         "fit": {},
@@ -106,7 +106,7 @@ def _work(folder, index):
     if importlib.util.find_spec("tf_keras"):
         told["versions"]["tf_keras"] = importlib.metadata.version("tf_keras")
         told["fit"] = {
-            own_rows.name_of(*case): _fit(strategy, folder, case)
+            own_rows.name_case(*case): _fit(strategy, folder, case)
             for case in _FITTED
         }
     pathlib.Path(folder, f"{index}.json").write_text(json.dumps(told))

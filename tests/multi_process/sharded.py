@@ -291,7 +291,7 @@ def refused():
     def is_whole_in_one(path, shape, dtype):
         return 0 if me == 1 and len(shape) == 2 else None
 
-    def partitioner_of(name):
+    def make_partitioner(name):
         if name == "shards":
             return ks.experimental.FullySharded(2 if me else 4, min_size=1)
         functions = {f.__name__: f for f in (raises, differs, is_whole_in_one)}
@@ -299,7 +299,7 @@ def refused():
 
     for name in ("raises", "differs", "is_whole_in_one", "shards"):
         strategy = ks.MultiWorkerMirroredStrategy(
-            variable_partitioner=partitioner_of(name)
+            variable_partitioner=make_partitioner(name)
         )
 
         def create(strategy=strategy):
@@ -372,7 +372,7 @@ def _held():
     return sum(found.values()) / 1e6
 
 
-def of_cases(names, shards):
+def run_cases(names, shards):
     """What cases of tests/parity give, and how many variables are divided."""
     from tests.parity.cases import CASES
     from tests.parity.one_device import Trained

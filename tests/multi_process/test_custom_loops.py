@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 
 from tests.multi_process.custom_loops import train
-from tests.support.jobs import results_of, values_of
+from tests.support.jobs import run_and_list_results, values_of
 from tests.support.plain_keras import assert_same, mirrored
 
 pytestmark = pytest.mark.multi_process
@@ -39,7 +39,7 @@ def compare(several, rows, devices):
 def two_processes():
     """What two processes found that start once for several tests, and what
     they wrote."""
-    results = results_of(2, (f"{TARGET}:everything",))
+    results = run_and_list_results(2, (f"{TARGET}:everything",))
     return [(*result.value, result.output) for result in results]
 
 
@@ -77,10 +77,10 @@ def test_values_of_other_shapes_are_named_in_all(two_processes):
 
 
 def test_the_chief_alone_shows_progress_and_keeps_outputs(two_processes):
-    of_chief, of_other = (output for _, output in two_processes)
+    of_chief, other_output = (output for _, output in two_processes)
     assert "Epoch 1/2" in of_chief
-    assert "Epoch" not in of_other
-    assert "step" not in of_other
+    assert "Epoch" not in other_output
+    assert "step" not in other_output
     first, second = (told["on_chief"] for told, _ in two_processes)
     assert first["shape"] == [13, 1]
     assert second["shape"] == [0, 1]

@@ -38,7 +38,7 @@ def test_a_killed_job_goes_on_with_the_same_batches(tmp_path):
         assert sorted(itertools.chain(*read)) == list(range(killed.ROWS))
         # What one process would have read that nobody killed.
         state = json.loads((tmp_path / f"{name}.state").read_text())
-        whole = killed.iterator_of(name, strategy, tmp_path)
+        whole = killed.make_iterator(name, strategy, tmp_path)
         whole.set_state(state | {"step": 0})
         batches = [killed.first_column(strategy, batch) for batch in whole]
         assert read == batches, name

@@ -30,7 +30,7 @@ def check(values, cases):
     model = own_batches.build()
     weights = model.get_weights()
     for case in cases:
-        name = own_rows.name_of(*case)
+        name = own_rows.name_case(*case)
         told = [value[name] for value in values]
         read = together(told, "read")
         check_tf(case, read, recorded)
@@ -52,9 +52,9 @@ def check_tf(case, read, recorded):
     steps of 4 and 2 rows for a batch of 3, and of no rows at the end.
     """
     files, pipeline, size, policy = case
-    name = own_rows.name_of(*case)
+    name = own_rows.name_case(*case)
     form = own_rows.known(pipeline)
-    assert read == recorded[own_rows.name_of(files, form, size, policy)], name
+    assert read == recorded[own_rows.name_case(files, form, size, policy)], name
     if files == "even" and size % 2 == 0:
         assert read == recorded[name], name
     if not own_rows.is_endless(pipeline):

@@ -195,7 +195,7 @@ CASES_OF_PARITY = (
 def test_cases_of_parity_equal_one_device(num_processes, devices, shards):
     options = {"devices": devices, "timeout_s": 900}
     first, *others = values_of(
-        f"{ROOM}:of_cases", num_processes, CASES_OF_PARITY, shards, **options
+        f"{ROOM}:run_cases", num_processes, CASES_OF_PARITY, shards, **options
     )
     assert all(other == first for other in others)
     for name in CASES_OF_PARITY:

@@ -5,7 +5,7 @@ import re
 import pytest
 
 from tests.multi_process.variables import KINDS
-from tests.support.jobs import results_of, values_of, values_of_each
+from tests.support.jobs import run_and_list_results, values_of, values_of_each
 
 pytestmark = pytest.mark.multi_process
 
@@ -41,9 +41,9 @@ def assert_named(kind, texts):
 
 
 def assert_all_named(found):
-    for kind, of_kind in zip(KINDS, zip(*found, strict=True), strict=True):
-        assert_named(kind, [text for text, _ in of_kind])
-        assert all(seconds < 15 for _, seconds in of_kind)
+    for kind, kind_values in zip(KINDS, zip(*found, strict=True), strict=True):
+        assert_named(kind, [text for text, _ in kind_values])
+        assert all(seconds < 15 for _, seconds in kind_values)
 
 
 @pytest.fixture(scope="module")
@@ -65,7 +65,7 @@ def test_three_processes_name_the_first_variable_that_differs():
 @pytest.mark.parametrize("kind", KINDS)
 def test_processes_end_with_the_cause(kind):
     call = ("multi_process.variables:fail", kind)
-    for result in results_of(2, call, devices=1, must_succeed=False):
+    for result in run_and_list_results(2, call, devices=1, must_succeed=False):
         assert result.returncode in (70, 71), result.output
         assert "must create the same variables" in result.output
         assert "Gloo AllGather failed" not in result.output
@@ -97,7 +97,7 @@ def test_random_values_are_sent_without_waiting():
 @pytest.mark.parametrize("alone", [0, 1])
 def test_an_optimizer_built_outside_of_scopes_is_named(alone):
     call = ("multi_process.variables:build_outside", alone)
-    for result in results_of(2, call, devices=1, must_succeed=False):
+    for result in run_and_list_results(2, call, devices=1, must_succeed=False):
         assert result.returncode == 72, result.output
         assert "assign values in the same order" in result.output
         assert f"process {alone} (at variables.py:" in result.output
@@ -106,7 +106,7 @@ def test_an_optimizer_built_outside_of_scopes_is_named(alone):
 @pytest.mark.parametrize("alone", [0, pytest.param(1, marks=pytest.mark.slow)])
 def test_a_variable_created_between_two_steps_is_named(alone):
     call = ("multi_process.variables:create_between_steps", alone)
-    for result in results_of(2, call, devices=1, must_succeed=False):
+    for result in run_and_list_results(2, call, devices=1, must_succeed=False):
         assert result.returncode == 72, result.output
         assert "must create the same variables" in result.output
         assert "'extra' of shape (3,)" in result.output

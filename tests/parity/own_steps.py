@@ -64,7 +64,7 @@ def squared(one, two):
     return ops.mean(ops.square(one - two))
 
 
-def noise_of(x, size):
+def make_noise(x, size):
     """Noise that depends on a row only, so that all devices draw the same."""
     flat = ops.reshape(x, (ops.shape(x)[0], -1))
     return ops.sin(37 * flat[:, :size] + 11 * flat[:, -size:])
@@ -339,9 +339,11 @@ class TwoOptimizers(OwnStep):
 
     def step(self, x, y):
         loss, grads = self.by_jax(lambda: self.loss_of(x, y))
-        of_net = self.net.trainable_variables
-        self.optimizer.apply(grads[: len(of_net)], of_net)
-        self.second.apply(grads[len(of_net) :], self.head.trainable_variables)
+        net_variables = self.net.trainable_variables
+        self.optimizer.apply(grads[: len(net_variables)], net_variables)
+        self.second.apply(
+            grads[len(net_variables) :], self.head.trainable_variables
+        )
         return {"loss": loss}
 
 

@@ -12,9 +12,9 @@ from tests.parity.own_steps import (
     Averages,
     OwnStep,
     X,
+    make_noise,
     means,
     mlp,
-    noise_of,
     others,
     squared,
 )
@@ -46,18 +46,18 @@ class Gan(OwnStep):
         return ks.value_and_grad(loss_of, variables)()
 
     def step(self, x, y):
-        noise = noise_of(x, 2)
-        of_critic = self.critic.trainable_variables
-        of_net = self.net.trainable_variables
+        noise = make_noise(x, 2)
+        critic_variables = self.critic.trainable_variables
+        net_variables = self.net.trainable_variables
         fake = ops.stop_gradient(self.net(noise))
         d_loss, grads = self.differentiate(
-            lambda: self.loss_of_critic(x, fake), of_critic
+            lambda: self.loss_of_critic(x, fake), critic_variables
         )
-        self.optimizer.apply(grads, of_critic)
+        self.optimizer.apply(grads, critic_variables)
         g_loss, grads = self.differentiate(
-            lambda: self.loss_of_fake(self.net(noise), x), of_net
+            lambda: self.loss_of_fake(self.net(noise), x), net_variables
         )
-        self.optimizer.apply(grads, of_net)
+        self.optimizer.apply(grads, net_variables)
         return {"d_loss": d_loss, "g_loss": g_loss}
 
 
@@ -90,7 +90,7 @@ class Dcgan(Gan):
 @means
 class WassersteinGan(Gan):
     def loss_of_critic(self, x, fake):
-        share = ops.abs(noise_of(x, 1))
+        share = ops.abs(make_noise(x, 1))
         between = share * x + (1 - share) * fake
         slopes = jax.grad(lambda z: ops.sum(self.critic(z)))(between)
         norms = ops.sqrt(ops.sum(ops.square(slopes), axis=1) + 1e-12)
@@ -154,7 +154,7 @@ class DeepLinear(OwnStep):
         self.net = mlp(4, 3, 1, activation=None)
 
     def loss_of(self, x, y):
-        return ops.mean(self(x)) - ops.mean(self(noise_of(x, 4)))
+        return ops.mean(self(x)) - ops.mean(self(make_noise(x, 4)))
 
 
 @others
@@ -169,7 +169,7 @@ class Vae(OwnStep):
 
     def terms(self, x):
         mean, log_var = ops.split(self.net(x), 2, axis=-1)
-        code = mean + ops.exp(0.5 * log_var) * noise_of(x, 2)
+        code = mean + ops.exp(0.5 * log_var) * make_noise(x, 2)
         kl = -0.5 * (1 + log_var - ops.square(mean) - ops.exp(log_var))
         error = ops.sum(ops.square(self.decoder(code) - x), axis=1)
         return error, ops.sum(kl, axis=1)
@@ -264,9 +264,9 @@ class MovingMeans(Codebook):
         logs = super().step(x, y)
         code = self.net(x)
         hot = self.nearest(code, self.book / self.counts[:, None])
-        of_code = ops.mean(hot[:, :, None] * code[:, None], axis=0)
+        code_means = ops.mean(hot[:, :, None] * code[:, None], axis=0)
         self.counts.assign(0.9 * self.counts + 0.1 * ops.mean(hot, axis=0))
-        self.book.assign(0.9 * self.book + 0.1 * of_code)
+        self.book.assign(0.9 * self.book + 0.1 * code_means)
         return logs
 
 
@@ -278,7 +278,7 @@ class Diffusion(Averages):
         self.teacher.trainable = False
 
     def loss_of(self, x, y):
-        noise, time = noise_of(x, 4), ops.abs(noise_of(x, 1))
+        noise, time = make_noise(x, 4), ops.abs(make_noise(x, 1))
         mixed = ops.sqrt(1.01 - time) * x + ops.sqrt(time + 0.01) * noise
         output = self.net(ops.concatenate([mixed, time], axis=1))
         return ops.mean(ops.abs(output - noise))

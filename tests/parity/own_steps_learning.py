@@ -11,9 +11,9 @@ from tests.parity.own_steps import (
     OwnStep,
     floats,
     integers,
+    make_noise,
     means,
     mlp,
-    noise_of,
     others,
     squared,
 )
@@ -24,7 +24,7 @@ from tests.parity.own_steps import (
 @means
 class MeanTeacher(Averages):
     def loss_of(self, x, y):
-        target = ops.stop_gradient(self.teacher(x + 0.1 * noise_of(x, 4)))
+        target = ops.stop_gradient(self.teacher(x + 0.1 * make_noise(x, 4)))
         output = self(x)
         return squared(output, y) + squared(output, target)
 
@@ -36,7 +36,7 @@ class Byol(Averages):
         self.predictor = mlp(3, 2, shape=(2,))
 
     def loss_of(self, x, y):
-        noise = 0.1 * noise_of(x, 4)
+        noise = 0.1 * make_noise(x, 4)
         one = ops.normalize(self.predictor(self.net(x + noise)), axis=1)
         two = ops.normalize(self.teacher(x - noise), axis=1)
         likeness = ops.sum(one * ops.stop_gradient(two), axis=1)
@@ -62,7 +62,7 @@ class Distillation(OwnStep):
 @others
 class SimClr(OwnStep):
     def loss_of(self, x, y):
-        noise = 0.1 * noise_of(x, 4)
+        noise = 0.1 * make_noise(x, 4)
         one = ops.normalize(self(x + noise), axis=1)
         two = ops.normalize(self(x - noise), axis=1)
         logits = ops.matmul(one, ops.transpose(two)) / 0.5
@@ -76,7 +76,7 @@ class SimClr(OwnStep):
 @means
 class Triplet(OwnStep):
     def loss_of(self, x, y):
-        anchor, near, far = self(x), self(x + 0.1 * noise_of(x, 4)), self(-x)
+        anchor, near, far = self(x), self(x + 0.1 * make_noise(x, 4)), self(-x)
         to_near = ops.sum(ops.square(anchor - near), axis=1)
         to_far = ops.sum(ops.square(anchor - far), axis=1)
         return ops.mean(ops.maximum(to_near - to_far + 0.5, 0.0))
@@ -141,13 +141,13 @@ class MamlOfTasks(OwnStep):
             with keras.StatelessScope(state_mapping=mapping):
                 return squared(self(x), y)
 
-        def of_task(values, x, y):
+        def task_loss(values, x, y):
             grads = jax.grad(loss_of)(values, x[:3], y[:3])
             pairs = zip(values, grads, strict=True)
             return loss_of([v - 0.1 * g for v, g in pairs], x[3:], y[3:])
 
         def of_all(values):
-            return ops.mean(jax.vmap(of_task, (None, 0, 0))(values, x, y))
+            return ops.mean(jax.vmap(task_loss, (None, 0, 0))(values, x, y))
 
         loss, grads = jax.value_and_grad(of_all)([v.value for v in variables])
         self.optimizer.apply(grads, variables)
@@ -159,9 +159,13 @@ class PcGrad(OwnStep):
     """Projects the gradient of each task onto the normal of the other's."""
 
     def step(self, x, y):
-        one, of_one = self.by_jax(lambda: squared(self(x)[:, 0], y[:, 0]))
-        two, of_two = self.by_jax(lambda: squared(self(x)[:, 1], y[:, 1]))
-        pairs = list(zip(of_one, of_two, strict=True))
+        one, one_gradients = self.by_jax(
+            lambda: squared(self(x)[:, 0], y[:, 0])
+        )
+        two, two_gradients = self.by_jax(
+            lambda: squared(self(x)[:, 1], y[:, 1])
+        )
+        pairs = list(zip(one_gradients, two_gradients, strict=True))
         product = sum(ops.sum(a * b) for a, b in pairs)
         size = sum(ops.sum(ops.square(b)) for _, b in pairs) + 1e-12
         share = ops.minimum(product, 0.0) / size

@@ -118,13 +118,18 @@ class WeightsOfNorms(OwnStep):
     """Weights of two losses from the norms of their gradients."""
 
     def step(self, x, y):
-        one, of_one = self.by_jax(lambda: squared(self(x)[:, 0], y[:, 0]))
-        two, of_two = self.by_jax(lambda: squared(self(x)[:, 1], y[:, 1]))
+        one, one_gradients = self.by_jax(
+            lambda: squared(self(x)[:, 0], y[:, 0])
+        )
+        two, two_gradients = self.by_jax(
+            lambda: squared(self(x)[:, 1], y[:, 1])
+        )
         norms = [
-            sum(ops.sum(ops.square(g)) for g in of) for of in (of_one, of_two)
+            sum(ops.sum(ops.square(g)) for g in of)
+            for of in (one_gradients, two_gradients)
         ]
         share = ops.sqrt(norms[0] / (norms[0] + norms[1]))
-        pairs = zip(of_one, of_two, strict=True)
+        pairs = zip(one_gradients, two_gradients, strict=True)
         grads = [share * a + (1 - share) * b for a, b in pairs]
         self.optimizer.apply(grads, self.trainable_variables)
         return {"loss": one + two}
@@ -247,10 +252,10 @@ class Reversed(OwnStep):
         features = self.net(x)
         domain = self.head(reverse(features))[:, 0]
         is_real = ops.cast(x[:, 0] > 0, "float32")
-        of_domain = keras.losses.binary_crossentropy(
+        domain_loss = keras.losses.binary_crossentropy(
             is_real[:, None], domain[:, None], from_logits=True
         )
-        return squared(self.out(features), y) + ops.mean(of_domain)
+        return squared(self.out(features), y) + ops.mean(domain_loss)
 
 
 @means
@@ -414,19 +419,19 @@ class KeepsNumber(OwnStep):
 
     def step(self, x, y):
         logs = super().step(x, y)
-        self.number.assign(self.number_of(x))
+        self.number.assign(self.predict_number(x))
         return logs
 
 
 @others
 class RoundedMean(KeepsNumber):
-    def number_of(self, x):
+    def predict_number(self, x):
         return ops.cast(70 * ops.mean(x), "int32")
 
 
 @others
 class QuotientOfIntegers(KeepsNumber):
-    def number_of(self, x):
+    def predict_number(self, x):
         total = ops.sum(ops.cast(9 * x, "int32"))
         return jax.lax.div(total, np.int32(x.shape[0]))
 
@@ -435,6 +440,6 @@ class QuotientOfIntegers(KeepsNumber):
 class NoisyCount(KeepsNumber):
     start = np.float32(0)
 
-    def number_of(self, x):
+    def predict_number(self, x):
         noise = jax.random.normal(jax.random.key(0))
         return 1e-9 * noise + x.shape[0]

@@ -22,7 +22,7 @@ from tests.parity.cases import CASES
 from tests.parity.one_device import check
 from tests.support.combinations import combine, few
 from tests.support.models import chain
-from tests.support.strategies import make_strategy, of_cores
+from tests.support.strategies import cores_strategy, make_strategy
 
 layers = keras.layers
 SHARDED_OF_CORES = (
@@ -146,7 +146,7 @@ def check_numbers(strategy, name, rows=38, batch_size=16, of=adam, **options):
 
 
 def check_model(name, replicas, cores, **options):
-    strategy = of_cores(replicas, cores, MODELS[name][1])
+    strategy = cores_strategy(replicas, cores, MODELS[name][1])
     model = check_numbers(strategy, name, **options)
     assert_divided(model, cores)
 
@@ -170,7 +170,7 @@ def assert_divided(model, cores):
         assert shard.size * cores == variable.value.size
 
 
-def axes_of(variable):
+def sharded_axes(variable):
     return {axis for axis in variable.value.sharding.spec if axis}
 
 
@@ -182,16 +182,16 @@ def assert_divided_twice(model, parts, has_replicated_weights=False):
         for v in model.optimizer.variables
         if any(tuple(v.shape) == tuple(w.shape) for w in matrices)
     ]
-    over_cores = [v for v in matrices if "model" in axes_of(v)]
+    over_cores = [v for v in matrices if "model" in sharded_axes(v)]
     assert over_cores
     assert slots
     divided = slots if has_replicated_weights else over_cores + slots
     for variable in divided:
-        assert axes_of(variable) == {"model", "replica"}, variable.path
+        assert sharded_axes(variable) == {"model", "replica"}, variable.path
         shard = variable.value.addressable_shards[0].data
         assert shard.size * parts == variable.value.size
     if has_replicated_weights:
-        assert all(axes_of(v) == {"model"} for v in over_cores)
+        assert all(sharded_axes(v) == {"model"} for v in over_cores)
 
 
 def lamb():
@@ -281,7 +281,7 @@ def test_two_replicas_of_two_cores():
 def test_other_shapes(name, shape):
     if shape[1] == 1:
         make, layout_map = MODELS[name]
-        strategy = of_cores(*shape, layout_map)
+        strategy = cores_strategy(*shape, layout_map)
         result = train(strategy, make, 38, 16)[1]
         wanted = on_one_device(name, 38, 16)
         np.testing.assert_allclose(
@@ -308,7 +308,7 @@ def test_dropout_has_a_mask_for_each_replica_and_one_for_its_cores():
 
     keys = MODELS["mlp"][1].items()
     layout_map = {key: spec for key, spec in keys if "norm" not in key}
-    divided = train(of_cores(2, 2, layout_map), make, 32, 16)[1]
+    divided = train(cores_strategy(2, 2, layout_map), make, 32, 16)[1]
     mirrored = train(ks.MirroredStrategy(jax.devices()[:2]), make, 32, 16)[1]
     np.testing.assert_allclose(
         divided["predict"], mirrored["predict"], rtol=2e-5, atol=2e-5
@@ -439,4 +439,4 @@ def last_even(shape):
 def test_every_case_divided_twice(name, strategy):
     layout_map = {".*": last_even}
     model = check(name, strategy, ((64, 16), (13, 5)), layout_map=layout_map)
-    assert any("model" in axes_of(v) for v in model.trainable_variables)
+    assert any("model" in sharded_axes(v) for v in model.trainable_variables)

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 import keras_strategies as ks
-from tests.support.strategies import of_cores
+from tests.support.strategies import cores_strategy
 
 ROWS, INPUTS, OUTPUTS = 16, 8, 4
 
@@ -112,7 +112,7 @@ def test_a_custom_loop_applies_the_rounded_sum(count):
 def test_gradients_of_one_replica_are_not_rounded(cores):
     x, y = make_rows(1)
     partitioner = ks.experimental.Replicated("bfloat16")
-    strategy = of_cores(1, cores, partitioner=partitioner)
+    strategy = cores_strategy(1, cores, partitioner=partitioner)
     found = run_once(strategy, 1, x, y)
     np.testing.assert_array_equal(found, -compute_gradients(1, x, y)[0])
     model = make_model(strategy)

@@ -24,7 +24,7 @@ from keras_strategies.variables.model_variables import (
 )
 from tests.support.combinations import combine
 from tests.support.models import chain
-from tests.support.strategies import make_strategy, of_cores, take_devices
+from tests.support.strategies import cores_strategy, make_strategy, take_devices
 
 COUNT = 200
 # Those that were wrong before convolutions were constrained, and a few others.
@@ -118,7 +118,7 @@ class Combination:
             if "Depthwise" in str(self):
                 specs[".*depthwise.*/kernel"] = inputs
             replicas = 2 if self.shards == 4 else 1
-            return of_cores(replicas, self.shards, specs)
+            return cores_strategy(replicas, self.shards, specs)
         return ks.MirroredStrategy(
             take_devices(self.shards), variable_partitioner=self.choose_dim
         )

@@ -81,11 +81,11 @@ class Convolution:
             transpose = jax.linear_transpose(lambda x: self(x, kernel), x)
             return lambda g, _: transpose(g)[0], (gradient, kernel)
 
-        def of_kernel(x, gradient):
+        def kernel_gradient(x, gradient):
             transpose = jax.linear_transpose(lambda k: self(x, k), kernel)
             return transpose(gradient)[0]
 
-        return of_kernel, (x, gradient)
+        return kernel_gradient, (x, gradient)
 
 
 def draw(seed):

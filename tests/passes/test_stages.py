@@ -66,7 +66,7 @@ def test_an_equation_that_acts_is_in_one_stage():
 # Value numbers.
 
 
-def numbers_of(*functions, args=ONES):
+def list_numbers(*functions, args=ONES):
     numbers = ValueNumbers()
     return [
         numbers.number_outputs(jax.make_jaxpr(fn)(*args)) for fn in functions
@@ -79,7 +79,7 @@ def test_the_same_code_has_the_same_number():
         again = jnp.tanh(x)
         return again, again + halved, second * halved, 4.0, first
 
-    one, two = numbers_of(two_collectives, other)
+    one, two = list_numbers(two_collectives, other)
     # A sum's operands may be exchanged, but that is not the same code.
     assert [a == b for a, b in zip(one, two, strict=True)] == [
         True,
@@ -125,7 +125,7 @@ def test_the_same_code_has_the_same_number():
     ],
 )
 def test_other_code_has_another_number(one, two, is_same):
-    one, two = numbers_of(one, two, args=(jnp.ones(3),))
+    one, two = list_numbers(one, two, args=(jnp.ones(3),))
     if is_same:
         assert one == two
     else:
@@ -137,13 +137,13 @@ def test_what_is_called_in_python_is_never_the_same():
         shape = jax.ShapeDtypeStruct((), "float32")
         return lambda x: jax.pure_callback(lambda a: a, shape, x.sum())
 
-    one, two = numbers_of(calling(), calling(), args=(jnp.ones(3),))
+    one, two = list_numbers(calling(), calling(), args=(jnp.ones(3),))
     assert one != two
 
 
 def test_constants_are_the_same_if_they_are_one_object():
     mine, yours = np.ones(3), np.ones(3)
-    one, two, three = numbers_of(
+    one, two, three = list_numbers(
         lambda x: x * mine,
         lambda x: x * mine,
         lambda x: x * yours,
@@ -188,7 +188,7 @@ def test_code_with_references_is_never_the_same():
 
         return fn
 
-    one, two = numbers_of(writing(), writing(), args=ONES[:1])
+    one, two = list_numbers(writing(), writing(), args=ONES[:1])
     assert one != two
 
 

@@ -20,9 +20,9 @@ from keras_strategies.passes import traces
 def test_installed_packages_are_not_libraries(folder):
     """They may lie below the folder of Python's own modules."""
     own = os.path.dirname(functools.__file__)
-    assert traces._maker_of(os.path.join(own, folder, "mine", "loss.py"))
-    assert traces._maker_of("/anywhere/train.py")
-    assert traces._maker_of(functools.__file__) is None
+    assert traces._find_maker(os.path.join(own, folder, "mine", "loss.py"))
+    assert traces._find_maker("/anywhere/train.py")
+    assert traces._find_maker(functools.__file__) is None
 
 
 def of(fn):

@@ -24,12 +24,12 @@ SHAPES = {
 }
 
 
-def parts_of(shapes):
+def make_parts(shapes):
     return [np.full(s, k + 1.0, "float32") for k, s in enumerate(shapes)]
 
 
 def distributed(strategy, shapes):
-    parts = parts_of(shapes)
+    parts = make_parts(shapes)
     return strategy.experimental_distribute_values_from_function(
         lambda context: parts[context.replica_id_in_sync_group]
     )
@@ -48,7 +48,7 @@ def local(strategy, value):
 @pytest.mark.parametrize("name", combine(SHAPES, every=5))
 def test_each_replica_computes_with_its_own(name, debug):
     strategy, shapes = mirrored(3), SHAPES[name]
-    x, parts = distributed(strategy, shapes), parts_of(shapes)
+    x, parts = distributed(strategy, shapes), make_parts(shapes)
 
     def fn(x, scale):
         assert x.ndim == len(shapes[0])
@@ -134,7 +134,10 @@ def test_a_step_of_training(debug, is_divided):
     plain = jnp.ones((4, 2))
     for _ in range(2):
         expected, grads = zip(
-            *[jax.value_and_grad(loss_of)(plain, p) for p in parts_of(shapes)],
+            *[
+                jax.value_and_grad(loss_of)(plain, p)
+                for p in make_parts(shapes)
+            ],
             strict=True,
         )
         plain = plain - 0.1 * sum(grads)

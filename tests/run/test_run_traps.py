@@ -71,9 +71,9 @@ def test_numbers_that_compare_equal_and_are_not():
     strategy = mirrored(2)
 
     def sign(number):
-        return jnp.copysign(1.0, number) + 0 * ids_of
+        return jnp.copysign(1.0, number) + 0 * ids_context
 
-    ids_of = jnp.zeros(())
+    ids_context = jnp.zeros(())
     assert values(strategy.run(sign, args=(0.0,))) == [1.0, 1.0]
     assert values(strategy.run(sign, args=(-0.0,))) == [-1.0, -1.0]
     for _ in range(3):
@@ -295,13 +295,13 @@ def test_means_of_integers_do_not_overflow(large):
     strategy = mirrored(2)
     parts = by_replica(strategy, lambda i: large)
     results = strategy.run(lambda x: x, args=(parts,))
-    of_context = strategy.run(
+    context_values = strategy.run(
         lambda x: ks.get_replica_context().all_reduce("mean", x), args=(parts,)
     )
     for mean in (
         strategy.reduce("mean", parts, axis=None),
         strategy.reduce("mean", results, axis=None),
-        of_context.values[0],
+        context_values.values[0],
     ):
         assert float(mean) == pytest.approx(float(large), rel=1e-6)
 

@@ -15,7 +15,7 @@ from tests.support.combinations import combine, few
 from tests.support.plain_keras import dense, mirrored
 
 
-def batch_of(strategy, rows):
+def make_batch(strategy, rows):
     random = np.random.default_rng(0)
     data = [random.normal(size=(count, 3)).astype("float32") for count in rows]
     return strategy.experimental_distribute_values_from_function(
@@ -62,10 +62,10 @@ def text_of(strategy, step, batch):
 def test_nothing_is_computed_twice(rows):
     strategy = mirrored(len(rows))
     step, _ = loop(strategy)
-    text = text_of(strategy, step, batch_of(strategy, rows))
+    text = text_of(strategy, step, make_batch(strategy, rows))
     even = mirrored(len(rows))
     step, _ = loop(even)
-    once = text_of(even, step, batch_of(even, [2] * len(rows)))
+    once = text_of(even, step, make_batch(even, [2] * len(rows)))
     count, variants = "stablehlo.dot_general", len(set(rows))
     assert text.count(count) == variants * once.count(count) > 0
     # Adam's, of four weights.
@@ -76,10 +76,10 @@ def test_updates_are_computed_outside_of_the_branches():
     """So no one need send the weights: all compute them by one code."""
     strategy = mirrored(2)
     step, _ = loop(strategy)
-    text = text_of(strategy, step, batch_of(strategy, (4, 2)))
+    text = text_of(strategy, step, make_batch(strategy, (4, 2)))
     even = mirrored(2)
     step, _ = loop(even)
-    once = text_of(even, step, batch_of(even, (2, 2)))
+    once = text_of(even, step, make_batch(even, (2, 2)))
     count = "stablehlo.all_reduce"
     assert text.count(count) == once.count(count)
 
@@ -93,7 +93,7 @@ def test_updates_are_computed_outside_of_the_branches():
 def test_state_is_the_same_on_all_replicas(optimizer, rows):
     strategy = mirrored(len(rows))
     step, variables = loop(strategy, optimizer=optimizer)
-    batch = batch_of(strategy, rows)
+    batch = make_batch(strategy, rows)
     for _ in range(5):
         strategy.run(step, args=(batch,))
     assert_replicated(*variables)
@@ -166,7 +166,7 @@ def test_an_update_from_a_replicas_own_values_leaves_one_state(
         _, gradients = ks.value_and_grad(loss, [weight])()
         apply(optimizer, [weight], gradients, x)
 
-    batch = batch_of(strategy, rows)
+    batch = make_batch(strategy, rows)
     for _ in range(3):
         strategy.run(step, args=(batch,))
     assert_replicated(weight, *optimizer.variables)
@@ -183,7 +183,7 @@ def test_a_reference_keeps_its_value_past_a_collective():
         kept[...] += total
         return kept[...], total
 
-    found, _ = strategy.run(fn, args=(batch_of(strategy, (4, 2)),))
+    found, _ = strategy.run(fn, args=(make_batch(strategy, (4, 2)),))
     values = strategy.experimental_local_results(found)
     assert [float(value) for value in values] == [14.0, 8.0]
 
@@ -200,7 +200,7 @@ def test_what_python_answers_is_one_value_in_all_results():
         total = ks.get_replica_context().all_reduce("sum", x.sum())
         return answer, answer + 0 * total
 
-    before, after = strategy.run(fn, args=(batch_of(strategy, (4, 2)),))
+    before, after = strategy.run(fn, args=(make_batch(strategy, (4, 2)),))
     before, after = map(strategy.experimental_local_results, (before, after))
     assert before == after
     assert float(before[0]) != float(before[1])
@@ -219,7 +219,7 @@ def test_a_replica_prints_once(rows, capfd):
         jax.debug.print("total {}", total)
         return total
 
-    strategy.run(printing, args=(batch_of(strategy, rows),))
+    strategy.run(printing, args=(make_batch(strategy, rows),))
     jax.effects_barrier()
     words = [line.split()[0] for line in capfd.readouterr().out.splitlines()]
     assert sorted(words) == sorted(["before", "after", "total"] * len(rows))
@@ -239,7 +239,9 @@ def test_what_rows_say_is_each_replicas_own():
         return count * x.shape[0], jnp.zeros((2,)) + x.shape[0]
 
     for _ in range(2):
-        scaled, counts = strategy.run(fn, args=(batch_of(strategy, (3, 0, 5)),))
+        scaled, counts = strategy.run(
+            fn, args=(make_batch(strategy, (3, 0, 5)),)
+        )
     values = strategy.experimental_local_results(scaled)
     assert [float(value) for value in values] == [9.0, 0.0, 15.0]
     values = strategy.experimental_local_results(counts)
@@ -258,7 +260,7 @@ def test_random_numbers_are_drawn_as_often_as_the_longest_replica_draws():
         total = ks.get_replica_context().all_reduce("sum", noise.sum())
         return noise, total
 
-    batch = batch_of(strategy, (3, 1))
+    batch = make_batch(strategy, (3, 1))
     first, total = strategy.run(fn, args=(batch,))
     assert int(dropout.seed_generator.state.value[1]) == 3
     one, other = strategy.experimental_local_results(first)

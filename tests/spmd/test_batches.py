@@ -19,7 +19,7 @@ def place(batches, mesh):
     return place_on([global_batch(batch, mesh) for batch in batches], mesh)
 
 
-def mesh_of(count):
+def make_mesh(count):
     return ReplicaMesh(devices=CPUS[:count])
 
 
@@ -102,7 +102,7 @@ def test_a_batch_that_has_no_rows_to_split_is_refused(batch, error, parts):
 @pytest.mark.parametrize("replicas", [1, 2, 3, 8])
 @pytest.mark.parametrize("count", [1, 2, 5, 8, 9])
 def test_place_splits_the_rows_and_repeats_the_last(count, replicas):
-    mesh = mesh_of(replicas)
+    mesh = make_mesh(replicas)
     (segment,) = place([(rows(count), np.arange(count))], mesh).segments
     assert (segment.rows, segment.steps) == (count, 1)
     x, index = segment.data
@@ -121,7 +121,7 @@ def test_place_keeps_the_structure_and_the_types():
         None,
         [np.zeros((3, 2), ml_dtypes.bfloat16), np.zeros(3, "int32")],
     )
-    (segment,) = place([batch], mesh_of(2)).segments
+    (segment,) = place([batch], make_mesh(2)).segments
     assert jax.tree.structure(segment.data) == jax.tree.structure(batch)
     types = [str(leaf.dtype) for leaf in jax.tree.leaves(segment.data)]
     assert types == ["bool", "uint8", "bfloat16", "int32"]
@@ -129,7 +129,7 @@ def test_place_keeps_the_structure_and_the_types():
 
 def test_equal_neighbours_are_one_segment():
     batches = [rows(4, start=s) for s in (0, 100, 200)]
-    mesh = mesh_of(2)
+    mesh = make_mesh(2)
     (segment,) = place(batches, mesh).segments
     assert (segment.rows, segment.steps) == (4, 3)
     assert segment.data.sharding == mesh.stacked
@@ -148,7 +148,7 @@ def test_equal_neighbours_are_one_segment():
     ],
 )
 def test_batches_of_other_length_start_a_segment(sizes, expected):
-    execution = place([rows(size) for size in sizes], mesh_of(2))
+    execution = place([rows(size) for size in sizes], make_mesh(2))
     found = [(s.rows, s.steps) for s in execution.segments]
     assert found == expected
 
@@ -158,12 +158,12 @@ def test_batches_of_other_length_start_a_segment(sizes, expected):
     [rows(4, width=3), rows(4).astype("int32"), (rows(4),), [rows(4)]],
 )
 def test_batches_of_other_kind_start_a_segment(other):
-    execution = place([rows(4), other], mesh_of(2))
+    execution = place([rows(4), other], make_mesh(2))
     assert [s.steps for s in execution.segments] == [1, 1]
 
 
 def test_indivisible_batches_are_stacked_with_their_padding():
-    (segment,) = place([rows(3), rows(3, start=9)], mesh_of(2)).segments
+    (segment,) = place([rows(3), rows(3, start=9)], make_mesh(2)).segments
     assert (segment.rows, segment.steps) == (3, 2)
     assert segment.data.shape == (2, 4, 2)
     np.testing.assert_array_equal(
@@ -172,7 +172,7 @@ def test_indivisible_batches_are_stacked_with_their_padding():
 
 
 def test_an_execution_stays_where_it_is():
-    execution = place([rows(4), rows(2)], mesh_of(2))
+    execution = place([rows(4), rows(2)], make_mesh(2))
     moved = jax.device_put(execution, jax.devices()[3])
     assert moved == execution
     assert [s.rows for s in moved.segments] == [4, 2]

@@ -26,27 +26,27 @@ def on_one_replica(fn):
     )
 
 
-def of_sizes(*sizes, dtype="float32"):
+def make_arrays(*sizes, dtype="float32"):
     return [jax.ShapeDtypeStruct((size,), dtype) for size in sizes]
 
 
 @pytest.mark.parametrize("rule", [IN_PROCESS, BETWEEN_PROCESSES])
 def test_larger_arrays_share_no_buffer(rule):
     most = rule.max_entries
-    arrays = of_sizes(most, most + 1, 1, most)
+    arrays = make_arrays(most, most + 1, 1, most)
     assert rule.groups(arrays) == [[0, 2, 3]]
 
 
 def test_a_buffer_of_one_array_is_not_made():
-    arrays = of_sizes(4, 4) + of_sizes(4, dtype="int32")
+    arrays = make_arrays(4, 4) + make_arrays(4, dtype="int32")
     assert IN_PROCESS.groups(arrays) == [[0, 1]]
 
 
 def test_small_arrays_of_few_shapes_share_buffers():
-    large = of_sizes(*[IN_PROCESS.max_entries + 1] * 3)
-    most = of_sizes(*range(1, IN_PROCESS.max_shapes + 1), *[8] * 200)
+    large = make_arrays(*[IN_PROCESS.max_entries + 1] * 3)
+    most = make_arrays(*range(1, IN_PROCESS.max_shapes + 1), *[8] * 200)
     assert [len(g) for g in IN_PROCESS.groups(most + large)] == [len(most)]
-    more = most + of_sizes(IN_PROCESS.max_shapes + 1)
+    more = most + make_arrays(IN_PROCESS.max_shapes + 1)
     assert IN_PROCESS.groups([*more, *large]) == []
     assert [len(g) for g in BETWEEN_PROCESSES.groups(more)] == [len(more)]
 
@@ -54,12 +54,12 @@ def test_small_arrays_of_few_shapes_share_buffers():
 def test_all_sums_of_sixty_dense_layers_share_a_buffer():
     kernels = [32 * 16] + [16 * 16] * 59 + [16 * 10]
     biases = [16] * 60 + [10]
-    arrays = of_sizes(*kernels, *biases, *[1] * 4)
+    arrays = make_arrays(*kernels, *biases, *[1] * 4)
     assert IN_PROCESS.groups(arrays) == [list(range(126))]
 
 
 def test_booleans_share_no_buffer():
-    arrays = of_sizes(4, 4) + of_sizes(4, 4, dtype="bool")
+    arrays = make_arrays(4, 4) + make_arrays(4, 4, dtype="bool")
     assert IN_PROCESS.groups(arrays) == [[0, 1]]
 
 

@@ -37,7 +37,7 @@ def test_every_replica_sees_its_rows(replicas):
     np.testing.assert_array_equal(fn(data), data * 10 + ids)
 
 
-def leaves_of(x):
+def make_leaves(x):
     """Arrays of mixed types and shapes that differ between replicas."""
     total = x.sum()
     return [
@@ -57,13 +57,13 @@ def leaves_of(x):
 def test_all_sum_keeps_order_shapes_and_types(replicas, buffering):
     data = np.arange(replicas, dtype="float32") + 1
     sums = mapped(
-        lambda x: rm.all_sum(leaves_of(x), AXIS, buffering), replicas
+        lambda x: rm.all_sum(make_leaves(x), AXIS, buffering), replicas
     )(data)
     expected = jax.tree.map(
         lambda *parts: sum(np.asarray(p, "float64") for p in parts),
-        *[leaves_of(jnp.asarray([value])) for value in data],
+        *[make_leaves(jnp.asarray([value])) for value in data],
     )
-    kinds = [(leaf.shape, leaf.dtype) for leaf in leaves_of(jnp.ones(1))]
+    kinds = [(leaf.shape, leaf.dtype) for leaf in make_leaves(jnp.ones(1))]
     assert [(leaf.shape, leaf.dtype) for leaf in sums] == kinds
     for found, wanted in zip(sums, expected, strict=True):
         np.testing.assert_array_equal(np.asarray(found, "float64"), wanted)
@@ -90,7 +90,7 @@ def test_all_sum_takes_python_numbers(buffering):
 
 def test_small_arrays_of_a_type_share_a_collective():
     def collectives(buffering):
-        fn = mapped(lambda x: rm.all_sum(leaves_of(x), AXIS, buffering), 2)
+        fn = mapped(lambda x: rm.all_sum(make_leaves(x), AXIS, buffering), 2)
         jaxpr = str(jax.make_jaxpr(fn)(np.zeros(2, "float32")))
         return jaxpr.count("psum[") + jaxpr.count("psum_invariant[")
 
@@ -154,7 +154,7 @@ def test_conditional_sums_are_sure_unless_they_are_in_a_branch():
     def in_branch(x):
         return jax.lax.cond(x[0] > 0, sum_from_two, lambda x: [x, x], x)
 
-    def of_branch(x):
+    def run_branch(x):
         sums = jax.lax.cond(
             x[0] > 0, lambda x: rm.all_sum([x], AXIS), lambda x: [x], x
         )
@@ -164,7 +164,7 @@ def test_conditional_sums_are_sure_unless_they_are_in_a_branch():
         rm.has_unsure_collectives(
             jax.make_jaxpr(mapped(fn, 2, split_out=True))(np.ones(2))
         )
-        for fn in (sum_from_two, in_branch, of_branch)
+        for fn in (sum_from_two, in_branch, run_branch)
     ]
     assert found == [False, True, True]
 

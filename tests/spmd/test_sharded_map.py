@@ -33,7 +33,7 @@ from tests.support.combinations import combine, few
 WHOLE = replicated_spec()
 
 
-def mesh_of(count, shards=None):
+def make_mesh(count, shards=None):
     return ReplicaMesh(devices=jax.devices()[:count], shards=shards)
 
 
@@ -94,7 +94,7 @@ def assert_close(found, wanted, atol=1e-6):
     few([(2, None), (8, None), (8, 2), (8, 4), (3, None)], every=2),
 )
 def test_an_update_of_all_entries(count, shards):
-    mesh = mesh_of(count, shards)
+    mesh = make_mesh(count, shards)
     weights, x = data(24)
     size = shards or count
     specs = [
@@ -123,7 +123,7 @@ def test_an_update_of_all_entries(count, shards):
 
 
 def test_values_alive_across_an_update():
-    mesh = mesh_of(4)
+    mesh = make_mesh(4)
     weights, x = data()
     specs = [divided(mesh, 1), divided(mesh)]
 
@@ -163,7 +163,7 @@ def descended(mesh, spec, grad, weight):
 
 
 def test_rematerialized_parts_gather_again():
-    mesh = mesh_of(4)
+    mesh = make_mesh(4)
     spec = divided(mesh)
     weight = np.ones((8, 8), "float32")
 
@@ -208,7 +208,7 @@ def test_on_tpus_sums_of_matrices_are_scattered_as_blocks_of_tiles(
     platform, shape, scattered, monkeypatch
 ):
     monkeypatch.setattr(ReplicaMesh, "platform", platform)
-    mesh = mesh_of(4)
+    mesh = make_mesh(4)
     spec = divided(mesh)
     random = np.random.default_rng(0)
     weight, x = (
@@ -234,7 +234,7 @@ def test_on_tpus_sums_of_matrices_are_scattered_as_blocks_of_tiles(
 
 
 def test_what_takes_a_variables_place_is_a_maximum():
-    mesh = mesh_of(4)
+    mesh = make_mesh(4)
     weights, x = data()
     specs = [divided(mesh, 1), WHOLE]
 
@@ -254,7 +254,7 @@ def test_what_takes_a_variables_place_is_a_maximum():
 
 
 def test_prints_and_inputs_that_are_returned():
-    mesh = mesh_of(2)
+    mesh = make_mesh(2)
     spec = divided(mesh)
     seen = []
 
@@ -305,7 +305,7 @@ def products_before_gathers(traced):
 
 @pytest.mark.parametrize("dtype", [None, jnp.bfloat16])
 def test_a_layers_weights_are_gathered_while_the_one_before_is_computed(dtype):
-    mesh, depth, width = mesh_of(4), 5, 16
+    mesh, depth, width = make_mesh(4), 5, 16
     specs = [divided(mesh)] * depth
     random = np.random.default_rng(0)
     weights = [
@@ -340,7 +340,7 @@ def test_a_layers_weights_are_gathered_while_the_one_before_is_computed(dtype):
 
 
 def test_what_is_read_again_is_gathered_once():
-    mesh = mesh_of(2)
+    mesh = make_mesh(2)
     specs = [divided(mesh)] * 3
     weights = [np.eye(4, dtype="float32")] * 3
 
@@ -385,7 +385,7 @@ def count_in_loops(traced, name):
     ("is_stacked", "remat"), combine([False, True], [False, True], every=2)
 )
 def test_a_loop_gathers_a_slice_in_each_turn(remat, is_stacked):
-    mesh, depth = mesh_of(4), 3
+    mesh, depth = make_mesh(4), 3
     random = np.random.default_rng(0)
     weights = (random.normal(size=(depth, 8, 8)) / 3).astype("float32")
     x = random.normal(size=(8, 8)).astype("float32")
@@ -418,7 +418,7 @@ def test_a_loop_gathers_a_slice_in_each_turn(remat, is_stacked):
 
 
 def test_a_loop_over_the_sharded_dimension_gathers_before_it():
-    mesh = mesh_of(4)
+    mesh = make_mesh(4)
     random = np.random.default_rng(0)
     weight = (random.normal(size=(4, 6, 6)) / 3).astype("float32")
     x = random.normal(size=(8, 6)).astype("float32")
@@ -440,7 +440,7 @@ def test_a_loop_over_the_sharded_dimension_gathers_before_it():
 
 
 def test_values_of_other_layouts_are_stacked_whole():
-    mesh = mesh_of(4)
+    mesh = make_mesh(4)
     random = np.random.default_rng(0)
     weights = [
         (random.normal(size=(8, 8)) / 3).astype("float32") for _ in range(2)
@@ -464,7 +464,7 @@ def test_values_of_other_layouts_are_stacked_whole():
 
 
 def test_weights_after_a_loop_are_gathered_after_it():
-    mesh = mesh_of(4)
+    mesh = make_mesh(4)
     random = np.random.default_rng(0)
     first, last = (
         (random.normal(size=(8, 8)) / 3).astype("float32") for _ in range(2)
@@ -492,14 +492,14 @@ def test_weights_after_a_loop_are_gathered_after_it():
         if e.primitive.name == "shard_map"
     ]
     jaxpr = mapped.params["jaxpr"]
-    of_loop = set()
+    loop_axes = set()
     for equation in getattr(jaxpr, "jaxpr", jaxpr).eqns:
         name = equation.primitive.name
         read = {v for v in equation.invars if isinstance(v, Var)}
-        if name == "scan" or read & of_loop:
-            of_loop.update(equation.outvars)
+        if name == "scan" or read & loop_axes:
+            loop_axes.update(equation.outvars)
     gathers = [
-        bool(set(e.outvars) & of_loop)
+        bool(set(e.outvars) & loop_axes)
         for e in getattr(jaxpr, "jaxpr", jaxpr).eqns
         if e.primitive.name == "all_gather"
     ]

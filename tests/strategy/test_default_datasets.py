@@ -144,10 +144,10 @@ def sparse(_=None):
 def test_sparse_elements_are_made_dense(replicas):
     strategy = mirrored(replicas)
     whole = strategy.experimental_distribute_dataset(sparse().batch(4))
-    of_replicas = strategy.distribute_datasets_from_function(
+    from_function = strategy.distribute_datasets_from_function(
         lambda context: sparse().batch(4 // replicas)
     )
-    for dataset in (whole, of_replicas):
+    for dataset in (whole, from_function):
         (x, y) = next(iter(dataset))
         rows = np.concatenate(strategy.experimental_local_results(x))
         if dataset is whole:

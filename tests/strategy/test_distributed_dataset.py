@@ -148,13 +148,13 @@ def test_rows_without_batches_are_as_docs_parity_has_them():
     def scalars(_=None):
         return tf.data.Dataset.range(2)
 
-    of_dataset = strategy.experimental_distribute_dataset(rows())
-    assert [[v.tolist() for v in local(x)] for x in of_dataset] == [
+    dataset_data = strategy.experimental_distribute_dataset(rows())
+    assert [[v.tolist() for v in local(x)] for x in dataset_data] == [
         [[0.0], [1.0]],
         [[2.0], [3.0]],
     ]
-    of_function = strategy.distribute_datasets_from_function(rows)
-    assert [[v.tolist() for v in local(x)] for x in of_function] == [
+    function_data = strategy.distribute_datasets_from_function(rows)
+    assert [[v.tolist() for v in local(x)] for x in function_data] == [
         [[0.0, 1.0], [2.0, 3.0]]
     ]
     with pytest.raises(ValueError, match="Call `.batch"):

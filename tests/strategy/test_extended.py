@@ -11,14 +11,14 @@ import pytest
 import keras_strategies as ks
 from keras_strategies.strategy.tf_compat import old_names
 from keras_strategies.testing import assert_replicated
-from tests.support.per_replica import ids, on_read, variable_of
+from tests.support.per_replica import ids, make_variable, on_read
 from tests.support.plain_keras import mirrored
 
 
 @pytest.mark.parametrize("replicas", [1, 2, 3])
 def test_update_writes_every_copy(replicas):
     strategy = mirrored(replicas)
-    variable = variable_of(strategy, 3.0)
+    variable = make_variable(strategy, 3.0)
     strategy.extended.update(variable, lambda v, x: v.assign_sub(x), args=(2,))
     assert float(variable.value) == 1.0
     results = strategy.extended.update(
@@ -34,7 +34,7 @@ def test_update_writes_every_copy(replicas):
 @pytest.mark.parametrize("aggregation", ["none", "sum", "mean"])
 def test_update_refuses_copies_that_would_differ(aggregation):
     strategy = mirrored(2)
-    variable = variable_of(strategy, aggregation=aggregation)
+    variable = make_variable(strategy, aggregation=aggregation)
     with pytest.raises(ValueError, match="different values"):
         strategy.extended.update(
             variable, lambda v, x: v.assign(x), args=(ids(strategy),)
@@ -56,7 +56,7 @@ def test_update_gives_every_copy_its_component():
 def test_the_optimizer_pattern_of_tf():
     """Gradients are reduced in a merge, which updates the variables."""
     strategy = mirrored(2)
-    variable = variable_of(strategy, 1.0)
+    variable = make_variable(strategy, 1.0)
 
     def merge(strategy, gradient):
         assert ks.in_cross_replica_context()
@@ -79,7 +79,7 @@ def test_the_optimizer_pattern_of_tf():
 
 def test_a_merge_that_would_write_copies_that_differ():
     strategy = mirrored(2)
-    variable = variable_of(strategy, 1.0)
+    variable = make_variable(strategy, 1.0)
 
     def merge(strategy, x):
         strategy.extended.update(variable, lambda v, x: v.assign(x), args=(x,))
@@ -120,7 +120,7 @@ def test_call_for_each_replica_is_run():
 )
 def test_methods_of_the_cross_replica_context(call):
     strategy = mirrored(2)
-    variable = variable_of(strategy)
+    variable = make_variable(strategy)
     with pytest.raises(RuntimeError, match="cross-replica context"):
         strategy.run(lambda: call(strategy, variable))
 

@@ -13,7 +13,7 @@ import keras_strategies as ks
 from tests.support.plain_keras import mirrored
 
 
-def of_replicas(strategy, fn):
+def per_replica(strategy, fn):
     return strategy.experimental_distribute_values_from_function(
         lambda context: np.asarray(fn(context.replica_id_in_sync_group))
     )
@@ -24,7 +24,7 @@ def of_replicas(strategy, fn):
 @pytest.mark.parametrize("op", ["sum", "MEAN", ks.ReduceOp.SUM])
 def test_elementwise_over_replicas(source, replicas, op):
     strategy = mirrored(replicas)
-    value = of_replicas(strategy, lambda i: np.float32([i, 2 * i + 1]))
+    value = per_replica(strategy, lambda i: np.float32([i, 2 * i + 1]))
     if source == "run":
         value = strategy.run(lambda v: v + 0, args=(value,))
     nest = strategy.reduce(op, {"a": [value]}, axis=None)
@@ -48,7 +48,7 @@ def test_over_a_dimension_true_counts_divide(rows, axis):
     strategy = mirrored(len(rows))
     random = np.random.default_rng(0)
     data = [random.normal(size=(r, 3)).astype("float32") for r in rows]
-    value = of_replicas(strategy, lambda i: data[i])
+    value = per_replica(strategy, lambda i: data[i])
     whole = np.concatenate(data)
     got = strategy.reduce("sum", value, axis=axis)
     np.testing.assert_allclose(got, whole.sum(axis=axis), rtol=1e-5, atol=1e-6)
@@ -58,14 +58,14 @@ def test_over_a_dimension_true_counts_divide(rows, axis):
 
 def test_all_empty_replicas_have_no_mean():
     strategy = mirrored(2)
-    value = of_replicas(strategy, lambda i: np.zeros((0, 2), "float32"))
+    value = per_replica(strategy, lambda i: np.zeros((0, 2), "float32"))
     assert np.isnan(strategy.reduce("mean", value, axis=0)).all()
     assert strategy.reduce("sum", value, axis=0).tolist() == [0.0, 0.0]
 
 
 def test_integers():
     strategy = mirrored(2)
-    value = of_replicas(strategy, lambda i: np.int32([i, 1]))
+    value = per_replica(strategy, lambda i: np.int32([i, 1]))
     assert strategy.reduce("sum", value, axis=None).dtype == jnp.int32
     mean = strategy.reduce("mean", value, axis=None)
     assert (mean.dtype, mean.tolist()) == (jnp.float32, [0.5, 1.0])
@@ -85,7 +85,7 @@ def test_plain_values():
 @pytest.mark.parametrize("axis", [1, -2, 3])
 def test_a_dimension_that_is_not_there(axis):
     strategy = mirrored(2)
-    value = of_replicas(strategy, lambda i: np.ones((2,), "float32"))
+    value = per_replica(strategy, lambda i: np.ones((2,), "float32"))
     for op in ("sum", "mean"):
         with pytest.raises(ValueError, match="Invalid reduction dimension"):
             strategy.reduce(op, value, axis=axis)
@@ -93,7 +93,7 @@ def test_a_dimension_that_is_not_there(axis):
 
 def test_shapes_that_differ():
     strategy = mirrored(2)
-    value = of_replicas(strategy, lambda i: np.ones((i + 1,), "float32"))
+    value = per_replica(strategy, lambda i: np.ones((i + 1,), "float32"))
     with pytest.raises(ValueError, match="shapes must be equal"):
         strategy.reduce("sum", value, axis=None)
 
@@ -112,7 +112,7 @@ def test_a_reduction_of_another_type():
 @pytest.mark.parametrize(("rows", "axis"), [((4, 2), 0), ((3, 3), -1)])
 def test_gather_keeps_the_order_of_replicas(rows, axis):
     strategy = mirrored(len(rows))
-    value = of_replicas(strategy, lambda i: np.full((rows[i], 3), i, "f4"))
+    value = per_replica(strategy, lambda i: np.full((rows[i], 3), i, "f4"))
     got = strategy.gather({"a": value}, axis=axis)["a"]
     parts = [np.full((r, 3), i) for i, r in enumerate(rows)]
     np.testing.assert_array_equal(got, np.concatenate(parts, axis=axis))
@@ -129,28 +129,28 @@ def test_gather_keeps_the_order_of_replicas(rows, axis):
 )
 def test_what_cannot_be_gathered(shape, axis, text):
     strategy = mirrored(2)
-    value = of_replicas(strategy, lambda i: np.ones(shape(i), "float32"))
+    value = per_replica(strategy, lambda i: np.ones(shape(i), "float32"))
     with pytest.raises(ValueError, match=text):
         strategy.gather(value, axis=axis)
 
 
 def test_local_results_are_a_tuple():
     strategy = mirrored(2)
-    value = of_replicas(strategy, lambda i: np.float32(i))
+    value = per_replica(strategy, lambda i: np.float32(i))
     nests = strategy.experimental_local_results({"a": value, "b": 3})
     assert [(float(n["a"]), n["b"]) for n in nests] == [(0.0, 3), (1.0, 3)]
     assert strategy.experimental_local_results(7) == (7,)
 
 
 def test_a_value_per_replica_is_not_one_array():
-    value = of_replicas(mirrored(2), lambda i: np.float32(i))
+    value = per_replica(mirrored(2), lambda i: np.float32(i))
     with pytest.raises(ValueError, match="as one array"):
         np.asarray(value)
 
 
 def test_losses_of_the_global_batch():
     strategy = mirrored(2)
-    losses = of_replicas(strategy, lambda i: np.float32([1 + i, 3]))
+    losses = per_replica(strategy, lambda i: np.float32([1 + i, 3]))
 
     def fn(losses):
         weights = jnp.array([2.0, 1.0])

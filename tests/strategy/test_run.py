@@ -937,7 +937,7 @@ def test_gradients_compose_with_jaxs_transformations(replicas):
     assert_leaves_close(expected, found, atol=0)
     second = strategy.run(inside_of_jaxs, args=(x,))
     epsilon = 1e-2
-    for replica, (of_x, part) in enumerate(
+    for replica, (x_gradient, part) in enumerate(
         zip(x.values, second.values, strict=True)
     ):
 
@@ -945,10 +945,12 @@ def test_gradients_compose_with_jaxs_transformations(replicas):
             value, grads = plainly(x)
             return float(value + sum(jnp.sum(g**2) for g in grads))
 
-        of_x = jnp.asarray(np.asarray(of_x))
+        x_gradient = jnp.asarray(np.asarray(x_gradient))
         step = np.zeros((4, 3), "float32")
         step[1, 2] = epsilon
-        slope = (penalty(of_x + step) - penalty(of_x - step)) / (2 * epsilon)
+        slope = (penalty(x_gradient + step) - penalty(x_gradient - step)) / (
+            2 * epsilon
+        )
         assert slope == pytest.approx(float(part[1, 2]), rel=2e-2, abs=1e-2), (
             replica
         )

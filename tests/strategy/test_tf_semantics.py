@@ -17,7 +17,7 @@ from keras import ops
 
 import keras_strategies as ks
 from keras_strategies.testing import assert_replicated
-from tests.support.per_replica import ids, on_read, variable_of
+from tests.support.per_replica import ids, make_variable, on_read
 from tests.support.plain_keras import mirrored
 
 CONTEXTS, STRATEGY, REPLICA, VARIABLES = (
@@ -528,7 +528,7 @@ def _(_):
 
 @row(VARIABLES, "deviates: NONE written differently in replicas is an error")
 def _(strategy):
-    variable = variable_of(strategy)
+    variable = make_variable(strategy)
     strategy.run(lambda: variable.assign_add(2.0))
     assert float(variable.value) == 3.0
     with pytest.raises(ValueError, match="has no aggregation"):
@@ -543,7 +543,7 @@ def _(strategy):
         ("mean", 1 + 2.5),
         ("only_first_replica", 1 + 2.0),
     ):
-        variable = variable_of(strategy, aggregation=aggregation)
+        variable = make_variable(strategy, aggregation=aggregation)
         strategy.run(lambda v=variable: v.assign_add(2.0 + replica_id()))
         assert float(variable.value) == expected
         strategy.run(lambda v=variable: v.assign_sub(2.0 + replica_id()))
@@ -553,7 +553,7 @@ def _(strategy):
 
 @row(VARIABLES, "a cross write goes to all copies; a cross read is a copy")
 def _(strategy):
-    variable = variable_of(strategy, aggregation="sum")
+    variable = make_variable(strategy, aggregation="sum")
     variable.assign(7.0)
     assert values(strategy.run(lambda: variable.value * 1)) == [7.0, 7.0]
     assert float(variable.value) == 7.0
@@ -592,7 +592,7 @@ def _(strategy):
 
 @row(VARIABLES, "on_read NONE: a cross read is an error")
 def _(strategy):
-    variable = variable_of(strategy, synchronization="on_read")
+    variable = make_variable(strategy, synchronization="on_read")
     with pytest.raises(ValueError, match="must have an aggregation"):
         float(variable.value)
 
@@ -606,11 +606,11 @@ def _(strategy):
 @row(VARIABLES, "unknown ways of synchronizing and aggregating are refused")
 def _(strategy):
     with pytest.raises(ValueError, match="mode is not supported"):
-        variable_of(strategy, synchronization="none")
+        make_variable(strategy, synchronization="none")
     with pytest.raises(ValueError, match="synchronization"):
-        variable_of(strategy, synchronization="often")
+        make_variable(strategy, synchronization="often")
     with pytest.raises(ValueError, match="aggregation"):
-        variable_of(strategy, aggregation="max")
+        make_variable(strategy, aggregation="max")
 
 
 @row(VARIABLES, "copies of a random initial value agree")
@@ -646,7 +646,7 @@ def _(strategy):
 
 @row(VARIABLES, "gradients in a replica are local until they are reduced")
 def _(strategy):
-    variable = variable_of(strategy, 3.0)
+    variable = make_variable(strategy, 3.0)
 
     def step(x):
         (local,) = ks.grad(lambda: variable.value * x, [variable])()

@@ -16,14 +16,14 @@ from keras_strategies.spmd.mesh import ReplicaMesh
 from keras_strategies.strategy.inspect import describe
 from keras_strategies.tpu.replica_meshes import make_assigned_mesh
 from tests.support.slices import make_slice
-from tests.support.strategies import of_cores
+from tests.support.strategies import cores_strategy
 
 DeviceAssignment = ks.tpu.experimental.DeviceAssignment
 Topology = ks.tpu.experimental.Topology
 Resolver = ks.cluster_resolver.TPUClusterResolver
 
 
-def assignment_of(cores, replicas, devices=None):
+def make_assignment(cores, replicas, devices=None):
     topology = Topology.from_devices(devices or jax.devices())
     return DeviceAssignment.build(
         topology, [cores, 1, 1, 1], num_replicas=replicas
@@ -63,7 +63,7 @@ def test_it_takes_a_resolvers_devices():
     ],
 )
 def test_an_assignment_makes_replicas_of_its_cores(make):
-    strategy = make(assignment_of(2, 3))
+    strategy = make(make_assignment(2, 3))
     assert strategy.num_replicas_in_sync == 3
     assert strategy.extended.worker_devices == tuple(jax.devices()[:6:2])
     assert strategy.extended.parameter_devices == tuple(jax.devices()[:6])
@@ -76,19 +76,29 @@ def test_an_assignment_makes_replicas_of_its_cores(make):
         ({"device_assignment": 3}, TypeError, ["DeviceAssignment.build", "3"]),
         ({"device_assignment": []}, ValueError, ["at least one", "[]"]),
         (
-            {"device_assignment": [assignment_of(2, 2), assignment_of(4, 1)]},
+            {
+                "device_assignment": [
+                    make_assignment(2, 2),
+                    make_assignment(4, 1),
+                ]
+            },
             ValueError,
             ["[2, 4]", "`computation_shape`"],
         ),
         (
-            {"device_assignment": [assignment_of(2, 2), assignment_of(2, 1)]},
+            {
+                "device_assignment": [
+                    make_assignment(2, 2),
+                    make_assignment(2, 1),
+                ]
+            },
             ValueError,
             ["must not contain duplicates"],
         ),
         (
             {
-                "device_assignment": assignment_of(2, 2),
-                "experimental_device_assignment": assignment_of(2, 2),
+                "device_assignment": make_assignment(2, 2),
+                "experimental_device_assignment": make_assignment(2, 2),
             },
             ValueError,
             ["both", "Pass only"],
@@ -134,7 +144,7 @@ def test_wrong_arguments_are_named(arguments, kind, parts):
     ],
 )
 def test_a_layout_that_a_variable_cannot_have_is_refused(layout, parts):
-    strategy = of_cores(2, 4, {".*kernel": layout})
+    strategy = cores_strategy(2, 4, {".*kernel": layout})
     with (
         strategy.scope(),
         pytest.raises(ValueError, match="layout_map") as caught,
@@ -146,7 +156,7 @@ def test_a_layout_that_a_variable_cannot_have_is_refused(layout, parts):
 
 def test_two_entries_for_a_variable_are_refused():
     layout_map = {".*kernel": (None, "model"), ".*/kernel": ("model", None)}
-    strategy = of_cores(2, 4, layout_map)
+    strategy = cores_strategy(2, 4, layout_map)
     with (
         strategy.scope(),
         pytest.raises(
@@ -161,7 +171,7 @@ def test_a_layout_may_be_a_function_of_the_shape():
     def wide(shape):
         return (None, "model") if shape[1] > 3 else (None, None)
 
-    strategy = of_cores(4, 2, {".*kernel": wide})
+    strategy = cores_strategy(4, 2, {".*kernel": wide})
     with strategy.scope():
         model = make_model()
         whole = keras.layers.Dense(2)
@@ -170,7 +180,7 @@ def test_a_layout_may_be_a_function_of_the_shape():
     assert kernel.addressable_shards[0].data.shape == (6, 2)
     assert whole.kernel.value.sharding.is_fully_replicated
     for answer in ((None, "batch"), "model", None):
-        wrong = of_cores(
+        wrong = cores_strategy(
             4, 2, {".*kernel": lambda shape, answer=answer: answer}
         )
         shown = re.escape(f"layout_map['.*kernel'] = {answer!r}")
@@ -182,7 +192,7 @@ def test_a_layout_map_of_keras_is_taken():
     device_mesh = keras.distribution.DeviceMesh((4, 2), ["batch", "model"])
     layout_map = keras.distribution.LayoutMap(device_mesh)
     layout_map[".*kernel"] = (None, "model")
-    strategy = of_cores(4, 2, layout_map)
+    strategy = cores_strategy(4, 2, layout_map)
     with strategy.scope():
         model = make_model()
     kernel = model.layers[0].kernel.value
@@ -192,7 +202,7 @@ def test_a_layout_map_of_keras_is_taken():
 def test_a_model_made_before_is_divided_with_its_slots():
     model = make_model()
     model.optimizer.build(model.trainable_variables)
-    strategy = of_cores(4, 2, {".*dense/kernel": (None, "model")})
+    strategy = cores_strategy(4, 2, {".*dense/kernel": (None, "model")})
     strategy.attach(model)
     shapes = [
         v.value.addressable_shards[0].data.shape
@@ -207,7 +217,7 @@ def test_a_model_made_before_is_divided_with_its_slots():
 
 
 def test_local_results_of_a_divided_variable_are_whole():
-    strategy = of_cores(4, 2, {".*dense/kernel": (None, "model")})
+    strategy = cores_strategy(4, 2, {".*dense/kernel": (None, "model")})
     with strategy.scope():
         model = make_model()
     kernel = model.layers[0].kernel
@@ -221,7 +231,7 @@ def test_local_results_of_a_divided_variable_are_whole():
 
 
 def test_copies_of_a_part_that_differ_are_found():
-    strategy = of_cores(2, 2, {".*dense/kernel": (None, "model")})
+    strategy = cores_strategy(2, 2, {".*dense/kernel": (None, "model")})
     with strategy.scope():
         model = make_model()
     kernel = model.layers[0].kernel
@@ -265,7 +275,7 @@ def test_the_devices_of_replicas_of_two_cores():
 
 
 def test_describe_and_explain_input_know_the_cores(capsys):
-    strategy = of_cores(4, 2, {".*dense/kernel": (None, "model")})
+    strategy = cores_strategy(4, 2, {".*dense/kernel": (None, "model")})
     with strategy.scope():
         model = make_model()
     strategy.describe(model)

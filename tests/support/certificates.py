@@ -12,10 +12,10 @@ CA = ("req", "-x509", "-nodes", "-subj", "/CN=another CA")
 def make_certificates(folder, *names):
     """JAX's variables for files in a folder, by the recipe."""
     call("sh", RECIPE, folder, *(names or ("127.0.0.1",)))
-    return variables_of(folder)
+    return list_variables(folder)
 
 
-def variables_of(folder):
+def list_variables(folder):
     """JAX's variables for the files in a folder."""
     return {
         f"JAX_MTLS_{name.upper()}_FILE": str(folder / f"{name}.pem")
@@ -38,4 +38,4 @@ def sign(folder, *, key="rsa:2048", days=30, extensions=()):
         *("-CAcreateserial", "-days", days, "-out", folder / "cert.pem"),
         *("-extfile", folder / "extensions"),
     )
-    return variables_of(folder)
+    return list_variables(folder)

@@ -14,7 +14,7 @@ def values_of(target, count, *args, **options):
       target: The function: "multi_process.faults:run", a module of `tests`.
       count: How many processes.
       args: What it is called with; a path comes as text.
-      options: Those of `results_of`.
+      options: Those of `run_and_list_results`.
     """
     (values,) = values_of_each(count, (target, *args), **options)
     return values
@@ -26,16 +26,21 @@ def values_of_each(count, *calls, **options):
     Args:
       count: How many processes.
       calls: For each call the function, and what it is called with.
-      options: Those of `results_of`.
+      options: Those of `run_and_list_results`.
 
     Returns:
       For each call, the values of the processes.
     """
-    values = [result.value for result in results_of(count, *calls, **options)]
-    return [list(of_call) for of_call in zip(*values, strict=True)]
+    values = [
+        result.value
+        for result in run_and_list_results(count, *calls, **options)
+    ]
+    return [list(call_values) for call_values in zip(*values, strict=True)]
 
 
-def results_of(count, *calls, devices=2, uses=(), timeout_s=400, **options):
+def run_and_list_results(
+    count, *calls, devices=2, uses=(), timeout_s=400, **options
+):
     """The results of a job's processes; their values are those of all calls.
 
     Args:

@@ -80,13 +80,13 @@ class Steps(Computes):
         return {"own": loss}, (weights, others, slots, metrics)
 
 
-def of_function(fn, loss=None):
+def build_function_case(fn, loss=None):
     return keras.Sequential([keras.Input((FEATURES,)), *net()]), loss or fn
 
 
 PLACES = {
-    "function": of_function,
-    "class": lambda fn: of_function(fn, Given(fn)),
+    "function": build_function_case,
+    "class": lambda fn: build_function_case(fn, Given(fn)),
     "compute_loss": lambda fn: (Computes(fn), None),
     "add_loss": lambda fn: (Adds(fn), None),
     "train_step": lambda fn: (Steps(fn), None),

@@ -64,6 +64,6 @@ def assert_refused(model, act, error, *parts, x=X, y=Y):
     assert_usable(model, x, y)
 
 
-def iter_of(*batches):
+def make_iter(*batches):
     """A generator of what is given."""
     yield from batches

@@ -9,15 +9,15 @@ ROWS = [0, 1, 7, 8, 13, 64]
 BATCHES = [1, 4, 8, 9]
 
 
-def cut_of(worker, workers):
+def cut_rows(worker, workers):
     return lambda rows: (
         rows * worker // workers,
         rows * (worker + 1) // workers,
     )
 
 
-def parts_of(source, worker, workers, epoch=0, start=0):
-    return list(source.read(epoch, start, cut_of(worker, workers)))
+def read_parts(source, worker, workers, epoch=0, start=0):
+    return list(source.read(epoch, start, cut_rows(worker, workers)))
 
 
 def ids(parts):
@@ -32,7 +32,7 @@ def ids(parts):
     return [part.data[1].tolist() for part in parts]
 
 
-def sources_of(kind, data, workers, **options):
+def make_sources(kind, data, workers, **options):
     """A source of each process."""
     return [
         kind(data, num_processes=workers, process_index=worker, **options)
@@ -40,19 +40,21 @@ def sources_of(kind, data, workers, **options):
     ]
 
 
-def joined_of(kind, data, workers, epoch=0, start=0, **options):
+def read_joined(kind, data, workers, epoch=0, start=0, **options):
     """The global batches, put together from all workers' pieces."""
     read = [
-        parts_of(source, worker, workers, epoch, start)
+        read_parts(source, worker, workers, epoch, start)
         for worker, source in enumerate(
-            sources_of(kind, data, workers, **options)
+            make_sources(kind, data, workers, **options)
         )
     ]
     batches = []
-    for of_workers in zip(*read, strict=True):
-        batches.append(list(itertools.chain(*ids(of_workers))))
-        assert {part.rows for part in of_workers} == {len(batches[-1])}
-        assert len({part.checksum for part in of_workers if part.checksum}) <= 1
+    for worker_parts in zip(*read, strict=True):
+        batches.append(list(itertools.chain(*ids(worker_parts))))
+        assert {part.rows for part in worker_parts} == {len(batches[-1])}
+        assert (
+            len({part.checksum for part in worker_parts if part.checksum}) <= 1
+        )
     return batches
 
 

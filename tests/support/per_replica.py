@@ -4,7 +4,7 @@ import keras
 import numpy as np
 
 
-def variable_of(strategy, value=1.0, **kwargs):
+def make_variable(strategy, value=1.0, **kwargs):
     with strategy.scope():
         return keras.Variable(value, name="v", **kwargs)
 
@@ -12,7 +12,7 @@ def variable_of(strategy, value=1.0, **kwargs):
 def on_read(strategy, aggregation, value=1.0):
     """A variable of which each replica has a copy of its own."""
     how = {"synchronization": "on_read", "aggregation": aggregation}
-    return variable_of(strategy, value, **how)
+    return make_variable(strategy, value, **how)
 
 
 def ids(strategy):

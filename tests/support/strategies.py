@@ -21,7 +21,7 @@ def make_strategy(name: str, layout_map: Any = None) -> ks.Strategy:
     return make() if layout_map is None else make(layout_map=layout_map)
 
 
-def of_cores(
+def cores_strategy(
     replicas: int, cores: int, layout_map: Any = None, partitioner: Any = None
 ) -> ks.Strategy:
     """Replicas of several cores."""
@@ -54,7 +54,7 @@ def _sharded_cores(
 ) -> ks.Strategy:
     """All is sharded over the cores, and by a partitioner over the replicas."""
     layout_map = layout_map or {".*dense.*/kernel": (None, "model")}
-    return of_cores(replicas, cores, layout_map, partitioner)
+    return cores_strategy(replicas, cores, layout_map, partitioner)
 
 
 def _table() -> dict[str, Callable[..., ks.Strategy]]:
@@ -72,9 +72,9 @@ def _table() -> dict[str, Callable[..., ks.Strategy]]:
         "sharded8_in_groups_of_2": of(_mirrored, 8, in_twos),
         "sharded8_in_groups_of_4": of(_mirrored, 8, in_fours),
         "sharded_slots4": of(_mirrored, 4, slots),
-        "tpu1_of_4_cores": of(of_cores, 1, 4),
-        "tpu2_of_2_cores": of(of_cores, 2, 2),
-        "tpu4_of_2_cores": of(of_cores, 4, 2),
+        "tpu1_of_4_cores": of(cores_strategy, 1, 4),
+        "tpu2_of_2_cores": of(cores_strategy, 2, 2),
+        "tpu4_of_2_cores": of(cores_strategy, 4, 2),
         "sharded2_of_2_cores": of(_sharded_cores, 2, 2, every),
         "sharded2_of_4_cores": of(_sharded_cores, 2, 4, every),
         "sharded4_of_2_cores": of(_sharded_cores, 4, 2, every),

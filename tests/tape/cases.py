@@ -553,12 +553,12 @@ def an_outer_source_within_an_inner_path(lib, x, y, w):
 def two_tapes_over_one_pass(lib, x, y, w):
     """The steps of a generator and a discriminator."""
     g, d = lib.variable(w), lib.variable(w[:2] * 0.5)
-    with lib.tape() as of_g, lib.tape() as of_d:
+    with lib.tape() as tape_g, lib.tape() as tape_d:
         fake = lib.np.tanh(lib.np.matmul(x, g))
         score, real = lib.np.matmul(fake, d), lib.np.matmul(y, d)
         loss_g = lib.np.mean((score - 1.0) ** 2)
         loss_d = lib.np.mean(score**2) + lib.np.mean((real - 1.0) ** 2)
-    return of_g.gradient(loss_g, g), of_d.gradient(loss_d, d)
+    return tape_g.gradient(loss_g, g), tape_d.gradient(loss_d, d)
 
 
 @case

@@ -97,13 +97,13 @@ def run(fn, strategy):
         results,
         is_leaf=lambda x: x is None or isinstance(x, ks.PerReplica),
     )
-    of_leaves = [
+    leaf_gradients = [
         [None] * strategy.num_replicas_in_sync if leaf is None else local(leaf)
         for leaf in leaves
     ]
     return [
         jax.tree.unflatten(structure, of_replica)
-        for of_replica in zip(*of_leaves, strict=True)
+        for of_replica in zip(*leaf_gradients, strict=True)
     ] or [results]
 
 

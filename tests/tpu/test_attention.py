@@ -30,7 +30,7 @@ class Block(keras.layers.Layer):
         return x + self.attention(x, x, **self.options)
 
 
-def program_of(
+def compile_program(
     kind="train",
     *,
     is_sharded=False,
@@ -102,7 +102,7 @@ CASES = {
 
 @pytest.mark.parametrize(("case", "count"), CASES.values(), ids=CASES)
 def test_kernels_of_a_step(recwarn, case, count):
-    text = program_of(**case).as_text()
+    text = compile_program(**case).as_text()
     assert text.count(KERNEL) == count
     # The scores are not stored.
     has_scores = f",2,{LENGTH},{LENGTH}]" in text
@@ -156,10 +156,10 @@ def test_tables_of_mask_arrays_fit_into_scalar_memory(
 )
 def test_products_of_other_precisions_are_those_of_xla(dtype, precision):
     with jax.default_matmul_precision(precision):
-        assert program_of(dtype=dtype).as_text().count(KERNEL) == 0
+        assert compile_program(dtype=dtype).as_text().count(KERNEL) == 0
 
 
-def costs_of(program):
+def list_costs(program):
     devices = make_tpu_devices("v5e:2x2")
     chip = find_chip(devices[0])
     return Costs.measure(program.executable, 0.0, chip, devices)
@@ -167,23 +167,23 @@ def costs_of(program):
 
 def test_operations_of_kernels_are_counted(monkeypatch):
     given = {"is_sharded": True, "use_causal_mask": True}
-    figures = costs_of(program_of(**given))
+    figures = list_costs(compile_program(**given))
     pairs = LENGTH * (LENGTH + 1) / 2
     # Rows of a replica, heads, depth; products of three kernels.
     assert figures.kernel_flops == 2 * 2 * pairs * (WIDTH // 2) * 2 * 9
     monkeypatch.setattr(
         attention, "find_reason_against_kernel", lambda *_, **__: "a test"
     )
-    of_xla = costs_of(program_of(**given))
-    assert of_xla.kernel_flops == 0
+    xla_costs = list_costs(compile_program(**given))
+    assert xla_costs.kernel_flops == 0
     # XLA's attention computes the scores that the mask excludes.
-    assert figures.flops == pytest.approx(of_xla.flops, rel=0.2)
+    assert figures.flops == pytest.approx(xla_costs.flops, rel=0.2)
 
 
 def test_operations_of_kernels_in_groups_of_rows_are_counted(monkeypatch):
     def count_operations():
         executable = strategy.compile_step(model, (x, y), kind="test")
-        return costs_of(executable).kernel_flops
+        return list_costs(executable).kernel_flops
 
     strategy = ks.TPUStrategy.for_topology("v5e:2x2")
     with strategy.scope(), ks.abstract():

@@ -13,11 +13,11 @@ import pytest
 import keras_strategies as ks
 from benchmarks.tpu_collectives import (
     SLICES,
-    batch_of,
     build,
     check_dtype,
     compile_steps,
     loop_step,
+    make_batch,
 )
 from tests.support.combinations import few
 from tests.support.sums import count_reduced_bytes
@@ -95,7 +95,7 @@ def test_several_slices():
     strategy = ks.TPUStrategy.for_topology("v5e:4x4", num_slices=2)
     assert strategy.num_replicas_in_sync == 32
     model = build(strategy, "mlp")
-    program = strategy.compile_step(model, batch_of(strategy, "mlp", 8))
+    program = strategy.compile_step(model, make_batch(strategy, "mlp", 8))
     assert program.collectives["all-reduce"] >= 1
     divided = ks.TPUStrategy.for_topology(
         "v5e:4x4", num_slices=2, computation_shape=[2, 2, 1, 1]
@@ -242,7 +242,9 @@ def test_accumulated_gradients_are_summed_in_the_branch_of_an_update(is_scaled):
     shapes = [jax.ShapeDtypeStruct((64, n), "float32") for n in (256, 16)]
     program = strategy.compile_step(model, tuple(shapes))
     weights = model.trainable_variables
-    every, of_all_steps = count_reduced_bytes(program.as_text())
+    every, bytes_of_all_steps = count_reduced_bytes(program.as_text())
     # A loss, its denominator, and whether gradients are finite.
-    assert of_all_steps <= 16
-    assert every - of_all_steps == sum(4 * math.prod(w.shape) for w in weights)
+    assert bytes_of_all_steps <= 16
+    assert every - bytes_of_all_steps == sum(
+        4 * math.prod(w.shape) for w in weights
+    )

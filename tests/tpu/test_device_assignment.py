@@ -69,13 +69,13 @@ def make_both(name, missing=0):
     return Topology(**arguments), tf.tpu.experimental.Topology(**arguments)
 
 
-def counts_of(topology, shape):
+def count_cores(topology, shape):
     cores = math.prod(topology.mesh_shape.tolist())
     most = max(cores // max(math.prod(shape or (1,)), 1), 1)
     return sorted({1, 2, 3, max(most - 1, 1), most, most + 1})
 
 
-def result_of(function, *args):
+def get_result_or_error(function, *args):
     try:
         return function(*args), None
     except (ValueError, AssertionError) as error:
@@ -88,12 +88,12 @@ def test_build_answers_in_rows_as_tf(name, mode):
     ours, theirs = make_both(name)
     compared = built = 0
     for shape, stride in itertools.product(SHAPES, STRIDES):
-        for count in counts_of(ours, shape):
+        for count in count_cores(ours, shape):
             arguments = (shape, stride, count)
-            mine, error = result_of(
+            mine, error = get_result_or_error(
                 DeviceAssignment.build, ours, *arguments, int(mode)
             )
-            other, expected = result_of(
+            other, expected = get_result_or_error(
                 Theirs.build, theirs, *arguments, TheirMode.MESH
             )
             assert type(error) is type(expected), (arguments, error, expected)

@@ -14,7 +14,7 @@ from tests.support.slices import Tpu, make_slice
 pytestmark = pytest.mark.quick
 
 
-def runs_of(devices):
+def find_runs(devices):
     owners = [device.process_index for device in devices]
     return [owner for owner, _ in itertools.groupby(owners)]
 
@@ -39,11 +39,11 @@ def test_processes_stay_together_in_the_order_given(shape, options):
     mixed = sorted(devices, key=lambda device: device.id)
     ordered = default_device_order(mixed)
     assert sorted(ordered, key=devices.index) == devices
-    assert runs_of(ordered) == sorted(set(runs_of(devices)))
-    for _, of_process in itertools.groupby(
+    assert find_runs(ordered) == sorted(set(find_runs(devices)))
+    for _, process_devices in itertools.groupby(
         ordered, lambda device: device.process_index
     ):
-        ids = [device.id for device in of_process]
+        ids = [device.id for device in process_devices]
         assert ids == sorted(ids)
 
 
@@ -59,7 +59,7 @@ def test_slices_follow_each_other():
     second = make_slice((4, 4, 1), slice_index=1, first_process=4)
     ordered = default_device_order([*second, *first])
     assert [d.slice_index for d in ordered] == [0] * 16 + [1] * 16
-    assert runs_of(ordered) == list(range(8))
+    assert find_runs(ordered) == list(range(8))
 
 
 def test_slices_of_different_sizes_are_refused():
@@ -73,7 +73,7 @@ def test_a_slice_with_holes_keeps_each_process_together():
     devices = make_slice((4, 4, 1))[:-4]
     ordered = default_device_order(devices[::-1])
     assert sorted(ordered, key=devices.index) == devices
-    assert runs_of(ordered) == [0, 1, 2]
+    assert find_runs(ordered) == [0, 1, 2]
 
 
 def test_groups_have_one_order_of_their_chips():

@@ -54,7 +54,7 @@ class Product(keras.layers.Layer):
         return shape
 
 
-def program_of(
+def compile_program(
     kind="train", *, rows=64, cores=1, is_sharded=False, is_marked=True
 ):
     strategy = ks.TPUStrategy.for_topology(
@@ -90,11 +90,11 @@ CASES = {
 def test_a_marked_kernel_compiles(case, count):
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        text = program_of(**case).as_text()
+        text = compile_program(**case).as_text()
     assert text.count(KERNEL) == count
 
 
 @pytest.mark.filterwarnings("ignore:This step runs over the global batch")
 def test_a_kernel_without_a_mark_does_not_compile():
     with pytest.raises(NotImplementedError, match="shard_map"):
-        program_of(is_marked=False)
+        compile_program(is_marked=False)

@@ -247,18 +247,18 @@ def test_a_sharded_decoder_waits_for_its_sums(bfloat16):
     tokens = array(4, length, dtype="int32")
     step = plan(decoder, (tokens, tokens), "v5e:4x4", "sharded")
     number = 4 * length
-    of_blocks = depth * 12 * width**2
-    of_head = words * width
+    block_parameters = depth * 12 * width**2
+    head_parameters = words * width
     # Blocks are computed forward twice, and their gradients once.
-    flops = 2 * number * (4 * of_blocks + 3 * of_head)
+    flops = 2 * number * (4 * block_parameters + 3 * head_parameters)
     # The sums of float32 gradients go around a ring twice, over the 2 links of
     # a chip in the corner of the slice.
-    weights = of_blocks + 2 * of_head
+    weights = block_parameters + 2 * head_parameters
     sums = 2 * 4 * weights * (1 - 1 / chips) / (2 * LINK)
     assert is_near(step.estimate.seconds, flops / PEAK + sums)
     links = sums + sums / 4 * 2
     assert is_near(step.estimate.link_seconds, links)
-    model = 2 * number * 3 * (of_blocks + of_head)
+    model = 2 * number * 3 * (block_parameters + head_parameters)
     used = model / PEAK / step.estimate.seconds
     assert step.estimate.utilization == pytest.approx(used, rel=0.1)
 

@@ -16,10 +16,10 @@ from tests.support.slices import make_slice
 
 def calls_to_trace(strategy):
     """Calls of Python functions while a train step is traced and lowered."""
-    from benchmarks.tpu_collectives import batch_of, build
+    from benchmarks.tpu_collectives import build, make_batch
 
     model = build(strategy, "mlp")
-    batch = batch_of(strategy, "mlp", 8)
+    batch = make_batch(strategy, "mlp", 8)
     profile = cProfile.Profile()
     profile.enable()
     lower_step(

@@ -21,7 +21,7 @@ SMALL = Decoder(
 )
 
 
-def arrays_of(program, kind):
+def find_arrays(program, kind):
     """The shapes that instructions of a kind return, as text."""
     pattern = rf"= (.*?) {kind}(?:-start)?\("
     return re.findall(pattern, program.as_text())
@@ -38,7 +38,7 @@ def test_weights_are_gathered_and_gradients_scattered(shards):
     # Of shards, between the groups; and of what is whole.
     assert sent["all-reduce"] < 1.2 * 4 * count / shards
     assert all(
-        "bf16" not in shape for shape in arrays_of(program, "all-reduce")
+        "bf16" not in shape for shape in find_arrays(program, "all-reduce")
     )
     assert program.collectives["collective-permute"] == 0
     whole = 4 * 3 * 512 * (2 * SMALL.num_layers + 1)

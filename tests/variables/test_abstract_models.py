@@ -124,7 +124,7 @@ def compiled(name, *, abstract, strategy=None):
     return model, strategy, strategy.compile_step(model, batch)
 
 
-def variables_of(model):
+def list_variables(model):
     groups = model, model.optimizer
     found = [v for group in groups for v in group.variables]
     return [*found, *model.metrics_variables]
@@ -136,11 +136,13 @@ def is_abstract(variable):
 
 @pytest.mark.parametrize("name", combine(CASES, every=3))
 def test_variables_and_programs_are_those_of_the_real_model(name):
-    real, strategy, of_real = compiled(name, abstract=False)
+    real, strategy, real_program = compiled(name, abstract=False)
     abstract, _, program = compiled(name, abstract=True)
-    pairs = list(zip(variables_of(real), variables_of(abstract), strict=True))
+    pairs = list(
+        zip(list_variables(real), list_variables(abstract), strict=True)
+    )
     for one, other in pairs:
-        of_one, of_other = (
+        one_spec, other_spec = (
             (
                 v.path,
                 v.shape,
@@ -150,9 +152,9 @@ def test_variables_and_programs_are_those_of_the_real_model(name):
             )
             for v in (one, other)
         )
-        assert of_one == of_other
+        assert one_spec == other_spec
         assert is_abstract(other) == (np.prod(one.shape) > 64)
-    assert normal_hlo(program.as_text()) == normal_hlo(of_real.as_text())
+    assert normal_hlo(program.as_text()) == normal_hlo(real_program.as_text())
 
 
 def small(strategy, *, abstract=True, width=96):
@@ -369,7 +371,7 @@ def test_materialized_models_have_their_initial_values(name):
     real, strategy, _ = compiled(name, abstract=False)
     abstract, _, _ = compiled(name, abstract=True, strategy=strategy)
     assert strategy.materialize(abstract) is abstract
-    pairs = zip(variables_of(real), variables_of(abstract), strict=True)
+    pairs = zip(list_variables(real), list_variables(abstract), strict=True)
     for one, other in pairs:
         assert one.value.sharding == other.value.sharding
         assert type(one) is type(other)

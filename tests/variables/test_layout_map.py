@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 import keras_strategies as ks
-from tests.strategy.test_tpu import assignment_of
+from tests.strategy.test_tpu import make_assignment
 from tests.support.combinations import combine
 
 X, Y = np.ones((4, 6), "float32"), np.ones((4, 4), "float32")
@@ -29,7 +29,7 @@ each_use = pytest.mark.parametrize("use", USES)
 
 def strategy_of(*keys):
     return ks.TPUStrategy(
-        device_assignment=assignment_of(2, 2),
+        device_assignment=make_assignment(2, 2),
         layout_map={key: (None, "model") for key in keys},
     )
 
@@ -97,7 +97,7 @@ def test_programs_without_weights_need_no_match():
 
 def test_a_layout_map_of_replicas_with_one_core_is_not_looked_at():
     strategy = ks.TPUStrategy(
-        device_assignment=assignment_of(1, 2),
+        device_assignment=make_assignment(1, 2),
         layout_map={TYPO: (None, "model")},
     )
     model = make_model(strategy)

@@ -11,7 +11,7 @@ import pytest
 import keras_strategies as ks
 from keras_strategies.variables.partitioners import Partitioner
 from tests.support.combinations import combine
-from tests.support.strategies import of_cores
+from tests.support.strategies import cores_strategy
 
 FullySharded = ks.experimental.FullySharded
 SlotsOnly = ks.experimental.SlotsOnly
@@ -28,7 +28,7 @@ def strategy_of(partitioner, count=4):
     )
 
 
-def specs_of(partitioner, count=4, units=16, make=strategy_of):
+def list_specs(partitioner, count=4, units=16, make=strategy_of):
     strategy = make(partitioner, count)
     with strategy.scope():
         model = keras.Sequential(
@@ -50,7 +50,7 @@ def specs_of(partitioner, count=4, units=16, make=strategy_of):
 
 
 def test_fully_sharded():
-    found = specs_of(FullySharded(min_size=1))
+    found = list_specs(FullySharded(min_size=1))
     assert found["one/kernel"] == (None, "replica")
     assert found["one/bias"] == ("replica",)
     assert found["two/kernel"] == ("replica",)
@@ -82,8 +82,8 @@ def test_the_dtype_of_sums_is_a_name_or_none(kind):
 
 
 def test_small_variables_stay_whole():
-    assert set(specs_of(FullySharded()).values()) == {()}
-    found = specs_of(FullySharded(min_size=48))
+    assert set(list_specs(FullySharded()).values()) == {()}
+    found = list_specs(FullySharded(min_size=48))
     assert {k for k, spec in found.items() if spec} == {
         "one/kernel",
         "two/kernel",
@@ -96,7 +96,7 @@ def test_small_variables_stay_whole():
 
 
 def test_slots_only():
-    found = specs_of(SlotsOnly(min_size=1))
+    found = list_specs(SlotsOnly(min_size=1))
     divided = {name for name, spec in found.items() if spec}
     assert divided
     assert all(n.endswith(("_momentum", "_velocity")) for n in divided)
@@ -127,7 +127,7 @@ def test_slots_of_a_whole_weight():
         del shape, dtype
         return 1 if path.endswith("one_kernel_momentum") else None
 
-    found = specs_of(of_slots)
+    found = list_specs(of_slots)
     divided = {name for name, spec in found.items() if spec}
     assert divided == {"net_one_kernel_momentum"}
 
@@ -139,7 +139,7 @@ def test_functions():
         asked.append((path.partition("/")[2], shape, dtype))
         return 1 if path.endswith("one/kernel") else None
 
-    found = specs_of(by_path)
+    found = list_specs(by_path)
     assert ("one/kernel", (6, 16), "float32") in asked
     divided = {name for name, spec in found.items() if spec}
     assert divided == {
@@ -153,11 +153,11 @@ def test_functions():
         return [1, 4] if shape == (6, 16) else [1] * len(shape)
 
     keras.backend.clear_session()
-    assert {name for name, spec in specs_of(as_tf).items() if spec} == divided
+    assert {name for name, spec in list_specs(as_tf).items() if spec} == divided
 
 
 def test_one_replica_divides_nothing():
-    assert set(specs_of(FullySharded(min_size=1), 1).values()) == {()}
+    assert set(list_specs(FullySharded(min_size=1), 1).values()) == {()}
 
 
 @pytest.mark.parametrize(
@@ -180,7 +180,7 @@ def test_wrong_answers(answer, error, text):
         return answer if path.endswith("one/kernel") else None
 
     with pytest.raises(error, match=text) as caught:
-        specs_of(partitioner)
+        list_specs(partitioner)
     assert "one/kernel" in str(caught.value)
 
 
@@ -240,10 +240,10 @@ LAYOUT_MAP = {
     ],
 )
 def test_replicas_divide_what_cores_leave(kind, weight, slot):
-    def of_both(partitioner, count):
-        return of_cores(count, 2, LAYOUT_MAP, partitioner)
+    def compare_both(partitioner, count):
+        return cores_strategy(count, 2, LAYOUT_MAP, partitioner)
 
-    found = specs_of(kind(min_size=1), 2, units=16, make=of_both)
+    found = list_specs(kind(min_size=1), 2, units=16, make=compare_both)
     assert found["one/kernel"] == weight
     assert found["net_one_kernel_momentum"] == slot
     # Of one dimension, which the cores divide.
@@ -262,7 +262,7 @@ def test_a_function_may_not_name_a_dimension_of_the_cores():
         return 1 if path.endswith("one/kernel") else None
 
     with (
-        of_cores(2, 2, LAYOUT_MAP, last).scope(),
+        cores_strategy(2, 2, LAYOUT_MAP, last).scope(),
         pytest.raises(ValueError, match="over both the replicas and") as error,
     ):
         keras.layers.Dense(16, name="one").build((None, 6))

@@ -11,7 +11,7 @@ from keras_strategies.variables.model_variables import (
 )
 from tests.support.combinations import few
 from tests.support.numbers import assert_all_close
-from tests.support.strategies import of_cores
+from tests.support.strategies import cores_strategy
 
 layers = keras.layers
 transformer_layout = ks.experimental.transformer_layout
@@ -38,8 +38,8 @@ class Block(layers.Layer):
         return x + self.dense(self.norm(x))
 
 
-def grouped(heads=4, of_keys=2):
-    return layers.GroupQueryAttention(4, heads, of_keys)
+def grouped(heads=4, num_key_heads=2):
+    return layers.GroupQueryAttention(4, heads, num_key_heads)
 
 
 def many_headed(heads=4):
@@ -58,7 +58,7 @@ def transformer(attention=many_headed, vocabulary=24, blocks=2):
 def axes_in(model, cores):
     """What a layout map says of each variable, by the end of its path."""
     layout_map = transformer_layout(model, cores)
-    strategy = of_cores(1, cores, layout_map)
+    strategy = cores_strategy(1, cores, layout_map)
     strategy.attach(model)
     return {
         "/".join(v.path.split("/")[-2:]): tuple(v.value.sharding.spec)
@@ -116,10 +116,10 @@ class DenseAttention(layers.Layer):
         self.num_heads = heads
         self.num_key_value_heads = key_heads or heads
         self.size = width // heads
-        of_keys = self.size * self.num_key_value_heads
+        num_key_heads = self.size * self.num_key_value_heads
         self.q = layers.Dense(width)
-        self.k = layers.Dense(of_keys)
-        self.v = layers.Dense(of_keys)
+        self.k = layers.Dense(num_key_heads)
+        self.v = layers.Dense(num_key_heads)
         self.last = layers.Dense(width, name="last")
 
     def build(self, shape):
@@ -148,7 +148,7 @@ class DenseAttention(layers.Layer):
 def kernels_in(model, cores):
     """Of each kernel, by its layer: the divided dimension, or None."""
     layout_map = transformer_layout(model, cores)
-    strategy = of_cores(1, cores, layout_map)
+    strategy = cores_strategy(1, cores, layout_map)
     strategy.attach(model)
     return {
         v.path.split("/")[-2]: next(
@@ -159,7 +159,7 @@ def kernels_in(model, cores):
     }
 
 
-def of_layers(*made, shape=(6, 24)):
+def build_layers(*made, shape=(6, 24)):
     keras.backend.clear_session()
     x = inputs = keras.Input(shape)
     for make in made:
@@ -183,7 +183,7 @@ def of_layers(*made, shape=(6, 24)):
 def test_matrices_are_divided_only_by_whole_heads(
     heads, key_heads, cores, expected
 ):
-    model = of_layers(
+    model = build_layers(
         lambda: DenseAttention(24, heads, key_heads),
         lambda: layers.Dense(96),
         lambda: layers.Dense(24),
@@ -196,7 +196,7 @@ def test_matrices_are_divided_only_by_whole_heads(
 
 def test_layers_of_one_name_with_other_heads_are_told_apart_by_shape():
     # Stages of an image model: 2 heads of width 24, then 4 of width 48.
-    model = of_layers(
+    model = build_layers(
         lambda: DenseAttention(24, 2),
         lambda: layers.Dense(48, name="wider"),
         lambda: DenseAttention(48, 4),
@@ -207,7 +207,7 @@ def test_layers_of_one_name_with_other_heads_are_told_apart_by_shape():
 
 
 def test_square_kernels_of_one_name_are_divided_alike():
-    model = of_layers(lambda: FusedAttention(24, 4, is_split=True))
+    model = build_layers(lambda: FusedAttention(24, 4, is_split=True))
     # Neither names nor shapes tell the last from those before.
     assert set(kernels_in(model, 4).values()) == {1}
 
@@ -242,7 +242,7 @@ class FusedAttention(layers.Layer):
 
 @pytest.mark.parametrize(("heads", "expected"), [(4, [1, 0]), (6, [None] * 2)])
 def test_one_kernel_of_queries_keys_and_values(heads, expected):
-    model = of_layers(
+    model = build_layers(
         lambda: FusedAttention(24, heads),
         lambda: layers.Dense(96),
         lambda: layers.Dense(24),
@@ -282,7 +282,7 @@ class Experts(layers.Layer):
 )
 @pytest.mark.filterwarnings("ignore:.transformer_layout. must recognize")
 def test_experts_with_fused_gates_are_dealt_out(experts, is_divided):
-    model = of_layers(
+    model = build_layers(
         lambda: DenseAttention(24, 4), lambda: Experts(experts, name="moe")
     )
     found = axes_in(model, 4)
@@ -307,12 +307,12 @@ def test_experts_with_fused_gates_are_dealt_out(experts, is_divided):
     ),
 )
 def test_other_large_kernels_are_divided(make, expected):
-    model = of_layers(lambda: DenseAttention(24, 4), make)
+    model = build_layers(lambda: DenseAttention(24, 4), make)
     assert kernels_in(model, 4)["alone"] == expected
 
 
 def test_other_small_kernels_stay_whole():
-    model = of_layers(
+    model = build_layers(
         lambda: DenseAttention(96, 4),
         lambda: layers.Dense(4, name="alone"),
         shape=(6, 96),
@@ -332,7 +332,7 @@ class Renamed(layers.Layer):
 
 
 def test_a_large_variable_that_stays_whole_is_named_with_the_cure():
-    model = of_layers(
+    model = build_layers(
         lambda: DenseAttention(24, 4), lambda: Renamed(name="mine")
     )
     with pytest.warns(UserWarning, match="'mine/") as caught:
@@ -343,7 +343,7 @@ def test_a_large_variable_that_stays_whole_is_named_with_the_cure():
         assert "% of the weights' bytes" in text
         # The cure is Python.
         exec(text[text.index("layout_map[") :].rstrip("."))
-    strategy = of_cores(1, 4, layout_map)
+    strategy = cores_strategy(1, 4, layout_map)
     strategy.attach(model)
     mine = {
         v.name: tuple(v.value.sharding.spec) for v in model.layers[-1].weights
@@ -353,7 +353,7 @@ def test_a_large_variable_that_stays_whole_is_named_with_the_cure():
 
 
 def test_too_few_heads_and_small_variables_are_no_reason_to_warn():
-    model = of_layers(
+    model = build_layers(
         lambda: DenseAttention(96, 12, 2),
         lambda: layers.Dense(4, name="alone"),
         shape=(6, 96),
@@ -407,7 +407,7 @@ def test_a_model_with_other_names_is_divided_and_trains_as_on_one_device():
     # The layers of what is trained have other numbers in their names.
     layout_map = transformer_layout(transformer(grouped), 2)
     wanted, loss = trained(ks.OneDeviceStrategy("cpu:0"))
-    strategy = of_cores(
+    strategy = cores_strategy(
         2, 2, layout_map, ks.experimental.FullySharded(min_size=1)
     )
     model, found = trained(strategy)

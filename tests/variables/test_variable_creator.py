@@ -30,7 +30,7 @@ def model_with_all_kinds():
     return model
 
 
-def devices_of(variable):
+def list_devices(variable):
     return variable.value.sharding.device_set
 
 
@@ -48,7 +48,7 @@ def test_every_variable_made_in_scope_lies_on_the_mesh():
     assert {"adam", "mean_absolute_error", "loss"} & kinds
     assert len(model.optimizer.variables) > 6
     for variable in variables:
-        assert devices_of(variable) == set(strategy.extended.worker_devices)
+        assert list_devices(variable) == set(strategy.extended.worker_devices)
         assert variable.value.is_fully_replicated
         assert created(variable), variable.path
 
@@ -64,7 +64,7 @@ def test_variables_made_elsewhere_are_not_the_strategys():
     strategy.attach(outside)
     # Moved to the strategy's devices; not created there.
     assert not any(map(created, outside.weights))
-    assert all(len(devices_of(v)) == 2 for v in outside.weights)
+    assert all(len(list_devices(v)) == 2 for v in outside.weights)
 
 
 def test_only_variables_can_be_asked_about():
@@ -135,7 +135,7 @@ def test_creator_changes_the_arguments():
     assert not any(v.trainable for v in layer.variables)
     for variable in layer.variables:
         assert strategy.extended.variable_created_in_scope(variable)
-        assert len(devices_of(variable)) == 2
+        assert len(list_devices(variable)) == 2
 
 
 @pytest.mark.parametrize("wrong", [None, np.zeros(3)], ids=["None", "array"])

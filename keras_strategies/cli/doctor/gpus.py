@@ -41,7 +41,7 @@ def check_gpus(
     environ: Mapping[str, str],
     info: TaskInfo | None = None,
     *,
-    version_of: Version = versions.installed_version,
+    get_version: Version = versions.installed_version,
     driver: Path = _DRIVER,
     dev: Path = local_gpus.DEV,
 ) -> Part | None:
@@ -50,7 +50,7 @@ def check_gpus(
     Args:
       environ: The environment variables.
       info: This process's task, if it is in a cluster.
-      version_of: A function that returns the version of a package, or None if
+      get_version: A function that returns the version of a package, or None if
         it is not installed.
       driver: The file in which the driver writes its version.
       dev: The folder of device files.
@@ -60,7 +60,7 @@ def check_gpus(
       plugin.
     """
     driver_version = read_driver_version(driver)
-    installed = {name: version_of(name) for name in (*_PLUGINS, *_NCCL)}
+    installed = {name: get_version(name) for name in (*_PLUGINS, *_NCCL)}
     plugins, nccl = (
         ", ".join(f"{n} {installed[n]}" for n in names if installed[n])
         for names in (_PLUGINS, _NCCL)
@@ -78,7 +78,7 @@ def check_gpus(
     visible = local_gpus.count_visible_gpus(environ, dev)
     if visible is not None:
         rows.append(("GPUs", local_gpus.describe_gpus(visible, environ)))
-    findings = list(_check_plugins(environ, version_of))
+    findings = list(_check_plugins(environ, get_version))
     platforms = environ.get("JAX_PLATFORMS")
     if info is not None and local_gpus.uses_gpus(environ, platforms, dev):
         try:
@@ -116,10 +116,10 @@ def read_driver_version(driver: Path = _DRIVER) -> str | None:
 
 
 def _check_plugins(
-    environ: Mapping[str, str], version_of: Version
+    environ: Mapping[str, str], get_version: Version
 ) -> Iterator[Finding]:
-    jaxlib = version_of("jaxlib") or ""
-    installed = {name: version_of(name) or "" for name in _PLUGINS}
+    jaxlib = get_version("jaxlib") or ""
+    installed = {name: get_version(name) or "" for name in _PLUGINS}
     if not any(installed.values()) and local_gpus.allows_gpus(
         environ.get("JAX_PLATFORMS")
     ):

@@ -47,13 +47,13 @@ Version = Callable[[str], str | None]
 
 
 def check_packages(
-    version_of: Version = versions.installed_version,
+    get_version: Version = versions.installed_version,
     python: tuple[int, ...] = sys.version_info[:2],
 ) -> Part:
     """Checks the versions of packages, and which extras are installed.
 
     Args:
-      version_of: A function that returns the version of a package, or None if
+      get_version: A function that returns the version of a package, or None if
         it is not installed.
       python: The version of Python.
     """
@@ -70,7 +70,7 @@ def check_packages(
         cure = "Create a virtual environment with a newer Python."
         findings.append(fault(f"Python {old} is older than {least}.", cure))
     for package in versions.LEAST:
-        version = version_of(package)
+        version = get_version(package)
         rows.append((package, version or "not installed"))
         findings += _check_package(package, version)
     installed, missing = [], []
@@ -138,21 +138,21 @@ def check_tls(
     environ: Mapping[str, str],
     info: TaskInfo | None,
     *,
-    version_of: Version = versions.installed_version,
+    get_version: Version = versions.installed_version,
 ) -> tuple[list[Row], list[Finding]]:
     """Checks mutual TLS as a job does before it starts JAX.
 
     Args:
       environ: The environment variables.
       info: This process's task, if it is in a cluster.
-      version_of: A function that returns the version of a package, or None if
+      get_version: A function that returns the version of a package, or None if
         it is not installed.
 
     Returns:
       The rows and the findings. There is no row if the process is the only
       one of its job and no variable for mutual TLS is set.
     """
-    jax = versions.parse_version(version_of("jax") or "")
+    jax = versions.parse_version(get_version("jax") or "")
     try:
         is_on = mutual_tls.has_mutual_tls(
             environ, is_supported=jax >= mutual_tls.LEAST_JAX

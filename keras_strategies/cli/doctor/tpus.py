@@ -45,7 +45,7 @@ _TENSORFLOW_TPU = note(
 def check_tpus(
     environ: Mapping[str, str],
     *,
-    version_of: Version = versions.installed_version,
+    get_version: Version = versions.installed_version,
     proc: Path = Path("/proc"),
     dev: Path = Path("/dev"),
     lock: Path = LOCK,
@@ -54,7 +54,7 @@ def check_tpus(
 
     Args:
       environ: The environment variables.
-      version_of: A function that returns the version of a package, or None if
+      get_version: A function that returns the version of a package, or None if
         it is not installed.
       proc: The folder in which Linux describes processes.
       dev: The folder of device files.
@@ -64,7 +64,7 @@ def check_tpus(
       A part of the report; None if no library for TPUs is installed, or if the
       machine has no chip and no process has opened the lock's file.
     """
-    if not (version_of("libtpu") or version_of("tensorflow-tpu")):
+    if not (get_version("libtpu") or get_version("tensorflow-tpu")):
         return None
     found = [*dev.glob("accel[0-9]*"), *dev.glob("vfio/[0-9]*")]
     devices = sorted(
@@ -80,7 +80,7 @@ def check_tpus(
         return None
     names = "\n".join([*holders.values()][:_MAX_NAMES])
     findings = list(_check_holders(holders, environ, has_tpu=bool(devices)))
-    if devices and version_of("tensorflow-tpu"):
+    if devices and get_version("tensorflow-tpu"):
         findings.append(_TENSORFLOW_TPU)
     if is_locked_up and not holders:
         text = f"The file {lock} belongs to another user, so libtpu does not"

@@ -12,7 +12,7 @@ from keras_strategies.data.tfdata.tf_graph import (
     Scope,
     build_part,
     find_sink,
-    kind_of,
+    get_kind,
     list_called,
     list_functions,
     list_scopes,
@@ -61,7 +61,7 @@ class FileSplit:
 def reads_files(graph: Graph) -> bool:
     """Returns whether a dataset contains an operation that reads files."""
     return any(
-        kind_of(node) in READERS for node in list_called(graph, graph.node)
+        get_kind(node) in READERS for node in list_called(graph, graph.node)
     )
 
 
@@ -134,7 +134,7 @@ def _find_doubt(graph: Graph, shards: set[str]) -> str | None:
     waiting = [(find_sink(top), False)]
     while waiting:
         node, is_batched = waiting.pop()
-        kind = kind_of(node)
+        kind = get_kind(node)
         if node.name in shards or (not shards and _is_reader(graph, node)):
             continue
         if kind in BATCHES:
@@ -157,7 +157,7 @@ def _is_reader(graph: Graph, node: Node) -> bool:
     bodies = (f for f in graph.library.function if f.signature.name in names)
     inner = [n for body in bodies for n in body.node_def]
     return any(
-        kind_of(n) in SPLIT_READERS for n in list_called(graph, [node, *inner])
+        get_kind(n) in SPLIT_READERS for n in list_called(graph, [node, *inner])
     )
 
 
@@ -177,11 +177,11 @@ def _find_shuffle_doubt(graph: Graph) -> str | None:
     """
     top = Scope(graph.node)
     for node in graph.node:
-        if kind_of(node) in COUNTING and any(
-            kind_of(above).startswith("Shuffle")
+        if get_kind(node) in COUNTING and any(
+            get_kind(above).startswith("Shuffle")
             for above in list_upstream(top, node)
         ):
-            name = kind_of(node).removesuffix("Dataset").lower()
+            name = get_kind(node).removesuffix("Dataset").lower()
             return f"`{name}` comes after a `shuffle`"
     return None
 

@@ -112,7 +112,7 @@ def build_part(graph: Graph, node: Node) -> Dataset:
     )
 
 
-def kind_of(node: Node) -> str:
+def get_kind(node: Node) -> str:
     """Returns a node's operation without version, such as "BatchDataset"."""
     return re.sub(r"V\d+$", "", node.op)
 
@@ -158,7 +158,7 @@ class Scope:
         return [
             source
             for source in sources
-            if source is not None and kind_of(source).endswith("Dataset")
+            if source is not None and get_kind(source).endswith("Dataset")
         ]
 
     def value(self, node: Node, index: int) -> np.ndarray | None:
@@ -222,7 +222,7 @@ def find_nodes(
         (scope, node)
         for scope in list_scopes(graph)
         for node in scope.nodes
-        if kind_of(node) in kinds
+        if get_kind(node) in kinds
     ]
 
 

@@ -19,8 +19,8 @@ from keras_strategies.data.tfdata.tf_graph import (
     Scope,
     find_nodes,
     find_sink,
+    get_kind,
     iterate_inputs,
-    kind_of,
     list_called,
     list_scopes,
     list_upstream,
@@ -215,9 +215,9 @@ def count_draws(graph: Graph) -> dict[str, int]:
     while waiting:
         node, count = waiting.pop()
         draws[node.name] = count
-        if kind_of(node) == "CacheDataset":
+        if get_kind(node) == "CacheDataset":
             count = 0  # The cache reads its inputs in the first epoch only.
-        elif kind_of(node) == "RepeatDataset":
+        elif get_kind(node) == "RepeatDataset":
             times = top.value(node, INPUTS["RepeatDataset"]["count"])
             count *= 1 if times is None else max(int(times), 1)
         waiting += [(source, count) for source in top.datasets(node)]
@@ -229,7 +229,7 @@ def repeats_forever(top: Scope, node: Node) -> bool:
     repeats = (
         top.value(above, INPUTS["RepeatDataset"]["count"])
         for above in list_upstream(top, node)
-        if kind_of(above) == "RepeatDataset"
+        if get_kind(above) == "RepeatDataset"
     )
     return any(times is not None and times < 0 for times in repeats)
 
@@ -245,7 +245,7 @@ def drops_remainder(top: Scope, node: Node) -> bool:
 def pads_to_longest(node: Node) -> bool:
     """Returns whether a node pads rows to the longest row in their batch."""
     shapes = node.attr["output_shapes"].list.shape
-    return kind_of(node) == "PaddedBatchDataset" and any(
+    return get_kind(node) == "PaddedBatchDataset" and any(
         dim.size == -1 for shape in shapes for dim in shape.dim[1:]
     )
 
@@ -264,7 +264,7 @@ def changes_rows(graph: Graph) -> bool:
         _RANDOM_OP.match(node.op)
         for scope in list_scopes(graph)
         if scope.caller is not None
-        and kind_of(scope.caller) != "GeneratorDataset"
+        and get_kind(scope.caller) != "GeneratorDataset"
         for node in scope.nodes
     )
 

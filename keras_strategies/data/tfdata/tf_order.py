@@ -16,7 +16,7 @@ from keras_strategies.data.tfdata.tf_graph import (
     Scope,
     build_dataset,
     find_sink,
-    kind_of,
+    get_kind,
     list_called,
     list_upstream,
     read_constant,
@@ -132,7 +132,7 @@ class EpochDatasets:
             ]
         make_deterministic(list_called(graph, parts))
         for node in list(graph.node):
-            if kind_of(node) == "CacheDataset":
+            if get_kind(node) == "CacheDataset":
                 self._prepare_cache(graph, top, node)
         for node in graph.node:
             if node.op == "Const" and node.ByteSize() > _LARGE_BYTES:
@@ -173,7 +173,7 @@ class EpochDatasets:
         (served,) = (
             op.node_def
             for op in function.graph.get_operations()
-            if kind_of(op.node_def) == "PyFunc"
+            if get_kind(op.node_def) == "PyFunc"
         )
         name = node.name
         node.CopyFrom(served)

@@ -117,8 +117,8 @@ def build_equal_replicas(
             message = values[1]
         received = rounds.exchange(message, _SHAPES)
     raise_everywhere(mesh, f"Making the values of {name}", received, error)
-    of_readers = mesh.first_of_readers(received)
-    outlines = [text for one in of_readers for text in one["outlines"]]
+    reader_values = mesh.first_of_readers(received)
+    outlines = [text for one in reader_values for text in one["outlines"]]
     if len(set(outlines)) > 1:
         shown = ", ".join(
             f"{text} (replica {replica})"

@@ -121,8 +121,8 @@ class Division:
         if self.num_batches is None:
             return False
         epochs, rest = divmod(stop, self.steps_per_epoch or max(stop, 1))
-        of_epoch = self._round_up(self.steps_per_epoch or stop)
-        seen = epochs * of_epoch + self._round_up(rest)
+        epoch_steps = self._round_up(self.steps_per_epoch or stop)
+        seen = epochs * epoch_steps + self._round_up(rest)
         return seen >= self.num_batches
 
     @property

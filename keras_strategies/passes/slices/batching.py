@@ -51,11 +51,11 @@ def batch_slices(
         arrays[id(array)] = array
     comparison = Comparison()
     numbers = comparison.number_inputs(len(arrays))
-    number_of = dict(zip(arrays, numbers, strict=True))
+    number_by_array = dict(zip(arrays, numbers, strict=True))
     values: list[Value] = [
-        Slice(number_of[id(x.stack)], *x.place)
+        Slice(number_by_array[id(x.stack)], *x.place)
         if isinstance(x, Slice)
-        else number_of[id(x)]
+        else number_by_array[id(x)]
         for x in inputs
     ]
     program = comparison.compare(traced, values)
@@ -90,7 +90,7 @@ class _Evaluation:
     def compute(self, program: Program) -> None:
         """Computes all operations of a function."""
         for operation in program.operations:
-            numbers = list(map(_number_of, operation.results))
+            numbers = list(map(_read_number, operation.results))
             is_known = all(number in self._values for number in numbers)
             if not is_known or has_effects(operation.equation):
                 values = self._compute(operation)
@@ -117,7 +117,7 @@ class _Evaluation:
         return operation.compute(*map(self.value, operation.operands))
 
     def _compute_on_stacks(self, operation: Operation) -> Sequence[Any]:
-        operands = [self.value(_number_of(x)) for x in operation.operands]
+        operands = [self.value(_read_number(x)) for x in operation.operands]
         if operation.equation.primitive.name == "sharding_constraint":
             # JAX's rule would let XLA choose how to shard the new dimension.
             sharding = operation.equation.params["sharding"]
@@ -130,7 +130,7 @@ class _Evaluation:
     def _compute_barrier(self, operation: Operation) -> list[Any]:
         pairs = zip(operation.operands, operation.results, strict=True)
         entering = [
-            _number_of(x) if isinstance(result, Slice) else x
+            _read_number(x) if isinstance(result, Slice) else x
             for x, result in pairs
         ]
         distinct = list(dict.fromkeys(entering))
@@ -144,7 +144,7 @@ class _Evaluation:
         params = operation.equation.params
         packed = Packed.of(operation.operands, params["in_specs"])
         outputs = Packed.of(program.outputs, params["out_specs"])
-        numbers = dict.fromkeys(map(_number_of, program.inputs))
+        numbers = dict.fromkeys(map(_read_number, program.inputs))
 
         def compute(*arrays: Array) -> list[Any]:
             inputs = dict(zip(numbers, arrays, strict=True))
@@ -158,6 +158,6 @@ class _Evaluation:
         return [results[i] for i, _ in outputs.places]
 
 
-def _number_of(value: Value) -> int:
+def _read_number(value: Value) -> int:
     """Returns a value's number; of a slice, its stack's."""
     return value.stack if isinstance(value, Slice) else value

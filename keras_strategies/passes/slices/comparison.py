@@ -314,11 +314,13 @@ class Packed:
           values: The values.
           specs: Their specs.
         """
-        specs_of: dict[int, set[PartitionSpec]] = {}
+        specs_by_array: dict[int, set[PartitionSpec]] = {}
         for value, spec in zip(values, specs, strict=True):
             if isinstance(value, Slice):
-                specs_of.setdefault(value.stack, set()).add(spec)
-        whole = {x for x in _find_whole_stacks(values) if len(specs_of[x]) == 1}
+                specs_by_array.setdefault(value.stack, set()).add(spec)
+        whole = {
+            x for x in _find_whole_stacks(values) if len(specs_by_array[x]) == 1
+        }
         packed = cls([], [], [])
         positions: dict[Any, int] = {}
         for value, spec in zip(values, specs, strict=True):

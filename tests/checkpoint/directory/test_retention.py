@@ -225,7 +225,7 @@ def test_auto_mode_is_that_of_all_of_keras_metrics():
 # Deleting.
 
 
-def folder_of(directory, step):
+def step_directory(directory, step):
     path = directory / str(step) / "state"
     path.mkdir(parents=True)
     (path / "_METADATA").write_bytes(b"")
@@ -234,7 +234,7 @@ def folder_of(directory, step):
 
 def test_deleted_step_is_gone(tmp_path):
     for step in (1, 10, 11):
-        folder_of(tmp_path, step)
+        step_directory(tmp_path, step)
     delete(tmp_path, 1)
     assert names.find_steps(tmp_path) == [10, 11]
     assert len(list(tmp_path.iterdir())) == 2
@@ -243,9 +243,9 @@ def test_deleted_step_is_gone(tmp_path):
 
 
 def test_links_are_deleted_and_not_followed(tmp_path):
-    elsewhere = folder_of(tmp_path / "elsewhere", 5)
+    elsewhere = step_directory(tmp_path / "elsewhere", 5)
     directory = tmp_path / "checkpoints"
-    (folder_of(directory, 1) / "run").symlink_to(elsewhere)
+    (step_directory(directory, 1) / "run").symlink_to(elsewhere)
     (directory / "2").symlink_to(elsewhere)
     (directory / "3").write_bytes(b"")
     os.mkfifo(directory / "4")
@@ -260,7 +260,7 @@ def test_step_whose_files_stay_is_no_checkpoint(tmp_path, caplog, monkeypatch):
     def refuse(path):
         raise OSError(39, "Directory not empty", str(path))
 
-    folder_of(tmp_path, 1)
+    step_directory(tmp_path, 1)
     with monkeypatch.context() as patch:
         patch.setattr(shutil, "rmtree", refuse)
         delete(tmp_path, 1)

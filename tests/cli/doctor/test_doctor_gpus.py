@@ -42,7 +42,7 @@ def host(tmp_path, monkeypatch):
         return check_gpus(
             {"JAX_PLATFORMS": "cuda"} | environ,
             info,
-            version_of=installed.get,
+            get_version=installed.get,
             driver=tmp_path / "version",
             dev=tmp_path,
         )
@@ -84,8 +84,8 @@ def test_nvidia_smi_is_asked_where_the_driver_writes_nothing(
 def test_machine_without_gpus_has_no_part(tmp_path, monkeypatch):
     monkeypatch.setenv("PATH", str(tmp_path))
     places = {"driver": tmp_path / "version", "dev": tmp_path}
-    assert check_gpus({}, version_of={}.get, **places) is None
-    part = check_gpus({}, version_of=INSTALLED.get, **places)
+    assert check_gpus({}, get_version={}.get, **places) is None
+    part = check_gpus({}, get_version=INSTALLED.get, **places)
     (row,) = part.rows
     assert row == (
         "CUDA plugin",

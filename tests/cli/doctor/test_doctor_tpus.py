@@ -47,7 +47,7 @@ class Host:
     def check(self, environ=None, installed=LIBTPU):
         return check_tpus(
             environ or {},
-            version_of=installed.get,
+            get_version=installed.get,
             proc=self.proc,
             dev=self.dev,
             lock=self.lock,
@@ -87,8 +87,8 @@ def test_tensorflow_that_holds_the_tpu_is_named(host, chip):
     host.add_process(42, "bash", "/dev/null", maps=maps)
     part = host.check(installed={"tensorflow-tpu": "2.19.1"})
     assert dict(part.rows)["held by"] == "Process 41 (python3, with TensorFlow)"
-    finding, of_package = part.findings
-    assert of_package.level is Level.NOTE
+    finding, package_finding = part.findings
+    assert package_finding.level is Level.NOTE
     assert finding.level is Level.FAULT
     assert "Process 41 (python3, with TensorFlow) holds the TPU" in finding.text
     assert "`kill 41`" in finding.fix
@@ -147,7 +147,7 @@ def test_a_real_process_that_has_locked_the_file(tmp_path):
         child = subprocess.Popen(words, stdin=pipe, stdout=pipe, text=True)
         stack.callback(child.communicate)
         assert child.stdout.readline() == "locked\n"
-        options = {"version_of": LIBTPU.get, "dev": tmp_path, "lock": lock}
+        options = {"get_version": LIBTPU.get, "dev": tmp_path, "lock": lock}
         (finding,) = check_tpus({}, **options).findings
     text = rf"Process {child.pid} \(.+\) uses libtpu"
     assert re.match(text, finding.text)

@@ -87,7 +87,7 @@ def started(*words, **options):
     return process, pids
 
 
-def pid_of(pids, index):
+def read_pid(pids, index):
     """The process of a number: it has that in its TF_CONFIG."""
     for pid in pids:
         environ = pathlib.Path(f"/proc/{pid}/environ").read_bytes().split(b"\0")
@@ -156,7 +156,7 @@ sys.stdout.write("no newline")
     }
 
 
-def environ_of(addresses, index, before=(), **given):
+def make_environ(addresses, index, before=(), **given):
     """The environment of one process."""
     given = {"num_devices": 1, "platform": "cpu"} | given
     has_evaluator = given.pop("has_evaluator", False)
@@ -169,7 +169,7 @@ def test_processes_are_tasks_of_one_cluster():
     assert len(set(addresses)) == 3
     before = {"XLA_FLAGS": "--xla_a=1 --xla_force_host_platform_device_count=8"}
     for index in range(3):
-        environ = environ_of(addresses, index, before, num_devices=2)
+        environ = make_environ(addresses, index, before, num_devices=2)
         info = task_info(TFConfigClusterResolver(environ=environ))
         assert (info.process_id, info.num_processes) == (index, 3)
         assert info.coordinator_address == addresses[0]
@@ -185,7 +185,7 @@ def test_flags_in_a_file_are_kept(tmp_path):
     file = tmp_path / "flags"
     file.write_text("--xla_a=1\n--xla_force_host_platform_device_count=8\n")
     before = {"XLA_FLAGS": str(file)}
-    environ = environ_of(["127.0.0.1:1"], 0, before, num_devices=2)
+    environ = make_environ(["127.0.0.1:1"], 0, before, num_devices=2)
     assert environ["XLA_FLAGS"].split() == [
         "--xla_a=1",
         "--xla_force_host_platform_device_count=2",
@@ -205,7 +205,7 @@ def test_an_evaluator_is_none_of_the_cluster(count):
     infos = [
         task_info(
             TFConfigClusterResolver(
-                environ=environ_of(addresses, index, has_evaluator=True)
+                environ=make_environ(addresses, index, has_evaluator=True)
             )
         )
         for index in range(count + 1)
@@ -240,7 +240,7 @@ def test_an_evaluator_is_started_and_its_failure_is_the_job_s(tmp_path):
 
 def test_flags_are_left_alone_on_another_platform():
     before = {"XLA_FLAGS": "--xla_a=1"}
-    environ = environ_of(["127.0.0.1:1"], 0, before, platform="tpu")
+    environ = make_environ(["127.0.0.1:1"], 0, before, platform="tpu")
     assert environ["XLA_FLAGS"] == "--xla_a=1"
     assert environ["JAX_PLATFORMS"] == "tpu"
 
@@ -303,7 +303,7 @@ def test_all_are_ended_within_a_second_and_told_why():
     process, pids = started("guarded", "stubborn", "sleep")
     try:
         killed = time.monotonic()
-        os.kill(pid_of(pids, 2), signal.SIGKILL)
+        os.kill(read_pid(pids, 2), signal.SIGKILL)
         process.wait(TIME_LIMIT_S)
         seconds = time.monotonic() - killed
         out, err, code = finish(process)

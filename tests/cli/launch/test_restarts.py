@@ -226,7 +226,7 @@ run = len((runs / f"{index}").read_text().split("\\n")) - 1
 """
 
 
-def runs_of(folder, index):
+def read_runs(folder, index):
     return (folder / str(index)).read_text().splitlines()
 
 
@@ -283,7 +283,7 @@ if count == 3:
     assert err[-1].endswith(
         "restart 2 of 3 in 2 s, with 2 processes, from the beginning."
     )
-    assert runs_of(tmp_path, 0) == ["3 None", "3 None", "2 None"]
+    assert read_runs(tmp_path, 0) == ["3 None", "3 None", "2 None"]
 
 
 def test_programs_of_killed_processes_do_not_hinder_the_cache(
@@ -321,7 +321,7 @@ sys.exit("The file of data must exist.")
     _, err, code = run(*words, script, str(tmp_path))
     assert code == 1
     assert err[-1].endswith("not restarted: the script failed in 3 processes.")
-    assert runs_of(tmp_path, 0) == ["3 None"]
+    assert read_runs(tmp_path, 0) == ["3 None"]
 
 
 def test_gpus_of_the_process_left_out_are_not_used():

@@ -113,7 +113,7 @@ def hello(**changed):
     return f"{json.dumps(words | changed)}\n".encode()
 
 
-def lines_of(stranger):
+def read_lines(stranger):
     stranger.settimeout(LONG)
     with stranger.makefile("rb") as file:
         return file.readlines()
@@ -148,7 +148,7 @@ def test_strangers_who_claim_a_place_fail_no_job(address, changed, answer):
                 assert set(mine) == {"job", "nonce", "proof"}
                 words = answer.replace(b"{", b'{"job": "keras_strategies",')
                 stranger.sendall(words.replace(b",}", b"}") + b"\n")
-                return lines_of(stranger)
+                return read_lines(stranger)
             return []
 
     told, heard = run(address, [ONE, ONE], before=claim)
@@ -191,7 +191,7 @@ def test_a_proof_of_an_earlier_meeting_is_worth_nothing(address):
             stranger.sendall(recorded[0])
             stranger.recv(65_536)
             stranger.sendall(recorded[1])
-            return lines_of(stranger)
+            return read_lines(stranger)
 
     told, heard = run(address, [ONE, ONE], before=again)
     assert (told, heard) == (["met", "met"], [])

@@ -388,11 +388,11 @@ def test_copies_read_the_environment_of_where_they_are(copied, monkeypatch):
         ours.TorchrunClusterResolver(),
         ours.TPUClusterResolver(""),
     ]
-    of_tf_config, of_torchrun, of_tpu = map(copied, resolvers)
+    from_tf_config, from_torchrun, from_tpu = map(copied, resolvers)
     config = {"cluster": {"worker": ["a:1", "b:1"]}}
     monkeypatch.setenv("TF_CONFIG", json.dumps(config))
     monkeypatch.setenv("WORLD_SIZE", "3")
     monkeypatch.setenv("TPU_WORKER_HOSTNAMES", "host0,host1")
-    assert of_tf_config.cluster_spec().as_dict() == config["cluster"]
-    assert of_torchrun.num_processes == 3
-    assert len(of_tpu.cluster_spec().as_dict()["worker"]) == 2
+    assert from_tf_config.cluster_spec().as_dict() == config["cluster"]
+    assert from_torchrun.num_processes == 3
+    assert len(from_tpu.cluster_spec().as_dict()["worker"]) == 2

@@ -309,10 +309,10 @@ def test_error_is_clear_and_echoes_nothing(name):
     shown = "".join(traceback.format_exception(caught.value))
     for secret in (SECRET, *ENVIRON, *ENVIRON.values()):
         assert secret not in shown.replace(__file__, "")
-    assert not _chain_of(caught.value), "a cause that has the whole text"
+    assert not _list_causes(caught.value), "a cause that has the whole text"
 
 
-def _chain_of(error):
+def _list_causes(error):
     chain = (error.__cause__, error.__context__)
     return [one for one in chain if getattr(one, "doc", None)]
 

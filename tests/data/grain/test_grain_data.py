@@ -22,12 +22,12 @@ from tests.support.parts import (
     BATCHES,
     ROWS,
     WORKERS,
-    cut_of,
+    cut_rows,
     cut_up,
     ids,
-    joined_of,
-    parts_of,
-    sources_of,
+    make_sources,
+    read_joined,
+    read_parts,
 )
 
 grain = pytest.importorskip("grain")
@@ -126,23 +126,23 @@ def test_a_distributed_loader_tells_of_lost_rows_once():
         strategy.experimental_distribute_dataset(sharded(11))
 
 
-sources = functools.partial(sources_of, GrainSource)
-joined = functools.partial(joined_of, GrainSource)
+sources = functools.partial(make_sources, GrainSource)
+joined = functools.partial(read_joined, GrainSource)
 
 
-def of_map(rows, batch):
+def from_map(rows, batch):
     return pairs(rows).batch(batch)
 
 
-def of_mapped_batches(rows, batch):
+def from_mapped_batches(rows, batch):
     return pairs(rows).batch(batch).map(lambda element: element)
 
 
-def of_iter(rows, batch):
+def iterate(rows, batch):
     return pairs(rows).to_iter_dataset().batch(batch)
 
 
-def of_loader(rows, batch):
+def from_loader(rows, batch):
     return grain.DataLoader(
         data_source=Counted(rows),
         sampler=grain.samplers.SequentialSampler(rows),
@@ -151,12 +151,12 @@ def of_loader(rows, batch):
     )
 
 
-FORMS = [of_map, of_mapped_batches, of_iter, of_loader]
+FORMS = [from_map, from_mapped_batches, iterate, from_loader]
 
 
 @pytest.mark.parametrize(("rows", "form"), combine(ROWS, FORMS, every=3))
 def test_every_row_is_used_once_in_its_batch(form, rows):
-    if rows == 0 and form is of_loader:
+    if rows == 0 and form is from_loader:
         pytest.skip("grain has no sampler of no rows")
     for batch, workers in itertools.product(BATCHES, WORKERS):
         assert joined(form(rows, batch), workers) == cut_up(rows, batch)
@@ -169,27 +169,27 @@ def test_off_gives_every_row_to_every_worker(form, rows):
         assert source.is_process_local
         assert source.batch_size in (4, rows)
         assert source.num_batches is None
-        assert ids(parts_of(source, 0, 3)) == cut_up(rows, 4)
+        assert ids(read_parts(source, 0, 3)) == cut_up(rows, 4)
 
 
 def test_size_and_length_are_known():
-    source = GrainSource(of_map(13, 4))
+    source = GrainSource(from_map(13, 4))
     assert (source.batch_size, source.num_batches) == (4, 4)
     assert not source.is_process_local
     source = GrainSource(pairs(13).batch(4, drop_remainder=True))
     assert (source.batch_size, source.num_batches) == (4, 3)
-    source = GrainSource(of_mapped_batches(13, 4))
+    source = GrainSource(from_mapped_batches(13, 4))
     assert (source.batch_size, source.num_batches) == (4, 4)
-    for form in (of_iter, of_loader):
+    for form in (iterate, from_loader):
         source = GrainSource(form(13, 4))
         assert (source.batch_size, source.num_batches) == (4, None)
-    assert GrainSource(of_map(0, 4)).num_batches == 0
+    assert GrainSource(from_map(0, 4)).num_batches == 0
 
 
 def test_batches_read_whole_are_marked_for_comparison():
     for form in FORMS[1:]:
         checksums = [
-            [part.checksum for part in parts_of(source, worker, 2)]
+            [part.checksum for part in read_parts(source, worker, 2)]
             for worker, source in enumerate(sources(form(8, 4), 2))
         ]
         assert checksums[0] == checksums[1]
@@ -204,7 +204,7 @@ def test_worker_reads_its_own_rows_only():
             num_processes=3,
             process_index=worker,
         )
-        wanted = sum(ids(parts_of(source, worker, 3)), [])
+        wanted = sum(ids(read_parts(source, worker, 3)), [])
         assert sorted(data.read) == wanted
         assert len(wanted) < 14
 
@@ -238,11 +238,11 @@ def test_endless_dataset_goes_on_over_its_epochs():
     dataset = pairs(5).shuffle(seed=3).repeat().batch(4)
     source = GrainSource(dataset)
     assert source.num_batches is None
-    read = source.read(0, 0, cut_of(0, 1))
+    read = source.read(0, 0, cut_rows(0, 1))
     seen = ids([next(read) for _ in range(10)])
     read.close()
     assert sorted(sum(seen, [])) == sorted(list(range(5)) * 8)
-    later = source.read(1, 7, cut_of(0, 1))
+    later = source.read(1, 7, cut_rows(0, 1))
     assert ids([next(later) for _ in range(3)]) == seen[7:]
     later.close()
 
@@ -276,24 +276,24 @@ def test_shuffled_dataset_resumes_in_a_later_epoch():
     assert joined(dataset, 3, epoch=2, start=2) == whole[2:]
 
 
-@pytest.mark.parametrize("form", [of_iter, of_loader])
+@pytest.mark.parametrize("form", [iterate, from_loader])
 def test_iterator_goes_on_from_its_state(form):
     data = Counted(64)
     source = GrainSource(
         grain.MapDataset.source(data)
         .to_iter_dataset(grain.ReadOptions(0, 0))
         .batch(4)
-        if form is of_iter
+        if form is iterate
         else form(64, 4)
     )
-    read = source.read(0, 0, cut_of(0, 1))
+    read = source.read(0, 0, cut_rows(0, 1))
     for _ in range(6):
         next(read)
     read.close()
     data.read.clear()
-    got = ids(parts_of(source, 0, 1, start=5))
+    got = ids(read_parts(source, 0, 1, start=5))
     assert got == cut_up(64, 4)[5:]
-    if form is of_iter:
+    if form is iterate:
         assert min(data.read) == 20
 
 
@@ -302,24 +302,24 @@ def test_window_shuffled_iterator_resumes():
         pairs(20).to_iter_dataset(), window_size=6, seed=1
     ).batch(4)
     source = GrainSource(dataset)
-    whole = ids(parts_of(source, 0, 1))
+    whole = ids(read_parts(source, 0, 1))
     assert whole != cut_up(20, 4)
     for start in (1, 3):
-        assert ids(parts_of(source, 0, 1, start=start)) == whole[start:]
+        assert ids(read_parts(source, 0, 1, start=start)) == whole[start:]
         assert joined(dataset, 3, start=start) == whole[start:]
 
 
 def test_iterator_epochs_are_alike():
-    source = GrainSource(of_iter(13, 4))
+    source = GrainSource(iterate(13, 4))
     for epoch in range(3):
-        assert ids(parts_of(source, 0, 1, epoch)) == cut_up(13, 4)
+        assert ids(read_parts(source, 0, 1, epoch)) == cut_up(13, 4)
 
 
 def test_reads_may_overlap_and_be_left():
-    source = GrainSource(of_iter(13, 4))
-    first = source.read(0, 0, cut_of(0, 1))
+    source = GrainSource(iterate(13, 4))
+    first = source.read(0, 0, cut_rows(0, 1))
     next(first)
-    second = source.read(0, 0, cut_of(0, 1))
+    second = source.read(0, 0, cut_rows(0, 1))
     assert ids(list(second)) == cut_up(13, 4)
     assert ids(list(first)) == cut_up(13, 4)[1:]
 
@@ -330,12 +330,12 @@ def test_own_batch_function_sees_whole_batches():
 
     dataset = grain.MapDataset.range(1, 8).batch(4, batch_fn=padded)
     read = [
-        parts_of(source, worker, 2)
+        read_parts(source, worker, 2)
         for worker, source in enumerate(sources(dataset, 2))
     ]
     batches = [
-        np.concatenate([part.data for part in of_workers]).tolist()
-        for of_workers in zip(*read, strict=True)
+        np.concatenate([part.data for part in worker_parts]).tolist()
+        for worker_parts in zip(*read, strict=True)
     ]
     assert batches == [[1, 2, 3, 4], [5, 6, 7, 0]]
 
@@ -356,7 +356,7 @@ def test_loader_divided_by_grain_is_left_alone(policy):
         assert source.is_process_local
         assert source.batch_size == 6
         assert source.num_batches is None
-        seen += ids(parts_of(source, worker, 2))
+        seen += ids(read_parts(source, worker, 2))
     assert sorted(sum(seen, [])) == list(range(12))
 
 
@@ -387,7 +387,7 @@ def test_dataset_sliced_by_process_is_warned_of():
 @pytest.mark.parametrize("policy", [AutoShardPolicy.FILE, AutoShardPolicy.HINT])
 def test_policies_of_files_are_refused(policy):
     with pytest.raises(ValueError, match="divided by rows"):
-        GrainSource(of_map(4, 2), policy=policy)
+        GrainSource(from_map(4, 2), policy=policy)
 
 
 def test_dataset_without_batches_is_refused():
@@ -398,10 +398,10 @@ def test_dataset_without_batches_is_refused():
 
 
 def test_gaps_are_refused():
-    dataset = of_mapped_batches(8, 2).filter(lambda batch: batch[1][0] != 2)
+    dataset = from_mapped_batches(8, 2).filter(lambda batch: batch[1][0] != 2)
     source = GrainSource(dataset)
     with pytest.raises(ValueError, match="None at index 1"):
-        parts_of(source, 0, 1)
+        read_parts(source, 0, 1)
     assert joined(dataset.to_iter_dataset(), 2) == [[0, 1], [4, 5], [6, 7]]
 
 
@@ -409,7 +409,7 @@ def test_rows_of_different_shape_are_refused():
     rows = [np.zeros(2), np.zeros(3)]
     source = GrainSource(grain.MapDataset.source(rows).batch(2))
     with pytest.raises(ValueError, match=r"the shapes \[\(2,\), \(3,\)\]"):
-        parts_of(source, 0, 1)
+        read_parts(source, 0, 1)
 
 
 def test_error_of_the_pipeline_comes_at_its_batch():
@@ -419,7 +419,7 @@ def test_error_of_the_pipeline_comes_at_its_batch():
         return element
 
     source = GrainSource(pairs(13).map(checked).batch(4))
-    read = source.read(0, 0, cut_of(0, 1))
+    read = source.read(0, 0, cut_rows(0, 1))
     assert ids([next(read), next(read)]) == cut_up(8, 4)
     with pytest.raises(OSError, match="row 9 is lost"):
         next(read)
@@ -427,13 +427,13 @@ def test_error_of_the_pipeline_comes_at_its_batch():
 
 def test_list_at_the_top_becomes_a_tuple():
     dataset = grain.MapDataset.range(4).map(lambda i: [i, i + 1]).batch(2)
-    for part in parts_of(GrainSource(dataset), 0, 1):
+    for part in read_parts(GrainSource(dataset), 0, 1):
         assert type(part.data) is tuple
 
 
 def test_other_seeds_have_other_marks():
     checksums = {
-        next(GrainSource(d).read(0, 0, cut_of(0, 1))).checksum
+        next(GrainSource(d).read(0, 0, cut_rows(0, 1))).checksum
         for d in (pairs(8).shuffle(seed).batch(4) for seed in (1, 2, 1))
     }
     assert len(checksums) == 2
@@ -451,7 +451,7 @@ def test_worker_processes_of_a_loader():
         shard_options=grain.sharding.NoSharding(),
     )
     source = GrainSource(loader)
-    parts = list(source.read(0, 0, cut_of(1, 2)))
+    parts = list(source.read(0, 0, cut_rows(1, 2)))
     got = [part.data.tolist() for part in parts]
     assert got == [[4, 6], [12, 14], [18]]
 

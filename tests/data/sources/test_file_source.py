@@ -18,12 +18,12 @@ from tests.support.parts import (
     BATCHES,
     ROWS,
     WORKERS,
-    cut_of,
+    cut_rows,
     cut_up,
     ids,
-    joined_of,
-    parts_of,
-    sources_of,
+    make_sources,
+    read_joined,
+    read_parts,
 )
 
 DATA, FILE, OFF = (
@@ -38,11 +38,11 @@ def pair(ids):
     return np.repeat(ids[..., None].astype("float32"), 2, -1), ids
 
 
-def of_line(line):
+def parse_line(line):
     return pair(int(line))
 
 
-def of_record(record):
+def parse_record(record):
     return pair(int.from_bytes(record, "little"))
 
 
@@ -79,8 +79,8 @@ def read_ids(path):
 FORMATS = {
     "npz": (write_npz, "npz", {"keys": ("x", "y")}),
     "compressed": (write_compressed, "npz", {"keys": ("x", "y")}),
-    "text": (write_text, "text", {"parse": of_line}),
-    "counted": (write_text, "text", {"parse": of_line, "count": True}),
+    "text": (write_text, "text", {"parse": parse_line}),
+    "counted": (write_text, "text", {"parse": parse_line, "count": True}),
     "own": (write_text, read_ids, {}),
 }
 
@@ -109,9 +109,9 @@ def written(tmp_path_factory):
     return make
 
 
-sources = functools.partial(sources_of, FilesSource)
+sources = functools.partial(make_sources, FilesSource)
 # The rows divided, also where there are files enough for all.
-joined = functools.partial(joined_of, FilesSource, policy=DATA)
+joined = functools.partial(read_joined, FilesSource, policy=DATA)
 
 
 @pytest.mark.parametrize(("rows", "form"), combine(ROWS, FORMATS, every=3))
@@ -132,7 +132,7 @@ def test_whole_files_hold_every_row_once(written, form, rows, shuffle):
             assert source.is_process_local
             assert source.batch_size == batch
             assert source.num_batches is None
-            got = ids(parts_of(source, worker, workers))
+            got = ids(read_parts(source, worker, workers))
             assert all(len(b) <= -(-batch // workers) for b in got)
             seen += got
         assert sorted(sum(seen, [])) == list(range(rows))
@@ -144,7 +144,7 @@ def test_off_gives_every_row_to_every_worker(written, form):
     for source in sources(data, 3, policy=OFF):
         assert source.is_process_local
         assert source.num_batches is None
-        assert ids(parts_of(source, 0, 3)) == cut_up(13, 4)
+        assert ids(read_parts(source, 0, 3)) == cut_up(13, 4)
 
 
 def test_which_process_reads_which_file(written):
@@ -175,7 +175,7 @@ def test_own_files_are_the_only_ones_opened(tmp_path):
     data = files(pattern, reader, batch_size=4)
     for worker, source in enumerate(sources(data, 3)):
         opened.clear()
-        parts_of(source, worker, 3)
+        read_parts(source, worker, 3)
         assert tuple(opened) == source.assigned_files(worker)
 
 
@@ -261,8 +261,8 @@ def test_resumes_on_any_number_of_workers(written, form, shuffle):
 def test_own_files_resume_on_the_same_number_of_workers(written, form):
     data = written(form, 20, 3, shuffle=5)
     for worker, source in enumerate(sources(data, 2)):
-        whole = ids(parts_of(source, worker, 2, 1))
-        again = ids(parts_of(source, worker, 2, 1, start=2))
+        whole = ids(read_parts(source, worker, 2, 1))
+        again = ids(read_parts(source, worker, 2, 1, start=2))
         assert again == whole[2:]
 
 
@@ -276,7 +276,7 @@ def test_resuming_opens_no_file_before(tmp_path):
     pattern, _, _ = write(tmp_path, "text", 20, 5)
     data = files(pattern, reader, batch_size=4, count=lambda path: 4)
     source = FilesSource(data)
-    assert ids(parts_of(source, 0, 1, start=3)) == cut_up(20, 4)[3:]
+    assert ids(read_parts(source, 0, 1, start=3)) == cut_up(20, 4)[3:]
     assert tuple(opened) == data.paths[3:]
 
 
@@ -285,13 +285,13 @@ def test_worker_parses_its_own_rows_only(tmp_path):
 
     def parse(line):
         parsed.append(int(line))
-        return of_line(line)
+        return parse_line(line)
 
     pattern, _, _ = write(tmp_path, "text", 24, 2)
     data = files(pattern, "text", batch_size=6, parse=parse)
     for worker, source in enumerate(sources(data, 3, policy=DATA)):
         parsed.clear()
-        got = sum(ids(parts_of(source, worker, 3)), [])
+        got = sum(ids(read_parts(source, worker, 3)), [])
         assert parsed == got
         assert len(got) == 8
 
@@ -307,14 +307,14 @@ def test_npy_and_keys(tmp_path):
     np.save(tmp_path / "a.npy", np.arange(6.0).reshape(3, 2))
     np.save(tmp_path / "b.npy", np.asfortranarray(np.arange(6.0, 10)[None, :2]))
     data = files(tmp_path / "*.npy", "npy", batch_size=4)
-    (part,) = FilesSource(data).read(0, 0, cut_of(0, 1))
+    (part,) = FilesSource(data).read(0, 0, cut_rows(0, 1))
     assert part.data.tolist() == [[0, 1], [2, 3], [4, 5], [6, 7]]
 
     write_npz(tmp_path / "c.npz", range(3))
 
     def first(keys):
         data = files(tmp_path / "c.npz", "npz", batch_size=2, keys=keys)
-        return next(FilesSource(data).read(0, 0, cut_of(0, 1))).data
+        return next(FilesSource(data).read(0, 0, cut_rows(0, 1))).data
 
     assert sorted(first(None)) == ["x", "y"]
     assert first("y").tolist() == [0, 1]
@@ -328,7 +328,7 @@ def test_layouts_of_arrays(tmp_path):
     np.save(tmp_path / "b.npy", rows.astype(">f8"))
     for name in "ab":
         data = files(tmp_path / f"{name}.npy", "npy", batch_size=3)
-        parts = list(FilesSource(data).read(0, 0, cut_of(0, 1)))
+        parts = list(FilesSource(data).read(0, 0, cut_rows(0, 1)))
         assert parts[0].data.dtype.isnative
         np.testing.assert_array_equal(
             np.concatenate([part.data for part in parts]), rows
@@ -337,7 +337,7 @@ def test_layouts_of_arrays(tmp_path):
 
 def test_batches_are_copies(written):
     source = FilesSource(written("npz", 13, 1))
-    x = next(source.read(0, 0, cut_of(0, 1))).data[0]
+    x = next(source.read(0, 0, cut_rows(0, 1))).data[0]
     assert x.flags.owndata
     assert x.flags.writeable
 
@@ -346,7 +346,7 @@ def test_many_small_files(tmp_path):
     for k in range(100):
         np.save(tmp_path / f"{k:03}.npy", np.array([k, k]))
     data = files(tmp_path / "*.npy", "npy", batch_size=7, shuffle=True)
-    seen = [p.data for p in FilesSource(data).read(0, 0, cut_of(0, 1))]
+    seen = [p.data for p in FilesSource(data).read(0, 0, cut_rows(0, 1))]
     expected = np.repeat(np.arange(100), 2)
     np.testing.assert_array_equal(np.sort(np.concatenate(seen)), expected)
 
@@ -356,7 +356,7 @@ def test_reading_holds_one_batch_in_memory(tmp_path):
     data = files(tmp_path / "a.npy", "npy", batch_size=64)
     source = FilesSource(data)
     tracemalloc.start()
-    for part in source.read(0, 0, cut_of(0, 1)):
+    for part in source.read(0, 0, cut_rows(0, 1)):
         assert part.data.shape == (64, 1024)
     _, peak = tracemalloc.get_traced_memory()
     tracemalloc.stop()
@@ -370,7 +370,7 @@ def test_patterns(tmp_path):
         (tmp_path / name).write_text("1\n")
 
     def paths(pattern):
-        found = files(pattern, "text", parse=of_line, batch_size=1).paths
+        found = files(pattern, "text", parse=parse_line, batch_size=1).paths
         return [path.removeprefix(f"{tmp_path}/") for path in found]
 
     assert paths(f"{tmp_path}/**/*.txt") == ["1.txt", "[odd].txt", "b/2.txt"]
@@ -392,7 +392,7 @@ def test_patterns(tmp_path):
     [
         ("csv", {}, "one of 'npz'.*Received: 'csv'"),
         ("text", {}, "`parse` must be set for"),
-        ("npz", {"parse": of_line}, "`parse` must be set for"),
+        ("npz", {"parse": parse_line}, "`parse` must be set for"),
         ("npy", {"keys": ("x",)}, "`keys` can only be used for 'npz'"),
         ("npz", {"batch_size": 0}, "`batch_size` must be positive"),
         ("npz", {"shuffle": -1}, "`shuffle` must be True"),
@@ -413,7 +413,7 @@ def test_tfrecord_without_tensorflow(tmp_path, monkeypatch):
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
     (tmp_path / "a").touch()
     with pytest.raises(ImportError, match=r"pip install tensorflow-cpu"):
-        files(tmp_path / "a", "tfrecord", parse=of_record, batch_size=1)
+        files(tmp_path / "a", "tfrecord", parse=parse_record, batch_size=1)
 
 
 def truncate(path, missing=10):
@@ -469,8 +469,8 @@ def test_arrays_that_hold_no_rows_of_numbers_are_refused(tmp_path, array):
 def test_record_that_cannot_be_parsed_is_named(tmp_path):
     (tmp_path / "a.txt").write_text("0\n1\n2\n")
     (tmp_path / "b.txt").write_text("3\nfour\n")
-    data = files(tmp_path / "*.txt", "text", parse=of_line, batch_size=2)
-    read = FilesSource(data).read(0, 0, cut_of(0, 1))
+    data = files(tmp_path / "*.txt", "text", parse=parse_line, batch_size=2)
+    read = FilesSource(data).read(0, 0, cut_rows(0, 1))
     assert ids([next(read), next(read)]) == cut_up(4, 2)
     message = r"b\.txt, record 1: ValueError: invalid literal.*four"
     with pytest.raises(OSError, match=message) as e:
@@ -486,14 +486,14 @@ def test_reader_that_fails_is_named(tmp_path):
     (tmp_path / "a.txt").write_text("0\n1\n")
     data = files(tmp_path / "a.txt", reader, batch_size=8)
     with pytest.raises(OSError, match=r"a\.txt, record 2: RuntimeError: the d"):
-        parts_of(FilesSource(data), 0, 1)
+        read_parts(FilesSource(data), 0, 1)
 
 
 def test_count_that_is_wrong_is_named(tmp_path):
     pattern, reader, _ = write(tmp_path, "own", 8, 2)
     data = files(pattern, reader, batch_size=8, count=lambda path: 5)
     with pytest.raises(OSError, match="with 4 rows, although 5 were counted"):
-        parts_of(FilesSource(data), 0, 1)
+        read_parts(FilesSource(data), 0, 1)
 
 
 def test_rows_of_different_shape_are_refused(tmp_path):
@@ -507,29 +507,29 @@ def test_rows_of_different_shape_are_refused(tmp_path):
     with pytest.raises(
         ValueError, match=r"the shapes \[\(1,\), \(2,\)\], from"
     ):
-        parts_of(FilesSource(data), 0, 1)
+        read_parts(FilesSource(data), 0, 1)
 
 
 def test_tfrecords(tmp_path):
     pytest.importorskip("tensorflow")
     for k in range(3):
         write_tfrecord(tmp_path / f"{k}", range(5 * k, 5 * k + 5))
-    data = files(tmp_path / "*", "tfrecord", parse=of_record, batch_size=4)
+    data = files(tmp_path / "*", "tfrecord", parse=parse_record, batch_size=4)
     for workers, start in itertools.product((1, 2), (0, 2)):
         assert joined(data, workers, 0, start) == cut_up(15, 4)[start:]
     seen = [
-        ids(parts_of(source, worker, 2))
+        ids(read_parts(source, worker, 2))
         for worker, source in enumerate(sources(data, 2))
     ]
     assert sum(seen[1], []) == [5, 6, 7, 8, 9]
     counted = files(
-        tmp_path / "*", "tfrecord", parse=of_record, batch_size=4, count=True
+        tmp_path / "*", "tfrecord", parse=parse_record, batch_size=4, count=True
     )
     assert FilesSource(counted).num_batches == 4
 
     for missing, error in (3, "DataLossError"), (7, "EOFError.* 10 bytes"):
         truncate(tmp_path / "1", missing)
-        read = FilesSource(data).read(0, 0, cut_of(0, 1))
+        read = FilesSource(data).read(0, 0, cut_rows(0, 1))
         assert ids([next(read), next(read)]) == cut_up(8, 4)
         with pytest.raises(OSError, match=f"/1, record 4: {error}"):
             next(read)
@@ -538,7 +538,7 @@ def test_tfrecords(tmp_path):
 def test_tensorflow_is_not_imported_before_it_is_needed(tmp_path, monkeypatch):
     monkeypatch.delitem(sys.modules, "tensorflow", raising=False)
     (tmp_path / "a").touch()
-    data = files(tmp_path / "a", "tfrecord", parse=of_record, batch_size=1)
+    data = files(tmp_path / "a", "tfrecord", parse=parse_record, batch_size=1)
     FilesSource(data)
     assert "tensorflow" not in sys.modules
 
@@ -551,6 +551,6 @@ def test_leaves_may_be_nested(tmp_path):
         parse=lambda line: ({"a": int(line), "b": [0.5, 1.5]}, 1),
         batch_size=2,
     )
-    (first, last) = FilesSource(data).read(0, 0, cut_of(0, 1))
+    (first, last) = FilesSource(data).read(0, 0, cut_rows(0, 1))
     assert first.data[0]["a"].tolist() == [1, 2]
     assert jax.tree.map(np.shape, last.data)[1] == (1,)

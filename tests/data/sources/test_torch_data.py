@@ -15,12 +15,12 @@ from tests.support.parts import (
     BATCHES,
     ROWS,
     WORKERS,
-    cut_of,
+    cut_rows,
     cut_up,
     ids,
-    joined_of,
-    parts_of,
-    sources_of,
+    make_sources,
+    read_joined,
+    read_parts,
 )
 
 
@@ -75,8 +75,8 @@ def tensors(rows):
     return torch_data.TensorDataset(x, torch.arange(rows))
 
 
-sources = functools.partial(sources_of, TorchSource)
-joined = functools.partial(joined_of, TorchSource)
+sources = functools.partial(make_sources, TorchSource)
+joined = functools.partial(read_joined, TorchSource)
 
 
 def own_collate(rows):
@@ -129,7 +129,7 @@ def test_off_gives_every_row_to_every_worker(form):
     for source in sources(data, 3, policy=AutoShardPolicy.OFF):
         assert source.is_process_local
         assert source.num_batches is None
-        assert ids(parts_of(source, 0, 3)) == cut_up(13, 4)
+        assert ids(read_parts(source, 0, 3)) == cut_up(13, 4)
 
 
 def test_size_and_length_are_known():
@@ -156,7 +156,7 @@ def test_worker_reads_its_own_rows_only(shuffle):
             num_processes=3,
             process_index=worker,
         )
-        wanted = sum(ids(parts_of(source, worker, 3)), [])
+        wanted = sum(ids(read_parts(source, worker, 3)), [])
         assert data.read == wanted
         assert len(wanted) < 8
 
@@ -265,7 +265,7 @@ def test_resumes_on_any_number_of_workers(form):
 def test_resuming_reads_no_earlier_row():
     data = Counted(13)
     source = TorchSource(loader(data, 4))
-    assert ids(parts_of(source, 0, 1, start=2)) == cut_up(13, 4)[2:]
+    assert ids(read_parts(source, 0, 1, start=2)) == cut_up(13, 4)[2:]
     assert min(data.read) == 8
 
 
@@ -276,7 +276,7 @@ def test_torchs_global_generator_is_put_back():
 
     def noise(start=0):
         source = TorchSource(loader(Noisy(12), 4))
-        return [part.data[1] for part in source.read(0, start, cut_of(0, 1))]
+        return [part.data[1] for part in source.read(0, start, cut_rows(0, 1))]
 
     torch.manual_seed(0)
     before = torch.get_rng_state()
@@ -294,7 +294,7 @@ def test_set_epoch_is_called():
 
     data = Epochs(4)
     source = TorchSource(loader(data, 4))
-    parts_of(source, 0, 1, epoch=6)
+    read_parts(source, 0, 1, epoch=6)
     assert data.epoch == 6
 
 
@@ -305,7 +305,7 @@ def test_padding_collate_sees_whole_batches():
     rows = [torch.arange(1.0, n + 1) for n in (3, 1, 2, 1)]
     data = loader(rows, 2, collate_fn=padded)
     shapes = [
-        [part.data.shape for part in parts_of(source, worker, 2)]
+        [part.data.shape for part in read_parts(source, worker, 2)]
         for worker, source in enumerate(sources(data, 2))
     ]
     assert shapes == [[(1, 3), (1, 2)]] * 2
@@ -325,7 +325,7 @@ def test_dataset_of_batches():
     )
     data = torch_data.DataLoader(batches, batch_size=None)
     read = [
-        [part.data[1].tolist() for part in parts_of(source, worker, 2)]
+        [part.data[1].tolist() for part in read_parts(source, worker, 2)]
         for worker, source in enumerate(sources(data, 2))
     ]
     assert read == [[[0, 1], [4, 5], [8, 9]], [[2, 3], [6, 7], [10, 11]]]
@@ -342,7 +342,7 @@ def test_samplers_that_disagree_have_other_marks():
     def checksum(rows):
         data = loader(Counted(9), 4, sampler=rows)
         source = TorchSource(data, num_processes=2, process_index=0)
-        return next(source.read(0, 0, cut_of(0, 2))).checksum
+        return next(source.read(0, 0, cut_rows(0, 2))).checksum
 
     assert checksum([1, 2, 3, 4]) != checksum([4, 3, 2, 1])
     assert checksum([1, 2, 3, 4]) == checksum([1, 2, 3, 4])
@@ -367,7 +367,7 @@ def test_distributed_sampler_is_left_alone():
             assert source.is_process_local
             assert source.batch_size == 6
             assert source.num_batches is None
-            rows += ids(parts_of(source, rank, 2, epoch))
+            rows += ids(read_parts(source, rank, 2, epoch))
         assert sorted(sum(rows, [])) == list(range(12))
         seen.append(rows)
     assert seen[0] != seen[1]
@@ -405,15 +405,15 @@ def test_what_is_torchs():
     assert is_torch(Counted(2))
 
 
-def first_of(rows, **options):
+def read_first(rows, **options):
     return next(
-        TorchSource(loader(rows, 2, **options)).read(0, 0, cut_of(0, 1))
+        TorchSource(loader(rows, 2, **options)).read(0, 0, cut_rows(0, 1))
     ).data
 
 
 def test_tensors_are_not_copied():
     data = tensors(8)
-    x, _ = first_of(data)
+    x, _ = read_first(data)
     assert np.shares_memory(x, data.tensors[0].numpy())
 
 
@@ -421,7 +421,7 @@ def test_tensors_are_not_copied():
 def test_dtypes_that_numpy_lacks(name):
     values = torch.tensor([[1.5, -2.0]] * 2).to(getattr(torch, name))
     for rows in (list(values), torch_data.TensorDataset(values)):
-        (array,) = jax_leaves(first_of(rows))
+        (array,) = jax_leaves(read_first(rows))
         assert array.dtype == getattr(ml_dtypes, name)
         assert array.astype("float32").tolist() == [[1.5, -2.0]] * 2
 
@@ -433,15 +433,15 @@ def jax_leaves(batch):
 
 
 def test_nests_of_rows():
-    batch = first_of([{"a": 1, "b": (2.0, np.zeros(3))}] * 2)
+    batch = read_first([{"a": 1, "b": (2.0, np.zeros(3))}] * 2)
     assert list(batch) == ["a", "b"]
     assert batch["a"].tolist() == [1, 1]
     assert batch["b"][1].shape == (2, 3)
-    assert isinstance(first_of([torch.zeros(3)] * 2), np.ndarray)
+    assert isinstance(read_first([torch.zeros(3)] * 2), np.ndarray)
 
 
 def test_tensor_that_needs_a_gradient():
-    assert first_of([torch.zeros(3, requires_grad=True)] * 2).shape == (2, 3)
+    assert read_first([torch.zeros(3, requires_grad=True)] * 2).shape == (2, 3)
 
 
 def test_sparse_tensors_are_refused():
@@ -449,7 +449,7 @@ def test_sparse_tensors_are_refused():
         return torch.eye(2).to_sparse()
 
     with pytest.raises(ValueError, match="sparse_coo"):
-        first_of([0, 1], collate_fn=sparse)
+        read_first([0, 1], collate_fn=sparse)
 
 
 def test_error_of_the_dataset_comes_at_its_batch():
@@ -459,7 +459,7 @@ def test_error_of_the_dataset_comes_at_its_batch():
                 raise OSError("row 9 is lost")
             return super().__getitem__(index)
 
-    read = TorchSource(loader(Broken(13), 4)).read(0, 0, cut_of(0, 1))
+    read = TorchSource(loader(Broken(13), 4)).read(0, 0, cut_rows(0, 1))
     assert ids([next(read), next(read)]) == cut_up(8, 4)
     with pytest.raises(OSError, match="row 9 is lost"):
         next(read)
@@ -481,6 +481,6 @@ def test_worker_processes(persistent):
     source = TorchSource(data, num_processes=2, process_index=1)
     for epoch in range(2):
         expected = TorchSource(plain, num_processes=2, process_index=1)
-        assert ids(parts_of(source, 1, 2, epoch)) == ids(
-            parts_of(expected, 1, 2, epoch)
+        assert ids(read_parts(source, 1, 2, epoch)) == ids(
+            read_parts(expected, 1, 2, epoch)
         )

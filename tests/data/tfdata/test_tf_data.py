@@ -84,11 +84,11 @@ def records(folder):
     return tf.data.TFRecordDataset(names_in(folder)).map(number)
 
 
-def cut_of(count, index):
+def expected_rows(count, index):
     return lambda rows: (rows * index // count, rows * (index + 1) // count)
 
 
-def source_of(dataset, count=1, index=0, policy=None, seed=3):
+def make_source(dataset, count=1, index=0, policy=None, seed=3):
     return TfDataSource(
         dataset,
         num_processes=count,
@@ -98,14 +98,15 @@ def source_of(dataset, count=1, index=0, policy=None, seed=3):
     )
 
 
-def sources_of(make, count, policy=None):
+def make_sources(make, count, policy=None):
     """Each process's source, of a dataset that it made itself."""
-    return [source_of(make(), count, i, policy) for i in range(count)]
+    return [make_source(make(), count, i, policy) for i in range(count)]
 
 
 def batches_of(source, count=1, index=0, epoch=0, start=0):
     return [
-        part.data for part in source.read(epoch, start, cut_of(count, index))
+        part.data
+        for part in source.read(epoch, start, expected_rows(count, index))
     ]
 
 
@@ -117,7 +118,7 @@ def rows_of(make, count, policy=None, epoch=0):
     """The rows that all processes read together, sorted."""
     return sorted(
         row
-        for index, source in enumerate(sources_of(make, count, policy))
+        for index, source in enumerate(make_sources(make, count, policy))
         for row in flat(batches_of(source, count, index, epoch))
     )
 
@@ -134,7 +135,7 @@ def test_data_gives_each_row_to_one_process(rows, count):
     # With other numbers of processes and rows, the other sizes.
     for batch in BATCHES[(rows + count) % 2 :: 2]:
         dataset = tf.data.Dataset.range(rows).batch(batch)
-        sources = sources_of(lambda d=dataset: d, count, AUTO)
+        sources = make_sources(lambda d=dataset: d, count, AUTO)
         read = [
             flat(batches_of(source, count, index))
             for index, source in enumerate(sources)
@@ -164,7 +165,7 @@ def test_off_gives_each_row_to_each_process(folder, count):
         tf.data.Dataset.range(13).batch(9),
     )
     for dataset in datasets:
-        source = source_of(dataset, count, count - 1, OFF)
+        source = make_source(dataset, count, count - 1, OFF)
         assert source.is_process_local == (count > 1)
         assert sorted(flat(batches_of(source))) == list(range(13))
 
@@ -224,7 +225,7 @@ def test_readers_are_split(folder, name, policy):
     def make():
         return READERS[name](folder).batch(4)
 
-    sources = sources_of(make, 2, policy)
+    sources = make_sources(make, 2, policy)
     parts = [flat(batches_of(s, 2, i)) for i, s in enumerate(sources)]
     assert sorted(sum(parts, [])) == list(range(13))
     assert sources[0].plan.applied is (FILE if policy is AUTO else DATA)
@@ -243,7 +244,7 @@ def test_repeated_files_are_split(folder):
     for make in (inside, outside):
         for count in (1, 3):
             assert rows_of(make, count, AUTO) == twice
-        assert source_of(make(), 2, 0).plan.applied is FILE
+        assert make_source(make(), 2, 0).plan.applied is FILE
 
 
 def test_concatenated_files_are_split(folder):
@@ -253,7 +254,7 @@ def test_concatenated_files_are_split(folder):
 
     twice = sorted([*range(13), *range(13)])
     assert rows_of(make, 3, AUTO) == twice
-    assert source_of(make(), 3, 0).plan.applied is FILE
+    assert make_source(make(), 3, 0).plan.applied is FILE
 
 
 def test_plan_tells_the_files(folder):
@@ -261,7 +262,7 @@ def test_plan_tells_the_files(folder):
         return list_files(folder).flat_map(tf.data.TFRecordDataset).batch(4)
 
     files = [
-        source_of(make().map(tf.strings.length), 2, i).plan.files[i]
+        make_source(make().map(tf.strings.length), 2, i).plan.files[i]
         for i in range(2)
     ]
     names = names_in(folder)
@@ -278,7 +279,7 @@ def test_plan_tells_the_files_that_are_found_in_an_order_of_ours(folder):
 
     first, second = (
         set(source.plan.files[i])
-        for i, source in enumerate(sources_of(make, 2))
+        for i, source in enumerate(make_sources(make, 2))
     )
     assert first | second == set(names_in(folder))
     assert not first & second
@@ -287,7 +288,7 @@ def test_plan_tells_the_files_that_are_found_in_an_order_of_ours(folder):
 
 def test_rows_of_a_process_are_contiguous():
     batches = [
-        batches_of(source_of(tf.data.Dataset.range(9).batch(6), 2, i), 2, i)
+        batches_of(make_source(tf.data.Dataset.range(9).batch(6), 2, i), 2, i)
         for i in range(2)
     ]
     assert [[b.tolist() for b in own] for own in batches] == [
@@ -300,7 +301,9 @@ def test_structures_are_kept():
     dataset = tf.data.Dataset.from_tensor_slices(
         ({"b": np.arange(5.0), "a": np.ones((5, 2))}, np.arange(5))
     ).map(lambda x, y: (x, y, None))
-    part = next(source_of(dataset.batch(4), 2, 1).read(0, 0, cut_of(2, 1)))
+    part = next(
+        make_source(dataset.batch(4), 2, 1).read(0, 0, expected_rows(2, 1))
+    )
     x, y, nothing = part.data
     assert part.rows == 4
     assert nothing is None
@@ -332,7 +335,7 @@ def test_auto_reads_the_rows_of_one_process_where_files_are_no_rows(
 
     expected = list(make().as_numpy_iterator())
     with pytest.warns(UserWarning, match="divided by rows") as warned:
-        sources = sources_of(make, 2)
+        sources = make_sources(make, 2)
     assert len(warned) == 2  # One in each process.
     assert "runs the entire input pipeline" in str(warned[0].message)
     parts = [batches_of(s, 2, i) for i, s in enumerate(sources)]
@@ -346,14 +349,14 @@ def test_auto_reads_the_rows_of_one_process_where_files_are_no_rows(
 
 def test_file_follows_tf_with_a_warning(folder):
     with pytest.warns(UserWarning, match="`take` counts rows of all files"):
-        source = source_of(records(folder).take(2).batch(4), 2, 0, FILE)
+        source = make_source(records(folder).take(2).batch(4), 2, 0, FILE)
     assert source.plan.applied is FILE
     assert flat(batches_of(source)) == [2, 3]
 
 
 def test_endless_rows_may_drop_a_remainder(folder):
     dataset = records(folder).repeat().batch(4, drop_remainder=True)
-    source = source_of(dataset, 2, 0)
+    source = make_source(dataset, 2, 0)
     assert source.plan.applied is FILE
     assert source.is_infinite
     assert source.num_batches is None
@@ -374,7 +377,7 @@ def test_auto_shares_rows_of_too_few_files(folder):
 def test_file_refuses_too_few_files(folder, index):
     dataset = tf.data.TFRecordDataset(names_in(folder)[:1]).map(number).batch(4)
     with pytest.raises(ValueError, match="reads 1 file, too few for 3 proc"):
-        source_of(dataset, 3, index, FILE)
+        make_source(dataset, 3, index, FILE)
 
 
 def test_auto_never_splits_a_part_of_a_zip(folder):
@@ -399,8 +402,8 @@ def test_auto_never_splits_a_part_of_a_zip(folder):
 )
 def test_file_refuses_what_reads_no_files(dataset):
     with pytest.raises(ValueError, match="because it reads no files"):
-        source_of(dataset().batch(4), 2, 0, FILE)
-    assert source_of(dataset().batch(4), 1, 0, FILE).plan.applied is FILE
+        make_source(dataset().batch(4), 2, 0, FILE)
+    assert make_source(dataset().batch(4), 1, 0, FILE).plan.applied is FILE
     # AUTO does what was to be expected: no warning.
     assert rows_of(lambda: dataset().batch(4), 2) == list(range(8))
 
@@ -424,8 +427,8 @@ def test_policy_is_read_from_the_options():
         tf.data.experimental.AutoShardPolicy.OFF
     )
     dataset = tf.data.Dataset.range(8).batch(4).with_options(options)
-    assert source_of(dataset, 2).plan.asked is OFF
-    assert source_of(dataset, 2, policy=DATA).plan.applied is DATA
+    assert make_source(dataset, 2).plan.asked is OFF
+    assert make_source(dataset, 2, policy=DATA).plan.applied is DATA
 
 
 @pytest.mark.parametrize("count", WORKERS)
@@ -435,7 +438,7 @@ def test_hint_becomes_the_shard_of_the_process(count):
         return shard.shuffle(5).batch(4)
 
     assert rows_of(make, count, HINT) == list(range(13))
-    first = source_of(make(), count, 0, HINT)
+    first = make_source(make(), count, 0, HINT)
     assert first.is_process_local == (count > 1)
     assert sorted(flat(batches_of(first))) == list(range(0, 13, count))
 
@@ -455,12 +458,12 @@ def test_hint_in_a_function():
 def test_hint_is_refused_under_another_policy(policy, count):
     dataset = tf.data.Dataset.range(8).shard(SHARD_HINT, 0).batch(4)
     with pytest.raises(ValueError, match=r"needs `AutoShardPolicy\.HINT`"):
-        source_of(dataset, count, 0, policy)
+        make_source(dataset, count, 0, policy)
 
 
 def test_hint_without_a_shard_is_refused():
     with pytest.raises(ValueError, match="needs a `dataset.shard"):
-        source_of(tf.data.Dataset.range(8).batch(4), 2, 0, HINT)
+        make_source(tf.data.Dataset.range(8).batch(4), 2, 0, HINT)
 
 
 @pytest.mark.parametrize("index", [0, 1])
@@ -468,8 +471,8 @@ def test_hint_without_a_shard_is_refused():
 def test_a_dataset_that_is_split_already_is_refused(folder, policy, index):
     dataset = records(folder).shard(2, index).batch(4)
     with pytest.raises(ValueError, match="to OFF, or remove the `shard`"):
-        source_of(dataset, 2, index, policy)
-    assert flat(batches_of(source_of(dataset, 2, index, OFF))) == list(
+        make_source(dataset, 2, index, policy)
+    assert flat(batches_of(make_source(dataset, 2, index, OFF))) == list(
         range(index, 13, 2)
     )
 
@@ -514,17 +517,17 @@ SHUFFLES = {
 
 @pytest.mark.parametrize("name", combine(SHUFFLES, every=2))
 def test_order_is_that_of_seed_and_epoch(name):
-    one = source_of(SHUFFLES[name](), 2, 0, DATA)
+    one = make_source(SHUFFLES[name](), 2, 0, DATA)
     epochs = [flat(batches_of(one, epoch=e)) for e in range(3)]
     # In other processes, which build the dataset themselves, the same.
-    other = source_of(SHUFFLES[name](), 2, 1, DATA)
-    alone = source_of(SHUFFLES[name]())
+    other = make_source(SHUFFLES[name](), 2, 1, DATA)
+    alone = make_source(SHUFFLES[name]())
     for epoch in (2, 0, 1):
         assert flat(batches_of(other, epoch=epoch)) == epochs[epoch]
         if name != "in parallel":
             assert flat(batches_of(alone, epoch=epoch)) == epochs[epoch]
     # Resumed in the middle of an epoch.
-    resumed = source_of(SHUFFLES[name](), 2, 1, DATA)
+    resumed = make_source(SHUFFLES[name](), 2, 1, DATA)
     assert flat(batches_of(resumed, epoch=2, start=2)) == epochs[2][6:]
     fixed = name in ("one order", "in a function, of the user")
     assert (epochs[1] == epochs[2]) == fixed
@@ -533,7 +536,7 @@ def test_order_is_that_of_seed_and_epoch(name):
 
 def test_other_seeds_give_other_orders():
     orders = {
-        tuple(flat(batches_of(source_of(SHUFFLES["shuffle"](), seed=seed))))
+        tuple(flat(batches_of(make_source(SHUFFLES["shuffle"](), seed=seed))))
         for seed in (0, 1, 2, -1, 2**63)
     }
     assert len(orders) == 5
@@ -543,7 +546,7 @@ def test_two_shuffles_have_their_own_seeds():
     def half(first):
         return tf.data.Dataset.range(first, first + 8).shuffle(8)
 
-    source = source_of(half(0).concatenate(half(8)).batch(16))
+    source = make_source(half(0).concatenate(half(8)).batch(16))
     rows = np.array(flat(batches_of(source)))
     assert (rows[:8] != rows[8:] - 8).any()
 
@@ -573,10 +576,10 @@ def test_users_seeds_give_tensorflows_orders(name):
     dataset = USERS_SEEDS[name]().batch(4)
     expected = [rows_of_tf(dataset) for _ in range(3)]
     for epoch in (2, 0, 1):
-        source = source_of(USERS_SEEDS[name]().batch(4))
+        source = make_source(USERS_SEEDS[name]().batch(4))
         assert flat(batches_of(source, epoch=epoch)) == expected[epoch]
     # Not even an iterated dataset remembers.
-    source = source_of(dataset)
+    source = make_source(dataset)
     if name != "cached":
         assert flat(batches_of(source)) == expected[0]
 
@@ -586,12 +589,12 @@ def test_files_are_split_in_one_order_in_all_epochs(folder):
         files = list_files(folder).shuffle(5)
         return files.interleave(tf.data.TFRecordDataset).map(number).batch(4)
 
-    sources = sources_of(make, 2)
+    sources = make_sources(make, 2)
     epochs = [[flat(batches_of(s, epoch=e)) for s in sources] for e in (0, 1)]
     for first, second in epochs:
         assert sorted(first + second) == list(range(13))
     assert sorted(epochs[0][0]) == sorted(epochs[1][0])
-    resumed = source_of(make(), 2, 0)
+    resumed = make_source(make(), 2, 0)
     assert flat(batches_of(resumed, epoch=1, start=1)) == epochs[1][0][4:]
 
 
@@ -603,7 +606,7 @@ def test_global_seed_is_the_users():
         tf.random.set_seed(1)
         expected = rows_of_tf(make())
         tf.random.set_seed(1)
-        source = source_of(make())
+        source = make_source(make())
     finally:
         tf.random.set_seed(None)
     assert flat(batches_of(source)) == expected
@@ -614,12 +617,12 @@ def test_an_order_without_seeds_is_restored_into_data_with_seeds(seed):
     def make(seed=None):
         return tf.data.Dataset.range(9).shuffle(9, seed).batch(4)
 
-    saved = source_of(make())
+    saved = make_source(make())
     expected = flat(batches_of(saved, epoch=1))
     try:
         if seed is None:
             tf.random.set_seed(1)
-        source = source_of(make(seed))
+        source = make_source(make(seed))
     finally:
         tf.random.set_seed(None)
     assert flat(batches_of(source, epoch=1)) != expected
@@ -646,12 +649,12 @@ def counted(calls):
 def test_caches_are_kept_over_epochs(folder, count):
     calls = []
     dataset = records(folder).map(counted(calls)).cache().shuffle(20).batch(4)
-    source = source_of(dataset, count)
+    source = make_source(dataset, count)
     own = sorted(flat(batches_of(source)))
     assert sorted(flat(batches_of(source, epoch=1))) == own
     assert sorted(calls) == own
     # On one process the next `fit` uses it too.
-    again = source_of(dataset, count)
+    again = make_source(dataset, count)
     assert sorted(flat(batches_of(again))) == own
     assert len(calls) == len(own) * count
 
@@ -708,7 +711,7 @@ def test_python_functions_are_called(name, wrap):
 def test_a_split_dataset_does_not_use_the_whole_ones_cache(folder):
     dataset = records(folder).cache().batch(4)
     assert sorted(rows_of_tf(dataset)) == list(range(13))
-    parts = [flat(batches_of(source_of(dataset, 2, i))) for i in range(2)]
+    parts = [flat(batches_of(make_source(dataset, 2, i))) for i in range(2)]
     assert sorted(sum(parts, [])) == list(range(13))
 
 
@@ -727,7 +730,7 @@ def test_each_process_has_a_cache_file(folder, tmp_path, policy):
 def test_functions_see_the_present_value_of_a_variable(count):
     variable = tf.Variable(0, dtype=tf.int64)
     dataset = tf.data.Dataset.range(4).shuffle(4).map(lambda x: x + variable)
-    source = source_of(dataset.batch(4), count)
+    source = make_source(dataset.batch(4), count)
     assert sorted(flat(batches_of(source))) == [0, 1, 2, 3]
     variable.assign(10)
     assert sorted(flat(batches_of(source, epoch=1))) == [10, 11, 12, 13]
@@ -751,7 +754,7 @@ def test_large_arrays_are_shuffled():
     rows = np.arange(150_000)
     labels = rows.astype("float32")
     dataset = tf.data.Dataset.from_tensor_slices((rows, labels))
-    source = source_of(dataset.shuffle(64).batch(100_000))
+    source = make_source(dataset.shuffle(64).batch(100_000))
     for epoch in (0, 1):
         batches = batches_of(source, epoch=epoch)
         read = np.concatenate([x for x, _ in batches])
@@ -780,7 +783,7 @@ def test_large_arrays_are_shuffled():
 def test_batches_are_marked_unless_functions_draw(make, has_checksums):
     dataset = make(tf.data.Dataset.range(8)).batch(4)
     for count, policy in ((2, DATA), (1, DATA), (2, OFF)):
-        parts = list(source_of(dataset, count, 0, policy).read(0, 0, _all))
+        parts = list(make_source(dataset, count, 0, policy).read(0, 0, _all))
         expected = has_checksums and (count, policy) == (2, DATA)
         assert all((part.checksum is not None) == expected for part in parts)
 
@@ -799,7 +802,7 @@ def test_batch_size_is_the_last_batchs():
         (rows.padded_batch(4), 4),
         (tf.data.Dataset.zip((rows.batch(4), rows.batch(3))), None),
     ):
-        assert source_of(dataset).batch_size == expected
+        assert make_source(dataset).batch_size == expected
 
 
 # Bad input.
@@ -807,7 +810,7 @@ def test_batch_size_is_the_last_batchs():
 
 def test_an_unbatched_dataset_is_refused():
     with pytest.raises(ValueError, match=r"Call `\.batch\(global_batch_size\)"):
-        source_of(tf.data.Dataset.range(8))
+        make_source(tf.data.Dataset.range(8))
 
 
 @pytest.mark.parametrize(
@@ -834,7 +837,7 @@ def test_an_unbatched_dataset_is_refused():
 )
 def test_elements_that_are_no_arrays_are_refused(dataset, match):
     with pytest.raises(TypeError, match=match):
-        source_of(dataset())
+        make_source(dataset())
 
 
 @pytest.mark.parametrize("compression", ["", "GZIP"])
@@ -856,7 +859,7 @@ def test_a_damaged_file_and_record_are_named(tmp_path, count, compression):
         bad.write_bytes(raw[: 7 * (16 + 10) + 20])
         record = "7"
     dataset = tf.data.TFRecordDataset(names, compression).map(number).batch(4)
-    source = source_of(dataset, count)
+    source = make_source(dataset, count)
     match = (
         rf"{names[2]}, which is damaged or truncated at record {record} "
         r"\(counted from 0\)"
@@ -873,13 +876,13 @@ def test_a_damaged_file_of_a_zip_is_named(tmp_path):
     rows = tf.data.TFRecordDataset(names).map(number)
     dataset = tf.data.Dataset.zip((rows, tf.data.Dataset.range(99))).batch(4)
     with pytest.raises(OSError, match=f"{names[3]}, which is damaged"):
-        batches_of(source_of(dataset, 2, 0, DATA))
+        batches_of(make_source(dataset, 2, 0, DATA))
 
 
 def test_a_missing_file_is_named(tmp_path):
     names = write(tmp_path, 100)
     dataset = tf.data.TFRecordDataset(names).map(number).batch(4)
-    source = source_of(dataset, 2, 1)
+    source = make_source(dataset, 2, 1)
     os.remove(names[3])
     with pytest.raises(
         OSError, match=f"exist and be complete. Received: {names[3]}"
@@ -893,15 +896,15 @@ def test_a_dataset_without_a_graph(monkeypatch):
     # As of arrays of 2 GiB, which would not fit into the test.
     module = sys.modules["keras_strategies.data.tfdata.tf_data"]
     monkeypatch.setattr(module, "write_graph", lambda dataset: None)
-    assert flat(batches_of(source_of(dataset))) == order
-    assert len(flat(batches_of(source_of(dataset, 2, 0, OFF)))) == 8
+    assert flat(batches_of(make_source(dataset))) == order
+    assert len(flat(batches_of(make_source(dataset, 2, 0, OFF)))) == 8
     with pytest.raises(ValueError, match="arrays of 2 GiB or more"):
-        source_of(dataset, 2, 0, DATA)
+        make_source(dataset, 2, 0, DATA)
 
 
 def test_nothing_is_warned_of_twice(folder):
     with pytest.warns(UserWarning, match="take") as warned:
-        source = source_of(records(folder).take(3).batch(2), 2)
+        source = make_source(records(folder).take(3).batch(2), 2)
     assert len(warned) == 1
     with warnings.catch_warnings():
         warnings.simplefilter("error")
@@ -930,7 +933,7 @@ def test_nobody_waits_for_tensorflow_to_end_its_threads(
     monkeypatch.setattr(
         tf.data.Dataset, "as_numpy_iterator", lambda self: Iterator(self)
     )
-    reading = source_of(tf.data.Dataset.range(6).batch(2), 1, 0).read(
+    reading = make_source(tf.data.Dataset.range(6).batch(2), 1, 0).read(
         0, 0, _all
     )
     assert len([next(reading) for _ in range(2)]) == 2
@@ -965,7 +968,7 @@ def test_a_process_ends_while_a_dataset_is_read():
 
 
 def test_a_reader_ends_when_python_has_emptied_its_module(monkeypatch):
-    reading = source_of(tf.data.Dataset.range(6).batch(2), 1, 0).read(
+    reading = make_source(tf.data.Dataset.range(6).batch(2), 1, 0).read(
         0, 0, _all
     )
     next(reading)

@@ -84,7 +84,7 @@ class Choosy(OfTrainBatches):
         return batch % 2 == 0
 
 
-def list_of(callbacks, verbose=0, model=None):
+def make_list(callbacks, verbose=0, model=None):
     arguments = {
         "callbacks": callbacks,
         "verbose": verbose,
@@ -103,7 +103,7 @@ def test_who_listens_to_batches_is_called(name):
         assert [batch for batch, _ in listener.seen] == [0, 1, 2] * 2
         return [loss for _, loss in listener.seen]
 
-    heard = list_of([LISTENING[name]()])
+    heard = make_list([LISTENING[name]()])
     assert heard._quiet == ["test", "predict"]
     check_same(one_input, act, optimizer="sgd", loss="mse")
 
@@ -120,20 +120,20 @@ def test_without_listeners_epochs_are_as_ever(name):
         assert callback.model is model
         return history.history, history.epoch
 
-    assert isinstance(list_of([SILENT[name]()]), QuietCallbackList)
+    assert isinstance(make_list([SILENT[name]()]), QuietCallbackList)
     check_same(one_input, act, optimizer="sgd", loss="mse")
 
 
 def test_one_callback_without_a_list():
     callback = keras.callbacks.History()
-    quiet = list_of(callback)
+    quiet = make_list(callback)
     assert isinstance(quiet, QuietCallbackList)
     assert quiet.callbacks == [callback]
 
 
 @pytest.mark.parametrize("verbose", ["auto", 1, 2])
 def test_a_progress_bar_listens(verbose):
-    heard = list_of(None, verbose)
+    heard = make_list(None, verbose)
     kinds = set(map(type, heard.callbacks))
     assert keras.callbacks.ProgbarLogger in kinds
     assert heard._quiet == []
@@ -141,13 +141,13 @@ def test_a_progress_bar_listens(verbose):
 
 def test_a_list_of_keras_is_left_as_it_is():
     given = keras.callbacks.CallbackList([keras.callbacks.History()])
-    assert list_of(given) is given
+    assert make_list(given) is given
 
 
 def test_kerass_caps_for_debugging_are_left_to_keras():
     keras.config.set_max_epochs(1)
     try:
-        assert list_of(None) is None
+        assert make_list(None) is None
     finally:
         keras.config.set_max_epochs(None)
 
@@ -176,10 +176,10 @@ def test_a_callback_is_given_a_model_that_is_built():
 @pytest.mark.parametrize("verbose", [0, 2])
 @pytest.mark.parametrize("listeners", [[], [OfTrainBatches]])
 def test_who_chooses_batches_is_called_for_these(verbose, listeners, capsys):
-    def losses_of(model):
+    def list_losses(model):
         choosy, every = Choosy(), [make() for make in listeners]
         callbacks = [*every, choosy]
-        assert isinstance(list_of(callbacks, verbose), QuietCallbackList)
+        assert isinstance(make_list(callbacks, verbose), QuietCallbackList)
         np.random.seed(3)
         history = model.fit(
             X,
@@ -198,16 +198,16 @@ def test_who_chooses_batches_is_called_for_these(verbose, listeners, capsys):
         return history.history["loss"], choosy.seen[1::2]
 
     model = compiled_in(mirrored(2), one_input, "sgd", "mse")
-    ends, seen = losses_of(model)
+    ends, seen = list_losses(model)
     assert [loss for _, loss in seen] == pytest.approx(ends)
     # The progress bar of Keras still is there.
     assert ("loss: " in capsys.readouterr().out) == (verbose == 2)
 
 
 def test_who_chooses_keeps_no_other_from_keras_thread():
-    with_choosy = list_of([Choosy()], verbose=1)
+    with_choosy = make_list([Choosy()], verbose=1)
     assert with_choosy._async_train
-    assert not list_of([Choosy(), OfTrainBatches()], verbose=1)._async_train
+    assert not make_list([Choosy(), OfTrainBatches()], verbose=1)._async_train
 
 
 def test_a_list_of_keras_tells_who_chooses_of_every_batch():

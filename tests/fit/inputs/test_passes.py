@@ -17,7 +17,7 @@ ROWS, SIZE = 24, 4
 X = np.arange(ROWS, dtype="float32")[:, None]
 
 
-def of_tf(seed):
+def read_tf(seed):
     import tensorflow as tf
 
     tf.random.set_seed(None)
@@ -38,7 +38,7 @@ def of_torch(seed):
     )
 
 
-def of_files(seed):
+def read_files(seed):
     def make(folder):
         np.save(folder / "x.npy", X)
         return ks.data.files(
@@ -57,12 +57,12 @@ def of_grain(seed):
 
 
 SOURCES = {
-    "tf.data": lambda: of_tf(None),
-    "tf.data with a seed": lambda: of_tf(5),
+    "tf.data": lambda: read_tf(None),
+    "tf.data with a seed": lambda: read_tf(5),
     "torch": lambda: of_torch(None),
     "torch with a seed": lambda: of_torch(5),
-    "files": lambda: of_files(None),
-    "files with a seed": lambda: of_files(5),
+    "files": lambda: read_files(None),
+    "files with a seed": lambda: read_files(5),
     "grain": lambda: of_grain(5),
 }
 
@@ -121,7 +121,7 @@ def test_the_random_state_tells_the_orders(name, tmp_path):
 def test_another_dataset_begins_anew(tmp_path):
     model = predictor(mirrored(2))
     orders = [
-        model.predict(of_files(5)(tmp_path), verbose=0).tolist()
+        model.predict(read_files(5)(tmp_path), verbose=0).tolist()
         for _ in range(2)
     ]
     assert orders[0] == orders[1]

@@ -18,7 +18,7 @@ from keras.src.trainers.data_adapters.py_dataset_adapter import (
 import keras_strategies as ks
 from keras_strategies.data.options import AutoShardPolicy
 from keras_strategies.data.sources.file_source import FilesSource
-from keras_strategies.data.sources.files import files as files_of
+from keras_strategies.data.sources.files import files as list_files
 from keras_strategies.data.sources.iterables import IterableSource
 from keras_strategies.fit.inputs import choose_source, keras_sources
 from keras_strategies.fit.inputs.feed import make_feed
@@ -97,7 +97,7 @@ def files(reader):
                     path.write_text("\n".join(str(r[0]) for r in rows))
             parse = {"text": lambda line: np.array([line], "float32")}
             return FilesSource(
-                files_of(
+                list_files(
                     paths,
                     reader,
                     batch_size=SIZE,
@@ -262,7 +262,7 @@ def test_another_seed_gives_another_order(tmp_path, seed_of_others):
 # The same through `DistributedIterator` and `Feed`, on one process.
 
 
-def dataset_of(name):
+def make_dataset(name):
     """What a user gives, whose order is not seeded."""
     if name == "arrays":
         return X
@@ -303,7 +303,7 @@ def rows(batch):
 )
 def test_a_distributed_iterator_goes_on(name, seed_of_others):
     strategy = ks.MirroredStrategy(jax.devices()[:3])
-    distributed = strategy.experimental_distribute_dataset(dataset_of(name))
+    distributed = strategy.experimental_distribute_dataset(make_dataset(name))
     list(distributed)  # An epoch; the next one is interrupted.
     iterator = iter(distributed)
     for _ in range(3):
@@ -314,7 +314,7 @@ def test_a_distributed_iterator_goes_on(name, seed_of_others):
     assert len(expected) == STEPS - 3
     seed_of_others()
     strategy = ks.MirroredStrategy(jax.devices()[:2])
-    other = strategy.experimental_distribute_dataset(dataset_of(name))
+    other = strategy.experimental_distribute_dataset(make_dataset(name))
     iterator = iter(other)
     next(iterator)
     iterator.set_state(state)  # While a thread reads ahead.
@@ -335,7 +335,7 @@ def test_a_feed_goes_on(name, steps_per_execution, seed_of_others):
 
     def feed():
         seed_of_others()
-        data = dataset_of(name)
+        data = make_dataset(name)
         if name == "factory":
             data = ks.MirroredStrategy(
                 jax.devices()[:2]
@@ -389,7 +389,7 @@ def test_a_position_has_the_seeds_of_tensorflow():
 
     def feed(seed):
         keras.utils.set_random_seed(seed)
-        return make_feed(mesh, x=dataset_of("tf.data"))
+        return make_feed(mesh, x=make_dataset("tf.data"))
 
     def read(feed):
         feed.on_epoch_begin()

@@ -6,7 +6,7 @@ import pytest
 from jax.experimental import sparse
 
 from tests.support.combinations import combine
-from tests.support.mistakes import X, Y, compiled, iter_of, one_input
+from tests.support.mistakes import X, Y, compiled, make_iter, one_input
 from tests.support.plain_keras import (
     assert_same,
     mirrored,
@@ -97,7 +97,7 @@ def test_sparse_generators_give_the_dense_numbers(kind):
     plain.compile(keras.optimizers.SGD(0.1, momentum=0.9), "mse")
     expected = plain.fit(DENSE, Y, batch_size=22, verbose=0).history
     ours = compiled(mirrored(2))
-    data = iter_of((SPARSE[kind](), Y))
+    data = make_iter((SPARSE[kind](), Y))
     assert_same(expected, ours.fit(data, verbose=0).history)
 
 

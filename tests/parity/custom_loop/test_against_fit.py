@@ -171,27 +171,27 @@ def test_two_models_and_two_optimizers():
         optimizers = [keras.optimizers.SGD(0.01) for _ in range(2)]
         return generator, critic, *optimizers
 
-    def step_of(generator, critic, of_generator, of_critic):
+    def step_of(generator, critic, generator_optimizer, critic_variables):
         def step(x, noise):
-            def of_scores(scores, sign):
+            def score_loss(scores, sign):
                 return ks.compute_average_loss(
                     jax.nn.softplus(sign * scores[:, 0])
                 )
 
             def critics():
-                return of_scores(critic(x), -1) + of_scores(
+                return score_loss(critic(x), -1) + score_loss(
                     critic(generator(noise)), 1
                 )
 
             loss, grads = ks.value_and_grad(
                 critics, critic.trainable_variables
             )()
-            of_critic.apply(grads, critic.trainable_variables)
+            critic_variables.apply(grads, critic.trainable_variables)
             grads = ks.grad(
-                lambda: of_scores(critic(generator(noise)), -1),
+                lambda: score_loss(critic(generator(noise)), -1),
                 generator.trainable_variables,
             )()
-            of_generator.apply(grads, generator.trainable_variables)
+            generator_optimizer.apply(grads, generator.trainable_variables)
             return loss
 
         return step

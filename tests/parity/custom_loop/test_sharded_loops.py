@@ -54,20 +54,20 @@ def loss_of(model, x, y, training=False):
     return ops.sum(ops.mean(error, -1)) / GLOBAL
 
 
-def gradients_of(model, x, y, fn=loss_of):
+def compute_gradients(model, x, y, fn=loss_of):
     weights = model.trainable_variables
     return ks.value_and_grad(lambda: fn(model, x, y), weights)()
 
 
 def plain(model, optimizer, x, y):
-    loss, grads = gradients_of(model, x, y)
+    loss, grads = compute_gradients(model, x, y)
     optimizer.apply(grads, model.trainable_variables)
     return loss
 
 
 def stateless(model, optimizer, x, y):
     weights = model.trainable_variables
-    loss, grads = gradients_of(model, x, y)
+    loss, grads = compute_gradients(model, x, y)
     new, slots = optimizer.stateless_apply(
         [v.value for v in optimizer.variables],
         grads,
@@ -81,7 +81,7 @@ def stateless(model, optimizer, x, y):
 
 
 def clipped_by_hand(model, optimizer, x, y):
-    loss, grads = gradients_of(model, x, y)
+    loss, grads = compute_gradients(model, x, y)
     norm = ops.sqrt(sum(ops.sum(ops.square(g)) for g in grads))
     assert all(
         g.shape == v.shape
@@ -93,7 +93,7 @@ def clipped_by_hand(model, optimizer, x, y):
 
 
 def reduced_by_hand(model, optimizer, x, y):
-    loss, grads = gradients_of(model, x, y)
+    loss, grads = compute_gradients(model, x, y)
     context = ks.get_replica_context()
     grads = context.all_reduce("sum", grads)
     norm = ops.sqrt(sum(ops.sum(ops.square(g)) for g in grads))
@@ -109,7 +109,7 @@ def with_l2(model, optimizer, x, y):
         l2 = sum(ops.sum(ops.square(v)) for v in model.trainable_variables)
         return loss_of(model, x, y) + 0.01 * l2 / count
 
-    loss, grads = gradients_of(model, x, y, loss)
+    loss, grads = compute_gradients(model, x, y, loss)
     optimizer.apply(grads, model.trainable_variables)
     return loss
 
@@ -119,7 +119,7 @@ def with_gradient_penalty(model, optimizer, x, y):
         slope = jax.grad(lambda x: ops.sum(model(x)))(x)
         return loss_of(model, x, y) + ops.sum(ops.square(slope)) / GLOBAL
 
-    loss, grads = gradients_of(model, x, y, loss)
+    loss, grads = compute_gradients(model, x, y, loss)
     optimizer.apply(grads, model.trainable_variables)
     return loss
 
@@ -127,12 +127,12 @@ def with_gradient_penalty(model, optimizer, x, y):
 def sharpness_aware(model, optimizer, x, y):
     weights = model.trainable_variables
     context = ks.get_replica_context()
-    _, grads = gradients_of(model, x, y)
+    _, grads = compute_gradients(model, x, y)
     grads = context.all_reduce("sum", grads)
     before = [v.value for v in weights]
     for variable, grad in zip(weights, grads, strict=True):
         variable.assign_add(0.05 * grad)
-    loss, grads = gradients_of(model, x, y)
+    loss, grads = compute_gradients(model, x, y)
     for variable, value in zip(weights, before, strict=True):
         variable.assign(value)
     optimizer.apply(grads, weights)
@@ -154,7 +154,7 @@ def read_and_assigned_after(model, optimizer, x, y):
 
 
 def in_merge_call(model, optimizer, x, y):
-    loss, grads = gradients_of(model, x, y)
+    loss, grads = compute_gradients(model, x, y)
 
     def merge(strategy, grads):
         for variable, grad in zip(
@@ -170,7 +170,7 @@ def in_merge_call(model, optimizer, x, y):
 
 
 def in_a_branch(model, optimizer, x, y):
-    loss, grads = gradients_of(model, x, y)
+    loss, grads = compute_gradients(model, x, y)
     weights = model.trainable_variables
     before = [v.value for v in (*weights, *optimizer.variables)]
     new = jax.lax.cond(
@@ -189,7 +189,7 @@ def in_a_branch(model, optimizer, x, y):
 
 
 def compiled_inside(model, optimizer, x, y):
-    loss, grads = jax.jit(lambda x, y: gradients_of(model, x, y))(x, y)
+    loss, grads = jax.jit(lambda x, y: compute_gradients(model, x, y))(x, y)
     optimizer.apply(grads, model.trainable_variables)
     return loss
 
@@ -203,13 +203,13 @@ def rematerialized(model, optimizer, x, y):
             value = layer(value)
         return ops.sum(ops.mean(ops.square(value - y), -1)) / GLOBAL
 
-    loss, grads = gradients_of(model, x, y, loss)
+    loss, grads = compute_gradients(model, x, y, loss)
     optimizer.apply(grads, model.trainable_variables)
     return loss
 
 
 def through_a_reference(model, optimizer, x, y):
-    loss, grads = gradients_of(model, x, y)
+    loss, grads = compute_gradients(model, x, y)
     factor = jax.new_ref(jnp.ones(()))
     factor[...] = 0.5 * factor[...]
     grads = [g * factor[...] for g in grads]
@@ -244,7 +244,7 @@ def train(name, step, optimizer, rows=(GLOBAL,), debug=False):
         count = rows[k % len(rows)]
         x = rng.normal(size=(GLOBAL, 6)).astype("float32")[:count]
         y = np.tanh(x[:, :3])
-        batch = _batch_of(strategy, x, y)
+        batch = _make_global_batch(strategy, x, y)
         with strategy.debug() if debug else contextlib.nullcontext():
             per_replica = strategy.run(
                 lambda x, y: STEPS[step](model, optimizer, x, y), batch
@@ -259,7 +259,7 @@ def train(name, step, optimizer, rows=(GLOBAL,), debug=False):
     return losses, [np.asarray(v.value) for v in variables]
 
 
-def _batch_of(strategy, x, y):
+def _make_global_batch(strategy, x, y):
     make = strategy.experimental_distribute_values_from_function
     count = strategy.num_replicas_in_sync
     own = [np.array_split(a, count) for a in (x, y)]
@@ -314,7 +314,7 @@ def test_calls_of_python_after_the_update():
         return loss
 
     rows = np.ones((GLOBAL, 6), "float32")
-    strategy.run(step, _batch_of(strategy, rows, rows[:, :3]))
+    strategy.run(step, _make_global_batch(strategy, rows, rows[:, :3]))
     jax.effects_barrier()
     wanted = float(np.sum(model.layers[0].kernel.numpy()))
     np.testing.assert_allclose(seen, [wanted] * 4, rtol=1e-5)

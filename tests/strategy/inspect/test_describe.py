@@ -28,7 +28,7 @@ def fake_devices(count, per_process):
     return [FakeDevice(i, i // per_process) for i in range(count)]
 
 
-def mesh_of(devices=None):
+def make_mesh(devices=None):
     return ReplicaMesh(devices=devices or jax.devices())
 
 
@@ -46,12 +46,12 @@ def placed(value, sharding):
     return variable
 
 
-def row_of(variable):
-    return describe.describe_variable(variable, mesh_of())
+def find_row(variable):
+    return describe.describe_variable(variable, make_mesh())
 
 
 def test_devices_of_one_process_are_in_a_line():
-    lines = show(describe.list_processes(mesh_of()))
+    lines = show(describe.list_processes(make_mesh()))
     assert lines[0].rstrip() == "Mesh: 8 replicas on axis 'replica', cpu"
     assert len(lines) == 2
     assert "replicas 0 to 7" in lines[1]
@@ -60,7 +60,7 @@ def test_devices_of_one_process_are_in_a_line():
 
 def test_many_devices_of_one_process_are_abbreviated():
     devices = fake_devices(256, per_process=256)
-    text = "\n".join(show(describe.list_processes(mesh_of(devices))))
+    text = "\n".join(show(describe.list_processes(make_mesh(devices))))
     assert text.startswith("Mesh: 256 replicas")
     assert "replicas 0 to 255" in text
     assert "..." in text
@@ -70,7 +70,7 @@ def test_many_devices_of_one_process_are_abbreviated():
 
 def test_256_devices_of_64_processes_take_five_lines():
     devices = fake_devices(256, per_process=4)
-    lines = show(describe.list_processes(mesh_of(devices)))
+    lines = show(describe.list_processes(make_mesh(devices)))
     assert lines[0].rstrip().endswith("64 processes")
     assert [line.split()[:6] for line in lines[1:]] == [
         ["process", "0", "replicas", "0", "to", "3"],
@@ -82,7 +82,7 @@ def test_256_devices_of_64_processes_take_five_lines():
 
 def test_few_devices_of_two_processes_are_all_listed():
     devices = fake_devices(8, per_process=4)
-    lines = show(describe.list_processes(mesh_of(devices)))
+    lines = show(describe.list_processes(make_mesh(devices)))
     assert len(lines) == 1 + 2
     assert all(f"tpu:{i}" in "\n".join(lines) for i in range(8))
 
@@ -90,7 +90,7 @@ def test_few_devices_of_two_processes_are_all_listed():
 @pytest.mark.parametrize("shape", [(), (3,), (2, 3), (1, 2, 3, 4, 5)])
 def test_any_rank_is_listed_with_its_bytes(shape):
     whole = NamedSharding(Mesh(jax.devices(), ("replica",)), PartitionSpec())
-    row = row_of(placed(np.zeros(shape, "float32"), whole))
+    row = find_row(placed(np.zeros(shape, "float32"), whole))
     assert row.shape == shape
     assert row.sharding == "replicated"
     assert row.num_bytes == 4 * int(np.prod(shape))
@@ -99,16 +99,16 @@ def test_any_rank_is_listed_with_its_bytes(shape):
 def test_split_variable_costs_its_part_on_a_device():
     mesh = Mesh(np.array(jax.devices()).reshape(2, 4), ("replica", "model"))
     split = NamedSharding(mesh, PartitionSpec(None, "model"))
-    row = row_of(placed(np.zeros((6, 8), "float32"), split))
+    row = find_row(placed(np.zeros((6, 8), "float32"), split))
     assert row.sharding == "P(None, 'model')"
     assert row.num_bytes == 6 * 2 * 4
 
 
 def test_variable_elsewhere_is_not_called_replicated():
     one = jax.sharding.SingleDeviceSharding(jax.devices()[3])
-    assert row_of(placed(np.zeros(2), one)).sharding == "on cpu:3"
+    assert find_row(placed(np.zeros(2), one)).sharding == "on cpu:3"
     mesh = NamedSharding(Mesh(jax.devices()[:2], ("r",)), PartitionSpec())
-    assert row_of(placed(np.zeros(2), mesh)).sharding == (
+    assert find_row(placed(np.zeros(2), mesh)).sharding == (
         "replicated on 2 devices"
     )
 
@@ -118,14 +118,14 @@ def test_deferred_variable_is_not_built():
         variable = keras.Variable(
             initializer="zeros", shape=(2, 3), name="later"
         )
-        row = row_of(variable)
+        row = find_row(variable)
         assert variable._value is None
     assert row.sharding == "not built"
     assert row.num_bytes == 0
 
 
 def group(variables):
-    return describe.group_variables(variables, mesh_of())
+    return describe.group_variables(variables, make_mesh())
 
 
 def test_equal_variables_are_one_row_and_all_are_summed_up():

@@ -38,7 +38,7 @@ class FakeDevice:
     platform: str = "tpu"
 
 
-def mesh_of(num_processes, each=2):
+def make_mesh(num_processes, each=2):
     """A mesh as process 0 of several sees it."""
     return ReplicaMesh(
         devices=tuple(
@@ -53,7 +53,7 @@ def explain(dataset, num_processes=1, each=2, batch_size=None, policy=None):
         distribute = ks.data.DistributeOptions(auto_shard_policy=policy)
         options = ks.InputOptions(distribute=distribute)
     return explaining.explain_input(
-        dataset, mesh_of(num_processes, each), batch_size, options
+        dataset, make_mesh(num_processes, each), batch_size, options
     )
 
 
@@ -63,7 +63,7 @@ def printed(explanation, width=200):
     return console.file.getvalue()
 
 
-def lines_of(text):
+def read_lines(text):
     return [line.split() for line in text.splitlines() if line.split()]
 
 
@@ -75,7 +75,7 @@ class Rows(Source):
         raise AssertionError
 
 
-def steps_of(size, mesh, process_index, is_balanced):
+def list_steps(size, mesh, process_index, is_balanced):
     place = types.SimpleNamespace(
         num_replicas=mesh.num_replicas,
         num_processes=mesh.num_processes,
@@ -90,7 +90,7 @@ def steps_of(size, mesh, process_index, is_balanced):
 def placed(parts, mesh):
     """True rows of each replica, as `batches.place` lays them out."""
     each = mesh.replicas_per_process
-    most = batches._block_of(parts, mesh) // each
+    most = batches._block_index(parts, mesh) // each
     return tuple(
         min(max(n - r * most, 0), most) for n in parts for r in range(each)
     )
@@ -103,13 +103,13 @@ def placed(parts, mesh):
 @pytest.mark.parametrize("each", REPLICAS)
 @pytest.mark.parametrize("num_processes", WORKERS)
 def test_shares_of_a_batch_are_those_that_are_fed(num_processes, each, size):
-    mesh = mesh_of(num_processes, each)
+    mesh = make_mesh(num_processes, each)
     for rows in {1, size // 2, size - 1, size} - {0}:
         shares = explaining.compute_batch_shares(rows, size, mesh.num_replicas)
         for is_balanced, counts in zip((True, False), shares, strict=True):
             assert sum(counts) == rows
             for p in range(num_processes):
-                ends = steps_of(size, mesh, p, is_balanced)._cut(rows)
+                ends = list_steps(size, mesh, p, is_balanced)._cut(rows)
                 own = rows_of_processes(counts, num_processes)
                 assert ends == (sum(own[:p]), sum(own[: p + 1]))
         fit, fixed = shares
@@ -126,12 +126,12 @@ def test_shares_of_a_batch_are_those_that_are_fed(num_processes, each, size):
 @pytest.mark.parametrize("each", REPLICAS)
 @pytest.mark.parametrize("num_processes", [2, 3])
 def test_shares_of_own_rows_are_those_that_are_fed(num_processes, each, size):
-    mesh = mesh_of(num_processes, each)
+    mesh = make_mesh(num_processes, each)
     fit, fixed = explaining.compute_local_shares(
         size, mesh.num_replicas, num_processes
     )
     parts = tuple(
-        steps_of(size, mesh, p, True)._compute_share(0, size)
+        list_steps(size, mesh, p, True)._compute_share(0, size)
         for p in range(num_processes)
     )
     assert fit == placed(parts, mesh)
@@ -179,7 +179,7 @@ def test_more_than_sixteen_replicas_are_abbreviated(
 def test_text_of_arrays(monkeypatch):
     monkeypatch.setenv("COLUMNS", "80")
     text = str(explain((X, X), batch_size=9, each=4))
-    assert [" ".join(words) for words in lines_of(text)] == [
+    assert [" ".join(words) for words in read_lines(text)] == [
         "data arrays",
         "policy AUTO, applied as DATA, because one process reads the whole "
         "dataset",
@@ -385,7 +385,7 @@ class TestFiles:
         )
         assert explanation.whole == ((2, 2, 2, 0, 2, 0), (2, 2, 1, 1, 1, 1))
         # Not rows of one order: only their numbers are said.
-        words = lines_of(printed(explanation, 120))
+        words = read_lines(printed(explanation, 120))
         assert words[-6] == [
             *("0", "0", "(tpu:0)", "2", "2"),
             *("3:", "part-0.npz,", "part-3.npz,", "part-6.npz"),
@@ -594,7 +594,7 @@ def test_every_process_says_the_same(tmp_path):
     target = "strategy.inspect.test_explain_input:on_each_process"
     first, second = values_of(target, 2, tmp_path)
     assert first == second
-    arrays, files, given = (lines_of(text) for text in first)
+    arrays, files, given = (read_lines(text) for text in first)
     assert arrays[-1][:2] == ["1", "3"]
     assert "part-2.npz" in str(files)
     assert files[2:] == given[2:]
