@@ -11,7 +11,7 @@ import traceback
 
 import pytest
 
-from tests.support import commands, compiling
+from tests.support import commands, compiling, shards
 from tests.support.optional import HAS_TENSORFLOW, HAS_TORCH
 
 os.environ["XLA_FLAGS"] = (
@@ -56,6 +56,13 @@ NO_TORCH = (
 LANES = ("quick", "multi_process", "tpu")
 OTHER_RUNS = ("slow", "tpu", "gpu", "on_gpu", "ray", "slurm")
 collect_ignore = [] if HAS_TORCH else ["data/sources/test_torch_data.py"]
+
+
+def pytest_addoption(parser):
+    parser.addoption(
+        "--shard",
+        help="run a part of the tests, such as 2/3: the second of three parts",
+    )
 
 
 def pytest_configure(config):
@@ -124,6 +131,10 @@ def pytest_collection_modifyitems(config, items):
         out += [
             item for item in items if any(map(item.get_closest_marker, others))
         ]
+    if config.option.shard:
+        names = [item.nodeid for item in items if item not in out]
+        chosen = shards.choose(names, config.option.shard, _find_scope)
+        out += [item for item in items if item.nodeid not in chosen]
     config.hook.pytest_deselected(items=out)
     items[:] = [item for item in items if item not in out]
 
@@ -162,17 +173,22 @@ def _forget_programs(request):
 
 
 def pytest_xdist_make_scheduler(config, log):
-    """One worker runs all tests of a file, which share what was traced and
-    built; of the longest file, all of a case, which share the one-device
-    results; of programs for TPUs, which share nothing, one. (pytest 9.2 hides
-    the mark `xdist_group` from xdist 3.8.)"""
+    """One worker runs all tests of a scope. (pytest 9.2 hides the mark
+    `xdist_group` from xdist 3.8.)"""
     from xdist.scheduler import LoadScopeScheduling
 
     class ByFile(LoadScopeScheduling):
         def _split_scope(self, nodeid):
-            if "tpu/test_compile.py" in nodeid:
-                return nodeid
-            case = re.search(r"parity/test_fit\.py::\w+\[(\w+)", nodeid)
-            return case[1] if case else nodeid.partition("::")[0]
+            return _find_scope(nodeid)
 
     return ByFile(config, log)
+
+
+def _find_scope(nodeid):
+    """Returns the tests that belong together: all of a file, which share what
+    was traced and built; of the longest file, all of a case, which share the
+    one-device results; of programs for TPUs, which share nothing, one."""
+    if "tpu/test_compile.py" in nodeid:
+        return nodeid
+    case = re.search(r"parity/test_fit\.py::\w+\[(\w+)", nodeid)
+    return case[1] if case else nodeid.partition("::")[0]

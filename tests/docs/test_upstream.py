@@ -29,6 +29,16 @@ def run_script(heading):
     return done.stdout
 
 
+def test_every_report_has_a_state():
+    text = DOCUMENT.read_text("utf-8")
+    headings = re.findall(r"^## (.*)$", text, re.M)
+    rows = re.findall(r"^\| \[(.*?)\]\(#\S+\) \| (.*) \|$", text, re.M)
+    assert [name for name, _ in rows] == headings
+    link = r"\[[\w-]+/[\w-]+#\d+\]\(https://github\.com/\S+\)"
+    for name, state in rows:
+        assert state == "not reported yet" or re.fullmatch(link, state), name
+
+
 @pytest.mark.slow
 def test_an_lstm_in_half_precision_cannot_be_lowered():
     heading = "Keras: LSTM in half precision on GPUs"
