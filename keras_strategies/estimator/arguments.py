@@ -5,8 +5,11 @@ import inspect
 from collections.abc import Callable, Iterable
 from typing import Any
 
-from keras_strategies.cluster.addresses import shorten
-from keras_strategies.cluster.checks import check_number, check_type
+from keras_strategies.estimator.seam import (
+    check_number,
+    check_type,
+    shorten,
+)
 
 _OF_SESSIONS = ("begin", "after_create_session", "before_run", "after_run")
 _OF_LISTENERS = ("begin", "before_save", "after_save", "end")

@@ -15,10 +15,9 @@ from typing import Any
 
 import jax
 import numpy as np
-from keras.callbacks import Callback, LambdaCallback
+from keras.callbacks import LambdaCallback
 
 from keras_strategies._types import Tree
-from keras_strategies.checkpoint import DamagedCheckpoint, reading
 from keras_strategies.estimator import (
     exporting,
     inputs,
@@ -31,12 +30,16 @@ from keras_strategies.estimator import (
 from keras_strategies.estimator.config.run_checks import check_trains
 from keras_strategies.estimator.config.run_config import RunConfig
 from keras_strategies.estimator.estimator_spec import ModeKeys
+from keras_strategies.estimator.seam import (
+    DamagedCheckpoint,
+    OneDeviceStrategy,
+    Strategy,
+    fresh_names,
+    reading,
+)
+from keras_strategies.estimator.specs import EvalSpec, TrainSpec
 from keras_strategies.estimator.warm_start import WarmStartSettings
-from keras_strategies.keras_bridge.keras_names import fresh_names
-from keras_strategies.strategy.mirrored import OneDeviceStrategy
-from keras_strategies.strategy.strategy import Strategy
 
-Callbacks = tuple[Callback, ...]
 InputFn = Callable[..., Any]
 Restore = Callable[[Any], None]
 _NUM_TRIES = 3
@@ -94,11 +97,6 @@ class Settings:
         return os.path.join(self.model_dir, f"eval_{name}" if name else "eval")
 
 
-def rename_results(estimator: Settings, names: Mapping[str, str]) -> None:
-    """Sets new names for evaluation results; `names` maps old to new names."""
-    estimator._result_names = dict(names)
-
-
 def find_strategy(estimator: Settings, mode: str) -> Strategy:
     """Returns the strategy for a mode; its default uses a single device."""
     strategy = estimator.config.eval_distribute
@@ -130,12 +128,8 @@ def make_plain(
 
 def train(
     estimator: Settings,
-    input_fn: InputFn,
-    hooks: Callbacks,
-    *,
+    spec: TrainSpec,
     steps: int | None = None,
-    max_steps: int | None = None,
-    listeners: tuple[Any, ...] = (),
     after_save: Callable[[int], bool] | None = None,
 ) -> None:
     """Implements `Estimator.train`; see `TrainCheckpoint` for `after_save`."""
@@ -143,26 +137,26 @@ def train(
     mesh = find_strategy(estimator, ModeKeys.TRAIN).mesh
     check_trains(config, mesh.num_processes)
     progress = train_callback.share_progress(mesh, estimator.model_dir)
-    if not train_callback.has_steps(mesh, config, progress, max_steps):
+    if not train_callback.has_steps(mesh, config, progress, spec.max_steps):
         return
     initialize = functools.partial(warm_start.apply, estimator._warm_start)
     seed = config.tf_random_seed
     isolated = _isolate_random_state(seed, moves_on=seed is None)
     with isolated, _allow_data_to_end():
-        data = _call_input_fn(estimator, input_fn, ModeKeys.TRAIN)
+        data = _call_input_fn(estimator, spec, ModeKeys.TRAIN)
         bundle = _make(estimator, ModeKeys.TRAIN, data)
         checkpointer = train_callback.TrainCheckpoint(
             config,
-            listeners=listeners,
+            listeners=tuple(spec.saving_listeners or ()),
             after_save=after_save,
             initialize=initialize,
         )
         planned_steps = train_callback.count_steps(
-            progress, steps, max_steps, is_endless=data.is_endless
+            progress, steps, spec.max_steps, is_endless=data.is_endless
         )
         chief_hooks = bundle.chief_hooks if mesh.is_chief else ()
         scalars = records.make_scalars(config, progress.step)
-        callbacks = [*chief_hooks, *bundle.hooks, *hooks, *scalars]
+        callbacks = [*chief_hooks, *bundle.hooks, *(spec.hooks or ()), *scalars]
         _fit(bundle.model, data, planned_steps, [*callbacks, checkpointer])
     num_steps = checkpointer.num_steps
     if not (data.is_dataset or bundle.model.stop_training):
@@ -171,26 +165,13 @@ def train(
 
 
 def evaluate(
-    estimator: Settings,
-    input_fn: InputFn,
-    hooks: Callbacks,
-    *,
-    steps: int | None,
-    path: str | None,
-    name: str | None,
+    estimator: Settings, spec: EvalSpec, path: str | None
 ) -> dict[str, Any]:
     """Implements `Estimator.evaluate`."""
 
     def evaluate_at(path: str | None) -> dict[str, Any]:
-        return evaluate_model(
-            estimator,
-            input_fn,
-            hooks,
-            _make_restore(path),
-            step=0 if path is None else reading.parse_step(path),
-            steps=steps,
-            name=name,
-        )
+        step = 0 if path is None else reading.parse_step(path)
+        return evaluate_model(estimator, spec, _make_restore(path), step)
 
     if path is not None:
         reading.check(path)
@@ -209,35 +190,25 @@ def evaluate(
 
 
 def evaluate_model(
-    estimator: Settings,
-    input_fn: InputFn,
-    hooks: Callbacks,
-    restore: Restore,
-    *,
-    step: int,
-    steps: int | None,
-    name: str | None,
+    estimator: Settings, spec: EvalSpec, restore: Restore, step: int
 ) -> dict[str, Any]:
     """Creates a new model, restores its weights and evaluates it.
 
     Args:
       estimator: The Estimator.
-      input_fn: Function that returns the data.
-      hooks: Keras callbacks.
+      spec: The data, their number of batches, the callbacks and the name.
       restore: Function that is called with the built model and assigns its
         weights.
       step: The global step up to which the weights were trained.
-      steps: The number of batches; None for all.
-      name: Name of the evaluation, or None.
     """
     config = estimator.config
     with _isolate_random_state(config.tf_random_seed), _allow_data_to_end():
-        data = _call_input_fn(estimator, input_fn, ModeKeys.EVAL)
+        data = _call_input_fn(estimator, spec, ModeKeys.EVAL)
         bundle = _make(estimator, ModeKeys.EVAL, data)
-        scalars = records.make_scalars(config, step, name or "")
+        scalars = records.make_scalars(config, step, spec.name or "")
         metrics = bundle.model.evaluate(
             **data.make_arguments(),
-            steps=steps,
+            steps=spec.steps,
             verbose=0,
             return_dict=True,
             callbacks=[
@@ -245,31 +216,30 @@ def evaluate_model(
                     on_test_begin=lambda logs: restore(bundle.model)
                 ),
                 *bundle.hooks,
-                *hooks,
+                *(spec.hooks or ()),
                 *scalars,
             ],
         )
     results = records.rename(metrics, estimator._result_names)
     results[records.GLOBAL_STEP] = step
     if jax.process_index() == 0:
-        records.append(estimator.eval_dir(name), step, results)
+        records.append(estimator.eval_dir(spec.name), step, results)
     _logger.info("Evaluated: %s", results)
     return results
 
 
 def predict(
     estimator: Settings,
-    input_fn: InputFn,
-    hooks: Callbacks,
-    *,
+    spec: EvalSpec,
     keys: tuple[str, ...] | None,
     path: str | None,
+    *,
     yields_rows: bool,
 ) -> Iterator[Any]:
     """Implements `Estimator.predict`."""
     strategy = find_strategy(estimator, ModeKeys.PREDICT)
     with _isolate_random_state(estimator.config.tf_random_seed):
-        data = _call_input_fn(estimator, input_fn, ModeKeys.PREDICT)
+        data = _call_input_fn(estimator, spec, ModeKeys.PREDICT)
         bundle = _make(estimator, ModeKeys.PREDICT, data)
     restore = _make_restore(
         _find_newest(estimator, strategy) if path is None else path
@@ -277,7 +247,7 @@ def predict(
     callbacks = [
         LambdaCallback(on_predict_begin=lambda logs: restore(bundle.model)),
         *bundle.hooks,
-        *hooks,
+        *(spec.hooks or ()),
     ]
     for batch in predicting.iter_batches(bundle, data, strategy, callbacks):
         predictions = predicting.select_keys(bundle.predictions(batch), keys)
@@ -313,10 +283,10 @@ def _call_model_fn(
 
 
 def _call_input_fn(
-    estimator: Settings, input_fn: InputFn, mode: str
+    estimator: Settings, spec: TrainSpec | EvalSpec, mode: str
 ) -> inputs.Input:
     return inputs.call_input_fn(
-        input_fn,
+        spec.input_fn,
         mode=mode,
         params=estimator.params,
         config=estimator.config,

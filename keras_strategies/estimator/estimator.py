@@ -10,8 +10,6 @@ from typing import Any
 
 import numpy as np
 
-from keras_strategies.checkpoint import reading
-from keras_strategies.cluster.addresses import shorten
 from keras_strategies.estimator import (
     engine,
     exporting,
@@ -20,16 +18,15 @@ from keras_strategies.estimator import (
     records,
     warm_start,
 )
-from keras_strategies.estimator.arguments import (
-    check_hooks,
-    check_input_fn,
-    check_listeners,
-    check_name,
-    check_positive,
-)
+from keras_strategies.estimator.arguments import check_positive
 from keras_strategies.estimator.config.run_config import RunConfig
 from keras_strategies.estimator.engine import InputFn, Settings
 from keras_strategies.estimator.estimator_spec import ModeKeys
+from keras_strategies.estimator.seam import (
+    reading,
+    shorten,
+)
+from keras_strategies.estimator.specs import EvalSpec, TrainSpec
 
 _logger = logging.getLogger(__name__)
 
@@ -140,18 +137,16 @@ class Estimator(Settings):
             model; or if this process is an evaluator.
           TypeError: if an argument has the wrong type.
         """
-        _check_steps(steps, max_steps)
-        check_input_fn(input_fn)
-        callbacks = check_hooks(hooks)
-        listeners = check_listeners(saving_listeners)
-        engine.train(
-            self,
-            input_fn,
-            callbacks,
-            steps=steps,
-            max_steps=max_steps,
-            listeners=listeners,
-        )
+        if steps is not None and max_steps is not None:
+            raise ValueError(
+                "Cannot set both steps and max_steps. Received: "
+                f"steps={steps}, max_steps={max_steps}. Pass only `steps` to "
+                "limit the steps of this call, or only `max_steps` to limit "
+                "the total number of steps over all calls."
+            )
+        check_positive("steps", steps)
+        spec = TrainSpec(input_fn, max_steps, hooks, saving_listeners)
+        engine.train(self, spec, steps)
         return self
 
     def evaluate(
@@ -185,18 +180,8 @@ class Estimator(Settings):
             the checkpoint does not exist.
           TypeError: if an argument has the wrong type.
         """
-        check_positive("steps", steps)
-        check_input_fn(input_fn)
-        check_name(name)
-        callbacks = check_hooks(hooks)
-        return engine.evaluate(
-            self,
-            input_fn,
-            callbacks,
-            steps=steps,
-            path=checkpoint_path,
-            name=name,
-        )
+        spec = EvalSpec(input_fn, steps, name, hooks)
+        return engine.evaluate(self, spec, checkpoint_path)
 
     def predict(
         self,
@@ -227,18 +212,12 @@ class Estimator(Settings):
             the predictions have different numbers of rows.
           TypeError: if an argument has the wrong type.
         """
-        check_input_fn(input_fn)
-        callbacks = check_hooks(hooks)
+        spec = EvalSpec(input_fn, hooks=hooks)
         keys = predicting.check_keys(predict_keys)
         if checkpoint_path is not None:
             reading.check(checkpoint_path)
         return engine.predict(
-            self,
-            input_fn,
-            callbacks,
-            keys=keys,
-            path=checkpoint_path,
-            yields_rows=yield_single_examples,
+            self, spec, keys, checkpoint_path, yields_rows=yield_single_examples
         )
 
     def latest_checkpoint(self) -> str | None:
@@ -331,18 +310,6 @@ class Estimator(Settings):
                 "Received: a folder without a checkpoint. Call `train` first."
             )
         return path
-
-
-def _check_steps(steps: object, max_steps: object) -> None:
-    if steps is not None and max_steps is not None:
-        raise ValueError(
-            "Cannot set both steps and max_steps. Received: "
-            f"steps={steps}, max_steps={max_steps}. Pass only `steps` to limit "
-            "the steps of this call, or only `max_steps` to limit the total "
-            "number of steps over all calls."
-        )
-    check_positive("steps", steps)
-    check_positive("max_steps", max_steps)
 
 
 def _resolve_config(config: object, model_dir: object) -> RunConfig:

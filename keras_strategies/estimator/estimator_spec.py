@@ -5,9 +5,12 @@ from collections.abc import Iterable, Mapping
 from typing import TYPE_CHECKING, Any
 
 from keras_strategies._types import Tree
-from keras_strategies.cluster.addresses import shorten
-from keras_strategies.cluster.checks import check_type
 from keras_strategies.estimator.arguments import check_hooks
+from keras_strategies.estimator.config.run_checks import check_unsupported
+from keras_strategies.estimator.seam import (
+    check_type,
+    shorten,
+)
 
 if TYPE_CHECKING:
     import keras
@@ -45,6 +48,14 @@ _HOOKS = (
     "training_hooks",
     "evaluation_hooks",
     "prediction_hooks",
+)
+_OUTPUTS = (
+    "An exported model returns symbolic `predictions`, or else the outputs of "
+    "`model`. To choose these, create it with `keras.Model(inputs, outputs)`."
+)
+_SCAFFOLD = (
+    "Use `warm_start_from` to set initial values, and `RunConfig` to configure "
+    "checkpoints."
 )
 _COMPILED = ("loss", "train_op", "eval_metric_ops")
 # Results that every evaluation contains in addition to its metrics.
@@ -129,11 +140,7 @@ class EstimatorSpec:
     model: "keras.Model | None" = None
 
     def __post_init__(self) -> None:
-        if self.mode not in MODES:
-            raise ValueError(
-                f"`mode` must be one of {MODES}. Received: "
-                f"{shorten(self.mode)}. Pass the argument `mode` of `model_fn`."
-            )
+        check_mode("mode", self.mode)
         _check_model(self.model)
         _check_compiled(self)
         _check_train_op(self.train_op)
@@ -141,11 +148,22 @@ class EstimatorSpec:
         _check_needed(self)
         _check_predictions(self.predictions)
         _check_metrics(self.eval_metric_ops)
-        _check_export_outputs(self.export_outputs)
-        _check_scaffold(self.scaffold)
+        name, outputs = "export_outputs", self.export_outputs
+        check_type(f"`{name}`", outputs, Mapping | None, "a dict", _OUTPUTS)
+        check_unsupported(name, outputs, _OUTPUTS)
+        check_unsupported("scaffold", self.scaffold, _SCAFFOLD, error=TypeError)
         for name in _HOOKS:
             hooks = check_hooks(getattr(self, name), name)
             object.__setattr__(self, name, hooks)
+
+
+def check_mode(name: str, mode: object) -> None:
+    """Raises ValueError unless an argument is one of `ModeKeys`."""
+    if mode not in MODES:
+        raise ValueError(
+            f"`{name}` must be one of {MODES}. Received: {shorten(mode)}. Pass "
+            "one of `ks.estimator.ModeKeys`."
+        )
 
 
 def _check_model(model: object) -> None:
@@ -203,41 +221,48 @@ def _check_train_op(train_op: object) -> None:
     check_type("train_op", train_op, kinds, what, cure)
 
 
+def _check_part(
+    part: object, kinds: Any, name: str, what: str, cure: str
+) -> None:
+    """Raises TypeError unless a part is a function or of some kinds."""
+    if not callable(part) or is_tensor(part):
+        cure = f"Graph tensors are not supported. {cure}"
+        check_type(name, part, kinds, what, cure)
+
+
 def _check_loss(loss: Tree) -> None:
     import keras
 
+    kinds = str | keras.losses.Loss | None
+    what = "a Keras loss, the name of one, or a function of (y_true, y_pred)"
+    cure = (
+        "Pass a loss such as `keras.losses.MeanSquaredError()` instead of a "
+        "computed value. To add a loss that depends on other tensors, call "
+        "`add_loss` of a layer or of the model."
+    )
     for part in keras.tree.flatten(loss):
-        if part is None or isinstance(part, str | keras.losses.Loss):
-            continue
-        if is_tensor(part) or not callable(part):
-            raise TypeError(
-                "loss must be a Keras loss, the name of one, or a function of "
-                f"(y_true, y_pred). Received: {shorten(part)} of type "
-                f"{type(part).__name__}. Graph tensors are not supported. "
-                "Pass a loss such as `keras.losses.MeanSquaredError()` instead "
-                "of a computed value. To add a loss that depends on other "
-                "tensors, call `add_loss` of a layer or of the model."
-            )
+        _check_part(part, kinds, "loss", what, cure)
 
 
 def _check_predictions(predictions: Tree) -> None:
-    parts = predictions
+    import keras
+
+    what = (
+        "names of the model's outputs, symbolic tensors of the model, or "
+        "functions of its outputs"
+    )
+    cure = (
+        "Pass a function such as `lambda outputs: outputs.argmax(-1)` instead "
+        "of a computed value."
+    )
+    kinds = str | keras.KerasTensor | None
+    parts = [predictions]
     if isinstance(predictions, Mapping):
-        parts = [p for p in predictions.values() if p is not None]
-    elif not isinstance(predictions, list | tuple):
-        parts = [predictions] if predictions is not None else []
-    for part in parts or ():
-        if _is_symbolic(part) or isinstance(part, str):
-            continue
-        if is_tensor(part) or not callable(part):
-            raise TypeError(
-                "predictions must be names of the model's outputs, symbolic "
-                "tensors of the model, or functions of its outputs. Received: "
-                f"{shorten(part)} of type {type(part).__name__}. Graph tensors "
-                "are not supported. Pass a function such as "
-                "`lambda outputs: outputs.argmax(-1)` instead of a computed "
-                "value."
-            )
+        parts = [*predictions.values()]
+    elif isinstance(predictions, list | tuple):
+        parts = [*predictions]
+    for part in parts:
+        _check_part(part, kinds, "predictions", what, cure)
 
 
 def _check_metrics(metrics: Mapping[str, Any] | None) -> None:
@@ -261,53 +286,15 @@ def _check_metrics(metrics: Mapping[str, Any] | None) -> None:
                 "evaluation already returns a result with this name. Received: "
                 f"{shorten(metric)}. Use another name."
             )
-        if isinstance(metric, keras.metrics.Metric | str):
-            continue
-        if is_tensor(metric) or not callable(metric):
-            raise TypeError(
-                "Values of eval_metric_ops must be Keras metrics, names of "
-                "Keras metrics, or functions of (y_true, y_pred). Received: "
-                f"{shorten(metric)} of type {type(metric).__name__} for key: "
-                f"{name}. Graph tensors are not supported. Pass a metric such "
-                "as `keras.metrics.SparseCategoricalAccuracy()` instead of a "
-                "pair (value, update_op)."
-            )
-
-
-def _check_export_outputs(outputs: object) -> None:
-    if outputs is None:
-        return
-    if not isinstance(outputs, Mapping):
-        raise TypeError(
-            "`export_outputs` must be a dict. Received: "
-            f"{shorten(outputs)} of type {type(outputs).__name__}. Omit it, "
-            "because an exported model returns symbolic `predictions`, or else "
-            "the outputs of `model`."
+        cure = (
+            "Pass a metric such as `keras.metrics.SparseCategoricalAccuracy()` "
+            f"instead of a pair (value, update_op), for key: {name}."
         )
-    raise ValueError(
-        "`export_outputs` is not supported. Received: the signatures "
-        f"{sorted(map(str, outputs))}. Omit it, because an exported model "
-        "returns symbolic `predictions`, or else the outputs of `model`. To "
-        "choose these, create the model with `keras.Model(inputs, outputs)`."
-    )
-
-
-def _check_scaffold(scaffold: object) -> None:
-    if scaffold is not None:
-        raise TypeError(
-            "`scaffold` is not supported, because JAX has no sessions. "
-            f"Received: {shorten(scaffold)} of type {type(scaffold).__name__}. "
-            "Use `warm_start_from` to set initial values, and `RunConfig` to "
-            "configure checkpoints."
-        )
+        what = "Keras metrics, names of them, or functions of (y_true, y_pred)"
+        name = "Values of eval_metric_ops"
+        _check_part(metric, keras.metrics.Metric | str, name, what, cure)
 
 
 def is_tensor(value: object) -> bool:
     """Returns whether a value is an array or a tensor of any library."""
     return hasattr(value, "shape") and hasattr(value, "dtype")
-
-
-def _is_symbolic(value: object) -> bool:
-    import keras
-
-    return isinstance(value, keras.KerasTensor)

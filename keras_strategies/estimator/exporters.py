@@ -9,11 +9,14 @@ import shutil
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from keras_strategies.cluster.addresses import shorten
 from keras_strategies.estimator import records
 from keras_strategies.estimator.arguments import (
     check_positive,
     find_argument_names,
+)
+from keras_strategies.estimator.config.run_checks import check_unsupported
+from keras_strategies.estimator.seam import (
+    shorten,
 )
 
 DEFAULT_EXPORTS_TO_KEEP = 5
@@ -304,19 +307,17 @@ class BestExporter(_ModelExporter):
 
 def check_serving(serving_input_receiver_fn: object, as_text: object) -> None:
     """Raises ValueError if export arguments that need a graph are given."""
-    if serving_input_receiver_fn is not None:
-        raise ValueError(
-            "`serving_input_receiver_fn` is not supported. Received: "
-            f"{shorten(serving_input_receiver_fn)}. Omit it, because the "
-            "exported model has the same inputs as the model that `model_fn` "
-            "returns. To preprocess inputs, add layers to the model."
-        )
-    if as_text:
-        raise ValueError(
-            "`as_text` is not supported. Received: "
-            f"as_text={as_text}. Omit it. The exported `.keras` file is a zip "
-            "archive that contains the model's configuration as JSON."
-        )
+    cure = (
+        "The exported model has the same inputs as the model that `model_fn` "
+        "returns. To preprocess inputs, add layers to the model."
+    )
+    name = "serving_input_receiver_fn"
+    check_unsupported(name, serving_input_receiver_fn, cure)
+    cure = (
+        "The exported `.keras` file is a zip archive that contains the model's "
+        "configuration as JSON."
+    )
+    check_unsupported("as_text", as_text, cure, default=False)
 
 
 def _check_compare_fn(compare_fn: object) -> None:

@@ -15,16 +15,18 @@ import keras
 import numpy as np
 
 from keras_strategies._types import Array, Tree
-from keras_strategies.checkpoint import reading
-from keras_strategies.cluster.addresses import shorten
-from keras_strategies.cluster.checks import check_type
-from keras_strategies.cluster.untrusted import open_regular
-from keras_strategies.data import batch_spec
-from keras_strategies.estimator.estimator_spec import MODES
+from keras_strategies.estimator.estimator_spec import check_mode
 from keras_strategies.estimator.exporters import check_serving, list_exports
 from keras_strategies.estimator.model_fns import ModelBundle
-from keras_strategies.fit.scope_hooks import is_built
-from keras_strategies.names import dry_run
+from keras_strategies.estimator.seam import (
+    batch_spec,
+    check_type,
+    dry_run,
+    is_built,
+    open_regular,
+    reading,
+    shorten,
+)
 
 MODEL_FILE = "model.keras"
 """The name of the Keras file in an export."""
@@ -65,11 +67,7 @@ def export(
         TensorFlow is installed.
     """
     check_serving(serving_input_receiver_fn, as_text)
-    if mode not in MODES:
-        raise ValueError(
-            f"`experimental_mode` must be one of {MODES}. Received: "
-            f"{shorten(mode)}. Omit it to export for serving."
-        )
+    check_mode("experimental_mode", mode)
     writes_saved_model = _writes_saved_model(saved_model)
     files = _check_files(assets_extra)
     path = checkpoint_path or reading.find_newest_good(model_dir)

@@ -10,15 +10,18 @@ import keras
 import numpy as np
 
 from keras_strategies._types import Array, Dataset, Tree
-from keras_strategies.cluster.addresses import shorten
-from keras_strategies.data.distributed import DistributedDataset
-from keras_strategies.data.source import Source, all_rows
-from keras_strategies.data.sources.from_function import InputContext
-from keras_strategies.data.sources.iterables import host_batches
 from keras_strategies.estimator.arguments import find_argument_names
 from keras_strategies.estimator.config.run_config import RunConfig
 from keras_strategies.estimator.estimator_spec import ModeKeys, is_tensor
-from keras_strategies.strategy.strategy import Strategy
+from keras_strategies.estimator.seam import (
+    DistributedDataset,
+    InputContext,
+    Source,
+    Strategy,
+    all_rows,
+    host_batches,
+    shorten,
+)
 
 DEFAULT_BATCH_SIZE = 32
 """Rows per batch if an `input_fn` returns arrays; the default of Keras."""

@@ -10,12 +10,14 @@ from typing import Any
 import keras
 
 from keras_strategies._types import Array, Tree
-from keras_strategies.cluster.addresses import shorten
 from keras_strategies.estimator.arguments import find_argument_names
 from keras_strategies.estimator.config.run_config import RunConfig
 from keras_strategies.estimator.estimator_spec import EstimatorSpec, ModeKeys
-from keras_strategies.fit.binding import find_binding
-from keras_strategies.strategy.current import get_entered_strategy
+from keras_strategies.estimator.seam import (
+    find_binding,
+    get_entered_strategy,
+    shorten,
+)
 
 ARGUMENTS = ("features", "labels", "mode", "params", "config")
 """The names of the arguments that a `model_fn` may have."""

@@ -7,11 +7,13 @@ import keras
 import numpy as np
 
 from keras_strategies._types import Array, Tree
-from keras_strategies.cluster.addresses import shorten
 from keras_strategies.estimator.inputs import Input
 from keras_strategies.estimator.model_fns import ModelBundle
-from keras_strategies.fit.scope_hooks import is_built
-from keras_strategies.strategy.strategy import Strategy
+from keras_strategies.estimator.seam import (
+    Strategy,
+    is_built,
+    shorten,
+)
 
 
 def check_keys(keys: Iterable[str] | str | None) -> tuple[str, ...] | None:

@@ -14,13 +14,14 @@ import pathlib
 from collections.abc import Iterator, Mapping
 from typing import Any, BinaryIO
 
-from keras_strategies.cluster.exchange.message_forms import (
+from keras_strategies.estimator.config.run_config import RunConfig
+from keras_strategies.estimator.seam import (
+    Scalars,
     fault_of,
     is_count,
     load_form,
+    open_regular,
 )
-from keras_strategies.cluster.untrusted import open_regular
-from keras_strategies.estimator.config.run_config import RunConfig
 
 FILE = "evaluations.jsonl"
 """The name of the file with the results in an evaluation's folder."""
@@ -119,9 +120,6 @@ def make_scalars(
     has_files = bool(writes) and _can_write()
     if not (writes or logs) or not (is_training or has_files):
         return []
-    # Imported here because this module imports Keras.
-    from keras_strategies.callbacks.scalars import Scalars
-
     directory = config.model_dir or ""
     return [
         Scalars(

@@ -4,8 +4,6 @@ import dataclasses
 from collections.abc import Callable, Iterable
 from typing import Any
 
-from keras_strategies.cluster.addresses import shorten
-from keras_strategies.cluster.checks import check_type
 from keras_strategies.estimator.arguments import (
     check_hooks,
     check_input_fn,
@@ -15,6 +13,10 @@ from keras_strategies.estimator.arguments import (
     check_seconds,
 )
 from keras_strategies.estimator.exporters import Exporter
+from keras_strategies.estimator.seam import (
+    check_type,
+    shorten,
+)
 
 DEFAULT_EVAL_STEPS = 100
 """The default number of batches in an evaluation, as in TensorFlow."""

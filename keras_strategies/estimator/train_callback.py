@@ -18,23 +18,23 @@ import warnings
 from collections.abc import Callable
 from typing import Any
 
-from keras_strategies.callbacks.checkpoint import Checkpoint
-from keras_strategies.checkpoint import Keep, contents, reading
-from keras_strategies.cluster.exchange.host_exchange import Agreement
-from keras_strategies.cluster.exchange.message_forms import (
+from keras_strategies.estimator.config.run_config import RunConfig
+from keras_strategies.estimator.seam import (
+    Agreement,
+    Checkpoint,
+    FitState,
     Form,
+    Keep,
+    ReplicaMesh,
+    contents,
+    dry_run,
+    find_fit_state,
     is_count,
     load_form,
+    open_regular,
     read_messages,
+    reading,
 )
-from keras_strategies.cluster.untrusted import open_regular
-from keras_strategies.estimator.config.run_config import RunConfig
-from keras_strategies.fit.callbacks.resumable_fit import (
-    FitState,
-    find_fit_state,
-)
-from keras_strategies.names import dry_run
-from keras_strategies.spmd.mesh import ReplicaMesh
 
 MARK = "training.json"
 """The name of the mark: a file in `model_dir` with the step at which the last

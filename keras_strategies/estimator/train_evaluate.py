@@ -3,12 +3,10 @@
 import logging
 import os
 import time
-from collections.abc import Callable
 from typing import Any
 
 import jax
 
-from keras_strategies.checkpoint import DamagedCheckpoint, reading
 from keras_strategies.estimator import engine, records, train_callback
 from keras_strategies.estimator.arguments import check_kind
 from keras_strategies.estimator.config.run_cluster import (
@@ -18,6 +16,10 @@ from keras_strategies.estimator.config.run_cluster import (
 )
 from keras_strategies.estimator.estimator import Estimator
 from keras_strategies.estimator.estimator_spec import ModeKeys
+from keras_strategies.estimator.seam import (
+    DamagedCheckpoint,
+    reading,
+)
 from keras_strategies.estimator.specs import EvalSpec, TrainSpec
 
 Results = tuple[dict[str, Any] | None, list[str | None]]
@@ -90,7 +92,7 @@ def train_and_evaluate(
     jobs = config.cluster_spec.jobs if config.is_chief else [EVALUATOR]
     if not {CHIEF, EVALUATOR} & {*jobs}:
         _warn_without_evaluator(estimator)
-    _train(estimator, train_spec, None)
+    engine.train(estimator, train_spec)
     # If the cluster has a "chief", there may be an evaluator that the cluster
     # does not list. If so, its folder exists by now.
     may_be = CHIEF in jobs and EVALUATOR not in jobs
@@ -127,21 +129,6 @@ def _check(
         )
 
 
-def _train(
-    estimator: Estimator,
-    spec: TrainSpec,
-    after_save: Callable[[int], bool] | None,
-) -> None:
-    engine.train(
-        estimator,
-        spec.input_fn,
-        tuple(spec.hooks or ()),
-        max_steps=spec.max_steps,
-        listeners=tuple(spec.saving_listeners or ()),
-        after_save=after_save,
-    )
-
-
 def _train_locally(
     estimator: Estimator, train_spec: TrainSpec, eval_spec: EvalSpec
 ) -> Results:
@@ -166,7 +153,7 @@ def _train_locally(
             )
         return False
 
-    _train(estimator, train_spec, after_save)
+    engine.train(estimator, train_spec, after_save=after_save)
     latest = train_callback.broadcast_from_chief(
         mesh,
         "the last checkpoint",

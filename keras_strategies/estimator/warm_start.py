@@ -9,9 +9,12 @@ from typing import Any
 
 import keras
 
-from keras_strategies.checkpoint import contents, reading
-from keras_strategies.cluster.addresses import shorten
-from keras_strategies.cluster.checks import check_type
+from keras_strategies.estimator.config.run_checks import check_unsupported
+from keras_strategies.estimator.seam import (
+    check_type,
+    contents,
+    reading,
+)
 
 _logger = logging.getLogger(__name__)
 
@@ -64,13 +67,12 @@ class WarmStartSettings:
                 "`ckpt_to_initialize_from` MUST be set in WarmStartSettings. "
                 f"Received: {path!r}. {cure}"
             )
-        if self.var_name_to_vocab_info:
-            raise ValueError(
-                "`var_name_to_vocab_info` is not supported. Received: "
-                f"{shorten(self.var_name_to_vocab_info)}. Omit it. If the "
-                "vocabularies differ, reorder the rows of the embedding before "
-                "training."
-            )
+        cure = (
+            "If the vocabularies differ, reorder the rows of the embedding "
+            "before training."
+        )
+        unsupported = self.var_name_to_vocab_info or None
+        check_unsupported("var_name_to_vocab_info", unsupported, cure)
         for pattern in _list_patterns(self.vars_to_warm_start):
             name, what = "`vars_to_warm_start`", "regular expressions"
             cure = "Pass a string or a list of strings."

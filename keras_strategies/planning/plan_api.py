@@ -6,7 +6,6 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
 from keras_strategies._types import Batch
-from keras_strategies.keras_bridge.keras_names import restore_names
 from keras_strategies.planning.compile import candidates as lib
 from keras_strategies.planning.compile.compiler import (
     Compiler,
@@ -20,7 +19,10 @@ from keras_strategies.planning.compile.planner import (
 )
 from keras_strategies.planning.report.planned_step import PlannedStep
 from keras_strategies.planning.report.table import Plan, Show, live_table
-from keras_strategies.strategy.strategy import Strategy
+from keras_strategies.planning.seam import (
+    Strategy,
+    restore_names,
+)
 
 if TYPE_CHECKING:
     import keras

@@ -5,10 +5,10 @@ from typing import Any
 
 import keras
 
-from keras_strategies.planning.compile.fit_step import count_model_flops
-from keras_strategies.planning.program.chips import find_chip
+from keras_strategies.keras_bridge.model_flops import count_model_flops
 from keras_strategies.reporting.recorder import StepRecorder
 from keras_strategies.spmd.mesh import ReplicaMesh
+from keras_strategies.tpu.chips import find_chip
 
 _MOST_SHAPES = 8
 

@@ -21,10 +21,10 @@ from keras_strategies.passes.replay import separate_trace
 from keras_strategies.passes.stages import scan_operands
 from keras_strategies.passes.traces import is_tracing
 from keras_strategies.planning.compile.compiler import parse_misfit
-from keras_strategies.planning.program.chips import find_memory
 from keras_strategies.spmd.compiled import Figures
 from keras_strategies.spmd.mesh import ReplicaMesh
 from keras_strategies.spmd.replica_map import replica_map, split_spec
+from keras_strategies.tpu.chips import find_memory
 from keras_strategies.tpu.topology_devices import make_tpu_devices
 from keras_strategies.watchdog import progress
 from tests.support import compiling

@@ -13,8 +13,8 @@ import pytest
 
 import keras_strategies as ks
 from keras_strategies.names import phases
-from keras_strategies.planning.program.chips import GPUS
 from keras_strategies.reporting import document, flops, run_report
+from keras_strategies.tpu.chips import GPUS
 from tests.callbacks.test_scalars import read
 from tests.support.plain_keras import mirrored
 

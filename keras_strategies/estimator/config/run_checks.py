@@ -2,9 +2,13 @@
 
 from typing import Any
 
-from keras_strategies.cluster.addresses import shorten
-from keras_strategies.cluster.checks import check_number, check_type
 from keras_strategies.estimator.config.run_cluster import EVALUATOR, SERVER
+from keras_strategies.estimator.seam import (
+    Strategy,
+    check_number,
+    check_type,
+    shorten,
+)
 
 _NUMBERS: dict[str, dict[str, Any]] = {
     "save_summary_steps": {"least": 0},
@@ -50,14 +54,24 @@ def check_fields(config: Any) -> None:
         cure = "Pass a valid number, or None."
         check_number(f"`{name}`", getattr(config, name), cure, **bounds)
     for name, (default, cure) in _WITHOUT_MEANING.items():
-        value = getattr(config, name)
-        if value is not default:
-            raise ValueError(
-                f"`{name}` is not supported on JAX. Received: {name}="
-                f"{shorten(value)}. Omit it. {cure}"
-            )
+        check_unsupported(name, getattr(config, name), cure, default)
     for name in ("train_distribute", "eval_distribute"):
         _check_strategy(name, getattr(config, name))
+
+
+def check_unsupported(
+    name: str,
+    value: object,
+    cure: str,
+    default: object = None,
+    error: type[Exception] = ValueError,
+) -> None:
+    """Raises an error unless an argument of TensorFlow has its default."""
+    if value is not default:
+        raise error(
+            f"`{name}` is not supported on JAX. Received: {name}="
+            f"{shorten(value)}. Omit it. {cure}"
+        )
 
 
 def check_trains(config: Any, num_processes: int) -> None:
@@ -99,10 +113,6 @@ def _check_model_dir(directory: object) -> None:
 def _check_strategy(name: str, strategy: object) -> None:
     if strategy is None:
         return
-    # Imported here, so that Keras and JAX are imported only if there is a
-    # strategy to check.
-    from keras_strategies.strategy.strategy import Strategy
-
     if not isinstance(strategy, Strategy):
         kind = type(strategy)
         received = f"an object of type {kind.__module__}.{kind.__name__}"

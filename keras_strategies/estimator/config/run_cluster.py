@@ -1,63 +1,25 @@
 """Parses the cluster of a `RunConfig` from TF_CONFIG."""
 
-import dataclasses
 from typing import Any
 
-from keras_strategies.cluster.addresses import add_rpc_layer, shorten
-from keras_strategies.cluster.checks import check_type
-from keras_strategies.cluster.resolvers.tf_config_resolver import (
+from keras_strategies.estimator.seam import (
     VARIABLE,
+    ClusterSpec,
+    add_rpc_layer,
+    check_type,
+    count_tasks,
     has_one_task,
     load_tf_config,
     parse_tf_config,
     read_string,
+    shorten,
 )
-from keras_strategies.cluster.spec import ClusterSpec
-from keras_strategies.cluster.tasks import count_tasks
 
 CHIEF, WORKER, EVALUATOR, SERVER = "chief", "worker", "evaluator", "ps"
 _RPC_LAYER = "grpc"
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class RunCluster:
-    """The cluster and this process's task, as in TensorFlow's `RunConfig`.
-
-    Attributes:
-      cluster_spec: The training cluster; empty for a local run and for an
-        evaluator, which is not part of the training cluster.
-      task_type: "chief", "worker", "ps" or "evaluator".
-      task_id: The index of this process among the processes of its type.
-      master: This process's address, "grpc://host:port"; "" for a single
-        process and for an evaluator.
-      evaluation_master: TF_CONFIG's "eval_session_master"; "" if unset.
-      is_chief: Whether this process is the training cluster's chief.
-      num_ps_replicas: Number of parameter servers.
-      num_worker_replicas: Number of training processes, including the chief;
-        0 for an evaluator.
-      global_id_in_cluster: The index of this process in the training cluster,
-        in the order chief, workers, parameter servers; None for an evaluator.
-      service: TF_CONFIG's "service", which the platform that runs the job may
-        set.
-      model_dir: TF_CONFIG's "model_dir".
-    """
-
-    cluster_spec: ClusterSpec = dataclasses.field(
-        default_factory=lambda: ClusterSpec({})
-    )
-    task_type: str = WORKER
-    task_id: int = 0
-    master: str = ""
-    evaluation_master: str = ""
-    is_chief: bool = False
-    num_ps_replicas: int = 0
-    num_worker_replicas: int = 0
-    global_id_in_cluster: int | None = None
-    service: dict[str, Any] | None = None
-    model_dir: str | None = None
-
-
-def parse_cluster(text: str, *, needs_chief: bool) -> RunCluster:
+def parse_cluster(text: str, *, needs_chief: bool) -> dict[str, Any]:
     """Parses the cluster and this process's task from TF_CONFIG.
 
     Args:
@@ -65,6 +27,10 @@ def parse_cluster(text: str, *, needs_chief: bool) -> RunCluster:
       needs_chief: Whether a cluster must have a "chief". If false, worker 0
         acts as the chief of a cluster without a "chief", as it does in
         `MultiWorkerMirroredStrategy`.
+
+    Returns:
+      The attributes of a `RunConfig` that are not arguments, and TF_CONFIG's
+      "model_dir", or None.
 
     Raises:
       ValueError: if TF_CONFIG is invalid, its cluster does not contain a chief
@@ -74,34 +40,39 @@ def parse_cluster(text: str, *, needs_chief: bool) -> RunCluster:
     """
     raw = load_tf_config(text)
     config = parse_tf_config(text)
-    place = RunCluster(
-        service=_read_service(raw),
-        model_dir=_read_model_dir(raw),
-        evaluation_master=read_string(raw, "eval_session_master") or "",
-        master=config.session_master or "",
-    )
     spec, raw_task = config.cluster, (config.task_type, config.task_id)
+    place = {
+        "cluster_spec": ClusterSpec({}),
+        "task_type": WORKER,
+        "task_id": 0,
+        "service": _read_service(raw),
+        "model_dir": _read_model_dir(raw),
+        "evaluation_master": read_string(raw, "eval_session_master") or "",
+        "master": config.session_master or "",
+        "is_chief": not spec,
+        "num_ps_replicas": 0,
+        "num_worker_replicas": 0 if spec else 1,
+        "global_id_in_cluster": None if spec else 0,
+    }
     if not spec:
         _check_local(*raw_task)
-        return dataclasses.replace(
-            place, is_chief=True, num_worker_replicas=1, global_id_in_cluster=0
-        )
+        return place
     task = _validate_task(spec, *raw_task, needs_chief)
-    place = dataclasses.replace(place, task_type=task[0], task_id=task[1])
+    place |= {"task_type": task[0], "task_id": task[1]}
     if task[0] == EVALUATOR:
-        return dataclasses.replace(place, master="")
+        # It is no part of the training cluster.
+        return place | {"master": ""}
     if config.session_master is None:
-        place = dataclasses.replace(place, master=_find_address(spec, *task))
-    return dataclasses.replace(
-        place,
-        cluster_spec=spec,
-        evaluation_master="",
-        is_chief=_is_chief(spec, *task),
-        num_ps_replicas=count_tasks(spec, SERVER),
-        num_worker_replicas=count_tasks(spec, CHIEF)
+        place["master"] = _find_address(spec, *task)
+    return place | {
+        "cluster_spec": spec,
+        "evaluation_master": "",
+        "is_chief": _is_chief(spec, *task),
+        "num_ps_replicas": count_tasks(spec, SERVER),
+        "num_worker_replicas": count_tasks(spec, CHIEF)
         + count_tasks(spec, WORKER),
-        global_id_in_cluster=_compute_global_id(spec, *task),
-    )
+        "global_id_in_cluster": _compute_global_id(spec, *task),
+    }
 
 
 def _read_service(raw: dict[str, Any]) -> dict[str, Any] | None:

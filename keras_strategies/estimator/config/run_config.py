@@ -6,13 +6,12 @@ import enum
 import os
 from typing import Any
 
-from keras_strategies.cluster.addresses import shorten
-from keras_strategies.cluster.resolvers.tf_config_resolver import VARIABLE
-from keras_strategies.cluster.spec import ClusterSpec
 from keras_strategies.estimator.config.run_checks import check_fields
-from keras_strategies.estimator.config.run_cluster import (
-    RunCluster,
-    parse_cluster,
+from keras_strategies.estimator.config.run_cluster import parse_cluster
+from keras_strategies.estimator.seam import (
+    VARIABLE,
+    ClusterSpec,
+    shorten,
 )
 
 DEFAULT_SAVE_SECONDS = 600
@@ -29,6 +28,12 @@ class _Default(enum.Enum):
 
 
 _USE_DEFAULT: Any = _Default.NOT_GIVEN
+
+
+def _of_cluster() -> Any:
+    """Returns a field that the constructor sets from TF_CONFIG."""
+    return dataclasses.field(init=False, repr=False, hash=False)
+
 
 _BOTH = (
     "`save_checkpoints_steps` and `save_checkpoints_secs` cannot both be set. "
@@ -51,8 +56,8 @@ class RunConfig:
         config = config.replace(keep_checkpoint_max=20)
 
     A RunConfig is immutable; `replace` returns a modified copy. The constructor
-    reads the environment variable TF_CONFIG once, and sets the read-only
-    properties such as `cluster_spec` and `task_type` from it.
+    reads the environment variable TF_CONFIG once, and sets the attributes such
+    as `cluster_spec` and `task_type` from it.
 
     Differs from tf: `session_config`, `device_fn`, `protocol` and
     `checkpoint_save_graph_def=False` are not supported on JAX, and raise an
@@ -91,6 +96,23 @@ class RunConfig:
         for the first checkpoint.
       checkpoint_save_graph_def: Must be True.
 
+    Attributes:
+      cluster_spec: The training cluster; empty for a local run and for an
+        evaluator, which is not part of the training cluster.
+      task_type: This process's task: "chief", "worker", "ps" or "evaluator".
+      task_id: The index of this process among the processes of its type.
+      master: This process's address, "grpc://host:port"; "" for a single
+        process and for an evaluator.
+      evaluation_master: TF_CONFIG's "eval_session_master"; "" if unset.
+      is_chief: Whether this process is the training cluster's chief.
+      num_ps_replicas: The number of parameter servers in the cluster.
+      num_worker_replicas: The number of training processes, including the
+        chief; 0 for an evaluator.
+      global_id_in_cluster: This process's index in the training cluster, in the
+        order chief, workers, parameter servers; None for an evaluator.
+      service: TF_CONFIG's "service", which the platform that runs the job may
+        set, or None.
+
     Raises:
       ValueError: if both `save_checkpoints_steps` and `save_checkpoints_secs`
         are given, a number is too small, an argument is given that is not
@@ -119,7 +141,16 @@ class RunConfig:
     experimental_max_worker_delay_secs: int | None = None
     session_creation_timeout_secs: float | None = 7200
     checkpoint_save_graph_def: bool = True
-    _cluster: RunCluster = dataclasses.field(init=False, repr=False, hash=False)
+    cluster_spec: ClusterSpec = _of_cluster()
+    task_type: str = _of_cluster()
+    task_id: int = _of_cluster()
+    master: str = _of_cluster()
+    evaluation_master: str = _of_cluster()
+    is_chief: bool = _of_cluster()
+    num_ps_replicas: int = _of_cluster()
+    num_worker_replicas: int = _of_cluster()
+    global_id_in_cluster: int | None = _of_cluster()
+    service: dict[str, Any] | None = _of_cluster()
 
     def __post_init__(self) -> None:
         steps, secs = _choose_save_rule(
@@ -131,8 +162,10 @@ class RunConfig:
             os.environ.get(VARIABLE, ""),
             needs_chief=self.train_distribute is None,
         )
-        directory = _choose_model_dir(_convert_path(self.model_dir), cluster)
-        self._set(_cluster=cluster, model_dir=directory)
+        directory = _choose_model_dir(
+            _convert_path(self.model_dir), cluster.pop("model_dir")
+        )
+        self._set(**cluster, model_dir=directory)
         check_fields(self)
 
     def replace(self, **changes: Any) -> "RunConfig":
@@ -179,59 +212,6 @@ class RunConfig:
             config._take_experimental()
         check_fields(config)
         return config
-
-    @property
-    def cluster_spec(self) -> ClusterSpec:
-        """The training cluster; empty for a local run and an evaluator."""
-        return self._cluster.cluster_spec
-
-    @property
-    def task_type(self) -> str:
-        """This process's task: "chief", "worker", "ps" or "evaluator"."""
-        return self._cluster.task_type
-
-    @property
-    def task_id(self) -> int:
-        """The index of this process among the processes of its type."""
-        return self._cluster.task_id
-
-    @property
-    def master(self) -> str:
-        """This process's address "grpc://host:port"; "" if it runs alone."""
-        return self._cluster.master
-
-    @property
-    def evaluation_master(self) -> str:
-        """TF_CONFIG's "eval_session_master"; "" if unset."""
-        return self._cluster.evaluation_master
-
-    @property
-    def is_chief(self) -> bool:
-        """Whether this process is the training cluster's chief."""
-        return self._cluster.is_chief
-
-    @property
-    def num_ps_replicas(self) -> int:
-        """The number of parameter servers in the cluster."""
-        return self._cluster.num_ps_replicas
-
-    @property
-    def num_worker_replicas(self) -> int:
-        """The number of training processes, including the chief."""
-        return self._cluster.num_worker_replicas
-
-    @property
-    def global_id_in_cluster(self) -> int | None:
-        """This process's index; None for an evaluator.
-
-        The chief comes first, then the workers, then the servers.
-        """
-        return self._cluster.global_id_in_cluster
-
-    @property
-    def service(self) -> dict[str, Any] | None:
-        """TF_CONFIG's "service", which the job's platform may set, or None."""
-        return self._cluster.service
 
     def _set(self, **values: object) -> None:
         for name, value in values.items():
@@ -309,8 +289,7 @@ def _convert_path(path: object) -> object:
     return os.fspath(path) if isinstance(path, os.PathLike) else path
 
 
-def _choose_model_dir(directory: object, cluster: RunCluster) -> object:
-    of_cluster = cluster.model_dir
+def _choose_model_dir(directory: object, of_cluster: str | None) -> object:
     if of_cluster and directory and of_cluster != directory:
         raise ValueError(
             "`model_dir` of RunConfig, if set, must have the same value as "

@@ -10,8 +10,6 @@ from typing import Any
 import keras
 
 from keras_strategies._types import Logs
-from keras_strategies.cluster.addresses import shorten
-from keras_strategies.cluster.checks import check_number, check_type
 from keras_strategies.estimator import records, train_callback
 from keras_strategies.estimator.arguments import (
     check_kind,
@@ -21,6 +19,11 @@ from keras_strategies.estimator.arguments import (
 from keras_strategies.estimator.engine import find_strategy
 from keras_strategies.estimator.estimator import Estimator
 from keras_strategies.estimator.estimator_spec import ModeKeys
+from keras_strategies.estimator.seam import (
+    check_number,
+    check_type,
+    shorten,
+)
 
 _logger = logging.getLogger(__name__)
 

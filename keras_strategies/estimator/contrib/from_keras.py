@@ -11,13 +11,15 @@ from typing import Any
 
 import keras
 
-from keras_strategies.cluster.addresses import shorten
-from keras_strategies.cluster.checks import check_type
+from keras_strategies.estimator.config.run_checks import check_unsupported
 from keras_strategies.estimator.config.run_config import RunConfig
-from keras_strategies.estimator.engine import rename_results
 from keras_strategies.estimator.estimator import Estimator
 from keras_strategies.estimator.estimator_spec import EstimatorSpec, ModeKeys
 from keras_strategies.estimator.model_fns import find_output_names
+from keras_strategies.estimator.seam import (
+    check_type,
+    shorten,
+)
 
 _FORMATS = ("saver", "checkpoint")
 _SUFFIX = ".keras"
@@ -90,7 +92,7 @@ def model_to_estimator(
     except BaseException:
         shutil.rmtree(folder, ignore_errors=True)
         raise
-    rename_results(estimator, metric_names_map or {})
+    estimator._result_names = dict(metric_names_map or {})
     weakref.finalize(estimator, shutil.rmtree, folder, ignore_errors=True)
     return estimator
 
@@ -103,12 +105,8 @@ def _check_options(
             f"`checkpoint_format` must be one of {_FORMATS}. Received: "
             f"{shorten(checkpoint_format)}. Omit it, because it has no effect."
         )
-    if export_outputs is not None:
-        raise ValueError(
-            "`export_outputs` is not supported. Received: "
-            f"{shorten(export_outputs)}. Omit it, because an exported model "
-            "returns the outputs of the Keras model."
-        )
+    cure = "An exported model returns the outputs of the Keras model."
+    check_unsupported("export_outputs", export_outputs, cure)
     what = "a dict from names of results to new names"
     cure = "Pass a dict such as {'acc': 'accuracy'}."
     name, names = "`metric_names_map`", metric_names_map

@@ -8,18 +8,18 @@ import jax
 import keras
 
 from keras_strategies._types import Logs
-from keras_strategies.checkpoint import reading
 from keras_strategies.estimator import engine, train_callback
 from keras_strategies.estimator.arguments import (
-    check_hooks,
-    check_input_fn,
     check_kind,
-    check_name,
     check_positive,
 )
 from keras_strategies.estimator.engine import InputFn
 from keras_strategies.estimator.estimator import Estimator
 from keras_strategies.estimator.estimator_spec import ModeKeys
+from keras_strategies.estimator.seam import (
+    reading,
+)
+from keras_strategies.estimator.specs import EvalSpec
 
 
 class InMemoryEvaluatorHook(keras.callbacks.Callback):
@@ -69,14 +69,8 @@ class InMemoryEvaluatorHook(keras.callbacks.Callback):
                 "None. Pass a number, such as 100."
             )
         check_positive("every_n_iter", every_n_iter)
-        check_positive("steps", steps)
-        check_input_fn(input_fn)
-        check_name(name)
         self._estimator = estimator
-        self._input_fn = input_fn
-        self._steps = steps
-        self._hooks = check_hooks(hooks)
-        self._name = name
+        self._spec = EvalSpec(input_fn, steps, name, hooks)
         self._every = every_n_iter
         self._evaluated = 0
         mesh = engine.find_strategy(estimator, ModeKeys.EVAL).mesh
@@ -105,12 +99,5 @@ class InMemoryEvaluatorHook(keras.callbacks.Callback):
         model = self.model
         assert isinstance(model, keras.Model)
         model.jax_state_sync()
-        engine.evaluate_model(
-            self._estimator,
-            self._input_fn,
-            self._hooks,
-            functools.partial(reading.copy_weights, model),
-            step=step,
-            steps=self._steps,
-            name=self._name,
-        )
+        restore = functools.partial(reading.copy_weights, model)
+        engine.evaluate_model(self._estimator, self._spec, restore, step)

@@ -13,14 +13,6 @@ from typing import Any, NoReturn
 import jax
 
 from keras_strategies._types import Array, Tree
-from keras_strategies.data.sources.from_function import InputContext
-from keras_strategies.fit.binding import Binding
-from keras_strategies.fit.inputs.choose_source import (
-    make_dataset_source,
-)
-from keras_strategies.fit.inputs.loop_data import split_validation
-from keras_strategies.fit.scope_hooks import Call
-from keras_strategies.names import dry_run
 from keras_strategies.planning.capture.captured_data import (
     CapturedData,
     read_first_batch,
@@ -38,20 +30,26 @@ from keras_strategies.planning.compile.fit_step import FitStep
 from keras_strategies.planning.compile.layouts import Layout, parse_layout
 from keras_strategies.planning.compile.run_step import RunStep
 from keras_strategies.planning.compile.step import Step
-from keras_strategies.spmd import values
-from keras_strategies.spmd.mesh import ReplicaMesh
-from keras_strategies.step.lower_step import shape_of
-from keras_strategies.strategy.default import (
+from keras_strategies.planning.seam import (
+    Binding,
+    Call,
+    InputContext,
+    ReplicaMesh,
+    Runner,
+    Strategy,
+    ValueContext,
+    abstract,
+    all_variables,
+    dry_run,
     get_default_context,
     get_default_strategy,
+    make_dataset_source,
+    replica_meshes,
+    shape_of,
+    split_validation,
+    transformer_layout,
+    values,
 )
-from keras_strategies.strategy.replica_context import ValueContext
-from keras_strategies.strategy.runner import Runner
-from keras_strategies.strategy.strategy import Strategy
-from keras_strategies.tpu.replica_meshes import make_assigned_mesh
-from keras_strategies.variables.abstract_models import abstract
-from keras_strategies.variables.model_variables import all_variables
-from keras_strategies.variables.transformer_layout import transformer_layout
 
 
 class Capture:
@@ -114,7 +112,7 @@ class Capture:
             return self._slice
         if self._layout is not None:
             partitioner = self._layout.variable_partitioner
-        self._assigned = make_assigned_mesh(
+        self._assigned = replica_meshes.make_assigned_mesh(
             assignment, partitioner, is_abstract=True
         )
         return self._assigned

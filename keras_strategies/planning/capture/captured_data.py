@@ -6,22 +6,21 @@ from typing import Any
 import jax
 
 from keras_strategies._types import Array, Batch
-from keras_strategies.data.distributed import (
-    DistributedDataset,
-    DistributedIterator,
-)
-from keras_strategies.data.source import Source
-from keras_strategies.fit.inputs.feed import make_feed
-from keras_strategies.fit.scope_hooks import Call
 from keras_strategies.planning.compile.step import with_rows
-from keras_strategies.spmd import values
-from keras_strategies.spmd.mesh import ReplicaMesh
-from keras_strategies.step.lower_step import shape_of
+from keras_strategies.planning.seam import (
+    Call,
+    ReplicaMesh,
+    Source,
+    distributed,
+    make_feed,
+    shape_of,
+    values,
+)
 
 _DATA = ("x", "y", "sample_weight", "class_weight", "batch_size", "shuffle")
 
 
-class CapturedData(DistributedDataset):
+class CapturedData(distributed.DistributedDataset):
     """A distributed dataset that yields shapes in place of arrays.
 
     Args:
@@ -62,11 +61,13 @@ class CapturedData(DistributedDataset):
         return values.PerReplica.of(array, values.ROWS)
 
 
-class _ShapeIterator(DistributedIterator):
+class _ShapeIterator(distributed.DistributedIterator):
     """An iterator that yields the shapes of another iterator's batches."""
 
     def __init__(
-        self, batches: DistributedIterator, stand_in: Callable[[Any], Any]
+        self,
+        batches: distributed.DistributedIterator,
+        stand_in: Callable[[Any], Any],
     ) -> None:
         super().__init__(batches._steps, *batches._place)
         self._stand_in = stand_in

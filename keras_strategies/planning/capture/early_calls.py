@@ -13,22 +13,22 @@ import keras
 import numpy as np
 
 from keras_strategies._types import Tree
-from keras_strategies.fit.binding import Binding
-from keras_strategies.fit.scope_hooks import Call
 from keras_strategies.planning.capture.captured_data import (
     CapturedData,
     read_first_batch,
 )
 from keras_strategies.planning.capture.errors import PlanError
-from keras_strategies.spmd.attributes import temporary_attribute
-from keras_strategies.spmd.batches import num_rows
-from keras_strategies.spmd.mesh import ReplicaMesh
-from keras_strategies.variables.abstract_variables import (
+from keras_strategies.planning.seam import (
+    Binding,
+    Call,
+    ReplicaMesh,
     ValueStore,
     describe,
+    distribution_scope,
+    num_rows,
     storing_values,
+    temporary_attribute,
 )
-from keras_strategies.variables.variable_creator import distribution_scope
 
 EARLY_CALLS = ("evaluate", "predict", "test_on_batch", "predict_on_batch")
 """The methods of a model that a script may call before it trains."""

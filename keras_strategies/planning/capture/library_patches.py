@@ -20,8 +20,10 @@ from typing import Any, NoReturn
 import jax
 import keras
 
-from keras_strategies.keras_bridge.patches import skip_weights
 from keras_strategies.planning.capture.errors import PlanError
+from keras_strategies.planning.seam import (
+    skip_weights,
+)
 
 _HUB = "keras_hub"
 _MAX_NAMES = 3

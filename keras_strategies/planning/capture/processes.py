@@ -12,7 +12,6 @@ import time
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from keras_strategies.cluster.user_code import make_command_line
 from keras_strategies.planning.capture.progress import Progress
 from keras_strategies.planning.capture.request import (
     ENVIRONMENT,
@@ -23,6 +22,9 @@ from keras_strategies.planning.compile.compiler import count_jobs
 from keras_strategies.planning.compile.estimates import write_notes
 from keras_strategies.planning.report.planned_step import PlannedStep
 from keras_strategies.planning.report.table import Plan, live_table
+from keras_strategies.planning.seam import (
+    make_command_line,
+)
 
 _WORKER = "keras_strategies.planning.capture.worker"
 _POLL_SECONDS = 0.2

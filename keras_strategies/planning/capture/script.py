@@ -18,7 +18,9 @@ from keras_strategies.planning.capture.errors import (
     StepCaptured,
 )
 from keras_strategies.planning.capture.request import Request
-from keras_strategies.spmd.attributes import temporary_attribute
+from keras_strategies.planning.seam import (
+    temporary_attribute,
+)
 
 _MAX_WAIT_SECONDS = 60.0
 _POLL_SECONDS = 0.05

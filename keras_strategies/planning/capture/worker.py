@@ -45,8 +45,10 @@ from keras_strategies.planning.compile.planner import (
     iter_plans,
 )
 from keras_strategies.planning.compile.step import Step
-from keras_strategies.strategy.compile_only import make_devices
-from keras_strategies.strategy.mirrored import MirroredStrategy
+from keras_strategies.planning.seam import (
+    MirroredStrategy,
+    make_devices,
+)
 
 _MAX_LINES = 12
 _MAX_CAUSES = 20
@@ -181,7 +183,6 @@ class Worker:
             topology=self._request.topology,
             layout=layout,
             devices=step.mesh.devices,
-            num_replicas=step.mesh.num_replicas,
             make=lambda: step,
             describe=self._describe,
         )

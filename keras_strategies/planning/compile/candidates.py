@@ -2,28 +2,28 @@
 
 import functools
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any, NoReturn, cast
+from typing import Any, cast
 
 import jax
 import keras
 
 from keras_strategies._types import Tree
-from keras_strategies.gpu.topology_devices import is_absent_gpu
 from keras_strategies.planning.compile import layouts as lib
 from keras_strategies.planning.compile.clones import clone_from_config
 from keras_strategies.planning.compile.fit_step import FitStep
 from keras_strategies.planning.compile.planner import Candidate
 from keras_strategies.planning.compile.step import Step, with_rows
-from keras_strategies.spmd.batches import num_rows
-from keras_strategies.spmd.mesh import ReplicaMesh
-from keras_strategies.step.lower_step import shape_of
-from keras_strategies.strategy.compile_only import make_devices
-from keras_strategies.strategy.strategy import Strategy
-from keras_strategies.tpu.device_groups import group_devices
-from keras_strategies.tpu.replica_meshes import make_abstract_mesh
-from keras_strategies.tpu.topology import Topology
-from keras_strategies.variables.abstract_models import abstract
-from keras_strategies.variables.transformer_layout import (
+from keras_strategies.planning.seam import (
+    ReplicaMesh,
+    Strategy,
+    Topology,
+    abstract,
+    group_devices,
+    is_absent_gpu,
+    make_devices,
+    num_rows,
+    replica_meshes,
+    shape_of,
     transformer_layout,
 )
 
@@ -134,24 +134,43 @@ def iter_candidates(
         slices = {
             name: make_devices(name, has_endless_memory=True) for name in names
         }
-    layout_maps = _LayoutMaps(maker)
+
+    @functools.cache
+    def make_model() -> keras.Model:
+        with abstract():
+            return maker()
+
+    def find_layout_map(layout: lib.Layout) -> Mapping[str, Any] | None:
+        if layout.cores == 1:
+            return None
+        return transformer_layout(make_model(), layout.cores)
+
+    def is_possible(layout: lib.Layout) -> bool:
+        try:
+            find_layout_map(layout)
+        except (ValueError, TypeError, RuntimeError):
+            return False
+        return True
+
+    def make(devices: Sequence[Any], layout: lib.Layout) -> Step:
+        strategy = base._make_planned(
+            make_mesh(devices, layout),
+            layout_map=find_layout_map(layout),
+            variable_partitioner=layout.variable_partitioner,
+        )
+        return _fit_step(strategy, maker, batch)
+
     for name, devices in slices.items():
         layouts = strategies
         if layouts is None:
-            layouts = layout_maps.list_possible(devices)
+            layouts = filter(is_possible, list_default_layouts(devices))
         for layout in layouts:
-
-            def make(mesh: ReplicaMesh, layout: lib.Layout = layout) -> Step:
-                cores = layout.cores
-                layout_map = layout_maps.of(cores) if cores > 1 else None
-                strategy = base._make_planned(
-                    mesh,
-                    layout_map=layout_map,
-                    variable_partitioner=layout.variable_partitioner,
-                )
-                return _fit_step(strategy, maker, batch)
-
-            yield make_candidate(name, devices, layout, make)
+            yield Candidate(
+                topology=name,
+                layout=str(layout),
+                devices=devices,
+                make=functools.partial(make, devices, layout),
+            )
 
 
 def list_default_layouts(devices: Sequence[Any]) -> list[lib.Layout]:
@@ -167,70 +186,6 @@ def list_default_layouts(devices: Sequence[Any]) -> list[lib.Layout]:
     if is_named and len(devices) >= _MODEL_AXIS**2:
         layouts.append(lib.Layout(divides="all", cores=_MODEL_AXIS))
     return layouts
-
-
-class _LayoutMaps:
-    """Creates `layout_map`s for the planned model, if it is a transformer."""
-
-    def __init__(self, maker: Maker) -> None:
-        self._maker = maker
-        self._model: keras.Model | None = None
-
-    def list_possible(self, devices: Sequence[Any]) -> list[lib.Layout]:
-        """Returns the default layouts that are possible for the model."""
-        return [x for x in list_default_layouts(devices) if self._allows(x)]
-
-    def _allows(self, layout: lib.Layout) -> bool:
-        if layout.cores > 1:
-            try:
-                self.of(layout.cores)
-            except (ValueError, TypeError, RuntimeError):
-                return False
-        return True
-
-    def of(self, cores: int) -> Mapping[str, Any]:
-        """Returns the `layout_map` for a given number of cores per replica."""
-        if self._model is None:
-            with abstract():
-                self._model = self._maker()
-        return transformer_layout(self._model, cores)
-
-
-def make_candidate(
-    name: str,
-    devices: Sequence[Any],
-    layout: lib.Layout,
-    make: Callable[[ReplicaMesh], Step],
-) -> Candidate:
-    """Returns a candidate for a plan; its training step is created lazily.
-
-    Args:
-      name: The slice's name.
-      devices: The slice's devices.
-      layout: The model's layout on the devices.
-      make: A function that creates the step for a mesh.
-    """
-    try:
-        mesh = make_mesh(devices, layout)
-    except (ValueError, TypeError) as error:
-        # The error is raised when the step is created, so that the plan's table
-        # shows it for this candidate.
-        make_step = functools.partial(_fail, error)
-        num_replicas = max(len(devices) // layout.cores, 1)
-    else:
-        make_step = functools.partial(make, mesh)
-        devices, num_replicas = mesh.devices, mesh.num_replicas
-    return Candidate(
-        topology=name,
-        layout=str(layout),
-        devices=devices,
-        num_replicas=num_replicas,
-        make=make_step,
-    )
-
-
-def _fail(error: Exception) -> NoReturn:
-    raise error
 
 
 def make_mesh(devices: Sequence[Any], layout: lib.Layout) -> ReplicaMesh:
@@ -270,7 +225,7 @@ def make_mesh(devices: Sequence[Any], layout: lib.Layout) -> ReplicaMesh:
                 "core. Choose another number of cores."
             )
     if devices[0].platform == "tpu" or is_absent_gpu(devices[0]):
-        return make_abstract_mesh(devices, shape, partitioner)
+        return replica_meshes.make_abstract_mesh(devices, shape, partitioner)
     shards = getattr(partitioner, "shards", None)
     return ReplicaMesh(devices=tuple(devices), shards=shards)
 

@@ -6,8 +6,10 @@ from typing import Any
 
 import keras
 
-from keras_strategies.kernels.call_signatures import is_rematerialized
-from keras_strategies.spmd.attributes import temporary_attribute
+from keras_strategies.planning.seam import (
+    is_rematerialized,
+    temporary_attribute,
+)
 
 
 def clone_from_config(model: keras.Model) -> keras.Model:
@@ -80,12 +82,3 @@ def rematerialize(layers: Iterable[keras.layers.Layer]) -> Iterator[None]:
         for layer in layers:
             stack.enter_context(temporary_attribute(layer, "_remat_mode", mode))
         yield
-
-
-def embeds_tokens(model: keras.Model) -> bool:
-    """Returns whether a model has an embedding, for inputs that are tokens."""
-    return any(
-        isinstance(layer, keras.layers.Embedding)
-        or "embedding" in type(layer).__name__.lower()
-        for layer in model._flatten_layers()
-    )

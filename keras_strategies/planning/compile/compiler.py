@@ -24,17 +24,17 @@ from typing import Any
 import jax
 
 from keras_strategies._types import Tree
-from keras_strategies.cluster.exchange.message_forms import Either, fault_of
-from keras_strategies.cluster.untrusted import load_json, open_regular
-from keras_strategies.gpu.topology_devices import (
+from keras_strategies.planning.program.costs import BY_KIND, BY_SOURCE, Costs
+from keras_strategies.planning.seam import (
+    chips,
+    compiled,
     complete_options,
     describe_target,
+    hlo,
+    message_forms,
+    read_flags,
+    untrusted,
 )
-from keras_strategies.gpu.xla_flags import read_flags
-from keras_strategies.passes.hlo import COLLECTIVES
-from keras_strategies.planning.program.chips import find_chip
-from keras_strategies.planning.program.costs import BY_KIND, BY_SOURCE, Costs
-from keras_strategies.spmd.compiled import without_jax_cache
 
 _FOLDER = "keras_strategies"
 _MOST_JOBS = 8
@@ -129,7 +129,7 @@ class Compiler:
 
     def __enter__(self) -> "Compiler":
         """Disables JAX's own compilation cache until `__exit__`."""
-        self._stack.enter_context(without_jax_cache())
+        self._stack.enter_context(compiled.without_jax_cache())
         return self
 
     def __exit__(self, *error: object) -> None:
@@ -225,7 +225,7 @@ def _compile(
         )
         seconds = time.perf_counter() - start
         outcome: Outcome = Costs.measure(
-            executable, seconds, find_chip(devices[0]), devices
+            executable, seconds, chips.find_chip(devices[0]), devices
         )
     except jax.errors.JaxRuntimeError as error:
         misfit = parse_misfit(error)
@@ -283,9 +283,9 @@ def _make_private(folder: pathlib.Path) -> None:
 def _read(path: pathlib.Path) -> Outcome | None:
     """Returns the result in a cache file; None if it is absent or invalid."""
     try:
-        with open_regular(path) as file:
+        with untrusted.open_regular(path) as file:
             raw = file.read(_MOST_BYTES + 1)
-        return _parse(load_json(raw, max_characters=_MOST_BYTES))
+        return _parse(untrusted.load_json(raw, max_characters=_MOST_BYTES))
     except (OSError, ValueError):
         return None
 
@@ -293,7 +293,9 @@ def _read(path: pathlib.Path) -> Outcome | None:
 def _parse(kept: Tree) -> Outcome | None:
     """Converts a cache file's JSON to a result, or None if it is not valid."""
     for form in (_MISFIT, _COSTS):
-        if fault_of(kept, form) is None and set(kept) == set(form):
+        if message_forms.fault_of(kept, form) is None and set(kept) == set(
+            form
+        ):
             if form is _MISFIT:
                 return DoesNotFit(kept["misfit"], kept["needed"])
             return Costs(**kept)
@@ -309,7 +311,7 @@ def _is_number(value: Any) -> bool:
 def _is_by_collective(value: object) -> bool:
     return (
         isinstance(value, Mapping)
-        and set(value) <= set(COLLECTIVES)
+        and set(value) <= set(hlo.COLLECTIVES)
         and all(map(_is_number, value.values()))
     )
 
@@ -318,7 +320,7 @@ def _is_by_source(value: object) -> bool:
     return isinstance(value, Mapping) and all(map(_is_number, value.values()))
 
 
-_MISFIT = {"misfit": str, "needed": Either((None, _is_number))}
+_MISFIT = {"misfit": str, "needed": message_forms.Either((None, _is_number))}
 _COSTS = (
     {field.name: _is_number for field in dataclasses.fields(Costs)}
     | dict.fromkeys(BY_KIND, _is_by_collective)

@@ -7,10 +7,12 @@ References:
 
 from collections.abc import Iterable
 
-from keras_strategies.gpu.topology_devices import is_gpu_name
-from keras_strategies.planning.program.chips import GPUS, Chip
 from keras_strategies.planning.program.costs import Costs
 from keras_strategies.planning.report.planned_step import Estimate
+from keras_strategies.planning.seam import (
+    chips,
+    is_gpu_name,
+)
 
 HOST_SECONDS = 3e-4
 """The time in which Python starts a program. On two cores, a step of `fit` of a
@@ -31,7 +33,7 @@ not in those compiled at low effort."""
 
 def estimate(
     costs: Costs,
-    chip: Chip,
+    chip: chips.Chip,
     model_flops: float | None,
     *,
     steps: int = 1,
@@ -96,7 +98,7 @@ def write_notes(topologies: Iterable[str]) -> tuple[str, ...]:
     for gpu, _, shape in (name.partition(":") for name in gpus):
         hosts = shape.split("x")[:-1]
         if hosts not in ([], ["1"]):
-            speeds.add(GPUS[gpu].network_bandwidth)
+            speeds.add(chips.GPUS[gpu].network_bandwidth)
     if speeds:
         shown = " or ".join(f"{speed / 1e9:.0f}" for speed in sorted(speeds))
         notes.append(

@@ -1,21 +1,14 @@
 """The training step of `fit`, which a plan compiles but does not run."""
 
 import copy
-import inspect
-from collections.abc import Iterable, Mapping, Sequence
-from typing import Any
+from collections.abc import Iterable, Mapping
 
 import jax
 import keras
 from jax.sharding import NamedSharding
 
-from keras_strategies._types import Array, Batch, Tree
-from keras_strategies.kernels.attention import collect_reasons
-from keras_strategies.kernels.equal_blocks import find_blocks
-from keras_strategies.passes.flops import count_training_flops
-from keras_strategies.passes.specs import Sharded
+from keras_strategies._types import Batch, Tree
 from keras_strategies.planning.compile.clones import (
-    embeds_tokens,
     has_remat_layers,
     rematerialize,
 )
@@ -26,14 +19,18 @@ from keras_strategies.planning.compile.step import (
     describe_attention,
     with_rows,
 )
-from keras_strategies.spmd.mesh import ReplicaMesh
-from keras_strategies.step.lower_step import (
+from keras_strategies.planning.seam import (
+    ReplicaMesh,
+    Sharded,
+    Strategy,
+    collect_reasons,
+    find_blocks,
     lower_step,
+    model_flops,
     shape_of,
+    shardings,
+    step_variables,
 )
-from keras_strategies.step.step_functions import step_variables
-from keras_strategies.strategy.strategy import Strategy
-from keras_strategies.variables import shardings
 
 
 class FitStep(Step):
@@ -64,7 +61,11 @@ class FitStep(Step):
         self.rows = jax.tree.leaves(self._batch)[0].shape[0]
         parts = keras.utils.unpack_x_y_sample_weight(self._batch)
         self._binding.build_for_shapes(parts)
-        self.tokens = _count_tokens(parts[0]) if embeds_tokens(model) else None
+        self.tokens = (
+            _count_tokens(parts[0])
+            if model_flops.embeds_tokens(model)
+            else None
+        )
         blocks = find_blocks(model)
         self._layers = None
         if blocks is not None and not has_remat_layers(model):
@@ -103,7 +104,7 @@ class FitStep(Step):
             with_rows(self._batch, rows)
         )
         self._binding.build_for_shapes(parts)
-        flops = count_model_flops(self._model, parts[0])
+        flops = model_flops.count_model_flops(self._model, parts[0])
         return None if flops is None else flops / len(self.mesh.devices)
 
     def state_bytes(self) -> Mapping[str, float]:
@@ -118,45 +119,6 @@ class FitStep(Step):
             ),
             "gradients": _count_gradient_bytes(weights, self.mesh),
         }
-
-
-def count_model_flops(model: keras.Model, x: Tree) -> float | None:
-    """Counts the operations of a model and of its gradients, on all devices.
-
-    Args:
-      model: A built model.
-      x: The inputs of a batch, as arrays or shapes.
-
-    Returns:
-      The number of multiplications and additions, or None if the model cannot
-      be called with the inputs alone or its `call` has no gradients. Its train
-      step does not use its `call` then.
-    """
-
-    def shapes(variables: Iterable[Any]) -> list[Any]:
-        return [
-            jax.ShapeDtypeStruct(tuple(v.shape), v.dtype) for v in variables
-        ]
-
-    def forward(
-        weights: Sequence[Array], others: Sequence[Array], x: Tree
-    ) -> Tree:
-        # `training` is False, because some models can only be called for
-        # inference, such as keras-hub's tasks.
-        takes_mode = "training" in inspect.signature(model.call).parameters
-        mode = {"training": False} if takes_mode else {}
-        return model.stateless_call(weights, others, x, **mode)[0]
-
-    try:
-        return count_training_flops(
-            forward,
-            shapes(model.trainable_variables),
-            shapes(model.non_trainable_variables),
-            x,
-        )
-    except Exception:
-        # `call` is the user's code.
-        return None
 
 
 def _count_tokens(x: Tree) -> int | None:

@@ -10,7 +10,7 @@ import re
 from collections.abc import Iterable, Sequence
 from typing import Any
 
-from keras_strategies.variables.partitioners import (
+from keras_strategies.planning.seam import (
     FullySharded,
     Replicated,
     SlotsOnly,

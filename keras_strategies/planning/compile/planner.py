@@ -9,7 +9,6 @@ from typing import Any
 
 import jax
 
-from keras_strategies.gpu.topology_devices import is_absent_gpu
 from keras_strategies.planning.compile.compiler import (
     Compiler,
     DoesNotFit,
@@ -28,10 +27,13 @@ from keras_strategies.planning.compile.lines import (
     memory_breakdown,
 )
 from keras_strategies.planning.compile.step import Step
-from keras_strategies.planning.program.chips import find_chip, find_memory
 from keras_strategies.planning.program.costs import Costs
 from keras_strategies.planning.report.advice import write_advice
 from keras_strategies.planning.report.planned_step import PlannedStep
+from keras_strategies.planning.seam import (
+    chips,
+    is_absent_gpu,
+)
 
 _NEAR = (0.65, 1.25)
 """If the bytes at low effort are between these fractions of the limit, they are
@@ -56,8 +58,7 @@ class Candidate:
     Attributes:
       topology: The name of the slice, or JAX's name of the device kind.
       layout: The name of the model's layout on the slice.
-      devices: The devices, in the order of the step's mesh.
-      num_replicas: The number of replicas.
+      devices: The devices.
       make: A function that creates the step to plan.
       describe: A function that returns the text of an error that `make` or the
         step's tracing raised.
@@ -66,7 +67,6 @@ class Candidate:
     topology: str
     layout: str
     devices: Sequence[Any]
-    num_replicas: int
     make: Callable[[], Step]
     describe: Callable[[Exception], str] = str
 
@@ -137,15 +137,16 @@ class _Planning:
 
     def __post_init__(self) -> None:
         devices = self.candidate.devices
-        self._limit = find_memory(devices[0], len(devices))
-        self._chip = find_chip(devices[0])
+        self._limit = chips.find_memory(devices[0], len(devices))
+        self._chip = chips.find_chip(devices[0])
         self._is_tpu = devices[0].platform == "tpu"
         self._is_absent = self._is_tpu or is_absent_gpu(devices[0])
         self._error: str | None = None
+        self._replicas = 0
         self._notes: list[str] = []
         try:
             self._step = self.candidate.make()
-            replicas = self.candidate.num_replicas
+            replicas = self._replicas = self._step.mesh.num_replicas
             rows = self._step.rows
             each = max(-(-rows // replicas), 1) * replicas
             more = each * _MORE.get(devices[0].platform, 3)
@@ -175,7 +176,7 @@ class _Planning:
         self, step: Step, rows: int, *, is_full: bool = False
     ) -> "concurrent.futures.Future[Outcome]":
         lowered = step.lower(rows)
-        devices = self.candidate.devices
+        devices = self._step.mesh.devices
         return self.compiler.submit(lowered, devices, is_full=is_full)
 
     def finish(self) -> PlannedStep:
@@ -263,7 +264,7 @@ class _Planning:
             return self._make_row(error=error, **facts)
         if self._is_tpu and line.is_full:
             facts["is_accepted"] = True
-            accepted = self._rows[0] // self.candidate.num_replicas
+            accepted = self._rows[0] // self._replicas
             if most is not None:
                 facts["most_rows"] = max(most, accepted)
         steps = self._step.steps
@@ -316,7 +317,7 @@ class _Planning:
         most = None if self._limit is None else line.find_rows_at(self._limit)
         if most is None:
             return None
-        rows = max(math.floor(most / self.candidate.num_replicas), 0)
+        rows = max(math.floor(most / self._replicas), 0)
         return rows if rows <= _HUGE else None
 
     def _verify_most_rows(self, row: PlannedStep, line: Line) -> PlannedStep:
@@ -346,7 +347,7 @@ class _Planning:
         Returns whether the step fits, and the bytes that it needs if known.
         """
         self.on_stage(self.candidate, f"trying {rows} rows per replica")
-        number = rows * self.candidate.num_replicas
+        number = rows * self._replicas
         outcome = self._compile(self._step, number, is_full=True).result()
         needed = get_bytes(outcome)
         if not self._is_tpu and needed is not None:
@@ -360,7 +361,7 @@ class _Planning:
             topology=candidate.topology,
             layout=candidate.layout,
             num_devices=len(candidate.devices),
-            num_replicas=candidate.num_replicas,
+            num_replicas=self._replicas,
             rows=getattr(self, "_rows", (0,))[0],
             limit_bytes=self._limit,
             **facts,

@@ -9,14 +9,16 @@ import jax
 import keras
 import numpy as np
 
-from keras_strategies.kernels.attention import collect_reasons
 from keras_strategies.planning.compile.step import (
     Step,
     count_variable_bytes,
     describe_attention,
 )
-from keras_strategies.spmd import values
-from keras_strategies.strategy.runner import Runner
+from keras_strategies.planning.seam import (
+    Runner,
+    collect_reasons,
+    values,
+)
 
 
 class RunStep(Step):

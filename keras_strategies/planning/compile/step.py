@@ -8,9 +8,11 @@ import jax
 import keras
 
 from keras_strategies._types import Array, Batch
-from keras_strategies.spmd.mesh import ReplicaMesh
-from keras_strategies.step.lower_step import shape_of
-from keras_strategies.variables import shardings
+from keras_strategies.planning.seam import (
+    ReplicaMesh,
+    shape_of,
+    shardings,
+)
 
 
 class Step:

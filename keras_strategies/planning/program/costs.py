@@ -4,10 +4,12 @@ import dataclasses
 from collections.abc import Mapping, Sequence
 from typing import Any, Self
 
-from keras_strategies.passes.hlo import parse
-from keras_strategies.planning.program.chips import Chip
 from keras_strategies.planning.program.walk import Walk
-from keras_strategies.spmd.compiled import Figures
+from keras_strategies.planning.seam import (
+    chips,
+    compiled,
+    hlo,
+)
 
 _MAX_SOURCES = 4
 _UNREADABLE = (ArithmeticError, LookupError, RecursionError, ValueError)
@@ -20,7 +22,7 @@ BY_SOURCE = ("dearest", "endless")
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Costs(Figures):
+class Costs(compiled.Figures):
     """The costs of a compiled program on each device.
 
     All numbers are those of the whole program, in which a loop's body counts as
@@ -74,7 +76,7 @@ class Costs(Figures):
         cls,
         executable: Any,
         seconds: float,
-        chip: Chip | None = None,
+        chip: chips.Chip | None = None,
         devices: Sequence[Any] = (),
     ) -> Self:
         """Computes the costs of a compiled program.
@@ -101,10 +103,10 @@ class Costs(Figures):
 
 
 def estimate_work(
-    text: str, chip: Chip, devices: Sequence[Any]
+    text: str, chip: chips.Chip, devices: Sequence[Any]
 ) -> dict[str, Any]:
     """Returns the fields of `Costs` that are computed from a program's text."""
-    program = parse(text)
+    program = hlo.parse(text)
     totals = Walk(program, chip, devices).visit(program.entry)
     facts: dict[str, Any] = {name: {} for name in (*BY_KIND, *BY_SOURCE)}
     # The sources that take longest come first.

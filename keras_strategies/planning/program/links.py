@@ -8,14 +8,10 @@ from typing import Any
 
 import numpy as np
 
-from keras_strategies.passes.hlo import (
-    CHAIN,
-    Collective,
-    Groups,
-    Instruction,
-    Program,
+from keras_strategies.planning.seam import (
+    chips,
+    hlo,
 )
-from keras_strategies.planning.program.chips import Chip
 
 _PASSES = {"all-reduce": 2.0}
 """The number of times that a ring of chips carries an array: 2 in an all-reduce
@@ -28,12 +24,12 @@ with little data. They are within 20 percent of XLA's estimates for eight H100s:
 
 _DONE = 'custom_call_target="AsyncCollectiveDone"'
 
-Timer = Callable[[Collective], tuple[float, float]]
+Timer = Callable[[hlo.Collective], tuple[float, float]]
 """Returns the seconds in which a collective sends its bytes at the links'
 bandwidth, and those that it takes."""
 
 
-def find_ends(program: Program, instruction: Instruction) -> list[str]:
+def find_ends(program: hlo.Program, instruction: hlo.Instruction) -> list[str]:
     """Returns the keys of the collectives for which an instruction waits."""
     if instruction.opcode.endswith("-done"):
         return list(instruction.operands[:1])
@@ -42,11 +38,11 @@ def find_ends(program: Program, instruction: Instruction) -> list[str]:
         _DONE in x.attributes for x in inner.instructions
     ):
         return []
-    chains = (CHAIN.search(x.attributes) for x in inner.instructions)
+    chains = (hlo.CHAIN.search(x.attributes) for x in inner.instructions)
     return [match[1] for match in chains if match is not None]
 
 
-def make_timer(chip: Chip, devices: Sequence[Any]) -> Timer:
+def make_timer(chip: chips.Chip, devices: Sequence[Any]) -> Timer:
     """Returns a function that computes how long a collective uses the links.
 
     Args:
@@ -64,7 +60,7 @@ def make_timer(chip: Chip, devices: Sequence[Any]) -> Timer:
         functools.partial(_find_share, chip.num_links, places)
     )
 
-    def measure(collective: Collective) -> tuple[float, float]:
+    def measure(collective: hlo.Collective) -> tuple[float, float]:
         members = len(collective.groups[0]) if collective.groups else 0
         sent = collective.size * _PASSES.get(collective.kind, 1.0)
         if members and collective.kind != "collective-permute":
@@ -79,7 +75,7 @@ def make_timer(chip: Chip, devices: Sequence[Any]) -> Timer:
 
 
 def _measure_gpus(
-    chip: Chip, hosts: Sequence[int], collective: Collective
+    chip: chips.Chip, hosts: Sequence[int], collective: hlo.Collective
 ) -> tuple[float, float]:
     """Implements `Timer` for NVLink in hosts and a network between them."""
     kind, size = collective.kind, collective.size
@@ -105,7 +101,7 @@ def _measure_gpus(
 
 @functools.lru_cache(maxsize=256)
 def _count_members(
-    hosts: tuple[int, ...], groups: Groups
+    hosts: tuple[int, ...], groups: hlo.Groups
 ) -> tuple[int, int, int]:
     """Returns how many GPUs a group has, GPUs of a host, and hosts."""
     group = groups[0] if groups else range(len(hosts))
@@ -113,7 +109,9 @@ def _count_members(
     return len(group), min(counts.values()), len(counts)
 
 
-def _find_share(num_links: int, places: Sequence[Any], groups: Groups) -> float:
+def _find_share(
+    num_links: int, places: Sequence[Any], groups: hlo.Groups
+) -> float:
     """Returns the share of a chip's links that a collective can use.
 
     It is the share of the chip that has the fewest links to other chips of its

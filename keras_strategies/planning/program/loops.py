@@ -2,7 +2,9 @@
 
 import re
 
-from keras_strategies.passes.hlo import Computation, Instruction, Program
+from keras_strategies.planning.seam import (
+    hlo,
+)
 
 _KNOWN = re.compile(r'known_trip_count":\{"n":"(\d+)"')
 _DIRECTION = re.compile(r"direction=(\w+)")
@@ -10,7 +12,7 @@ _INDEX = re.compile(r"index=(\d+)")
 
 
 def count_iterations(
-    program: Program, computation: Computation, loop: Instruction
+    program: hlo.Program, computation: hlo.Computation, loop: hlo.Instruction
 ) -> int | None:
     """Returns the number of iterations of a `while` instruction.
 
@@ -56,7 +58,7 @@ def count_iterations(
 
 
 def _resolve(
-    computation: Computation, name: str
+    computation: hlo.Computation, name: str
 ) -> tuple[int | None, int] | None:
     """Returns an element of the state and the constant that is added to it.
 

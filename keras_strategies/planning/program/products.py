@@ -10,18 +10,15 @@ import math
 import re
 from collections.abc import Iterator, Sequence
 
-from keras_strategies.passes.flops import count_positions
-from keras_strategies.passes.hlo import (
-    KERNELS,
-    Computation,
-    Instruction,
-    Program,
+from keras_strategies.planning.seam import (
+    count_positions,
+    hlo,
 )
 
 _WINDOW = re.compile(r"window=\{([^}]*)\}")
 _LABELS = re.compile(r"dim_labels=(\w+)_(\w+)->(\w+)")
 _SUMMED = re.compile(r"lhs_contracting_dim(?:s=\{|ensions\":\[)([\d,\"]*)")
-_KERNEL = re.compile(rf"{KERNELS}(\d+)/.*splash_m[hq]a_(fwd|dq|dkv)")
+_KERNEL = re.compile(rf"{hlo.KERNELS}(\d+)/.*splash_m[hq]a_(fwd|dq|dkv)")
 _PRODUCTS = {"fwd": 2, "dq": 3, "dkv": 4}
 """For each kernel of attention, its number of matrix products."""
 _DTYPE = re.compile(r"\(?([a-z]+\d*\w*)\[")
@@ -50,7 +47,9 @@ class Product:
 
 
 def list_products(
-    program: Program, computation: Computation, instruction: Instruction
+    program: hlo.Program,
+    computation: hlo.Computation,
+    instruction: hlo.Instruction,
 ) -> Iterator[Product]:
     """Yields the products of an instruction, without attention's kernels."""
     opcode = instruction.opcode
@@ -69,7 +68,7 @@ def list_products(
             yield from list_products(program, inner, x)
 
 
-def count_kernel(computation: Computation, call: Instruction) -> float:
+def count_kernel(computation: hlo.Computation, call: hlo.Instruction) -> float:
     """Returns the operations of attention's kernels, which XLA does not know.
 
     On TPUs, a kernel's scope contains the number of its products.
@@ -87,13 +86,13 @@ def count_kernel(computation: Computation, call: Instruction) -> float:
     return 2.0 * size * head * share * _CUDNN_PRODUCTS["Backward" in name]
 
 
-def is_convolution(call: Instruction) -> bool:
+def is_convolution(call: hlo.Instruction) -> bool:
     """Returns whether an instruction calls a convolution of cuDNN."""
     library, name = _find_target(call)
     return library == "cudnn" and name.startswith("conv")
 
 
-def _find_target(call: Instruction) -> tuple[str, str]:
+def _find_target(call: hlo.Instruction) -> tuple[str, str]:
     """Returns the library of a GPU and the function that an instruction calls.
 
     Both are "" for other instructions.
@@ -102,14 +101,16 @@ def _find_target(call: Instruction) -> tuple[str, str]:
     return ("", "") if match is None else (match[1], match[2])
 
 
-def _find_dtype(computation: Computation, instruction: Instruction) -> str:
+def _find_dtype(
+    computation: hlo.Computation, instruction: hlo.Instruction
+) -> str:
     operand = computation.by_name[instruction.operands[0]]
     match = _DTYPE.match(operand.result)
     dtype = "" if match is None else match[1]
     return f"{dtype} exact" if _EXACT.search(instruction.attributes) else dtype
 
 
-def _of_library(computation: Computation, call: Instruction) -> float:
+def _of_library(computation: hlo.Computation, call: hlo.Instruction) -> float:
     """Returns the operations of a call of cuBLAS or of cuDNN's convolutions."""
     library, name = _find_target(call)
     if library == "cublas":
@@ -129,7 +130,7 @@ def _of_library(computation: Computation, call: Instruction) -> float:
     return _of_window(call, shapes)
 
 
-def _of_product(computation: Computation, dot: Instruction) -> float:
+def _of_product(computation: hlo.Computation, dot: hlo.Instruction) -> float:
     match = _SUMMED.search(dot.attributes)
     sizes = computation.by_name[dot.operands[0]].arrays[0].dims
     dims = re.findall(r"\d+", match[1]) if match else []
@@ -141,14 +142,16 @@ def _of_product(computation: Computation, dot: Instruction) -> float:
     )
 
 
-def _of_convolution(computation: Computation, conv: Instruction) -> float:
+def _of_convolution(
+    computation: hlo.Computation, conv: hlo.Instruction
+) -> float:
     first, second = (
         computation.by_name[name].arrays[0].dims for name in conv.operands
     )
     return _of_window(conv, (first, second, conv.arrays[0].dims))
 
 
-def _of_window(conv: Instruction, shapes: Sequence[Sequence[int]]) -> float:
+def _of_window(conv: hlo.Instruction, shapes: Sequence[Sequence[int]]) -> float:
     """Returns the operations of a convolution.
 
     Args:

@@ -14,16 +14,13 @@ import re
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from keras_strategies.passes.hlo import (
-    Computation,
-    Instruction,
-    Program,
-    find_collective,
-)
-from keras_strategies.planning.program.chips import Chip
 from keras_strategies.planning.program.links import find_ends, make_timer
 from keras_strategies.planning.program.loops import count_iterations
 from keras_strategies.planning.program.work import Work, count_work, locate
+from keras_strategies.planning.seam import (
+    chips,
+    hlo,
+)
 
 _BRANCHES = re.compile(r"branch_computations=\{([^}]*)\}")
 _SYNCHRONOUS = '"is_sync":true'
@@ -64,7 +61,7 @@ class Walk:
     """
 
     def __init__(
-        self, program: Program, chip: Chip, devices: Sequence[Any]
+        self, program: hlo.Program, chip: chips.Chip, devices: Sequence[Any]
     ) -> None:
         self._program, self._chip = program, chip
         self._measure_links = make_timer(chip, devices)
@@ -72,7 +69,7 @@ class Walk:
         self._visited: dict[tuple[int, bool], Totals] = {}
 
     def visit(
-        self, computation: Computation, is_resident: bool = False
+        self, computation: hlo.Computation, is_resident: bool = False
     ) -> Totals:
         """Returns the costs of running a computation once.
 
@@ -85,7 +82,9 @@ class Walk:
             self._visited[key] = self._add_up(computation, is_resident)
         return self._visited[key]
 
-    def _add_up(self, computation: Computation, is_resident: bool) -> Totals:
+    def _add_up(
+        self, computation: hlo.Computation, is_resident: bool
+    ) -> Totals:
         totals: Totals = collections.defaultdict(float)
         resident = None if is_resident else self._find_resident(computation)
         # How much longer started collectives use the links, in their order.
@@ -105,7 +104,7 @@ class Walk:
             inner = self._program.find_called(x)
             parts = [x] if inner is None else inner.instructions
             for part in parts:
-                for sent in find_collective(inner or computation, part):
+                for sent in hlo.find_collective(inner or computation, part):
                     least, seconds = self._measure_links(sent)
                     totals["counts", sent.kind] += 1
                     totals["sent", sent.kind] += sent.size
@@ -120,8 +119,8 @@ class Walk:
 
     def _visit_instruction(
         self,
-        computation: Computation,
-        x: Instruction,
+        computation: hlo.Computation,
+        x: hlo.Instruction,
         resident: frozenset[str] | None,
     ) -> Totals:
         if x.opcode == "while":
@@ -141,7 +140,7 @@ class Walk:
         return costs
 
     def _visit_loop(
-        self, computation: Computation, loop: Instruction
+        self, computation: hlo.Computation, loop: hlo.Instruction
     ) -> Totals:
         body = self._program.computations[loop.get_called("body") or ""]
         number = count_iterations(self._program, computation, loop)
@@ -157,7 +156,7 @@ class Walk:
             totals["endless", describe_source(loop)] += busy
         return totals
 
-    def _count_works(self, computation: Computation) -> Mapping[str, Work]:
+    def _count_works(self, computation: hlo.Computation) -> Mapping[str, Work]:
         found = self._works.get(id(computation))
         if found is None:
             is_tiled = self._chip.on_chip_bytes > 0
@@ -169,7 +168,7 @@ class Walk:
             }
         return found
 
-    def _find_resident(self, computation: Computation) -> frozenset[str]:
+    def _find_resident(self, computation: hlo.Computation) -> frozenset[str]:
         """Returns which arrays a program for training has on the chip.
 
         At full effort, the program's text tells it instead. At low effort, XLA
@@ -204,7 +203,7 @@ class Walk:
 
 
 def measure(
-    chip: Chip, work: Work, resident: frozenset[str] | None = frozenset()
+    chip: chips.Chip, work: Work, resident: frozenset[str] | None = frozenset()
 ) -> Totals:
     """Estimates the time of an instruction from its operations and bytes.
 
@@ -246,7 +245,7 @@ def measure(
     return {(name, ""): number for name, number in costs.items()}
 
 
-def describe_source(instruction: Instruction) -> str:
+def describe_source(instruction: hlo.Instruction) -> str:
     """Returns a text such as "gather in random_rotation"."""
     parts = instruction.source.split("/")
     for k, part in enumerate(parts):
@@ -264,7 +263,7 @@ def _add(totals: Totals, more: Totals, times: float) -> None:
         totals[key] += number * times
 
 
-def _list_called(instruction: Instruction) -> list[str]:
+def _list_called(instruction: hlo.Instruction) -> list[str]:
     """Returns the computations of a call, or the branches of a conditional."""
     if instruction.opcode == "conditional":
         listed = _BRANCHES.search(instruction.attributes)

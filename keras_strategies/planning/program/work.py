@@ -10,11 +10,13 @@ import math
 import re
 from collections.abc import Mapping, Sequence
 
-from keras_strategies.passes.hlo import Computation, Instruction, Program
 from keras_strategies.planning.program.products import (
     count_kernel,
     is_convolution,
     list_products,
+)
+from keras_strategies.planning.seam import (
+    hlo,
 )
 
 _TILE = (8, 128)
@@ -77,7 +79,7 @@ class Work:
         return sum(self.products.values())
 
 
-def locate(computation: Computation, name: str) -> str:
+def locate(computation: hlo.Computation, name: str) -> str:
     """Returns the name of the result that a value is, or is an element of.
 
     An element k of a tuple that an instruction writes is named "x:k".
@@ -96,9 +98,9 @@ def locate(computation: Computation, name: str) -> str:
 
 
 def count_work(
-    program: Program,
-    computation: Computation,
-    instruction: Instruction,
+    program: hlo.Program,
+    computation: hlo.Computation,
+    instruction: hlo.Instruction,
     *,
     is_tiled: bool = True,
 ) -> Work:
@@ -163,10 +165,12 @@ def count_work(
 class _Reader:
     """Finds arrays of which an instruction reads or writes only parts."""
 
-    program: Program
+    program: hlo.Program
     is_tiled: bool
 
-    def count_part(self, instruction: Instruction, place: int) -> float | None:
+    def count_part(
+        self, instruction: hlo.Instruction, place: int
+    ) -> float | None:
         """Returns the bytes of an operand that are read; None for all."""
         opcode = instruction.opcode
         if place == 0 and opcode in ("slice", "dynamic-slice"):
@@ -184,7 +188,7 @@ class _Reader:
         return self._count_inner_part(inner, inner.parameters[place].name)
 
     def _count_inner_part(
-        self, computation: Computation, name: str
+        self, computation: hlo.Computation, name: str
     ) -> float | None:
         """Returns the bytes of a value that its users read; None for all."""
         total = 0.0
@@ -204,7 +208,7 @@ class _Reader:
         return total
 
     def list_updates(
-        self, computation: Computation, instruction: Instruction
+        self, computation: hlo.Computation, instruction: hlo.Instruction
     ) -> list[float | None]:
         """Returns the bytes that are written in place in each of the results.
 
@@ -234,7 +238,7 @@ class _Reader:
         return [None] * len(instruction.arrays)
 
     def _count_slices(
-        self, instruction: Instruction, sizes: Sequence[int]
+        self, instruction: hlo.Instruction, sizes: Sequence[int]
     ) -> float:
         """Returns the bytes that are moved for the elements of slices.
 
@@ -254,7 +258,7 @@ class _Reader:
         return number * tiles * _TILE_BYTES
 
 
-def _count_integers(program: Program, fusion: Instruction) -> float:
+def _count_integers(program: hlo.Program, fusion: hlo.Instruction) -> float:
     inner = program.find_called(fusion)
     return sum(
         float(math.prod(x.arrays[0].dims))
@@ -264,6 +268,6 @@ def _count_integers(program: Program, fusion: Instruction) -> float:
     )
 
 
-def _count_bytes(instruction: Instruction) -> float:
+def _count_bytes(instruction: hlo.Instruction) -> float:
     """Returns the bytes of a result, with the padding of its tiles."""
     return float(sum(x.padded for x in instruction.arrays if x.dims))

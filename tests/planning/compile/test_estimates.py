@@ -10,7 +10,7 @@ from keras_strategies.planning.compile.estimates import (
     estimate,
     write_notes,
 )
-from keras_strategies.planning.program.chips import Chip
+from keras_strategies.tpu.chips import Chip
 from tests.planning.made import figures
 
 pytestmark = pytest.mark.quick

@@ -96,7 +96,7 @@ class Step:
 
     def __init__(self, of_row, rows=4, error=None):
         self.of_row, self.rows, self._error = of_row, rows, error
-        self.mesh = None
+        self.mesh = types.SimpleNamespace(num_replicas=4, devices=DEVICES)
         self.tokens = 128
         self.efforts, self.remat = [], None
         self.has_remat = False
@@ -131,7 +131,6 @@ def candidate(make):
         topology="v5e:2x2",
         layout="replicated",
         devices=DEVICES,
-        num_replicas=4,
         make=make,
     )
 

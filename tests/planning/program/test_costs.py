@@ -6,8 +6,8 @@ import time
 import jax
 import pytest
 
-from keras_strategies.planning.program.chips import find_chip
 from keras_strategies.planning.program.costs import Costs, estimate_work
+from keras_strategies.tpu.chips import find_chip
 from tests.support.slices import make_slice
 
 pytestmark = pytest.mark.quick

@@ -2,8 +2,8 @@
 
 import pytest
 
-from keras_strategies.planning.program.chips import find_chip
 from keras_strategies.planning.program.costs import estimate_work
+from keras_strategies.tpu.chips import find_chip
 from tests.support.gpus import make_hosts
 
 pytestmark = pytest.mark.quick

@@ -3,8 +3,8 @@
 import pytest
 
 from keras_strategies.passes.hlo import Collective
-from keras_strategies.planning.program.chips import find_chip
 from keras_strategies.planning.program.links import make_timer
+from keras_strategies.tpu.chips import find_chip
 from tests.support.slices import make_slice
 
 pytestmark = pytest.mark.quick

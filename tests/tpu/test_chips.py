@@ -3,7 +3,7 @@
 import pytest
 
 from keras_strategies.gpu.targets import TARGETS
-from keras_strategies.planning.program.chips import find_chip, find_memory
+from keras_strategies.tpu.chips import find_chip, find_memory
 from tests.support.gpus import Gpu
 from tests.support.slices import Tpu
 
