@@ -5,7 +5,7 @@ attention). It calls the kernel so that it always computes causal attention and
 does not scale the scores. With a mask, or for causal attention, a traced step
 uses XLA's attention, which stores all scores, but does not cap them even if the
 layer asks for it. So this module computes attention in every step for TPUs,
-also if the step is planned without a TPU.
+also if it is planned without a TPU, until Keras does (docs/upstream.md).
 """
 
 import contextlib
@@ -18,7 +18,6 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import keras
-from jax.sharding import PartitionSpec
 from keras.src.backend.common.tensor_attributes import (
     get_tensor_attr,
     set_tensor_attr,
@@ -28,14 +27,10 @@ from keras_strategies._types import Array
 from keras_strategies.keras_bridge import keras_names
 from keras_strategies.keras_bridge.patches import Patches
 from keras_strategies.kernels import splash_attention as splash
-from keras_strategies.kernels.attention_reasons import (
-    find_reason_against_kernel,
-)
 from keras_strategies.kernels.mapped_kernels import (
     Trace,
     current_trace,
-    map_over_cores,
-    spec_of_scores,
+    map_attention,
     tracing,
 )
 from keras_strategies.kernels.splash_attention import AttentionMask
@@ -44,6 +39,10 @@ from keras_strategies.spmd.attributes import temporary_attribute
 from keras_strategies.spmd.mesh import ReplicaMesh
 
 LAYERS = (keras.layers.MultiHeadAttention, keras.layers.GroupQueryAttention)
+
+_WITHOUT_KERNELS = ("TPU v2", "TPU v3")
+_PRECISIONS = (None, "default", "bfloat16")
+"""The values of `jax_default_matmul_precision` that the kernel implements."""
 
 _MASK = "_ks_attention_mask"
 """The attribute of a mask's array that stores it as an `AttentionMask`."""
@@ -98,11 +97,7 @@ def _find_trace() -> Trace | None:
 
 @contextlib.contextmanager
 def collect_reasons() -> Iterator[dict[str, None]]:
-    """Collects why XLA computes attention in TPU steps that the block traces.
-
-    Yields:
-      A dict whose keys are the reasons, such as "attention dropout".
-    """
+    """Yields a dict whose keys are why XLA computes attention in TPU steps."""
     reasons: dict[str, None] = {}
     with temporary_attribute(_thread, "reasons", reasons):
         yield reasons
@@ -144,11 +139,49 @@ def _wrap_attention(original: Callable[..., Any]) -> Callable[..., Any]:
     return attention
 
 
-def _wrap_layer_mask(original: Callable[..., Any]) -> Callable[..., Any]:
-    """Wraps a layer's method that computes the mask of its scores.
+def find_reason_against_kernel(
+    mesh: ReplicaMesh,
+    *,
+    is_mask_known: bool = False,
+    flash_attention: bool | None = None,
+    **arguments: Any,
+) -> str | None:
+    """Returns why attention is computed by XLA instead of by the kernel.
 
-    The wrapper records the parts of the mask. From the array alone, the
-    kernel could not know which blocks of scores it may skip.
+    Args:
+      mesh: The replicas.
+      is_mask_known: Whether the mask consists of limits and padding, so that
+        its array is not used.
+      flash_attention: Whether the layer may use a kernel; None for Keras's
+        setting.
+      **arguments: The other arguments of Keras's `dot_product_attention`.
+
+    Returns:
+      The reason, such as "a bias added to the scores", or None if the kernel
+      computes the attention.
+    """
+    kind = mesh.devices[0].device_kind
+    config: Any = jax.config
+    precision = config.jax_default_matmul_precision
+    if flash_attention is None:
+        flash_attention = keras.config.is_flash_attention_enabled()
+    if flash_attention is False:
+        return "flash_attention=False or `disable_flash_attention()`"
+    if kind.startswith(_WITHOUT_KERNELS):
+        return f"a {kind}"
+    if precision not in _PRECISIONS:
+        return f"jax_default_matmul_precision={precision!r}"
+    if config.jax_enable_x64:
+        return "jax_enable_x64"
+    if is_mask_known:
+        arguments.pop("mask", None)
+    return next(splash.find_reasons(mesh.cores_per_replica, **arguments), None)
+
+
+def _wrap_layer_mask(original: Callable[..., Any]) -> Callable[..., Any]:
+    """Wraps a layer's method that computes a mask, to record the mask's parts.
+
+    From the array, the kernel could not know which blocks it may skip.
     """
 
     @functools.wraps(original)
@@ -228,8 +261,6 @@ def _make_call(
     Equal layers share one function, so it is traced once (but see `_attend`).
     """
     limits = AttentionMask(left=left, right=right)
-    rows, model = trace.rows, trace.model
-    heads, of_rows = PartitionSpec(rows, None, model), PartitionSpec(rows)
 
     def attend(
         query: Array, key: Array, value: Array, *masks: Array
@@ -239,13 +270,8 @@ def _make_call(
             query, key, value, mask, soft_cap=soft_cap
         )
 
-    def call(query: Array, *arrays: Array) -> jax.Array:
-        specs = [*[heads] * 3, of_rows, of_rows]
-        specs.append(spec_of_scores(arrays[-1], rows, model))
-        arrays = (query, *arrays)
-        return map_over_cores(
-            *(trace, attend, arrays, specs), out_spec=heads, count=len(query)
-        )
+    def call(*arrays: Array | None) -> jax.Array:
+        return map_attention(trace, attend, arrays, num_padding=2)
 
     call.__name__ = f"{BY_ROWS}_{left}_{right}_{soft_cap}"
     return jax.jit(call)
@@ -316,23 +342,9 @@ def capped_attention(
 ) -> jax.Array:
     """Computes attention with each score s capped to `cap * tanh(s / cap)`.
 
-    Args:
-      query: An array of shape (batch, T, heads, depth).
-      key: An array of shape (batch, S, heads or a divisor of it, depth).
-      value: An array of the key's shape.
-      bias: An array to add to the scores, broadcast to (batch, heads, T, S).
-      mask: True for the scores to use, broadcast like the bias. A shape of
-        (batch, T, S) is also accepted, unless the batch size equals the number
-        of heads.
-      scale: The factor by which scores are multiplied; None for 1 /
-        sqrt(depth).
-      is_causal: Whether each position attends only to itself and earlier
-        positions.
-      attn_logits_soft_cap: The cap.
-
-    Returns:
-      An array of the query's shape, in the common dtype of query, key and
-      value.
+    The arguments are those of Keras's `dot_product_attention`. A mask of shape
+    (batch, T, S) is also accepted, unless the batch size equals the number of
+    heads.
 
     References:
       - Gemma Team, Gemma 2 (2024), section 2: https://arxiv.org/abs/2408.00118

@@ -16,7 +16,6 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jax.sharding import PartitionSpec
 
 from keras_strategies._types import Array
 from keras_strategies.gpu.targets import CUDNN
@@ -28,8 +27,7 @@ from keras_strategies.kernels.by_rows import find_layer_patches
 from keras_strategies.kernels.mapped_kernels import (
     Trace,
     current_trace,
-    map_over_cores,
-    spec_of_scores,
+    map_attention,
 )
 from keras_strategies.passes.row_kinds.kernels import BY_ROWS
 from keras_strategies.spmd.mesh import ReplicaMesh
@@ -166,26 +164,16 @@ def _map_attention(
     value: Array,
     *score_args: Array | None,
 ) -> jax.Array:
-    """Computes attention on each core for its heads.
-
-    Every core computes all heads if the cores cannot share them evenly.
-    """
-    cores, rows, model = trace.mesh.cores_per_replica, trace.rows, trace.model
-    if query.shape[2] % cores or key.shape[2] % cores:
-        model = None
-    heads = PartitionSpec(rows, None, model)
+    """Computes attention on each core for its heads; see `map_attention`."""
     others = [
         None
         if array is None
         else jnp.reshape(array, (1,) * (4 - array.ndim) + array.shape)
         for array in score_args
     ]
-    specs = [heads] * 3 + [spec_of_scores(x, rows, model) for x in others]
 
     def call(*arrays: Array | None) -> jax.Array:
-        return map_over_cores(
-            *(trace, attend, arrays, specs), out_spec=heads, count=len(query)
-        )
+        return map_attention(trace, attend, arrays)
 
     numbers = sorted(attend.keywords.items())
     call.__name__ = f"{BY_ROWS}_{numbers}"

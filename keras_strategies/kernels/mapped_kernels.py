@@ -10,7 +10,7 @@ import jax
 from jax.sharding import PartitionSpec
 
 from keras_strategies._types import Array
-from keras_strategies.kernels import splash_attention as splash
+from keras_strategies.kernels.splash_attention import pad_rows
 from keras_strategies.passes.specs import Axis
 from keras_strategies.spmd.attributes import temporary_attribute
 from keras_strategies.spmd.mesh import ReplicaMesh
@@ -75,21 +75,38 @@ def tracing(trace: Trace) -> contextlib.AbstractContextManager[None]:
     return temporary_attribute(_thread, "trace", trace)
 
 
-def spec_of_scores(
-    array: Array | None, rows: Axis | None, model: str | None
-) -> PartitionSpec:
-    """Returns the spec of an array of shape (batch, heads, T, S), or None.
+def map_attention(
+    trace: Trace,
+    attend: Callable[..., jax.Array],
+    arrays: Sequence[Any],
+    *,
+    num_padding: int = 0,
+) -> jax.Array:
+    """Computes attention on each core for its heads.
 
-    An array may have one row or one head for all.
+    Every core computes all heads if the cores cannot share them evenly.
 
     Args:
-      array: The array.
-      rows: The mesh axes over which rows are sharded.
-      model: The mesh axis over which heads are sharded.
+      trace: The trace of the step.
+      attend: A function of the arrays that returns an array like the query.
+      arrays: Query, key and value, of shape (batch, length, heads, depth), then
+        arrays of shape (batch, length), then arrays of shape (batch or 1, heads
+        or 1, T, S). All but the first three may be None.
+      num_padding: The number of arrays of shape (batch, length).
     """
-    sizes = (1, 1) if array is None else array.shape[:2]
-    axes = zip((rows, model), sizes, strict=True)
-    return PartitionSpec(*(axis if size > 1 else None for axis, size in axes))
+    query, key, *_ = arrays
+    cores, rows, model = trace.mesh.cores_per_replica, trace.rows, trace.model
+    if query.shape[2] % cores or key.shape[2] % cores:
+        model = None
+    heads = PartitionSpec(rows, None, model)
+    specs = [heads] * 3 + [PartitionSpec(rows)] * num_padding
+    for array in arrays[len(specs) :]:
+        sizes = (1, 1) if array is None else array.shape[:2]
+        axes = zip((rows, model), sizes, strict=True)
+        specs.append(PartitionSpec(*(a if n > 1 else None for a, n in axes)))
+    return map_over_cores(
+        trace, attend, arrays, specs, out_spec=heads, count=len(query)
+    )
 
 
 def map_over_cores(
@@ -130,7 +147,7 @@ def map_over_cores(
     )
     results = mapped(
         *(
-            splash.pad_rows(x, missing, padding)
+            pad_rows(x, missing, padding)
             if missing and x is not None and any(tuple(spec)[:1])
             else x
             for x, spec in zip(arrays, specs, strict=True)

@@ -2,12 +2,13 @@
 
 import dataclasses
 import functools
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.core import Tracer
 
 from keras_strategies._types import Array
 from keras_strategies.passes.hlo import KERNELS
@@ -60,20 +61,8 @@ class AttentionMask:
         return dataclasses.replace(self, **changes)
 
 
-def is_padding(shape: tuple[int, ...]) -> bool:
-    """Returns whether a mask excludes complete queries or complete keys.
-
-    Args:
-      shape: The shape of its array, (batch, heads, T, S). Sizes may be 1.
-    """
-    return shape[1] == 1 and 1 in shape[2:]
-
-
 def read_mask(array: Array, query: Array, key: Array) -> AttentionMask:
-    """Returns the mask of an array of shape (batch, heads, T, S).
-
-    The sizes of the array may also be 1.
-    """
+    """Returns the mask of an array of shape (batch or 1, heads or 1, T, S)."""
     array = jnp.asarray(array, bool)
     rows, queries, keys = len(query), query.shape[1], key.shape[1]
     _, heads, length, others = array.shape
@@ -100,14 +89,66 @@ def count_rows_at_once(heads: int, queries: int, keys: int) -> int:
 
     For each head of each row, the kernel stores three tables of the mask's
     blocks. Their last two dimensions are padded to multiples of 8 and 128, and
-    an entry of all three takes up to 6 bytes.
-
-    Returns:
-      The number of rows; 0 if the tables of one row do not fit.
+    an entry of all three takes up to 6 bytes. Returns 0 if no row's tables fit.
     """
     blocks_q = -(-queries // _find_block(queries) // 8) * 8
     blocks_kv = -(-keys // _find_block(keys) // LANES) * LANES
     return _TABLE_BYTES // (heads * blocks_q * blocks_kv * 6)
+
+
+def find_reasons(
+    cores: int,
+    query: Array,
+    key: Array,
+    value: Array,
+    bias: Array | None = None,
+    mask: Array | None = None,
+    scale: Array | float | None = None,
+    attn_logits_soft_cap: Array | float | None = None,
+    **_: Any,
+) -> Iterator[str]:
+    """Yields why the kernel cannot compute `dot_product_attention` of Keras."""
+    if {query.ndim, key.ndim, value.ndim} != {4}:
+        yield "arrays of other than 4 dimensions"
+        return
+    if not len(query):
+        yield "a batch without rows"
+    if bias is not None:
+        yield "a bias added to the scores"
+    dtype = str(jnp.result_type(query, key, value))
+    if dtype not in DTYPES:
+        yield f"the dtype {dtype}"
+    for name, number in (("scale", scale), ("cap", attn_logits_soft_cap)):
+        shape = () if number is None else jnp.shape(number)
+        if shape:
+            yield f"a {name} of shape {shape}"
+    if isinstance(attn_logits_soft_cap, Tracer):
+        yield "a cap of the scores that the step computes"
+    for length in (query.shape[1], key.shape[1]):
+        if length % LANES or not length:
+            yield f"a length of {length}, not a multiple of {LANES}"
+            return
+    if query.shape[2] % cores or key.shape[2] % cores:
+        yield f"heads that {cores} cores cannot share evenly"
+    elif mask is not None:
+        yield from _find_in_mask(mask.shape, query, key, cores)
+
+
+def _find_in_mask(
+    shape: tuple[int, ...], query: Array, key: Array, cores: int
+) -> Iterator[str]:
+    """Finds the reason why the kernel cannot read a mask's array."""
+    rows, length, heads = query.shape[:3]
+    full = (rows, heads, length, key.shape[1])
+    if len(shape) != 4 or not all(
+        size in (1, all_) for size, all_ in zip(shape, full, strict=True)
+    ):
+        yield f"a mask of shape {shape}"
+    elif not (shape[1] == 1 and 1 in shape[2:]) and not count_rows_at_once(
+        heads // cores, length, key.shape[1]
+    ):
+        size = f"{heads // cores} x {length} x {key.shape[1]}"
+        yield f"a mask array of {size}, too large for the kernel's tables"
 
 
 def splash_attention(

@@ -16,8 +16,8 @@ from keras.src.backend.common.tensor_attributes import get_tensor_attr
 import keras_strategies as ks
 from keras_strategies.keras_bridge.keras_names import NN as keras_nn
 from keras_strategies.kernels import attention as attention_module
-from keras_strategies.kernels.attention import attention_for
-from keras_strategies.kernels.attention_reasons import (
+from keras_strategies.kernels.attention import (
+    attention_for,
     find_reason_against_kernel,
 )
 from keras_strategies.kernels.kernels import kernels_for
