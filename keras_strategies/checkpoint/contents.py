@@ -178,7 +178,10 @@ def match_variables(
         present = name_variables(groups.get(group, ()))
         pairs = _pair_variables(saved, present)
         if pairs is None:
-            faults += _list_differences(group, saved, present)
+            for name in [n for n in saved if n not in present]:
+                faults.append(f"{group} {name}: not in the model")
+            for name in [n for n in present if n not in saved]:
+                faults.append(f"{group} {name}: not in the checkpoint")
         else:
             faults += _find_mismatches(group, saved, pairs)
             matches[group] = pairs
@@ -297,14 +300,11 @@ def _find_mismatches(
     group: str, saved: Mapping[str, Any], pairs: Mapping[str, keras.Variable]
 ) -> list[str]:
     """Lists the variables whose shape or dtype differs from the saved one."""
-    kinds = [
-        (name, saved[name], _describe_variable(pairs[name])) for name in pairs
-    ]
     return [
         f"{group} {name}: {there[1]}{there[0]} in the checkpoint, "
         f"{here[1]}{here[0]} here"
-        for name, there, here in kinds
-        if there != here
+        for name, variable in pairs.items()
+        if (there := saved[name]) != (here := _describe_variable(variable))
     ]
 
 
@@ -319,16 +319,3 @@ def _make_mismatch_error(where: str, faults: list[str]) -> ValueError:
         f"{f'; and {more} more' if more > 0 else ''}. Build the same model as "
         "when it was saved, or use another directory for this model."
     )
-
-
-def _list_differences(
-    group: str, saved: Mapping[str, Any], present: Mapping[str, Any]
-) -> list[str]:
-    return [
-        *(f"{group} {n}: not in the model" for n in saved if n not in present),
-        *(
-            f"{group} {n}: not in the checkpoint"
-            for n in present
-            if n not in saved
-        ),
-    ]

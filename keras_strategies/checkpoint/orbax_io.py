@@ -4,15 +4,18 @@ import functools
 import importlib
 import logging
 import os
+import pathlib
 import threading
 import weakref
-from typing import TYPE_CHECKING, Protocol
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any, Protocol
 
 import jax
 import numpy as np
 
-from keras_strategies._types import Array, Tree
+from keras_strategies._types import Array
 from keras_strategies.checkpoint.contents import Arrays
+from keras_strategies.checkpoint.directory.verify import guard_restore
 
 _logger = logging.getLogger(__name__)
 
@@ -78,7 +81,12 @@ def make_checkpointer(processes: tuple[int, ...]) -> "ocp.AsyncCheckpointer":
         # If `active_processes` is set, Orbax synchronizes the processes on the
         # host and not with a program on the devices.
         else options.MultiprocessingOptions(
-            primary_host=processes[0], active_processes=set(processes)
+            primary_host=processes[0],
+            active_processes=set(processes),
+            # Processes that read alone do not wait for each other.
+            barrier_sync_key_prefix=f"keras_strategies_{processes[0]}"
+            if len(processes) == 1
+            else None,
         )
     )
     types = ocp.type_handlers
@@ -134,15 +142,23 @@ def copy_to_host(arrays: Arrays, *, is_alone: bool) -> Arrays:
     return jax.tree.map(convert, arrays)
 
 
-def make_restore_args(targets: Arrays) -> Tree:
-    """Builds Orbax restore arguments with the shardings of the targets.
+def restore_arrays(
+    checkpointer: Any,
+    path: pathlib.Path,
+    targets: Mapping[str, Mapping[str, Any]],
+    *,
+    is_part: bool,
+) -> Arrays:
+    """Restores the arrays of a checkpoint.
 
     Args:
-      targets: For each array, its shape, dtype and sharding, or a numpy array
-        of this shape and dtype; by group and name.
+      checkpointer: A result of `make_checkpointer`.
+      path: The checkpoint's folder.
+      targets: A NumPy array or a `jax.ShapeDtypeStruct` for each array.
+      is_part: Whether the checkpoint may contain further arrays.
 
-    Returns:
-      An `ocp.RestoreArgs` for each array, by group and name.
+    Raises:
+      DamagedCheckpoint: if the checkpoint is damaged or was deleted.
     """
     import orbax.checkpoint as ocp
 
@@ -155,4 +171,11 @@ def make_restore_args(targets: Arrays) -> Tree:
             dtype=leaf.dtype,
         )
 
-    return jax.tree.map(make_args, targets)
+    args = ocp.args.PyTreeRestore(
+        item=targets,
+        restore_args=jax.tree.map(make_args, targets),
+        partial_restore=is_part,
+    )
+    with guard_restore(path, targets):
+        composite = ocp.args.Composite(state=args)
+        return checkpointer.restore(path, args=composite).state

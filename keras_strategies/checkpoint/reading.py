@@ -3,6 +3,7 @@
 This module neither locks the directory nor changes any files in it.
 """
 
+import contextlib
 import logging
 import os
 import pathlib
@@ -20,7 +21,10 @@ from keras_strategies.checkpoint.directory.files import (
     DamagedCheckpoint,
     make_damage_error,
 )
-from keras_strategies.checkpoint.orbax_io import make_restore_args
+from keras_strategies.checkpoint.orbax_io import (
+    make_checkpointer,
+    restore_arrays,
+)
 from keras_strategies.cluster.exchange.message_forms import fault_of, is_count
 from keras_strategies.fit.callbacks.callback_states import (
     has_swapped_averages,
@@ -235,8 +239,6 @@ def read_arrays(
       path: The path of the checkpoint.
       wanted: The shape and dtype of each array to read, by group and name.
     """
-    import orbax.checkpoint as ocp
-
     item = {
         group: {
             name: np.empty(shape, jax.numpy.dtype(dtype))
@@ -247,27 +249,10 @@ def read_arrays(
     }
     if not item:
         return {}
-    options = ocp.options.MultiprocessingOptions()
-    if jax.process_count() > 1:
-        # Orbax waits only for this process, since other processes may not call
-        # this function.
-        me = jax.process_index()
-        options = ocp.options.MultiprocessingOptions(
-            primary_host=me,
-            active_processes={me},
-            barrier_sync_key_prefix=f"keras_strategies_{me}",
-        )
-    handler = ocp.PyTreeCheckpointHandler(multiprocessing_options=options)
-    checkpointer = ocp.Checkpointer(handler, multiprocessing_options=options)
-    with verify.guard_restore(path, item), checkpointer:
-        return checkpointer.restore(
-            pathlib.Path(path).absolute() / "state",
-            args=ocp.args.PyTreeRestore(
-                item=item,
-                restore_args=make_restore_args(item),
-                partial_restore=True,
-            ),
-        )
+    processes = (jax.process_index(),)
+    with contextlib.closing(make_checkpointer(processes)) as checkpointer:
+        folder = pathlib.Path(path).absolute()
+        return restore_arrays(checkpointer, folder, item, is_part=True)
 
 
 def list_variables(path: str) -> dict[str, tuple[str, str]]:

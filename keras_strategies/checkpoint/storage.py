@@ -32,11 +32,10 @@ from keras_strategies.checkpoint.directory.retention import (
     find_deletable,
     quarantine,
 )
-from keras_strategies.checkpoint.directory.verify import guard_restore
 from keras_strategies.checkpoint.orbax_io import (
     copy_to_host,
     make_checkpointer,
-    make_restore_args,
+    restore_arrays,
     wait_at_exit,
 )
 from keras_strategies.cluster.exchange.greetings import clean_text
@@ -51,7 +50,6 @@ from keras_strategies.names import dry_run
 
 _logger = logging.getLogger(__name__)
 
-_NEWEST = "looking for the newest checkpoint in"
 _SEEN_S = 10.0
 _POLL_S = 0.1
 
@@ -155,23 +153,30 @@ class Storage:
                 self._lock.release()
                 self._lock = None
 
-    def find_newest(self) -> int | None:
+    def find_newest(self, *, is_writer: bool = True) -> int | None:
         """Finds the newest good checkpoint and renames newer, damaged ones.
 
         The chief waits for a pending save, then reads each file once. It logs
         a warning for each checkpoint that it renames.
+
+        Args:
+          is_writer: Whether this run writes to the directory; otherwise,
+            nothing is renamed.
         """
         self.wait()
 
         def find() -> int | None:
             manifest, faults = verify.find_newest_good(self.directory)
-            for fault in faults:
+            for fault in faults if is_writer else ():
                 aside = quarantine(fault)
                 _logger.warning("%s It was renamed to %s.", fault, aside)
-            self._note_good()
+            if is_writer:
+                self._note_good()
             return None if manifest is None else manifest.step
 
-        return self._run_on_chief(_NEWEST, find, int | None)
+        return self._run_on_chief(
+            "looking for the newest checkpoint in", find, int | None
+        )
 
     def find_highest(self) -> int:
         """Returns the highest step of all checkpoints, good or damaged.
@@ -185,26 +190,16 @@ class Storage:
             int,
         )
 
-    def peek_newest(self) -> int | None:
-        """Finds the newest good checkpoint, without renaming damaged ones."""
-
-        def find() -> int | None:
-            manifest, _ = verify.find_newest_good(self.directory)
-            return None if manifest is None else manifest.step
-
-        return self._run_on_chief(_NEWEST, find, int | None)
-
     def check(self, step: int) -> None:
         """Raises DamagedCheckpoint if a checkpoint is damaged or missing.
 
         Waits for a pending save.
         """
         self.wait()
-
-        def look() -> None:
-            verify.verify(self.path(step))
-
-        self._run_on_chief(f"verifying step {step} of", look)
+        self._run_on_chief(
+            f"verifying step {step} of",
+            lambda: verify.verify(self.path(step)) and None,
+        )
 
     def _note_good(self) -> None:
         """Records which checkpoints are good, and when the run started."""
@@ -236,23 +231,12 @@ class Storage:
           targets: Each array's shape, dtype and sharding, by group and name.
           is_part: Whether the checkpoint may also contain other arrays.
         """
-        import orbax.checkpoint as ocp
-
-        path = self.path(step)
-        with guard_restore(path, targets):
-            restored = self._get_checkpointer().restore(
-                path,
-                args=ocp.args.Composite(
-                    state=ocp.args.PyTreeRestore(
-                        item=targets,
-                        restore_args=make_restore_args(targets),
-                        partial_restore=is_part,
-                    )
-                ),
-            )
+        restored = restore_arrays(
+            self._get_checkpointer(), self.path(step), targets, is_part=is_part
+        )
         # The chief must not delete files that other processes still read.
         self._exchange("restoring", "done")
-        return restored.state
+        return restored
 
     # Saving.
 

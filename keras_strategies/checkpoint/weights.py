@@ -206,7 +206,7 @@ def open_checkpoint(
     with contextlib.closing(storage):
         if step is not None:
             storage.check(step)
-        elif (step := storage.peek_newest()) is None:
+        elif (step := storage.find_newest(is_writer=False)) is None:
             raise FileNotFoundError(
                 "The path must contain a valid checkpoint. Received: "
                 f"{shorten(str(path))}, which contains no valid checkpoint. "

@@ -5,6 +5,7 @@ tool starts even if one of these packages cannot be imported.
 """
 
 import argparse
+import importlib
 import os
 import signal
 import sys
@@ -62,7 +63,7 @@ _LAUNCH_OPTIONS: tuple[Option, ...] = (
     (
         "--processes",
         "the number of processes; default: 2",
-        {"type": int, "default": 2, "metavar": "N"},
+        {"type": int, "default": 2, "metavar": "N", "dest": "num_processes"},
     ),
     (
         "--devices-per-process",
@@ -73,7 +74,7 @@ _LAUNCH_OPTIONS: tuple[Option, ...] = (
         "--evaluator",
         "also start a process with the task 'evaluator', which is not part "
         "of the cluster; the first process then has the task 'chief'",
-        FLAG,
+        FLAG | {"dest": "has_evaluator"},
     ),
     (
         "--platform",
@@ -113,12 +114,17 @@ _DOCTOR_OPTIONS: tuple[Option, ...] = (
     (
         "--json",
         "print the report as JSON; in a cluster, only the chief prints it",
-        FLAG,
+        FLAG | {"dest": "as_json"},
     ),
     (
         "--timeout",
         "the time to wait for the other processes; default: 30",
-        {"type": float, "default": 30.0, "metavar": "SECONDS"},
+        {
+            "type": float,
+            "default": 30.0,
+            "metavar": "SECONDS",
+            "dest": "timeout_s",
+        },
     ),
 )
 _CHECKPOINTS_OPTIONS: tuple[Option, ...] = (
@@ -192,41 +198,24 @@ def _refuse_unknown(
 
 
 def _run(parser: argparse.ArgumentParser, options: argparse.Namespace) -> int:
-    if options.command == "doctor":
-        from keras_strategies.cli.doctor.doctor import doctor
-
-        return doctor(
-            quick=options.quick,
-            as_json=options.json,
-            timeout_s=options.timeout,
-        )
-    if options.command == "launch":
-        from keras_strategies.cli.launch.launch import launch
-
-        return launch(
-            options.script if options.module is None else options.module,
-            is_module=options.module is not None,
-            num_processes=options.processes,
-            devices_per_process=options.devices_per_process,
-            platform=options.platform,
-            has_evaluator=options.evaluator,
-            max_restarts=options.max_restarts,
-            min_processes=options.min_processes,
-        )
-    if options.command == "plan":
+    """Calls the command's function with the options of its command line."""
+    words = vars(options)
+    command = words.pop("command")
+    if command is None:
+        parser.print_help()
+        return 0
+    if command == "plan":
         return plan_command.run(options)
-    if options.command == "checkpoints":
-        from keras_strategies.cli.checkpoints.checkpoints import checkpoints
-
-        return checkpoints(
-            options.directory, quick=options.quick, as_json=options.json
-        )
-    if options.command == "report":
-        from keras_strategies.cli.report_command import report
-
-        return report(options.directories, as_json=options.json)
-    parser.print_help()
-    return 0
+    if command == "launch":
+        module, script = words.pop("module"), words.pop("script")
+        words["command"] = script if module is None else module
+        words["is_module"] = module is not None
+    for name in ("parser", "verify"):
+        words.pop(name, None)
+    path = "report_command" if command == "report" else f"{command}.{command}"
+    # Only now: a command's module may need a package that is not installed.
+    module = importlib.import_module(f"keras_strategies.cli.{path}")
+    return getattr(module, command)(**words)
 
 
 def _make_parser() -> argparse.ArgumentParser:

@@ -8,9 +8,13 @@ Commands: TypeAlias = "argparse._SubParsersAction[argparse.ArgumentParser]"
 Option = tuple[str, str | None, dict[str, Any]]
 """An option: its names, its help text, other arguments of `add_argument`."""
 
-FLAG = {"action": "store_true"}
+FLAG: dict[str, Any] = {"action": "store_true"}
 MANY = {"action": "append"}
-JSON: Option = ("--json", "print the result as JSON", FLAG)
+JSON: Option = (
+    "--json",
+    "print the result as JSON",
+    FLAG | {"dest": "as_json"},
+)
 
 
 def add_command(

@@ -166,7 +166,7 @@ def run(options: argparse.Namespace) -> int:
 
     with first_signal() as received:
         plan = plan_in_processes(requests, options.processes, received)
-    if options.json:
+    if options.as_json:
         print(json.dumps(plan.to_json(), indent=1))
     else:
         is_brief = options.layout is None

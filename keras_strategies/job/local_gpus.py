@@ -19,6 +19,7 @@ from keras_strategies.cluster.addresses import (
     read_text,
     shorten,
 )
+from keras_strategies.cluster.resolvers.launchers import LAUNCHERS
 from keras_strategies.cluster.resolvers.slurm_step import (
     SETTER,
     expand_tasks_per_node,
@@ -43,17 +44,6 @@ _SLURM_LOCAL = "SLURM_LOCALID"
 _SLURM_NODE = "SLURM_NODEID"
 _SLURM_PER_NODE = "SLURM_STEP_TASKS_PER_NODE"
 _LOOPBACK = ("localhost", "127.0.0.1", "[::1]")
-# For Open MPI and torchrun: the variables with the number of processes in the
-# job, this process's index on its host, and the number of processes there.
-_LAUNCHERS = (
-    (
-        "mpirun",
-        "OMPI_COMM_WORLD_SIZE",
-        "OMPI_COMM_WORLD_LOCAL_RANK",
-        "OMPI_COMM_WORLD_LOCAL_SIZE",
-    ),
-    ("torchrun", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE"),
-)
 _INDEX = re.compile(r"[0-9]{1,4}", re.ASCII)
 _UUID = re.compile(r"GPU-[0-9A-Fa-f-]{1,40}", re.ASCII)
 
@@ -244,10 +234,12 @@ def _find_place(task: TaskInfo, environ: Mapping[str, str]) -> tuple[int, int]:
         here = hosts[task.process_id]
         return hosts[: task.process_id].count(here), hosts.count(here)
     total = str(task.num_processes)
-    for setter, size, rank, local_size in _LAUNCHERS:
-        if environ.get(size) == total and environ.get(rank):
-            count = read_number(environ, local_size, setter, least=1)
-            return read_number(environ, rank, setter, most=count - 1), count
+    for launcher in LAUNCHERS:
+        size, *local = launcher.counts.split() or [""]
+        if local and environ.get(size) == total and environ.get(local[0]):
+            setter = launcher.setter or launcher.name
+            count = read_number(environ, local[1], setter, least=1)
+            return read_number(environ, local[0], setter, most=count - 1), count
     if environ.get(_SLURM_TASKS) == total and environ.get(_SLURM_LOCAL):
         text = read_text(environ, _SLURM_PER_NODE, SETTER)
         counts = expand_tasks_per_node(text)

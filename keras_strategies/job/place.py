@@ -15,6 +15,7 @@ import jax
 from keras_strategies.cluster import spec, tasks
 from keras_strategies.cluster.exchange import kv_store
 from keras_strategies.cluster.resolvers import (
+    launchers,
     simple_resolver,
     tf_config_resolver,
 )
@@ -41,29 +42,6 @@ class UnjoinedJob:
     variable: str
     count: int
     cure: str
-
-
-# For SLURM's steps, Open MPI and torchrun: the variable with the number of
-# processes, other variables that the launcher sets, and the strategy's
-# arguments with which a process joins the job.
-_LAUNCHERS = (
-    (
-        "SLURM_STEP_NUM_TASKS",
-        ("SLURM_PROCID",),
-        "`cluster_resolver=ks.cluster_resolver.SlurmClusterResolver()`",
-    ),
-    (
-        "OMPI_COMM_WORLD_SIZE",
-        ("OMPI_COMM_WORLD_RANK",),
-        "`coordinator_address`, and the values of OMPI_COMM_WORLD_SIZE and "
-        "OMPI_COMM_WORLD_RANK as `num_processes` and `process_id`",
-    ),
-    (
-        "WORLD_SIZE",
-        ("RANK", "MASTER_ADDR"),
-        "`cluster_resolver=ks.cluster_resolver.TorchrunClusterResolver()`",
-    ),
-)
 
 
 def join(
@@ -135,12 +113,15 @@ def find_unjoined_job(environ: Mapping[str, str]) -> UnjoinedJob | None:
     Args:
       environ: The environment variables.
     """
-    for variable, others, cure in _LAUNCHERS:
+    for launcher in launchers.LAUNCHERS:
+        variable = launcher.counts.partition(" ")[0]
         text = environ.get(variable, "")
         is_number = text.isascii() and text.isdigit()
         if not is_number or len(text) > _MAX_DIGITS or int(text) < 2:
             continue
-        if all(other in environ for other in others):
+        if launcher.has_started(environ):
+            use = f"`cluster_resolver=ks.cluster_resolver.{launcher.use}`"
+            cure = launcher.argument or use
             return UnjoinedJob(variable=variable, count=int(text), cure=cure)
     return None
 

@@ -7,7 +7,6 @@ against an attacker with write access to the directory: a checksum is not a
 signature.
 """
 
-import contextlib
 import dataclasses
 import hashlib
 import json
@@ -15,20 +14,19 @@ import math
 import os
 import pathlib
 import re
-import secrets
 import time
 from collections.abc import Mapping
 from typing import Any
 
 from keras_strategies._types import Tree
 from keras_strategies.checkpoint.directory.files import (
+    DamagedCheckpoint,
     check_folder,
     compute_digest,
     find_files,
     flush,
     make_damage_error,
     open_file,
-    quote_name,
 )
 from keras_strategies.checkpoint.directory.names import (
     MANIFEST,
@@ -210,14 +208,7 @@ def read_manifest(path: str | os.PathLike[str]) -> Manifest:
 
 
 def _serialize(manifest: Manifest) -> bytes:
-    """Converts a manifest to the bytes of its canonical form."""
-    content: dict[str, Any] = {
-        "version": manifest.version,
-        "step": manifest.step,
-        "created": manifest.created,
-        "files": {name: list(entry) for name, entry in manifest.files.items()},
-        "facts": manifest.facts,
-    }
+    content = dataclasses.asdict(manifest)
     content["checksum"] = hashlib.sha256(_dump(content)).hexdigest()
     return _dump(content) + b"\n"
 
@@ -228,73 +219,46 @@ def _dump(content: object) -> bytes:
 
 
 def _write(path: pathlib.Path, text: bytes) -> None:
-    """Writes the manifest atomically."""
-    # If the process is killed, this file remains, and the folder is an
-    # unfinished save.
-    temporary = path / f"{MANIFEST}.{secrets.token_hex(4)}.tmp"
-    try:
-        with open(temporary, "xb") as file:
-            file.write(text)
-            file.flush()
-            os.fsync(file.fileno())
-        os.replace(temporary, path / MANIFEST)
-    except BaseException:
-        with contextlib.suppress(OSError):
-            temporary.unlink()
-        raise
+    """Writes the manifest of a folder, which is renamed later, to the disk."""
+    with open(path / MANIFEST, "wb") as file:
+        file.write(text)
+        file.flush()
+        os.fsync(file.fileno())
     flush(path)
     flush(path.parent)
 
 
 def _parse(path: pathlib.Path, text: bytes) -> Manifest:
+    def damaged(fault: str, *cure: str) -> DamagedCheckpoint:
+        return make_damage_error(path, MANIFEST, fault, *cure)
+
     if not text:
-        raise make_damage_error(path, MANIFEST, "it is empty")
+        raise damaged("it is empty")
     try:
         content = load_json(text, max_characters=MAX_BYTES)
     except ValueError as error:
-        fault = f"it is not a valid manifest: {error}"
-        raise make_damage_error(path, MANIFEST, fault) from None
+        raise damaged(f"it is not a valid manifest: {error}") from None
     if not isinstance(content, dict) or "version" not in content:
-        raise make_damage_error(path, MANIFEST, "it has no version")
+        raise damaged("it has no version")
     if content["version"] != VERSION or isinstance(content["version"], bool):
-        fault = f"its version is not {VERSION}"
-        raise make_damage_error(path, MANIFEST, fault, _NEWER)
-    fault = _find_fault(content)
-    if fault:
-        raise make_damage_error(path, MANIFEST, fault)
-    manifest = Manifest(
-        step=content["step"],
-        created=content["created"],
-        files={
-            name: (size, checksum)
-            for name, (size, checksum) in content["files"].items()
-        },
-        facts=content["facts"],
-    )
+        raise damaged(f"its version is not {VERSION}", _NEWER)
+    fault = "its keys are not those of a manifest"
+    if set(content) == set(_FORM):
+        files = content["files"] if isinstance(content["files"], dict) else {}
+        form = _FORM | {"files": dict.fromkeys(files, (is_count, _is_sha256))}
+        fault = fault_of(content, form)
+    if fault is not None:
+        raise damaged(fault)
+    del content["checksum"]
+    files = {name: tuple(entry) for name, entry in files.items()}
+    manifest = Manifest(**content | {"files": files})
     # Compares all bytes, so that changes in whitespace or order are detected,
     # too.
     if _serialize(manifest) != text:
-        fault = "its checksum differs: it was changed after it was written"
-        raise make_damage_error(path, MANIFEST, fault)
+        raise damaged(
+            "its checksum differs: it was changed after it was written"
+        )
     return manifest
-
-
-def _find_fault(content: dict[str, Any]) -> str | None:
-    """Describes the first value in a manifest whose type is wrong.
-
-    Returns None if all types are correct.
-    """
-    if set(content) != set(_FORM):
-        return "its keys are not those of a manifest"
-    fault = fault_of(content, _FORM)
-    if fault is not None:
-        return fault
-    for name, entry in content["files"].items():
-        if fault_of(entry, (is_count, _is_sha256)) is not None:
-            return (
-                f"its entry for {quote_name(name)} is not a size and a checksum"
-            )
-    return None
 
 
 def _is_sha256(value: object) -> bool:

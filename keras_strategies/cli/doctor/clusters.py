@@ -4,12 +4,10 @@ import dataclasses
 import errno
 import ipaddress
 import socket
-from collections.abc import Callable, Iterator, Mapping
-from typing import Any
+from collections.abc import Iterator, Mapping
 
 from keras_strategies.cli.doctor.findings import (
     Finding,
-    Level,
     Part,
     Row,
     fault,
@@ -18,20 +16,7 @@ from keras_strategies.cli.doctor.findings import (
     warning,
 )
 from keras_strategies.cluster.exchange.rendezvous import split_address
-from keras_strategies.cluster.resolvers.kubernetes_resolver import (
-    KubernetesClusterResolver,
-    has_job_variables,
-)
-from keras_strategies.cluster.resolvers.resolver import ClusterResolver
-from keras_strategies.cluster.resolvers.slurm_resolver import (
-    SlurmClusterResolver,
-)
-from keras_strategies.cluster.resolvers.tf_config_resolver import (
-    TFConfigClusterResolver,
-)
-from keras_strategies.cluster.resolvers.torchrun_resolver import (
-    TorchrunClusterResolver,
-)
+from keras_strategies.cluster.resolvers.launchers import LAUNCHERS, Launcher
 from keras_strategies.cluster.spec import TaskInfo
 from keras_strategies.cluster.tasks import task_info
 from keras_strategies.watchdog.launcher_pipe import LAUNCHER_FD
@@ -39,11 +24,6 @@ from keras_strategies.watchdog.launcher_pipe import LAUNCHER_FD
 _CONNECT_S = 2.0
 _BIND_ADDRESS = "JAX_COORDINATOR_BIND_ADDRESS"
 _DOCUMENT = "docs/clusters.md"
-_SETTERS = {
-    "TF_CONFIG": "the program that started this process",
-    "SLURM": "srun",
-    "Open MPI": "mpirun",
-}
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -51,19 +31,20 @@ class Cluster:
     """A cluster that environment variables describe.
 
     Attributes:
-      name: The launcher that set the variables, such as "SLURM".
-      variables: The names of the variables that are set.
-      use: The strategy or resolver that a script should use in this cluster.
+      launcher: The launcher that set the variables.
       info: This process's task; None if the variables are invalid, or if only
         JAX can determine it.
       error: What is wrong with the variables; empty if they are valid.
     """
 
-    name: str
-    variables: tuple[str, ...]
-    use: str
+    launcher: Launcher
     info: TaskInfo | None = None
     error: str = ""
+
+    @property
+    def name(self) -> str:
+        """The name of the launcher."""
+        return self.launcher.name
 
     @property
     def address(self) -> str | None:
@@ -73,82 +54,22 @@ class Cluster:
         return self.info.coordinator_address
 
 
-# For each launcher: the variables that are shown, of which some mark it if all
-# are set; the resolver; and how a script uses the cluster. If several launchers
-# have set theirs, the first one is used, as in MultiWorkerMirroredStrategy().
-_TF_CONFIG, _KUBERNETES = "TF_CONFIG", "Kubernetes"
-_Kind = tuple[str, int, str, Callable[..., ClusterResolver] | None]
-_KINDS: dict[str, _Kind] = {
-    _TF_CONFIG: (
-        "TF_CONFIG",
-        1,
-        "MultiWorkerMirroredStrategy(), or TFConfigClusterResolver()",
-        TFConfigClusterResolver,
-    ),
-    "SLURM": (
-        "SLURM_PROCID SLURM_STEP_NODELIST SLURM_STEP_NUM_TASKS "
-        "SLURM_STEP_TASKS_PER_NODE",
-        2,
-        "SlurmClusterResolver()",
-        SlurmClusterResolver,
-    ),
-    # `has_job_variables` detects this kind.
-    _KUBERNETES: (
-        "JOB_COMPLETION_INDEX JAX_PROCESS_COUNT JAX_COORDINATOR_ADDRESS "
-        "JAX_COORDINATOR_PORT JOBSET_NAME PROCESS_ID NUM_PROCESSES "
-        "COORDINATOR_ADDRESS",
-        0,
-        "KubernetesClusterResolver()",
-        KubernetesClusterResolver,
-    ),
-    "torchrun": (
-        "RANK WORLD_SIZE MASTER_ADDR MASTER_PORT",
-        2,
-        "TorchrunClusterResolver()",
-        TorchrunClusterResolver,
-    ),
-    "Open MPI": (
-        "OMPI_COMM_WORLD_RANK OMPI_COMM_WORLD_SIZE",
-        2,
-        "jax.distributed.initialize() before the strategy",
-        None,
-    ),
-    "Cloud TPU": (
-        "TPU_WORKER_ID TPU_WORKER_HOSTNAMES TPU_TOPOLOGY",
-        1,
-        "TPUStrategy(), after jax.distributed.initialize()",
-        None,
-    ),
-}
-
-
 def find_clusters(environ: Mapping[str, str]) -> list[Cluster]:
     """Returns the clusters that environment variables describe.
 
     The first one is used.
     """
     clusters = []
-    for name, (shown, num_marks, use, resolver) in _KINDS.items():
-        variables = shown.split()
-        is_set = all(environ.get(mark) for mark in variables[:num_marks])
-        if name == _KUBERNETES:
-            is_set = has_job_variables(environ)
-        if not is_set:
+    for launcher in LAUNCHERS:
+        if not launcher.has_started(environ):
             continue
         info, error = None, ""
-        if resolver is not None:
-            try:
-                info = task_info(resolver(environ=environ))
-            except (ValueError, TypeError, RuntimeError) as raised:
-                error = str(raised)
-        cluster = Cluster(
-            name=name,
-            variables=tuple(n for n in variables if environ.get(n)),
-            use=use,
-            info=info,
-            error=error,
-        )
-        clusters.append(cluster)
+        try:
+            if launcher.resolver is not None:
+                info = task_info(launcher.resolver(environ=environ))
+        except (ValueError, TypeError, RuntimeError) as raised:
+            error = str(raised)
+        clusters.append(Cluster(launcher=launcher, info=info, error=error))
     return clusters
 
 
@@ -165,10 +86,14 @@ def check_clusters(environ: Mapping[str, str]) -> tuple[Part, Cluster | None]:
         findings = tuple(_check_incomplete(environ))
         return Part(title="Cluster", rows=(alone,), findings=findings), None
     chosen = clusters[0]
+    names = filter(environ.get, chosen.launcher.variables.split())
+    setter = chosen.launcher.setter or chosen.name
+    if environ.get(LAUNCHER_FD):
+        setter = "keras-strategies launch"
     rows = (
-        ("variables", ", ".join(chosen.variables)),
-        ("set by", _find_setter(chosen, environ)),
-        ("use", chosen.use),
+        ("variables", ", ".join(names)),
+        ("set by", setter),
+        ("use", chosen.launcher.use),
         *_make_rows(chosen.info),
     )
     findings = (*map(_make_finding, clusters), *_check_several(clusters))
@@ -204,15 +129,28 @@ def check_address(
         )
         return
     family, kind, _, _, place = places[0]
+    is_host = not info.process_id
     with socket.socket(family, kind) as connection:
-        if info.process_id:
-            yield _try_to_connect(connection, address, place)
+        connection.settimeout(_CONNECT_S)
+        try:
+            if is_host:
+                connection.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+                connection.bind(place)
+                connection.listen()
+            else:
+                connection.connect(place)
+        except OSError as error:
+            explain = _explain_listening if is_host else _explain_connecting
+            yield explain(error, address)
             return
-        found = _try_to_listen(connection, address, place)
-    yield found
+    yield good(
+        f"Process 0 can listen at {address}."
+        if is_host
+        else f"The coordinator at {address} can be reached."
+    )
     others = {a.rpartition(":")[0] for a in info.addresses if a}
     ip = str(place[0])
-    if found.level is Level.GOOD and len(others) > 1 and _is_loopback(ip):
+    if is_host and len(others) > 1 and _is_loopback(ip):
         yield fault(
             f"{address} is a loopback address ({ip}), so processes on other "
             "machines cannot reach it.",
@@ -220,61 +158,38 @@ def check_address(
         )
 
 
-def _try_to_listen(
-    server: socket.socket, address: str, place: tuple[Any, ...]
-) -> Finding:
-    try:
-        server.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        server.bind(place)
-        server.listen()
-    except OSError as error:
-        if error.errno == errno.EADDRINUSE:
-            return fault(
-                "Another process listens at the coordinator's address, "
-                f"{address}.",
-                "End that process if it is not needed, or use another port for "
-                "process 0.",
-            )
+def _explain_listening(error: OSError, address: str) -> Finding:
+    if error.errno == errno.EADDRINUSE:
         return fault(
-            f"Process 0 cannot listen at {address}: {error.strerror or error}.",
-            "The coordinator's address must belong to the machine that runs "
-            "process 0, and its port must be at least 1024. Correct the "
-            "cluster.",
+            f"Another process listens at the coordinator's address, {address}.",
+            "End that process if it is not needed, or use another port for "
+            "process 0.",
         )
-    return good(f"Process 0 can listen at {address}.")
+    return fault(
+        f"Process 0 cannot listen at {address}: {error.strerror or error}.",
+        "The coordinator's address must belong to the machine that runs "
+        "process 0, and its port must be at least 1024. Correct the cluster.",
+    )
 
 
-def _try_to_connect(
-    connection: socket.socket, address: str, place: tuple[Any, ...]
-) -> Finding:
-    try:
-        connection.settimeout(_CONNECT_S)
-        connection.connect(place)
-    except ConnectionRefusedError:
+def _explain_connecting(error: OSError, address: str) -> Finding:
+    if isinstance(error, ConnectionRefusedError):
         return warning(
-            f"The machine of the coordinator answers, but no process listens "
-            f"at {address}.",
+            "The machine of the coordinator answers, but no process listens at "
+            f"{address}.",
             "Start process 0, which listens as soon as it creates its "
             "strategy.",
         )
-    except OSError as error:
-        return fault(
-            f"The coordinator at {address} cannot be reached within "
-            f"{_CONNECT_S:.0f} s: {error.strerror or 'no answer'}.",
-            "Check that the address is correct, and look for a firewall or "
-            "network policy between the machines.",
-        )
-    return good(f"The coordinator at {address} can be reached.")
+    return fault(
+        f"The coordinator at {address} cannot be reached within "
+        f"{_CONNECT_S:.0f} s: {error.strerror or 'no answer'}.",
+        "Check that the address is correct, and look for a firewall or network "
+        "policy between the machines.",
+    )
 
 
 def _is_loopback(ip: str) -> bool:
     return ipaddress.ip_address(ip.split("%")[0]).is_loopback
-
-
-def _find_setter(cluster: Cluster, environ: Mapping[str, str]) -> str:
-    if cluster.name == _TF_CONFIG and environ.get(LAUNCHER_FD):
-        return "keras-strategies launch"
-    return _SETTERS.get(cluster.name, cluster.name)
 
 
 def _make_rows(info: TaskInfo | None) -> Iterator[Row]:
@@ -298,7 +213,7 @@ def _make_finding(cluster: Cluster) -> Finding:
     if cluster.info is None:
         return note(
             f"The variables of {cluster.name} are set. JAX reads them itself.",
-            f"In a script, use {cluster.use}.",
+            f"In a script, use {cluster.launcher.use}.",
         )
     return good(
         f"{cluster.name} describes a cluster of {cluster.info.num_processes} "
@@ -317,17 +232,10 @@ def _check_several(clusters: list[Cluster]) -> Iterator[Finding]:
 
 
 def _check_incomplete(environ: Mapping[str, str]) -> Iterator[Finding]:
-    """Yields a finding if a SLURM job or pod gives this process no number."""
+    """Yields a finding if a SLURM job gives this process no number."""
     if environ.get("SLURM_JOB_ID"):
         yield warning(
             "This process runs in a SLURM job but not in one of its steps, so "
             "it runs alone.",
             "Start the script with `srun`.",
-        )
-    elif environ.get("KUBERNETES_SERVICE_HOST"):
-        yield note(
-            "This pod does not belong to an indexed Job, so the process runs "
-            "alone.",
-            "To train in several pods, set `completionMode: Indexed` "
-            f"({_DOCUMENT}).",
         )

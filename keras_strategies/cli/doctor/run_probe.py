@@ -169,20 +169,8 @@ def _make_rows(answers: Answers, environ: Mapping[str, str]) -> Iterator[Row]:
             if is_deterministic(environ)
             else "off: runs differ by rounding (`ks.enable_determinism()`)",
         )
-    for name, timed in _list_all_reduces(answers):
-        took = f"{timed['ms']:.2f} ms over {timed['devices']} devices"
-        yield f"all-reduce, {name}", took
-
-
-def _list_all_reduces(
-    answers: Answers,
-) -> Iterator[tuple[str, dict[str, Any]]]:
-    answer = answers.get("all_reduce", {})
-    if answer.get("devices", 0) > 1:
-        for name in ("small", "large"):
-            size = answer[name]["bytes"]
-            shown = f"{size >> 20} MiB" if size >> 20 else f"{size} bytes"
-            yield shown, answer[name] | {"devices": answer["devices"]}
+    for size, took, _ in answers.get("all_reduce", {}).get("sums", ()):
+        yield f"all-reduce, {size}", took
 
 
 def _check_kinds(kinds: Sequence[Sequence[Any]]) -> Finding:
@@ -207,7 +195,8 @@ def _check_counts(counts: list[int]) -> Iterator[Finding]:
 
 
 def _check_all_reduce(answers: Answers, over: str) -> Iterator[Finding]:
-    results = [one["is_right"] for _, one in _list_all_reduces(answers)]
+    sums = answers.get("all_reduce", {}).get("sums", ())
+    results = [is_right for _, _, is_right in sums]
     if results and all(results):
         yield good(f"An all-reduce over {over} is correct.")
     elif results:

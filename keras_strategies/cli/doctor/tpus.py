@@ -1,8 +1,8 @@
 """Checks which processes hold this machine's TPUs, without starting libtpu.
 
 A TPU belongs to one process at a time: the first whose libtpu opens the chips'
-device files and `/tmp/libtpu_lockfile`. This may be a TensorFlow with support
-for TPUs. Linux shows the open files in `/proc`.
+device files and locks `/tmp/libtpu_lockfile`. This may be a TensorFlow with
+support for TPUs. Linux shows both in `/proc`; the locks of all users.
 """
 
 import contextlib
@@ -74,7 +74,7 @@ def check_tpus(
     )
     if not devices and environ.get(_MULTIPLE):
         return None
-    holders = _find_holders(proc, {*devices, str(lock)})
+    holders = _find_holders(proc, {*devices, str(lock)}, lock)
     is_locked_up = lock.exists() and not os.access(lock, os.W_OK)
     if not devices and not holders and not is_locked_up:
         return None
@@ -96,22 +96,36 @@ def check_tpus(
     return Part(title="TPUs", rows=rows, findings=tuple(findings))
 
 
-def _find_holders(proc: Path, paths: set[str]) -> dict[int, str]:
-    """Returns the other processes that have opened one of some files.
+def _find_holders(proc: Path, paths: set[str], lock: Path) -> dict[int, str]:
+    """Returns the other processes that hold a lock or have opened a file.
 
     Returns:
       A dict from process numbers to descriptions.
     """
-    holders = {}
+    holders, lockers = {}, _find_lockers(proc, lock)
     folders = [path for path in proc.glob("[0-9]*") if path.name.isdigit()]
     for folder in sorted(folders, key=lambda path: int(path.name)):
+        number, opened = int(folder.name), set()
         # Only root sees the open files of other users' processes. Files may
         # have been closed since.
         with contextlib.suppress(OSError):
             opened = {os.readlink(path) for path in (folder / "fd").iterdir()}
-            if opened & paths and int(folder.name) != os.getpid():
-                holders[int(folder.name)] = _describe(folder)
+        if (number in lockers or opened & paths) and number != os.getpid():
+            holders[number] = _describe(folder)
     return holders
+
+
+def _find_lockers(proc: Path, lock: Path) -> set[int]:
+    """Returns the processes that hold a lock, including other users'."""
+    with contextlib.suppress(OSError):
+        text = (proc / "locks").read_text(errors="replace")
+        held = rf"\d+: \w+ +\w+ +\w+ +(\d{{1,9}}) \S+:{lock.stat().st_ino} "
+        return {
+            int(m[1])
+            for m in map(re.compile(held).match, text.splitlines())
+            if m
+        }
+    return set()
 
 
 def _describe(folder: Path) -> str:

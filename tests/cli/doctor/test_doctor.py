@@ -649,8 +649,7 @@ def test_end_of_the_probe_is_explained(told, end, environ, expected):
 def test_unequal_devices_and_wrong_sums_are_faults():
     (found,) = run_probe._check_counts([2, 2, 1])
     assert "2, 2, 1" in found.text
-    told = {"is_right": True, "bytes": 4, "ms": 1.0}
-    answer = {"devices": 2, "small": told, "large": told | {"is_right": False}}
+    answer = {"sums": [["4 bytes", "1 ms", True], ["4 MiB", "9 ms", False]]}
     (found,) = run_probe._check_all_reduce({"all_reduce": answer}, "all")
     assert "wrong sum" in found.text
 

@@ -130,11 +130,30 @@ def test_files_that_are_no_text_and_too_many(host):
     for pid in range(1, 20):
         host.add_process(pid, "\x1b[31m" * 50, host.dev / "accel0")
     (host.proc / "self").mkdir()
+    (host.proc / "locks").write_bytes(b"\xff\x00" * 1000)
     host.lock.touch()
     part = host.check()
     assert len(part.findings) == 8
     assert "\x1b" not in repr(part)
     assert all(len(f.text) < 700 for f in part.findings)
+
+
+def test_another_users_process_that_holds_the_lock_is_named(host):
+    host.lock.touch()
+    inode = host.lock.stat().st_ino
+    host.add_process(5, "train")
+    host.add_process(6, "waits")
+    (host.proc / "5" / "fd").rmdir()  # Its open files cannot be read.
+    (host.proc / "locks").write_text(
+        "1: FLOCK  ADVISORY  WRITE 9 08:01:1 0 EOF\n"
+        f"2: POSIX  ADVISORY  WRITE 5 08:01:{inode} 0 EOF\n"
+        f"2: -> POSIX  ADVISORY  WRITE 6 08:01:{inode} 0 EOF\n"
+        f"3: POSIX  ADVISORY  WRITE 0 08:01:{inode} 0 EOF\n"
+    )
+    part = host.check()
+    assert dict(part.rows)["held by"] == "Process 5 (train)"
+    (finding,) = part.findings
+    assert "`kill 5`" in finding.fix
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="/proc is Linux's")
