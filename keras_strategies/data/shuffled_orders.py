@@ -75,7 +75,7 @@ class DrawnOrder(Order):
     """
 
     def __init__(self, seed: str | None = None) -> None:
-        self.restart(self._read_global() if seed is None else seed)
+        self.restart(self._save(self._shared) if seed is None else seed)
 
     @property
     def seed(self) -> str:
@@ -84,7 +84,7 @@ class DrawnOrder(Order):
 
     def restart(self, seed: str) -> None:
         """See `Order.restart`."""
-        self._parse(seed)
+        self._load(seed)
         self._seed = seed
         self._state = seed
         self._epoch = 0
@@ -107,29 +107,31 @@ class DrawnOrder(Order):
             self._state, self._epoch = self._seed, 0
         order = np.zeros(0, int)
         while self._epoch <= epoch:
-            before = self._state
-            order, self._state = self._draw(before)
-            if self._read_global() == before:
-                self._set_global(self._state)
+            generator, before = self._load(self._state), self._state
+            order, self._state = self._shuffle(generator), self._save(generator)
+            if self._save(self._shared) == before:
+                self._load(self._state, self._shared)
             self._epoch += 1
         self._last = (epoch, order)
         return order
 
-    @abc.abstractmethod
-    def _parse(self, state: str) -> tuple[Any, ...]:
-        """Parses a generator's state; raises ValueError if malformed."""
+    # The module whose functions use the global generator.
+    _shared: Any
 
     @abc.abstractmethod
-    def _draw(self, state: str) -> tuple[np.ndarray, str]:
-        """Generates one order; returns it and the generator's next state."""
+    def _load(self, state: str, generator: Any = None) -> Any:
+        """Returns a generator in a state; raises ValueError if malformed.
+
+        A new generator is made if `generator` is None.
+        """
 
     @abc.abstractmethod
-    def _read_global(self) -> str:
-        """Returns the global generator's state."""
+    def _save(self, generator: Any) -> str:
+        """Returns a generator's state."""
 
     @abc.abstractmethod
-    def _set_global(self, state: str) -> None:
-        """Sets the global generator's state."""
+    def _shuffle(self, generator: Any) -> np.ndarray:
+        """Generates one order."""
 
 
 class RowOrder(DrawnOrder):
@@ -142,6 +144,8 @@ class RowOrder(DrawnOrder):
       seed: See `DrawnOrder`.
     """
 
+    _shared = np.random
+
     def __init__(
         self, rows: int, window: int | None = None, seed: str | None = None
     ) -> None:
@@ -149,24 +153,19 @@ class RowOrder(DrawnOrder):
         self._window = window
         super().__init__(seed)
 
-    def _parse(self, state: str) -> tuple[Any, ...]:
-        return _parse_numpy_state(state)
-
-    def _draw(self, state: str) -> tuple[np.ndarray, str]:
-        generator = np.random.RandomState()
+    def _load(self, state: str, generator: Any = None) -> Any:
+        generator = generator or np.random.RandomState()
         generator.set_state(_parse_numpy_state(state))
+        return generator
 
+    def _save(self, generator: Any) -> str:
+        return _format_numpy_state(generator.get_state(legacy=True))
+
+    def _shuffle(self, generator: Any) -> np.ndarray:
         def permute(_: int, rows: int) -> np.ndarray:
             return generator.permutation(rows)
 
-        order = _permute_windows(self._rows, self._window, permute)
-        return order, _format_numpy_state(generator.get_state(legacy=True))
-
-    def _read_global(self) -> str:
-        return _format_numpy_state(np.random.get_state(legacy=True))
-
-    def _set_global(self, state: str) -> None:
-        np.random.set_state(_parse_numpy_state(state))
+        return _permute_windows(self._rows, self._window, permute)
 
 
 class BatchOrder(DrawnOrder):
@@ -176,6 +175,8 @@ class BatchOrder(DrawnOrder):
       size: Number of batches.
       seed: See `DrawnOrder`.
     """
+
+    _shared = random
 
     def __init__(self, size: int, seed: str | None = None) -> None:
         self._size = size
@@ -187,20 +188,16 @@ class BatchOrder(DrawnOrder):
             self._size = size
             self._last = None
 
-    def _parse(self, state: str) -> tuple[Any, ...]:
-        return _parse_python_state(state)
-
-    def _draw(self, state: str) -> tuple[np.ndarray, str]:
-        generator = random.Random()
+    def _load(self, state: str, generator: Any = None) -> Any:
+        generator = generator or random.Random()
         generator.setstate(_parse_python_state(state))
-        order = _shuffle(self._size, generator)
-        return order, _format_python_state(generator.getstate())
+        return generator
 
-    def _read_global(self) -> str:
-        return _format_python_state(random.getstate())
+    def _save(self, generator: Any) -> str:
+        return _format_python_state(generator.getstate())
 
-    def _set_global(self, state: str) -> None:
-        random.setstate(_parse_python_state(state))
+    def _shuffle(self, generator: Any) -> np.ndarray:
+        return _shuffle(self._size, generator)
 
 
 class NumberedOrder(Order):

@@ -6,7 +6,6 @@ import pathlib
 import stat
 import sys
 
-_MOST_LINKS = 40
 _lstat = os.lstat
 
 
@@ -47,25 +46,18 @@ def check_folder(folder: pathlib.Path) -> None:
             continue
 
 
-def _check_path(path: pathlib.Path) -> os.stat_result:
+def _check_path(
+    path: pathlib.Path, *, is_parent: bool = False
+) -> os.stat_result:
     """Checks all parts of a path; returns the status of its target."""
-    here = pathlib.Path(path.anchor)
-    waiting = list(reversed(path.parts[1:]))
-    found = _check(here, is_parent=bool(waiting))
-    num_links = 0
-    while waiting:
-        here = pathlib.Path(os.path.normpath(here / waiting.pop()))
-        found = _check(here, is_parent=bool(waiting))
-        if not stat.S_ISLNK(found.st_mode):
-            continue
-        num_links += 1
-        if num_links > _MOST_LINKS:
-            raise OSError(errno.ELOOP, os.strerror(errno.ELOOP), str(path))
-        target = here.parent / os.readlink(here)
-        # `here` has no links above it, so that its parts are walked again.
-        here = pathlib.Path(target.anchor)
-        waiting += reversed(target.parts[1:])
-        found = _check(here, is_parent=bool(waiting))
+    os.path.realpath(path, strict=True)  # Raises an error for a loop of links.
+    found = _check(pathlib.Path(path.anchor), is_parent=True)
+    for part in (*reversed(path.parents[:-1]), path):
+        is_above = is_parent or part != path
+        found = _check(part, is_parent=is_above)
+        if stat.S_ISLNK(found.st_mode):
+            target = os.path.normpath(part.parent / os.readlink(part))
+            found = _check_path(pathlib.Path(target), is_parent=is_above)
     return found
 
 

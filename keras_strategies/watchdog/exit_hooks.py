@@ -124,10 +124,8 @@ class _Hooks:
         """
         previous(args)
         thread, error = args.thread, args.exc_value
-        has_trained = (
-            thread is not None and thread.ident in self._watchdog.runner.threads
-        )
-        if has_trained and isinstance(error, Exception):
+        trained = self._watchdog.runner.threads
+        if thread and thread.ident in trained and isinstance(error, Exception):
             self._fail(error, args.exc_traceback)
             # The process does not wait for the end of the script, which may
             # continue for a long time.
@@ -185,13 +183,10 @@ class _Hooks:
                 f"code {int(ExitCode.PREEMPTED)}."
             )
         elif status not in (None, 0) and programs == done.num_started:
-            reason = (
-                f"process {watchdog.process} ended with sys.exit({status!r})"
-            )
+            name = f"sys.exit({status!r})"
             code = status if isinstance(status, int) else 1
-            watchdog.fail(
-                f"sys.exit({status!r})", code & 0xFF, Cause(text=reason)
-            )
+            cause = Cause(text=f"process {watchdog.process} ended with {name}")
+            watchdog.fail(name, code & 0xFF, cause)
             watchdog.end_failed()
         try:
             self._leave()
@@ -228,15 +223,10 @@ def _describe_error(
     """
     text = "".join(traceback.format_exception_only(error)).strip()
     summary = text[:_MAX_TEXT].rstrip(".")
-    users = [
-        frame
-        for frame in traceback.extract_tb(trace)
-        if is_user_code(frame.filename)
-    ]
-    if users:
-        last = users[-1]
-        line = last.lineno or 0
-        summary += f" ({format_position(last.filename, line, last.name)})"
+    for frame in reversed(traceback.extract_tb(trace)):
+        if is_user_code(frame.filename):
+            place = frame.filename, frame.lineno or 0, frame.name
+            return f"{summary} ({format_position(*place)})"
     return summary
 
 

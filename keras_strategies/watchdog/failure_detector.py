@@ -145,8 +145,8 @@ class FailureDetector:
 
     @property
     def heartbeats(self) -> dict[int, Heartbeat]:
-        """The latest heartbeat of each process."""
-        return {p: received.heartbeat for p, received in self._received.items()}
+        """The latest heartbeat of each process, in the processes' order."""
+        return {p: self._received[p].heartbeat for p in sorted(self._received)}
 
     @property
     def is_over(self) -> bool:
@@ -154,9 +154,7 @@ class FailureDetector:
 
         A process is known when its first heartbeat has arrived.
         """
-        return all(
-            received.heartbeat.is_done for received in self._received.values()
-        )
+        return all(h.is_done for h in self.heartbeats.values())
 
     def receive(self, heartbeats: Mapping[int, Heartbeat], now: float) -> None:
         """Records the latest heartbeat of each process.
@@ -170,14 +168,11 @@ class FailureDetector:
             if known is None:
                 self._received[process] = _Received(heartbeat, now, now)
             elif known.heartbeat.number != heartbeat.number:
-                is_same = (
-                    known.heartbeat.programs,
-                    known.heartbeat.is_done,
-                ) == (
-                    heartbeat.programs,
-                    heartbeat.is_done,
-                )
-                since = known.same_since if is_same else now
+                before, since = known.heartbeat, known.same_since
+                if before.programs != heartbeat.programs or (
+                    before.is_done != heartbeat.is_done
+                ):
+                    since = now
                 self._received[process] = _Received(heartbeat, now, since)
 
     def all_live(self, since: float, now: float) -> bool:
@@ -192,11 +187,8 @@ class FailureDetector:
           since: The time, in seconds.
           now: The current time, in seconds.
         """
-        numbers = {
-            process: received.heartbeat.number
-            for process, received in self._received.items()
-            if process != self._host
-        }
+        heartbeats = self.heartbeats.items()
+        numbers = {p: h.number for p, h in heartbeats if p != self._host}
         if self._baseline is None or self._baseline[0] != since:
             if now > since + _ON_ITS_WAY_S:
                 self._baseline = since, numbers
@@ -226,28 +218,22 @@ class FailureDetector:
 
     def _find_done(self) -> Cause | None:
         """Returns a cause if a process waits for one whose script has ended."""
-        done = [
-            p for p, h in sorted(self._received.items()) if h.heartbeat.is_done
-        ]
-        for process, received in sorted(self._received.items()):
-            heartbeat = received.heartbeat
-            for gone in done:
-                programs = self._received[gone].heartbeat.programs
-                if (
-                    heartbeat.programs > programs
-                    and heartbeat.waiting_s > _DONE_S
-                ):
-                    waits_in = f"program {heartbeat.programs}"
-                elif heartbeat.agreeing_s > _DONE_S:
-                    waits_in = heartbeat.agreeing
-                else:
-                    continue
-                return Cause(
-                    text=f"the script of process {gone} has ended after "
-                    f"{programs} programs, but process {process} waits for "
-                    f"it in {waits_in} (at {heartbeat.where}); all processes "
-                    "must make the same calls and run the same steps"
-                )
+        heartbeats = self.heartbeats
+        done = [p for p, h in heartbeats.items() if h.is_done]
+        for (process, one), gone in itertools.product(heartbeats.items(), done):
+            programs = heartbeats[gone].programs
+            if one.programs > programs and one.waiting_s > _DONE_S:
+                waits_in = f"program {one.programs}"
+            elif one.agreeing_s > _DONE_S:
+                waits_in = one.agreeing
+            else:
+                continue
+            return Cause(
+                text=f"the script of process {gone} has ended after {programs} "
+                f"programs, but process {process} waits for it in {waits_in} "
+                f"(at {one.where}); all processes must make the same calls and "
+                "run the same steps"
+            )
         return None
 
     def _find_creation(self, now: float) -> Cause | None:
@@ -257,10 +243,7 @@ class FailureDetector:
         compared a value). The other one waits until the first starts the same
         program, or takes part in an `Agreement`.
         """
-        heartbeats = {
-            p: received.heartbeat
-            for p, received in sorted(self._received.items())
-        }
+        heartbeats = self.heartbeats
         is_starting = any(h.starting_s for h in heartbeats.values())
         if is_starting or self.find_silent(now):
             return None
@@ -290,10 +273,7 @@ class FailureDetector:
         return None
 
     def _find_stalled(self, now: float) -> Cause | None:
-        heartbeats = {
-            p: received.heartbeat
-            for p, received in sorted(self._received.items())
-        }
+        heartbeats = self.heartbeats
         waits = max((b.waiting_s for b in heartbeats.values()), default=0.0)
         # Compilation has no time limit, and other processes wait while one
         # compiles. So the timeout begins when no process compiles any more.
@@ -304,11 +284,7 @@ class FailureDetector:
         if waits <= self.timeout_s:
             return self._find_absent(heartbeats, now)
         most = max(heartbeat.programs for heartbeat in heartbeats.values())
-        behind = [
-            p
-            for p, heartbeat in heartbeats.items()
-            if heartbeat.programs < most
-        ]
+        behind = [p for p, h in heartbeats.items() if h.programs < most]
         if not behind:
             text = (
                 f"all processes have waited for program {most} for "
@@ -328,14 +304,10 @@ class FailureDetector:
         self, heartbeats: dict[int, Heartbeat], now: float
     ) -> Cause | None:
         """Returns a cause if a process waits in an `Agreement` for too long."""
-        waits = [
-            p for p, heartbeat in heartbeats.items() if heartbeat.agreeing_s
-        ]
-        longest = max(
-            waits, key=lambda p: heartbeats[p].agreeing_s, default=None
-        )
-        if longest is None:
+        waits = {p: h.agreeing_s for p, h in heartbeats.items() if h.agreeing_s}
+        if not waits:
             return None
+        longest = max(waits, key=waits.__getitem__)
         heartbeat = heartbeats[longest]
         # `Agreement` also has a timeout, whose error is more precise. The extra
         # time allows it to raise that error first.

@@ -154,12 +154,7 @@ class Agreement:
         sent = json.dumps([self._name, text])
         client.key_value_set(self._make_key(number, me), sent)
         with self._waiting():
-            if len(self._processes) <= _MOST_RECEIVED_BY_ALL:
-                received = self._receive_all(client, number, sent, is_stopped)
-            elif me == self._processes[0]:
-                received = self._send_to_all(client, number, sent, is_stopped)
-            else:
-                received = self._receive_from_first(client, number, is_stopped)
+            received = self._receive_all(client, number, sent, is_stopped)
         messages = self._read(received, (str, str), self._processes)
         names, texts = zip(*messages, strict=True)
         if len(set(names)) > 1:
@@ -222,43 +217,42 @@ class Agreement:
         finally:
             del _waits[thread]
 
+    @property
+    def _is_many(self) -> bool:
+        """Whether the first process receives the texts, and sends all of them.
+
+        Otherwise, each process receives them from each other process.
+        """
+        return len(self._processes) > _MOST_RECEIVED_BY_ALL
+
     def _receive_all(
         self, client: Any, number: int, sent: str, is_stopped: IsStopped | None
     ) -> list[str]:
         me, get = jax.process_index(), client.blocking_key_value_get
-        return [
-            sent
-            if process == me
-            else self._receive(get, number, process, is_stopped)
-            for process in self._processes
-        ]
-
-    def _send_to_all(
-        self, client: Any, number: int, sent: str, is_stopped: IsStopped | None
-    ) -> list[str]:
+        first, answer = self._processes[0], None
+        if self._is_many and me != first:
+            # The first process may itself wait for another process until the
+            # timeout, so this process waits twice as long.
+            limit_s = 2 * self._timeout_s
+            text = self._receive(get, number, _ALL, is_stopped, limit_s)
+            form = Either((str, (str,) * len(self._processes)))
+            (received,) = self._read([text], form, (first,))
+            if isinstance(received, str):
+                raise Stalled(received)
+            return received
         try:
-            received = self._receive_all(client, number, sent, is_stopped)
+            answer = [
+                sent if p == me else self._receive(get, number, p, is_stopped)
+                for p in self._processes
+            ]
+            return answer
         except TimeoutError as error:
-            client.key_value_set(
-                self._make_key(number, _ALL), json.dumps(str(error))
-            )
+            answer = str(error)
             raise
-        client.key_value_set(self._make_key(number, _ALL), json.dumps(received))
-        return received
-
-    def _receive_from_first(
-        self, client: Any, number: int, is_stopped: IsStopped | None
-    ) -> list[str]:
-        # The first process may itself wait for another process until the
-        # timeout, so this process waits twice as long.
-        get, timeout_s = client.blocking_key_value_get, 2 * self._timeout_s
-        text = self._receive(get, number, _ALL, is_stopped, timeout_s)
-        all_texts = (str,) * len(self._processes)
-        form = Either((str, all_texts))
-        (received,) = self._read([text], form, self._processes[:1])
-        if isinstance(received, str):
-            raise Stalled(received)
-        return received
+        finally:
+            if self._is_many and answer is not None:
+                key = self._make_key(number, _ALL)
+                client.key_value_set(key, json.dumps(answer))
 
     def _read(
         self, texts: list[str], form: Form, processes: tuple[int, ...]
@@ -276,8 +270,7 @@ class Agreement:
     def _forget(self, client: Any, number: int) -> None:
         me = jax.process_index()
         client.key_value_delete(self._make_key(number, me))
-        is_many = len(self._processes) > _MOST_RECEIVED_BY_ALL
-        if is_many and me == self._processes[0]:
+        if self._is_many and me == self._processes[0]:
             client.key_value_delete(self._make_key(number, _ALL))
 
     def _receive(

@@ -124,27 +124,19 @@ class TFConfigClusterResolver(ClusterResolver):
         """The argument `environment` of the constructor."""
         return self._environment
 
-    @property
+    @ClusterResolver.task_type.getter
     def task_type(self) -> str | None:
         """The job of this process: the value that was set, else TF_CONFIG's."""
         if self._task_type is None:
             return self._read().task_type
         return str(self._task_type)
 
-    @task_type.setter
-    def task_type(self, task_type: str | None) -> None:
-        self._task_type = task_type
-
-    @property
+    @ClusterResolver.task_id.getter
     def task_id(self) -> int | None:
         """The index of this process in its job, as set, else TF_CONFIG's."""
         if self._task_id is None:
             return self._read().task_id
         return parse_index(self._task_id, "`task_id`")
-
-    @task_id.setter
-    def task_id(self, task_id: int | None) -> None:
-        self._task_id = task_id
 
     def _find_rpc_layer(self) -> str | None:
         return self._read().rpc_layer

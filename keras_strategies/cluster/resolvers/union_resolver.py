@@ -120,14 +120,8 @@ class UnionResolver(ClusterResolver):
         """The first resolver's `environment`."""
         return self._resolvers[0].environment
 
-    @property
-    def rpc_layer(self) -> str | None:
-        """The protocol that was set, or the first resolver's protocol."""
-        return self._rpc_layer or self._resolvers[0].rpc_layer
-
-    @rpc_layer.setter
-    def rpc_layer(self, rpc_layer: str | None) -> None:
-        self._rpc_layer = rpc_layer
+    def _find_rpc_layer(self) -> str | None:
+        return self._resolvers[0].rpc_layer
 
     def _find_task_type(self) -> str | None:
         return self._resolvers[0].task_type

@@ -19,8 +19,6 @@ from keras_strategies.data.options import AutoShardPolicy
 from keras_strategies.data.source import Cut, Part, Source, Summary, take
 from keras_strategies.data.tfdata.tf_files import (
     find_damage,
-    find_files,
-    find_missing_file,
     find_part_files,
     find_texts,
 )
@@ -246,34 +244,19 @@ class TfDataSource(Source):
             let_go(held)
 
     def _read_batches(self, iterator: Iterator[Tree]) -> Iterator[Tree]:
-        errors = tensorflow().errors
-        # The `try` must not enclose the `yield`: at exit Python clears modules
-        # before it closes generators, so that `errors` would be gone.
-        while True:
-            try:
-                batch = next(iterator, None)
-            except (
-                errors.DataLossError,
-                errors.NotFoundError,
-                errors.PermissionDeniedError,
-            ) as error:
-                self._explain(error)
-                raise
-            if batch is None:
-                return
-            yield batch
+        """Yields batches; names the damaged file in an error of TensorFlow.
 
-    def _explain(self, error: Exception) -> None:
-        """Raises an error that names the unreadable file, if one is found."""
-        files = self.plan.files.get(self._process_index)
-        files = files or find_files(self._dataset)
-        if isinstance(error, tensorflow().errors.DataLossError):
+        TensorFlow's errors name a file that is missing or cannot be read.
+        """
+        try:
+            yield from iterator
+        except tensorflow().errors.DataLossError as error:
             graph = write_graph(self._dataset)
-            others = () if graph is None else find_texts(graph)
-            received = find_damage((*files, *others))
-        else:
-            received = find_missing_file(files)
-        if received is not None:
+            files = self.plan.files.get(self._process_index, ())
+            texts = () if graph is None else find_texts(graph)
+            received = find_damage((*files, *texts))
+            if received is None:
+                raise
             raise OSError(
                 "The files of a dataset must exist and be complete. Received: "
                 f"{received}. Write the file again, or remove it from the "

@@ -223,19 +223,6 @@ def find_part_files(graph: Graph) -> tuple[str, ...] | None:
     return _read_names(graph, find_file_shards(graph))
 
 
-def find_files(dataset: Dataset) -> tuple[str, ...]:
-    """Returns the names of the files that a dataset reads, or () if unknown."""
-    tf = tensorflow()
-    try:
-        split = write_graph(_rewrite(dataset, 2, 0))
-        assert split is not None
-        top = Scope(split.node)
-        sources = [top.datasets(shard)[0] for shard in find_file_shards(split)]
-        return _read_names(split, sources) or ()
-    except tf.errors.OpError:
-        return ()
-
-
 def find_texts(graph: Graph) -> tuple[str, ...]:
     """Returns all string constants of a graph; some may be file names."""
     text = tensorflow().string.as_datatype_enum
@@ -249,18 +236,6 @@ def find_texts(graph: Graph) -> tuple[str, ...]:
     return tuple(dict.fromkeys(filter(None, texts)))
 
 
-def find_missing_file(names: Iterable[str]) -> str | None:
-    """Returns the first file that cannot be opened, or None."""
-    tf = tensorflow()
-    for name in names:
-        try:
-            with tf.io.gfile.GFile(name, "rb") as file:
-                file.read(1)
-        except tf.errors.OpError:
-            return name
-    return None
-
-
 def find_damage(names: Iterable[str]) -> str | None:
     """Finds the first TFRecord file that cannot be read to its end.
 
@@ -272,7 +247,8 @@ def find_damage(names: Iterable[str]) -> str | None:
       can be read.
     """
     for name in names:
-        if find_missing_file([name]) is not None:
+        gfile = tensorflow().io.gfile
+        if not gfile.exists(name) or gfile.isdir(name):
             continue
         record = -1
         for compression in ("", "GZIP", "ZLIB"):
